@@ -1,0 +1,35 @@
+"""Counterfactual credit assignment for language-model reinforcement learning, nearly free.
+
+Mask a span of the reasoning, measure how the log-probability of the answer moves, weigh each token's clipped policy
+loss by that. The names below are the public API; everything else may change.
+"""
+
+from .losses import policy_loss
+from .ops.linear_logprob import linear_logprob
+from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
+from .spans import Span, detect_spans, find_answer
+from .weights import (
+    CounterfactualConfig,
+    Credit,
+    counterfactual_credit,
+    counterfactual_weights,
+    span_weights,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CounterfactualConfig",
+    "CounterfactualScores",
+    "Credit",
+    "ScoringWork",
+    "Span",
+    "counterfactual_credit",
+    "counterfactual_weights",
+    "detect_spans",
+    "find_answer",
+    "linear_logprob",
+    "policy_loss",
+    "score_counterfactuals",
+    "span_weights",
+]

@@ -1,0 +1,46 @@
+"""Which implementation an op runs: Triton for GPU tensors, the PyTorch reference for CPU tensors."""
+
+import os
+
+import torch
+
+BACKENDS = ("triton", "torch")
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its interpreter, which accepts CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def resolve_backend(backend: str | None, tensor: torch.Tensor) -> str:
+    """Return ``"triton"`` or ``"torch"`` for an op whose inputs live where ``tensor`` lives.
+
+    ``None`` picks Triton for CUDA / HIP tensors and PyTorch for CPU tensors. Raises ``ValueError`` for an
+    unknown name, for ``"triton"`` on a CPU tensor outside Triton's interpreter, and for ``None`` on a device
+    that has neither.
+    """
+    if backend not in (None, *BACKENDS):
+        raise ValueError(f"backend must be one of {BACKENDS} or None, got {backend!r}")
+    device = tensor.device.type
+    if backend is None:
+        if device == "cuda":
+            return "triton"
+        if device == "cpu":
+            return "torch"
+        raise ValueError(f"backend=None knows cuda and cpu tensors, got device {tensor.device}; pass backend='torch'")
+    if backend == "triton" and device != "cuda" and not interpreting():
+        raise ValueError(
+            f"backend='triton' needs a CUDA or HIP tensor, got device {tensor.device} "
+            "(TRITON_INTERPRET=1, set before triton is imported, runs the kernels on CPU tensors)"
+        )
+    return backend
+
+
+def architecture(device: torch.device) -> str:
+    """What kernels are tuned for: ``"hip"``, ``"sm_80"``, ``"sm_90"``, ...; ``"cpu"`` in the interpreter."""
+    if device.type != "cuda":
+        return "cpu"
+    if torch.version.hip is not None:
+        return "hip"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

@@ -1,0 +1,286 @@
+"""Counterfactual scores: how much an answer's log-prob drops when a span of the reasoning is masked.
+
+Completions and their masked branches become packed trees (``tree.py``); one forward per pack (``hf.py``) yields
+all answer log-probs and, when asked, the log-prob of every completion token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .hf import (
+    causal_lm,
+    context_length,
+    default_token_budget,
+    pack_logprobs,
+    prove_supported,
+    tree_attention_mode,
+    vocab_size,
+)
+from .spans import Span
+from .tree import Pack, Query, pack_units
+
+
+@dataclass(frozen=True)
+class ScoringWork:
+    """What scoring did, for accounting: compare ``tokens_fed`` with ``tokens_unshared``."""
+
+    forwards: int
+    tokens_fed: int
+    tokens_unshared: int  # if every query (log-probs, base answer, each branch) took a forward of its own
+    head_rows: int
+
+
+@dataclass(frozen=True)
+class CounterfactualScores:
+    """Answer log-probs in nats, with and without each span, of B completions.
+
+    Attributes:
+        base: (B,) fp32 log P(answer | prompt, reasoning); nan where there is no answer.
+        masked: B tensors (K_b,) fp32, the same with span k replaced by placeholders.
+        drop: B tensors (K_b,) fp32, ``masked - base``; positive marks a distractor (CF paper, eq. 3).
+        logprobs: B tensors (T_b,) fp32 of every completion token, if asked for.
+        work: counts of what was computed.
+    """
+
+    base: Tensor
+    masked: list[Tensor]
+    drop: list[Tensor]
+    logprobs: list[Tensor] | None
+    work: ScoringWork
+
+
+def score_counterfactuals(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    spans: Sequence[Sequence[Span]],
+    answers: Sequence[Span | None],
+    *,
+    placeholder_id: int,
+    token_budget: int | None = None,
+    logprobs: bool = False,
+    temperature: float = 1.0,
+) -> CounterfactualScores:
+    """Score the answer of each completion as sampled and with each span masked (CF paper, eqs. 3 and 5).
+
+    Exact: the same numbers as one full forward per span, to rounding, from far fewer tokens. Prompts, completions,
+    branches and any longer prefixes that are equal are computed once.
+
+    Args:
+        model: a transformers causal model that uses the attention interface, bare or under PEFT (LoRA), DDP or
+            torch.compile. Left exactly as it was: mode, attention implementation, random state.
+        prompts: B 1-D int64 tensors of token ids, unpadded.
+        completions: B 1-D int64 tensors, unpadded. Tokens after the answer are allowed and not fed.
+        spans: for each completion, spans to mask one at a time. They may overlap each other, never the answer; a
+            span after the answer has drop 0 by causality.
+        answers: for each completion its answer, or None; then it has no scores (``base`` nan, ``drop`` nan).
+        placeholder_id: the id that replaces each token of a masked span, so positions do not move.
+        token_budget: most tokens per forward; default by free memory. A completion and its branches stay
+            together, even over the budget. The result does not depend on it (to rounding).
+        logprobs: also return the log-prob of every completion token, from the same forward.
+        temperature: divides the logits of ``logprobs`` alone (the sampling temperature, for old log-probs as TRL
+            defines them); answers are always scored at 1.
+
+    Raises:
+        ValueError: bad input; the message names argument, row and value.
+        TypeError, NotImplementedError: models that cannot be scored; the message says why.
+        FloatingPointError: the model gave a nan log-prob; the message names the row.
+    """
+    causal = causal_lm(model)
+    rows = _validated(causal, prompts, completions, spans, answers, placeholder_id)
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    budget = default_token_budget(causal) if token_budget is None else token_budget
+    order = _equal_prompts_together([row.prompt for row in rows])
+    units = [_queries(rows[b], placeholder_id, logprobs, tempered=temperature != 1.0) for b in order]
+    packs = pack_units(units, budget)
+    prove_supported(causal)
+    with tree_attention_mode(causal):
+        values, work = _run(causal, units, packs, temperature)
+    return _collect(values, units, [rows[b] for b in order], order, logprobs, work)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One completion, checked, as numpy arrays."""
+
+    prompt: np.ndarray  # (P,) int64
+    completion: np.ndarray  # (T,) int64
+    spans: list[Span]
+    answer: Span | None
+
+    def masks_something(self, span: Span) -> bool:
+        """Whether masking ``span`` can change the answer: a later span cannot, by causality."""
+        return self.answer is not None and span.start < self.answer.start
+
+
+def _validated(
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    spans: Sequence[Sequence[Span]],
+    answers: Sequence[Span | None],
+    placeholder_id: int,
+) -> list[_Row]:
+    for name, column in (("completions", completions), ("spans", spans), ("answers", answers)):
+        if len(column) != len(prompts):
+            raise ValueError(f"{name} has {len(column)} rows, prompts has {len(prompts)}; they must agree")
+    vocab, longest = vocab_size(model), context_length(model)
+    if isinstance(placeholder_id, bool) or not isinstance(placeholder_id, int) or not 0 <= placeholder_id < vocab:
+        raise ValueError(f"placeholder_id must be an id in [0, {vocab}), got {placeholder_id!r}")
+    prompt_ids = _token_ids("prompts", prompts, vocab)
+    completion_ids = _token_ids("completions", completions, vocab)
+    rows = []
+    for b, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
+        if longest is not None and len(prompt) + len(completion) > longest:
+            raise ValueError(
+                f"completions row {b}: prompt of {len(prompt)} and completion of {len(completion)} tokens exceed "
+                f"the model's context of {longest}"
+            )
+        answer = None if answers[b] is None else _checked_span(f"answers row {b}", answers[b], len(completion))
+        row_spans = []
+        for k, span in enumerate(spans[b]):
+            row_spans.append(_checked_span(f"spans row {b}, span {k}", span, len(completion)))
+            if answer is not None and row_spans[-1].start < answer.end and answer.start < row_spans[-1].end:
+                raise ValueError(f"spans row {b}, span {k}: {tuple(span)} overlaps the answer {tuple(answer)}")
+        rows.append(_Row(prompt, completion, row_spans, answer))
+    return rows
+
+
+def _token_ids(name: str, column: Sequence[Tensor], vocab: int) -> list[np.ndarray]:
+    """One copy to the host for the whole column."""
+    for b, ids in enumerate(column):
+        if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype != torch.int64:
+            got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise ValueError(f"{name} row {b}: must be a 1-D int64 tensor of token ids, got {got}")
+        if len(ids) == 0:
+            raise ValueError(f"{name} row {b}: is empty")
+    if not column:
+        return []
+    flat = torch.cat(list(column)).cpu().numpy()
+    split = np.split(flat, np.cumsum([len(ids) for ids in column])[:-1])
+    if (bad := (flat < 0) | (flat >= vocab)).any():
+        b = next(b for b, ids in enumerate(split) if ((ids < 0) | (ids >= vocab)).any())
+        t = int(((split[b] < 0) | (split[b] >= vocab)).argmax())
+        raise ValueError(
+            f"{name} row {b}: id {split[b][t]} at position {t} is outside the vocabulary [0, {vocab})"
+            f" ({int(bad.sum())} such ids in all)"
+        )
+    return split
+
+
+def _checked_span(where: str, span: Span, length: int) -> Span:
+    start, end = (int(edge) for edge in span)
+    if not 0 <= start < end <= length:
+        raise ValueError(f"{where}: {(start, end)} is not a non-empty span inside a completion of {length} tokens")
+    return Span(start, end)
+
+
+def _equal_prompts_together(prompts: list[np.ndarray]) -> list[int]:
+    """Row numbers, equal prompts side by side, otherwise in the caller's order."""
+    first: dict[bytes, int] = {}
+    groups = [first.setdefault(prompt.tobytes(), b) for b, prompt in enumerate(prompts)]
+    return sorted(range(len(prompts)), key=lambda b: groups[b])
+
+
+def _queries(row: _Row, placeholder_id: int, logprobs: bool, tempered: bool) -> list[Query]:
+    """What to ask for one completion: every token's log-prob if wanted, the base answer, then a branch per span."""
+    prompt_length = len(row.prompt)
+    tokens = np.concatenate([row.prompt, row.completion])
+    queries = [Query(tokens[:-1], prompt_length - 1, row.completion, tempered)] if logprobs else []
+    if row.answer is None:
+        return queries
+    targets = row.completion[row.answer.start : row.answer.end]
+    first = prompt_length + row.answer.start - 1
+    fed = tokens[: first + len(targets)]
+    queries.append(Query(fed, first, targets))
+    for span in row.spans:
+        if row.masks_something(span):
+            branch = fed.copy()
+            branch[prompt_length + span.start : prompt_length + span.end] = placeholder_id
+            queries.append(Query(branch, first, targets))
+    return queries
+
+
+def _run(
+    model: PreTrainedModel, units: list[list[Query]], packs: list[Pack], temperature: float
+) -> tuple[Tensor, ScoringWork]:
+    """Log-prob of every target of every query in order, fp32, and what it took.
+
+    A pack that does not fit in memory is halved and tried again; one completion that does not fit is an error.
+    """
+    todo, done = list(reversed(packs)), []
+    values: list[Tensor] = []
+    while todo:
+        pack = todo.pop()
+        try:
+            scored = pack_logprobs(model, pack, temperature)
+        except torch.OutOfMemoryError:
+            if len(pack.units) == 1:
+                raise
+            scored = None
+        if scored is None:  # outside the handler, whose traceback would keep the failed forward's memory
+            torch.cuda.empty_cache()
+            inside = [units[i] for i in pack.units]
+            halves = pack_units(inside, max(1, pack.num_tokens // 2))
+            if len(halves) == 1:
+                halves = pack_units(inside, 1)
+            shift = pack.units.start
+            todo += [half.moved(shift) for half in reversed(halves)]
+            continue
+        values.append(scored[torch.from_numpy(pack.query_index).to(scored.device)])
+        done.append(pack)
+    work = ScoringWork(
+        forwards=len(done),
+        tokens_fed=sum(pack.num_tokens for pack in done),
+        tokens_unshared=sum(len(query.tokens) for unit in units for query in unit),
+        head_rows=sum(len(pack.rows) for pack in done),
+    )
+    device = model.get_input_embeddings().weight.device
+    return torch.cat(values) if values else torch.zeros(0, device=device), work
+
+
+def _collect(
+    values: Tensor, units: list[list[Query]], rows: list[_Row], order: list[int], logprobs: bool, work: ScoringWork
+) -> CounterfactualScores:
+    """Sum target log-probs to answer scores and hand everything back in the caller's order of rows."""
+    _reject_nan(values, units, order)
+    lengths = torch.tensor([len(query.targets) for unit in units for query in unit], device=values.device)
+    sums = torch.segment_reduce(values, "sum", lengths=lengths) if len(lengths) else values
+    tokens = iter(values.split(lengths.tolist()))
+    base = values.new_full((len(rows),), float("nan"))
+    masked, drop, per_token = ([values.new_empty(0)] * len(rows) for _ in range(3))
+    start = 0
+    for unit, row, b in zip(units, rows, order, strict=True):
+        token_values = [next(tokens) for _ in unit]
+        answered = sums[start + logprobs : start + len(unit)]  # the base, then a branch per span that matters
+        start += len(unit)
+        if logprobs:
+            per_token[b] = token_values[0]
+        if row.answer is None:
+            masked[b] = drop[b] = base.new_full((len(row.spans),), float("nan"))
+            continue
+        base[b] = answered[0]
+        # A span after the answer masks nothing that the answer depends on: it scores as the base itself.
+        matters = [row.masks_something(span) for span in row.spans]
+        source = np.where(matters, np.cumsum(matters), 0) if matters else np.zeros(0, np.int64)
+        masked[b] = answered[torch.from_numpy(source).to(answered.device)]
+        drop[b] = masked[b] - base[b]
+    return CounterfactualScores(base, masked, drop, per_token if logprobs else None, work)
+
+
+def _reject_nan(values: Tensor, units: list[list[Query]], order: list[int]) -> None:
+    if not torch.isnan(values).any():
+        return
+    position = int(torch.isnan(values).nonzero()[0])
+    ends = np.cumsum([sum(len(query.targets) for query in unit) for unit in units])
+    raise FloatingPointError(
+        f"completions row {order[int(np.searchsorted(ends, position, side='right'))]}: the model gave a nan log-prob"
+    )

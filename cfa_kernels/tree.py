@@ -1,0 +1,195 @@
+"""Packing token sequences into shared-prefix trees: what is common is laid out, and computed, once.
+
+Every sequence to score, a completion or one of its masked branches, is inserted into a radix tree. Equal
+prompts, equal completions, equal branches and any longer common prefix are then shared by construction, and each
+sequence adds one segment: the part of it that no earlier sequence had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .ops.tree_attention import SegmentTable
+
+
+@dataclass(frozen=True)
+class Query:
+    """One sequence to feed and the targets whose log-probs are wanted along it.
+
+    ``targets[i]`` is the token predicted at position ``first + i``; ``tokens`` ends at or after the last such
+    position, so the last target itself need not be fed. ``tempered`` asks for log-probs at the sampling temperature
+    instead of at 1.
+    """
+
+    tokens: np.ndarray  # (L,) int64
+    first: int
+    targets: np.ndarray  # (A,) int64
+    tempered: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.first + len(self.targets) <= len(self.tokens):
+            raise ValueError(
+                f"targets at positions [{self.first}, {self.first + len(self.targets)}) do not lie on a sequence "
+                f"of {len(self.tokens)} tokens"
+            )
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One packed forward: N rows to feed, R of them with a target for the head, and where each query's are."""
+
+    input_ids: np.ndarray  # (N,) int64
+    position_ids: np.ndarray  # (N,) int64
+    table: SegmentTable
+    rows: np.ndarray  # (R,) int64: rows whose hidden state the head needs, no (row, target, tempered) twice
+    targets: np.ndarray  # (R,) int64
+    num_tempered: int  # the last so many of the R are wanted at the sampling temperature
+    query_index: np.ndarray  # (sum A,) int64: into rows / targets, the pack's queries one after the other
+    units: range  # the units this pack covers
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return len(self.input_ids)
+
+    def moved(self, shift: int) -> Pack:
+        """The same pack of units that are numbered ``shift`` higher."""
+        return replace(self, units=range(self.units.start + shift, self.units.stop + shift))
+
+
+@dataclass
+class _Segment:
+    tokens: np.ndarray  # own tokens
+    start: int  # position of the first of them
+    row: int  # packed row of the first of them
+    path: np.ndarray  # packed row of every position from 0 to the segment's end
+    has_children: bool = False
+
+
+class PrefixTree:
+    """A radix tree whose segments are the rows of one packed sequence, in order of insertion."""
+
+    def __init__(self) -> None:
+        self._segments: list[_Segment] = []
+        self._branches: dict[tuple[int, int, int], int] = {}  # (segment, position, token) -> segment
+        self._parents: list[int] = []
+        self.num_tokens = 0
+
+    def insert(self, tokens: np.ndarray) -> np.ndarray:
+        """Add a sequence; return the packed row of each of its tokens, shared ones included, (L,) int32."""
+        current, depth = self._branches.get((-1, 0, int(tokens[0])), -1), 0
+        while current >= 0:
+            segment = self._segments[current]
+            depth += _common_prefix(tokens[depth:], segment.tokens[depth - segment.start :])
+            if depth == len(tokens):
+                return segment.path[:depth]
+            child = self._branches.get((current, depth, int(tokens[depth])), -1)
+            if child < 0:
+                break
+            current = child
+        return self._append(current, depth, tokens)
+
+    def _append(self, parent: int, start: int, tokens: np.ndarray) -> np.ndarray:
+        own = tokens[start:]
+        rows = np.arange(self.num_tokens, self.num_tokens + len(own), dtype=np.int32)
+        path = rows
+        if parent >= 0:
+            self._segments[parent].has_children = True
+            path = np.concatenate([self._segments[parent].path[:start], rows])
+        self._branches[parent, start, int(own[0])] = len(self._segments)
+        self._segments.append(_Segment(own, start, self.num_tokens, path))
+        self._parents.append(parent)
+        self.num_tokens += len(own)
+        return path
+
+    def checkpoint(self) -> int:
+        """A mark to :meth:`rollback` to."""
+        return len(self._segments)
+
+    def rollback(self, mark: int) -> None:
+        """Forget every segment added since ``mark``."""
+        while len(self._segments) > mark:
+            segment, parent = self._segments.pop(), self._parents.pop()
+            del self._branches[parent, segment.start, int(segment.tokens[0])]
+            self.num_tokens = segment.row
+
+    def input_ids(self) -> np.ndarray:
+        """(N,) int64 tokens in packed order."""
+        return np.concatenate([segment.tokens for segment in self._segments])
+
+    def table(self) -> SegmentTable:
+        """The segments with their contexts; a path is stored once for all that branch off it."""
+        stored: dict[int, int] = {}
+        paths, size = [], 0
+        for i, segment in enumerate(self._segments):
+            if segment.has_children:
+                stored[i] = size
+                paths.append(segment.path)
+                size += len(segment.path)
+        return SegmentTable(
+            row_start=_int32([segment.row for segment in self._segments]),
+            length=_int32([len(segment.tokens) for segment in self._segments]),
+            context_start=_int32([stored.get(parent, 0) for parent in self._parents]),
+            context_length=_int32([segment.start for segment in self._segments]),
+            context_rows=np.concatenate(paths) if paths else np.zeros(0, np.int32),
+        )
+
+
+def _int32(values: list[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    return int(differs.argmax()) if differs.any() else n
+
+
+def pack_units(units: Sequence[Sequence[Query]], token_budget: int) -> list[Pack]:
+    """Cut ``units`` into packs of at most ``token_budget`` fed tokens each, in order.
+
+    A unit is what must be scored together: a completion and its masked branches. A unit that alone is over the
+    budget gets a pack of its own. Neighbours in ``units`` share what they have in common, so put completions of
+    one prompt side by side. An empty unit costs nothing.
+
+    Raises ``ValueError`` for a token budget below one.
+    """
+    if token_budget < 1:
+        raise ValueError(f"token_budget must be at least 1, got {token_budget}")
+    packs: list[Pack] = []
+    tree, rows_of, start = PrefixTree(), [], 0
+    for i, unit in enumerate(units):
+        mark, known = tree.checkpoint(), len(rows_of)
+        rows_of += [tree.insert(query.tokens) for query in unit]
+        if tree.num_tokens > token_budget and mark > 0:
+            tree.rollback(mark)
+            packs.append(_finish(tree, units, range(start, i), rows_of[:known]))
+            tree, start = PrefixTree(), i
+            rows_of = [tree.insert(query.tokens) for query in unit]
+    if tree.num_tokens:
+        packs.append(_finish(tree, units, range(start, len(units)), rows_of))
+    return packs
+
+
+def _finish(tree: PrefixTree, units: Sequence[Sequence[Query]], covered: range, rows_of: list[np.ndarray]) -> Pack:
+    queries = [query for i in covered for query in units[i]]
+    wanted = [rows[q.first : q.first + len(q.targets)] for rows, q in zip(rows_of, queries, strict=True)]
+    rows = np.concatenate(wanted).astype(np.int64)
+    targets = np.concatenate([query.targets for query in queries])
+    tempered = np.repeat([query.tempered for query in queries], [len(query.targets) for query in queries])
+    # Two queries that ask the same row for the same token share one head row.
+    asked, index = np.unique(np.stack([tempered, rows, targets], axis=1), axis=0, return_inverse=True)
+    table = tree.table()
+    return Pack(
+        input_ids=tree.input_ids(),
+        position_ids=table.positions(),
+        table=table,
+        rows=asked[:, 1],
+        targets=asked[:, 2],
+        num_tempered=int(asked[:, 0].sum()),
+        query_index=index.reshape(-1),
+        units=covered,
+    )

@@ -1,0 +1,27 @@
+"""Shared set-up: Triton's interpreter where there is no GPU, poisoned allocations, paths to real data."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SHARED_GSM8K = REPOSITORY.parent / "shared" / "gsm8k"
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run in this suite: the GPU if there is one, else the CPU through the interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def gsm8k() -> Path:
+    """Folder of real GSM8K problems and model solutions; absent on a newcomer's machine."""
+    if not SHARED_GSM8K.is_dir():
+        pytest.skip("real GSM8K data (../shared/gsm8k) is not on this machine")
+    return SHARED_GSM8K

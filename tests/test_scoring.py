@@ -1,0 +1,459 @@
+"""score_counterfactuals equals one full forward per span, on every architecture, and leaves the model as it was."""
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+from cfa_kernels import hf
+from cfa_kernels.scoring import score_counterfactuals
+from cfa_kernels.spans import Span
+
+VOCAB, PLACEHOLDER = 211, 3
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    # Weights large enough that a masked span moves the answer by whole nats.
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+ARCHITECTURES = {
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 16},
+    "Llama": {},
+    "Mistral": {"sliding_window": 9},
+    "Gemma2": {"head_dim": 16, "sliding_window": 9},
+    "Gemma3Text": {"head_dim": 16, "sliding_window": 9},
+    "Phi3": {},
+    "Olmo2": {},
+    # Heads that scale their logits, and mixtures of experts.
+    "Granite": {"logits_scaling": 3.0},
+    "Cohere": {"logit_scale": 0.25},
+    "Qwen3Moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
+
+def make_model(name: str, **changes):
+    config = getattr(transformers, f"{name}Config")(**SHAPE, **ARCHITECTURES.get(name, {}), **changes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # norms and biases that start at one or zero would hide mistakes
+            torch.nn.init.normal_(parameter, 1.0, 0.2)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    return make_model("Qwen3")
+
+
+def tokens(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(4, VOCAB, (n,), generator=generator) for n in lengths]
+
+
+def batch():
+    """Ragged groups: shared and single prompts, a shared completion prefix, a repeated row, a row without answer."""
+    first, second = tokens(7, 20)
+    completions = tokens(20, 33, 17, 41, 30, 12, seed=1)
+    completions[4][:12] = completions[0][:12]
+    prompts = [first, second, first.clone(), second, first, tokens(3, seed=2)[0], first]
+    completions.append(completions[0].clone())
+    answers = [Span(15, 18), Span(30, 33), Span(10, 12), None, Span(25, 28), Span(0, 2), Span(15, 18)]
+    spans = [
+        [Span(1, 4), Span(3, 9), Span(14, 15), Span(18, 20)],
+        [Span(0, 5), Span(20, 30), Span(20, 30)],
+        [Span(0, 1)],
+        [Span(2, 3)],
+        [Span(5, 12), Span(12, 20)],
+        [],
+        [Span(1, 4), Span(0, 15)],
+    ]
+    return prompts, completions, spans, answers
+
+
+def naive(model, prompt, completion, answer, span=None, shift=0):
+    """Log P(answer) by one plain full forward with ``span`` replaced."""
+    ids = torch.cat([prompt, completion]).clone()
+    if span is not None:
+        ids[len(prompt) + span.start + shift : len(prompt) + span.end + shift] = PLACEHOLDER
+    logprobs = naive_logprobs(model, ids)
+    return sum(logprobs[len(prompt) + t - 1].item() for t in range(*answer))
+
+
+def naive_logprobs(model, ids, temperature=1.0):
+    """(len - 1,) log-prob of every token but the first."""
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=ids[None].to(model.device)).logits[0].float().cpu() / temperature
+    model.train(training)
+    return logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+def assert_equals_naive(scores, model, prompts, completions, spans, answers, tolerance=2e-5):
+    for b, answer in enumerate(answers):
+        assert len(scores.masked[b]) == len(scores.drop[b]) == len(spans[b])
+        if answer is None:
+            assert torch.isnan(scores.base[b])
+            assert torch.isnan(scores.drop[b]).all()
+            continue
+        base = naive(model, prompts[b], completions[b], answer)
+        assert abs(scores.base[b].item() - base) <= tolerance
+        for k, span in enumerate(spans[b]):
+            masked = naive(model, prompts[b], completions[b], answer, span)
+            assert abs(scores.masked[b][k].item() - masked) <= tolerance
+            assert abs(scores.drop[b][k].item() - (masked - base)) <= 2 * tolerance
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_scores_equal_one_full_forward_per_span(name):
+    model = make_model(name)
+    data = batch()
+    scores = score_counterfactuals(model, *data, placeholder_id=PLACEHOLDER)
+    assert_equals_naive(scores, model, *data)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Mistral", "Gemma2"])
+def test_scores_equal_one_full_forward_per_span_under_a_lora_adapter(name):
+    model = make_model(name)
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "v_proj", "down_proj"]))
+    for parameter_name, parameter in adapted.named_parameters():
+        if "lora_B" in parameter_name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.train()
+    data = batch()
+    scores = score_counterfactuals(adapted, *data, placeholder_id=PLACEHOLDER)
+    assert_equals_naive(scores, adapted, *data)
+    with adapted.disable_adapter():
+        without = score_counterfactuals(adapted, *data, placeholder_id=PLACEHOLDER)
+        assert_equals_naive(without, adapted, *data)
+    assert (scores.base - without.base).abs().nan_to_num().max() > 0.1
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES)[:8])
+def test_the_comparison_can_fail_when_a_span_is_shifted_by_one(name):
+    model = make_model(name)
+    prompts, completions, spans, answers = batch()
+    scores = score_counterfactuals(model, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER)
+    shifted = naive(model, prompts[0], completions[0], answers[0], Span(3, 9), shift=1)
+    assert abs(scores.masked[0][1].item() - shifted) > 1e-2
+
+
+@pytest.mark.parametrize("budget", [1, 60, 150])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_scores_do_not_depend_on_the_token_budget(qwen3, budget, logprobs):
+    data = batch()
+    scores = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER, token_budget=budget, logprobs=logprobs)
+    assert scores.work.forwards > 1
+    assert_equals_naive(scores, qwen3, *data)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_one_forward_also_yields_every_tokens_logprob_at_the_sampling_temperature(qwen3, temperature):
+    prompts, completions, spans, answers = batch()
+    scores = score_counterfactuals(
+        qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER, logprobs=True, temperature=temperature
+    )
+    assert scores.work.forwards == 1
+    assert_equals_naive(scores, qwen3, prompts, completions, spans, answers)  # answers stay at temperature 1
+    for prompt, completion, ours in zip(prompts, completions, scores.logprobs, strict=True):
+        ids = torch.cat([prompt, completion])
+        expected = naive_logprobs(qwen3, ids, temperature)[len(prompt) - 1 :]
+        torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=2e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_scores_equal_naive_forwards_on_random_ragged_batches(qwen3, data):
+    shared = tokens(2, 5, seed=3)
+    prompts, completions, spans, answers = [], [], [], []
+    for _ in range(data.draw(st.integers(1, 4))):
+        length = data.draw(st.integers(1, 14))
+        prompts.append(shared[data.draw(st.integers(0, 1))])
+        completions.append(torch.tensor(data.draw(st.lists(st.integers(4, 6), min_size=length, max_size=length))))
+        start = data.draw(st.integers(0, length - 1))
+        answers.append(Span(start, data.draw(st.integers(start + 1, length))))
+        edges = st.integers(0, max(start - 1, 0))
+        drawn = data.draw(st.lists(st.tuples(edges, edges), max_size=3)) if start else []
+        spans.append([Span(min(pair), max(pair) + 1) for pair in drawn])
+    scores = score_counterfactuals(qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER)
+    assert_equals_naive(scores, qwen3, prompts, completions, spans, answers)
+
+
+def count_tokens(monkeypatch):
+    fed = []
+    forward = hf.pack_logprobs
+    monkeypatch.setattr(
+        "cfa_kernels.scoring.pack_logprobs",
+        lambda m, pack, *rest: fed.append(pack.num_tokens) or forward(m, pack, *rest),
+    )
+    return fed
+
+
+def test_equal_completions_and_branches_are_fed_once(qwen3, monkeypatch):
+    fed = count_tokens(monkeypatch)
+    (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
+    span, answer = Span(4, 8), Span(16, 19)
+    once = score_counterfactuals(qwen3, [prompt], [completion], [[span]], [answer], placeholder_id=PLACEHOLDER)
+    again = score_counterfactuals(
+        qwen3, [prompt] * 3, [completion] * 3, [[span, span]] * 3, [answer] * 3, placeholder_id=PLACEHOLDER
+    )
+    # Prompt, then the completion up to the last row needed (18 of 20), then the branch from its span on (18 - 4).
+    assert fed == [9 + 18 + 14] * 2
+    assert once.work.tokens_fed == again.work.tokens_fed == fed[0]
+    assert once.work.head_rows == again.work.head_rows == 6
+    assert torch.equal(once.base.expand(3), again.base)
+
+
+def test_completions_share_their_common_prefix_beyond_the_prompt(qwen3):
+    (prompt,), (one, two) = tokens(9), tokens(20, 20, seed=5)
+    two[:12] = one[:12]
+    answers = [Span(16, 19)] * 2
+    scores = score_counterfactuals(qwen3, [prompt] * 2, [one, two], [[], []], answers, placeholder_id=PLACEHOLDER)
+    assert scores.work.tokens_fed == 9 + 18 + 6
+
+
+def test_nothing_is_computed_for_rows_without_an_answer(qwen3, monkeypatch):
+    fed = count_tokens(monkeypatch)
+    scores = score_counterfactuals(qwen3, *([x] for x in (*tokens(5, 9), [Span(1, 2)], None)), placeholder_id=0)
+    assert fed == []
+    assert scores.work.forwards == scores.work.tokens_fed == 0
+    assert torch.isnan(scores.base).all()
+
+
+def test_an_empty_batch_scores_nothing(qwen3):
+    scores = score_counterfactuals(qwen3, [], [], [], [], placeholder_id=0, logprobs=True)
+    assert scores.base.shape == (0,)
+    assert scores.masked == scores.drop == scores.logprobs == []
+
+
+def test_a_span_after_the_answer_has_drop_zero(qwen3):
+    prompts, completions, spans, answers = batch()
+    scores = score_counterfactuals(qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER)
+    assert scores.drop[0][3] == 0
+    assert scores.masked[0][3] == scores.base[0]
+
+
+class Fails(Exception):
+    pass
+
+
+def state_of(model):
+    module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return (
+        [m.training for m in model.modules()],
+        module.config._attn_implementation,
+        torch.is_grad_enabled(),
+        torch.get_rng_state().tolist(),
+        [p.requires_grad for p in model.parameters()],
+        [p.grad for p in model.parameters()],
+        sum(len(m._forward_hooks) for m in model.modules()),
+    )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_model_is_as_before_afterwards_also_after_an_exception(implementation, fails, monkeypatch):
+    model = make_model("Qwen3", attention_dropout=0.5)
+    model.set_attn_implementation(implementation)
+    model = get_peft_model(model, LoraConfig(r=2, lora_dropout=0.5, target_modules=["q_proj"]))
+    model.train()
+    model.base_model.model.model.layers[1].eval()  # a mixed state, which train() and eval() alone would lose
+    before = state_of(model)
+    if fails:
+        monkeypatch.setattr(hf.Head, "logprobs", lambda *_: (_ for _ in ()).throw(Fails()))
+        with pytest.raises(Fails):
+            score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER)
+    else:
+        score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER)
+    assert state_of(model) == before
+
+
+def test_a_pack_that_runs_out_of_memory_is_halved_and_the_result_is_the_same(qwen3, monkeypatch):
+    data = batch()
+    expected = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+    forward, sizes = hf.pack_logprobs, []
+
+    def small_device(model, pack, *rest):
+        sizes.append(pack.num_tokens)
+        if pack.num_tokens > 120:
+            raise torch.OutOfMemoryError("pretend")
+        return forward(model, pack, *rest)
+
+    monkeypatch.setattr("cfa_kernels.scoring.pack_logprobs", small_device)
+    scores = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+    assert max(sizes) > 120 >= min(sizes)
+    torch.testing.assert_close(scores.base, expected.base, rtol=0, atol=2e-5, equal_nan=True)
+    for ours, theirs in zip(scores.drop, expected.drop, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5, equal_nan=True)
+
+
+def test_one_completion_that_does_not_fit_in_memory_is_an_error(qwen3, monkeypatch):
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("pretend")
+
+    monkeypatch.setattr("cfa_kernels.scoring.pack_logprobs", no_memory)
+    with pytest.raises(torch.OutOfMemoryError, match="pretend"):
+        score_counterfactuals(qwen3, *batch(), placeholder_id=PLACEHOLDER)
+
+
+def changed(position, row, value):
+    data = [list(column) for column in batch()]
+    data[position][row] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (changed(0, 2, torch.zeros(0, dtype=torch.int64)), "prompts row 2: is empty"),
+        (changed(1, 3, torch.zeros(0, dtype=torch.int64)), "completions row 3: is empty"),
+        (
+            changed(1, 1, torch.zeros(2, 2, dtype=torch.int64)),
+            r"completions row 1: must be a 1-D int64 tensor .* \(2, 2\)",
+        ),
+        (changed(1, 1, torch.zeros(2)), "completions row 1: must be a 1-D int64 tensor .* torch.float32"),
+        (changed(1, 1, [1, 2]), "completions row 1: must be a 1-D int64 tensor of token ids, got list"),
+        (changed(0, 1, torch.tensor([5, VOCAB])), "prompts row 1: id 211 at position 1 is outside the vocabulary"),
+        (changed(1, 0, torch.tensor([-1] * 20)), "completions row 0: id -1 at position 0 is outside"),
+        (
+            changed(1, 0, torch.full((250,), 5)),
+            "completions row 0: prompt of 7 and completion of 250 .* context of 256",
+        ),
+        (changed(2, 2, [Span(0, 1), Span(16, 18)]), r"spans row 2, span 1: \(16, 18\) is not a non-empty span inside"),
+        (changed(2, 1, [Span(4, 4)]), r"spans row 1, span 0: \(4, 4\) is not a non-empty span"),
+        (changed(2, 1, [Span(5, 4)]), r"spans row 1, span 0: \(5, 4\) is not a non-empty span"),
+        (changed(2, 1, [Span(-1, 4)]), r"spans row 1, span 0: \(-1, 4\) is not a non-empty span"),
+        (changed(2, 0, [Span(2, 16)]), r"spans row 0, span 0: \(2, 16\) overlaps the answer \(15, 18\)"),
+        (changed(3, 2, Span(10, 18)), r"answers row 2: \(10, 18\) is not a non-empty span"),
+        ([*batch()[:3], [None]], "answers has 1 rows, prompts has 7"),
+    ],
+)
+def test_bad_rows_are_refused_by_argument_row_and_value(qwen3, data, message):
+    with pytest.raises(ValueError, match=message):
+        score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"placeholder_id": VOCAB}, r"placeholder_id must be an id in \[0, 211\), got 211"),
+        ({"placeholder_id": None}, "placeholder_id must be an id .* got None"),
+        ({"placeholder_id": 1.0}, "placeholder_id must be an id .* got 1.0"),
+        ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
+        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+    ],
+)
+def test_bad_options_are_refused_by_name(qwen3, option, message):
+    with pytest.raises(ValueError, match=message):
+        score_counterfactuals(qwen3, *batch(), **{"placeholder_id": PLACEHOLDER, **option})
+
+
+def test_nan_logprobs_from_the_model_are_an_error_that_names_the_row():
+    model = make_model("Qwen3")
+    score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER)
+    prompts, completions, spans, answers = batch()
+    completions[4][20] = 210
+    with torch.no_grad():
+        model.get_input_embeddings().weight[210] = float("nan")
+    with pytest.raises(FloatingPointError, match="completions row 4: the model gave a nan"):
+        score_counterfactuals(model, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: torch.nn.Linear(2, 2), TypeError, "must be a transformers causal language model, got Linear"),
+        (lambda: make_model("Qwen3").model, TypeError, "must have a language-model head, Qwen3Model has none"),
+        (
+            lambda: transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_head=2)),
+            NotImplementedError,
+            "BloomForCausalLM does not use transformers' attention interface",
+        ),
+        (
+            lambda: transformers.MambaForCausalLM(
+                transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1)
+            ),
+            NotImplementedError,
+            "MambaForCausalLM used tree attention in 0 of its 1 layers",
+        ),
+        (
+            lambda: make_model("GptOss", head_dim=16, num_local_experts=2, num_experts_per_tok=1),
+            NotImplementedError,
+            "GptOssAttention uses s_aux",
+        ),
+        (
+            lambda: get_peft_model(
+                make_model("Qwen3"), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+            ),
+            NotImplementedError,
+            "adds virtual prompt tokens",
+        ),
+        (
+            lambda: get_peft_model(make_model("Qwen3"), LoraConfig(target_modules=["lm_head"])),
+            NotImplementedError,
+            "LoRA on the output layer",
+        ),
+    ],
+)
+def test_models_that_cannot_be_scored_are_refused_by_name(make, error, message):
+    with pytest.raises(error, match=message):
+        score_counterfactuals(make(), *batch(), placeholder_id=PLACEHOLDER)
+
+
+def test_a_model_that_changes_its_logits_after_the_head_is_refused(monkeypatch):
+    model = make_model("Qwen3")
+    forward = type(model).forward
+
+    def louder(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        out.logits = out.logits * 1.01
+        return out
+
+    monkeypatch.setattr(type(model), "forward", louder)
+    with pytest.raises(NotImplementedError, match=r"does not compute the same in a packed tree \(log-probs differ by"):
+        score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER)
+
+
+def test_wrapped_models_are_scored_like_the_bare_one(qwen3):
+    data = batch()
+    expected = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    for wrapped in (Wrapper(qwen3), torch.compile(qwen3)):
+        scores = score_counterfactuals(wrapped, *data, placeholder_id=PLACEHOLDER)
+        assert torch.equal(scores.base.nan_to_num(), expected.base.nan_to_num())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", list(ARCHITECTURES)[:8])
+def test_bf16_scores_on_a_gpu_stay_within_the_error_budget(name):
+    """Against the float32 model, ours may be at most twice as far off as plain bf16 forwards are."""
+    model = make_model(name, initializer_range=0.05)
+    data = batch()
+    exact = score_counterfactuals(model, *data, placeholder_id=PLACEHOLDER)
+    model = model.bfloat16()
+    ours = score_counterfactuals(model, *data, placeholder_id=PLACEHOLDER)
+    prompts, completions, _, answers = data
+    answered = [b for b, answer in enumerate(answers) if answer is not None]
+    reference = torch.tensor([exact.base[b].item() for b in answered])
+    plain = torch.tensor([naive(model, prompts[b], completions[b], answers[b]) for b in answered])
+    got = torch.tensor([ours.base[b].item() for b in answered])
+    allowed = 2 * ((plain - reference).abs().max() + 2**-8 * reference.abs().max())
+    assert (got - reference).abs().max() <= allowed

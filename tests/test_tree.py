@@ -1,0 +1,157 @@
+"""PrefixTree and pack_units: every sequence keeps its tokens and positions, and nothing common is laid out twice."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cfa_kernels.ops.tree_attention import SegmentTable
+from cfa_kernels.tree import PrefixTree, Query, pack_units
+
+# Few distinct tokens, so that prefixes collide often.
+sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
+
+
+def ids(tokens) -> np.ndarray:
+    return np.array(tokens, dtype=np.int64)
+
+
+def distinct_prefixes(rows) -> int:
+    return len({tuple(row[: i + 1]) for row in rows for i in range(len(row))})
+
+
+@given(sequences)
+def test_every_sequence_reads_its_own_tokens_at_its_own_positions(rows):
+    tree = PrefixTree()
+    paths = [tree.insert(ids(row)) for row in rows]
+    tokens, positions = tree.input_ids(), tree.table().positions()
+    for row, path in zip(rows, paths, strict=True):
+        assert tokens[path].tolist() == row
+        assert positions[path].tolist() == list(range(len(row)))
+
+
+@given(sequences)
+def test_a_tree_feeds_each_distinct_prefix_exactly_once(rows):
+    tree = PrefixTree()
+    for row in rows:
+        tree.insert(ids(row))
+    assert tree.num_tokens == len(tree.input_ids()) == distinct_prefixes(rows)
+
+
+@given(sequences)
+def test_a_segments_context_is_the_path_above_it(rows):
+    tree = PrefixTree()
+    paths = {tuple(path) for path in (tree.insert(ids(row)).tolist() for row in rows)}
+    table = tree.table()
+    prefixes = {path[:n] for path in paths for n in range(len(path) + 1)}
+    for start, length, row in zip(table.context_start, table.context_length, table.row_start, strict=True):
+        context = tuple(table.context_rows[start : start + length].tolist())
+        assert (*context, int(row)) in prefixes
+
+
+@given(sequences, sequences)
+def test_rollback_restores_the_tree(before, after):
+    tree, expected = PrefixTree(), PrefixTree()
+    for row in before:
+        tree.insert(ids(row))
+        expected.insert(ids(row))
+    mark = tree.checkpoint()
+    for row in after:
+        tree.insert(ids(row))
+    tree.rollback(mark)
+    assert tree.num_tokens == expected.num_tokens
+    again = [tree.insert(ids(row)).tolist() for row in after]
+    assert again == [expected.insert(ids(row)).tolist() for row in after]
+
+
+def units_of(rows):
+    return [[Query(ids(row), len(row) - 1, ids([7]))] for row in rows]
+
+
+@given(sequences, st.integers(1, 40))
+def test_packs_cover_all_units_in_order_within_the_budget(rows, budget):
+    packs = pack_units(units_of(rows), budget)
+    assert [i for pack in packs for i in pack.units] == list(range(len(rows)))
+    for pack in packs:
+        assert pack.num_tokens <= budget or len(pack.units) == 1
+
+
+@given(sequences, st.integers(1, 40))
+def test_a_queries_rows_and_targets_survive_packing(rows, budget):
+    units = [[Query(ids(row), 0, ids([*row[1:], 9]))] for row in rows]
+    for pack in pack_units(units, budget):
+        wanted_rows, wanted_targets = pack.rows[pack.query_index], pack.targets[pack.query_index]
+        start = 0
+        for i in pack.units:
+            part = slice(start, start + len(rows[i]))
+            assert pack.input_ids[wanted_rows[part]].tolist() == rows[i]
+            assert pack.position_ids[wanted_rows[part]].tolist() == list(range(len(rows[i])))
+            assert wanted_targets[part].tolist() == [*rows[i][1:], 9]
+            start += len(rows[i])
+
+
+def test_equal_head_rows_are_asked_once_unless_one_is_tempered():
+    row = ids([1, 2, 3])
+    (pack,) = pack_units(
+        [[Query(row, 1, ids([5, 6])), Query(row, 1, ids([5, 8])), Query(row, 1, ids([5, 6]), True)]], 99
+    )
+    assert list(zip(pack.rows.tolist(), pack.targets.tolist(), strict=True)) == [(1, 5), (2, 6), (2, 8), (1, 5), (2, 6)]
+    assert pack.num_tempered == 2
+    assert pack.query_index.tolist() == [0, 1, 0, 2, 3, 4]
+
+
+def test_empty_units_are_covered_and_cost_nothing():
+    packs = pack_units([[], *units_of([[1, 2]]), []], 10)
+    assert len(packs) == 1
+    assert packs[0].num_tokens == 2
+    assert pack_units([[], []], 10) == []
+
+
+def test_a_token_budget_below_one_is_refused():
+    with pytest.raises(ValueError, match="token_budget must be at least 1, got 0"):
+        pack_units(units_of([[1]]), 0)
+
+
+def test_a_query_beyond_its_sequence_is_refused():
+    with pytest.raises(ValueError, match=r"positions \[1, 3\) do not lie on a sequence of 2 tokens"):
+        Query(ids([1, 2]), 1, ids([3, 4]))
+
+
+def int32(*values) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ((int32(0), np.array([3]), int32(0), int32(0), int32()), "length must be a 1-D int32 array"),
+        ((int32(0, 2), int32(2, 0), int32(0, 0), int32(0, 0), int32()), "none empty"),
+        ((int32(0, 3), int32(2, 2), int32(0, 0), int32(0, 0), int32()), "row_start must place segments"),
+        ((int32(0, 2), int32(2, 2), int32(0, 1), int32(0, 2), int32(0, 1)), "must lie inside context_rows"),
+        ((int32(0, 2), int32(2, 2), int32(0, 0), int32(0, 2), int32(0, 2)), "segment 1: its context holds row 2"),
+        ((int32(0, 2), int32(2, 2), int32(0, 0), int32(0, 2), int32(-1, 1)), "must not be negative"),
+    ],
+)
+def test_a_segment_table_that_is_no_tree_is_refused(table, message):
+    with pytest.raises(ValueError, match=message):
+        SegmentTable(*table)
+
+
+@given(sequences, st.integers(1, 5))
+def test_the_work_list_covers_every_row_once_with_the_longest_tiles_first(rows, tokens_per_tile):
+    tree = PrefixTree()
+    for row in rows:
+        tree.insert(ids(row))
+    table = tree.table()
+    work = table.work_list(tokens_per_tile)
+    covered = sorted(
+        row
+        for segment, first in work.tolist()
+        for row in range(
+            table.row_start[segment] + first,
+            table.row_start[segment] + min(first + tokens_per_tile, table.length[segment]),
+        )
+    )
+    assert covered == list(range(table.num_rows))
+    keys = table.context_length[work[:, 0]] + work[:, 1]
+    assert (np.diff(keys) <= 0).all()
