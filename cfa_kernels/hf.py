@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 
 from .ops.linear_logprob import linear_logprob
@@ -138,8 +139,8 @@ def context_length(model: PreTrainedModel) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-# Beyond this a forward's matrix products no longer gain from more rows.
-_LARGEST_BUDGET = {"cpu": 8192, "cuda": 65536}
+# Beyond this a forward gains nothing from more rows: matrix products are full, and a CPU's caches overflow.
+_LARGEST_BUDGET = {"cpu": 2048, "cuda": 65536}
 
 
 def default_token_budget(model: PreTrainedModel) -> int:
@@ -203,19 +204,56 @@ def pack_logprobs(
     Call inside :func:`tree_attention_mode`. ``attended`` collects the name of every attention layer that ran.
     """
     device = model.get_input_embeddings().weight.device
-    hidden = model.base_model(
-        input_ids=_to(pack.input_ids, device)[None],
-        position_ids=_to(pack.position_ids, device)[None],
-        use_cache=False,
-        segment_table=pack.table,
-        attended=attended,
-    ).last_hidden_state[0]
+    with _last_layer_on_rows(model, np.unique(pack.rows)):
+        hidden = model.base_model(
+            input_ids=_to(pack.input_ids, device)[None],
+            position_ids=_to(pack.position_ids, device)[None],
+            use_cache=False,
+            segment_table=pack.table,
+            attended=attended,
+        ).last_hidden_state[0]
     head = read_head(model)
     rows = hidden.index_select(0, _to(pack.rows, hidden.device)).to(head.weight)
     targets = _to(pack.targets, rows.device)
     plain = len(pack.rows) - pack.num_tempered
     parts = [(rows[:plain], targets[:plain], 1.0), (rows[plain:], targets[plain:], temperature)]
     return torch.cat([head.logprobs(*part) for part in parts if len(part[0])])
+
+
+@contextmanager
+def _last_layer_on_rows(model: PreTrainedModel, rows: np.ndarray) -> Iterator[None]:
+    """Run the last layer's attention output and MLP, which nothing else reads, on ``rows`` alone.
+
+    Both act on each token by itself, so they are given the rows that the head will see and their results are put
+    back among zeros. Where a model names its layers otherwise, all rows are computed, to the same result.
+    """
+    layers = getattr(model.base_model, "layers", None)
+    last = layers[-1] if layers is not None and len(layers) else None
+    modules = [getattr(last, "mlp", None), getattr(getattr(last, "self_attn", None), "o_proj", None)]
+    hooks = [hook for module in modules if module is not None for hook in _hook_rows(module, rows)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _hook_rows(module: nn.Module, rows: np.ndarray) -> list[RemovableHandle]:
+    """Hooks under which ``module``, given (1, N, H), computes ``rows`` and returns zeros elsewhere."""
+    seen: list[tuple[Tensor, int]] = []
+
+    def select(_: nn.Module, args: tuple) -> tuple:
+        index = _to(rows, args[0].device)
+        seen.append((index, args[0].shape[1]))
+        return (args[0].index_select(1, index), *args[1:])
+
+    def spread(_: nn.Module, args: tuple, output: Tensor | tuple) -> Tensor | tuple:
+        index, length = seen.pop()
+        some = output[0] if isinstance(output, tuple) else output
+        full = some.new_zeros(1, length, some.shape[-1]).index_copy_(1, index, some)
+        return (full, *output[1:]) if isinstance(output, tuple) else full
+
+    return [module.register_forward_pre_hook(select), module.register_forward_hook(spread)]
 
 
 def _to(array: np.ndarray, device: torch.device) -> Tensor:

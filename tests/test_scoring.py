@@ -224,6 +224,21 @@ def test_completions_share_their_common_prefix_beyond_the_prompt(qwen3):
     assert scores.work.tokens_fed == 9 + 18 + 6
 
 
+@pytest.mark.parametrize("name", list(ARCHITECTURES)[:8])
+def test_the_last_layer_computes_its_output_and_mlp_for_answer_rows_alone(name):
+    """And on those rows to the same numbers: the comparison with full forwards is above."""
+    model, rows = make_model(name), []
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(lambda _, args, out: rows.append(args[0].shape[-2]))
+        layer.self_attn.o_proj.register_forward_hook(lambda _, args, out: rows.append(out.shape[-2]))
+    (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
+    hf.prove_supported(model)
+    rows.clear()
+    score_counterfactuals(model, [prompt], [completion], [[Span(4, 8)]], [Span(16, 19)], placeholder_id=PLACEHOLDER)
+    fed = 9 + 18 + 14
+    assert rows == [fed] * 4 + [6] * 2
+
+
 def test_nothing_is_computed_for_rows_without_an_answer(qwen3, monkeypatch):
     fed = count_tokens(monkeypatch)
     scores = score_counterfactuals(qwen3, *([x] for x in (*tokens(5, 9), [Span(1, 2)], None)), placeholder_id=0)
