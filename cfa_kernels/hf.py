@@ -295,9 +295,11 @@ def prove_supported(model: PreTrainedModel) -> None:
         theirs = logits[:, 6:].float().log_softmax(-1).cpu()
         theirs = theirs.gather(-1, torch.from_numpy(ids[7:])[None, :, None].expand(2, -1, 1))[..., 0]
     gap = (ours - theirs).abs().max().item()
-    if not gap <= _PROBE_TOLERANCE.get(model.dtype, 0.5):
+    kind = next(model.parameters()).device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+    if not gap <= _PROBE_TOLERANCE.get(dtype, 0.5):
         raise NotImplementedError(
-            f"model: {type(model).__name__} does not compute the same in a packed tree (log-probs differ by "
-            f"{gap:.3g} nats), so it cannot be scored"
+            f"model: {type(model).__name__} does not compute the same in a packed tree as with attn_implementation="
+            f"{model.config._attn_implementation!r} (log-probs differ by {gap:.3g} nats), so it cannot be scored"
         )
     _PROVEN.add(model)

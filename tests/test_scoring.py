@@ -31,7 +31,8 @@ ARCHITECTURES = {
     "Qwen3": {"head_dim": 16},
     "Llama": {},
     "Mistral": {"sliding_window": 9},
-    "Gemma2": {"head_dim": 16, "sliding_window": 9},
+    # Eager: some versions of transformers leave Gemma 2's softcap out of their default attention.
+    "Gemma2": {"head_dim": 16, "sliding_window": 9, "attn_implementation": "eager"},
     "Gemma3Text": {"head_dim": 16, "sliding_window": 9},
     "Phi3": {},
     "Olmo2": {},
@@ -437,7 +438,9 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(monkeypatch):
         return out
 
     monkeypatch.setattr(type(model), "forward", louder)
-    with pytest.raises(NotImplementedError, match=r"does not compute the same in a packed tree \(log-probs differ by"):
+    with pytest.raises(
+        NotImplementedError, match=r"does not compute the same in a packed tree .* \(log-probs differ by"
+    ):
         score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER)
 
 

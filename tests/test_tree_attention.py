@@ -171,6 +171,7 @@ def valid():
         (lambda a: a.update(q=a["q"][:2], k=a["k"][:2], v=a["v"][:2]), "table has 4 rows, q 2 and k 2"),
         (lambda a: a.update(q=a["q"][:, :3]), "do not fit those of k"),
         (lambda a: a.update(k=a["k"].double()), "must share one dtype"),
+        (lambda a: a.update(scale=0.0), "scale must be positive, got 0.0"),
         (lambda a: a.update(sliding_window=0), "sliding_window must be at least 1, got 0"),
         (lambda a: a.update(softcap=0.0), "softcap must be positive, got 0.0"),
         (lambda a: a.update(backend="cuda"), "backend must be one of"),

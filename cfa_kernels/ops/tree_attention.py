@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from .dispatch import architecture, resolve_backend
 from .elementwise import LOG2E, tanh
@@ -69,6 +70,11 @@ class SegmentTable:
     def num_rows(self) -> int:
         """N, the rows of the packed sequence."""
         return int(self.row_start[-1] + self.length[-1])
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest path: one more than the last position."""
+        return int((self.context_length + self.length).max())
 
     def positions(self) -> np.ndarray:
         """Position of every packed row, (N,) int64."""
@@ -143,8 +149,8 @@ def tree_attention(
 
     Differentiable on the PyTorch backend.
     """
-    _check(q, k, v, table, sliding_window, softcap)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    _check(q, k, v, table, scale, sliding_window, softcap)
     if resolve_backend(backend, q) == "torch":
         return tree_attention_reference(q, k, v, table, scale, sliding_window, softcap)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -155,7 +161,13 @@ def tree_attention(
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, sliding_window: int | None, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: SegmentTable,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
 ) -> None:
     if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -168,13 +180,15 @@ def _check(
         raise ValueError(f"q, k, v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not (q.device == k.device == v.device):
         raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
 
 
-# The query rows of a long segment are taken in blocks, so that the reference's score matrix stays small.
+# The query rows of a long segment are taken in blocks, so that masks and scores stay small.
 _REFERENCE_BLOCK = 512
 
 
@@ -191,9 +205,6 @@ def tree_attention_reference(
 
     Softmax runs in fp32, or in float64 for float64 inputs.
     """
-    num_kv_heads, head_dim = k.shape[1:]
-    group = q.shape[1] // num_kv_heads
-    softmax_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     context_rows = torch.from_numpy(table.context_rows).to(q.device)
     segments = zip(table.row_start, table.length, table.context_start, table.context_length, strict=True)
     outputs = []
@@ -203,32 +214,30 @@ def tree_attention_reference(
             before = context_rows[start : start + context]
             keys = torch.cat([k.index_select(0, before), keys])
             values = torch.cat([v.index_select(0, before), values])
-        keys = keys.permute(1, 2, 0)  # (Hkv, D, context + length)
-        values = values.transpose(0, 1)  # (Hkv, context + length, D)
         for first in range(0, length, _REFERENCE_BLOCK):
             last = min(first + _REFERENCE_BLOCK, length)
-            stop = context + last  # no row of this block sees further
             low = 0 if sliding_window is None else max(0, context + first - sliding_window + 1)
-            rows = q[row + first : row + last].view(last - first, num_kv_heads, group, head_dim)
-            scores = rows.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim) @ keys[:, :, low:stop] * scale
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            hidden = _hidden_keys(context, first, last, low, sliding_window, q.device)
-            scores = scores.view(num_kv_heads, group, last - first, stop - low).masked_fill(hidden, float("-inf"))
-            probs = torch.softmax(scores, dim=-1, dtype=softmax_dtype).to(q.dtype)
-            out = probs.view(num_kv_heads, -1, stop - low) @ values[:, low:stop]
-            outputs.append(out.view(-1, last - first, head_dim).transpose(0, 1))
+            seen = slice(low, context + last)  # no row of this block sees other keys
+            visible = torch.ones(last - first, context + last - low, dtype=torch.bool, device=q.device)
+            visible = visible.tril_(context + first - low)
+            if sliding_window is not None:
+                visible = visible.triu_(context + first - low - sliding_window + 1)
+            rows = q[row + first : row + last]
+            outputs.append(_attend_reference(rows, keys[seen], values[seen], visible, scale, softcap))
     return torch.cat(outputs)
 
 
-def _hidden_keys(
-    context: int, first: int, last: int, low: int, sliding_window: int | None, device: torch.device
-) -> Tensor:
-    """(last - first, context + last - low) bool: keys a query row of the block may not see."""
-    query = torch.arange(context + first, context + last, device=device)[:, None]
-    key = torch.arange(low, context + last, device=device)[None, :]
-    hidden = key > query
-    return hidden if sliding_window is None else hidden | (query - key >= sliding_window)
+def _attend_reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Masked attention of q (L, H, D) to k, v (K, Hkv, D) with ``visible`` (L, K); PyTorch's own without softcap."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, heads, rows, D)
+    if softcap is None:
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = softcap * torch.tanh(q @ k.transpose(2, 3) * (scale / softcap))
+    scores = scores.masked_fill(~visible, float("-inf"))
+    probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return (probs.to(q.dtype) @ v)[0].transpose(0, 1)
 
 
 @triton.jit
@@ -244,11 +253,14 @@ def _attend(
     Blocks are cut by position alone, never by where the rows lie, so a row's sums are formed in the same order
     in every pack.
     """
+    # Row numbers come one block ahead: loads of keys and values then depend on registers alone and can be pipelined.
+    o_next = low + tl.arange(0, BLOCK_N)
+    b_next = tl.load(p_context + o_next, mask=o_next < context_length, other=0)
     for start in range(low, high, BLOCK_N):
         o_key = start + tl.arange(0, BLOCK_N)
-        in_context = o_key < context_length
-        b_row = tl.load(p_context + o_key, mask=in_context, other=0)
-        b_row = tl.where(in_context, b_row.to(tl.int64), row_start + (o_key - context_length))
+        o_next = o_key + BLOCK_N
+        b_row = tl.where(o_key < context_length, b_next.to(tl.int64), row_start + (o_key - context_length))
+        b_next = tl.load(p_context + o_next, mask=o_next < context_length, other=0)
         if MASKED:
             m_key = o_key < high
             m_load = m_key[:, None] & m_d[None, :]
@@ -260,19 +272,19 @@ def _attend(
         if WIDEN:
             b_k = b_k.to(tl.float32)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        if HAS_SOFTCAP:  # noqa: SIM108  a compile-time branch
-            b_s = tanh(b_s * (scale / softcap)) * (softcap * LOG2E)
-        else:
-            b_s = b_s * (scale * LOG2E)
+        factor = scale * LOG2E
+        if HAS_SOFTCAP:
+            b_s = tanh(b_s * (scale / softcap))
+            factor = softcap * LOG2E
         if MASKED:
             visible = (o_key[None, :] <= o_query[:, None]) & m_key[None, :]
             if HAS_WINDOW:
                 visible = visible & (o_query[:, None] - o_key[None, :] < window)
             b_s = tl.where(visible, b_s, float("-inf"))
-        b_new = tl.maximum(b_max, tl.max(b_s, 1))
+        b_new = tl.maximum(b_max, tl.max(b_s, 1) * factor)
         # A row that has seen no key yet keeps -inf; subtracting it from itself would give nan.
         b_safe = tl.where(b_new == float("-inf"), 0.0, b_new) if MASKED else b_new
-        b_p = tl.exp2(b_s - b_safe[:, None])
+        b_p = tl.exp2(b_s * factor - b_safe[:, None])
         b_decay = tl.exp2(b_max - b_safe)
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
         b_acc = b_acc * b_decay[:, None]
@@ -335,28 +347,18 @@ def tree_attention_kernel(
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    # Positions [low, high) matter to some row of the tile; [free, full) to all of them, so no mask is needed there.
+    # Positions up to `full` are seen by every row of the tile, so they need no mask; unless there is a window.
     oldest = context_length + first
-    newest = context_length + tl.minimum(first + TOKENS, length) - 1
-    high = newest + 1
-    full = (oldest + 1) // BLOCK_N * BLOCK_N
-    low = 0
-    free = 0
+    high = context_length + tl.minimum(first + TOKENS, length)
     if HAS_WINDOW:
-        low = tl.maximum(oldest - window + 1, 0) // BLOCK_N * BLOCK_N
-        free = tl.cdiv(tl.maximum(newest - window + 1, 0), BLOCK_N) * BLOCK_N
-        free = tl.minimum(free, full)
-        free = tl.maximum(free, low)
+        full = tl.maximum(oldest - window + 1, 0) // BLOCK_N * BLOCK_N
+    else:
+        full = (oldest + 1) // BLOCK_N * BLOCK_N
         b_acc, b_max, b_sum = _attend(
             b_acc, b_max, b_sum, b_q, o_query, o_d, m_d, p_k, p_v, p_context, stride_kt, stride_vt,
-            row_start, context_length, low, free, scale, softcap, window,
-            BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, PAD_D, PRECISION, LOG2E, WIDEN,
+            row_start, context_length, 0, full, scale, softcap, window,
+            BLOCK_N, False, HAS_WINDOW, HAS_SOFTCAP, PAD_D, PRECISION, LOG2E, WIDEN,
         )  # fmt: skip
-    b_acc, b_max, b_sum = _attend(
-        b_acc, b_max, b_sum, b_q, o_query, o_d, m_d, p_k, p_v, p_context, stride_kt, stride_vt,
-        row_start, context_length, free, full, scale, softcap, window,
-        BLOCK_N, False, HAS_WINDOW, HAS_SOFTCAP, PAD_D, PRECISION, LOG2E, WIDEN,
-    )  # fmt: skip
     b_acc, b_max, b_sum = _attend(
         b_acc, b_max, b_sum, b_q, o_query, o_d, m_d, p_k, p_v, p_context, stride_kt, stride_vt,
         row_start, context_length, full, high, scale, softcap, window,
@@ -427,6 +429,8 @@ def _tree_attention_triton(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name}: the head dimension must be contiguous, got strides {tensor.stride()}")
+    if sliding_window is not None and sliding_window >= table.longest:
+        sliding_window = None  # hides nothing here, and the kernel without it masks fewer blocks
     options = launch_options(
         architecture(q.device), q.dtype, head_dim, q.shape[1] // k.shape[1],
         sliding_window=sliding_window is not None, softcap=softcap is not None,
