@@ -39,7 +39,7 @@ class TokenOffsets(NamedTuple):
 
     ``starts`` and ``ends`` are (T,) int64, both non-decreasing. Tokens that share a multi-byte character both
     hold it, so neighbouring intervals may overlap by one. A token without text of its own (EOS, padding) has an
-    empty interval.
+    empty interval, or the character that it interrupts.
     """
 
     text: str
@@ -48,8 +48,7 @@ class TokenOffsets(NamedTuple):
 
     def span(self, start: int, end: int) -> Span:
         """Widen the characters ``[start, end)`` to the whole tokens that touch them."""
-        first = np.searchsorted(self.ends, start, side="right")
-        return Span(int(first), int(np.searchsorted(self.starts, end, side="left")))
+        return Span(int(self.ends.searchsorted(start, "right")), int(self.starts.searchsorted(end, "left")))
 
 
 # --- Numbers and arithmetic, as models write them -----------------------------------------------------------
@@ -72,31 +71,41 @@ _BEFORE_NUMBER = r"(?=\s{1,4}[\d$(\\.])"
 _WORD_OPERATOR = rf"(?:plus|minus|times|divided|multiplied|equals|is equal|of(?: the)?{_BEFORE_NUMBER})"
 _WORD = r"(?:[^\W\d_]{2,}(?:['’/-][^\W\d_]+){0,4}|[aAI](?= [^\W\d_]{2}))"
 
-# One letter per kind of lexeme, so that an expression is a short regular expression over a string of kinds.
-_LEXEMES = [
-    ("O", rf"(?:plus|minus|times|divided by|multiplied by){_BEFORE_NUMBER}"),
-    ("o", rf"of(?: the)?{_BEFORE_NUMBER}"),
-    ("E", rf"(?:equals|is equal to){_BEFORE_NUMBER}"),
-    ("W", rf"{_WORD}(?: (?!{_WORD_OPERATOR}){_WORD}){{0,5}}|(?<=[\w)])/[^\W\d_]+"),
-    ("N", rf"{_DIGITS}|{_FRACTION}"),
-    ("A", _ANNOTATION),
-    ("E", _EQUALS),
-    ("S", r"\*\*"),  # emphasis or a power
-    ("O", r"[+*×·⋅∙÷^]|/(?=\s)|(?<=[\d\s)}%$])[xX](?=\s?[\d$(\\.])|\\(?:times|cdot|div|pm)(?![a-zA-Z])"),
-    ("M", rf"[{_MINUS}](?=\s)"),
-    ("m", rf"[{_MINUS}]"),  # a tight minus: a sign, a difference or a range
-    ("d", r"/"),
-    ("U", _CURRENCY),
-    ("P", r"[(\[{~]|\\[(\[{]|\\left\s?[(\[]"),
-    ("C", r"[)\]}%°¢²³]|\\[)\]}%]|\\right\s?[)\]]"),
-    ("v", r"(?<=\d)[a-zA-Z](?![\w'’])"),
-    ("V", r"[a-zA-Z](?:_\{?\w{1,3}\}?)?(?![\w'’])"),
-    ("T", rf"\\(?:text|mathrm|mbox)\s?{_GROUP}"),
-    ("L", r"\n"),
-    ("B", r"\S"),
-]
-_LEXEME = re.compile("|".join(f"({pattern})" for _, pattern in _LEXEMES))
-_KINDS = ["", *(kind for kind, _ in _LEXEMES)]
+# One letter per kind of lexeme, so that an expression is a short regular expression over a string of kinds. They are
+# grouped by first character, tried in order: most of a text is words and numbers, and this decides the speed.
+_LEXEMES = {
+    r"(?=[^\W\d_])": [
+        ("O", rf"(?:plus|minus|times|divided by|multiplied by){_BEFORE_NUMBER}"),
+        ("o", rf"of(?: the)?{_BEFORE_NUMBER}"),
+        ("E", rf"(?:equals|is equal to){_BEFORE_NUMBER}"),
+        ("W", rf"{_WORD}(?: (?!{_WORD_OPERATOR}){_WORD}){{0,5}}"),
+        ("O", r"(?<=[\d\s)}%$])[xX](?=\s?[\d$(\\.])"),
+        ("v", r"(?<=\d)[a-zA-Z](?![\w'’])"),  # a variable's coefficient stands before it
+        ("V", r"[a-zA-Z](?:_\{?\w{1,3}\}?)?(?![\w'’])"),
+    ],
+    r"(?=[\d.\\])": [("N", rf"{_DIGITS}|{_FRACTION}")],
+    "": [
+        ("A", _ANNOTATION),
+        ("E", _EQUALS),
+        ("S", r"\*\*"),  # emphasis or a power
+        ("O", r"[+*×·⋅∙÷^]|/(?=\s)|\\(?:times|cdot|div|pm)(?![a-zA-Z])"),
+        ("M", rf"[{_MINUS}](?=\s)"),
+        ("m", rf"[{_MINUS}]"),  # a tight minus: a sign, a difference or a range
+        ("W", r"(?<=[\w)])/[^\W\d_]+"),
+        ("d", r"/"),
+        ("U", _CURRENCY),
+        ("P", r"[(\[{~]|\\[(\[{]|\\left\s?[(\[]"),
+        ("C", r"[)\]}%°¢²³]|\\[)\]}%]|\\right\s?[)\]]"),
+        ("T", rf"\\(?:text|mathrm|mbox)\s?{_GROUP}"),
+        ("L", r"\n"),
+        ("B", r"\S"),
+    ],
+}
+_LEXEME = re.compile(
+    rf"{_BLANK}*(?:%s)"
+    % "|".join(f"{guard}(?:{'|'.join(f'({pattern})' for _, pattern in group)})" for guard, group in _LEXEMES.items())
+)
+_KINDS = ["", *(kind for group in _LEXEMES.values() for kind, _ in group)]
 
 # Words belong to an operand only if an operator follows: "16 eggs - 3 eggs = 13", but not "13 eggs left".
 _OPERAND = r"[PUSm]{0,8}(?:A[Um]{0,2}N|[NAV])v?[CUS]{0,8}(?:(?:WT?|T)(?=L?[OMmdoE]))?"
@@ -110,7 +119,8 @@ def _arithmetic_intervals(text: str) -> list[Interval]:
     kinds = "".join([_KINDS[lexeme.lastindex or 0] for lexeme in lexemes])
     intervals = []
     for expression in _EXPRESSION.finditer(kinds):
-        start, end = lexemes[expression.start()].start(), lexemes[expression.end() - 1].end()
+        first, last = lexemes[expression.start()], lexemes[expression.end() - 1]
+        start, end = first.start(first.lastindex or 0), last.end()
         if _CLEARLY_ARITHMETIC.search(expression.group()) and re.search(r"\d", text[start:end]):
             intervals.append((start, end))
     return intervals
@@ -245,17 +255,8 @@ def answer_text_span(text: str) -> Interval | None:
 
 # --- Detectors: text to candidate intervals, most wanted first -------------------------------------------------
 
-_SENTENCE_END = re.compile(r"\n|[.!?…。！？]+[\"'”’)\]*_」』）]*")
+_SENTENCE_END = re.compile(r"\n|[.!?…]{1,6}[\"'”’)\]*_]{0,4}(?=\s|\Z)|[。！？][”’」』）]{0,4}")
 _NO_SENTENCE_END = re.compile(r"(?:\b(?:Mr|Mrs|Ms|Dr|St|Jr|Sr|vs|approx|e\.g|i\.e)|(?:^|\n|[.!?]\s)\s?\d{1,3})\Z")
-
-
-def _ends_sentence(text: str, end: re.Match[str]) -> bool:
-    stop = end.group()
-    if any(character in stop for character in "\n。！？"):
-        return True
-    if end.end() < len(text) and not text[end.end()].isspace():
-        return False
-    return stop != "." or not _NO_SENTENCE_END.search(text, max(0, end.start() - 8), end.start())
 
 
 def sentence_intervals(text: str) -> list[Interval]:
@@ -264,7 +265,11 @@ def sentence_intervals(text: str) -> list[Interval]:
     A sentence ends at a line break, at ``. ! ?`` before a blank, or at their CJK forms; not after a title
     ("Mr."), nor after the number of a list item.
     """
-    ends = [end.end() for end in _SENTENCE_END.finditer(text) if _ends_sentence(text, end)]
+    ends = [
+        end.end()
+        for end in _SENTENCE_END.finditer(text)
+        if end.group() != "." or not _NO_SENTENCE_END.search(text, max(0, end.start() - 8), end.start())
+    ]
     intervals = []
     for start, end in zip([0, *ends], [*ends, len(text)], strict=True):
         sentence = text[start:end]
@@ -367,7 +372,7 @@ class _Vocabulary:
 
     def offsets(self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> TokenOffsets:
         try:
-            pieces = [self.pieces[i] for i in ids]
+            pieces = list(map(self.pieces.__getitem__, ids))
         except KeyError:
             pieces = [self._piece(i, position, tokenizer) for position, i in enumerate(ids)]
         if self.style == "opaque":
@@ -418,9 +423,8 @@ def _byte_offsets(pieces: list[bytes], strips_blank: bool) -> TokenOffsets:
     opened = np.concatenate([[0], np.cumsum(opens)])  # characters that begin before each byte
     starts, ends = opened[bounds[:-1]], opened[bounds[1:]]
     # A token that begins inside a character holds it too, unless it is a replacement character, whose later
-    # bytes show in no decoding of a prefix, or the token has no text.
-    inside = ~np.append(opens, True)[bounds[:-1]] & (bounds[:-1] < bounds[1:])
-    shared = np.flatnonzero(inside)
+    # bytes show in no decoding of a prefix.
+    shared = np.flatnonzero(~np.append(opens, True)[bounds[:-1]])
     starts[[t for t in shared if text[starts[t] - 1] != REPLACEMENT]] -= 1
     return TokenOffsets(text, starts, ends)
 
@@ -471,27 +475,16 @@ def _incremental_offsets(ids: Sequence[int], special: set[int], decode: Callable
             rebuilt = rebuilt[:settled] + tail
         if rebuilt == text:
             break
-    agreed = [0]
-    reached = [0]
+    # Prefixes 0 to n: characters that stay as they are, and characters begun. An incomplete run of fallback bytes
+    # may blot out text that stood before and will stand again, so neither goes back.
+    agreed, reached = [0], [0]
     for settled, tail in prefixes:
-        common = settled
-        if text.startswith(tail, settled):
-            common += len(tail)
-        else:
-            common += next(k for k, (a, b) in enumerate(zip(tail, text[settled:] + "\0", strict=False)) if a != b)
-        agreed.append(common)
-        reached.append(min(common + (settled + len(tail) > common), len(text)))
-    # What a later token takes back was not settled yet.
-    agreed = list(accumulate(reversed(agreed), min))[::-1]
-    reached = list(accumulate(reached, max))
-    starts, ends, n = [], [], 0
-    for i in ids:
-        if i in special:
-            starts.append(reached[n])
-        else:
-            starts.append(agreed[n])
-            n += 1
-        ends.append(reached[n])
+        same = accumulate((a == b for a, b in zip(tail, text[settled:], strict=False)), operator.and_)
+        agreed.append(max(agreed[-1], settled + sum(same)))
+        begun = agreed[-1] + (settled + len(tail) > agreed[-1])
+        reached.append(max(reached[-1], min(begun, len(text))))
+    after = list(accumulate((i not in special for i in ids), initial=0))  # which prefix each token extends
+    starts, ends = [agreed[n] for n in after[:-1]], [reached[n] for n in after[1:]]
     return TokenOffsets(text, np.array(starts, np.int64), np.array(ends, np.int64))
 
 
