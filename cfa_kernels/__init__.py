@@ -4,7 +4,7 @@ Mask a span of the reasoning, measure how the log-probability of the answer move
 loss by that. The names below are the public API; everything else may change.
 """
 
-from .losses import policy_loss
+from .losses import linear_policy_loss, logits_policy_loss, policy_loss
 from .ops.linear_logprob import linear_logprob
 from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
 from .spans import Span, detect_spans, find_answer
@@ -29,6 +29,8 @@ __all__ = [
     "detect_spans",
     "find_answer",
     "linear_logprob",
+    "linear_policy_loss",
+    "logits_policy_loss",
     "policy_loss",
     "score_counterfactuals",
     "span_weights",

@@ -166,17 +166,15 @@ def compile_kernel(
         source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attrs)
         compiled = triton.compile(source, target=gpu, options=dict(options))
     metadata = compiled.metadata
-    if limits.backend == "cuda":
-        figures = _read_ptxas_log(log.getvalue())
-    else:
-        figures = _read_amdgcn(compiled.asm["amdgcn"])
+    asm = {kind: compiled.asm[kind] for kind in ("ttgir", "ptx", "amdgcn") if kind in compiled.asm}
+    figures = _read_amdgcn(asm["amdgcn"]) if "amdgcn" in asm else _read_ptxas_log(log.getvalue())
     return AotReport(
         name=name or kernel.__name__,
         target=target,
         shared_memory=metadata.shared,
         tensor_memory=getattr(metadata, "tmem_size", 0) or 0,
         threads=metadata.num_warps * limits.warp_size,
-        asm={kind: compiled.asm[kind] for kind in ("ttgir", "ptx", "amdgcn") if kind in compiled.asm},
+        asm=asm,
         **figures,
     )
 

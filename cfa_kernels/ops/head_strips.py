@@ -1,0 +1,47 @@
+"""Matrix products between hidden rows and the language-model head, one strip of logits at a time.
+
+A strip is the logits of some rows. Half-precision operands, float32 sums: logits may stay in float32, and the
+head's gradient is summed over strips in float32.
+"""
+
+import torch
+from torch import Tensor
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What products of `dtype` are summed in: float32 for the half precisions, else `dtype` itself."""
+    return torch.float32 if dtype in _HALVES else dtype
+
+
+def empty_strip(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(rows, vocabulary) whose rows start at multiples of 64 elements, for GEMMs of any vocabulary size."""
+    width = -(-vocabulary // 64) * 64
+    return torch.empty(rows, width, dtype=dtype, device=device)[:, :vocabulary]
+
+
+def write_logits(hidden: Tensor, head: Tensor, out: Tensor) -> None:
+    """``out = hidden @ head.T``: (n, H), (V, H) -> (n, V), rounded to the dtype of `out` alone."""
+    _product(hidden, head.t(), out)
+
+
+def add_head_gradient(total: Tensor, by_logits: Tensor, hidden: Tensor, *, first: bool) -> None:
+    """``total += by_logits.T @ hidden``: (n, V), (n, H) -> (V, H) in `sum_dtype`; `first` overwrites instead."""
+    if first:
+        _product(by_logits.t(), hidden, total)
+    elif total.dtype == hidden.dtype:
+        total.addmm_(by_logits.t(), hidden)
+    elif total.is_cuda:
+        torch.addmm(total, by_logits.t(), hidden, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(by_logits.t().to(total.dtype), hidden.to(total.dtype))
+
+
+def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    elif out.is_cuda:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+    else:  # a CPU has no product of halves that keeps its float32 sums
+        torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)

@@ -1,0 +1,556 @@
+"""Log-probability of a given target per row under a linear head, without the rows x vocabulary logits.
+
+Scoring reads answers with it, and a trainer may differentiate it. The plain PyTorch form stands first, the Triton
+kernels after it: one multiplies tiles of hidden states and head and keeps a few sums per row and tile, one merges
+those sums. The backward makes strips of logits again, like `linear_policy_loss`, and shares its row gradient.
+"""
+
+from typing import Any, Literal, overload
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .dispatch import architecture, resolve_backend
+from .elementwise import LOG2E, tanh
+from .head_strips import add_head_gradient, empty_strip, sum_dtype, write_logits
+from .policy_rows import RowLogprobs, Softmax, compute_dtype, row_gradients
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the kernels take; the PyTorch form also takes float64."""
+
+STATISTICS_ROWS = 32768
+"""Rows of one launch: the sums of its tiles take rows * V / BLOCK_N * 8 bytes."""
+
+REFERENCE_COLUMNS, REFERENCE_ELEMENTS = 1024, 2**20
+"""Columns of the head, and logits, that the PyTorch form holds at a time."""
+
+STRIP_BYTES = {"cpu": 2**27, "cuda": 2**30}
+"""Size of a backward strip of logits, by device type."""
+
+
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    lm_head: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = ...,
+    temperature: float = ...,
+    softcap: float | None = ...,
+    logit_scale: float = ...,
+    return_entropy: Literal[False] = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def linear_logprob(
+    hidden: Tensor,
+    lm_head: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = ...,
+    temperature: float = ...,
+    softcap: float | None = ...,
+    logit_scale: float = ...,
+    return_entropy: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def linear_logprob(
+    hidden: Tensor,
+    lm_head: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    return_entropy: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-prob (nats) of ``targets[n]`` under ``softmax(logits[n] / temperature)``, for each of N rows.
+
+    ``logits = softcap * tanh(logit_scale * (hidden @ lm_head.T + bias) / softcap)``, or without the tanh if
+    `softcap` is None. They are formed and summed in float32 also from half-precision inputs, and N x V of them never
+    exist. A row's result is the same bits whatever other rows there are (Triton).
+
+    hidden: (N, H) float32, bfloat16 or float16, rows of any stride, H contiguous; N may be 0. lm_head: (V, H) of that
+    dtype, likewise. targets: (N,) integers in [0, V). bias: (V,), any of those dtypes. Under autocast, `hidden` and
+    `lm_head` are cast as for a linear layer. float64 runs on the PyTorch form and gives float64.
+
+    Returns (N,) float32, and with `return_entropy` also the entropy (N,) of each row's distribution, in nats. Both
+    are differentiable by hidden, lm_head and bias, once; a backward takes one strip of logits and, if the head
+    trains, its float32 gradient. float32 GEMMs of the backward follow torch's TF32 setting; the forward does not.
+
+    Raises ``ValueError`` for shapes or devices that do not fit, a last dimension that is not contiguous, a
+    temperature, softcap or logit_scale that is not positive and finite, or, on a CPU, a target outside [0, V), naming
+    row and value; on a GPU such a row gives nan, as finding it would wait for the device. ``TypeError`` for dtypes.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, lm_head = hidden.to(dtype), lm_head.to(dtype)
+    chosen = resolve_backend(backend, hidden)
+    _check(hidden, lm_head, targets, bias, chosen)
+    for name, value in (("temperature", temperature), ("softcap", softcap), ("logit_scale", logit_scale)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+    rows = linear_logprob_op(
+        hidden, lm_head, targets.long(), bias,
+        temperature / logit_scale, (softcap or 0.0) / logit_scale, return_entropy, chosen,
+    )  # fmt: skip
+    return (rows[0], rows[1]) if return_entropy else rows[0]
+
+
+def _check(hidden: Tensor, lm_head: Tensor, targets: Tensor, bias: Tensor | None, backend: str) -> None:
+    dtypes = DTYPES if backend == "triton" else (*DTYPES, torch.float64)
+    if hidden.dtype not in dtypes:
+        raise TypeError(f"hidden must be one of {dtypes} for backend={backend!r}, got {hidden.dtype}")
+    if lm_head.dtype != hidden.dtype:
+        raise TypeError(f"lm_head must have hidden's dtype {hidden.dtype}, got {lm_head.dtype}")
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise TypeError(f"targets must be integers, got {targets.dtype}")
+    if bias is not None and bias.dtype not in dtypes:
+        raise TypeError(f"bias must be one of {dtypes} for backend={backend!r}, got {bias.dtype}")
+    for name, tensor in (("hidden", hidden), ("lm_head", lm_head)):
+        if tensor.dim() != 2:
+            raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(tensor.shape)}")
+        if 0 in tensor.shape[name == "hidden" :]:
+            raise ValueError(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
+        if tensor.stride(1) != 1 and tensor.size(1) > 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
+    n, width = hidden.shape
+    if lm_head.size(1) != width:
+        raise ValueError(f"lm_head must be (V, {width}) as hidden is {tuple(hidden.shape)}, got {tuple(lm_head.shape)}")
+    if targets.shape != (n,):
+        raise ValueError(f"targets must be ({n},) as hidden is {tuple(hidden.shape)}, got {tuple(targets.shape)}")
+    if bias is not None and bias.shape != lm_head.shape[:1]:
+        raise ValueError(
+            f"bias must be ({len(lm_head)},) as lm_head is {tuple(lm_head.shape)}, got {tuple(bias.shape)}"
+        )
+    for name, other in (("lm_head", lm_head), ("targets", targets), ("bias", bias)):
+        if other is not None and other.device != hidden.device:
+            raise ValueError(f"{name} must be on hidden's device {hidden.device}, got {other.device}")
+
+
+# The plain PyTorch form
+
+
+def linear_logprob_reference(
+    hidden: Tensor, lm_head: Tensor, targets: Tensor, bias: Tensor | None, softmax: Softmax, with_entropy: bool
+) -> Tensor:
+    """(4, N): the fields of `RowLogprobs`, by blocks of the vocabulary and of rows; arguments as `linear_logprob`.
+
+    With ``z`` the logit over the temperature, blocks are merged by ``max``, ``sum of exp(z - max)`` and, for the
+    entropy, ``sum of (z - max) exp(z - max)``. A block's sum is read off its log_softmax, whose largest value is
+    ``-log(sum)``: torch vectorises that on every CPU, unlike exp. A row whose target is outside the vocabulary gets
+    nan.
+    """
+    exact = compute_dtype(hidden.dtype)
+    hidden, n = hidden.to(exact), len(hidden)
+    lowest = torch.finfo(exact).min
+    total, tilt = hidden.new_zeros(2, n)
+    row_max = hidden.new_full((n,), lowest)
+    chosen = hidden.new_full((n,), float("nan"))
+    height = max(REFERENCE_ELEMENTS // min(len(lm_head), REFERENCE_COLUMNS), 1)
+    for start in range(0, len(lm_head), REFERENCE_COLUMNS):
+        columns = slice(start, min(start + REFERENCE_COLUMNS, len(lm_head)))
+        head = lm_head[columns].to(exact).t()
+        shift = None if bias is None else bias[columns].to(exact)
+        for first in range(0, n, height):
+            rows = slice(first, first + height)
+            z = hidden[rows] @ head if shift is None else torch.addmm(shift, hidden[rows], head)
+            if softmax.softcap:
+                z.div_(softmax.softcap).tanh_().mul_(softmax.softcap)
+            if softmax.temperature != 1:
+                z.div_(softmax.temperature)
+            column = targets[rows, None] - start
+            here = (column >= 0) & (column < z.size(1))
+            at_target = z.gather(1, torch.where(here, column, 0))
+            chosen[rows] = torch.where(here, at_target, chosen[rows, None]).squeeze(1)
+            block_max = z.clamp_min_(lowest).amax(1)  # finite, should a block hold nothing but -inf
+            block_log_sum = -z.log_softmax(1).amax(1)
+            new_max = torch.maximum(row_max[rows], block_max)
+            gap, block_gap = row_max[rows] - new_max, block_max - new_max
+            decay, block_sum = gap.exp(), (block_gap + block_log_sum).exp()
+            if with_entropy:
+                mean = (z.softmax(1) * z.sub_(block_max[:, None])).sum(1)  # of z - block_max under the block's softmax
+                tilt[rows] = decay * (tilt[rows] + gap * total[rows]) + block_sum * (mean + block_gap)
+            total[rows] = decay * total[rows] + block_sum
+            row_max[rows] = new_max
+    log_sum = total.log()
+    entropy = log_sum - tilt / total if with_entropy else torch.zeros_like(log_sum)
+    return torch.stack([chosen - row_max - log_sum, entropy, row_max * softmax.temperature, log_sum])
+
+
+# Triton
+
+
+@triton.jit(do_not_specialize=["n_rows", "group"])  # the number of rows never recompiles
+def tile_statistics_kernel(
+    hidden, lm_head, p_bias, p_targets, p_tiles, p_chosen, n_rows, vocabulary, width, stride_h, stride_w,
+    inner, outer, group,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr, FLATTEN: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Tiles of ``z = cap(hidden @ lm_head.T + bias)``, where cap(x) is x or ``tanh(inner * x)``.
+
+    p_tiles (2 or 3, tiles of the vocabulary, n_rows): per row and tile the maximum of z, the sum of 2^y with
+    ``y = (z - max) * outer``, and for the entropy the sum of y 2^y. p_chosen (n_rows,): z of the target. The maximum
+    is taken off before the factor, so a large common shift of the logits loses nothing. `hidden` and `lm_head` are
+    descriptors if TMA, else pointers. Tiles of `group` blocks of rows are taken together, rows first, so that both
+    operands are found in the L2 cache. FLATTEN fetches the next tile during the sums of this one, which must then be
+    free of branches.
+    """
+    n_m = tl.cdiv(n_rows, BLOCK_M)
+    n_v = tl.cdiv(vocabulary, BLOCK_N)
+    for i_tile in tl.range(tl.program_id(0), n_m * n_v, tl.num_programs(0), flatten=FLATTEN):
+        i_group = i_tile // (group * n_v)
+        i_within = i_tile - i_group * (group * n_v)
+        members = tl.minimum(n_m - i_group * group, group)
+        i_v = i_within // members
+        i_m = i_group * group + i_within % members
+        o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        o_n = tl.arange(0, BLOCK_N)
+        o_v = i_v * BLOCK_N + o_n
+        if not TMA:
+            o_k = tl.arange(0, BLOCK_K)
+            p_hidden = hidden + tl.minimum(o_m, n_rows - 1).to(tl.int64)[:, None] * stride_h + o_k[None, :]
+            p_head = lm_head + tl.minimum(o_v, vocabulary - 1).to(tl.int64)[None, :] * stride_w + o_k[:, None]
+        b_z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for i_k in range(tl.cdiv(width, BLOCK_K)):
+            if TMA:
+                b_hidden = hidden.load([i_m * BLOCK_M, i_k * BLOCK_K])
+                b_head = lm_head.load([i_v * BLOCK_N, i_k * BLOCK_K]).T
+            else:
+                m_k = o_k < width - i_k * BLOCK_K
+                b_hidden = tl.load(p_hidden + i_k * BLOCK_K, mask=m_k[None, :], other=0.0)
+                b_head = tl.load(p_head + i_k * BLOCK_K, mask=m_k[:, None], other=0.0)
+            if WIDEN:
+                b_hidden = b_hidden.to(tl.float32)
+                b_head = b_head.to(tl.float32)
+            b_z = tl.dot(b_hidden, b_head, b_z, input_precision="ieee")
+        if HAS_BIAS:
+            b_z += tl.load(p_bias + o_v, mask=o_v < vocabulary, other=0.0).to(tl.float32)[None, :]
+        if HAS_SOFTCAP:
+            b_z = tanh(b_z * inner)
+        # Columns beyond the vocabulary must not count: a logit of 0 there would outweigh negative real ones.
+        if FLATTEN or (i_v + 1) * BLOCK_N > vocabulary:
+            b_z = tl.where(o_v[None, :] < vocabulary, b_z, float("-inf"))
+        b_max = tl.max(b_z, 1)
+        b_shift = tl.where(b_max == float("-inf"), 0.0, b_max)
+        b_y = (b_z - b_shift[:, None]) * outer
+        b_p = tl.exp2(b_y)
+        m_m = o_m < n_rows
+        p_tile = p_tiles + i_v.to(tl.int64) * n_rows + o_m
+        one = n_v.to(tl.int64) * n_rows
+        tl.store(p_tile, b_max, mask=m_m)
+        tl.store(p_tile + one, tl.sum(b_p, 1), mask=m_m)
+        if WITH_ENTROPY:
+            b_tilt = tl.sum(b_p * tl.maximum(b_y, -200.0), 1)  # 2^-200 is 0: a logit of -inf adds nothing
+            tl.store(p_tile + 2 * one, b_tilt, mask=m_m)
+        b_target = tl.load(p_targets + o_m, mask=m_m, other=-1) - i_v * BLOCK_N
+        m_here = (b_target >= 0) & (b_target < BLOCK_N)
+        b_column = tl.where(m_here, b_target, -1).to(tl.int32)
+        if FLATTEN or tl.max(b_column, 0) >= 0:
+            b_chosen = tl.sum(tl.where(o_n[None, :] == b_column[:, None], b_z, 0.0), 1)
+            tl.store(p_chosen + o_m, b_chosen, mask=m_here)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_out"])
+def merge_tiles_kernel(
+    p_tiles, p_chosen, p_targets, p_out, n_rows, n_out, n_tiles, vocabulary, cap, outer,
+    WITH_ENTROPY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The sums of a row's tiles, merged in an order that depends on V alone, into `RowLogprobs`.
+
+    p_out points to this launch's rows in the first of four fields, which lie n_out apart. `cap` turns maxima into
+    logits.
+    """
+    LN2: tl.constexpr = 0.6931471805599453
+    o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    m_r = o_r < n_rows
+    one = n_tiles.to(tl.int64) * n_rows
+    b_max = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+    for i in range(0, n_tiles, BLOCK_T):
+        o_t = i + tl.arange(0, BLOCK_T)
+        m = (o_t < n_tiles)[:, None] & m_r[None, :]
+        p_tile = p_tiles + o_t.to(tl.int64)[:, None] * n_rows + o_r[None, :]
+        b_max = tl.maximum(b_max, tl.max(tl.load(p_tile, mask=m, other=float("-inf")), 0))
+    b_shift = tl.where(b_max == float("-inf"), 0.0, b_max)
+    b_total = tl.zeros((BLOCK_R,), tl.float32)
+    b_tilt = tl.zeros((BLOCK_R,), tl.float32)
+    for i in range(0, n_tiles, BLOCK_T):
+        o_t = i + tl.arange(0, BLOCK_T)
+        m = (o_t < n_tiles)[:, None] & m_r[None, :]
+        p_tile = p_tiles + o_t.to(tl.int64)[:, None] * n_rows + o_r[None, :]
+        b_gap = tl.load(p_tile, mask=m, other=float("-inf"))
+        b_gap = (b_gap - b_shift[None, :]) * outer
+        b_decay = tl.exp2(b_gap)
+        b_sum = tl.load(p_tile + one, mask=m, other=0.0)
+        b_total += tl.sum(b_decay * b_sum, 0)
+        if WITH_ENTROPY:
+            b_tilted = tl.load(p_tile + 2 * one, mask=m, other=0.0) + b_sum * b_gap
+            b_tilt += tl.sum(tl.where(b_decay > 0, b_decay * b_tilted, 0.0), 0)
+    b_log = tl.log2(b_total)
+    b_target = tl.load(p_targets + o_r, mask=m_r, other=-1)
+    m_valid = (b_target >= 0) & (b_target < vocabulary)
+    b_chosen = tl.load(p_chosen + o_r, mask=m_r & m_valid, other=float("nan"))
+    b_entropy = tl.zeros((BLOCK_R,), tl.float32)
+    if WITH_ENTROPY:
+        b_entropy = (b_log - b_tilt / b_total) * LN2
+    p_row = p_out + o_r
+    tl.store(p_row, ((b_chosen - b_max) * outer - b_log) * LN2, mask=m_r)
+    tl.store(p_row + n_out, b_entropy, mask=m_r)
+    tl.store(p_row + 2 * n_out, b_max * cap, mask=m_r)
+    tl.store(p_row + 3 * n_out, b_log * LN2, mask=m_r)
+
+
+def launch_options(architecture: str, dtype: torch.dtype, *, aligned: bool) -> dict[str, Any]:
+    """The shipped tile, warps and stages of `tile_statistics_kernel`.
+
+    They do not depend on the number of rows, so neither does the arithmetic of a row. With few rows most of a tile's
+    products are idle, which costs nothing: reading the head takes longer. `aligned` says that rows of hidden and head
+    start at multiples of 16 bytes, which the tensor memory accelerator needs.
+    """
+    if architecture == "cpu":
+        options = (32, 64, 32, False, 4, 1)
+    elif dtype == torch.float32:
+        options = (128, 128, 16, False, 8, 3) if architecture != "hip" else (128, 64, 16, False, 4, 2)
+    elif architecture == "hip":
+        options = (128, 128, 64 if aligned else 32, False, 8, 2)
+    elif architecture == "sm_90" and aligned:
+        options = (128, 256, 64, True, 8, 4)
+    elif architecture.startswith("sm_10") and aligned:
+        options = (128, 128, 64, True, 8, 4)
+    else:
+        options = (128, 128, 32, False, 8, 4)
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "TMA", "num_warps", "num_stages")
+    return dict(zip(names, options, strict=True)) | {
+        "FLATTEN": options[3],
+        "WIDEN": architecture == "cpu",  # the interpreter has no bf16 dot
+    }
+
+
+MERGE_OPTIONS = {"BLOCK_R": 8, "BLOCK_T": 512, "num_warps": 8}
+"""The shipped launch of `merge_tiles_kernel`: 8 rows are one 32-byte sector of a tile's sums."""
+
+
+def _row_stride(tensor: Tensor) -> int:
+    """Elements from row to row; of a single row, where strides say nothing, its length."""
+    return tensor.stride(0) if len(tensor) > 1 else tensor.size(1)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    stride = _row_stride(tensor)
+    return tensor.data_ptr() % 16 == 0 and stride * tensor.element_size() % 16 == 0 and stride >= tensor.size(1)
+
+
+def _programs(device: torch.device) -> int:
+    """Programs of a persistent launch: one per multiprocessor; a few in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def linear_logprob_triton(
+    hidden: Tensor,
+    lm_head: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    softmax: Softmax,
+    with_entropy: bool,
+    options: dict[str, Any] | None = None,
+) -> Tensor:
+    """`linear_logprob_reference` by Triton; `options` instead of `launch_options`."""
+    (n, width), vocabulary = hidden.shape, len(lm_head)
+    if options is None:
+        aligned = _is_aligned(hidden) and _is_aligned(lm_head)
+        options = launch_options(architecture(hidden.device), hidden.dtype, aligned=aligned)
+    block_m, block_n, block_k = options["BLOCK_M"], options["BLOCK_N"], options["BLOCK_K"]
+    cap = softmax.softcap or 1.0
+    inner, outer = 1 / cap, cap * LOG2E / softmax.temperature
+    # Rows whose hidden states together take up to 16 MiB, which the L2 cache holds beside some columns of the head.
+    group = max(2**24 // (block_m * width * hidden.element_size()), 4)
+    n_tiles = triton.cdiv(vocabulary, block_n)
+    out = torch.empty(4, n, dtype=torch.float32, device=hidden.device)
+    for start in range(0, n, STATISTICS_ROWS):
+        part = slice(start, min(start + STATISTICS_ROWS, n))
+        rows, goals = hidden[part], targets[part]
+        tiles = out.new_empty(3 if with_entropy else 2, n_tiles, len(rows))
+        chosen = out.new_empty(len(rows))
+        operands: list[Any] = [rows, lm_head]
+        if options["TMA"]:
+            operands = [
+                TensorDescriptor(operand, list(operand.shape), [_row_stride(operand), 1], [block, block_k])
+                for operand, block in ((rows, block_m), (lm_head, block_n))
+            ]
+        programs = triton.cdiv(len(rows), block_m) * n_tiles
+        if options["FLATTEN"]:
+            programs = min(programs, _programs(hidden.device))
+        with torch.cuda.device_of(hidden):
+            tile_statistics_kernel[(programs,)](
+                *operands, bias, goals, tiles, chosen, len(rows), vocabulary, width,
+                _row_stride(rows), _row_stride(lm_head), inner, outer, group,
+                HAS_BIAS=bias is not None, HAS_SOFTCAP=softmax.softcap != 0, WITH_ENTROPY=with_entropy, **options,
+            )  # fmt: skip
+            merge_tiles_kernel[(triton.cdiv(len(rows), MERGE_OPTIONS["BLOCK_R"]),)](
+                tiles, chosen, goals, out[:, part], len(rows), n, n_tiles, vocabulary,
+                cap, outer, WITH_ENTROPY=with_entropy, **MERGE_OPTIONS,
+            )  # fmt: skip
+    return out
+
+
+# As operators, so that torch.compile sees one node each
+
+
+@torch.library.custom_op("cfa_kernels::linear_logprob", mutates_args=())
+def linear_logprob_op(
+    hidden: Tensor,
+    lm_head: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    softcap: float,
+    with_entropy: bool,
+    backend: str,
+) -> Tensor:
+    """(4, N): the fields of `RowLogprobs`; the first two are differentiable. Arguments as `linear_logprob` checked.
+
+    `temperature` and `softcap` are over the logit scale, which they thereby contain; softcap 0 is none.
+    """
+    if targets.device.type == "cpu":
+        outside = ((targets < 0) | (targets >= len(lm_head))).nonzero()
+        if len(outside):
+            row = int(outside[0])
+            raise ValueError(f"targets[{row}] must be in [0, {len(lm_head)}), got {int(targets[row])}")
+    run = linear_logprob_triton if backend == "triton" else linear_logprob_reference
+    softmax = Softmax(temperature, softcap)
+    bias = None if bias is None else bias.contiguous()
+    with torch.autocast(hidden.device.type, enabled=False):
+        return run(hidden, lm_head, targets.contiguous(), bias, softmax, with_entropy)
+
+
+@linear_logprob_op.register_fake
+def _(hidden: Tensor, *_: Any) -> Tensor:
+    return hidden.new_empty((4, len(hidden)), dtype=compute_dtype(hidden.dtype))
+
+
+@torch.library.custom_op("cfa_kernels::linear_logprob_backward", mutates_args=())
+def linear_logprob_backward_op(
+    by_rows: Tensor,
+    rows: Tensor,
+    hidden: Tensor,
+    lm_head: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    softcap: float,
+    with_entropy: bool,
+    wanted: list[bool],
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by hidden (N, H), lm_head (V, H) and bias (V,); empty where not `wanted`.
+
+    by_rows (4, N): the upstream gradient of `rows`, what `linear_logprob_op` gave.
+    """
+    softmax = Softmax(temperature, softcap)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _gradients(by_rows, rows, hidden, lm_head, targets, bias, softmax, with_entropy, wanted, backend)
+
+
+def _gradients(
+    by_rows: Tensor,
+    rows: Tensor,
+    hidden: Tensor,
+    lm_head: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    softmax: Softmax,
+    with_entropy: bool,
+    wanted: list[bool],
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtypes, unit = (hidden.dtype, lm_head.dtype, (bias if bias is not None else lm_head).dtype), None
+    if backend == "torch" and hidden.device.type == "cpu":
+        # No product of halves with float32 sums there: convert the head once, not for every strip.
+        hidden, lm_head = hidden.to(rows.dtype), lm_head.to(rows.dtype)
+    if hidden.dtype == torch.float16:
+        # Gradients of a mean over many rows are below what float16 resolves: take a power of two out of them.
+        unit = torch.ldexp(by_rows.new_ones(()), torch.frexp(by_rows[:2].abs().amax())[1])
+        by_rows = by_rows / unit
+    vocabulary, sums = len(lm_head), sum_dtype(hidden.dtype)
+    by_hidden = hidden.new_zeros(hidden.shape if wanted[0] else (0,))
+    by_head = hidden.new_zeros(lm_head.shape if wanted[1] else (0,), dtype=sums)
+    by_bias = hidden.new_zeros((vocabulary,) if wanted[2] else (0,), dtype=sums)
+    height = max(STRIP_BYTES.get(hidden.device.type, STRIP_BYTES["cpu"]) // (vocabulary * sums.itemsize), 1)
+    logits = empty_strip(min(height, max(len(hidden), 1)), vocabulary, sums, hidden.device)
+    gradient = logits
+    if hidden.dtype != sums:
+        # Over the logits it takes no memory of its own; HIP does not order those loads before these stores.
+        if torch.version.hip is None:
+            gradient = logits.view(hidden.dtype)[:, :vocabulary]
+        else:
+            gradient = empty_strip(len(logits), vocabulary, hidden.dtype, hidden.device)
+    for start in range(0, len(hidden), height):
+        part = slice(start, min(start + height, len(hidden)))
+        states = hidden[part]
+        strip, by_logits = logits[: len(states)], gradient[: len(states)]
+        write_logits(states, lm_head, strip)
+        row_gradients(
+            strip.unsqueeze(0), bias, by_logits.unsqueeze(0), targets[part], RowLogprobs(*rows[:, part]),
+            by_rows[0, part].contiguous(), by_rows[1, part].contiguous() if with_entropy else None,
+            softmax, backend=backend,
+        )  # fmt: skip
+        if wanted[0]:
+            torch.mm(by_logits, lm_head, out=by_hidden[part])
+        if wanted[1]:
+            add_head_gradient(by_head, by_logits, states, first=start == 0)
+        if wanted[2]:
+            by_bias += by_logits.sum(0, dtype=sums)
+    if unit is not None:
+        for gradient in (by_hidden, by_head, by_bias):
+            gradient.mul_(unit)
+    return by_hidden.to(dtypes[0]), by_head.to(dtypes[1]), by_bias.to(dtypes[2])
+
+
+@linear_logprob_backward_op.register_fake
+def _(
+    by_rows: Tensor,
+    rows: Tensor,
+    hidden: Tensor,
+    lm_head: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    softcap: float,
+    with_entropy: bool,
+    wanted: list[bool],
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        hidden.new_empty(hidden.shape if wanted[0] else (0,)),
+        lm_head.new_empty(lm_head.shape if wanted[1] else (0,)),
+        (lm_head if bias is None else bias).new_empty(lm_head.shape[:1] if wanted[2] else (0,)),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    hidden, lm_head, targets, bias, *ctx.options = inputs
+    ctx.save_for_backward(output, hidden, lm_head, targets, bias)
+
+
+def _backward(ctx: Any, by_rows: Tensor) -> tuple[Tensor | None, ...]:
+    temperature, softcap, with_entropy, backend = ctx.options
+    wanted = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
+    gradients = linear_logprob_backward_op(
+        by_rows, *ctx.saved_tensors, temperature, softcap, with_entropy, wanted, backend
+    )
+    by_hidden, by_head, by_bias = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
+    return by_hidden, by_head, None, by_bias, None, None, None, None
+
+
+linear_logprob_op.register_autograd(_backward, setup_context=_setup_context)

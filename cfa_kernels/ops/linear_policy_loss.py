@@ -1,0 +1,254 @@
+"""The policy loss from hidden states and the head, without the logits: strip by strip, gradients in the forward.
+
+For each chunk of rows: a strip of logits by GEMM, one row kernel that turns it into its own gradient, then the
+GEMMs of the gradients by hidden and, if the head trains, by the head. At the sequence level a pass without
+gradients comes first, which finds the ratios.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .head_strips import add_head_gradient, empty_strip, sum_dtype, write_logits
+from .logits_policy_loss import scale_rows_op
+from .policy_loss import PolicyOptions, Tokens
+from .policy_rows import (
+    STATS,
+    RowLogprobs,
+    Softmax,
+    compute_dtype,
+    policy_of_logprobs,
+    policy_rows,
+    row_gradients,
+    row_logprobs,
+    to_unit_scale,
+)
+
+DEAD_SHARE = 0.1
+"""Rows without gradient are cut out of a strip before its GEMMs if they are at least this share of it."""
+
+Index = Tensor | slice
+"""Some rows of flattened input."""
+
+
+def contributing(tokens: Tokens, options: PolicyOptions, *, all_counted: bool) -> Tensor:
+    """(B, T) bool: tokens whose log-prob the loss or a gradient needs.
+
+    A token with zero weighted advantage adds nothing; at the sequence level its log-prob is needed if any token of
+    its sequence has one. `all_counted` is for when the KL term or the entropy wants every counted token.
+    """
+    counted = tokens.scale > 0
+    if all_counted:
+        return counted
+    moved = tokens.advantages != 0
+    if tokens.weights is not None:
+        moved = moved & (tokens.weights != 0)
+    if options.level == "sequence":
+        moved = (moved & counted).any(1, keepdim=True)
+    return counted & moved
+
+
+class _Strips:
+    """Chunks of rows of `hidden` (N, H) and a buffer that holds the logits of one of them, then their gradient."""
+
+    def __init__(
+        self, hidden: Tensor, head: Tensor, counted: Tensor, rows: Tensor | None, chunk_size: int, fp32_logits: bool
+    ) -> None:
+        self.hidden, self.head, self.counted, self.rows = hidden, head, counted, rows
+        self.count = len(hidden) if rows is None else len(rows)
+        self.size = min(chunk_size, max(self.count, 1))
+        dtype = sum_dtype(hidden.dtype) if fp32_logits else hidden.dtype
+        self._logits = empty_strip(self.size, len(head), dtype, hidden.device)
+        self._gradient = self._logits
+        if dtype != hidden.dtype:
+            # The GEMMs want the gradient in half precision. Over the logits it takes no memory of its own; on HIP
+            # a barrier does not order the loads before it with the stores after it, as that needs.
+            if torch.version.hip is None:
+                self._gradient = self._logits.view(hidden.dtype)[:, : len(head)]
+            else:
+                self._gradient = empty_strip(self.size, len(head), hidden.dtype, hidden.device)
+
+    def __iter__(self) -> Iterator[Index]:
+        for start in range(0, self.count, self.size):
+            stop = min(start + self.size, self.count)
+            yield slice(start, stop) if self.rows is None else self.rows[start:stop]
+
+    def load(self, index: Index) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden (n, H), logits (1, n, V) and where their gradient goes (1, n, V), perhaps the same memory.
+
+        Padding may hold nan; rows that do not count are 0, so that they add 0 to the head's gradient.
+        """
+        hidden = torch.where(self.counted[index].unsqueeze(1), self.hidden[index], 0)
+        logits, gradient = self._logits[: len(hidden)], self._gradient[: len(hidden)]
+        write_logits(hidden, self.head, logits)
+        return hidden, logits.unsqueeze(0), gradient.unsqueeze(0)
+
+
+class _Gradients:
+    """Gradients by hidden (N, H), head (V, H) and bias (V,), summed strip by strip; empty where not wanted."""
+
+    def __init__(self, hidden: Tensor, head: Tensor, wanted: Sequence[bool]) -> None:
+        self.head, self.wanted = head, wanted
+        sums = sum_dtype(head.dtype)
+        self.by_hidden = hidden.new_zeros(hidden.shape if wanted[0] else (0,))
+        self.by_head = head.new_empty(head.shape if wanted[1] else (0,), dtype=sums)
+        self.by_bias = head.new_zeros(head.shape[:1] if wanted[2] else (0,), dtype=sums)
+        self._empty = True
+
+    def add(self, index: Index, hidden: Tensor, by_logits: Tensor) -> None:
+        """Add rows `index`, given their hidden states (n, H) and gradient by logits (n, V)."""
+        if self.wanted[0]:
+            if isinstance(index, slice):
+                torch.mm(by_logits, self.head, out=self.by_hidden[index])
+            else:
+                self.by_hidden.index_copy_(0, index, torch.mm(by_logits, self.head))
+        if self.wanted[1]:
+            add_head_gradient(self.by_head, by_logits, hidden, first=self._empty)
+        if self.wanted[2]:
+            self.by_bias += by_logits.sum(0, dtype=self.by_bias.dtype)
+        self._empty = False
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The three sums."""
+        if self._empty:
+            self.by_head.zero_()
+        return self.by_hidden, self.by_head, self.by_bias
+
+
+def _select(tokens: Tokens, index: Index) -> Tokens:
+    return tokens.map(lambda tensor: tensor[index])
+
+
+def _without_dead_rows(
+    index: Index, hidden: Tensor, gradient: Tensor, by_logprob: Tensor
+) -> tuple[Index, Tensor, Tensor]:
+    """The chunk without its rows of zero gradient (clipped ones), if those are worth a copy of the others."""
+    live = by_logprob.nonzero().squeeze(1)
+    if len(live) > (1 - DEAD_SHARE) * len(hidden):
+        return index, hidden, gradient
+    rows = live + index.start if isinstance(index, slice) else index[live]
+    return rows, hidden[live], gradient[live]
+
+
+@torch.library.custom_op("cfa_kernels::linear_policy_loss", mutates_args=())
+def linear_policy_loss_op(
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    weights: Tensor | None,
+    ref_logprobs: Tensor | None,
+    scale: Tensor,
+    entropy_scale: Tensor | None,
+    rows: Tensor | None,
+    surrogate: str,
+    level: str,
+    numbers: Sequence[float],
+    softmax: Sequence[float],
+    with_entropy: bool,
+    wanted: Sequence[bool],
+    drop_rows: bool,
+    chunk_size: int,
+    fp32_logits: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss (), `STATS` (5, N), gradients by hidden (N, H), head (V, H) and bias (V,), and their factor ().
+
+    hidden (N, H); targets and token tensors (B, T), contiguous, N = B * T. `wanted` says which gradients to make;
+    the others are empty tensors. `rows`: the flattened tokens to look at; None with `drop_rows`: those that
+    `contributing` finds, at the price of waiting for the device. Only the loss is differentiable.
+    """
+    options, cap = PolicyOptions.of(surrogate, level, numbers), Softmax(*softmax)
+    shape = scale.shape
+    grid, entropy_scale, unit = to_unit_scale(
+        Tokens(old_logprobs, advantages, weights, ref_logprobs, scale), entropy_scale
+    )
+    if rows is None and drop_rows:
+        all_counted = ref_logprobs is not None or with_entropy
+        rows = contributing(grid, options, all_counted=all_counted).flatten().nonzero().squeeze(1)
+    tokens, targets = grid.map(torch.flatten), targets.flatten()
+    counted = tokens.scale > 0
+    strips = _Strips(hidden, head, counted, rows, chunk_size, fp32_logits)
+    gradients = _Gradients(hidden, head, wanted)
+
+    def finish_chunk(index: Index, states: Tensor, gradient: Tensor, by_logprob: Tensor) -> None:
+        if drop_rows and entropy_scale is None:
+            index, states, gradient = _without_dead_rows(index, states, gradient, by_logprob)
+        gradients.add(index, states, gradient)
+
+    with torch.autocast(hidden.device.type, enabled=False):
+        if level == "sequence":
+            known = RowLogprobs(*scale.new_zeros(4, targets.numel()))
+            for index in strips:
+                _, logits, _ = strips.load(index)
+                found = row_logprobs(
+                    logits, bias, targets[index], counted[index], cap, with_entropy=with_entropy, backend=backend
+                )
+                for whole, part in zip(known, found, strict=True):
+                    whole[index] = part
+            loss, stats, by_logprob, by_entropy = policy_of_logprobs(
+                known.logprobs, known.entropy, tokens, entropy_scale, options, shape
+            )
+            for index in strips if any(wanted) else ():
+                states, logits, gradient = strips.load(index)
+                row_gradients(
+                    logits, bias, gradient, targets[index], RowLogprobs(*(whole[index] for whole in known)),
+                    by_logprob[index], None if by_entropy is None else by_entropy[index], cap, backend=backend,
+                )  # fmt: skip
+                finish_chunk(index, states, gradient[0], by_logprob[index])
+        else:
+            loss, stats = scale.new_zeros(()), scale.new_zeros(len(STATS), targets.numel())
+            for index in strips:
+                states, logits, gradient = strips.load(index)
+                part, stats[:, index], by_logprob = policy_rows(
+                    logits, bias, targets[index], _select(tokens, index),
+                    entropy_scale, options, cap, gradient if any(wanted) else None,
+                    with_entropy=with_entropy, backend=backend,
+                )  # fmt: skip
+                loss += part
+                if any(wanted):
+                    finish_chunk(index, states, gradient[0], by_logprob)
+    return loss * unit, stats, *gradients.finish(), unit
+
+
+@linear_policy_loss_op.register_fake
+def _(hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    wanted = args[-5]
+    exact, sums = compute_dtype(hidden.dtype), sum_dtype(head.dtype)
+    return (
+        hidden.new_empty((), dtype=exact),
+        hidden.new_empty((len(STATS), targets.numel()), dtype=exact),
+        hidden.new_empty(hidden.shape if wanted[0] else (0,)),
+        head.new_empty(head.shape if wanted[1] else (0,), dtype=sums),
+        head.new_empty(head.shape[:1] if wanted[2] else (0,), dtype=sums),
+        hidden.new_empty((), dtype=exact),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, stats, by_hidden, by_head, by_bias, unit = output
+    ctx.mark_non_differentiable(stats, by_hidden, by_head, by_bias, unit)
+    ctx.save_for_backward(by_hidden, by_head, by_bias, unit)
+    hidden, head, bias = inputs[:3]
+    ctx.dtypes = (hidden.dtype, head.dtype, head.dtype if bias is None else bias.dtype)
+    ctx.wanted, ctx.backend, ctx.inputs = inputs[-5], inputs[-1], len(inputs)
+
+
+def _backward(ctx: Any, by_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    *gradients, unit = ctx.saved_tensors
+    factor = by_loss * unit
+    scaled = [
+        # (1, rows, columns): the form that rows of logits have
+        scale_rows_op(gradient.view(1, -1, gradient.size(-1)), factor, dtype, ctx.backend).view(gradient.shape)
+        if wanted
+        else None
+        for gradient, dtype, wanted in zip(gradients, ctx.dtypes, ctx.wanted, strict=True)
+    ]
+    return *scaled, *[None] * (ctx.inputs - 3)
+
+
+linear_policy_loss_op.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,167 @@
+"""`logits_policy_loss` as PyTorch operators: what torch.compile, autograd and autocast see of `policy_rows`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .policy_loss import PolicyOptions, Tokens
+from .policy_rows import STATS, Softmax, compute_dtype, policy_rows, scale_rows, to_unit_scale
+
+
+def _run(
+    logits: Tensor,
+    targets: Tensor,
+    tokens: Tokens,
+    entropy_scale: Tensor | None,
+    options: PolicyOptions,
+    softmax: Softmax,
+    gradient: Tensor | None,
+    with_entropy: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    unit = torch.ones((), dtype=tokens.scale.dtype, device=logits.device)
+    if logits.dtype == torch.float16:
+        tokens, entropy_scale, unit = to_unit_scale(tokens, entropy_scale)
+    with torch.autocast(logits.device.type, enabled=False):
+        loss, stats, _ = policy_rows(
+            logits, None, targets, tokens, entropy_scale, options, softmax, gradient,
+            with_entropy=with_entropy, backend=backend,
+        )  # fmt: skip
+    return loss * unit, stats, unit
+
+
+def _fake_outputs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, stats and unit, by shape and dtype alone."""
+    dtype = compute_dtype(logits.dtype)
+    shapes = ((), (len(STATS), targets.numel()), ())
+    loss, stats, unit = (torch.empty(shape, dtype=dtype, device=logits.device) for shape in shapes)
+    return loss, stats, unit
+
+
+@torch.library.custom_op("cfa_kernels::scale_rows", mutates_args=())
+def scale_rows_op(rows: Tensor, factor: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+    """`scale_rows` into a new tensor of `dtype`."""
+    out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
+    scale_rows(rows, factor, out, backend=backend)
+    return out
+
+
+@scale_rows_op.register_fake
+def _(rows: Tensor, factor: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+    return torch.empty(rows.shape, dtype=dtype, device=rows.device)
+
+
+@torch.library.custom_op("cfa_kernels::scale_rows_", mutates_args=("rows",))
+def scale_rows_inplace_op(rows: Tensor, factor: Tensor, backend: str) -> None:
+    """`scale_rows` in place."""
+    scale_rows(rows, factor, rows, backend=backend)
+
+
+@torch.library.custom_op("cfa_kernels::logits_policy_loss", mutates_args=())
+def logits_policy_loss_op(
+    logits: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    weights: Tensor | None,
+    ref_logprobs: Tensor | None,
+    scale: Tensor,
+    entropy_scale: Tensor | None,
+    surrogate: str,
+    level: str,
+    numbers: Sequence[float],
+    softmax: Sequence[float],
+    with_entropy: bool,
+    with_gradient: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss (), `STATS` (5, N), the gradient by logits (B, T, V) or an empty tensor, and its factor ().
+
+    targets and the token tensors are (N,), contiguous, N = B * T; `numbers` are the rest of `PolicyOptions`. Only
+    the loss is differentiable, by the logits alone.
+    """
+    gradient = torch.empty(logits.shape if with_gradient else 0, dtype=logits.dtype, device=logits.device)
+    loss, stats, unit = _run(
+        logits, targets, Tokens(old_logprobs, advantages, weights, ref_logprobs, scale), entropy_scale,
+        PolicyOptions.of(surrogate, level, numbers), Softmax(*softmax), gradient if with_gradient else None,
+        with_entropy, backend,
+    )  # fmt: skip
+    return loss, stats, gradient, unit
+
+
+@logits_policy_loss_op.register_fake
+def _(logits: Tensor, targets: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with_gradient = args[-2]
+    gradient = torch.empty(logits.shape if with_gradient else 0, dtype=logits.dtype, device=logits.device)
+    loss, stats, unit = _fake_outputs(logits, targets)
+    return loss, stats, gradient, unit
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, stats, gradient, unit = output
+    ctx.mark_non_differentiable(stats, gradient, unit)
+    ctx.save_for_backward(gradient, unit)
+    ctx.backend = inputs[-1]
+    ctx.inputs = len(inputs)
+
+
+def _backward(ctx: Any, by_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    gradient, unit = ctx.saved_tensors
+    return scale_rows_op(gradient, by_loss * unit, gradient.dtype, ctx.backend), *[None] * (ctx.inputs - 1)
+
+
+logits_policy_loss_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("cfa_kernels::logits_policy_loss_", mutates_args=("logits",))
+def logits_policy_loss_inplace_op(
+    logits: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    weights: Tensor | None,
+    ref_logprobs: Tensor | None,
+    scale: Tensor,
+    entropy_scale: Tensor | None,
+    surrogate: str,
+    level: str,
+    numbers: Sequence[float],
+    softmax: Sequence[float],
+    with_entropy: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss (), `STATS` (5, N) and the gradient's factor (); the gradient takes the place of the logits."""
+    return _run(
+        logits, targets, Tokens(old_logprobs, advantages, weights, ref_logprobs, scale), entropy_scale,
+        PolicyOptions.of(surrogate, level, numbers), Softmax(*softmax), logits, with_entropy, backend,
+    )  # fmt: skip
+
+
+@logits_policy_loss_inplace_op.register_fake
+def _(logits: Tensor, targets: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_outputs(logits, targets)
+
+
+class LogitsPolicyLossInPlace(torch.autograd.Function):
+    """`logits_policy_loss_inplace_op` with its gradient, which can be asked for once."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        """Overwrites the logits; returns loss and `STATS`."""
+        rows = logits.detach()
+        loss, stats, unit = logits_policy_loss_inplace_op(rows, *args)
+        ctx.save_for_backward(rows, unit)
+        ctx.mark_non_differentiable(stats)
+        ctx.backend = args[-1]
+        ctx.inputs = 1 + len(args)
+        return loss, stats
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, by_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """The rows that were the logits, times the upstream gradient."""
+        rows, unit = ctx.saved_tensors
+        scale_rows_inplace_op(rows, by_loss * unit, ctx.backend)
+        return rows, *[None] * (ctx.inputs - 1)

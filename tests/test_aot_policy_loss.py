@@ -1,0 +1,100 @@
+"""Ahead of time: the row kernels as shipped compile for every target without spills, with 16-byte loads."""
+
+import pytest
+import torch
+from aot import TARGETS, AotCase, compile_cases
+
+from cfa_kernels.ops.policy_rows import launch_options
+
+VOCABULARY = 151_936
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+FLAGS = (
+    "HAS_OLD", "HAS_WEIGHTS", "HAS_REF", "CORRECT_KL", "HAS_ENTROPY_SCALE", "HAS_BIAS", "HAS_SOFTCAP", "WITH_ENTROPY",
+)  # fmt: skip
+OPTIONAL = {"HAS_BIAS": "p_bias", "HAS_OLD": "p_old", "HAS_WEIGHTS": "p_weights", "HAS_REF": "p_ref"}
+OPTIONAL |= {"HAS_ENTROPY_SCALE": "p_entropy_scale"}
+NUMBERS = ["inv_temperature", "softcap", "low", "high", "delta", "beta", "sapo_pos", "sapo_neg", "log_ratio_max"]
+
+
+def case(
+    kernel: str, target: str, logits: torch.dtype, gradient: torch.dtype, *, everything: bool, surrogate: str = "clip"
+) -> AotCase:
+    """A kernel with the pointers, strides and tiles of (B, T, V) rows of a real vocabulary."""
+    import cfa_kernels.ops.policy_rows as module
+
+    names = getattr(module, kernel).arg_names
+    hip = target == "gfx942"
+    options = launch_options(VOCABULARY, logits.itemsize, hip=hip)
+    compiler = {"num_warps": options.pop("num_warps")}
+    constexprs = dict.fromkeys(FLAGS, everything) | {"SURROGATE": surrogate, "LOG2E": 1.4426950408889634, **options}
+    constexprs |= {"INPLACE": True, "OVERLAPS": gradient.itemsize < logits.itemsize and not hip}
+    constexprs |= {"stride_v": 1, "stride_gv": 1, "stride_ov": 1}
+    for flag, pointer in OPTIONAL.items():
+        if not constexprs[flag]:
+            constexprs[pointer] = None
+    constexprs = {name: value for name, value in constexprs.items() if name in names}
+    arguments = {}
+    for name in (name for name in names if name not in constexprs):
+        if name in ("p_logits", "p_rows") and kernel != "row_gradients_kernel":
+            arguments[name] = (
+                f"*{NAMES[logits]}:16" if name == "p_logits" or kernel == "scale_rows_kernel" else "*fp32:16"
+            )
+        elif name == "p_logits":
+            arguments[name] = f"*{NAMES[logits]}:16"
+        elif name in ("p_gradient", "p_out"):
+            arguments[name] = f"*{NAMES[gradient]}:16"
+        elif name == "p_targets":
+            arguments[name] = "*i64:16"
+        elif name == "p_counted":
+            arguments[name] = "*i1:16"
+        elif name == "p_bias":
+            arguments[name] = "*bf16:16"
+        elif name.startswith("p_"):
+            arguments[name] = "*fp32:16"
+        elif name in NUMBERS:
+            arguments[name] = "fp32"
+        elif name.startswith("stride"):
+            arguments[name] = "i64:16"
+        else:
+            arguments[name] = "i32:16" if name == "V" else "i32"
+    label = (
+        f"{kernel} {NAMES[logits]} to {NAMES[gradient]} {surrogate} {'everything' if everything else 'plain'} {target}"
+    )
+    return AotCase(label, f"cfa_kernels.ops.policy_rows:{kernel}", arguments, constexprs, compiler, (target,))
+
+
+CASES = [
+    *(case("policy_rows_kernel", target, torch.float32, torch.bfloat16, everything=True) for target in TARGETS),
+    *(case("policy_rows_kernel", t, torch.bfloat16, torch.bfloat16, everything=False) for t in ("sm_90", "gfx942")),
+    case("policy_rows_kernel", "sm_90", torch.float16, torch.float16, everything=True, surrogate="sapo"),
+    case("policy_rows_kernel", "sm_90", torch.float32, torch.float32, everything=False, surrogate="cispo"),
+    case("row_gradients_kernel", "sm_90", torch.float32, torch.bfloat16, everything=True),
+    case("scale_rows_kernel", "sm_90", torch.bfloat16, torch.bfloat16, everything=False),
+]
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return compile_cases(CASES)
+
+
+def test_every_kernel_fits_its_target_without_spills(reports):
+    assert len(reports) == len(CASES)
+    print(*(report.summary() for report in reports.values()), sep="\n")
+    for report in reports.values():
+        report.assert_fits(max_shared_memory=1024)
+
+
+def test_one_row_fills_a_multiprocessor_so_that_few_rows_share_the_l2_cache(reports):
+    for (name, target), report in reports.items():
+        if target != "gfx942" and name.startswith("policy_rows"):
+            assert report.threads == 1024, name
+            assert 32 < report.registers <= 64, report.summary()
+
+
+def test_logits_are_read_sixteen_bytes_at_a_time(reports):
+    for (name, _), report in reports.items():
+        if "ptx" in report.asm:
+            wide, narrow = (report.assembly.count(f"ld.global.{width}.b32") for width in ("v4", "v2"))
+            assert wide >= narrow, name  # a bfloat16 bias beside float32 logits takes 8 bytes
+            assert wide > 0, name

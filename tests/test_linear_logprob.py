@@ -1,0 +1,526 @@
+"""Target log-probs under a linear head: PyTorch and Triton forms against float64, gradients, operators, errors."""
+
+import math
+
+import pytest
+import torch
+from budget import assert_within_budget
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cfa_kernels.ops.linear_logprob import (
+    linear_logprob,
+    linear_logprob_backward_op,
+    linear_logprob_op,
+    linear_logprob_reference,
+    linear_logprob_triton,
+)
+from cfa_kernels.ops.policy_rows import Softmax
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BACKENDS = ["torch", "triton"]
+SHAPES = [(1, 1, 1), (3, 8, 64), (33, 50, 200), (70, 33, 131)]  # rows, width, vocabulary
+TRANSFORMS = [
+    {},
+    {"temperature": 0.6},
+    {"bias": True, "softcap": 5.0},
+    {"bias": True, "softcap": 3.0, "logit_scale": 0.3, "temperature": 1.7},
+]
+TILES = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 16, "WIDEN": True, "num_warps": 4, "num_stages": 2}
+
+
+def ids(values):
+    return ["-".join(map(str, value)) or "plain" for value in values]
+
+
+def example(shape, device, dtype=torch.float32, *, bias=False, seed=0, spread=1.0, **transform):
+    """(hidden, lm_head, targets) and the keyword arguments of linear_logprob; targets include 0 and V - 1."""
+    n, width, vocabulary = shape
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(n, width, generator=generator).mul(spread).to(device, dtype)
+    lm_head = torch.randn(vocabulary, width, generator=generator).to(device, dtype)
+    targets = torch.randint(vocabulary, (n,), generator=generator)
+    targets[0], targets[-1] = 0, vocabulary - 1
+    if bias:
+        transform["bias"] = torch.randn(vocabulary, generator=generator).to(device, dtype)
+    return (hidden, lm_head, targets.to(device)), transform
+
+
+def plain(hidden, lm_head, targets, dtype, *, bias=None, temperature=1.0, softcap=None, logit_scale=1.0):
+    """Log-probs and entropies from the whole logits, everything in `dtype`."""
+    logits = hidden.to(dtype) @ lm_head.to(dtype).T
+    if bias is not None:
+        logits = logits + bias.to(dtype)
+    logits = logit_scale * logits
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logp = (logits / temperature).log_softmax(1)
+    entropy = -torch.where(logp > -math.inf, logp.exp() * logp, 0).sum(1)
+    return logp.gather(1, targets[:, None]).squeeze(1), entropy
+
+
+@pytest.fixture
+def poisoned():
+    """Memory that torch.empty gives is filled with nan, so an output left unwritten shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+# Values
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=ids(TRANSFORMS))
+@pytest.mark.parametrize("shape", SHAPES, ids=ids(SHAPES))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logprob_and_entropy_are_within_the_budget_of_float32(backend, dtype, shape, transform, device, poisoned):
+    """Half-precision inputs too: their products, sums and logits are float32."""
+    inputs, keywords = example(shape, device, dtype, **transform)
+    ours = linear_logprob(*inputs, return_entropy=True, backend=backend, **keywords)
+    reference = plain(*inputs, torch.float64, **keywords)
+    for value, single, double in zip(ours, plain(*inputs, torch.float32, **keywords), reference, strict=True):
+        assert value.dtype == torch.float32
+        assert_within_budget(value, single, double)
+    assert torch.equal(linear_logprob(*inputs, backend=backend, **keywords), ours[0])
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_kind_of_launch_gives_the_same_logprobs(dtype, tma, flatten, device, poisoned):
+    """Pointers or descriptors, one tile a program or many: rows of 48 elements are aligned for both."""
+    if device.type == "cuda" and tma and torch.cuda.get_device_capability(device)[0] < 9:
+        pytest.skip("the tensor memory accelerator came with sm_90")
+    (hidden, lm_head, targets), _ = example((37, 48, 203), device, dtype)
+    options = TILES | {"TMA": tma, "FLATTEN": flatten, "WIDEN": device.type == "cpu"}
+    rows = linear_logprob_triton(hidden, lm_head, targets, None, Softmax(), True, options)
+    for value, single, double in zip(
+        rows[:2], plain(hidden, lm_head, targets, torch.float32), plain(hidden, lm_head, targets, torch.float64),
+        strict=True,
+    ):  # fmt: skip
+        assert_within_budget(value, single, double)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_columns_beyond_the_vocabulary_do_not_count(flatten, device, poisoned):
+    """A phantom logit of 0 would take all the probability from logits near -1000."""
+    (hidden, lm_head, targets), _ = example((5, 16, 70), device)
+    bias = torch.full((70,), -1000.0, device=device)
+    options = TILES | {"TMA": False, "FLATTEN": flatten, "WIDEN": device.type == "cpu"}
+    rows = linear_logprob_triton(hidden, lm_head, targets, bias, Softmax(), True, options)
+    single = plain(hidden, lm_head, targets, torch.float32, bias=bias)
+    double = plain(hidden, lm_head, targets, torch.float64, bias=bias)
+    for value, low, high in zip(rows[:2], single, double, strict=True):
+        assert_within_budget(value, low, high)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("target", [0, 64, 130])
+def test_a_certain_target_has_logprob_zero_and_no_entropy(backend, target, device):
+    hidden = torch.zeros(1, 131, device=device)
+    hidden[0, target] = 300
+    logprob, entropy = linear_logprob(
+        hidden, torch.eye(131, device=device), torch.tensor([target], device=device), return_entropy=True,
+        backend=backend,
+    )  # fmt: skip
+    assert logprob.item() == 0
+    assert entropy.item() == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_of_ten_thousand_neither_overflow_nor_lose_the_small_differences(backend, device):
+    """Integers, so that float32 logits are exact: log-probs must be too, at any common shift."""
+    logits = torch.tensor([[10_000.0, 9_999.0, 9_990.0], [-10_000.0, -10_001.0, -10_003.0]], device=device)
+    targets = torch.tensor([1, 2], device=device)
+    ours = linear_logprob(logits, torch.eye(3, device=device), targets, backend=backend)
+    theirs = logits.double().log_softmax(1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_of_minus_infinity_have_no_probability(backend, device, poisoned):
+    """A whole tile of banned tokens, and a banned target."""
+    (hidden, lm_head, targets), _ = example((6, 16, 200), device)
+    bias = torch.zeros(200, device=device)
+    bias[:130] = -math.inf
+    targets[:] = torch.arange(6) + 127
+    ours = linear_logprob(hidden, lm_head, targets, bias=bias, return_entropy=True, backend=backend)
+    for value, expected in zip(ours, plain(hidden, lm_head, targets, torch.float64, bias=bias), strict=True):
+        torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
+    assert (ours[0] == -math.inf).tolist() == [True] * 3 + [False] * 3
+
+
+def test_the_pytorch_form_merges_its_blocks_of_the_vocabulary(device):
+    """Several blocks, with targets on both sides of a border."""
+    inputs, _ = example((4, 3, 3000), device)
+    inputs[2][:] = torch.tensor([0, 1023, 1024, 2999])
+    ours = linear_logprob(*inputs, return_entropy=True, backend="torch")
+    for value, single, double in zip(ours, plain(*inputs, torch.float32), plain(*inputs, torch.float64), strict=True):
+        assert_within_budget(value, single, double)
+
+
+# Independence of the batch
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_gives_the_same_bits_in_any_batch(dtype, device):
+    inputs, keywords = example((70, 40, 150), device, dtype, bias=True, temperature=0.7)
+    hidden, lm_head, targets = inputs
+    whole = torch.stack(linear_logprob(*inputs, return_entropy=True, backend="triton", **keywords))
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(1)).to(device)
+    for rows in (order, order[:31], order[5:6]):
+        part = linear_logprob(hidden[rows], lm_head, targets[rows], return_entropy=True, backend="triton", **keywords)
+        assert torch.equal(torch.stack(part), whole[:, rows])
+
+
+def test_a_row_gives_the_same_bits_when_launches_are_cut(device, monkeypatch):
+    inputs, _ = example((70, 40, 150), device)
+    whole = linear_logprob(*inputs, backend="triton")
+    monkeypatch.setattr("cfa_kernels.ops.linear_logprob.STATISTICS_ROWS", 33)
+    assert torch.equal(linear_logprob(*inputs, backend="triton"), whole)
+
+
+# Layout of the inputs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strides_of_rows_and_targets_do_not_matter(backend, device):
+    (hidden, lm_head, targets), _ = example((9, 16, 100), device)
+    expected = linear_logprob(hidden, lm_head, targets, backend=backend)
+    wide = torch.full((9, 40), math.nan, device=device)
+    wide[:, 7:23] = hidden
+    head = torch.full((200, 16), math.nan, device=device)
+    head[::2] = lm_head
+    spaced = torch.zeros(18, dtype=torch.int32, device=device)
+    spaced[::2] = targets
+    assert torch.equal(linear_logprob(wide[:, 7:23], head[::2], spaced[::2], backend=backend), expected)
+    repeated = linear_logprob(hidden[:1].expand(4, 16), lm_head, targets[:1].expand(4), backend=backend)
+    assert torch.equal(repeated, expected[:1].expand(4))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_rows_give_no_logprobs_and_zero_gradients(backend, device):
+    hidden = torch.empty(0, 8, device=device, requires_grad=True)
+    lm_head = torch.randn(5, 8, device=device, requires_grad=True)
+    targets = torch.empty(0, dtype=torch.long, device=device)
+    logprob, entropy = linear_logprob(hidden, lm_head, targets, return_entropy=True, backend=backend)
+    assert logprob.shape == entropy.shape == (0,)
+    logprob.sum().backward()
+    assert torch.equal(lm_head.grad, torch.zeros_like(lm_head))
+    assert hidden.grad.shape == hidden.shape
+
+
+def test_autocast_casts_hidden_and_head_as_for_a_linear_layer(device):
+    (hidden, lm_head, targets), _ = example((5, 16, 40), device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        ours = linear_logprob(hidden, lm_head, targets)
+    assert torch.equal(ours, linear_logprob(hidden.bfloat16(), lm_head.bfloat16(), targets))
+    assert not torch.equal(ours, linear_logprob(hidden, lm_head, targets))
+
+
+def test_a_backward_under_autocast_is_in_the_precision_of_its_forward(device):
+    (hidden, lm_head, targets), _ = example((5, 16, 40), device)
+    found = []
+    for enabled in (False, True):
+        leaf = hidden.clone().requires_grad_()
+        loss = linear_logprob(leaf, lm_head, targets).sum()
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled):
+            loss.backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
+# Gradients
+
+
+def gradients(inputs, keywords, by_logprob, by_entropy, backend):
+    """Gradients by hidden, lm_head and bias of the sum of weighted log-probs and entropies."""
+    leaves = {"hidden": inputs[0], "lm_head": inputs[1]} | ({"bias": keywords["bias"]} if "bias" in keywords else {})
+    leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
+    keywords = keywords | ({"bias": leaves["bias"]} if "bias" in leaves else {})
+    if backend in BACKENDS:
+        logprob, entropy = linear_logprob(
+            leaves["hidden"], leaves["lm_head"], inputs[2], return_entropy=True, backend=backend, **keywords
+        )
+    else:
+        logprob, entropy = plain(leaves["hidden"], leaves["lm_head"], inputs[2], backend, **keywords)
+    total = (logprob * by_logprob.to(logprob)).sum() + (entropy * by_entropy.to(entropy)).sum()
+    total.backward()
+    return {name: leaf.grad for name, leaf in leaves.items()}
+
+
+@pytest.mark.parametrize("strip_rows", [None, 7], ids=["one-strip", "strips-of-7"])
+@pytest.mark.parametrize("transform", [{}, TRANSFORMS[-1]], ids=ids([{}, TRANSFORMS[-1]]))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_are_within_the_budget(backend, dtype, transform, strip_rows, device, monkeypatch, poisoned):
+    shape = (33, 24, 131)
+    if strip_rows is not None:
+        sizes = dict.fromkeys(("cpu", "cuda"), strip_rows * shape[2] * 4)
+        monkeypatch.setattr("cfa_kernels.ops.linear_logprob.STRIP_BYTES", sizes)
+    inputs, keywords = example(shape, device, dtype, **transform)
+    generator = torch.Generator().manual_seed(2)
+    by_logprob, by_entropy = torch.randn(2, shape[0], generator=generator).to(device)
+    by_logprob[3] = by_entropy[3] = 0
+    ours = gradients(inputs, keywords, by_logprob, by_entropy, backend)
+    low = gradients(inputs, keywords, by_logprob, by_entropy, dtype)
+    exact = {name: value.double() for name, value in keywords.items() if name == "bias"}
+    double = gradients(
+        (inputs[0].double(), inputs[1].double(), inputs[2]), keywords | exact, by_logprob, by_entropy, torch.float64
+    )
+    for name, value in ours.items():
+        assert value.dtype == dtype
+        assert_within_budget(value, low[name], double[name])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_upstream_gradients_are_read_as_they_lie(backend, device):
+    """Expanded by .sum(), every second element of a longer vector, reversed: same numbers, same gradient."""
+    inputs, _ = example((8, 16, 90), device)
+    weights = torch.randn(16, generator=torch.Generator().manual_seed(3)).to(device)
+
+    def by_hidden(reduce):
+        hidden = inputs[0].clone().requires_grad_()
+        reduce(linear_logprob(hidden, *inputs[1:], backend=backend)).backward()
+        return hidden.grad
+
+    assert torch.equal(by_hidden(lambda lp: lp.sum()), by_hidden(lambda lp: (lp * torch.ones_like(lp)).sum()))
+    spread = by_hidden(lambda lp: (torch.stack([lp, lp.detach()], 1).flatten() * weights).sum())
+    assert torch.equal(spread, by_hidden(lambda lp: (lp * weights[::2].clone()).sum()))
+    reverse = by_hidden(lambda lp: (lp.flip(0) * weights[:8]).sum())
+    assert torch.equal(reverse, by_hidden(lambda lp: (lp * weights[:8].flip(0)).sum()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("frozen", ["hidden", "lm_head", "bias"])
+def test_what_is_frozen_gets_no_gradient_and_changes_none(backend, frozen, device):
+    inputs, keywords = example((8, 16, 90), device, bias=True)
+    leaves = {"hidden": inputs[0], "lm_head": inputs[1], "bias": keywords["bias"]}
+
+    def run(trained):
+        found = {name: leaf.clone().requires_grad_(name in trained) for name, leaf in leaves.items()}
+        linear_logprob(
+            found["hidden"], found["lm_head"], inputs[2], bias=found["bias"], backend=backend
+        ).sum().backward()
+        return {name: leaf.grad for name, leaf in found.items()}
+
+    every, some = run(set(leaves)), run(set(leaves) - {frozen})
+    assert some.pop(frozen) is None
+    for name, gradient in some.items():
+        assert torch.equal(gradient, every[name])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_tiny_weights_survive_float16(backend, device):
+    """A mean over 10^5 rows: without a common factor, gradients by logits would underflow."""
+    inputs, _ = example((4, 16, 1000), device, torch.float16, spread=4.0)
+    tiny = torch.full((4,), 1e-5, device=device)
+    hidden = inputs[0].clone().requires_grad_()
+    linear_logprob(hidden, *inputs[1:], backend=backend).backward(tiny)
+    exact = gradients(
+        (inputs[0].double(), inputs[1].double(), inputs[2]), {}, tiny.double(), 0 * tiny.double(), torch.float64
+    )["hidden"]
+    assert exact.abs().max() < 1e-4
+    torch.testing.assert_close(hidden.grad.double(), exact, rtol=2e-3, atol=2**-24)
+
+
+def test_gradcheck_passes_in_float64(device):
+    torch.manual_seed(0)
+    hidden = torch.randn(4, 5, dtype=torch.float64, device=device, requires_grad=True)
+    lm_head = torch.randn(7, 5, dtype=torch.float64, device=device, requires_grad=True)
+    bias = torch.randn(7, dtype=torch.float64, device=device, requires_grad=True)
+    targets = torch.tensor([0, 6, 3, 3], device=device)
+
+    def function(hidden, lm_head, bias):
+        return linear_logprob(
+            hidden, lm_head, targets, bias=bias, temperature=0.7, softcap=2.0, logit_scale=1.3, return_entropy=True,
+            backend="torch",
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(function, (hidden, lm_head, bias))
+
+
+def test_a_second_derivative_is_refused(device):
+    inputs, _ = example((3, 4, 9), device)
+    hidden = inputs[0].requires_grad_()
+    (gradient,) = torch.autograd.grad(linear_logprob(hidden, *inputs[1:]).sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="linear_logprob_backward"):
+        gradient.sum().backward()
+
+
+# As operators of torch
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_operators_pass_opcheck(backend, device):
+    (hidden, lm_head, targets), keywords = example((6, 8, 40), device, bias=True)
+    leaves = [leaf.requires_grad_() for leaf in (hidden, lm_head, keywords["bias"])]
+    arguments = (leaves[0], leaves[1], targets, leaves[2], 0.7, 2.0, True, backend)
+    torch.library.opcheck(linear_logprob_op, arguments)
+    rows = linear_logprob_op(*arguments).detach()
+    for wanted in ([True, True, True], [True, False, False]):
+        torch.library.opcheck(
+            linear_logprob_backward_op,
+            (torch.randn_like(rows), rows, hidden.detach(), lm_head.detach(), targets, keywords["bias"].detach(),
+             0.7, 2.0, True, wanted, backend),
+        )  # fmt: skip
+
+
+def test_it_compiles_into_one_graph_with_its_gradients(device):
+    inputs, keywords = example((6, 8, 40), device, bias=True)
+
+    def step(hidden, lm_head, targets, bias):
+        logprob, entropy = linear_logprob(hidden * 2, lm_head, targets, bias=bias, softcap=3.0, return_entropy=True)
+        return (logprob + 0.1 * entropy).mean()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    found = []
+    for function in (step, compiled):
+        leaves = [leaf.clone().requires_grad_() for leaf in (inputs[0], inputs[1], keywords["bias"])]
+        loss = function(leaves[0], leaves[1], inputs[2], leaves[2])
+        loss.backward()
+        found.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    for eager, graph in zip(*found, strict=True):
+        torch.testing.assert_close(eager, graph)
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operator returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_the_pytorch_form_never_holds_the_logits_either(with_entropy):
+    (hidden, lm_head, targets), _ = example((2000, 4, 9000), torch.device("cpu"))
+    with _Largest() as largest:
+        linear_logprob_reference(hidden, lm_head, targets, None, Softmax(), with_entropy)
+    assert 0 < largest.elements < 2000 * 9000 / 5
+
+
+# Errors
+
+
+GOOD = {
+    "hidden": torch.zeros(3, 4),
+    "lm_head": torch.zeros(5, 4),
+    "targets": torch.tensor([0, 1, 4]),
+    "bias": torch.zeros(5),
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"targets": torch.tensor([0, 5, -1])}, ValueError, r"targets\[1\] must be in \[0, 5\), got 5"),
+        ({"targets": torch.tensor([0, 1, -1])}, ValueError, r"targets\[2\] must be in \[0, 5\), got -1"),
+        ({"targets": torch.tensor([0, 1])}, ValueError, r"targets must be \(3,\)"),
+        ({"targets": torch.tensor([0.0, 1, 2])}, TypeError, "targets must be integers, got torch.float32"),
+        ({"hidden": torch.zeros(2, 3, 4)}, ValueError, "hidden must have 2 dimensions"),
+        ({"hidden": torch.zeros(3, 6)}, ValueError, r"lm_head must be \(V, 6\)"),
+        ({"hidden": torch.zeros(4, 3).T}, ValueError, "hidden must be contiguous in its last dimension"),
+        ({"hidden": torch.zeros(3, 0), "lm_head": torch.zeros(5, 0)}, ValueError, "hidden must not be empty"),
+        ({"hidden": torch.zeros(3, 4, dtype=torch.int64)}, TypeError, "hidden must be one of"),
+        ({"lm_head": torch.zeros(4, 5).T}, ValueError, "lm_head must be contiguous in its last dimension"),
+        ({"lm_head": torch.zeros(0, 4)}, ValueError, "lm_head must not be empty"),
+        ({"lm_head": torch.zeros(5, 4, dtype=torch.float16)}, TypeError, "lm_head must have hidden's dtype"),
+        ({"lm_head": torch.zeros(5, 4, device="meta")}, ValueError, "lm_head must be on hidden's device cpu"),
+        ({"bias": torch.zeros(4)}, ValueError, r"bias must be \(5,\)"),
+        ({"bias": torch.zeros(5, dtype=torch.int64)}, TypeError, "bias must be one of"),
+        ({"temperature": 0.0}, ValueError, "temperature must be positive and finite, got 0.0"),
+        ({"temperature": math.inf}, ValueError, "temperature must be positive and finite"),
+        ({"softcap": -1.0}, ValueError, "softcap must be positive and finite, got -1.0"),
+        ({"logit_scale": math.nan}, ValueError, "logit_scale must be positive and finite, got nan"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_by_name(wrong, error, message):
+    with pytest.raises(error, match=message):
+        linear_logprob(**(GOOD | wrong))
+
+
+def test_float64_is_for_the_pytorch_form_alone(device):
+    inputs, _ = example((3, 4, 9), device, torch.float64)
+    assert linear_logprob(*inputs, backend="torch").dtype == torch.float64
+    with pytest.raises(TypeError, match=r"hidden must be one of .* for backend='triton', got torch\.float64"):
+        linear_logprob(*inputs, backend="triton")
+
+
+# On a GPU alone
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_a_target_outside_the_vocabulary_gives_nan_without_waiting_for_the_device(device):
+    inputs, _ = example((4, 64, 1000), device, torch.bfloat16)
+    inputs[2][:] = torch.tensor([-1, 1000, 5, 2**40])
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            ours = linear_logprob(*inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert ours.isnan().tolist() == [True, True, False, True]
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [512, 500, 2048])
+def test_on_a_gpu_a_row_gives_the_same_bits_for_any_number_of_rows(dtype, width, device):
+    inputs, _ = example((5000, width, 33_003), device, dtype)
+    hidden, lm_head, targets = inputs
+    whole = torch.stack(linear_logprob(*inputs, return_entropy=True))
+    single, double = (plain(hidden[:64], lm_head, targets[:64], kind) for kind in (torch.float32, torch.float64))
+    for value, low, high in zip(whole[:, :64], single, double, strict=True):
+        assert_within_budget(value, low, high)
+    for rows in (slice(0, 1), slice(7, 9), slice(100, 116), slice(0, 128), slice(1, 130), slice(2000, 5000)):
+        part = linear_logprob(hidden[rows], lm_head, targets[rows], return_entropy=True)
+        assert torch.equal(torch.stack(part), whole[:, rows])
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("many", ["head", "hidden"])
+def test_on_a_gpu_offsets_beyond_two_to_the_31_are_right(many, device):
+    rows, vocabulary, width = (40, 262_147, 8448) if many == "head" else (262_147, 40, 8448)
+    torch.manual_seed(0)
+    hidden = torch.randn(rows, width, device=device, dtype=torch.bfloat16) / 64
+    lm_head = torch.randn(vocabulary, width, device=device, dtype=torch.bfloat16)
+    assert max(hidden.numel(), lm_head.numel()) > 2**31
+    targets = torch.arange(rows, device=device) % vocabulary
+    targets[-1] = vocabulary - 1
+    ours = linear_logprob(hidden, lm_head, targets)
+    last = slice(rows - 40, rows)
+    theirs = linear_logprob(hidden[last].double(), lm_head.double(), targets[last], backend="torch")
+    torch.testing.assert_close(ours[last].double(), theirs, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_on_a_gpu_the_number_of_rows_never_recompiles(device):
+    from cfa_kernels.ops.linear_logprob import merge_tiles_kernel, tile_statistics_kernel
+
+    inputs, _ = example((300, 64, 1000), device, torch.bfloat16)
+
+    def compiled():
+        return [
+            sum(len(cache[0]) for cache in kernel.device_caches.values())
+            for kernel in (tile_statistics_kernel, merge_tiles_kernel)
+        ]
+
+    linear_logprob(inputs[0][:7], inputs[1], inputs[2][:7])
+    before = compiled()
+    for rows in (1, 2, 16, 33, 128, 300):
+        linear_logprob(inputs[0][:rows], inputs[1], inputs[2][:rows])
+    assert compiled() == before

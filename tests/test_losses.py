@@ -1,0 +1,330 @@
+"""policy_loss on log-probs: derivatives, corner cases, denominators, clear errors."""
+
+import math
+
+import pytest
+import torch
+
+from cfa_kernels.losses import LEVELS, LOSS_TYPES, policy_loss
+
+B, T = 4, 6
+TYPE = pytest.mark.parametrize("loss_type", LOSS_TYPES)
+LEVEL = pytest.mark.parametrize("importance_sampling_level", LEVELS)
+
+
+def make(dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    logprobs = -torch.rand(B, T, generator=g, dtype=torch.float64) - 0.1
+    return {
+        "logprobs": logprobs.to(dtype),
+        "old_logprobs": (logprobs + 0.4 * torch.randn(B, T, generator=g, dtype=torch.float64)).to(dtype),
+        "advantages": torch.tensor([1.5, -0.5, 0.8, -1.1], dtype=dtype),
+        "mask": torch.arange(T) < torch.tensor([6, 3, 1, 5])[:, None],
+    }
+
+
+def options_for(loss_type, **more):
+    return {"loss_type": loss_type, "max_completion_length": 8, **more}
+
+
+def loss_and_gradient(logprobs, *args, **options):
+    logprobs = logprobs.detach().clone().requires_grad_()
+    loss, metrics = policy_loss(logprobs, *args, **options)
+    loss.backward()
+    return loss.detach(), logprobs.grad, metrics
+
+
+@LEVEL
+@TYPE
+@pytest.mark.parametrize("corrected", [False, True])
+def test_gradient_passes_gradcheck(loss_type, importance_sampling_level, corrected):
+    data = make()
+    weights = torch.rand(B, T, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3
+    entropies = torch.rand(B, T, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    ref = data["logprobs"] + 0.2
+    current = data["logprobs"].detach()
+
+    def loss_of(logprobs, entropies):
+        # cispo's ratio carries no gradient, so finite differences must not move it
+        old = data["old_logprobs"] + (logprobs - current).detach() if loss_type == "cispo" else data["old_logprobs"]
+        return policy_loss(
+            logprobs,
+            old,
+            data["advantages"],
+            data["mask"],
+            weights=weights,
+            ref_logprobs=ref,
+            beta=0.1,
+            delta=1.5,
+            use_bias_correction_kl=corrected and loss_type != "cispo",
+            entropies=entropies,
+            entropy_coef=0.3,
+            **options_for(loss_type, importance_sampling_level=importance_sampling_level),
+        )[0]
+
+    assert torch.autograd.gradcheck(
+        loss_of, (current.clone().requires_grad_(), entropies.requires_grad_()), atol=1e-7, rtol=1e-6
+    )
+
+
+@LEVEL
+@TYPE
+def test_padding_never_leaks_into_loss_or_gradient(loss_type, importance_sampling_level):
+    data = make()
+    extras = {"weights": torch.full((B, T), 2.0), "ref_logprobs": data["logprobs"] - 0.1, "beta": 0.1}
+    extras["entropies"] = torch.ones(B, T, dtype=torch.float64)
+    options = options_for(loss_type, importance_sampling_level=importance_sampling_level, delta=2.0, entropy_coef=0.1)
+    mask = data["mask"].clone()
+    mask[2] = False  # a whole row of padding, whose advantage is garbage too
+    clean = loss_and_gradient(data["logprobs"], data["old_logprobs"], data["advantages"], mask, **extras, **options)
+    for garbage in (math.nan, math.inf, -math.inf, 1e30):
+        advantages = data["advantages"].clone()
+        advantages[2] = garbage
+        dirty = {
+            name: torch.where(mask, tensor, garbage) if isinstance(tensor, torch.Tensor) else tensor
+            for name, tensor in extras.items()
+        }
+        logprobs = torch.where(mask, data["logprobs"], garbage)
+        old = torch.where(mask, data["old_logprobs"], garbage)
+        loss, gradient, metrics = loss_and_gradient(logprobs, old, advantages, mask, **dirty, **options)
+        torch.testing.assert_close(loss, clean[0], rtol=0, atol=0)
+        torch.testing.assert_close(gradient, clean[1], rtol=0, atol=0)
+        torch.testing.assert_close(metrics, clean[2], rtol=0, atol=0)
+    assert torch.isfinite(clean[1]).all()
+    assert (clean[1][~mask] == 0).all()
+
+
+@LEVEL
+@TYPE
+def test_all_rows_masked_gives_zero_loss_and_zero_gradient(loss_type, importance_sampling_level):
+
+    loss, gradient, metrics = loss_and_gradient(
+        torch.full((B, T), math.nan),
+        None,
+        torch.full((B,), math.nan),
+        torch.zeros(B, T),
+        **options_for(loss_type, importance_sampling_level=importance_sampling_level),
+    )
+    assert loss == 0
+    assert (gradient == 0).all()
+    assert all(torch.isfinite(value) for value in metrics.values())
+
+
+@LEVEL
+@TYPE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shift", [100.0, -100.0])
+def test_log_ratios_of_100_stay_finite(loss_type, importance_sampling_level, dtype, shift):
+    data = make(dtype)
+    loss, gradient, metrics = loss_and_gradient(
+        data["logprobs"],
+        data["logprobs"] - shift,
+        data["advantages"],
+        data["mask"],
+        ref_logprobs=data["logprobs"] + shift,
+        beta=0.1,
+        use_bias_correction_kl=True,
+        **options_for(loss_type, importance_sampling_level=importance_sampling_level),
+    )
+    assert torch.isfinite(loss)
+    assert loss.dtype == torch.float32
+    assert gradient.dtype == dtype
+    assert torch.isfinite(gradient).all()
+    assert all(torch.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "sapo"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_nothing_beyond_the_cut_off_has_a_gradient(loss_type, beta):
+    logprobs = torch.full((1, 3), -1.0, dtype=torch.float64)
+    ref = logprobs + torch.tensor([[100.0, 0.0, 0.0]])  # the first token's KL, and every token's ratio, is cut off
+    options = {"beta": beta, "use_bias_correction_kl": True} if beta else {}
+    sure = torch.tensor([[0.0, -1.0, 0.0]], dtype=torch.float64)
+    loss, gradient, _ = loss_and_gradient(
+        logprobs, logprobs - 100, sure, torch.ones(1, 3), ref_logprobs=ref, loss_type=loss_type, **options
+    )
+    assert torch.isfinite(loss)
+    assert (gradient == 0).all()
+
+
+def test_a_ratio_of_e_to_the_100_is_clipped_for_positive_and_capped_by_delta_for_negative_advantages():
+    logprobs = torch.tensor([[-1.0], [-1.0]])
+    args = (logprobs - 100.0, torch.tensor([1.0, -1.0]), torch.ones(2, 1))
+    loss, gradient, metrics = loss_and_gradient(logprobs, *args, delta=3.0)
+    torch.testing.assert_close(loss, torch.tensor((-1.28 + 3.0) / 2))
+    assert (gradient == 0).all()
+    assert metrics["clip_ratio/high_mean"] == 0.5
+    assert metrics["clip_ratio/low_mean"] == 0
+
+
+def test_unvalidated_old_logprob_of_minus_infinity_gives_a_finite_loss_and_no_gradient():
+    logprobs = torch.tensor([[-1.0, -2.0]])
+    old = torch.tensor([[-math.inf, -2.0]])
+    loss, gradient, _ = loss_and_gradient(logprobs, old, torch.tensor([1.0]), torch.ones(1, 2), validate=False)
+    torch.testing.assert_close(loss, torch.tensor(-(1.28 + 1.0) / 2))
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, -0.5]]))
+
+
+def test_on_policy_equals_old_logprobs_that_equal_the_current_ones():
+    data = make()
+    args = (data["advantages"], data["mask"])
+    assert (
+        loss_and_gradient(data["logprobs"], None, *args)[0]
+        == loss_and_gradient(data["logprobs"], data["logprobs"], *args)[0]
+    )
+
+
+@TYPE
+def test_weights_of_one_change_nothing_and_kl_ignores_weights(loss_type):
+    data = make()
+    args = (data["logprobs"], data["old_logprobs"], data["advantages"], data["mask"])
+    options = options_for(loss_type, ref_logprobs=data["logprobs"] + 0.3, beta=0.2)
+    plain = loss_and_gradient(*args, **options)
+    ones = loss_and_gradient(*args, weights=torch.ones(B, T), **options)
+    torch.testing.assert_close(ones, plain, rtol=0, atol=0)
+
+    def kl_part(weights):
+        with_kl = loss_and_gradient(*args, weights=weights, **options)[0]
+        return with_kl - loss_and_gradient(*args, weights=weights, **options_for(loss_type))[0]
+
+    torch.testing.assert_close(kl_part(torch.full((B, T), 3.0)), kl_part(None), rtol=1e-12, atol=1e-14)
+
+
+@TYPE
+def test_tokens_of_weight_zero_stay_in_every_denominator(loss_type):
+    data = make()
+    weights = torch.ones(B, T)
+    weights[:, 1:] = 0
+    mask = torch.ones(B, T)
+    args = (data["logprobs"], data["old_logprobs"], data["advantages"])
+    weighted = loss_and_gradient(*args, mask, weights=weights, **options_for(loss_type))[0]
+    alone = loss_and_gradient(
+        *args,
+        weights * mask,
+        **options_for(loss_type, num_items_in_batch=B * T),
+    )[0]
+    share = {"grpo": 1 / T, "sapo": 1 / T, "bnpo": 1 / T}.get(loss_type, 1.0)
+    torch.testing.assert_close(weighted, alone * share, rtol=1e-12, atol=1e-14)
+
+
+@LEVEL
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "bnpo"])
+@pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (1, 1, 1, 1)])
+def test_micro_batches_given_the_steps_totals_add_up_to_the_step(loss_type, importance_sampling_level, sizes):
+    data = make()
+    options = options_for(
+        loss_type,
+        importance_sampling_level=importance_sampling_level,
+        num_items_in_batch=data["mask"].sum(),
+        num_sequences_in_batch=B,
+        entropy_coef=0.2,
+    )
+    entropies = torch.rand(B, T, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    tensors = [data[name] for name in ("logprobs", "old_logprobs", "advantages", "mask")]
+    whole = loss_and_gradient(*tensors, entropies=entropies, **options)
+    parts = [
+        loss_and_gradient(*chunk[:-1], entropies=chunk[-1], **options)
+        for chunk in zip(*(tensor.split(sizes) for tensor in [*tensors, entropies]), strict=True)
+    ]
+    torch.testing.assert_close(sum(part[0] for part in parts), whole[0], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), whole[1], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@LEVEL
+@TYPE
+def test_low_precision_log_probs_are_computed_in_float32(loss_type, importance_sampling_level, dtype):
+    data = make(dtype)
+    options = options_for(loss_type, importance_sampling_level=importance_sampling_level)
+    exact = {name: tensor.double() if name != "mask" else tensor for name, tensor in data.items()}
+    loss, gradient, _ = loss_and_gradient(**data, **options)
+    expected, expected_gradient, _ = loss_and_gradient(**exact, **options)
+    torch.testing.assert_close(loss, expected.float(), rtol=3e-6, atol=1e-7)
+    torch.testing.assert_close(gradient, expected_gradient.to(dtype))
+
+
+def test_no_gradient_is_recorded_under_no_grad_and_upstream_gradients_scale_it():
+    data = make()
+    logprobs = data.pop("logprobs").requires_grad_()
+    with torch.no_grad():
+        assert not policy_loss(logprobs, **data)[0].requires_grad
+    (once,) = torch.autograd.grad(policy_loss(logprobs, **data)[0], logprobs)
+    (thrice,) = torch.autograd.grad(3 * policy_loss(logprobs, **data)[0], logprobs)
+    torch.testing.assert_close(thrice, 3 * once)
+
+
+@LEVEL
+def test_compiles_to_one_graph(importance_sampling_level):
+    data = make(torch.float32)
+    options = {"importance_sampling_level": importance_sampling_level, "delta": 2.0}
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def step(logprobs, old_logprobs, advantages, mask):
+        return policy_loss(logprobs, old_logprobs, advantages, mask, **options)[0]
+
+    logprobs = data["logprobs"].clone().requires_grad_()
+    step(logprobs, data["old_logprobs"], data["advantages"], data["mask"]).backward()
+    expected = loss_and_gradient(**data, **options)[1]
+    torch.testing.assert_close(logprobs.grad, expected)
+
+
+def bad(name, row, token, value):
+    def spoil(data):
+        data[name] = data[name].clone()
+        data[name][row, token] = value
+
+    return spoil
+
+
+def set_to(name, value):
+    return lambda data: data.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "words"),
+    [
+        (bad("logprobs", 1, 2, math.nan), ValueError, "logprobs must be finite.*row 1, token 2 is nan"),
+        (bad("old_logprobs", 3, 0, -math.inf), ValueError, "old_logprobs must be finite.*row 3, token 0 is -inf"),
+        (bad("ref_logprobs", 0, 5, math.inf), ValueError, "ref_logprobs must be finite.*row 0, token 5 is inf"),
+        (bad("weights", 0, 1, -0.5), ValueError, "weights must be >= 0.*row 0, token 1 is -0.5"),
+        (bad("weights", 0, 1, math.nan), ValueError, "weights must be finite.*row 0, token 1 is nan"),
+        (bad("mask", 0, 1, 0.5), ValueError, "mask must be 0 or 1.*row 0, token 1 is 0.5"),
+        (
+            set_to("advantages", torch.tensor([0.0, math.nan, 0, 0])),
+            ValueError,
+            "advantages must be finite.*row 1, token 0 is nan",
+        ),
+        (bad("entropies", 3, 1, math.inf), ValueError, "entropies must be finite.*row 3, token 1 is inf"),
+        (
+            set_to("advantages", torch.zeros(3)),
+            ValueError,
+            r"advantages must have shape \(4,\) or \(4, 6\), got \(3,\)",
+        ),
+        (set_to("weights", torch.zeros(4, 5)), ValueError, r"weights must have shape \(4, 6\), got \(4, 5\)"),
+        (set_to("mask", torch.ones(4)), ValueError, r"mask must have shape \(4, 6\), got \(4,\)"),
+        (set_to("logprobs", torch.zeros(6)), ValueError, r"logprobs must be \(B, T\), got shape \(6,\)"),
+        (set_to("logprobs", torch.zeros(4, 6).long()), TypeError, "logprobs must be floating point, got torch.int64"),
+        (set_to("weights", [1.0]), TypeError, "weights must be a tensor, got list"),
+        (set_to("loss_type", "vespo"), ValueError, "loss_type must be one of .*'sapo'.*got 'vespo'"),
+        (set_to("importance_sampling_level", "word"), ValueError, "importance_sampling_level must be .* got 'word'"),
+        (set_to("loss_type", "dr_grpo"), ValueError, "dr_grpo' needs max_completion_length > 0, got None"),
+        (set_to("ref_logprobs", None), ValueError, "beta=0.1 needs ref_logprobs"),
+        (set_to("entropies", None), ValueError, "entropy_coef=0.1 needs entropies"),
+        (set_to("epsilon", -0.1), ValueError, "epsilon must be >= 0, got -0.1"),
+        (set_to("delta", 0.0), ValueError, "delta must be > 0, got 0.0"),
+        (set_to("sapo_temperature_neg", math.nan), ValueError, "sapo_temperature_neg must be > 0, got nan"),
+    ],
+)
+def test_bad_input_is_refused_naming_argument_row_and_value(spoil, error, words):
+    data = make()
+    data |= {"mask": data["mask"].double(), "weights": torch.ones(B, T), "ref_logprobs": data["logprobs"] - 0.1}
+    data |= {"entropies": torch.ones(B, T), "entropy_coef": 0.1, "beta": 0.1}
+    policy_loss(**data)
+    spoil(data)
+    with pytest.raises(error, match=words):
+        policy_loss(**data)
+
+
+def test_empty_batch_is_refused():
+    with pytest.raises(ValueError, match=r"at least one row and one token, got \(B, T\) = \(4, 0\)"):
+        policy_loss(torch.zeros(4, 0), None, torch.zeros(4), torch.zeros(4, 0))

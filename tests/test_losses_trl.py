@@ -1,0 +1,192 @@
+"""policy_loss against TRL's own `GRPOTrainer._compute_loss`, run in float64 without a model."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cfa_kernels.losses import LOSS_TYPES, policy_loss
+
+grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed")
+
+B, T = 5, 9
+
+
+class _OneProcess:
+    num_processes = 1
+
+    def reduce(self, tensor, reduction):
+        return tensor
+
+    def gather(self, tensor):
+        return tensor
+
+
+def trl_trainer(logprobs, entropies, **options):
+    """A GRPOTrainer with no model: `_compute_loss` gets these log-probs and keeps its metrics in `_metrics`."""
+    trainer = object.__new__(grpo_trainer.GRPOTrainer)
+    trainer.model = SimpleNamespace(training=True)
+    trainer.accelerator = _OneProcess()
+    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (logprobs, entropies, None)
+    trainer._metrics = {"train": grpo_trainer.defaultdict(list)}
+    trainer.aux_loss_enabled = trainer.use_vllm = trainer.use_adaptive_entropy = False
+    trainer.top_entropy_quantile = 1.0
+    trainer.off_policy_mask_threshold = None
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.loss_type = options["loss_type"]
+    trainer.importance_sampling_level = options["importance_sampling_level"]
+    trainer.epsilon_low, trainer.epsilon_high = options["epsilon"], options["epsilon_high"]
+    trainer.beta = options["beta"]
+    trainer.max_completion_length = options["max_completion_length"]
+    trainer.entropy_coef = options["entropy_coef"]
+    trainer._entropy_bonus_enabled = options["entropy_coef"] != 0
+    trainer.accelerator.sync_gradients = False
+    trainer.args = SimpleNamespace(
+        delta=options["delta"],
+        steps_per_generation=1,
+        use_bias_correction_kl=options["use_bias_correction_kl"],
+        sapo_temperature_pos=options["sapo_temperature_pos"],
+        sapo_temperature_neg=options["sapo_temperature_neg"],
+    )
+    return trainer
+
+
+def make_tokens():
+    """Off-policy float64 tokens whose ratios fall on both sides of every clip, with ragged masks."""
+    g = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    lengths = torch.tensor([9, 4, 1, 7, 6])
+    mask = (torch.arange(T) < lengths[:, None]).long()
+    mask[0, 3] = 0  # a tool's token inside the completion
+    logprobs = -normal(B, T).abs() - 0.1
+    return {
+        "logprobs": logprobs,
+        "old": logprobs + 0.5 * normal(B, T),
+        "ref": logprobs + 0.3 * normal(B, T),
+        "advantages": torch.tensor([1.3, -0.7, 0.4, -2.0, 0.0], dtype=torch.float64),
+        "token_advantages": normal(B, T),
+        "weights": 4 * torch.rand(B, T, generator=g, dtype=torch.float64) * (torch.rand(B, T, generator=g) > 0.2),
+        "entropies": normal(B, T).abs(),
+        "mask": mask,
+    }
+
+
+@pytest.fixture
+def tokens():
+    return make_tokens()
+
+
+def compare(tokens, *, advantages="advantages", old=True, weights=False, num_items=None, **options):
+    options = {
+        "epsilon": 0.2,
+        "epsilon_high": 1.3 if options["loss_type"] == "cispo" else 0.28,
+        "delta": None,
+        "beta": 0.0,
+        "max_completion_length": 12,
+        "use_bias_correction_kl": False,
+        "sapo_temperature_pos": 1.0,
+        "sapo_temperature_neg": 1.05,
+        "entropy_coef": 0.0,
+        **options,
+    }
+    n = int(tokens["mask"].sum()) if num_items is None else num_items
+    a = tokens[advantages]
+    folded = (a if a.dim() == 2 else a[:, None]) * tokens["weights"] if weights else a
+
+    theirs = tokens["logprobs"].clone().requires_grad_()
+    their_entropies = tokens["entropies"].clone().requires_grad_()
+    trainer = trl_trainer(theirs, their_entropies, **options)
+    ids = torch.zeros(B, T, dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1],
+        "completion_ids": ids,
+        "completion_mask": tokens["mask"],
+        "advantages": folded,
+        "num_items_in_batch": torch.tensor(n),
+        "ref_per_token_logps": tokens["ref"],
+    }
+    if old:
+        inputs["old_per_token_logps"] = tokens["old"]
+    expected = trainer._compute_loss(trainer.model, inputs)
+    expected.backward()
+
+    ours = tokens["logprobs"].clone().requires_grad_()
+    our_entropies = tokens["entropies"].clone().requires_grad_()
+    loss, metrics = policy_loss(
+        ours,
+        tokens["old"] if old else None,
+        a,
+        tokens["mask"],
+        weights=tokens["weights"] if weights else None,
+        ref_logprobs=tokens["ref"] if options["beta"] else None,
+        num_items_in_batch=num_items,
+        entropies=our_entropies,
+        **options,
+    )
+    loss.backward()
+    exact = {"rtol": 1e-12, "atol": 1e-14}
+    torch.testing.assert_close(loss, expected, **exact)
+    torch.testing.assert_close(ours.grad, theirs.grad, **exact)
+    if options["entropy_coef"]:
+        torch.testing.assert_close(our_entropies.grad, their_entropies.grad, **exact)
+    assert loss.dtype == torch.float64
+    return metrics, {name: values[0] for name, values in trainer._metrics["train"].items()}
+
+
+LEVEL = pytest.mark.parametrize("importance_sampling_level", ["token", "sequence"])
+TYPE = pytest.mark.parametrize("loss_type", LOSS_TYPES)
+
+
+@LEVEL
+@TYPE
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"old": False},
+        {"delta": 1.4},
+        {"beta": 0.05},
+        {"beta": 0.05, "use_bias_correction_kl": True},
+        {"advantages": "token_advantages"},
+        {"num_items": 101},
+        {"entropy_coef": 0.01},
+        {"epsilon": 0.05, "epsilon_high": 0.1, "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},
+        {"beta": 0.1, "delta": 1.5, "use_bias_correction_kl": True, "weights": True, "old": False},
+    ],
+    ids=str,
+)
+def test_loss_gradient_and_metrics_equal_trl(tokens, loss_type, importance_sampling_level, options):
+    metrics, theirs = compare(
+        tokens, loss_type=loss_type, importance_sampling_level=importance_sampling_level, **options
+    )
+    shared = sorted(set(metrics) & set(theirs))
+    per_token_sequence_clips = importance_sampling_level == "sequence" and "advantages" in options
+    for name in shared:
+        if per_token_sequence_clips and "clip" in name:
+            continue  # TRL then averages clips over tokens, we over sequences as for (B,) advantages
+        torch.testing.assert_close(float(metrics[name]), float(theirs[name]), rtol=1e-6, atol=1e-9, msg=name)
+    clips = {"sapo": 0, "cispo": 1}.get(loss_type, 5)
+    assert len([name for name in shared if "clip" in name]) == clips
+    assert ("kl" in shared) == bool(options.get("beta"))
+
+
+@LEVEL
+@TYPE
+@pytest.mark.parametrize("advantages", ["advantages", "token_advantages"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_weights_equal_folding_them_into_trls_advantages(
+    tokens, loss_type, importance_sampling_level, advantages, beta
+):
+    compare(
+        tokens,
+        loss_type=loss_type,
+        importance_sampling_level=importance_sampling_level,
+        advantages=advantages,
+        weights=True,
+        beta=beta,
+        delta=1.6,
+    )
