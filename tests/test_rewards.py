@@ -1,0 +1,164 @@
+"""Rewards and advantages: what counts as the right answer, and what a group's rewards become."""
+
+import json
+from fractions import Fraction
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trainer.rewards import (
+    compute_rewards,
+    exact_match,
+    final_number,
+    gold_number,
+    group_advantages,
+    load_reward,
+    parse_number,
+)
+
+FORMS_OF_18 = [
+    "#### 18",
+    "####18",
+    "#### $18",
+    "#### **18**",
+    r"#### \boxed{18}",
+    "#### 18.",
+    "#### 18.00",
+    "#### +18",
+    "#### 18 eggs for the next 7 days",
+    "She sells 9*2=18.\n#### 17\nWait, that is wrong.\n#### 18",
+    r"So she makes \boxed{18} dollars.",
+    r"The total is $\boxed{\$18}$.",
+    "The answer is 18.",
+    "The final answer is 18 dollars a day",
+]
+
+
+@pytest.mark.parametrize("text", FORMS_OF_18)
+def test_a_right_answer_is_recognised_in_every_form(text: str) -> None:
+    assert final_number(text) == 18
+    assert exact_match(completions=[text], answer=["9*2=18\n#### 18"]) == [1.0]
+    assert exact_match(completions=[text], answer=["#### 81"]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("#### -5", -5),
+        ("#### −5", -5),
+        ("#### -$5", -5),
+        ("#### 1,234", 1234),
+        ("#### $1,234,567.50", Fraction("1234567.5")),
+        (r"\boxed{1{,}234}", 1234),
+        ("#### 0.1", Fraction(1, 10)),
+        ("#### 3/4", Fraction(3, 4)),
+        (r"\boxed{\frac{3}{4}}", Fraction(3, 4)),
+        ("#### 1 1/2", Fraction(3, 2)),
+    ],
+)
+def test_a_written_number_has_its_exact_value(text: str, value: Fraction) -> None:
+    assert final_number(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "18", "It costs 18 dollars.", "#### eighteen", r"\boxed{36+36}", "####", "#### 1/0", "9*2=18"]
+)
+def test_a_completion_without_an_announced_number_earns_nothing(text: str) -> None:
+    assert exact_match(completions=[text], answer=["#### 18"]) == [0.0]
+
+
+@pytest.mark.parametrize("text", ["18", " 18.0 ", "$18", "9*2=18\n#### 18"])
+def test_a_gold_answer_is_a_solution_or_a_bare_number(text: str) -> None:
+    assert gold_number(text) == 18
+
+
+@pytest.mark.parametrize("text", ["eighteen", "18 or 19", "1.2.3", "--18", "1/2/3", "0x12", "1e3"])
+def test_what_is_not_one_number_is_not_parsed(text: str) -> None:
+    assert parse_number(text) is None
+
+
+def test_every_gsm8k_gold_answer_is_an_integer(gsm8k) -> None:
+    lines = [line for name in ("train", "test") for line in (gsm8k / f"{name}.jsonl").read_text("utf-8").splitlines()]
+    golds = [gold_number(json.loads(line)["answer"]) for line in lines]
+    assert len(golds) == 8792
+    assert all(gold is not None and gold.denominator == 1 for gold in golds)
+    assert sum(gold < 0 for gold in golds) == 5
+
+
+def rewards_of(**functions) -> tuple[torch.Tensor, dict]:
+    return compute_rewards(functions, ["q"] * 3, ["a", "b", "c"], [[1], [2], [3]], {"answer": ["1", "2", "3"]})
+
+
+def test_reward_functions_get_trl_arguments_and_are_added_up_without_abstentions() -> None:
+    seen = SimpleNamespace()
+
+    def first(**arguments):
+        seen.arguments = arguments
+        return [1.0, None, 0.5]
+
+    total, by_function = rewards_of(first=first, second=lambda **_: [0.25, 2, None])
+    assert total.tolist() == [1.25, 2.0, 0.5]
+    assert by_function["first"] == [1.0, None, 0.5]
+    assert seen.arguments == {
+        "prompts": ["q"] * 3,
+        "completions": ["a", "b", "c"],
+        "completion_ids": [[1], [2], [3]],
+        "answer": ["1", "2", "3"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "message"),
+    [
+        ([1.0, float("nan"), 0.0], FloatingPointError, "sample 1: reward mine is nan"),
+        ([1.0, 0.0, float("inf")], FloatingPointError, "sample 2: reward mine is inf"),
+        ([1.0, 0.0], ValueError, "reward mine: returned 2 values for 3 completions"),
+        ([None, 0.0, 1.0], ValueError, "sample 0: every reward function returned None"),
+    ],
+)
+def test_a_bad_reward_names_function_and_sample(values, kind, message) -> None:
+    with pytest.raises(kind, match=message):
+        rewards_of(mine=lambda **_: values)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("accuracy", "neither 'exact_match' nor of the form"),
+        ("no_such_module:f", "cannot import 'no_such_module:f'"),
+        ("math:no_such", "cannot import 'math:no_such'"),
+        ("math:pi", "is a float, not a function"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_named(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_reward(name)
+
+
+def test_a_reward_is_loaded_by_its_import_path() -> None:
+    assert load_reward("trainer.rewards:exact_match") is exact_match
+
+
+def test_advantages_are_centred_and_scaled_within_each_group() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    groups = rewards.double().view(2, 4)
+    expected = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    torch.testing.assert_close(group_advantages(rewards, 4).double(), expected.flatten(), rtol=1e-6, atol=1e-6)
+    by_batch = (groups - groups.mean(1, keepdim=True)) / (groups.std() + 1e-4)
+    torch.testing.assert_close(group_advantages(rewards, 4, "batch").double(), by_batch.flatten(), rtol=1e-6, atol=1e-6)
+    unscaled = groups - groups.mean(1, keepdim=True)
+    torch.testing.assert_close(group_advantages(rewards, 4, "none").double(), unscaled.flatten(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_group_of_equal_rewards_has_advantage_exactly_zero(scale: str) -> None:
+    # 0.1 seven times: its mean in fp32 is not exactly 0.1
+    advantages = group_advantages(torch.tensor([0.1] * 7 + [1.0] + [0.0] * 6), 7, scale)
+    assert (advantages[:7] == 0).all()
+    assert (advantages[7:] != 0).all()
+
+
+def test_an_unknown_scale_is_an_error() -> None:
+    with pytest.raises(ValueError, match="scale_rewards must be 'group', 'batch' or 'none', got 'std'"):
+        group_advantages(torch.ones(4), 2, "std")

@@ -1,0 +1,428 @@
+"""The training program on its embedded model: sampling, the update, what a run shows and leaves behind."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from cfa_kernels import counterfactual_credit, policy_loss
+from trainer.__main__ import main
+from trainer.config import EMBEDDED, TrainConfig, model_path, parse
+from trainer.evaluate import Evaluation
+from trainer.microbatch import micro_batches
+from trainer.model import completion_logprobs
+from trainer.report import paired_gain
+from trainer.rewards import group_advantages
+from trainer.rollouts import KeyedSampler, generate, keyed_uniforms, mask_after_end
+from trainer.train import problem_batches, set_up, train, training_step, update
+
+SMALL = [
+    "--device=cpu", "--train_problems=16", "--eval_problems=8", "--per_device_train_batch_size=8",
+    "--gradient_accumulation_steps=2", "--max_steps=2",
+]  # fmt: skip
+
+
+def settings(*argv: str) -> TrainConfig:
+    return parse(TrainConfig, [*SMALL, *argv], prog="python -m trainer", description="")
+
+
+def run(folder: Path, *argv: str) -> Path:
+    return train(set_up(settings("--output_dir", str(folder), *argv)))
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def samples_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "completions.jsonl").read_text("utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    """The embedded model, set up; tests that change it take ``fresh``."""
+    return set_up(settings())
+
+
+@pytest.fixture
+def fresh():
+    """Sets a trainer of the test's own up, to change at will."""
+    return lambda *argv: set_up(settings(*argv))
+
+
+@pytest.fixture(scope="module")
+def rollouts(trainer):
+    """32 completions of 4 problems."""
+    return sample(trainer, [0, 1, 2, 3])
+
+
+def sample(trainer, problems, **options):
+    pairs = [(i, g) for i in problems for g in range(8)]
+    options = {"max_completion_length": 80, "keys": [(0, 1, i, g) for i, g in pairs]} | options
+    return generate(trainer.policy, trainer.tokenizer, [trainer.prompts[i] for i, _ in pairs], **options)
+
+
+# --- Rollouts -------------------------------------------------------------------------------------------------
+
+
+def test_a_sampled_completion_does_not_depend_on_the_rest_of_the_batch(trainer, rollouts) -> None:
+    alone = sample(trainer, [2])
+    assert alone.texts == rollouts.texts[16:24]
+    assert len(set(alone.texts)) > 1
+
+
+def test_another_step_or_seed_samples_other_completions(trainer, rollouts) -> None:
+    other = sample(trainer, [2], keys=[(0, 2, 2, g) for g in range(8)])
+    assert other.texts != rollouts.texts[16:24]
+
+
+def draws(scores: torch.Tensor, top_p: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens that 20,000 keyed draws pick from one row of scores, and the log-probs the sampler notes for them."""
+    sampler = KeyedSampler(keyed_uniforms([(b,) for b in range(20_000)], 1), temperature=0.7, top_p=top_p)
+    picked = sampler(torch.zeros(20_000, 1, dtype=torch.long), scores.repeat(20_000, 1))
+    assert ((picked == 0).sum(1) == 1).all()
+    assert (picked.isinf().sum(1) == len(scores) - 1).all()
+    return picked.argmax(1), sampler.logprobs[0]
+
+
+def test_the_sampler_draws_each_token_as_often_as_its_probability_says() -> None:
+    scores = torch.tensor([-torch.inf, 2.0, 1.0, 0.0, -1.0, -torch.inf])
+    expected = torch.softmax(scores / 0.7, 0)
+    tokens, logprobs = draws(scores)
+    shares = torch.bincount(tokens, minlength=6) / 20_000
+    assert ((shares - expected).abs() <= 4 * (expected * (1 - expected) / 20_000).sqrt()).all()
+    torch.testing.assert_close(logprobs.exp(), expected[tokens])
+
+
+def test_nucleus_sampling_never_leaves_the_nucleus_and_notes_the_probability_before_it() -> None:
+    scores = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    expected = torch.softmax(scores / 0.7, 0)  # 0.77, 0.18, 0.04, 0.01
+    tokens, logprobs = draws(scores, top_p=0.9)
+    assert set(tokens.tolist()) == {0, 1}
+    torch.testing.assert_close(logprobs.exp(), expected[tokens])
+
+
+def test_a_completion_counts_up_to_its_first_end_even_where_padding_is_the_end_token() -> None:
+    ids = torch.tensor([[5, 6, 2, 2, 2], [5, 6, 7, 8, 9], [2, 2, 2, 2, 2], [5, 3, 7, 2, 2]])
+    mask, truncated = mask_after_end(ids, [2, 3])
+    assert mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0]]
+    assert truncated.tolist() == [False, True, False, False]
+
+
+def test_generation_and_training_see_the_same_log_probs(trainer, rollouts) -> None:
+    with torch.no_grad():
+        logprobs, entropies = completion_logprobs(
+            trainer.policy,
+            rollouts.prompt_ids,
+            rollouts.prompt_mask,
+            rollouts.completion_ids,
+            rollouts.completion_mask,
+            temperature=1.0,
+        )
+    counted = rollouts.completion_mask.bool()
+    assert (logprobs - rollouts.logprobs)[counted].abs().max() < 1e-4
+    assert ((entropies >= 0) & (entropies <= math.log(512)))[counted].all()
+
+
+# --- The update -----------------------------------------------------------------------------------------------
+
+
+def advantages_of(rollouts) -> torch.Tensor:
+    """Made-up rewards: two groups mixed, one all wrong, one all right."""
+    rewards = torch.tensor([1.0, 0, 0, 0, 0, 1, 0, 0] + [0.0] * 8 + [1.0] * 8 + [1.0, 1, 1, 0, 1, 1, 1, 1])
+    return group_advantages(rewards, 8)
+
+
+def gradient_after(trainer, rollouts, advantages, weights) -> torch.Tensor:
+    """The gradient that ``update`` leaves behind, before clipping, as one vector."""
+    update(trainer, rollouts, rollouts.completion_mask, advantages, weights)
+    return torch.cat([p.grad.flatten() for p in trainer.policy.parameters()])
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo", "cispo", "sapo", "luspo"])
+@pytest.mark.parametrize("per_device", [4, 32])
+def test_the_update_is_that_of_one_loss_over_the_whole_padded_batch(fresh, rollouts, loss_type, per_device) -> None:
+    trainer = fresh(
+        f"--loss_type={loss_type}", f"--per_device_train_batch_size={per_device}",
+        f"--gradient_accumulation_steps={32 // per_device}", "--max_grad_norm=1e9",
+    )  # fmt: skip
+    advantages = advantages_of(rollouts)
+    weights = torch.rand(rollouts.completion_ids.shape, generator=torch.Generator().manual_seed(0)) * 4
+    logits = trainer.policy(
+        input_ids=torch.cat([rollouts.prompt_ids, rollouts.completion_ids], 1),
+        attention_mask=torch.cat([rollouts.prompt_mask, rollouts.completion_mask], 1),
+    ).logits[:, rollouts.prompt_ids.shape[1] - 1 : -1]
+    logprobs = logits.log_softmax(-1).gather(2, rollouts.completion_ids[..., None]).squeeze(2)
+    loss, _ = policy_loss(
+        logprobs, None, advantages, rollouts.completion_mask, weights=weights, loss_type=loss_type,
+        max_completion_length=80,
+    )  # fmt: skip
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(trainer.policy.parameters()))])
+    gradient = gradient_after(trainer, rollouts, advantages, weights)
+    assert (gradient - expected).norm() <= 1e-4 * expected.norm()
+    assert expected.norm() > 0
+
+
+def test_rows_without_advantage_are_not_fed_unless_the_kl_term_needs_them(trainer, fresh, rollouts) -> None:
+    def fed(config) -> list[int]:
+        parts = micro_batches(
+            config, rollouts, rollouts.completion_mask, advantages_of(rollouts), torch.ones_like(rollouts.logprobs)
+        )
+        return sorted(row for part in parts for row in part.rows.tolist())
+
+    assert fed(settings()) == [*range(8), *range(24, 32)]
+    assert fed(settings("--beta=0.1")) == list(range(32))
+
+
+def test_weights_change_the_update(fresh, rollouts) -> None:
+    gradients = []
+    for high in (1.0, 4.0):
+        weights = torch.ones_like(rollouts.logprobs)
+        weights[:, ::2] = high
+        gradients.append(gradient_after(fresh(), rollouts, advantages_of(rollouts), weights))
+    assert torch.nn.functional.cosine_similarity(*gradients, dim=0) < 0.999
+
+
+def test_a_second_iteration_on_the_same_rollouts_is_off_policy(fresh, rollouts) -> None:
+    trainer = fresh("--num_iterations=2", "--learning_rate=1e-3")
+    metrics = update(
+        trainer, rollouts, rollouts.completion_mask, advantages_of(rollouts), torch.ones_like(rollouts.logprobs)
+    )
+    assert metrics["ratio_mean"] != pytest.approx(1, abs=1e-3)
+    assert metrics["clip_ratio/region_mean"] > 0
+
+
+@pytest.mark.parametrize("peft", ["--no_use_peft", "--use_peft"])
+def test_kl_is_taken_to_the_model_as_it_was_loaded(fresh, peft) -> None:
+    trainer = fresh("--beta=0.1", "--learning_rate=1e-3", peft)
+    kl = [training_step(trainer, step, [0, 1, 2, 3]).metrics["kl"] for step in (1, 2)]
+    assert abs(kl[0]) < 1e-6
+    assert kl[1] > 1e-6
+
+
+def test_a_batch_with_nothing_to_learn_from_leaves_the_model_alone(fresh, rollouts) -> None:
+    trainer = fresh()
+    before = [p.detach().clone() for p in trainer.policy.parameters()]
+    update(trainer, rollouts, rollouts.completion_mask, torch.zeros(32), torch.ones_like(rollouts.logprobs))
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.policy.parameters(), strict=True))
+
+
+def test_truncated_completions_are_masked_unless_asked_for(fresh) -> None:
+    def counted(*argv: str) -> int:
+        result = training_step(fresh("--max_completion_length=30", *argv), 1, [0, 1, 2, 3])
+        assert result.metrics["completions/clipped_ratio"] > 0.5
+        scored = [b for b, spans in enumerate(result.credit.spans) if spans]
+        return sum(bool(result.rollouts.truncated[b]) for b in scored)
+
+    assert counted() == 0
+
+
+def test_every_credit_mode_gives_other_weights_and_only_the_answer_free_ones_score_nothing(trainer) -> None:
+    rollouts = sample(trainer, list(range(8)))
+    rewards = torch.tensor([1.0, 0.0] * 32)
+    weights, forwards = {}, {}
+    for mode in ("counterfactual", "inverted", "random", "uniform"):
+        credit = counterfactual_credit(
+            trainer.policy, trainer.tokenizer, rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids,
+            rollouts.completion_mask, advantages=group_advantages(rewards, 8),
+            config=settings(f"--credit={mode}").counterfactual(), generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+        weights[mode] = credit.weights[rollouts.completion_mask.bool()]
+        forwards[mode] = credit.metrics(rollouts.completion_mask)["credit/forwards"]
+    assert (weights["uniform"] == 1).all()
+    assert weights["counterfactual"].max() == 4
+    assert weights["counterfactual"].min() == 0.5
+    modes = list(weights)
+    for i, one in enumerate(modes):
+        for other in modes[i + 1 :]:
+            assert not torch.equal(weights[one], weights[other])
+    assert forwards["counterfactual"] == forwards["inverted"] > 0 == forwards["random"] == forwards["uniform"]
+
+
+# --- What goes wrong is named ---------------------------------------------------------------------------------
+
+
+def test_a_log_prob_that_is_not_finite_stops_the_run_and_names_step_and_sample(fresh, tmp_path, monkeypatch) -> None:
+    trainer = fresh(f"--output_dir={tmp_path / 'run'}")
+    calls = []
+
+    def poisoned(*args, **kwargs):
+        logprobs, entropies = completion_logprobs(*args, **kwargs)
+        calls.append(len(logprobs))
+        return logprobs.masked_fill(torch.arange(len(logprobs))[:, None] == 1, torch.nan), entropies
+
+    monkeypatch.setattr("trainer.microbatch.completion_logprobs", poisoned)
+    with pytest.raises(FloatingPointError, match=r"step 1, samples \[\d+\]: log-prob is not finite; nothing was saved"):
+        train(trainer)
+    assert len(calls) == 1
+    assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+def test_a_gradient_that_is_not_finite_names_samples_and_parameter(fresh, rollouts) -> None:
+    trainer = fresh()
+    trainer.policy.model.norm.weight.register_hook(lambda gradient: gradient * torch.nan)
+    before = trainer.policy.model.norm.weight.detach().clone()
+    with pytest.raises(FloatingPointError, match=r"samples \[.*\]: gradient of model.norm.weight is not finite"):
+        gradient_after(trainer, rollouts, advantages_of(rollouts), torch.ones_like(rollouts.logprobs))
+    assert torch.equal(before, trainer.policy.model.norm.weight)
+
+
+def infinite_reward(completions, **_):
+    return [math.inf if i == 5 else 0.0 for i in range(len(completions))]
+
+
+def no_reward(completions, **_):
+    return [0.0] * len(completions)
+
+
+def test_a_reward_that_is_not_finite_stops_the_run_and_names_step_and_sample(tmp_path, capsys) -> None:
+    argv = [*SMALL, f"--output_dir={tmp_path / 'run'}", f"--reward_funcs={__name__}:infinite_reward"]
+    assert main(argv) == 1
+    assert "error: step 1, sample 5: reward infinite_reward is inf" in capsys.readouterr().err
+
+
+def test_steps_without_any_advantage_bring_one_warning(tmp_path, capsys) -> None:
+    run(tmp_path / "run", f"--reward_funcs={__name__}:no_reward", "--max_steps=4", "--no_advantage_patience=2")
+    printed = capsys.readouterr().out
+    assert "warning: step 2: no group had an advantage for 2 steps in a row (mean reward 0.00)" in printed
+    assert printed.count("warning") == 1
+    assert [entry["frac_reward_zero_std"] for entry in metrics_of(tmp_path / "run")[1:-1]] == [1.0] * 4
+
+
+def test_a_bad_row_ends_the_program_before_anything_runs(tmp_path, capsys) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "Q?", "answer": "#### 1"}\n{"question": "Q?", "answer": "none"}\n')
+    folder = tmp_path / "run"
+    assert main([*SMALL, f"--dataset={data}", f"--output_dir={folder}"]) == 1
+    assert f"error: dataset {data}, row 1: no number can be read from column 'answer'" in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_a_folder_with_an_earlier_run_is_not_written_over(tmp_path, capsys) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    assert main([*SMALL, f"--output_dir={tmp_path}"]) == 1
+    assert f"output_dir: {tmp_path} is not empty" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_an_error_in_one_line(tmp_path, capsys) -> None:
+    assert main([*SMALL, f"--model={tmp_path / 'nowhere'}"]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+# --- Whole runs -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two steps."""
+    return run(tmp_path_factory.mktemp("runs") / "first", "--temperature=1.2")
+
+
+def test_a_run_leaves_metrics_samples_curves_settings_and_a_checkpoint(finished) -> None:
+    names = {path.name for path in finished.iterdir()}
+    assert names == {"metrics.jsonl", "completions.jsonl", "curves.png", "config.yaml", "summary.json", "checkpoint"}
+    assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {
+        p.name for p in (finished / "checkpoint").iterdir()
+    }
+    summary = json.loads((finished / "summary.json").read_text())
+    assert summary["gain"] == pytest.approx(summary["accuracy_after"] - summary["accuracy_before"])
+
+
+def test_metrics_carry_trl_names_and_are_finite(finished) -> None:
+    before, *steps, after = metrics_of(finished)
+    assert [entry["step"] for entry in (before, *steps, after)] == [0, 1, 2, 2]
+    assert 0 <= before["eval_accuracy"] <= 1
+    expected = {
+        "loss", "reward", "reward_std", "rewards/exact_match/mean", "rewards/exact_match/std", "frac_reward_zero_std",
+        "entropy", "grad_norm", "learning_rate", "num_tokens", "step_time", "completions/mean_length",
+        "completions/min_length", "completions/max_length", "completions/clipped_ratio", "clip_ratio/low_mean",
+        "clip_ratio/high_mean", "clip_ratio/region_mean", "sampling/sampling_logp_difference/mean",
+        "sampling/sampling_logp_difference/max", "credit/weight_mean", "credit/spans_mean", "credit/drop_mean",
+        "credit/scored_fraction", "credit/distractor_fraction", "time/generate", "time/credit", "time/update",
+    }  # fmt: skip
+    for entry in steps:
+        assert expected <= set(entry)
+        assert all(math.isfinite(value) for value in entry.values())
+    assert steps[1]["num_tokens"] > steps[0]["num_tokens"]
+
+
+def test_samples_hold_tokens_weights_and_what_masking_did(finished) -> None:
+    samples = samples_of(finished)
+    assert [sample["step"] for sample in samples] == [1] * 4 + [2] * 4
+    with_spans = [sample for sample in samples if sample["spans"]]
+    assert with_spans
+    for sample in with_spans:
+        assert len(sample["tokens"]) == len(sample["weights"])
+        assert "".join(sample["tokens"]).startswith(sample["completion"])
+        for span in sample["spans"]:
+            assert span["text"] == "".join(sample["tokens"][span["start"] : span["end"]])
+            assert sample["weights"][span["start"]] == pytest.approx(span["weight"], abs=1e-4)
+            assert math.isfinite(span["drop"])
+        assert sample["weights"][sample["answer"]["start"]] == 1.5
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(finished, tmp_path) -> None:
+    def timeless(folder: Path) -> list[dict]:
+        entries = metrics_of(folder)
+        return [{k: v for k, v in entry.items() if k != "step_time" and not k.startswith("time/")} for entry in entries]
+
+    again = run(tmp_path / "again", "--temperature=1.2")
+    assert timeless(again) == timeless(finished)
+    assert samples_of(again) == samples_of(finished)
+    assert (again / "checkpoint/model.safetensors").read_bytes() == (
+        finished / "checkpoint/model.safetensors"
+    ).read_bytes()
+    assert timeless(run(tmp_path / "other", "--temperature=1.2", "--seed=1")) != timeless(finished)
+
+
+def test_a_lora_run_leaves_an_adapter_that_loads(tmp_path) -> None:
+    folder = run(tmp_path / "run", "--use_peft", "--lora_r=4", "--max_steps=1", "--learning_rate=1e-3")
+    assert (folder / "adapter" / "adapter_model.safetensors").is_file()
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_path(EMBEDDED)), folder / "adapter")
+    moved = [p.abs().max().item() for name, p in model.named_parameters() if "lora_B" in name]
+    assert moved
+    assert all(value > 0 for value in moved)
+
+
+def reward_by_length(completions, **_):
+    return [float(len(completion) % 2) for completion in completions]
+
+
+def test_a_llama_without_chat_template_or_pad_token_trains_under_the_paper_settings(tmp_path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_path(EMBEDDED))
+    tokenizer.chat_template = tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "llama")
+    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **size))
+    llama.save_pretrained(tmp_path / "llama")
+    folder = run(
+        tmp_path / "run", f"--model={tmp_path / 'llama'}", "--max_completion_length=12", "--max_steps=1",
+        f"--reward_funcs={__name__}:reward_by_length", "--no_mask_truncated_completions",
+    )  # fmt: skip
+    step = metrics_of(folder)[1]
+    assert step["frac_reward_zero_std"] < 1
+    assert step["grad_norm"] > 0
+    assert step["completions/clipped_ratio"] > 0
+    settings = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (32, 32)
+
+
+def test_problems_come_in_shuffled_passes() -> None:
+    batches = problem_batches(10, 4, seed=0)
+    drawn = [i for _ in range(5) for i in next(batches)]
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
+    assert drawn[:10] != drawn[10:]
+    assert next(problem_batches(10, 4, seed=1)) != drawn[:4]
+
+
+def test_the_gain_comes_with_its_paired_standard_error() -> None:
+    before = Evaluation([True, False, False, False], [""] * 4, 1.0)
+    after = Evaluation([True, True, True, False], [""] * 4, 1.0)
+    gain, error = paired_gain(before, after)
+    assert gain == 0.5
+    assert error == pytest.approx(math.sqrt((2 * 0.25 + 2 * 0.25) / 3 / 4))

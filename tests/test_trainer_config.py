@@ -1,0 +1,131 @@
+"""Settings: where they come from, which win, and what is said about a wrong one."""
+
+from dataclasses import fields
+
+import pytest
+import yaml
+
+from trainer.config import TrainConfig, WarmupConfig, field_docs, parse, to_yaml
+
+
+def settings(*argv: str, kind=TrainConfig):
+    return parse(kind, argv, prog="python -m trainer", description="")
+
+
+def message(capsys, *argv: str, kind=TrainConfig) -> str:
+    """What the program prints when it ends over these arguments."""
+    with pytest.raises(SystemExit) as ended:
+        settings(*argv, kind=kind)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_paper_run_is_one_line_and_has_the_paper_settings() -> None:
+    config = settings("--model", "Qwen/Qwen3-1.7B", "--dataset", "openai/gsm8k")
+    expected = {
+        "credit": "counterfactual", "loss_type": "dapo", "num_generations": 8, "use_peft": True, "lora_r": 32,
+        "lora_alpha": 32, "learning_rate": 2.5e-5, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4,
+        "max_steps": 500, "temperature": 0.6, "top_p": 0.95, "w_min": 0.5, "w_max": 4.0, "w_answer": 1.5,
+        "max_spans": 10, "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0, "reward_funcs": ["exact_match"],
+    }  # fmt: skip
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_the_embedded_model_brings_settings_that_suit_it() -> None:
+    config = settings()
+    assert (config.model, config.dataset, config.use_peft, config.instruction) == ("embedded", "generated", False, "")
+    assert config.credit == "counterfactual"
+
+
+def test_flags_win_over_the_file_which_wins_over_the_model_folder_which_wins_over_the_defaults(tmp_path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "defaults.yaml").write_text("lora_r: 4\nmax_steps: 5\ntemperature: 0.9\n")
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {model}\nmax_steps: 6\ntemperature: 0.8\nreward_funcs: [exact_match, math:gcd]\n")
+    config = settings("--config", str(file), "--temperature", "0.7")
+    assert (config.lora_r, config.max_steps, config.temperature) == (4, 6, 0.7)
+    assert config.lora_alpha == 32
+    assert config.reward_funcs == ["exact_match", "math:gcd"]
+
+
+def test_null_in_a_file_puts_the_default_back(tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("temperature: null\neval_steps: null\nreport_to: []\n")
+    config = settings("--config", str(file))
+    assert (config.temperature, config.eval_steps, config.report_to) == (0.6, None, [])
+
+
+def test_settings_written_to_a_file_read_back_the_same(tmp_path) -> None:
+    config = settings("--credit", "random", "--learning_rate", "1e-3", "--instruction", "", "--no_use_peft")
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert settings("--config", str(file)) == config
+
+
+@pytest.mark.parametrize("kind", [TrainConfig, WarmupConfig])
+def test_every_setting_is_documented(kind) -> None:
+    assert set(field_docs(kind)) == {field.name for field in fields(kind)}
+    assert all(text.endswith((".", ".)")) for text in field_docs(kind).values())
+
+
+def test_help_shows_the_documentation_and_the_default(capsys) -> None:
+    with pytest.raises(SystemExit):
+        settings("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Completions per problem (G), the group that advantages compare. (default: 8)" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--learning_rat", "1e-3"], "unknown option '--learning_rat'; did you mean --learning_rate?"),
+        (["--frobnicate"], "unknown option '--frobnicate'"),
+        (["--credit", "counterfactuals"], "argument --credit: "),
+        (["--loss_type", "vespo"], "invalid choice: 'vespo'"),
+        (["--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
+        (["--max_steps", "0"], "max_steps must be at least 1, got 0"),
+        (["--temperature", "0"], "temperature must be positive and finite, got 0.0"),
+        (["--learning_rate", "nan"], "learning_rate must be positive and finite, got nan"),
+        (["--top_p", "1.5"], "top_p must be in (0, 1], got 1.5"),
+        (["--num_generations", "1"], "num_generations must be at least 2"),
+        (["--num_generations", "7"], "must be a multiple of num_generations"),
+        (["--eval_problems", "0"], "eval_problems must be at least 1, got 0"),
+        (["--report_to", "carrier_pigeon"], "report_to must be among"),
+        (["--w_min", "5"], "w_min must not exceed w_max, got 5.0 and 4.0"),
+        (["--w_answer", "-1"], "w_answer must be finite and not negative, got -1.0"),
+        (["--epsilon", "-0.2"], "epsilon must be at least 0, got -0.2"),
+        (["--config", "no_such_file.yaml"], "no_such_file.yaml"),
+    ],
+)
+def test_a_wrong_setting_ends_the_program_and_is_named(capsys, argv, said) -> None:
+    printed = message(capsys, *argv)
+    assert said in printed
+    assert len(printed.splitlines()) <= 3
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("learning_rats: 1e-3", "unknown setting 'learning_rats'; did you mean 'learning_rate'?"),
+        ("max_steps: 2.5", "argument --max_steps/--max-steps: invalid int value: '2.5'"),
+        ("credit: reversed", "argument --credit: "),
+        ("- max_steps", "must hold settings as 'name: value', got list"),
+    ],
+)
+def test_a_wrong_setting_in_a_file_is_named(capsys, tmp_path, text, said) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert said in message(capsys, "--config", str(file))
+
+
+@pytest.mark.parametrize("argv", [["--max_steps", "0"], ["--num_attention_heads", "3"], ["--batch_sise", "8"]])
+def test_warm_up_settings_are_checked_too(capsys, argv) -> None:
+    assert argv[0].lstrip("-") in message(capsys, *argv, kind=WarmupConfig)
+
+
+def test_the_embedded_settings_are_valid_yaml_of_known_settings() -> None:
+    from trainer.config import DEFAULTS_FILE, EMBEDDED, model_path
+
+    with open(f"{model_path(EMBEDDED)}/{DEFAULTS_FILE}", encoding="utf-8") as file:
+        assert set(yaml.safe_load(file)) <= {field.name for field in fields(TrainConfig)}

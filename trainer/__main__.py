@@ -1,0 +1,34 @@
+"""``python -m trainer``: counterfactual DAPO from flags, YAML or nothing at all."""
+
+import sys
+
+from transformers.utils import logging
+
+from trainer.config import TrainConfig, parse
+from trainer.train import set_up, train
+
+DESCRIPTION = """Train a language model by reinforcement with counterfactual credit assignment. With no setting it
+trains the embedded model on generated word problems in a few minutes on a CPU; with --model <hub name or folder> and
+--dataset <hub name or file> it is the CF paper's run."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; what is wrong with settings or data is one line on stderr and exit code 1 or 2."""
+    argv = sys.argv[1:] if argv is None else argv
+    config = parse(TrainConfig, argv, prog="python -m trainer", description=DESCRIPTION)
+    logging.disable_progress_bar()
+    try:
+        trainer = set_up(config)
+    except (ValueError, OSError, ImportError) as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+    try:
+        train(trainer)
+    except FloatingPointError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

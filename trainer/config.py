@@ -1,0 +1,358 @@
+"""Every setting of the training program as one flat dataclass, and how flags and YAML fill one.
+
+Where it stands: read first, by both programs. Names are TRL's where TRL has one. Class defaults are the CF
+paper's run; a model folder may carry ``defaults.yaml`` with settings that suit it better.
+"""
+
+import ast
+import difflib
+import inspect
+import itertools
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from transformers import HfArgumentParser
+
+from cfa_kernels import CounterfactualConfig
+from trainer.trackers import TRACKERS
+
+EMBEDDED = "embedded"
+GENERATED = "generated"
+ASSETS = Path(__file__).parent / "assets"
+DEFAULTS_FILE = "defaults.yaml"
+
+Config = TypeVar("Config")
+
+
+@dataclass
+class DataConfig:
+    """Which problems a program learns from and which it is tested on; the same ones for equal settings."""
+
+    dataset: str = GENERATED
+    """Worked problems: a .jsonl or .parquet file, a hub name, or "generated" (arithmetic word problems)."""
+    dataset_config: str | None = None
+    """Configuration of a hub data set; by default its only one, or "main"."""
+    dataset_split: str = "train"
+    """Split of a hub data set to train on."""
+    eval_dataset: str | None = None
+    """Held-out problems (file or hub name). By default the "test" split of a hub data set or of "generated";
+    for a file, eval_problems of its rows are set aside and not trained on."""
+    eval_split: str = "test"
+    """Split of a hub data set to evaluate on."""
+    eval_problems: int | None = None
+    """How many held-out problems to evaluate on; all by default (256 for "generated" and for a file)."""
+    question_column: str = "question"
+    """Column that holds the problem."""
+    answer_column: str = "answer"
+    """Column that holds the solution ("... #### 72") or the bare number."""
+    train_problems: int | None = None
+    """How many training problems to use; all by default (for "generated" 8192, or in warm-up one per sequence)."""
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range, naming the setting."""
+        for name in ("eval_problems", "train_problems"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass
+class TrainConfig(DataConfig):
+    """One run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
+
+    model: str = EMBEDDED
+    """Model folder or hub name; "embedded" is the small model that comes with the program. If the folder holds
+    a defaults.yaml, its settings replace the defaults shown here (--config and flags still win)."""
+    output_dir: str | None = None
+    """Run folder, new or empty; by default one of its own under runs/, named by date, model, credit and seed."""
+
+    credit: Literal["counterfactual", "inverted", "random", "uniform"] = "counterfactual"
+    """How credit is spread over tokens: by counterfactual importance, its inverse, at random, or evenly (DAPO)."""
+    w_min: float = 0.5
+    """Weight of the least important span of a completion."""
+    w_max: float = 4.0
+    """Weight of the most important span of a completion."""
+    w_answer: float = 1.5
+    """Weight of the answer's tokens."""
+    max_spans: int = 10
+    """Most spans masked per completion, each at the cost of one branch."""
+    span_selection: Literal["first", "longest"] = "first"
+    """Which spans are kept when a completion has more than max_spans."""
+    detector: Literal["math", "sentence"] = "math"
+    """What counts as a span: arithmetic then other sentences, or sentences."""
+    normalize_weights: Literal["none", "mean"] = "none"
+    """"mean" rescales each completion's weights to mean 1; the paper does not."""
+    token_budget: int | None = None
+    """Most tokens per packed scoring forward; by default chosen from free memory."""
+
+    max_steps: int = 500
+    """Optimizer steps (times num_iterations): rollouts, credit and update make one."""
+    per_device_train_batch_size: int = 16
+    """Completions per forward and backward."""
+    gradient_accumulation_steps: int = 4
+    """Micro-batches per optimizer step; with the batch size, how many completions a step samples."""
+    num_generations: int = 8
+    """Completions per problem (G), the group that advantages compare."""
+    num_iterations: int = 1
+    """Optimizer steps taken on each set of rollouts."""
+    learning_rate: float = 2.5e-5
+    """Peak learning rate of AdamW."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    """Learning rate over the run."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"] = "dapo"
+    """How token losses are formed and summed."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Whether probability ratios are per token or per completion (GSPO)."""
+    epsilon: float = 0.2
+    """Lower clip: ratios below 1 - epsilon get no gradient. DAPO."""
+    epsilon_high: float = 0.28
+    """Upper clip: ratios above 1 + epsilon_high get no gradient. DAPO."""
+    delta: float | None = None
+    """Cap of the ratio for negative advantages (two-sided clipping); none by default."""
+    beta: float = 0.0
+    """Weight of the KL term towards the model as it was loaded; 0 needs no reference model."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Standard deviation that divides a group's centred rewards."""
+    mask_truncated_completions: bool = True
+    """Leave completions that hit max_completion_length out of the loss."""
+    reward_funcs: list[str] = field(default_factory=lambda: ["exact_match"])
+    """Reward functions, added up: "exact_match", or "module:function" with TRL's signature
+    f(prompts=, completions=, completion_ids=, **columns) -> list of float or None."""
+
+    temperature: float = 0.6
+    """Sampling temperature; log-probs in the loss are taken at the same one."""
+    top_p: float = 0.95
+    """Nucleus sampling: the smallest set of tokens with this much probability."""
+    max_prompt_length: int | None = None
+    """Longest prompt in tokens; a longer one is an error. By default what the model's context leaves."""
+    max_completion_length: int = 512
+    """Most tokens sampled per completion."""
+    instruction: str = "Solve the problem step by step. End with a line of the form: #### <number>"
+    """Put after the question, on a line of its own; may be empty."""
+    enable_thinking: bool = False
+    """Passed to chat templates that know it (Qwen3): whether the model thinks before it answers."""
+    eval_batch_size: int = 64
+    """Completions per batch in evaluation."""
+    eval_steps: int | None = None
+    """Also evaluate every so many steps; by default before and after only."""
+
+    use_peft: bool = True
+    """Train a LoRA adapter instead of all weights."""
+    lora_r: int = 32
+    """Rank of the adapter."""
+    lora_alpha: int = 32
+    """Scale of the adapter is lora_alpha / lora_r."""
+    lora_dropout: float = 0.0
+    """Dropout inside the adapter."""
+    lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Modules that get an adapter; "all-linear" is every linear layer but the head."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the weights; auto is bfloat16 under LoRA on a GPU, else float32. Adapters are float32 always."""
+    device: str = "auto"
+    """Device, for example "cpu" or "cuda:0"; auto is the first GPU if there is one."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    seed: int = 0
+    """Seed of everything drawn at random."""
+
+    report_to: list[str] = field(default_factory=list)
+    """Further logging back-ends, any of: tensorboard, wandb, trackio (each must be installed)."""
+    log_completions: int = 4
+    """Completions written to completions.jsonl per step, with their tokens and weights."""
+    no_advantage_patience: int = 5
+    """Warn after this many steps in a row in which no group had an advantage."""
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range, naming the setting."""
+        for tracker in self.report_to:
+            if tracker not in TRACKERS:
+                raise ValueError(f"report_to must be among {TRACKERS}, got {tracker!r}")
+        for name in (
+            "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_spans",
+            "max_completion_length", "eval_batch_size", "lora_r", "no_advantage_patience",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        super().__post_init__()
+        for name in ("max_prompt_length", "eval_steps", "token_budget"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("epsilon", "epsilon_high", "beta", "weight_decay", "warmup_steps", "log_completions"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("learning_rate", "temperature", "max_grad_norm"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.num_generations < 2:
+            raise ValueError(f"num_generations must be at least 2 for a group to compare, got {self.num_generations}")
+        if self.generation_batch_size % self.num_generations:
+            raise ValueError(
+                "per_device_train_batch_size * gradient_accumulation_steps must be a multiple of num_generations, "
+                f"got {self.per_device_train_batch_size} * {self.gradient_accumulation_steps} and "
+                f"{self.num_generations}"
+            )
+
+        self.counterfactual()  # checks the weights
+
+    def counterfactual(self) -> CounterfactualConfig:
+        """The settings that the kernels take."""
+        return CounterfactualConfig(
+            mode=self.credit,
+            w_min=self.w_min,
+            w_max=self.w_max,
+            w_answer=self.w_answer,
+            normalize=None if self.normalize_weights == "none" else self.normalize_weights,
+            detector=self.detector,
+            max_spans=self.max_spans,
+            selection=self.span_selection,
+            token_budget=self.token_budget,
+        )
+
+    @property
+    def generation_batch_size(self) -> int:
+        """Completions sampled per set of rollouts."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+
+@dataclass
+class WarmupConfig(DataConfig):
+    """One warm-up run; the defaults made the embedded checkpoint."""
+
+    output_dir: str = "runs/warmup"
+    """Model folder to write; it must not exist or be empty."""
+    careless: bool = True
+    """For "generated": learn from a careless pupil, whose last sum often takes its number from an idle sentence. The
+    model then can do the arithmetic but is easily misled, a habit that reinforcement corrects in minutes."""
+    vocab_size: int = 512
+    """Size of the byte-level BPE vocabulary; digits always stand alone."""
+    hidden_size: int = 128
+    """Width of the model."""
+    num_hidden_layers: int = 4
+    """Layers of the model."""
+    num_attention_heads: int = 4
+    """Attention heads, of 32 dimensions each; half as many key-value heads."""
+    intermediate_size: int = 384
+    """Width of the MLP."""
+    max_position_embeddings: int = 1024
+    """Context of the model, tokens."""
+    max_steps: int = 1600
+    """Optimizer steps."""
+    batch_size: int = 32
+    """Sequences per step."""
+    learning_rate: float = 2e-3
+    """Peak learning rate of AdamW, reached after warmup_steps and decayed to a tenth along a cosine."""
+    warmup_steps: int = 100
+    """Steps over which the learning rate rises from 0."""
+    device: str = "cpu"
+    """Device to train on, for example "cuda"."""
+    seed: int = 0
+    """Seed of problems, weights and order."""
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range, naming the setting."""
+        super().__post_init__()
+        for name in ("vocab_size", "num_hidden_layers", "max_steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_attention_heads < 2 or self.num_attention_heads % 2:
+            raise ValueError(f"num_attention_heads must be even, got {self.num_attention_heads}")
+
+
+def model_path(model: str) -> str:
+    """Folder of the embedded model, or ``model`` itself (a folder or hub name)."""
+    return str(ASSETS / EMBEDDED) if model == EMBEDDED else model
+
+
+def parse(kind: type[Config], argv: Sequence[str], *, prog: str, description: str) -> Config:
+    """Fill the dataclass ``kind`` from, in rising order: its defaults, the model folder's, ``--config``, flags.
+
+    Unknown settings, values of the wrong type or outside their range end the program with exit code 2 and a
+    message that names them.
+    """
+    # A short usage line: with sixty settings the full one would bury the error it is printed with.
+    parser = HfArgumentParser(
+        kind,  # type: ignore[arg-type]
+        prog=prog,
+        description=description,
+        allow_abbrev=False,
+        usage=f"{prog} [--setting value ...]",
+    )
+    parser.add_argument("--config", default=None, help="YAML file of settings; flags win over it.")
+    texts = field_docs(kind)
+    for action in parser._actions:
+        if action.dest in texts:
+            negated = any(option.startswith("--no_") for option in action.option_strings)
+            action.help = f"Same as --{action.dest} false." if negated else texts[action.dest].replace("%", "%%")
+
+    def read(layers: dict[str, Any]) -> Any:
+        values, unknown = parser.parse_known_args([*_as_flags(layers), *argv])
+        for flag in unknown:
+            name = flag.split("=")[0]
+            close = difflib.get_close_matches(name, parser._option_string_actions, n=1)
+            parser.error(f"unknown option {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
+        return values
+
+    try:
+        given = read({}).config
+        settings = _read_yaml(Path(given), kind) if given else {}
+        model = getattr(read(settings), "model", None)
+        if model is not None:
+            suited = Path(model_path(model)) / DEFAULTS_FILE
+            if suited.is_file():
+                settings = _read_yaml(suited, kind) | settings
+        values = vars(read(settings))
+        values.pop("config")
+        return kind(**values)
+    except (ValueError, OSError) as problem:
+        parser.error(str(problem))
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The string under each field of a dataclass, on one line: its documentation and ``--help`` text."""
+    texts = {}
+    for base in [base for base in kind.__mro__ if is_dataclass(base)]:
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
+        for entry, following in itertools.pairwise(body):
+            if isinstance(entry, ast.AnnAssign) and isinstance(following, ast.Expr):
+                texts[entry.target.id] = " ".join(following.value.value.split())  # type: ignore[union-attr, attr-defined]
+    return texts
+
+
+def to_yaml(config: Any) -> str:
+    """The settings of a dataclass as a YAML document that ``--config`` reads back."""
+    return yaml.safe_dump(asdict(config), sort_keys=False)
+
+
+def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
+    settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: must hold settings as 'name: value', got {type(settings).__name__}")
+    names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
+    for name in settings:
+        if name not in names:
+            close = difflib.get_close_matches(str(name), names, n=1)
+            raise ValueError(f"{path}: unknown setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+    return settings
+
+
+def _as_flags(settings: dict[str, Any]) -> list[str]:
+    """Settings as flags, so that types and choices are checked in one place; null and [] mean the class default."""
+    flags = []
+    for name, value in settings.items():
+        if isinstance(value, list):
+            flags += [f"--{name}", *map(str, value)] if value else []
+        elif value is not None:
+            flags.append(f"--{name}={value}")
+    return flags

@@ -1,0 +1,179 @@
+"""Problems to train and evaluate on, checked row by row before anything runs.
+
+Where it stands: between a file, the hub or the generator, and the prompts that rollouts start from. A row is a
+dict with at least ``question`` and ``answer``, both text; other columns are passed on to reward functions.
+"""
+
+import functools
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from trainer.config import GENERATED, DataConfig, TrainConfig
+from trainer.problems import generate
+from trainer.rewards import gold_number
+
+Row = dict[str, Any]
+
+GENERATED_TRAIN_PROBLEMS = 8192
+HELD_OUT_PROBLEMS = 256
+# Reinforcement learning's own stream of generated problems, whatever the seed of the run, so that runs compare.
+GENERATED_SEED = 1
+
+
+def load_rows(
+    name: str,
+    *,
+    split: str,
+    count: int | None = None,
+    config: str | None = None,
+    question_column: str = "question",
+    answer_column: str = "answer",
+    seed: int = GENERATED_SEED,
+) -> list[Row]:
+    """Read, rename to ``question`` and ``answer``, and check the first ``count`` rows of a data set.
+
+    ``name`` is a .jsonl or .parquet file, "generated", or a hub name; ``split`` and ``config`` are for the latter
+    two. Raises ``ValueError`` that names data set, row (counted from 0) and reason.
+    """
+    path = Path(name)
+    if name == GENERATED:
+        stream = generate(split, seed)
+        problems = itertools.islice(stream, count or GENERATED_TRAIN_PROBLEMS)
+        return [{"question": problem.question, "answer": problem.solution()} for problem in problems]
+    if path.suffix == ".jsonl":
+        rows = _read_jsonl(path)
+    elif path.suffix == ".parquet":
+        rows = _read_parquet(path)
+    elif path.suffix in (".json", ".csv", ".txt") or path.exists():
+        raise ValueError(f"dataset {name}: expected a .jsonl or .parquet file, a hub name or {GENERATED!r}")
+    else:
+        rows = _read_hub(name, config, split)
+    rows = rows[:count]
+    if not rows:
+        raise ValueError(f"dataset {name}: has no rows")
+    return [_checked(row, f"dataset {name}, row {i}", question_column, answer_column) for i, row in enumerate(rows)]
+
+
+def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tuple[list[Row], list[Row]]:
+    """Training and held-out problems, disjoint by question; ``seed`` draws generated training problems.
+
+    What is held out depends on the settings in ``config`` alone: problems that warm-up holds out are held out of
+    reinforcement learning with the same settings too.
+    """
+    read = functools.partial(load_rows, question_column=config.question_column, answer_column=config.answer_column)
+    train = read(
+        config.dataset, split=config.dataset_split, count=config.train_problems, config=config.dataset_config, seed=seed
+    )
+    held_out = config.eval_problems
+    if config.eval_dataset is not None:
+        test = read(config.eval_dataset, split=config.eval_split, count=held_out)
+    elif config.dataset == GENERATED:
+        test = load_rows(GENERATED, split="test", count=held_out or HELD_OUT_PROBLEMS)
+    elif Path(config.dataset).suffix:
+        random.Random(0).shuffle(train)
+        held_out = held_out or HELD_OUT_PROBLEMS
+        if held_out >= len(train):
+            raise ValueError(f"eval_problems: cannot set {held_out} of {len(train)} rows of {config.dataset} aside")
+        test, train = train[:held_out], train[held_out:]
+    else:
+        test = read(config.dataset, split=config.eval_split, count=held_out, config=config.dataset_config)
+    seen = {row["question"] for row in test}
+    train = [row for row in train if row["question"] not in seen]
+    if not train:
+        raise ValueError(f"dataset {config.dataset}: every training problem is also held out")
+    return train, test
+
+
+def encode_prompt(
+    question: str, tokenizer: PreTrainedTokenizerBase, *, instruction: str = "", enable_thinking: bool = False
+) -> list[int]:
+    """Token ids of the prompt: the chat template if the tokenizer has one, else ``Question: ... Answer:``."""
+    content = f"{question}\n{instruction}" if instruction else question
+    if tokenizer.chat_template is None:
+        return tokenizer(f"Question: {content}\nAnswer:")["input_ids"]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=enable_thinking,
+    )
+    # The template writes the special tokens itself.
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def encode_prompts(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: TrainConfig, context: int | None
+) -> list[list[int]]:
+    """Prompts of all rows; one that is too long for ``max_prompt_length`` or the context is an error that names it."""
+    limits = [
+        limit for limit in (config.max_prompt_length, context and context - config.max_completion_length) if limit
+    ]
+    prompts = []
+    for i, row in enumerate(rows):
+        ids = encode_prompt(
+            row["question"], tokenizer, instruction=config.instruction, enable_thinking=config.enable_thinking
+        )
+        if limits and len(ids) > min(limits):
+            raise ValueError(
+                f"row {i}: the prompt has {len(ids)} tokens, at most {min(limits)} fit (max_prompt_length "
+                f"{config.max_prompt_length}; context {context} less max_completion_length "
+                f"{config.max_completion_length}): {row['question'][:60]!r}"
+            )
+        prompts.append(ids)
+    return prompts
+
+
+def _checked(row: Any, where: str, question_column: str, answer_column: str) -> Row:
+    """One row with its two columns renamed, or a ``ValueError`` that says what is wrong with it."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected an object with named columns, got {type(row).__name__}")
+    texts = {}
+    for role, column in (("question", question_column), ("answer", answer_column)):
+        if column not in row:
+            raise ValueError(f"{where}: has no column {column!r}; its columns are {sorted(row)}")
+        value = row[column]
+        if role == "answer" and isinstance(value, int | float) and not isinstance(value, bool):
+            value = str(value)
+        if not isinstance(value, str):
+            raise ValueError(f"{where}: column {column!r} must be text, got {value!r}")
+        if not value.strip():
+            raise ValueError(f"{where}: column {column!r} is empty")
+        texts[role] = value
+    if gold_number(texts["answer"]) is None:
+        raise ValueError(f"{where}: no number can be read from column {answer_column!r}: {texts['answer'][-60:]!r}")
+    others = {name: value for name, value in row.items() if name not in (question_column, answer_column)}
+    return others | texts
+
+
+def _read_jsonl(path: Path) -> list[Any]:
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for i, line in enumerate(lines):
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as problem:
+                raise ValueError(f"dataset {path}, row {i}: is not JSON: {problem}") from problem
+    return rows
+
+
+def _read_parquet(path: Path) -> list[Any]:
+    import pyarrow.parquet  # comes with datasets; read only in this mode
+
+    return pyarrow.parquet.read_table(path).to_pylist()
+
+
+def _read_hub(name: str, config: str | None, split: str) -> list[Any]:
+    import datasets  # slow to import, and needed only in this mode
+
+    if config is None:
+        configs = datasets.get_dataset_config_names(name)
+        config = configs[0] if len(configs) == 1 else "main"
+        if config not in configs:
+            raise ValueError(f"dataset {name}: has several configurations, choose dataset_config from {configs}")
+    return datasets.load_dataset(name, config, split=split).to_list()

@@ -1,0 +1,53 @@
+"""Greedy accuracy on held-out problems.
+
+Where it stands: before and after training, and every ``eval_steps`` in between.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from trainer.data import Row
+from trainer.rewards import exact_match
+from trainer.rollouts import generate
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result on N problems, in their order."""
+
+    correct: list[bool]
+    texts: list[str]
+    mean_length: float
+    """Tokens per completion."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share of problems solved, 0 to 1."""
+        return sum(self.correct) / len(self.correct)
+
+
+def evaluate(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch_size: int,
+    max_completion_length: int,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Evaluation:
+    """Complete every prompt greedily and compare its number with the row's; ``advance(n)`` reports progress."""
+    correct, texts, tokens = [False] * len(rows), [""] * len(rows), 0
+    by_length = sorted(range(len(rows)), key=lambda i: len(prompts[i]))
+    for start in range(0, len(rows), batch_size):
+        batch = by_length[start : start + batch_size]
+        rollouts = generate(model, tokenizer, [prompts[i] for i in batch], max_completion_length=max_completion_length)
+        matches = exact_match(completions=rollouts.texts, answer=[rows[i]["answer"] for i in batch])
+        for i, text, match in zip(batch, rollouts.texts, matches, strict=True):
+            correct[i], texts[i] = match == 1, text
+        tokens += int(rollouts.completion_mask.sum())
+        advance(len(batch))
+    return Evaluation(correct, texts, tokens / len(rows))

@@ -1,0 +1,131 @@
+"""From completions to rewards and advantages.
+
+Where it stands: after the rollouts, before credit. A reward function follows TRL's contract
+``f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]``, where None abstains.
+"""
+
+import importlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cfa_kernels.spans import answer_text_span
+
+Reward = Callable[..., list[float | None]]
+
+STD_EPSILON = 1e-4  # TRL's, so that advantages agree with its own
+
+_MINUS = str.maketrans({"−": "-", "–": "-", "－": "-"})
+_DRESS = re.compile(r"\\?[$€£¥₹]|\{,\}|\\,|(?<=\d),(?=\d)")
+_DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
+_NUMBER = re.compile(rf"([+-]?)\s*(?:(\d+)\s+(?=\d+/))?({_DECIMAL})(?:\s*/\s*({_DECIMAL}))?")
+_FRAC = re.compile(r"\\[dtc]?frac\s?\{\s*([^{}]+?)\s*\}\s?\{\s*([^{}]+?)\s*\}")
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The exact value of a written number, or None if ``text`` is anything else.
+
+    Understands signs (also Unicode), currency signs, thousands separators, decimals, ``3/4``, ``1 1/2`` and
+    ``\\frac{3}{4}``. A rational holds every decimal exactly, so that 18 and 18.00 are one number and 0.1 is not
+    rounded.
+    """
+    match = _NUMBER.fullmatch(_FRAC.sub(r"\1/\2", _DRESS.sub("", text.translate(_MINUS))).strip())
+    if match is None:
+        return None
+    sign, whole, numerator, denominator = match.groups()
+    below = Fraction(denominator or 1)
+    if below == 0:
+        return None
+    value = Fraction(whole or 0) + Fraction(numerator) / below
+    return -value if sign == "-" else value
+
+
+def final_number(text: str) -> Fraction | None:
+    """The number a completion gives as its answer, or None if it gives none."""
+    span = answer_text_span(text)
+    return None if span is None else parse_number(text[slice(*span)])
+
+
+def gold_number(answer: str) -> Fraction | None:
+    """The number of a data set's answer column: that of a worked solution, or the bare number."""
+    number = final_number(answer)
+    return parse_number(answer) if number is None else number
+
+
+def exact_match(*, completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float | None]:
+    """1 where the completion's number equals that of the data set's answer, else 0."""
+    return [
+        float((number := final_number(completion)) is not None and number == gold_number(gold))
+        for completion, gold in zip(completions, answer, strict=True)
+    ]
+
+
+def load_reward(name: str) -> Reward:
+    """Find a reward function by name: ``exact_match``, or ``module:function`` on the import path."""
+    if name == "exact_match":
+        return exact_match
+    module, _, function = name.partition(":")
+    if not function:
+        raise ValueError(f"reward_funcs: {name!r} is neither 'exact_match' nor of the form 'module:function'")
+    try:
+        reward = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as problem:
+        raise ValueError(f"reward_funcs: cannot import {name!r}: {problem}") from problem
+    if not callable(reward):
+        raise ValueError(f"reward_funcs: {name!r} is a {type(reward).__name__}, not a function")
+    return reward
+
+
+def compute_rewards(
+    functions: dict[str, Reward],
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[list[int]],
+    columns: dict[str, list[Any]],
+) -> tuple[Tensor, dict[str, list[float | None]]]:
+    """Call each reward function on B samples and add the results up; None abstains.
+
+    Returns the (B,) fp32 sums and each function's own list. Raises ``ValueError`` if a function returns the wrong
+    number of values or every function abstains on a sample, ``FloatingPointError`` for a reward that is not
+    finite; the message names function and sample.
+    """
+    by_function = {}
+    total, voted = torch.zeros(len(completions)), [False] * len(completions)
+    for name, function in functions.items():
+        values = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+        if len(values) != len(completions):
+            raise ValueError(f"reward {name}: returned {len(values)} values for {len(completions)} completions")
+        for i, value in enumerate(values):
+            if value is None:
+                continue
+            if not math.isfinite(value):
+                raise FloatingPointError(f"sample {i}: reward {name} is {value}")
+            total[i] += value
+            voted[i] = True
+        by_function[name] = values
+    if not all(voted):
+        raise ValueError(f"sample {voted.index(False)}: every reward function returned None")
+    return total, by_function
+
+
+def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
+    """(reward - group mean) / (std + 1e-4) of (B,) rewards whose groups lie side by side; (B,) fp32.
+
+    ``scale_rewards`` names the standard deviation: the group's, the batch's, or none (no division). A group whose
+    rewards are all equal has advantage exactly 0, so that nothing spends work on it.
+    """
+    groups = rewards.float().view(-1, num_generations)  # (groups, G)
+    centred = groups - groups.mean(1, keepdim=True)
+    if scale_rewards == "group":
+        centred = centred / (groups.std(1, keepdim=True) + STD_EPSILON)
+    elif scale_rewards == "batch":
+        centred = centred / (rewards.float().std() + STD_EPSILON)
+    elif scale_rewards != "none":
+        raise ValueError(f"scale_rewards must be 'group', 'batch' or 'none', got {scale_rewards!r}")
+    mixed = groups.amax(1, keepdim=True) > groups.amin(1, keepdim=True)
+    return torch.where(mixed, centred, torch.zeros_like(centred)).flatten()

@@ -1,0 +1,36 @@
+"""Optional logging back-ends, each by its own library, imported only when asked for.
+
+Where it stands: beside the run folder's ``metrics.jsonl``, which is always written.
+"""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Log = Callable[[dict[str, float], int], None]
+
+TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
+def open_tracker(name: str, folder: Path, settings: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
+    """Start back-end ``name`` for a run; returns ``log(metrics, step)`` and ``close()``.
+
+    Raises ``ImportError`` that says what to install, ``ValueError`` for an unknown name.
+    """
+    if name not in TRACKERS:
+        raise ValueError(f"report_to: must be among {TRACKERS}, got {name!r}")
+    try:
+        library = importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
+    except ImportError as problem:
+        raise ImportError(f"report_to: {name} is not installed (pip install {name})") from problem
+    if name == "tensorboard":
+        writer = library.SummaryWriter(folder)
+
+        def log(metrics: dict[str, float], step: int) -> None:
+            for metric, value in metrics.items():
+                writer.add_scalar(metric, value, step)
+
+        return log, writer.close
+    library.init(project="cfa_kernels", name=folder.name, config=settings)
+    return (lambda metrics, step: library.log(metrics, step=step)), library.finish

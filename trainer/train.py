@@ -1,0 +1,242 @@
+"""Counterfactual DAPO: sample, reward, compare within groups, assign credit, update.
+
+Where it stands: the program's centre. ``train`` sets a run up and evaluates around it; ``training_step`` is one
+step from top to bottom; ``update`` is its optimizer step.
+"""
+
+import itertools
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, get_scheduler, set_seed
+
+from cfa_kernels import counterfactual_credit, policy_loss
+from cfa_kernels.hf import causal_lm, context_length
+from trainer.config import TrainConfig
+from trainer.data import Row, encode_prompts, train_and_eval_rows
+from trainer.evaluate import evaluate
+from trainer.metrics import Averages, Step, length_metrics, reward_metrics
+from trainer.microbatch import micro_batches
+from trainer.model import Reference, load_policy, save_policy
+from trainer.report import Report
+from trainer.rewards import Reward, compute_rewards, group_advantages, load_reward
+from trainer.rollouts import Rollouts, generate
+
+
+@dataclass
+class Trainer:
+    """What a step needs, set up once."""
+
+    config: TrainConfig
+    policy: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    reference: Reference | None
+    rewards: dict[str, Reward]
+    rows: list[Row]
+    prompts: list[list[int]]
+    held_out: list[Row]
+    held_out_prompts: list[list[int]]
+
+
+def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
+    """One step on some problems, by index: B = problems x num_generations completions, T tokens at most."""
+    config, started = trainer.config, time.perf_counter()
+    samples = [(i, g) for i in problems for g in range(config.num_generations)]
+    rollouts = generate(
+        trainer.policy,
+        trainer.tokenizer,
+        [trainer.prompts[i] for i, _ in samples],
+        max_completion_length=config.max_completion_length,
+        keys=[(config.seed, step, i, g) for i, g in samples],
+        temperature=config.temperature,
+        top_p=config.top_p,
+    )
+    generated = time.perf_counter()
+
+    batch_rows = [trainer.rows[i] for i, _ in samples]
+    columns = {name: [row[name] for row in batch_rows] for name in batch_rows[0]}
+    rewards, by_function = compute_rewards(
+        trainer.rewards, columns["question"], rollouts.texts, rollouts.ids(), columns
+    )  # (B,)
+    advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)  # (B,)
+    advantages = advantages.to(rollouts.completion_ids.device)
+    mask = rollouts.completion_mask  # (B, T)
+    if config.mask_truncated_completions:
+        mask = mask * ~rollouts.truncated[:, None]
+
+    credit = counterfactual_credit(
+        trainer.policy,
+        trainer.tokenizer,
+        rollouts.prompt_ids,
+        rollouts.prompt_mask,
+        rollouts.completion_ids,
+        mask,
+        advantages=advantages,
+        config=config.counterfactual(),
+        generator=torch.Generator().manual_seed(config.seed * 1_000_003 + step),
+    )
+    credited = time.perf_counter()
+
+    losses = update(trainer, rollouts, mask, advantages, credit.weights)
+    finished = time.perf_counter()
+    metrics = {
+        **reward_metrics(rewards, by_function, config.num_generations),
+        **length_metrics(rollouts),
+        **losses,
+        **credit.metrics(mask),
+        "step_time": finished - started,
+        "time/generate": generated - started,
+        "time/credit": credited - generated,
+        "time/update": finished - credited,
+    }
+    return Step(metrics, [i for i, _ in samples], rollouts, rewards, advantages, credit)
+
+
+def update(trainer: Trainer, rollouts: Rollouts, mask: Tensor, advantages: Tensor, weights: Tensor) -> dict[str, float]:
+    """``num_iterations`` optimizer steps on one batch of rollouts; ``mask`` and ``weights`` are (B, T).
+
+    Rows without advantage are left out where that changes nothing (no KL term, totals given): their tokens still
+    count in the denominators. Raises ``FloatingPointError`` for a log-prob or gradient that is not finite.
+    """
+    config, policy = trainer.config, trainer.policy
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    parts = micro_batches(config, rollouts, mask, advantages, weights)
+    if trainer.reference is not None:
+        with torch.no_grad(), trainer.reference.model() as reference:
+            for micro in parts:
+                micro.ref_logprobs = micro.logprobs(reference, config.temperature)[0]
+    metrics = Averages()
+    policy.train()
+    for _ in range(config.num_iterations):
+        trainer.optimizer.zero_grad()  # to None: without a micro-batch the optimizer step below changes nothing
+        loss_sum, norm = 0.0, torch.zeros(())
+        for micro in parts:
+            logprobs, entropies = micro.logprobs(policy, config.temperature)  # (b, t)
+            micro.require_finite_logprobs(logprobs)
+            loss, measured = policy_loss(
+                logprobs,
+                micro.old_logprobs,
+                micro.advantages,
+                micro.mask,
+                weights=micro.weights,
+                ref_logprobs=micro.ref_logprobs,
+                entropies=entropies,
+                epsilon=config.epsilon,
+                epsilon_high=config.epsilon_high,
+                delta=config.delta,
+                beta=config.beta,
+                loss_type=config.loss_type,
+                importance_sampling_level=config.importance_sampling_level,
+                num_items_in_batch=mask.sum(),
+                num_sequences_in_batch=len(mask),
+                max_completion_length=config.max_completion_length,
+            )
+            if config.loss_type == "bnpo":  # the one type that normalises by its own micro-batch
+                loss = loss / len(parts)
+            loss.backward()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            micro.require_finite_gradient(norm, policy)
+            if micro.old_logprobs is None:  # before the first optimizer step the policy is the one that sampled
+                micro.old_logprobs = logprobs.detach()
+                metrics.add(micro.sampling_gap(logprobs.detach()), micro.tokens)
+            metrics.add(measured, micro.tokens)
+            loss_sum += loss.item()
+        torch.nn.utils.clip_grads_with_norm_(parameters, config.max_grad_norm, norm)
+        trainer.optimizer.step()
+        metrics.add({"loss": loss_sum, "grad_norm": norm})
+    policy.eval()
+    rate = float(trainer.scheduler.get_last_lr()[0])
+    trainer.scheduler.step()
+    return {**metrics.values(), "learning_rate": rate}
+
+
+def problem_batches(problems: int, per_step: int, seed: int) -> Iterator[list[int]]:
+    """Endless batches of problem numbers: shuffled passes over all, run together."""
+    rng = random.Random(seed)
+    order = itertools.chain.from_iterable(rng.sample(range(problems), problems) for _ in itertools.count())
+    while True:
+        yield list(itertools.islice(order, per_step))
+
+
+def set_up(config: TrainConfig) -> Trainer:
+    """Everything a run needs, checked before it starts."""
+    _require_unused(run_folder(config))
+    rewards = {name.rpartition(":")[2]: load_reward(name) for name in config.reward_funcs}
+    rows, held_out = train_and_eval_rows(config)
+    set_seed(config.seed)
+    policy, tokenizer = load_policy(config)
+    limit = context_length(causal_lm(policy))
+    optimizer = torch.optim.AdamW(
+        [p for p in policy.parameters() if p.requires_grad], config.learning_rate, weight_decay=config.weight_decay
+    )
+    return Trainer(
+        config=config,
+        policy=policy,
+        tokenizer=tokenizer,
+        optimizer=optimizer,
+        scheduler=get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, config.max_steps),
+        reference=Reference(policy) if config.beta else None,
+        rewards=rewards,
+        rows=rows,
+        prompts=encode_prompts(rows, tokenizer, config, limit),
+        held_out=held_out,
+        held_out_prompts=encode_prompts(held_out, tokenizer, config, limit),
+    )
+
+
+def train(trainer: Trainer) -> Path:
+    """Run it all: evaluate, train, evaluate again, save. Returns the run folder."""
+    config, folder = trainer.config, run_folder(trainer.config)
+    _require_unused(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with Report(folder, config, trainer.tokenizer) as report:
+        report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out))
+
+        def evaluate_at(step: int) -> None:
+            with report.evaluating(step, len(trainer.held_out)) as advance:
+                result = evaluate(
+                    trainer.policy,
+                    trainer.tokenizer,
+                    trainer.held_out,
+                    trainer.held_out_prompts,
+                    batch_size=config.eval_batch_size,
+                    max_completion_length=config.max_completion_length,
+                    advance=advance,
+                )
+            report.evaluated(step, result)
+
+        evaluate_at(0)
+        batches = problem_batches(
+            len(trainer.rows), config.generation_batch_size // config.num_generations, config.seed
+        )
+        for step in range(1, config.max_steps + 1):
+            try:
+                result = training_step(trainer, step, next(batches))
+            except FloatingPointError as problem:
+                raise FloatingPointError(f"step {step}, {problem}; nothing was saved") from problem
+            report.stepped(step, result)
+            if step == config.max_steps or (config.eval_steps and step % config.eval_steps == 0):
+                evaluate_at(step)
+        save_policy(trainer.policy, trainer.tokenizer, folder / ("adapter" if config.use_peft else "checkpoint"))
+        report.closing()
+    return folder
+
+
+def run_folder(config: TrainConfig) -> Path:
+    """Where a run leaves its files: ``output_dir``, or a folder of its own under ``runs``."""
+    if config.output_dir is not None:
+        return Path(config.output_dir)
+    started = time.strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{started}-{Path(config.model).name}-{config.credit}-seed{config.seed}"
+
+
+def _require_unused(folder: Path) -> None:
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"output_dir: {folder} is not empty; name another folder or remove it")
