@@ -1,0 +1,91 @@
+"""Pictures of a result file: ``python -m benchmarks.plots benchmarks/results/FILE.json`` writes PNGs beside it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+LABELS = {"spans": "spans per completion (K)", "completion": "completion length (tokens)", "group": "group size (G)"}
+
+
+def predict_growth(figures: list[dict[str, Any]]) -> None:
+    """Add to each point of a sweep the seconds that token counts predict.
+
+    They are the contender's own tokens at that point times its seconds per token at its largest point.
+    """
+    for figure in figures:
+        line = [f for f in figures if (f["axis"], f["name"]) == (figure["axis"], figure["name"])]
+        largest = max(line, key=lambda f: f["value"])
+        per_token = largest["seconds"]["median"] / largest["tokens_fed"]
+        figure["predicted_seconds"] = per_token * figure["tokens_fed"]
+
+
+def plot_growth(figures: list[dict[str, Any]], path: Path) -> None:
+    """Time against K, completion length and G, with the line that token counts predict."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    axes_names = [axis for axis in LABELS if any(figure.get("axis") == axis for figure in figures)]
+    canvas, panels = pyplot.subplots(1, len(axes_names), figsize=(4.6 * len(axes_names), 3.8), squeeze=False)
+    for panel, axis in zip(panels[0], axes_names, strict=True):
+        on_axis = [figure for figure in figures if figure.get("axis") == axis]
+        for color, name in enumerate(dict.fromkeys(figure["name"] for figure in on_axis)):
+            line = sorted((f for f in on_axis if f["name"] == name), key=lambda f: f["value"])
+            x, y = [f["value"] for f in line], [f["seconds"]["median"] for f in line]
+            low, high = [f["seconds"]["min"] for f in line], [f["seconds"]["max"] for f in line]
+            panel.plot(x, [f["predicted_seconds"] for f in line], "--", color=f"C{color}", linewidth=1)
+            errors = [[m - lo for m, lo in zip(y, low, strict=True)], [hi - m for m, hi in zip(y, high, strict=True)]]
+            panel.errorbar(x, y, yerr=errors, fmt="o", color=f"C{color}", label=name, capsize=2)
+        panel.set_xlabel(LABELS[axis])
+        panel.set_ylabel("seconds (median, min to max)")
+        panel.set_ylim(bottom=0)
+        panel.set_xticks(sorted({figure["value"] for figure in on_axis}))
+    panels[0][0].legend(title="dashed: predicted by tokens fed", fontsize=8, title_fontsize=8)
+    canvas.tight_layout()
+    canvas.savefig(path, dpi=120)
+    pyplot.close(canvas)
+
+
+def plot_times(figures: list[dict[str, Any]], path: Path) -> None:
+    """Median time of every contender, one panel per workload."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups = list(dict.fromkeys(figure["group"] for figure in figures))
+    canvas, panels = pyplot.subplots(len(groups), 1, figsize=(8, 3.4 * len(groups)), squeeze=False)
+    for panel, group in zip(panels[:, 0], groups, strict=True):
+        bars = sorted((f for f in figures if f["group"] == group), key=lambda f: -f["seconds"]["median"])
+        medians = [f["seconds"]["median"] for f in bars]
+        colors = ["C1" if f["name"] == "ours" else "C0" for f in bars]
+        drawn = panel.barh(
+            [f["name"] for f in bars], medians, xerr=[f["seconds"]["iqr"] / 2 for f in bars], color=colors
+        )
+        panel.bar_label(drawn, labels=[f"{m:.3g} s, {m / min(medians):.1f} x" for m in medians], padding=4, fontsize=8)
+        panel.set_xlim(0, max(medians) * 1.25)
+        panel.set_title(group, fontsize=10)
+        panel.set_xlabel("seconds (median)")
+    canvas.tight_layout()
+    canvas.savefig(path, dpi=120)
+    pyplot.close(canvas)
+
+
+def plot_results(results: Path) -> list[Path]:
+    """Write every picture that a result file holds figures for; return their paths."""
+    parts = json.loads(results.read_text())["parts"]
+    written = []
+    for part, draw in (("sweeps", plot_growth), ("scoring", plot_times)):
+        if figures := parts.get(part, {}).get("figures"):
+            written.append(results.with_name(f"{results.stem}-{part}.png"))
+            draw(figures, written[-1])
+    return written
+
+
+if __name__ == "__main__":
+    for picture in plot_results(Path(sys.argv[1])):
+        print(picture)

@@ -1,0 +1,227 @@
+"""How everything here is timed: contenders are checked, then take turns, so that drift of the machine hits all alike.
+
+A benchmark builds ``Contender`` values that do the same job, calls ``race`` and reports each lap with the ``report``
+fixture of ``conftest.py``. A contender with a wrong answer is refused: it gets no time and its test fails. One that
+cannot run here (a package that is missing) is absent: it gets no time and its test is skipped, with the reason.
+
+    def check(result):                       # raises WrongAnswer
+        assert_close(result, reference)
+
+    laps = race([Contender("ours", run, check), ...], device=device, budget=budget)
+    report(laps["ours"], group="loss")       # in a test marked ``@pytest.mark.benchmark(timer=replay_clock)``
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+CACHE_BYTES = 256 << 20  # written before each device-clocked round: more than the L2 cache of any GPU so far
+
+
+class WrongAnswer(AssertionError):
+    """A contender's result differs from the reference by more than the error budget."""
+
+
+class Absent(Exception):
+    """A contender cannot run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the job.
+
+    Attributes:
+        name: how results call it.
+        run: does the whole job once and returns its result.
+        check: raises ``WrongAnswer`` on a wrong result; may return facts to record (numbers or strings by name).
+        absent: why it cannot run here; then ``run`` is never called.
+    """
+
+    name: str
+    run: Callable[[], Any]
+    check: Callable[[Any], dict[str, Any] | None]
+    absent: str | None = None
+
+
+@dataclass
+class Lap:
+    """What one contender did: seconds of each round, or the reason for having none."""
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    peak_extra_bytes: int | None = None
+    """Most device memory above what was allocated before, in the checking run; None on a CPU."""
+    refused: str | None = None
+    absent: str | None = None
+    check_seconds: float = 0.0
+    """Of the first run, one-time work and counting included."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many rounds a race may take: as many as fit in ``seconds``, between two bounds."""
+
+    seconds: float = 60.0
+    min_rounds: int = 5
+    max_rounds: int = 30
+
+    def rounds(self, seconds_per_round: float) -> int:
+        return int(min(max(self.seconds / max(seconds_per_round, 1e-9), self.min_rounds), self.max_rounds))
+
+
+def race(
+    contenders: Sequence[Contender],
+    *,
+    device: torch.device,
+    budget: Budget,
+    clock: Literal["wall", "device"] = "wall",
+) -> dict[str, Lap]:
+    """Check every contender once, then time the sound ones in rounds, each round starting one further along.
+
+    ``clock="wall"`` times what a caller waits for: launches and work, to the last synchronisation.
+    ``clock="device"`` times the device alone by events, with a cold L2 cache and launches hidden behind the
+    clearing of it; on a CPU it is the wall clock.
+    """
+    if len({contender.name for contender in contenders}) != len(contenders):
+        raise ValueError(f"contenders must differ by name, got {[contender.name for contender in contenders]}")
+    laps = {contender.name: _checked(contender, device) for contender in contenders}
+    running = [c for c in contenders if laps[c.name].absent is None and laps[c.name].refused is None]
+    if not running:
+        return laps
+    timed = _device_seconds if clock == "device" and device.type == "cuda" else _wall_seconds
+    per_round = sum(laps[contender.name].check_seconds for contender in running)
+    if device.type == "cuda" or per_round < budget.seconds / 10:
+        # The first run compiled and loaded; a second that does not count shows what a round really takes.
+        per_round = sum(timed(contender.run, device) for contender in running)
+    rounds = budget.rounds(per_round)
+    for i in range(rounds):
+        turn = i % len(running)
+        for contender in running[turn:] + running[:turn]:
+            laps[contender.name].seconds.append(timed(contender.run, device))
+    return laps
+
+
+def _checked(contender: Contender, device: torch.device) -> Lap:
+    lap = Lap(contender.name, absent=contender.absent)
+    if lap.absent is not None:
+        return lap
+    release_memory(device)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    start = time.perf_counter()
+    try:
+        result = contender.run()
+        lap.check_seconds = time.perf_counter() - start
+        if on_gpu:
+            torch.cuda.synchronize(device)
+            lap.peak_extra_bytes = torch.cuda.max_memory_allocated(device) - before
+        lap.facts = dict(contender.check(result) or {})
+    except WrongAnswer as error:
+        lap.refused = str(error)
+    except Absent as error:
+        lap.absent = str(error)
+    except torch.OutOfMemoryError:
+        lap.absent = "does not fit in the device's memory"
+    return lap
+
+
+def release_memory(device: torch.device) -> None:
+    """Hand unused memory back, so that one contender's peak is not another's."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _wall_seconds(run: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    result = run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    del result  # freed outside the timed region
+    return seconds
+
+
+def _device_seconds(run: Callable[[], Any], device: torch.device) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.empty(CACHE_BYTES, dtype=torch.uint8, device=device).zero_()
+    start.record()
+    result = run()
+    end.record()
+    torch.cuda.synchronize(device)
+    del result
+    return start.elapsed_time(end) / 1e3
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float | int]:
+    """Median and spread of the rounds, in seconds."""
+    if len(seconds) > 1:
+        first, _, third = statistics.quantiles(seconds, n=4, method="inclusive")
+    else:
+        first = third = seconds[0]
+    return {
+        "median": statistics.median(seconds),
+        "iqr": third - first,
+        "min": min(seconds),
+        "max": max(seconds),
+        "mean": statistics.fmean(seconds),
+        "rounds": len(seconds),
+    }
+
+
+class Figures:
+    """Everything one session measured, in the form that result files keep."""
+
+    def __init__(self) -> None:
+        self.figures: list[dict[str, Any]] = []
+        self.ratios: list[dict[str, Any]] = []
+        self.absent: list[dict[str, str]] = []
+        self.refused: list[dict[str, str]] = []
+        self.workloads: dict[str, dict[str, Any]] = {}
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(vars(self), indent=1) + "\n")
+
+
+class ReplayClock:
+    """A clock that moves only when a round measured earlier is replayed.
+
+    Races take turns, which pytest-benchmark cannot do by itself; replaying the rounds to it keeps its table,
+    its comparison and its JSON.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        return self._now
+
+    def rounds(self, seconds: Sequence[float]) -> Callable[[], None]:
+        """A target for ``benchmark.pedantic`` that takes each of ``seconds`` in turn."""
+        left = iter(seconds)
+
+        def one_round() -> None:
+            self._now += next(left)
+
+        return one_round
+
+
+replay_clock = ReplayClock()

@@ -1,0 +1,77 @@
+"""What is right: one full forward per span, and by how much a result may miss it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from benchmarks.peers import Observed, Peer, per_span, per_span_logits_to_keep
+from benchmarks.race import WrongAnswer, release_memory
+from benchmarks.workloads import Job
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What is right, and by how much a result may miss it.
+
+    The budget is the error that the definition itself makes in the model's precision, measured against the same
+    in the next higher one, doubled: ``2 * (max |per_span - truth| + eps * max |truth|)`` nats per score.
+    """
+
+    truth: list[Tensor]  # float64
+    error: float
+
+    @staticmethod
+    def of(model: PreTrainedModel, job: Job) -> Reference:
+        """Run the definition in the model's dtype and in the next higher one."""
+        dtype = next(model.parameters()).dtype
+        higher = torch.float64 if dtype == torch.float32 else torch.float32
+        exact = copy.deepcopy(model)
+        nn.Module.to(exact, higher)
+        truth = [scores.double().cpu() for scores in per_span_logits_to_keep(exact, job)]
+        del exact
+        release_memory(job.prompts[0].device)
+        low = per_span(model, job)
+        error = max(float((a.double().cpu() - b).abs().max()) for a, b in zip(low, truth, strict=True))
+        return Reference(truth, error)
+
+    def tolerance(self, eps: float) -> float:
+        """Nats that one score may be off, its own rounding step being ``eps``."""
+        return 2 * (self.error + eps * max(float(scores.abs().max()) for scores in self.truth))
+
+    def check(self, peer: Peer, job: Job, observed: Observed, dtype: torch.dtype) -> dict[str, float]:
+        """Raise ``WrongAnswer`` unless every observation is within the budget; return how close it was.
+
+        For a peer that observes something other than log-probs the budget goes through its view to first order:
+        the sum, over the scores, of how far the view moves when one score moves by the tolerance.
+        """
+        tolerance = self.tolerance(torch.finfo(dtype if peer.scores_in_model_dtype else torch.float32).eps)
+        worst, largest = 0.0, 0.0
+        for b, (scores, seen) in enumerate(zip(self.truth, observed, strict=True)):
+            expected = peer.view(scores, job, b).double()
+            seen = seen.double().cpu()
+            if seen.shape != expected.shape:
+                raise WrongAnswer(f"completion {b}: {tuple(seen.shape)} values, {tuple(expected.shape)} are expected")
+            allowed = torch.zeros_like(expected)
+            for step in tolerance * torch.eye(len(scores), dtype=torch.float64):
+                allowed += (peer.view(scores + step, job, b) - expected).abs()
+            error = (seen - expected).abs()
+            # Not `error > allowed`: a nan must be refused.
+            if not bool((error <= allowed + 1e-12).all()):
+                at = int((error - allowed).nan_to_num(torch.inf).argmax())
+                raise WrongAnswer(
+                    f"completion {b}, value {at}: {float(seen[at]):.6g}, expected {float(expected[at]):.6g} "
+                    f"within {float(allowed[at]):.2g}"
+                )
+            worst = max(worst, float((error / allowed.clamp_min(1e-12)).max()))
+            largest = max(largest, float(error.max()))
+        return {"error_over_budget": worst, "max_error": largest, "tolerance_nats": tolerance}
+
+    def sharpness(self) -> float:
+        """Median |drop| over the fp32 tolerance: far above 1, or the check would see nothing."""
+        drops = torch.cat([(scores[1:] - scores[0]).abs() for scores in self.truth])
+        return float(drops.median()) / self.tolerance(torch.finfo(torch.float32).eps)

@@ -1,0 +1,25 @@
+"""What a session is to run: on which device, and whether in full or as a smoke run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def add_options(parser: pytest.Parser) -> None:
+    group = parser.getgroup("benchmarks")
+    group.addoption("--bench-device", choices=("cpu", "cuda"), help="where to run; default: the GPU if there is one")
+    group.addoption("--bench-smoke", action="store_true", help="smallest shapes: shows that all runs, measures nothing")
+    group.addoption("--bench-seconds", type=float, default=60.0, help="time for the rounds of one race")
+    group.addoption("--bench-rounds", type=int, default=5, help="fewest rounds of one race")
+    group.addoption("--figures", help="JSON file to write every figure to")
+
+
+def device_name(config: pytest.Config) -> str:
+    """``"cuda"`` (CUDA or HIP) or ``"cpu"``."""
+    return config.getoption("--bench-device") or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def workload_set(config: pytest.Config) -> str:
+    """Key of the workloads to run: ``"smoke"``, or the device's name for those of full size."""
+    return "smoke" if config.getoption("--bench-smoke") else device_name(config)

@@ -1,0 +1,353 @@
+"""What is scored: real GSM8K completions where they are at hand, generated ones otherwise, and models to score with.
+
+No network: the tokenizer is a byte-level BPE trained here, and models have random weights in the shapes of real ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from cfa_kernels import Span, detect_spans, find_answer
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+# Of the first dozen seeds, the one whose completions share tokens most nearly as the whole file does: one full forward
+# per span feeds 2.40 times the tokens of the tree, over the whole file 2.38.
+SEED = 6
+VOCABULARY = 16_384
+MARKER = "####"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The input of one scoring call, and where it comes from.
+
+    Every completion ends with its answer, right after a marker token: then "the answer" means the same tokens to
+    every contender, those included that score from the marker to the end of the row.
+    """
+
+    name: str
+    source: str
+    prompts: list[Tensor]
+    completions: list[Tensor]
+    spans: list[list[Span]]
+    answers: list[Span]
+    placeholder_id: int
+    tokenizer: PreTrainedTokenizerFast
+
+    def to(self, device: torch.device) -> Job:
+        """The same job with its ids on ``device``."""
+        moved = {
+            "prompts": [p.to(device) for p in self.prompts],
+            "completions": [c.to(device) for c in self.completions],
+        }
+        return Job(**{**vars(self), **moved})
+
+    def part(self, rows: Sequence[int]) -> Job:
+        """The job of some of its completions."""
+        columns = {
+            name: [getattr(self, name)[b] for b in rows] for name in ("prompts", "completions", "spans", "answers")
+        }
+        return Job(**{**vars(self), **columns})
+
+    def describe(self) -> dict[str, Any]:
+        """Sizes, for the record."""
+        rows = len(self.completions)
+        return {
+            "source": self.source,
+            "completions": rows,
+            "distinct_prompts": len({tuple(p.tolist()) for p in self.prompts}),
+            "prompt_tokens_mean": sum(map(len, self.prompts)) / rows,
+            "completion_tokens_mean": sum(map(len, self.completions)) / rows,
+            "completion_tokens_max": max(map(len, self.completions)),
+            "spans_mean": sum(map(len, self.spans)) / rows,
+            "span_tokens_mean": sum(s.end - s.start for row in self.spans for s in row) / sum(map(len, self.spans)),
+            "answer_tokens_mean": sum(a.end - a.start for a in self.answers) / rows,
+        }
+
+
+def variants(job: Job, b: int) -> Iterator[Tensor]:
+    """Completion ``b`` as sampled, then with each of its spans replaced by placeholders, (T_b,) each."""
+    completion = job.completions[b]
+    yield completion
+    for span in job.spans[b]:
+        masked = completion.clone()
+        masked[span.start : span.end] = job.placeholder_id
+        yield masked
+
+
+# Text
+
+
+def gsm8k_folder() -> Path | None:
+    """Real GSM8K problems and model solutions, beside the repository or inside it, or None."""
+    places = (REPOSITORY.parent / "shared" / "gsm8k", REPOSITORY / "shared" / "gsm8k")
+    return next((place for place in places if place.is_dir()), None)
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Texts to train the tokenizer on, and problems with the completions of each."""
+
+    source: str
+    training_texts: list[str]
+    problems: list[tuple[str, list[str]]]
+
+
+def _prompt(question: str) -> str:
+    return f"Solve the problem step by step. End with {MARKER} and the final number.\n\nQuestion: {question}\nAnswer: "
+
+
+@functools.cache
+def corpus() -> Corpus:
+    """GSM8K's problems with real model solutions if they are here, else generated text of that kind."""
+    folder = gsm8k_folder()
+    if folder is None:
+        return _generated_corpus()
+    training = _read_jsonl(folder / "train.jsonl")
+    texts = [text for row in training for text in (row["question"], row["answer"])]
+    problems = []
+    for row in _read_jsonl(folder / "model_solutions.jsonl"):
+        solutions = [cell["solution"] for cell in row.values() if isinstance(cell, dict)]
+        # The models wrote "A: 18" on the last line; "#### 18" is what GSM8K itself and its trainers use.
+        problems.append((_prompt(row["question"]), [re.sub(r"\nA: ", f"\n{MARKER} ", text) for text in solutions]))
+    return Corpus("real: GSM8K model solutions", texts, problems)
+
+
+def _generated_corpus() -> Corpus:
+    """Word problems by template, with lengths and spans about GSM8K's own."""
+    rng = random.Random(SEED)
+    names, things = ("Tom", "Ana", "Wei", "Sara", "Ravi"), ("apples", "books", "pens", "coins", "cards")
+
+    def question() -> str:
+        sentences = [
+            f"{rng.choice(names)} buys {rng.randint(2, 60)} {rng.choice(things)} at ${rng.randint(2, 9)} each."
+            for _ in range(rng.randint(3, 6))
+        ]
+        return _prompt(" ".join(sentences) + " How much do they spend in all?")
+
+    def solution() -> str:
+        lines = []
+        for _ in range(rng.randint(3, 6)):
+            a, b = rng.randint(2, 60), rng.randint(2, 9)
+            lines.append(f"{rng.choice(names)} spends {a} * {b} = ${a * b} on {rng.choice(things)} in every week.")
+        return "\n".join(lines) + f"\n{MARKER} {rng.randint(10, 999)}"
+
+    problems = [(question(), [solution() for _ in range(4)]) for _ in range(200)]
+    return Corpus("generated: no real data here", [t for q, row in problems for t in (q, *row)], problems)
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE with single digits, as Qwen's, trained on the corpus; its pad token is the placeholder."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(corpus().training_texts, trainer)
+    # One token in real vocabularies, too.
+    bpe.add_tokens([MARKER])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
+
+
+@functools.cache
+def _marker_id() -> int:
+    return tokenizer().get_vocab()[MARKER]
+
+
+# Jobs
+
+
+@dataclass(frozen=True)
+class _Scored:
+    completion: Tensor
+    spans: list[Span]
+    answer: Span
+
+
+def _scorable(text: str, max_spans: int) -> _Scored | None:
+    """A solution as ids, answer and spans; None where it lacks either or goes on after its answer.
+
+    The answer starts right after the marker, with the space in front of the number if that is a token.
+    """
+    ids = torch.tensor(tokenizer().encode(text), dtype=torch.long)
+    answer = find_answer(ids, tokenizer())
+    markers = ids.eq(_marker_id()).nonzero()
+    if answer is None or answer.end != len(ids) or not 0 < len(markers) <= 1:
+        return None
+    after_marker = int(markers[0]) + 1
+    if str(tokenizer().decode(ids[after_marker : answer.start])).strip():
+        return None
+    spans = detect_spans(ids, tokenizer(), answer=answer, max_spans=max_spans)
+    return _Scored(ids, spans, Span(after_marker, answer.end)) if spans else None
+
+
+def gsm8k_job(problems: int, *, seed: int = SEED) -> Job:
+    """``problems`` problems drawn at random, four completions each, every one with an answer and a span."""
+    order = list(corpus().problems)
+    random.Random(seed).shuffle(order)
+    prompts, rows = [], []
+    for question, solutions in order:
+        scored = [row for text in solutions[:4] if (row := _scorable(text, 10)) is not None]
+        if len(scored) == 4:
+            prompts += [torch.tensor(tokenizer().encode(question), dtype=torch.long)] * 4
+            rows += scored
+        if len(rows) == 4 * problems:
+            return _job(f"gsm8k-{len(rows)}", corpus().source, prompts, rows)
+    raise ValueError(
+        f"problems must be at most {len(rows) // 4}, how many have four scorable solutions; got {problems}"
+    )
+
+
+def long_job(problems: int, *, length: int = 2000, spans: int = 10, seed: int = SEED) -> Job:
+    """Long completions: solutions one after the other up to ``length`` tokens, then the last one's answer.
+
+    Two completions per problem. Of all spans found, ``spans`` at even distances are scored, as saliency over a long
+    solution would be spread.
+    """
+    rng = random.Random(seed)
+    texts = [text for _, solutions in corpus().problems for text in solutions]
+    prompts, rows = [], []
+    for question, _ in rng.sample(corpus().problems, problems):
+        prompts += [torch.tensor(tokenizer().encode(question), dtype=torch.long)] * 2
+        for _ in range(2):
+            # A few solutions stop in the middle; one of those cannot be the last.
+            text = next(text for text in iter(lambda: rng.choice(texts), None) if _scorable(text, 1) is not None)
+            while len(tokenizer().encode(text)) < length:
+                text = rng.choice(texts).rsplit(f"\n{MARKER}", 1)[0] + "\n" + text
+            scored = _scorable(text, 10_000)
+            assert scored is not None
+            step = len(scored.spans) / spans
+            rows.append(_Scored(scored.completion, [scored.spans[int(i * step)] for i in range(spans)], scored.answer))
+    return _job(f"long-{length}x{spans}", f"composed of {corpus().source}", prompts, rows)
+
+
+def _job(name: str, source: str, prompts: list[Tensor], rows: Sequence[_Scored]) -> Job:
+    return Job(
+        name=name,
+        source=source,
+        prompts=prompts,
+        completions=[row.completion for row in rows],
+        spans=[row.spans for row in rows],
+        answers=[row.answer for row in rows],
+        placeholder_id=tokenizer().pad_token_id,
+        tokenizer=tokenizer(),
+    )
+
+
+def shaped_job(*, group: int, prompt: int, completion: int, spans: int, span_tokens: int = 12, seed: int = SEED) -> Job:
+    """Random ids in a given shape: one prompt, ``group`` completions, spans at even distances, a 3-token answer."""
+    answer = Span(completion - 3, completion)
+    room = answer.start - 1  # the marker stays
+    if spans * span_tokens > room:
+        raise ValueError(f"spans={spans} of {span_tokens} tokens do not fit in {room} tokens of reasoning")
+    generator = torch.Generator().manual_seed(seed)
+    low, high = 2, _marker_id()  # leaves out the special tokens and the marker, the first two ids and the last
+    prompt_ids = torch.randint(low, high, (prompt,), generator=generator)
+    completions = torch.randint(low, high, (group, completion), generator=generator)
+    completions[:, answer.start - 1] = _marker_id()
+    starts = [k * room // spans for k in range(spans)]
+    row_spans = [Span(start, start + span_tokens) for start in starts]
+    rows = [_Scored(ids, row_spans, answer) for ids in completions]
+    return _job(
+        f"shaped-g{group}-p{prompt}-c{completion}-k{spans}", "generated: random ids", [prompt_ids] * group, rows
+    )
+
+
+# Models
+
+MODELS: dict[str, PretrainedConfig] = {
+    "qwen3-tiny": Qwen3Config(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=VOCABULARY,
+        initializer_range=0.1,
+    ),
+    # 42 M parameters, 40 % of them in the tied head: real models of this size spend that share or more on theirs.
+    "qwen3-40m": Qwen3Config(
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=32_768,
+        tie_word_embeddings=True,
+        initializer_range=0.06,
+    ),
+    "Qwen3-1.7B": Qwen3Config(
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=True,
+    ),
+    "Qwen2.5-3B": Qwen2Config(
+        hidden_size=2048,
+        intermediate_size=11_008,
+        num_hidden_layers=36,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        vocab_size=151_936,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
+    ),
+    "Llama-3.2-3B": LlamaConfig(
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=28,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128_256,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def random_model(name: str, *, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model in the shape of ``name`` with seeded random weights, in ``eval`` mode."""
+    torch.manual_seed(SEED)
+    with device:
+        model = AutoModelForCausalLM.from_config(MODELS[name], dtype=dtype)
+    return model.eval()

@@ -1,0 +1,252 @@
+"""The benchmarks themselves: peers do the same job, wrong answers get no time, result files hold what they must."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import workloads
+from benchmarks.counting import attention_flops, counted, tree_pairs
+from benchmarks.peers import PEERS, REFERENCE, Peer, _forest, per_span
+from benchmarks.race import Absent, Budget, Contender, WrongAnswer, race, spread
+from benchmarks.reference import Reference
+from benchmarks.workloads import Job, Span, gsm8k_job, long_job, random_model, shaped_job
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("qwen3-tiny", device=CPU, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return gsm8k_job(1)
+
+
+@pytest.fixture(scope="module")
+def reference(model, job) -> Reference:
+    return Reference.of(model, job)
+
+
+# Peers
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("name", [name for name in PEERS if name != REFERENCE])
+def test_each_peer_agrees_with_one_full_forward_per_span(name, model, job, reference):
+    peer = PEERS[name]
+    try:
+        with torch.compiler.set_stance("force_eager"):  # compiling takes longer than all the rest
+            observed = peer.run(model, job)
+    except Absent as error:
+        pytest.skip(str(error))
+    assert reference.check(peer, job, observed, torch.float32)["error_over_budget"] <= 1
+
+
+@pytest.mark.parametrize("name", [REFERENCE, "captum", "aligntune"])
+def test_a_span_shifted_by_one_token_is_refused_in_every_peers_terms(name, model, job, reference):
+    peer = PEERS[name]
+    shifted = [[Span(max(s.start - 1, 0), s.end - 1) for s in row] for row in job.spans]
+    wrong = Job(**{**vars(job), "spans": shifted})
+    observed = [peer.view(scores.double(), job, b) for b, scores in enumerate(per_span(model, wrong))]
+    with pytest.raises(WrongAnswer, match="expected"):
+        reference.check(peer, job, observed, torch.float32)
+
+
+@pytest.mark.parametrize("spoil", [lambda seen: seen * torch.nan, lambda seen: seen[1:]], ids=["nan", "one missing"])
+def test_unusable_results_are_refused(spoil, job, reference):
+    observed = [spoil(scores) for scores in reference.truth]
+    with pytest.raises(WrongAnswer):
+        reference.check(PEERS[REFERENCE], job, observed, torch.float32)
+
+
+def test_drops_are_far_larger_than_the_budget_so_the_check_can_see_them(reference):
+    assert reference.sharpness() > 100
+
+
+# Workloads
+
+
+def test_every_completion_ends_with_its_answer_and_no_span_touches_it(job):
+    for completion, answer, spans in zip(job.completions, job.answers, job.spans, strict=True):
+        assert answer.end == len(completion)
+        assert spans
+        assert all(0 <= span.start < span.end < answer.start for span in spans)
+
+
+def test_long_jobs_have_the_length_and_the_spans_asked_for():
+    long = long_job(1, length=400, spans=5)
+    assert [len(spans) for spans in long.spans] == [5, 5]
+    assert all(400 <= len(completion) < 800 for completion in long.completions)
+    first, *_, last = long.spans[0]
+    assert last.start - first.start > 200  # over the whole completion, not at its beginning
+
+
+def test_without_real_data_jobs_are_made_of_generated_text_and_say_so(monkeypatch):
+    def forget():
+        for cached in (workloads.corpus, workloads.tokenizer, workloads._marker_id):
+            cached.cache_clear()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workloads, "gsm8k_folder", lambda: None)
+        forget()
+        job = gsm8k_job(2)
+        forget()
+    assert job.source.startswith("generated")
+    assert job.describe()["distinct_prompts"] == 2
+    assert job.describe()["spans_mean"] >= 2
+
+
+# Counting
+
+
+def test_counted_work_of_full_forwards_is_what_their_lengths_say(model):
+    job = shaped_job(group=2, prompt=10, completion=40, spans=2)
+    with counted(model) as work:
+        per_span(model, job)
+    forwards, length = 2 * 3, 50
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    pairs = length * (length + 1) / 2
+    assert (work.forwards, work.tokens_fed, work.head_rows) == (forwards, forwards * length, forwards * length)
+    assert work.flops == forwards * (2 * weights * length + attention_flops(model.config, pairs))
+
+
+def test_visible_pairs_of_the_tree_are_those_of_its_mask(job):
+    forest = _forest(job)
+    same = forest.segment[:, None] == forest.segment[None, :]
+    causal = same & (forest.offset[None, :] <= forest.offset[:, None])
+    inherited = forest.offset[None, :] < forest.visible[forest.segment][:, forest.segment]
+    assert tree_pairs(job) == int((causal | inherited).sum())
+
+
+# Races
+
+
+def test_a_wrong_contender_and_an_absent_one_get_no_time():
+    def wrong(result):
+        raise WrongAnswer("off by one")
+
+    def missing():
+        raise Absent("no such package")
+
+    laps = race(
+        [
+            Contender("ok", int, lambda _: {"tokens_fed": 3}),
+            Contender("wrong", int, wrong),
+            Contender("gone", missing, wrong),
+        ],
+        device=CPU,
+        budget=Budget(0.0, 3, 4),
+    )
+    assert len(laps["ok"].seconds) == 3
+    assert laps["ok"].facts == {"tokens_fed": 3}
+    assert (laps["wrong"].seconds, laps["wrong"].refused) == ([], "off by one")
+    assert (laps["gone"].seconds, laps["gone"].absent) == ([], "no such package")
+
+
+def test_contenders_take_turns_and_none_is_always_first():
+    order = []
+    contenders = [Contender(name, lambda name=name: order.append(name), lambda _: None) for name in "ab"]
+    race(contenders, device=CPU, budget=Budget(0.0, 2, 2))
+    assert order[-4:] == ["a", "b", "b", "a"]
+
+
+def test_spread_of_rounds_is_median_and_quartiles():
+    assert spread([5.0, 1.0, 3.0, 2.0, 4.0]) == {
+        "median": 3.0,
+        "iqr": 2.0,
+        "min": 1.0,
+        "max": 5.0,
+        "mean": 3.0,
+        "rounds": 5,
+    }
+
+
+# The command
+
+
+def test_without_a_gpu_the_command_says_so_and_fails(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command.main(["--results", str(tmp_path)]) != 0
+    assert "no CUDA or HIP device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def result_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    arguments = ["--device", "cpu", "--smoke", "--rounds", "1", "--seconds", "0", "--results", str(folder)]
+    arguments += ["--only", "sweeps", "--select", "group"]
+    assert command.main(arguments) == 0
+    (path,) = folder.glob("*.json")
+    return path
+
+
+def test_the_result_file_holds_what_a_reader_needs_to_trust_a_figure(result_file):
+    document = json.loads(result_file.read_text())
+    environment = document["environment"]
+    assert {"date", "device", "driver", "versions", "commit", "dirty", "seeds", "data"} <= environment.keys()
+    assert {"python", "torch", "triton", "transformers"} <= environment["versions"].keys()
+    assert {"copy_gb_per_s", "gemm_tflop_per_s"} <= document["ceilings"].keys()
+    sweeps = document["parts"]["sweeps"]
+    assert (sweeps["outcome"], sweeps["refused"]) == ("passed", [])
+    assert {(figure["axis"], figure["value"]) for figure in sweeps["figures"]} == {("group", 1), ("group", 2)}
+    for figure in sweeps["figures"]:
+        assert {"median", "iqr", "min", "max", "rounds"} <= figure["seconds"].keys()
+        assert figure["predicted_seconds"] > 0
+        assert figure["tflop_per_s"] == pytest.approx(figure["flops"] / figure["seconds"]["median"] / 1e12)
+        assert figure["share_of_gemm"] == pytest.approx(figure["tflop_per_s"] / sweeps["ceilings"]["gemm_tflop_per_s"])
+
+
+def test_growth_is_drawn_beside_the_result_file(result_file):
+    assert result_file.with_name(f"{result_file.stem}-sweeps.png").stat().st_size > 1000
+
+
+def _piece(select: str, status: int = 0, **lists) -> dict:
+    return {
+        "outcome": "failed" if status else "passed",
+        "exit_status": status,
+        "took_seconds": 1.0,
+        "tests": {"tests": 7, "failed": [select] * status},
+        "select": select,
+        **lists,
+    }
+
+
+def _measured(group: str, status: int = 0) -> dict:
+    figures = [{"group": group, "name": "ours"}]
+    return _piece(group, status, figures=figures, ratios=[], absent=[], refused=[], workloads={group: {}})
+
+
+def test_pieces_of_a_part_add_up_and_a_failed_piece_stays_visible(tmp_path):
+    path = tmp_path / "result.json"
+    for piece in (_measured("a", status=1), _measured("b"), _measured("b")):
+        command.merge_part(path, {}, "scoring", piece)
+    for piece in (_piece("one", status=1), _piece("two")):
+        command.merge_part(path, {}, "tests", piece)
+    document = json.loads(path.read_text())
+    scoring = document["parts"]["scoring"]
+    assert [figure["group"] for figure in scoring["figures"]] == ["a", "b"]
+    assert scoring["workloads"].keys() == {"a", "b"}
+    assert scoring["outcome"] == "failed"
+    assert document["test_suite"] == {"outcome": "failed", "tests": 14, "failed": ["one"]}
+
+
+def test_a_peer_that_only_ranks_tokens_is_held_to_the_same_budget(job, reference):
+    """The budget of a view that stretches drops is stretched as much: an error of one tolerance passes, of 20 not."""
+    peer: Peer = PEERS["aligntune"]
+    tolerance = reference.tolerance(torch.finfo(torch.float32).eps)
+    for factor, passes in ((0.5, True), (20.0, False)):
+        observed = []
+        for b, scores in enumerate(reference.truth):
+            off = scores.clone()
+            off[1] += factor * tolerance
+            observed.append(peer.view(off, job, b))
+        if passes:
+            reference.check(Peer(peer.run, peer.view), job, observed, torch.float32)
+        else:
+            with pytest.raises(WrongAnswer):
+                reference.check(Peer(peer.run, peer.view), job, observed, torch.float32)
