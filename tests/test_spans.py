@@ -30,8 +30,7 @@ from cfa_kernels.spans import (
     token_offsets,
 )
 
-settings.register_profile("spans", deadline=None, max_examples=60)
-settings.load_profile("spans")
+property_test = settings(deadline=None, max_examples=60, derandomize=True)
 
 CORPUS = [
     "Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs a day.\nShe makes 9 * 2 = $<<9*2=18>>18 every day.\n#### 18",
@@ -70,6 +69,7 @@ MARKERS = [
     ("#### ", ""),
     ("\n#### $", " dollars"),
     (r"\boxed{", "}"),
+    (r"$\boxed{", "}$"),
     (r"The final answer is $\boxed{", "}$."),
     ("The answer is ", "."),
     ("So the answer is: **", "**"),
@@ -391,6 +391,7 @@ def test_degenerate_repetition_is_read_in_linear_time(unit: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@property_test
 @given(data=st.data())
 def test_offsets_are_those_of_decoding_every_prefix(name: str, data: st.DataObject) -> None:
     tokenizer = get_tokenizer(name)
@@ -404,6 +405,7 @@ def test_offsets_are_those_of_decoding_every_prefix(name: str, data: st.DataObje
 
 
 @pytest.mark.parametrize("name", FAST)
+@property_test
 @given(data=st.data())
 def test_offsets_from_bytes_equal_incremental_decoding(name: str, data: st.DataObject) -> None:
     tokenizer = get_tokenizer(name)
@@ -418,6 +420,7 @@ def test_offsets_from_bytes_equal_incremental_decoding(name: str, data: st.DataO
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@property_test
 @given(data=st.data())
 def test_every_character_is_held_by_a_token_and_offsets_never_go_back(name: str, data: st.DataObject) -> None:
     tokenizer = get_tokenizer(name)
@@ -528,6 +531,7 @@ def test_spans_are_the_arithmetic_and_the_other_sentences_before_the_marker(
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("detector", DETECTORS)
+@property_test
 @given(data=st.data())
 def test_spans_are_sorted_disjoint_inside_and_clear_of_the_answer(
     name: str, detector: str, data: st.DataObject
@@ -551,6 +555,7 @@ def test_spans_are_sorted_disjoint_inside_and_clear_of_the_answer(
 
 
 @pytest.mark.parametrize("name", MULTI_BYTE)
+@property_test
 @given(
     reasoning=st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join),
     marker=st.sampled_from(MARKERS),
@@ -568,6 +573,7 @@ def test_no_span_touches_the_marker(name: str, reasoning: str, marker: tuple[str
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@property_test
 @given(data=st.data())
 def test_the_answer_tokens_spell_the_answer_and_no_token_more(name: str, data: st.DataObject) -> None:
     tokenizer = get_tokenizer(name)
@@ -584,6 +590,7 @@ def test_the_answer_tokens_spell_the_answer_and_no_token_more(name: str, data: s
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@property_test
 @given(data=st.data())
 def test_appended_eos_and_padding_change_nothing(name: str, data: st.DataObject) -> None:
     tokenizer = get_tokenizer(name)
@@ -617,13 +624,19 @@ def test_first_prefers_arithmetic_and_longest_prefers_length() -> None:
     assert longest == ["A sentence that is by far the longest one of them all.", "4 * 5 = 20 - 0"]
 
 
-def test_a_given_answer_bounds_the_reasoning() -> None:
+@pytest.mark.parametrize(
+    ("text", "answer", "spans"),
+    [
+        ("We get 1 + 2 = 3. Then 4 + 5 = 9. Done", "9", ["1 + 2 = 3", "4 + 5 ="]),
+        ("We get 1 + 2 = 3. #### 8", "8", ["1 + 2 = 3"]),
+        ("#### 5\nCheck 2 + 3 = 5, so 7", "7", ["#### 5", "2 + 3 = 5"]),
+    ],
+)
+def test_a_given_answer_bounds_the_reasoning_whatever_the_text_marks(text: str, answer: str, spans: list[str]) -> None:
     tokenizer = get_tokenizer("byte-level, single digits")
-    text = "We get 1 + 2 = 3. Then 4 + 5 = 9. Done"
-    ids = encode(tokenizer, text)
-    nine = token_offsets(ids, tokenizer).span(text.index("9"), text.index("9") + 1)
-    spans = detect_spans(ids, tokenizer, answer=nine)
-    assert [tokenizer.decode(ids[s:e]).strip() for s, e in spans] == ["1 + 2 = 3", "4 + 5 ="]
+    start = text.index(answer)
+    tokens = token_offsets(encode(tokenizer, text), tokenizer).span(start, start + 1)
+    assert span_texts(text, tokenizer, answer=tokens) == spans
 
 
 def test_detectors_of_ones_own_see_the_reasoning_and_rank_their_spans() -> None:
@@ -644,6 +657,7 @@ def test_detectors_of_ones_own_see_the_reasoning_and_rank_their_spans() -> None:
     ("intervals", "expected"),
     [
         ([(0, 2), (1, 4)], [Span(0, 1), Span(1, 2)]),  # shares its first token: cut
+        ([(2, 4), (0, 3)], [Span(0, 1), Span(1, 2)]),  # shares its last token: cut
         ([(2, 3), (0, 8)], [Span(1, 2)]),  # holds an earlier interval: dropped
         ([(0, 1), (1, 2)], [Span(0, 1)]),  # nothing left of the second
         ([(2, 3), (3, 5)], [Span(1, 2)]),  # only a sign would be left of the second

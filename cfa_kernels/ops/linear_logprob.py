@@ -457,23 +457,6 @@ def linear_logprob_backward_op(
 
     by_rows (4, N): the upstream gradient of `rows`, what `linear_logprob_op` gave.
     """
-    softmax = Softmax(temperature, softcap)
-    with torch.autocast(hidden.device.type, enabled=False):
-        return _gradients(by_rows, rows, hidden, lm_head, targets, bias, softmax, with_entropy, wanted, backend)
-
-
-def _gradients(
-    by_rows: Tensor,
-    rows: Tensor,
-    hidden: Tensor,
-    lm_head: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    softmax: Softmax,
-    with_entropy: bool,
-    wanted: list[bool],
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
     dtypes, unit = (hidden.dtype, lm_head.dtype, (bias if bias is not None else lm_head).dtype), None
     if backend == "torch" and hidden.device.type == "cpu":
         # No product of halves with float32 sums there: convert the head once, not for every strip.
@@ -503,7 +486,7 @@ def _gradients(
         row_gradients(
             strip.unsqueeze(0), bias, by_logits.unsqueeze(0), targets[part], RowLogprobs(*rows[:, part]),
             by_rows[0, part].contiguous(), by_rows[1, part].contiguous() if with_entropy else None,
-            softmax, backend=backend,
+            Softmax(temperature, softcap), backend=backend,
         )  # fmt: skip
         if wanted[0]:
             torch.mm(by_logits, lm_head, out=by_hidden[part])

@@ -113,7 +113,7 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
         tau = tau.to(ratio.dtype)
         gate = torch.sigmoid(tau * (ratio - 1))
         loss = -4 / tau * gate * weighted
-        via_ratio = torch.where(inside, -4 * gate * (1 - gate) * weighted * ratio, zero)
+        via_ratio = -4 * gate * (1 - gate) * weighted * ratio  # 0 at the cut-off, where the gate is 1
     else:
         raise ValueError(f"surrogate must be one of {SURROGATES}, got {options.surrogate!r}")
 
@@ -136,12 +136,10 @@ def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tu
     """Terms of (B, T) tokens, and the derivative (B, T) of ``sum(loss * scale)`` by each log-prob.
 
     At the sequence level a token's log-ratio is the mean over the counted tokens of its sequence (GSPO).
-    `logprobs` must be finite, also where nothing counts.
+    Where a token does not count, log-probs and tokens must be 0.
     """
     counted = tokens.scale > 0
-    log_ratio = torch.zeros_like(logprobs)
-    if tokens.old_logprobs is not None:
-        log_ratio = torch.where(counted, logprobs - tokens.old_logprobs, log_ratio)
+    log_ratio = torch.zeros_like(logprobs) if tokens.old_logprobs is None else logprobs - tokens.old_logprobs
     if options.level == "sequence":
         length = counted.sum(1, keepdim=True).clamp(min=1)
         log_ratio = (log_ratio.sum(1, keepdim=True) / length).expand_as(logprobs)
@@ -185,7 +183,7 @@ def token_terms_triton(
         tau = tl.where(advantage > 0, sapo_pos, sapo_neg)
         gate = 1.0 / (1.0 + tl.exp(-tau * (ratio - 1.0)))
         loss = -4.0 / tau * gate * weighted
-        slope = tl.where(inside, -4.0 * gate * (1.0 - gate) * weighted * ratio, 0.0)
+        slope = -4.0 * gate * (1.0 - gate) * weighted * ratio
     kl = 0.0
     if HAS_REF:
         gap = tl.minimum(ref_logprob - logprob, log_ratio_max)
