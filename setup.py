@@ -1,5 +1,7 @@
 """Packaging: ``pip install .`` installs ``cfa_kernels`` and ``trainer``. Exact pins are in constraints.txt."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 CONSOLE = ["rich>=13.9", "matplotlib>=3.9", "pyyaml>=6.0"]
@@ -11,7 +13,7 @@ setup(
     name="cfa_kernels",
     version="0.1.0",
     description="Counterfactual credit assignment for language-model reinforcement learning, nearly free",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
@@ -26,5 +28,6 @@ setup(
         "liger-kernel>=0.8",
         *CONSOLE,
     ],
+    entry_points={"verl.plugins": ["cfa_kernels = cfa_kernels.integrations.verl"]},
     extras_require={"test": TEST, "lint": LINT, "bench": BENCH},
 )

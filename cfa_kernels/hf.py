@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -53,6 +54,9 @@ def _attention(
             raise NotImplementedError(f"{name} uses {argument}, which tree attention does not implement")
     if attended is not None:
         attended.append(name)
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # as PyTorch's own attention: norms and rotary embeddings left float32
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     out = tree_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -91,7 +95,7 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     Raises ``NotImplementedError`` for PEFT methods that work by extra prompt tokens, ``TypeError`` for anything
     that is not a transformers causal model, both naming the class.
     """
-    inner = model
+    inner: Any = model
     while not isinstance(inner, PreTrainedModel):
         if any(getattr(config, "is_prompt_learning", False) for config in _peft_configs(inner)):
             raise NotImplementedError(f"model: {type(inner).__name__} adds virtual prompt tokens; use LoRA instead")
@@ -129,9 +133,14 @@ def read_head(model: PreTrainedModel) -> Head:
     return Head(layer.weight, getattr(layer, "bias", None), softcap, scale)
 
 
+def embedding(model: PreTrainedModel) -> Tensor:
+    """(V, H) weight of the input embedding: its device is where ids go in."""
+    return cast(Tensor, model.get_input_embeddings().weight)
+
+
 def vocab_size(model: PreTrainedModel) -> int:
     """Rows of the input embedding: ids from 0 up to this can be fed."""
-    return model.get_input_embeddings().weight.shape[0]
+    return len(embedding(model))
 
 
 def context_length(model: PreTrainedModel) -> int | None:
@@ -148,7 +157,7 @@ def default_token_budget(model: PreTrainedModel) -> int:
 
     The estimate counts a layer's widest moment: the MLP's or attention's intermediate results and the residual.
     """
-    device = model.get_input_embeddings().weight.device
+    device = embedding(model).device
     if device.type != "cuda":
         return _LARGEST_BUDGET["cpu"]
     config = model.config.get_text_config()
@@ -203,7 +212,7 @@ def pack_logprobs(
 
     Call inside :func:`tree_attention_mode`. ``attended`` collects the name of every attention layer that ran.
     """
-    device = model.get_input_embeddings().weight.device
+    device = embedding(model).device
     with _last_layer_on_rows(model, np.unique(pack.rows)):
         hidden = model.base_model(
             input_ids=_to(pack.input_ids, device)[None],
@@ -290,7 +299,7 @@ def prove_supported(model: PreTrainedModel) -> None:
             "others do with a packed tree is unknown, so it cannot be scored"
         )
     with evaluation_mode(model):
-        device = model.get_input_embeddings().weight.device
+        device = embedding(model).device
         logits = model(input_ids=torch.from_numpy(np.stack([q.tokens for q in queries])).to(device)).logits
         theirs = logits[:, 6:].float().log_softmax(-1).cpu()
         theirs = theirs.gather(-1, torch.from_numpy(ids[7:])[None, :, None].expand(2, -1, 1))[..., 0]

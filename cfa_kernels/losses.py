@@ -205,7 +205,7 @@ def logits_policy_loss(
     with_gradient = torch.is_grad_enabled() and logits.requires_grad
     with_entropy = compute_entropy or batch.entropy_scale is not None
     arguments = (
-        *(targets.reshape(-1), *batch.tokens.map(torch.flatten), batch.entropy_scale),
+        *(_flat(targets), *batch.tokens.map(_flat), batch.entropy_scale),
         *(batch.options.surrogate, batch.options.level, batch.options.numbers(), list(softmax)),
     )
     if inplace and with_gradient:
@@ -284,7 +284,7 @@ def linear_policy_loss(
     loss, stats, *_ = linear_policy_loss_op(
         hidden.reshape(-1, hidden.size(2)),
         lm_head,
-        bias,
+        None if bias is None else bias.contiguous(),
         targets.contiguous(),
         *batch.tokens.map(torch.Tensor.contiguous),
         batch.entropy_scale,
@@ -332,6 +332,11 @@ def _metrics_of_rows(batch: _Batch, stats: Tensor, with_entropy: bool, checked: 
     if checked:
         _check_finite(f"the target's log-prob from {source}", logprobs, batch.keep)
     return _metrics(batch, ratio, kl, clip, entropy if with_entropy else None)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """(N,) contiguous; flattening alone keeps the strides of a single row."""
+    return tensor.contiguous().flatten()
 
 
 def _softmax(temperature: float, softcap: float | None, logit_scale: float) -> Softmax:

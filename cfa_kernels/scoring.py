@@ -18,6 +18,7 @@ from .hf import (
     causal_lm,
     context_length,
     default_token_budget,
+    embedding,
     pack_logprobs,
     prove_supported,
     tree_attention_mode,
@@ -144,7 +145,8 @@ def _validated(
                 f"completions row {b}: prompt of {len(prompt)} and completion of {len(completion)} tokens exceed "
                 f"the model's context of {longest}"
             )
-        answer = None if answers[b] is None else _checked_span(f"answers row {b}", answers[b], len(completion))
+        given = answers[b]
+        answer = None if given is None else _checked_span(f"answers row {b}", given, len(completion))
         row_spans = []
         for k, span in enumerate(spans[b]):
             row_spans.append(_checked_span(f"spans row {b}, span {k}", span, len(completion)))
@@ -243,7 +245,7 @@ def _run(
         tokens_unshared=sum(len(query.tokens) for unit in units for query in unit),
         head_rows=sum(len(pack.rows) for pack in done),
     )
-    device = model.get_input_embeddings().weight.device
+    device = embedding(model).device
     return torch.cat(values) if values else torch.zeros(0, device=device), work
 
 

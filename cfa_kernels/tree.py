@@ -160,7 +160,8 @@ def pack_units(units: Sequence[Sequence[Query]], token_budget: int) -> list[Pack
     if token_budget < 1:
         raise ValueError(f"token_budget must be at least 1, got {token_budget}")
     packs: list[Pack] = []
-    tree, rows_of, start = PrefixTree(), [], 0
+    rows_of: list[np.ndarray] = []
+    tree, start = PrefixTree(), 0
     for i, unit in enumerate(units):
         mark, known = tree.checkpoint(), len(rows_of)
         rows_of += [tree.insert(query.tokens) for query in unit]

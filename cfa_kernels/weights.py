@@ -216,6 +216,7 @@ def counterfactual_credit(
     generator: torch.Generator | None = None,
     logprobs: bool = False,
     temperature: float = 1.0,
+    score: Callable[..., CounterfactualScores] | None = None,
 ) -> Credit:
     """Find answers and spans, score them, and weigh every token of a batch laid out as TRL does.
 
@@ -231,6 +232,8 @@ def counterfactual_credit(
         generator: source of the random mode, on the CPU.
         logprobs: also return the log-prob of every completion token of every row, from the same forwards.
         temperature: divides the logits of those log-probs (not of the answer scores).
+        score: called in place of :func:`~cfa_kernels.score_counterfactuals`, with its arguments; for a host whose
+            model lies in other processes (``model`` is then only handed on).
 
     Returns:
         :class:`Credit`; ``weights`` on completion_ids' device.
@@ -260,7 +263,7 @@ def counterfactual_credit(
     to_score = [b for b in range(batch) if (len(completions[b]) if logprobs else spans[b])]
     scores: CounterfactualScores | None = None
     if to_score:
-        scores = score_counterfactuals(
+        scores = (score or score_counterfactuals)(
             model,
             [prompts[b] for b in to_score],
             [completions[b] for b in to_score],

@@ -147,6 +147,21 @@ def test_a_wrong_contender_and_an_absent_one_get_no_time():
     assert (laps["gone"].seconds, laps["gone"].absent) == ([], "no such package")
 
 
+def test_a_contender_that_raises_is_refused_and_the_others_still_run():
+    def crash():
+        raise RuntimeError("first line\nsecond line")
+
+    laps = race(
+        [Contender("crash", crash, lambda _: None), Contender("ok", int, lambda _: None)],
+        device=CPU,
+        budget=Budget(0.0, 2, 2),
+    )
+    assert laps["crash"].seconds == []
+    assert "RuntimeError" in laps["crash"].refused
+    assert "first line" in laps["crash"].refused
+    assert len(laps["ok"].seconds) == 2
+
+
 def test_contenders_take_turns_and_none_is_always_first():
     order = []
     contenders = [Contender(name, lambda name=name: order.append(name), lambda _: None) for name in "ab"]

@@ -37,6 +37,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "weights": {"weights": True},
     "on-policy": {"old": False, "weights": True},
     "delta": {"delta": 1.4, "token_advantages": True},
+    "low-delta": {"delta": 1.02},
     "kl": {"beta": 0.1, "weights": True},
     "corrected-kl": {"beta": 0.1, "use_bias_correction_kl": True},
     "entropy": {"entropy_coef": 0.2, "temperature": 0.7},
@@ -91,8 +92,9 @@ def problem(
     z = z * features.get("logit_scale", 1.0)
     z = (z if cap is None else cap * torch.tanh(z / cap)) / temperature
     logprobs = z.log_softmax(-1).gather(-1, targets.to(device)[..., None])[..., 0]
-    shifts = torch.tensor([-0.6, -0.05, 0.05, 0.6], dtype=torch.float64)
-    shift = shifts[torch.randint(4, (b, t), generator=generator)].to(device)
+    shifts = torch.tensor([-0.6, 0.6, 0.05, -0.05], dtype=torch.float64).repeat(b, t)[:, :t]
+    shifts[1::2] *= -1  # both signs of the advantage meet ratios below, inside and above the clip
+    shift = shifts.to(device)
     advantages = torch.tensor([1.0, -0.8, 0.5, -1.2, 0.0] * b, dtype=torch.float64)[:b]
     lengths = LENGTHS.repeat(b)[:b].clamp(max=t)
     tensors |= {
@@ -149,7 +151,7 @@ def plain(
     **options: Any,
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """The same maths as a user would write it: logits in `dtype`, log_softmax in float32 or better, autograd."""
-    names = ["logits"] if start == "logits" else ["hidden", "head", "bias"]
+    names = start_of_names(of_logits if start == "logits" else of_hidden)
     leaves = [tensors[name].detach().to(dtype).requires_grad_() for name in names]
     logits = leaves[0] if start == "logits" else leaves[0] @ leaves[1].T + leaves[2]
     logits = logit_scale * logits.to(torch.promote_types(dtype, torch.float32))
@@ -176,6 +178,10 @@ FORM = pytest.mark.parametrize("form", [of_logits, of_hidden])
 
 def start_of(form: Callable[..., Any]) -> str:
     return "logits" if form is of_logits else "hidden"
+
+
+def start_of_names(form: Callable[..., Any]) -> tuple[str, ...]:
+    return ("logits",) if form is of_logits else ("hidden", "head", "bias")
 
 
 def assert_same(ours, expected, **tolerance):
@@ -225,6 +231,7 @@ def test_reference_gradients_pass_gradcheck(feature, level):
     [
         (torch.float32, "on-policy", "grpo", "token"),
         (torch.float32, "delta", "bnpo", "token"),
+        (torch.float32, "low-delta", "dapo", "token"),
         (torch.float32, "weights", "cispo", "token"),
         (torch.float32, "corrected-kl", "sapo", "token"),
         (torch.float32, "all", "dapo", "token"),
@@ -424,21 +431,31 @@ def test_logits_of_any_strides(backend, inplace, device, small_tiles):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_hidden_and_head_of_any_strides(backend, device):
-    tensors, options = problem(torch.float32, device)
-    expected = of_hidden(tensors, backend=backend, **options)
-    strided = {
-        **tensors,
-        "hidden": tensors["hidden"].transpose(0, 1).contiguous().transpose(0, 1),
-        "targets": tensors["targets"].t().contiguous().t(),
-    }
-    leaves = [strided["hidden"].detach().requires_grad_(), tensors["head"].t().contiguous().t().requires_grad_()]
-    loss, _ = linear_policy_loss(
-        *leaves, strided["targets"], tensors["old"], tensors["advantages"], tensors["mask"], bias=tensors["bias"],
-        backend=backend, **options,
-    )  # fmt: skip
+@pytest.mark.parametrize("form", [of_logits, of_hidden])
+def test_every_other_input_of_any_strides(form, backend, device):
+    """One row: flattening a strided row keeps its stride, which a kernel that counts on 1 would not notice."""
+    tensors, options = problem(torch.float32, device, b=1, **FEATURES["all"])
+    options["weights"] += 0.5
+    expected = form(tensors, backend=backend, **options)
+
+    def every_second(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        spread = torch.full((*value.shape, 2), 1, dtype=value.dtype, device=device)
+        spread[..., 0] = value
+        return spread[..., 0]
+
+    strided = {name: every_second(value) for name, value in tensors.items()}
+    assert strided["targets"].stride() == (2 * T, 2)
+    options = {name: every_second(value) for name, value in options.items()}
+    leaves = [strided[name].detach().requires_grad_() for name in start_of_names(form)]
+    rest = (strided["targets"], strided["old"], strided["advantages"], strided["mask"])
+    if form is of_logits:
+        loss, _ = logits_policy_loss(*leaves, *rest, backend=backend, **options)
+    else:
+        loss, _ = linear_policy_loss(*leaves[:2], *rest, bias=leaves[2], backend=backend, **options)
     loss.backward()
-    assert_same((loss.detach(), [leaf.grad for leaf in leaves]), (expected[0], expected[1][:2]), rtol=1e-5, atol=1e-6)
+    assert_same((loss.detach(), [leaf.grad for leaf in leaves]), expected, rtol=1e-5, atol=1e-6)
 
 
 # In place
@@ -581,13 +598,34 @@ def test_clipped_rows_are_cut_out_before_the_gradients_gemms(monkeypatch, device
     assert_same(of_hidden(tensors, drop_inactive=True, **options), without, rtol=1e-6, atol=1e-7)
 
 
-def test_kl_and_entropy_keep_rows_without_advantage(device):
-    for feature in ({"beta": 0.1}, {"entropy_coef": 0.1}):
-        tensors, options = problem(torch.float64, device, **feature)
-        tensors["advantages"] = torch.zeros(B, dtype=torch.float64, device=device)
-        exact = plain(tensors, "hidden", torch.float64, **options)
-        assert exact[1][0].abs().max() > 0
-        assert_same(of_hidden(tensors, backend="torch", **options), exact, rtol=1e-11, atol=1e-13)
+@FORM
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("feature", [{"beta": 0.1}, {"entropy_coef": 0.1}], ids=str)
+def test_kl_and_entropy_keep_rows_without_advantage(form, backend, level, feature, device):
+    tensors, options = problem(torch.float32, device, **feature)
+    options["importance_sampling_level"] = level
+    tensors["advantages"] = torch.zeros(B, device=device)
+    exact = plain(tensors, start_of(form), torch.float64, **options)
+    assert exact[1][0].abs().max() > 1e-3
+    ours = form(tensors, backend=backend, **options)
+    assert_same(ours, (exact[0].float(), [gradient.float() for gradient in exact[1]]), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_row_gradients_serve_rows_with_only_one_of_the_two_derivatives(backend, device):
+    logits = normal(1, 3, V, seed=4).float().to(device)
+    targets = torch.tensor([3, 0, V - 1], device=device)
+    by_logprob, by_entropy = torch.tensor([[0.5, 0.0, 0.0], [0.0, -0.7, 0.0]], device=device)
+    everything, softmax = torch.ones(3, dtype=torch.bool, device=device), policy_rows.Softmax()
+    rows = policy_rows.row_logprobs(logits, None, targets, everything, softmax, with_entropy=True, backend=backend)
+    ours = torch.full_like(logits, math.nan)
+    policy_rows.row_gradients(logits, None, ours, targets, rows, by_logprob, by_entropy, softmax, backend=backend)
+    leaf = logits.double().requires_grad_()
+    logp = leaf.log_softmax(-1)
+    chosen, entropy = logp.gather(-1, targets[None, :, None])[0, :, 0], -(logp.exp() * logp).sum(-1)[0]
+    (by_logprob.double() * chosen + by_entropy.double() * entropy).sum().backward()
+    torch.testing.assert_close(ours, leaf.grad.float(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

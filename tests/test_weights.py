@@ -13,6 +13,7 @@ from cfa_kernels.weights import CounterfactualConfig, counterfactual_credit, cou
 SPANS = [Span(1, 3), Span(4, 6), Span(6, 7)]
 ANSWER = Span(8, 10)
 DROP = torch.tensor([-3.0, -1.0, 1.0])
+NOTHING_LEFT = {"w_min": 0.0, "w_max": 0.0, "spans": [Span(0, 4), Span(4, 7), Span(7, 11)], "answer": None}
 
 
 def test_importances_map_to_the_weight_range_and_the_rest_weighs_one():
@@ -104,8 +105,7 @@ def test_only_the_order_and_spacing_of_drops_matter(drop, factor, shift):
         ({"drop": torch.tensor([0.0, float("nan"), 1.0])}, "drop, span 1: must be finite, got nan"),
         ({"spans": [Span(0, 1), Span(3, 3), Span(4, 5)]}, r"spans, span 1: \(3, 3\) is not inside a completion of 11"),
         ({"answer": Span(9, 12)}, r"answer: \(9, 12\) is not inside"),
-        ({"w_min": 0.0, "w_max": 0.0, "w_answer": 0.0, "spans": [Span(0, 4), Span(4, 7), Span(7, 11)], "answer": None,
-          "normalize": "mean"}, "needs a weight above 0"),
+        ({**NOTHING_LEFT, "normalize": "mean"}, "needs a weight above 0"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_by_name_and_value(change, message):
@@ -116,7 +116,11 @@ def test_bad_input_is_refused_by_name_and_value(change, message):
 
 @pytest.mark.parametrize(
     ("field", "message"),
-    [({"mode": "x"}, "mode must be"), ({"max_spans": 0}, "max_spans must be at least 1"), ({"w_max": 0.1}, "w_min must")],
+    [
+        ({"mode": "x"}, "mode must be"),
+        ({"max_spans": 0}, "max_spans must be at least 1"),
+        ({"w_max": 0.1}, "w_min must"),
+    ],
 )
 def test_a_bad_config_is_refused_when_it_is_made(field, message):
     with pytest.raises(ValueError, match=message):
@@ -227,10 +231,10 @@ def test_credit_metrics_describe_the_scored_rows(scored):
     ("arrays", "advantages", "message"),
     [
         ((PROMPTS, PROMPT_MASK[:2], COMPLETIONS, COMPLETION_MASK), None, "prompt_ids and prompt_mask must be one"),
-        ((PROMPTS[:2], PROMPT_MASK[:2], COMPLETIONS, COMPLETION_MASK), None, "completion_ids has 4 rows, prompt_ids has 2"),
+        ((PROMPTS[:2], PROMPT_MASK[:2], *ARRAYS[2:]), None, "completion_ids has 4 rows, prompt_ids has 2"),
         ((PROMPTS, PROMPT_MASK * 0, COMPLETIONS, COMPLETION_MASK), None, "prompt_mask row 0: is all zero"),
-        ((PROMPTS, PROMPT_MASK.flip(1), COMPLETIONS, COMPLETION_MASK), None, "prompt_mask row 0: must be padded on the left"),
-        ((PROMPTS, PROMPT_MASK, COMPLETIONS, COMPLETION_MASK.flip(1)), None, "completion_mask row 1: must be padded on the right"),
+        ((PROMPTS, PROMPT_MASK.flip(1), *ARRAYS[2:]), None, "prompt_mask row 0: must be padded on the left"),
+        ((*ARRAYS[:3], COMPLETION_MASK.flip(1)), None, "completion_mask row 1: must be padded on the right"),
         (ARRAYS, torch.zeros(3), r"advantages must be \(B,\) or \(B, T\)"),
     ],
 )  # fmt: skip

@@ -59,7 +59,6 @@ def row_logprobs_reference(
     """`RowLogprobs` of logits (N, V); rows that do not count hold zeros, whatever their logits and targets are."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     z, _ = _capped(logits, bias, softmax, dtype)
-    z = torch.where(counted.unsqueeze(1), z, 0)
     row_max = z.amax(1)
     shifted = (z - row_max.unsqueeze(1)) / softmax.temperature
     log_sum = shifted.exp().sum(1).log()
@@ -88,7 +87,6 @@ def row_gradients_reference(
     """
     live = by_logprob != 0 if by_entropy is None else (by_logprob != 0) | (by_entropy != 0)
     z, slope = _capped(logits, bias, softmax, rows.logprobs.dtype)
-    z = torch.where(live.unsqueeze(1), z, 0)
     logp = (z - rows.row_max.unsqueeze(1)) / softmax.temperature - rows.log_sum.unsqueeze(1)
     p = logp.exp()
     if by_entropy is None:
@@ -502,7 +500,7 @@ def policy_of_logprobs(
         by_entropy = -entropy_scale * counted
         loss = loss + (by_entropy * entropy).sum()
     per_token = (logprobs, entropy, terms.ratio, terms.kl, terms.clip)
-    stats = torch.stack([torch.where(counted, value.reshape(-1), 0) for value in per_token])
+    stats = torch.stack([value.reshape(-1) for value in per_token])
     return loss, stats, by_logprob.reshape(-1), by_entropy
 
 

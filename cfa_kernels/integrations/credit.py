@@ -1,0 +1,111 @@
+"""What every trainer needs of credit: folding weights into advantages, and scoring where the model is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cfa_kernels import CounterfactualScores, ScoringWork, Span
+
+LogprobsOf = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
+"""Prompts and completions, lists of 1-D int64 tensors, to the log-prob (nats) of each completion token, 1-D each."""
+
+
+def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
+    """Advantages times token weights: for weights >= 0 the same as weighing the clipped loss of each token.
+
+    That holds because ``min(r * A, clip(r) * A) * w = min(r * A * w, clip(r) * A * w)``; a KL term is added to the
+    loss elsewhere and stays as it is, and tokens of weight 0 stay in every denominator, which count the mask.
+
+    Args:
+        advantages: (B,) or (B, T), float.
+        weights: (B, T), finite and >= 0.
+
+    Returns:
+        (B, T) in advantages' dtype; ``advantages`` itself if every weight is 1, so that a host's arithmetic stays
+        its own to the last bit.
+
+    Raises:
+        ValueError: shapes that do not fit; a weight that is negative or not finite, naming row, token and value.
+    """
+    if weights.dim() != 2 or advantages.shape not in (weights.shape, weights.shape[:1]):
+        raise ValueError(
+            f"advantages must be (B,) or (B, T) for weights (B, T), got {tuple(advantages.shape)} and "
+            f"{tuple(weights.shape)}"
+        )
+    bad = ~(torch.isfinite(weights) & (weights >= 0))
+    if bad.any():
+        row, token = bad.nonzero()[0].tolist()
+        raise ValueError(f"weights must be finite and >= 0; row {row}, token {token} is {weights[row, token].item()}")
+    if (weights == 1).all():
+        return advantages
+    columns = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
+    return columns * weights.to(columns)
+
+
+def pad_rows(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tensor]:
+    """Rows of any length, 1-D each, as (B, longest) padded with 0, and the mask (B, longest) of what is real."""
+    ids, mask = (
+        torch.nn.utils.rnn.pad_sequence(list(tensors), batch_first=True, padding_side=side)
+        for tensors in (rows, [torch.ones_like(row) for row in rows])
+    )
+    return ids, mask
+
+
+def scorer_from_logprobs(logprobs_of: LogprobsOf) -> Callable[..., CounterfactualScores]:
+    """Scoring by a host's own log-prob service, for ``counterfactual_credit(..., score=...)``.
+
+    A model that is sharded over processes cannot run the packed tree, which needs it whole. So each answer, and each
+    answer with a span masked, becomes an ordinary sequence, cut after the answer; all go out in one request. The
+    scores are those of :func:`~cfa_kernels.score_counterfactuals` to rounding, at the service's temperature; the
+    work is not shared between sequences (``work.tokens_fed`` says how much it was).
+
+    Raises (when called):
+        ValueError: the service gave another number of sequences or tokens than it was asked for.
+    """
+
+    def score(
+        model: object,
+        prompts: Sequence[Tensor],
+        completions: Sequence[Tensor],
+        spans: Sequence[Sequence[Span]],
+        answers: Sequence[Span | None],
+        *,
+        placeholder_id: int,
+        **options: Any,
+    ) -> CounterfactualScores:
+        if options.get("logprobs") or options.get("temperature", 1.0) != 1.0:
+            raise ValueError("log-probs of whole completions and temperatures are the host's own business here")
+        asked_prompts: list[Tensor] = []
+        asked: list[Tensor] = []
+        for prompt, completion, row_spans, answer in zip(prompts, completions, spans, answers, strict=True):
+            if answer is None:
+                continue
+            base = completion[: answer.end]
+            branches = [base.clone() for _ in row_spans]
+            for branch, (start, end) in zip(branches, row_spans, strict=True):
+                branch[start:end] = placeholder_id
+            asked += [base, *branches]
+            asked_prompts += [prompt] * (1 + len(branches))
+        given = list(logprobs_of(asked_prompts, asked)) if asked else []
+        if [len(row) for row in given] != [len(row) for row in asked]:
+            raise ValueError(f"asked for log-probs of {len(asked)} sequences, got {len(given)} or other lengths")
+        scores = iter(given)
+        base_scores = torch.full((len(prompts),), float("nan"))
+        masked: list[Tensor] = []
+        for b, (row_spans, answer) in enumerate(zip(spans, answers, strict=True)):
+            if answer is None:
+                masked.append(torch.full((len(row_spans),), float("nan")))
+                continue
+            answered = [next(scores)[answer.start :].float().sum().cpu() for _ in range(1 + len(row_spans))]
+            base_scores[b] = answered[0]
+            masked.append(torch.stack(answered[1:]) if row_spans else torch.zeros(0))
+        drop = [row - base for row, base in zip(masked, base_scores, strict=True)]
+        fed = sum(len(row) for row in asked_prompts) + sum(len(row) for row in asked)
+        head_rows = sum(len(row) for row in asked)
+        return CounterfactualScores(base_scores, masked, drop, None, ScoringWork(len(asked), fed, fed, head_rows))
+
+    return score

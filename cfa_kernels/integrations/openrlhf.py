@@ -1,0 +1,260 @@
+"""Counterfactual credit in OpenRLHF: a policy loss, the hook that makes the weights, and a launcher.
+
+The hook overrides ``RemoteExperienceMaker.compute_advantages_and_returns``: spans are scored by forwards of
+OpenRLHF's own actors, whatever shards the model there, and the weights are multiplied into ``experience.advantages``,
+which every loss of OpenRLHF multiplies its ratio with. ``python -m cfa_kernels.integrations.openrlhf`` is
+``python -m openrlhf.cli.train_ppo_ray`` with that hook.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cfa_kernels import CounterfactualConfig, counterfactual_credit, policy_loss
+from cfa_kernels.integrations import require
+from cfa_kernels.integrations.credit import fold_weights, pad_rows, scorer_from_logprobs
+
+OLDEST = "0.11.0"
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker as _Maker
+else:
+    _Maker = object
+
+
+class CounterfactualPolicyLoss(nn.Module):
+    """OpenRLHF's ``PolicyLoss`` by :func:`~cfa_kernels.policy_loss`, with token weights; OpenRLHF need not be there.
+
+    Equal to it, to rounding, for ``ppo`` (also with ``dual_clip``) and ``gspo``. Parameters are OpenRLHF's.
+
+    Raises:
+        ValueError: an unknown ``policy_loss_type``; a ``dual_clip`` inside the clip range.
+        NotImplementedError: ``is_correction_level`` other than ``off``; weigh the advantages and keep OpenRLHF's loss.
+    """
+
+    def __init__(
+        self,
+        clip_eps_low: float = 0.2,
+        clip_eps_high: float = 0.2,
+        dual_clip: float | None = None,
+        token_level_loss: bool = True,
+        policy_loss_type: str = "ppo",
+        is_correction_level: str = "off",
+    ) -> None:
+        super().__init__()
+        if policy_loss_type not in ("ppo", "gspo"):
+            raise ValueError(f"policy_loss_type must be ppo or gspo, got {policy_loss_type!r}")
+        if is_correction_level != "off":
+            raise NotImplementedError(
+                f"is_correction_level={is_correction_level!r}: use OpenRLHF's PolicyLoss and fold the weights into the "
+                "advantages"
+            )
+        if dual_clip is not None and dual_clip <= 1 + clip_eps_high:
+            raise ValueError(f"dual_clip must exceed 1 + clip_eps_high = {1 + clip_eps_high}, got {dual_clip}")
+        self.sequence_level = policy_loss_type == "gspo"
+        self.token_level_loss = token_level_loss and not self.sequence_level
+        self.options: dict[str, Any] = {
+            "epsilon": clip_eps_low,
+            "epsilon_high": clip_eps_high,
+            "delta": dual_clip,  # above the clip range the cap on the ratio is the dual clip, and leaves A > 0 as it is
+            "importance_sampling_level": "sequence" if self.sequence_level else "token",
+        }
+
+    def forward(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
+        dp_size: int = 1,
+        batch_num_tokens: float | None = None,
+        global_batch_size: float | None = None,
+        *,
+        weights: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """Loss, clip ratio, approximate KL and two Nones (no importance correction); tensors are (B, A).
+
+        ``weights`` (B, A), finite and >= 0, multiply the clipped loss of each token. ``batch_num_tokens`` and
+        ``global_batch_size`` are the totals over ``dp_size`` processes, as in OpenRLHF. ``rollout_log_probs`` are
+        not read. Raises as :func:`~cfa_kernels.policy_loss`.
+        """
+        mask = torch.ones_like(log_probs) if action_mask is None else action_mask
+        divisor: Any
+        if self.token_level_loss:
+            sums: dict[str, Any] = {"loss_type": "dapo", "num_items_in_batch": 1.0}
+            divisor = mask.sum() if batch_num_tokens is None else batch_num_tokens / dp_size
+        else:
+            sums = {"loss_type": "grpo", "num_sequences_in_batch": 1.0}
+            divisor = (mask.sum(1) > 0).sum() if global_batch_size is None else global_batch_size / dp_size
+        loss, metrics = policy_loss(
+            log_probs, old_log_probs, advantages, mask, weights=weights, **self.options, **sums
+        )  # fmt: skip
+        drift = torch.where(mask.bool(), old_log_probs - log_probs.detach(), 0).sum() / mask.sum()
+        return loss / divisor, metrics["clip_ratio/region_mean"], drift, None, None
+
+
+class CounterfactualMixin(_Maker):
+    """Adds credit to OpenRLHF's experience maker: ``class Mine(CounterfactualMixin, RemoteExperienceMaker)``.
+
+    Answers are scored at the rollout temperature, which OpenRLHF's actor divides its logits by. ``credit/*`` goes
+    into ``experience.info`` and so into OpenRLHF's log.
+
+    Args:
+        *args, **kwargs: the experience maker's own.
+        counterfactual: how credit is assigned; default the CF paper's.
+
+    Raises:
+        NotImplementedError: settings that credit cannot be combined with, each by its name.
+    """
+
+    args: Any
+    tokenizer: Any
+    actor_model_group: Any
+
+    def __init__(self, *args: Any, counterfactual: CounterfactualConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.counterfactual = counterfactual or CounterfactualConfig()
+        self._credit_generator = torch.Generator().manual_seed(self.args.train.seed)
+        if self.args.algo.kl.init_coef > 0 and not self.args.algo.kl.use_loss:
+            raise NotImplementedError(
+                "counterfactual credit cannot be combined with a KL term in the reward, which it would weigh; use "
+                "--algo.kl.use_loss"
+            )
+
+    @torch.no_grad()
+    def compute_advantages_and_returns(self, experiences: list[Any]) -> list[Any]:
+        """OpenRLHF's advantages times token weights."""
+        experiences = super().compute_advantages_and_returns(experiences)
+        if self.counterfactual.mode == "uniform":
+            return experiences
+        if any(inputs for experience in experiences for inputs in experience.mm_train_inputs or ()):
+            raise NotImplementedError("counterfactual credit cannot be combined with images (mm_train_inputs)")
+        start = time.perf_counter()
+        rows = [row for experience in experiences for row in _rows(experience)]
+        completions, mask = pad_rows([row.completion for row in rows])
+        credit = counterfactual_credit(
+            None,  # type: ignore[arg-type]  # the model is where log-probs are asked for
+            self.tokenizer,
+            *pad_rows([row.prompt for row in rows], "left"),
+            completions,
+            mask,
+            advantages=pad_rows([row.advantages for row in rows])[0],
+            config=self.counterfactual,
+            generator=self._credit_generator,
+            score=scorer_from_logprobs(self._logprobs),
+        )
+        figures = credit.metrics(pad_rows([row.counted for row in rows])[0]) | {
+            "credit/seconds": time.perf_counter() - start
+        }
+        weights = iter(credit.weights)
+        for experience in experiences:
+            placed = torch.ones_like(experience.advantages)
+            for row, into in zip(_rows(experience), placed, strict=True):
+                into[row.first : row.first + len(row.completion)] = next(weights)[: len(row.completion)]
+            experience.advantages = fold_weights(experience.advantages, placed)
+            experience.info |= {name: torch.full((len(placed),), figure) for name, figure in figures.items()}
+        return experiences
+
+    def _logprobs(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[Tensor]:
+        """Log-probs of completions under the actor, by forwards of OpenRLHF's actors; equal numbers for each."""
+        ids = [torch.cat(pair) for pair in zip(prompts, completions, strict=True)]
+        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+        size = self.args.rollout.micro_batch_size
+        copies = self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size
+        actors = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node // copies
+        batches = [order[i : i + size] for i in range(0, len(order), size)]
+        batches += batches[-1:] * (-len(batches) % actors)
+        padded = [pad_rows([ids[i] for i in batch]) for batch in batches]
+        references = self._dispatch_forward(
+            self.actor_model_group,
+            self.args.train.colocate_all or self.args.train.colocate_actor_ref,
+            sequences=[sequences for sequences, _ in padded],
+            action_mask=[mask[:, 1:] for _, mask in padded],
+            attention_mask=[mask for _, mask in padded],
+        )
+        given: list[Tensor] = [torch.zeros(0)] * len(ids)
+        for batch, logprobs in zip(batches, self._flatten_results(references, copies), strict=True):
+            for i, row in zip(batch, logprobs, strict=True):
+                given[i] = row[len(prompts[i]) - 1 : len(ids[i]) - 1]
+        return given
+
+
+class _Row(NamedTuple):
+    """One sample of an experience; ``first`` is where its completion begins among the (A,) action positions."""
+
+    prompt: Tensor
+    completion: Tensor  # from the first sampled token on, a tool's tokens among them
+    first: int
+    counted: Tensor  # 1 on sampled tokens
+    advantages: Tensor  # 0 elsewhere
+
+
+def _rows(experience: Any) -> list[_Row]:
+    """Samples without padding. Action position t is about token t + 1; a sample without actions has no completion."""
+    rows = []
+    for sequence, attention, actions, advantages in zip(
+        experience.sequences, experience.attention_mask, experience.action_mask, experience.advantages, strict=True
+    ):
+        length = int(attention.sum())
+        first = int(actions.argmax()) if actions.any() else length - 1
+        counted = actions[first : length - 1].long()
+        sampled = advantages[first : length - 1] * counted
+        rows.append(_Row(sequence[: first + 1], sequence[first + 1 : length], first, counted, sampled))
+    return rows
+
+
+def trainer_with_credit(config: CounterfactualConfig) -> Any:
+    """OpenRLHF's synchronous Ray actor ``PPOTrainer`` with credit in its experience maker."""
+    import ray
+    from openrlhf.trainer.ppo_trainer import PPOTrainer
+    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+
+    class ExperienceMaker(CounterfactualMixin, RemoteExperienceMaker):
+        """OpenRLHF's, with credit."""
+
+    class CounterfactualPPOTrainer(PPOTrainer.__ray_actor_class__):  # type: ignore[name-defined, misc]
+        """OpenRLHF's, which makes its experience maker itself."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.experience_maker = ExperienceMaker(
+                self.actor_model_group,
+                self.critic_model_group,
+                self.reward_model_group,
+                self.reference_model_group,
+                self.kl_ctl,
+                self.strategy,
+                self.tokenizer,
+                counterfactual=config,
+            )
+
+    return ray.remote(CounterfactualPPOTrainer)
+
+
+def main() -> None:
+    """``openrlhf.cli.train_ppo_ray`` with credit: its arguments, and ``--counterfactual`` with fields as JSON."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--counterfactual", type=json.loads, default={})
+    ours, theirs = parser.parse_known_args()
+    if "--train.async_enable" in theirs:
+        raise NotImplementedError("counterfactual credit cannot be combined with --train.async_enable")
+    require("openrlhf", OLDEST)
+    from openrlhf.trainer import ppo_trainer
+
+    ppo_trainer.PPOTrainer = trainer_with_credit(CounterfactualConfig(**ours.counterfactual))
+    sys.argv[1:] = theirs
+    runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

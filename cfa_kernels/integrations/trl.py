@@ -1,0 +1,292 @@
+"""Counterfactual credit in TRL: ``CounterfactualGRPOTrainer`` where a script says ``GRPOTrainer``.
+
+TRL generates, rewards and computes advantages; then credit is computed once for the generation batch, with the
+training model, and multiplied into the advantages. From there on TRL's own loss runs, whatever it is set to. Each
+process scores its own rows, so nothing is communicated but the logged figures.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import DistributedType
+from packaging.version import Version
+from torch import Tensor, nn
+
+from cfa_kernels import CounterfactualConfig, Credit, counterfactual_credit, linear_policy_loss
+from cfa_kernels.integrations import require
+from cfa_kernels.integrations.credit import fold_weights
+
+OLDEST = "1.0.0"
+_TRL = require("trl", OLDEST)
+
+from trl import GRPOTrainer  # noqa: E402  the check above says more than a failing import would
+from trl.models import unwrap_model_for_generation  # noqa: E402
+
+if TYPE_CHECKING:
+    _Trainer = GRPOTrainer
+else:
+    _Trainer = object
+
+# From here on luspo leaves the padding of (B, T) advantages out, and all losses are normalised as in 1.16.
+_LOSSES_OF_TODAY = Version("1.10.0")
+
+# How the logged figures of the processes combine; all others by their mean.
+_SUMMED = ("credit/tokens_fed", "credit/forwards")
+_LOWEST = ("credit/drop_min", "clip_ratio/low_min")
+_HIGHEST = ("credit/seconds", "clip_ratio/high_max")
+_FIGURES = (
+    *("credit/weight_mean", "credit/weight_std", "credit/scored_fraction", "credit/spans_mean", "credit/drop_mean"),
+    *("credit/drop_min", "credit/distractor_fraction", "credit/tokens_fed", "credit/forwards", "credit/seconds"),
+)
+
+# The processes hold the whole model (DeepSpeed's stage 3 can gather it).
+_WHOLE_MODEL = {DistributedType.NO, DistributedType.DEEPSPEED} | {
+    kind for kind in DistributedType if kind.name.startswith("MULTI_")
+}
+
+
+class CounterfactualMixin(_Trainer):
+    """Adds credit to ``GRPOTrainer`` or a subclass of it: ``class Mine(CounterfactualMixin, TheirTrainer)``.
+
+    Args:
+        *args, **kwargs: the trainer's own.
+        counterfactual: how credit is assigned; default ``CounterfactualConfig()``, the CF paper's. Mode ``uniform``
+            switches credit off: nothing is scored, losses and gradients are TRL's own to the last bit.
+        fused_loss: compute the loss with :func:`~cfa_kernels.linear_policy_loss`, from hidden states.
+
+    Weights are made in training only; evaluation is TRL's. Rows whose advantage is zero are not scored. Logs
+    ``credit/weight_mean``, ``weight_std``, ``scored_fraction``, ``spans_mean``, ``drop_mean``, ``drop_min``,
+    ``distractor_fraction`` (means over the processes), ``tokens_fed``, ``forwards`` (sums) and ``seconds`` (of the
+    slowest process) among TRL's metrics.
+
+    Raises:
+        NotImplementedError: settings that credit, or the fused loss, cannot be combined with, each by its name.
+    """
+
+    args: Any
+    model: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        counterfactual: CounterfactualConfig | None = None,
+        fused_loss: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.counterfactual = counterfactual or CounterfactualConfig()
+        self.fused_loss = fused_loss
+        self._credit_generator = torch.Generator().manual_seed(self.args.seed + self.accelerator.process_index)
+        _refuse("counterfactual credit", _credit_obstacles(self))
+        if fused_loss:
+            _refuse("fused_loss=True", _fusion_obstacles(self))
+            model = self.accelerator.unwrap_model(self.model)
+            _accept_policy_loss(
+                model.get_base_model() if hasattr(model, "get_base_model") else model,
+                head_in_float32=getattr(self.args, "cast_lm_head_to_fp32", False),
+            )
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        if not self.model.training or self.counterfactual.mode == "uniform":
+            return output
+        if "pixel_values" in output:
+            raise NotImplementedError("counterfactual credit cannot be combined with images (pixel_values)")
+        start = time.perf_counter()
+        with self._whole_model() as model, self.accelerator.autocast():
+            credit = counterfactual_credit(
+                model,
+                getattr(self.processing_class, "tokenizer", self.processing_class),
+                output["prompt_ids"],
+                output["prompt_mask"],
+                output["completion_ids"],
+                output["completion_mask"],
+                advantages=output["advantages"],
+                config=self.counterfactual,
+                generator=self._credit_generator,
+            )
+        self._log_credit(credit, _loss_mask(output), time.perf_counter() - start)
+        output["advantages"] = fold_weights(output["advantages"], credit.weights)
+        return output
+
+    @contextmanager
+    def _whole_model(self) -> Iterator[nn.Module]:
+        """The model without its distributed wrapper; every process enters, also one with nothing to score."""
+        if _zero_stage(self) != 3:
+            yield self.accelerator.unwrap_model(self.model)
+            return
+        with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model:
+            yield model
+
+    def _log_credit(self, credit: Credit, mask: Tensor, seconds: float) -> None:
+        figures = credit.metrics(mask) | {"credit/seconds": seconds}
+        self._log_gathered({name: figures.get(name, float("nan")) for name in _FIGURES}, "train")
+
+    def _log_gathered(self, figures: dict[str, Any], mode: str) -> None:
+        """Append figures to TRL's metrics, combined over the processes; all must come with the same names."""
+        device = self.accelerator.device
+        local = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=device) for v in figures.values()])
+        gathered = self.accelerator.gather(local).view(-1, len(figures))
+        for name, column in zip(figures, gathered.cpu().unbind(1), strict=True):
+            known = column[~column.isnan()]
+            if not len(known):
+                continue
+            if name in _SUMMED:
+                combined = known.sum()
+            elif name in _LOWEST:
+                combined = known.min()
+            elif name in _HIGHEST:
+                combined = known.max()
+            else:
+                combined = known.mean()
+            self._metrics[mode][name].append(combined.item())
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        if not self.fused_loss:
+            return super()._compute_loss(model, inputs)
+        mode = "train" if self.model.training else "eval"
+        options, normalizer = self._loss_options(inputs, mode)
+        loss, metrics = model(
+            input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            policy_loss=options,
+        )
+        figures = {name: value for name, value in metrics.items() if name != "ratio_mean"}
+        if self.beta == 0.0:
+            figures.pop("kl", None)
+        self._log_gathered(figures, mode)
+        return loss / normalizer
+
+    def _loss_options(self, inputs: dict[str, Any], mode: str) -> tuple[dict[str, Any], Tensor | float]:
+        """Arguments of ``linear_policy_loss`` after the head, and what TRL divides the loss by afterwards."""
+        ratio = inputs.get("importance_sampling_ratio")
+        options = {
+            "targets": inputs["completion_ids"],
+            "old_logprobs": inputs.get("old_per_token_logps"),
+            "advantages": inputs["advantages"],
+            "mask": _loss_mask(inputs),
+            "weights": None if ratio is None else ratio.expand_as(inputs["completion_ids"]),
+            "ref_logprobs": inputs.get("ref_per_token_logps"),
+            "temperature": self.temperature,
+            "epsilon": self.epsilon_low,
+            "epsilon_high": self.epsilon_high,
+            "delta": self.args.delta,
+            "beta": self.beta,
+            "loss_type": self.loss_type,
+            "importance_sampling_level": self.importance_sampling_level,
+            "max_completion_length": self.max_completion_length,
+            "use_bias_correction_kl": self.args.use_bias_correction_kl,
+            "sapo_temperature_pos": self.args.sapo_temperature_pos,
+            "sapo_temperature_neg": self.args.sapo_temperature_neg,
+            "compute_entropy": True,
+            "drop_inactive": True,
+        }
+        accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
+        if self.loss_type not in ("dapo", "cispo"):
+            return options, accumulation
+        normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        if mode == "train":
+            normalizer = normalizer * accumulation / self.args.steps_per_generation
+        return options | {"num_items_in_batch": 1.0}, normalizer
+
+
+class CounterfactualGRPOTrainer(CounterfactualMixin, GRPOTrainer):
+    """TRL's ``GRPOTrainer`` with counterfactual credit; see :class:`CounterfactualMixin` for what it adds."""
+
+
+def _loss_mask(inputs: dict[str, Any]) -> Tensor:
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+
+def _zero_stage(trainer: Any) -> int:
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    return plugin.zero_stage if plugin is not None else 0
+
+
+def _refuse(what: str, obstacles: Iterator[str]) -> None:
+    if found := list(obstacles):
+        raise NotImplementedError(f"{what} cannot be combined with " + "; nor with ".join(found))
+
+
+def _credit_obstacles(trainer: Any) -> Iterator[str]:
+    args, accelerator = trainer.args, trainer.accelerator
+    if trainer.loss_type == "vespo":
+        yield "loss_type='vespo': it weighs whole sequences, credit weighs the clipped loss of each token"
+    if trainer.loss_type == "luspo" and _TRL < _LOSSES_OF_TODAY:
+        yield f"loss_type='luspo' in TRL {_TRL}: it counts padding once advantages are per token; TRL 1.10 does not"
+    if any(base.__name__ == "GMPOTrainer" for base in type(trainer).__mro__):
+        yield "GMPOTrainer: its loss takes one advantage per sequence"
+    if getattr(trainer, "use_liger_kernel", False) and hasattr(trainer, "compute_liger_loss"):
+        yield f"use_liger_kernel=True in TRL {_TRL}: Liger's loss takes one advantage per sequence; not so in TRL 1.14"
+    if accelerator.distributed_type not in _WHOLE_MODEL:
+        yield f"{accelerator.distributed_type}: scoring needs the whole model in each process; use DDP or DeepSpeed"
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    for name in ("tp", "cp", "sp"):
+        if getattr(parallelism, f"{name}_enabled", False):
+            yield f"{name} parallelism: scoring needs the whole model and whole sequences in each process"
+    if _zero_stage(trainer) == 3 and not args.ds3_gather_for_generation:
+        yield "ds3_gather_for_generation=False: scoring gathers the model of DeepSpeed's stage 3 on every device"
+    if {"image", "images"} & set(getattr(trainer.train_dataset, "column_names", None) or ()):
+        yield "images in the dataset"
+
+
+def _fusion_obstacles(trainer: Any) -> Iterator[str]:
+    args = trainer.args
+    if _TRL < _LOSSES_OF_TODAY:
+        yield f"TRL {_TRL}: it normalises losses in another way than TRL 1.10 and later"
+    if args.top_entropy_quantile < 1.0:
+        yield f"top_entropy_quantile={args.top_entropy_quantile}: that mask needs entropies before the loss"
+    if args.off_policy_mask_threshold is not None:
+        yield f"off_policy_mask_threshold={args.off_policy_mask_threshold}: that mask needs log-probs before the loss"
+    if getattr(trainer, "entropy_coef", 0.0) or getattr(trainer, "use_adaptive_entropy", False):
+        yield f"an entropy bonus (entropy_coef={trainer.entropy_coef})"
+    if getattr(trainer, "aux_loss_enabled", False):
+        yield "the auxiliary loss of a mixture of experts"
+    if _zero_stage(trainer) == 3:
+        yield "DeepSpeed's stage 3, which shards the head"
+    config = trainer.model.config.get_text_config()
+    for name in ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier"):
+        if getattr(config, name, None) not in (None, 1.0):
+            yield f"a model that scales its logits ({name}={getattr(config, name)})"
+
+
+def _accept_policy_loss(model: Any, *, head_in_float32: bool) -> None:
+    """Let ``model(..., policy_loss=options)`` return ``linear_policy_loss`` and its metrics instead of logits.
+
+    Inside the model's forward, since DDP and autocast wrap that: what runs outside would miss them.
+    """
+    forward = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward_or_loss(self: Any, *args: Any, policy_loss: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        if policy_loss is None:
+            return forward(*args, **kwargs)
+        options = dict(policy_loss)
+        targets = options.pop("targets")
+        given = {name: value for name, value in kwargs.items() if value is not None}  # PEFT passes every argument
+        hidden = self.base_model(*args, use_cache=False, **given).last_hidden_state[:, -targets.shape[1] - 1 : -1]
+        head = self.get_output_embeddings()
+        if head_in_float32:
+            hidden = hidden.float()
+        with torch.autocast(hidden.device.type, enabled=False) if head_in_float32 else nullcontext():
+            return linear_policy_loss(
+                hidden,
+                head.weight,
+                targets,
+                options.pop("old_logprobs"),
+                options.pop("advantages"),
+                options.pop("mask"),
+                bias=getattr(head, "bias", None),
+                softcap=getattr(self.config.get_text_config(), "final_logit_softcapping", None),
+                **options,
+            )
+
+    model.forward = MethodType(forward_or_loss, model)

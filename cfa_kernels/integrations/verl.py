@@ -1,0 +1,260 @@
+"""Counterfactual credit in verl: a policy loss, the step that makes the weights, and the launcher that puts it in.
+
+verl imports this module in each of its processes (entry point ``verl.plugins``), which registers the policy loss
+``counterfactual``. ``python -m cfa_kernels.integrations.verl`` starts verl's PPO trainer with one more step: after
+the advantages, spans are scored by log-prob requests to the actor's workers, whatever shards the model there, and
+the weights are multiplied into the advantages, the only per-token tensor that reaches every loss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cfa_kernels import CounterfactualConfig, counterfactual_credit, policy_loss
+from cfa_kernels.integrations import require
+from cfa_kernels.integrations.credit import fold_weights, pad_rows, scorer_from_logprobs
+
+OLDEST = "0.9.1"
+_VERL = require("verl", OLDEST)
+
+from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402  the check above says more
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1 import PPOTrainer as _Trainer
+else:
+    _Trainer = object
+
+# Losses where weighing the advantages is not weighing each token's loss: they read more than the advantage's sign
+# outside the product with it.
+INEXACT_LOSSES = ("clip_cov", "dro", "geo_mean", "kl_cov")
+
+
+@register_policy_loss("counterfactual")
+def counterfactual_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """verl's clipped loss, dual clip and all, by :func:`~cfa_kernels.policy_loss`.
+
+    Chosen by ``actor.policy_loss.loss_mode: counterfactual``. Equal to ``vanilla`` in every ``loss_agg_mode``, to
+    rounding, and stricter: on a CPU it refuses values that are not finite. Token weights come in the advantages, or
+    in ``rollout_is_weights`` next to importance weights.
+
+    Args:
+        old_log_prob, log_prob, advantages: (B, T) float, nats.
+        response_mask: (B, T), 0 or 1; may leave out every token of a row.
+        config: verl's ``ActorConfig``; read are ``clip_ratio``, ``clip_ratio_low``, ``clip_ratio_high``,
+            ``clip_ratio_c`` and ``global_batch_info``.
+        rollout_is_weights: (B, T), finite and >= 0, or None.
+
+    Raises:
+        ValueError: an unknown ``loss_agg_mode``, totals that several processes need and do not have, ``clip_ratio_c``
+            inside the clip range, and what :func:`~cfa_kernels.policy_loss` refuses.
+    """
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    dual_clip = config.get("clip_ratio_c", 3.0)
+    if dual_clip <= 1 + high:
+        raise ValueError(f"clip_ratio_c must exceed 1 + clip_ratio_high = {1 + high}, got {dual_clip}")
+    options, divisor = _aggregation(loss_agg_mode, response_mask, config.global_batch_info)
+    loss, metrics = policy_loss(
+        log_prob,
+        old_log_prob,
+        advantages,
+        response_mask,
+        weights=rollout_is_weights,
+        epsilon=low,
+        epsilon_high=high,
+        delta=dual_clip,  # above the clip range the cap on the ratio is verl's dual clip, and leaves A > 0 as it is
+        **options,
+    )
+    drift = torch.where(response_mask.bool(), old_log_prob - log_prob.detach(), 0).sum()
+    return loss / divisor, {
+        "actor/pg_clipfrac": metrics["clip_ratio/region_mean"].item(),
+        "actor/ppo_kl": (drift / response_mask.sum().clamp(min=1)).item(),
+    }
+
+
+def _aggregation(mode: str, mask: Tensor, totals: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Options of ``policy_loss`` that give the plain sum over tokens or sequences, and what verl divides it by."""
+    processes = totals.get("dp_size") or 1
+
+    def total(name: str, local: Tensor) -> Any:
+        if totals.get(name) is not None:
+            return totals[name]
+        if processes > 1:
+            raise ValueError(f"loss_agg_mode={mode!r} on {processes} processes needs {name} in global_batch_info")
+        return local
+
+    if mode == "token-sum":
+        return {"loss_type": "dapo", "num_items_in_batch": 1.0}, 1 / processes
+    if mode == "token-mean":
+        tokens = total("batch_num_tokens", mask.sum())
+        return {"loss_type": "dapo", "num_items_in_batch": 1.0}, tokens / processes
+    if not mode.startswith("seq-mean-token-"):
+        raise ValueError(f"loss_agg_mode must be one of verl's, got {mode!r}")
+    sequences = total("global_batch_size", (mask.sum(1) > 0).sum())
+    if mode == "seq-mean-token-mean":
+        return {"loss_type": "grpo", "num_sequences_in_batch": 1.0}, sequences / processes
+    summed = {"loss_type": "luspo", "num_sequences_in_batch": 1.0}
+    if mode == "seq-mean-token-sum":
+        return summed, sequences / processes
+    if mode == "seq-mean-token-sum-norm":
+        return summed, sequences / processes * (totals.get("loss_scale_factor") or mask.shape[1])
+    raise ValueError(f"loss_agg_mode must be one of verl's, got {mode!r}")
+
+
+def credit_config(config: Any) -> CounterfactualConfig:
+    """``CounterfactualConfig`` from the section ``counterfactual`` of verl's configuration; defaults without it.
+
+    Raises ``TypeError`` or ``ValueError`` for a field that does not exist or cannot be.
+    """
+    return CounterfactualConfig(**dict(config.get("counterfactual") or {}))
+
+
+class CounterfactualMixin(_Trainer):
+    """Adds credit to a trainer of ``verl.trainer.ppo.v1``: ``class Mine(CounterfactualMixin, PPOTrainerSync)``.
+
+    Logs the same ``credit/*`` as in TRL, for the whole batch. Raises ``NotImplementedError`` at the start for
+    settings that credit cannot be combined with, each by its name.
+    """
+
+    config: Any
+    tokenizer: Any
+    actor_rollout_wg: Any
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        self.counterfactual = credit_config(config)
+        _refuse(config)
+        super().__init__(config, *args, **kwargs)
+        seed = config.actor_rollout_ref.actor.data_loader_seed
+        self._credit_generator = torch.Generator().manual_seed(seed or 0)
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch = super()._compute_advantage(batch, metrics)
+        if self.counterfactual.mode == "uniform":
+            return batch
+        import transfer_queue as queue
+        from tensordict import TensorDict
+
+        if getattr(self, "processor", None) is not None:
+            raise NotImplementedError("counterfactual credit cannot be combined with images (a processor) in verl")
+        start = time.perf_counter()
+        where = {"keys": batch.keys, "partition_id": batch.partition_id}
+        fields = ["prompts", "responses", "response_mask", "advantages"]
+        data = queue.kv_batch_get(**where, select_fields=fields)
+        prompts, responses, masks, advantages = (list(data[name].unbind()) for name in fields)
+        counted, _ = pad_rows(masks)
+        credit = counterfactual_credit(
+            None,  # type: ignore[arg-type]  # the model is where log-probs are asked for
+            self.tokenizer,
+            *pad_rows(prompts, "left"),
+            *pad_rows(responses),
+            advantages=pad_rows(advantages)[0] * counted,
+            config=self.counterfactual,
+            generator=self._credit_generator,
+            score=scorer_from_logprobs(self._logprobs),
+        )
+        weights = [row[: len(mask)] for row, mask in zip(credit.weights, masks, strict=True)]
+        folded = [fold_weights(a[None], w[None])[0] for a, w in zip(advantages, weights, strict=True)]
+        nested = torch.nested.as_nested_tensor(folded, layout=torch.jagged)
+        batch = queue.kv_batch_put(**where, fields=TensorDict({"advantages": nested}, batch_size=len(folded)))
+        metrics |= credit.metrics(counted)
+        metrics["credit/seconds"] = time.perf_counter() - start
+        return batch
+
+    def _logprobs(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[Tensor]:
+        """Log-probs of completions under the actor, at temperature 1, by the workers' own ``compute_log_prob``."""
+        from verl.utils.tensordict_utils import get_tensordict
+
+        asked = len(completions)
+        padding = -asked % self._rows_at_a_time()
+        prompts = [*prompts, *[prompts[-1]] * padding]
+        completions = [*completions, *[completions[-1]] * padding]
+        ids = [torch.cat(pair) for pair in zip(prompts, completions, strict=True)]
+        rows = {
+            "input_ids": ids,
+            "position_ids": [torch.arange(len(row)) for row in ids],
+            "loss_mask": [torch.ones_like(row) for row in completions],
+            "prompts": prompts,
+            "responses": completions,
+            "response_mask": [torch.ones_like(row) for row in completions],
+        }
+        request = get_tensordict(
+            {name: torch.nested.as_nested_tensor(list(row), layout=torch.jagged) for name, row in rows.items()},
+            {"temperature": 1.0, "calculate_entropy": False, "compute_loss": False},
+        )
+        given = list(self.actor_rollout_wg.compute_log_prob(request)["log_probs"].unbind())
+        return [
+            row[len(prompt) - 1 : len(prompt) + len(completion) - 1]
+            for prompt, completion, row in zip(prompts[:asked], completions[:asked], given, strict=False)
+        ]
+
+    def _rows_at_a_time(self) -> int:
+        """Requests are padded to a multiple of this: equal shares for the workers, in whole micro-batches."""
+        group = self.actor_rollout_wg
+        if "actor" not in group._dispatch_info:
+            group._dispatch_info["actor"] = group._query_dispatch_info("actor")
+        shares = max(group._dispatch_info["actor"]) + 1
+        rollout = self.config.actor_rollout_ref.rollout
+        micro_batch = 1 if rollout.log_prob_use_dynamic_bsz else rollout.log_prob_micro_batch_size_per_gpu
+        return shares * micro_batch
+
+
+def _refuse(config: Any) -> None:
+    actor = config.actor_rollout_ref.actor
+    found = []
+    if actor.policy_loss.loss_mode in INEXACT_LOSSES:
+        found.append(f"policy_loss.loss_mode={actor.policy_loss.loss_mode}: it uses advantages beyond a product")
+    if config.algorithm.use_kl_in_reward:
+        found.append("algorithm.use_kl_in_reward: credit would weigh the KL term; use actor.use_kl_loss")
+    if not config.trainer.use_v1:
+        found.append("trainer.use_v1=False, verl's old trainer")
+    if found:
+        raise NotImplementedError("counterfactual credit cannot be combined with " + "; nor with ".join(found))
+
+
+def add_credit(trainers: dict[str, type], mode: str) -> None:
+    """Replace the trainer that verl has registered for ``trainer.v1.trainer_mode`` by its subclass with credit."""
+    if not issubclass(trainers[mode], CounterfactualMixin):
+        trainers[mode] = type(f"Counterfactual{trainers[mode].__name__}", (CounterfactualMixin, trainers[mode]), {})
+
+
+def run(config: Any) -> None:
+    """What ``verl.trainer.main_ppo`` does with a configuration, with credit in the trainer it names."""
+    import ray
+    from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+    from verl.utils.device import auto_set_device
+
+    class TaskRunner(TaskRunnerV1.__ray_actor_class__):  # type: ignore[name-defined, misc]
+        """verl's, which builds the trainer in a process of its own."""
+
+        def run(self, config: Any) -> None:
+            from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+            add_credit(TRAINER_REGISTRY, config.trainer.v1.trainer_mode)
+            super().run(config)
+
+    credit_config(config)
+    _refuse(config)
+    auto_set_device(config)
+    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    run_ppo(config, task_runner_class=ray.remote(TaskRunner))
+
+
+if __name__ == "__main__":
+    import hydra
+
+    hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)(run)()

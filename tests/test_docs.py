@@ -1,0 +1,154 @@
+"""Every python block of README.md and docs/ runs, in the order of its page."""
+
+import importlib
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import PHRASES, tiny_model, tiny_tokenizer
+
+from cfa_kernels import counterfactual_weights
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python(?: requires=(?P<package>\S+))?\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
+NEEDS = {"trl.md": "trl"}
+
+
+def run(page: Path, namespace: dict[str, Any]) -> int:
+    """Run a page's blocks in one namespace; the number run. Blocks whose package is absent are left out."""
+    text, count = page.read_text(encoding="utf-8"), 0
+    for block in BLOCK.finditer(text):
+        if block["package"]:
+            try:
+                importlib.import_module(block["package"])
+            except ImportError:
+                continue
+        line = text[: block.start()].count("\n") + 1
+        exec(compile("\n" * line + block["code"], str(page), "exec"), namespace)
+        count += 1
+    return count
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_examples_of_a_page_run(page, tmp_path):
+    if page.name in NEEDS:
+        pytest.importorskip(NEEDS[page.name], reason=f"{NEEDS[page.name]} is not installed")
+    from datasets import Dataset
+
+    torch.manual_seed(0)
+    namespace = {
+        "model": tiny_model(),
+        "tokenizer": tiny_tokenizer(),
+        "prompt": "What is 3 + 4 ?",
+        "reward": lambda text: float("#### 7" in text),
+        "reward_function": lambda completions, **kwargs: [float("#### 7" in text) for text in completions],
+        "dataset": Dataset.from_dict({"prompt": ["What is 3 + 4 ?"] * 16}),
+        "output_dir": str(tmp_path),
+        "__name__": "example",
+    }
+    before = [value.clone() for value in namespace["model"].parameters()]
+    assert run(page, namespace) > 0 or all(block["package"] for block in BLOCK.finditer(page.read_text()))
+    moved = any(not torch.equal(a, b) for a, b in zip(before, namespace["model"].parameters(), strict=True))
+    assert moved == (page.name in ("plain_pytorch.md", "trl.md"))
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def rollouts() -> dict[str, torch.Tensor]:
+    """Three rollouts as (B, L) right-padded sequences with an advantage each; the last row has none."""
+    vocabulary = tiny_tokenizer().get_vocab()
+    a, b, c, d, seven, five = (vocabulary[phrase] for phrase in PHRASES)
+    prompts = [[3, 4, 5], [9, 5, 10, 7], [3, 4, 5]]
+    completions = [[a, b, c, seven, 1], [c, a, b, b, five, 1], [d, a, five]]
+    ids, attention, mask = (torch.zeros(3, 10, dtype=torch.long) for _ in range(3))
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        n = len(prompt) + len(completion)
+        ids[i, :n], attention[i, :n], mask[i, len(prompt) : n] = torch.tensor(prompt + completion), 1, 1
+    advantages = torch.tensor([1.2, -0.8, 0.0])[:, None] * mask
+    left = torch.tensor([[0, 3, 4, 5], [9, 5, 10, 7], [0, 3, 4, 5]])
+    right = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in completions], batch_first=True)
+    real = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)).long() for row in completions], batch_first=True)
+    weights = torch.ones(3, 10)
+    found = counterfactual_weights(
+        tiny_model(), tiny_tokenizer(), left, (left != 0).long(), right, real, advantages=advantages[:, 4]
+    )
+    for i, prompt in enumerate(prompts):
+        n = len(completions[i])
+        weights[i, len(prompt) : len(prompt) + n] = found[i, :n]
+    assert weights.unique().numel() > 3
+    return {"ids": ids, "attention": attention, "mask": mask, "advantages": advantages, "weights": weights}
+
+
+@pytest.fixture(scope="module")
+def others() -> dict[str, Any]:
+    namespace: dict[str, Any] = {"__name__": "example"}
+    assert run(REPOSITORY / "docs" / "other_trainers.md", namespace) == 6
+    return namespace
+
+
+def close(given: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_lines_for_prime_rl_weigh_its_packed_advantages(others):
+    r = rollouts()
+    on = r["attention"].bool()
+    batch = {
+        "input_ids": r["ids"][on][None],
+        "loss_mask": r["mask"][on][None],
+        "advantages": r["advantages"][on][None],
+        "position_ids": torch.arange(10).expand(3, 10)[on][None],
+    }
+    others["add_credit_prime_rl"](batch, tiny_model(), tiny_tokenizer())
+    close(batch["advantages"], (r["advantages"] * r["weights"])[on][None])
+
+
+def test_the_lines_for_nemo_rl_weigh_its_advantages(others):
+    r = rollouts()
+    data = {
+        "input_ids": r["ids"],
+        "input_lengths": r["attention"].sum(1),
+        "token_mask": r["mask"],
+        "sample_mask": torch.ones(3),
+        "advantages": torch.tensor([1.2, -0.8, 0.0])[:, None].expand(3, 10),
+    }
+    others["add_credit_nemo_rl"](data, tiny_model(), tiny_tokenizer())
+    close(data["advantages"] * r["mask"], r["advantages"] * r["weights"])
+
+
+def test_the_lines_for_open_instruct_weigh_its_importance_weights(others):
+    r = rollouts()
+    rho = torch.rand(3, 9, generator=torch.Generator().manual_seed(0))
+    given = others["rho_weights_open_instruct"](
+        rho, r["ids"], r["attention"], r["mask"][:, 1:], r["advantages"][:, 1:], tiny_model(), tiny_tokenizer()
+    )
+    close(given, rho * r["weights"][:, 1:])
+
+
+def test_the_lines_for_areal_weigh_its_rolled_advantages(others):
+    r = rollouts()
+    data = {
+        "input_ids": r["ids"],
+        "attention_mask": r["attention"],
+        "loss_mask": r["mask"].float().roll(-1, dims=-1),
+        "advantages": r["advantages"].roll(-1, dims=-1),
+    }
+    others["add_credit_areal"](data, tiny_model(), tiny_tokenizer())
+    close(data["advantages"], (r["advantages"] * r["weights"]).roll(-1, dims=-1))
+
+
+def test_the_lines_for_ms_swift_weigh_the_advantages_of_the_last_columns(others):
+    r = rollouts()
+    grpo = SimpleNamespace(completion_mask=r["mask"][:, -7:], advantages=r["advantages"][:, -7:])
+    batch = {"grpo_batch": grpo, "input_ids": r["ids"], "attention_mask": r["attention"]}
+    others["add_credit_ms_swift"](batch, tiny_model(), tiny_tokenizer())
+    close(grpo.advantages, (r["advantages"] * r["weights"])[:, -7:])

@@ -1,0 +1,381 @@
+"""What a drop-in must show, for every trainer whose loss can be run here: the trainer's own code on one side."""
+
+import importlib.util
+import sys
+import types
+from collections import defaultdict
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cfa_kernels import policy_loss
+from cfa_kernels.integrations.credit import fold_weights
+from cfa_kernels.integrations.openrlhf import CounterfactualPolicyLoss
+
+B, T = 6, 7
+BETA = 0.1
+DUAL_CLIP = 1.6
+
+
+@dataclass
+class Totals:
+    """What a micro-batch is told of the batch it is a part of."""
+
+    tokens: int
+    sequences: int
+    parts: int = 1  # micro-batches that the optimizer step adds up
+    processes: int = 1  # over which gradients are averaged
+
+
+@dataclass
+class Tokens:
+    """Off-policy tokens in float64 whose ratios fall on both sides of every clip, with ragged masks."""
+
+    logprobs: Tensor = field(default_factory=Tensor)
+    old: Tensor = field(default_factory=Tensor)
+    ref: Tensor = field(default_factory=Tensor)
+    advantages: Tensor = field(default_factory=Tensor)
+    mask: Tensor = field(default_factory=Tensor)
+    weights: Tensor = field(default_factory=Tensor)
+
+    def rows(self, part: slice) -> "Tokens":
+        return Tokens(**{name: tensor[part] for name, tensor in vars(self).items()})
+
+    def totals(self, **split: int) -> Totals:
+        return Totals(int(self.mask.sum()), len(self.mask), **split)
+
+
+@pytest.fixture
+def tokens() -> Tokens:
+    g = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    mask = (torch.arange(T) < torch.tensor([7, 3, 5, 6, 1, 4])[:, None]).long()
+    mask[0, 2] = 0  # a tool's token inside the completion
+    logprobs = -normal(B, T).abs() - 0.1
+    weights = 4 * torch.rand(B, T, generator=g, dtype=torch.float64) * (torch.rand(B, T, generator=g) > 0.2)
+    return Tokens(
+        logprobs=logprobs,
+        old=logprobs + 0.5 * normal(B, T),
+        ref=logprobs + 0.3 * normal(B, T),
+        advantages=torch.tensor([1.3, -0.7, 0.4, -2.0, 0.0, 0.9], dtype=torch.float64),
+        mask=mask,
+        weights=weights,
+    )
+
+
+class Trl:
+    """TRL's own ``GRPOTrainer._compute_loss``, given log-probs instead of a model."""
+
+    kinds = tuple(
+        (loss_type, level)
+        for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
+        for level in ("token", "sequence")
+    )
+
+    def __init__(self) -> None:
+        self.module = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed")
+
+    def skip(self, kind: tuple[str, str]) -> None:
+        if kind[0] == "luspo" and self.module._TRL < self.module._LOSSES_OF_TODAY:
+            pytest.skip("luspo is refused with this TRL")
+
+    def splits(self, kind: tuple[str, str]) -> bool:
+        """bnpo normalises by its own micro-batch; before 1.10 others looked at the parts in other ways."""
+        return kind[0] != "bnpo" and self.module._TRL >= self.module._LOSSES_OF_TODAY
+
+    def stock(self, kind: Any, t: Tokens, advantages: Tensor, beta: float, totals: Totals, logprobs: Tensor) -> Tensor:
+        trainer = object.__new__(self.module.GRPOTrainer)
+        trainer.loss_type, trainer.importance_sampling_level = kind
+        trainer.model = SimpleNamespace(training=True)
+        trainer.accelerator = SimpleNamespace(
+            num_processes=totals.processes, sync_gradients=False, reduce=lambda x, reduction: x, gather=lambda x: x
+        )
+        entropies = torch.zeros_like(logprobs)
+        result = (logprobs, entropies) if self.module._TRL.release < (1, 8) else (logprobs, entropies, None)
+        trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: result
+        trainer._metrics = {"train": defaultdict(list)}
+        trainer.aux_loss_enabled = trainer.use_vllm = trainer.use_adaptive_entropy = False
+        trainer._entropy_bonus_enabled, trainer.entropy_coef = False, 0.0
+        trainer.top_entropy_quantile, trainer.off_policy_mask_threshold = 1.0, None
+        trainer.current_gradient_accumulation_steps = totals.parts
+        trainer.epsilon_low, trainer.epsilon_high, trainer.beta = 0.2, self._high(kind), beta
+        trainer.max_completion_length = 9
+        trainer.args = SimpleNamespace(
+            delta=DUAL_CLIP, steps_per_generation=totals.parts, use_bias_correction_kl=True,
+            sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
+        )  # fmt: skip
+        ids = torch.zeros_like(t.mask)
+        return trainer._compute_loss(
+            trainer.model,
+            {
+                "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": t.mask,
+                "advantages": advantages, "num_items_in_batch": torch.tensor(totals.tokens),
+                "old_per_token_logps": t.old, "ref_per_token_logps": t.ref,
+            },
+        )  # fmt: skip
+
+    def ours(self, kind: Any, t: Tokens, weights: Tensor | None, beta: float, logprobs: Tensor) -> Tensor:
+        loss_type, level = kind
+        return policy_loss(
+            logprobs, t.old, t.advantages, t.mask, weights=weights, ref_logprobs=t.ref, epsilon=0.2,
+            epsilon_high=self._high(kind), delta=DUAL_CLIP, beta=beta, loss_type=loss_type,
+            importance_sampling_level=level, max_completion_length=9, use_bias_correction_kl=True,
+        )[0]  # fmt: skip
+
+    @staticmethod
+    def _high(kind: tuple[str, str]) -> float:
+        return 1.3 if kind[0] == "cispo" else 0.28
+
+
+class Verl:
+    """verl's own ``ppo_loss`` with the policy losses in its registry."""
+
+    modes = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    kinds = tuple(("vanilla", mode) for mode in modes) + tuple(
+        (name, "token-mean") for name in ("counterfactual", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo")
+    )
+
+    def __init__(self) -> None:
+        pytest.importorskip("verl.workers.utils.losses", reason="verl is not installed", exc_type=ImportError)
+        from verl.workers.config import ActorConfig
+        from verl.workers.utils.losses import ppo_loss
+
+        import cfa_kernels.integrations.verl as module
+
+        self.module, self.config, self.loss = module, ActorConfig, ppo_loss
+
+    def skip(self, kind: tuple[str, str]) -> None:
+        pass
+
+    def splits(self, kind: tuple[str, str]) -> bool:
+        return kind[1] != "seq-mean-token-sum-norm"  # by default it divides by the width of the micro-batch
+
+    def stock(self, kind: Any, t: Tokens, advantages: Tensor, beta: float, totals: Totals, logprobs: Tensor) -> Tensor:
+        columns = advantages if advantages.dim() == 2 else advantages[:, None].expand(t.mask.shape)
+        return self.run(kind, t, columns, None, beta, totals, logprobs)
+
+    def ours(self, kind: Any, t: Tokens, weights: Tensor | None, beta: float, logprobs: Tensor) -> Tensor:
+        """The registered loss where verl's is its equal, else verl's own slot for weights after the clip."""
+        name = "counterfactual" if kind[0] == "vanilla" else kind[0]
+        columns = t.advantages[:, None].expand(t.mask.shape)
+        return self.run((name, kind[1]), t, columns, weights, beta, t.totals(), logprobs)
+
+    def run(
+        self, kind: Any, t: Tokens, advantages: Any, weights: Any, beta: float, totals: Totals, logprobs: Any
+    ) -> Any:
+        from tensordict import TensorDict
+        from verl.utils import tensordict_utils
+
+        name, mode = kind
+        config = self.config(
+            strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_high=0.28, clip_ratio_c=DUAL_CLIP,
+            loss_agg_mode=mode, use_kl_loss=beta != 0, kl_loss_coef=beta,
+        )  # fmt: skip
+        object.__setattr__(config.policy_loss, "loss_mode", name)
+        lengths = (t.mask.cumsum(1).argmax(1) + 1).tolist()
+
+        def nested(values: Tensor) -> Tensor:
+            return torch.nested.as_nested_tensor(
+                [row[:n] for row, n in zip(values, lengths, strict=True)], layout=torch.jagged
+            )
+
+        prompt = torch.nested.as_nested_tensor([torch.zeros(1).long()] * len(lengths), layout=torch.jagged)
+        data = {
+            "prompts": prompt, "responses": nested(torch.zeros_like(t.mask)), "response_mask": nested(t.mask),
+            "old_log_probs": nested(t.old), "advantages": nested(advantages), "ref_log_prob": nested(t.ref),
+        }  # fmt: skip
+        if weights is not None:
+            data["rollout_is_weights"] = nested(weights)
+        data = TensorDict(data, batch_size=len(lengths))
+        tensordict_utils.assign_non_tensor(
+            data, dp_size=totals.processes, batch_num_tokens=totals.tokens, global_batch_size=totals.sequences
+        )
+        # A model gives the log-prob of the next token at each position, and one of nothing at the last.
+        rows = [torch.cat([row[:n], row.new_zeros(1)]) for row, n in zip(logprobs, lengths, strict=True)]
+        output = {"log_probs": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}
+        loss, _ = self.loss(config, output, data)
+        return loss / (totals.tokens if mode == "token-sum" else 1)
+
+
+class OpenRlhf:
+    """OpenRLHF's own ``PolicyLoss`` and KL estimate, from its files: the package itself needs GPU libraries."""
+
+    kinds = (("ppo", True), ("ppo", False), ("gspo", False))
+
+    def __init__(self) -> None:
+        try:
+            found = distribution("openrlhf")
+        except PackageNotFoundError:
+            pytest.skip("OpenRLHF is not installed")
+        self.models = load_models(found)
+
+    def skip(self, kind: tuple[str, bool]) -> None:
+        pass
+
+    def splits(self, kind: tuple[str, bool]) -> bool:
+        return True
+
+    def stock(self, kind: Any, t: Tokens, advantages: Tensor, beta: float, totals: Totals, logprobs: Tensor) -> Tensor:
+        columns = advantages if advantages.dim() == 2 else advantages[:, None].expand(t.mask.shape)
+        loss = self.models.loss.PolicyLoss(**self.options(kind))
+        return self.run(loss, t, columns, beta, totals, logprobs)
+
+    def ours(self, kind: Any, t: Tokens, weights: Tensor | None, beta: float, logprobs: Tensor) -> Tensor:
+        loss = CounterfactualPolicyLoss(**self.options(kind))
+        columns = t.advantages[:, None].expand(t.mask.shape)
+        return self.run(loss, t, columns, beta, t.totals(), logprobs, weights=weights)
+
+    def run(
+        self, loss: Any, t: Tokens, advantages: Any, beta: float, totals: Totals, logprobs: Any, **extra: Any
+    ) -> Any:
+        norm = {
+            "dp_size": totals.processes, "batch_num_tokens": totals.tokens, "global_batch_size": totals.sequences
+        }  # fmt: skip
+        value = loss(logprobs, t.old, advantages, action_mask=t.mask, **norm, **extra)[0]
+        kl = self.models.utils.compute_approx_kl(logprobs, t.ref, kl_estimator="k3")
+        return value + beta * self.models.loss.aggregate_loss(kl, t.mask, **norm)
+
+    @staticmethod
+    def options(kind: tuple[str, bool]) -> dict[str, Any]:
+        dual_clip = None if kind[0] == "gspo" else DUAL_CLIP
+        return {"clip_eps_high": 0.28, "dual_clip": dual_clip, "policy_loss_type": kind[0], "token_level_loss": kind[1]}
+
+
+def load_models(found: Any) -> types.SimpleNamespace:
+    """``openrlhf.models.loss`` and ``.utils`` without the package's imports, DeepSpeed replaced if it is absent."""
+    package = types.ModuleType("openrlhf_models")
+    package.__path__ = [str(found.locate_file("openrlhf/models"))]
+    added = {"openrlhf_models": package}
+    if importlib.util.find_spec("deepspeed") is None:
+        added["deepspeed"] = types.ModuleType("deepspeed")
+    sys.modules.update(added)
+    try:
+        loss = importlib.import_module("openrlhf_models.loss")
+        return SimpleNamespace(loss=loss, utils=sys.modules["openrlhf_models.utils"])
+    finally:
+        for name in [name for name in sys.modules if name in added or name.startswith("openrlhf_models.")]:
+            del sys.modules[name]
+
+
+HOSTS = (Trl, Verl, OpenRlhf)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> dict[type, Any]:
+    return {}
+
+
+@pytest.fixture
+def host(request: pytest.FixtureRequest, hosts: dict[type, Any]) -> tuple[Any, Any]:
+    """A trainer and one of its losses."""
+    cls, kind = request.param
+    if cls not in hosts:
+        hosts[cls] = cls()
+    hosts[cls].skip(kind)
+    return hosts[cls], kind
+
+
+every_loss = pytest.mark.parametrize(
+    "host",
+    [pytest.param((cls, kind), id=f"{cls.__name__}-{'-'.join(map(str, kind))}") for cls in HOSTS for kind in cls.kinds],
+    indirect=True,
+)
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+FLOAT32 = {"rtol": 1e-6, "atol": 1e-8}  # OpenRLHF estimates KL in float32, whatever it is given
+
+
+def stock(host: Any, tokens: Tokens, advantages: Tensor, *, beta: float = 0.0, totals: Totals | None = None) -> Any:
+    """Loss and gradient by log-probs of the trainer's own code."""
+    trainer, kind = host
+    logprobs = tokens.logprobs.clone().requires_grad_()
+    loss = trainer.stock(kind, tokens, advantages, beta, totals or tokens.totals(), logprobs)
+    loss.backward()
+    return loss.detach(), logprobs.grad
+
+
+def ours(host: Any, tokens: Tokens, weights: Tensor | None, *, beta: float = 0.0) -> Any:
+    trainer, kind = host
+    logprobs = tokens.logprobs.clone().requires_grad_()
+    loss = trainer.ours(kind, tokens, weights, beta, logprobs)
+    loss.backward()
+    return loss.detach(), logprobs.grad
+
+
+@every_loss
+def test_weights_of_one_leave_loss_and_gradient_as_they_are_to_the_last_bit(host, tokens):
+    expected = stock(host, tokens, tokens.advantages, beta=BETA)
+    given = stock(host, tokens, fold_weights(tokens.advantages, torch.ones(B, T)), beta=BETA)
+    assert torch.equal(given[0], expected[0])
+    assert torch.equal(given[1], expected[1])
+    unweighted = ours(host, tokens, None, beta=BETA)
+    torch.testing.assert_close(unweighted, expected, rtol=1e-7, atol=1e-9)
+
+
+@every_loss
+@pytest.mark.parametrize("beta", [0.0, BETA])
+def test_weights_in_the_advantages_equal_weights_on_the_clipped_loss(host, tokens, beta):
+    folded = stock(host, tokens, fold_weights(tokens.advantages, tokens.weights), beta=beta)
+    weighted = ours(host, tokens, tokens.weights, beta=beta)
+    torch.testing.assert_close(folded, weighted, rtol=1e-7, atol=1e-9)  # one trainer adds 1e-8 to its denominators
+    assert not torch.allclose(folded[1], stock(host, tokens, tokens.advantages, beta=beta)[1], rtol=1e-3)
+
+
+@every_loss
+def test_weights_leave_the_kl_term_as_it_is(host, tokens):
+    def kl(advantages: Tensor) -> list[Tensor]:
+        with_kl, without = (stock(host, tokens, advantages, beta=beta) for beta in (BETA, 0.0))
+        return [a - b for a, b in zip(with_kl, without, strict=True)]
+
+    unweighted = kl(tokens.advantages)
+    torch.testing.assert_close(kl(fold_weights(tokens.advantages, tokens.weights)), unweighted, **EXACT)
+    assert unweighted[0] > 0
+
+
+@every_loss
+def test_tokens_of_weight_zero_stay_in_the_denominators(host, tokens):
+    some = (tokens.weights > 1).double()
+    parts = [stock(host, tokens, fold_weights(tokens.advantages, w)) for w in (some, 1 - some)]
+    whole = stock(host, tokens, tokens.advantages)
+    for a, b, expected in zip(*parts, whole, strict=True):
+        torch.testing.assert_close(a + b, expected, **EXACT)
+    assert all(part[0].abs() > 0 for part in parts)
+
+
+@every_loss
+@pytest.mark.parametrize("how", ["micro-batches", "processes"])
+def test_the_result_does_not_depend_on_how_the_batch_is_split(host, tokens, how):
+    trainer, kind = host
+    if not trainer.splits(kind):
+        pytest.skip("this loss normalises by its own micro-batch, by definition")
+    whole = stock(host, tokens, fold_weights(tokens.advantages, tokens.weights), beta=BETA)
+    halves = []
+    for part in (slice(0, 3), slice(3, 6)):
+        rows = tokens.rows(part)
+        split = {"parts": 2} if how == "micro-batches" else {"processes": 2}
+        folded = fold_weights(rows.advantages, rows.weights)
+        halves.append(stock(host, rows, folded, beta=BETA, totals=tokens.totals(**split)))
+    share = 1 if how == "micro-batches" else 2
+    close = FLOAT32 if isinstance(trainer, OpenRlhf) else EXACT
+    torch.testing.assert_close(sum(loss for loss, _ in halves) / share, whole[0], **close)
+    torch.testing.assert_close(torch.cat([gradient for _, gradient in halves]) / share, whole[1], **close)
+
+
+@every_loss
+@pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf")])
+def test_weights_that_are_negative_or_not_finite_are_refused_by_row_and_token(host, tokens, value):
+    tokens.weights[3, 1] = value
+    with pytest.raises(ValueError, match=rf"weights must be finite and >= 0; row 3, token 1 is {value}"):
+        fold_weights(tokens.advantages, tokens.weights)
+    trainer, kind = host
+    if trainer.ours.__func__ is Verl.ours and kind[0] not in ("vanilla", "counterfactual"):
+        return  # verl's own losses take what they are given
+    with pytest.raises(ValueError, match=rf"weights must be .*; row 3, token 1 is {value}"):
+        ours(host, tokens, tokens.weights)

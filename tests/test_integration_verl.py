@@ -1,0 +1,276 @@
+"""verl's own code with counterfactual credit: its plug-in loader, its trainer's step, its workers' log-probs.
+
+The model runs in verl's FSDP engine without the sharding, which needs GPUs; data goes through a real TransferQueue.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import PHRASES, tiny_model, tiny_tokenizer
+from torch import Tensor
+
+from cfa_kernels import CounterfactualConfig, counterfactual_weights
+
+REASON = "verl (with ray, TransferQueue and tensordict) is not installed"
+pytest.importorskip("verl.trainer.ppo.v1.trainer_base", reason=REASON, exc_type=ImportError)
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+import transfer_queue as queue  # noqa: E402
+from hydra import compose, initialize_config_dir  # noqa: E402
+from tensordict import TensorDict  # noqa: E402
+from verl.protocol import BatchData  # noqa: E402
+from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base  # noqa: E402
+from verl.workers.engine.fsdp import transformer_impl  # noqa: E402
+from verl.workers.engine_workers import TrainingWorker  # noqa: E402
+
+import cfa_kernels.integrations.verl as integration  # noqa: E402
+from cfa_kernels.integrations.verl import CounterfactualMixin  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def config() -> Any:
+    """The configuration of the documentation, as verl composes it."""
+    with initialize_config_dir(str(REPOSITORY / "docs"), version_base=None):
+        return compose("verl_gsm8k")
+
+
+@pytest.fixture(scope="module")
+def transfer_queue() -> Any:
+    """A real queue on a Ray of this machine."""
+    import ray
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    queue.init()
+    yield queue
+    queue.close()
+    ray.shutdown()
+
+
+class Workers:
+    """verl's worker group for ``processes`` data-parallel workers, each with the same model, in this process."""
+
+    def __init__(self, processes: int, micro_batch: int, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(transformer_impl, "get_device_id", lambda: "cpu")
+        monkeypatch.setattr(transformer_impl, "get_device_name", lambda: "cpu")
+        engine = object.__new__(transformer_impl.FSDPEngineWithLMHead)
+        engine.module = tiny_model().eval()
+        engine.use_ulysses_sp, engine.ulysses_sequence_parallel_size, engine.pad_to_length = False, 1, False
+        engine.ulysses_device_mesh, engine._autocast_dtype = None, torch.float32
+        engine.get_data_parallel_group, engine.get_data_parallel_size = lambda: None, lambda: 1
+        engine.eval_mode = lambda **kwargs: nullcontext()
+        self.worker = object.__new__(TrainingWorker)
+        self.worker.engine, self.worker.model_config, self.worker.device_name = engine, {}, "cpu"
+        self.worker.flops_counter = None
+        self.worker.engine_config = SimpleNamespace(
+            use_dynamic_bsz=dynamic, infer_max_token_len_per_gpu=64, infer_micro_batch_size_per_gpu=micro_batch,
+            use_fused_kernels=False,
+        )  # fmt: skip
+        self.processes = processes
+        self._dispatch_info: dict[str, Any] = {}
+        self.requests: list[TensorDict] = []
+
+    def _query_dispatch_info(self, mesh: str) -> list[int]:
+        assert mesh == "actor"
+        return list(range(self.processes))
+
+    def compute_log_prob(self, request: TensorDict) -> TensorDict:
+        self.requests.append(request)
+        assert len(request) % self.processes == 0
+        shares = [pickle.loads(pickle.dumps(share)) for share in BatchData(request).chunk(self.processes)]  # as Ray
+        return BatchData([self.worker.infer_batch(share) for share in shares]).concat()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Any:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def build(config: Any, workers: Workers | None, trainer: type = PPOTrainerSync, **credit: Any) -> Any:
+    """A verl trainer with what its advantage step needs."""
+
+    class Trainer(CounterfactualMixin, trainer):
+        pass
+
+    built = object.__new__(Trainer)
+    built.config, built.tokenizer, built.actor_rollout_wg = config, tiny_tokenizer(), workers
+    built.counterfactual = CounterfactualConfig(**credit)
+    built._credit_generator = torch.Generator().manual_seed(0)
+    return built
+
+
+def completions() -> list[list[int]]:
+    vocabulary = tiny_tokenizer().get_vocab()
+    a, b, c, d, seven, five = (vocabulary[phrase] for phrase in PHRASES)
+    return [[a, b, c, seven, 1], [a, c, d, b, five, 1], [b, d], [d, a, five], [a, b, d, seven], [c, a, b, b, seven, 1]]
+
+
+def put(transfer_queue: Any) -> Any:
+    """Two groups of three rollouts in the queue, as verl's agent loop puts them; the last prompt is the longer."""
+    responses = [torch.tensor(row) for row in completions()]
+    prompts = [torch.tensor([3, 4, 5])] * 3 + [torch.tensor([9, 5, 10, 7])] * 3
+    rewards = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+    masks = [torch.ones_like(row) for row in responses]
+    masks[1][1] = 0  # a tool's token
+
+    def nested(rows: list[Tensor]) -> Tensor:
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    def last(row: Tensor, value: float) -> Tensor:
+        return torch.cat([torch.zeros(len(row) - 1), torch.tensor([value])])
+
+    fields = {
+        "prompts": nested(prompts),
+        "responses": nested(responses),
+        "response_mask": nested(masks),
+        "rm_scores": nested([last(row, reward) for row, reward in zip(responses, rewards, strict=True)]),
+        "old_log_probs": nested([torch.zeros(len(row)) for row in responses]),
+    }
+    data = TensorDict(fields, batch_size=6)
+    data["uid"] = ["p", "p", "p", "q", "q", "q"]
+    keys = [f"{uid}_{i}_0" for i, uid in enumerate("pppqqq")]
+    return transfer_queue.kv_batch_put(keys=keys, partition_id="train", fields=data, tags=[{} for _ in keys])
+
+
+def advantages_of(batch: Any) -> list[Tensor]:
+    where = {"keys": batch.keys, "partition_id": "train"}
+    return list(queue.kv_batch_get(**where, select_fields=["advantages"])["advantages"].unbind())
+
+
+@pytest.mark.parametrize(("processes", "micro_batch", "dynamic"), [(1, 1, False), (2, 3, False), (2, 1, True)])
+def test_the_advantages_are_verls_times_the_weights_of_the_completions(
+    config, transfer_queue, monkeypatch, processes, micro_batch, dynamic
+):
+    config = config.copy()
+    config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz = dynamic
+    config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu = micro_batch
+    workers = Workers(processes, micro_batch, dynamic, monkeypatch)
+    stock = PPOTrainerSync._compute_advantage(build(config, None), put(transfer_queue), {})
+    expected = advantages_of(stock)
+    metrics: dict[str, float] = {}
+    batch = build(config, workers)._compute_advantage(put(transfer_queue), metrics)
+
+    prompts = torch.tensor([[0, 3, 4, 5]] * 3 + [[9, 5, 10, 7]] * 3)
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in completions()], batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)).long() for row in completions()], batch_first=True)
+    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), prompts, (prompts != 0).long(), ids, mask)
+    assert weights.unique().numel() > 3
+    for given, stock_row, row in zip(advantages_of(batch), expected, weights, strict=True):
+        torch.testing.assert_close(given, stock_row * row[: len(stock_row)], rtol=1e-4, atol=1e-5)
+    assert metrics["credit/weight_mean"] > 1
+    assert metrics["credit/scored_fraction"] == 5 / 6  # one has no answer
+    (request,) = workers.requests
+    assert request["input_ids"].offsets().diff().max() <= 4 + 5  # cut after the answer
+
+
+def test_rows_without_advantage_are_not_asked_for(config, transfer_queue, monkeypatch):
+    config = config.copy()
+    config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu = 1
+    config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz = False
+
+    class OneGroup(PPOTrainerSync):
+        def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+            batch = super()._compute_advantage(batch, metrics)
+            rows = [row * (i < 3) for i, row in enumerate(advantages_of(batch))]
+            fields = TensorDict({"advantages": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, batch_size=6)
+            return queue.kv_batch_put(keys=batch.keys, partition_id="train", fields=fields)
+
+    workers = Workers(1, 1, False, monkeypatch)
+    batch = build(config, workers, OneGroup)._compute_advantage(put(transfer_queue), {})
+    (request,) = workers.requests
+    assert all(row[:3].tolist() == [3, 4, 5] for row in request["input_ids"].unbind())
+    assert all(row.eq(0).all() for row in advantages_of(batch)[3:])
+
+
+@pytest.mark.parametrize("credit", [{"mode": "uniform"}, {"w_min": 1.0, "w_max": 1.0, "w_answer": 1.0}], ids=str)
+def test_with_weights_of_one_the_advantages_are_verls_to_the_last_bit(config, transfer_queue, monkeypatch, credit):
+    config = config.copy()
+    config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu = 1
+    config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz = False
+    stock = advantages_of(PPOTrainerSync._compute_advantage(build(config, None), put(transfer_queue), {}))
+    workers = Workers(1, 1, False, monkeypatch)
+    mine = advantages_of(build(config, workers, **credit)._compute_advantage(put(transfer_queue), {}))
+    assert all(torch.equal(a, b) for a, b in zip(stock, mine, strict=True))
+    assert len(workers.requests) == ("mode" not in credit)
+
+
+def test_verl_loads_the_plug_in_in_every_process(tmp_path):
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)], cwd=REPOSITORY, check=True,
+        capture_output=True,
+    )  # fmt: skip
+    code = (
+        "import verl; from verl.trainer.ppo.core_algos import get_policy_loss_fn as get; "
+        "print(get('counterfactual').__module__)"
+    )
+    path = os.pathsep.join([str(tmp_path), str(REPOSITORY), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path, "VERL_USE_EXTERNAL_PLUGINS": "cfa_kernels"}
+    shown = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert shown.stdout.strip().splitlines()[-1:] == ["cfa_kernels.integrations.verl"], shown.stderr
+
+
+def test_the_configuration_of_the_documentation_is_valid_and_starts_a_trainer_with_credit(config, monkeypatch):
+    import verl.trainer.main_ppo as main_ppo
+
+    started: list[Any] = []
+    monkeypatch.setattr(main_ppo, "run_ppo", lambda config, task_runner_class: started.append(task_runner_class))
+    integration.run(config)
+    (runner,) = started
+    monkeypatch.setattr(trainer_base, "TRAINER_REGISTRY", dict(trainer_base.TRAINER_REGISTRY))
+    monkeypatch.setattr(main_ppo.TaskRunnerV1.__ray_actor_class__, "run", lambda self, config: None)
+    runner.__ray_actor_class__().run(config)
+    trainer = trainer_base.get_trainer_cls(config.trainer.v1.trainer_mode)
+    assert issubclass(trainer, CounterfactualMixin)
+    assert issubclass(trainer, PPOTrainerSync)
+    assert integration.credit_config(config) == CounterfactualConfig()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "kl_cov"}}}}, "loss_mode=kl_cov"),
+        ({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "clip_cov"}}}}, "loss_mode=clip_cov"),
+        ({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "geo_mean"}}}}, "loss_mode=geo_mean"),
+        ({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "dro"}}}}, "loss_mode=dro"),
+        ({"algorithm": {"use_kl_in_reward": True}}, "use_kl_in_reward"),
+        ({"trainer": {"use_v1": False}}, "use_v1=False"),
+    ],
+    ids=str,
+)
+def test_what_credit_cannot_be_combined_with_is_refused_by_name(config, change, message):
+    from omegaconf import OmegaConf
+
+    with pytest.raises(NotImplementedError, match=f"cannot be combined with .*{message}"):
+        integration.run(OmegaConf.merge(config, change))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss_agg_mode": "median"}, "loss_agg_mode must be one of verl's, got 'median'"),
+        ({"clip_ratio_c": 1.2}, "clip_ratio_c must exceed 1 \\+ clip_ratio_high = 1.28, got 1.2"),
+        ({"dp_size": 2}, "'token-mean' on 2 processes needs batch_num_tokens"),
+    ],
+    ids=str,
+)
+def test_the_registered_loss_refuses_bad_settings(changes, message):
+    config = SimpleNamespace(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28)
+    config.get = lambda name, default: changes.get(name, default)
+    config.global_batch_info = {"dp_size": changes.get("dp_size", 1)}
+    values = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=message):
+        integration.counterfactual_policy_loss(
+            values, values, values, torch.ones(2, 3), changes.get("loss_agg_mode", "token-mean"), config
+        )
