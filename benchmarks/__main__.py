@@ -103,7 +103,7 @@ def run_part(part: str, device: torch.device, options: argparse.Namespace) -> di
         if measuring:
             command += ["--benchmark-enable", f"--bench-device={device.type}", f"--figures={figures}", "-s"]
             command += [f"--bench-seconds={options.seconds}", f"--bench-rounds={options.rounds}"]
-            command += ["--bench-smoke"] * options.smoke
+            command += ["--bench-smoke"] * options.smoke + ["--tb=short"]
             command += ["--benchmark-columns=median,iqr,min,max,rounds", "--benchmark-sort=name"]
         if options.select:
             command += ["-k", options.select]

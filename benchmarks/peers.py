@@ -257,22 +257,10 @@ def _forest(job: Job) -> _Forest:
 
 @torch.no_grad()
 def flex_tree(model: PreTrainedModel, job: Job) -> Observed:
-    """Prompts, completions and branches packed by hand under a FlexAttention block mask.
+    """Prompts, completions and branches packed by hand into one row, under a FlexAttention block mask.
 
-    One row on a GPU; a row per prompt on a CPU, where FlexAttention computes the masked blocks, too.
+    Compiled for each length anew: for lengths known at run time, the compiler writes wrong C++ on a CPU.
     """
-    if job.prompts[0].device.type == "cuda":
-        return _flex_row(model, job)
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for b, prompt in enumerate(job.prompts):
-        groups.setdefault(tuple(prompt.tolist()), []).append(b)
-    observed: dict[int, Tensor] = {}
-    for rows in groups.values():
-        observed |= dict(zip(rows, _flex_row(model, job.part(rows)), strict=True))
-    return [observed[b] for b in range(len(job.prompts))]
-
-
-def _flex_row(model: PreTrainedModel, job: Job) -> Observed:
     from torch.nn.attention.flex_attention import create_block_mask
 
     forest = _forest(job)
@@ -285,7 +273,7 @@ def _flex_row(model: PreTrainedModel, job: Job) -> Observed:
 
     total = len(forest.ids)
     mask = create_block_mask(sees, None, None, total, total, device=device, _compile=device.type == "cuda")
-    with _attention(model, "flex_attention"):
+    with _attention(model, "flex_attention"), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
         hidden = model.base_model(
             forest.ids[None], attention_mask=mask, position_ids=forest.positions[None], use_cache=False
         ).last_hidden_state[0]

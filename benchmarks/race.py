@@ -1,8 +1,8 @@
 """How everything here is timed: contenders are checked, then take turns, so that drift of the machine hits all alike.
 
 A benchmark builds ``Contender`` values that do the same job, calls ``race`` and reports each lap with the ``report``
-fixture of ``conftest.py``. A contender with a wrong answer is refused: it gets no time and its test fails. One that
-cannot run here (a package that is missing) is absent: it gets no time and its test is skipped, with the reason.
+fixture of ``conftest.py``. A contender with a wrong answer, or that raises, is refused: it gets no time and its test
+fails. One that cannot run here (a package that is missing) is absent: no time either, and its test is skipped.
 
     def check(result):                       # raises WrongAnswer
         assert_close(result, reference)
@@ -138,6 +138,8 @@ def _checked(contender: Contender, device: torch.device) -> Lap:
         lap.absent = str(error)
     except torch.OutOfMemoryError:
         lap.absent = "does not fit in the device's memory"
+    except Exception as error:  # of somebody else's package, say: the others still get their time
+        lap.refused = f"raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return lap
 
 

@@ -162,6 +162,8 @@ class TrainConfig(DataConfig):
     """Device, for example "cpu" or "cuda:0"; auto is the first GPU if there is one."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    use_liger_kernel: bool = True
+    """On a GPU, norms, rotary embeddings and gated MLPs run as Liger's fused kernels, where it knows the model."""
     seed: int = 0
     """Seed of everything drawn at random."""
 

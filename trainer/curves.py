@@ -25,7 +25,8 @@ def draw_curves(path: Path, history: list[dict[str, float]], title: str) -> None
     accuracy.plot(steps, [100 * value for value in values], "o-", color=_GREEN)
     for step, value in zip(steps, values, strict=True):
         accuracy.annotate(f"{value:.1%}", (step, 100 * value), textcoords="offset points", xytext=(0, 8), ha="center")
-    accuracy.margins(0.15, 0.25)
+    accuracy.margins(0.08, 0.25)
+    accuracy.set_xlim(left=-0.1 * max(steps, default=1))
     accuracy.set_title("Held-out accuracy, greedy (%)")
 
     _smoothed(reward, history, "reward", _BLUE)
@@ -44,11 +45,12 @@ def draw_curves(path: Path, history: list[dict[str, float]], title: str) -> None
     times.stackplot(
         steps, [values for _, values in parts.values()], labels=list(parts), colors=[_BLUE, _ORANGE, _GREEN], alpha=0.8
     )
-    times.legend(loc="upper right", fontsize=8)
+    times.legend(loc="upper right", fontsize=8, ncols=3)
+    times.margins(y=0.2)
     times.set_title("Seconds per step")
     for axes in (accuracy, reward, groups, entropy, drops, times):
         axes.set_xlabel("step")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)

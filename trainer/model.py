@@ -41,6 +41,8 @@ def load_policy(config: TrainConfig) -> tuple[nn.Module, PreTrainedTokenizerBase
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=resolve_dtype(config, device))
     model.to(device)
+    if config.use_liger_kernel and device.type == "cuda":
+        fuse_layers(model)
     # Sampling must follow the distribution that the loss differentiates: a repetition penalty or a top-k that the
     # model's own generation settings carry would bend it.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
@@ -66,6 +68,13 @@ def load_policy(config: TrainConfig) -> tuple[nn.Module, PreTrainedTokenizerBase
             ),
         )
     return model.eval(), tokenizer
+
+
+def fuse_layers(model: Any) -> None:
+    """Liger's fused layers in place of the model's own, without its losses; other models stay as they are."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # needed only on a GPU
+
+    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 class Reference:

@@ -46,11 +46,10 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Rows a tokenizer is trained on; more change little.
-TOKENIZER_ROWS = 4000
-
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
+# Rows a tokenizer is trained on; more change little.
+TOKENIZER_ROWS = 4000
 
 # Settings for reinforcement learning of a model this small, written beside it: all weights train, the step is
 # large, and prompts carry no instruction because none was seen in warm-up.
@@ -64,6 +63,7 @@ SUITED = {
     "per_device_train_batch_size": 32,
     "gradient_accumulation_steps": 4,
     "eval_batch_size": 256,
+    "eval_steps": 10,
 }
 
 
