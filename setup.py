@@ -20,7 +20,7 @@ setup(
     packages=find_packages(include=["cfa_kernels", "cfa_kernels.*", "trainer", "trainer.*"]),
     package_data={"cfa_kernels": ["py.typed"], "trainer": ["assets/**/*"]},
     install_requires=[
-        "torch>=2.9",
+        "torch>=2.10",
         "triton>=3.6,<3.8; platform_system == 'Linux'",
         "transformers>=5.17,<6",
         "peft>=0.18",

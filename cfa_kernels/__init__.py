@@ -4,7 +4,7 @@ Mask a span of the reasoning, measure how the log-probability of the answer move
 loss by that. The names below are the public API; everything else may change.
 """
 
-from .losses import linear_policy_loss, logits_policy_loss, policy_loss
+from .losses import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
 from .ops.linear_logprob import linear_logprob
 from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
 from .spans import Span, detect_spans, find_answer
@@ -24,6 +24,7 @@ __all__ = [
     "Credit",
     "ScoringWork",
     "Span",
+    "contributing_rows",
     "counterfactual_credit",
     "counterfactual_weights",
     "detect_spans",

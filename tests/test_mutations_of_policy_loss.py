@@ -22,7 +22,6 @@ def test_there_are_mutants_of_every_function_and_each_changes_its_source():
     assert {mutant.function for mutant in MUTANTS} == {name for names in mutation.TARGETS.values() for name in names}
     for module in mutation.TARGETS:
         sources = [mutant.source for mutant in MUTANTS if mutant.module == module]
-        assert len(set(sources)) == len(sources)
         assert (mutation.OPS / f"{module}.py").read_text() not in sources
 
 
