@@ -196,9 +196,12 @@ def test_strides_of_rows_and_targets_do_not_matter(backend, device):
     head[::2] = lm_head
     spaced = torch.zeros(18, dtype=torch.int32, device=device)
     spaced[::2] = targets
-    assert torch.equal(linear_logprob(wide[:, 7:23], head[::2], spaced[::2], backend=backend), expected)
+    # The kernels promise the same bits; the library behind PyTorch's products sums by its own layout and threads.
+    tolerance = 0.0 if backend == "triton" else 1e-5
+    strided = linear_logprob(wide[:, 7:23], head[::2], spaced[::2], backend=backend)
+    torch.testing.assert_close(strided, expected, rtol=0, atol=tolerance)
     repeated = linear_logprob(hidden[:1].expand(4, 16), lm_head, targets[:1].expand(4), backend=backend)
-    assert torch.equal(repeated, expected[:1].expand(4))
+    torch.testing.assert_close(repeated, expected[:1].expand(4), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -252,6 +255,19 @@ def gradients(inputs, keywords, by_logprob, by_entropy, backend):
     return {name: leaf.grad for name, leaf in leaves.items()}
 
 
+def gradients_by_strips(inputs, keywords, by_logprob, by_entropy, dtype, rows):
+    """The plain form in low precision, with the sums over rows formed strip by strip as the operator forms them."""
+    columns = (column.split(rows) for column in (inputs[0], inputs[2], by_logprob, by_entropy))
+    parts = [
+        gradients((hidden, inputs[1], targets), keywords, *by, dtype)
+        for hidden, targets, *by in zip(*columns, strict=True)
+    ]
+    return {
+        name: torch.cat([p[name] for p in parts]) if name == "hidden" else sum(p[name] for p in parts)
+        for name in parts[0]
+    }
+
+
 @pytest.mark.parametrize("strip_rows", [None, 7], ids=["one-strip", "strips-of-7"])
 @pytest.mark.parametrize("transform", [{}, TRANSFORMS[-1]], ids=ids([{}, TRANSFORMS[-1]]))
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -266,7 +282,9 @@ def test_gradients_are_within_the_budget(backend, dtype, transform, strip_rows, 
     by_logprob, by_entropy = torch.randn(2, shape[0], generator=generator).to(device)
     by_logprob[3] = by_entropy[3] = 0
     ours = gradients(inputs, keywords, by_logprob, by_entropy, backend)
-    low = gradients(inputs, keywords, by_logprob, by_entropy, dtype)
+    # Strips of half precision are summed in float32, which costs nothing; in float32 each sum rounds once more.
+    rows = strip_rows if strip_rows and dtype == torch.float32 else shape[0]
+    low = gradients_by_strips(inputs, keywords, by_logprob, by_entropy, dtype, rows)
     exact = {name: value.double() for name, value in keywords.items() if name == "bias"}
     double = gradients(
         (inputs[0].double(), inputs[1].double(), inputs[2]), keywords | exact, by_logprob, by_entropy, torch.float64

@@ -51,6 +51,7 @@ def test_a_right_answer_is_recognised_in_every_form(text: str) -> None:
         ("#### 1,234", 1234),
         ("#### $1,234,567.50", Fraction("1234567.5")),
         (r"\boxed{1{,}234}", 1234),
+        ("#### 10 000", 10000),
         ("#### 0.1", Fraction(1, 10)),
         ("#### 3/4", Fraction(3, 4)),
         (r"\boxed{\frac{3}{4}}", Fraction(3, 4)),

@@ -25,6 +25,7 @@ _DRESS = re.compile(r"\\?[$€£¥₹]|\{,\}|\\,|(?<=\d),(?=\d)")
 _DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(rf"([+-]?)\s*(?:(\d+)\s+(?=\d+/))?({_DECIMAL})(?:\s*/\s*({_DECIMAL}))?")
 _FRAC = re.compile(r"\\[dtc]?frac\s?\{\s*([^{}]+?)\s*\}\s?\{\s*([^{}]+?)\s*\}")
+_GROUP_BLANK = re.compile(r"(?<=\d)[ \u00a0\u202f](?=\d{3}(?![\d/]))")  # 10 000
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -34,7 +35,8 @@ def parse_number(text: str) -> Fraction | None:
     ``\\frac{3}{4}``. A rational holds every decimal exactly, so that 18 and 18.00 are one number and 0.1 is not
     rounded.
     """
-    match = _NUMBER.fullmatch(_FRAC.sub(r"\1/\2", _DRESS.sub("", text.translate(_MINUS))).strip())
+    bare = _GROUP_BLANK.sub("", _DRESS.sub("", text.translate(_MINUS)))
+    match = _NUMBER.fullmatch(_FRAC.sub(r"\1/\2", bare).strip())
     if match is None:
         return None
     sign, whole, numerator, denominator = match.groups()
