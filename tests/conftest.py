@@ -5,9 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# The same examples in every run, and no stop-watch: a busy machine must not fail a test.
+settings.register_profile("suite", deadline=None, derandomize=True)
+settings.load_profile("suite")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_GSM8K = REPOSITORY.parent / "shared" / "gsm8k"
