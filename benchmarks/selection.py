@@ -12,6 +12,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--bench-smoke", action="store_true", help="smallest shapes: shows that all runs, measures nothing")
     group.addoption("--bench-seconds", type=float, default=60.0, help="time for the rounds of one race")
     group.addoption("--bench-rounds", type=int, default=5, help="fewest rounds of one race")
+    group.addoption("--bench-peers", help="contenders to race, comma-separated; default: all")
     group.addoption("--figures", help="JSON file to write every figure to")
 
 
@@ -23,3 +24,14 @@ def device_name(config: pytest.Config) -> str:
 def workload_set(config: pytest.Config) -> str:
     """Key of the workloads to run: ``"smoke"``, or the device's name for those of full size."""
     return "smoke" if config.getoption("--bench-smoke") else device_name(config)
+
+
+def chosen_peers(config: pytest.Config, known: list[str]) -> list[str]:
+    """Names of the contenders to race, in the order of ``known``; ``UsageError`` for one that is not among them."""
+    given = config.getoption("--bench-peers")
+    if given is None:
+        return known
+    names = [name.strip() for name in given.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        raise pytest.UsageError(f"--peers: {unknown} are not among {known}")
+    return [name for name in known if name in names]

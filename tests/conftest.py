@@ -1,4 +1,4 @@
-"""Shared set-up: Triton's interpreter where there is no GPU, poisoned allocations, paths to real data."""
+"""Shared set-up: Triton's interpreter where there is no GPU, repeatable properties, paths to real data."""
 
 import os
 from pathlib import Path
