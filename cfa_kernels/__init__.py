@@ -7,6 +7,7 @@ loss by that. The names below are the public API; everything else may change.
 from .losses import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
 from .ops.linear_logprob import linear_logprob
 from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
+from .solution_text import answer_text_span
 from .spans import Span, detect_spans, find_answer
 from .weights import (
     CounterfactualConfig,
@@ -24,6 +25,7 @@ __all__ = [
     "Credit",
     "ScoringWork",
     "Span",
+    "answer_text_span",
     "contributing_rows",
     "counterfactual_credit",
     "counterfactual_weights",

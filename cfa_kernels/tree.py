@@ -143,9 +143,9 @@ def _int32(values: list[int]) -> np.ndarray:
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens two sequences share that begin with the same one."""
     n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    return int(differs.argmax()) if differs.any() else n
+    return int((a[:n] != b[:n]).argmax()) or n
 
 
 def pack_units(units: Sequence[Sequence[Query]], token_budget: int) -> list[Pack]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
-from .spans import Span, detect_spans, find_answer
+from .spans import Span, find_answer, find_answer_and_spans
 
 MODES = ("counterfactual", "inverted", "random", "uniform")
 NORMALIZATIONS = (None, "mean")
@@ -254,10 +254,11 @@ def counterfactual_credit(
     if config.mode != "uniform":
         ids = [row.tolist() for row in completions]
         for b in credited:
-            answers[b] = find_answer(ids[b], tokenizer)
-            if answers[b] is not None and config.mode != "random":
-                spans[b] = detect_spans(
-                    ids[b], tokenizer, answer=answers[b],
+            if config.mode == "random":
+                answers[b] = find_answer(ids[b], tokenizer)
+            else:
+                answers[b], spans[b] = find_answer_and_spans(
+                    ids[b], tokenizer,
                     detector=config.detector, max_spans=config.max_spans, selection=config.selection,
                 )  # fmt: skip
     to_score = [b for b in range(batch) if (len(completions[b]) if logprobs else spans[b])]

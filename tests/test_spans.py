@@ -18,17 +18,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from cfa_kernels import spans as spans_module
-from cfa_kernels.spans import (
-    DETECTORS,
-    Span,
-    answer_text_span,
-    detect_spans,
-    find_answer,
-    math_intervals,
-    sentence_intervals,
-    token_offsets,
-)
+from cfa_kernels import token_offsets as offsets_module
+from cfa_kernels.solution_text import answer_text_span, math_intervals, sentence_intervals
+from cfa_kernels.spans import DETECTORS, Span, detect_spans, find_answer, find_answer_and_spans
+from cfa_kernels.token_offsets import token_offsets
 
 property_test = settings(deadline=None, max_examples=60, derandomize=True)
 
@@ -409,11 +402,11 @@ def test_offsets_are_those_of_decoding_every_prefix(name: str, data: st.DataObje
 @given(data=st.data())
 def test_offsets_from_bytes_equal_incremental_decoding(name: str, data: st.DataObject) -> None:
     tokenizer = get_tokenizer(name)
-    vocabulary = spans_module._vocabulary(tokenizer)
+    vocabulary = offsets_module._vocabulary(tokenizer)
     assert vocabulary.style == ("byte_level" if "level" in name else "byte_fallback")
     ids = data.draw(completions(name))
     fast = vocabulary.offsets(ids, tokenizer)
-    slow = spans_module._incremental_offsets(ids, vocabulary.special, lambda part: vocabulary.decode(part, tokenizer))
+    slow = offsets_module._incremental_offsets(ids, vocabulary.special, lambda part: vocabulary.decode(part, tokenizer))
     assert fast.text == slow.text
     np.testing.assert_array_equal(fast.starts, slow.starts)
     np.testing.assert_array_equal(fast.ends, slow.ends)
@@ -439,7 +432,7 @@ def test_every_character_is_held_by_a_token_and_offsets_never_go_back(name: str,
 def test_tokens_that_share_a_multi_byte_character_all_hold_it(name: str, text: str) -> None:
     tokenizer = get_tokenizer(name)
     # One token per byte, whatever merges exist.
-    byte_names = {byte: character for character, byte in spans_module._BYTE_OF.items()}
+    byte_names = {byte: character for character, byte in offsets_module._BYTE_OF.items()}
     tokens = [byte_names[b] if "level" in name else f"<0x{b:02X}>" for b in text.encode()]
     offsets = token_offsets(tokenizer.convert_tokens_to_ids(tokens), tokenizer)
     characters = [n for n, character in enumerate(text) for _ in character.encode()]
@@ -450,7 +443,7 @@ def test_tokens_that_share_a_multi_byte_character_all_hold_it(name: str, text: s
 
 def test_an_unreadable_character_belongs_to_the_token_that_begins_it() -> None:
     tokenizer = get_tokenizer("byte-level, merged digits")
-    byte_names = {byte: character for character, byte in spans_module._BYTE_OF.items()}
+    byte_names = {byte: character for character, byte in offsets_module._BYTE_OF.items()}
     ids = tokenizer.convert_tokens_to_ids([byte_names[b] for b in b"a\xe4\xb8b\xff"])
     offsets = token_offsets(ids, tokenizer)
     assert offsets.text == "a\ufffdb\ufffd"
@@ -549,9 +542,9 @@ def test_spans_are_sorted_disjoint_inside_and_clear_of_the_answer(
     assert all(0 <= edge <= len(ids) for edge in bounds)
     if answer:
         assert all(span.end <= answer.start for span in spans)
-    assert spans == detect_spans(
-        ids, tokenizer, answer=answer, detector=detector, max_spans=max_spans, selection=selection
-    )
+    options = {"detector": detector, "max_spans": max_spans, "selection": selection}
+    assert spans == detect_spans(ids, tokenizer, answer=answer, **options)
+    assert find_answer_and_spans(ids, tokenizer, **options) == (answer, spans if answer else [])
 
 
 @pytest.mark.parametrize("name", MULTI_BYTE)
@@ -635,8 +628,8 @@ def test_first_prefers_arithmetic_and_longest_prefers_length() -> None:
 def test_a_given_answer_bounds_the_reasoning_whatever_the_text_marks(text: str, answer: str, spans: list[str]) -> None:
     tokenizer = get_tokenizer("byte-level, single digits")
     start = text.index(answer)
-    tokens = token_offsets(encode(tokenizer, text), tokenizer).span(start, start + 1)
-    assert span_texts(text, tokenizer, answer=tokens) == spans
+    tokens = token_offsets(encode(tokenizer, text), tokenizer).tokens([(start, start + 1)])[0]
+    assert span_texts(text, tokenizer, answer=Span(*tokens)) == spans
 
 
 def test_detectors_of_ones_own_see_the_reasoning_and_rank_their_spans() -> None:

@@ -139,8 +139,9 @@ def scored(monkeypatch):
     def find_answer(ids, tokenizer):
         return Span(len(ids) - 1, len(ids)) if len(ids) > 3 else None
 
-    def detect_spans(ids, tokenizer, *, answer, detector, max_spans, selection):
-        return [Span(0, 1), Span(1, 2)]
+    def find_answer_and_spans(ids, tokenizer, *, detector, max_spans, selection):
+        answer = find_answer(ids, tokenizer)
+        return answer, [Span(0, 1), Span(1, 2)] if answer else []
 
     def score(model, prompts, completions, spans, answers, *, placeholder_id, token_budget, logprobs, temperature):
         calls.append((prompts, completions, spans, answers, placeholder_id))
@@ -149,7 +150,7 @@ def scored(monkeypatch):
         return CounterfactualScores(torch.zeros(len(prompts)), drop, drop, tokens, ScoringWork(1, 1, 1, 1))
 
     monkeypatch.setattr(module, "find_answer", find_answer)
-    monkeypatch.setattr(module, "detect_spans", detect_spans)
+    monkeypatch.setattr(module, "find_answer_and_spans", find_answer_and_spans)
     monkeypatch.setattr(module, "score_counterfactuals", score)
     return calls
 

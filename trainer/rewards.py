@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cfa_kernels.spans import answer_text_span
+from cfa_kernels import answer_text_span
 
 Reward = Callable[..., list[float | None]]
 

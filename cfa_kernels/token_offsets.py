@@ -1,0 +1,278 @@
+"""From sampled token ids to text, and to the characters of it that each token spells.
+
+Positions come from the sampled ids themselves; nothing is ever tokenised again.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REPLACEMENT = "\ufffd"
+
+
+class TokenOffsets(NamedTuple):
+    """The text of a completion and the characters ``text[starts[t]:ends[t]]`` that token ``t`` helps to spell.
+
+    ``starts`` and ``ends`` are (T,) int64, both non-decreasing. Tokens that share a multi-byte character both
+    hold it, so neighbouring intervals may overlap by one. A token without text of its own (EOS, padding) has an
+    empty interval, or the character that it interrupts.
+    """
+
+    text: str
+    starts: np.ndarray
+    ends: np.ndarray
+
+    def tokens(self, intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Widen each half-open interval of characters to the whole tokens that touch it, half-open as well."""
+        bounds = np.array(intervals, np.int64).reshape(-1, 2)
+        first = self.ends.searchsorted(bounds[:, 0], "right")
+        after = self.starts.searchsorted(bounds[:, 1], "left")
+        return list(zip(first.tolist(), after.tolist(), strict=True))
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Invert byte-level BPE's alphabet: printable Latin-1 stands for itself, other bytes for U+0100 onwards."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of_character()
+_FALLBACK_BYTE = re.compile(r"<0x([0-9a-fA-F]{2})>")
+_SENTENCEPIECE = [
+    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+_STRIP_ONE_BLANK = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+def _token(i: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Look up an id in a fast tokenizer, whose ids are unsigned 32-bit; ``None`` for one that it does not have."""
+    return cast("str | None", tokenizer.convert_ids_to_tokens(i)) if 0 <= i < 2**32 else None
+
+
+class _Vocabulary:
+    """What decoding with one tokenizer needs, learnt once per id: text-free ids, and bytes where they are fixed.
+
+    ``style`` says how ids become text. "byte_level": each id is a fixed byte string, the text is their UTF-8
+    reading (GPT-2, Qwen, Llama 3). "byte_fallback": the same, as long as the bytes are valid UTF-8 (Llama 2,
+    Mistral, Gemma). "opaque": only the tokenizer's own ``decode`` can tell.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+        self.pieces: dict[int, bytes] = {}
+        self.strips_blank = False
+        self.style = "opaque"
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        # A tokenizer without a fast backend may answer any id with its unknown token: ask its vocabulary.
+        self.known = None if backend is not None else {*tokenizer.get_vocab().values(), *added}
+        decoder = getattr(backend, "decoder", None)
+        if decoder is None:
+            return
+        state = json.loads(decoder.__getstate__())
+        steps = state.get("decoders", [])
+        if state["type"] == "ByteLevel":
+            self.style = "byte_level"
+        elif steps[:3] == _SENTENCEPIECE and steps[3:] in ([], [_STRIP_ONE_BLANK]):
+            self.style, self.strips_blank = "byte_fallback", len(steps) == 4
+        if self.style != "opaque" and not self._agrees_with(tokenizer):
+            self.style = "opaque"
+            self.pieces.clear()
+
+    def _agrees_with(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Check the bytes against the tokenizer's own decoding, which a subclass may have changed."""
+        probe = [
+            i
+            for i in range(0, len(tokenizer), max(1, len(tokenizer) // 500))
+            if (token := _token(i, tokenizer)) is not None and not _FALLBACK_BYTE.fullmatch(token)
+        ]
+        return self.offsets(probe, tokenizer).text == self.decode(probe, tokenizer)
+
+    def decode(self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+        kept = [i for i in ids if i not in self.special]
+        text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def offsets(self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> TokenOffsets:
+        try:
+            pieces = list(map(self.pieces.__getitem__, ids))
+        except KeyError:
+            pieces = [self._piece(i, position, tokenizer) for position, i in enumerate(ids)]
+        if self.style == "opaque":
+            return _incremental_offsets(ids, self.special, lambda part: self.decode(part, tokenizer))
+        offsets = _byte_offsets(pieces, self.strips_blank)
+        if self.style == "byte_fallback" and REPLACEMENT in offsets.text:
+            # Fallback bytes that are no UTF-8 are replaced run by run, which the tokenizer alone can redo.
+            return _incremental_offsets(ids, self.special, lambda part: self.decode(part, tokenizer))
+        return offsets
+
+    def _piece(self, i: int, position: int, tokenizer: PreTrainedTokenizerBase) -> bytes:
+        if i in self.pieces:
+            return self.pieces[i]
+        token = _token(i, tokenizer) if self.known is None else "" if i in self.known else None
+        if token is None:
+            raise ValueError(
+                f"token_ids[{position}] is {i}, outside the tokenizer's vocabulary of {len(tokenizer)} ids"
+            )
+        self.pieces[i] = b"" if i in self.special or self.style == "opaque" else self._bytes(token)
+        return self.pieces[i]
+
+    def _bytes(self, token: str) -> bytes:
+        if self.style == "byte_fallback":
+            if byte := _FALLBACK_BYTE.fullmatch(token):
+                return bytes([int(byte[1], 16)])
+            return token.replace("▁", " ").encode()
+        try:
+            return bytes([_BYTE_OF[character] for character in token])
+        except KeyError:  # an added token, kept as it is written
+            return token.encode()
+
+
+def _byte_offsets(pieces: list[bytes], strips_blank: bool) -> TokenOffsets:
+    """Offsets of tokens that are fixed byte strings; ``strips_blank`` drops one blank before the text."""
+    data = b"".join(pieces)
+    bounds = np.fromiter(accumulate(map(len, pieces), initial=0), np.int64, len(pieces) + 1)
+    if strips_blank and data.startswith(b" "):
+        data = data[1:]
+        bounds = np.maximum(bounds - 1, 0)
+    text = data.decode("utf-8", "replace")
+    if len(text) == len(data):
+        return TokenOffsets(text, bounds[:-1], bounds[1:])
+    opens = (np.frombuffer(data, np.uint8) & 0xC0) != 0x80
+    if REPLACEMENT in text:
+        for start, end in _invalid_utf8(data):
+            opens[start:end] = False
+            opens[start] = True
+    opened = np.concatenate([[0], np.cumsum(opens)])  # characters that begin before each byte
+    starts, ends = opened[bounds[:-1]], opened[bounds[1:]]
+    # A token that begins inside a character holds it too, unless it is a replacement character, whose later
+    # bytes show in no decoding of a prefix.
+    shared = np.flatnonzero(~np.append(opens, True)[bounds[:-1]])
+    starts[[t for t in shared if text[starts[t] - 1] != REPLACEMENT]] -= 1
+    return TokenOffsets(text, starts, ends)
+
+
+def _invalid_utf8(data: bytes) -> Iterator[tuple[int, int]]:
+    """Byte intervals that decoding replaces by one replacement character each."""
+    view, position = memoryview(data), 0
+    while position < len(data):
+        try:
+            str(view[position:], "utf-8")
+            return
+        except UnicodeDecodeError as error:
+            yield position + error.start, position + error.end
+            position += error.end
+
+
+def _prefix_texts(
+    ids: Sequence[int], decode: Callable[[Sequence[int]], str], windowed: bool
+) -> Iterator[tuple[int, str]]:
+    """Yield, for each prefix of ``ids``, how many characters were settled before it and the text from there on.
+
+    With ``windowed`` only the tokens since the last two settled points are decoded, which is linear in the
+    length; without, each prefix is decoded whole.
+    """
+    settled, context, read = 0, 0, 0
+    lead = ""
+    for n in range(1, len(ids) + 1):
+        tail = decode(ids[context:n])[len(lead) :]
+        yield settled, tail
+        if windowed and tail and not tail.endswith(REPLACEMENT):
+            settled += len(tail)
+            context, read = read, n
+            lead = decode(ids[context:read])
+
+
+def _incremental_offsets(ids: Sequence[int], special: set[int], decode: Callable[[Sequence[int]], str]) -> TokenOffsets:
+    """Offsets by incremental decoding, for any tokenizer: a token holds what its arrival adds to the text.
+
+    While a multi-byte character is incomplete its tokens all hold it. A character that stays unreadable belongs
+    to the first token that shows it.
+    """
+    kept = [i for i in ids if i not in special]
+    text = decode(kept)
+    for windowed in (True, False):
+        prefixes = list(_prefix_texts(kept, decode, windowed))
+        rebuilt = ""
+        for settled, tail in prefixes:
+            rebuilt = rebuilt[:settled] + tail
+        if rebuilt == text:
+            break
+    # Prefixes 0 to n: characters that stay as they are, and characters begun. An incomplete run of fallback bytes
+    # may blot out text that stood before and will stand again, so neither goes back.
+    agreed, reached = [0], [0]
+    for settled, tail in prefixes:
+        same = accumulate((a == b for a, b in zip(tail, text[settled:], strict=False)), operator.and_)
+        agreed.append(max(agreed[-1], settled + sum(same)))
+        begun = agreed[-1] + (settled + len(tail) > agreed[-1])
+        reached.append(max(reached[-1], min(begun, len(text))))
+    after = list(accumulate((i not in special for i in ids), initial=0))  # which prefix each token extends
+    starts, ends = [agreed[n] for n in after[:-1]], [reached[n] for n in after[1:]]
+    return TokenOffsets(text, np.array(starts, np.int64), np.array(ends, np.int64))
+
+
+# Per tokenizer, with its size and special ids when the entry was made: added tokens make it stale.
+_VOCABULARIES: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], _Vocabulary]] = weakref.WeakKeyDictionary()
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> _Vocabulary:
+    stamp = (len(tokenizer), *tokenizer.all_special_ids)
+    entry = _VOCABULARIES.get(tokenizer)
+    if entry is None or entry[0] != stamp:
+        entry = _VOCABULARIES[tokenizer] = (stamp, _Vocabulary(tokenizer))
+    return entry[1]
+
+
+def _as_ids(token_ids: Sequence[int] | torch.Tensor) -> list[int]:
+    if isinstance(token_ids, torch.Tensor):
+        if token_ids.ndim != 1:
+            raise ValueError(f"token_ids must be 1-D, got a tensor of shape {tuple(token_ids.shape)}")
+        if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
+            raise TypeError(f"token_ids must be integers, got a tensor of {token_ids.dtype}")
+        return token_ids.tolist()
+    ids = list(token_ids)
+    if set(map(type, ids)) <= {int}:
+        return ids
+    for position, i in enumerate(ids):
+        if isinstance(i, bool) or not hasattr(i, "__index__"):
+            raise TypeError(f"token_ids[{position}] must be an integer, got {i!r}")
+    return [operator.index(i) for i in ids]
+
+
+def token_offsets(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> TokenOffsets:
+    """Decode a completion and tell which characters each sampled token spells.
+
+    The text is the tokenizer's decoding of the ids without special tokens and without clean-up of blanks. The
+    offsets are those of incremental decoding: token t holds the characters that its arrival completes or
+    begins. For byte-level and byte-fallback tokenizers they are computed from the tokens' bytes in one pass,
+    with no decode call.
+
+    Bytes that are no UTF-8 decode to U+FFFD. Such a character belongs to the token that begins it; a token that
+    only continues it has an empty interval.
+
+    Args:
+        token_ids: (T,) sampled ids, a sequence of ints or an integer tensor; T may be 0.
+        tokenizer: a transformers tokenizer.
+
+    Raises:
+        TypeError: ids that are no integers.
+        ValueError: ids that are not 1-D, or outside the tokenizer's vocabulary.
+
+    Source: the settled rule on token boundaries in the method notes, item 2.
+    """
+    return _vocabulary(tokenizer).offsets(_as_ids(token_ids), tokenizer)
