@@ -30,7 +30,7 @@ from benchmarks.workloads import REPOSITORY, SEED, gsm8k_folder
 
 PARTS = {
     "tests": ["tests"],
-    "scoring": ["benchmarks/test_scoring.py"],
+    "scoring": ["benchmarks/test_scoring.py", "benchmarks/test_host_share.py"],
     "sweeps": ["benchmarks/test_sweeps.py"],
     "loss": ["benchmarks/test_loss.py"],
 }

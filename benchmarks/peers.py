@@ -97,35 +97,67 @@ def per_span_logits_to_keep(model: PreTrainedModel, job: Job) -> Observed:
 # 3: padded batches
 
 
-@torch.no_grad()
-def padded(batch_size: int, model: PreTrainedModel, job: Job) -> Observed:
-    """Batches of ``batch_size`` rows, sorted by length and padded on the right; logits of needed rows alone.
+@dataclass(frozen=True)
+class _PaddedRow:
+    """One row to score: completion ``b`` with its span ``k - 1`` masked, or as it is for ``k = 0``."""
+
+    b: int
+    k: int
+    ids: Tensor
+    first: int  # position that predicts the answer's first token
+    targets: Tensor
+
+
+def _padded_batches(batch_size: int, job: Job, *, whole: bool) -> Iterator[tuple[list[_PaddedRow], Tensor]]:
+    """Rows sorted by length, padded on the right; ``whole`` or up to the last one that predicts a target.
 
     Rows of one batch never see the padding of another, which comes after them, so no mask is needed.
     """
-    rows = [
-        (b, k, torch.cat([job.prompts[b], row[: job.answers[b].end - 1]]))
-        for b in range(len(job.completions))
-        for k, row in enumerate(variants(job, b))
-    ]
-    rows.sort(key=lambda row: -len(row[2]))
-    observed = [[torch.empty(0)] * (1 + len(spans)) for spans in job.spans]
+    rows = []
+    for b, (prompt, answer) in enumerate(zip(job.prompts, job.answers, strict=True)):
+        end = None if whole else answer.end - 1
+        for k, row in enumerate(variants(job, b)):
+            ids = torch.cat([prompt, row[:end]])
+            rows.append(_PaddedRow(b, k, ids, len(prompt) + answer.start - 1, _targets(job, b)))
+    rows.sort(key=lambda row: -len(row.ids))
     for i in range(0, len(rows), batch_size):
         batch = rows[i : i + batch_size]
-        ids = nn.utils.rnn.pad_sequence(
-            [row for _, _, row in batch], batch_first=True, padding_value=job.placeholder_id
-        )
-        first = [len(job.prompts[b]) + job.answers[b].start - 1 for b, _, _ in batch]
-        kept = sorted({t for (_, _, row), start in zip(batch, first, strict=True) for t in range(start, len(row))})
-        column = {t: j for j, t in enumerate(kept)}
-        logits = model(ids, use_cache=False, logits_to_keep=torch.tensor(kept, device=ids.device)).logits
-        for r, (b, k, row) in enumerate(batch):
-            wanted = logits[r, column[first[r]] : column[len(row) - 1] + 1]
-            observed[b][k] = _answer_logprob(wanted, _targets(job, b))
+        ids = [row.ids for row in batch]
+        yield batch, nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=job.placeholder_id)
+
+
+@torch.no_grad()
+def padded(batch_size: int, model: PreTrainedModel, job: Job) -> Observed:
+    """Batches of ``batch_size`` rows, sorted by length: the model called as it comes, logits of every row."""
+    observed = [[torch.empty(0)] * (1 + len(spans)) for spans in job.spans]
+    for batch, ids in _padded_batches(batch_size, job, whole=True):
+        logits = model(ids, use_cache=False).logits
+        for r, row in enumerate(batch):
+            wanted = logits[r, row.first : row.first + len(row.targets)]
+            observed[row.b][row.k] = _answer_logprob(wanted, row.targets)
     return [torch.stack(scores) for scores in observed]
 
 
-def best_padded(model: PreTrainedModel, job: Job, sizes: tuple[int, ...]) -> tuple[int, dict[int, float]]:
+@torch.no_grad()
+def padded_logits_to_keep(batch_size: int, model: PreTrainedModel, job: Job) -> Observed:
+    """The same, with logits of the positions that predict an answer in some row of the batch, and no token more."""
+    observed = [[torch.empty(0)] * (1 + len(spans)) for spans in job.spans]
+    for batch, ids in _padded_batches(batch_size, job, whole=False):
+        kept = sorted({t for row in batch for t in range(row.first, row.first + len(row.targets))})
+        column = {t: j for j, t in enumerate(kept)}
+        logits = model(ids, use_cache=False, logits_to_keep=torch.tensor(kept, device=ids.device)).logits
+        for r, row in enumerate(batch):
+            start = column[row.first]
+            observed[row.b][row.k] = _answer_logprob(logits[r, start : start + len(row.targets)], row.targets)
+    return [torch.stack(scores) for scores in observed]
+
+
+Padded = Callable[[int, PreTrainedModel, Job], Observed]
+
+
+def best_batch_size(
+    run: Padded, model: PreTrainedModel, job: Job, sizes: tuple[int, ...]
+) -> tuple[int, dict[int, float]]:
     """The batch size that is fastest here, and the seconds of each that fits in memory.
 
     On a GPU the second of two runs, the first of which may still load kernels.
@@ -138,7 +170,7 @@ def best_padded(model: PreTrainedModel, job: Job, sizes: tuple[int, ...]) -> tup
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 start = time.perf_counter()
-                padded(size, model, job)
+                run(size, model, job)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 seconds[size] = time.perf_counter() - start
@@ -446,8 +478,9 @@ def ours(model: PreTrainedModel, job: Job) -> Observed:
 
 PEERS: dict[str, Peer] = {
     "per span": Peer(per_span, as_is),
-    "per span, logits_to_keep": Peer(per_span_logits_to_keep, as_is),
+    "per span with logits_to_keep": Peer(per_span_logits_to_keep, as_is),
     "padded batches of 8": Peer(functools.partial(padded, 8), as_is),
+    "padded batches of 8 with logits_to_keep": Peer(functools.partial(padded_logits_to_keep, 8), as_is),
     "KV reuse": Peer(kv_reuse, as_is),
     "FlexAttention tree": Peer(flex_tree, as_is, packed=True),
     "aligntune": Peer(aligntune_unbatched, aligntune_importance, scores_in_model_dtype=True),
@@ -457,3 +490,9 @@ PEERS: dict[str, Peer] = {
     "ours": Peer(ours, as_is, packed=True),
 }
 REFERENCE = "per span"
+
+BEST_PADDED: dict[str, Padded] = {
+    "best padded batch": padded,
+    "best padded batch with logits_to_keep": padded_logits_to_keep,
+}
+"""Peers whose batch size is searched for each model and job before the race."""

@@ -15,7 +15,7 @@ from benchmarks.selection import workload_set
 from benchmarks.test_scoring import scoring_contenders
 from benchmarks.workloads import SEED, random_model, shaped_job
 
-SWEPT = ("ours", "per span, logits_to_keep", "padded batches of 8")
+SWEPT = ("ours", "per span with logits_to_keep", "padded batches of 8 with logits_to_keep")
 
 
 @dataclass(frozen=True)

@@ -95,17 +95,16 @@ def score_counterfactuals(
         FloatingPointError: the model gave a nan log-prob; the message names the row.
     """
     causal = causal_lm(model)
-    rows = _validated(causal, prompts, completions, spans, answers, placeholder_id)
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    budget = default_token_budget(causal) if token_budget is None else token_budget
-    order = _equal_prompts_together([row.prompt for row in rows])
-    units = [_queries(rows[b], placeholder_id, logprobs, tempered=temperature != 1.0) for b in order]
-    packs = pack_units(units, budget)
+    plan = plan_scoring(
+        causal, prompts, completions, spans, answers, placeholder_id=placeholder_id, token_budget=token_budget,
+        logprobs=logprobs, tempered=temperature != 1.0,
+    )  # fmt: skip
     prove_supported(causal)
     with tree_attention_mode(causal):
-        values, work = _run(causal, units, packs, temperature)
-    return _collect(values, units, [rows[b] for b in order], order, logprobs, work)
+        values, work = _run(causal, plan, temperature)
+    return _collect(values, plan, logprobs, work)
 
 
 @dataclass(frozen=True)
@@ -120,6 +119,37 @@ class _Row:
     def masks_something(self, span: Span) -> bool:
         """Whether masking ``span`` can change the answer: a later span cannot, by causality."""
         return self.answer is not None and span.start < self.answer.start
+
+
+@dataclass(frozen=True)
+class ScoringPlan:
+    """What is fed for one call: all that the CPU decides before the first forward."""
+
+    rows: list[_Row]  # equal prompts side by side
+    order: list[int]  # the caller's number of each row
+    units: list[list[Query]]  # of each row
+    packs: list[Pack]
+
+
+def plan_scoring(
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    spans: Sequence[Sequence[Span]],
+    answers: Sequence[Span | None],
+    *,
+    placeholder_id: int,
+    token_budget: int | None = None,
+    logprobs: bool = False,
+    tempered: bool = False,
+) -> ScoringPlan:
+    """Check the input of :func:`score_counterfactuals` and lay its trees out in packs; nothing runs on a device."""
+    rows = _validated(model, prompts, completions, spans, answers, placeholder_id)
+    order = _equal_prompts_together([row.prompt for row in rows])
+    rows = [rows[b] for b in order]
+    units = [_queries(row, placeholder_id, logprobs, tempered) for row in rows]
+    budget = default_token_budget(model) if token_budget is None else token_budget
+    return ScoringPlan(rows, order, units, pack_units(units, budget))
 
 
 def _validated(
@@ -211,14 +241,12 @@ def _queries(row: _Row, placeholder_id: int, logprobs: bool, tempered: bool) -> 
     return queries
 
 
-def _run(
-    model: PreTrainedModel, units: list[list[Query]], packs: list[Pack], temperature: float
-) -> tuple[Tensor, ScoringWork]:
+def _run(model: PreTrainedModel, plan: ScoringPlan, temperature: float) -> tuple[Tensor, ScoringWork]:
     """Log-prob of every target of every query in order, fp32, and what it took.
 
     A pack that does not fit in memory is halved and tried again; one completion that does not fit is an error.
     """
-    todo, done = list(reversed(packs)), []
+    units, todo, done = plan.units, list(reversed(plan.packs)), []
     values: list[Tensor] = []
     while todo:
         pack = todo.pop()
@@ -249,10 +277,9 @@ def _run(
     return torch.cat(values) if values else torch.zeros(0, device=device), work
 
 
-def _collect(
-    values: Tensor, units: list[list[Query]], rows: list[_Row], order: list[int], logprobs: bool, work: ScoringWork
-) -> CounterfactualScores:
+def _collect(values: Tensor, plan: ScoringPlan, logprobs: bool, work: ScoringWork) -> CounterfactualScores:
     """Sum target log-probs to answer scores and hand everything back in the caller's order of rows."""
+    rows, units, order = plan.rows, plan.units, plan.order
     _reject_nan(values, units, order)
     lengths = torch.tensor([len(query.targets) for unit in units for query in unit], device=values.device)
     sums = torch.segment_reduce(values, "sum", lengths=lengths) if len(lengths) else values
