@@ -181,16 +181,18 @@ def _finish(tree: PrefixTree, units: Sequence[Sequence[Query]], covered: range, 
     rows = np.concatenate(wanted).astype(np.int64)
     targets = np.concatenate([query.targets for query in queries])
     tempered = np.repeat([query.tempered for query in queries], [len(query.targets) for query in queries])
-    # Two queries that ask the same row for the same token share one head row.
-    asked, index = np.unique(np.stack([tempered, rows, targets], axis=1), axis=0, return_inverse=True)
+    # Two queries that ask the same row for the same token share one head row; tempered ones come last.
+    num_ids = int(targets.max(initial=0)) + 1
+    key = (tempered * np.int64(tree.num_tokens) + rows) * num_ids + targets
+    _, asked, index = np.unique(key, return_index=True, return_inverse=True)
     table = tree.table()
     return Pack(
         input_ids=tree.input_ids(),
         position_ids=table.positions(),
         table=table,
-        rows=asked[:, 1],
-        targets=asked[:, 2],
-        num_tempered=int(asked[:, 0].sum()),
-        query_index=index.reshape(-1),
+        rows=rows[asked],
+        targets=targets[asked],
+        num_tempered=int(tempered[asked].sum()),
+        query_index=index,
         units=covered,
     )
