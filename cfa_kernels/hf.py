@@ -234,7 +234,8 @@ def _last_layer_on_rows(model: PreTrainedModel, rows: np.ndarray) -> Iterator[No
     """Run the last layer's attention output and MLP, which nothing else reads, on ``rows`` alone.
 
     Both act on each token by itself, so they are given the rows that the head will see and their results are put
-    back among zeros. Where a model names its layers otherwise, all rows are computed, to the same result.
+    back among zeros. Queries stay whole: the attention module norms and rotates them beside the keys, which every
+    row needs. Where a model names its layers otherwise, all rows are computed, to the same result.
     """
     layers = getattr(model.base_model, "layers", None)
     last = layers[-1] if layers is not None and len(layers) else None
