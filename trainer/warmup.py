@@ -1,7 +1,8 @@
 """``python -m trainer.warmup``: a tokenizer and a small Qwen3-architecture model, trained from scratch on solutions.
 
 Where it stands: before reinforcement learning. The folder it writes is a model for ``python -m trainer --model``.
-Its defaults make the checkpoint embedded in ``trainer/assets``; ``--dataset`` does the same on real problems.
+Its defaults made the checkpoint embedded in ``trainer/assets``, which solves 60 % of held-out problems; on another
+machine they made one that solves 57 %. ``--dataset`` does the same on real problems.
 """
 
 import itertools
