@@ -19,7 +19,10 @@ NEEDS = {"trl.md": "trl"}
 
 
 def run(page: Path, namespace: dict[str, Any]) -> int:
-    """Run a page's blocks in one namespace; the number run. Blocks whose package is absent are left out."""
+    """Run a page's blocks in one namespace; the number run. Blocks whose package cannot be imported are left out.
+
+    (The one that needs OpenRLHF runs in its own tests, which replace the GPU libraries.)
+    """
     text, count = page.read_text(encoding="utf-8"), 0
     for block in BLOCK.finditer(text):
         if block["package"]:
@@ -52,7 +55,9 @@ def test_the_examples_of_a_page_run(page, tmp_path):
         "__name__": "example",
     }
     before = [value.clone() for value in namespace["model"].parameters()]
-    assert run(page, namespace) > 0 or all(block["package"] for block in BLOCK.finditer(page.read_text()))
+    if not run(page, namespace):
+        assert all(block["package"] for block in BLOCK.finditer(page.read_text(encoding="utf-8")))
+        pytest.skip(f"what {page.name} needs is not installed")
     moved = any(not torch.equal(a, b) for a, b in zip(before, namespace["model"].parameters(), strict=True))
     assert moved == (page.name in ("plain_pytorch.md", "trl.md"))
 

@@ -4,8 +4,11 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -15,7 +18,8 @@ import torch
 from tiny import PHRASES, tiny_model, tiny_tokenizer
 from torch import Tensor
 
-from cfa_kernels import CounterfactualConfig, counterfactual_weights
+import cfa_kernels.integrations.openrlhf as integration
+from cfa_kernels import CounterfactualConfig, counterfactual_weights, integrations
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin, CounterfactualPolicyLoss
 
 GPU_LIBRARIES = ("deepspeed", "flash_attn", "vllm", "bitsandbytes", "optree", "pynvml", "torchmetrics")
@@ -43,7 +47,7 @@ class Replacements(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @pytest.fixture(scope="module")
 def openrlhf() -> Any:
-    """``RemoteExperienceMaker``, ``Experience`` and ``Actor`` from the installed package."""
+    """``RemoteExperienceMaker``, ``Experience``, ``Actor`` and modules from the installed package."""
     try:
         distribution("openrlhf")
     except PackageNotFoundError:
@@ -56,17 +60,21 @@ def openrlhf() -> Any:
     experience = importlib.import_module("openrlhf.trainer.ppo_utils.experience")
     actor = importlib.import_module("openrlhf.models.actor")
     patch.setattr(maker, "ray", SimpleNamespace(get=lambda references: references))
-    yield SimpleNamespace(Maker=maker.RemoteExperienceMaker, Experience=experience.Experience, Actor=actor.Actor)
+    yield SimpleNamespace(
+        Maker=maker.RemoteExperienceMaker, Experience=experience.Experience, Actor=actor.Actor,
+        loss=importlib.import_module("openrlhf.models.loss"),
+        trainer=importlib.import_module("openrlhf.trainer.ppo_trainer"),
+    )  # fmt: skip
     patch.undo()
     for name in [name for name in sys.modules if name.partition(".")[0] in absent | {"openrlhf"}]:
         del sys.modules[name]
 
 
 class Actors:
-    """OpenRLHF's actor group: equal numbers of batches for each of ``number`` actors, all with the same model."""
+    """OpenRLHF's actor group: as many batches for each of ``number`` actors, which ``copies`` processes share."""
 
-    def __init__(self, actor: Any, number: int) -> None:
-        self.actor, self.number, self.calls = actor, number, []
+    def __init__(self, actor: Any, number: int, copies: int) -> None:
+        self.actor, self.number, self.copies, self.calls = actor, number, copies, []
 
     def async_run_method_batch(self, method_name: str, **lists: list[Tensor]) -> list[list[Tensor]]:
         assert method_name == "forward"
@@ -76,21 +84,26 @@ class Actors:
         with torch.no_grad():
             given = [self.actor(sequences, actions, attention) for sequences, actions, attention in batches]
         share = len(given) // self.number
-        return [given[i : i + share] for i in range(0, len(given), share)]
+        return [given[i : i + share] for i in range(0, len(given), share) for _ in range(self.copies)]
 
 
 def settings(**changes: Any) -> Any:
     space = SimpleNamespace
     return space(
-        actor=space(num_nodes=1, num_gpus_per_node=changes.get("actors", 1)),
+        actor=space(num_nodes=1, num_gpus_per_node=changes.get("actors", 1) * changes.get("copies", 1)),
         algo=space(
             advantage=space(estimator=changes.get("estimator", "group_norm"), gamma=1.0, lambd=1.0, no_std_norm=False),
             kl=space(init_coef=changes.get("kl", 0.0), use_loss=changes.get("use_loss", False)),
         ),
-        ds=space(ring_attn_size=1, tensor_parallel_size=1),
+        ds=space(ring_attn_size=changes.get("copies", 1), tensor_parallel_size=1),
         reward=space(clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None),
-        rollout=space(n_samples_per_prompt=3, micro_batch_size=2),
-        train=space(colocate_all=False, colocate_actor_ref=False, seed=0),
+        rollout=space(n_samples_per_prompt=3, micro_batch_size=2, max_tokens_per_gpu=changes.get("tokens")),
+        train=space(
+            colocate_all=False,
+            colocate_actor_ref=False,
+            dynamic_batch_enable="tokens" in changes,
+            seed=changes.get("seed", 0),
+        ),
     )
 
 
@@ -102,7 +115,7 @@ def build(openrlhf: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(credit: CounterfactualConfig | None, **changes: Any) -> Any:
         actor = openrlhf.Actor(tiny_model().eval())
         actor.packing_samples, actor.temperature = False, 1.0  # set by it only where it loads the model itself
-        group = Actors(actor, changes.get("actors", 1))
+        group = Actors(actor, changes.get("actors", 1), changes.get("copies", 1))
         arguments = (group, None, None, None, SimpleNamespace(value=0.0), SimpleNamespace(args=settings(**changes)))
         if credit is None:
             return openrlhf.Maker(*arguments, tiny_tokenizer())
@@ -121,8 +134,16 @@ def completions() -> list[list[int]]:
 PROMPTS = [[3, 4, 5]] * 3 + [[9, 5, 10, 7]] * 3
 
 
+def padded() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Prompts and their mask, completions and theirs, as TRL lays them out."""
+    prompts = torch.tensor([[0, *row] if len(row) == 3 else row for row in PROMPTS])
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in completions()], batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)).long() for row in completions()], batch_first=True)
+    return prompts, (prompts != 0).long(), ids, mask
+
+
 def experiences(openrlhf: Any, rewards: tuple[float, ...] = (1, 0, 0, 0, 1, 1)) -> list[Any]:
-    """Six rollouts in two padded batches, as OpenRLHF concatenates them."""
+    """Six rollouts in two padded batches, as OpenRLHF concatenates them; one has a tool's token."""
     made = []
     for rows in (range(4), range(4, 6)):
         ids = [torch.tensor(PROMPTS[i] + completions()[i]) for i in rows]
@@ -131,6 +152,7 @@ def experiences(openrlhf: Any, rewards: tuple[float, ...] = (1, 0, 0, 0, 1, 1)) 
         for k, (i, row) in enumerate(zip(rows, ids, strict=True)):
             sequences[k, : len(row)], attention[k, : len(row)] = row, 1
             actions[k, len(PROMPTS[i]) : len(row)] = 1
+            actions[k, len(PROMPTS[i]) + 1] = i != 1
         actions = actions[:, 1:]
         made.append(
             openrlhf.Experience(
@@ -141,24 +163,58 @@ def experiences(openrlhf: Any, rewards: tuple[float, ...] = (1, 0, 0, 0, 1, 1)) 
     return made
 
 
-@pytest.mark.parametrize("actors", [1, 2, 3])
-def test_the_advantages_are_openrlhfs_times_the_weights_of_the_completions(build, openrlhf, actors):
+@pytest.mark.parametrize(("actors", "copies"), [(1, 1), (3, 1), (2, 2)])
+def test_the_advantages_are_openrlhfs_times_the_weights_of_the_completions(build, openrlhf, actors, copies):
     stock = build(None).compute_advantages_and_returns(experiences(openrlhf))
-    maker = build(CounterfactualConfig(), actors=actors)
+    maker = build(CounterfactualConfig(), actors=actors, copies=copies)
     mine = maker.compute_advantages_and_returns(experiences(openrlhf))
-    prompts = torch.tensor([[0, *row] if len(row) == 3 else row for row in PROMPTS])
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in completions()], batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)).long() for row in completions()], batch_first=True)
-    weights = iter(counterfactual_weights(tiny_model(), tiny_tokenizer(), prompts, (prompts != 0).long(), ids, mask))
+    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), *padded())
+    rows = iter(zip(PROMPTS, completions(), weights, strict=True))
     seen = 0
     for expected, given in zip(stock, mine, strict=True):
         for actions, before, after in zip(given.action_mask, expected.advantages, given.advantages, strict=True):
-            on = actions.bool()
-            torch.testing.assert_close(after[on], before[on] * next(weights)[: on.sum()], rtol=1e-4, atol=1e-5)
+            prompt, completion, row = next(rows)
+            first, on = len(prompt) - 1, actions.bool()
+            placed = torch.ones(len(actions))
+            placed[first : first + len(completion)] = row[: len(completion)]
+            torch.testing.assert_close(after[on], (before * placed)[on], rtol=1e-4, atol=1e-5)
             seen += int((after[on] != before[on]).sum())
         assert torch.equal(given.returns, expected.returns)
-        assert given.info["credit/weight_mean"].shape == (len(given.sequences),)
     assert seen > 5
+
+
+def test_what_credit_did_is_logged_for_each_sample_and_leaves_a_tools_tokens_out(build, openrlhf):
+    made = build(CounterfactualConfig()).compute_advantages_and_returns(experiences(openrlhf))
+    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), *padded())
+    weights[1, 1] = float("nan")
+    for experience in made:
+        for name in ("weight_std", "spans_mean", "drop_mean", "drop_min", "tokens_fed", "seconds"):
+            assert experience.info[f"credit/{name}"].shape == (len(experience.sequences),)
+        assert experience.info["credit/scored_fraction"][0] == pytest.approx(5 / 6)  # one has no answer
+        mean = weights[padded()[3].bool()].nanmean()
+        torch.testing.assert_close(experience.info["credit/weight_mean"][0], mean, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sample_that_acted_nowhere_is_left_alone(build, openrlhf):
+    made = experiences(openrlhf)
+    made[0].action_mask[0] = 0
+    maker = build(CounterfactualConfig())
+    (first, _) = maker.compute_advantages_and_returns(made)
+    assert first.advantages[0].eq(0).all()
+    assert first.advantages[1].ne(0).any()
+
+
+@pytest.mark.parametrize(("actors", "tokens"), [(1, None), (3, None), (1, 16), (2, 16)])
+def test_actors_get_as_many_batches_each_within_the_hosts_limits(build, openrlhf, actors, tokens):
+    maker = build(CounterfactualConfig(), actors=actors, **({"tokens": tokens} if tokens else {}))
+    maker.compute_advantages_and_returns(experiences(openrlhf))
+    (batches,) = maker.actor_model_group.calls
+    assert len({tuple(row.tolist()) for sequences, _, _ in batches for row in sequences}) > 10
+    assert all(sequences.numel() <= tokens if tokens else len(sequences) <= 2 for sequences, _, _ in batches)
+    assert max(len(sequences) for sequences, _, _ in batches) == 2
+    share = len(batches) // actors
+    work = [sum(s.numel() for s, _, _ in batches[i : i + share]) for i in range(0, len(batches), share)]
+    assert max(work) < 1.5 * min(work)
 
 
 def test_rows_without_advantage_are_not_asked_for(build, openrlhf):
@@ -180,6 +236,24 @@ def test_with_weights_of_one_the_advantages_are_openrlhfs_to_the_last_bit(build,
     assert all(torch.equal(a.advantages, b.advantages) for a, b in zip(stock, mine, strict=True))
 
 
+def test_random_weights_come_from_the_seed_and_ask_for_nothing(build, openrlhf):
+    def advantages(seed: int) -> Tensor:
+        maker = build(CounterfactualConfig(mode="random"), seed=seed)
+        (first, _) = maker.compute_advantages_and_returns(experiences(openrlhf))
+        assert maker.actor_model_group.calls == []
+        return first.advantages
+
+    assert torch.equal(advantages(1), advantages(1))
+    assert not torch.equal(advantages(1), advantages(2))
+
+
+def test_images_are_refused(build, openrlhf):
+    made = experiences(openrlhf)
+    made[1].mm_train_inputs = [None, {"pixel_values": torch.zeros(1)}]
+    with pytest.raises(NotImplementedError, match=r"cannot be combined with images \(mm_train_inputs\)"):
+        build(CounterfactualConfig()).compute_advantages_and_returns(made)
+
+
 def test_a_kl_term_in_the_reward_is_refused_and_one_in_the_loss_is_not(build):
     with pytest.raises(NotImplementedError, match=r"KL term in the reward.*--algo\.kl\.use_loss"):
         build(CounterfactualConfig(), kl=0.1)
@@ -197,3 +271,80 @@ def test_a_kl_term_in_the_reward_is_refused_and_one_in_the_loss_is_not(build):
 def test_the_loss_refuses_bad_settings(options, error, message):
     with pytest.raises(error, match=message):
         CounterfactualPolicyLoss(**options)
+
+
+def test_the_example_of_the_documentation_runs(openrlhf):
+    page = Path(__file__).resolve().parent.parent / "docs" / "openrlhf.md"
+    (code,) = re.findall(r"^```python requires=\S+\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    namespace: dict[str, Any] = {"__name__": "example"}
+    exec(compile(code, str(page), "exec"), namespace)
+    assert issubclass(namespace["ExperienceMaker"], openrlhf.Maker)
+    assert issubclass(namespace["ExperienceMaker"], CounterfactualMixin)
+
+
+def test_the_loss_takes_what_openrlhf_gives_its_own(openrlhf):
+    def parameters(function: Any) -> dict[str, Any]:
+        return {name: p.default for name, p in inspect.signature(function).parameters.items() if name != "weights"}
+
+    assert parameters(CounterfactualPolicyLoss) == parameters(openrlhf.loss.PolicyLoss)
+    assert parameters(CounterfactualPolicyLoss.forward) == parameters(openrlhf.loss.PolicyLoss.forward)
+
+
+@pytest.mark.parametrize("totals", [{}, {"dp_size": 2, "batch_num_tokens": 30.0, "global_batch_size": 8.0}], ids=str)
+@pytest.mark.parametrize("token_level_loss", [True, False])
+@pytest.mark.parametrize(("kind", "dual_clip"), [("ppo", None), ("ppo", 1.5), ("gspo", None)])
+def test_the_loss_returns_the_figures_of_openrlhfs(openrlhf, kind, dual_clip, token_level_loss, totals):
+    g = torch.Generator().manual_seed(0)
+    logprobs, drift, advantages = (torch.randn(4, 5, generator=g) for _ in range(3))
+    mask = (torch.arange(5) < torch.tensor([5, 2, 4, 0])[:, None]).long()
+    options = {"clip_eps_high": 0.28, "dual_clip": dual_clip, "token_level_loss": token_level_loss}
+    theirs, mine = (
+        cls(policy_loss_type=kind, **options)(logprobs, logprobs + drift, advantages, mask, **totals)
+        for cls in (openrlhf.loss.PolicyLoss, CounterfactualPolicyLoss)
+    )
+    torch.testing.assert_close(mine[0], theirs[0])
+    torch.testing.assert_close(mine[2], theirs[2])
+    if kind == "ppo":  # gspo clips sequences, and OpenRLHF counts their tokens
+        torch.testing.assert_close(mine[1], theirs[1])
+    assert mine[3:] == theirs[3:] == (None, None)
+
+
+def test_an_absent_or_old_openrlhf_is_an_error_naming_the_version_needed(monkeypatch):
+    monkeypatch.setattr(integrations, "version", lambda name: "0.11.1")
+    needed = r"cfa_kernels.integrations.openrlhf needs openrlhf>=0.11.2, found 0.11.1"
+    with pytest.raises(ImportError, match=needed):
+        CounterfactualMixin()
+    monkeypatch.setattr(sys, "argv", ["train"])
+    with pytest.raises(ImportError, match=needed):
+        integration.main()
+
+
+@pytest.mark.parametrize("option", ["--train.async_enable", "--train.async"])
+def test_the_launcher_refuses_asynchronous_training_however_it_is_written(monkeypatch, option):
+    monkeypatch.setattr(sys, "argv", ["train", option])
+    with pytest.raises(NotImplementedError, match=r"cannot be combined with --train\.async_enable"):
+        integration.main()
+
+
+def test_the_launcher_starts_openrlhfs_with_credit_in_its_experience_maker(openrlhf, monkeypatch):
+    started: list[Any] = []
+    monkeypatch.setattr(sys, "argv", ["train", "--counterfactual", '{"w_max": 3.0}', "--actor.num_nodes", "1"])
+    monkeypatch.setattr(
+        integration.runpy, "run_module", lambda name, run_name: started.append((name, run_name, *sys.argv[1:]))
+    )
+    monkeypatch.setattr(openrlhf.trainer, "PPOTrainer", openrlhf.trainer.PPOTrainer)  # put back afterwards
+    stock = openrlhf.trainer.PPOTrainer.__ray_actor_class__
+    integration.main()
+    assert started == [("openrlhf.cli.train_ppo_ray", "__main__", "--actor.num_nodes", "1")]
+    trainer = openrlhf.trainer.PPOTrainer.__ray_actor_class__
+    assert issubclass(trainer, stock)
+
+    def base(self: Any, *args: Any) -> None:
+        self.strategy, self.tokenizer, self.kl_ctl = SimpleNamespace(args=settings()), tiny_tokenizer(), None
+        self.actor_model_group = self.critic_model_group = self.reward_model_group = self.reference_model_group = None
+
+    monkeypatch.setattr(stock, "__init__", base)
+    maker = trainer().experience_maker
+    assert isinstance(maker, CounterfactualMixin)
+    assert isinstance(maker, sys.modules["openrlhf.trainer.ppo_utils.experience_maker"].RemoteExperienceMaker)
+    assert maker.counterfactual == CounterfactualConfig(w_max=3.0)

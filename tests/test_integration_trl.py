@@ -1,12 +1,17 @@
 """TRL's GRPO trainer with counterfactual credit: real training of a tiny model, next to TRL's own."""
 
+import gc
 import importlib
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,8 +43,8 @@ def seven(completions: list[Any], **kwargs: object) -> list[float]:
     return [float("#### 7" in text) for text in texts(completions)]
 
 
-@pytest.fixture
-def train(tmp_path: Path) -> Callable[..., Any]:
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """Train for two steps and return the trainer; the same seed every time."""
 
     def run(cls: type = CounterfactualGRPOTrainer, *, trainer: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -53,13 +58,27 @@ def train(tmp_path: Path) -> Callable[..., Any]:
             "reward_funcs": seven,
             "train_dataset": Dataset.from_dict({"prompt": [PROMPT, "Add 3 and 4", "halve 4 and 3"] * 8}),
             "processing_class": tiny_tokenizer(),
-            "args": GRPOConfig(str(tmp_path), **(settings | options)),
+            "args": GRPOConfig(str(tmp_path_factory.mktemp("run")), **(settings | options)),
         }
         built = cls(**(made | (trainer or {})))
         built.train()
         return built
 
-    return run
+    gc.freeze()  # every training collects garbage; without this it looks at all that was ever imported
+    yield run
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def theirs(train: Callable[..., Any]) -> Any:
+    """TRL's own trainer after two steps."""
+    return train(GRPOTrainer)
+
+
+@pytest.fixture(scope="module")
+def mine(train: Callable[..., Any]) -> Any:
+    """The same with credit."""
+    return train()
 
 
 def parameters(trainer: Any) -> dict[str, torch.Tensor]:
@@ -74,27 +93,24 @@ def logged(trainer: Any, name: str) -> list[float]:
     return [float(entry[name]) for entry in trainer.state.log_history if name in entry]
 
 
-@pytest.mark.parametrize("config", [ONES, CounterfactualConfig(mode="uniform")], ids=["all one", "uniform"])
 @pytest.mark.parametrize(
     "options",
     [{}, {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.1}, {"num_iterations": 2}],
     ids=str,
 )
-def test_with_weights_of_one_training_is_trls_own_to_the_last_bit(train, tmp_path, config, options):
+def test_with_weights_of_one_training_is_trls_own_to_the_last_bit(train, tmp_path, options):
     tiny_model().save_pretrained(tmp_path / "model")  # with beta TRL loads the reference model from where it lies
-    settings = options | {"trainer": {"model": str(tmp_path / "model")}}
-    theirs, mine = (
-        train(GRPOTrainer, **settings),
-        train(trainer=settings["trainer"] | {"counterfactual": config}, **options),
-    )
-    assert not changed(theirs, mine)
-    for name in ("loss", "grad_norm", "reward", "kl", "entropy"):
-        assert logged(theirs, name) == logged(mine, name)
-    assert (sum(logged(mine, "credit/tokens_fed")) > 0) == (config is ONES)
+    model = {"model": str(tmp_path / "model")}
+    stock = train(GRPOTrainer, trainer=model, **options)
+    for config in (ONES, CounterfactualConfig(mode="uniform")):
+        trained = train(trainer=model | {"counterfactual": config}, **options)
+        assert not changed(stock, trained)
+        for name in ("loss", "grad_norm", "reward", "kl", "entropy"):
+            assert logged(stock, name) == logged(trained, name)
+        assert (sum(logged(trained, "credit/tokens_fed")) > 0) == (config is ONES)
 
 
-def test_training_with_credit_differs_from_trls_and_logs_what_credit_did(train):
-    theirs, mine = train(GRPOTrainer), train()
+def test_training_with_credit_differs_from_trls_and_logs_what_credit_did(theirs, mine):
     assert changed(theirs, mine)
     for name in ("weight_mean", "weight_std", "scored_fraction", "spans_mean", "drop_mean", "drop_min", "seconds"):
         assert len(logged(mine, f"credit/{name}")) == 2, name
@@ -167,6 +183,68 @@ def test_rows_without_advantage_cost_no_scoring(train):
     fed.clear()
     train(Counted, max_steps=1, trainer={"reward_funcs": lambda completions, **kwargs: [1.0] * len(completions)})
     assert fed == []
+
+
+def test_figures_leave_a_tools_tokens_out(train):
+    recorded, record = record_generations()
+    trained = train(recorded, max_steps=1, trainer={"rollout_func": rollouts})
+    ((before, output, _),) = record
+    weights = output["advantages"] / before[:, None]
+    assert weights[:, 1].std() > 0 or (weights[:, 1] != 1).any()
+    expected = weights[(output["completion_mask"] * output["tool_mask"]).bool()].mean()
+    assert logged(trained, "credit/weight_mean")[0] == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "here", "there", "expected"),
+    [
+        ("credit/tokens_fed", 3.0, 5.0, [8.0]),
+        ("credit/seconds", 3.0, 5.0, [5.0]),
+        ("clip_ratio/high_max", 0.1, 0.3, [0.3]),
+        ("clip_ratio/low_min", 0.1, 0.3, [0.1]),
+        ("credit/drop_min", -1.0, -4.0, [-4.0]),
+        ("credit/weight_mean", 1.0, 2.0, [1.5]),
+        ("credit/drop_mean", float("nan"), -4.0, [-4.0]),  # one process had nothing to score
+        ("credit/drop_mean", float("nan"), float("nan"), []),
+    ],
+)
+def test_figures_of_two_processes_are_combined_by_what_they_mean(name, here, there, expected):
+    trainer = object.__new__(CounterfactualGRPOTrainer)
+    trainer.accelerator = SimpleNamespace(device="cpu", gather=lambda local: torch.cat([local, torch.tensor([there])]))
+    trainer._metrics = {"train": defaultdict(list)}
+    trainer._log_gathered({name: here}, "train")
+    assert trainer._metrics["train"][name] == pytest.approx(expected)
+
+
+class Processor:
+    """As TRL's models of images have: the tokenizer, and more."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.tokenizer(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+def test_scoring_runs_in_trls_precision_with_the_tokenizer_of_a_processor(train, monkeypatch):
+    seen: list[Any] = []
+    credit = integration.counterfactual_credit
+
+    def watched(model: Any, tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append((torch.is_autocast_enabled("cpu"), type(tokenizer)))
+        return credit(model, tokenizer, *args, **kwargs)
+
+    class Processed(CounterfactualGRPOTrainer):
+        def train(self):
+            self.processing_class = Processor(self.processing_class)
+            return super().train()
+
+    monkeypatch.setattr(integration, "counterfactual_credit", watched)
+    train(Processed, bf16=True, max_steps=1)
+    assert seen == [(True, type(tiny_tokenizer()))]
 
 
 def test_evaluation_is_trls_own_and_scores_nothing(train):
@@ -298,14 +376,13 @@ def test_vllms_importance_ratios_multiply_with_the_weights(train, mode, fused):
         {},
         {"loss_type": "grpo", "importance_sampling_level": "sequence"},
         {"loss_type": "cispo", "epsilon_high": 1.2, "num_iterations": 2},
-        {"loss_type": "bnpo", "delta": 1.5, "num_iterations": 2},
+        {"loss_type": "bnpo", "epsilon": 0.01, "delta": 1.02, "num_iterations": 3, "max_steps": 3},
         {"loss_type": "dr_grpo", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
         {"loss_type": "dapo", "steps_per_generation": 4, "per_device_train_batch_size": 4, "num_iterations": 2},
         {"loss_type": "luspo", "importance_sampling_level": "sequence"},
         {"loss_type": "sapo", "temperature": 0.7, "gradient_checkpointing": True},
         {"trainer": {"peft_config": LORA}, "beta": 0.1, "num_iterations": 2},
         {"trainer": {"rollout_func": rollouts}},
-        {"cast_lm_head_to_fp32": True},
     ],
     ids=str,
 )
@@ -317,6 +394,18 @@ def test_the_fused_loss_trains_as_trls_own_with_the_same_weights(train, options)
     for name in ("loss", "grad_norm", "entropy", "kl", "clip_ratio/region_mean", "clip_ratio/high_max"):
         assert logged(fused, name) == pytest.approx(logged(plain, name), rel=1e-3, abs=1e-4), name
     assert max(logged(fused, "grad_norm")) > 0
+
+
+@fuses
+def test_the_fused_loss_takes_a_head_in_float32_on_a_model_in_bfloat16(train, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    options = {"cast_lm_head_to_fp32": True, "model_init_kwargs": {"dtype": "bfloat16"}, "max_steps": 1}
+    plain, fused = (
+        train(trainer={"model": str(tmp_path / "model"), "fused_loss": fused}, **options) for fused in (False, True)
+    )
+    assert {value.dtype for value in parameters(fused).values()} == {torch.float32, torch.bfloat16}
+    for name in ("loss", "grad_norm", "entropy"):
+        assert logged(fused, name) == pytest.approx(logged(plain, name), rel=1e-2, abs=1e-4), name
 
 
 @fuses
@@ -345,11 +434,14 @@ def test_scores_do_not_depend_on_the_token_budget(train):
     assert logged(trained[0], "loss") == pytest.approx(logged(trained[1], "loss"), rel=1e-4)
 
 
-def test_random_weights_are_the_same_for_the_same_seed_and_leave_the_rollouts_alone(train):
+def test_random_weights_are_the_same_for_the_same_seed_and_leave_the_rollouts_alone(train, theirs):
     config = {"counterfactual": CounterfactualConfig(mode="random")}
-    first, second, other = train(trainer=config), train(trainer=config), train(GRPOTrainer)
+    first, second = train(trainer=config), train(trainer=config)
+    assert changed(theirs, first)
     assert not changed(first, second)
-    assert logged(first, "reward")[0] == logged(other, "reward")[0]
+    stock, still = train(GRPOTrainer, learning_rate=0.0), train(trainer=config, learning_rate=0.0)
+    for name in ("reward", "entropy", "completions/mean_length"):
+        assert logged(stock, name) == logged(still, name)
 
 
 class GMPOTrainer(GRPOTrainer):
@@ -390,87 +482,81 @@ def test_gmpo_is_refused_by_name(train):
         train(Mine)
 
 
-def test_sharded_models_are_refused_and_gathered_ones_are_not(train, monkeypatch):
-    trainer = train(max_steps=1)
+def test_sharded_models_are_refused_and_gathered_ones_are_not(mine, monkeypatch):
     obstacles = integration._credit_obstacles
-    assert list(obstacles(trainer)) == []
-    state = trainer.accelerator.state
+    assert list(obstacles(mine)) == []
+    state = mine.accelerator.state
     monkeypatch.setattr(state, "distributed_type", integration.DistributedType.FSDP)
-    assert any("whole model" in reason for reason in obstacles(trainer))
+    assert any("whole model" in reason for reason in obstacles(mine))
     monkeypatch.setattr(state, "distributed_type", integration.DistributedType.DEEPSPEED)
-    assert list(obstacles(trainer)) == []
+    assert list(obstacles(mine)) == []
     monkeypatch.setattr(integration, "_zero_stage", lambda trainer: 3)
-    trainer.args.ds3_gather_for_generation = False
-    assert any("ds3_gather_for_generation=False" in reason for reason in obstacles(trainer))
-    assert any("stage 3" in reason for reason in integration._fusion_obstacles(trainer))
+    monkeypatch.setattr(mine.args, "ds3_gather_for_generation", False)
+    assert any("ds3_gather_for_generation=False" in reason for reason in obstacles(mine))
+    assert any("stage 3" in reason for reason in integration._fusion_obstacles(mine))
 
 
-DATA_PARALLEL = """
-import sys
-from types import SimpleNamespace
-import torch
-from datasets import Dataset
-from tiny import PHRASES, tiny_model, tiny_tokenizer
-from trl import GRPOConfig
-from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
-
-out, rows = sys.argv[1], int(sys.argv[2])
-tokenizer = tiny_tokenizer()
-vocabulary = tokenizer.get_vocab()
-
-def rollouts(prompts, trainer):
-    first = trainer.accelerator.process_index * len(prompts)  # the same eight completions, however they are split
+def same_rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """The same eight completions, however many processes they are split over."""
+    tokenizer = tiny_tokenizer()
+    vocabulary = tokenizer.get_vocab()
     made = []
-    for i in range(first, first + len(prompts)):
+    for i in range(len(prompts)):
+        i += trainer.accelerator.process_index * len(prompts)
         reasoning = [PHRASES[(i + k) % 4] for k in range(2 + i % 3)]
-        made.append([vocabulary[t] for t in [*reasoning, "#### 7" if i % 3 else "#### 5"]] + [1])
-    prompt = tokenizer("What is 3 + 4 ?")["input_ids"]
-    return {"prompt_ids": [prompt] * len(made), "completion_ids": made, "logprobs": [[-1.0] * len(r) for r in made]}
+        made.append([vocabulary[text] for text in [*reasoning, "#### 7" if i % 3 else "#### 5"]] + [1])
+    return {
+        "prompt_ids": [tokenizer(PROMPT)["input_ids"]] * len(made),
+        "completion_ids": made,
+        "logprobs": [[-1.0] * len(row) for row in made],
+    }
 
-def reward(completions, **kwargs):
-    return [float("#### 7" in text) for text in completions]
 
-arguments = GRPOConfig(
-    out, use_cpu=True, bf16=False, per_device_train_batch_size=rows, num_generations=8, max_completion_length=16,
-    max_steps=2, report_to=[], logging_steps=1, save_strategy="no", learning_rate=1e-2, disable_tqdm=True,
-    shuffle_dataset=False, optim="sgd",
-)
-results = {}
-for loss in ("plain", "fused"):
-    trainer = CounterfactualGRPOTrainer(
-        model=tiny_model(), reward_funcs=reward, args=arguments, processing_class=tokenizer, rollout_func=rollouts,
-        train_dataset=Dataset.from_dict({"prompt": ["What is 3 + 4 ?"] * 8}), fused_loss=loss == "fused",
-    )
-    trainer.train()
-    log = [entry for entry in trainer.state.log_history if "credit/tokens_fed" in entry]
-    state = {name: value.detach() for name, value in trainer.model.named_parameters()}
-    results[loss] = {"state": state, "log": log, "processes": trainer.accelerator.num_processes}
-if trainer.accelerator.is_main_process:
-    torch.save(results, out + "/result.pt")
-"""
+def train_in_parallel(rank: int, processes: int, port: int, out: Path) -> None:
+    """What process ``rank`` does; the first one saves what came of it."""
+    if processes > 1:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    arguments = GRPOConfig(
+        str(out), use_cpu=True, bf16=False, per_device_train_batch_size=8 // processes, num_generations=8,
+        max_completion_length=16, max_steps=2, report_to=[], logging_steps=1, save_strategy="no", learning_rate=1e-2,
+        disable_tqdm=True, shuffle_dataset=False, optim="sgd",
+    )  # fmt: skip
+    results = {}
+    for loss in ("plain", "fused"):
+        trainer = CounterfactualGRPOTrainer(
+            model=tiny_model(), reward_funcs=seven, args=arguments, processing_class=tiny_tokenizer(),
+            train_dataset=Dataset.from_dict({"prompt": [PROMPT] * 8}), rollout_func=same_rollouts,
+            fused_loss=loss == "fused",
+        )  # fmt: skip
+        trainer.train()
+        log = [entry for entry in trainer.state.log_history if "credit/tokens_fed" in entry]
+        drawn = trainer.accelerator.gather(torch.rand(1, generator=trainer._credit_generator))
+        results[loss] = {"state": parameters(trainer), "log": log, "processes": len(drawn), "drawn": drawn}
+    if rank == 0:
+        torch.save(results, out / f"{processes}.pt")
 
 
 @fuses
 @pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path):
-    script = tmp_path / "run.py"
-    script.write_text(DATA_PARALLEL, encoding="utf-8")
-    tests = Path(__file__).resolve().parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent), *sys.path])}
-    results = []
-    for processes in (1, 2):
-        out = tmp_path / str(processes)
-        out.mkdir()
-        launch = [sys.executable]
-        if processes > 1:
-            launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = [*launch, str(script), str(out), str(8 // processes)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-        results.append(torch.load(out / "result.pt", weights_only=False))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([integration.__name__, "datasets", "peft"])  # imports once for all of them
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [(0, 1), (0, 2), (1, 2)]
+    started = [context.Process(target=train_in_parallel, args=(*rank, port, tmp_path), daemon=True) for rank in ranks]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(timeout=120)
+    assert [process.exitcode for process in started] == [0, 0, 0]
+    results = [torch.load(tmp_path / f"{processes}.pt", weights_only=False) for processes in (1, 2)]
     for loss in ("plain", "fused"):
         one, two = (result[loss] for result in results)
         assert (one["processes"], two["processes"]) == (1, 2)
+        assert two["drawn"].unique().numel() == 2  # random weights differ from process to process
         for name, value in one["state"].items():
             torch.testing.assert_close(two["state"][name], value, rtol=1e-3, atol=1e-6, msg=f"{loss}: {name}")
         for a, b in zip(one["log"], two["log"], strict=True):

@@ -5,6 +5,7 @@ The model runs in verl's FSDP engine without the sharding, which needs GPUs; dat
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -25,8 +26,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 import transfer_queue as queue  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 from verl.protocol import BatchData  # noqa: E402
+from verl.trainer.ppo.core_algos import get_policy_loss_fn  # noqa: E402
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base  # noqa: E402
 from verl.workers.engine.fsdp import transformer_impl  # noqa: E402
 from verl.workers.engine_workers import TrainingWorker  # noqa: E402
@@ -48,8 +51,8 @@ def transfer_queue() -> Any:
     import ray
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-    queue.init()
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
     yield queue
     queue.close()
     ray.shutdown()
@@ -167,8 +170,12 @@ def test_the_advantages_are_verls_times_the_weights_of_the_completions(
     assert weights.unique().numel() > 3
     for given, stock_row, row in zip(advantages_of(batch), expected, weights, strict=True):
         torch.testing.assert_close(given, stock_row * row[: len(stock_row)], rtol=1e-4, atol=1e-5)
-    assert metrics["credit/weight_mean"] > 1
+    counted = mask.clone()
+    counted[1, 1] = 0  # the tool's token
+    assert metrics["credit/weight_mean"] == pytest.approx(weights[counted.bool()].mean().item(), rel=1e-4)
     assert metrics["credit/scored_fraction"] == 5 / 6  # one has no answer
+    assert metrics["credit/tokens_fed"] > 0
+    assert metrics["credit/seconds"] > 0
     (request,) = workers.requests
     assert request["input_ids"].offsets().diff().max() <= 4 + 5  # cut after the answer
 
@@ -181,15 +188,18 @@ def test_rows_without_advantage_are_not_asked_for(config, transfer_queue, monkey
     class OneGroup(PPOTrainerSync):
         def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
             batch = super()._compute_advantage(batch, metrics)
-            rows = [row * (i < 3) for i, row in enumerate(advantages_of(batch))]
-            fields = TensorDict({"advantages": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, batch_size=6)
+            rows = [row * (i < 3) if i < 5 else row + 1 for i, row in enumerate(advantages_of(batch))]
+            masks = [torch.ones_like(row) * (i < 5) for i, row in enumerate(rows)]  # verl may leave the last one out
+            fields = {"advantages": rows, "response_mask": masks}
+            fields = {k: torch.nested.as_nested_tensor(v, layout=torch.jagged) for k, v in fields.items()}
+            fields = TensorDict(fields, batch_size=6)
             return queue.kv_batch_put(keys=batch.keys, partition_id="train", fields=fields)
 
     workers = Workers(1, 1, False, monkeypatch)
     batch = build(config, workers, OneGroup)._compute_advantage(put(transfer_queue), {})
     (request,) = workers.requests
     assert all(row[:3].tolist() == [3, 4, 5] for row in request["input_ids"].unbind())
-    assert all(row.eq(0).all() for row in advantages_of(batch)[3:])
+    assert all(row.eq(0).all() for row in advantages_of(batch)[3:5])
 
 
 @pytest.mark.parametrize("credit", [{"mode": "uniform"}, {"w_min": 1.0, "w_max": 1.0, "w_answer": 1.0}], ids=str)
@@ -204,21 +214,31 @@ def test_with_weights_of_one_the_advantages_are_verls_to_the_last_bit(config, tr
     assert len(workers.requests) == ("mode" not in credit)
 
 
-def test_verl_loads_the_plug_in_in_every_process(tmp_path):
+def test_verl_loads_the_plug_in_and_the_command_of_the_documentation_composes_its_configuration(tmp_path):
     subprocess.run(
         [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)], cwd=REPOSITORY, check=True,
         capture_output=True,
     )  # fmt: skip
+    page = (REPOSITORY / "docs" / "verl.md").read_text(encoding="utf-8")
+    command = re.search(r"^python -m (cfa_kernels\S+) ((?:.*\\\n)*.*)$", page, re.MULTILINE)
     code = (
-        "import verl; from verl.trainer.ppo.core_algos import get_policy_loss_fn as get; "
-        "print(get('counterfactual').__module__)"
+        "import runpy, verl; from verl.trainer.ppo.core_algos import get_policy_loss_fn as get; "
+        "print(get('counterfactual').__module__); "
+        f"runpy.run_module('{command[1]}', run_name='__main__', alter_sys=True)"
     )
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY), *sys.path])
     environment = os.environ | {"PYTHONPATH": path, "VERL_USE_EXTERNAL_PLUGINS": "cfa_kernels"}
+    arguments = [*command[2].replace("\\\n", " ").split(), "--cfg", "job"]
     shown = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert shown.stdout.strip().splitlines()[-1:] == ["cfa_kernels.integrations.verl"], shown.stderr
+        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, check=False,
+        cwd=REPOSITORY,
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    module, _, composed = shown.stdout[shown.stdout.index("cfa_kernels") :].partition("\n")
+    assert module == "cfa_kernels.integrations.verl"
+    composed = OmegaConf.create(composed)
+    assert (composed.trainer.nnodes, composed.trainer.n_gpus_per_node) == (2, 8)
+    assert composed.actor_rollout_ref.actor.policy_loss.loss_mode == "counterfactual"
 
 
 def test_the_configuration_of_the_documentation_is_valid_and_starts_a_trainer_with_credit(config, monkeypatch):
@@ -245,15 +265,69 @@ def test_the_configuration_of_the_documentation_is_valid_and_starts_a_trainer_wi
         ({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "geo_mean"}}}}, "loss_mode=geo_mean"),
         ({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "dro"}}}}, "loss_mode=dro"),
         ({"algorithm": {"use_kl_in_reward": True}}, "use_kl_in_reward"),
+        ({"actor_rollout_ref": {"rollout": {"enable_rollout_routing_replay": True}}}, "enable_rollout_routing_replay"),
         ({"trainer": {"use_v1": False}}, "use_v1=False"),
     ],
     ids=str,
 )
 def test_what_credit_cannot_be_combined_with_is_refused_by_name(config, change, message):
-    from omegaconf import OmegaConf
-
     with pytest.raises(NotImplementedError, match=f"cannot be combined with .*{message}"):
         integration.run(OmegaConf.merge(config, change))
+
+
+def test_a_trainer_reads_its_configuration_and_refuses_before_anything_starts(config):
+    started: list[Any] = []
+
+    class Host:
+        def __init__(self, config: Any) -> None:
+            started.append(config)
+
+    def make(**changes: Any) -> Any:
+        return type("Trainer", (CounterfactualMixin, Host), {})(OmegaConf.merge(config, changes))
+
+    trainer = make(counterfactual={"w_max": 3.0}, actor_rollout_ref={"actor": {"data_loader_seed": 5}})
+    assert trainer.counterfactual == CounterfactualConfig(w_max=3.0)
+    assert trainer._credit_generator.initial_seed() == 5
+    with pytest.raises(NotImplementedError, match="use_kl_in_reward"):
+        make(algorithm={"use_kl_in_reward": True})
+    with pytest.raises(TypeError, match="w_most"):
+        integration.credit_config({"counterfactual": {"w_most": 3.0}})
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("processor", [None, "a processor of images"])
+def test_a_model_of_images_is_refused_before_the_first_rollout(config, monkeypatch, processor):
+    made = SimpleNamespace(tokenizer=tiny_tokenizer(), processor=processor)
+    monkeypatch.setattr(trainer_base, "omega_conf_to_dataclass", lambda config: made)
+    trainer = build(config, None)
+    if processor is None:
+        trainer._init_tokenizer()
+        return
+    with pytest.raises(NotImplementedError, match=r"cannot be combined with images \(a processor\)"):
+        trainer._init_tokenizer()
+
+
+TOTALS = {"dp_size": 2, "batch_num_tokens": 30, "global_batch_size": 8, "loss_scale_factor": 9}
+
+
+@pytest.mark.parametrize("totals", [{}, TOTALS], ids=["its own totals", "totals of the step"])
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
+def test_the_registered_loss_returns_the_figures_of_verls(mode, totals):
+    g = torch.Generator().manual_seed(0)
+    logprobs, drift, advantages = (torch.randn(4, 5, generator=g) for _ in range(3))
+    drift[0, 0] = 50.0
+    mask = torch.arange(5) < torch.tensor([5, 2, 4, 0])[:, None]
+    config = SimpleNamespace(clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=0.28, global_batch_info=totals)
+    config.get = lambda name, default: 1.5
+    theirs, mine = (
+        get_policy_loss_fn(name)(logprobs + drift, logprobs, advantages, mask, mode, config=config)
+        for name in ("vanilla", "counterfactual")
+    )
+    torch.testing.assert_close(mine[0], theirs[0])
+    assert mine[1] == pytest.approx(theirs[1], rel=1e-5)
+    assert min(mine[1].values()) > 0
 
 
 @pytest.mark.parametrize(

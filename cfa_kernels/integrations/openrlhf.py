@@ -23,7 +23,7 @@ from cfa_kernels import CounterfactualConfig, counterfactual_credit, policy_loss
 from cfa_kernels.integrations import require
 from cfa_kernels.integrations.credit import fold_weights, pad_rows, scorer_from_logprobs
 
-OLDEST = "0.11.0"
+OLDEST = "0.11.2"
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker as _Maker
@@ -34,7 +34,8 @@ else:
 class CounterfactualPolicyLoss(nn.Module):
     """OpenRLHF's ``PolicyLoss`` by :func:`~cfa_kernels.policy_loss`, with token weights; OpenRLHF need not be there.
 
-    Equal to it, to rounding, for ``ppo`` (also with ``dual_clip``) and ``gspo``. Parameters are OpenRLHF's.
+    Equal to it, to rounding, for ``ppo`` (also with ``dual_clip``) and ``gspo``. Parameters are OpenRLHF's; those of
+    the importance correction are taken and not read, since it is refused.
 
     Raises:
         ValueError: an unknown ``policy_loss_type``; a ``dual_clip`` inside the clip range.
@@ -49,6 +50,9 @@ class CounterfactualPolicyLoss(nn.Module):
         token_level_loss: bool = True,
         policy_loss_type: str = "ppo",
         is_correction_level: str = "off",
+        is_correction_mode: str = "mask",
+        is_correction_gating: str = "ratio",
+        is_correction_threshold: Sequence[float] = (0.5, 5.0),
     ) -> None:
         super().__init__()
         if policy_loss_type not in ("ppo", "gspo"):
@@ -84,6 +88,8 @@ class CounterfactualPolicyLoss(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """Loss, clip ratio, approximate KL and two Nones (no importance correction); tensors are (B, A).
 
+        The clip ratio is that of tokens, for ``gspo`` that of sequences.
+
         ``weights`` (B, A), finite and >= 0, multiply the clipped loss of each token. ``batch_num_tokens`` and
         ``global_batch_size`` are the totals over ``dp_size`` processes, as in OpenRLHF. ``rollout_log_probs`` are
         not read. Raises as :func:`~cfa_kernels.policy_loss`.
@@ -114,6 +120,7 @@ class CounterfactualMixin(_Maker):
         counterfactual: how credit is assigned; default the CF paper's.
 
     Raises:
+        ImportError: OpenRLHF is absent or too old.
         NotImplementedError: settings that credit cannot be combined with, each by its name.
     """
 
@@ -122,6 +129,7 @@ class CounterfactualMixin(_Maker):
     actor_model_group: Any
 
     def __init__(self, *args: Any, counterfactual: CounterfactualConfig | None = None, **kwargs: Any) -> None:
+        require("openrlhf", OLDEST)
         super().__init__(*args, **kwargs)
         self.counterfactual = counterfactual or CounterfactualConfig()
         self._credit_generator = torch.Generator().manual_seed(self.args.train.seed)
@@ -166,14 +174,24 @@ class CounterfactualMixin(_Maker):
         return experiences
 
     def _logprobs(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[Tensor]:
-        """Log-probs of completions under the actor, by forwards of OpenRLHF's actors; equal numbers for each."""
+        """Log-probs of completions under the actor, by forwards of OpenRLHF's actors.
+
+        Micro-batches hold what OpenRLHF's own rollout batches may hold; each actor gets as many, of like lengths.
+        """
         ids = [torch.cat(pair) for pair in zip(prompts, completions, strict=True)]
-        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-        size = self.args.rollout.micro_batch_size
         copies = self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size
         actors = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node // copies
-        batches = [order[i : i + size] for i in range(0, len(order), size)]
-        batches += batches[-1:] * (-len(batches) % actors)
+        batches: list[list[int]] = []
+        for i in sorted(range(len(ids)), key=lambda i: len(ids[i])):
+            if self.args.train.dynamic_batch_enable:
+                room = self.args.rollout.max_tokens_per_gpu * copies // len(ids[i])
+            else:
+                room = self.args.rollout.micro_batch_size
+            if not batches or len(batches[-1]) >= room:
+                batches.append([])
+            batches[-1].append(i)
+        batches = batches[:1] * (-len(batches) % actors) + batches
+        batches = [batch for first in range(actors) for batch in batches[first::actors]]
         padded = [pad_rows([ids[i] for i in batch]) for batch in batches]
         references = self._dispatch_forward(
             self.actor_model_group,
@@ -246,7 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--counterfactual", type=json.loads, default={})
     ours, theirs = parser.parse_known_args()
-    if "--train.async_enable" in theirs:
+    if any(option.startswith("--train.as") for option in theirs):  # OpenRLHF's parser takes abbreviations
         raise NotImplementedError("counterfactual credit cannot be combined with --train.async_enable")
     require("openrlhf", OLDEST)
     from openrlhf.trainer import ppo_trainer

@@ -159,8 +159,6 @@ class CounterfactualMixin(_Trainer):
             policy_loss=options,
         )
         figures = {name: value for name, value in metrics.items() if name != "ratio_mean"}
-        if self.beta == 0.0:
-            figures.pop("kl", None)
         self._log_gathered(figures, mode)
         return loss / normalizer
 

@@ -8,6 +8,7 @@ the weights are multiplied into the advantages, the only per-token tensor that r
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -78,11 +79,17 @@ def counterfactual_policy_loss(
         delta=dual_clip,  # above the clip range the cap on the ratio is verl's dual clip, and leaves A > 0 as it is
         **options,
     )
-    drift = torch.where(response_mask.bool(), old_log_prob - log_prob.detach(), 0).sum()
+    drift = (old_log_prob - log_prob.detach()).clamp(-20, 20)  # verl's range
+    capped = (drift < -math.log(dual_clip)) & (advantages < 0)
     return loss / divisor, {
         "actor/pg_clipfrac": metrics["clip_ratio/region_mean"].item(),
-        "actor/ppo_kl": (drift / response_mask.sum().clamp(min=1)).item(),
+        "actor/pg_clipfrac_lower": _mean(capped, response_mask),
+        "actor/ppo_kl": _mean(drift, response_mask),
     }
+
+
+def _mean(values: Tensor, mask: Tensor) -> float:
+    return (torch.where(mask.bool(), values, 0).sum() / mask.sum().clamp(min=1)).item()
 
 
 def _aggregation(mode: str, mask: Tensor, totals: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -131,6 +138,7 @@ class CounterfactualMixin(_Trainer):
 
     config: Any
     tokenizer: Any
+    processor: Any
     actor_rollout_wg: Any
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -140,6 +148,11 @@ class CounterfactualMixin(_Trainer):
         seed = config.actor_rollout_ref.actor.data_loader_seed
         self._credit_generator = torch.Generator().manual_seed(seed or 0)
 
+    def _init_tokenizer(self) -> None:
+        super()._init_tokenizer()
+        if self.processor is not None:
+            raise NotImplementedError("counterfactual credit cannot be combined with images (a processor) in verl")
+
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_advantage(batch, metrics)
         if self.counterfactual.mode == "uniform":
@@ -147,8 +160,6 @@ class CounterfactualMixin(_Trainer):
         import transfer_queue as queue
         from tensordict import TensorDict
 
-        if getattr(self, "processor", None) is not None:
-            raise NotImplementedError("counterfactual credit cannot be combined with images (a processor) in verl")
         start = time.perf_counter()
         where = {"keys": batch.keys, "partition_id": batch.partition_id}
         fields = ["prompts", "responses", "response_mask", "advantages"]
@@ -218,6 +229,8 @@ def _refuse(config: Any) -> None:
         found.append(f"policy_loss.loss_mode={actor.policy_loss.loss_mode}: it uses advantages beyond a product")
     if config.algorithm.use_kl_in_reward:
         found.append("algorithm.use_kl_in_reward: credit would weigh the KL term; use actor.use_kl_loss")
+    if config.actor_rollout_ref.rollout.enable_rollout_routing_replay:
+        found.append("rollout.enable_rollout_routing_replay: there is no rollout of a masked answer to replay")
     if not config.trainer.use_v1:
         found.append("trainer.use_v1=False, verl's old trainer")
     if found:

@@ -1,0 +1,78 @@
+"""Scoring by a host's own log-prob service, against the packed tree on the same model; folding and padding."""
+
+import pytest
+import torch
+from tiny import PHRASES, tiny_model, tiny_tokenizer
+from torch import Tensor
+
+from cfa_kernels import Span, score_counterfactuals
+from cfa_kernels.integrations.credit import fold_weights, pad_rows, scorer_from_logprobs
+
+IDS = [tiny_tokenizer().get_vocab()[phrase] for phrase in PHRASES]
+PROMPTS = [torch.tensor([3, 4, 5]), torch.tensor([9, 5, 10, 7]), torch.tensor([3, 4, 5]), torch.tensor([6, 3])]
+COMPLETIONS = [torch.tensor([IDS[i] for i in row] + [1]) for row in ([0, 1, 2, 4], [2, 0, 1, 3, 5], [1, 3], [3, 4])]
+SPANS = [[Span(0, 1), Span(1, 3)], [Span(0, 2)], [Span(0, 1)], []]
+ANSWERS = [Span(3, 4), Span(3, 5), None, Span(1, 2)]
+
+
+def service(prompts: list[Tensor], completions: list[Tensor]) -> list[Tensor]:
+    model, given = tiny_model().eval(), []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        with torch.no_grad():
+            logprobs = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        given.append(logprobs.gather(1, completion[:, None])[:, 0])
+    return given
+
+
+def score(logprobs_of=service, **options):
+    return scorer_from_logprobs(logprobs_of)(None, PROMPTS, COMPLETIONS, SPANS, ANSWERS, placeholder_id=0, **options)
+
+
+def test_a_log_prob_service_scores_as_the_packed_tree_does():
+    before = [row.clone() for row in COMPLETIONS]
+    given = score(token_budget=None, logprobs=False, temperature=1.0)
+    expected = score_counterfactuals(tiny_model().eval(), PROMPTS, COMPLETIONS, SPANS, ANSWERS, placeholder_id=0)
+    torch.testing.assert_close(given.base, expected.base, rtol=1e-5, atol=1e-5, equal_nan=True)
+    for name in ("masked", "drop"):
+        for a, b in zip(getattr(given, name), getattr(expected, name), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert given.base.isnan().tolist() == [False, False, True, False]
+    assert all(torch.equal(a, b) for a, b in zip(before, COMPLETIONS, strict=True))
+
+
+def test_the_work_of_a_service_counts_every_sequence_in_full_and_up_to_the_answer():
+    work = score().work
+    assert (work.forwards, work.head_rows) == (6, 3 * 4 + 2 * 5 + 2)
+    assert work.tokens_fed == work.tokens_unshared == 3 * (3 + 4) + 2 * (4 + 5) + (2 + 2)
+
+
+@pytest.mark.parametrize(
+    "spoiled", [lambda rows: rows[:-1], lambda rows: [*rows[:-1], rows[-1][:-1]], lambda rows: [*rows, rows[0]]]
+)
+def test_a_service_that_answers_something_else_is_an_error(spoiled):
+    with pytest.raises(ValueError, match="asked for log-probs of 6 sequences, got"):
+        score(lambda prompts, completions: spoiled(service(prompts, completions)))
+
+
+@pytest.mark.parametrize("option", [{"logprobs": True}, {"temperature": 0.6}])
+def test_what_a_service_cannot_give_is_refused(option):
+    with pytest.raises(ValueError, match="the host's own business"):
+        score(**option)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (4, 2, 1)])
+def test_advantages_of_another_shape_than_the_weights_are_an_error(shape):
+    with pytest.raises(ValueError, match=r"advantages must be \(B,\) or \(B, T\) .*\(4, 2\)"):
+        fold_weights(torch.ones(shape), torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_folded_advantages_keep_their_dtype(dtype):
+    assert fold_weights(torch.ones(2, dtype=dtype), torch.full((2, 3), 0.5)).dtype == dtype
+
+
+def test_rows_are_padded_on_the_side_asked_for():
+    rows = [torch.tensor([5]), torch.tensor([6, 7])]
+    left, right = pad_rows(rows, "left"), pad_rows(rows)
+    assert [tensor.tolist() for tensor in left] == [[[0, 5], [6, 7]], [[0, 1], [1, 1]]]
+    assert [tensor.tolist() for tensor in right] == [[[5, 0], [6, 7]], [[1, 0], [1, 1]]]
