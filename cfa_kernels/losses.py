@@ -4,16 +4,17 @@ The formula of one token is `ops.policy_loss.token_terms`; this module checks th
 ``loss_type`` does, and reports metrics. Formulas, names and defaults follow TRL 1.16's GRPO trainer.
 """
 
+import math
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cfa_kernels.ops.dispatch import resolve_backend
+from cfa_kernels.ops.head_strips import autocast_operands
 from cfa_kernels.ops.linear_policy_loss import contributing, linear_policy_loss_op
 from cfa_kernels.ops.logits_policy_loss import LogitsPolicyLossInPlace, logits_policy_loss_op
-from cfa_kernels.ops.policy_loss import PolicyOptions, Tokens, policy_terms
+from cfa_kernels.ops.policy_loss import PolicyOptions, Tokens, policy_terms, refuse_second_derivative
 from cfa_kernels.ops.policy_rows import LOGIT_DTYPES, Softmax, compute_dtype
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
@@ -53,7 +54,7 @@ def policy_loss(
     entropy_coef: float = 0.0,
     validate: bool | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weighted clipped policy-gradient loss from log-probs; differentiable in `logprobs` and `entropies`.
+    """Weighted clipped policy-gradient loss from log-probs; differentiable in `logprobs` and `entropies`, once.
 
     Tensors
         logprobs (B, T): log pi(token), nats, any float dtype; float64 is computed in float64, the rest in float32.
@@ -89,7 +90,8 @@ def policy_loss(
     entropies), ``clip_ratio/low_mean``, ``/high_mean``, ``/region_mean``, ``/low_min``, ``/high_max`` or, for
     cispo, ``cispo_clip_ratio``. Means are over tokens; those of clip ratios at the sequence level over sequences.
 
-    Raises ValueError for a wrong option, shape or value (naming row and token), TypeError for a wrong dtype.
+    Raises ValueError for a wrong option, shape or value (naming row and token), TypeError for a wrong dtype, and
+    RuntimeError from a backward with ``create_graph=True``.
     """
     _check_float("logprobs", logprobs)
     if logprobs.dim() != 2:
@@ -195,6 +197,8 @@ def logits_policy_loss(
     _check_float("logits", logits)
     if logits.dim() != 3:
         raise ValueError(f"logits must be (B, T, V), got shape {tuple(logits.shape)}")
+    if not logits.size(2):
+        raise ValueError(f"logits must not be empty, got shape {tuple(logits.shape)}")
     chosen = resolve_backend(backend, logits)
     _check_dtype("logits", logits, chosen)
     softmax = _softmax(temperature, softcap, logit_scale)
@@ -257,20 +261,22 @@ def linear_policy_loss(
         _check_float(name, tensor)
         if tensor.dim() != dims.count(",") + 1:
             raise ValueError(f"{name} must be {dims}, got shape {tuple(tensor.shape)}")
+        if 0 in tensor.shape[-2 if name == "lm_head" else -1 :]:
+            raise ValueError(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
     if hidden.size(2) != lm_head.size(1):
         raise ValueError(f"hidden has H={hidden.size(2)}, lm_head has H={lm_head.size(1)}")
     if hidden.device != lm_head.device:
         raise ValueError(f"lm_head must be on {hidden.device} like hidden, got {lm_head.device}")
     if bias is not None:
         _check_tensor("bias", bias, [lm_head.shape[:1]], hidden.device)
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        hidden, lm_head = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, lm_head))
+    hidden, lm_head = autocast_operands(hidden, lm_head)
     if hidden.dtype != lm_head.dtype:
         raise TypeError(f"hidden and lm_head must share a dtype, got {hidden.dtype} and {lm_head.dtype}")
     chosen = resolve_backend(backend, hidden)
     _check_dtype("hidden", hidden, chosen)
-    chunk_size = chunk_size or (512 if device == "cpu" else 4096)
+    device = hidden.device.type
+    if chunk_size is None:
+        chunk_size = 512 if device == "cpu" else 4096
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     batch = _prepare(
@@ -316,9 +322,16 @@ def contributing_rows(
     mask (B, T), advantages (B,) or (B, T), weights (B, T), as in `policy_loss`. Set `all_counted` where ref_logprobs
     or the entropy are used. Waits for the device if the tensors are on a GPU: call it where they are still on the
     CPU, and copy the result.
+
+    Raises ValueError for a wrong level, shape or device, TypeError for advantages or weights that are no floats.
     """
     if importance_sampling_level not in LEVELS:
         raise ValueError(f"importance_sampling_level must be one of {LEVELS}, got {importance_sampling_level!r}")
+    if mask.dim() != 2:
+        raise ValueError(f"mask must be (B, T), got shape {tuple(mask.shape)}")
+    _check_tensor("advantages", advantages, [mask.shape[:1], mask.shape], mask.device)
+    if weights is not None:
+        _check_tensor("weights", weights, [mask.shape], mask.device)
     keep = mask != 0
     advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
     tokens = Tokens(None, advantages.expand_as(mask), weights, None, keep.float())
@@ -385,6 +398,13 @@ def _prepare(
     for name, number in (("epsilon", epsilon), ("epsilon_high", epsilon_high), ("beta", beta)):
         if not number >= 0:
             raise ValueError(f"{name} must be >= 0, got {number}")
+    for name, number in (("beta", beta), ("entropy_coef", entropy_coef)):
+        if not abs(number) < math.inf:
+            raise ValueError(f"{name} must be finite, got {number}")
+    if isinstance(num_items_in_batch, int | float) and not 0 <= num_items_in_batch < math.inf:
+        raise ValueError(f"num_items_in_batch must be >= 0 and finite, got {num_items_in_batch}")
+    if isinstance(num_sequences_in_batch, int | float) and not 0 < num_sequences_in_batch < math.inf:
+        raise ValueError(f"num_sequences_in_batch must be > 0 and finite, got {num_sequences_in_batch}")
     for name, number in (
         ("delta", 1.0 if delta is None else delta),
         ("sapo_temperature_pos", sapo_temperature_pos),
@@ -467,8 +487,8 @@ class _WithGradient(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor, None]:
+        refuse_second_derivative()
         (gradient,) = ctx.saved_tensors
         return None, (gradient * upstream).to(ctx.dtype), None
 

@@ -14,13 +14,14 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -59,7 +60,13 @@ REPLACED = (
 )  # fmt: skip
 """What ``cfa_kernels.losses`` takes from the mutated modules."""
 
-EQUIVALENT: dict[tuple[str, str, str], str] = {}
+CALLED_BY_TESTS = ("row_logprobs", "row_gradients")
+"""What tests take from ``policy_rows`` itself."""
+
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    ("_backward", "ctx.inputs - 3", "(ctx.inputs + 3)"): "autograd takes no notice of None beyond the inputs",
+    ("_backward", "ctx.inputs - 3", "(ctx.inputs)"): "autograd takes no notice of None beyond the inputs",
+}
 """Why no test can tell: by function, what was there and what became of it."""
 
 
@@ -164,6 +171,8 @@ def loaded(mutant: Mutant) -> Iterator[None]:
             for part in parts:
                 for key in set(vars(part)) & set(vars(losses)) & set(REPLACED):
                     stack.enter_context(mock.patch.object(losses, key, getattr(part, key)))
+            for key in CALLED_BY_TESTS:
+                stack.enter_context(mock.patch.object(policy_rows, key, getattr(parts[1], key)))
             try:
                 yield
             finally:
@@ -173,9 +182,27 @@ def loaded(mutant: Mutant) -> Iterator[None]:
 
 def checks(mutant: Mutant) -> Iterator[Callable[[], None]]:
     """Tests of this suite on inputs that make them quick, the likeliest to fail first."""
-    triton, plain = list(_kernel_tests()), list(_reference_tests())
-    in_kernel = mutant.function.endswith(("_triton", "_kernel")) or mutant.function in DEVICE_FUNCTIONS
-    yield from (*triton, *plain) if in_kernel else (*plain, *triton)
+    if mutant.module == "linear_policy_loss":
+        yield from (*_chunk_tests(), *_reference_tests())
+    elif mutant.function.endswith(("_triton", "_kernel")) or mutant.function in DEVICE_FUNCTIONS:
+        yield from _kernel_tests()
+    else:
+        yield from _reference_tests()
+
+
+def _chunk_tests() -> Iterator[Callable[[], None]]:
+    for level, clipped, kept in kernels.CLIPPED:
+        test = kernels.test_clipped_rows_are_cut_out_of_a_chunk_if_they_are_a_tenth_of_it
+        yield partial(_with_monkeypatch, partial(test, level, clipped, kept, True, False, device=DEVICE))
+    test = kernels.test_tokens_without_weight_or_advantage_are_never_multiplied
+    yield partial(_with_monkeypatch, partial(test, device=DEVICE))
+    for case in kernels.CONTRIBUTING:
+        yield partial(kernels.test_contributing_rows_look_at_counted_tokens_alone, *case)
+
+
+def _with_monkeypatch(test: Callable[..., None]) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        test(monkeypatch=monkeypatch)
 
 
 def _kernel_tests() -> Iterator[Callable[[], None]]:
@@ -190,19 +217,22 @@ def _kernel_tests() -> Iterator[Callable[[], None]]:
     ):
         test = kernels.test_kernels_stay_within_the_error_budget
         yield partial(test, kernels.of_logits, dtype, feature, loss_type, level, DEVICE, None)
+    for known in (False, True):
+        test = kernels.test_row_gradients_serve_rows_with_only_one_of_the_two_derivatives
+        yield partial(test, "triton", known, DEVICE, None)
+    for case in kernels.EXTREME:
+        test = kernels.test_extreme_logits_give_finite_and_exact_results
+        yield partial(test, *case.values, 9, "triton", DEVICE, None)
     for level in LEVELS:
         test, feature = kernels.test_kl_and_entropy_keep_rows_without_advantage, {"entropy_coef": 0.1}
         yield partial(test, kernels.of_logits, "triton", level, feature, DEVICE)
     yield partial(kernels.test_a_clipped_or_weightless_row_gets_exact_zeros, "triton", DEVICE, None)
-    yield partial(kernels.test_a_target_outside_the_vocabulary_that_nobody_checks_gives_a_nan_loss, DEVICE)
+    test = kernels.test_a_target_outside_the_vocabulary_that_nobody_checks_gives_a_nan_loss
+    yield partial(test, False, "token", DEVICE)
     for shift in (100.0, -100.0):
         for loss_type in ("dapo", "sapo"):
             test = kernels.test_log_ratios_far_out_stay_finite_and_equal_the_reference
             yield partial(test, kernels.of_logits, shift, loss_type, DEVICE)
-    for case in kernels.EXTREME:
-        yield partial(
-            kernels.test_extreme_logits_give_finite_and_exact_results, *case.values, 9, "triton", DEVICE, None
-        )
 
 
 def _reference_tests() -> Iterator[Callable[[], None]]:
@@ -227,7 +257,7 @@ def _reference_tests() -> Iterator[Callable[[], None]]:
             yield partial(on_logprobs.test_nothing_beyond_the_cut_off_has_a_gradient, loss_type, beta)
     yield on_logprobs.test_a_ratio_of_e_to_the_100_is_clipped_for_positive_and_capped_by_delta_for_negative_advantages
     for level in LEVELS:
-        yield partial(kernels.test_reference_gradients_pass_gradcheck, "all", level)
+        yield partial(kernels.test_reference_gradients_pass_gradcheck, level)
         yield partial(kernels.test_chunks_and_dropped_rows_change_nothing, "torch", level, torch.float64, 1e-13, DEVICE)
         for form in (kernels.of_logits, kernels.of_hidden):
             yield partial(kernels.test_padding_may_hold_anything, form, "torch", level, DEVICE, None)
@@ -235,12 +265,20 @@ def _reference_tests() -> Iterator[Callable[[], None]]:
             yield partial(test, form, "torch", level, feature, DEVICE)
     for case in kernels.EXTREME:
         yield partial(kernels.test_extreme_logits_give_finite_and_exact_results, *case.values, 9, "torch", DEVICE, None)
+    test = kernels.test_row_gradients_serve_rows_with_only_one_of_the_two_derivatives
+    yield partial(test, "torch", False, DEVICE, None)
 
 
-def noticed(mutant: Mutant) -> bool:
-    """Whether a test fails on the mutant."""
+def one_of_each() -> list[Callable[[], None]]:
+    """A check by every test that any mutant meets."""
+    everything = (*_chunk_tests(), *_kernel_tests(), *_reference_tests())
+    return list({getattr(check, "func", check): check for check in everything}.values())
+
+
+def noticed(mutant: Mutant, tests: Iterable[Callable[[], None]] | None = None) -> bool:
+    """Whether a test fails on the mutant: one of `checks`, or of `tests` if given."""
     with loaded(mutant), mock.patch.object(policy_rows, "launch_options", kernels.tiles_of_32):
-        for check in checks(mutant):
+        for check in checks(mutant) if tests is None else tests:
             try:
                 check()
             except Exception:  # whatever a wrong term leads to

@@ -45,7 +45,7 @@ def merge_case() -> AotCase:
     constants = dict(MERGE_OPTIONS)
     compiler = {"num_warps": constants.pop("num_warps")}
     arguments = {"p_tiles": "*fp32:16", "p_chosen": "*fp32:16", "p_targets": "*i64:16", "p_out": "*fp32"}
-    arguments |= dict.fromkeys(("n_rows", "n_out", "n_tiles", "vocabulary"), "i32") | {"cap": "fp32", "outer": "fp32"}
+    arguments |= dict.fromkeys(("n_rows", "n_out", "n_tiles", "vocabulary"), "i32") | {"outer": "fp32"}
     return AotCase(
         "merge",
         "cfa_kernels.ops.linear_logprob:merge_tiles_kernel",
@@ -59,14 +59,12 @@ CASES = [
     statistics_case(target, dtype, features, aligned)
     for target in TARGETS
     for dtype, features, aligned in (
-        (torch.bfloat16, (), True),
         (torch.bfloat16, EVERY_FEATURE, True),
         (torch.bfloat16, EVERY_FEATURE, False),
         (torch.float32, EVERY_FEATURE, True),
     )
 ]
-CASES += [statistics_case("sm_90", torch.bfloat16, (feature,)) for feature in EVERY_FEATURE]
-CASES += [statistics_case("sm_90", torch.float16), merge_case()]
+CASES += [statistics_case("sm_90", dtype) for dtype in (torch.bfloat16, torch.float16)] + [merge_case()]
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +99,10 @@ def test_hopper_fetches_both_operands_with_the_tensor_memory_accelerator(reports
 
 
 def test_pointer_builds_load_aligned_rows_sixteen_bytes_at_a_time(reports):
-    for features in ((), EVERY_FEATURE):
-        name = statistics_case("sm_80", torch.bfloat16, features).name
-        copies = re.findall(
-            r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", reports[name, "sm_80"].assembly
-        )
-        assert copies
-        assert set(copies) == {"0x10"}, name
+    assembly = reports[statistics_case("sm_80", torch.bfloat16, EVERY_FEATURE).name, "sm_80"].assembly
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", assembly)
+    assert copies
+    assert set(copies) == {"0x10"}
 
 
 def test_full_precision_inputs_never_round_to_tf32(reports):

@@ -311,6 +311,10 @@ def set_to(name, value):
         (set_to("ref_logprobs", None), ValueError, "beta=0.1 needs ref_logprobs"),
         (set_to("entropies", None), ValueError, "entropy_coef=0.1 needs entropies"),
         (set_to("epsilon", -0.1), ValueError, "epsilon must be >= 0, got -0.1"),
+        (set_to("beta", math.inf), ValueError, "beta must be finite, got inf"),
+        (set_to("entropy_coef", math.nan), ValueError, "entropy_coef must be finite, got nan"),
+        (set_to("num_items_in_batch", -1), ValueError, "num_items_in_batch must be >= 0 and finite, got -1"),
+        (set_to("num_sequences_in_batch", 0), ValueError, "num_sequences_in_batch must be > 0 and finite, got 0"),
         (set_to("delta", 0.0), ValueError, "delta must be > 0, got 0.0"),
         (set_to("sapo_temperature_neg", math.nan), ValueError, "sapo_temperature_neg must be > 0, got nan"),
     ],
@@ -323,6 +327,14 @@ def test_bad_input_is_refused_naming_argument_row_and_value(spoil, error, words)
     spoil(data)
     with pytest.raises(error, match=words):
         policy_loss(**data)
+
+
+def test_a_second_derivative_is_refused():
+    data = make()
+    data["logprobs"].requires_grad_()
+    loss, _ = policy_loss(**data)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(loss, data["logprobs"], create_graph=True)
 
 
 def test_empty_batch_is_refused():

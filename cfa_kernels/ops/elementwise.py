@@ -7,6 +7,12 @@ LOG2E = 1.4426950408889634
 
 
 @triton.jit
+def minimum(x, y):
+    """The smaller of two, nan if either is: on a GPU tl.minimum gives the other one, in the interpreter nan."""
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def tanh(x):
     """Hyperbolic tangent in fp32, accurate near zero, saturating without overflow.
 
@@ -14,5 +20,5 @@ def tanh(x):
     """
     x2 = x * x
     near_zero = x * (1.0 + x2 * (-0.3333333333333333 + x2 * (0.13333333333333333 - x2 * 0.05396825396825397)))
-    far = 1.0 - 2.0 / (tl.exp(tl.minimum(2.0 * x, 60.0)) + 1.0)
+    far = 1.0 - 2.0 / (tl.exp(minimum(2.0 * x, 60.0)) + 1.0)
     return tl.where(tl.abs(x) < 0.15, near_zero, far)

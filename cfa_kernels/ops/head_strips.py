@@ -15,15 +15,46 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _HALVES else dtype
 
 
-def empty_strip(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(rows, vocabulary) whose rows start at multiples of 64 elements, for GEMMs of any vocabulary size."""
-    width = -(-vocabulary // 64) * 64
-    return torch.empty(rows, width, dtype=dtype, device=device)[:, :vocabulary]
+def autocast_operands(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as `torch.nn.functional.linear` would take them: under autocast in its dtype, float64 as it is."""
+    device = hidden.device.type
+    if not torch.is_autocast_enabled(device):
+        return hidden, head
+    dtype = torch.get_autocast_dtype(device)
+    hidden, head = (tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in (hidden, head))
+    return hidden, head
+
+
+def empty_strip(
+    rows: int, vocabulary: int, dtype: torch.dtype, gradient_dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Memory for logits (rows, vocabulary) and for their gradient, which lies over them if the device allows.
+
+    Rows start at multiples of 64 elements, for GEMMs of any vocabulary size. A narrower gradient over the logits
+    needs its loads before its stores, an order that a barrier on HIP does not give.
+    """
+
+    def empty(dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, -(-vocabulary // 64) * 64, dtype=dtype, device=device)[:, :vocabulary]
+
+    logits = empty(dtype)
+    if gradient_dtype == dtype:
+        return logits, logits
+    if torch.version.hip is None:
+        return logits, logits.view(gradient_dtype)[:, :vocabulary]
+    return logits, empty(gradient_dtype)
 
 
 def write_logits(hidden: Tensor, head: Tensor, out: Tensor) -> None:
     """``out = hidden @ head.T``: (n, H), (V, H) -> (n, V), rounded to the dtype of `out` alone."""
     _product(hidden, head.t(), out)
+
+
+def hidden_gradient(by_logits: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
+    """``by_logits @ head``: (n, V), (V, H) -> (n, H)."""
+    if by_logits.dtype == torch.bfloat16 and by_logits.device.type == "cpu" and by_logits.size(1) % 2:
+        by_logits = by_logits.contiguous()  # oneDNN on AMX multiplies what lies behind rows of odd length, nan as well
+    return torch.mm(by_logits, head, out=out)
 
 
 def add_head_gradient(total: Tensor, by_logits: Tensor, hidden: Tensor, *, first: bool) -> None:

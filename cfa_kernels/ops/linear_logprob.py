@@ -15,8 +15,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .dispatch import architecture, resolve_backend
 from .elementwise import LOG2E, tanh
-from .head_strips import add_head_gradient, empty_strip, sum_dtype, write_logits
-from .policy_rows import RowLogprobs, Softmax, compute_dtype, row_gradients
+from .head_strips import (
+    add_head_gradient,
+    autocast_operands,
+    empty_strip,
+    hidden_gradient,
+    sum_dtype,
+    write_logits,
+)
+from .policy_rows import Softmax, compute_dtype, row_gradients
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels take; the PyTorch form also takes float64."""
@@ -91,9 +98,7 @@ def linear_logprob(
     temperature, softcap or logit_scale that is not positive and finite, or, on a CPU, a target outside [0, V), naming
     row and value; on a GPU such a row gives nan, as finding it would wait for the device. ``TypeError`` for dtypes.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, lm_head = hidden.to(dtype), lm_head.to(dtype)
+    hidden, lm_head = autocast_operands(hidden, lm_head)
     chosen = resolve_backend(backend, hidden)
     _check(hidden, lm_head, targets, bias, chosen)
     for name, value in (("temperature", temperature), ("softcap", softcap), ("logit_scale", logit_scale)):
@@ -143,7 +148,7 @@ def _check(hidden: Tensor, lm_head: Tensor, targets: Tensor, bias: Tensor | None
 def linear_logprob_reference(
     hidden: Tensor, lm_head: Tensor, targets: Tensor, bias: Tensor | None, softmax: Softmax, with_entropy: bool
 ) -> Tensor:
-    """(4, N): the fields of `RowLogprobs`, by blocks of the vocabulary and of rows; arguments as `linear_logprob`.
+    """(2, N): log-probs and entropies (or 0), by blocks of the vocabulary and of rows; arguments as `linear_logprob`.
 
     With ``z`` the logit over the temperature, blocks are merged by ``max``, ``sum of exp(z - max)`` and, for the
     entropy, ``sum of (z - max) exp(z - max)``. A block's sum is read off its log_softmax, whose largest value is
@@ -184,7 +189,7 @@ def linear_logprob_reference(
             row_max[rows] = new_max
     log_sum = total.log()
     entropy = log_sum - tilt / total if with_entropy else torch.zeros_like(log_sum)
-    return torch.stack([chosen - row_max - log_sum, entropy, row_max * softmax.temperature, log_sum])
+    return torch.stack([chosen - row_max - log_sum, entropy])
 
 
 # Triton
@@ -264,13 +269,12 @@ def tile_statistics_kernel(
 
 @triton.jit(do_not_specialize=["n_rows", "n_out"])
 def merge_tiles_kernel(
-    p_tiles, p_chosen, p_targets, p_out, n_rows, n_out, n_tiles, vocabulary, cap, outer,
+    p_tiles, p_chosen, p_targets, p_out, n_rows, n_out, n_tiles, vocabulary, outer,
     WITH_ENTROPY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a row's tiles, merged in an order that depends on V alone, into `RowLogprobs`.
+    """The sums of a row's tiles, merged in an order that depends on V alone, into its log-prob and entropy.
 
-    p_out points to this launch's rows in the first of four fields, which lie n_out apart. `cap` turns maxima into
-    logits.
+    p_out points to this launch's rows of log-probs; entropies lie n_out behind them.
     """
     LN2: tl.constexpr = 0.6931471805599453
     o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -307,8 +311,6 @@ def merge_tiles_kernel(
     p_row = p_out + o_r
     tl.store(p_row, ((b_chosen - b_max) * outer - b_log) * LN2, mask=m_r)
     tl.store(p_row + n_out, b_entropy, mask=m_r)
-    tl.store(p_row + 2 * n_out, b_max * cap, mask=m_r)
-    tl.store(p_row + 3 * n_out, b_log * LN2, mask=m_r)
 
 
 def launch_options(architecture: str, dtype: torch.dtype, *, aligned: bool) -> dict[str, Any]:
@@ -376,7 +378,7 @@ def linear_logprob_triton(
     # Rows whose hidden states together take up to 16 MiB, which the L2 cache holds beside some columns of the head.
     group = max(2**24 // (block_m * width * hidden.element_size()), 4)
     n_tiles = triton.cdiv(vocabulary, block_n)
-    out = torch.empty(4, n, dtype=torch.float32, device=hidden.device)
+    out = torch.empty(2, n, dtype=torch.float32, device=hidden.device)
     for start in range(0, n, STATISTICS_ROWS):
         part = slice(start, min(start + STATISTICS_ROWS, n))
         rows, goals = hidden[part], targets[part]
@@ -399,7 +401,7 @@ def linear_logprob_triton(
             )  # fmt: skip
             merge_tiles_kernel[(triton.cdiv(len(rows), MERGE_OPTIONS["BLOCK_R"]),)](
                 tiles, chosen, goals, out[:, part], len(rows), n, n_tiles, vocabulary,
-                cap, outer, WITH_ENTROPY=with_entropy, **MERGE_OPTIONS,
+                outer, WITH_ENTROPY=with_entropy, **MERGE_OPTIONS,
             )  # fmt: skip
     return out
 
@@ -418,7 +420,7 @@ def linear_logprob_op(
     with_entropy: bool,
     backend: str,
 ) -> Tensor:
-    """(4, N): the fields of `RowLogprobs`; the first two are differentiable. Arguments as `linear_logprob` checked.
+    """(2, N): log-probs and entropies (0 without `with_entropy`). Arguments as `linear_logprob` checked.
 
     `temperature` and `softcap` are over the logit scale, which they thereby contain; softcap 0 is none.
     """
@@ -436,13 +438,12 @@ def linear_logprob_op(
 
 @linear_logprob_op.register_fake
 def _(hidden: Tensor, *_: Any) -> Tensor:
-    return hidden.new_empty((4, len(hidden)), dtype=compute_dtype(hidden.dtype))
+    return hidden.new_empty((2, len(hidden)), dtype=compute_dtype(hidden.dtype))
 
 
 @torch.library.custom_op("cfa_kernels::linear_logprob_backward", mutates_args=())
 def linear_logprob_backward_op(
     by_rows: Tensor,
-    rows: Tensor,
     hidden: Tensor,
     lm_head: Tensor,
     targets: Tensor,
@@ -455,41 +456,36 @@ def linear_logprob_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by hidden (N, H), lm_head (V, H) and bias (V,); empty where not `wanted`.
 
-    by_rows (4, N): the upstream gradient of `rows`, what `linear_logprob_op` gave.
+    by_rows (2, N): the upstream gradient of what `linear_logprob_op` gave. Strips of logits are multiplied by
+    another routine than the forward's, so their probabilities are normalised by their own sums: against the
+    forward's, the logits' rounding would be the probabilities' relative error.
     """
     dtypes, unit = (hidden.dtype, lm_head.dtype, (bias if bias is not None else lm_head).dtype), None
     if backend == "torch" and hidden.device.type == "cpu":
         # No product of halves with float32 sums there: convert the head once, not for every strip.
-        hidden, lm_head = hidden.to(rows.dtype), lm_head.to(rows.dtype)
-    if hidden.dtype == torch.float16:
+        hidden, lm_head = hidden.to(by_rows.dtype), lm_head.to(by_rows.dtype)
+    if hidden.dtype == torch.float16 and len(hidden):
         # Gradients of a mean over many rows are below what float16 resolves: take a power of two out of them.
-        unit = torch.ldexp(by_rows.new_ones(()), torch.frexp(by_rows[:2].abs().amax())[1])
+        unit = torch.ldexp(by_rows.new_ones(()), torch.frexp(by_rows.abs().amax())[1])
         by_rows = by_rows / unit
     vocabulary, sums = len(lm_head), sum_dtype(hidden.dtype)
     by_hidden = hidden.new_zeros(hidden.shape if wanted[0] else (0,))
     by_head = hidden.new_zeros(lm_head.shape if wanted[1] else (0,), dtype=sums)
     by_bias = hidden.new_zeros((vocabulary,) if wanted[2] else (0,), dtype=sums)
     height = max(STRIP_BYTES.get(hidden.device.type, STRIP_BYTES["cpu"]) // (vocabulary * sums.itemsize), 1)
-    logits = empty_strip(min(height, max(len(hidden), 1)), vocabulary, sums, hidden.device)
-    gradient = logits
-    if hidden.dtype != sums:
-        # Over the logits it takes no memory of its own; HIP does not order those loads before these stores.
-        if torch.version.hip is None:
-            gradient = logits.view(hidden.dtype)[:, :vocabulary]
-        else:
-            gradient = empty_strip(len(logits), vocabulary, hidden.dtype, hidden.device)
+    logits, gradient = empty_strip(min(height, max(len(hidden), 1)), vocabulary, sums, hidden.dtype, hidden.device)
     for start in range(0, len(hidden), height):
         part = slice(start, min(start + height, len(hidden)))
         states = hidden[part]
         strip, by_logits = logits[: len(states)], gradient[: len(states)]
         write_logits(states, lm_head, strip)
         row_gradients(
-            strip.unsqueeze(0), bias, by_logits.unsqueeze(0), targets[part], RowLogprobs(*rows[:, part]),
+            strip.unsqueeze(0), bias, by_logits.unsqueeze(0), targets[part],
             by_rows[0, part].contiguous(), by_rows[1, part].contiguous() if with_entropy else None,
             Softmax(temperature, softcap), backend=backend,
         )  # fmt: skip
         if wanted[0]:
-            torch.mm(by_logits, lm_head, out=by_hidden[part])
+            hidden_gradient(by_logits, lm_head, by_hidden[part])
         if wanted[1]:
             add_head_gradient(by_head, by_logits, states, first=start == 0)
         if wanted[2]:
@@ -503,7 +499,6 @@ def linear_logprob_backward_op(
 @linear_logprob_backward_op.register_fake
 def _(
     by_rows: Tensor,
-    rows: Tensor,
     hidden: Tensor,
     lm_head: Tensor,
     targets: Tensor,
@@ -523,7 +518,7 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     hidden, lm_head, targets, bias, *ctx.options = inputs
-    ctx.save_for_backward(output, hidden, lm_head, targets, bias)
+    ctx.save_for_backward(hidden, lm_head, targets, bias)
 
 
 def _backward(ctx: Any, by_rows: Tensor) -> tuple[Tensor | None, ...]:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .head_strips import add_head_gradient, empty_strip, sum_dtype, write_logits
+from .head_strips import add_head_gradient, empty_strip, hidden_gradient, sum_dtype, write_logits
 from .logits_policy_loss import scale_rows_op
-from .policy_loss import PolicyOptions, Tokens
+from .policy_loss import PolicyOptions, Tokens, refuse_second_derivative
 from .policy_rows import (
     STATS,
     RowLogprobs,
@@ -60,15 +60,7 @@ class _Strips:
         self.count = len(hidden) if rows is None else len(rows)
         self.size = min(chunk_size, max(self.count, 1))
         dtype = sum_dtype(hidden.dtype) if fp32_logits else hidden.dtype
-        self._logits = empty_strip(self.size, len(head), dtype, hidden.device)
-        self._gradient = self._logits
-        if dtype != hidden.dtype:
-            # The GEMMs want the gradient in half precision. Over the logits it takes no memory of its own; on HIP
-            # a barrier does not order the loads before it with the stores after it, as that needs.
-            if torch.version.hip is None:
-                self._gradient = self._logits.view(hidden.dtype)[:, : len(head)]
-            else:
-                self._gradient = empty_strip(self.size, len(head), hidden.dtype, hidden.device)
+        self._logits, self._gradient = empty_strip(self.size, len(head), dtype, hidden.dtype, hidden.device)
 
     def __iter__(self) -> Iterator[Index]:
         for start in range(0, self.count, self.size):
@@ -99,11 +91,13 @@ class _Gradients:
 
     def add(self, index: Index, hidden: Tensor, by_logits: Tensor) -> None:
         """Add rows `index`, given their hidden states (n, H) and gradient by logits (n, V)."""
+        if not len(hidden):
+            return
         if self.wanted[0]:
             if isinstance(index, slice):
-                torch.mm(by_logits, self.head, out=self.by_hidden[index])
+                hidden_gradient(by_logits, self.head, self.by_hidden[index])
             else:
-                self.by_hidden.index_copy_(0, index, torch.mm(by_logits, self.head))
+                self.by_hidden.index_copy_(0, index, hidden_gradient(by_logits, self.head))
         if self.wanted[1]:
             add_head_gradient(self.by_head, by_logits, hidden, first=self._empty)
         if self.wanted[2]:
@@ -122,14 +116,13 @@ def _select(tokens: Tokens, index: Index) -> Tokens:
 
 
 def _without_dead_rows(
-    index: Index, hidden: Tensor, gradient: Tensor, by_logprob: Tensor
-) -> tuple[Index, Tensor, Tensor]:
+    index: Tensor, hidden: Tensor, gradient: Tensor, by_logprob: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The chunk without its rows of zero gradient (clipped ones), if those are worth a copy of the others."""
     live = by_logprob.nonzero().squeeze(1)
     if len(live) > (1 - DEAD_SHARE) * len(hidden):
         return index, hidden, gradient
-    rows = live + index.start if isinstance(index, slice) else index[live]
-    return rows, hidden[live], gradient[live]
+    return index[live], hidden[live], gradient[live]
 
 
 @torch.library.custom_op("cfa_kernels::linear_policy_loss", mutates_args=())
@@ -176,7 +169,7 @@ def linear_policy_loss_op(
     gradients = _Gradients(hidden, head, wanted)
 
     def finish_chunk(index: Index, states: Tensor, gradient: Tensor, by_logprob: Tensor) -> None:
-        if drop_rows and entropy_scale is None:
+        if drop_rows and entropy_scale is None and isinstance(index, Tensor):
             index, states, gradient = _without_dead_rows(index, states, gradient, by_logprob)
         gradients.add(index, states, gradient)
 
@@ -196,8 +189,9 @@ def linear_policy_loss_op(
             for index in strips if any(wanted) else ():
                 states, logits, gradient = strips.load(index)
                 row_gradients(
-                    logits, bias, gradient, targets[index], RowLogprobs(*(whole[index] for whole in known)),
-                    by_logprob[index], None if by_entropy is None else by_entropy[index], cap, backend=backend,
+                    logits, bias, gradient, targets[index], by_logprob[index],
+                    None if by_entropy is None else by_entropy[index], cap,
+                    rows=RowLogprobs(*(whole[index] for whole in known)), backend=backend,
                 )  # fmt: skip
                 finish_chunk(index, states, gradient[0], by_logprob[index])
         else:
@@ -239,6 +233,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, by_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    refuse_second_derivative()
     *gradients, unit = ctx.saved_tensors
     factor = by_loss * unit
     scaled = [

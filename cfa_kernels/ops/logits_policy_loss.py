@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .policy_loss import PolicyOptions, Tokens
+from .policy_loss import PolicyOptions, Tokens, refuse_second_derivative
 from .policy_rows import STATS, Softmax, compute_dtype, policy_rows, scale_rows, to_unit_scale
 
 
@@ -108,6 +108,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, by_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    refuse_second_derivative()
     gradient, unit = ctx.saved_tensors
     return scale_rows_op(gradient, by_loss * unit, gradient.dtype, ctx.backend), *[None] * (ctx.inputs - 1)
 
@@ -159,9 +160,9 @@ class LogitsPolicyLossInPlace(torch.autograd.Function):
         return loss, stats
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, by_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """The rows that were the logits, times the upstream gradient."""
+        refuse_second_derivative()
         rows, unit = ctx.saved_tensors
         scale_rows_inplace_op(rows, by_loss * unit, ctx.backend)
         return rows, *[None] * (ctx.inputs - 1)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .elementwise import minimum
+
 LOG_RATIO_MAX = 40.0
 """Log-ratios (nats) are cut off here from above, so that no ratio overflows float32; the gradient beyond is 0."""
 
@@ -139,7 +141,7 @@ def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tu
     Where a token does not count, log-probs and tokens must be 0.
     """
     counted = tokens.scale > 0
-    log_ratio = torch.zeros_like(logprobs) if tokens.old_logprobs is None else logprobs - tokens.old_logprobs
+    log_ratio = logprobs - (logprobs if tokens.old_logprobs is None else tokens.old_logprobs)
     if options.level == "sequence":
         length = counted.sum(1, keepdim=True).clamp(min=1)
         log_ratio = (log_ratio.sum(1, keepdim=True) / length).expand_as(logprobs)
@@ -148,6 +150,15 @@ def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tu
     if options.level == "sequence":
         via_ratio = via_ratio.sum(1, keepdim=True) / length * counted
     return terms, direct + via_ratio
+
+
+def refuse_second_derivative() -> None:
+    """For a backward whose gradient was stored: to a second derivative it would be a constant, silently.
+
+    Raises RuntimeError if the backward runs with ``create_graph=True``.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError("the policy loss has first derivatives only: run its backward without create_graph=True")
 
 
 @triton.jit
@@ -162,21 +173,21 @@ def token_terms_triton(
     """
     log_ratio = logprob - old_logprob
     inside = log_ratio <= log_ratio_max
-    ratio = tl.exp(tl.minimum(log_ratio, log_ratio_max))
+    ratio = tl.exp(minimum(log_ratio, log_ratio_max))
     weighted = weight * advantage
     clip = 0.0
     if SURROGATE == "clip":
-        capped = tl.minimum(ratio, delta)
+        capped = minimum(ratio, delta)
         first = capped * weighted
-        second = tl.minimum(tl.maximum(ratio, low), high) * weighted
-        loss = -tl.minimum(first, second)
+        second = minimum(tl.maximum(ratio, low), high) * weighted
+        loss = -minimum(first, second)
         unclipped = (ratio >= low) & (ratio <= high)
         passes = ((first <= second) & (ratio <= delta)) | ((first > second) & unclipped)
         slope = tl.where(passes & inside, -ratio * weighted, 0.0)
         clip = tl.where((capped > high) & (weighted > 0), 1.0, 0.0)
         clip = tl.where((capped < low) & (weighted < 0), -1.0, clip)
     elif SURROGATE == "cispo":
-        slope = -tl.minimum(ratio, high) * weighted
+        slope = -minimum(ratio, high) * weighted
         loss = slope * logprob
         clip = tl.where((ratio > high) & (weighted > 0), 1.0, 0.0)
     else:
@@ -186,7 +197,7 @@ def token_terms_triton(
         slope = -4.0 * gate * (1.0 - gate) * weighted * ratio
     kl = 0.0
     if HAS_REF:
-        gap = tl.minimum(ref_logprob - logprob, log_ratio_max)
+        gap = minimum(ref_logprob - logprob, log_ratio_max)
         excess = tl.exp(gap)
         kl = excess - gap - 1.0
         kl_slope = tl.where(gap < log_ratio_max, 1.0 - excess, 0.0)

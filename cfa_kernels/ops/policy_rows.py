@@ -19,6 +19,9 @@ from .policy_loss import LOG_RATIO_MAX, PolicyOptions, Tokens, policy_terms, tok
 STATS = ("logprob", "entropy", "ratio", "kl", "clip")
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+LOWEST = -1.0e30
+"""Stands in for -inf in ``p * log p``, so that a forbidden token adds 0 and not nan."""
+
 
 class Softmax(NamedTuple):
     """How logits become log-probs: ``log_softmax(softcap * tanh(logits / softcap) / temperature)``; 0 is no cap."""
@@ -42,63 +45,71 @@ class RowLogprobs(NamedTuple):
 # The plain PyTorch form
 
 
-def _capped(logits: Tensor, bias: Tensor | None, softmax: Softmax, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Logits (N, V) in the compute dtype after bias and softcap, and the cap's slope."""
-    z = logits.to(dtype)
+def _below_max(logits: Tensor, bias: Tensor | None, softmax: Softmax) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(z - max) / temperature of logits (N, V), a new tensor; each row's max (N,); and the cap's slope (N, V).
+
+    z are the logits in the compute dtype after bias and softcap.
+    """
+    z = logits.to(compute_dtype(logits.dtype))
     if bias is not None:
-        z = z + bias.to(dtype)
-    if not softmax.softcap:
-        return z, None
-    squashed = torch.tanh(z / softmax.softcap)
-    return softmax.softcap * squashed, 1 - squashed * squashed
+        z = z + bias.to(z.dtype)
+    slope = None
+    if softmax.softcap:
+        squashed = (z / softmax.softcap).tanh_()
+        z = softmax.softcap * squashed
+        slope = squashed.square_().neg_().add_(1)
+    row_max = z.amax(1)
+    shifted = z - row_max.unsqueeze(1)
+    return (shifted if softmax.temperature == 1 else shifted.div_(softmax.temperature)), row_max, slope
 
 
 def row_logprobs_reference(
     logits: Tensor, bias: Tensor | None, targets: Tensor, counted: Tensor, softmax: Softmax, with_entropy: bool
 ) -> RowLogprobs:
     """`RowLogprobs` of logits (N, V); rows that do not count hold zeros, whatever their logits and targets are."""
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    z, _ = _capped(logits, bias, softmax, dtype)
-    row_max = z.amax(1)
-    shifted = (z - row_max.unsqueeze(1)) / softmax.temperature
-    log_sum = shifted.exp().sum(1).log()
+    shifted, row_max, _ = _below_max(logits, bias, softmax)
     index = torch.where(counted, targets, 0).unsqueeze(1)
-    logprobs = shifted.gather(1, index).squeeze(1) - log_sum
+    chosen = shifted.gather(1, index).squeeze(1)
+    p = shifted.exp() if with_entropy else shifted.exp_()
+    total = p.sum(1)
+    log_sum = total.log()
     entropy = torch.zeros_like(log_sum)
     if with_entropy:
-        p = (shifted - log_sum.unsqueeze(1)).exp()
-        entropy = log_sum - torch.where(p > 0, p * shifted, 0).sum(1)
-    return RowLogprobs(*(torch.where(counted, value, 0) for value in (logprobs, entropy, row_max, log_sum)))
+        entropy = log_sum - p.mul_(shifted.clamp_(min=LOWEST)).sum(1) / total
+    return RowLogprobs(*(torch.where(counted, value, 0) for value in (chosen - log_sum, entropy, row_max, log_sum)))
 
 
 def row_gradients_reference(
     logits: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    rows: RowLogprobs,
     by_logprob: Tensor,
     by_entropy: Tensor | None,
     softmax: Softmax,
 ) -> Tensor:
     """(N, V) derivative by the logits, given that by each row's log-prob and entropy (N,).
 
-    ``p * (prob_coeff + entropy_coeff * log p) - label_coeff * onehot``, times the slopes of temperature and cap.
-    Rows whose derivatives are both 0 get zeros.
+    ``p * (prob_coeff - by_entropy * log p) + by_logprob * onehot`` with ``prob_coeff = -by_logprob - by_entropy *
+    entropy``, times the slopes of temperature and cap. Rows whose derivatives are both 0 get zeros.
     """
     live = by_logprob != 0 if by_entropy is None else (by_logprob != 0) | (by_entropy != 0)
-    z, slope = _capped(logits, bias, softmax, rows.logprobs.dtype)
-    logp = (z - rows.row_max.unsqueeze(1)) / softmax.temperature - rows.log_sum.unsqueeze(1)
-    p = logp.exp()
-    if by_entropy is None:
-        gradient = -p * by_logprob.unsqueeze(1)
-    else:
-        prob_coeff = -by_logprob - by_entropy * rows.entropy
-        gradient = p * prob_coeff.unsqueeze(1) - torch.where(p > 0, p * logp, 0) * by_entropy.unsqueeze(1)
     index = torch.where(live, targets, 0).unsqueeze(1)
-    gradient.scatter_add_(1, index, by_logprob.unsqueeze(1))
+    by_logprob = by_logprob.unsqueeze(1) / softmax.temperature
+    shifted, _, slope = _below_max(logits, bias, softmax)
+    if by_entropy is None:
+        p = shifted.exp_()  # times its sum
+        gradient = p.mul_(-by_logprob / p.sum(1, keepdim=True))
+    else:
+        by_entropy = by_entropy.unsqueeze(1) / softmax.temperature
+        p = shifted.exp()
+        total = p.sum(1, keepdim=True)
+        p_logp = shifted.sub_(total.log()).clamp_(min=LOWEST).mul_(p)
+        entropy = -p_logp.sum(1, keepdim=True) / total
+        gradient = p.mul_((-by_logprob - by_entropy * entropy) / total).sub_(p_logp.mul_(by_entropy / total))
+    gradient.scatter_add_(1, index, by_logprob)
     if slope is not None:
-        gradient = gradient * slope
-    return torch.where(live.unsqueeze(1), gradient / softmax.temperature, 0)
+        gradient.mul_(slope)
+    return gradient.masked_fill_(~live.unsqueeze(1), 0)
 
 
 # Triton
@@ -256,10 +267,10 @@ def row_logprobs_kernel(
 def row_gradients_kernel(
     p_logits, p_bias, p_gradient, p_targets, p_rows, p_by_logprob, p_by_entropy,
     N, T, V, stride_b, stride_t, stride_v, stride_gb, stride_gt, stride_gv, inv_temperature, softcap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+    HAS_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """One row: `row_gradients_reference`."""
+    """One row: `row_gradients_reference`. p_rows, if it is there, is what `row_logprobs_kernel` wrote."""
     i_n = tl.program_id(0).to(tl.int64)
     p_logits += i_n // T * stride_b + i_n % T * stride_t
     p_gradient += i_n // T * stride_gb + i_n % T * stride_gt
@@ -270,10 +281,18 @@ def row_gradients_kernel(
     if (by_logprob == 0) & (by_entropy == 0):
         _write_zeros(p_gradient, V, stride_gv, BLOCK, VECTOR)
     else:
+        if HAS_ROWS:
+            entropy = tl.load(p_rows + N + i_n)
+            row_max = tl.load(p_rows + 2 * N + i_n)
+            log_sum = tl.load(p_rows + 3 * N + i_n)
+        else:
+            row_max, log_sum, entropy = _row_sums(
+                p_logits, p_bias, V, stride_v, inv_temperature, softcap,
+                HAS_BIAS, HAS_SOFTCAP, WITH_ENTROPY, BLOCK, VECTOR, LOG2E,
+            )  # fmt: skip
         _write_gradient(
             p_logits, p_bias, p_gradient, tl.load(p_targets + i_n), V, stride_v, stride_gv,
-            tl.load(p_rows + 2 * N + i_n), tl.load(p_rows + 3 * N + i_n), tl.load(p_rows + N + i_n),
-            by_logprob, by_entropy, inv_temperature, softcap,
+            row_max, log_sum, entropy, by_logprob, by_entropy, inv_temperature, softcap,
             HAS_BIAS, HAS_SOFTCAP, WITH_ENTROPY, OVERLAPS, BLOCK, VECTOR, LOG2E,
         )  # fmt: skip
 
@@ -425,27 +444,30 @@ def row_gradients(
     bias: Tensor | None,
     gradient: Tensor,
     targets: Tensor,
-    rows: RowLogprobs,
     by_logprob: Tensor,
     by_entropy: Tensor | None,
     softmax: Softmax,
     *,
+    rows: RowLogprobs | None = None,
     backend: str,
 ) -> None:
     """Write the gradient by logits (B, T, V) into `gradient`, of the same shape, perhaps over the logits themselves.
 
-    A narrower dtype over the logits' own memory is fine too if both start at one address in every row.
+    A narrower dtype over the logits' own memory is fine too if both start at one address in every row. `rows`, of
+    these very logits bit by bit, saves the kernel a reading of them.
     """
     if backend == "torch":
         flat = logits.reshape(-1, logits.size(-1))
-        values = row_gradients_reference(flat, bias, targets, rows, by_logprob, by_entropy, softmax)
+        values = row_gradients_reference(flat, bias, targets, by_logprob, by_entropy, softmax)
         gradient.copy_(values.view(logits.shape))
         return
     _run(
-        row_gradients_kernel, logits, logits, bias, gradient, targets, torch.stack(rows), by_logprob, by_entropy,
+        row_gradients_kernel, logits, logits, bias, gradient, targets, None if rows is None else torch.stack(rows),
+        by_logprob, by_entropy,
         targets.numel(), logits.size(1), logits.size(2), *logits.stride(), *gradient.stride(),
         1 / softmax.temperature, softmax.softcap,
-        HAS_BIAS=bias is not None, HAS_SOFTCAP=softmax.softcap != 0, WITH_ENTROPY=by_entropy is not None,
+        HAS_ROWS=rows is not None, HAS_BIAS=bias is not None, HAS_SOFTCAP=softmax.softcap != 0,
+        WITH_ENTROPY=by_entropy is not None,
         OVERLAPS=gradient.dtype != logits.dtype and gradient.data_ptr() == logits.data_ptr(), LOG2E=LOG2E,
     )  # fmt: skip
 
@@ -478,7 +500,7 @@ def policy_rows(
         rows.logprobs, rows.entropy, tokens, entropy_scale, options, logits.shape[:2]
     )
     if gradient is not None:
-        row_gradients(logits, bias, gradient, targets, rows, by_logprob, by_entropy, softmax, backend=backend)
+        row_gradients(logits, bias, gradient, targets, by_logprob, by_entropy, softmax, rows=rows, backend=backend)
     return loss, stats, by_logprob
 
 
