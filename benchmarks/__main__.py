@@ -30,6 +30,7 @@ from benchmarks.workloads import REPOSITORY, SEED, gsm8k_folder
 
 PARTS = {
     "tests": ["tests"],
+    "kernels": ["benchmarks/test_kernels.py"],
     "scoring": ["benchmarks/test_scoring.py", "benchmarks/test_host_share.py"],
     "sweeps": ["benchmarks/test_sweeps.py"],
     "loss": ["benchmarks/test_loss.py"],
@@ -154,6 +155,7 @@ def merge_part(path: Path, environment: dict[str, Any], part: str, result: dict[
     """Put a part into the result file. A piece of a part (``select``) adds to earlier pieces of it."""
     document: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"schema": 1, "parts": {}}
     document["environment"] = environment
+    result = {"commit": environment["commit"], "dirty": environment["dirty"], **result}
     if (before := document["parts"].get(part)) and result.get("select"):
         result = _with_earlier_pieces(before, result)
     if part == "sweeps":

@@ -1,8 +1,9 @@
-"""What is right: one full forward per span, and by how much a result may miss it."""
+"""What is right, in float64, and by how much a result may miss it."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -75,3 +76,35 @@ class Reference:
         """Median |drop| over the fp32 tolerance: far above 1, or the check would see nothing."""
         drops = torch.cat([(scores[1:] - scores[0]).abs() for scores in self.truth])
         return float(drops.median()) / self.tolerance(torch.finfo(torch.float32).eps)
+
+
+@dataclass(frozen=True)
+class ErrorBudget:
+    """What a tensor should be, and how far the same maths in the inputs' precision is from it."""
+
+    truth: Tensor  # of float64 arithmetic
+    low_error: float
+    eps: float
+
+    @staticmethod
+    def of(reference: Callable[..., Tensor], *inputs: Tensor) -> ErrorBudget:
+        """Run ``reference`` in float64 and in the dtype of ``inputs``."""
+        truth = reference(*(x.double() for x in inputs))
+        return ErrorBudget(truth, max_error(reference(*inputs), truth), torch.finfo(inputs[0].dtype).eps)
+
+    def check(self, result: Tensor, name: str = "result", slack: float = 0.0) -> dict[str, float]:
+        """Hold a result to ``2 * (low_error + eps * max |truth|) + slack``; returns its share of that budget."""
+        allowed = 2 * (self.low_error + self.eps * self.truth.abs().max().item()) + slack
+        error = max_error(result, self.truth)
+        if not error <= allowed:
+            raise WrongAnswer(f"{name} is off by {error:.3g}, allowed are {allowed:.3g}")
+        return {"error_over_budget": error / allowed}
+
+
+def max_error(ours: Tensor, exact: Tensor) -> float:
+    """Largest absolute difference; ``WrongAnswer`` for another shape."""
+    if ours.shape != exact.shape:
+        raise WrongAnswer(f"shape {tuple(exact.shape)} expected, got {tuple(ours.shape)}")
+    # Row by row where there are many: float64 copies of all logits would not fit.
+    parts = zip(ours, exact, strict=True) if exact.dim() == 3 else [(ours, exact)]
+    return max((mine.double() - right).abs().max().item() for mine, right in parts)

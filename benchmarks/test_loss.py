@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.race import Absent, Budget, Contender, Figures, Lap, WrongAnswer, race, release_memory, replay_clock
+from benchmarks.reference import ErrorBudget, max_error
 from benchmarks.selection import workload_set
 from benchmarks.workloads import SEED
 from cfa_kernels.losses import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
@@ -181,44 +182,29 @@ def chunked(job: Job, dtype: torch.dtype, chunk: int) -> Result:
 
 @dataclass(frozen=True)
 class Reference:
-    """The truth in float64, and how far the same maths in low precision is from it."""
+    """An error budget for the loss and one for each gradient."""
 
-    truth: Result
-    low_errors: tuple[float, ...]
-    eps: float
+    budgets: tuple[ErrorBudget, ...]
 
     @staticmethod
-    def of(job: Job) -> Reference:
-        truth = chunked(job, torch.float64, 1024)
-        low = chunked(job, job.shape.dtype, 1024)
-        errors = tuple(_error(ours, exact) for ours, exact in zip(low, truth, strict=True))
-        return Reference(truth, errors, torch.finfo(job.shape.dtype).eps)
+    def of(truth: Result, low: Result, dtype: torch.dtype) -> Reference:
+        eps = torch.finfo(dtype).eps
+        pairs = zip(low, truth, strict=True)
+        return Reference(tuple(ErrorBudget(exact, max_error(mine, exact), eps) for mine, exact in pairs))
 
     def check(self, result: Result) -> dict[str, float]:
-        """Hold a result to twice the low-precision error plus rounding; returns its share of that budget."""
+        """Hold a result to its budgets; returns the largest share of one."""
+        if len(result) != len(self.budgets):
+            raise WrongAnswer(f"{len(self.budgets)} tensors expected, got {len(result)}")
         shares = []
-        for name, ours, exact, low in zip(
-            ("loss", "by input", "by head"), result, self.truth, self.low_errors, strict=False
-        ):
-            largest = exact.abs().max().item()
-            allowed = 2 * (low + self.eps * largest)
-            if name == "loss":  # a sum of terms of both signs
-                allowed += 1e-4
-            error = _error(ours, exact)
-            if not error <= allowed:
-                raise WrongAnswer(f"{name} is off by {error:.3g}, allowed are {allowed:.3g}")
-            shares.append(error / allowed)
-        if len(result) != len(self.truth):
-            raise WrongAnswer(f"{len(self.truth)} tensors expected, got {len(result)}")
+        for name, ours, budget in zip(("loss", "by input", "by head"), result, self.budgets, strict=False):
+            slack = 1e-4 if name == "loss" else 0.0  # a sum of terms of both signs
+            shares.append(budget.check(ours, name, slack)["error_over_budget"])
         return {"error_over_budget": max(shares)}
 
 
-def _error(ours: Tensor, exact: Tensor) -> float:
-    if ours.shape != exact.shape:
-        raise WrongAnswer(f"shape {tuple(exact.shape)} expected, got {tuple(ours.shape)}")
-    # Row by row where there are many: float64 copies of all logits would not fit.
-    parts = zip(ours, exact, strict=True) if exact.dim() == 3 else [(ours, exact)]
-    return max((mine.double() - right).abs().max().item() for mine, right in parts)
+def linear_reference(job: Job) -> Reference:
+    return Reference.of(chunked(job, torch.float64, 1024), chunked(job, job.shape.dtype, 1024), job.shape.dtype)
 
 
 # From hidden states
@@ -359,11 +345,11 @@ PEERS: dict[str, Callable[[Job], Result]] = {
 
 
 def linear_contenders(job: Job) -> list[Contender]:
-    reference = Reference.of(job)
+    reference = linear_reference(job)
     contenders = [Contender(name, functools.partial(run, job), reference.check) for name, run in PEERS.items()]
     half = replace(job, advantages=job.advantages * (torch.arange(SEQUENCES, device=job.mask.device) % 2))
     rows = contributing_rows(half.mask, half.advantages, weights=half.weights)
-    contenders.append(Contender(HALF, functools.partial(ours, half, rows), Reference.of(half).check))
+    contenders.append(Contender(HALF, functools.partial(ours, half, rows), linear_reference(half).check))
     contenders.append(Contender(BOUND, functools.partial(bare_gemms, job), lambda result: None))
     return contenders
 
@@ -464,8 +450,7 @@ LOGITS_PEERS: dict[str, Callable[[LogitsJob, Tensor], Result]] = {
 
 def logits_contenders(job: LogitsJob) -> list[Contender]:
     truth, low = logits_truth(job, torch.float64), logits_truth(job, job.logits.dtype)
-    errors = tuple(_error(ours, exact) for ours, exact in zip(low, truth, strict=True))
-    reference = Reference(truth, errors, torch.finfo(job.logits.dtype).eps)
+    reference = Reference.of(truth, low, job.logits.dtype)
     return [
         Contender(name, functools.partial(run, job, job.own_logits()), reference.check)
         for name, run in LOGITS_PEERS.items()

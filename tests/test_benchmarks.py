@@ -239,14 +239,14 @@ def _measured(group: str, status: int = 0) -> dict:
 def test_pieces_of_a_part_add_up_and_a_failed_piece_stays_visible(tmp_path):
     path = tmp_path / "result.json"
     for piece in (_measured("a", status=1), _measured("b"), _measured("b")):
-        command.merge_part(path, {}, "scoring", piece)
+        command.merge_part(path, {"commit": "abc", "dirty": False}, "scoring", piece)
     for piece in (_piece("one", status=1), _piece("two")):
-        command.merge_part(path, {}, "tests", piece)
+        command.merge_part(path, {"commit": "abc", "dirty": False}, "tests", piece)
     document = json.loads(path.read_text())
     scoring = document["parts"]["scoring"]
     assert [figure["group"] for figure in scoring["figures"]] == ["a", "b"]
     assert scoring["workloads"].keys() == {"a", "b"}
-    assert scoring["outcome"] == "failed"
+    assert (scoring["outcome"], scoring["commit"]) == ("failed", "abc")
     assert document["test_suite"] == {"outcome": "failed", "tests": 14, "failed": ["one"]}
 
 

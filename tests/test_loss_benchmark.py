@@ -19,7 +19,7 @@ def job(request):
 
 @pytest.fixture(scope="module")
 def reference(job):
-    return benchmark.Reference.of(job)
+    return benchmark.linear_reference(job)
 
 
 @pytest.mark.parametrize("name", PEERS)

@@ -1,0 +1,381 @@
+"""The two forward kernels alone: tree attention against flash attention, log-probs against what the device can do."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.ceilings import measure_ceilings
+from benchmarks.race import Absent, Budget, Contender, Figures, Lap, race, release_memory, replay_clock
+from benchmarks.reference import ErrorBudget
+from benchmarks.selection import workload_set
+from benchmarks.workloads import SEED, Job, gsm8k_job, long_job, variants
+from cfa_kernels import linear_logprob
+from cfa_kernels.ops.tree_attention import SegmentTable, tree_attention
+from cfa_kernels.tree import Query, pack_units
+
+OURS, FLASH = "ours", "flash attention, equal lengths"
+ATTENTION_FLOOR = 0.6  # of the rate of flash attention on as many tokens and pairs in equal causal sequences
+BOUND_FLOOR = 0.85  # of the rate that bandwidth and GEMM rate allow
+
+
+# Attention
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads, key heads, head dimension, and the trees they attend along."""
+
+    queries: int
+    keys: int
+    dim: int
+    dtype: torch.dtype
+    job: Callable[[], Job]
+
+
+_ATTENTION_SHAPES = {"Qwen3-1.7B": (16, 8, 128), "Qwen2.5-3B": (16, 2, 128), "Llama-3.2-3B": (24, 8, 128)}
+
+ATTENTION: dict[str, dict[str, Heads]] = {
+    "smoke": {"tiny": Heads(4, 2, 16, torch.float32, functools.partial(gsm8k_job, 1))},
+    "cpu": {"qwen3-40m gsm8k": Heads(8, 4, 64, torch.float32, functools.partial(gsm8k_job, 4))},
+    "cuda": {
+        **{
+            f"{model} gsm8k": Heads(*sizes, torch.bfloat16, functools.partial(gsm8k_job, 16))
+            for model, sizes in _ATTENTION_SHAPES.items()
+        },
+        "Qwen3-1.7B long": Heads(16, 8, 128, torch.bfloat16, functools.partial(long_job, 2)),
+    },
+}
+
+
+@dataclass(frozen=True)
+class AttentionJob:
+    """q (N, H, D), k and v (N, Hkv, D) of one pack, and what gathering keys per segment needs."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: SegmentTable
+    gathered: Tensor  # key rows of every segment, one segment after the other
+    ends: tuple[Tensor, Tensor]  # (S + 1,) int32 of queries and of gathered keys
+
+    @property
+    def flops(self) -> float:
+        return self._flops(self.table.visible_pairs())
+
+    @property
+    def flash_shape(self) -> tuple[int, int]:
+        """How many causal sequences of which length have about as many tokens and visible pairs as the trees."""
+        length = max(round(2 * self.table.visible_pairs() / self.table.num_rows) - 1, 1)
+        return max(round(self.table.num_rows / length), 1), length
+
+    @property
+    def flash_flops(self) -> float:
+        batch, length = self.flash_shape
+        return self._flops(batch * length * (length + 1) / 2)
+
+    def _flops(self, pairs: float) -> float:
+        """Of QK^T and PV."""
+        return 4.0 * self.q.shape[1] * self.q.shape[2] * pairs
+
+
+def packed_table(job: Job) -> SegmentTable:
+    """The job's trees as one pack, as scoring lays them out."""
+    units = []
+    for b, (prompt, answer) in enumerate(zip(job.prompts, job.answers, strict=True)):
+        targets = job.completions[b][answer.start : answer.end].numpy()
+        rows = [np.concatenate([prompt.numpy(), row[: answer.end - 1].numpy()]) for row in variants(job, b)]
+        units.append([Query(row, len(prompt) + answer.start - 1, targets) for row in rows])
+    (pack,) = pack_units(units, token_budget=sum(len(query.tokens) for unit in units for query in unit))
+    return pack.table
+
+
+def make_attention_job(heads: Heads, device: torch.device) -> AttentionJob:
+    table = packed_table(heads.job())
+    generator = torch.Generator(device).manual_seed(SEED)
+    q, k, v = (
+        torch.randn(table.num_rows, count, heads.dim, generator=generator, device=device).to(heads.dtype)
+        for count in (heads.queries, heads.keys, heads.keys)
+    )
+    rows = []
+    for first, length, start, context in zip(
+        table.row_start, table.length, table.context_start, table.context_length, strict=True
+    ):
+        rows += [table.context_rows[start : start + context], np.arange(first, first + length, dtype=np.int32)]
+    ends = [np.append(0, np.cumsum(lengths)) for lengths in (table.length, table.length + table.context_length)]
+    on_device = [torch.from_numpy(array.astype(np.int32)).to(device) for array in (np.concatenate(rows), *ends)]
+    return AttentionJob(q, k, v, table, on_device[0], (on_device[1], on_device[2]))
+
+
+def ours_attention(job: AttentionJob) -> Tensor:
+    return tree_attention(job.q, job.k, job.v, job.table)
+
+
+def gathered_varlen(job: AttentionJob) -> Tensor:
+    """Keys and values gathered per segment, then PyTorch's own attention over ragged sequences."""
+    if not job.q.is_cuda:
+        raise Absent("PyTorch's attention over ragged sequences runs on a GPU")
+    from torch.nn.attention.varlen import varlen_attn
+
+    known, (k, v) = inspect.signature(varlen_attn).parameters, (job.k, job.v)
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:
+        options["enable_gqa"] = True
+    else:
+        k, v = (x.repeat_interleave(job.q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    k, v = (x.index_select(0, job.gathered) for x in (k, v))
+    longest = int(job.table.length.max()), job.table.longest
+    return varlen_attn(job.q, k, v, *job.ends, *longest, **options)  # type: ignore[return-value]
+
+
+def flash(shape: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Causal attention of (batch, heads, length, D); on a GPU by flash attention and nothing else."""
+    q, k, v = shape
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION] if q.is_cuda else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def attention_contenders(job: AttentionJob) -> list[Contender]:
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tree_attention(q, k, v, job.table, backend="torch")
+
+    tree = ErrorBudget.of(reference, job.q, job.k, job.v)
+    batch, length = job.flash_shape
+    generator = torch.Generator(job.q.device).manual_seed(SEED)
+    shape = tuple(
+        torch.randn(batch, x.shape[1], length, x.shape[2], generator=generator, device=x.device).to(x.dtype)
+        for x in (job.q, job.k, job.v)
+    )
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel([SDPBackend.MATH]):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    equal = ErrorBudget.of(plain, *(x[:1] for x in shape))
+    return [
+        Contender(OURS, functools.partial(ours_attention, job), tree.check),
+        Contender("keys gathered, varlen attention", functools.partial(gathered_varlen, job), tree.check),
+        Contender(FLASH, functools.partial(flash, shape), lambda out: equal.check(out[:1])),
+    ]
+
+
+# Log-probs
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows, hidden size and vocabulary."""
+
+    rows: int
+    hidden: int
+    vocabulary: int
+    dtype: torch.dtype
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.hidden * self.vocabulary
+
+    @property
+    def moved(self) -> float:
+        """Bytes: head and hidden states read once; the results are nothing beside them."""
+        return float((self.rows + self.vocabulary) * self.hidden * self.dtype.itemsize)
+
+    def bound(self, ceilings: dict[str, Any]) -> float:
+        """Seconds that bandwidth and GEMM rate allow at best."""
+        return max(self.moved / (ceilings["copy_gb_per_s"] * 1e9), self.flops / (ceilings["gemm_tflop_per_s"] * 1e12))
+
+
+_HEAD_SHAPES = {"Qwen3-1.7B and Qwen2.5-3B": (2048, 151_936), "Llama-3.2-3B": (3072, 128_256)}
+
+LOGPROB: dict[str, dict[str, Rows]] = {
+    "smoke": {"tiny, 5 rows": Rows(5, 24, 160, torch.float32)},
+    "cpu": {f"qwen3-40m, {rows} rows": Rows(rows, 512, 32_768, torch.float32) for rows in (16, 512)},
+    "cuda": {
+        f"{model}, {rows} rows": Rows(rows, *sizes, torch.bfloat16)
+        for model, sizes in _HEAD_SHAPES.items()
+        for rows in (16, 512, 6000)
+    },
+}
+
+
+def logits_logprob(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """Log-probs (M,) from logits held as a whole."""
+    logits = F.linear(hidden, head)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+
+def logprob_contenders(shape: Rows, device: torch.device) -> list[Contender]:
+    options: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(SEED), "device": device}
+    hidden = torch.randn(shape.rows, shape.hidden, **options).to(shape.dtype)
+    head = (2 * torch.randn(shape.vocabulary, shape.hidden, **options) / shape.hidden**0.5).to(shape.dtype)
+    targets = torch.randint(shape.vocabulary, (shape.rows,), **options)
+
+    def reference(hidden: Tensor, head: Tensor) -> Tensor:
+        parts = zip(hidden.split(512), targets.split(512), strict=True)
+        return torch.cat([logits_logprob(rows, head, ids) for rows, ids in parts])
+
+    budget = ErrorBudget.of(reference, hidden, head)
+    return [
+        Contender(OURS, lambda: linear_logprob(hidden, head, targets), budget.check),
+        Contender(
+            "ours, with entropy",
+            lambda: linear_logprob(hidden, head, targets, return_entropy=True)[0],
+            budget.check,
+        ),
+        Contender("logits, log_softmax", lambda: logits_logprob(hidden, head, targets), budget.check),
+    ]
+
+
+# Tests
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for name, workloads in (("attention_workload", ATTENTION), ("logprob_workload", LOGPROB)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, list(workloads[workload_set(metafunc.config)]), scope="module")
+
+
+@pytest.fixture(scope="module")
+def ceilings(request: pytest.FixtureRequest, device: torch.device) -> dict[str, Any]:
+    """Measured in this process, right before the kernels that are held to them."""
+    return measure_ceilings(device, smoke=workload_set(request.config) == "smoke")
+
+
+@pytest.fixture(scope="module")
+def attention_job(
+    request: pytest.FixtureRequest, attention_workload: str, device: torch.device
+) -> Iterator[AttentionJob]:
+    yield make_attention_job(ATTENTION[workload_set(request.config)][attention_workload], device)
+    release_memory(device)
+
+
+@pytest.fixture(scope="module")
+def attention_laps(
+    attention_job: AttentionJob, attention_workload: str, device: torch.device, budget: Budget, figures: Figures
+) -> dict[str, Lap]:
+    batch, length = attention_job.flash_shape
+    figures.workloads[f"attention {attention_workload}"] = {
+        "rows": attention_job.table.num_rows,
+        "segments": len(attention_job.table.length),
+        "visible_pairs": attention_job.table.visible_pairs(),
+        "flash_batch": batch,
+        "flash_length": length,
+        "seed": SEED,
+    }
+    with torch.no_grad():
+        return race(attention_contenders(attention_job), device=device, budget=budget, clock="device")
+
+
+@pytest.mark.benchmark(timer=replay_clock)
+@pytest.mark.parametrize("name", [OURS, "keys gathered, varlen attention", FLASH])
+def test_attention_time(
+    attention_laps: dict[str, Lap],
+    attention_job: AttentionJob,
+    attention_workload: str,
+    name: str,
+    report: Callable[..., None],
+) -> None:
+    flops = attention_job.flash_flops if name == FLASH else attention_job.flops
+    report(attention_laps[name], group=f"attention {attention_workload}", flops=flops)
+
+
+def test_attention_keeps_its_share_of_flash_attentions_rate(
+    pytestconfig: pytest.Config,
+    attention_laps: dict[str, Lap],
+    attention_job: AttentionJob,
+    attention_workload: str,
+    budget: Budget,
+    figures: Figures,
+) -> None:
+    seconds = {name: lap.median for name, lap in attention_laps.items() if lap.seconds}
+    if missing := {OURS, FLASH} - seconds.keys():
+        pytest.fail(f"no time for {', '.join(sorted(missing))}", pytrace=False)
+    shares = {
+        FLASH: (seconds[FLASH] / attention_job.flash_flops) / (seconds[OURS] / attention_job.flops),
+        **{name: median / seconds[OURS] for name, median in seconds.items() if name not in (OURS, FLASH)},
+    }
+    floors = {FLASH: ATTENTION_FLOOR, "keys gathered, varlen attention": 1.0}
+    _hold(pytestconfig, f"attention {attention_workload}", shares, floors, budget, figures)
+
+
+@pytest.fixture(scope="module")
+def logprob_laps(
+    request: pytest.FixtureRequest,
+    logprob_workload: str,
+    ceilings: dict[str, Any],
+    device: torch.device,
+    budget: Budget,
+    figures: Figures,
+) -> Iterator[dict[str, Lap]]:
+    shape = LOGPROB[workload_set(request.config)][logprob_workload]
+    figures.workloads[f"log-probs {logprob_workload}"] = {
+        "rows": shape.rows,
+        "hidden": shape.hidden,
+        "vocabulary": shape.vocabulary,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "bound_seconds": shape.bound(ceilings),
+        "seed": SEED,
+    }
+    with torch.no_grad():
+        yield race(logprob_contenders(shape, device), device=device, budget=budget, clock="device")
+    release_memory(device)
+
+
+@pytest.mark.benchmark(timer=replay_clock)
+@pytest.mark.parametrize("name", [OURS, "ours, with entropy", "logits, log_softmax"])
+def test_logprob_time(
+    pytestconfig: pytest.Config,
+    logprob_laps: dict[str, Lap],
+    logprob_workload: str,
+    name: str,
+    report: Callable[..., None],
+) -> None:
+    shape = LOGPROB[workload_set(pytestconfig)][logprob_workload]
+    report(logprob_laps[name], group=f"log-probs {logprob_workload}", flops=shape.flops, bytes=shape.moved)
+
+
+def test_logprobs_come_near_what_the_device_allows(
+    pytestconfig: pytest.Config,
+    logprob_laps: dict[str, Lap],
+    logprob_workload: str,
+    ceilings: dict[str, Any],
+    budget: Budget,
+    figures: Figures,
+) -> None:
+    shape = LOGPROB[workload_set(pytestconfig)][logprob_workload]
+    if not logprob_laps[OURS].seconds:
+        pytest.fail("ours has no time", pytrace=False)
+    shares = {"bound": shape.bound(ceilings) / logprob_laps[OURS].median}
+    _hold(pytestconfig, f"log-probs {logprob_workload}", shares, {"bound": BOUND_FLOOR}, budget, figures)
+
+
+def _hold(
+    config: pytest.Config,
+    group: str,
+    shares: dict[str, float],
+    floors: dict[str, float],
+    budget: Budget,
+    figures: Figures,
+) -> None:
+    """Record what ours reaches of each yardstick; on a GPU fail below a floor."""
+    promised = floors if workload_set(config) == "cuda" else {}
+    for name, share in shares.items():
+        floor = promised.get(name)
+        figures.ratios.append({"group": group, "of": name, "to": OURS, "ratio": share, "floor": floor})
+        print(f"{group}: ours at {share:.2f} of {name}" + (f", promised {floor:g}" if floor else ""))
+    if budget.max_rounds == 1:
+        pytest.skip("one round is no measurement")
+    short = {name: share for name, share in shares.items() if share < promised.get(name, 0.0)}
+    if short:
+        pytest.fail("; ".join(f"{n}: {s:.2f}, promised {promised[n]:g}" for n, s in short.items()), pytrace=False)

@@ -1,0 +1,69 @@
+"""The kernel benchmark times only right answers, and its yardsticks do the work that they are said to do."""
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import test_kernels as benchmark
+from benchmarks.race import WrongAnswer
+from benchmarks.workloads import gsm8k_job
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def job():
+    return benchmark.make_attention_job(benchmark.ATTENTION["smoke"]["tiny"], CPU)
+
+
+def test_a_wrong_row_of_attention_is_refused(job):
+    ours, *_ = benchmark.attention_contenders(job)
+    out = ours.run()
+    ours.check(out)
+    for wrong in (out.roll(1, 0), out.roll(1, 1), torch.where(torch.arange(len(out))[:, None, None] == 7, 0, out)):
+        with pytest.raises(WrongAnswer, match="result is off by"):
+            ours.check(wrong)
+
+
+def test_gathered_keys_are_those_that_each_segment_sees(job):
+    table, queries, keys = job.table, *(ends.tolist() for ends in job.ends)
+    for s in range(len(table.length)):
+        start, context = table.context_start[s], table.context_length[s]
+        own = np.arange(table.row_start[s], table.row_start[s] + table.length[s])
+        seen = [*table.context_rows[start : start + context].tolist(), *own.tolist()]
+        assert job.gathered[keys[s] : keys[s + 1]].tolist() == seen
+        assert queries[s + 1] - queries[s] == table.length[s]
+    assert (queries[-1], keys[-1]) == (table.num_rows, len(job.gathered))
+
+
+def test_the_equal_sequences_have_about_as_many_tokens_and_pairs_as_the_trees(job):
+    batch, length = job.flash_shape
+    assert batch * length == pytest.approx(job.table.num_rows, rel=0.25)
+    assert job.flash_flops == pytest.approx(job.flops, rel=0.25)
+
+
+def test_the_trees_are_those_that_scoring_feeds():
+    job = gsm8k_job(2)
+    table, tokens = (
+        benchmark.packed_table(job),
+        sum(len(p) + len(c) for p, c in zip(job.prompts, job.completions, strict=True)),
+    )
+    assert table.num_rows < tokens + sum(len(c) * len(s) for c, s in zip(job.completions, job.spans, strict=True))
+    assert table.longest == max(len(p) + a.end - 1 for p, a in zip(job.prompts, job.answers, strict=True))
+
+
+def test_wrong_logprobs_are_refused():
+    shape = benchmark.LOGPROB["smoke"]["tiny, 5 rows"]
+    for contender in benchmark.logprob_contenders(shape, CPU):
+        right = contender.run()
+        contender.check(right)
+        for wrong in (right + 1e-3, right.roll(1), right[:-1], right * torch.nan):
+            with pytest.raises(WrongAnswer):
+                contender.check(wrong)
+
+
+def test_the_bound_is_the_slower_of_reading_the_head_and_multiplying_by_it():
+    ceilings = {"copy_gb_per_s": 4300.0, "gemm_tflop_per_s": 790.0}
+    rows = {m: benchmark.Rows(m, 2048, 151_936, torch.bfloat16) for m in (16, 6000)}
+    assert rows[16].bound(ceilings) == pytest.approx(2 * 2048 * (151_936 + 16) / 4.3e12)
+    assert rows[6000].bound(ceilings) == pytest.approx(2 * 6000 * 2048 * 151_936 / 790e12)
