@@ -67,7 +67,7 @@ def plot_times(figures: list[dict[str, Any]], path: Path) -> None:
             [f["name"] for f in bars], medians, xerr=[f["seconds"]["iqr"] / 2 for f in bars], color=colors
         )
         panel.bar_label(drawn, labels=[f"{m:.3g} s, {m / min(medians):.1f} x" for m in medians], padding=4, fontsize=8)
-        panel.set_xlim(0, max(medians) * 1.25)
+        panel.set_xlim(0, max(medians) * 1.3)
         panel.set_title(group, fontsize=10)
         panel.set_xlabel("seconds (median)")
     canvas.tight_layout()
@@ -80,7 +80,9 @@ def plot_results(results: Path) -> list[Path]:
     parts = json.loads(results.read_text())["parts"]
     written = []
     for part, draw in (("sweeps", plot_growth), ("scoring", plot_times)):
-        if figures := parts.get(part, {}).get("figures"):
+        # Groups are named after what is measured; a race's stages ("host share") are no contenders to compare.
+        measured = parts.get(part, {}).get("figures", [])
+        if figures := [figure for figure in measured if not figure["group"].startswith("host share")]:
             written.append(results.with_name(f"{results.stem}-{part}.png"))
             draw(figures, written[-1])
     return written
