@@ -43,7 +43,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TARGETS = {
     "policy_loss": ("token_terms", "policy_terms", "token_terms_triton"),
     "policy_rows": (
-        "row_logprobs_reference", "row_gradients_reference", "policy_of_logprobs",
+        "exponentials", "row_logprobs_reference", "row_gradients_reference", "policy_of_logprobs",
         "_load_logits", "_row_sums", "_target_logprob", "_write_gradient", "row_gradients_kernel", "policy_rows_kernel",
     ),
     "linear_policy_loss": ("contributing", "add", "_without_dead_rows", "linear_policy_loss_op", "_backward"),
@@ -267,6 +267,7 @@ def _reference_tests() -> Iterator[Callable[[], None]]:
         yield partial(kernels.test_extreme_logits_give_finite_and_exact_results, *case.values, 9, "torch", DEVICE, None)
     test = kernels.test_row_gradients_serve_rows_with_only_one_of_the_two_derivatives
     yield partial(test, "torch", False, DEVICE, None)
+    yield partial(kernels.test_the_reference_works_in_float32_and_rounds_a_half_gradient_once, False, DEVICE)
 
 
 def one_of_each() -> list[Callable[[], None]]:

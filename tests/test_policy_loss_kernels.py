@@ -719,6 +719,21 @@ def test_row_gradients_serve_rows_with_only_one_of_the_two_derivatives(backend, 
     torch.testing.assert_close(ours, leaf.grad.float(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("over_the_logits", [False, True])
+def test_the_reference_works_in_float32_and_rounds_a_half_gradient_once(over_the_logits, device):
+    logits, targets = normal(1, 3, V, seed=4).float().to(device), torch.tensor([3, 0, V - 1], device=device)
+    by_logprob, softmax = torch.tensor([0.5, -0.3, 0.7], device=device), policy_rows.Softmax(0.7)
+
+    def gradient(logits, out):
+        policy_rows.row_gradients(logits, None, out, targets, by_logprob, None, softmax, backend="torch")
+        return out
+
+    exact = gradient(logits, torch.empty_like(logits))
+    assert torch.equal(gradient(strip := logits.clone(), strip), exact)
+    half = (strip := logits.clone()).view(torch.bfloat16)[..., :V] if over_the_logits else logits.bfloat16()
+    assert torch.equal(gradient(strip if over_the_logits else logits, half), exact.bfloat16())
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_bf16_logits_kept_in_float32_are_closer_than_rounded_ones(backend, device):
     tensors, options = problem(torch.bfloat16, device, v=60)

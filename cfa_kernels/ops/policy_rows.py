@@ -45,71 +45,89 @@ class RowLogprobs(NamedTuple):
 # The plain PyTorch form
 
 
-def _below_max(logits: Tensor, bias: Tensor | None, softmax: Softmax) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(z - max) / temperature of logits (N, V), a new tensor; each row's max (N,); and the cap's slope (N, V).
+class Exponentials(NamedTuple):
+    """Logits (B, T, V) on their way through a softmax; z are those in the compute dtype after bias and softcap."""
 
-    z are the logits in the compute dtype after bias and softcap.
-    """
-    z = logits.to(compute_dtype(logits.dtype))
-    if bias is not None:
-        z = z + bias.to(z.dtype)
-    slope = None
-    if softmax.softcap:
-        squashed = (z / softmax.softcap).tanh_()
-        z = softmax.softcap * squashed
-        slope = squashed.square_().neg_().add_(1)
-    row_max = z.amax(1)
-    shifted = z - row_max.unsqueeze(1)
-    return (shifted if softmax.temperature == 1 else shifted.div_(softmax.temperature)), row_max, slope
+    targets: Tensor  # (B, T, 1), 0 where a row has none
+    chosen: Tensor  # (B, T, 1): (z - row_max) / temperature at the target
+    below: Tensor | None  # (B, T, V): the same everywhere, at least LOWEST; if kept
+    p: Tensor  # (B, T, V): its exponential, which is the probability times `total`
+    total: Tensor  # (B, T, 1)
+    row_max: Tensor  # (B, T, 1)
+    slope: Tensor | None  # (B, T, V): the softcap's
 
 
-def row_logprobs_reference(
-    logits: Tensor, bias: Tensor | None, targets: Tensor, counted: Tensor, softmax: Softmax, with_entropy: bool
-) -> RowLogprobs:
-    """`RowLogprobs` of logits (N, V); rows that do not count hold zeros, whatever their logits and targets are."""
-    shifted, row_max, _ = _below_max(logits, bias, softmax)
-    index = torch.where(counted, targets, 0).unsqueeze(1)
-    chosen = shifted.gather(1, index).squeeze(1)
-    p = shifted.exp() if with_entropy else shifted.exp_()
-    total = p.sum(1)
-    log_sum = total.log()
-    entropy = torch.zeros_like(log_sum)
-    if with_entropy:
-        entropy = log_sum - p.mul_(shifted.clamp_(min=LOWEST)).sum(1) / total
-    return RowLogprobs(*(torch.where(counted, value, 0) for value in (chosen - log_sum, entropy, row_max, log_sum)))
-
-
-def row_gradients_reference(
+def exponentials(
     logits: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    by_logprob: Tensor,
-    by_entropy: Tensor | None,
+    has_target: Tensor,
     softmax: Softmax,
+    *,
+    keep_below: bool,
+    room: Tensor | None = None,
+) -> Exponentials:
+    """What log-probs and gradients share; targets and has_target are (N,), N = B * T.
+
+    `p` lies in `room` (B, T, V) if that has the compute dtype and `below` is not kept; it may be the logits' own
+    memory. Fresh memory of that size would take longer than all the arithmetic.
+    """
+    z = logits.to(compute_dtype(logits.dtype))
+    if room is not None and room.dtype != z.dtype:
+        room = None
+    if bias is not None:
+        z = torch.add(z, bias.to(z.dtype), out=room)
+    slope = None
+    if softmax.softcap:
+        squashed = torch.div(z, softmax.softcap, out=room).tanh_()
+        slope = 1 - squashed * squashed
+        z = squashed.mul_(softmax.softcap)
+    row_max = z.amax(-1, keepdim=True)
+    below = torch.sub(z, row_max, out=room)
+    if softmax.temperature != 1:
+        below.div_(softmax.temperature)
+    index = torch.where(has_target, targets, 0).view(*logits.shape[:2], 1)
+    chosen = below.gather(-1, index)
+    p = below.exp() if keep_below else below.exp_()
+    kept = below.clamp_(min=LOWEST) if keep_below else None
+    return Exponentials(index, chosen, kept, p, p.sum(-1, keepdim=True), row_max, slope)
+
+
+def row_logprobs_reference(of: Exponentials, counted: Tensor) -> RowLogprobs:
+    """`RowLogprobs`, with entropy if `below` was kept; rows that do not count hold zeros, whatever their logits are."""
+    log_sum = of.total.log()
+    entropy = torch.zeros_like(log_sum)
+    if of.below is not None:
+        entropy = log_sum - (of.p * of.below).sum(-1, keepdim=True) / of.total
+    fields = (of.chosen - log_sum, entropy, of.row_max, log_sum)
+    return RowLogprobs(*(torch.where(counted, field.flatten(), 0) for field in fields))
+
+
+def row_gradients_reference(
+    of: Exponentials, by_logprob: Tensor, by_entropy: Tensor | None, softmax: Softmax
 ) -> Tensor:
-    """(N, V) derivative by the logits, given that by each row's log-prob and entropy (N,).
+    """(B, T, V) derivative by the logits, given that by each row's log-prob and entropy (N,); over `p`.
 
     ``p * (prob_coeff - by_entropy * log p) + by_logprob * onehot`` with ``prob_coeff = -by_logprob - by_entropy *
     entropy``, times the slopes of temperature and cap. Rows whose derivatives are both 0 get zeros.
     """
-    live = by_logprob != 0 if by_entropy is None else (by_logprob != 0) | (by_entropy != 0)
-    index = torch.where(live, targets, 0).unsqueeze(1)
-    by_logprob = by_logprob.unsqueeze(1) / softmax.temperature
-    shifted, _, slope = _below_max(logits, bias, softmax)
+    dead = by_logprob == 0 if by_entropy is None else (by_logprob == 0) & (by_entropy == 0)
+    by_logprob = by_logprob.view_as(of.chosen) / softmax.temperature
     if by_entropy is None:
-        p = shifted.exp_()  # times its sum
-        gradient = p.mul_(-by_logprob / p.sum(1, keepdim=True))
+        gradient = of.p.mul_(-by_logprob / of.total)
     else:
-        by_entropy = by_entropy.unsqueeze(1) / softmax.temperature
-        p = shifted.exp()
-        total = p.sum(1, keepdim=True)
-        p_logp = shifted.sub_(total.log()).clamp_(min=LOWEST).mul_(p)
-        entropy = -p_logp.sum(1, keepdim=True) / total
-        gradient = p.mul_((-by_logprob - by_entropy * entropy) / total).sub_(p_logp.mul_(by_entropy / total))
-    gradient.scatter_add_(1, index, by_logprob)
-    if slope is not None:
-        gradient.mul_(slope)
-    return gradient.masked_fill_(~live.unsqueeze(1), 0)
+        assert of.below is not None
+        by_entropy = by_entropy.view_as(of.chosen) / softmax.temperature
+        p_logp = of.below.sub_(of.total.log()).mul_(of.p)
+        entropy = -p_logp.sum(-1, keepdim=True) / of.total
+        gradient = of.p.mul_((-by_logprob - by_entropy * entropy) / of.total)
+        gradient.sub_(p_logp.mul_(by_entropy / of.total))
+    gradient.scatter_add_(-1, of.targets, by_logprob)
+    if of.slope is not None:
+        gradient.mul_(of.slope)
+    if dead.any():
+        gradient.masked_fill_(dead.view_as(of.chosen), 0)
+    return gradient
 
 
 # Triton
@@ -426,8 +444,9 @@ def row_logprobs(
 ) -> RowLogprobs:
     """`RowLogprobs` of logits (B, T, V) of any strides; targets (N,) int64 and counted (N,) bool, N = B * T."""
     if backend == "torch":
-        flat = logits.reshape(-1, logits.size(-1))
-        return row_logprobs_reference(flat, bias, targets, counted, softmax, with_entropy)
+        return row_logprobs_reference(
+            exponentials(logits, bias, targets, counted, softmax, keep_below=with_entropy), counted
+        )
     n = logits.size(0) * logits.size(1)
     rows = torch.empty(4, n, dtype=torch.float32, device=logits.device)
     _run(
@@ -457,9 +476,10 @@ def row_gradients(
     these very logits bit by bit, saves the kernel a reading of them.
     """
     if backend == "torch":
-        flat = logits.reshape(-1, logits.size(-1))
-        values = row_gradients_reference(flat, bias, targets, by_logprob, by_entropy, softmax)
-        gradient.copy_(values.view(logits.shape))
+        live = by_logprob != 0 if by_entropy is None else (by_logprob != 0) | (by_entropy != 0)
+        keep_below = by_entropy is not None
+        of = exponentials(logits, bias, targets, live, softmax, keep_below=keep_below, room=gradient)
+        _copy_unless_there(row_gradients_reference(of, by_logprob, by_entropy, softmax), gradient)
         return
     _run(
         row_gradients_kernel, logits, logits, bias, gradient, targets, None if rows is None else torch.stack(rows),
@@ -494,14 +514,25 @@ def policy_rows(
         return _policy_rows_fused(
             logits, bias, targets, tokens, entropy_scale, options, softmax, gradient, with_entropy
         )
-    counted = tokens.scale > 0
-    rows = row_logprobs(logits, bias, targets, counted, softmax, with_entropy=with_entropy, backend=backend)
+    counted, shape = tokens.scale > 0, logits.shape[:2]
+    if backend == "torch":
+        of = exponentials(logits, bias, targets, counted, softmax, keep_below=with_entropy, room=gradient)
+        rows = row_logprobs_reference(of, counted)
+    else:
+        rows = row_logprobs(logits, bias, targets, counted, softmax, with_entropy=with_entropy, backend=backend)
     loss, stats, by_logprob, by_entropy = policy_of_logprobs(
-        rows.logprobs, rows.entropy, tokens, entropy_scale, options, logits.shape[:2]
+        rows.logprobs, rows.entropy, tokens, entropy_scale, options, shape
     )
-    if gradient is not None:
+    if gradient is not None and backend == "torch":
+        _copy_unless_there(row_gradients_reference(of, by_logprob, by_entropy, softmax), gradient)
+    elif gradient is not None:
         row_gradients(logits, bias, gradient, targets, by_logprob, by_entropy, softmax, rows=rows, backend=backend)
     return loss, stats, by_logprob
+
+
+def _copy_unless_there(values: Tensor, out: Tensor) -> None:
+    if values is not out:
+        out.copy_(values)
 
 
 def policy_of_logprobs(
