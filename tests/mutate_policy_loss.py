@@ -43,7 +43,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TARGETS = {
     "policy_loss": ("token_terms", "policy_terms", "token_terms_triton"),
     "policy_rows": (
-        "exponentials", "row_logprobs_reference", "row_gradients_reference", "policy_of_logprobs",
+        "probabilities", "row_logprobs_reference", "row_gradients_reference", "policy_of_logprobs",
         "_load_logits", "_row_sums", "_target_logprob", "_write_gradient", "row_gradients_kernel", "policy_rows_kernel",
     ),
     "linear_policy_loss": ("contributing", "add", "_without_dead_rows", "linear_policy_loss_op", "_backward"),

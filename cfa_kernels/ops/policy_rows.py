@@ -45,19 +45,19 @@ class RowLogprobs(NamedTuple):
 # The plain PyTorch form
 
 
-class Exponentials(NamedTuple):
-    """Logits (B, T, V) on their way through a softmax; z are those in the compute dtype after bias and softcap."""
+class Probabilities(NamedTuple):
+    """Logits (B, T, V) after their softmax; z are those in the compute dtype after bias and softcap."""
 
+    p: Tensor  # (B, T, V)
+    below: Tensor | None  # (B, T, V): (z - row_max) / temperature, at least LOWEST; if kept
     targets: Tensor  # (B, T, 1), 0 where a row has none
     chosen: Tensor  # (B, T, 1): (z - row_max) / temperature at the target
-    below: Tensor | None  # (B, T, V): the same everywhere, at least LOWEST; if kept
-    p: Tensor  # (B, T, V): its exponential, which is the probability times `total`
-    total: Tensor  # (B, T, 1)
     row_max: Tensor  # (B, T, 1)
+    log_sum: Tensor  # (B, T, 1): log of the sum of exp((z - row_max) / temperature)
     slope: Tensor | None  # (B, T, V): the softcap's
 
 
-def exponentials(
+def probabilities(
     logits: Tensor,
     bias: Tensor | None,
     targets: Tensor,
@@ -66,11 +66,12 @@ def exponentials(
     *,
     keep_below: bool,
     room: Tensor | None = None,
-) -> Exponentials:
+) -> Probabilities:
     """What log-probs and gradients share; targets and has_target are (N,), N = B * T.
 
     `p` lies in `room` (B, T, V) if that has the compute dtype and `below` is not kept; it may be the logits' own
-    memory. Fresh memory of that size would take longer than all the arithmetic.
+    memory. Fresh memory of that size takes longer than all the arithmetic. The sum is read off the largest
+    probability: torch vectorises softmax on every CPU, unlike exp.
     """
     z = logits.to(compute_dtype(logits.dtype))
     if room is not None and room.dtype != z.dtype:
@@ -88,23 +89,22 @@ def exponentials(
         below.div_(softmax.temperature)
     index = torch.where(has_target, targets, 0).view(*logits.shape[:2], 1)
     chosen = below.gather(-1, index)
-    p = below.exp() if keep_below else below.exp_()
-    kept = below.clamp_(min=LOWEST) if keep_below else None
-    return Exponentials(index, chosen, kept, p, p.sum(-1, keepdim=True), row_max, slope)
+    p = torch.softmax(below, -1, out=None if keep_below else below)
+    log_sum = -p.amax(-1, keepdim=True).log()
+    return Probabilities(p, below.clamp_(min=LOWEST) if keep_below else None, index, chosen, row_max, log_sum, slope)
 
 
-def row_logprobs_reference(of: Exponentials, counted: Tensor) -> RowLogprobs:
+def row_logprobs_reference(of: Probabilities, counted: Tensor) -> RowLogprobs:
     """`RowLogprobs`, with entropy if `below` was kept; rows that do not count hold zeros, whatever their logits are."""
-    log_sum = of.total.log()
-    entropy = torch.zeros_like(log_sum)
+    entropy = torch.zeros_like(of.log_sum)
     if of.below is not None:
-        entropy = log_sum - (of.p * of.below).sum(-1, keepdim=True) / of.total
-    fields = (of.chosen - log_sum, entropy, of.row_max, log_sum)
+        entropy = of.log_sum - (of.p * of.below).sum(-1, keepdim=True)
+    fields = (of.chosen - of.log_sum, entropy, of.row_max, of.log_sum)
     return RowLogprobs(*(torch.where(counted, field.flatten(), 0) for field in fields))
 
 
 def row_gradients_reference(
-    of: Exponentials, by_logprob: Tensor, by_entropy: Tensor | None, softmax: Softmax
+    of: Probabilities, by_logprob: Tensor, by_entropy: Tensor | None, softmax: Softmax
 ) -> Tensor:
     """(B, T, V) derivative by the logits, given that by each row's log-prob and entropy (N,); over `p`.
 
@@ -114,14 +114,13 @@ def row_gradients_reference(
     dead = by_logprob == 0 if by_entropy is None else (by_logprob == 0) & (by_entropy == 0)
     by_logprob = by_logprob.view_as(of.chosen) / softmax.temperature
     if by_entropy is None:
-        gradient = of.p.mul_(-by_logprob / of.total)
+        gradient = of.p.mul_(-by_logprob)
     else:
         assert of.below is not None
         by_entropy = by_entropy.view_as(of.chosen) / softmax.temperature
-        p_logp = of.below.sub_(of.total.log()).mul_(of.p)
-        entropy = -p_logp.sum(-1, keepdim=True) / of.total
-        gradient = of.p.mul_((-by_logprob - by_entropy * entropy) / of.total)
-        gradient.sub_(p_logp.mul_(by_entropy / of.total))
+        p_logp = of.below.sub_(of.log_sum).mul_(of.p)
+        entropy = -p_logp.sum(-1, keepdim=True)
+        gradient = of.p.mul_(-by_logprob - by_entropy * entropy).sub_(p_logp.mul_(by_entropy))
     gradient.scatter_add_(-1, of.targets, by_logprob)
     if of.slope is not None:
         gradient.mul_(of.slope)
@@ -445,7 +444,7 @@ def row_logprobs(
     """`RowLogprobs` of logits (B, T, V) of any strides; targets (N,) int64 and counted (N,) bool, N = B * T."""
     if backend == "torch":
         return row_logprobs_reference(
-            exponentials(logits, bias, targets, counted, softmax, keep_below=with_entropy), counted
+            probabilities(logits, bias, targets, counted, softmax, keep_below=with_entropy), counted
         )
     n = logits.size(0) * logits.size(1)
     rows = torch.empty(4, n, dtype=torch.float32, device=logits.device)
@@ -478,7 +477,7 @@ def row_gradients(
     if backend == "torch":
         live = by_logprob != 0 if by_entropy is None else (by_logprob != 0) | (by_entropy != 0)
         keep_below = by_entropy is not None
-        of = exponentials(logits, bias, targets, live, softmax, keep_below=keep_below, room=gradient)
+        of = probabilities(logits, bias, targets, live, softmax, keep_below=keep_below, room=gradient)
         _copy_unless_there(row_gradients_reference(of, by_logprob, by_entropy, softmax), gradient)
         return
     _run(
@@ -516,7 +515,7 @@ def policy_rows(
         )
     counted, shape = tokens.scale > 0, logits.shape[:2]
     if backend == "torch":
-        of = exponentials(logits, bias, targets, counted, softmax, keep_below=with_entropy, room=gradient)
+        of = probabilities(logits, bias, targets, counted, softmax, keep_below=with_entropy, room=gradient)
         rows = row_logprobs_reference(of, counted)
     else:
         rows = row_logprobs(logits, bias, targets, counted, softmax, with_entropy=with_entropy, backend=backend)
