@@ -15,7 +15,7 @@ def case(architecture: str, dtype: torch.dtype, head_dim: int, group: int = 2, *
     options = launch_options(architecture, dtype, head_dim, group, **features)
     compiler = {name: options.pop(name) for name in ("num_warps", "num_stages")}
     signature = {f"p_{name}": f"*{NAMES[dtype]}:16" for name in ("q", "k", "v", "out")}
-    signature |= {"p_work": "*i32:16", "p_segments": "*i32", "p_context": "*i32"}
+    signature |= dict.fromkeys(("p_work", "p_segments", "p_context"), "*i32:16")
     signature |= dict.fromkeys(STRIDES, "i32:16") | {"scale": "fp32", "softcap": "fp32", "window": "i32"}
     name = f"{NAMES[dtype]} d{head_dim} group {group} {' '.join(features)} for {architecture}"
     target = "gfx942" if architecture == "hip" else architecture

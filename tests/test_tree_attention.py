@@ -141,6 +141,18 @@ def test_a_rows_result_is_bitwise_the_same_in_any_pack(option, device):
         assert torch.equal(alone, reversed_)
 
 
+def test_tables_on_the_device_start_at_multiples_of_16_bytes_whatever_their_sizes(device):
+    """Triton compiles a kernel anew for a pointer that is aligned differently."""
+    for completions in (1, 2, 3):
+        for length in (60, 61, 62, 63):
+            table, _ = build(realistic_rows(completions=completions, length=length))
+            work, segments, rows = table.on_device(torch.device(device), tokens_per_tile=16)
+            assert [tensor.data_ptr() % 16 for tensor in (work, segments, rows)] == [0, 0, 0]
+            np.testing.assert_array_equal(work.cpu(), table.work_list(16))
+            np.testing.assert_array_equal(segments[:, 3].cpu(), table.context_length)
+            np.testing.assert_array_equal(rows.cpu(), table.context_rows)
+
+
 def test_strided_inputs_give_the_same_result(device):
     table, _ = build(realistic_rows(completions=1))
     q, k, v = qkv(table.num_rows, 4, 2, 64, torch.float32, device=device)

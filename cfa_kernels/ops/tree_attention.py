@@ -108,11 +108,13 @@ class SegmentTable:
                 np.stack([self.row_start, self.length, self.context_start, self.context_length], axis=1),
                 self.context_rows,
             ]
-            flat = torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts]))
+            # Each starts at a multiple of 16 bytes, by which Triton specialises kernels.
+            flat = [np.pad(part.reshape(-1), (0, -part.size % 4)) for part in parts]
+            packed = torch.from_numpy(np.concatenate(flat))
             if device.type == "cuda":
-                flat = flat.pin_memory()
-            flat = flat.to(device, non_blocking=True)
-            work, segments, rows = flat.split([part.size for part in parts])
+                packed = packed.pin_memory()
+            split = packed.to(device, non_blocking=True).split([len(part) for part in flat])
+            work, segments, rows = (x[: part.size] for x, part in zip(split, parts, strict=True))
             self._on_device[key] = (work.view(-1, 2), segments.view(-1, 4), rows)
         return self._on_device[key]
 
