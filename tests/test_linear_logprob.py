@@ -262,7 +262,7 @@ def gradients(inputs, keywords, by_logprob, by_entropy, backend):
 
 
 @pytest.mark.parametrize(
-    ("transform", "strip_rows"), [({}, None), (TRANSFORMS[-1], 7)], ids=["one-strip", "transformed-strips-of-7"]
+    ("transform", "strip_rows"), [({}, None), (TRANSFORMS[-1], 17)], ids=["one-strip", "transformed-strips-of-16"]
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", BACKENDS)

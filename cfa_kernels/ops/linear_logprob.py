@@ -472,7 +472,8 @@ def linear_logprob_backward_op(
     by_hidden = hidden.new_zeros(hidden.shape if wanted[0] else (0,))
     by_head = hidden.new_zeros(lm_head.shape if wanted[1] else (0,), dtype=sums)
     by_bias = hidden.new_zeros((vocabulary,) if wanted[2] else (0,), dtype=sums)
-    height = max(STRIP_BYTES.get(hidden.device.type, STRIP_BYTES["cpu"]) // (vocabulary * sums.itemsize), 1)
+    size = STRIP_BYTES.get(hidden.device.type, STRIP_BYTES["cpu"])
+    height = max(size // (16 * vocabulary * sums.itemsize), 1) * 16  # every strip's slices are aligned alike
     logits, gradient = empty_strip(min(height, max(len(hidden), 1)), vocabulary, sums, hidden.dtype, hidden.device)
     for start in range(0, len(hidden), height):
         part = slice(start, min(start + height, len(hidden)))
