@@ -18,7 +18,7 @@ from benchmarks.selection import workload_set
 from benchmarks.workloads import SEED, Job, gsm8k_job, random_model
 from cfa_kernels import Span
 from cfa_kernels.scoring import ScoringPlan, plan_scoring
-from cfa_kernels.spans import find_answer_and_spans
+from cfa_kernels.spans import find_answers_and_spans
 
 LIMIT = 0.05  # of the scoring time
 CHECKED = 4  # completions whose scores are checked: those of one prompt
@@ -61,12 +61,12 @@ def stage_laps(
 
 
 def _stages(model: PreTrainedModel, job: Job) -> list[Contender]:
-    ids = [completion.tolist() for completion in job.completions]
+    ids = {b: completion.tolist() for b, completion in enumerate(job.completions)}
     run = PEERS["ours"].run
     run(model, job.part([0]))  # proves once per model that it can be scored
 
-    def detect() -> list[tuple[Span | None, list[Span]]]:
-        return [find_answer_and_spans(row, job.tokenizer) for row in ids]
+    def detect() -> dict[int, tuple[Span | None, list[Span]]]:
+        return find_answers_and_spans(ids, job.tokenizer)
 
     def pack() -> ScoringPlan:
         return plan_scoring(
@@ -80,8 +80,8 @@ def _stages(model: PreTrainedModel, job: Job) -> list[Contender]:
     ]
 
 
-def _check_spans(job: Job, found: list[tuple[Span | None, list[Span]]]) -> None:
-    for b, (answer, spans) in enumerate(found):
+def _check_spans(job: Job, found: dict[int, tuple[Span | None, list[Span]]]) -> None:
+    for b, (answer, spans) in found.items():
         if answer is None or answer.end != job.answers[b].end or spans != job.spans[b]:
             raise WrongAnswer(f"completion {b}: answer {answer} and spans {spans}, not those of the job")
 

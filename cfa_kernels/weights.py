@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
-from .spans import Span, find_answer, find_answer_and_spans
+from .spans import Span, find_answer, find_answers_and_spans
 
 MODES = ("counterfactual", "inverted", "random", "uniform")
 NORMALIZATIONS = (None, "mean")
@@ -252,15 +252,15 @@ def counterfactual_credit(
     answers: list[Span | None] = [None] * batch
     spans: list[list[Span]] = [[] for _ in range(batch)]
     if config.mode != "uniform":
-        ids = [row.tolist() for row in completions]
-        for b in credited:
-            if config.mode == "random":
-                answers[b] = find_answer(ids[b], tokenizer)
-            else:
-                answers[b], spans[b] = find_answer_and_spans(
-                    ids[b], tokenizer,
-                    detector=config.detector, max_spans=config.max_spans, selection=config.selection,
-                )  # fmt: skip
+        ids = {b: completions[b].tolist() for b in credited}
+        if config.mode == "random":
+            found = {b: (find_answer(row, tokenizer), spans[b]) for b, row in ids.items()}
+        else:
+            found = find_answers_and_spans(
+                ids, tokenizer, detector=config.detector, max_spans=config.max_spans, selection=config.selection
+            )
+        for b, (answer, row_spans) in found.items():
+            answers[b], spans[b] = answer, row_spans
     to_score = [b for b in range(batch) if (len(completions[b]) if logprobs else spans[b])]
     scores: CounterfactualScores | None = None
     if to_score:

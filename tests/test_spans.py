@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTraine
 
 from cfa_kernels import token_offsets as offsets_module
 from cfa_kernels.solution_text import answer_text_span, math_intervals, sentence_intervals
-from cfa_kernels.spans import DETECTORS, Span, detect_spans, find_answer, find_answer_and_spans
+from cfa_kernels.spans import DETECTORS, Span, detect_spans, find_answer, find_answers_and_spans
 from cfa_kernels.token_offsets import token_offsets
 
 property_test = settings(deadline=None, max_examples=60, derandomize=True)
@@ -544,7 +544,10 @@ def test_spans_are_sorted_disjoint_inside_and_clear_of_the_answer(
         assert all(span.end <= answer.start for span in spans)
     options = {"detector": detector, "max_spans": max_spans, "selection": selection}
     assert spans == detect_spans(ids, tokenizer, answer=answer, **options)
-    assert find_answer_and_spans(ids, tokenizer, **options) == (answer, spans if answer else [])
+    assert find_answers_and_spans({4: ids, 2: []}, tokenizer, **options) == {
+        4: (answer, spans if answer else []),
+        2: (None, []),
+    }
 
 
 @pytest.mark.parametrize("name", MULTI_BYTE)
@@ -591,6 +594,15 @@ def test_appended_eos_and_padding_change_nothing(name: str, data: st.DataObject)
     padded = [*ids, tokenizer.eos_token_id, *[tokenizer.pad_token_id] * data.draw(st.integers(0, 3))]
     assert find_answer(padded, tokenizer) == find_answer(ids, tokenizer)
     assert detect_spans(padded, tokenizer) == detect_spans(ids, tokenizer)
+
+
+def test_errors_about_one_completion_of_many_name_its_row() -> None:
+    tokenizer = get_tokenizer("byte-level, single digits")
+    ids = encode(tokenizer, CORPUS[0])
+    with pytest.raises(ValueError, match=r"row 7: token_ids\[1\] is 99999999, outside"):
+        find_answers_and_spans({3: ids, 7: [ids[0], 99_999_999]}, tokenizer)
+    with pytest.raises(TypeError, match=r"row 7: token_ids\[0\] must be an integer, got 1.5"):
+        find_answers_and_spans({3: ids, 7: [1.5]}, tokenizer)
 
 
 @pytest.mark.parametrize("name", FAST)

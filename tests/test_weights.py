@@ -139,9 +139,9 @@ def scored(monkeypatch):
     def find_answer(ids, tokenizer):
         return Span(len(ids) - 1, len(ids)) if len(ids) > 3 else None
 
-    def find_answer_and_spans(ids, tokenizer, *, detector, max_spans, selection):
-        answer = find_answer(ids, tokenizer)
-        return answer, [Span(0, 1), Span(1, 2)] if answer else []
+    def find_answers_and_spans(rows, tokenizer, *, detector, max_spans, selection):
+        answers = {b: find_answer(ids, tokenizer) for b, ids in rows.items()}
+        return {b: (answer, [Span(0, 1), Span(1, 2)] if answer else []) for b, answer in answers.items()}
 
     def score(model, prompts, completions, spans, answers, *, placeholder_id, token_budget, logprobs, temperature):
         calls.append((prompts, completions, spans, answers, placeholder_id))
@@ -150,7 +150,7 @@ def scored(monkeypatch):
         return CounterfactualScores(torch.zeros(len(prompts)), drop, drop, tokens, ScoringWork(1, 1, 1, 1))
 
     monkeypatch.setattr(module, "find_answer", find_answer)
-    monkeypatch.setattr(module, "find_answer_and_spans", find_answer_and_spans)
+    monkeypatch.setattr(module, "find_answers_and_spans", find_answers_and_spans)
     monkeypatch.setattr(module, "score_counterfactuals", score)
     return calls
 
