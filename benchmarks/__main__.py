@@ -31,7 +31,8 @@ from benchmarks.workloads import REPOSITORY, SEED, gsm8k_folder
 PARTS = {
     "tests": ["tests"],
     "kernels": ["benchmarks/test_kernels.py"],
-    "scoring": ["benchmarks/test_scoring.py", "benchmarks/test_host_share.py"],
+    "scoring": ["benchmarks/test_scoring.py"],
+    "host": ["benchmarks/test_host_share.py"],
     "sweeps": ["benchmarks/test_sweeps.py"],
     "loss": ["benchmarks/test_loss.py"],
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +81,27 @@ def report(benchmark: Any, figures: Figures) -> Callable[..., None]:
         benchmark.pedantic(replay_clock.rounds(lap.seconds), rounds=len(lap.seconds), iterations=1)
 
     return report_lap
+
+
+@pytest.fixture
+def hold(budget: Budget, figures: Figures) -> Callable[..., None]:
+    """Record what each contender costs in units of ours, then fail if one costs less than its floor.
+
+    ``ratios`` and ``floors`` are by name; ``short`` describes promises that were missed beside these.
+    """
+
+    def hold_ratios(group: str, ratios: dict[str, float], floors: dict[str, float], short: Sequence[str] = ()) -> None:
+        missed = list(short)
+        for name, ratio in ratios.items():
+            floor = floors.get(name)
+            figures.ratios.append({"group": group, "of": name, "to": "ours", "ratio": ratio, "floor": floor})
+            line = f"{name}: {ratio:.2f} x ours" + (f", promised {floor:g}" if floor else "")
+            print(f"{group}: {line}")
+            if floor and not ratio >= floor:
+                missed.append(line)
+        if budget.max_rounds == 1:
+            pytest.skip("one round is no measurement")
+        if missed:
+            pytest.fail("; ".join(missed), pytrace=False)
+
+    return hold_ratios

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from benchmarks.workloads import Job
+from benchmarks.workloads import Job, head_dim
 
 
 @dataclass
@@ -35,8 +35,7 @@ class Work:
 
 def attention_flops(config: Any, pairs: float) -> float:
     """Operations of QK^T and PV over all layers, for ``pairs`` visible (query, key) pairs."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 4.0 * config.num_attention_heads * head_dim * config.num_hidden_layers * pairs
+    return 4.0 * config.num_attention_heads * head_dim(config) * config.num_hidden_layers * pairs
 
 
 def head_flops(config: Any, rows: float) -> float:

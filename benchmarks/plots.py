@@ -80,9 +80,7 @@ def plot_results(results: Path) -> list[Path]:
     parts = json.loads(results.read_text())["parts"]
     written = []
     for part, draw in (("sweeps", plot_growth), ("scoring", plot_times)):
-        # Groups are named after what is measured; a race's stages ("host share") are no contenders to compare.
-        measured = parts.get(part, {}).get("figures", [])
-        if figures := [figure for figure in measured if not figure["group"].startswith("host share")]:
+        if figures := parts.get(part, {}).get("figures"):
             written.append(results.with_name(f"{results.stem}-{part}.png"))
             draw(figures, written[-1])
     return written

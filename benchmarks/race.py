@@ -143,6 +143,12 @@ def _checked(contender: Contender, device: torch.device) -> Lap:
     return lap
 
 
+def times_ours(laps: dict[str, Lap], ours: str = "ours") -> dict[str, float]:
+    """Every other contender's median over ours; ``AssertionError`` if ours has no time."""
+    assert laps[ours].seconds, f"{ours} has no time"
+    return {name: lap.median / laps[ours].median for name, lap in laps.items() if lap.seconds and name != ours}
+
+
 def release_memory(device: torch.device) -> None:
     """Hand unused memory back, so that one contender's peak is not another's."""
     gc.collect()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +17,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.ceilings import measure_ceilings
-from benchmarks.race import Absent, Budget, Contender, Figures, Lap, race, release_memory, replay_clock
+from benchmarks.race import Absent, Budget, Contender, Figures, Lap, race, release_memory, replay_clock, times_ours
 from benchmarks.reference import ErrorBudget
 from benchmarks.selection import workload_set
-from benchmarks.workloads import SEED, Job, gsm8k_job, long_job, variants
+from benchmarks.workloads import HEADS, MODELS, SEED, Job, gsm8k_job, head_dim, long_job, random_model
 from cfa_kernels import linear_logprob
 from cfa_kernels.ops.tree_attention import SegmentTable, tree_attention
-from cfa_kernels.tree import Query, pack_units
+from cfa_kernels.scoring import plan_scoring
 
-OURS, FLASH = "ours", "flash attention, equal lengths"
+OURS, FLASH, GATHERED = "ours", "flash attention, equal lengths", "keys gathered, varlen attention"
 ATTENTION_FLOOR = 0.6  # of the rate of flash attention on as many tokens and pairs in equal causal sequences
 BOUND_FLOOR = 0.85  # of the rate that bandwidth and GEMM rate allow
 
@@ -33,27 +34,23 @@ BOUND_FLOOR = 0.85  # of the rate that bandwidth and GEMM rate allow
 
 
 @dataclass(frozen=True)
-class Heads:
-    """Query heads, key heads, head dimension, and the trees they attend along."""
+class Trees:
+    """Whose attention heads, in which dtype, and the job whose trees they attend along."""
 
-    queries: int
-    keys: int
-    dim: int
+    model: str
     dtype: torch.dtype
     job: Callable[[], Job]
 
 
-_ATTENTION_SHAPES = {"Qwen3-1.7B": (16, 8, 128), "Qwen2.5-3B": (16, 2, 128), "Llama-3.2-3B": (24, 8, 128)}
-
-ATTENTION: dict[str, dict[str, Heads]] = {
-    "smoke": {"tiny": Heads(4, 2, 16, torch.float32, functools.partial(gsm8k_job, 1))},
-    "cpu": {"qwen3-40m gsm8k": Heads(8, 4, 64, torch.float32, functools.partial(gsm8k_job, 4))},
+ATTENTION: dict[str, dict[str, Trees]] = {
+    "smoke": {"tiny": Trees("qwen3-tiny", torch.float32, functools.partial(gsm8k_job, 1))},
+    "cpu": {"qwen3-40m gsm8k": Trees("qwen3-40m", torch.float32, functools.partial(gsm8k_job, 4))},
     "cuda": {
         **{
-            f"{model} gsm8k": Heads(*sizes, torch.bfloat16, functools.partial(gsm8k_job, 16))
-            for model, sizes in _ATTENTION_SHAPES.items()
+            f"{model} gsm8k": Trees(model, torch.bfloat16, functools.partial(gsm8k_job, 16))
+            for model in ("Qwen3-1.7B", "Qwen2.5-3B", "Llama-3.2-3B")
         },
-        "Qwen3-1.7B long": Heads(16, 8, 128, torch.bfloat16, functools.partial(long_job, 2)),
+        "Qwen3-1.7B long": Trees("Qwen3-1.7B", torch.bfloat16, functools.partial(long_job, 2)),
     },
 }
 
@@ -89,23 +86,17 @@ class AttentionJob:
         return 4.0 * self.q.shape[1] * self.q.shape[2] * pairs
 
 
-def packed_table(job: Job) -> SegmentTable:
-    """The job's trees as one pack, as scoring lays them out."""
-    units = []
-    for b, (prompt, answer) in enumerate(zip(job.prompts, job.answers, strict=True)):
-        targets = job.completions[b][answer.start : answer.end].numpy()
-        rows = [np.concatenate([prompt.numpy(), row[: answer.end - 1].numpy()]) for row in variants(job, b)]
-        units.append([Query(row, len(prompt) + answer.start - 1, targets) for row in rows])
-    (pack,) = pack_units(units, token_budget=sum(len(query.tokens) for unit in units for query in unit))
-    return pack.table
-
-
-def make_attention_job(heads: Heads, device: torch.device) -> AttentionJob:
-    table = packed_table(heads.job())
-    generator = torch.Generator(device).manual_seed(SEED)
+def make_attention_job(trees: Trees, device: torch.device) -> AttentionJob:
+    job, config = trees.job(), MODELS[trees.model]
+    model = random_model(trees.model, device=torch.device("meta"), dtype=trees.dtype)
+    (pack,) = plan_scoring(
+        model, job.prompts, job.completions, job.spans, job.answers,
+        placeholder_id=job.placeholder_id, token_budget=2**31,
+    ).packs  # fmt: skip
+    table, generator = pack.table, torch.Generator(device).manual_seed(SEED)
     q, k, v = (
-        torch.randn(table.num_rows, count, heads.dim, generator=generator, device=device).to(heads.dtype)
-        for count in (heads.queries, heads.keys, heads.keys)
+        torch.randn(table.num_rows, count, head_dim(config), generator=generator, device=device).to(trees.dtype)
+        for count in (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     )
     rows = []
     for first, length, start, context in zip(
@@ -145,11 +136,23 @@ def flash(shape: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def attention_contenders(job: AttentionJob) -> list[Contender]:
-    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tree_attention(q, k, v, job.table, backend="torch")
+def along_each_segment(job: AttentionJob, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of each segment to the keys gathered for it, by explicit softmax: what is right."""
+    out = torch.empty_like(q)
+    first, ends = (x.tolist() for x in job.ends)
+    for rows, keys in zip(itertools.pairwise(first), itertools.pairwise(ends), strict=True):
+        seen = job.gathered[slice(*keys)]
+        own, count = q[slice(*rows)], len(seen)
+        hidden = torch.ones(len(own), count, dtype=torch.bool, device=q.device).triu(1 + count - len(own))
+        wide = [x[seen].repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)]
+        scores = torch.einsum("qhd,khd->hqk", own, wide[0]) * q.shape[2] ** -0.5
+        weights = scores.to(_wide(scores)).masked_fill(hidden, -torch.inf).softmax(-1).to(v.dtype)
+        out[slice(*rows)] = torch.einsum("hqk,khd->qhd", weights, wide[1])
+    return out
 
-    tree = ErrorBudget.of(reference, job.q, job.k, job.v)
+
+def attention_contenders(job: AttentionJob) -> list[Contender]:
+    tree = ErrorBudget.of(functools.partial(along_each_segment, job), job.q, job.k, job.v)
     batch, length = job.flash_shape
     generator = torch.Generator(job.q.device).manual_seed(SEED)
     shape = tuple(
@@ -164,7 +167,7 @@ def attention_contenders(job: AttentionJob) -> list[Contender]:
     equal = ErrorBudget.of(plain, *(x[:1] for x in shape))
     return [
         Contender(OURS, functools.partial(ours_attention, job), tree.check),
-        Contender("keys gathered, varlen attention", functools.partial(gathered_varlen, job), tree.check),
+        Contender(GATHERED, functools.partial(gathered_varlen, job), tree.check),
         Contender(FLASH, functools.partial(flash, shape), lambda out: equal.check(out[:1])),
     ]
 
@@ -195,14 +198,12 @@ class Rows:
         return max(self.moved / (ceilings["copy_gb_per_s"] * 1e9), self.flops / (ceilings["gemm_tflop_per_s"] * 1e12))
 
 
-_HEAD_SHAPES = {"Qwen3-1.7B and Qwen2.5-3B": (2048, 151_936), "Llama-3.2-3B": (3072, 128_256)}
-
 LOGPROB: dict[str, dict[str, Rows]] = {
     "smoke": {"tiny, 5 rows": Rows(5, 24, 160, torch.float32)},
     "cpu": {f"qwen3-40m, {rows} rows": Rows(rows, 512, 32_768, torch.float32) for rows in (16, 512)},
     "cuda": {
         f"{model}, {rows} rows": Rows(rows, *sizes, torch.bfloat16)
-        for model, sizes in _HEAD_SHAPES.items()
+        for model, sizes in HEADS.items()
         for rows in (16, 512, 6000)
     },
 }
@@ -211,8 +212,7 @@ LOGPROB: dict[str, dict[str, Rows]] = {
 def logits_logprob(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """Log-probs (M,) from logits held as a whole."""
     logits = F.linear(hidden, head)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return wide.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    return logits.to(_wide(logits)).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
 
 def logprob_contenders(shape: Rows, device: torch.device) -> list[Contender]:
@@ -225,16 +225,26 @@ def logprob_contenders(shape: Rows, device: torch.device) -> list[Contender]:
         parts = zip(hidden.split(512), targets.split(512), strict=True)
         return torch.cat([logits_logprob(rows, head, ids) for rows, ids in parts])
 
-    budget = ErrorBudget.of(reference, hidden, head)
+    def entropies(hidden: Tensor, head: Tensor) -> Tensor:
+        parts = [F.linear(rows, head) for rows in hidden.split(512)]
+        return torch.cat([torch.distributions.Categorical(logits=part.to(_wide(part))).entropy() for part in parts])
+
+    logprobs = ErrorBudget.of(reference, hidden, head)
+    entropy = ErrorBudget.of(entropies, hidden, head)
+
+    def check_both(result: tuple[Tensor, Tensor]) -> dict[str, float]:
+        shares = logprobs.check(result[0]), entropy.check(result[1], "entropy")
+        return {"error_over_budget": max(share["error_over_budget"] for share in shares)}
+
     return [
-        Contender(OURS, lambda: linear_logprob(hidden, head, targets), budget.check),
-        Contender(
-            "ours, with entropy",
-            lambda: linear_logprob(hidden, head, targets, return_entropy=True)[0],
-            budget.check,
-        ),
-        Contender("logits, log_softmax", lambda: logits_logprob(hidden, head, targets), budget.check),
+        Contender(OURS, lambda: linear_logprob(hidden, head, targets), logprobs.check),
+        Contender("ours, with entropy", lambda: linear_logprob(hidden, head, targets, return_entropy=True), check_both),
+        Contender("logits, log_softmax", lambda: logits_logprob(hidden, head, targets), logprobs.check),
     ]
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 # Tests
@@ -278,7 +288,7 @@ def attention_laps(
 
 
 @pytest.mark.benchmark(timer=replay_clock)
-@pytest.mark.parametrize("name", [OURS, "keys gathered, varlen attention", FLASH])
+@pytest.mark.parametrize("name", [OURS, GATHERED, FLASH])
 def test_attention_time(
     attention_laps: dict[str, Lap],
     attention_job: AttentionJob,
@@ -295,18 +305,12 @@ def test_attention_keeps_its_share_of_flash_attentions_rate(
     attention_laps: dict[str, Lap],
     attention_job: AttentionJob,
     attention_workload: str,
-    budget: Budget,
-    figures: Figures,
+    hold: Callable[..., None],
 ) -> None:
-    seconds = {name: lap.median for name, lap in attention_laps.items() if lap.seconds}
-    if missing := {OURS, FLASH} - seconds.keys():
-        pytest.fail(f"no time for {', '.join(sorted(missing))}", pytrace=False)
-    shares = {
-        FLASH: (seconds[FLASH] / attention_job.flash_flops) / (seconds[OURS] / attention_job.flops),
-        **{name: median / seconds[OURS] for name, median in seconds.items() if name not in (OURS, FLASH)},
-    }
-    floors = {FLASH: ATTENTION_FLOOR, "keys gathered, varlen attention": 1.0}
-    _hold(pytestconfig, f"attention {attention_workload}", shares, floors, budget, figures)
+    ratios = times_ours(attention_laps)
+    ratios[FLASH] *= attention_job.flops / attention_job.flash_flops  # per operation
+    floors = {FLASH: ATTENTION_FLOOR, GATHERED: 1.0} if workload_set(pytestconfig) == "cuda" else {}
+    hold(f"attention {attention_workload}", ratios, floors)
 
 
 @pytest.fixture(scope="module")
@@ -350,32 +354,9 @@ def test_logprobs_come_near_what_the_device_allows(
     logprob_laps: dict[str, Lap],
     logprob_workload: str,
     ceilings: dict[str, Any],
-    budget: Budget,
-    figures: Figures,
+    hold: Callable[..., None],
 ) -> None:
-    shape = LOGPROB[workload_set(pytestconfig)][logprob_workload]
-    if not logprob_laps[OURS].seconds:
-        pytest.fail("ours has no time", pytrace=False)
-    shares = {"bound": shape.bound(ceilings) / logprob_laps[OURS].median}
-    _hold(pytestconfig, f"log-probs {logprob_workload}", shares, {"bound": BOUND_FLOOR}, budget, figures)
-
-
-def _hold(
-    config: pytest.Config,
-    group: str,
-    shares: dict[str, float],
-    floors: dict[str, float],
-    budget: Budget,
-    figures: Figures,
-) -> None:
-    """Record what ours reaches of each yardstick; on a GPU fail below a floor."""
-    promised = floors if workload_set(config) == "cuda" else {}
-    for name, share in shares.items():
-        floor = promised.get(name)
-        figures.ratios.append({"group": group, "of": name, "to": OURS, "ratio": share, "floor": floor})
-        print(f"{group}: ours at {share:.2f} of {name}" + (f", promised {floor:g}" if floor else ""))
-    if budget.max_rounds == 1:
-        pytest.skip("one round is no measurement")
-    short = {name: share for name, share in shares.items() if share < promised.get(name, 0.0)}
-    if short:
-        pytest.fail("; ".join(f"{n}: {s:.2f}, promised {promised[n]:g}" for n, s in short.items()), pytrace=False)
+    sizes = workload_set(pytestconfig)
+    ratios = times_ours(logprob_laps)
+    ratios["bound"] = LOGPROB[sizes][logprob_workload].bound(ceilings) / logprob_laps[OURS].median
+    hold(f"log-probs {logprob_workload}", ratios, {"bound": BOUND_FLOOR} if sizes == "cuda" else {})

@@ -18,10 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.race import Absent, Budget, Contender, Figures, Lap, WrongAnswer, race, release_memory, replay_clock
+from benchmarks.race import (
+    Absent,
+    Budget,
+    Contender,
+    Figures,
+    Lap,
+    WrongAnswer,
+    race,
+    release_memory,
+    replay_clock,
+    times_ours,
+)
 from benchmarks.reference import ErrorBudget, max_error
 from benchmarks.selection import workload_set
-from benchmarks.workloads import SEED
+from benchmarks.workloads import HEADS, SEED
 from cfa_kernels.losses import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
 from cfa_kernels.ops.linear_logprob import linear_logprob
 
@@ -55,7 +66,6 @@ class Shape:
         return 2.0 * self.gemms * self.tokens * self.hidden * self.vocabulary
 
 
-_HEADS = {"Qwen3-1.7B and Qwen2.5-3B": (2048, 151_936), "Llama-3.2-3B": (3072, 128_256)}
 _TRAINS = {"head trains": True, "head frozen": False}
 
 LINEAR: dict[str, dict[str, Shape]] = {
@@ -68,7 +78,7 @@ LINEAR: dict[str, dict[str, Shape]] = {
         f"{model} {tokens // 1024}k tokens, {how}": Shape(
             tokens, *sizes, torch.bfloat16, trains, (1.5 if trains else 2.0) if tokens >= 8192 else None
         )
-        for model, sizes in _HEADS.items()
+        for model, sizes in HEADS.items()
         for tokens in (2048, 8192, 32_768)
         for how, trains in _TRAINS.items()
     },
@@ -520,47 +530,20 @@ def test_time_from_logits(
     report(logits_laps[name], group=f"loss from logits, {logits_workload}", bytes=moved)
 
 
-def _ratios(laps: dict[str, Lap], group: str, floors: dict[str, float], figures: Figures) -> list[str]:
-    """Record every contender's time over ours; returns those below their floor."""
-    if not laps[OURS].seconds:
-        pytest.fail("ours has no time", pytrace=False)
-    short = []
-    for name, lap in laps.items():
-        if name == OURS or not lap.seconds:
-            continue
-        ratio, floor = lap.median / laps[OURS].median, floors.get(name)
-        figures.ratios.append({"group": group, "of": name, "to": OURS, "ratio": ratio, "floor": floor})
-        print(f"{group}: {name} takes {ratio:.2f} x ours" + (f", promised {floor:g}" if floor else ""))
-        if floor and ratio < floor:
-            short.append(f"{name}: {ratio:.2f} x ours, promised {floor:g}")
-    return short
-
-
 def test_ours_beats_its_peers_from_hidden_states(
-    pytestconfig: pytest.Config, linear_laps: dict[str, Lap], linear_workload: str, budget: Budget, figures: Figures
+    pytestconfig: pytest.Config, linear_laps: dict[str, Lap], linear_workload: str, hold: Callable[..., None]
 ) -> None:
-    shape = LINEAR[workload_set(pytestconfig)][linear_workload]
-    floors = {}
-    if shape.fastest_peer is not None:
-        others = [n for n in PEERS if not n.startswith(OURS) and linear_laps[n].seconds]
-        floors = {name: shape.fastest_peer for name in others} | {BOUND: 0.88}
-    short = _ratios(linear_laps, f"loss from hidden states, {linear_workload}", floors, figures)
-    if shape.fastest_peer is not None and linear_laps[HALF].seconds:
-        gain = linear_laps[OURS].median / linear_laps[HALF].median
-        print(f"half the groups at zero advantage: {gain:.2f} x faster, promised 1.8")
-        short += [f"{HALF}: {gain:.2f} x faster, promised 1.8"] if gain < 1.8 else []
-    if budget.max_rounds == 1:
-        pytest.skip("one round is no measurement")
-    if short:
-        pytest.fail("; ".join(short), pytrace=False)
+    factor = LINEAR[workload_set(pytestconfig)][linear_workload].fastest_peer
+    ratios, floors, short = times_ours(linear_laps), {}, []
+    if factor is not None:
+        floors = {name: factor for name in PEERS if not name.startswith(OURS)} | {BOUND: 0.88}
+        gain = 1 / ratios[HALF]
+        short = [f"{HALF}: {gain:.2f} x faster, promised 1.8"] if gain < 1.8 else []
+    hold(f"loss from hidden states, {linear_workload}", ratios, floors, short)
 
 
 def test_ours_beats_its_peers_from_logits(
-    pytestconfig: pytest.Config, logits_laps: dict[str, Lap], logits_workload: str, budget: Budget, figures: Figures
+    pytestconfig: pytest.Config, logits_laps: dict[str, Lap], logits_workload: str, hold: Callable[..., None]
 ) -> None:
     floors = {"Liger logits-level": 1.3} if workload_set(pytestconfig) == "cuda" else {}
-    short = _ratios(logits_laps, f"loss from logits, {logits_workload}", floors, figures)
-    if budget.max_rounds == 1:
-        pytest.skip("one round is no measurement")
-    if short:
-        pytest.fail("; ".join(short), pytrace=False)
+    hold(f"loss from logits, {logits_workload}", times_ours(logits_laps), floors)

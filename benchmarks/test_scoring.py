@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.counting import counted
 from benchmarks.peers import BEST_PADDED, PEERS, REFERENCE, Observed, Peer, as_is, best_batch_size
-from benchmarks.race import Budget, Contender, Figures, Lap, race, release_memory, replay_clock
+from benchmarks.race import Budget, Contender, Figures, Lap, race, release_memory, replay_clock, times_ours
 from benchmarks.reference import Reference
 from benchmarks.selection import chosen_peers, workload_set
 from benchmarks.workloads import SEED, Job, gsm8k_job, long_job, random_model
@@ -128,23 +128,7 @@ def test_scoring_time(scoring_laps: dict[str, Lap], workload: str, name: str, re
 
 
 def test_ours_beats_its_peers_by_the_promised_factors(
-    pytestconfig: pytest.Config, scoring_laps: dict[str, Lap], workload: str, budget: Budget, figures: Figures
+    pytestconfig: pytest.Config, scoring_laps: dict[str, Lap], workload: str, hold: Callable[..., None]
 ) -> None:
     floors = WORKLOADS[workload_set(pytestconfig)][workload].floors
-    ours = scoring_laps["ours"]
-    if not ours.seconds:
-        pytest.fail("ours has no time", pytrace=False)
-    short = []
-    for name, lap in scoring_laps.items():
-        if lap is ours or not lap.seconds:
-            continue
-        ratio, floor = lap.median / ours.median, floors.get(name)
-        entry = {"group": f"scoring {workload}", "of": name, "to": "ours", "ratio": ratio, "floor": floor}
-        figures.ratios.append(entry)
-        print(f"{workload}: {name} takes {ratio:.2f} x ours" + (f", promised {floor:g}" if floor else ""))
-        if floor and ratio < floor:
-            short.append(f"{name}: {ratio:.2f} x ours, promised {floor:g}")
-    if budget.max_rounds == 1:
-        pytest.skip("one round is no measurement")
-    if short:
-        pytest.fail("; ".join(short), pytrace=False)
+    hold(f"scoring {workload}", times_ours(scoring_laps), floors)

@@ -345,6 +345,17 @@ MODELS: dict[str, PretrainedConfig] = {
 }
 
 
+HEADS = {
+    names: (MODELS[name].hidden_size, MODELS[name].vocab_size)
+    for names, name in {"Qwen3-1.7B and Qwen2.5-3B": "Qwen3-1.7B", "Llama-3.2-3B": "Llama-3.2-3B"}.items()
+}
+"""Hidden size and vocabulary of the heads of the large models."""
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def random_model(name: str, *, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """A model in the shape of ``name`` with seeded random weights, in ``eval`` mode."""
     torch.manual_seed(SEED)

@@ -475,9 +475,8 @@ def row_gradients(
     these very logits bit by bit, saves the kernel a reading of them.
     """
     if backend == "torch":
-        live = by_logprob != 0 if by_entropy is None else (by_logprob != 0) | (by_entropy != 0)
-        keep_below = by_entropy is not None
-        of = probabilities(logits, bias, targets, live, softmax, keep_below=keep_below, room=gradient)
+        keep_below, has_target = by_entropy is not None, by_logprob != 0
+        of = probabilities(logits, bias, targets, has_target, softmax, keep_below=keep_below, room=gradient)
         _copy_unless_there(row_gradients_reference(of, by_logprob, by_entropy, softmax), gradient)
         return
     _run(
