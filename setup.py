@@ -1,4 +1,4 @@
-"""Packaging: ``pip install .`` installs ``cfa_kernels`` and ``trainer``. Exact pins are in constraints.txt."""
+"""Packaging: `pip install .` installs `cfa_kernels` and `trainer`. Exact pins are in constraints.txt."""
 
 from pathlib import Path
 

@@ -1,9 +1,7 @@
-"""``python -m benchmarks``: test on the device, measure its ceilings, time everything, write one JSON file.
+"""`python -m benchmarks`: test on the device, measure its ceilings, time everything, write one JSON file.
 
-Without a CUDA or HIP device it says so and exits with status 2, unless ``--device cpu`` asks for the CPU's figures.
+Without a CUDA or HIP device it says so and exits with status 2, unless `--device cpu` asks for the CPU's figures.
 """
-
-from __future__ import annotations
 
 import argparse
 import datetime
@@ -153,7 +151,7 @@ def _add_rates(figure: dict[str, Any], ceilings: dict[str, Any]) -> None:
 
 
 def merge_part(path: Path, environment: dict[str, Any], part: str, result: dict[str, Any]) -> None:
-    """Put a part into the result file. A piece of a part (``select``) adds to earlier pieces of it."""
+    """Put a part into the result file. A piece of a part (`select`) adds to earlier pieces of it."""
     document: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"schema": 1, "parts": {}}
     document["environment"] = environment
     result = {"commit": environment["commit"], "dirty": environment["dirty"], **result}
@@ -241,7 +239,7 @@ def _driver() -> str:
 
 
 def _commit(given: str | None) -> tuple[str, bool | None]:
-    """The commit and whether the tree differs from it; ``given`` where git cannot tell."""
+    """The commit and whether the tree differs from it; `given` where git cannot tell."""
 
     def git(*arguments: str) -> str | None:
         try:

@@ -1,7 +1,5 @@
 """What this device can do at most, measured: copy bandwidth and matrix-product rate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ def measure_ceilings(device: torch.device, *, smoke: bool = False) -> dict[str, 
     """GB/s of a large copy within the device (bytes read plus written) and TFLOP/s of a large matrix product.
 
     On a GPU: 4 GiB and bf16 8192 x 8192 x 8192. On a CPU: 256 MiB and fp32 2048 x 2048 x 2048, on the threads torch
-    uses. Operands are random: zeros run faster. ``smoke``: far smaller, no ceiling at all.
+    uses. Operands are random: zeros run faster. `smoke`: far smaller, no ceiling at all.
     """
     on_gpu = device.type == "cuda"
     count, side, dtype = (1 << 30, 8192, torch.bfloat16) if on_gpu else (1 << 26, 2048, torch.float32)

@@ -1,7 +1,5 @@
 """Fixtures of the benchmarks: the device, the time budget, and where figures are reported to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,8 +53,8 @@ def budget(request: pytest.FixtureRequest) -> Budget:
 def report(benchmark: Any, figures: Figures) -> Callable[..., None]:
     """Report a lap: to pytest-benchmark and to the figures. Fails on a refused one, skips an absent one.
 
-    ``group`` says what the contenders have in common (the workload); ``facts`` are numbers to keep beside the time:
-    ``flops`` (operations of one run) and ``bytes`` (moved by one run) become rates in the result file.
+    `group` says what the contenders have in common (the workload); `facts` are numbers to keep beside the time:
+    `flops` (operations of one run) and `bytes` (moved by one run) become rates in the result file.
     """
 
     def report_lap(lap: Lap, *, group: str, **facts: Any) -> None:
@@ -87,7 +85,7 @@ def report(benchmark: Any, figures: Figures) -> Callable[..., None]:
 def hold(budget: Budget, figures: Figures) -> Callable[..., None]:
     """Record what each contender costs in units of ours, then fail if one costs less than its floor.
 
-    ``ratios`` and ``floors`` are by name; ``short`` describes promises that were missed beside these.
+    `ratios` and `floors` are by name; `short` describes promises that were missed beside these.
     """
 
     def hold_ratios(group: str, ratios: dict[str, float], floors: dict[str, float], short: Sequence[str] = ()) -> None:

@@ -1,7 +1,5 @@
 """Counting what a contender feeds a model: tokens, forwards, head rows and floating-point operations."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -34,7 +32,7 @@ class Work:
 
 
 def attention_flops(config: Any, pairs: float) -> float:
-    """Operations of QK^T and PV over all layers, for ``pairs`` visible (query, key) pairs."""
+    """Operations of QK^T and PV over all layers, for `pairs` visible (query, key) pairs."""
     return 4.0 * config.num_attention_heads * head_dim(config) * config.num_hidden_layers * pairs
 
 
@@ -60,15 +58,15 @@ def tree_head_rows(job: Job) -> int:
 
 
 def _causal(length: int, past: int) -> float:
-    """Pairs of ``length`` queries that see ``past`` keys and themselves causally."""
+    """Pairs of `length` queries that see `past` keys and themselves causally."""
     return length * past + length * (length + 1) / 2
 
 
 @contextlib.contextmanager
 def counted(model: PreTrainedModel, tree: Job | None = None) -> Iterator[Work]:
-    """Count what runs through a transformers causal model inside the ``with`` block.
+    """Count what runs through a transformers causal model inside the `with` block.
 
-    ``tree``: the job whose packed tree is fed, for contenders whose rows do not attend to all that comes before.
+    `tree`: the job whose packed tree is fed, for contenders whose rows do not attend to all that comes before.
     """
     work, config = Work(), model.config
     head, trunk = model.get_output_embeddings(), model.base_model

@@ -1,11 +1,9 @@
 """Every way to score masked spans that a user could pick instead, one function each, all with one signature.
 
-A peer takes ``(model, job)`` and returns, per completion, what it observes: normally (1 + K_b,) fp32 answer
+A peer takes `(model, job)` and returns, per completion, what it observes: normally (1 + K_b,) fp32 answer
 log-probs in nats, the unmasked one first. Peers built on other people's packages report in those packages' own
-terms; ``Peer.view`` states those terms as a function of the log-probs, so that ``reference.py`` can check each.
+terms; `Peer.view` states those terms as a function of the log-probs, so that `reference.py` can check each.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
@@ -36,9 +34,9 @@ class Peer:
     """A contender for the scoring job.
 
     Attributes:
-        run: ``(model, job)`` to what it observes.
-        view: ``(scores, job, b)`` to what it should observe of completion ``b`` whose (1 + K_b,) log-probs are
-            ``scores``. Continuous; piecewise differentiable.
+        run: `(model, job)` to what it observes.
+        view: `(scores, job, b)` to what it should observe of completion `b` whose (1 + K_b,) log-probs are
+            `scores`. Continuous; piecewise differentiable.
         scores_in_model_dtype: it rounds log-probs to the model's dtype before it sums them.
         packed: it feeds prompt, completions and branches as one tree.
     """
@@ -99,7 +97,7 @@ def per_span_logits_to_keep(model: PreTrainedModel, job: Job) -> Observed:
 
 @dataclass(frozen=True)
 class _PaddedRow:
-    """One row to score: completion ``b`` with its span ``k - 1`` masked, or as it is for ``k = 0``."""
+    """One row to score: completion `b` with its span `k - 1` masked, or as it is for `k = 0`."""
 
     b: int
     k: int
@@ -109,7 +107,7 @@ class _PaddedRow:
 
 
 def _padded_batches(batch_size: int, job: Job, *, whole: bool) -> Iterator[tuple[list[_PaddedRow], Tensor]]:
-    """Rows sorted by length, padded on the right; ``whole`` or up to the last one that predicts a target.
+    """Rows sorted by length, padded on the right; `whole` or up to the last one that predicts a target.
 
     Rows of one batch never see the padding of another, which comes after them, so no mask is needed.
     """
@@ -128,7 +126,7 @@ def _padded_batches(batch_size: int, job: Job, *, whole: bool) -> Iterator[tuple
 
 @torch.no_grad()
 def padded(batch_size: int, model: PreTrainedModel, job: Job) -> Observed:
-    """Batches of ``batch_size`` rows, sorted by length: the model called as it comes, logits of every row."""
+    """Batches of `batch_size` rows, sorted by length: the model called as it comes, logits of every row."""
     observed = [[torch.empty(0)] * (1 + len(spans)) for spans in job.spans]
     for batch, ids in _padded_batches(batch_size, job, whole=True):
         logits = model(ids, use_cache=False).logits
@@ -186,7 +184,7 @@ def best_batch_size(
 
 @torch.no_grad()
 def kv_reuse(model: PreTrainedModel, job: Job) -> Observed:
-    """A ``DynamicCache`` per prompt: each completion, then its spans from last to first, each fed from its start.
+    """A `DynamicCache` per prompt: each completion, then its spans from last to first, each fed from its start.
 
     Cutting the cache back to a span's start leaves only keys and values of unmasked tokens, because every earlier
     branch started later; so nothing is copied.
@@ -215,7 +213,7 @@ def kv_reuse(model: PreTrainedModel, job: Job) -> Observed:
 
 
 def _cut(cache: DynamicCache, length: int) -> None:
-    """Keep the first ``length`` positions."""
+    """Keep the first `length` positions."""
     if (surplus := cache.get_seq_length() - length) > 0:
         cache.crop(-surplus)
 
@@ -354,7 +352,7 @@ def _aligntune() -> ModuleType:
 
 
 def _aligntune_rows(model: PreTrainedModel, job: Job, importance: Callable[[Tensor, int], Any]) -> Observed:
-    """Call ``importance(ids, prompt_length)`` per completion, with the job's spans in place of its own detection.
+    """Call `importance(ids, prompt_length)` per completion, with the job's spans in place of its own detection.
 
     One unpadded row at a time: on padded rows it takes the padding for a part of the answer.
     """
@@ -369,13 +367,13 @@ def _aligntune_rows(model: PreTrainedModel, job: Job, importance: Callable[[Tens
 
 
 def aligntune_unbatched(model: PreTrainedModel, job: Job) -> Observed:
-    """``compute_counterfactual_importance``: one full forward per span, full-vocabulary log-softmax of every row."""
+    """`compute_counterfactual_importance`: one full forward per span, full-vocabulary log-softmax of every row."""
     run = _aligntune().compute_counterfactual_importance
     return _aligntune_rows(model, job, lambda ids, length: run(model, job.tokenizer, ids, length))
 
 
 def aligntune_batched(model: PreTrainedModel, job: Job) -> Observed:
-    """``compute_batched_counterfactual_importance``: the same in chunks of 8."""
+    """`compute_batched_counterfactual_importance`: the same in chunks of 8."""
     run = _aligntune().compute_batched_counterfactual_importance
     return _aligntune_rows(model, job, lambda ids, length: run(model, job.tokenizer, ids, length)[0][0])
 
@@ -398,7 +396,7 @@ def aligntune_importance(scores: Tensor, job: Job, b: int) -> Tensor:
 
 
 def captum_ablation(model: PreTrainedModel, job: Job) -> Observed:
-    """``LLMAttribution(FeatureAblation)`` with spans as features, on ids: nothing is tokenised again."""
+    """`LLMAttribution(FeatureAblation)` with spans as features, on ids: nothing is tokenised again."""
     try:
         from captum.attr import FeatureAblation, LLMAttribution
     except ImportError as error:
@@ -450,7 +448,7 @@ def base_minus_masked(scores: Tensor, job: Job, b: int) -> Tensor:
 
 
 def lm_eval_loglikelihood(model: PreTrainedModel, job: Job) -> Observed:
-    """``HFLM._loglikelihood_tokens``: token-exact requests in batches of 8, sorted by length."""
+    """`HFLM._loglikelihood_tokens`: token-exact requests in batches of 8, sorted by length."""
     try:
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
@@ -469,7 +467,7 @@ def lm_eval_loglikelihood(model: PreTrainedModel, job: Job) -> Observed:
 
 
 def ours(model: PreTrainedModel, job: Job) -> Observed:
-    """``cfa_kernels.score_counterfactuals``."""
+    """`cfa_kernels.score_counterfactuals`."""
     scores = score_counterfactuals(
         model, job.prompts, job.completions, job.spans, job.answers, placeholder_id=job.placeholder_id
     )

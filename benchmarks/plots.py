@@ -1,6 +1,4 @@
-"""Pictures of a result file: ``python -m benchmarks.plots benchmarks/results/FILE.json`` writes PNGs beside it."""
-
-from __future__ import annotations
+"""Pictures of a result file: `python -m benchmarks.plots benchmarks/results/FILE.json` writes PNGs beside it."""
 
 import json
 import sys

@@ -1,17 +1,15 @@
 """How everything here is timed: contenders are checked, then take turns, so that drift of the machine hits all alike.
 
-A benchmark builds ``Contender`` values that do the same job, calls ``race`` and reports each lap with the ``report``
-fixture of ``conftest.py``. A contender with a wrong answer, or that raises, is refused: it gets no time and its test
+A benchmark builds `Contender` values that do the same job, calls `race` and reports each lap with the `report`
+fixture of `conftest.py`. A contender with a wrong answer, or that raises, is refused: it gets no time and its test
 fails. One that cannot run here (a package that is missing) is absent: no time either, and its test is skipped.
 
     def check(result):                       # raises WrongAnswer
         assert_close(result, reference)
 
     laps = race([Contender("ours", run, check), ...], device=device, budget=budget)
-    report(laps["ours"], group="loss")       # in a test marked ``@pytest.mark.benchmark(timer=replay_clock)``
+    report(laps["ours"], group="loss")       # in a test marked `@pytest.mark.benchmark(timer=replay_clock)`
 """
-
-from __future__ import annotations
 
 import gc
 import json
@@ -42,8 +40,8 @@ class Contender:
     Attributes:
         name: how results call it.
         run: does the whole job once and returns its result.
-        check: raises ``WrongAnswer`` on a wrong result; may return facts to record (numbers or strings by name).
-        absent: why it cannot run here; then ``run`` is never called.
+        check: raises `WrongAnswer` on a wrong result; may return facts to record (numbers or strings by name).
+        absent: why it cannot run here; then `run` is never called.
     """
 
     name: str
@@ -73,7 +71,7 @@ class Lap:
 
 @dataclass(frozen=True)
 class Budget:
-    """How many rounds a race may take: as many as fit in ``seconds``, between two bounds."""
+    """How many rounds a race may take: as many as fit in `seconds`, between two bounds."""
 
     seconds: float = 60.0
     min_rounds: int = 5
@@ -92,8 +90,8 @@ def race(
 ) -> dict[str, Lap]:
     """Check every contender once, then time the sound ones in rounds, each round starting one further along.
 
-    ``clock="wall"`` times what a caller waits for: launches and work, to the last synchronisation.
-    ``clock="device"`` times the device alone by events, with a cold L2 cache and launches hidden behind the
+    `clock="wall"` times what a caller waits for: launches and work, to the last synchronisation.
+    `clock="device"` times the device alone by events, with a cold L2 cache and launches hidden behind the
     clearing of it; on a CPU it is the wall clock.
     """
     if len({contender.name for contender in contenders}) != len(contenders):
@@ -144,7 +142,7 @@ def _checked(contender: Contender, device: torch.device) -> Lap:
 
 
 def times_ours(laps: dict[str, Lap], ours: str = "ours") -> dict[str, float]:
-    """Every other contender's median over ours; ``AssertionError`` if ours has no time."""
+    """Every other contender's median over ours; `AssertionError` if ours has no time."""
     assert laps[ours].seconds, f"{ours} has no time"
     return {name: lap.median / laps[ours].median for name, lap in laps.items() if lap.seconds and name != ours}
 
@@ -223,7 +221,7 @@ class ReplayClock:
         return self._now
 
     def rounds(self, seconds: Sequence[float]) -> Callable[[], None]:
-        """A target for ``benchmark.pedantic`` that takes each of ``seconds`` in turn."""
+        """A target for `benchmark.pedantic` that takes each of `seconds` in turn."""
         left = iter(seconds)
 
         def one_round() -> None:

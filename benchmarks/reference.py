@@ -1,7 +1,5 @@
 """What is right, in float64, and by how much a result may miss it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,14 +18,14 @@ class Reference:
     """What is right, and by how much a result may miss it.
 
     The budget is the error that the definition itself makes in the model's precision, measured against the same
-    in the next higher one, doubled: ``2 * (max |per_span - truth| + eps * max |truth|)`` nats per score.
+    in the next higher one, doubled: `2 * (max |per_span - truth| + eps * max |truth|)` nats per score.
     """
 
     truth: list[Tensor]  # float64
     error: float
 
     @staticmethod
-    def of(model: PreTrainedModel, job: Job) -> Reference:
+    def of(model: PreTrainedModel, job: Job) -> "Reference":
         """Run the definition in the model's dtype and in the next higher one."""
         dtype = next(model.parameters()).dtype
         higher = torch.float64 if dtype == torch.float32 else torch.float32
@@ -41,11 +39,11 @@ class Reference:
         return Reference(truth, error)
 
     def tolerance(self, eps: float) -> float:
-        """Nats that one score may be off, its own rounding step being ``eps``."""
+        """Nats that one score may be off, its own rounding step being `eps`."""
         return 2 * (self.error + eps * max(float(scores.abs().max()) for scores in self.truth))
 
     def check(self, peer: Peer, job: Job, observed: Observed, dtype: torch.dtype) -> dict[str, float]:
-        """Raise ``WrongAnswer`` unless every observation is within the budget; return how close it was.
+        """Raise `WrongAnswer` unless every observation is within the budget; return how close it was.
 
         For a peer that observes something other than log-probs the budget goes through its view to first order:
         the sum, over the scores, of how far the view moves when one score moves by the tolerance.
@@ -87,13 +85,13 @@ class ErrorBudget:
     eps: float
 
     @staticmethod
-    def of(reference: Callable[..., Tensor], *inputs: Tensor) -> ErrorBudget:
-        """Run ``reference`` in float64 and in the dtype of ``inputs``."""
+    def of(reference: Callable[..., Tensor], *inputs: Tensor) -> "ErrorBudget":
+        """Run `reference` in float64 and in the dtype of `inputs`."""
         truth = reference(*(x.double() for x in inputs))
         return ErrorBudget(truth, max_error(reference(*inputs), truth), torch.finfo(inputs[0].dtype).eps)
 
     def check(self, result: Tensor, name: str = "result", slack: float = 0.0) -> dict[str, float]:
-        """Hold a result to ``2 * (low_error + eps * max |truth|) + slack``; returns its share of that budget."""
+        """Hold a result to `2 * (low_error + eps * max |truth|) + slack`; returns its share of that budget."""
         allowed = 2 * (self.low_error + self.eps * self.truth.abs().max().item()) + slack
         error = max_error(result, self.truth)
         if not error <= allowed:
@@ -102,7 +100,7 @@ class ErrorBudget:
 
 
 def max_error(ours: Tensor, exact: Tensor) -> float:
-    """Largest absolute difference; ``WrongAnswer`` for another shape."""
+    """Largest absolute difference; `WrongAnswer` for another shape."""
     if ours.shape != exact.shape:
         raise WrongAnswer(f"shape {tuple(exact.shape)} expected, got {tuple(ours.shape)}")
     if not exact.dim():

@@ -1,7 +1,5 @@
 """What a session is to run: on which device, and whether in full or as a smoke run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -17,17 +15,17 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def device_name(config: pytest.Config) -> str:
-    """``"cuda"`` (CUDA or HIP) or ``"cpu"``."""
+    """`"cuda"` (CUDA or HIP) or `"cpu"`."""
     return config.getoption("--bench-device") or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def workload_set(config: pytest.Config) -> str:
-    """Key of the workloads to run: ``"smoke"``, or the device's name for those of full size."""
+    """Key of the workloads to run: `"smoke"`, or the device's name for those of full size."""
     return "smoke" if config.getoption("--bench-smoke") else device_name(config)
 
 
 def chosen_peers(config: pytest.Config, known: list[str]) -> list[str]:
-    """Names of the contenders to race, in the order of ``known``; ``UsageError`` for one that is not among them."""
+    """Names of the contenders to race, in the order of `known`; `UsageError` for one that is not among them."""
     given = config.getoption("--bench-peers")
     if given is None:
         return known

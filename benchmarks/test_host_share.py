@@ -1,7 +1,5 @@
 """What span detection and packing take on the CPU, beside the scoring they are for."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

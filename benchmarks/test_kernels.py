@@ -1,7 +1,5 @@
 """The two forward kernels alone: tree attention against flash attention, log-probs against what the device can do."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

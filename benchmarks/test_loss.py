@@ -4,8 +4,6 @@ A job is one training step's loss: forward and backward of the weighted, clipped
 contender returns the loss and its gradients and is checked against float64 before it is timed.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib.util
@@ -197,7 +195,7 @@ class Reference:
     budgets: tuple[ErrorBudget, ...]
 
     @staticmethod
-    def of(truth: Result, low: Result, dtype: torch.dtype) -> Reference:
+    def of(truth: Result, low: Result, dtype: torch.dtype) -> "Reference":
         eps = torch.finfo(dtype).eps
         pairs = zip(low, truth, strict=True)
         return Reference(tuple(ErrorBudget(exact, max_error(mine, exact), eps) for mine, exact in pairs))

@@ -1,7 +1,5 @@
 """Scoring masked spans: ours against everything a user could pick instead, on the same completions and model."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How the cost of scoring grows with spans, completion length and group size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 

@@ -3,8 +3,6 @@
 No network: the tokenizer is a byte-level BPE trained here, and models have random weights in the shapes of real ones.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import random
@@ -54,15 +52,15 @@ class Job:
     placeholder_id: int
     tokenizer: PreTrainedTokenizerFast
 
-    def to(self, device: torch.device) -> Job:
-        """The same job with its ids on ``device``."""
+    def to(self, device: torch.device) -> "Job":
+        """The same job with its ids on `device`."""
         moved = {
             "prompts": [p.to(device) for p in self.prompts],
             "completions": [c.to(device) for c in self.completions],
         }
         return Job(**{**vars(self), **moved})
 
-    def part(self, rows: Sequence[int]) -> Job:
+    def part(self, rows: Sequence[int]) -> "Job":
         """The job of some of its completions."""
         columns = {
             name: [getattr(self, name)[b] for b in rows] for name in ("prompts", "completions", "spans", "answers")
@@ -86,7 +84,7 @@ class Job:
 
 
 def variants(job: Job, b: int) -> Iterator[Tensor]:
-    """Completion ``b`` as sampled, then with each of its spans replaced by placeholders, (T_b,) each."""
+    """Completion `b` as sampled, then with each of its spans replaced by placeholders, (T_b,) each."""
     completion = job.completions[b]
     yield completion
     for span in job.spans[b]:
@@ -214,7 +212,7 @@ def _scorable(text: str, max_spans: int) -> _Scored | None:
 
 
 def gsm8k_job(problems: int, *, seed: int = SEED) -> Job:
-    """``problems`` problems drawn at random, four completions each, every one with an answer and a span."""
+    """`problems` problems drawn at random, four completions each, every one with an answer and a span."""
     order = list(corpus().problems)
     random.Random(seed).shuffle(order)
     prompts, rows = [], []
@@ -231,9 +229,9 @@ def gsm8k_job(problems: int, *, seed: int = SEED) -> Job:
 
 
 def long_job(problems: int, *, length: int = 2000, spans: int = 10, seed: int = SEED) -> Job:
-    """Long completions: solutions one after the other up to ``length`` tokens, then the last one's answer.
+    """Long completions: solutions one after the other up to `length` tokens, then the last one's answer.
 
-    Two completions per problem. Of all spans found, ``spans`` at even distances are scored, as saliency over a long
+    Two completions per problem. Of all spans found, `spans` at even distances are scored, as saliency over a long
     solution would be spread.
     """
     rng = random.Random(seed)
@@ -267,7 +265,7 @@ def _job(name: str, source: str, prompts: list[Tensor], rows: Sequence[_Scored])
 
 
 def shaped_job(*, group: int, prompt: int, completion: int, spans: int, span_tokens: int = 12, seed: int = SEED) -> Job:
-    """Random ids in a given shape: one prompt, ``group`` completions, spans at even distances, a 3-token answer."""
+    """Random ids in a given shape: one prompt, `group` completions, spans at even distances, a 3-token answer."""
     answer = Span(completion - 3, completion)
     room = answer.start - 1  # the marker stays
     if spans * span_tokens > room:
@@ -357,7 +355,7 @@ def head_dim(config: PretrainedConfig) -> int:
 
 
 def random_model(name: str, *, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A model in the shape of ``name`` with seeded random weights, in ``eval`` mode."""
+    """A model in the shape of `name` with seeded random weights, in `eval` mode."""
     torch.manual_seed(SEED)
     with device:
         model = AutoModelForCausalLM.from_config(MODELS[name], dtype=dtype)

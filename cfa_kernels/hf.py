@@ -1,7 +1,5 @@
 """The one place that knows transformers models: tree attention inside them, and the head beside them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,7 +72,7 @@ AttentionInterface.register(ATTENTION, _attention)
 
 @dataclass(frozen=True)
 class Head:
-    """The output layer: ``logits = softcap(logit_scale * (hidden @ weight.T + bias))``."""
+    """The output layer: `logits = softcap(logit_scale * (hidden @ weight.T + bias))`."""
 
     weight: Tensor  # (V, H)
     bias: Tensor | None  # (V,)
@@ -82,7 +80,7 @@ class Head:
     logit_scale: float
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-        """Log-probs of ``targets`` (R,) given ``hidden`` (R, H), fp32, in nats."""
+        """Log-probs of `targets` (R,) given `hidden` (R, H), fp32, in nats."""
         return linear_logprob(
             hidden, self.weight, targets, bias=self.bias, temperature=temperature, softcap=self.softcap,
             logit_scale=self.logit_scale,
@@ -92,7 +90,7 @@ class Head:
 def causal_lm(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside DDP, torch.compile and PEFT wrappers, adapter layers still in place.
 
-    Raises ``NotImplementedError`` for PEFT methods that work by extra prompt tokens, ``TypeError`` for anything
+    Raises `NotImplementedError` for PEFT methods that work by extra prompt tokens, `TypeError` for anything
     that is not a transformers causal model, both naming the class.
     """
     inner: Any = model
@@ -118,7 +116,7 @@ def _peft_configs(model: nn.Module) -> list[object]:
 
 
 def read_head(model: PreTrainedModel) -> Head:
-    """The head's weight and what the model does to its logits. Raises ``NotImplementedError`` for LoRA on it."""
+    """The head's weight and what the model does to its logits. Raises `NotImplementedError` for LoRA on it."""
     layer = model.get_output_embeddings()
     if hasattr(layer, "modules_to_save"):
         layer = layer.modules_to_save[layer.active_adapter]
@@ -186,9 +184,9 @@ def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def tree_attention_mode(model: PreTrainedModel) -> Iterator[None]:
-    """:func:`evaluation_mode` with tree attention in every layer; the implementation comes back as well.
+    """`evaluation_mode` with tree attention in every layer; the implementation comes back as well.
 
-    Raises ``NotImplementedError`` if the model does not go through transformers' attention interface.
+    Raises `NotImplementedError` if the model does not go through transformers' attention interface.
     """
     if not model._can_set_attn_implementation():
         raise NotImplementedError(
@@ -208,9 +206,9 @@ def tree_attention_mode(model: PreTrainedModel) -> Iterator[None]:
 def pack_logprobs(
     model: PreTrainedModel, pack: Pack, temperature: float = 1.0, attended: list[str] | None = None
 ) -> Tensor:
-    """Log-prob of every target of ``pack``, (R,) fp32, by one forward; the tempered ones at ``temperature``.
+    """Log-prob of every target of `pack`, (R,) fp32, by one forward; the tempered ones at `temperature`.
 
-    Call inside :func:`tree_attention_mode`. ``attended`` collects the name of every attention layer that ran.
+    Call inside `tree_attention_mode`. `attended` collects the name of every attention layer that ran.
     """
     device = embedding(model).device
     with _last_layer_on_rows(model, np.unique(pack.rows)):
@@ -231,7 +229,7 @@ def pack_logprobs(
 
 @contextmanager
 def _last_layer_on_rows(model: PreTrainedModel, rows: np.ndarray) -> Iterator[None]:
-    """Run the last layer's attention output and MLP, which nothing else reads, on ``rows`` alone.
+    """Run the last layer's attention output and MLP, which nothing else reads, on `rows` alone.
 
     Both act on each token by itself, so they are given the rows that the head will see and their results are put
     back among zeros. Queries stay whole: the attention module norms and rotates them beside the keys, which every
@@ -249,7 +247,7 @@ def _last_layer_on_rows(model: PreTrainedModel, rows: np.ndarray) -> Iterator[No
 
 
 def _hook_rows(module: nn.Module, rows: np.ndarray) -> list[RemovableHandle]:
-    """Hooks under which ``module``, given (1, N, H), computes ``rows`` and returns zeros elsewhere."""
+    """Hooks under which `module`, given (1, N, H), computes `rows` and returns zeros elsewhere."""
     seen: list[tuple[Tensor, int]] = []
 
     def select(_: nn.Module, args: tuple) -> tuple:
@@ -279,7 +277,7 @@ def prove_supported(model: PreTrainedModel) -> None:
     """Once per model object: score a tiny branching tree and compare with the model's own forward.
 
     Catches what no attribute tells: layers without attention, masks built elsewhere, logits changed after the
-    head. Raises ``NotImplementedError`` with the layers or the difference in nats.
+    head. Raises `NotImplementedError` with the layers or the difference in nats.
     """
     if model in _PROVEN:
         return

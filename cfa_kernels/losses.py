@@ -1,7 +1,7 @@
 """The weighted clipped policy loss, the last step before the optimizer: log-probs and token weights to a scalar.
 
 The formula of one token is `ops.policy_loss.token_terms`; this module checks the input, sums the tokens as each
-``loss_type`` does, and reports metrics. Formulas, names and defaults follow TRL 1.16's GRPO trainer.
+`loss_type` does, and reports metrics. Formulas, names and defaults follow TRL 1.16's GRPO trainer.
 """
 
 import math
@@ -10,19 +10,19 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from cfa_kernels.ops.dispatch import resolve_backend
-from cfa_kernels.ops.head_strips import autocast_operands
-from cfa_kernels.ops.linear_policy_loss import contributing, linear_policy_loss_op
-from cfa_kernels.ops.logits_policy_loss import LogitsPolicyLossInPlace, logits_policy_loss_op
-from cfa_kernels.ops.policy_loss import PolicyOptions, Tokens, policy_terms, refuse_second_derivative
-from cfa_kernels.ops.policy_rows import LOGIT_DTYPES, Softmax, compute_dtype
+from .ops.dispatch import resolve_backend
+from .ops.head_strips import autocast_operands
+from .ops.linear_policy_loss import contributing, linear_policy_loss_op
+from .ops.logits_policy_loss import LogitsPolicyLossInPlace, logits_policy_loss_op
+from .ops.policy_loss import PolicyOptions, Tokens, policy_terms, refuse_second_derivative
+from .ops.policy_rows import LOGIT_DTYPES, Softmax, compute_dtype
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
 LEVELS = ("token", "sequence")
 
 
 class _Batch(NamedTuple):
-    """Checked input of a loss; the loss is ``sum(token loss * scale) - entropy_scale * sum(entropy)``."""
+    """Checked input of a loss; the loss is `sum(token loss * scale) - entropy_scale * sum(entropy)`."""
 
     keep: Tensor  # (B, T) bool, the mask
     tokens: Tokens  # (B, T) each, in the compute dtype, 0 where the mask is 0
@@ -58,13 +58,13 @@ def policy_loss(
 
     Tensors
         logprobs (B, T): log pi(token), nats, any float dtype; float64 is computed in float64, the rest in float32.
-        old_logprobs (B, T) or None: under the sampling policy; None means on-policy, ``logprobs.detach()``.
+        old_logprobs (B, T) or None: under the sampling policy; None means on-policy, `logprobs.detach()`.
         advantages (B,) or (B, T).
         mask (B, T): 0 or 1 of any dtype; tokens with 0 may hold anything, NaN included.
         weights (B, T), finite and >= 0: multiply the clipped policy term, never the KL term. A token of weight 0
             stays in every denominator and counts as unclipped.
-        ref_logprobs (B, T): needed when ``beta != 0``; without beta they give the ``kl`` metric only.
-        entropies (B, T): nats; ``entropy_coef`` times their mean over the counted tokens is taken off the loss.
+        ref_logprobs (B, T): needed when `beta != 0`; without beta they give the `kl` metric only.
+        entropies (B, T): nats; `entropy_coef` times their mean over the counted tokens is taken off the loss.
 
     How tokens are summed (l = token loss, m = mask, n = m.sum(1))
         grpo, sapo   sum_b( sum_t(l * m) / max(n, 1) ) / B
@@ -77,21 +77,21 @@ def policy_loss(
     bonus), and `num_sequences_in_batch`, which replaces B; with gradients averaged over processes divide both by
     the number of processes. bnpo normalises by its own micro-batch, by definition.
 
-    At ``importance_sampling_level="sequence"`` (GSPO) the log-ratio of a token is the mean over its sequence. For
+    At `importance_sampling_level="sequence"` (GSPO) the log-ratio of a token is the mean over its sequence. For
     cispo `epsilon_high` bounds the ratio itself. `delta` caps the ratio outside the clip (two-sided clipping).
-    ``use_bias_correction_kl=True`` multiplies KL by the ratio (TRL's default; ours is plain k3). Log-ratios above
+    `use_bias_correction_kl=True` multiplies KL by the ratio (TRL's default; ours is plain k3). Log-ratios above
     40 nats are cut off there: no overflow in float32, and no gradient beyond.
 
     `validate`: None checks the values of CPU tensors only, since looking at a GPU tensor waits for the GPU; True
     checks always, False never. Options and shapes are always checked.
 
-    Returns the 0-d loss and metrics as detached 0-d tensors that were never moved to the host: ``ratio_mean``
-    (over counted tokens with a non-zero weighted advantage), ``kl`` (given ref_logprobs), ``entropy`` (given
-    entropies), ``clip_ratio/low_mean``, ``/high_mean``, ``/region_mean``, ``/low_min``, ``/high_max`` or, for
-    cispo, ``cispo_clip_ratio``. Means are over tokens; those of clip ratios at the sequence level over sequences.
+    Returns the 0-d loss and metrics as detached 0-d tensors that were never moved to the host: `ratio_mean`
+    (over counted tokens with a non-zero weighted advantage), `kl` (given ref_logprobs), `entropy` (given
+    entropies), `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min`, `/high_max` or, for
+    cispo, `cispo_clip_ratio`. Means are over tokens; those of clip ratios at the sequence level over sequences.
 
     Raises ValueError for a wrong option, shape or value (naming row and token), TypeError for a wrong dtype, and
-    RuntimeError from a backward with ``create_graph=True``.
+    RuntimeError from a backward with `create_graph=True`.
     """
     _check_float("logprobs", logprobs)
     if logprobs.dim() != 2:
@@ -179,16 +179,16 @@ def logits_policy_loss(
     backend: str | None = None,
     **options: Unpack[LossOptions],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`policy_loss` from logits: ``log_softmax(softcap * tanh(logit_scale * logits / softcap) / temperature)``.
+    """`policy_loss` from logits: `log_softmax(softcap * tanh(logit_scale * logits / softcap) / temperature)`.
 
     Without a softcap there is no tanh, as in a model without one.
     logits (B, T, V): float32, bfloat16 or float16 of any strides (float64 too on the PyTorch backend); float32
     arithmetic. Where the mask is 0 they may hold anything. targets (B, T) int64. The other tensors and the options
-    are those of `policy_loss`; `entropy_coef` needs no entropies here. ``compute_entropy=True`` adds the
-    ``entropy`` metric. A target outside the vocabulary is an error where values are checked, else the loss is nan.
+    are those of `policy_loss`; `entropy_coef` needs no entropies here. `compute_entropy=True` adds the
+    `entropy` metric. A target outside the vocabulary is an error where values are checked, else the loss is nan.
 
     The gradient by the logits is made in the forward pass, in one pass over each row at the token level (Triton),
-    in memory of their size. ``inplace=True`` puts it over the logits themselves, where one is wanted: then the
+    in memory of their size. `inplace=True` puts it over the logits themselves, where one is wanted: then the
     logits are lost, backward runs once, and PyTorch raises its version error if another operation, such as a tanh
     that made them, needs them for its own backward.
 
@@ -239,20 +239,20 @@ def linear_policy_loss(
     backend: str | None = None,
     **options: Unpack[LossOptions],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`logits_policy_loss` of ``hidden @ lm_head.T + bias``, whose logits never exist as a whole.
+    """`logits_policy_loss` of `hidden @ lm_head.T + bias`, whose logits never exist as a whole.
 
     hidden (B, T, H) and lm_head (V, H) share a dtype: float32, bfloat16 or float16 (float64 too on the PyTorch
     backend); under autocast both are cast to its dtype, as `torch.nn.functional.linear` would. bias (V,). All three
     may require gradients, which are ready when this returns: the head's, a sum in float32, is made only if it
     trains, so a frozen head costs two GEMMs instead of three (one more at the sequence level).
 
-    `chunk_size`: rows of logits that exist at a time (4096; 512 on a CPU). ``fp32_logits=True`` keeps them in
+    `chunk_size`: rows of logits that exist at a time (4096; 512 on a CPU). `fp32_logits=True` keeps them in
     float32 as the GEMM summed them; False rounds them to the dtype of `hidden`, at half the memory traffic.
 
     Tokens that add nothing (mask 0; also advantage or weight 0, if neither ref_logprobs nor the entropy want them)
     need no GEMM. How many they are is known on a CPU only, so there they are dropped by default, and on a GPU not,
     where looking would wait for the device in every step. Pass `rows`, the flattened indices from
-    `contributing_rows`, made where the batch is made; or accept the wait with ``drop_inactive=True``, which also
+    `contributing_rows`, made where the batch is made; or accept the wait with `drop_inactive=True`, which also
     drops clipped tokens from the gradients' GEMMs. Loss, gradients and metrics are the same in every case.
 
     The rest, and what is returned and raised, is as in `logits_policy_loss`. Kernels: `ops/linear_policy_loss.py`.

@@ -1,10 +1,8 @@
 """Counterfactual scores: how much an answer's log-prob drops when a span of the reasoning is masked.
 
-Completions and their masked branches become packed trees (``tree.py``); one forward per pack (``hf.py``) yields
+Completions and their masked branches become packed trees (`tree.py`); one forward per pack (`hf.py`) yields
 all answer log-probs and, when asked, the log-prob of every completion token.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ from .tree import Pack, Query, pack_units
 
 @dataclass(frozen=True)
 class ScoringWork:
-    """What scoring did, for accounting: compare ``tokens_fed`` with ``tokens_unshared``."""
+    """What scoring did, for accounting: compare `tokens_fed` with `tokens_unshared`."""
 
     forwards: int
     tokens_fed: int
@@ -45,7 +43,7 @@ class CounterfactualScores:
     Attributes:
         base: (B,) fp32 log P(answer | prompt, reasoning); nan where there is no answer.
         masked: B tensors (K_b,) fp32, the same with span k replaced by placeholders.
-        drop: B tensors (K_b,) fp32, ``masked - base``; positive marks a distractor (CF paper, eq. 3).
+        drop: B tensors (K_b,) fp32, `masked - base`; positive marks a distractor (CF paper, eq. 3).
         logprobs: B tensors (T_b,) fp32 of every completion token, if asked for.
         work: counts of what was computed.
     """
@@ -81,12 +79,12 @@ def score_counterfactuals(
         completions: B 1-D int64 tensors, unpadded. Tokens after the answer are allowed and not fed.
         spans: for each completion, spans to mask one at a time. They may overlap each other, never the answer; a
             span after the answer has drop 0 by causality.
-        answers: for each completion its answer, or None; then it has no scores (``base`` nan, ``drop`` nan).
+        answers: for each completion its answer, or None; then it has no scores (`base` nan, `drop` nan).
         placeholder_id: the id that replaces each token of a masked span, so positions do not move.
         token_budget: most tokens per forward; default by free memory. A completion and its branches stay
             together, even over the budget. The result does not depend on it (to rounding).
         logprobs: also return the log-prob of every completion token, from the same forward.
-        temperature: divides the logits of ``logprobs`` alone (the sampling temperature, for old log-probs as TRL
+        temperature: divides the logits of `logprobs` alone (the sampling temperature, for old log-probs as TRL
             defines them); answers are always scored at 1.
 
     Raises:
@@ -117,7 +115,7 @@ class _Row:
     answer: Span | None
 
     def masks_something(self, span: Span) -> bool:
-        """Whether masking ``span`` can change the answer: a later span cannot, by causality."""
+        """Whether masking `span` can change the answer: a later span cannot, by causality."""
         return self.answer is not None and span.start < self.answer.start
 
 
@@ -143,7 +141,7 @@ def plan_scoring(
     logprobs: bool = False,
     tempered: bool = False,
 ) -> ScoringPlan:
-    """Check the input of :func:`score_counterfactuals` and lay its trees out in packs; nothing runs on a device."""
+    """Check the input of `score_counterfactuals` and lay its trees out in packs; nothing runs on a device."""
     rows = _validated(model, prompts, completions, spans, answers, placeholder_id)
     order = _equal_prompts_together([row.prompt for row in rows])
     rows = [rows[b] for b in order]

@@ -1,9 +1,7 @@
 """What a written solution holds, as character intervals: arithmetic, sentences, and the final answer.
 
-Works on text alone. ``spans.py`` turns these intervals into tokens; rewards read the answer from here.
+Works on text alone. `spans.py` turns these intervals into tokens; rewards read the answer from here.
 """
-
-from __future__ import annotations
 
 import re
 from typing import NamedTuple
@@ -118,7 +116,7 @@ _UNITS_ONLY = re.compile(
 
 
 class AnswerText(NamedTuple):
-    """Characters of an answer and of the marker before it: ``marker <= start < end``."""
+    """Characters of an answer and of the marker before it: `marker <= start < end`."""
 
     marker: int
     start: int
@@ -126,7 +124,7 @@ class AnswerText(NamedTuple):
 
 
 def _value_after(pattern: re.Pattern[str], text: str, position: int, limit: int) -> Interval | None:
-    """Find the value that ``pattern`` announces at ``position``; of a chain ``3 * 6 = 18``, its last member."""
+    """Find the value that `pattern` announces at `position`; of a chain `3 * 6 = 18`, its last member."""
     match = pattern.match(text, position, limit)
     found = None
     while match:
@@ -178,7 +176,7 @@ def _phrase_answer(text: str) -> AnswerText | None:
 
 
 def locate_answer(text: str) -> AnswerText | None:
-    """The answer as ``answer_text_span`` defines it, with where its marker begins."""
+    """The answer as `answer_text_span` defines it, with where its marker begins."""
     boxed = _boxed_answer(text) if r"\boxed" in text else None
     answer = _hashes_answer(text, boxed) or boxed or _phrase_answer(text)
     if answer is None:
@@ -193,14 +191,14 @@ def locate_answer(text: str) -> AnswerText | None:
 
 
 def answer_text_span(text: str) -> Interval | None:
-    r"""Characters of the final answer in a completion's text, right or wrong; ``None`` where there is none.
+    r"""Characters of the final answer in a completion's text, right or wrong; `None` where there is none.
 
-    In this order: the number after the last ``####`` that a number follows; else inside the last non-empty
-    balanced ``\boxed{}``; else after the last "answer is" that a number follows in its sentence. Currency signs,
-    emphasis, ``\boxed``, brackets and "the answer is" may stand between marker and number and are not part of
-    it. The number may carry a sign (ASCII, Unicode minus or en dash, also before the currency sign: ``-$5``),
-    thousands separators, decimals (``18.00``, but not the full stop of ``18.``) and may be a fraction. Of a
-    chain ``3 * 6 = 18`` the answer is its last member; a sum without result (``36+36``) is returned whole, so
+    In this order: the number after the last `####` that a number follows; else inside the last non-empty
+    balanced `\boxed{}`; else after the last "answer is" that a number follows in its sentence. Currency signs,
+    emphasis, `\boxed`, brackets and "the answer is" may stand between marker and number and are not part of
+    it. The number may carry a sign (ASCII, Unicode minus or en dash, also before the currency sign: `-$5`),
+    thousands separators, decimals (`18.00`, but not the full stop of `18.`) and may be a fraction. Of a
+    chain `3 * 6 = 18` the answer is its last member; a sum without result (`36+36`) is returned whole, so
     that it does not pass for a number. A box that holds anything but one number with its units is returned
     whole without outer blanks.
 
@@ -226,7 +224,7 @@ _NO_SENTENCE_END = re.compile(r"(?:\b(?:Mr|Mrs|Ms|Dr|St|Jr|Sr|vs|approx|e\.g|i\.
 def sentence_intervals(text: str) -> list[Interval]:
     """Sentences and lines in order of position, without outer blanks; those without letter or digit are left out.
 
-    A sentence ends at a line break, at ``. ! ?`` before a blank, or at their CJK forms; not after a title
+    A sentence ends at a line break, at `. ! ?` before a blank, or at their CJK forms; not after a title
     ("Mr."), nor after the number of a list item.
     """
     ends = [
@@ -245,8 +243,8 @@ def sentence_intervals(text: str) -> list[Interval]:
 def math_intervals(text: str) -> list[Interval]:
     r"""Arithmetic expressions in order of position, then the sentences that overlap none of them, likewise.
 
-    An expression is a chain of operands joined by operators and equals signs, as in ``$9 * 2 = $<<9*2=18>>18``,
-    ``\frac{1}{6} \times 36 = 6`` or ``16 eggs - 3 eggs = 13``. A lone fraction (``1/2``), a range (``3-4``)
+    An expression is a chain of operands joined by operators and equals signs, as in `$9 * 2 = $<<9*2=18>>18`,
+    `\frac{1}{6} \times 36 = 6` or `16 eggs - 3 eggs = 13`. A lone fraction (`1/2`), a range (`3-4`)
     and anything without a digit are not expressions.
     """
     arithmetic = _arithmetic_intervals(text)

@@ -1,27 +1,23 @@
 """From sampled token ids to the answer and the reasoning spans of one completion.
 
 First stop after the rollouts: scoring masks the spans found here and asks how the answer's probability moves.
-Intervals of the text (``solution_text.py``) become whole sampled tokens (``token_offsets.py``).
+Intervals of the text (`solution_text.py`) become whole sampled tokens (`token_offsets.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from .solution_text import LETTER_OR_DIGIT, AnswerText, Interval, locate_answer, math_intervals, sentence_intervals
 from .token_offsets import TokenOffsets, token_offsets
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Detector = Callable[[str], Iterable[Interval]]
 
 
 class Span(NamedTuple):
-    """Tokens ``[start, end)`` of one completion."""
+    """Tokens `[start, end)` of one completion."""
 
     start: int
     end: int
@@ -32,17 +28,17 @@ SELECTIONS: tuple[str, ...] = ("first", "longest")
 
 
 def find_answer(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> Span | None:
-    """Find the answer a completion gives, right or wrong: every token that touches ``answer_text_span``.
+    """Find the answer a completion gives, right or wrong: every token that touches `answer_text_span`.
 
     Args:
         token_ids: (T,) sampled ids, a sequence of ints or an integer tensor; T may be 0.
         tokenizer: a transformers tokenizer.
 
     Returns:
-        A non-empty span of completion tokens, or ``None`` when there is no answer.
+        A non-empty span of completion tokens, or `None` when there is no answer.
 
     Raises:
-        TypeError, ValueError: as ``token_offsets``.
+        TypeError, ValueError: as `token_offsets`.
     """
     offsets = token_offsets(token_ids, tokenizer)
     return _answer_tokens(offsets, locate_answer(offsets.text))
@@ -59,7 +55,7 @@ def detect_spans(
 ) -> list[Span]:
     """Find the reasoning spans of a completion that counterfactual scoring masks one at a time.
 
-    Spans lie before the answer's marker (``####``, ``\\boxed{``, "the answer is"), or anywhere when there is no
+    Spans lie before the answer's marker (`####`, `\\boxed{`, "the answer is"), or anywhere when there is no
     answer. A detector's intervals are widened to whole tokens in the detector's order; a token that an earlier
     interval or the marker holds is cut from a later one, which is dropped if no letter or digit remains or if
     an earlier one lies inside it.
@@ -67,7 +63,7 @@ def detect_spans(
     Args:
         token_ids: (T,) sampled ids, a sequence of ints or an integer tensor; T may be 0.
         tokenizer: a transformers tokenizer.
-        answer: the answer's tokens; ``None`` means ``find_answer`` is asked.
+        answer: the answer's tokens; `None` means `find_answer` is asked.
         detector: "math" (arithmetic, then sentences that overlap none of it), "sentence", or a function from the
             text before the marker to half-open character intervals, most wanted first.
         max_spans: the most spans returned, at least 1.
@@ -78,9 +74,9 @@ def detect_spans(
         Disjoint non-empty spans in order of position.
 
     Raises:
-        TypeError: ids or ``max_spans`` that are no integers, a ``detector`` that is neither name nor function.
-        ValueError: as ``token_offsets``; an unknown ``detector`` or ``selection``; ``max_spans`` below 1; an
-            ``answer`` or an interval of the detector that is empty or outside the completion.
+        TypeError: ids or `max_spans` that are no integers, a `detector` that is neither name nor function.
+        ValueError: as `token_offsets`; an unknown `detector` or `selection`; `max_spans` below 1; an
+            `answer` or an interval of the detector that is empty or outside the completion.
 
     Source: "Beyond Uniform Credit", section 3; the settled rule on spans in the method notes, item 3.
     """
@@ -99,7 +95,7 @@ def find_answers_and_spans(
     max_spans: int = 10,
     selection: str = "first",
 ) -> dict[int, tuple[Span | None, list[Span]]]:
-    """``find_answer``, and ``detect_spans`` where there is one, of completions by row number, each decoded once.
+    """`find_answer`, and `detect_spans` where there is one, of completions by row number, each decoded once.
 
     Step by step over all rows, which is a fifth quicker than row by row. Raises as those two; errors about ids name
     the row.

@@ -3,29 +3,25 @@
 Positions come from the sampled ids themselves; nothing is ever tokenised again.
 """
 
-from __future__ import annotations
-
 import json
 import operator
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
 
 
 class TokenOffsets(NamedTuple):
-    """The text of a completion and the characters ``text[starts[t]:ends[t]]`` that token ``t`` helps to spell.
+    """The text of a completion and the characters `text[starts[t]:ends[t]]` that token `t` helps to spell.
 
-    ``starts`` and ``ends`` are (T,) int64, both non-decreasing. Tokens that share a multi-byte character both
+    `starts` and `ends` are (T,) int64, both non-decreasing. Tokens that share a multi-byte character both
     hold it, so neighbouring intervals may overlap by one. A token without text of its own (EOS, padding) has an
     empty interval, or the character that it interrupts.
     """
@@ -60,16 +56,16 @@ _STRIP_ONE_BLANK = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 def _token(i: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Look up an id in a fast tokenizer, whose ids are unsigned 32-bit; ``None`` for one that it does not have."""
+    """Look up an id in a fast tokenizer, whose ids are unsigned 32-bit; `None` for one that it does not have."""
     return cast("str | None", tokenizer.convert_ids_to_tokens(i)) if 0 <= i < 2**32 else None
 
 
 class _Vocabulary:
     """What decoding with one tokenizer needs, learnt once per id: text-free ids, and bytes where they are fixed.
 
-    ``style`` says how ids become text. "byte_level": each id is a fixed byte string, the text is their UTF-8
+    `style` says how ids become text. "byte_level": each id is a fixed byte string, the text is their UTF-8
     reading (GPT-2, Qwen, Llama 3). "byte_fallback": the same, as long as the bytes are valid UTF-8 (Llama 2,
-    Mistral, Gemma). "opaque": only the tokenizer's own ``decode`` can tell.
+    Mistral, Gemma). "opaque": only the tokenizer's own `decode` can tell.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -144,7 +140,7 @@ class _Vocabulary:
 
 
 def _byte_offsets(pieces: list[bytes], strips_blank: bool) -> TokenOffsets:
-    """Offsets of tokens that are fixed byte strings; ``strips_blank`` drops one blank before the text."""
+    """Offsets of tokens that are fixed byte strings; `strips_blank` drops one blank before the text."""
     data = b"".join(pieces)
     bounds = np.fromiter(accumulate(map(len, pieces), initial=0), np.int64, len(pieces) + 1)
     if strips_blank and data.startswith(b" "):
@@ -182,9 +178,9 @@ def _invalid_utf8(data: bytes) -> Iterator[tuple[int, int]]:
 def _prefix_texts(
     ids: Sequence[int], decode: Callable[[Sequence[int]], str], windowed: bool
 ) -> Iterator[tuple[int, str]]:
-    """Yield, for each prefix of ``ids``, how many characters were settled before it and the text from there on.
+    """Yield, for each prefix of `ids`, how many characters were settled before it and the text from there on.
 
-    With ``windowed`` only the tokens since the last two settled points are decoded, which is linear in the
+    With `windowed` only the tokens since the last two settled points are decoded, which is linear in the
     length; without, each prefix is decoded whole.
     """
     settled, context, read = 0, 0, 0

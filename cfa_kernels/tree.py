@@ -5,8 +5,6 @@ prompts, equal completions, equal branches and any longer common prefix are then
 sequence adds one segment: the part of it that no earlier sequence had.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,8 +17,8 @@ from .ops.tree_attention import SegmentTable
 class Query:
     """One sequence to feed and the targets whose log-probs are wanted along it.
 
-    ``targets[i]`` is the token predicted at position ``first + i``; ``tokens`` ends at or after the last such
-    position, so the last target itself need not be fed. ``tempered`` asks for log-probs at the sampling temperature
+    `targets[i]` is the token predicted at position `first + i`; `tokens` ends at or after the last such
+    position, so the last target itself need not be fed. `tempered` asks for log-probs at the sampling temperature
     instead of at 1.
     """
 
@@ -55,8 +53,8 @@ class Pack:
         """N."""
         return len(self.input_ids)
 
-    def moved(self, shift: int) -> Pack:
-        """The same pack of units that are numbered ``shift`` higher."""
+    def moved(self, shift: int) -> "Pack":
+        """The same pack of units that are numbered `shift` higher."""
         return replace(self, units=range(self.units.start + shift, self.units.stop + shift))
 
 
@@ -106,11 +104,11 @@ class PrefixTree:
         return path
 
     def checkpoint(self) -> int:
-        """A mark to :meth:`rollback` to."""
+        """A mark to `rollback` to."""
         return len(self._segments)
 
     def rollback(self, mark: int) -> None:
-        """Forget every segment added since ``mark``."""
+        """Forget every segment added since `mark`."""
         while len(self._segments) > mark:
             segment, parent = self._segments.pop(), self._parents.pop()
             del self._branches[parent, segment.start, int(segment.tokens[0])]
@@ -149,13 +147,13 @@ def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def pack_units(units: Sequence[Sequence[Query]], token_budget: int) -> list[Pack]:
-    """Cut ``units`` into packs of at most ``token_budget`` fed tokens each, in order.
+    """Cut `units` into packs of at most `token_budget` fed tokens each, in order.
 
     A unit is what must be scored together: a completion and its masked branches. A unit that alone is over the
-    budget gets a pack of its own. Neighbours in ``units`` share what they have in common, so put completions of
+    budget gets a pack of its own. Neighbours in `units` share what they have in common, so put completions of
     one prompt side by side. An empty unit costs nothing.
 
-    Raises ``ValueError`` for a token budget below one.
+    Raises `ValueError` for a token budget below one.
     """
     if token_budget < 1:
         raise ValueError(f"token_budget must be at least 1, got {token_budget}")

@@ -1,10 +1,8 @@
 """From drops to token weights, and the whole way from padded batches of sampled tokens to weights.
 
-``counterfactual_credit`` is what trainers call once per generation batch: answers and spans of the completions
+`counterfactual_credit` is what trainers call once per generation batch: answers and spans of the completions
 that matter, one scoring call, a weight for every token.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ _EQUAL_NATS = 1e-6
 
 @dataclass(frozen=True)
 class CounterfactualConfig:
-    """How credit is assigned; the defaults are the CF paper's. Raises ``ValueError`` naming a bad field."""
+    """How credit is assigned; the defaults are the CF paper's. Raises `ValueError` naming a bad field."""
 
     mode: str = "counterfactual"
     """counterfactual, inverted (high importance gets low weight), random, or uniform (all weights 1)."""
@@ -38,11 +36,11 @@ class CounterfactualConfig:
     normalize: str | None = None
     """\"mean\" rescales each completion's weights to mean 1; None, as in the paper, does not."""
     detector: str | Callable[[str], list[tuple[int, int]]] = "math"
-    """What counts as a span, see ``detect_spans``."""
+    """What counts as a span, see `detect_spans`."""
     max_spans: int = 10
     """Most spans per completion (K_max)."""
     selection: str = "first"
-    """Which spans stay when there are more, see ``detect_spans``."""
+    """Which spans stay when there are more, see `detect_spans`."""
     placeholder_id: int | None = None
     """Id that replaces masked tokens; None takes the tokenizer's pad token, else its end-of-text token."""
     token_budget: int | None = None
@@ -77,7 +75,7 @@ class Credit:
     work: ScoringWork | None
 
     def metrics(self, completion_mask: Tensor) -> dict[str, float]:
-        """Figures to log; ``completion_mask`` is (B, T). Drops are in nats, negative for spans that matter."""
+        """Figures to log; `completion_mask` is (B, T). Drops are in nats, negative for spans that matter."""
         tokens = self.weights[completion_mask.bool()].float()
         drops = torch.cat([drop for drop in self.drop if len(drop)] or [torch.zeros(0)])
         scored = [i for i, spans in enumerate(self.spans) if spans]
@@ -113,9 +111,9 @@ def span_weights(
 ) -> Tensor:
     """Token weights of one completion from the drops of its spans (CF paper, eqs. 4, 6 and 7).
 
-    Importance ``-drop`` is min-max normalised over the spans and mapped to ``[w_min, w_max]``. Tokens outside every
-    span weigh 1, answer tokens ``w_answer``. One span, or importances that are all equal, weigh 1: there is
-    nothing to tell apart (eq. 6 would give all of them ``w_min``). A token in several spans takes the largest
+    Importance `-drop` is min-max normalised over the spans and mapped to `[w_min, w_max]`. Tokens outside every
+    span weigh 1, answer tokens `w_answer`. One span, or importances that are all equal, weigh 1: there is
+    nothing to tell apart (eq. 6 would give all of them `w_min`). A token in several spans takes the largest
     importance among them.
 
     Args:
@@ -123,11 +121,11 @@ def span_weights(
         spans: K half-open token spans.
         answer: the answer's tokens, or None.
         length: completion tokens.
-        mode: ``counterfactual``; ``inverted`` (one minus the normalised importance); ``random`` (each token
-            outside the answer uniform in ``[w_min, w_max]``; spans and drops are not looked at); ``uniform`` (all 1,
+        mode: `counterfactual`; `inverted` (one minus the normalised importance); `random` (each token
+            outside the answer uniform in `[w_min, w_max]`; spans and drops are not looked at); `uniform` (all 1,
             the answer too).
-        w_min, w_max, w_answer: finite weights >= 0, ``w_min <= w_max``.
-        normalize: ``"mean"`` rescales the result to mean 1; None leaves it.
+        w_min, w_max, w_answer: finite weights >= 0, `w_min <= w_max`.
+        normalize: `"mean"` rescales the result to mean 1; None leaves it.
         generator: source of the random mode, on the CPU; default torch's global one.
 
     Returns:
@@ -196,7 +194,7 @@ def counterfactual_weights(
     config: CounterfactualConfig | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """(B, T) fp32 token weights of a padded batch: ``counterfactual_credit(...).weights``."""
+    """(B, T) fp32 token weights of a padded batch: `counterfactual_credit(...).weights`."""
     return counterfactual_credit(
         model, tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask,
         advantages=advantages, config=config, generator=generator,
@@ -221,26 +219,26 @@ def counterfactual_credit(
     """Find answers and spans, score them, and weigh every token of a batch laid out as TRL does.
 
     Args:
-        model: as in :func:`~cfa_kernels.score_counterfactuals`.
+        model: as in `score_counterfactuals`.
         tokenizer: the one that sampled the ids.
         prompt_ids, prompt_mask: (B, P), left-padded; the mask is 1 on real tokens.
         completion_ids, completion_mask: (B, T), right-padded. A row masked out altogether (a truncated completion,
             say) gets no credit.
         advantages: (B,) or (B, T). Rows that are zero throughout contribute nothing to the loss, so they are not
             scored and weigh 1.
-        config: default ``CounterfactualConfig()``.
+        config: default `CounterfactualConfig()`.
         generator: source of the random mode, on the CPU.
         logprobs: also return the log-prob of every completion token of every row, from the same forwards.
         temperature: divides the logits of those log-probs (not of the answer scores).
-        score: called in place of :func:`~cfa_kernels.score_counterfactuals`, with its arguments; for a host whose
-            model lies in other processes (``model`` is then only handed on).
+        score: called in place of `score_counterfactuals`, with its arguments; for a host whose
+            model lies in other processes (`model` is then only handed on).
 
     Returns:
-        :class:`Credit`; ``weights`` on completion_ids' device.
+        `Credit`; `weights` on completion_ids' device.
 
     Raises:
         ValueError: shapes or masks that are not as described, an empty prompt; names the row.
-        Also whatever :func:`~cfa_kernels.score_counterfactuals` raises.
+        Also whatever `score_counterfactuals` raises.
     """
     config = config or CounterfactualConfig()
     prompts = _unpad("prompt", prompt_ids, prompt_mask, left=True)

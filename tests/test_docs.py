@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import PHRASES, tiny_model, tiny_tokenizer
 
 from cfa_kernels import counterfactual_weights
+from tests.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]

@@ -84,7 +84,7 @@ def batch():
 
 
 def naive(model, prompt, completion, answer, span=None, shift=0):
-    """Log P(answer) by one plain full forward with ``span`` replaced."""
+    """Log P(answer) by one plain full forward with `span` replaced."""
     ids = torch.cat([prompt, completion]).clone()
     if span is not None:
         ids[len(prompt) + span.start + shift : len(prompt) + span.end + shift] = PLACEHOLDER

@@ -1,1 +1,1 @@
-"""The training program: ``python -m trainer`` trains, ``python -m trainer.warmup`` makes a small model."""
+"""The training program: `python -m trainer` trains, `python -m trainer.warmup` makes a small model."""

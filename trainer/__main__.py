@@ -1,4 +1,4 @@
-"""``python -m trainer``: counterfactual DAPO from flags, YAML or nothing at all."""
+"""`python -m trainer`: counterfactual DAPO from flags, YAML or nothing at all."""
 
 import sys
 

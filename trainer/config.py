@@ -1,7 +1,7 @@
 """Every setting of the training program as one flat dataclass, and how flags and YAML fill one.
 
 Where it stands: read first, by both programs. Names are TRL's where TRL has one. Class defaults are the CF
-paper's run; a model folder may carry ``defaults.yaml`` with settings that suit it better.
+paper's run; a model folder may carry `defaults.yaml` with settings that suit it better.
 """
 
 import ast
@@ -273,12 +273,12 @@ class WarmupConfig(DataConfig):
 
 
 def model_path(model: str) -> str:
-    """Folder of the embedded model, or ``model`` itself (a folder or hub name)."""
+    """Folder of the embedded model, or `model` itself (a folder or hub name)."""
     return str(ASSETS / EMBEDDED) if model == EMBEDDED else model
 
 
 def parse(kind: type[Config], argv: Sequence[str], *, prog: str, description: str) -> Config:
-    """Fill the dataclass ``kind`` from, in rising order: its defaults, the model folder's, ``--config``, flags.
+    """Fill the dataclass `kind` from, in rising order: its defaults, the model folder's, `--config`, flags.
 
     Unknown settings, values of the wrong type or outside their range end the program with exit code 2 and a
     message that names them.
@@ -322,7 +322,7 @@ def parse(kind: type[Config], argv: Sequence[str], *, prog: str, description: st
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """The string under each field of a dataclass, on one line: its documentation and ``--help`` text."""
+    """The string under each field of a dataclass, on one line: its documentation and `--help` text."""
     texts = {}
     for base in [base for base in kind.__mro__ if is_dataclass(base)]:
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
@@ -333,7 +333,7 @@ def field_docs(kind: type) -> dict[str, str]:
 
 
 def to_yaml(config: Any) -> str:
-    """The settings of a dataclass as a YAML document that ``--config`` reads back."""
+    """The settings of a dataclass as a YAML document that `--config` reads back."""
     return yaml.safe_dump(asdict(config), sort_keys=False)
 
 

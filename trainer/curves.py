@@ -1,4 +1,4 @@
-"""The run folder's ``curves.png``.
+"""The run folder's `curves.png`.
 
 Where it stands: drawn once by the report when a run ends.
 """

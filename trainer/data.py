@@ -1,7 +1,7 @@
 """Problems to train and evaluate on, checked row by row before anything runs.
 
 Where it stands: between a file, the hub or the generator, and the prompts that rollouts start from. A row is a
-dict with at least ``question`` and ``answer``, both text; other columns are passed on to reward functions.
+dict with at least `question` and `answer`, both text; other columns are passed on to reward functions.
 """
 
 import functools
@@ -36,10 +36,10 @@ def load_rows(
     answer_column: str = "answer",
     seed: int = GENERATED_SEED,
 ) -> list[Row]:
-    """Read, rename to ``question`` and ``answer``, and check the first ``count`` rows of a data set.
+    """Read, rename to `question` and `answer`, and check the first `count` rows of a data set.
 
-    ``name`` is a .jsonl or .parquet file, "generated", or a hub name; ``split`` and ``config`` are for the latter
-    two. Raises ``ValueError`` that names data set, row (counted from 0) and reason.
+    `name` is a .jsonl or .parquet file, "generated", or a hub name; `split` and `config` are for the latter
+    two. Raises `ValueError` that names data set, row (counted from 0) and reason.
     """
     path = Path(name)
     if name == GENERATED:
@@ -61,9 +61,9 @@ def load_rows(
 
 
 def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tuple[list[Row], list[Row]]:
-    """Training and held-out problems, disjoint by question; ``seed`` draws generated training problems.
+    """Training and held-out problems, disjoint by question; `seed` draws generated training problems.
 
-    What is held out depends on the settings in ``config`` alone: problems that warm-up holds out are held out of
+    What is held out depends on the settings in `config` alone: problems that warm-up holds out are held out of
     reinforcement learning with the same settings too.
     """
     read = functools.partial(load_rows, question_column=config.question_column, answer_column=config.answer_column)
@@ -93,7 +93,7 @@ def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tu
 def encode_prompt(
     question: str, tokenizer: PreTrainedTokenizerBase, *, instruction: str = "", enable_thinking: bool = False
 ) -> list[int]:
-    """Token ids of the prompt: the chat template if the tokenizer has one, else ``Question: ... Answer:``."""
+    """Token ids of the prompt: the chat template if the tokenizer has one, else `Question: ... Answer:`."""
     content = f"{question}\n{instruction}" if instruction else question
     if tokenizer.chat_template is None:
         return tokenizer(f"Question: {content}\nAnswer:")["input_ids"]
@@ -110,7 +110,7 @@ def encode_prompt(
 def encode_prompts(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: TrainConfig, context: int | None
 ) -> list[list[int]]:
-    """Prompts of all rows; one that is too long for ``max_prompt_length`` or the context is an error that names it."""
+    """Prompts of all rows; one that is too long for `max_prompt_length` or the context is an error that names it."""
     limits = [
         limit for limit in (config.max_prompt_length, context and context - config.max_completion_length) if limit
     ]
@@ -130,7 +130,7 @@ def encode_prompts(
 
 
 def _checked(row: Any, where: str, question_column: str, answer_column: str) -> Row:
-    """One row with its two columns renamed, or a ``ValueError`` that says what is wrong with it."""
+    """One row with its two columns renamed, or a `ValueError` that says what is wrong with it."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected an object with named columns, got {type(row).__name__}")
     texts = {}

@@ -1,6 +1,6 @@
 """Greedy accuracy on held-out problems.
 
-Where it stands: before and after training, and every ``eval_steps`` in between.
+Where it stands: before and after training, and every `eval_steps` in between.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ def evaluate(
     max_completion_length: int,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Evaluation:
-    """Complete every prompt greedily and compare its number with the row's; ``advance(n)`` reports progress."""
+    """Complete every prompt greedily and compare its number with the row's; `advance(n)` reports progress."""
     correct, texts, tokens = [False] * len(rows), [""] * len(rows), 0
     by_length = sorted(range(len(rows)), key=lambda i: len(prompts[i]))
     for start in range(0, len(rows), batch_size):

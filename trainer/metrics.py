@@ -15,7 +15,7 @@ from trainer.rollouts import Rollouts
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did: metrics under TRL's names plus ``credit/*``, and the batch of B samples they came from."""
+    """What one step did: metrics under TRL's names plus `credit/*`, and the batch of B samples they came from."""
 
     metrics: dict[str, float]
     problems: list[int]  # of each sample, its number in the training set
@@ -26,14 +26,14 @@ class Step:
 
 
 class Averages:
-    """Means over micro-batches, weighted by tokens; metrics named ``.../max`` or ``..._max`` keep the largest."""
+    """Means over micro-batches, weighted by tokens; metrics named `.../max` or `..._max` keep the largest."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._weights: dict[str, float] = {}
 
     def add(self, metrics: Mapping[str, Tensor | float], weight: float = 1.0) -> None:
-        """Take in the metrics of one micro-batch that stands for ``weight`` tokens."""
+        """Take in the metrics of one micro-batch that stands for `weight` tokens."""
         for name, value in metrics.items():
             extreme = {"max": max, "min": min}.get(name[-3:])
             if extreme:

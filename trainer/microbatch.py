@@ -54,13 +54,13 @@ class MicroBatch:
         }
 
     def require_finite_logprobs(self, logprobs: Tensor) -> None:
-        """Raise ``FloatingPointError`` naming the samples whose counted log-probs are not finite."""
+        """Raise `FloatingPointError` naming the samples whose counted log-probs are not finite."""
         bad = (~logprobs.isfinite() & self.mask.bool()).any(1)
         if bad.any():
             raise FloatingPointError(f"samples {self.rows[bad].tolist()}: log-prob is not finite")
 
     def require_finite_gradient(self, norm: Tensor, model: nn.Module) -> None:
-        """Raise ``FloatingPointError`` naming the samples and the first parameter with a gradient that is not."""
+        """Raise `FloatingPointError` naming the samples and the first parameter with a gradient that is not."""
         if not norm.isfinite():
             names = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
             where = f" of {names[0]}" if names else ""
@@ -70,10 +70,10 @@ class MicroBatch:
 def micro_batches(
     config: TrainConfig, rollouts: Rollouts, mask: Tensor, advantages: Tensor, weights: Tensor
 ) -> list[MicroBatch]:
-    """Cut a batch into micro-batches of the rows that can change the update, ``per_device_train_batch_size`` each.
+    """Cut a batch into micro-batches of the rows that can change the update, `per_device_train_batch_size` each.
 
-    Rows the mask leaves out are dropped, and rows without advantage too, unless the KL term or ``bnpo``'s
-    denominator (its own micro-batch) needs them. ``mask`` and ``weights`` are (B, T), ``advantages`` (B,).
+    Rows the mask leaves out are dropped, and rows without advantage too, unless the KL term or `bnpo`'s
+    denominator (its own micro-batch) needs them. `mask` and `weights` are (B, T), `advantages` (B,).
     """
     if rollouts.logprobs is None:
         raise ValueError("rollouts: must have been sampled; these were decoded greedily")

@@ -19,14 +19,14 @@ from trainer.config import TrainConfig, model_path
 
 
 def resolve_device(device: str) -> torch.device:
-    """``auto`` is the first GPU if there is one, else the CPU."""
+    """`auto` is the first GPU if there is one, else the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(device)
 
 
 def resolve_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 for a frozen base on a GPU; float32 on a CPU or where all weights train.
+    """`auto` is bfloat16 for a frozen base on a GPU; float32 on a CPU or where all weights train.
 
     Weights that train need float32: a step of AdamW is smaller than the gap between neighbouring bfloat16 numbers.
     """

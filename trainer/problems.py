@@ -1,4 +1,4 @@
-"""Generated word problems in GSM8K's form: several arithmetic steps, idle facts, a final ``#### N``.
+"""Generated word problems in GSM8K's form: several arithmetic steps, idle facts, a final `#### N`.
 
 Where it stands: the data of the embedded default, at hand with no download. Problems are drawn from a seed.
 Whether a problem is for training or held out follows from its arithmetic alone, so the splits never share one.
@@ -23,7 +23,7 @@ _WARES = ("pens", "cakes", "hats", "toys", "plants", "cups", "kites", "lamps")
 
 
 class Step(NamedTuple):
-    """One line of a solution: ``lead left op right = result tail``."""
+    """One line of a solution: `lead left op right = result tail`."""
 
     lead: str
     left: int
@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
     @property
     def result(self) -> int:
-        """Value of ``left op right``."""
+        """Value of `left op right`."""
         return _OPERATIONS[self.op](self.left, self.right)
 
 
@@ -59,7 +59,7 @@ class Problem:
         return self.steps[-1].result
 
     def solution(self, *, annotate: bool = False) -> str:
-        """Worked solution ending in ``#### N``; ``annotate`` adds GSM8K's ``<<a+b=c>>`` before each result."""
+        """Worked solution ending in `#### N`; `annotate` adds GSM8K's `<<a+b=c>>` before each result."""
         return _write(self.steps, annotate=annotate)
 
     def careless_solution(self, rng: random.Random) -> str:
@@ -211,7 +211,7 @@ _SCENARIOS = (_collecting, _comparing, _shopping, _packing, _earning)
 
 
 def _idle_fact(rng: random.Random, story: str) -> IdleFact:
-    """A fact about people and things that ``story`` does not mention."""
+    """A fact about people and things that `story` does not mention."""
     name, _, her = rng.choice([person for person in _PEOPLE if person[0] not in story])
     thing = rng.choice([thing for thing in _THINGS + _WARES if thing not in story])
     number = rng.randint(2, 40)
@@ -232,10 +232,10 @@ def _split_of(steps: list[Step]) -> str:
 
 
 def generate(split: str, seed: int, *, distractors: float = 0.5) -> Iterator[Problem]:
-    """Yield an endless stream of problems of one split (``"train"`` or ``"test"``), fixed by ``seed``.
+    """Yield an endless stream of problems of one split (`"train"` or `"test"`), fixed by `seed`.
 
-    Up to two idle facts are added, each with probability ``distractors``.
-    Raises ``ValueError`` for an unknown split.
+    Up to two idle facts are added, each with probability `distractors`.
+    Raises `ValueError` for an unknown split.
     """
     if split not in SPLITS:
         raise ValueError(f"split must be one of {SPLITS}, got {split!r}")

@@ -1,8 +1,8 @@
 """What a run shows and leaves behind: progress on the console, and the run folder's files.
 
-Where it stands: fed by the training loop, feeds nothing back. The folder holds ``config.yaml``,
-``metrics.jsonl`` (one object per step), ``completions.jsonl`` (samples with their tokens and weights),
-``curves.png`` and ``summary.json``.
+Where it stands: fed by the training loop, feeds nothing back. The folder holds `config.yaml`,
+`metrics.jsonl` (one object per step), `completions.jsonl` (samples with their tokens and weights),
+`curves.png` and `summary.json`.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ class Report:
         self._progress.remove_task(task)
 
     def evaluated(self, step: int, result: Evaluation) -> None:
-        """Take in held-out accuracy after ``step`` steps."""
+        """Take in held-out accuracy after `step` steps."""
         self._evaluations.append((step, result))
         figures = {"eval_accuracy": result.accuracy, "eval_completions/mean_length": result.mean_length}
         self._record(step, figures)

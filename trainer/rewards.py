@@ -1,7 +1,7 @@
 """From completions to rewards and advantages.
 
 Where it stands: after the rollouts, before credit. A reward function follows TRL's contract
-``f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]``, where None abstains.
+`f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]`, where None abstains.
 """
 
 import importlib
@@ -29,10 +29,10 @@ _GROUP_BLANK = re.compile(r"(?<=\d)[ \u00a0\u202f](?=\d{3}(?![\d/]))")  # 10 000
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The exact value of a written number, or None if ``text`` is anything else.
+    """The exact value of a written number, or None if `text` is anything else.
 
-    Understands signs (also Unicode), currency signs, thousands separators, decimals, ``3/4``, ``1 1/2`` and
-    ``\\frac{3}{4}``. A rational holds every decimal exactly, so that 18 and 18.00 are one number and 0.1 is not
+    Understands signs (also Unicode), currency signs, thousands separators, decimals, `3/4`, `1 1/2` and
+    `\\frac{3}{4}`. A rational holds every decimal exactly, so that 18 and 18.00 are one number and 0.1 is not
     rounded.
     """
     bare = _GROUP_BLANK.sub("", _DRESS.sub("", text.translate(_MINUS)))
@@ -68,7 +68,7 @@ def exact_match(*, completions: Sequence[str], answer: Sequence[str], **_: Any) 
 
 
 def load_reward(name: str) -> Reward:
-    """Find a reward function by name: ``exact_match``, or ``module:function`` on the import path."""
+    """Find a reward function by name: `exact_match`, or `module:function` on the import path."""
     if name == "exact_match":
         return exact_match
     module, _, function = name.partition(":")
@@ -92,8 +92,8 @@ def compute_rewards(
 ) -> tuple[Tensor, dict[str, list[float | None]]]:
     """Call each reward function on B samples and add the results up; None abstains.
 
-    Returns the (B,) fp32 sums and each function's own list. Raises ``ValueError`` if a function returns the wrong
-    number of values or every function abstains on a sample, ``FloatingPointError`` for a reward that is not
+    Returns the (B,) fp32 sums and each function's own list. Raises `ValueError` if a function returns the wrong
+    number of values or every function abstains on a sample, `FloatingPointError` for a reward that is not
     finite; the message names function and sample.
     """
     by_function = {}
@@ -118,7 +118,7 @@ def compute_rewards(
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
     """(reward - group mean) / (std + 1e-4) of (B,) rewards whose groups lie side by side; (B,) fp32.
 
-    ``scale_rewards`` names the standard deviation: the group's, the batch's, or none (no division). A group whose
+    `scale_rewards` names the standard deviation: the group's, the batch's, or none (no division). A group whose
     rewards are all equal has advantage exactly 0, so that nothing spends work on it.
     """
     groups = rewards.float().view(-1, num_generations)  # (groups, G)

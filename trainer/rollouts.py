@@ -1,4 +1,4 @@
-"""Sample completions with transformers' ``generate``, every draw keyed by run seed, step, problem and sample.
+"""Sample completions with transformers' `generate`, every draw keyed by run seed, step, problem and sample.
 
 Where it stands: the first stop of a training step, and the whole of greedy evaluation. A keyed draw does not
 depend on what else is in the batch nor on what was drawn before, so a run repeats exactly from its seed.
@@ -48,7 +48,7 @@ class Rollouts:
 class KeyedSampler(LogitsProcessor):
     """Turns each row of scores into the one token that its own uniform draw picks, by inverse CDF.
 
-    With this as the last logits processor, greedy decoding samples. ``uniforms`` is (B, T) float64 in [0, 1).
+    With this as the last logits processor, greedy decoding samples. `uniforms` is (B, T) float64 in [0, 1).
     """
 
     def __init__(self, uniforms: Tensor, temperature: float, top_p: float) -> None:
@@ -72,7 +72,7 @@ class KeyedSampler(LogitsProcessor):
 
 
 def keyed_uniforms(keys: Sequence[Sequence[int]], length: int) -> Tensor:
-    """(B, length) float64 in [0, 1): row b holds the draws of ``keys[b]``, whatever the other rows are."""
+    """(B, length) float64 in [0, 1): row b holds the draws of `keys[b]`, whatever the other rows are."""
     return torch.from_numpy(np.stack([np.random.default_rng(list(key)).random(length) for key in keys]))
 
 
@@ -89,7 +89,7 @@ def generate(
 ) -> Rollouts:
     """Complete B prompts: by sampling with one key of integers per prompt, or greedily without keys.
 
-    Log-probs that the sampler records are at ``temperature``. Leaves the model in the mode it was in.
+    Log-probs that the sampler records are at `temperature`. Leaves the model in the mode it was in.
     """
     device = next(model.parameters()).device
     batch = tokenizer.pad({"input_ids": [list(prompt) for prompt in prompts]}, return_tensors="pt", padding_side="left")

@@ -1,6 +1,6 @@
 """Optional logging back-ends, each by its own library, imported only when asked for.
 
-Where it stands: beside the run folder's ``metrics.jsonl``, which is always written.
+Where it stands: beside the run folder's `metrics.jsonl`, which is always written.
 """
 
 import importlib
@@ -14,9 +14,9 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
 def open_tracker(name: str, folder: Path, settings: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
-    """Start back-end ``name`` for a run; returns ``log(metrics, step)`` and ``close()``.
+    """Start back-end `name` for a run; returns `log(metrics, step)` and `close()`.
 
-    Raises ``ImportError`` that says what to install, ``ValueError`` for an unknown name.
+    Raises `ImportError` that says what to install, `ValueError` for an unknown name.
     """
     if name not in TRACKERS:
         raise ValueError(f"report_to: must be among {TRACKERS}, got {name!r}")

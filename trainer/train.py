@@ -1,7 +1,7 @@
 """Counterfactual DAPO: sample, reward, compare within groups, assign credit, update.
 
-Where it stands: the program's centre. ``train`` sets a run up and evaluates around it; ``training_step`` is one
-step from top to bottom; ``update`` is its optimizer step.
+Where it stands: the program's centre. `train` sets a run up and evaluates around it; `training_step` is one
+step from top to bottom; `update` is its optimizer step.
 """
 
 import itertools
@@ -100,10 +100,10 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
 
 
 def update(trainer: Trainer, rollouts: Rollouts, mask: Tensor, advantages: Tensor, weights: Tensor) -> dict[str, float]:
-    """``num_iterations`` optimizer steps on one batch of rollouts; ``mask`` and ``weights`` are (B, T).
+    """`num_iterations` optimizer steps on one batch of rollouts; `mask` and `weights` are (B, T).
 
     Rows without advantage are left out where that changes nothing (no KL term, totals given): their tokens still
-    count in the denominators. Raises ``FloatingPointError`` for a log-prob or gradient that is not finite.
+    count in the denominators. Raises `FloatingPointError` for a log-prob or gradient that is not finite.
     """
     config, policy = trainer.config, trainer.policy
     parameters = [p for p in policy.parameters() if p.requires_grad]
@@ -230,7 +230,7 @@ def train(trainer: Trainer) -> Path:
 
 
 def run_folder(config: TrainConfig) -> Path:
-    """Where a run leaves its files: ``output_dir``, or a folder of its own under ``runs``."""
+    """Where a run leaves its files: `output_dir`, or a folder of its own under `runs`."""
     if config.output_dir is not None:
         return Path(config.output_dir)
     started = time.strftime("%Y%m%d-%H%M%S")

@@ -1,8 +1,8 @@
-"""``python -m trainer.warmup``: a tokenizer and a small Qwen3-architecture model, trained from scratch on solutions.
+"""`python -m trainer.warmup`: a tokenizer and a small Qwen3-architecture model, trained from scratch on solutions.
 
-Where it stands: before reinforcement learning. The folder it writes is a model for ``python -m trainer --model``.
-Its defaults made the checkpoint embedded in ``trainer/assets``, which solves 60 % of held-out problems; on another
-machine they made one that solves 57 %. ``--dataset`` does the same on real problems.
+Where it stands: before reinforcement learning. The folder it writes is a model for `python -m trainer --model`.
+Its defaults made the checkpoint embedded in `trainer/assets`, which solves 60 % of held-out problems; on another
+machine they made one that solves 57 %. `--dataset` does the same on real problems.
 """
 
 import itertools
@@ -120,7 +120,7 @@ class Example(NamedTuple):
 
 
 def encode(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, context: int) -> list[Example]:
-    """Tokenise problems and solutions; one longer than the model's context is a ``ValueError`` that names its row."""
+    """Tokenise problems and solutions; one longer than the model's context is a `ValueError` that names its row."""
     examples = []
     for i, row in enumerate(rows):
         solution = tokenizer(row["answer"], add_special_tokens=False)["input_ids"]

@@ -1,14 +1,12 @@
 """What every trainer needs of credit: folding weights into advantages, and scoring where the model is elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cfa_kernels import CounterfactualScores, ScoringWork, Span
+from .. import CounterfactualScores, ScoringWork, Span
 
 LogprobsOf = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
 """Prompts and completions, lists of 1-D int64 tensors, to the log-prob (nats) of each completion token, 1-D each."""
@@ -17,7 +15,7 @@ LogprobsOf = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
 def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
     """Advantages times token weights: for weights >= 0 the same as weighing the clipped loss of each token.
 
-    That holds because ``min(r * A, clip(r) * A) * w = min(r * A * w, clip(r) * A * w)``; a KL term is added to the
+    That holds because `min(r * A, clip(r) * A) * w = min(r * A * w, clip(r) * A * w)`; a KL term is added to the
     loss elsewhere and stays as it is, and tokens of weight 0 stay in every denominator, which count the mask.
 
     Args:
@@ -25,7 +23,7 @@ def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
         weights: (B, T), finite and >= 0.
 
     Returns:
-        (B, T) in advantages' dtype; ``advantages`` itself if every weight is 1, so that a host's arithmetic stays
+        (B, T) in advantages' dtype; `advantages` itself if every weight is 1, so that a host's arithmetic stays
         its own to the last bit.
 
     Raises:
@@ -56,12 +54,12 @@ def pad_rows(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tenso
 
 
 def scorer_from_logprobs(logprobs_of: LogprobsOf) -> Callable[..., CounterfactualScores]:
-    """Scoring by a host's own log-prob service, for ``counterfactual_credit(..., score=...)``.
+    """Scoring by a host's own log-prob service, for `counterfactual_credit(..., score=...)`.
 
     A model that is sharded over processes cannot run the packed tree, which needs it whole. So each answer, and each
     answer with a span masked, becomes an ordinary sequence, cut after the answer; all go out in one request. The
-    scores are those of :func:`~cfa_kernels.score_counterfactuals` to rounding, at the service's temperature; the
-    work is not shared between sequences (``work.tokens_fed`` says how much it was).
+    scores are those of `score_counterfactuals` to rounding, at the service's temperature; the
+    work is not shared between sequences (`work.tokens_fed` says how much it was).
 
     Raises (when called):
         ValueError: the service gave another number of sequences or tokens than it was asked for.

@@ -1,12 +1,10 @@
 """Counterfactual credit in OpenRLHF: a policy loss, the hook that makes the weights, and a launcher.
 
-The hook overrides ``RemoteExperienceMaker.compute_advantages_and_returns``: spans are scored by forwards of
-OpenRLHF's own actors, whatever shards the model there, and the weights are multiplied into ``experience.advantages``,
-which every loss of OpenRLHF multiplies its ratio with. ``python -m cfa_kernels.integrations.openrlhf`` is
-``python -m openrlhf.cli.train_ppo_ray`` with that hook.
+The hook overrides `RemoteExperienceMaker.compute_advantages_and_returns`: spans are scored by forwards of
+OpenRLHF's own actors, whatever shards the model there, and the weights are multiplied into `experience.advantages`,
+which every loss of OpenRLHF multiplies its ratio with. `python -m cfa_kernels.integrations.openrlhf` is
+`python -m openrlhf.cli.train_ppo_ray` with that hook.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -19,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cfa_kernels import CounterfactualConfig, counterfactual_credit, policy_loss
-from cfa_kernels.integrations import require
-from cfa_kernels.integrations.credit import fold_weights, pad_rows, scorer_from_logprobs
+from .. import CounterfactualConfig, counterfactual_credit, policy_loss
+from . import require
+from .credit import fold_weights, pad_rows, scorer_from_logprobs
 
 OLDEST = "0.11.2"
 
@@ -32,14 +30,14 @@ else:
 
 
 class CounterfactualPolicyLoss(nn.Module):
-    """OpenRLHF's ``PolicyLoss`` by :func:`~cfa_kernels.policy_loss`, with token weights; OpenRLHF need not be there.
+    """OpenRLHF's `PolicyLoss` by `policy_loss`, with token weights; OpenRLHF need not be there.
 
-    Equal to it, to rounding, for ``ppo`` (also with ``dual_clip``) and ``gspo``. Parameters are OpenRLHF's; those of
+    Equal to it, to rounding, for `ppo` (also with `dual_clip`) and `gspo`. Parameters are OpenRLHF's; those of
     the importance correction are taken and not read, since it is refused.
 
     Raises:
-        ValueError: an unknown ``policy_loss_type``; a ``dual_clip`` inside the clip range.
-        NotImplementedError: ``is_correction_level`` other than ``off``; weigh the advantages and keep OpenRLHF's loss.
+        ValueError: an unknown `policy_loss_type`; a `dual_clip` inside the clip range.
+        NotImplementedError: `is_correction_level` other than `off`; weigh the advantages and keep OpenRLHF's loss.
     """
 
     def __init__(
@@ -88,11 +86,11 @@ class CounterfactualPolicyLoss(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """Loss, clip ratio, approximate KL and two Nones (no importance correction); tensors are (B, A).
 
-        The clip ratio is that of tokens, for ``gspo`` that of sequences.
+        The clip ratio is that of tokens, for `gspo` that of sequences.
 
-        ``weights`` (B, A), finite and >= 0, multiply the clipped loss of each token. ``batch_num_tokens`` and
-        ``global_batch_size`` are the totals over ``dp_size`` processes, as in OpenRLHF. ``rollout_log_probs`` are
-        not read. Raises as :func:`~cfa_kernels.policy_loss`.
+        `weights` (B, A), finite and >= 0, multiply the clipped loss of each token. `batch_num_tokens` and
+        `global_batch_size` are the totals over `dp_size` processes, as in OpenRLHF. `rollout_log_probs` are
+        not read. Raises as `policy_loss`.
         """
         mask = torch.ones_like(log_probs) if action_mask is None else action_mask
         divisor: Any
@@ -110,10 +108,10 @@ class CounterfactualPolicyLoss(nn.Module):
 
 
 class CounterfactualMixin(_Maker):
-    """Adds credit to OpenRLHF's experience maker: ``class Mine(CounterfactualMixin, RemoteExperienceMaker)``.
+    """Adds credit to OpenRLHF's experience maker: `class Mine(CounterfactualMixin, RemoteExperienceMaker)`.
 
-    Answers are scored at the rollout temperature, which OpenRLHF's actor divides its logits by. ``credit/*`` goes
-    into ``experience.info`` and so into OpenRLHF's log.
+    Answers are scored at the rollout temperature, which OpenRLHF's actor divides its logits by. `credit/*` goes
+    into `experience.info` and so into OpenRLHF's log.
 
     Args:
         *args, **kwargs: the experience maker's own.
@@ -208,7 +206,7 @@ class CounterfactualMixin(_Maker):
 
 
 class _Row(NamedTuple):
-    """One sample of an experience; ``first`` is where its completion begins among the (A,) action positions."""
+    """One sample of an experience; `first` is where its completion begins among the (A,) action positions."""
 
     prompt: Tensor
     completion: Tensor  # from the first sampled token on, a tool's tokens among them
@@ -232,7 +230,7 @@ def _rows(experience: Any) -> list[_Row]:
 
 
 def trainer_with_credit(config: CounterfactualConfig) -> Any:
-    """OpenRLHF's synchronous Ray actor ``PPOTrainer`` with credit in its experience maker."""
+    """OpenRLHF's synchronous Ray actor `PPOTrainer` with credit in its experience maker."""
     import ray
     from openrlhf.trainer.ppo_trainer import PPOTrainer
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
@@ -260,7 +258,7 @@ def trainer_with_credit(config: CounterfactualConfig) -> Any:
 
 
 def main() -> None:
-    """``openrlhf.cli.train_ppo_ray`` with credit: its arguments, and ``--counterfactual`` with fields as JSON."""
+    """`openrlhf.cli.train_ppo_ray` with credit: its arguments, and `--counterfactual` with fields as JSON."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--counterfactual", type=json.loads, default={})
     ours, theirs = parser.parse_known_args()

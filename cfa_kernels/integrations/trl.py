@@ -1,11 +1,9 @@
-"""Counterfactual credit in TRL: ``CounterfactualGRPOTrainer`` where a script says ``GRPOTrainer``.
+"""Counterfactual credit in TRL: `CounterfactualGRPOTrainer` where a script says `GRPOTrainer`.
 
 TRL generates, rewards and computes advantages; then credit is computed once for the generation batch, with the
 training model, and multiplied into the advantages. From there on TRL's own loss runs, whatever it is set to. Each
 process scores its own rows, so nothing is communicated but the logged figures.
 """
-
-from __future__ import annotations
 
 import functools
 import time
@@ -19,9 +17,9 @@ from accelerate.utils import DistributedType
 from packaging.version import Version
 from torch import Tensor, nn
 
-from cfa_kernels import CounterfactualConfig, Credit, counterfactual_credit, linear_policy_loss
-from cfa_kernels.integrations import require
-from cfa_kernels.integrations.credit import fold_weights
+from .. import CounterfactualConfig, Credit, counterfactual_credit, linear_policy_loss
+from . import require
+from .credit import fold_weights
 
 OLDEST = "1.0.0"
 _TRL = require("trl", OLDEST)
@@ -53,17 +51,17 @@ _WHOLE_MODEL = {DistributedType.NO, DistributedType.DEEPSPEED} | {
 
 
 class CounterfactualMixin(_Trainer):
-    """Adds credit to ``GRPOTrainer`` or a subclass of it: ``class Mine(CounterfactualMixin, TheirTrainer)``.
+    """Adds credit to `GRPOTrainer` or a subclass of it: `class Mine(CounterfactualMixin, TheirTrainer)`.
 
     Args:
         *args, **kwargs: the trainer's own.
-        counterfactual: how credit is assigned; default ``CounterfactualConfig()``, the CF paper's. Mode ``uniform``
+        counterfactual: how credit is assigned; default `CounterfactualConfig()`, the CF paper's. Mode `uniform`
             switches credit off: nothing is scored, losses and gradients are TRL's own to the last bit.
-        fused_loss: compute the loss with :func:`~cfa_kernels.linear_policy_loss`, from hidden states.
+        fused_loss: compute the loss with `linear_policy_loss`, from hidden states.
 
     Weights are made in training only; evaluation is TRL's. Rows whose advantage is zero are not scored. Logs
-    ``credit/weight_mean``, ``weight_std``, ``scored_fraction``, ``spans_mean``, ``drop_mean``, ``drop_min``,
-    ``distractor_fraction`` (means over the processes), ``tokens_fed``, ``forwards`` (sums) and ``seconds`` (of the
+    `credit/weight_mean`, `weight_std`, `scored_fraction`, `spans_mean`, `drop_mean`, `drop_min`,
+    `distractor_fraction` (means over the processes), `tokens_fed`, `forwards` (sums) and `seconds` (of the
     slowest process) among TRL's metrics.
 
     Raises:
@@ -163,7 +161,7 @@ class CounterfactualMixin(_Trainer):
         return loss / normalizer
 
     def _loss_options(self, inputs: dict[str, Any], mode: str) -> tuple[dict[str, Any], Tensor | float]:
-        """Arguments of ``linear_policy_loss`` after the head, and what TRL divides the loss by afterwards."""
+        """Arguments of `linear_policy_loss` after the head, and what TRL divides the loss by afterwards."""
         ratio = inputs.get("importance_sampling_ratio")
         options = {
             "targets": inputs["completion_ids"],
@@ -196,7 +194,7 @@ class CounterfactualMixin(_Trainer):
 
 
 class CounterfactualGRPOTrainer(CounterfactualMixin, GRPOTrainer):
-    """TRL's ``GRPOTrainer`` with counterfactual credit; see :class:`CounterfactualMixin` for what it adds."""
+    """TRL's `GRPOTrainer` with counterfactual credit; see `CounterfactualMixin` for what it adds."""
 
 
 def _loss_mask(inputs: dict[str, Any]) -> Tensor:
@@ -257,7 +255,7 @@ def _fusion_obstacles(trainer: Any) -> Iterator[str]:
 
 
 def _accept_policy_loss(model: Any, *, head_in_float32: bool) -> None:
-    """Let ``model(..., policy_loss=options)`` return ``linear_policy_loss`` and its metrics instead of logits.
+    """Let `model(..., policy_loss=options)` return `linear_policy_loss` and its metrics instead of logits.
 
     Inside the model's forward, since DDP and autocast wrap that: what runs outside would miss them.
     """

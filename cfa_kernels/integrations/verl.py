@@ -1,12 +1,10 @@
 """Counterfactual credit in verl: a policy loss, the step that makes the weights, and the launcher that puts it in.
 
-verl imports this module in each of its processes (entry point ``verl.plugins``), which registers the policy loss
-``counterfactual``. ``python -m cfa_kernels.integrations.verl`` starts verl's PPO trainer with one more step: after
+verl imports this module in each of its processes (entry point `verl.plugins`), which registers the policy loss
+`counterfactual`. `python -m cfa_kernels.integrations.verl` starts verl's PPO trainer with one more step: after
 the advantages, spans are scored by log-prob requests to the actor's workers, whatever shards the model there, and
 the weights are multiplied into the advantages, the only per-token tensor that reaches every loss.
 """
-
-from __future__ import annotations
 
 import math
 import time
@@ -16,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cfa_kernels import CounterfactualConfig, counterfactual_credit, policy_loss
-from cfa_kernels.integrations import require
-from cfa_kernels.integrations.credit import fold_weights, pad_rows, scorer_from_logprobs
+from .. import CounterfactualConfig, counterfactual_credit, policy_loss
+from . import require
+from .credit import fold_weights, pad_rows, scorer_from_logprobs
 
 OLDEST = "0.9.1"
 _VERL = require("verl", OLDEST)
@@ -45,22 +43,22 @@ def counterfactual_policy_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """verl's clipped loss, dual clip and all, by :func:`~cfa_kernels.policy_loss`.
+    """verl's clipped loss, dual clip and all, by `policy_loss`.
 
-    Chosen by ``actor.policy_loss.loss_mode: counterfactual``. Equal to ``vanilla`` in every ``loss_agg_mode``, to
+    Chosen by `actor.policy_loss.loss_mode: counterfactual`. Equal to `vanilla` in every `loss_agg_mode`, to
     rounding, and stricter: on a CPU it refuses values that are not finite. Token weights come in the advantages, or
-    in ``rollout_is_weights`` next to importance weights.
+    in `rollout_is_weights` next to importance weights.
 
     Args:
         old_log_prob, log_prob, advantages: (B, T) float, nats.
         response_mask: (B, T), 0 or 1; may leave out every token of a row.
-        config: verl's ``ActorConfig``; read are ``clip_ratio``, ``clip_ratio_low``, ``clip_ratio_high``,
-            ``clip_ratio_c`` and ``global_batch_info``.
+        config: verl's `ActorConfig`; read are `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`,
+            `clip_ratio_c` and `global_batch_info`.
         rollout_is_weights: (B, T), finite and >= 0, or None.
 
     Raises:
-        ValueError: an unknown ``loss_agg_mode``, totals that several processes need and do not have, ``clip_ratio_c``
-            inside the clip range, and what :func:`~cfa_kernels.policy_loss` refuses.
+        ValueError: an unknown `loss_agg_mode`, totals that several processes need and do not have, `clip_ratio_c`
+            inside the clip range, and what `policy_loss` refuses.
     """
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
@@ -93,7 +91,7 @@ def _mean(values: Tensor, mask: Tensor) -> float:
 
 
 def _aggregation(mode: str, mask: Tensor, totals: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Options of ``policy_loss`` that give the plain sum over tokens or sequences, and what verl divides it by."""
+    """Options of `policy_loss` that give the plain sum over tokens or sequences, and what verl divides it by."""
     processes = totals.get("dp_size") or 1
 
     def total(name: str, local: Tensor) -> Any:
@@ -122,17 +120,17 @@ def _aggregation(mode: str, mask: Tensor, totals: Mapping[str, Any]) -> tuple[di
 
 
 def credit_config(config: Any) -> CounterfactualConfig:
-    """``CounterfactualConfig`` from the section ``counterfactual`` of verl's configuration; defaults without it.
+    """`CounterfactualConfig` from the section `counterfactual` of verl's configuration; defaults without it.
 
-    Raises ``TypeError`` or ``ValueError`` for a field that does not exist or cannot be.
+    Raises `TypeError` or `ValueError` for a field that does not exist or cannot be.
     """
     return CounterfactualConfig(**dict(config.get("counterfactual") or {}))
 
 
 class CounterfactualMixin(_Trainer):
-    """Adds credit to a trainer of ``verl.trainer.ppo.v1``: ``class Mine(CounterfactualMixin, PPOTrainerSync)``.
+    """Adds credit to a trainer of `verl.trainer.ppo.v1`: `class Mine(CounterfactualMixin, PPOTrainerSync)`.
 
-    Logs the same ``credit/*`` as in TRL, for the whole batch. Raises ``NotImplementedError`` at the start for
+    Logs the same `credit/*` as in TRL, for the whole batch. Raises `NotImplementedError` at the start for
     settings that credit cannot be combined with, each by its name.
     """
 
@@ -185,7 +183,7 @@ class CounterfactualMixin(_Trainer):
         return batch
 
     def _logprobs(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[Tensor]:
-        """Log-probs of completions under the actor, at temperature 1, by the workers' own ``compute_log_prob``."""
+        """Log-probs of completions under the actor, at temperature 1, by the workers' own `compute_log_prob`."""
         from verl.utils.tensordict_utils import get_tensordict
 
         asked = len(completions)
@@ -238,13 +236,13 @@ def _refuse(config: Any) -> None:
 
 
 def add_credit(trainers: dict[str, type], mode: str) -> None:
-    """Replace the trainer that verl has registered for ``trainer.v1.trainer_mode`` by its subclass with credit."""
+    """Replace the trainer that verl has registered for `trainer.v1.trainer_mode` by its subclass with credit."""
     if not issubclass(trainers[mode], CounterfactualMixin):
         trainers[mode] = type(f"Counterfactual{trainers[mode].__name__}", (CounterfactualMixin, trainers[mode]), {})
 
 
 def run(config: Any) -> None:
-    """What ``verl.trainer.main_ppo`` does with a configuration, with credit in the trainer it names."""
+    """What `verl.trainer.main_ppo` does with a configuration, with credit in the trainer it names."""
     import ray
     from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy

@@ -13,10 +13,10 @@ def interpreting() -> bool:
 
 
 def resolve_backend(backend: str | None, tensor: torch.Tensor) -> str:
-    """Return ``"triton"`` or ``"torch"`` for an op whose inputs live where ``tensor`` lives.
+    """Return `"triton"` or `"torch"` for an op whose inputs live where `tensor` lives.
 
-    ``None`` picks Triton for CUDA / HIP tensors and PyTorch for CPU tensors. Raises ``ValueError`` for an
-    unknown name, for ``"triton"`` on a CPU tensor outside Triton's interpreter, and for ``None`` on a device
+    `None` picks Triton for CUDA / HIP tensors and PyTorch for CPU tensors. Raises `ValueError` for an
+    unknown name, for `"triton"` on a CPU tensor outside Triton's interpreter, and for `None` on a device
     that has neither.
     """
     if backend not in (None, *BACKENDS):
@@ -37,7 +37,7 @@ def resolve_backend(backend: str | None, tensor: torch.Tensor) -> str:
 
 
 def architecture(device: torch.device) -> str:
-    """What kernels are tuned for: ``"hip"``, ``"sm_80"``, ``"sm_90"``, ...; ``"cpu"`` in the interpreter."""
+    """What kernels are tuned for: `"hip"`, `"sm_80"`, `"sm_90"`, ...; `"cpu"` in the interpreter."""
     if device.type != "cuda":
         return "cpu"
     if torch.version.hip is not None:

@@ -46,19 +46,19 @@ def empty_strip(
 
 
 def write_logits(hidden: Tensor, head: Tensor, out: Tensor) -> None:
-    """``out = hidden @ head.T``: (n, H), (V, H) -> (n, V), rounded to the dtype of `out` alone."""
+    """`out = hidden @ head.T`: (n, H), (V, H) -> (n, V), rounded to the dtype of `out` alone."""
     _product(hidden, head.t(), out)
 
 
 def hidden_gradient(by_logits: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
-    """``by_logits @ head``: (n, V), (V, H) -> (n, H)."""
+    """`by_logits @ head`: (n, V), (V, H) -> (n, H)."""
     if by_logits.dtype == torch.bfloat16 and by_logits.device.type == "cpu" and by_logits.size(1) % 2:
         by_logits = by_logits.contiguous()  # oneDNN on AMX multiplies what lies behind rows of odd length, nan as well
     return torch.mm(by_logits, head, out=out)
 
 
 def add_head_gradient(total: Tensor, by_logits: Tensor, hidden: Tensor, *, first: bool) -> None:
-    """``total += by_logits.T @ hidden``: (n, V), (n, H) -> (V, H) in `sum_dtype`; `first` overwrites instead."""
+    """`total += by_logits.T @ hidden`: (n, V), (n, H) -> (V, H) in `sum_dtype`; `first` overwrites instead."""
     if first:
         _product(by_logits.t(), hidden, total)
     elif total.dtype == hidden.dtype:

@@ -80,9 +80,9 @@ def linear_logprob(
     return_entropy: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-prob (nats) of ``targets[n]`` under ``softmax(logits[n] / temperature)``, for each of N rows.
+    """Log-prob (nats) of `targets[n]` under `softmax(logits[n] / temperature)`, for each of N rows.
 
-    ``logits = softcap * tanh(logit_scale * (hidden @ lm_head.T + bias) / softcap)``, or without the tanh if
+    `logits = softcap * tanh(logit_scale * (hidden @ lm_head.T + bias) / softcap)`, or without the tanh if
     `softcap` is None. They are formed and summed in float32 also from half-precision inputs, and N x V of them never
     exist. A row's result is the same bits whatever other rows there are (Triton).
 
@@ -94,9 +94,9 @@ def linear_logprob(
     are differentiable by hidden, lm_head and bias, once; a backward takes one strip of logits and, if the head
     trains, its float32 gradient. float32 GEMMs of the backward follow torch's TF32 setting; the forward does not.
 
-    Raises ``ValueError`` for shapes or devices that do not fit, a last dimension that is not contiguous, a
+    Raises `ValueError` for shapes or devices that do not fit, a last dimension that is not contiguous, a
     temperature, softcap or logit_scale that is not positive and finite, or, on a CPU, a target outside [0, V), naming
-    row and value; on a GPU such a row gives nan, as finding it would wait for the device. ``TypeError`` for dtypes.
+    row and value; on a GPU such a row gives nan, as finding it would wait for the device. `TypeError` for dtypes.
     """
     hidden, lm_head = autocast_operands(hidden, lm_head)
     chosen = resolve_backend(backend, hidden)
@@ -150,9 +150,9 @@ def linear_logprob_reference(
 ) -> Tensor:
     """(2, N): log-probs and entropies (or 0), by blocks of the vocabulary and of rows; arguments as `linear_logprob`.
 
-    With ``z`` the logit over the temperature, blocks are merged by ``max``, ``sum of exp(z - max)`` and, for the
-    entropy, ``sum of (z - max) exp(z - max)``. A block's sum is read off its log_softmax, whose largest value is
-    ``-log(sum)``: torch vectorises that on every CPU, unlike exp. A row whose target is outside the vocabulary gets
+    With `z` the logit over the temperature, blocks are merged by `max`, `sum of exp(z - max)` and, for the
+    entropy, `sum of (z - max) exp(z - max)`. A block's sum is read off its log_softmax, whose largest value is
+    `-log(sum)`: torch vectorises that on every CPU, unlike exp. A row whose target is outside the vocabulary gets
     nan.
     """
     exact = compute_dtype(hidden.dtype)
@@ -203,10 +203,10 @@ def tile_statistics_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TMA: tl.constexpr, FLATTEN: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of ``z = cap(hidden @ lm_head.T + bias)``, where cap(x) is x or ``tanh(inner * x)``.
+    """Tiles of `z = cap(hidden @ lm_head.T + bias)`, where cap(x) is x or `tanh(inner * x)`.
 
     p_tiles (2 or 3, tiles of the vocabulary, n_rows): per row and tile the maximum of z, the sum of 2^y with
-    ``y = (z - max) * outer``, and for the entropy the sum of y 2^y. p_chosen (n_rows,): z of the target. The maximum
+    `y = (z - max) * outer`, and for the entropy the sum of y 2^y. p_chosen (n_rows,): z of the target. The maximum
     is taken off before the factor, so a large common shift of the logits loses nothing. `hidden` and `lm_head` are
     descriptors if TMA, else pointers. Tiles of `group` blocks of rows are taken together, rows first, so that both
     operands are found in the L2 cache. FLATTEN fetches the next tile during the sums of this one, which must then be

@@ -23,8 +23,8 @@ SURROGATES = ("clip", "cispo", "sapo")
 class PolicyOptions(NamedTuple):
     """Hyper-parameters of the loss of a token, under TRL's names.
 
-    `surrogate` is ``"clip"`` (grpo, bnpo, dr_grpo, dapo, luspo), ``"cispo"`` or ``"sapo"``; `level` is ``"token"``
-    or ``"sequence"``; `delta` is infinite when there is no upper clip; `use_bias_correction_kl` multiplies the KL
+    `surrogate` is `"clip"` (grpo, bnpo, dr_grpo, dapo, luspo), `"cispo"` or `"sapo"`; `level` is `"token"`
+    or `"sequence"`; `delta` is infinite when there is no upper clip; `use_bias_correction_kl` multiplies the KL
     term by the ratio.
     """
 
@@ -85,10 +85,10 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
     """Loss of each token and its two partial derivatives.
 
     Surrogates (c = exp(log_ratio), A = advantage, w = weight):
-    ``clip``   -w * min(min(c, delta) * A, clamp(c, 1 - epsilon, 1 + epsilon_high) * A)   PPO / DAPO (eq. 8 of CF)
-    ``cispo``  -w * stop_gradient(min(c, epsilon_high)) * A * logprob
-    ``sapo``   -w * 4 / tau * sigmoid(tau * (c - 1)) * A, tau by the sign of A
-    and then, unweighted, ``+ beta * k3`` with k3 = exp(ref - logprob) - (ref - logprob) - 1.
+    `clip`   -w * min(min(c, delta) * A, clamp(c, 1 - epsilon, 1 + epsilon_high) * A)   PPO / DAPO (eq. 8 of CF)
+    `cispo`  -w * stop_gradient(min(c, epsilon_high)) * A * logprob
+    `sapo`   -w * 4 / tau * sigmoid(tau * (c - 1)) * A, tau by the sign of A
+    and then, unweighted, `+ beta * k3` with k3 = exp(ref - logprob) - (ref - logprob) - 1.
     """
     inside = log_ratio <= LOG_RATIO_MAX
     ratio = log_ratio.clamp(max=LOG_RATIO_MAX).exp()
@@ -135,7 +135,7 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
 
 
 def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tuple[TokenTerms, Tensor]:
-    """Terms of (B, T) tokens, and the derivative (B, T) of ``sum(loss * scale)`` by each log-prob.
+    """Terms of (B, T) tokens, and the derivative (B, T) of `sum(loss * scale)` by each log-prob.
 
     At the sequence level a token's log-ratio is the mean over the counted tokens of its sequence (GSPO).
     Where a token does not count, log-probs and tokens must be 0.
@@ -155,7 +155,7 @@ def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tu
 def refuse_second_derivative() -> None:
     """For a backward whose gradient was stored: to a second derivative it would be a constant, silently.
 
-    Raises RuntimeError if the backward runs with ``create_graph=True``.
+    Raises RuntimeError if the backward runs with `create_graph=True`.
     """
     if torch.is_grad_enabled():
         raise RuntimeError("the policy loss has first derivatives only: run its backward without create_graph=True")

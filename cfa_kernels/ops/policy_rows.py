@@ -20,11 +20,11 @@ STATS = ("logprob", "entropy", "ratio", "kl", "clip")
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 LOWEST = -1.0e30
-"""Stands in for -inf in ``p * log p``, so that a forbidden token adds 0 and not nan."""
+"""Stands in for -inf in `p * log p`, so that a forbidden token adds 0 and not nan."""
 
 
 class Softmax(NamedTuple):
-    """How logits become log-probs: ``log_softmax(softcap * tanh(logits / softcap) / temperature)``; 0 is no cap."""
+    """How logits become log-probs: `log_softmax(softcap * tanh(logits / softcap) / temperature)`; 0 is no cap."""
 
     temperature: float = 1.0
     softcap: float = 0.0
@@ -33,7 +33,7 @@ class Softmax(NamedTuple):
 class RowLogprobs(NamedTuple):
     """Of each of N rows: the target's log-prob, the entropy (nats), and log-sum-exp in two parts.
 
-    ``logsumexp = row_max / temperature + log_sum``; apart, they lose nothing to a large common shift of the logits.
+    `logsumexp = row_max / temperature + log_sum`; apart, they lose nothing to a large common shift of the logits.
     """
 
     logprobs: Tensor
@@ -108,8 +108,9 @@ def row_gradients_reference(
 ) -> Tensor:
     """(B, T, V) derivative by the logits, given that by each row's log-prob and entropy (N,); over `p`.
 
-    ``p * (prob_coeff - by_entropy * log p) + by_logprob * onehot`` with ``prob_coeff = -by_logprob - by_entropy *
-    entropy``, times the slopes of temperature and cap. Rows whose derivatives are both 0 get zeros.
+    `p * (prob_coeff - by_entropy * log p) + by_logprob * onehot` with
+    `prob_coeff = -by_logprob - by_entropy * entropy`, times the slopes of temperature and cap. Rows whose
+    derivatives are both 0 get zeros.
     """
     dead = by_logprob == 0 if by_entropy is None else (by_logprob == 0) & (by_entropy == 0)
     by_logprob = by_logprob.view_as(of.chosen) / softmax.temperature

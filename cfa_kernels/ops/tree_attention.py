@@ -5,8 +5,6 @@ rows in the order of their positions, and causally to the segment itself. No pad
 that is what lets masked branches, completions and prompts share everything up to where they differ.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +26,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class SegmentTable:
     """Which rows each segment of a packed sequence of N rows attends to.
 
-    Segments follow one another without gaps. Segment s owns ``length[s]`` rows from ``row_start[s]`` on. Its
-    context is ``context_rows[context_start[s] : context_start[s] + context_length[s]]``: the packed row that
+    Segments follow one another without gaps. Segment s owns `length[s]` rows from `row_start[s]` on. Its
+    context is `context_rows[context_start[s] : context_start[s] + context_length[s]]`: the packed row that
     holds each position 0, 1, ... before the segment. So the segment's first row has position
-    ``context_length[s]``, and segments that branch off one path can point into one stored copy of that path.
+    `context_length[s]`, and segments that branch off one path can point into one stored copy of that path.
 
-    All fields are 1-D int32 numpy arrays. Raises ``ValueError`` for tables that are not as described.
+    All fields are 1-D int32 numpy arrays. Raises `ValueError` for tables that are not as described.
     """
 
     row_start: np.ndarray  # (S,)
@@ -97,7 +95,7 @@ class SegmentTable:
         return np.stack([segment[order], first[order]], axis=1)
 
     def on_device(self, device: torch.device, tokens_per_tile: int) -> tuple[Tensor, Tensor, Tensor]:
-        """``(work list (W, 2), segments (S, 4), context_rows (C,))`` on ``device``, copied once and kept.
+        """`(work list (W, 2), segments (S, 4), context_rows (C,))` on `device`, copied once and kept.
 
         A segment's four numbers are row_start, length, context_start, context_length.
         """
@@ -130,17 +128,17 @@ def tree_attention(
     softcap: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Attention of packed rows along the tree that ``table`` describes.
+    """Attention of packed rows along the tree that `table` describes.
 
     Args:
         q: (N, H, D) queries; fp32, bf16 or fp16 (the PyTorch reference also takes float64).
         k: (N, Hkv, D) keys, Hkv dividing H (grouped-query attention).
         v: (N, Hkv, D) values.
         table: the segments of the N rows.
-        scale: factor on ``q . k``; default ``D ** -0.5``.
+        scale: factor on `q . k`; default `D ** -0.5`.
         sliding_window: a row sees only keys fewer than this many positions back (its own counts as one).
-        softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
-        backend: ``"triton"``, ``"torch"`` or None (by device, see ``ops/dispatch.py``).
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
+        backend: `"triton"`, `"torch"` or None (by device, see `ops/dispatch.py`).
 
     Returns:
         (N, H, D) in q's dtype. A row's result is bitwise the same whatever else is in the pack (Triton).
@@ -203,7 +201,7 @@ def tree_attention_reference(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The definition of :func:`tree_attention` in plain PyTorch, segment by segment; also the CPU path.
+    """The definition of `tree_attention` in plain PyTorch, segment by segment; also the CPU path.
 
     Softmax runs in fp32, or in float64 for float64 inputs.
     """
@@ -230,7 +228,7 @@ def tree_attention_reference(
 
 
 def _attend_reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Masked attention of q (L, H, D) to k, v (K, Hkv, D) with ``visible`` (L, K); PyTorch's own without softcap."""
+    """Masked attention of q (L, H, D) to k, v (K, Hkv, D) with `visible` (L, K); PyTorch's own without softcap."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, heads, rows, D)
     if softcap is None:
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
@@ -317,7 +315,7 @@ def tree_attention_kernel(
 ):  # fmt: skip
     """One tile: BLOCK_M // GROUP_PAD tokens of one segment times the query heads of one key head.
 
-    The definition is :func:`tree_attention_reference`. Grid: (work items, key heads).
+    The definition is `tree_attention_reference`. Grid: (work items, key heads).
     """
     i_work = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1).to(tl.int64)
@@ -382,10 +380,10 @@ def launch_options(
     sliding_window: bool = False,
     softcap: bool = False,
 ) -> dict[str, Any]:
-    """The shipped compile-time configuration of the kernel: constexprs, ``num_warps``, ``num_stages``.
+    """The shipped compile-time configuration of the kernel: constexprs, `num_warps`, `num_stages`.
 
     Chosen by what is given here alone, so results and compilations never depend on lengths. The tiles are the
-    largest that compile without spills (``tests/test_aot_tree_attention.py``).
+    largest that compile without spills (`tests/test_aot_tree_attention.py`).
     """
     wide = head_dim > 128
     if dtype == torch.float32:  # full precision has no tensor cores

@@ -1,10 +1,10 @@
 """Mutation testing of the policy loss: change one term of a formula or kernel, and some test must fail.
 
-A mutant drops, flips or swaps one term of the functions in ``TARGETS``. It is loaded beside the real package, its
+A mutant drops, flips or swaps one term of the functions in `TARGETS`. It is loaded beside the real package, its
 functions take the place of the real ones, and tests of this suite run on it until one fails.
 
-``python tests/mutate_policy_loss.py`` runs all mutants and lists those that no test noticed (about ten minutes);
-``test_mutations_of_policy_loss.py`` runs a sample.
+`python -m tests.ops.mutate_policy_loss` runs all mutants and lists those that no test noticed (about ten minutes);
+`test_mutations_of_policy_loss.py` runs a sample.
 """
 
 import ast
@@ -24,19 +24,17 @@ from unittest import mock
 import pytest
 import torch
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 OPS = REPOSITORY / "cfa_kernels" / "ops"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
-import test_losses as on_logprobs  # noqa: E402  after the environment is set
-import test_losses_trl as on_trl  # noqa: E402
-import test_policy_loss_kernels as kernels  # noqa: E402
-
-from cfa_kernels import losses  # noqa: E402
+from cfa_kernels import losses  # noqa: E402  after the environment is set
 from cfa_kernels.losses import LEVELS  # noqa: E402
 from cfa_kernels.ops import policy_rows  # noqa: E402
+from tests import test_losses as on_logprobs  # noqa: E402
+from tests import test_losses_trl as on_trl  # noqa: E402
+from tests.ops import test_policy_loss_kernels as kernels  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -48,7 +46,7 @@ TARGETS = {
     ),
     "linear_policy_loss": ("contributing", "add", "_without_dead_rows", "linear_policy_loss_op", "_backward"),
 }  # fmt: skip
-"""Functions to mutate, by module of ``cfa_kernels.ops``."""
+"""Functions to mutate, by module of `cfa_kernels.ops`."""
 
 ADDRESSING = ("p_", "o_v", "stride", "i_n", "n_tiles", "BLOCK", "valid", "target")
 """Names that say where memory is: such lines stay as they are, for a wrong address ends the process, not a test."""
@@ -58,10 +56,10 @@ DEVICE_FUNCTIONS = ("_load_logits", "_row_sums", "_target_logprob", "_write_grad
 REPLACED = (
     "policy_terms", "contributing", "linear_policy_loss_op", "logits_policy_loss_op", "LogitsPolicyLossInPlace",
 )  # fmt: skip
-"""What ``cfa_kernels.losses`` takes from the mutated modules."""
+"""What `cfa_kernels.losses` takes from the mutated modules."""
 
 CALLED_BY_TESTS = ("row_logprobs", "row_gradients")
-"""What tests take from ``policy_rows`` itself."""
+"""What tests take from `policy_rows` itself."""
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("_backward", "ctx.inputs - 3", "(ctx.inputs + 3)"): "autograd takes no notice of None beyond the inputs",
@@ -72,7 +70,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: ``before`` in the source of a function became ``after``."""
+    """One change: `before` in the source of a function became `after`."""
 
     module: str
     function: str
@@ -128,7 +126,7 @@ def _variants(node: ast.AST) -> Iterator[ast.AST | None]:
 
 
 def mutants() -> list[Mutant]:
-    """Every change of one node in the functions of ``TARGETS``."""
+    """Every change of one node in the functions of `TARGETS`."""
     found = []
     for module, functions in TARGETS.items():
         source = (OPS / f"{module}.py").read_text()

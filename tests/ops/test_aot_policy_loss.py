@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from aot import TARGETS, AotCase, compile_cases
 
 from cfa_kernels.ops.policy_rows import launch_options
+from tests.ops.aot import TARGETS, AotCase, compile_cases
 
 VOCABULARY = 151_936
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -112,7 +112,7 @@ def test_logits_are_read_sixteen_bytes_at_a_time(reports):
 
 
 def test_no_minimum_drops_a_nan(reports):
-    """The interpreter cannot show it: its minimum of nan and 1 is nan, that of a plain ``min.f32`` is 1."""
+    """The interpreter cannot show it: its minimum of nan and 1 is nan, that of a plain `min.f32` is 1."""
     for (name, _), report in reports.items():
         if "ptx" in report.asm:
             assert "min.f32" not in report.assembly, name

@@ -1,13 +1,12 @@
 """Liger's fused layers go into the trainer's model on a GPU; its losses do not."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 # In a process of its own: Liger replaces functions inside transformers for good.
 PROGRAM = """
-from tiny import tiny_model
+from tests.tiny import tiny_model
 from trainer.model import fuse_layers
 
 model = tiny_model()
@@ -22,6 +21,4 @@ assert model.forward.__func__ is forward
 
 
 def test_fused_layers_replace_norms_and_mlps_but_not_the_loss() -> None:
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])}
-    subprocess.run([sys.executable, "-c", PROGRAM], check=True, env=environment)
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True, cwd=Path(__file__).resolve().parents[2])

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
 
 from cfa_kernels import CounterfactualConfig, counterfactual_weights, integrations, policy_loss
+from tests.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
@@ -513,7 +513,7 @@ def same_rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
 
 
 def train_in_parallel(rank: int, processes: int, port: int, out: Path) -> None:
-    """What process ``rank`` does; the first one saves what came of it."""
+    """What process `rank` does; the first one saves what came of it."""
     if processes > 1:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
         os.environ |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}

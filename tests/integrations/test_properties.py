@@ -72,7 +72,7 @@ def tokens() -> Tokens:
 
 
 class Trl:
-    """TRL's own ``GRPOTrainer._compute_loss``, given log-probs instead of a model."""
+    """TRL's own `GRPOTrainer._compute_loss`, given log-probs instead of a model."""
 
     kinds = tuple(
         (loss_type, level)
@@ -136,7 +136,7 @@ class Trl:
 
 
 class Verl:
-    """verl's own ``ppo_loss`` with the policy losses in its registry."""
+    """verl's own `ppo_loss` with the policy losses in its registry."""
 
     modes = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     kinds = tuple(("vanilla", mode) for mode in modes) + tuple(
@@ -206,7 +206,7 @@ class Verl:
 
 
 class OpenRlhf:
-    """OpenRLHF's own ``PolicyLoss`` and KL estimate, from its files: the package itself needs GPU libraries."""
+    """OpenRLHF's own `PolicyLoss` and KL estimate, from its files: the package itself needs GPU libraries."""
 
     kinds = (("ppo", True), ("ppo", False), ("gspo", False))
 
@@ -250,7 +250,7 @@ class OpenRlhf:
 
 
 def load_models(found: Any) -> types.SimpleNamespace:
-    """``openrlhf.models.loss`` and ``.utils`` without the package's imports, DeepSpeed replaced if it is absent."""
+    """`openrlhf.models.loss` and `.utils` without the package's imports, DeepSpeed replaced if it is absent."""
     package = types.ModuleType("openrlhf_models")
     package.__path__ = [str(found.locate_file("openrlhf/models"))]
     added = {"openrlhf_models": package}

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from budget import assert_within_budget
 from torch import Tensor
 
 from cfa_kernels.losses import (
@@ -26,6 +25,7 @@ from cfa_kernels.ops.logits_policy_loss import (
     scale_rows_op,
 )
 from cfa_kernels.ops.policy_loss import PolicyOptions
+from tests.ops.budget import assert_within_budget
 
 B, T, V, H = 3, 4, 37, 24
 LENGTHS = torch.tensor([4, 2, 3])

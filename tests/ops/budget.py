@@ -5,9 +5,9 @@ from torch import Tensor
 
 
 def assert_within_budget(ours: Tensor, low_precision: Tensor, reference: Tensor) -> None:
-    """``err(ours) <= 2 * (err(same maths in ours' precision) + eps * max|reference|)``, all outputs finite.
+    """`err(ours) <= 2 * (err(same maths in ours' precision) + eps * max|reference|)`, all outputs finite.
 
-    ``reference`` is float64; ``low_precision`` is the plain PyTorch form run in the dtype under test.
+    `reference` is float64; `low_precision` is the plain PyTorch form run in the dtype under test.
     """
     assert reference.dtype == torch.float64
     assert ours.shape == reference.shape

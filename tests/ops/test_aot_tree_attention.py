@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from aot import AotCase, compile_cases
 
 from cfa_kernels.ops.tree_attention import launch_options
+from tests.ops.aot import AotCase, compile_cases
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 STRIDES = [f"stride_{tensor}{axis}" for tensor in "qkvo" for axis in "th"]

@@ -44,7 +44,7 @@ def samples_of(folder: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def trainer():
-    """The embedded model, set up; tests that change it take ``fresh``."""
+    """The embedded model, set up; tests that change it take `fresh`."""
     return set_up(settings())
 
 
@@ -138,7 +138,7 @@ def advantages_of(rollouts) -> torch.Tensor:
 
 
 def gradient_after(trainer, rollouts, advantages, weights) -> torch.Tensor:
-    """The gradient that ``update`` leaves behind, before clipping, as one vector."""
+    """The gradient that `update` leaves behind, before clipping, as one vector."""
     update(trainer, rollouts, rollouts.completion_mask, advantages, weights)
     return torch.cat([p.grad.flatten() for p in trainer.policy.parameters()])
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from budget import assert_within_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cfa_kernels.ops.tree_attention import SegmentTable, tree_attention
 from cfa_kernels.tree import PrefixTree
+from tests.ops.budget import assert_within_budget
 
 ragged_trees = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=1, max_size=6)
 options = st.fixed_dictionaries(

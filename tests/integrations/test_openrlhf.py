@@ -15,12 +15,12 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from tiny import PHRASES, tiny_model, tiny_tokenizer
 from torch import Tensor
 
 import cfa_kernels.integrations.openrlhf as integration
 from cfa_kernels import CounterfactualConfig, counterfactual_weights, integrations
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin, CounterfactualPolicyLoss
+from tests.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 GPU_LIBRARIES = ("deepspeed", "flash_attn", "vllm", "bitsandbytes", "optree", "pynvml", "torchmetrics")
 
@@ -47,7 +47,7 @@ class Replacements(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @pytest.fixture(scope="module")
 def openrlhf() -> Any:
-    """``RemoteExperienceMaker``, ``Experience``, ``Actor`` and modules from the installed package."""
+    """`RemoteExperienceMaker`, `Experience`, `Actor` and modules from the installed package."""
     try:
         distribution("openrlhf")
     except PackageNotFoundError:
@@ -71,7 +71,7 @@ def openrlhf() -> Any:
 
 
 class Actors:
-    """OpenRLHF's actor group: as many batches for each of ``number`` actors, which ``copies`` processes share."""
+    """OpenRLHF's actor group: as many batches for each of `number` actors, which `copies` processes share."""
 
     def __init__(self, actor: Any, number: int, copies: int) -> None:
         self.actor, self.number, self.copies, self.calls = actor, number, copies, []
@@ -274,7 +274,7 @@ def test_the_loss_refuses_bad_settings(options, error, message):
 
 
 def test_the_example_of_the_documentation_runs(openrlhf):
-    page = Path(__file__).resolve().parent.parent / "docs" / "openrlhf.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "openrlhf.md"
     (code,) = re.findall(r"^```python requires=\S+\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     namespace: dict[str, Any] = {"__name__": "example"}
     exec(compile(code, str(page), "exec"), namespace)

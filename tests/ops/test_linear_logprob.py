@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from budget import assert_within_budget
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cfa_kernels.ops.linear_logprob import (
@@ -15,6 +14,7 @@ from cfa_kernels.ops.linear_logprob import (
     linear_logprob_triton,
 )
 from cfa_kernels.ops.policy_rows import Softmax
+from tests.ops.budget import assert_within_budget
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import PHRASES, tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from cfa_kernels import CounterfactualConfig, counterfactual_weights
+from tests.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 REASON = "verl (with ray, TransferQueue and tensordict) is not installed"
 pytest.importorskip("verl.trainer.ppo.v1.trainer_base", reason=REASON, exc_type=ImportError)
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 import transfer_queue as queue  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
@@ -59,7 +59,7 @@ def transfer_queue() -> Any:
 
 
 class Workers:
-    """verl's worker group for ``processes`` data-parallel workers, each with the same model, in this process."""
+    """verl's worker group for `processes` data-parallel workers, each with the same model, in this process."""
 
     def __init__(self, processes: int, micro_batch: int, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(transformer_impl, "get_device_id", lambda: "cpu")

@@ -1,8 +1,8 @@
 """Ahead-of-time compilation of Triton kernels for GPUs that are not here.
 
-A test lists the launches its op ships as ``AotCase`` values and calls ``compile_cases`` once per module. The
-compilation runs in worker processes without ``TRITON_INTERPRET``, so it works beside interpreter tests.
-``python tests/aot.py < cases.json > reports.json`` is the entry those tests use.
+A test lists the launches its op ships as `AotCase` values and calls `compile_cases` once per module. The
+compilation runs in worker processes without `TRITON_INTERPRET`, so it works beside interpreter tests.
+`python -m tests.ops.aot N < cases.json > reports.json` is the entry those tests use.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ TARGETS = {
 class AotCase:
     """One launch that is shipped: a kernel with the argument types and options it runs with.
 
-    ``arguments`` maps each run-time argument to a type: ``"*bf16"``, ``"i32"``, ``"i64"``, ``"fp32"`` or
-    ``"tensordesc<bf16[128, 64]>"``. ``":16"`` appended says that the pointer or integer is a multiple of 16,
+    `arguments` maps each run-time argument to a type: `"*bf16"`, `"i32"`, `"i64"`, `"fp32"` or
+    `"tensordesc<bf16[128, 64]>"`. `":16"` appended says that the pointer or integer is a multiple of 16,
     as the launcher finds out at run time; a test of a kernel that is to vectorise its loads must say so.
-    ``constexprs`` holds every other argument: numbers, ``None`` for a pointer that is left out, and dtypes by
-    their name in triton.language (``"tl.bfloat16"``). ``options`` are the compiler's: num_warps, num_stages.
+    `constexprs` holds every other argument: numbers, `None` for a pointer that is left out, and dtypes by
+    their name in triton.language (`"tl.bfloat16"`). `options` are the compiler's: num_warps, num_stages.
     """
 
     name: str
     kernel: str
-    """``"package.module:function"``."""
+    """`"package.module:function"`."""
     arguments: Mapping[str, str]
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -86,9 +86,9 @@ class AotReport:
     """Tensor memory columns (sm_100)."""
     threads: int
     serialized: str
-    """ptxas's complaint that it had to run wgmma instructions one at a time (slow), or ``""``."""
+    """ptxas's complaint that it had to run wgmma instructions one at a time (slow), or `""`."""
     asm: dict[str, str]
-    """``ttgir`` and ``ptx`` or ``amdgcn``."""
+    """`ttgir` and `ptx` or `amdgcn`."""
 
     @property
     def assembly(self) -> str:
@@ -134,10 +134,10 @@ def compile_kernel(
     name: str | None = None,
     **options: Any,
 ) -> AotReport:
-    """Compile one ``@triton.jit`` function for a target of ``TARGETS``, in this process.
+    """Compile one `@triton.jit` function for a target of `TARGETS`, in this process.
 
-    ``TRITON_INTERPRET`` must not be set. Raises whatever the compiler raises, and ``ValueError`` if
-    ``arguments`` and ``constexprs`` together are not the kernel's arguments.
+    `TRITON_INTERPRET` must not be set. Raises whatever the compiler raises, and `ValueError` if
+    `arguments` and `constexprs` together are not the kernel's arguments.
     """
     import triton
     import triton.language as tl
@@ -210,8 +210,8 @@ def _read_amdgcn(text: str) -> dict[str, Any]:
 def compile_cases(cases: Iterable[AotCase], *, processes: int | None = None) -> Reports:
     """Compile every case for each of its targets.
 
-    Runs in child processes without ``TRITON_INTERPRET`` and with a compilation cache of their own. Raises
-    ``RuntimeError`` with the compiler's messages if any case fails.
+    Runs in child processes without `TRITON_INTERPRET` and with a compilation cache of their own. Raises
+    `RuntimeError` with the compiler's messages if any case fails.
     """
     cases = list(cases)
     names = [case.name for case in cases]
@@ -220,10 +220,9 @@ def compile_cases(cases: Iterable[AotCase], *, processes: int | None = None) -> 
     with tempfile.TemporaryDirectory() as cache:
         environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         environment["TRITON_CACHE_DIR"] = cache
-        paths = [str(REPOSITORY), str(REPOSITORY / "tests"), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         done = subprocess.run(
-            [sys.executable, __file__, str(processes or os.cpu_count() or 1)],
+            [sys.executable, "-m", "tests.ops.aot", str(processes or os.cpu_count() or 1)],
+            cwd=REPOSITORY,
             input=json.dumps([dataclasses.asdict(case) for case in cases]),
             env=environment,
             capture_output=True,

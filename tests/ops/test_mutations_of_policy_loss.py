@@ -1,7 +1,8 @@
-"""A sample of the mutants of ``mutate_policy_loss.py``; run that file for all of them."""
+"""A sample of the mutants of `mutate_policy_loss.py`; run that file for all of them."""
 
-import mutate_policy_loss as mutation
 import pytest
+
+from tests.ops import mutate_policy_loss as mutation
 
 MUTANTS = mutation.mutants()
 SAMPLE = [mutant for mutant in MUTANTS[7::43] if mutant.key not in mutation.EQUIVALENT]

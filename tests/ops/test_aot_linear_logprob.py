@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
-from aot import TARGETS, AotCase, compile_cases
 
 from cfa_kernels.ops.linear_logprob import MERGE_OPTIONS, launch_options
+from tests.ops.aot import TARGETS, AotCase, compile_cases
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 EVERY_FEATURE = ("bias", "softcap", "entropy")
