@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .hf import (
+    Head,
     causal_lm,
     context_length,
     default_token_budget,
     embedding,
     pack_logprobs,
-    prove_supported,
+    rope_lengths,
     tree_attention_mode,
     vocab_size,
 )
+from .proof import prove_supported
 from .spans import Span
 from .tree import Pack, Query, pack_units
 
@@ -99,9 +101,9 @@ def score_counterfactuals(
         causal, prompts, completions, spans, answers, placeholder_id=placeholder_id, token_budget=token_budget,
         logprobs=logprobs, tempered=temperature != 1.0,
     )  # fmt: skip
-    prove_supported(causal)
+    head = prove_supported(causal)
     with tree_attention_mode(causal):
-        values, work = _run(causal, plan, temperature)
+        values, work = _run(causal, head, plan, temperature)
     return _collect(values, plan, logprobs, work)
 
 
@@ -126,6 +128,19 @@ class ScoringPlan:
     rows: list[_Row]  # equal prompts side by side
     order: list[int]  # the caller's number of each row
     units: list[list[Query]]  # of each row
+    parts: list["_Part"]
+
+    @property
+    def packs(self) -> list[Pack]:
+        """Every forward, in order."""
+        return [pack for part in self.parts for pack in part.packs]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Queries that may share a forward: all of them, unless the model's positions follow the longest of a forward."""
+
+    units: list[list[Query]]  # of each row, empty where the row asks nothing here
     packs: list[Pack]
 
 
@@ -147,7 +162,8 @@ def plan_scoring(
     rows = [rows[b] for b in order]
     units = [_queries(row, placeholder_id, logprobs, tempered) for row in rows]
     budget = default_token_budget(model) if token_budget is None else token_budget
-    return ScoringPlan(rows, order, units, pack_units(units, budget))
+    parts = [_Part(part, pack_units(part, budget)) for part in _apart_by_length(model, units, order)]
+    return ScoringPlan(rows, order, units, parts)
 
 
 def _validated(
@@ -239,17 +255,69 @@ def _queries(row: _Row, placeholder_id: int, logprobs: bool, tempered: bool) -> 
     return queries
 
 
-def _run(model: PreTrainedModel, plan: ScoringPlan, temperature: float) -> tuple[Tensor, ScoringWork]:
-    """Log-prob of every target of every query in order, fp32, and what it took.
+def _apart_by_length(model: PreTrainedModel, units: list[list[Query]], order: list[int]) -> list[list[list[Query]]]:
+    """The units cut into parts that must not share a forward, each with every row.
+
+    Rotary frequencies of some models change for a whole forward when its longest sequence passes a length; what is
+    shorter and what is longer is then fed apart, as if each sequence were fed alone.
+    """
+    switches, dynamic = rope_lengths(model)
+    if dynamic is not None:
+        for unit, b in zip(units, order, strict=True):
+            if longest := max((len(query.tokens) for query in unit if len(query.tokens) > dynamic), default=0):
+                raise NotImplementedError(
+                    f"completions row {b}: feeds {longest} tokens, but beyond {dynamic} the dynamic rotary frequencies "
+                    f"of {type(model).__name__} are another set for every length, so rows cannot share a forward"
+                )
+    if not switches:
+        return [units]
+    side = {id(query): sum(len(query.tokens) > s for s in switches) for unit in units for query in unit}
+    return [
+        [[query for query in unit if side[id(query)] == part] for unit in units] for part in sorted(set(side.values()))
+    ]
+
+
+def _run(model: PreTrainedModel, head: Head, plan: ScoringPlan, temperature: float) -> tuple[Tensor, ScoringWork]:
+    """Log-prob of every target of every query in order, fp32, and what it took."""
+    device = embedding(model).device
+    values, done = [torch.zeros(0, device=device)], list[Pack]()
+    for part in plan.parts:
+        values += _run_part(model, head, part, temperature, done)
+    joined = torch.cat([value.to(device) for value in values])
+    if len(plan.parts) > 1:
+        joined = joined[torch.from_numpy(_order_of_parts(plan)).to(device)]
+    work = ScoringWork(
+        forwards=len(done),
+        tokens_fed=sum(pack.num_tokens for pack in done),
+        tokens_unshared=sum(len(query.tokens) for unit in plan.units for query in unit),
+        head_rows=sum(len(pack.rows) for pack in done),
+    )
+    return joined, work
+
+
+def _order_of_parts(plan: ScoringPlan) -> np.ndarray:
+    """Index that puts the targets of all parts, one part after the other, in the order of the plan's units."""
+    starts, position = {}, 0
+    for part in plan.parts:
+        for unit in part.units:
+            for query in unit:
+                starts[id(query)] = position
+                position += len(query.targets)
+    queries = [query for unit in plan.units for query in unit]
+    return np.concatenate([starts[id(query)] + np.arange(len(query.targets)) for query in queries])
+
+
+def _run_part(model: PreTrainedModel, head: Head, part: _Part, temperature: float, done: list[Pack]) -> list[Tensor]:
+    """The log-probs of each pack, which joins `done`.
 
     A pack that does not fit in memory is halved and tried again; one completion that does not fit is an error.
     """
-    units, todo, done = plan.units, list(reversed(plan.packs)), []
+    units, todo = part.units, list(reversed(part.packs))
     values: list[Tensor] = []
     while todo:
         pack = todo.pop()
         try:
-            scored = pack_logprobs(model, pack, temperature)
+            scored = pack_logprobs(model, head, pack, temperature)
         except torch.OutOfMemoryError:
             if len(pack.units) == 1:
                 raise
@@ -265,14 +333,7 @@ def _run(model: PreTrainedModel, plan: ScoringPlan, temperature: float) -> tuple
             continue
         values.append(scored[torch.from_numpy(pack.query_index).to(scored.device)])
         done.append(pack)
-    work = ScoringWork(
-        forwards=len(done),
-        tokens_fed=sum(pack.num_tokens for pack in done),
-        tokens_unshared=sum(len(query.tokens) for unit in units for query in unit),
-        head_rows=sum(len(pack.rows) for pack in done),
-    )
-    device = embedding(model).device
-    return torch.cat(values) if values else torch.zeros(0, device=device), work
+    return values
 
 
 def _collect(values: Tensor, plan: ScoringPlan, logprobs: bool, work: ScoringWork) -> CounterfactualScores:

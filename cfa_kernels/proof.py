@@ -1,0 +1,337 @@
+"""Once per model: does it compute the same through our head and in a packed tree as by itself?
+
+A short branching tree is run both ways in float32, whatever the model's own dtype, so that rounding hides nothing;
+windows and chunks are made small enough to matter in it, and adapters that start as the identity are moved off it.
+What no attribute tells is caught here: layers that mix tokens without attention, logits changed after the head.
+"""
+
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from .hf import (
+    Head,
+    attention_implementation,
+    backbone,
+    embedding,
+    evaluation_mode,
+    pack_logprobs,
+    read_head,
+    tree_attention_mode,
+    vocab_size,
+)
+from .tree import Query, pack_units
+
+
+@dataclass
+class _Proof:
+    structure: int  # of the model that was proven
+    transform: tuple[float | None, float]  # softcap and scale of its logits
+    packed: bool = False  # whether the tree was proven too
+
+
+_PROOFS: weakref.WeakKeyDictionary[PreTrainedModel, _Proof] = weakref.WeakKeyDictionary()
+
+# Log-probs that differ by more than this many nats are wrong, unless the model's own rounding is worse: float32
+# leaves some 1e-5, a wrong mask, position or transform of logits whole nats.
+_TOLERANCE = 1e-3
+_ROUNDINGS = 8  # so many times what the model's own two ways of computing a row differ by
+
+_HALVES = (torch.bfloat16, torch.float16)
+_Result = TypeVar("_Result")
+
+_LENGTH, _SMALL = 24, 5  # tokens of the probe, and the window and chunk that it is run with
+
+
+def prove_head(model: PreTrainedModel) -> Head:
+    """The output layer with the scale and cap that the model puts on its logits, shown to give its log-probs.
+
+    Shown anew when the model's structure has changed; the weights are read anew at every call.
+
+    Raises:
+        NotImplementedError: the head is no plain linear layer, or the model's logits are not its head's output,
+            scaled and capped as its configuration says; the message names the model.
+    """
+    head = read_head(model)
+    proof, structure = _PROOFS.get(model), _structure(model)
+    if proof is None or proof.structure != structure:
+        proof = _PROOFS[model] = _Proof(structure, _proven_transform(model))
+    softcap, scale = proof.transform
+    return replace(head, softcap=softcap, logit_scale=scale)
+
+
+def prove_supported(model: PreTrainedModel) -> Head:
+    """`prove_head`, and that a packed tree gives the model's own log-probs.
+
+    Raises:
+        NotImplementedError: it does not, or cannot be run that way; the message names the model and the reason.
+    """
+    head = prove_head(model)
+    if not _PROOFS[model].packed:
+        _prove_tree(model)
+        _PROOFS[model].packed = True
+    return head
+
+
+def _structure(model: PreTrainedModel) -> int:
+    """Equal as long as the model has the same modules: an adapter put on, taken off or merged changes it."""
+    return hash(tuple((name, type(module)) for name, module in model.named_modules()))
+
+
+def _proven_transform(model: PreTrainedModel) -> tuple[float | None, float]:
+    """The softcap and scale under which the head gives the model's own log-probs."""
+    rows = torch.from_numpy(np.stack([query.tokens for query in _probe(model)]))
+
+    def measure() -> tuple[float, float, tuple[float | None, float]]:
+        theirs, rounding = _own_logits(model, rows)
+        ids = rows.to(embedding(model).device)
+        hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+        head = read_head(model)
+        linear = functional.linear(hidden.to(head.weight), head.weight, head.bias).float()
+        if linear.shape != theirs.shape:
+            raise NotImplementedError(f"model: {type(model).__name__} gives logits of shape {tuple(theirs.shape)}")
+        truth = theirs.log_softmax(-1)
+        gaps = {
+            transform: _gap(_transformed(linear, *transform).log_softmax(-1), truth) for transform in _transforms(model)
+        }
+        best = min(gaps, key=lambda transform: gaps[transform])
+        return gaps[best], rounding, best
+
+    gap, rounding, transform = _measured(model, measure)
+    if not gap <= max(_TOLERANCE, _ROUNDINGS * rounding):
+        raise NotImplementedError(
+            f"model: the logits of {type(model).__name__} are not its head's output, as scaled and capped by its "
+            f"configuration (log-probs differ by {gap:.3g} nats), so it can neither be scored nor trained through "
+            "that head"
+        )
+    return transform
+
+
+def _transforms(model: PreTrainedModel) -> list[tuple[float | None, float]]:
+    """Softcaps and scales of logits that the configuration speaks of, plain ones first."""
+    config = model.config.get_text_config()
+
+    def numbers(*names: str) -> list[float]:
+        values = [getattr(config, name, None) for name in names]
+        return [float(x) for x in values if isinstance(x, (int, float)) and not isinstance(x, bool) and x > 0]
+
+    caps = numbers("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
+    scales = numbers("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier")
+    if width := numbers("dim_model_base"):
+        scales.append(width[0] / config.hidden_size)
+    scales = [1.0, *scales, *(1 / scale for scale in scales)]
+    return [(cap, scale) for cap in (None, *caps) for scale in dict.fromkeys(scales)]
+
+
+def _transformed(logits: Tensor, softcap: float | None, scale: float) -> Tensor:
+    logits = logits * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _prove_tree(model: PreTrainedModel) -> None:
+    queries = _probe(model)
+    (pack,) = pack_units([queries], token_budget=_LENGTH * len(queries))
+    rows = torch.from_numpy(np.stack([query.tokens for query in queries]))
+    name, attended = type(model).__name__, list[str]()
+
+    def measure() -> tuple[float, float]:
+        theirs, rounding = _own_logits(model, rows)
+        targets = torch.from_numpy(np.stack([query.targets for query in queries])).to(theirs.device)
+        first = queries[0].first
+        truth = theirs[:, first:].log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+        try:
+            with tree_attention_mode(model):
+                attended.clear()
+                ours = pack_logprobs(model, prove_head(model), pack, attended=attended)
+        except torch.OutOfMemoryError:
+            raise
+        except NotImplementedError as error:
+            own = str(error) if str(error).startswith("model:") else f"model: {name}: {error}"
+            raise NotImplementedError(f"{own}, so it cannot be scored") from error
+        except Exception as error:  # whatever a model's own code meets in a sequence that it did not expect
+            raise NotImplementedError(
+                f"model: {name} cannot run on a packed tree ({type(error).__name__}: {error}), so it cannot be scored"
+            ) from error
+        ours = ours[torch.from_numpy(pack.query_index).to(ours.device)].view_as(truth)
+        return _gap(ours.to(truth), truth), rounding
+
+    gap, rounding = _measured(model, measure)
+    if not gap <= max(_TOLERANCE, _ROUNDINGS * rounding):
+        raise NotImplementedError(
+            f"model: {name} does not compute the same in a packed tree as by itself (log-probs differ by {gap:.3g} "
+            f"nats){_other_mixers(model, attended)}, so it cannot be scored"
+        )
+
+
+def _other_mixers(model: PreTrainedModel, attended: list[str]) -> str:
+    """What else than attention may look at other tokens, in words, if it can be told."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    layers = getattr(config, "num_hidden_layers", None)
+    others = sorted({str(kind) for kind in kinds if "linear" in str(kind) or "attention" not in str(kind)})
+    if others:
+        return f": its {' and '.join(others)} layers carry a state that several tokens of a branch cannot take up"
+    if not attended:
+        return ": none of its layers uses attention"
+    if isinstance(layers, int) and len(attended) < layers:
+        return f": {len(attended)} of its {layers} layers use attention, and the others look at other tokens too"
+    return ""
+
+
+def _probe(model: PreTrainedModel) -> list[Query]:
+    """A row and branches that leave it and come back: one of a branch, neighbours one token apart, a last token."""
+    special = {
+        value
+        for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values()
+        for key, value in config.to_dict().items()
+        if isinstance(value, int) and key.endswith(("_id", "_index"))
+    }
+    vocab = vocab_size(model)
+    usual = [i for i in range(vocab) if i not in special][: 4 * _LENGTH] or [0]
+    ids = np.array([usual[(i * 7 + 1) % len(usual)] for i in range(_LENGTH)], dtype=np.int64)
+    other = np.array([usual[(i * 11 + 3) % len(usual)] for i in range(_LENGTH)], dtype=np.int64)
+    rows = [ids]
+    for row, start, end in ((0, 3, 6), (1, 9, 11), (0, 15, 16), (0, 16, 18), (0, _LENGTH - 2, _LENGTH - 1)):
+        branch = rows[row].copy()
+        branch[start:end] = other[start:end]
+        rows.append(branch)
+    first = 7
+    return [Query(row[:-1], first, row[first + 1 :]) for row in rows]
+
+
+def _own_logits(model: PreTrainedModel, rows: Tensor) -> tuple[Tensor, float]:
+    """The model's logits of `rows` (n, L) by itself, fp32, and how far its own rounding moves their log-probs, nats.
+
+    Rounding shows between the rows in one batch and each alone.
+    """
+    ids = rows.to(embedding(model).device)
+    together = model(input_ids=ids).logits.float()
+    if torch.isnan(together).any():
+        raise FloatingPointError(f"model: {type(model).__name__} gives nan logits on an ordinary row of tokens")
+    alone = torch.cat([model(input_ids=row[None]).logits.float() for row in ids[:2]])
+    return together, _gap(together[:2].log_softmax(-1), alone.log_softmax(-1))
+
+
+def _gap(ours: Tensor, theirs: Tensor) -> float:
+    """Largest difference; an excluded token, -inf in both, is none."""
+    return torch.where(ours == theirs, 0.0, ours - theirs).abs().max().item()
+
+
+def _measured(model: PreTrainedModel, measure: Callable[[], _Result]) -> _Result:
+    """`measure()` with the model made ready for a probe, in float32 if its layers run in it, else in its own dtype."""
+    halves = any(parameter.dtype in _HALVES for parameter in model.parameters())
+    with ExitStack() as stack:
+        stack.enter_context(evaluation_mode(model))
+        if model._can_set_attn_implementation():
+            stack.enter_context(attention_implementation(model, "eager"))
+        stack.enter_context(_small_windows(model))
+        stack.enter_context(torch.autocast(embedding(model).device.type, enabled=False))
+        try:
+            with _float32(model):
+                return measure()
+        except (NotImplementedError, FloatingPointError):
+            raise
+        except Exception:  # a quantised layer, or a kernel of halves alone
+            if not halves:
+                raise
+        return measure()
+
+
+@contextmanager
+def _small_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Windows and chunks that matter in a short probe; masks are built from the configuration in each forward."""
+    configs = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
+    configs += [config.get_text_config() for config in configs]
+    changed: list[tuple[Any, str, int]] = []
+    try:
+        for config in {id(config): config for config in configs}.values():
+            for name in ("sliding_window", "attention_chunk_size"):
+                value = getattr(config, name, None)
+                if isinstance(value, int) and value > _SMALL:
+                    setattr(config, name, _SMALL)
+                    changed.append((config, name, value))
+        yield
+    finally:
+        for config, name, value in changed:
+            setattr(config, name, value)
+
+
+@contextmanager
+def _float32(model: PreTrainedModel) -> Iterator[None]:
+    """Half-precision weights in float32, those of one layer at a time while it runs; trainable adapters moved a little.
+
+    A weight is exchanged in its module's dictionary, so the parameter itself is never touched.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    adapted = any(type(module).__module__.startswith("peft.") for module in names)
+    outside, layers = _split(model)
+
+    def widen(modules: list[nn.Module]) -> list[tuple[dict, str, Tensor]]:
+        exchanged: list[tuple[dict, str, Tensor]] = []
+        for module in modules:
+            for store in (module._parameters, module._buffers):
+                for name, tensor in list(store.items()):
+                    if tensor is None:
+                        continue
+                    moved = adapted and tensor.requires_grad
+                    if not moved and tensor.dtype not in _HALVES:
+                        continue
+                    wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+                    if moved:
+                        wide = wide + _nudge(wide, f"{names[module]}.{name}")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    store[name] = nn.Parameter(wide, requires_grad=False) if is_parameter else wide  # type: ignore[assignment]
+                    exchanged.append((store, name, tensor))
+        return exchanged
+
+    def restore(exchanged: list[tuple[dict, str, Tensor]]) -> None:
+        while exchanged:
+            store, name, tensor = exchanged.pop()
+            store[name] = tensor
+
+    inside: dict[nn.Module, list[tuple[dict, str, Tensor]]] = {}
+    hooks = []
+    for layer in layers:
+        hooks.append(
+            layer.register_forward_pre_hook(
+                lambda module, _: inside.__setitem__(module, widen(list(module.modules()))), prepend=True
+            )
+        )
+        hooks.append(layer.register_forward_hook(lambda module, *_: restore(inside.pop(module, [])), always_call=True))
+    rest = widen(outside)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for exchanged in (rest, *inside.values()):
+            restore(exchanged)
+
+
+def _split(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The modules outside every list of layers, and the layers."""
+    outside, layers = [model], list[nn.Module]()
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            layers += list(child)
+        else:
+            below = _split(child)
+            outside += below[0]
+            layers += below[1]
+    return outside, list(dict.fromkeys(layers))
+
+
+def _nudge(tensor: Tensor, name: str) -> Tensor:
+    """Repeatable noise, a tenth of the tensor's size, or of an ordinary weight's where it is all zero."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)
+    return noise * tensor.square().mean().sqrt().clamp(min=0.2) * 0.1
