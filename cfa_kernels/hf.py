@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from .ops.linear_logprob import linear_logprob
 from .ops.tree_attention import SegmentTable, tree_attention
 from .recurrent import tree_states
-from .tree import Pack
+from .tree import Pack, Query
 
 ATTENTION = "cfa_tree"
 
@@ -307,6 +307,28 @@ def refuse_length_dependent_rope(model: PreTrainedModel, longest: int) -> None:
                 f"longer than {length} tokens, and rows may reach {longest}: then a row's log-probs would depend on "
                 f"its neighbours; keep prompt and completion within {length} tokens"
             )
+
+
+def apart_by_length(model: PreTrainedModel, units: list[list[Query]], order: list[int]) -> list[list[list[Query]]]:
+    """The units cut into parts that must not share a forward, each with every row.
+
+    Rotary frequencies of some models change for a whole forward when its longest sequence passes a length; what is
+    shorter and what is longer is then fed apart, as if each sequence were fed alone.
+    """
+    switches, dynamic = rope_lengths(model)
+    if dynamic is not None:
+        for unit, b in zip(units, order, strict=True):
+            if longest := max((len(query.tokens) for query in unit if len(query.tokens) > dynamic), default=0):
+                raise NotImplementedError(
+                    f"completions row {b}: feeds {longest} tokens, but beyond {dynamic} the dynamic rotary frequencies "
+                    f"of {type(model).__name__} are another set for every length, so rows cannot share a forward"
+                )
+    if not switches:
+        return [units]
+    side = {id(query): sum(len(query.tokens) > s for s in switches) for unit in units for query in unit}
+    return [
+        [[query for query in unit if side[id(query)] == part] for unit in units] for part in sorted(set(side.values()))
+    ]
 
 
 # Beyond this a forward gains nothing from more rows: matrix products are full, and a CPU's caches overflow.

@@ -14,17 +14,18 @@ from transformers import PreTrainedModel
 
 from .hf import (
     Head,
+    apart_by_length,
     causal_lm,
     context_length,
     default_token_budget,
     embedding,
     pack_logprobs,
-    rope_lengths,
     tree_attention_mode,
     vocab_size,
 )
 from .proof import prove_supported
 from .spans import Span
+from .token_rows import check_columns, checked_ids, equal_prompts_together
 from .tree import Pack, Query, pack_units
 
 
@@ -158,11 +159,11 @@ def plan_scoring(
 ) -> ScoringPlan:
     """Check the input of `score_counterfactuals` and lay its trees out in packs; nothing runs on a device."""
     rows = _validated(model, prompts, completions, spans, answers, placeholder_id)
-    order = _equal_prompts_together([row.prompt for row in rows])
+    order = equal_prompts_together([row.prompt for row in rows])
     rows = [rows[b] for b in order]
     units = [_queries(row, placeholder_id, logprobs, tempered) for row in rows]
     budget = default_token_budget(model) if token_budget is None else token_budget
-    parts = [_Part(part, pack_units(part, budget)) for part in _apart_by_length(model, units, order)]
+    parts = [_Part(part, pack_units(part, budget)) for part in apart_by_length(model, units, order)]
     return ScoringPlan(rows, order, units, parts)
 
 
@@ -174,21 +175,12 @@ def _validated(
     answers: Sequence[Span | None],
     placeholder_id: int,
 ) -> list[_Row]:
-    for name, column in (("completions", completions), ("spans", spans), ("answers", answers)):
-        if len(column) != len(prompts):
-            raise ValueError(f"{name} has {len(column)} rows, prompts has {len(prompts)}; they must agree")
-    vocab, longest = vocab_size(model), context_length(model)
+    check_columns(prompts, completions=completions, spans=spans, answers=answers)
+    vocab = vocab_size(model)
     if isinstance(placeholder_id, bool) or not isinstance(placeholder_id, int) or not 0 <= placeholder_id < vocab:
         raise ValueError(f"placeholder_id must be an id in [0, {vocab}), got {placeholder_id!r}")
-    prompt_ids = _token_ids("prompts", prompts, vocab)
-    completion_ids = _token_ids("completions", completions, vocab)
     rows = []
-    for b, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
-        if longest is not None and len(prompt) + len(completion) > longest:
-            raise ValueError(
-                f"completions row {b}: prompt of {len(prompt)} and completion of {len(completion)} tokens exceed "
-                f"the model's context of {longest}"
-            )
+    for b, (prompt, completion) in enumerate(checked_ids(prompts, completions, vocab, context_length(model))):
         given = answers[b]
         answer = None if given is None else _checked_span(f"answers row {b}", given, len(completion))
         row_spans = []
@@ -200,40 +192,11 @@ def _validated(
     return rows
 
 
-def _token_ids(name: str, column: Sequence[Tensor], vocab: int) -> list[np.ndarray]:
-    """One copy to the host for the whole column."""
-    for b, ids in enumerate(column):
-        if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype != torch.int64:
-            got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-            raise ValueError(f"{name} row {b}: must be a 1-D int64 tensor of token ids, got {got}")
-        if len(ids) == 0:
-            raise ValueError(f"{name} row {b}: is empty")
-    if not column:
-        return []
-    flat = torch.cat(list(column)).cpu().numpy()
-    split = np.split(flat, np.cumsum([len(ids) for ids in column])[:-1])
-    if (bad := (flat < 0) | (flat >= vocab)).any():
-        b = next(b for b, ids in enumerate(split) if ((ids < 0) | (ids >= vocab)).any())
-        t = int(((split[b] < 0) | (split[b] >= vocab)).argmax())
-        raise ValueError(
-            f"{name} row {b}: id {split[b][t]} at position {t} is outside the vocabulary [0, {vocab})"
-            f" ({int(bad.sum())} such ids in all)"
-        )
-    return split
-
-
 def _checked_span(where: str, span: Span, length: int) -> Span:
     start, end = (int(edge) for edge in span)
     if not 0 <= start < end <= length:
         raise ValueError(f"{where}: {(start, end)} is not a non-empty span inside a completion of {length} tokens")
     return Span(start, end)
-
-
-def _equal_prompts_together(prompts: list[np.ndarray]) -> list[int]:
-    """Row numbers, equal prompts side by side, otherwise in the caller's order."""
-    first: dict[bytes, int] = {}
-    groups = [first.setdefault(prompt.tobytes(), b) for b, prompt in enumerate(prompts)]
-    return sorted(range(len(prompts)), key=lambda b: groups[b])
 
 
 def _queries(row: _Row, placeholder_id: int, logprobs: bool, tempered: bool) -> list[Query]:
@@ -253,28 +216,6 @@ def _queries(row: _Row, placeholder_id: int, logprobs: bool, tempered: bool) -> 
             branch[prompt_length + span.start : prompt_length + span.end] = placeholder_id
             queries.append(Query(branch, first, targets))
     return queries
-
-
-def _apart_by_length(model: PreTrainedModel, units: list[list[Query]], order: list[int]) -> list[list[list[Query]]]:
-    """The units cut into parts that must not share a forward, each with every row.
-
-    Rotary frequencies of some models change for a whole forward when its longest sequence passes a length; what is
-    shorter and what is longer is then fed apart, as if each sequence were fed alone.
-    """
-    switches, dynamic = rope_lengths(model)
-    if dynamic is not None:
-        for unit, b in zip(units, order, strict=True):
-            if longest := max((len(query.tokens) for query in unit if len(query.tokens) > dynamic), default=0):
-                raise NotImplementedError(
-                    f"completions row {b}: feeds {longest} tokens, but beyond {dynamic} the dynamic rotary frequencies "
-                    f"of {type(model).__name__} are another set for every length, so rows cannot share a forward"
-                )
-    if not switches:
-        return [units]
-    side = {id(query): sum(len(query.tokens) > s for s in switches) for unit in units for query in unit}
-    return [
-        [[query for query in unit if side[id(query)] == part] for unit in units] for part in sorted(set(side.values()))
-    ]
 
 
 def _run(model: PreTrainedModel, head: Head, plan: ScoringPlan, temperature: float) -> tuple[Tensor, ScoringWork]:
