@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .ops.tree_attention import SegmentTable
+from .ops.segment_table import SegmentTable
 
 
 @dataclass(frozen=True)

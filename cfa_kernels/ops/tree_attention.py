@@ -5,10 +5,9 @@ rows in the order of their positions, and causally to the segment itself. No pad
 that is what lets masked branches, completions and prompts share everything up to where they differ.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -17,104 +16,47 @@ from torch.nn import functional
 
 from .dispatch import architecture, resolve_backend
 from .elementwise import LOG2E, tanh
+from .segment_table import SegmentTable
 
-HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
+HEAD_DIMS = range(8, 257, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class SegmentTable:
-    """Which rows each segment of a packed sequence of N rows attends to.
+class AttentionRule:
+    """What becomes of `q . k` and which earlier keys a row sees; the options of `tree_attention`.
 
-    Segments follow one another without gaps. Segment s owns `length[s]` rows from `row_start[s]` on. Its
-    context is `context_rows[context_start[s] : context_start[s] + context_length[s]]`: the packed row that
-    holds each position 0, 1, ... before the segment. So the segment's first row has position
-    `context_length[s]`, and segments that branch off one path can point into one stored copy of that path.
-
-    All fields are 1-D int32 numpy arrays. Raises `ValueError` for tables that are not as described.
+    Raises `ValueError` for values that make no sense, naming the option.
     """
 
-    row_start: np.ndarray  # (S,)
-    length: np.ndarray  # (S,)
-    context_start: np.ndarray  # (S,)
-    context_length: np.ndarray  # (S,)
-    context_rows: np.ndarray  # (C,)
-    _on_device: dict = field(default_factory=dict, repr=False, compare=False)
+    scale: float
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name in ("row_start", "length", "context_start", "context_length", "context_rows"):
-            array = getattr(self, name)
-            if array.dtype != np.int32 or array.ndim != 1:
-                raise ValueError(f"{name} must be a 1-D int32 array, got {array.dtype} of shape {array.shape}")
-        ends = np.cumsum(self.length, dtype=np.int64)
-        if len(self.length) == 0 or (self.length < 1).any():
-            raise ValueError(f"length must hold at least one segment, none empty, got {self.length.tolist()}")
-        if not np.array_equal(self.row_start, ends - self.length):
-            raise ValueError("row_start must place segments one after the other from row 0")
-        stop = self.context_start.astype(np.int64) + self.context_length
-        if (self.context_start < 0).any() or (self.context_length < 0).any() or stop.max() > len(self.context_rows):
-            raise ValueError("context_start and context_length must lie inside context_rows")
-        newest = np.maximum.accumulate(self.context_rows) if len(self.context_rows) else self.context_rows
-        for s in np.flatnonzero(self.context_length):
-            # A cheap bound first; the exact look only where earlier paths in the store could fool it.
-            if newest[stop[s] - 1] >= self.row_start[s]:
-                rows = self.context_rows[self.context_start[s] : stop[s]]
-                if rows.max() >= self.row_start[s]:
-                    raise ValueError(f"segment {s}: its context holds row {rows.max()}, at or after its own first row")
-        if len(self.context_rows) and self.context_rows.min() < 0:
-            raise ValueError(f"context_rows must not be negative, got {self.context_rows.min()}")
+        for name in ("scale", "softcap"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        for name in ("sliding_window", "attention_chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.sliding_window is not None and self.attention_chunk_size is not None:
+            raise ValueError(
+                f"sliding_window {self.sliding_window} and attention_chunk_size {self.attention_chunk_size} "
+                "exclude each other"
+            )
 
-    @property
-    def num_rows(self) -> int:
-        """N, the rows of the packed sequence."""
-        return int(self.row_start[-1] + self.length[-1])
-
-    @property
-    def longest(self) -> int:
-        """Rows of the longest path: one more than the last position."""
-        return int((self.context_length + self.length).max())
-
-    def positions(self) -> np.ndarray:
-        """Position of every packed row, (N,) int64."""
-        shift = np.repeat(self.context_length.astype(np.int64) - self.row_start, self.length)
-        return np.arange(self.num_rows, dtype=np.int64) + shift
-
-    def visible_pairs(self) -> int:
-        """Number of (query row, key row) pairs that attention visits, without a sliding window."""
-        length = self.length.astype(np.int64)
-        return int((length * self.context_length + length * (length + 1) // 2).sum())
-
-    def work_list(self, tokens_per_tile: int) -> np.ndarray:
-        """(W, 2) int32: segment and first token of every query tile, those with most keys first."""
-        tiles = -(-self.length // tokens_per_tile)
-        segment = np.repeat(np.arange(len(self.length), dtype=np.int32), tiles)
-        ordinal = np.arange(len(segment)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-        first = (ordinal * tokens_per_tile).astype(np.int32)
-        keys = self.context_length[segment] + first
-        order = np.argsort(-keys, kind="stable")
-        return np.stack([segment[order], first[order]], axis=1)
-
-    def on_device(self, device: torch.device, tokens_per_tile: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`(work list (W, 2), segments (S, 4), context_rows (C,))` on `device`, copied once and kept.
-
-        A segment's four numbers are row_start, length, context_start, context_length.
-        """
-        key = (device, tokens_per_tile)
-        if key not in self._on_device:
-            parts = [
-                self.work_list(tokens_per_tile),
-                np.stack([self.row_start, self.length, self.context_start, self.context_length], axis=1),
-                self.context_rows,
-            ]
-            # Each starts at a multiple of 16 bytes, by which Triton specialises kernels.
-            flat = [np.pad(part.reshape(-1), (0, -part.size % 4)) for part in parts]
-            packed = torch.from_numpy(np.concatenate(flat))
-            if device.type == "cuda":
-                packed = packed.pin_memory()
-            split = packed.to(device, non_blocking=True).split([len(part) for part in flat])
-            work, segments, rows = (x[: part.size] for x, part in zip(split, parts, strict=True))
-            self._on_device[key] = (work.view(-1, 2), segments.view(-1, 4), rows)
-        return self._on_device[key]
+    def oldest_visible(self, position: Tensor) -> Tensor:
+        """The first key position that rows at `position` see."""
+        if self.sliding_window is not None:
+            return (position - self.sliding_window + 1).clamp(min=0)
+        if self.attention_chunk_size is not None:
+            return position // self.attention_chunk_size * self.attention_chunk_size
+        return torch.zeros_like(position)
 
 
 def tree_attention(
@@ -125,7 +67,9 @@ def tree_attention(
     *,
     scale: float | None = None,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Attention of packed rows along the tree that `table` describes.
@@ -133,45 +77,48 @@ def tree_attention(
     Args:
         q: (N, H, D) queries; fp32, bf16 or fp16 (the PyTorch reference also takes float64).
         k: (N, Hkv, D) keys, Hkv dividing H (grouped-query attention).
-        v: (N, Hkv, D) values.
+        v: (N, Hkv, Dv) values; Dv differs from D in multi-head latent attention (DeepSeek). The Triton kernel
+            takes multiples of 8 up to 256 for D and Dv.
         table: the segments of the N rows.
         scale: factor on `q . k`; default `D ** -0.5`.
         sliding_window: a row sees only keys fewer than this many positions back (its own counts as one).
+        attention_chunk_size: a row sees only keys of its own chunk of positions, those with
+            `key // attention_chunk_size == query // attention_chunk_size` (Llama 4); not with sliding_window.
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
+        sinks: (H,) one more logit per query head, of any float dtype, used in fp32, that takes its share of the
+            softmax and has no value (GPT-OSS); neither scale nor softcap applies to it.
         backend: `"triton"`, `"torch"` or None (by device, see `ops/dispatch.py`).
 
     Returns:
-        (N, H, D) in q's dtype. A row's result is bitwise the same whatever else is in the pack (Triton).
+        (N, H, Dv) in q's dtype. A row's result is bitwise the same whatever else is in the pack (Triton).
 
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit; the message names the argument.
         NotImplementedError: Triton backend with gradients enabled on an input that requires them.
 
-    Differentiable on the PyTorch backend.
+    Differentiable on the PyTorch backend, in q, k, v and sinks.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    _check(q, k, v, table, scale, sliding_window, softcap)
+    rule = AttentionRule(
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        sliding_window=sliding_window,
+        attention_chunk_size=attention_chunk_size,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    _check(q, k, v, table, sinks)
     if resolve_backend(backend, q) == "torch":
-        return tree_attention_reference(q, k, v, table, scale, sliding_window, softcap)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return tree_attention_reference(q, k, v, table, rule)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
         raise NotImplementedError(
             "tree_attention has no Triton backward: call it under torch.no_grad() or with backend='torch'"
         )
-    return _tree_attention_triton(q, k, v, table, scale, sliding_window, softcap)
+    return _tree_attention_triton(q, k, v, table, rule)
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: SegmentTable,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> None:
-    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape:
+def _check(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, sinks: Tensor | None) -> None:
+    if q.ndim != 3 or k.ndim != 3 or k.shape[:2] != v.shape[:2] or v.ndim != 3:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        raise ValueError(f"tree_attention takes q (N, H, D) and k, v (N, Hkv, D), got {shapes}")
+        raise ValueError(f"tree_attention takes q (N, H, D), k (N, Hkv, D) and v (N, Hkv, Dv), got {shapes}")
     if q.shape[0] != k.shape[0] or q.shape[0] != table.num_rows:
         raise ValueError(f"table has {table.num_rows} rows, q {q.shape[0]} and k {k.shape[0]}; they must agree")
     if q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
@@ -180,27 +127,19 @@ def _check(
         raise ValueError(f"q, k, v must share one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not (q.device == k.device == v.device):
         raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
-    if not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale}")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, got {softcap}")
+    if sinks is not None:
+        if sinks.shape != (q.shape[1],) or not sinks.is_floating_point():
+            what = f"{sinks.dtype} of shape {tuple(sinks.shape)}"
+            raise ValueError(f"sinks must be floats, one per head of q {tuple(q.shape[1:])}, got {what}")
+        if sinks.device != q.device:
+            raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")
 
 
 # The query rows of a long segment are taken in blocks, so that masks and scores stay small.
 _REFERENCE_BLOCK = 512
 
 
-def tree_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: SegmentTable,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def tree_attention_reference(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, rule: AttentionRule) -> Tensor:
     """The definition of `tree_attention` in plain PyTorch, segment by segment; also the CPU path.
 
     Softmax runs in fp32, or in float64 for float64 inputs.
@@ -216,106 +155,68 @@ def tree_attention_reference(
             values = torch.cat([v.index_select(0, before), values])
         for first in range(0, length, _REFERENCE_BLOCK):
             last = min(first + _REFERENCE_BLOCK, length)
-            low = 0 if sliding_window is None else max(0, context + first - sliding_window + 1)
-            seen = slice(low, context + last)  # no row of this block sees other keys
-            visible = torch.ones(last - first, context + last - low, dtype=torch.bool, device=q.device)
-            visible = visible.tril_(context + first - low)
-            if sliding_window is not None:
-                visible = visible.triu_(context + first - low - sliding_window + 1)
-            rows = q[row + first : row + last]
-            outputs.append(_attend_reference(rows, keys[seen], values[seen], visible, scale, softcap))
+            query = torch.arange(context + first, context + last, device=q.device)
+            oldest = rule.oldest_visible(query)
+            low = int(oldest[0])  # no row of this block sees a key before it
+            key = torch.arange(low, context + last, device=q.device)
+            visible = (key <= query[:, None]) & (key >= oldest[:, None])
+            seen = slice(low, context + last)
+            outputs.append(_attend_reference(q[row + first : row + last], keys[seen], values[seen], visible, rule))
     return torch.cat(outputs)
 
 
-def _attend_reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Masked attention of q (L, H, D) to k, v (K, Hkv, D) with `visible` (L, K); PyTorch's own without softcap."""
+def _attend_reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, rule: AttentionRule) -> Tensor:
+    """Masked attention of q (L, H, D) to k (K, Hkv, D) and v (K, Hkv, Dv) with `visible` (L, K).
+
+    PyTorch's own where it has what the rule asks for.
+    """
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, heads, rows, D)
-    if softcap is None:
-        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+    if rule.softcap is None and rule.sinks is None:
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=rule.scale, enable_gqa=True)
         return out[0].transpose(0, 1)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = softcap * torch.tanh(q @ k.transpose(2, 3) * (scale / softcap))
+    if rule.softcap is None:
+        scores = q @ k.transpose(2, 3) * rule.scale
+    else:
+        scores = rule.softcap * torch.tanh(q @ k.transpose(2, 3) * (rule.scale / rule.softcap))
     scores = scores.masked_fill(~visible, float("-inf"))
-    probs = torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if rule.sinks is not None:
+        column = rule.sinks.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores.to(wide), column], dim=-1)
+    probs = torch.softmax(scores, dim=-1, dtype=wide)[..., : len(k[0, 0])]
     return (probs.to(q.dtype) @ v)[0].transpose(0, 1)
 
 
 @triton.jit
-def _attend(
-    b_acc, b_max, b_sum, b_q, o_query, o_d, m_d,
-    p_k, p_v, p_context, stride_kt, stride_vt,
-    row_start, context_length, low, high, scale, softcap, window,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    PAD_D: tl.constexpr, PRECISION: tl.constexpr, LOG2E: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over keys at positions [low, high), in blocks aligned to multiples of BLOCK_N.
-
-    Blocks are cut by position alone, never by where the rows lie, so a row's sums are formed in the same order
-    in every pack.
-    """
-    # Row numbers come one block ahead: loads of keys and values then depend on registers alone and can be pipelined.
-    o_next = low + tl.arange(0, BLOCK_N)
-    b_next = tl.load(p_context + o_next, mask=o_next < context_length, other=0)
-    for start in range(low, high, BLOCK_N):
-        o_key = start + tl.arange(0, BLOCK_N)
-        o_next = o_key + BLOCK_N
-        b_row = tl.where(o_key < context_length, b_next.to(tl.int64), row_start + (o_key - context_length))
-        b_next = tl.load(p_context + o_next, mask=o_next < context_length, other=0)
-        if MASKED:
-            m_key = o_key < high
-            m_load = m_key[:, None] & m_d[None, :]
-            b_k = tl.load(p_k + b_row[:, None] * stride_kt + o_d[None, :], mask=m_load, other=0.0)
-        elif PAD_D:
-            b_k = tl.load(p_k + b_row[:, None] * stride_kt + o_d[None, :], mask=m_d[None, :], other=0.0)
-        else:
-            b_k = tl.load(p_k + b_row[:, None] * stride_kt + o_d[None, :])
-        if WIDEN:
-            b_k = b_k.to(tl.float32)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        factor = scale * LOG2E
-        if HAS_SOFTCAP:
-            b_s = tanh(b_s * (scale / softcap))
-            factor = softcap * LOG2E
-        if MASKED:
-            visible = (o_key[None, :] <= o_query[:, None]) & m_key[None, :]
-            if HAS_WINDOW:
-                visible = visible & (o_query[:, None] - o_key[None, :] < window)
-            b_s = tl.where(visible, b_s, float("-inf"))
-        b_new = tl.maximum(b_max, tl.max(b_s, 1) * factor)
-        # A row that has seen no key yet keeps -inf; subtracting it from itself would give nan.
-        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new) if MASKED else b_new
-        b_p = tl.exp2(b_s * factor - b_safe[:, None])
-        b_decay = tl.exp2(b_max - b_safe)
-        b_sum = b_sum * b_decay + tl.sum(b_p, 1)
-        b_acc = b_acc * b_decay[:, None]
-        if MASKED:
-            b_v = tl.load(p_v + b_row[:, None] * stride_vt + o_d[None, :], mask=m_load, other=0.0)
-        elif PAD_D:
-            b_v = tl.load(p_v + b_row[:, None] * stride_vt + o_d[None, :], mask=m_d[None, :], other=0.0)
-        else:
-            b_v = tl.load(p_v + b_row[:, None] * stride_vt + o_d[None, :])
-        b_p = b_p.to(b_v.dtype)
-        if WIDEN:
-            b_p = b_p.to(tl.float32)
-            b_v = b_v.to(tl.float32)
-        b_acc = tl.dot(b_p, b_v, b_acc, input_precision=PRECISION)
-        b_max = b_new
-    return b_acc, b_max, b_sum
+def _load_columns(p_rows, o_d, DIM: tl.constexpr, STOP: tl.constexpr, WIDEN: tl.constexpr):
+    """Columns `o_d`, which end at STOP, of heads DIM wide; zeros beyond the head."""
+    if STOP > DIM:
+        b_x = tl.load(p_rows + o_d[None, :], mask=(o_d < DIM)[None, :], other=0.0)
+    else:
+        b_x = tl.load(p_rows + o_d[None, :])
+    if WIDEN:
+        b_x = b_x.to(tl.float32)
+    return b_x
 
 
 @triton.jit
 def tree_attention_kernel(
-    p_q, p_k, p_v, p_out, p_work, p_segments, p_context,
+    p_q, p_k, p_v, p_sinks, p_out, p_work, p_segments, p_context,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
-    scale, softcap, window,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, LOG2E: tl.constexpr,
-    WIDEN: tl.constexpr,
+    scale, softcap, span,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_REST: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_REST: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr, LOG2E: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile: BLOCK_M // GROUP_PAD tokens of one segment times the query heads of one key head.
+    """One tile: BLOCK_M // GROUP tokens of one segment times the query heads of one key head.
 
-    The definition is `tree_attention_reference`. Grid: (work items, key heads).
+    The definition is `tree_attention_reference`. Grid: (work items, key heads). `span` is the positions of the
+    sliding window or of an attention chunk. A head's columns are one block, or a block and a narrower one for the
+    rest. Blocks of keys are cut by position alone, never by where the rows lie or where a tile starts, so a row's
+    sums are formed in the same order in every pack.
     """
     i_work = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1).to(tl.int64)
@@ -326,84 +227,147 @@ def tree_attention_kernel(
     p_context += tl.load(p_segments + i_segment * 4 + 2).to(tl.int64)
     context_length = tl.load(p_segments + i_segment * 4 + 3)
 
-    TOKENS: tl.constexpr = BLOCK_M // GROUP_PAD
-    PAD_D: tl.constexpr = HEAD_DIM != BLOCK_D
+    # Tile rows beyond the last token repeat it, so that every row sees a key; they are not stored.
+    stop = tl.minimum(first + BLOCK_M // GROUP, length)
     o_m = tl.arange(0, BLOCK_M)
-    o_token = first + o_m // GROUP_PAD
-    o_group = o_m % GROUP_PAD
-    o_d = tl.arange(0, BLOCK_D)
-    m_d = o_d < HEAD_DIM
-    m_q = ((o_token < length) & (o_group < GROUP))[:, None] & m_d[None, :]
-    o_head = i_head * GROUP + o_group
+    m_token = first + o_m // GROUP < stop
+    o_token = tl.minimum(first + o_m // GROUP, stop - 1)
+    o_head = i_head * GROUP + o_m % GROUP
     o_row = row_start + o_token
-    b_q = tl.load(p_q + o_row[:, None] * stride_qt + o_head[:, None] * stride_qh + o_d[None, :], mask=m_q, other=0.0)
-    if WIDEN:
-        b_q = b_q.to(tl.float32)
     o_query = context_length + o_token
+    oldest = context_length + first
+    high = context_length + stop
+    low = 0
+    if HAS_WINDOW:
+        o_first = o_query - span + 1
+        low = tl.maximum(oldest - span + 1, 0) // BLOCK_N * BLOCK_N
+    if HAS_CHUNK:
+        o_first = o_query // span * span
+        low = oldest // span * span // BLOCK_N * BLOCK_N
+
+    o_dk = tl.arange(0, KEY_BLOCK)
+    o_dv = tl.arange(0, VALUE_BLOCK)
+    p_q += o_row[:, None] * stride_qt + o_head[:, None] * stride_qh
     p_k += i_head * stride_kh
     p_v += i_head * stride_vh
+    b_q = _load_columns(p_q, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
+    b_acc = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
+    if KEY_REST:
+        o_dk_rest = KEY_BLOCK + tl.arange(0, KEY_REST)
+        b_q_rest = _load_columns(p_q, o_dk_rest, KEY_DIM, KEY_BLOCK + KEY_REST, WIDEN)
+    if VALUE_REST:
+        o_dv_rest = VALUE_BLOCK + tl.arange(0, VALUE_REST)
+        b_acc_rest = tl.zeros([BLOCK_M, VALUE_REST], tl.float32)
 
-    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    factor = scale * LOG2E
+    if HAS_SOFTCAP:
+        factor = softcap * LOG2E
+    # Finite, so that a row that has seen no key yet does not subtract infinity from itself.
+    b_max = tl.full([BLOCK_M], -1e30, tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
-    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # Row numbers come one block ahead: loads of keys and values then depend on registers alone and can be pipelined.
+    o_next = low + tl.arange(0, BLOCK_N)
+    b_next = tl.load(p_context + o_next, mask=o_next < context_length, other=0)
+    for start in range(low, high, BLOCK_N):
+        o_key = start + tl.arange(0, BLOCK_N)
+        o_next = o_key + BLOCK_N
+        b_own = row_start + (tl.minimum(o_key, high - 1) - context_length)
+        b_row = tl.where(o_key < context_length, b_next.to(tl.int64), b_own)
+        b_next = tl.load(p_context + o_next, mask=o_next < context_length, other=0)
+        p_keys = p_k + b_row[:, None] * stride_kt
+        b_k = _load_columns(p_keys, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        if KEY_REST:
+            b_k_rest = _load_columns(p_keys, o_dk_rest, KEY_DIM, KEY_BLOCK + KEY_REST, WIDEN)
+            b_s = tl.dot(b_q_rest, tl.trans(b_k_rest), b_s, input_precision=PRECISION)
+        if HAS_SOFTCAP:
+            b_s = tanh(b_s * (scale / softcap))
+        visible = o_key[None, :] <= o_query[:, None]
+        if HAS_WINDOW or HAS_CHUNK:
+            visible = visible & (o_key[None, :] >= o_first[:, None])
+        b_s = tl.where(visible, b_s, float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_s, 1) * factor)
+        b_p = tl.exp2(b_s * factor - b_new[:, None])
+        b_decay = tl.exp2(b_max - b_new)
+        b_max = b_new
+        b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+        b_p = b_p.to(p_v.dtype.element_ty)
+        if WIDEN:
+            b_p = b_p.to(tl.float32)
+        p_values = p_v + b_row[:, None] * stride_vt
+        b_v = _load_columns(p_values, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN)
+        b_acc = tl.dot(b_p, b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
+        if VALUE_REST:
+            b_v_rest = _load_columns(p_values, o_dv_rest, VALUE_DIM, VALUE_BLOCK + VALUE_REST, WIDEN)
+            b_acc_rest = tl.dot(b_p, b_v_rest, b_acc_rest * b_decay[:, None], input_precision=PRECISION)
 
-    # Positions up to `full` are seen by every row of the tile, so they need no mask; unless there is a window.
-    oldest = context_length + first
-    high = context_length + tl.minimum(first + TOKENS, length)
-    if HAS_WINDOW:
-        full = tl.maximum(oldest - window + 1, 0) // BLOCK_N * BLOCK_N
-    else:
-        full = (oldest + 1) // BLOCK_N * BLOCK_N
-        b_acc, b_max, b_sum = _attend(
-            b_acc, b_max, b_sum, b_q, o_query, o_d, m_d, p_k, p_v, p_context, stride_kt, stride_vt,
-            row_start, context_length, 0, full, scale, softcap, window,
-            BLOCK_N, False, HAS_WINDOW, HAS_SOFTCAP, PAD_D, PRECISION, LOG2E, WIDEN,
-        )  # fmt: skip
-    b_acc, b_max, b_sum = _attend(
-        b_acc, b_max, b_sum, b_q, o_query, o_d, m_d, p_k, p_v, p_context, stride_kt, stride_vt,
-        row_start, context_length, full, high, scale, softcap, window,
-        BLOCK_N, True, HAS_WINDOW, HAS_SOFTCAP, PAD_D, PRECISION, LOG2E, WIDEN,
-    )  # fmt: skip
+    if HAS_SINKS:
+        b_sum += tl.exp2(tl.load(p_sinks + o_head).to(tl.float32) * LOG2E - b_max)
+    p_out += o_row[:, None] * stride_ot + o_head[:, None] * stride_oh
+    b_out = (b_acc / b_sum[:, None]).to(p_out.dtype.element_ty)
+    tl.store(p_out + o_dv[None, :], b_out, mask=m_token[:, None] & (o_dv < VALUE_DIM)[None, :])
+    if VALUE_REST:
+        b_out = (b_acc_rest / b_sum[:, None]).to(p_out.dtype.element_ty)
+        tl.store(p_out + o_dv_rest[None, :], b_out, mask=m_token[:, None] & (o_dv_rest < VALUE_DIM)[None, :])
 
-    # Rows of padding may have seen no key at all; they are not stored.
-    b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
-    p_out += o_row[:, None] * stride_ot + o_head[:, None] * stride_oh + o_d[None, :]
-    tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_q)
+
+def _column_blocks(dim: int) -> tuple[int, int]:
+    """How a head's columns are cut: a power of two, and another for the rest where that is less than padding.
+
+    The second is 0 where one block is enough; none of the others is below 16, the least a matrix product takes.
+    """
+    padded = triton.next_power_of_2(max(dim, 16))
+    rest = triton.next_power_of_2(max(dim - padded // 2, 16))
+    return (padded // 2, rest) if dim > 64 and padded // 2 + rest < padded else (padded, 0)
 
 
 def launch_options(
     architecture: str,
     dtype: torch.dtype,
-    head_dim: int,
+    key_dim: int,
+    value_dim: int,
     group: int,
     *,
-    sliding_window: bool = False,
+    window: bool = False,
+    chunk: bool = False,
     softcap: bool = False,
+    sinks: bool = False,
 ) -> dict[str, Any]:
     """The shipped compile-time configuration of the kernel: constexprs, `num_warps`, `num_stages`.
 
     Chosen by what is given here alone, so results and compilations never depend on lengths. The tiles are the
-    largest that compile without spills (`tests/test_aot_tree_attention.py`).
+    largest that compile without spills (`tests/ops/test_aot_tree_attention.py`).
     """
-    wide = head_dim > 128
+    widest = max(key_dim, value_dim)
     if dtype == torch.float32:  # full precision has no tensor cores
-        block_m, block_n, num_warps, num_stages = 16, 16, 4 if wide else 8, 1
+        block_m, block_n, num_warps, num_stages = 16, 16, 8, 2
     elif architecture == "hip":
         block_m, block_n, num_warps, num_stages = 64, 32, 4, 1
-    elif architecture.startswith("sm_8") and head_dim > 64:
-        block_m, block_n, num_warps, num_stages = (64, 32, 8, 2) if wide else (128, 32, 8, 3)
+    elif architecture.startswith("sm_8") and widest > 64:
+        block_m, block_n, num_warps, num_stages = (64, 32, 8, 2) if widest > 128 else (128, 32, 8, 3)
+    elif value_dim <= 128:
+        block_m, block_n, num_warps, num_stages = 128, 64, 8, 3
+    elif architecture == "sm_90":
+        block_m, block_n, num_warps, num_stages = 128, 32, 8, 3
     else:
-        block_m, block_n, num_warps, num_stages = (64, 64, 8, 2) if wide else (128, 64, 8, 3)
-    group_pad = triton.next_power_of_2(group)
+        block_m, block_n, num_warps, num_stages = 64, 64, 8, 2
+    key_block, key_rest = _column_blocks(key_dim)
+    # Two accumulators beyond 128 columns take more registers than padding costs.
+    value_block, value_rest = _column_blocks(value_dim) if value_dim <= 128 else (256, 0)
     return {
         "GROUP": group,
-        "GROUP_PAD": group_pad,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
-        "BLOCK_M": max(block_m, group_pad),
+        "BLOCK_M": max(block_m, triton.next_power_of_2(group)),
         "BLOCK_N": block_n,
-        "HAS_WINDOW": sliding_window,
+        "KEY_DIM": key_dim,
+        "KEY_BLOCK": key_block,
+        "KEY_REST": key_rest,
+        "VALUE_DIM": value_dim,
+        "VALUE_BLOCK": value_block,
+        "VALUE_REST": value_rest,
+        "HAS_WINDOW": window,
+        "HAS_CHUNK": chunk,
         "HAS_SOFTCAP": softcap,
+        "HAS_SINKS": sinks,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "LOG2E": LOG2E,
         "WIDEN": architecture == "cpu",  # the interpreter has no bf16 dot
@@ -412,34 +376,31 @@ def launch_options(
     }
 
 
-def _tree_attention_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: SegmentTable,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    head_dim = q.shape[-1]
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"q: head dimension {head_dim} is not one of {HEAD_DIMS} (backend='triton')")
+def _tree_attention_triton(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, rule: AttentionRule) -> Tensor:
+    if q.shape[2] not in HEAD_DIMS or v.shape[2] not in HEAD_DIMS:
+        raise ValueError(
+            f"q and v: head dimensions {q.shape[2]} and {v.shape[2]}; each must be a multiple of {HEAD_DIMS.step} "
+            f"up to {HEAD_DIMS[-1]} (backend='triton')"
+        )
     if q.dtype not in DTYPES:
         raise ValueError(f"q: dtype {q.dtype} is not one of {DTYPES} (backend='triton')")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name}: the head dimension must be contiguous, got strides {tensor.stride()}")
-    if sliding_window is not None and sliding_window >= table.longest:
-        sliding_window = None  # hides nothing here, and the kernel without it masks fewer blocks
+    span = rule.sliding_window or rule.attention_chunk_size or 0
+    limited = 0 < span < table.longest  # else it hides nothing here, and the kernel without it masks less
     options = launch_options(
-        architecture(q.device), q.dtype, head_dim, q.shape[1] // k.shape[1],
-        sliding_window=sliding_window is not None, softcap=softcap is not None,
+        architecture(q.device), q.dtype, q.shape[2], v.shape[2], q.shape[1] // k.shape[1],
+        window=limited and rule.sliding_window is not None, chunk=limited and rule.attention_chunk_size is not None,
+        softcap=rule.softcap is not None, sinks=rule.sinks is not None,
     )  # fmt: skip
-    work, segments, context_rows = table.on_device(q.device, options["BLOCK_M"] // options["GROUP_PAD"])
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    tree_attention_kernel[(work.shape[0], k.shape[1])](
-        q, k, v, out, work, segments, context_rows,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
-        scale, softcap or 0.0, sliding_window or 0, **options,
-    )  # fmt: skip
+    sinks = None if rule.sinks is None else rule.sinks.contiguous()
+    work, segments, context_rows = table.on_device(q.device, options["BLOCK_M"] // options["GROUP"])
+    out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+    with torch.cuda.device_of(q):
+        tree_attention_kernel[(work.shape[0], k.shape[1])](
+            q, k, v, sinks, out, work, segments, context_rows,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
+            rule.scale, rule.softcap or 0.0, span if limited else 0, **options,
+        )  # fmt: skip
     return out

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.ops.wgmma import overwritten_inputs, products_with_register_input
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -87,8 +89,12 @@ class AotReport:
     threads: int
     serialized: str
     """ptxas's complaint that it had to run wgmma instructions one at a time (slow), or `""`."""
+    register_inputs: int
+    """wgmma instructions that take their left operand from registers."""
+    overwritten: list[str]
+    """Those of them whose registers may be written before they are done (see `tests/ops/wgmma.py`)."""
     asm: dict[str, str]
-    """`ttgir` and `ptx` or `amdgcn`."""
+    """`ttgir`, `ptx` or `amdgcn`, and `sass` where there is wgmma."""
 
     @property
     def assembly(self) -> str:
@@ -108,7 +114,7 @@ class AotReport:
         )
 
     def assert_fits(self, *, max_registers: int | None = None, max_shared_memory: int | None = None) -> None:
-        """Assert that nothing spills, wgmma is not serialized, and registers and shared memory fit the limits.
+        """Assert that nothing spills, wgmma is sound and in parallel, registers and shared memory fit the limits.
 
         The limits left out are the target's own: what a launch may use at all.
         """
@@ -116,6 +122,7 @@ class AotReport:
         assert self.spills == 0, self.summary()
         assert self.stack == 0, self.summary()
         assert not self.serialized, f"{self.summary()}\n{self.serialized}"
+        assert not self.overwritten, "\n".join([self.summary(), *self.overwritten])
         assert self.registers * self.threads <= limits.register_file, self.summary()
         assert self.registers <= (max_registers or limits.max_registers), self.summary()
         assert self.shared_memory <= (max_shared_memory or limits.max_shared_memory), self.summary()
@@ -168,15 +175,31 @@ def compile_kernel(
     metadata = compiled.metadata
     asm = {kind: compiled.asm[kind] for kind in ("ttgir", "ptx", "amdgcn") if kind in compiled.asm}
     figures = _read_amdgcn(asm["amdgcn"]) if "amdgcn" in asm else _read_ptxas_log(log.getvalue())
+    if "wgmma.mma_async" in asm.get("ptx", ""):
+        asm["sass"] = _disassemble(compiled.asm["cubin"])
+    sass = asm.get("sass", "")
     return AotReport(
         name=name or kernel.__name__,
         target=target,
         shared_memory=metadata.shared,
         tensor_memory=getattr(metadata, "tmem_size", 0) or 0,
         threads=metadata.num_warps * limits.warp_size,
+        register_inputs=products_with_register_input(sass),
+        overwritten=overwritten_inputs(sass),
         asm=asm,
         **figures,
     )
+
+
+def _disassemble(cubin: bytes) -> str:
+    """The machine code of a cubin, by the nvdisasm that comes with Triton."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _read_ptxas_log(log: str) -> dict[str, Any]:
