@@ -24,11 +24,10 @@ from .hf import (
     backbone,
     embedding,
     evaluation_mode,
-    pack_logprobs,
     read_head,
-    tree_attention_mode,
     vocab_size,
 )
+from .packed_model import pack_logprobs, tree_attention_mode
 from .tree import Query, pack_units
 
 

@@ -19,10 +19,9 @@ from .hf import (
     context_length,
     default_token_budget,
     embedding,
-    pack_logprobs,
-    tree_attention_mode,
     vocab_size,
 )
+from .packed_model import pack_logprobs, tree_attention_mode
 from .proof import prove_supported
 from .spans import Span
 from .token_rows import check_columns, checked_ids, equal_prompts_together

@@ -6,7 +6,7 @@ sequence adds one segment: the part of it that no earlier sequence had.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -47,10 +47,12 @@ class Pack:
     num_tempered: int  # the last so many of the R are wanted at the sampling temperature
     query_index: np.ndarray  # (sum A,) int64: into rows / targets, the pack's queries one after the other
     units: range  # the units this pack covers
+    tree: "PrefixTree" = field(repr=False)  # that of all its rows
+    first_row: int = 0  # of the rows fed: those before it were fed by the pack that this one continues
 
     @property
     def num_tokens(self) -> int:
-        """N."""
+        """Rows fed."""
         return len(self.input_ids)
 
     def moved(self, shift: int) -> "Pack":
@@ -173,7 +175,31 @@ def pack_units(units: Sequence[Sequence[Query]], token_budget: int) -> list[Pack
     return packs
 
 
-def _finish(tree: PrefixTree, units: Sequence[Sequence[Query]], covered: range, rows_of: list[np.ndarray]) -> Pack:
+def continue_pack(pack: Pack, queries: Sequence[Query], token_budget: int) -> list[Pack]:
+    """Packs of branches alone: `queries` that continue rows which `pack` fed, at most `token_budget` new rows each.
+
+    A query that is over the budget by itself gets a pack of its own. `units` of the result counts queries.
+    """
+    packs, start, mark = list[Pack](), 0, pack.tree.checkpoint()
+    while start < len(queries):
+        rows_of, stop = list[np.ndarray](), start
+        while stop < len(queries):
+            before = pack.tree.checkpoint()
+            rows = pack.tree.insert(queries[stop].tokens)
+            if stop > start and pack.tree.num_tokens - len(pack.input_ids) > token_budget:
+                pack.tree.rollback(before)
+                break
+            rows_of.append(rows)
+            stop += 1
+        packs.append(_finish(pack.tree, [[q] for q in queries], range(start, stop), rows_of, len(pack.input_ids)))
+        pack.tree.rollback(mark)
+        start = stop
+    return packs
+
+
+def _finish(
+    tree: PrefixTree, units: Sequence[Sequence[Query]], covered: range, rows_of: list[np.ndarray], first_row: int = 0
+) -> Pack:
     queries = [query for i in covered for query in units[i]]
     wanted = [rows[q.first : q.first + len(q.targets)] for rows, q in zip(rows_of, queries, strict=True)]
     rows = np.concatenate(wanted).astype(np.int64)
@@ -185,12 +211,14 @@ def _finish(tree: PrefixTree, units: Sequence[Sequence[Query]], covered: range, 
     _, asked, index = np.unique(key, return_index=True, return_inverse=True)
     table = tree.table()
     return Pack(
-        input_ids=tree.input_ids(),
-        position_ids=table.positions(),
+        input_ids=tree.input_ids()[first_row:],
+        position_ids=table.positions()[first_row:],
         table=table,
         rows=rows[asked],
         targets=targets[asked],
         num_tempered=int(tempered[asked].sum()),
         query_index=index,
         units=covered,
+        tree=tree,
+        first_row=first_row,
     )

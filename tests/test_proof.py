@@ -8,7 +8,7 @@ import torch
 import transformers
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
-from cfa_kernels import hf, proof
+from cfa_kernels import hf, packed_model, proof
 from cfa_kernels.scoring import score_counterfactuals
 from cfa_kernels.spans import Span
 from tests.models import (
@@ -310,7 +310,7 @@ def test_a_model_that_emits_nan_is_no_unsupported_model():
 
 
 def visibility(function, size):
-    return hf.read_visibility(function, size)
+    return packed_model.read_visibility(function, size)
 
 
 def test_masks_are_read_from_the_function_that_builds_them():
@@ -318,11 +318,11 @@ def test_masks_are_read_from_the_function_that_builds_them():
         return k <= q
 
     for size in (4, 9, 4096):
-        assert visibility(causal, size) == hf.Visibility()
+        assert visibility(causal, size) == packed_model.Visibility()
         window = functools.partial(lambda n, b, h, q, k: (k <= q) & (q - k < n), size)
-        assert visibility(window, size) == hf.Visibility(sliding_window=size)
+        assert visibility(window, size) == packed_model.Visibility(sliding_window=size)
         chunk = functools.partial(lambda n, b, h, q, k: (k <= q) & (q // n == k // n), size)
-        assert visibility(chunk, size) == hf.Visibility(chunk_size=size)
+        assert visibility(chunk, size) == packed_model.Visibility(chunk_size=size)
 
 
 @pytest.mark.parametrize(

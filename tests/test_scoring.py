@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import hf, proof
+from cfa_kernels import hf, packed_model, proof
 from cfa_kernels.scoring import score_counterfactuals
 from cfa_kernels.spans import Span
 from tests.models import (
@@ -105,7 +105,7 @@ def test_scores_equal_naive_forwards_on_random_ragged_batches(qwen3, data):
 
 def count_tokens(monkeypatch):
     fed = []
-    forward = hf.pack_logprobs
+    forward = packed_model.pack_logprobs
     monkeypatch.setattr(
         "cfa_kernels.scoring.pack_logprobs",
         lambda m, head, pack, *rest: fed.append(pack.num_tokens) or forward(m, head, pack, *rest),
@@ -214,7 +214,7 @@ def test_the_model_is_as_before_afterwards_also_after_an_exception(implementatio
 def test_a_pack_that_runs_out_of_memory_is_halved_and_the_result_is_the_same(qwen3, monkeypatch):
     data = batch()
     expected = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
-    forward, sizes = hf.pack_logprobs, []
+    forward, sizes = packed_model.pack_logprobs, []
 
     def small_device(model, head, pack, *rest):
         sizes.append(pack.num_tokens)

@@ -1,0 +1,338 @@
+"""A packed tree inside a transformers model: its attention, its masks, and one forward over the tree's rows.
+
+Whether a model computes the same this way as by itself is shown once, by `proof.py`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from .hf import Head, attention_implementation, backbone, embedding, evaluation_mode
+from .ops.tree_attention import SegmentTable, tree_attention
+from .recurrent import tree_states
+from .tree import Pack
+
+ATTENTION = "cfa_tree"
+# Arguments some models hand to their attention that change its result and that tree attention does not implement.
+_UNSUPPORTED_ARGUMENTS = ("position_bias", "cache_position_bias", "head_mask", "block_mask", "score_mod", "indices")
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """What a row may look back at: everything, a window of so many positions, or its own chunk of positions."""
+
+    sliding_window: int | None = None
+    chunk_size: int | None = None
+
+
+class TreeMask:
+    """Stands where a layer expects its attention mask: the pack's segments and what that layer may look back at.
+
+    No dataclass: wrappers that cast what a module is given rebuild those, and would upload the table in every layer.
+    """
+
+    def __init__(self, table: SegmentTable, visibility: Visibility) -> None:
+        self.table = table
+        self.visibility = visibility
+
+
+class KeyValueStore:
+    """Keys and values of a packed forward, layer by layer, for branches that continue its rows later."""
+
+    def __init__(self) -> None:
+        self._kept: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+        self._read: dict[nn.Module, int] = {}
+
+    def write(self, layer: nn.Module, key: Tensor, value: Tensor) -> None:
+        """Keep key and value, (1, Hkv, N, D), of one call of `layer`."""
+        self._kept.setdefault(layer, []).append((key.detach(), value.detach()))
+
+    def rewind(self) -> None:
+        """Read from the first call of each layer again."""
+        self._read.clear()
+
+    def before(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What this call of `layer` kept, followed by `key` and `value`."""
+        call = self._read.get(layer, 0)
+        self._read[layer] = call + 1
+        earlier = self._kept[layer][call]
+        return torch.cat([earlier[0], key], dim=2), torch.cat([earlier[1], value], dim=2)
+
+
+@dataclass
+class _PackedForward:
+    """The packed forward under way."""
+
+    table: SegmentTable
+    attended: list[str] | None  # names of the attention layers that ran, if anyone counts
+    store: KeyValueStore | None
+    first_row: int  # rows before it are in the store
+
+
+_FORWARD: ContextVar[_PackedForward | None] = ContextVar("cfa_packed_forward", default=None)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: TreeMask | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attention in transformers' calling convention: q (1, H, N, D), k, v (1, Hkv, N, D or Dv) -> (1, N, H, Dv)."""
+    name = type(module).__name__
+    if query.shape[0] != 1:
+        raise NotImplementedError(f"{name} runs on a batch of {query.shape[0]}; a packed tree is one sequence")
+    if not isinstance(attention_mask, TreeMask):
+        if attention_mask is not None:
+            raise NotImplementedError(f"{name} is given an attention mask that transformers' mask builder did not make")
+        if sliding_window is not None:
+            raise NotImplementedError(f"{name} has a sliding window and no attention mask that says which")
+        forward = _FORWARD.get()
+        if forward is None:
+            raise RuntimeError(f"{name} runs tree attention outside a packed forward")
+        attention_mask = TreeMask(forward.table, Visibility())
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise NotImplementedError(f"{name} attends in both directions; a causal model is needed")
+    if dropout:
+        raise NotImplementedError(f"{name} asks for attention dropout {dropout}, which tree attention does not have")
+    for argument in _UNSUPPORTED_ARGUMENTS:
+        if kwargs.get(argument) is not None:
+            raise NotImplementedError(f"{name} uses {argument}, which tree attention does not have")
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # as PyTorch's own attention: norms and rotary embeddings left float32
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+    first_row = 0
+    if (running := _FORWARD.get()) is not None:  # else a checkpointed layer is computed again, in the backward
+        if running.attended is not None:
+            running.attended.append(name)
+        first_row = running.first_row
+        if running.store is not None and first_row:
+            key, value = running.store.before(module, key, value)
+        elif running.store is not None:
+            running.store.write(module, key, value)
+    if first_row:  # TMP
+        query = torch.cat([query.new_zeros(*query.shape[:2], first_row, query.shape[3]), query], 2)
+    out = tree_attention(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        attention_mask.table,
+        scale=scaling,
+        sliding_window=attention_mask.visibility.sliding_window,
+        attention_chunk_size=attention_mask.visibility.chunk_size,
+        softcap=softcap,
+        sinks=s_aux,
+    )[first_row:]
+    return out.unsqueeze(0), None
+
+
+def _build_mask(
+    *,
+    mask_function: Callable[..., Any],
+    local_size: int | None = None,
+    device: torch.device | None = None,
+    **_: object,
+) -> TreeMask:
+    """What transformers' mask builder calls for a layer's mask; it says by `mask_function` who sees whom."""
+    forward = _FORWARD.get()
+    if forward is None:
+        raise RuntimeError(f"attn_implementation={ATTENTION!r} runs inside a packed forward alone")
+    return TreeMask(forward.table, read_visibility(mask_function, local_size, device))
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _build_mask)
+
+_VISIBILITY: dict[tuple, Visibility] = {}
+
+
+def read_visibility(
+    mask_function: Callable[..., Any], local_size: int | None, device: torch.device | None = None
+) -> Visibility:
+    """The rule that `mask_function(batch, head, query position, key position)` follows, found by asking it.
+
+    Read from the function itself, so that a window which lives in the mask alone is seen. Raises
+    `NotImplementedError` for a rule that is not causal, a causal window or a causal chunk.
+    """
+    key = (local_size, _shape(mask_function))
+    if key not in _VISIBILITY:
+        _VISIBILITY[key] = _ask(mask_function, local_size, device)
+    return _VISIBILITY[key]
+
+
+def _ask(mask_function: Callable[..., Any], local_size: int | None, device: torch.device | None) -> Visibility:
+    size = local_size or 8
+    near = [edge * size + step for edge in range(4) for step in range(-3, 4)]
+    positions = torch.tensor(sorted({p for p in [*near, *range(8)] if p >= 0}))
+    query, key = positions[:, None], positions[None, :]
+    try:
+        seen = mask_function(0, 0, query.to(device), key.to(device))
+    except Exception as error:  # a rule that looks at tokens, or at a table of this very batch
+        raise NotImplementedError(
+            f"its attention mask is no rule of positions ({type(error).__name__}: {error})"
+        ) from error
+    seen = torch.as_tensor(seen).cpu().expand(len(positions), len(positions))
+    causal = key <= query
+    if torch.equal(seen, causal):
+        return Visibility()
+    if local_size is not None and torch.equal(seen, causal & (query - key < local_size)):
+        return Visibility(sliding_window=local_size)
+    if local_size is not None and torch.equal(seen, causal & (query // local_size == key // local_size)):
+        return Visibility(chunk_size=local_size)
+    raise NotImplementedError("its attention mask is neither causal nor a causal window or chunk")
+
+
+def _shape(function: Any) -> object:
+    """A key by which two mask functions that the same code built from the same numbers are equal."""
+    if not callable(function):
+        return function if isinstance(function, (int, float, str, type(None))) else type(function)
+    if not hasattr(function, "__code__"):
+        return object()  # nothing to know it by: equal to no other
+    inside = [cell.cell_contents for cell in function.__closure__ or ()]
+    parts = [part for item in inside for part in (item if isinstance(item, (tuple, list)) else [item])]
+    return (function.__code__, *map(_shape, parts))
+
+
+@contextmanager
+def tree_attention_mode(model: PreTrainedModel) -> Iterator[None]:
+    """`evaluation_mode` with tree attention in every layer."""
+    with attention_implementation(model, ATTENTION), evaluation_mode(model):
+        yield
+
+
+@contextmanager
+def tree_training_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Tree attention in every layer; modes and gradients as they are."""
+    with attention_implementation(model, ATTENTION):
+        yield
+
+
+def packed_hidden(
+    model: PreTrainedModel, pack: Pack, *, attended: list[str] | None = None, store: KeyValueStore | None = None
+) -> Tensor:
+    """Hidden states (N, H) of the rows that a pack feeds, as the head takes them, by one forward.
+
+    Call with tree attention set. `attended` collects the name of every attention layer that ran. `store` takes the
+    keys and values of a pack's rows, or gives those of the rows before the pack's first one.
+    """
+    device = embedding(model).device
+    if store is not None:
+        store.rewind()
+    token = _FORWARD.set(_PackedForward(pack.table, attended, store, pack.first_row))
+    try:
+        with tree_states(model, pack.table):
+            hidden = backbone(model)(
+                input_ids=_to(pack.input_ids, device)[None],
+                # A mask, so that position ids that start again are not taken for sequences laid end to end.
+                attention_mask=torch.ones(1, pack.num_tokens, dtype=torch.long, device=device),
+                position_ids=_to(pack.position_ids, device)[None],
+                use_cache=False,
+            ).last_hidden_state[0]
+    finally:
+        _FORWARD.reset(token)
+    if hidden.requires_grad and any(
+        getattr(m, "gradient_checkpointing", False) and m.training for m in model.modules()
+    ):
+        hidden.register_hook(lambda _: _tree_attention_until_backward_ends(model))
+    return hidden
+
+
+def _checkpoints(model: nn.Module) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
+
+
+def _tree_attention_until_backward_ends(model: PreTrainedModel) -> None:
+    """Checkpointed layers run again in the backward and look their attention up anew."""
+    if model.config._attn_implementation == ATTENTION:
+        return
+    stack = ExitStack()
+    stack.enter_context(attention_implementation(model, ATTENTION))
+    torch.autograd.Variable._execution_engine.queue_callback(stack.close)  # type: ignore[attr-defined]
+
+
+def pack_logprobs(
+    model: PreTrainedModel,
+    head: Head,
+    pack: Pack,
+    temperature: float = 1.0,
+    *,
+    attended: list[str] | None = None,
+    store: KeyValueStore | None = None,
+    earlier: Tensor | None = None,
+) -> Tensor:
+    """Log-prob of every target of `pack`, (R,) fp32, by one forward; the tempered ones at `temperature`.
+
+    Call inside `tree_attention_mode`, with the `head` that was proven. A pack that continues another takes that
+    one's `store` and hidden states (N, H), `earlier`.
+    """
+    fed = pack.rows >= pack.first_row
+    own = pack.rows[fed] - pack.first_row
+    with _last_layer_on_rows(model, np.unique(own)):
+        hidden = packed_hidden(model, pack, attended=attended, store=store)
+    rows = hidden.index_select(0, _to(own, hidden.device)).to(head.weight)
+    if earlier is not None and not fed.all():
+        both = rows.new_empty(len(fed), rows.shape[1])
+        both[_to(fed, rows.device)] = rows
+        both[_to(~fed, rows.device)] = earlier.index_select(0, _to(pack.rows[~fed], earlier.device)).to(rows)
+        rows = both
+    targets = _to(pack.targets, rows.device)
+    plain = len(pack.rows) - pack.num_tempered
+    parts = [(rows[:plain], targets[:plain], 1.0), (rows[plain:], targets[plain:], temperature)]
+    return torch.cat([head.logprobs(*part) for part in parts if len(part[0])])
+
+
+@contextmanager
+def _last_layer_on_rows(model: PreTrainedModel, rows: np.ndarray) -> Iterator[None]:
+    """Run the last layer's attention output and MLP, which nothing else reads, on `rows` alone.
+
+    Both act on each token by itself, so they are given the rows that the head will see and their results are put
+    back among zeros. Queries stay whole: the attention module norms and rotates them beside the keys, which every
+    row needs. Where a model names its layers otherwise, all rows are computed, to the same result.
+    """
+    layers = getattr(backbone(model), "layers", None)
+    last = layers[-1] if isinstance(layers, nn.ModuleList) and len(layers) else None
+    modules = [getattr(last, "mlp", None), getattr(getattr(last, "self_attn", None), "o_proj", None)]
+    hooks = [hook for module in modules if module is not None for hook in _hook_rows(module, rows)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _hook_rows(module: nn.Module, rows: np.ndarray) -> list[RemovableHandle]:
+    """Hooks under which `module`, given (1, N, H), computes `rows` and returns zeros elsewhere."""
+    seen: list[tuple[Tensor, int]] = []
+
+    def select(_: nn.Module, args: tuple) -> tuple:
+        index = _to(rows, args[0].device)
+        seen.append((index, args[0].shape[1]))
+        return (args[0].index_select(1, index), *args[1:])
+
+    def spread(_: nn.Module, args: tuple, output: Tensor | tuple) -> Tensor | tuple:
+        index, length = seen.pop()
+        some = output[0] if isinstance(output, tuple) else output
+        full = some.new_zeros(1, length, some.shape[-1]).index_copy_(1, index, some)
+        return (full, *output[1:]) if isinstance(output, tuple) else full
+
+    return [module.register_forward_pre_hook(select), module.register_forward_hook(spread)]
+
+
+def _to(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
