@@ -253,7 +253,8 @@ def packed_hidden(
     return hidden
 
 
-def _checkpoints(model: nn.Module) -> bool:
+def checkpoints(model: nn.Module) -> bool:
+    """Whether layers run again in the backward instead of keeping what it needs."""
     return any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
 
 
@@ -283,14 +284,15 @@ def pack_logprobs(
     """
     fed = pack.rows >= pack.first_row
     own = pack.rows[fed] - pack.first_row
-    with _last_layer_on_rows(model, np.unique(own)):
-        hidden = packed_hidden(model, pack, attended=attended, store=store)
-    rows = hidden.index_select(0, _to(own, hidden.device)).to(head.weight)
+    rows = head.weight.new_empty(len(fed), head.weight.shape[1])
+    if pack.num_tokens:
+        with _last_layer_on_rows(model, np.unique(own)):
+            hidden = packed_hidden(model, pack, attended=attended, store=store)
+        found = hidden.index_select(0, _to(own, hidden.device)).to(head.weight)
+        rows = found if fed.all() else rows.index_copy_(0, _to(fed.nonzero()[0], rows.device), found)
     if earlier is not None and not fed.all():
-        both = rows.new_empty(len(fed), rows.shape[1])
-        both[_to(fed, rows.device)] = rows
-        both[_to(~fed, rows.device)] = earlier.index_select(0, _to(pack.rows[~fed], earlier.device)).to(rows)
-        rows = both
+        found = earlier.index_select(0, _to(pack.rows[~fed], earlier.device)).to(rows)
+        rows.index_copy_(0, _to((~fed).nonzero()[0], rows.device), found)
     targets = _to(pack.targets, rows.device)
     plain = len(pack.rows) - pack.num_tempered
     parts = [(rows[:plain], targets[:plain], 1.0), (rows[plain:], targets[plain:], temperature)]

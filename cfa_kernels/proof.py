@@ -27,7 +27,8 @@ from .hf import (
     read_head,
     vocab_size,
 )
-from .packed_model import pack_logprobs, tree_attention_mode
+from .packed_model import ATTENTION, checkpoints, pack_logprobs
+from .recurrent import has_cells
 from .tree import Query, pack_units
 
 
@@ -36,6 +37,7 @@ class _Proof:
     structure: int  # of the model that was proven
     transform: tuple[float | None, float]  # softcap and scale of its logits
     packed: bool = False  # whether the tree was proven too
+    trained: bool = False  # and in training mode
 
 
 _PROOFS: weakref.WeakKeyDictionary[PreTrainedModel, _Proof] = weakref.WeakKeyDictionary()
@@ -79,6 +81,33 @@ def prove_supported(model: PreTrainedModel) -> Head:
         _prove_tree(model)
         _PROOFS[model].packed = True
     return head
+
+
+def prove_trainable(model: PreTrainedModel) -> Head:
+    """`prove_supported` for the mode that the model is in: what training mode changes must not depend on the layout.
+
+    Raises:
+        NotImplementedError: also for dropout above 0 (a row that completions share would get one mask for all of
+            them), losses of routers, noise in training mode, and checkpointed layers that hand on a state.
+    """
+    head = prove_supported(model)
+    if reason := _training_obstacle(model):
+        raise NotImplementedError(f"model: {type(model).__name__} {reason}, so it cannot be trained on packed trees")
+    if not _PROOFS[model].trained and any(module.training for module in model.modules()):
+        _prove_tree(model, training=True)
+        _PROOFS[model].trained = True
+    return head
+
+
+def _training_obstacle(model: PreTrainedModel) -> str | None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+            return f"has dropout {module.p} in {name}: rows that completions share would get one mask; set it to 0"
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        return "adds a loss of its routers (output_router_logits), which counts shared rows once; switch it off"
+    if has_cells(model) and checkpoints(model):
+        return "hands states from token to token, which checkpointed layers would not find again; switch that off"
+    return None
 
 
 def _structure(model: PreTrainedModel) -> int:
@@ -136,7 +165,7 @@ def _transformed(logits: Tensor, softcap: float | None, scale: float) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def _prove_tree(model: PreTrainedModel) -> None:
+def _prove_tree(model: PreTrainedModel, training: bool = False) -> None:
     queries = _probe(model)
     (pack,) = pack_units([queries], token_budget=_LENGTH * len(queries))
     rows = torch.from_numpy(np.stack([query.tokens for query in queries]))
@@ -148,7 +177,7 @@ def _prove_tree(model: PreTrainedModel) -> None:
         first = queries[0].first
         truth = theirs[:, first:].log_softmax(-1).gather(-1, targets[..., None])[..., 0]
         try:
-            with tree_attention_mode(model):
+            with attention_implementation(model, ATTENTION):
                 attended.clear()
                 ours = pack_logprobs(model, prove_head(model), pack, attended=attended)
         except torch.OutOfMemoryError:
@@ -163,11 +192,11 @@ def _prove_tree(model: PreTrainedModel) -> None:
         ours = ours[torch.from_numpy(pack.query_index).to(ours.device)].view_as(truth)
         return _gap(ours.to(truth), truth), rounding
 
-    gap, rounding = _measured(model, measure)
+    gap, rounding = _measured(model, measure, training)
     if not gap <= max(_TOLERANCE, _ROUNDINGS * rounding):
         raise NotImplementedError(
-            f"model: {name} does not compute the same in a packed tree as by itself (log-probs differ by {gap:.3g} "
-            f"nats){_other_mixers(model, attended)}, so it cannot be scored"
+            f"model: {name} does not compute the same in a packed tree as by itself{' in training mode' * training} "
+            f"(log-probs differ by {gap:.3g} nats){_other_mixers(model, attended)}, so it cannot be scored"
         )
 
 
@@ -225,11 +254,19 @@ def _gap(ours: Tensor, theirs: Tensor) -> float:
     return torch.where(ours == theirs, 0.0, ours - theirs).abs().max().item()
 
 
-def _measured(model: PreTrainedModel, measure: Callable[[], _Result]) -> _Result:
-    """`measure()` with the model made ready for a probe, in float32 if its layers run in it, else in its own dtype."""
+def _measured(model: PreTrainedModel, measure: Callable[[], _Result], training: bool = False) -> _Result:
+    """`measure()` with the model made ready for a probe, in float32 if its layers run in it, else in its own dtype.
+
+    In evaluation mode, or for `training` in the modes that its modules are in; the random state is left alone.
+    """
     halves = any(parameter.dtype in _HALVES for parameter in model.parameters())
     with ExitStack() as stack:
-        stack.enter_context(evaluation_mode(model))
+        if training:
+            device = embedding(model).device
+            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            stack.enter_context(torch.no_grad())
+        else:
+            stack.enter_context(evaluation_mode(model))
         if model._can_set_attn_implementation():
             stack.enter_context(attention_implementation(model, "eager"))
         stack.enter_context(_small_windows(model))

@@ -137,6 +137,11 @@ def tree_states(model: nn.Module, table: SegmentTable) -> Iterator[None]:
                 module.forward = forward
 
 
+def has_cells(model: nn.Module) -> bool:
+    """Whether `model` has layers that carry a state."""
+    return any(_cache_argument(module) for module in model.modules())
+
+
 def _cache_argument(module: nn.Module) -> str | None:
     """The argument through which `module` is handed a state, if it is a cell that reads one."""
     forward = inspect.unwrap(type(module).forward)

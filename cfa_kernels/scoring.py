@@ -104,11 +104,11 @@ def score_counterfactuals(
     head = prove_supported(causal)
     with tree_attention_mode(causal):
         values, work = _run(causal, head, plan, temperature)
-    return _collect(values, plan, logprobs, work)
+    return collect_scores(values, plan.rows, plan.units, plan.order, logprobs=logprobs, work=work)
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
     """One completion, checked, as numpy arrays."""
 
     prompt: np.ndarray  # (P,) int64
@@ -125,7 +125,7 @@ class _Row:
 class ScoringPlan:
     """What is fed for one call: all that the CPU decides before the first forward."""
 
-    rows: list[_Row]  # equal prompts side by side
+    rows: list[Row]  # equal prompts side by side
     order: list[int]  # the caller's number of each row
     units: list[list[Query]]  # of each row
     parts: list["_Part"]
@@ -157,29 +157,31 @@ def plan_scoring(
     tempered: bool = False,
 ) -> ScoringPlan:
     """Check the input of `score_counterfactuals` and lay its trees out in packs; nothing runs on a device."""
-    rows = _validated(model, prompts, completions, spans, answers, placeholder_id)
+    check_columns(prompts, completions=completions)
+    ids = checked_ids(prompts, completions, vocab_size(model), context_length(model))
+    rows = checked_rows(model, ids, spans, answers, placeholder_id)
     order = equal_prompts_together([row.prompt for row in rows])
     rows = [rows[b] for b in order]
-    units = [_queries(row, placeholder_id, logprobs, tempered) for row in rows]
+    units = [queries_of(row, placeholder_id, logprobs=logprobs, tempered=tempered) for row in rows]
     budget = default_token_budget(model) if token_budget is None else token_budget
     parts = [_Part(part, pack_units(part, budget)) for part in apart_by_length(model, units, order)]
     return ScoringPlan(rows, order, units, parts)
 
 
-def _validated(
+def checked_rows(
     model: PreTrainedModel,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
+    ids: Sequence[tuple[np.ndarray, np.ndarray]],
     spans: Sequence[Sequence[Span]],
     answers: Sequence[Span | None],
     placeholder_id: int,
-) -> list[_Row]:
-    check_columns(prompts, completions=completions, spans=spans, answers=answers)
+) -> list[Row]:
+    """Checked prompts and completions with their spans and answers, checked too; see `score_counterfactuals`."""
+    check_columns(ids, spans=spans, answers=answers)
     vocab = vocab_size(model)
     if isinstance(placeholder_id, bool) or not isinstance(placeholder_id, int) or not 0 <= placeholder_id < vocab:
         raise ValueError(f"placeholder_id must be an id in [0, {vocab}), got {placeholder_id!r}")
     rows = []
-    for b, (prompt, completion) in enumerate(checked_ids(prompts, completions, vocab, context_length(model))):
+    for b, (prompt, completion) in enumerate(ids):
         given = answers[b]
         answer = None if given is None else _checked_span(f"answers row {b}", given, len(completion))
         row_spans = []
@@ -187,7 +189,7 @@ def _validated(
             row_spans.append(_checked_span(f"spans row {b}, span {k}", span, len(completion)))
             if answer is not None and row_spans[-1].start < answer.end and answer.start < row_spans[-1].end:
                 raise ValueError(f"spans row {b}, span {k}: {tuple(span)} overlaps the answer {tuple(answer)}")
-        rows.append(_Row(prompt, completion, row_spans, answer))
+        rows.append(Row(prompt, completion, row_spans, answer))
     return rows
 
 
@@ -198,7 +200,7 @@ def _checked_span(where: str, span: Span, length: int) -> Span:
     return Span(start, end)
 
 
-def _queries(row: _Row, placeholder_id: int, logprobs: bool, tempered: bool) -> list[Query]:
+def queries_of(row: Row, placeholder_id: int, *, logprobs: bool, tempered: bool = False) -> list[Query]:
     """What to ask for one completion: every token's log-prob if wanted, the base answer, then a branch per span."""
     prompt_length = len(row.prompt)
     tokens = np.concatenate([row.prompt, row.completion])
@@ -276,9 +278,16 @@ def _run_part(model: PreTrainedModel, head: Head, part: _Part, temperature: floa
     return values
 
 
-def _collect(values: Tensor, plan: ScoringPlan, logprobs: bool, work: ScoringWork) -> CounterfactualScores:
+def collect_scores(
+    values: Tensor,
+    rows: list[Row],
+    units: list[list[Query]],
+    order: list[int],
+    *,
+    logprobs: bool,
+    work: ScoringWork,
+) -> CounterfactualScores:
     """Sum target log-probs to answer scores and hand everything back in the caller's order of rows."""
-    rows, units, order = plan.rows, plan.units, plan.order
     _reject_nan(values, units, order)
     lengths = torch.tensor([len(query.targets) for unit in units for query in unit], device=values.device)
     sums = torch.segment_reduce(values, "sum", lengths=lengths) if len(lengths) else values

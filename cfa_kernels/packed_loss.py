@@ -1,0 +1,407 @@
+"""Log-probs and the policy loss of whole completions, with gradients, from packed trees: prompts once, no padding.
+
+`packed_forward` runs the model; log-probs, the loss and, from the keys and values that it kept, counterfactual scores
+are then read off that one forward. `packed_logprobs` and `packed_policy_loss` are the two usual ways in one call.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .hf import Head, apart_by_length, causal_lm, context_length, default_token_budget, run_inside, vocab_size
+from .losses import LossOptions, contributing_rows, linear_policy_loss
+from .ops.linear_logprob import linear_logprob
+from .packed_model import KeyValueStore, pack_logprobs, packed_hidden, tree_attention_mode, tree_training_mode
+from .proof import prove_trainable
+from .scoring import CounterfactualScores, ScoringWork, checked_rows, collect_scores, queries_of
+from .spans import Span
+from .token_rows import check_columns, checked_ids, equal_prompts_together
+from .tree import Pack, Query, continue_pack, pack_units
+
+
+class PackedLoss(NamedTuple):
+    """What `packed_policy_loss` gives."""
+
+    loss: Tensor  # (), differentiable
+    metrics: dict[str, Tensor]  # as from `policy_loss`
+    logprobs: list[Tensor]  # B tensors (T_b,) fp32, detached; nan for tokens that the loss did not need
+
+
+def packed_logprobs(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    token_budget: int | None = None,
+) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+    """Log-probs of every completion token by one prompt-shared, padding-free forward, differentiable by the model.
+
+    Args:
+        model: as in `score_counterfactuals`, in any mode without dropout. DDP sees the forward.
+        prompts: B 1-D int64 tensors of token ids, unpadded. Equal ones, and longer common prefixes, are fed once.
+        completions: B 1-D int64 tensors, unpadded.
+        temperature: divides the logits.
+        return_entropy: also return the entropy of the distribution that each token was drawn from.
+        token_budget: most tokens per forward; default by free memory. Completions of one prompt stay together, even
+            over the budget. The result does not depend on it (to rounding).
+
+    Returns:
+        B tensors (T_b,) fp32, nats; with `return_entropy` a second list like it.
+
+    Raises:
+        ValueError: bad input; the message names argument, row and value.
+        NotImplementedError: a model that cannot be run this way, by name and reason.
+    """
+    causal = causal_lm(model)
+    _check_temperature(temperature)
+
+    def body() -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+        forward = packed_forward(causal, prompts, completions, token_budget=token_budget)
+        return forward.logprobs(temperature, return_entropy=return_entropy)
+
+    return run_inside(model, causal, body)
+
+
+def packed_policy_loss(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    old_logprobs: Sequence[Tensor] | None,
+    advantages: Tensor | Sequence[Tensor],
+    *,
+    weights: Sequence[Tensor] | None = None,
+    mask: Sequence[Tensor] | None = None,
+    ref_logprobs: Sequence[Tensor] | None = None,
+    temperature: float = 1.0,
+    compute_entropy: bool = False,
+    token_budget: int | None = None,
+    **options: Unpack[LossOptions],
+) -> PackedLoss:
+    """`policy_loss` from token ids, in one prompt-shared, padding-free forward with the head fused into the loss.
+
+    The loss is that of the unshared batch: denominators, and what equal completions or common prefixes count for,
+    do not depend on what is shared. Completions, and ends of completions, that the loss does not need (no advantage,
+    weight or mask there, and neither KL nor entropy wanted) are not fed; their tokens stay in the denominators.
+
+    Args:
+        model, prompts, completions, temperature, token_budget: as in `packed_logprobs`.
+        old_logprobs: B tensors (T_b,) under the sampling policy; None means on-policy.
+        advantages: (B,), or B tensors (T_b,).
+        weights: B tensors (T_b,), finite and >= 0, on the clipped policy term; None for 1.
+        mask: B tensors (T_b,) of 0 and 1, the tokens that the loss counts; None for all.
+        ref_logprobs: B tensors (T_b,), needed when `beta != 0`.
+        compute_entropy: add the `entropy` metric.
+        **options: those of `policy_loss`.
+
+    Returns:
+        `PackedLoss`: the loss, its metrics, and the log-probs, which are the old ones of later iterations.
+
+    Raises:
+        ValueError: bad input; the message names argument, row and value.
+        NotImplementedError: a model that cannot be run this way, by name and reason.
+    """
+    causal = causal_lm(model)
+    _check_temperature(temperature)
+
+    check_columns(prompts, completions=completions)
+    batch = LossBatch.of(
+        completions, old_logprobs, advantages, weights=weights, mask=mask, ref_logprobs=ref_logprobs,
+        compute_entropy=compute_entropy, **options,
+    )  # fmt: skip
+
+    def body() -> PackedLoss:
+        forward = packed_forward(causal, prompts, completions, needed=batch.needed(), token_budget=token_budget)
+        return forward.policy_loss(batch, temperature, compute_entropy=compute_entropy, **options)
+
+    return run_inside(model, causal, body)
+
+
+def packed_forward(
+    causal: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    *,
+    needed: Sequence[int] | None = None,
+    token_budget: int | None = None,
+    keep_states: bool = False,
+) -> "PackedForward":
+    """Run `causal` on the packed trees of a batch, with gradients.
+
+    Args:
+        causal: what `causal_lm` finds.
+        prompts, completions: as in `packed_logprobs`.
+        needed: for each row, how many of its first tokens will be asked for; 0 feeds nothing. Default all.
+        token_budget: as in `packed_logprobs`.
+        keep_states: keep the keys and values of every layer, so that `PackedForward.score` can continue the rows.
+    """
+    check_columns(prompts, completions=completions)
+    rows = checked_ids(prompts, completions, vocab_size(causal), context_length(causal))
+    counts = np.array([len(completion) for _, completion in rows] if needed is None else needed, dtype=np.int64)
+    budget = default_token_budget(causal) if token_budget is None else token_budget
+    head = prove_trainable(causal)
+    order = equal_prompts_together([prompt for prompt, _ in rows])
+    fed: list[_Fed] = []
+    with tree_training_mode(causal):
+        for part in apart_by_length(causal, [_sequence(*rows[b], int(counts[b])) for b in order], order):
+            groups = _by_prompt(part, [rows[b][0] for b in order])
+            for pack in pack_units([[query for i in group for query in part[i]] for group in groups], budget):
+                members = [order[i] for g in pack.units for i in groups[g] if part[i]]
+                store = KeyValueStore() if keep_states else None
+                fed.append(_Fed(pack, members, packed_hidden(causal, pack, store=store), store))
+    return PackedForward(causal, head, rows, counts, fed)
+
+
+def _sequence(prompt: np.ndarray, completion: np.ndarray, count: int) -> list[Query]:
+    """The first `count` tokens of a completion; nothing for none."""
+    if count == 0:
+        return []
+    tokens = np.concatenate([prompt, completion[: count - 1]])
+    return [Query(tokens, len(prompt) - 1, completion[:count])]
+
+
+def _by_prompt(units: Sequence[Sequence[Query]], prompts: Sequence[np.ndarray]) -> list[list[int]]:
+    """Numbers of the units that ask something, those of equal prompts together; equal prompts are neighbours."""
+    groups: list[list[int]] = []
+    for i, unit in enumerate(units):
+        if not unit:
+            continue
+        if groups and np.array_equal(prompts[groups[-1][-1]], prompts[i]):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+@dataclass
+class _Fed:
+    """One pack after its forward."""
+
+    pack: Pack
+    members: list[int]  # batch row of each of its queries
+    hidden: Tensor  # (N, H), with gradient
+    store: KeyValueStore | None
+
+
+class PackedForward:
+    """The hidden states of a batch's completions, and everything that is read off them."""
+
+    def __init__(
+        self,
+        causal: PreTrainedModel,
+        head: Head,
+        rows: list[tuple[np.ndarray, np.ndarray]],
+        counts: np.ndarray,
+        fed: list[_Fed],
+    ) -> None:
+        self.causal, self.head, self.rows, self.counts, self.fed = causal, head, rows, counts, fed
+        self.device = head.weight.device
+        # For each batch row the packed row that predicts each of its tokens, packs laid end to end.
+        self._predicting = [np.zeros(0, np.int64)] * len(rows)
+        offset = 0
+        for one in fed:
+            inside = (one.pack.rows[one.pack.query_index] + offset).tolist()
+            start = 0
+            for b in one.members:
+                self._predicting[b] = np.array(inside[start : start + counts[b]], dtype=np.int64)
+                start += counts[b]
+            offset += one.pack.num_tokens
+
+    @property
+    def tokens_fed(self) -> int:
+        """Rows that went through the model."""
+        return sum(one.pack.num_tokens for one in self.fed)
+
+    def logprobs(
+        self, temperature: float = 1.0, *, return_entropy: bool = False
+    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+        """Log-probs of the fed tokens of each row, fp32, nats, and if asked for their entropies; differentiable."""
+        counts = self.counts.tolist()
+        targets = [completion[:count] for (_, completion), count in zip(self.rows, counts, strict=True)]
+        found = linear_logprob(
+            self._hidden(np.concatenate([*self._predicting, np.zeros(0, np.int64)])),
+            self.head.weight,
+            torch.from_numpy(np.concatenate([*targets, np.zeros(0, np.int64)])).to(self.device),
+            bias=self.head.bias,
+            temperature=temperature,
+            softcap=self.head.softcap,
+            logit_scale=self.head.logit_scale,
+            return_entropy=return_entropy,
+        )
+        if return_entropy:
+            return list(found[0].split(counts)), list(found[1].split(counts))
+        return list(found.split(counts))
+
+    def policy_loss(
+        self, batch: "LossBatch", temperature: float = 1.0, *, compute_entropy: bool = False, **options: Any
+    ) -> PackedLoss:
+        """The loss of `packed_policy_loss`; `batch` must have been fed as far as its loss needs it."""
+        width = batch.mask.shape[1]
+        row, token = np.divmod(batch.rows.numpy(), width)
+        starts = np.cumsum(self.counts) - self.counts
+        predicting = np.concatenate([*self._predicting, np.zeros(0, np.int64)])[starts[row] + token]
+        on_device = batch.to(self.device)
+        loss, metrics, logprobs = linear_policy_loss(
+            self._hidden(predicting),
+            self.head.weight,
+            on_device.targets,
+            on_device.old_logprobs,
+            on_device.advantages,
+            on_device.mask,
+            bias=self.head.bias,
+            temperature=temperature,
+            softcap=self.head.softcap,
+            logit_scale=self.head.logit_scale,
+            weights=on_device.weights,
+            ref_logprobs=on_device.ref_logprobs,
+            rows=on_device.rows,
+            compute_entropy=compute_entropy,
+            return_logprobs=True,
+            **options,
+        )
+        lengths = [len(completion) for _, completion in self.rows]
+        return PackedLoss(loss, metrics, [line[:length] for line, length in zip(logprobs, lengths, strict=True)])
+
+    def score(
+        self,
+        spans: Sequence[Sequence[Span]],
+        answers: Sequence[Span | None],
+        *,
+        placeholder_id: int,
+        token_budget: int | None = None,
+    ) -> CounterfactualScores:
+        """`score_counterfactuals` of the same rows, from the hidden states and keys and values of this forward.
+
+        Only branches are fed, without gradient; base answers cost nothing. Valid as long as the model's weights are
+        those of this forward. Answers and spans as there; a row with an answer must have been fed up to its end.
+        """
+        rows = checked_rows(self.causal, self.rows, spans, answers, placeholder_id)
+        budget = default_token_budget(self.causal) if token_budget is None else token_budget
+        units = [queries_of(row, placeholder_id, logprobs=False) for row in rows]
+        values: list[list[Tensor]] = [[] for _ in rows]
+        done: list[Pack] = []
+        with torch.no_grad(), tree_attention_mode(self.causal):
+            for one in self.fed:
+                asking = [b for b in one.members if units[b]]
+                queries = [query for b in asking for query in units[b]]
+                found: list[Tensor] = []
+                for pack in continue_pack(one.pack, queries, budget):
+                    scored = pack_logprobs(self.causal, self.head, pack, store=one.store, earlier=one.hidden.detach())
+                    index = torch.from_numpy(pack.query_index).to(scored.device)
+                    lengths = [len(queries[i].targets) for i in pack.units]
+                    found += scored[index].split(lengths)
+                    done.append(pack)
+                each = iter(found)
+                for b in asking:
+                    values[b] = [next(each) for _ in units[b]]
+        work = ScoringWork(
+            forwards=len([pack for pack in done if pack.num_tokens]),
+            tokens_fed=sum(pack.num_tokens for pack in done),
+            tokens_unshared=sum(len(query.tokens) for unit in units for query in unit),
+            head_rows=sum(len(pack.rows) for pack in done),
+        )
+        flat = [value for row in values for value in row]
+        joined = torch.cat(flat) if flat else torch.zeros(0, device=self.device)
+        return collect_scores(joined, rows, units, list(range(len(rows))), logprobs=False, work=work)
+
+    def _hidden(self, predicting: np.ndarray) -> Tensor:
+        """(R, H), with gradient, of packed rows, which may repeat."""
+        if not self.fed:
+            return self.head.weight.new_zeros(0, self.head.weight.shape[1])
+        hidden = self.fed[0].hidden if len(self.fed) == 1 else torch.cat([one.hidden for one in self.fed])
+        # Indexing, not index_select: where completions share a row, its gradient is a sum in a fixed order.
+        rows = hidden[torch.from_numpy(predicting).to(hidden.device)].to(self.device)
+        return rows if torch.is_autocast_enabled(rows.device.type) else rows.to(self.head.weight.dtype)
+
+
+@dataclass(frozen=True)
+class LossBatch:
+    """What a loss needs beside the model, as padded tensors on the host."""
+
+    targets: Tensor  # (B, T) int64
+    mask: Tensor  # (B, T) bool
+    advantages: Tensor  # (B,) or (B, T)
+    old_logprobs: Tensor | None  # (B, T)
+    weights: Tensor | None  # (B, T)
+    ref_logprobs: Tensor | None  # (B, T)
+    rows: Tensor  # (M,) int64: the flattened tokens whose log-prob the loss needs
+
+    @staticmethod
+    def of(
+        completions: Sequence[Tensor],
+        old_logprobs: Sequence[Tensor] | None,
+        advantages: Tensor | Sequence[Tensor],
+        *,
+        weights: Sequence[Tensor] | None = None,
+        mask: Sequence[Tensor] | None = None,
+        ref_logprobs: Sequence[Tensor] | None = None,
+        compute_entropy: bool = False,
+        **options: Any,
+    ) -> "LossBatch":
+        """Check the lists row by row and pad them; `options` are those of `policy_loss`."""
+        lengths = [len(completion) for completion in completions]
+        if not lengths:
+            raise ValueError("completions: a loss needs at least one row, got none")
+        given = {"old_logprobs": old_logprobs, "weights": weights, "ref_logprobs": ref_logprobs}
+        padded = {name: None if rows is None else _padded(name, rows, lengths) for name, rows in given.items()}
+        counted = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]  # (B, T)
+        if mask is not None:
+            kept = _padded("mask", mask, lengths)
+            if bad := ((kept != 0) & (kept != 1)).nonzero().tolist():
+                b, t = bad[0]
+                raise ValueError(f"mask row {b}: must be 0 or 1, got {kept[b, t].item()} at token {t}")
+            counted = counted & (kept != 0)
+        if isinstance(advantages, Tensor):
+            if advantages.shape != (len(lengths),):
+                raise ValueError(
+                    f"advantages must be ({len(lengths)},) or a list of rows, got shape {tuple(advantages.shape)}"
+                )
+            signed = advantages.detach().cpu()
+        else:
+            signed = _padded("advantages", advantages, lengths)
+        whole = ref_logprobs is not None or compute_entropy or bool(options.get("entropy_coef"))
+        rows = contributing_rows(
+            counted,
+            signed,
+            weights=padded["weights"],
+            importance_sampling_level=options.get("importance_sampling_level", "token"),
+            all_counted=whole,
+        )
+        old = padded["old_logprobs"]
+        if old is not None:  # tokens that no earlier loss needed were never scored
+            needed = torch.zeros(counted.numel(), dtype=torch.bool).index_fill_(0, rows, True).view_as(counted)
+            padded["old_logprobs"] = torch.where(needed, old, 0.0)
+        targets = _padded("completions", completions, lengths)
+        return LossBatch(targets, counted, signed, rows=rows, **padded)
+
+    def needed(self) -> list[int]:
+        """For each row, how many tokens must be fed: up to the last one whose log-prob the loss needs."""
+        last = torch.zeros(self.mask.shape, dtype=torch.int64)
+        last.view(-1)[self.rows] = self.rows % self.mask.shape[1] + 1
+        return last.amax(1).tolist()
+
+    def to(self, device: torch.device) -> "LossBatch":
+        """The same on `device`."""
+        return LossBatch(**{k: None if v is None else v.to(device, non_blocking=True) for k, v in vars(self).items()})
+
+
+def _padded(name: str, rows: Sequence[Tensor], lengths: list[int]) -> Tensor:
+    """(B, T) on the host from B tensors (T_b,), 0 behind their ends."""
+    if len(rows) != len(lengths):
+        raise ValueError(f"{name} has {len(rows)} rows, completions has {len(lengths)}; they must agree")
+    for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        if not isinstance(row, Tensor) or row.shape != (length,):
+            got = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
+            raise ValueError(f"{name} row {b}: must be a tensor ({length},) like its completion, got {got}")
+    return nn.utils.rnn.pad_sequence([row.detach().cpu() for row in rows], batch_first=True)
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
