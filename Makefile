@@ -8,13 +8,16 @@ ifeq ($(PY),$(VENV)/bin/python)
 SETUP := $(VENV)/installed
 endif
 
-.PHONY: demo test lint gpu bench clean
+.PHONY: demo test quick lint gpu bench clean
 
 demo: $(SETUP)
 	$(PY) -m trainer
 
 test: $(SETUP)
 	$(PY) -m pytest
+
+quick: $(SETUP)
+	$(PY) -m pytest -m "not slow"
 
 lint: $(SETUP)
 	$(PY) -m ruff check .
