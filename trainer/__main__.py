@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.disable_progress_bar()
     try:
         trainer = set_up(config)
-    except (ValueError, OSError, ImportError) as problem:
+    except (ValueError, OSError, ImportError, FloatingPointError, NotImplementedError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
     try:

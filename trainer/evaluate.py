@@ -39,12 +39,22 @@ def evaluate(
     max_completion_length: int,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Evaluation:
-    """Complete every prompt greedily and compare its number with the row's; `advance(n)` reports progress."""
+    """Complete every prompt greedily and compare its number with the row's; `advance(n)` reports progress.
+
+    Raises:
+        FloatingPointError: the model gave logits that are not finite; the message names the problems.
+    """
     correct, texts, tokens = [False] * len(rows), [""] * len(rows), 0
     by_length = sorted(range(len(rows)), key=lambda i: len(prompts[i]))
     for start in range(0, len(rows), batch_size):
         batch = by_length[start : start + batch_size]
-        rollouts = generate(model, tokenizer, [prompts[i] for i in batch], max_completion_length=max_completion_length)
+        rollouts = generate(
+            model,
+            tokenizer,
+            [prompts[i] for i in batch],
+            max_completion_length=max_completion_length,
+            names=[f"held-out problem {i}" for i in batch],
+        )
         matches = exact_match(completions=rollouts.texts, answer=[rows[i]["answer"] for i in batch])
         for i, text, match in zip(batch, rollouts.texts, matches, strict=True):
             correct[i], texts[i] = match == 1, text

@@ -5,10 +5,10 @@ Where it stands: after the rollouts, before credit. A reward function follows TR
 """
 
 import importlib
-import math
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from numbers import Real
 from typing import Any
 
 import torch
@@ -92,27 +92,43 @@ def compute_rewards(
 ) -> tuple[Tensor, dict[str, list[float | None]]]:
     """Call each reward function on B samples and add the results up; None abstains.
 
-    Returns the (B,) fp32 sums and each function's own list. Raises `ValueError` if a function returns the wrong
-    number of values or every function abstains on a sample, `FloatingPointError` for a reward that is not
-    finite; the message names function and sample.
+    A reward is any real number: a float, an integer, a bool, a NumPy number, a tensor without dimensions.
+
+    Returns:
+        The (B,) fp32 sums and each function's own list.
+
+    Raises:
+        ValueError: a function returns no list, the wrong number of values or a value that is no real number, or
+            every function abstains on a sample.
+        FloatingPointError: a reward is not finite in float32. Messages name function, sample and value.
     """
-    by_function = {}
+    by_function: dict[str, list[float | None]] = {}
     total, voted = torch.zeros(len(completions)), [False] * len(completions)
     for name, function in functions.items():
         values = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+        if not isinstance(values, Sequence) and getattr(values, "ndim", None) != 1:
+            raise ValueError(f"reward {name}: returned a {type(values).__name__}, expected a list of numbers")
         if len(values) != len(completions):
             raise ValueError(f"reward {name}: returned {len(values)} values for {len(completions)} completions")
-        for i, value in enumerate(values):
-            if value is None:
-                continue
-            if not math.isfinite(value):
-                raise FloatingPointError(f"sample {i}: reward {name} is {value}")
-            total[i] += value
-            voted[i] = True
-        by_function[name] = values
+        given = [v if v is None else _real(v, f"sample {i}: reward {name}") for i, v in enumerate(values)]
+        for i, number in enumerate(given):
+            if number is not None:
+                total[i] += number
+                voted[i] = True
+        by_function[name] = given
     if not all(voted):
         raise ValueError(f"sample {voted.index(False)}: every reward function returned None")
     return total, by_function
+
+
+def _real(value: Any, what: str) -> float:
+    """The number that a reward function gave, or an error that begins with `what`."""
+    number: Any = value.item() if getattr(value, "ndim", None) == 0 else value
+    if not isinstance(number, Real):
+        raise ValueError(f"{what} is {value!r}, expected a real number or None")
+    if not abs(number) <= torch.finfo(torch.float32).max:  # type: ignore[operator]
+        raise FloatingPointError(f"{what} is {value}")
+    return float(number)
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:

@@ -18,6 +18,23 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+_NAMES_SHOWN = 8
+
+
+class FiniteScores(LogitsProcessor):
+    """Notes at each position which rows the model gave scores that are numbers, and passes scores on as they are.
+
+    Sampling and the choice of the best token go on over a nan in silence: each picks some token or other.
+    """
+
+    def __init__(self) -> None:
+        self.finite: list[Tensor] = []  # (B,) bool per position
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores (B, V) in and out. -inf is a token that cannot come; a largest score of nan or +-inf is an error."""
+        self.finite.append(scores.amax(-1).isfinite())
+        return scores
+
 
 @dataclass(frozen=True)
 class Rollouts:
@@ -86,15 +103,21 @@ def generate(
     keys: Sequence[Sequence[int]] | None = None,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    names: Sequence[str] | None = None,
 ) -> Rollouts:
     """Complete B prompts: by sampling with one key of integers per prompt, or greedily without keys.
 
-    Log-probs that the sampler records are at `temperature`. Leaves the model in the mode it was in.
+    Log-probs that the sampler records are at `temperature`. Leaves the model in the mode it was in. `names` is what
+    an error calls the prompts, by default "sample 0", "sample 1", ...
+
+    Raises:
+        FloatingPointError: the model gave a prompt logits that are not finite before its completion ended; the
+            message names prompts and the first such token.
     """
     device = next(model.parameters()).device
     batch = tokenizer.pad({"input_ids": [list(prompt) for prompt in prompts]}, return_tensors="pt", padding_side="left")
     prompt_ids, prompt_mask = batch["input_ids"].to(device), batch["attention_mask"].to(device)
-    sampler = None
+    scores, sampler = FiniteScores(), None
     if keys is not None:
         sampler = KeyedSampler(keyed_uniforms(keys, max_completion_length).to(device), temperature, top_p)
     training = model.training
@@ -104,7 +127,7 @@ def generate(
             input_ids=prompt_ids,
             attention_mask=prompt_mask,
             max_new_tokens=max_completion_length,
-            logits_processor=LogitsProcessorList([sampler] if sampler else []),
+            logits_processor=LogitsProcessorList([scores, sampler] if sampler else [scores]),
             do_sample=False,
             eos_token_id=_end_ids(model, tokenizer),
             pad_token_id=tokenizer.pad_token_id,
@@ -113,10 +136,23 @@ def generate(
         model.train(training)
     completion_ids = sequences[:, prompt_ids.shape[1] :]
     completion_mask, truncated = mask_after_end(completion_ids, _end_ids(model, tokenizer))
+    _require_finite(torch.stack(scores.finite, 1), completion_mask, names)
     completion_ids = torch.where(completion_mask.bool(), completion_ids, tokenizer.pad_token_id)
     texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     logprobs = torch.stack(sampler.logprobs, 1) * completion_mask if sampler else None
     return Rollouts(prompt_ids, prompt_mask, completion_ids, completion_mask, truncated, texts, logprobs)
+
+
+def _require_finite(finite: Tensor, mask: Tensor, names: Sequence[str] | None) -> None:
+    """Raise `FloatingPointError` naming the rows of `finite` (B, T) with a False that `mask` counts."""
+    broken = ~finite & mask.bool()
+    if broken.any():
+        rows = broken.any(1).nonzero().flatten().tolist()
+        called = [names[b] if names else f"sample {b}" for b in rows]
+        raise FloatingPointError(
+            f"{', '.join(called[:_NAMES_SHOWN])} ({len(rows)} of {len(mask)}): the model's logits are not finite "
+            f"(in {called[0]} from token {int(broken[rows[0]].int().argmax())} on)"
+        )
 
 
 def _end_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:

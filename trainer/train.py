@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, get_scheduler, set_seed
 
 from cfa_kernels import counterfactual_credit, policy_loss
-from cfa_kernels.hf import causal_lm, context_length
+from cfa_kernels.hf import causal_lm, context_length, refuse_length_dependent_rope
+from cfa_kernels.proof import prove_head, prove_supported
+from trainer.checkpoints import load_policy, save_policy
 from trainer.config import TrainConfig
 from trainer.data import Row, encode_prompts, train_and_eval_rows
 from trainer.evaluate import evaluate
 from trainer.metrics import Averages, Step, length_metrics, reward_metrics
-from trainer.microbatch import micro_batches
-from trainer.model import Reference, load_policy, save_policy
+from trainer.microbatch import checked_sampling_gap, micro_batches
+from trainer.model import Reference
 from trainer.report import Report
 from trainer.rewards import Reward, compute_rewards, group_advantages, load_reward
 from trainer.rollouts import Rollouts, generate
@@ -103,7 +105,8 @@ def update(trainer: Trainer, rollouts: Rollouts, mask: Tensor, advantages: Tenso
     """`num_iterations` optimizer steps on one batch of rollouts; `mask` and `weights` are (B, T).
 
     Rows without advantage are left out where that changes nothing (no KL term, totals given): their tokens still
-    count in the denominators. Raises `FloatingPointError` for a log-prob or gradient that is not finite.
+    count in the denominators. Raises `FloatingPointError` for a log-prob or gradient that is not finite, and for
+    log-probs that are not those the batch was sampled with.
     """
     config, policy = trainer.config, trainer.policy
     parameters = [p for p in policy.parameters() if p.requires_grad]
@@ -114,7 +117,7 @@ def update(trainer: Trainer, rollouts: Rollouts, mask: Tensor, advantages: Tenso
                 micro.ref_logprobs = micro.logprobs(reference, config.temperature)[0]
     metrics = Averages()
     policy.train()
-    for _ in range(config.num_iterations):
+    for iteration in range(config.num_iterations):
         trainer.optimizer.zero_grad()  # to None: without a micro-batch the optimizer step below changes nothing
         loss_sum, norm = 0.0, torch.zeros(())
         for micro in parts:
@@ -143,11 +146,13 @@ def update(trainer: Trainer, rollouts: Rollouts, mask: Tensor, advantages: Tenso
             loss.backward()
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
             micro.require_finite_gradient(norm, policy)
-            if micro.old_logprobs is None:  # before the first optimizer step the policy is the one that sampled
+            if iteration == 0:  # before the first optimizer step the policy is the one that sampled
                 micro.old_logprobs = logprobs.detach()
-                metrics.add(micro.sampling_gap(logprobs.detach()), micro.tokens)
+                metrics.add(micro.sampling_metrics(micro.old_logprobs), micro.tokens)
             metrics.add(measured, micro.tokens)
             loss_sum += loss.item()
+        if iteration == 0 and parts:
+            metrics.add({"sampling/gap": checked_sampling_gap(parts, policy, config)})
         torch.nn.utils.clip_grads_with_norm_(parameters, config.max_grad_norm, norm)
         trainer.optimizer.step()
         metrics.add({"loss": loss_sum, "grad_norm": norm})
@@ -166,13 +171,24 @@ def problem_batches(problems: int, per_step: int, seed: int) -> Iterator[list[in
 
 
 def set_up(config: TrainConfig) -> Trainer:
-    """Everything a run needs, checked before it starts."""
+    """Everything a run needs, checked before it starts.
+
+    Raises:
+        ValueError, OSError, ImportError: a setting, a row of data, a checkpoint or a reward function is not what it
+            must be; the message names it.
+        FloatingPointError: a weight of the model is not finite.
+        NotImplementedError: the model's log-probs cannot be taken or its answers not scored; the message names the
+            model and the reason.
+    """
     _require_unused(run_folder(config))
-    rewards = {name.rpartition(":")[2]: load_reward(name) for name in config.reward_funcs}
+    rewards = load_rewards(config.reward_funcs)
     rows, held_out = train_and_eval_rows(config)
     set_seed(config.seed)
     policy, tokenizer = load_policy(config)
     limit = context_length(causal_lm(policy))
+    prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit) for part in (rows, held_out))
+    longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
+    require_supported(policy, longest, scored=config.credit in ("counterfactual", "inverted"))
     optimizer = torch.optim.AdamW(
         [p for p in policy.parameters() if p.requires_grad], config.learning_rate, weight_decay=config.weight_decay
     )
@@ -185,14 +201,44 @@ def set_up(config: TrainConfig) -> Trainer:
         reference=Reference(policy) if config.beta else None,
         rewards=rewards,
         rows=rows,
-        prompts=encode_prompts(rows, tokenizer, config, limit),
+        prompts=prompts,
         held_out=held_out,
-        held_out_prompts=encode_prompts(held_out, tokenizer, config, limit),
+        held_out_prompts=held_out_prompts,
     )
 
 
+def load_rewards(names: Sequence[str]) -> dict[str, Reward]:
+    """Reward functions by the name they are reported under, the last part of `names`; two of one name are an error."""
+    full_names: dict[str, str] = {}
+    for full_name in names:
+        name = full_name.rpartition(":")[2]
+        if name in full_names:
+            raise ValueError(
+                f"reward_funcs: {full_names[name]!r} and {full_name!r} would both be reported as {name!r}; rename one"
+            )
+        full_names[name] = full_name
+    return {name: load_reward(full_name) for name, full_name in full_names.items()}
+
+
+def require_supported(policy: nn.Module, longest: int, *, scored: bool) -> None:
+    """Raise `NotImplementedError` naming the model if what a run computes of rows of up to `longest` tokens is wrong.
+
+    Every run takes log-probs through the head, of rows padded to a batch; with `scored` answers are scored as well.
+    """
+    causal = causal_lm(policy)
+    refuse_length_dependent_rope(causal, longest)
+    prove_head(causal)
+    if scored:
+        prove_supported(causal)
+
+
 def train(trainer: Trainer) -> Path:
-    """Run it all: evaluate, train, evaluate again, save. Returns the run folder."""
+    """Run it all: evaluate, train, evaluate again, save. Returns the run folder.
+
+    Raises:
+        FloatingPointError: log-probs, gradients, rewards or weights cannot be trusted; the message names step and
+            samples. No model is saved then.
+    """
     config, folder = trainer.config, run_folder(trainer.config)
     _require_unused(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -212,19 +258,17 @@ def train(trainer: Trainer) -> Path:
                 )
             report.evaluated(step, result)
 
-        evaluate_at(0)
-        batches = problem_batches(
-            len(trainer.rows), config.generation_batch_size // config.num_generations, config.seed
-        )
-        for step in range(1, config.max_steps + 1):
-            try:
-                result = training_step(trainer, step, next(batches))
-            except FloatingPointError as problem:
-                raise FloatingPointError(f"step {step}, {problem}; nothing was saved") from problem
-            report.stepped(step, result)
-            if step == config.max_steps or (config.eval_steps and step % config.eval_steps == 0):
-                evaluate_at(step)
-        save_policy(trainer.policy, trainer.tokenizer, folder / ("adapter" if config.use_peft else "checkpoint"))
+        per_step = config.generation_batch_size // config.num_generations
+        batches, step = problem_batches(len(trainer.rows), per_step, config.seed), 0
+        try:
+            evaluate_at(0)
+            for step in range(1, config.max_steps + 1):
+                report.stepped(step, training_step(trainer, step, next(batches)))
+                if step == config.max_steps or (config.eval_steps and step % config.eval_steps == 0):
+                    evaluate_at(step)
+            save_policy(trainer.policy, trainer.tokenizer, folder / ("adapter" if config.use_peft else "checkpoint"))
+        except FloatingPointError as problem:
+            raise FloatingPointError(f"step {step}, {problem}; nothing was saved") from problem
         report.closing()
     return folder
 

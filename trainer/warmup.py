@@ -34,10 +34,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from trainer.checkpoints import save_policy
 from trainer.config import DEFAULTS_FILE, GENERATED, WarmupConfig, parse
 from trainer.data import HELD_OUT_PROBLEMS, Row, encode_prompt, load_rows, train_and_eval_rows
 from trainer.evaluate import evaluate
-from trainer.model import save_policy
 from trainer.problems import generate
 
 DESCRIPTION = """Train a byte-level BPE tokenizer and a small Qwen3-architecture language model from scratch on worked

@@ -7,7 +7,7 @@ from pathlib import Path
 # In a process of its own: Liger replaces functions inside transformers for good.
 PROGRAM = """
 from tests.tiny import tiny_model
-from trainer.model import fuse_layers
+from trainer.checkpoints import fuse_layers
 
 model = tiny_model()
 forward = type(model).forward

@@ -1,0 +1,132 @@
+"""What a run starts from and what it leaves: the policy with its tokenizer, loaded whole and saved finite.
+
+Where it stands: first and last in a run, and the trainer's one contact with PEFT and with files of weights.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from trainer.config import TrainConfig, model_path
+
+_NAMES_SHOWN = 5
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is the first GPU if there is one, else the CPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def resolve_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 for a frozen base on a GPU; float32 on a CPU or where all weights train.
+
+    Weights that train need float32: a step of AdamW is smaller than the gap between neighbouring bfloat16 numbers.
+    """
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    return torch.bfloat16 if device.type == "cuda" and config.use_peft else torch.float32
+
+
+def load_policy(config: TrainConfig) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """The model to train, on its device and in eval mode, and its tokenizer with a pad token and left padding.
+
+    Raises:
+        ValueError: the checkpoint does not hold exactly the model's tensors, or the tokenizer has no token to pad
+            with; the message names model and tensors.
+        FloatingPointError: a weight is not finite; the message names it.
+    """
+    device = resolve_device(config.device)
+    tokenizer = AutoTokenizer.from_pretrained(model_path(config.model), padding_side="left")
+    model = _load_whole(config.model, resolve_dtype(config, device))
+    model.to(device)
+    require_finite_parameters(model)
+    if config.use_liger_kernel and device.type == "cuda":
+        fuse_layers(model)
+    # Sampling must follow the distribution that the loss differentiates: a repetition penalty or a top-k that the
+    # model's own generation settings carry would bend it.
+    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ValueError(f"model {config.model}: its tokenizer has neither a pad nor an end-of-text token")
+        tokenizer.pad_token = tokenizer.eos_token
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    if config.use_peft:
+        from peft import LoraConfig, get_peft_model  # needed only where an adapter trains
+
+        modules = config.lora_target_modules
+        model = get_peft_model(
+            model,
+            LoraConfig(
+                r=config.lora_r,
+                lora_alpha=config.lora_alpha,
+                lora_dropout=config.lora_dropout,
+                target_modules="all-linear" if modules == ["all-linear"] else modules,
+                task_type="CAUSAL_LM",
+            ),
+        )
+    return model.eval(), tokenizer
+
+
+def _load_whole(name: str, dtype: torch.dtype) -> Any:
+    """A causal model whose every tensor comes from its checkpoint, and whose checkpoint has every tensor used.
+
+    transformers by itself gives a tensor that is missing random values. Tied weights and what a model declares
+    optional or to be ignored are not missed.
+    """
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model_path(name), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    model, found = loaded
+    faults = []
+    if found["missing_keys"]:
+        faults.append(f"lacks {_listed(found['missing_keys'])}")
+    if found["unexpected_keys"]:
+        faults.append(f"holds {_listed(found['unexpected_keys'])}, for which the model has no place")
+    for tensor, saved, needed in sorted(found["mismatched_keys"]):
+        faults.append(f"holds {tensor} as {tuple(saved)} where the model needs {tuple(needed)}")
+    if faults:
+        raise ValueError(
+            f"model {name}: its checkpoint does not fit {type(model).__name__}: it {'; it '.join(faults)}. What the "
+            "model would compute is not what was saved"
+        )
+    return model
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first few names in order, and how many more there are."""
+    shown = sorted(names)[:_NAMES_SHOWN]
+    rest = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")
+
+
+def fuse_layers(model: Any) -> None:
+    """Liger's fused layers in place of the model's own, without its losses; other models stay as they are."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # needed only on a GPU
+
+    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+def require_finite_parameters(model: nn.Module) -> None:
+    """Raise `FloatingPointError` naming the first parameter of `model` that holds a nan or an infinity."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise FloatingPointError(f"model: parameter {name} is not finite")
+
+
+def save_policy(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the adapter, or all weights, and the tokenizer.
+
+    Raises:
+        FloatingPointError: a parameter is not finite; nothing is written, the message names it.
+    """
+    require_finite_parameters(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
