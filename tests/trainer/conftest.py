@@ -1,0 +1,24 @@
+"""The embedded model, set up once for all tests of the trainer."""
+
+import pytest
+
+from tests.trainer.embedded import sample, settings
+from trainer.train import set_up
+
+
+@pytest.fixture(scope="session")
+def trainer():
+    """The embedded model, set up; tests that change it take `fresh`."""
+    return set_up(settings())
+
+
+@pytest.fixture
+def fresh():
+    """Sets a trainer of the test's own up, to change at will."""
+    return lambda *argv: set_up(settings(*argv))
+
+
+@pytest.fixture(scope="session")
+def rollouts(trainer):
+    """32 completions of 4 problems."""
+    return sample(trainer, [0, 1, 2, 3])

@@ -1,0 +1,69 @@
+"""Loading and saving: a policy is exactly what its checkpoint holds, and what is saved is finite."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.trainer.embedded import SMALL, settings
+from trainer.__main__ import main
+from trainer.checkpoints import load_policy, save_policy
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A saved model of a few thousand parameters."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change(folder, **tensors) -> None:
+    """Put tensors into the checkpoint in `folder` under these names, or take them out by None."""
+    file = folder / "model.safetensors"
+    changed = load_file(file) | tensors
+    save_file({name: x for name, x in changed.items() if x is not None}, file, metadata={"format": "pt"})
+
+
+def test_a_whole_checkpoint_loads_as_it_was_saved(folder) -> None:
+    policy, _ = load_policy(settings(f"--model={folder}", "--no_use_peft"))
+    saved = load_file(folder / "model.safetensors")
+    assert all(torch.equal(p, saved[name]) for name, p in policy.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({NORM: None}, f"it lacks {NORM}"),
+        ({"lm_head.weight": None, NORM: None}, f"it lacks lm_head.weight, {NORM}"),
+        ({"model.layers.0.mlp.gate_proj.bias": torch.zeros(48)}, "it holds model.layers.0.mlp.gate_proj.bias, for whi"),
+        ({NORM: torch.ones(16)}, f"it holds {NORM} as (16,) where the model needs (32,)"),
+        ({NORM: torch.tensor([torch.nan] + [1.0] * 31)}, f"parameter {NORM} is not finite"),
+    ],
+)
+def test_a_checkpoint_that_does_not_hold_the_models_tensors_ends_the_program(folder, capsys, tensors, said) -> None:
+    change(folder, **tensors)
+    run = folder.parent / "run"
+    assert main([*SMALL, f"--model={folder}", f"--output_dir={run}", "--max_completion_length=4"]) == 1
+    assert said in capsys.readouterr().err
+    assert not run.exists()
+
+
+def test_many_missing_tensors_are_counted(folder) -> None:
+    names = [name for name in load_file(folder / "model.safetensors") if "layers.1." in name]
+    change(folder, **dict.fromkeys(names))
+    with pytest.raises(ValueError, match=rf"it lacks {NORM}, .* and {len(names) - 5} more"):
+        load_policy(settings(f"--model={folder}"))
+
+
+@pytest.mark.parametrize("peft", ["--no_use_peft", "--use_peft"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_model_with_a_weight_that_is_not_finite_is_not_saved(folder, peft, value) -> None:
+    policy, tokenizer = load_policy(settings(f"--model={folder}", peft))
+    name, parameter = next((n, p) for n, p in policy.named_parameters() if p.requires_grad and "layers.1" in n)
+    parameter.data.flatten()[3] = value
+    with pytest.raises(FloatingPointError, match=f"parameter {name} is not finite"):
+        save_policy(policy, tokenizer, folder.parent / "saved")
+    assert not (folder.parent / "saved").exists()

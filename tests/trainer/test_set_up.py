@@ -1,0 +1,83 @@
+"""What a run refuses before its first step: models whose log-probs it would take wrongly."""
+
+import pytest
+import torch
+import transformers
+
+from tests.tiny import tiny_tokenizer
+from tests.trainer.embedded import SMALL, settings
+from trainer.__main__ import main
+from trainer.model import completion_logprobs
+from trainer.train import set_up
+
+SIZE = {
+    "vocab_size": len(tiny_tokenizer()), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1,
+}  # fmt: skip
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+MODELS = {
+    "HyperCLOVAX": {"logits_scaling": 4.0, "initializer_range": 0.2},
+    "ModernBertDecoder": {"cls_token_id": 1, "sep_token_id": 1, "initializer_range": 0.2},
+    "RecurrentGemma": {"logits_soft_cap": 1.0, "lru_width": 32, "num_hidden_layers": 3},
+    "FalconH1": {
+        "lm_head_multiplier": 0.1,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "num_key_value_heads": 4,
+    },
+    "Phi3": {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 128},
+}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Saves a model of the named kind, with random weights, and returns its folder."""
+
+    def save(kind: str, **options):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**SIZE | MODELS[kind] | options)
+        getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path / kind)
+        tiny_tokenizer().save_pretrained(tmp_path / kind)
+        return tmp_path / kind
+
+    return save
+
+
+@pytest.mark.parametrize("credit", ["counterfactual", "inverted", "random", "uniform"])
+def test_a_model_whose_logits_are_not_its_heads_output_is_refused_under_every_credit(saved, credit, capsys) -> None:
+    folder = saved("ModernBertDecoder")
+    run = folder.parent / "run"
+    argv = [*SMALL, f"--model={folder}", f"--credit={credit}", f"--output_dir={run}", "--max_completion_length=4"]
+    assert main(argv) == 1
+    printed = capsys.readouterr().err
+    assert "error: model: " in printed
+    assert "ModernBertDecoderForCausalLM" in printed
+    assert "head" in printed
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("kind", ["HyperCLOVAX", "RecurrentGemma", "FalconH1"])
+def test_a_model_that_transforms_its_logits_is_refused_by_name_or_trained_on_its_own_log_probs(saved, kind) -> None:
+    config = settings(f"--model={saved(kind)}", "--credit=uniform", "--max_completion_length=4", "--no_use_peft")
+    try:
+        policy = set_up(config).policy
+    except NotImplementedError as refusal:
+        if f"{kind}ForCausalLM" not in str(refusal):
+            raise
+        return
+    ids = torch.arange(2, 14)[None]
+    ours, _ = completion_logprobs(
+        policy, ids[:, :4], torch.ones_like(ids[:, :4]), ids[:, 4:], torch.ones_like(ids[:, 4:]), temperature=1.0
+    )
+    theirs = policy(input_ids=ids).logits[:, 3:-1].log_softmax(-1).gather(2, ids[:, 4:, None])[..., 0]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+def test_rows_that_may_change_each_others_rotary_frequencies_are_refused(saved) -> None:
+    folder = saved("Phi3")
+    short = [f"--model={folder}", "--credit=uniform", "--max_completion_length=4"]
+    prompts = set_up(settings(*short)).prompts
+    assert max(map(len, prompts)) + 4 <= 128
+    with pytest.raises(NotImplementedError, match=r"rotary frequencies of Phi3ForCausalLM .* 128 tokens"):
+        set_up(settings(f"--model={folder}", "--credit=uniform", "--max_completion_length=128"))
