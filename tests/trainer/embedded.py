@@ -48,3 +48,6 @@ def advantages_of(rollouts: Rollouts) -> torch.Tensor:
 def reward_every_other(completions, **_):
     """A reward under which every group has advantages."""
     return [i % 2 for i in range(len(completions))]
+
+
+EVERY_OTHER = f"--reward_funcs={__name__}:reward_every_other"

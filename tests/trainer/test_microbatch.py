@@ -62,7 +62,7 @@ def test_one_sample_of_wrong_log_probs_is_the_one_named(trainer, rollouts, monke
 
     monkeypatch.setattr("trainer.microbatch.completion_logprobs", wrong)
     part.old_logprobs = part.logprobs(trainer.policy, 1.0)[0].detach()
-    with pytest.raises(FloatingPointError, match=r"^samples \[5\]: .* in sample 5, where rounding explains 0.02 "):
+    with pytest.raises(FloatingPointError, match=r"^samples \[5\]: .* in sample 5, and max_sampling_gap is 0.02"):
         checked_sampling_gap([part], trainer.policy, config)
 
 

@@ -5,10 +5,10 @@ import torch
 import transformers
 
 from tests.tiny import tiny_tokenizer
-from tests.trainer.embedded import SMALL, settings
+from tests.trainer.embedded import EVERY_OTHER, SMALL, settings
 from trainer.__main__ import main
 from trainer.model import completion_logprobs
-from trainer.train import set_up
+from trainer.train import set_up, training_step
 
 SIZE = {
     "vocab_size": len(tiny_tokenizer()), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -26,6 +26,7 @@ MODELS = {
         "mamba_d_head": 8,
         "num_key_value_heads": 4,
     },
+    "GPTJ": {"rotary_dim": 4},
     "Phi3": {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 128},
 }
 
@@ -55,6 +56,20 @@ def test_a_model_whose_logits_are_not_its_heads_output_is_refused_under_every_cr
     assert "ModernBertDecoderForCausalLM" in printed
     assert "head" in printed
     assert not run.exists()
+
+
+@pytest.mark.parametrize("credit", ["counterfactual", "inverted"])
+def test_a_model_that_cannot_be_scored_is_refused_where_credit_scores_and_trains_where_it_does_not(
+    saved, credit
+) -> None:
+    folder = saved("GPTJ")
+    with pytest.raises(NotImplementedError, match="GPTJForCausalLM"):
+        set_up(settings(f"--model={folder}", f"--credit={credit}", "--max_completion_length=4"))
+    trainer = set_up(
+        settings(f"--model={folder}", "--credit=uniform", "--max_completion_length=4", EVERY_OTHER, "--use_peft",
+                 "--no_mask_truncated_completions")
+    )  # fmt: skip
+    assert training_step(trainer, 1, [0, 1]).metrics["sampling/gap"] < 1e-3
 
 
 @pytest.mark.parametrize("kind", ["HyperCLOVAX", "RecurrentGemma", "FalconH1"])

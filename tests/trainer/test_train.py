@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from cfa_kernels import counterfactual_credit, policy_loss
 from tests.trainer.embedded import (
+    EVERY_OTHER,
     SMALL,
     advantages_of,
     metrics_of,
-    reward_every_other,
     run,
     samples_of,
     settings,
@@ -26,8 +26,6 @@ from trainer.model import completion_logprobs
 from trainer.report import paired_gain
 from trainer.rewards import group_advantages
 from trainer.train import problem_batches, train, training_step, update
-
-EVERY_OTHER = f"--reward_funcs={reward_every_other.__module__}:reward_every_other"
 
 
 def gradient_after(trainer, rollouts, advantages, weights) -> torch.Tensor:
