@@ -153,9 +153,9 @@ def checked_sampling_gap(parts: Sequence[MicroBatch], policy: nn.Module, config:
     worst = by_row.argmax()
     raise FloatingPointError(
         f"samples {sorted(rows[~(by_row <= limit)].tolist())}: their log-probs in the update are not those they were "
-        f"sampled with, though no weight has changed: they are {mean:.3g} nats apart over the batch, "
-        f"{by_row[worst]:.3g} in sample {rows[worst]}, and max_sampling_gap is {limit:.3g}. The model computes something "
-        "else over whole rows than token by token, so the update would follow a wrong gradient"
+        f"sampled with, though no weight has changed: {mean:.3g} nats apart over the batch, "
+        f"{by_row[worst]:.3g} in sample {rows[worst]}, and max_sampling_gap is {limit:.3g}. The model computes "
+        "something else over whole rows than token by token, so the update would follow a wrong gradient"
     )
 
 
