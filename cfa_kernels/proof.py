@@ -50,6 +50,7 @@ _ROUNDINGS = 8  # so many times what the model's own two ways of computing a row
 _HALVES = (torch.bfloat16, torch.float16)
 _Result = TypeVar("_Result")
 
+_LARGE = 60.0  # the largest logit before scale and cap
 _LENGTH, _SMALL = 24, 5  # tokens of the probe, and the window and chunk that it is run with
 
 
@@ -120,11 +121,18 @@ def _proven_transform(model: PreTrainedModel) -> tuple[float | None, float]:
     rows = torch.from_numpy(np.stack([query.tokens for query in _probe(model)]))
 
     def measure() -> tuple[float, float, tuple[float | None, float]]:
-        theirs, rounding = _own_logits(model, rows)
         ids = rows.to(embedding(model).device)
         hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
         head = read_head(model)
         linear = functional.linear(hidden.to(head.weight), head.weight, head.bias).float()
+        factor = max(1.0, _LARGE / linear.abs().max().item())
+        # An untrained model's logits may be too small for a cap to show.
+        hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0] * factor, *args[1:]))
+        try:
+            theirs, rounding = _own_logits(model, rows)
+        finally:
+            hook.remove()
+        linear = functional.linear(hidden.to(head.weight) * factor, head.weight, head.bias).float()
         if linear.shape != theirs.shape:
             raise NotImplementedError(f"model: {type(model).__name__} gives logits of shape {tuple(theirs.shape)}")
         truth = theirs.log_softmax(-1)

@@ -164,6 +164,13 @@ def test_logits_changed_after_the_head_are_refused_in_every_dtype(dtype, use):
         use(scaled(make_model("Qwen3").to(dtype), 0.99))
 
 
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_a_cap_is_found_before_training_has_made_the_logits_large_enough_to_show_it(cap):
+    head = proof.prove_head(make_model("Gemma2", initializer_range=0.001, final_logit_softcapping=cap))
+    assert head.softcap == cap
+    assert head.logit_scale == 1.0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_that_looks_at_other_tokens_without_attention_is_refused(dtype):
     model = make_model("Qwen3").to(dtype)

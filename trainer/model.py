@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cfa_kernels import linear_logprob
-from cfa_kernels.hf import causal_lm
+from cfa_kernels.hf import backbone, causal_lm
 from cfa_kernels.proof import prove_head
 
 
@@ -52,7 +52,7 @@ def completion_logprobs(
     causal = causal_lm(model)
     head = prove_head(causal)
     mask = torch.cat([prompt_mask, completion_mask], 1)
-    hidden = causal.base_model(
+    hidden = backbone(causal)(
         input_ids=torch.cat([prompt_ids, completion_ids], 1),
         attention_mask=mask,
         position_ids=(mask.cumsum(1) - 1).clamp(min=0),
