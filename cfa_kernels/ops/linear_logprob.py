@@ -267,7 +267,7 @@ def tile_statistics_kernel(
             tl.store(p_chosen + o_m, b_chosen, mask=m_here)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_out"])
+@triton.jit(do_not_specialize=["n_rows", "n_out", "n_tiles"])  # a single tile would make n_tiles a Python int
 def merge_tiles_kernel(
     p_tiles, p_chosen, p_targets, p_out, n_rows, n_out, n_tiles, vocabulary, outer,
     WITH_ENTROPY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
