@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cfa_kernels.losses import (
     LEVELS,
@@ -824,6 +825,45 @@ def test_a_second_derivative_is_refused(form):
         loss, _ = logits_policy_loss(leaf * 1, *rest, inplace=form == "in place", **options)
     with pytest.raises(RuntimeError, match="first derivatives only"):
         torch.autograd.grad(loss, leaf, create_graph=True)
+
+
+class Zeros(TorchDispatchMode):
+    """Shapes of the tensors of zeros that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "zeros" in func.__name__:
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+def loss_of_leaves(form: str) -> tuple[Tensor, list[Tensor]]:
+    tensors, options = problem()
+    rest = (tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"])
+    leaves = [tensors[name].clone().requires_grad_() for name in ("hidden", "head")]
+    if form == "linear":
+        return linear_policy_loss(*leaves, *rest, **options)[0], leaves
+    return logits_policy_loss(leaves[0] @ leaves[1].T, *rest, inplace=form == "in place", **options)[0], leaves
+
+
+@pytest.mark.parametrize("form", ["logits", "in place", "linear"])
+def test_backward_makes_no_zeros_for_gradients_that_nobody_reads(form):
+    loss, leaves = loss_of_leaves(form)
+    with Zeros() as zeros:
+        loss.backward()
+    assert zeros.shapes == []
+    assert all(leaf.grad is not None for leaf in leaves)
+
+
+@pytest.mark.parametrize("form", ["logits", "in place", "linear"])
+def test_a_loss_without_an_upstream_gradient_gives_its_inputs_none(form):
+    loss, leaves = loss_of_leaves(form)
+    torch._C._functions.UndefinedGrad()(loss).backward()
+    assert [leaf.grad for leaf in leaves] == [None, None]
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
