@@ -198,14 +198,24 @@ def _row_sums(
 
 
 @triton.jit
-def _target_logprob(
-    p_logits, p_bias, target, V, stride_v, row_max, log_sum, inv_temperature, softcap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+def _row_logprob(
+    p_logits, p_bias, target, V, stride_v, inv_temperature, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """Log-prob of the target; nan for a target outside the vocabulary, which is never read."""
+    """Log-prob of the target, then `_row_sums`; nan for a target outside the vocabulary, which is never read.
+
+    The target's logit comes first: behind the sums, whose barriers are the last before a gradient goes over the
+    logits, one warp could read it when another has overwritten it.
+    """
     valid = (target >= 0) & (target < V)
-    z, _ = _load_logits(p_logits, p_bias, target, valid, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP)
-    return tl.where(valid, (z - row_max) * inv_temperature - log_sum, float("nan"))
+    chosen, _ = _load_logits(p_logits, p_bias, target, valid, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP)
+    chosen = tl.where(valid, chosen, float("nan"))
+    row_max, log_sum, entropy = _row_sums(
+        p_logits, p_bias, V, stride_v, inv_temperature, softcap,
+        HAS_BIAS, HAS_SOFTCAP, WITH_ENTROPY, BLOCK, VECTOR, LOG2E,
+    )  # fmt: skip
+    return (chosen - row_max) * inv_temperature - log_sum, row_max, log_sum, entropy
 
 
 @triton.jit
@@ -268,13 +278,10 @@ def row_logprobs_kernel(
     if tl.load(p_counted + i_n) > 0:
         p_logits += i_n // T * stride_b + i_n % T * stride_t
         target = tl.load(p_targets + i_n)
-        row_max, log_sum, entropy = _row_sums(
-            p_logits, p_bias, V, stride_v, inv_temperature, softcap,
+        logprob, row_max, log_sum, entropy = _row_logprob(
+            p_logits, p_bias, target, V, stride_v, inv_temperature, softcap,
             HAS_BIAS, HAS_SOFTCAP, WITH_ENTROPY, BLOCK, VECTOR, LOG2E,
         )  # fmt: skip
-        logprob = _target_logprob(
-            p_logits, p_bias, target, V, stride_v, row_max, log_sum, inv_temperature, softcap, HAS_BIAS, HAS_SOFTCAP
-        )
     tl.store(p_rows + i_n, logprob)
     tl.store(p_rows + N + i_n, entropy)
     tl.store(p_rows + 2 * N + i_n, row_max)
@@ -345,13 +352,10 @@ def policy_rows_kernel(
     by_logprob = 0.0
     by_entropy = 0.0
     if scale > 0:
-        row_max, log_sum, entropy = _row_sums(
-            p_logits, p_bias, V, stride_v, inv_temperature, softcap,
+        logprob, row_max, log_sum, entropy = _row_logprob(
+            p_logits, p_bias, target, V, stride_v, inv_temperature, softcap,
             HAS_BIAS, HAS_SOFTCAP, WITH_ENTROPY, BLOCK, VECTOR, LOG2E,
         )  # fmt: skip
-        logprob = _target_logprob(
-            p_logits, p_bias, target, V, stride_v, row_max, log_sum, inv_temperature, softcap, HAS_BIAS, HAS_SOFTCAP
-        )
         old = logprob
         weight = 1.0
         ref = 0.0

@@ -42,7 +42,7 @@ TARGETS = {
     "policy_loss": ("token_terms", "policy_terms", "token_terms_triton"),
     "policy_rows": (
         "probabilities", "row_logprobs_reference", "row_gradients_reference", "policy_of_logprobs",
-        "_load_logits", "_row_sums", "_target_logprob", "_write_gradient", "row_gradients_kernel", "policy_rows_kernel",
+        "_load_logits", "_row_sums", "_row_logprob", "_write_gradient", "row_gradients_kernel", "policy_rows_kernel",
     ),
     "linear_policy_loss": ("contributing", "add", "_without_dead_rows", "linear_policy_loss_op", "_backward"),
 }  # fmt: skip
@@ -51,7 +51,7 @@ TARGETS = {
 ADDRESSING = ("p_", "o_v", "stride", "i_n", "n_tiles", "BLOCK", "valid", "target")
 """Names that say where memory is: such lines stay as they are, for a wrong address ends the process, not a test."""
 
-DEVICE_FUNCTIONS = ("_load_logits", "_row_sums", "_target_logprob", "_write_gradient")
+DEVICE_FUNCTIONS = ("_load_logits", "_row_sums", "_row_logprob", "_write_gradient")
 
 REPLACED = (
     "policy_terms", "contributing", "linear_policy_loss_op", "logits_policy_loss_op", "LogitsPolicyLossInPlace",

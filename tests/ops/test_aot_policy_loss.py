@@ -1,5 +1,7 @@
 """Ahead of time: the row kernels as shipped compile for every target without spills, with 16-byte loads."""
 
+import re
+
 import pytest
 import torch
 
@@ -135,3 +137,12 @@ def test_no_minimum_drops_a_nan(reports):
         if "ptx" in report.asm:
             assert "min.f32" not in report.assembly, name
             assert "min.NaN.f32" in report.assembly or "everything" not in name, name
+
+
+def test_the_targets_logit_is_read_before_any_gradient_can_lie_over_it(reports):
+    """No warp stores a gradient before the barriers of the sums, and the load stands before them."""
+    for (name, _), report in reports.items():
+        if name.startswith("policy_rows_kernel bf16") and "ptx" in report.asm:
+            single = [found.start() for found in re.finditer(r"ld\.global\.b16", report.assembly)]
+            assert len(single) == 1, name
+            assert single[0] < report.assembly.index("bar.sync") < report.assembly.index("st.global.v4"), name
