@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from .policy_loss import PolicyOptions, Tokens, refuse_second_derivative
-from .policy_rows import STATS, Softmax, compute_dtype, policy_rows, scale_rows, to_unit_scale
+from .policy_rows import STATS, policy_rows, scale_rows, to_unit_scale
+from .row_softmax import Softmax, compute_dtype
 
 
 def _run(

@@ -14,7 +14,7 @@ from cfa_kernels.ops.linear_logprob import (
     linear_logprob_reference,
     linear_logprob_triton,
 )
-from cfa_kernels.ops.policy_rows import Softmax
+from cfa_kernels.ops.row_softmax import Softmax
 from tests.ops.budget import assert_within_budget
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -475,10 +475,10 @@ GOOD = {
         ({"lm_head": torch.zeros(5, 4, device="meta")}, ValueError, "lm_head must be on hidden's device cpu"),
         ({"bias": torch.zeros(4)}, ValueError, r"bias must be \(5,\)"),
         ({"bias": torch.zeros(5, dtype=torch.int64)}, TypeError, "bias must be one of"),
-        ({"temperature": 0.0}, ValueError, "temperature must be positive and finite, got 0.0"),
-        ({"temperature": math.inf}, ValueError, "temperature must be positive and finite"),
-        ({"softcap": -1.0}, ValueError, "softcap must be positive and finite, got -1.0"),
-        ({"logit_scale": math.nan}, ValueError, "logit_scale must be positive and finite, got nan"),
+        ({"temperature": 0.0}, ValueError, "temperature must be > 0 and finite, got 0.0"),
+        ({"temperature": math.inf}, ValueError, "temperature must be > 0 and finite"),
+        ({"softcap": -1.0}, ValueError, "softcap must be > 0 and finite, got -1.0"),
+        ({"logit_scale": math.nan}, ValueError, "logit_scale must be > 0 and finite, got nan"),
         ({"backend": "cuda"}, ValueError, "backend must be one of"),
     ],
 )  # fmt: skip

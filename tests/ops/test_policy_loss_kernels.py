@@ -1,5 +1,6 @@
 """logits_policy_loss and linear_policy_loss against float64, in every precision, on the inputs that break kernels."""
 
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from cfa_kernels.ops.logits_policy_loss import (
     scale_rows_op,
 )
 from cfa_kernels.ops.policy_loss import PolicyOptions
+from cfa_kernels.ops.row_softmax import Softmax
 from tests.ops.budget import assert_within_budget
 
 B, T, V, H = 3, 4, 37, 24
@@ -707,7 +709,7 @@ def test_row_gradients_serve_rows_with_only_one_of_the_two_derivatives(backend, 
     logits = normal(1, 3, V, seed=4).float().to(device)
     targets = torch.tensor([3, 0, V - 1], device=device)
     by_logprob, by_entropy = torch.tensor([[0.5, 0.0, 0.0], [0.0, -0.7, 0.0]], device=device)
-    everything, softmax = torch.ones(3, dtype=torch.bool, device=device), policy_rows.Softmax()
+    everything, softmax = torch.ones(3, dtype=torch.bool, device=device), Softmax()
     rows = None
     if known:
         rows = policy_rows.row_logprobs(logits, None, targets, everything, softmax, with_entropy=True, backend=backend)
@@ -723,7 +725,7 @@ def test_row_gradients_serve_rows_with_only_one_of_the_two_derivatives(backend, 
 @pytest.mark.parametrize("over_the_logits", [False, True])
 def test_the_reference_works_in_float32_and_rounds_a_half_gradient_once(over_the_logits, device):
     logits, targets = normal(1, 3, V, seed=4).float().to(device), torch.tensor([3, 0, V - 1], device=device)
-    by_logprob, softmax = torch.tensor([0.5, -0.3, 0.7], device=device), policy_rows.Softmax(0.7)
+    by_logprob, softmax = torch.tensor([0.5, -0.3, 0.7], device=device), Softmax(0.7)
 
     def gradient(logits, out):
         policy_rows.row_gradients(logits, None, out, targets, by_logprob, None, softmax, backend="torch")
@@ -933,6 +935,9 @@ def test_averaged_gradients_of_two_data_parallel_processes_are_those_of_the_whol
         for own in (slice(0, 1), slice(1, 3)):
             parallel(own).backward()
     finally:
+        # First, for what outlives the group ends its threads without releasing Python's lock, which they may wait for.
+        parallel = None
+        gc.collect()
         torch.distributed.destroy_process_group()
     _, (_, *expected), _ = of_hidden(tensors, weights=options["weights"])
     ours = [head.weight.grad / 2, head.bias.grad / 2]
