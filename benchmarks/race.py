@@ -17,12 +17,17 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-CACHE_BYTES = 256 << 20  # written before each device-clocked round: more than the L2 cache of any GPU so far
+CACHE_BYTES = 256 << 20
+"""Written before each device-clocked round: more than the L2 cache of any GPU so far."""
+
+SPIN_CYCLES, MAX_SPIN_CYCLES = 4_000_000, 400_000_000
+"""How long a device spins before a round, at least and at most: some 2 and 200 ms."""
 
 
 class WrongAnswer(AssertionError):
@@ -91,8 +96,8 @@ def race(
     """Check every contender once, then time the sound ones in rounds, each round starting one further along.
 
     `clock="wall"` times what a caller waits for: launches and work, to the last synchronisation.
-    `clock="device"` times the device alone by events, with a cold L2 cache and launches hidden behind the
-    clearing of it; on a CPU it is the wall clock.
+    `clock="device"` times the device alone, see `DeviceClock`, whose facts a lap then has; on a CPU it is the wall
+    clock.
     """
     if len({contender.name for contender in contenders}) != len(contenders):
         raise ValueError(f"contenders must differ by name, got {[contender.name for contender in contenders]}")
@@ -100,16 +105,22 @@ def race(
     running = [c for c in contenders if laps[c.name].absent is None and laps[c.name].refused is None]
     if not running:
         return laps
-    timed = _device_seconds if clock == "device" and device.type == "cuda" else _wall_seconds
+    clocks: dict[str, Callable[[Callable[[], Any]], float]] = {
+        c.name: DeviceClock(device) if clock == "device" and device.type == "cuda" else partial(_wall_seconds, device)
+        for c in running
+    }
     per_round = sum(laps[contender.name].check_seconds for contender in running)
     if device.type == "cuda" or per_round < budget.seconds / 10:
         # The first run compiled and loaded; a second that does not count shows what a round really takes.
-        per_round = sum(timed(contender.run, device) for contender in running)
+        per_round = sum(clocks[contender.name](contender.run) for contender in running)
     rounds = budget.rounds(per_round)
     for i in range(rounds):
         turn = i % len(running)
         for contender in running[turn:] + running[:turn]:
-            laps[contender.name].seconds.append(timed(contender.run, device))
+            laps[contender.name].seconds.append(clocks[contender.name](contender.run))
+    for name, timed in clocks.items():
+        if isinstance(timed, DeviceClock):
+            laps[name].facts |= timed.facts(rounds)
     return laps
 
 
@@ -154,7 +165,7 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _wall_seconds(run: Callable[[], Any], device: torch.device) -> float:
+def _wall_seconds(device: torch.device, run: Callable[[], Any]) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -166,15 +177,59 @@ def _wall_seconds(run: Callable[[], Any], device: torch.device) -> float:
     return seconds
 
 
-def _device_seconds(run: Callable[[], Any], device: torch.device) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+class DeviceClock:
+    """Seconds that a device takes for one contender's job, by events, with a cold L2 cache.
+
+    Events around launches that are slower than their kernels would time the host. So the device spins until the host
+    has launched the whole job, and each round shows that it did: a round whose spin was too short is run again with a
+    longer one. A job that waits for the device itself outlasts any spin; its time includes what the host then adds,
+    and `facts` counts its rounds.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cycles = SPIN_CYCLES
+        self._host: list[float] = []
+        self._exposed: list[bool] = []
+
+    def __call__(self, run: Callable[[], Any]) -> float:
+        """Clock one round."""
+        before = self._cycles
+        seconds, spun, host = self._round(run)
+        if host > spun:
+            self._cycles = min(int(before * 2 * host / spun), MAX_SPIN_CYCLES)
+            seconds, spun, host = self._round(run)
+        if host > spun:
+            self._cycles = before
+        self._host.append(host)
+        self._exposed.append(host > spun)
+        return seconds
+
+    def facts(self, rounds: int) -> dict[str, float]:
+        """Of the last `rounds`: the median of what the host took, and in how many of them it was not hidden."""
+        return {
+            "host_seconds": statistics.median(self._host[-rounds:]),
+            "rounds_with_host_exposed": sum(self._exposed[-rounds:]),
+        }
+
+    def _round(self, run: Callable[[], Any]) -> tuple[float, float, float]:
+        """Seconds of the job and of the spin on the device, and of the launches of both on the host."""
+        spin, start, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        _clear_cache(self._device)
+        launched = time.perf_counter()
+        spin.record()
+        torch.cuda._sleep(self._cycles)
+        start.record()
+        result = run()
+        end.record()
+        host = time.perf_counter() - launched
+        torch.cuda.synchronize(self._device)
+        del result
+        return start.elapsed_time(end) / 1e3, spin.elapsed_time(start) / 1e3, host
+
+
+def _clear_cache(device: torch.device) -> None:
     torch.empty(CACHE_BYTES, dtype=torch.uint8, device=device).zero_()
-    start.record()
-    result = run()
-    end.record()
-    torch.cuda.synchronize(device)
-    del result
-    return start.elapsed_time(end) / 1e3
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float | int]:

@@ -2,10 +2,18 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from cfa_kernels.losses import LEVELS, LOSS_TYPES, policy_loss
+from cfa_kernels.losses import (
+    LEVELS,
+    LOSS_TYPES,
+    LossOptions,
+    linear_policy_loss,
+    logits_policy_loss,
+    policy_loss,
+)
 
 B, T = 4, 6
 TYPE = pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -329,12 +337,61 @@ def test_bad_input_is_refused_naming_argument_row_and_value(spoil, error, words)
         policy_loss(**data)
 
 
+@pytest.mark.parametrize("kind", [float, np.float32, torch.tensor], ids=["number", "numpy", "tensor"])
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        *(("num_sequences_in_batch", value, "> 0 and finite") for value in (0.0, -2.0, math.inf, math.nan)),
+        *(("num_items_in_batch", value, ">= 0 and finite") for value in (-2.0, math.inf, math.nan)),
+    ],
+)
+def test_a_count_of_the_batch_that_would_spoil_the_loss_is_refused(name, value, rule, kind):
+    with pytest.raises(ValueError, match=rf"{name} must be {rule}, got {value}"):
+        policy_loss(**make(), loss_type="grpo", **{name: kind(value)})
+
+
+@pytest.mark.parametrize("name", ["num_items_in_batch", "num_sequences_in_batch"])
+def test_counts_of_the_batch_are_single_numbers(name):
+    one = policy_loss(**make(), loss_type="grpo", **{name: 5})[0]
+    for value in (torch.tensor(5), torch.tensor([5.0]), np.int64(5)):
+        loss = policy_loss(**make(), loss_type="grpo", **{name: value})[0]
+        assert loss.shape == ()
+        assert loss == one
+    with pytest.raises(ValueError, match=rf"{name} must be a single number, got shape \(4,\)"):
+        policy_loss(**make(), **{name: torch.ones(B)})
+    with pytest.raises(TypeError, match=f"{name} must be a number or a tensor, got str"):
+        policy_loss(**make(), **{name: "5"})
+
+
+def test_counts_that_nobody_looks_at_give_the_documented_losses():
+    """As tensors on a GPU, or within a compiled graph."""
+    no_tokens = policy_loss(**make(), num_items_in_batch=torch.tensor(0), validate=False)[0]
+    assert no_tokens == policy_loss(**make(), num_items_in_batch=1)[0]
+    assert not torch.isfinite(
+        policy_loss(**make(), loss_type="grpo", num_sequences_in_batch=torch.tensor(0), validate=False)[0]
+    )
+
+
 def test_a_second_derivative_is_refused():
     data = make()
     data["logprobs"].requires_grad_()
     loss, _ = policy_loss(**data)
     with pytest.raises(RuntimeError, match="first derivatives only"):
         torch.autograd.grad(loss, data["logprobs"], create_graph=True)
+
+
+@pytest.mark.parametrize("function", [policy_loss, logits_policy_loss, linear_policy_loss])
+def test_an_unknown_option_is_refused_by_the_function_it_was_given_to(function):
+    logits, targets = torch.zeros(B, T, 5), torch.zeros(B, T).long()
+    states = {policy_loss: [logits[..., 0]], logits_policy_loss: [logits, targets]}
+    inputs = states.get(function, [logits, torch.zeros(3, 5), targets])
+    with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword argument 'epsilom'"):
+        function(*inputs, None, torch.ones(B), torch.ones(B, T), epsilom=0.1)
+
+
+def test_the_docstring_of_policy_loss_lists_every_option():
+    rows = [line.split("|") for line in policy_loss.__doc__.splitlines() if line.count("|") >= 4]
+    assert {name.strip() for row in rows[2:] for name in row[1].split(",")} == set(LossOptions.__annotations__)
 
 
 def test_empty_batch_is_refused():

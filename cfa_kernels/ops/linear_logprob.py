@@ -23,10 +23,8 @@ from .head_strips import (
     sum_dtype,
     write_logits,
 )
-from .policy_rows import Softmax, compute_dtype, row_gradients
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernels take; the PyTorch form also takes float64."""
+from .policy_rows import row_gradients
+from .row_softmax import LOGIT_DTYPES, Softmax, compute_dtype
 
 STATISTICS_ROWS = 32768
 """Rows of one launch: the sums of its tiles take rows * V / BLOCK_N * 8 bytes."""
@@ -86,33 +84,37 @@ def linear_logprob(
     `softcap` is None. They are formed and summed in float32 also from half-precision inputs, and N x V of them never
     exist. A row's result is the same bits whatever other rows there are (Triton).
 
-    hidden: (N, H) float32, bfloat16 or float16, rows of any stride, H contiguous; N may be 0. lm_head: (V, H) of that
-    dtype, likewise. targets: (N,) integers in [0, V). bias: (V,), any of those dtypes. Under autocast, `hidden` and
-    `lm_head` are cast as for a linear layer. float64 runs on the PyTorch form and gives float64.
+    Args:
+        hidden: (N, H) float32, bfloat16 or float16, rows of any stride, H contiguous; N may be 0. float64 runs on the
+            PyTorch form and gives float64.
+        lm_head: (V, H) of that dtype, likewise. Under autocast both are cast as for a linear layer.
+        targets: (N,) integers in [0, V).
+        bias: (V,), any of those dtypes.
+        temperature, softcap, logit_scale: > 0 and finite.
+        return_entropy: also return the entropy of each row's distribution.
+        backend: `"triton"` or `"torch"`; by default what the device has.
 
-    Returns (N,) float32, and with `return_entropy` also the entropy (N,) of each row's distribution, in nats. Both
-    are differentiable by hidden, lm_head and bias, once; a backward takes one strip of logits and, if the head
-    trains, its float32 gradient. float32 GEMMs of the backward follow torch's TF32 setting; the forward does not.
+    Returns:
+        (N,) float32, and with `return_entropy` also the entropies (N,), nats. Both are differentiable by hidden,
+        lm_head and bias, once; a backward takes one strip of logits and, if the head trains, its float32 gradient.
+        float32 GEMMs of the backward follow torch's TF32 setting; the forward does not.
 
-    Raises `ValueError` for shapes or devices that do not fit, a last dimension that is not contiguous, a
-    temperature, softcap or logit_scale that is not positive and finite, or, on a CPU, a target outside [0, V), naming
-    row and value; on a GPU such a row gives nan, as finding it would wait for the device. `TypeError` for dtypes.
+    Raises:
+        ValueError: shapes or devices that do not fit, a last dimension that is not contiguous, a wrong number or
+            backend, or, on a CPU, a target outside [0, V), naming row and value; on a GPU such a row gives nan, as
+            finding it would wait for the device.
+        TypeError: wrong dtypes.
     """
     hidden, lm_head = autocast_operands(hidden, lm_head)
     chosen = resolve_backend(backend, hidden)
     _check(hidden, lm_head, targets, bias, chosen)
-    for name, value in (("temperature", temperature), ("softcap", softcap), ("logit_scale", logit_scale)):
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"{name} must be positive and finite, got {value}")
-    rows = linear_logprob_op(
-        hidden, lm_head, targets.long(), bias,
-        temperature / logit_scale, (softcap or 0.0) / logit_scale, return_entropy, chosen,
-    )  # fmt: skip
+    softmax = Softmax.of(temperature, softcap, logit_scale)
+    rows = linear_logprob_op(hidden, lm_head, targets.long(), bias, *softmax, return_entropy, chosen)
     return (rows[0], rows[1]) if return_entropy else rows[0]
 
 
 def _check(hidden: Tensor, lm_head: Tensor, targets: Tensor, bias: Tensor | None, backend: str) -> None:
-    dtypes = DTYPES if backend == "triton" else (*DTYPES, torch.float64)
+    dtypes = LOGIT_DTYPES if backend == "triton" else (*LOGIT_DTYPES, torch.float64)
     if hidden.dtype not in dtypes:
         raise TypeError(f"hidden must be one of {dtypes} for backend={backend!r}, got {hidden.dtype}")
     if lm_head.dtype != hidden.dtype:
@@ -267,7 +269,7 @@ def tile_statistics_kernel(
             tl.store(p_chosen + o_m, b_chosen, mask=m_here)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_out"])
+@triton.jit(do_not_specialize=["n_rows", "n_out", "n_tiles"])  # a single tile would make n_tiles a Python int
 def merge_tiles_kernel(
     p_tiles, p_chosen, p_targets, p_out, n_rows, n_out, n_tiles, vocabulary, outer,
     WITH_ENTROPY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,

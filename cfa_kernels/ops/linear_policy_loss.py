@@ -14,17 +14,8 @@ from torch import Tensor
 from .head_strips import add_head_gradient, empty_strip, hidden_gradient, sum_dtype, write_logits
 from .logits_policy_loss import scale_rows_op
 from .policy_loss import PolicyOptions, Tokens, refuse_second_derivative
-from .policy_rows import (
-    STATS,
-    RowLogprobs,
-    Softmax,
-    compute_dtype,
-    policy_of_logprobs,
-    policy_rows,
-    row_gradients,
-    row_logprobs,
-    to_unit_scale,
-)
+from .policy_rows import STATS, policy_of_logprobs, policy_rows, row_gradients, row_logprobs, to_unit_scale
+from .row_softmax import RowLogprobs, Softmax, compute_dtype
 
 DEAD_SHARE = 0.1
 """Rows without gradient are cut out of a strip before its GEMMs if they are at least this share of it."""
@@ -226,14 +217,17 @@ def _(hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, *args:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, stats, by_hidden, by_head, by_bias, unit = output
     ctx.mark_non_differentiable(stats, by_hidden, by_head, by_bias, unit)
+    ctx.set_materialize_grads(False)  # no zeros of the size of hidden and head beside the gradient of the loss
     ctx.save_for_backward(by_hidden, by_head, by_bias, unit)
     hidden, head, bias = inputs[:3]
     ctx.dtypes = (hidden.dtype, head.dtype, head.dtype if bias is None else bias.dtype)
     ctx.wanted, ctx.backend, ctx.inputs = inputs[-5], inputs[-1], len(inputs)
 
 
-def _backward(ctx: Any, by_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, by_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivative()
+    if by_loss is None:
+        return (None,) * ctx.inputs
     *gradients, unit = ctx.saved_tensors
     factor = by_loss * unit
     scaled = [

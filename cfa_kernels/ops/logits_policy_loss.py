@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from .policy_loss import PolicyOptions, Tokens, refuse_second_derivative
-from .policy_rows import STATS, Softmax, compute_dtype, policy_rows, scale_rows, to_unit_scale
+from .policy_rows import STATS, policy_rows, scale_rows, to_unit_scale
+from .row_softmax import Softmax, compute_dtype
 
 
 def _run(
@@ -102,13 +103,16 @@ def _(logits: Tensor, targets: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tens
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, stats, gradient, unit = output
     ctx.mark_non_differentiable(stats, gradient, unit)
+    ctx.set_materialize_grads(False)  # no zeros of the size of the logits beside the gradient of the loss
     ctx.save_for_backward(gradient, unit)
     ctx.backend = inputs[-1]
     ctx.inputs = len(inputs)
 
 
-def _backward(ctx: Any, by_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, by_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivative()
+    if by_loss is None:
+        return (None,) * ctx.inputs
     gradient, unit = ctx.saved_tensors
     return scale_rows_op(gradient, by_loss * unit, gradient.dtype, ctx.backend), *[None] * (ctx.inputs - 1)
 
@@ -155,14 +159,17 @@ class LogitsPolicyLossInPlace(torch.autograd.Function):
         loss, stats, unit = logits_policy_loss_inplace_op(rows, *args)
         ctx.save_for_backward(rows, unit)
         ctx.mark_non_differentiable(stats)
+        ctx.set_materialize_grads(False)
         ctx.backend = args[-1]
         ctx.inputs = 1 + len(args)
         return loss, stats
 
     @staticmethod
-    def backward(ctx: Any, by_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, by_loss: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         """The rows that were the logits, times the upstream gradient."""
         refuse_second_derivative()
+        if by_loss is None:
+            return (None,) * ctx.inputs
         rows, unit = ctx.saved_tensors
         scale_rows_inplace_op(rows, by_loss * unit, ctx.backend)
         return rows, *[None] * (ctx.inputs - 1)

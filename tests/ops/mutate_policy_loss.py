@@ -40,10 +40,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 TARGETS = {
     "policy_loss": ("token_terms", "policy_terms", "token_terms_triton"),
-    "policy_rows": (
-        "probabilities", "row_logprobs_reference", "row_gradients_reference", "policy_of_logprobs",
-        "_load_logits", "_row_sums", "_target_logprob", "_write_gradient", "row_gradients_kernel", "policy_rows_kernel",
+    "row_softmax": (
+        "probabilities", "row_logprobs_reference", "row_gradients_reference",
+        "load_logits", "row_sums", "target_logprob", "write_gradient",
     ),
+    "policy_rows": ("policy_of_logprobs", "row_gradients_kernel", "policy_rows_kernel"),
     "linear_policy_loss": ("contributing", "add", "_without_dead_rows", "linear_policy_loss_op", "_backward"),
 }  # fmt: skip
 """Functions to mutate, by module of `cfa_kernels.ops`."""
@@ -51,7 +52,7 @@ TARGETS = {
 ADDRESSING = ("p_", "o_v", "stride", "i_n", "n_tiles", "BLOCK", "valid", "target")
 """Names that say where memory is: such lines stay as they are, for a wrong address ends the process, not a test."""
 
-DEVICE_FUNCTIONS = ("_load_logits", "_row_sums", "_target_logprob", "_write_gradient")
+DEVICE_FUNCTIONS = ("load_logits", "row_sums", "target_logprob", "write_gradient")
 
 REPLACED = (
     "policy_terms", "contributing", "linear_policy_loss_op", "logits_policy_loss_op", "LogitsPolicyLossInPlace",
@@ -162,15 +163,16 @@ def loaded(mutant: Mutant) -> Iterator[None]:
             file.write_text(file.read_text().replace('"cfa_kernels::', f'"{package.parent.name}::'))
         with mock.patch.object(sys, "path", [folder, *sys.path]), mock.patch.object(sys, "dont_write_bytecode", True):
             importlib.invalidate_caches()
-            parts = [importlib.import_module(f"{name}.{part}") for part in (*TARGETS, "logits_policy_loss")]
+            names = (*TARGETS, "logits_policy_loss")
+            parts = {part: importlib.import_module(f"{name}.{part}") for part in names}
         # Tests that set small tiles set them on the real module.
-        parts[1].launch_options = lambda *args, **kwargs: policy_rows.launch_options(*args, **kwargs)
+        parts["policy_rows"].launch_options = lambda *args, **kwargs: policy_rows.launch_options(*args, **kwargs)
         with ExitStack() as stack:
-            for part in parts:
+            for part in parts.values():
                 for key in set(vars(part)) & set(vars(losses)) & set(REPLACED):
                     stack.enter_context(mock.patch.object(losses, key, getattr(part, key)))
             for key in CALLED_BY_TESTS:
-                stack.enter_context(mock.patch.object(policy_rows, key, getattr(parts[1], key)))
+                stack.enter_context(mock.patch.object(policy_rows, key, getattr(parts["policy_rows"], key)))
             try:
                 yield
             finally:

@@ -7,6 +7,7 @@ import torch
 
 from cfa_kernels.ops.linear_logprob import MERGE_OPTIONS, launch_options
 from tests.ops.aot import TARGETS, AotCase, compile_cases
+from tests.ops.specialization import with_ones
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 EVERY_FEATURE = ("bias", "softcap", "entropy")
@@ -41,7 +42,7 @@ def statistics_case(target: str, dtype: torch.dtype, features: tuple[str, ...] =
     )
 
 
-def merge_case() -> AotCase:
+def merge_case(targets: tuple[str, ...] = tuple(TARGETS)) -> AotCase:
     constants = dict(MERGE_OPTIONS)
     compiler = {"num_warps": constants.pop("num_warps")}
     arguments = {"p_tiles": "*fp32:16", "p_chosen": "*fp32:16", "p_targets": "*i64:16", "p_out": "*fp32"}
@@ -52,6 +53,7 @@ def merge_case() -> AotCase:
         arguments,
         constants | {"WITH_ENTROPY": True},
         compiler,
+        targets,
     )
 
 
@@ -65,6 +67,13 @@ CASES = [
     )
 ]
 CASES += [statistics_case("sm_90", dtype) for dtype in (torch.bfloat16, torch.float16)] + [merge_case()]
+ONES = [
+    with_ones(statistics_case("sm_90", torch.bfloat16)),
+    with_ones(statistics_case("sm_90", torch.bfloat16, EVERY_FEATURE, aligned=False)),
+    with_ones(merge_case(("sm_90",))),
+]
+CASES += ONES
+"""A vocabulary, a width or a number of tiles of 1 builds the kernels anew."""
 
 
 @pytest.fixture(scope="module")

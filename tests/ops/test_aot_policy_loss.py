@@ -1,10 +1,13 @@
 """Ahead of time: the row kernels as shipped compile for every target without spills, with 16-byte loads."""
 
+import re
+
 import pytest
 import torch
 
 from cfa_kernels.ops.policy_rows import launch_options
 from tests.ops.aot import TARGETS, AotCase, compile_cases
+from tests.ops.specialization import with_ones
 
 VOCABULARY = 151_936
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -25,13 +28,14 @@ def case(
     everything: bool,
     surrogate: str = "clip",
     rows: bool = True,
+    vocabulary: int = VOCABULARY,
 ) -> AotCase:
-    """A kernel with the pointers, strides and tiles of (B, T, V) rows of a real vocabulary."""
+    """A kernel with the pointers, strides and tiles of (B, T, V) rows."""
     import cfa_kernels.ops.policy_rows as module
 
     names = getattr(module, kernel).arg_names
     hip = target == "gfx942"
-    options = launch_options(VOCABULARY, logits.itemsize, hip=hip)
+    options = launch_options(vocabulary, logits.itemsize, hip=hip)
     compiler = {"num_warps": options.pop("num_warps")}
     constexprs = dict.fromkeys(FLAGS, everything) | {"SURROGATE": surrogate, "LOG2E": 1.4426950408889634, **options}
     constexprs |= {"INPLACE": True, "HAS_ROWS": rows, "OVERLAPS": gradient.itemsize < logits.itemsize and not hip}
@@ -83,16 +87,32 @@ CASES = [
     case("scale_rows_kernel", "sm_90", torch.bfloat16, torch.bfloat16, everything=False),
 ]
 
+ONES = [
+    with_ones(case(kernel, "sm_90", torch.bfloat16, torch.bfloat16, everything=True, vocabulary=1, rows=rows))
+    for kernel, rows in (
+        ("policy_rows_kernel", True), ("row_logprobs_kernel", True), ("row_gradients_kernel", True),
+        ("row_gradients_kernel", False), ("scale_rows_kernel", True),
+    )
+]  # fmt: skip
+"""A vocabulary or a stride of 1 builds the kernels anew."""
+
 
 @pytest.fixture(scope="module")
-def reports():
-    return compile_cases(CASES)
+def compiled():
+    return compile_cases(CASES + ONES)
 
 
-def test_every_kernel_fits_its_target_without_spills(reports):
-    assert len(reports) == len(CASES)
-    print(*(report.summary() for report in reports.values()), sep="\n")
-    for report in reports.values():
+@pytest.fixture(scope="module")
+def reports(compiled):
+    """Of rows of a real vocabulary."""
+    names = {case.name for case in CASES}
+    return {key: report for key, report in compiled.items() if key[0] in names}
+
+
+def test_every_kernel_fits_its_target_without_spills(compiled):
+    assert len(compiled) == len(CASES + ONES)
+    print(*(report.summary() for report in compiled.values()), sep="\n")
+    for report in compiled.values():
         report.assert_fits(max_shared_memory=1024)
 
 
@@ -117,3 +137,12 @@ def test_no_minimum_drops_a_nan(reports):
         if "ptx" in report.asm:
             assert "min.f32" not in report.assembly, name
             assert "min.NaN.f32" in report.assembly or "everything" not in name, name
+
+
+def test_the_targets_logit_is_read_before_any_gradient_can_lie_over_it(reports):
+    """No warp stores a gradient before the barriers of the sums, and the load stands before them."""
+    for (name, _), report in reports.items():
+        if name.startswith("policy_rows_kernel bf16") and "ptx" in report.asm:
+            single = [found.start() for found in re.finditer(r"ld\.global\.b16", report.assembly)]
+            assert len(single) == 1, name
+            assert single[0] < report.assembly.index("bar.sync") < report.assembly.index("st.global.v4"), name

@@ -1,0 +1,277 @@
+"""From a row of logits to its log-prob, its entropy and their derivative, stated once for every kernel of rows.
+
+The plain PyTorch form stands first, for rows (B, T, V) at once; the Triton functions mirror it for the program that
+has one row. Kernels that put them together are in `policy_rows`.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .elementwise import tanh
+
+LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the kernels take; the PyTorch form also takes float64."""
+
+LOWEST = -1.0e30
+"""Stands in for -inf in `p * log p`, so that a forbidden token adds 0 and not nan."""
+
+
+class Softmax(NamedTuple):
+    """How logits become log-probs: `log_softmax(softcap * tanh(logits / softcap) / temperature)`; 0 is no cap."""
+
+    temperature: float = 1.0
+    softcap: float = 0.0
+
+    @classmethod
+    def of(cls, temperature: float, softcap: float | None, logit_scale: float) -> "Softmax":
+        """The same with `logit_scale * logits` for logits.
+
+        Raises:
+            ValueError: one of the three is not > 0 and finite.
+        """
+        for name, number in (("temperature", temperature), ("softcap", softcap), ("logit_scale", logit_scale)):
+            if number is not None and not 0 < number < float("inf"):
+                raise ValueError(f"{name} must be > 0 and finite, got {number}")
+        return cls(temperature / logit_scale, (softcap or 0.0) / logit_scale)
+
+
+class RowLogprobs(NamedTuple):
+    """Of each of N rows: the target's log-prob, the entropy (nats), and log-sum-exp in two parts.
+
+    `logsumexp = row_max / temperature + log_sum`; apart, they lose nothing to a large common shift of the logits.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    row_max: Tensor
+    log_sum: Tensor
+
+
+def compute_dtype(logits: torch.dtype) -> torch.dtype:
+    """What sums and exponentials are formed in: float64 for float64, else float32."""
+    return torch.float64 if logits == torch.float64 else torch.float32
+
+
+# The plain PyTorch form
+
+
+class Probabilities(NamedTuple):
+    """Logits (B, T, V) after their softmax; z are those in the compute dtype after bias and softcap."""
+
+    p: Tensor  # (B, T, V)
+    below: Tensor | None  # (B, T, V): (z - row_max) / temperature, at least LOWEST; if kept
+    targets: Tensor  # (B, T, 1), 0 where a row has none
+    chosen: Tensor  # (B, T, 1): (z - row_max) / temperature at the target
+    row_max: Tensor  # (B, T, 1)
+    log_sum: Tensor  # (B, T, 1): log of the sum of exp((z - row_max) / temperature)
+    slope: Tensor | None  # (B, T, V): the softcap's
+
+
+def probabilities(
+    logits: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    has_target: Tensor,
+    softmax: Softmax,
+    *,
+    keep_below: bool,
+    room: Tensor | None = None,
+) -> Probabilities:
+    """What log-probs and gradients share; targets and has_target are (N,), N = B * T.
+
+    `p` lies in `room` (B, T, V) if that has the compute dtype and `below` is not kept; it may be the logits' own
+    memory. Fresh memory of that size takes longer than all the arithmetic. The sum is read off the largest
+    probability: torch vectorises softmax on every CPU, unlike exp.
+    """
+    z = logits.to(compute_dtype(logits.dtype))
+    if room is not None and room.dtype != z.dtype:
+        room = None
+    if bias is not None:
+        z = torch.add(z, bias.to(z.dtype), out=room)
+    slope = None
+    if softmax.softcap:
+        squashed = torch.div(z, softmax.softcap, out=room).tanh_()
+        slope = 1 - squashed * squashed
+        z = squashed.mul_(softmax.softcap)
+    row_max = z.amax(-1, keepdim=True)
+    below = torch.sub(z, row_max, out=room)
+    if softmax.temperature != 1:
+        below.div_(softmax.temperature)
+    index = torch.where(has_target, targets, 0).view(*logits.shape[:2], 1)
+    chosen = below.gather(-1, index)
+    p = torch.softmax(below, -1, out=None if keep_below else below)
+    log_sum = -p.amax(-1, keepdim=True).log()
+    return Probabilities(p, below.clamp_(min=LOWEST) if keep_below else None, index, chosen, row_max, log_sum, slope)
+
+
+def row_logprobs_reference(of: Probabilities, counted: Tensor) -> RowLogprobs:
+    """`RowLogprobs`, with entropy if `below` was kept; rows that do not count hold zeros, whatever their logits are."""
+    entropy = torch.zeros_like(of.log_sum)
+    if of.below is not None:
+        entropy = of.log_sum - (of.p * of.below).sum(-1, keepdim=True)
+    fields = (of.chosen - of.log_sum, entropy, of.row_max, of.log_sum)
+    return RowLogprobs(*(torch.where(counted, field.flatten(), 0) for field in fields))
+
+
+def row_gradients_reference(
+    of: Probabilities, by_logprob: Tensor, by_entropy: Tensor | None, softmax: Softmax
+) -> Tensor:
+    """(B, T, V) derivative by the logits, given that by each row's log-prob and entropy (N,); over `p`.
+
+    `p * (prob_coeff - by_entropy * log p) + by_logprob * onehot` with
+    `prob_coeff = -by_logprob - by_entropy * entropy`, times the slopes of temperature and cap. Rows whose
+    derivatives are both 0 get zeros.
+    """
+    dead = by_logprob == 0 if by_entropy is None else (by_logprob == 0) & (by_entropy == 0)
+    by_logprob = by_logprob.view_as(of.chosen) / softmax.temperature
+    if by_entropy is None:
+        gradient = of.p.mul_(-by_logprob)
+    else:
+        assert of.below is not None
+        by_entropy = by_entropy.view_as(of.chosen) / softmax.temperature
+        p_logp = of.below.sub_(of.log_sum).mul_(of.p)
+        entropy = -p_logp.sum(-1, keepdim=True)
+        gradient = of.p.mul_(-by_logprob - by_entropy * entropy).sub_(p_logp.mul_(by_entropy))
+    gradient.scatter_add_(-1, of.targets, by_logprob)
+    if of.slope is not None:
+        gradient.mul_(of.slope)
+    if dead.any():
+        gradient.masked_fill_(dead.view_as(of.chosen), 0)
+    return gradient
+
+
+# Triton
+
+
+@triton.jit
+def load_logits(p_logits, p_bias, o_v, m_v, stride_v, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """Some logits of a row in fp32 after bias and softcap, -inf outside the mask, and the cap's slope."""
+    b_z = tl.load(p_logits + o_v.to(tl.int64) * stride_v, mask=m_v, other=float("-inf")).to(tl.float32)
+    if HAS_BIAS:
+        b_z += tl.load(p_bias + o_v, mask=m_v, other=0.0).to(tl.float32)
+    b_slope = 1.0
+    if HAS_SOFTCAP:
+        b_squashed = tanh(b_z / softcap)
+        b_z = tl.where(m_v, softcap * b_squashed, float("-inf"))
+        b_slope = 1.0 - b_squashed * b_squashed
+    return b_z, b_slope
+
+
+@triton.jit
+def row_tile(i, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """Columns (BLOCK // VECTOR, VECTOR) of tile i of a row. A lane holds whole rows of it, VECTOR logits each."""
+    o_v = i * BLOCK + tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    return o_v
+
+
+@triton.jit
+def row_sums(
+    p_logits, p_bias, V, stride_v, inv_temperature, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
+):  # fmt: skip
+    """Largest logit of a row, log of the sum of exponentials from there, and the entropy; see the reference.
+
+    Every VECTOR logits that a lane holds keep a maximum and sums of their own, so a tile costs one exponential per
+    logit and no exchange between lanes. The row is read from its end: its beginning, which the gradient reads
+    first, is then still in cache.
+    """
+    LOWEST: tl.constexpr = -1.0e38  # finite, so that no difference of two maxima is undefined
+    LANES: tl.constexpr = BLOCK // VECTOR
+    factor = inv_temperature * LOG2E
+    b_max = tl.full([LANES], LOWEST, tl.float32)
+    b_sum = tl.zeros([LANES], tl.float32)
+    b_tilt = tl.zeros([LANES], tl.float32)  # sum of (z - max) * exp((z - max) / temperature)
+    n_tiles = tl.cdiv(V, BLOCK)
+    for i in range(0, n_tiles):
+        o_v = row_tile(n_tiles - 1 - i, BLOCK, VECTOR)
+        b_z, _ = load_logits(p_logits, p_bias, o_v, o_v < V, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP)
+        b_new = tl.maximum(b_max, tl.max(b_z, 1))
+        b_gap = b_max - b_new
+        b_decay = tl.exp2(b_gap * factor)
+        b_below = b_z - b_new[:, None]
+        b_p = tl.exp2(b_below * factor)
+        if WITH_ENTROPY:
+            b_tilt = b_decay * (b_tilt + b_gap * b_sum) + tl.sum(b_p * tl.maximum(b_below, LOWEST), 1)
+        b_sum = b_decay * b_sum + tl.sum(b_p, 1)
+        b_max = b_new
+    row_max = tl.max(b_max, 0)
+    b_gap = b_max - row_max
+    b_decay = tl.exp2(b_gap * factor)
+    total = tl.sum(b_sum * b_decay, 0)
+    log_sum = tl.log(total)
+    entropy = 0.0
+    if WITH_ENTROPY:
+        tilt = tl.sum(b_decay * (b_tilt + b_gap * b_sum), 0)
+        entropy = log_sum - tilt / total * inv_temperature
+    return row_max, log_sum, entropy
+
+
+@triton.jit
+def target_logprob(
+    p_logits, p_bias, target, V, stride_v, inv_temperature, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
+):  # fmt: skip
+    """Log-prob of the target, then `row_sums`; nan for a target outside the vocabulary, which is never read.
+
+    The target's logit comes first: behind the sums, whose barriers are the last before a gradient goes over the
+    logits, one warp could read it when another has overwritten it.
+    """
+    valid = (target >= 0) & (target < V)
+    chosen, _ = load_logits(p_logits, p_bias, target, valid, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP)
+    chosen = tl.where(valid, chosen, float("nan"))
+    row_max, log_sum, entropy = row_sums(
+        p_logits, p_bias, V, stride_v, inv_temperature, softcap,
+        HAS_BIAS, HAS_SOFTCAP, WITH_ENTROPY, BLOCK, VECTOR, LOG2E,
+    )  # fmt: skip
+    return (chosen - row_max) * inv_temperature - log_sum, row_max, log_sum, entropy
+
+
+@triton.jit
+def write_zeros(p_gradient, V, stride_v, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """Zeros for the gradient of a row."""
+    for i in range(0, tl.cdiv(V, BLOCK)):
+        o_v = row_tile(i, BLOCK, VECTOR)
+        b_zero = tl.zeros([BLOCK // VECTOR, VECTOR], p_gradient.dtype.element_ty)
+        tl.store(p_gradient + o_v.to(tl.int64) * stride_v, b_zero, mask=o_v < V)
+
+
+@triton.jit
+def write_gradient(
+    p_logits, p_bias, p_gradient, target, V, stride_v, stride_gv,
+    row_max, log_sum, entropy, by_logprob, by_entropy, inv_temperature, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+    OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a row by its logits; see `row_gradients_reference`. It may go over the logits themselves.
+
+    OVERLAPS: the gradient's elements are narrower than the logits' and start at the same address. Then tile i of
+    the gradient lies over tiles <= i of the logits, and no lane may store before all have loaded.
+    """
+    prob_coeff = -by_logprob
+    if WITH_ENTROPY:
+        prob_coeff -= by_entropy * entropy
+    prob_coeff *= inv_temperature
+    label_coeff = by_logprob * inv_temperature
+    entropy_coeff = by_entropy * inv_temperature
+    for i in range(0, tl.cdiv(V, BLOCK)):
+        o_v = row_tile(i, BLOCK, VECTOR)
+        m_v = o_v < V
+        b_z, b_slope = load_logits(p_logits, p_bias, o_v, m_v, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP)
+        b_logp = (b_z - row_max) * inv_temperature - log_sum
+        b_p = tl.exp2(b_logp * LOG2E)
+        b_gradient = b_p * prob_coeff
+        if WITH_ENTROPY:
+            b_gradient -= b_p * entropy_coeff * tl.maximum(b_logp, -1.0e30)
+        if (target >= i * BLOCK) & (target < (i + 1) * BLOCK):
+            b_gradient = tl.where(o_v == target, b_gradient + label_coeff, b_gradient)
+        b_gradient = b_gradient * b_slope
+        if OVERLAPS:
+            tl.debug_barrier()
+        p_tile = p_gradient + o_v.to(tl.int64) * stride_gv
+        tl.store(p_tile, b_gradient.to(p_gradient.dtype.element_ty), mask=m_v)
