@@ -184,6 +184,9 @@ _ANNOUNCEMENT = re.compile(
     rf"|(?P<letter>^[*_> \t]{{0,8}}A{_COLON})|(?P<chinese_is>{_CHINESE_IS})|(?P<chinese_colon>{_CHINESE_COLON})",
     re.MULTILINE,
 )
+# Every announcement holds one of these; the whole is then tried in their neighbourhood alone, for speed.
+_KEYWORD = re.compile(rf"nswer|NSWER|答|^[*_> \t]{{0,8}}A{_COLON}", re.MULTILINE)
+_BEFORE_KEYWORD, _AFTER_KEYWORD = 48, 120
 _ANNOUNCED_AT_END = re.compile(
     rf"(?:{_NAMED}(?:{_COLON}|{_IS})|{_LINE}|{_CHINESE_IS}|{_CHINESE_COLON})\W{{0,12}}\Z", re.MULTILINE
 )
@@ -295,7 +298,13 @@ def _value_in_sentence(text: str, start: int, *, must_be_last: bool) -> Interval
 
 
 def _stated_answer(text: str) -> AnswerText | None:
-    announcements = list(_ANNOUNCEMENT.finditer(text))
+    announcements: list[re.Match[str]] = []
+    position = 0
+    for keyword in _KEYWORD.finditer(text):
+        start = max(position, keyword.start() - _BEFORE_KEYWORD)
+        if announcement := _ANNOUNCEMENT.search(text, start, keyword.end() + _AFTER_KEYWORD):
+            announcements.append(announcement)
+            position = announcement.end()
     if any(announcement.lastgroup == "letter" for announcement in announcements) and _OPTION_B.search(text):
         announcements = [announcement for announcement in announcements if announcement.lastgroup != "letter"]
     closing = text.rfind(_CLOSING_TAG)
@@ -428,7 +437,8 @@ def _marker_start(text: str, marker: int) -> int:
     for _ in range(3):
         window = max(0, marker - 400)
         head = text[window:marker].rstrip(" \t\n*_$([{\\#")
-        found = _ANNOUNCED_AT_END.search(head, max(0, len(head) - 140))
+        tail = max(0, len(head) - 140)
+        found = _ANNOUNCED_AT_END.search(head, tail) if _KEYWORD.search(head, tail) else None
         if found is None:
             break
         marker = window + found.start()
