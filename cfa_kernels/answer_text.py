@@ -185,7 +185,7 @@ _ANNOUNCEMENT = re.compile(
     re.MULTILINE,
 )
 # Every announcement holds one of these; the whole is then tried in their neighbourhood alone, for speed.
-_KEYWORD = re.compile(rf"nswer|NSWER|答|^[*_> \t]{{0,8}}A{_COLON}", re.MULTILINE)
+_KEYWORD = re.compile(rf"nswer|NSWER|答(?=案|\s?[:：])|^[*_> \t]{{0,8}}A{_COLON}", re.MULTILINE)
 _BEFORE_KEYWORD, _AFTER_KEYWORD = 48, 120
 _ANNOUNCED_AT_END = re.compile(
     rf"(?:{_NAMED}(?:{_COLON}|{_IS})|{_LINE}|{_CHINESE_IS}|{_CHINESE_COLON})\W{{0,12}}\Z", re.MULTILINE
@@ -302,7 +302,8 @@ def _stated_answer(text: str) -> AnswerText | None:
     position = 0
     for keyword in _KEYWORD.finditer(text):
         start = max(position, keyword.start() - _BEFORE_KEYWORD)
-        if announcement := _ANNOUNCEMENT.search(text, start, keyword.end() + _AFTER_KEYWORD):
+        reach = 12 if keyword.group() == "答" else _AFTER_KEYWORD
+        if announcement := _ANNOUNCEMENT.search(text, start, keyword.end() + reach):
             announcements.append(announcement)
             position = announcement.end()
     if any(announcement.lastgroup == "letter" for announcement in announcements) and _OPTION_B.search(text):

@@ -23,37 +23,69 @@ FRACTION = rf"\\[dtc]?frac\s?{GROUP}\s?{GROUP}"
 MINUS = r"\-−–－"  # for use inside [...]
 CURRENCY = r"(?:\\?\$|[€£¥₹])"
 ANNOTATION = r"<<[^<>\n]{0,200}>>"
-EQUALS = r"(?:&?==?(?!>)&?|[≈≅≤≥]|\\(?:approx|leq?|geq?)(?![a-zA-Z]))"
+EQUALS = r"(?:&?[=＝]=?(?!>)&?|[≈≅≤≥]|\\(?:approx|leq?|geq?)(?![a-zA-Z]))"
 
 _BEFORE_NUMBER = r"(?=\s{1,4}[\d$(\\.])"
-_WORD_OPERATOR = rf"(?:plus|minus|times|divided|multiplied|equals|is equal|of(?: the)?{_BEFORE_NUMBER})"
-_WORD = r"(?:[^\W\d_]{2,}(?:['’/-][^\W\d_]+){0,4}|[aAI](?= [^\W\d_]{2}))"
+_WORD_OPERATOR = rf"(?:plus|minus|times|mod|divided|multiplied|equals|is equal|of(?: the)?{_BEFORE_NUMBER})"
+_WORD = r"(?:[^\W\d_]{2,}(?:['’/-][^\W\d_]+){0,4}(?:-\d{1,4}(?![\d.,]))?|[aAI](?= [^\W\d_]{2}))"
+
+# A call, a root or a binomial is one operand with all that it takes: no expression begins inside it. Arithmetic in
+# brackets right after a word, "eggs(16-3=13)", is no call.
+_IN_PARENTHESES = r"\((?:[^()\n]|\([^()\n]{0,60}\)){1,60}\)"
+_CALL = (
+    rf"(?=\w{{1,13}}+\()(?<!\d)(?:[a-zA-Z](?=\((?:[^()\n]{{0,60}}\d|[a-zA-Z]\)))"
+    r"|[^\W\d_]\w{1,12}(?=\([^()\n]{0,60}\d)(?!\([^()\n,=]{0,60}[+*/×÷-][^()\n,=]{0,60}=))"
+    rf"{_IN_PARENTHESES}"
+)
+_LATEX_CALL = (
+    rf"\\(?:sqrt\s?(?:\[[^\]\n]{{1,6}}\])?\s?(?:{GROUP}|\d)|[dt]?binom\s?{GROUP}\s?{GROUP}"
+    rf"|(?:log|ln|lg|exp|sin|cos|tan|max|min|gcd|lcm)(?![a-zA-Z])(?:[_^](?:\w|{GROUP})){{0,2}}"
+    rf"\s?(?:{GROUP}|{_IN_PARENTHESES}|{DIGITS}))"
+)
+# Dates, telephone numbers, addresses, lengths in a style sheet: digits that no one calculates with, unless an equals
+# sign follows.
+_DAY, _MONTH, _YEAR = r"(?:0?[1-9]|[12]\d|3[01])", r"(?:0?[1-9]|1[0-2])", r"(?:1[5-9]|20)\d\d"
+_LABEL = (
+    r"(?=\d{1,4}+(?:[/.-]|[ ]\d{3}-|px|rem|v[hw]))"
+    rf"(?:(?:{_DAY}/{_DAY}/(?:\d{{4}}|\d\d)|{_YEAR}-{_MONTH}-{_DAY}|{_YEAR}/{_MONTH}/{_DAY}|{_DAY}-{_DAY}-{_YEAR}"
+    r"|(?:\d{1,3}[- ])?\d{3}-\d{3}-\d{4}|\d{3}-\d\d-\d{4}|\d+(?:\.\d+){2,8})(?![\w/-]|\s?[=＝])"
+    r"|\d+(?:\.\d+)?(?:px|rem|vh|vw)\b)"
+)
+_CLOCK = r"\d{1,2}:\d\d(?::\d\d)?(?:\s?[apAP]\.?[mM]\b\.?)?(?![\d:])"
 
 # One letter per kind of lexeme, so that an expression is a short regular expression over a string of kinds. They are
 # grouped by first character, tried in order: most of a text is words and numbers, and this decides the speed.
 _LEXEMES = {
     r"(?=[^\W\d_])": [
-        ("O", rf"(?:plus|minus|times|divided by|multiplied by){_BEFORE_NUMBER}"),
+        ("O", rf"(?:plus|minus|times|mod|divided by|multiplied by){_BEFORE_NUMBER}"),
         ("o", rf"of(?: the)?{_BEFORE_NUMBER}"),
         ("E", rf"(?:equals|is equal to){_BEFORE_NUMBER}"),
-        ("W", rf"{_WORD}(?: (?!{_WORD_OPERATOR}){_WORD}){{0,5}}"),
+        ("B", r"(?:https?://|www\.)\S{1,2000}"),
+        ("N", _CALL),
+        ("W", rf"{_WORD}(?: (?!{_WORD_OPERATOR}){_WORD}(?![\w(])){{0,5}}"),
         ("O", r"(?<=[\d\s)}%$])[xX](?=\s?[\d$(\\.])"),
         ("v", r"(?<=\d)[a-zA-Z](?![\w'’])"),  # a variable's coefficient stands before it
         ("V", r"[a-zA-Z](?:_\{?\w{1,3}\}?)?(?![\w'’])"),
     ],
-    r"(?=[\d.\\])": [("N", rf"{DIGITS}|{FRACTION}")],
+    r"(?=[\d.\\])": [
+        ("B", _LABEL),
+        ("H", _CLOCK),
+        ("N", rf"{DIGITS}|{FRACTION}|{_LATEX_CALL}"),
+    ],
     "": [
         ("A", ANNOTATION),
         ("E", EQUALS),
         ("S", r"\*\*"),  # emphasis or a power
-        ("O", r"[+*×·⋅∙÷^]|/(?=\s)|\\(?:times|cdot|div|pm)(?![a-zA-Z])"),
+        ("O", r"[+*×·⋅∙÷^✕✖＋]|/(?=\s)|(?<=\s)%(?=\s\d)|\\(?:times|cdot|div|pm|bmod)(?![a-zA-Z])"),
         ("M", rf"[{MINUS}](?=\s)"),
         ("m", rf"[{MINUS}]"),  # a tight minus: a sign, a difference or a range
         ("W", r"(?<=[\w)])/[^\W\d_]+"),
         ("d", r"/"),
         ("U", CURRENCY),
-        ("P", r"[(\[{~]|\\[(\[{]|\\left\s?[(\[]"),
-        ("C", r"[)\]}%°¢²³]|\\[)\]}%]|\\right\s?[)\]]"),
+        ("N", rf"√\s?(?:{DIGITS}|\([^()\n]{{1,60}}\))"),
+        ("I", r"(?:(?<=[\d)}])|(?<=\d[a-z]))(?:\\left\s?)?\("),  # a factor: 2(3 + 4)
+        ("P", r"[(\[{~]|\\[(\[{]|\\left\s?[(\[]|(?<![\w|])\|(?=[\d(.-])"),
+        ("C", r"[)\]}%°¢²³]|\\[)\]}%]|\\right\s?[)\]]|(?<=[\d)])(?:\||!(?=\s?[=+*/×)-]))"),
         ("T", rf"\\(?:text|mathrm|mbox)\s?{GROUP}"),
         ("L", r"\n"),
         ("B", r"\S"),
@@ -66,23 +98,128 @@ _LEXEME = re.compile(
 _KINDS = ["", *(kind for group in _LEXEMES.values() for kind, _ in group)]
 
 # Words belong to an operand only if an operator follows: "16 eggs - 3 eggs = 13", but not "13 eggs left".
-_OPERAND = r"[PUSm]{0,8}(?:A[Um]{0,2}N|[NAV])v?[CUS]{0,8}(?:(?:WT?|T)(?=L?[OMmdoE]))?"
-_EXPRESSION = re.compile(rf"{_OPERAND}(?:(?:[OMmdoS]|L?E){_OPERAND})+E?|A(?:[Um]{{0,2}}N)?")
+_OPERAND = r"[PIUSm]{0,8}(?:A[Um]{0,2}[NH]|[NAVH])v?[CUS]{0,8}(?:(?:WT?|T)(?=L?[OMmdoE]))?"
+_MEMBERS = rf"(?:(?:[OMmdoSI]|L?E){_OPERAND})+E?"
+_EXPRESSION = re.compile(rf"{_OPERAND}{_MEMBERS}|A(?:[Um]{{0,2}}[NH])?")
+_MEMBERS_AFTER_BRACKET = re.compile(rf"[CUS]{{0,8}}(?:(?:WT?|T)(?=L?[OMmdoE]))?{_MEMBERS}")
 _DIGIT = re.compile(r"\d")
 _CLEARLY_ARITHMETIC = re.compile("[EAOM]|(?:[md].*){2}")
+_NAME_BEFORE = re.compile(r"\\?[^\W\d_]\w{0,20}\Z")
+
+_FROM_TO = re.compile(r"[PUS]{0,8}(N)[CUS]{0,8}(?:WT?|T)?M[PUS]{0,8}(N)[CUS]{0,8}")
+_FROM_TO_CLOCK = re.compile(r"[PUS]{0,8}H[CUS]{0,8}(?:WT?|T)?[Mm][PUS]{0,8}[HN][CUS]{0,8}")
+_NUMBERED_THING = re.compile(
+    r"\b(?i:chapters?|pages?|pp?\.|sections?|rooms?|steps?|parts?|questions?|problems?|days?|weeks?|figures?|tables?"
+    r"|lessons?|units?|grades?|levels?|no\.|number|version|route|highway|ages?|aged)\s?\Z"
+)
+_SIZE_OF = re.compile(
+    r"[s-]?\s?(?i:lumber|boards?|planks?|studs?|beams?|photos?|prints?|pictures?|frames?|canvas|grids?|matrix|matrices"
+    r"|tiles?|cards?|rugs?|inch(?:es)?|in\.)\b"
+)
 
 
 def _arithmetic_intervals(text: str) -> list[Interval]:
-    """Expressions in order; not a bare fraction or range, nor letters that merely stand beside a sign."""
+    """Expressions in order, as `ranked_math_intervals` describes them."""
     lexemes = list(_LEXEME.finditer(text))
     kinds = "".join([_KINDS[lexeme.lastindex or 0] for lexeme in lexemes])
-    intervals = []
+    intervals: list[Interval] = []
     for expression in _EXPRESSION.finditer(kinds):
-        first, last = lexemes[expression.start()], lexemes[expression.end() - 1]
-        start, end = first.start(first.lastindex or 0), last.end()
-        if _CLEARLY_ARITHMETIC.search(expression.group()) and _DIGIT.search(text, start, end):
-            intervals.append((start, end))
+        if not _CLEARLY_ARITHMETIC.search(expression.group()):
+            continue
+        whole = _whole_expression(text, lexemes, kinds, *expression.span())
+        if whole is None or not _DIGIT.search(text, *whole) or _is_range_or_size(text, lexemes, expression):
+            continue
+        if intervals and whole[0] < intervals[-1][1]:
+            last = intervals.pop()
+            whole = min(last[0], whole[0]), max(last[1], whole[1])
+        intervals.append(whole)
     return intervals
+
+
+_BRACKET_KIND = re.compile("[PIC]")
+_REACH = 40
+"""Lexemes within which the other half of a bracket is looked for."""
+
+
+def _bracket(lexeme: re.Match[str]) -> int:
+    """1 for an opening bracket, -1 for a closing one, else 0; asked of lexemes of the kinds P, I and C."""
+    last = lexeme.group()[-1]
+    return 1 if last in "([{" else -1 if last in ")]}" else 0
+
+
+def _unpaired(lexemes: list[re.Match[str]], kinds: str, first: int, after: int) -> tuple[list[int], list[int]]:
+    """Which lexemes of `[first, after)` are brackets that open, and that close, without their other half."""
+    opened: list[int] = []
+    closed: list[int] = []
+    for i in (place.start() for place in _BRACKET_KIND.finditer(kinds, first, after)):
+        match _bracket(lexemes[i]):
+            case 1:
+                opened.append(i)
+            case -1 if opened:
+                opened.pop()
+            case -1:
+                closed.append(i)
+    return opened, closed
+
+
+def _other_half(lexemes: list[re.Match[str]], kinds: str, places: range, count: int) -> int | None:
+    """Walk over `places` until `count` brackets found their other half; -1 if the line ends first, else `None`."""
+    for i in places:
+        if kinds[i] == "L":
+            return -1
+        count += _bracket(lexemes[i]) * places.step if kinds[i] in "PIC" else 0
+        if count == 0:
+            return i
+    return None if len(places) == _REACH else -1
+
+
+def _whole_expression(text: str, lexemes: list[re.Match[str]], kinds: str, first: int, after: int) -> Interval | None:
+    """Characters of the lexemes `[first, after)`, with no half of a bracket.
+
+    Outer brackets without their other half are left out. Where a bracket inside lacks it, the expression reaches as far
+    as that half, over words if need be; `None` where this is too far in the same line.
+    """
+    start, end = lexemes[first].start(lexemes[first].lastindex or 0), lexemes[after - 1].end()
+    opened, closed = _unpaired(lexemes, kinds, first, after)
+    if not opened and not closed:
+        return start, end
+    while opened and opened[0] == first:
+        first = opened.pop(0) + 1
+    while closed and closed[-1] == after - 1:
+        after = closed.pop()
+    if closed:
+        found = _other_half(lexemes, kinds, range(first - 1, max(-1, first - 1 - _REACH), -1), len(closed))
+        if found is None:
+            return None
+        first = first if found < 0 else found
+    if opened:
+        found = _other_half(lexemes, kinds, range(after, min(len(lexemes), after + _REACH)), len(opened))
+        if found is None:
+            return None
+        if found >= 0:
+            after = found + 1
+            more = _MEMBERS_AFTER_BRACKET.match(kinds, after)
+            after = more.end() if more and not any(_unpaired(lexemes, kinds, after, more.end())) else after
+    start, end = lexemes[first].start(lexemes[first].lastindex or 0), lexemes[after - 1].end()
+    name = _NAME_BEFORE.search(text, max(0, start - 24), start) if closed else None
+    return (name.start() if name else start), end
+
+
+def _is_range_or_size(text: str, lexemes: list[re.Match[str]], expression: re.Match[str]) -> bool:
+    """Whether `3 - 4 people`, `Chapter 3 - 2`, `5:30 - 6:45` or `2 x 4 boards` only looks like a calculation."""
+    kinds, (first, after) = expression.group(), expression.span()
+    if "E" in kinds or "A" in kinds or (first and _KINDS[lexemes[first - 1].lastindex or 0] == "E"):
+        return False
+    if _FROM_TO_CLOCK.fullmatch(kinds):
+        return True
+    if pair := _FROM_TO.fullmatch(kinds):
+        low, high = (lexemes[first + pair.start(group)].group().strip().replace(",", "") for group in (1, 2))
+        start = lexemes[first].start(lexemes[first].lastindex or 0)
+        if _NUMBERED_THING.search(text, max(0, start - 16), start):
+            return True
+        return all(number.replace(".", "", 1).isdecimal() for number in (low, high)) and float(low) < float(high)
+    signs = {lexeme.group().strip() for lexeme, kind in zip(lexemes[first:after], kinds, strict=True) if kind == "O"}
+    return signs <= {"x", "X"} and bool(signs) and bool(_SIZE_OF.match(text, lexemes[after - 1].end()))
 
 
 # --- What may be masked, most wanted first ----------------------------------------------------------------------
@@ -112,7 +249,13 @@ def sentence_intervals(text: str) -> list[Interval]:
 
 
 def ranked_math_intervals(text: str) -> tuple[list[Interval], list[Interval]]:
-    """Arithmetic expressions, and the sentences that overlap none of them, each in order of position."""
+    r"""Arithmetic expressions, and the sentences that overlap none of them, each in order of position.
+
+    An expression is a chain of operands joined by operators and equals signs, as in `$9 * 2 = $<<9*2=18>>18`,
+    `\frac{1}{6} \times 36 = 6` or `16 eggs - 3 eggs = 13`. It is taken whole, with the calls, roots and brackets that
+    it begins or ends in. A lone fraction (`1/2`), a range (`3-4`, `pages 10 - 20`), a date, a telephone number, the
+    size of a board (`2 x 4`) and anything without a digit are not expressions, unless an equals sign follows.
+    """
     arithmetic = _arithmetic_intervals(text)
     sentences = []
     following = iter([*arithmetic, (len(text), len(text))])
