@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data import Row
-from trainer.rewards import exact_match
+from trainer.rewards import Reward, exact_match
 from trainer.rollouts import generate
 
 
@@ -37,17 +37,18 @@ def evaluate(
     *,
     batch_size: int,
     max_completion_length: int,
+    match: Reward = exact_match,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Evaluation:
-    """Complete every prompt greedily and compare its number with the row's; `advance(n)` reports progress."""
+    """Complete every prompt greedily and `match` it with the row's answer; `advance(n)` reports progress."""
     correct, texts, tokens = [False] * len(rows), [""] * len(rows), 0
     by_length = sorted(range(len(rows)), key=lambda i: len(prompts[i]))
     for start in range(0, len(rows), batch_size):
         batch = by_length[start : start + batch_size]
         rollouts = generate(model, tokenizer, [prompts[i] for i in batch], max_completion_length=max_completion_length)
-        matches = exact_match(completions=rollouts.texts, answer=[rows[i]["answer"] for i in batch])
-        for i, text, match in zip(batch, rollouts.texts, matches, strict=True):
-            correct[i], texts[i] = match == 1, text
+        matches = match(completions=rollouts.texts, answer=[rows[i]["answer"] for i in batch])
+        for i, text, matched in zip(batch, rollouts.texts, matches, strict=True):
+            correct[i], texts[i] = matched == 1, text
         tokens += int(rollouts.completion_mask.sum())
         advance(len(batch))
     return Evaluation(correct, texts, tokens / len(rows))

@@ -168,7 +168,7 @@ def problem_batches(problems: int, per_step: int, seed: int) -> Iterator[list[in
 def set_up(config: TrainConfig) -> Trainer:
     """Everything a run needs, checked before it starts."""
     _require_unused(run_folder(config))
-    rewards = {name.rpartition(":")[2]: load_reward(name) for name in config.reward_funcs}
+    rewards = {name.rpartition(":")[2]: load_reward(name, **config.answer_options()) for name in config.reward_funcs}
     rows, held_out = train_and_eval_rows(config)
     set_seed(config.seed)
     policy, tokenizer = load_policy(config)
@@ -208,6 +208,7 @@ def train(trainer: Trainer) -> Path:
                     trainer.held_out_prompts,
                     batch_size=config.eval_batch_size,
                     max_completion_length=config.max_completion_length,
+                    match=load_reward("exact_match", **config.answer_options()),
                     advance=advance,
                 )
             report.evaluated(step, result)
