@@ -4,10 +4,10 @@ Mask a span of the reasoning, measure how the log-probability of the answer move
 loss by that. The names below are the public API; everything else may change.
 """
 
+from .answer_text import answer_text_span
 from .losses import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
 from .ops.linear_logprob import linear_logprob
 from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
-from .solution_text import answer_text_span
 from .spans import Span, detect_spans, find_answer
 from .weights import (
     CounterfactualConfig,

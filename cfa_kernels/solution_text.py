@@ -1,10 +1,9 @@
-"""What a written solution holds, as character intervals: arithmetic, sentences, and the final answer.
+"""What a written solution holds, as character intervals: arithmetic and sentences.
 
-Works on text alone. `spans.py` turns these intervals into tokens; rewards read the answer from here.
+Works on text alone. `answer_text.py` finds the final answer, `spans.py` turns intervals into tokens.
 """
 
 import re
-from typing import NamedTuple
 
 Interval = tuple[int, int]
 """Half-open characters of a text."""
@@ -13,211 +12,220 @@ Interval = tuple[int, int]
 # --- Numbers and arithmetic, as models write them -----------------------------------------------------------
 # Every repetition is bounded or cannot overlap itself, so that matching is linear in whatever a model emits.
 
-_BLANK = r"[^\S\n]"
-_GROUP = r"\{(?:[^{}\n]|\{[^{}\n]{0,60}\}){1,60}\}"
-_DIGITS = (
+BLANK = r"[^\S\n]"
+GROUP = r"\{(?:[^{}\n]|\{[^{}\n]{0,60}\}){1,60}\}"
+DIGITS = (
     r"(?:\d{1,2}(?:,\d\d){1,4},\d{3}(?!\d)"  # 12,34,567
     r"|\d{1,3}(?:[ \u00a0\u202f]\d{3}){1,4}(?![\d,])"  # 12 345
     r"|\d+(?:(?:,|\{,\}|\\,)\d{3}(?!\d)){0,9}(?:\.\d+)?|\.\d+)"
 )
-_FRACTION = rf"\\[dtc]?frac\s?{_GROUP}\s?{_GROUP}"
-_MINUS = r"\-−–－"  # for use inside [...]
-_CURRENCY = r"(?:\\?\$|[€£¥₹])"
-_ANNOTATION = r"<<[^<>\n]{0,200}>>"
-_EQUALS = r"(?:&?==?(?!>)&?|[≈≅≤≥]|\\(?:approx|leq?|geq?)(?![a-zA-Z]))"
+FRACTION = rf"\\[dtc]?frac\s?{GROUP}\s?{GROUP}"
+MINUS = r"\-−–－"  # for use inside [...]
+CURRENCY = r"(?:\\?\$|[€£¥₹])"
+ANNOTATION = r"<<[^<>\n]{0,200}>>"
+EQUALS = r"(?:&?[=＝]=?(?!>)&?|[≈≅≤≥]|\\(?:approx|leq?|geq?)(?![a-zA-Z]))"
 
 _BEFORE_NUMBER = r"(?=\s{1,4}[\d$(\\.])"
-_WORD_OPERATOR = rf"(?:plus|minus|times|divided|multiplied|equals|is equal|of(?: the)?{_BEFORE_NUMBER})"
-_WORD = r"(?:[^\W\d_]{2,}(?:['’/-][^\W\d_]+){0,4}|[aAI](?= [^\W\d_]{2}))"
+_WORD_OPERATOR = rf"(?:plus|minus|times|mod|divided|multiplied|equals|is equal|of(?: the)?{_BEFORE_NUMBER})"
+_WORD = r"(?:[^\W\d_]{2,}(?:['’/-][^\W\d_]+){0,4}(?:-\d{1,4}(?![\d.,]))?|[aAI](?= [^\W\d_]{2}))"
+
+# A call, a root or a binomial is one operand with all that it takes: no expression begins inside it. Arithmetic in
+# brackets right after a word, "eggs(16-3=13)", is no call.
+_IN_PARENTHESES = r"\((?:[^()\n]|\([^()\n]{0,60}\)){1,60}\)"
+_CALL = (
+    rf"(?=\w{{1,13}}+\()(?<!\d)(?:[a-zA-Z](?=\((?:[^()\n]{{0,60}}\d|[a-zA-Z]\)))"
+    r"|[^\W\d_]\w{1,12}(?=\([^()\n]{0,60}\d)(?!\([^()\n,=]{0,60}[+*/×÷-][^()\n,=]{0,60}=))"
+    rf"{_IN_PARENTHESES}"
+)
+_LATEX_CALL = (
+    rf"\\(?:sqrt\s?(?:\[[^\]\n]{{1,6}}\])?\s?(?:{GROUP}|\d)|[dt]?binom\s?{GROUP}\s?{GROUP}"
+    rf"|(?:log|ln|lg|exp|sin|cos|tan|max|min|gcd|lcm)(?![a-zA-Z])(?:[_^](?:\w|{GROUP})){{0,2}}"
+    rf"\s?(?:{GROUP}|{_IN_PARENTHESES}|{DIGITS}))"
+)
+# Dates, telephone numbers, addresses, lengths in a style sheet: digits that no one calculates with, unless an equals
+# sign follows.
+_DAY, _MONTH, _YEAR = r"(?:0?[1-9]|[12]\d|3[01])", r"(?:0?[1-9]|1[0-2])", r"(?:1[5-9]|20)\d\d"
+_LABEL = (
+    r"(?=\d{1,4}+(?:[/.-]|[ ]\d{3}-|px|rem|v[hw]))"
+    rf"(?:(?:{_DAY}/{_DAY}/(?:\d{{4}}|\d\d)|{_YEAR}-{_MONTH}-{_DAY}|{_YEAR}/{_MONTH}/{_DAY}|{_DAY}-{_DAY}-{_YEAR}"
+    r"|(?:\d{1,3}[- ])?\d{3}-\d{3}-\d{4}|\d{3}-\d\d-\d{4}|\d+(?:\.\d+){2,8})(?![\w/-]|\s?[=＝])"
+    r"|\d+(?:\.\d+)?(?:px|rem|vh|vw)\b)"
+)
+_CLOCK = r"\d{1,2}:\d\d(?::\d\d)?(?:\s?[apAP]\.?[mM]\b\.?)?(?![\d:])"
 
 # One letter per kind of lexeme, so that an expression is a short regular expression over a string of kinds. They are
 # grouped by first character, tried in order: most of a text is words and numbers, and this decides the speed.
 _LEXEMES = {
     r"(?=[^\W\d_])": [
-        ("O", rf"(?:plus|minus|times|divided by|multiplied by){_BEFORE_NUMBER}"),
+        ("O", rf"(?:plus|minus|times|mod|divided by|multiplied by){_BEFORE_NUMBER}"),
         ("o", rf"of(?: the)?{_BEFORE_NUMBER}"),
         ("E", rf"(?:equals|is equal to){_BEFORE_NUMBER}"),
-        ("W", rf"{_WORD}(?: (?!{_WORD_OPERATOR}){_WORD}){{0,5}}"),
+        ("B", r"(?:https?://|www\.)\S{1,2000}"),
+        ("N", _CALL),
+        ("W", rf"{_WORD}(?: (?!{_WORD_OPERATOR}){_WORD}(?![\w(])){{0,5}}"),
         ("O", r"(?<=[\d\s)}%$])[xX](?=\s?[\d$(\\.])"),
         ("v", r"(?<=\d)[a-zA-Z](?![\w'’])"),  # a variable's coefficient stands before it
         ("V", r"[a-zA-Z](?:_\{?\w{1,3}\}?)?(?![\w'’])"),
     ],
-    r"(?=[\d.\\])": [("N", rf"{_DIGITS}|{_FRACTION}")],
+    r"(?=[\d.\\])": [
+        ("B", _LABEL),
+        ("H", _CLOCK),
+        ("N", rf"{DIGITS}|{FRACTION}|{_LATEX_CALL}"),
+    ],
     "": [
-        ("A", _ANNOTATION),
-        ("E", _EQUALS),
+        ("A", ANNOTATION),
+        ("E", EQUALS),
         ("S", r"\*\*"),  # emphasis or a power
-        ("O", r"[+*×·⋅∙÷^]|/(?=\s)|\\(?:times|cdot|div|pm)(?![a-zA-Z])"),
-        ("M", rf"[{_MINUS}](?=\s)"),
-        ("m", rf"[{_MINUS}]"),  # a tight minus: a sign, a difference or a range
+        ("O", r"[+*×·⋅∙÷^✕✖＋]|/(?=\s)|(?<=\s)%(?=\s\d)|\\(?:times|cdot|div|pm|bmod)(?![a-zA-Z])"),
+        ("M", rf"[{MINUS}](?=\s)"),
+        ("m", rf"[{MINUS}]"),  # a tight minus: a sign, a difference or a range
         ("W", r"(?<=[\w)])/[^\W\d_]+"),
         ("d", r"/"),
-        ("U", _CURRENCY),
-        ("P", r"[(\[{~]|\\[(\[{]|\\left\s?[(\[]"),
-        ("C", r"[)\]}%°¢²³]|\\[)\]}%]|\\right\s?[)\]]"),
-        ("T", rf"\\(?:text|mathrm|mbox)\s?{_GROUP}"),
+        ("U", CURRENCY),
+        ("N", rf"√\s?(?:{DIGITS}|\([^()\n]{{1,60}}\))"),
+        ("I", r"(?:(?<=[\d)}])|(?<=\d[a-z]))(?:\\left\s?)?\("),  # a factor: 2(3 + 4)
+        ("P", r"[(\[{~]|\\[(\[{]|\\left\s?[(\[]|(?<![\w|])\|(?=[\d(.-])"),
+        ("C", r"[)\]}%°¢²³]|\\[)\]}%]|\\right\s?[)\]]|(?<=[\d)])(?:\||!(?=\s?[=+*/×)-]))"),
+        ("T", rf"\\(?:text|mathrm|mbox)\s?{GROUP}"),
         ("L", r"\n"),
         ("B", r"\S"),
     ],
 }
 _LEXEME = re.compile(
-    rf"{_BLANK}*(?:%s)"
+    rf"{BLANK}*(?:%s)"
     % "|".join(f"{guard}(?:{'|'.join(f'({pattern})' for _, pattern in group)})" for guard, group in _LEXEMES.items())
 )
 _KINDS = ["", *(kind for group in _LEXEMES.values() for kind, _ in group)]
 
 # Words belong to an operand only if an operator follows: "16 eggs - 3 eggs = 13", but not "13 eggs left".
-_OPERAND = r"[PUSm]{0,8}(?:A[Um]{0,2}N|[NAV])v?[CUS]{0,8}(?:(?:WT?|T)(?=L?[OMmdoE]))?"
-_EXPRESSION = re.compile(rf"{_OPERAND}(?:(?:[OMmdoS]|L?E){_OPERAND})+E?|A(?:[Um]{{0,2}}N)?")
+_OPERAND = r"[PIUSm]{0,8}(?:A[Um]{0,2}[NH]|[NAVH])v?[CUS]{0,8}(?:(?:WT?|T)(?=L?[OMmdoE]))?"
+_MEMBERS = rf"(?:(?:[OMmdoSI]|L?E){_OPERAND})+E?"
+_EXPRESSION = re.compile(rf"{_OPERAND}{_MEMBERS}|A(?:[Um]{{0,2}}[NH])?")
+_MEMBERS_AFTER_BRACKET = re.compile(rf"[CUS]{{0,8}}(?:(?:WT?|T)(?=L?[OMmdoE]))?{_MEMBERS}")
 _DIGIT = re.compile(r"\d")
 _CLEARLY_ARITHMETIC = re.compile("[EAOM]|(?:[md].*){2}")
+_NAME_BEFORE = re.compile(r"\\?[^\W\d_]\w{0,20}\Z")
+
+_FROM_TO = re.compile(r"[PUS]{0,8}(N)[CUS]{0,8}(?:WT?|T)?M[PUS]{0,8}(N)[CUS]{0,8}")
+_FROM_TO_CLOCK = re.compile(r"[PUS]{0,8}H[CUS]{0,8}(?:WT?|T)?[Mm][PUS]{0,8}[HN][CUS]{0,8}")
+_NUMBERED_THING = re.compile(
+    r"\b(?i:chapters?|pages?|pp?\.|sections?|rooms?|steps?|parts?|questions?|problems?|days?|weeks?|figures?|tables?"
+    r"|lessons?|units?|grades?|levels?|no\.|number|version|route|highway|ages?|aged)\s?\Z"
+)
+_SIZE_OF = re.compile(
+    r"[s-]?\s?(?i:lumber|boards?|planks?|studs?|beams?|photos?|prints?|pictures?|frames?|canvas|grids?|matrix|matrices"
+    r"|tiles?|cards?|rugs?|inch(?:es)?|in\.)\b"
+)
 
 
 def _arithmetic_intervals(text: str) -> list[Interval]:
-    """Expressions in order; not a bare fraction or range, nor letters that merely stand beside a sign."""
+    """Expressions in order, as `ranked_math_intervals` describes them."""
     lexemes = list(_LEXEME.finditer(text))
     kinds = "".join([_KINDS[lexeme.lastindex or 0] for lexeme in lexemes])
-    intervals = []
+    intervals: list[Interval] = []
     for expression in _EXPRESSION.finditer(kinds):
-        first, last = lexemes[expression.start()], lexemes[expression.end() - 1]
-        start, end = first.start(first.lastindex or 0), last.end()
-        if _CLEARLY_ARITHMETIC.search(expression.group()) and _DIGIT.search(text, start, end):
-            intervals.append((start, end))
+        if not _CLEARLY_ARITHMETIC.search(expression.group()):
+            continue
+        whole = _whole_expression(text, lexemes, kinds, *expression.span())
+        if whole is None or not _DIGIT.search(text, *whole) or _is_range_or_size(text, lexemes, expression):
+            continue
+        if intervals and whole[0] < intervals[-1][1]:
+            last = intervals.pop()
+            whole = min(last[0], whole[0]), max(last[1], whole[1])
+        intervals.append(whole)
     return intervals
 
 
-# --- The answer -----------------------------------------------------------------------------------------------
-
-_HASHES = re.compile(rf"#{{4,}}{_BLANK}*\n?")
-_ANSWER_IS = (
-    r"(?i:\b(?:(?:so|thus|therefore|hence),?\s)?(?:(?:the|our|my)\s)?(?:(?:final|correct)\s)?answer\s{1,3}is\b)"
-)
-_ANSWER_PHRASE = re.compile(_ANSWER_IS)
-_ANSWER_PHRASE_AT_END = re.compile(rf"{_ANSWER_IS}\W{{0,12}}\Z")
-_BRACE = re.compile(r"\\boxed\s{0,3}\{|\\.|[{}]", re.DOTALL)
-_HEADING = re.compile(rf"[.)]{_BLANK}+[^\W\d_]")
-
-_LEAD = (
-    rf"(?:{_ANNOTATION}|{_BLANK}|{_CURRENCY}|[*_`~≈=:(\[{{<\"'“‘]|\\[(\[,;!]|\\approx"
-    r"|\\(?:boxed|text|textbf|mathbf|mathrm)\s?\{|(?i:the|final|answer|is|a)\b|[^\W\d]\w{0,30}\s?=){0,30}"
-)
-_VALUE = (
-    rf"(?:[+{_MINUS}]{_BLANK}?(?:{_CURRENCY}{_BLANK}?)?)?"
-    rf"(?:\d+{_BLANK}\d+/\d+|{_DIGITS}(?:{_BLANK}?/{_BLANK}?{_DIGITS})?|{_FRACTION})"
-)
-_SUM = rf"{_VALUE}(?:{_BLANK}?(?:[+*×·⋅÷/^xX{_MINUS}]|\\(?:times|cdot|div)){_BLANK}?{_CURRENCY}?{_VALUE}){{0,20}}"
-_LEAD_AND_VALUE = re.compile(rf"{_LEAD}(?P<value>{_SUM})")
-_EQUALS_VALUE = re.compile(rf"{_BLANK}?{_EQUALS}{_LEAD}(?P<value>{_SUM})")
-_VALUE_IN_SENTENCE = re.compile(rf"[^\n.!?]{{0,60}}?(?<![\w.,])(?P<value>{_SUM})")
-_UNITS_ONLY = re.compile(
-    rf"(?:[\s*_.,;:!)\]}}°¢\"'”’]|{_CURRENCY}|\\?%|\\[,;!)\]]|\^\{{?\\circ\}}?|\\(?:text|mathrm|mbox)\s?{_GROUP}"
-    r"|/?(?<![^\W\d_])[^\W\d_]{2,}(?![^\W\d_])){0,60}"
-)
+_BRACKET_KIND = re.compile("[PIC]")
+_REACH = 40
+"""Lexemes within which the other half of a bracket is looked for."""
 
 
-class AnswerText(NamedTuple):
-    """Characters of an answer and of the marker before it: `marker <= start < end`."""
-
-    marker: int
-    start: int
-    end: int
+def _bracket(lexeme: re.Match[str]) -> int:
+    """1 for an opening bracket, -1 for a closing one, else 0; asked of lexemes of the kinds P, I and C."""
+    last = lexeme.group()[-1]
+    return 1 if last in "([{" else -1 if last in ")]}" else 0
 
 
-def _value_after(pattern: re.Pattern[str], text: str, position: int, limit: int) -> Interval | None:
-    """Find the value that `pattern` announces at `position`; of a chain `3 * 6 = 18`, its last member."""
-    match = pattern.match(text, position, limit)
-    found = None
-    while match:
-        found = match.span("value")
-        match = _EQUALS_VALUE.match(text, found[1], limit)
-    return found
+def _unpaired(lexemes: list[re.Match[str]], kinds: str, first: int, after: int) -> tuple[list[int], list[int]]:
+    """Which lexemes of `[first, after)` are brackets that open, and that close, without their other half."""
+    opened: list[int] = []
+    closed: list[int] = []
+    for i in (place.start() for place in _BRACKET_KIND.finditer(kinds, first, after)):
+        match _bracket(lexemes[i]):
+            case 1:
+                opened.append(i)
+            case -1 if opened:
+                opened.pop()
+            case -1:
+                closed.append(i)
+    return opened, closed
 
 
-def _hashes_answer(text: str, boxed: AnswerText | None) -> AnswerText | None:
-    for marker in reversed(list(_HASHES.finditer(text))):
-        value = _value_after(_LEAD_AND_VALUE, text, marker.end(), len(text))
-        if value is None:
-            continue
-        # "#### 2. Add the tips" above a boxed result is a Markdown heading.
-        if boxed and boxed.marker > value[1] and _HEADING.match(text, value[1]):
-            continue
-        return AnswerText(marker.start(), *value)
-    return None
+def _other_half(lexemes: list[re.Match[str]], kinds: str, places: range, count: int) -> int | None:
+    """Walk over `places` until `count` brackets found their other half; -1 if the line ends first, else `None`."""
+    for i in places:
+        if kinds[i] == "L":
+            return -1
+        count += _bracket(lexemes[i]) * places.step if kinds[i] in "PIC" else 0
+        if count == 0:
+            return i
+    return None if len(places) == _REACH else -1
 
 
-def _boxed_answer(text: str) -> AnswerText | None:
-    boxes: list[tuple[int, int, int]] = []
-    open_braces: list[re.Match[str]] = []
-    for brace in _BRACE.finditer(text):
-        if brace.group().endswith("{") and brace.group() != r"\{":
-            open_braces.append(brace)
-        elif brace.group() == "}" and open_braces:
-            opening = open_braces.pop()
-            if opening.group() != "{":
-                boxes.append((opening.start(), opening.end(), brace.start()))
-    for marker, start, end in reversed(boxes):
-        content = text[start:end]
-        if not content.strip():
-            continue
-        value = _value_after(_LEAD_AND_VALUE, text, start, end)
-        if value is None or not _UNITS_ONLY.fullmatch(text, value[1], end):
-            value = start + len(content) - len(content.lstrip()), start + len(content.rstrip())
-        return AnswerText(marker, *value)
-    return None
+def _whole_expression(text: str, lexemes: list[re.Match[str]], kinds: str, first: int, after: int) -> Interval | None:
+    """Characters of the lexemes `[first, after)`, with no half of a bracket.
 
-
-def _phrase_answer(text: str) -> AnswerText | None:
-    for phrase in reversed(list(_ANSWER_PHRASE.finditer(text))):
-        for pattern in (_LEAD_AND_VALUE, _VALUE_IN_SENTENCE):
-            value = _value_after(pattern, text, phrase.end(), len(text))
-            if value:
-                return AnswerText(phrase.start(), *value)
-    return None
-
-
-def locate_answer(text: str) -> AnswerText | None:
-    """The answer as `answer_text_span` defines it, with where its marker begins."""
-    boxed = _boxed_answer(text) if r"\boxed" in text else None
-    answer = _hashes_answer(text, boxed) or boxed or _phrase_answer(text)
-    if answer is None:
-        return None
-    # "The answer is $\boxed{18}$": the words and the delimiter announce the answer as much as the box does.
-    head = text[: answer.marker].rstrip(" \t\n*_$([{\\")
-    tail = max(0, len(head) - 60)
-    phrase = _ANSWER_PHRASE_AT_END.search(head, tail) if "answer" in head[tail:].lower() else None
-    marker = phrase.start() if phrase else len(head)
-    marker += len(text[marker : answer.marker]) - len(text[marker : answer.marker].lstrip())
-    return answer._replace(marker=marker)
-
-
-def answer_text_span(text: str) -> Interval | None:
-    r"""Characters of the final answer in a completion's text, right or wrong; `None` where there is none.
-
-    In this order: the number after the last `####` that a number follows; else inside the last non-empty
-    balanced `\boxed{}`; else after the last "answer is" that a number follows in its sentence. Currency signs,
-    emphasis, `\boxed`, brackets and "the answer is" may stand between marker and number and are not part of
-    it. The number may carry a sign (ASCII, Unicode minus or en dash, also before the currency sign: `-$5`),
-    thousands separators, decimals (`18.00`, but not the full stop of `18.`) and may be a fraction. Of a
-    chain `3 * 6 = 18` the answer is its last member; a sum without result (`36+36`) is returned whole, so
-    that it does not pass for a number. A box that holds anything but one number with its units is returned
-    whole without outer blanks.
-
-    Args:
-        text: decoded completion.
-
-    Returns:
-        Half-open character interval, never empty.
-
-    Source: the settled rule on answer tokens in the method notes, item 1.
+    Outer brackets without their other half are left out. Where a bracket inside lacks it, the expression reaches as far
+    as that half, over words if need be; `None` where this is too far in the same line.
     """
-    answer = locate_answer(text)
-    return None if answer is None else (answer.start, answer.end)
+    start, end = lexemes[first].start(lexemes[first].lastindex or 0), lexemes[after - 1].end()
+    opened, closed = _unpaired(lexemes, kinds, first, after)
+    if not opened and not closed:
+        return start, end
+    while opened and opened[0] == first:
+        first = opened.pop(0) + 1
+    while closed and closed[-1] == after - 1:
+        after = closed.pop()
+    if closed:
+        found = _other_half(lexemes, kinds, range(first - 1, max(-1, first - 1 - _REACH), -1), len(closed))
+        if found is None:
+            return None
+        first = first if found < 0 else found
+    if opened:
+        found = _other_half(lexemes, kinds, range(after, min(len(lexemes), after + _REACH)), len(opened))
+        if found is None:
+            return None
+        if found >= 0:
+            after = found + 1
+            more = _MEMBERS_AFTER_BRACKET.match(kinds, after)
+            after = more.end() if more and not any(_unpaired(lexemes, kinds, after, more.end())) else after
+    start, end = lexemes[first].start(lexemes[first].lastindex or 0), lexemes[after - 1].end()
+    name = _NAME_BEFORE.search(text, max(0, start - 24), start) if closed else None
+    return (name.start() if name else start), end
+
+
+def _is_range_or_size(text: str, lexemes: list[re.Match[str]], expression: re.Match[str]) -> bool:
+    """Whether `3 - 4 people`, `Chapter 3 - 2`, `5:30 - 6:45` or `2 x 4 boards` only looks like a calculation."""
+    kinds, (first, after) = expression.group(), expression.span()
+    if "E" in kinds or "A" in kinds or (first and _KINDS[lexemes[first - 1].lastindex or 0] == "E"):
+        return False
+    if _FROM_TO_CLOCK.fullmatch(kinds):
+        return True
+    if pair := _FROM_TO.fullmatch(kinds):
+        low, high = (lexemes[first + pair.start(group)].group().strip().replace(",", "") for group in (1, 2))
+        start = lexemes[first].start(lexemes[first].lastindex or 0)
+        if _NUMBERED_THING.search(text, max(0, start - 16), start):
+            return True
+        return all(number.replace(".", "", 1).isdecimal() for number in (low, high)) and float(low) < float(high)
+    signs = {lexeme.group().strip() for lexeme, kind in zip(lexemes[first:after], kinds, strict=True) if kind == "O"}
+    return signs <= {"x", "X"} and bool(signs) and bool(_SIZE_OF.match(text, lexemes[after - 1].end()))
 
 
 # --- What may be masked, most wanted first ----------------------------------------------------------------------
 
 LETTER_OR_DIGIT = re.compile(r"[^\W_]")
-_SENTENCE_END = re.compile(r"\n|[.!?…]{1,6}[\"'”’)\]*_]{0,4}(?=\s|\Z)|[。！？][”’」』）]{0,4}")
+SENTENCE_END = re.compile(r"\n|[.!?…]{1,6}[\"'”’)\]*_]{0,4}(?=\s|\Z)|[。！？][”’」』）]{0,4}")
 _NO_SENTENCE_END = re.compile(r"(?:\b(?:Mr|Mrs|Ms|Dr|St|Jr|Sr|vs|approx|e\.g|i\.e)|(?:^|\n|[.!?]\s)\s?\d{1,3})\Z")
 
 
@@ -229,7 +237,7 @@ def sentence_intervals(text: str) -> list[Interval]:
     """
     ends = [
         end.end()
-        for end in _SENTENCE_END.finditer(text)
+        for end in SENTENCE_END.finditer(text)
         if end.group() != "." or not _NO_SENTENCE_END.search(text, max(0, end.start() - 8), end.start())
     ]
     intervals = []
@@ -240,12 +248,13 @@ def sentence_intervals(text: str) -> list[Interval]:
     return intervals
 
 
-def math_intervals(text: str) -> list[Interval]:
-    r"""Arithmetic expressions in order of position, then the sentences that overlap none of them, likewise.
+def ranked_math_intervals(text: str) -> tuple[list[Interval], list[Interval]]:
+    r"""Arithmetic expressions, and the sentences that overlap none of them, each in order of position.
 
     An expression is a chain of operands joined by operators and equals signs, as in `$9 * 2 = $<<9*2=18>>18`,
-    `\frac{1}{6} \times 36 = 6` or `16 eggs - 3 eggs = 13`. A lone fraction (`1/2`), a range (`3-4`)
-    and anything without a digit are not expressions.
+    `\frac{1}{6} \times 36 = 6` or `16 eggs - 3 eggs = 13`. It is taken whole, with the calls, roots and brackets that
+    it begins or ends in. A lone fraction (`1/2`), a range (`3-4`, `pages 10 - 20`), a date, a telephone number, the
+    size of a board (`2 x 4`) and anything without a digit are not expressions, unless an equals sign follows.
     """
     arithmetic = _arithmetic_intervals(text)
     sentences = []
@@ -256,4 +265,10 @@ def math_intervals(text: str) -> list[Interval]:
             start, end = next(following)
         if start >= sentence[1] or end <= sentence[0]:
             sentences.append(sentence)
+    return arithmetic, sentences
+
+
+def math_intervals(text: str) -> list[Interval]:
+    """The detector "math": the expressions of `arithmetic_intervals` in order of position, then other sentences."""
+    arithmetic, sentences = ranked_math_intervals(text)
     return arithmetic + sentences

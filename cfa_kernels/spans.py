@@ -4,16 +4,21 @@ First stop after the rollouts: scoring masks the spans found here and asks how t
 Intervals of the text (`solution_text.py`) become whole sampled tokens (`token_offsets.py`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .solution_text import LETTER_OR_DIGIT, AnswerText, Interval, locate_answer, math_intervals, sentence_intervals
+from .answer_text import AnswerFormat, AnswerText, check_answer_options, locate_answer
+from .solution_text import LETTER_OR_DIGIT, Interval, ranked_math_intervals, sentence_intervals
 from .token_offsets import TokenOffsets, token_offsets
 
 Detector = Callable[[str], Iterable[Interval]]
+RankedDetector = Callable[[str], Sequence[list[Interval]]]
+"""Intervals by rank, those of a rank wanted before those of the next."""
 
 
 class Span(NamedTuple):
@@ -23,25 +28,37 @@ class Span(NamedTuple):
     end: int
 
 
-DETECTORS: dict[str, Detector] = {"math": math_intervals, "sentence": sentence_intervals}
-SELECTIONS: tuple[str, ...] = ("first", "longest")
+DETECTORS: dict[str, RankedDetector] = {
+    "math": ranked_math_intervals,
+    "sentence": lambda text: (sentence_intervals(text),),
+}
+SELECTIONS: tuple[str, ...] = ("first", "longest", "even", "last")
 
 
-def find_answer(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> Span | None:
+def find_answer(
+    token_ids: Sequence[int] | torch.Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    answer_format: AnswerFormat | None = None,
+    answer_fallback: str | None = None,
+) -> Span | None:
     """Find the answer a completion gives, right or wrong: every token that touches `answer_text_span`.
 
     Args:
         token_ids: (T,) sampled ids, a sequence of ints or an integer tensor; T may be 0.
         tokenizer: a transformers tokenizer.
+        answer_format, answer_fallback: the run's own form of answers, and what counts where none is found, as in
+            `answer_text_span`.
 
     Returns:
         A non-empty span of completion tokens, or `None` when there is no answer.
 
     Raises:
-        TypeError, ValueError: as `token_offsets`.
+        TypeError, ValueError: as `token_offsets` and `answer_text_span`.
     """
     offsets = token_offsets(token_ids, tokenizer)
-    return _answer_tokens(offsets, locate_answer(offsets.text))
+    located = locate_answer(offsets.text, answer_format=answer_format, answer_fallback=answer_fallback)
+    return _answer_tokens(offsets, located)
 
 
 def detect_spans(
@@ -52,6 +69,8 @@ def detect_spans(
     detector: str | Detector = "math",
     max_spans: int = 10,
     selection: str = "first",
+    answer_format: AnswerFormat | None = None,
+    answer_fallback: str | None = None,
 ) -> list[Span]:
     """Find the reasoning spans of a completion that counterfactual scoring masks one at a time.
 
@@ -67,8 +86,10 @@ def detect_spans(
         detector: "math" (arithmetic, then sentences that overlap none of it), "sentence", or a function from the
             text before the marker to half-open character intervals, most wanted first.
         max_spans: the most spans returned, at least 1.
-        selection: which spans stay when there are more: "first" in the detector's order, so that "math" prefers
-            arithmetic, or "longest" in tokens, the earlier of equals.
+        selection: which spans stay when there are more: "first" in the detector's order; "longest" in tokens, the
+            earlier of equals; "last" in position; "even", spread evenly over them in order of position, the first and
+            the last included. Of "math", "last" and "even" take arithmetic before sentences, as "first" does.
+        answer_format, answer_fallback: as in `answer_text_span`; they also say where the marker of `answer` begins.
 
     Returns:
         Disjoint non-empty spans in order of position.
@@ -80,11 +101,24 @@ def detect_spans(
 
     Source: "Beyond Uniform Credit", section 3; the settled rule on spans in the method notes, item 3.
     """
-    find_intervals = _checked_options(detector, max_spans, selection)
+    find_intervals = checked_span_options(detector, max_spans, selection)
     offsets = token_offsets(token_ids, tokenizer)
-    limit, token_limit = _reasoning_end(offsets, locate_answer(offsets.text), answer)
-    intervals = _checked_intervals(find_intervals, offsets.text[:limit])
-    return _chosen_spans(offsets, intervals, token_limit, max_spans, selection)
+    located = locate_answer(offsets.text, answer_format=answer_format, answer_fallback=answer_fallback)
+    limit, token_limit = _reasoning_end(offsets, located, answer)
+    ranks = _checked_intervals(find_intervals, offsets.text[:limit])
+    return _chosen_spans(offsets, ranks, token_limit, max_spans, selection)
+
+
+def find_answers(
+    rows: Mapping[int, Sequence[int] | torch.Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    answer_format: AnswerFormat | None = None,
+    answer_fallback: str | None = None,
+) -> dict[int, Span | None]:
+    """`find_answer` of completions by row number. Raises as that does; errors name the row."""
+    located = _located_answers(rows, tokenizer, answer_format, answer_fallback)
+    return {row: _answer_tokens(offsets, answer) for row, (offsets, answer) in located.items()}
 
 
 def find_answers_and_spans(
@@ -94,35 +128,63 @@ def find_answers_and_spans(
     detector: str | Detector = "math",
     max_spans: int = 10,
     selection: str = "first",
+    answer_format: AnswerFormat | None = None,
+    answer_fallback: str | None = None,
 ) -> dict[int, tuple[Span | None, list[Span]]]:
     """`find_answer`, and `detect_spans` where there is one, of completions by row number, each decoded once.
 
-    Step by step over all rows, which is a fifth quicker than row by row. Raises as those two; errors about ids name
-    the row.
+    Step by step over all rows, which is a fifth quicker than row by row. Raises as those two; errors about ids, the
+    answer's format and the detector's intervals name the row.
     """
-    find_intervals = _checked_options(detector, max_spans, selection)
-    offsets = {}
-    for row, token_ids in rows.items():
-        try:
-            offsets[row] = token_offsets(token_ids, tokenizer)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"row {row}: {error}") from error
-    located = {row: locate_answer(of.text) for row, of in offsets.items()}
-    answers = {row: _answer_tokens(of, located[row]) for row, of in offsets.items()}
-    ends = {row: _reasoning_end(offsets[row], located[row], answer) for row, answer in answers.items() if answer}
-    intervals = {row: _checked_intervals(find_intervals, offsets[row].text[:limit]) for row, (limit, _) in ends.items()}
+    find_intervals = checked_span_options(detector, max_spans, selection)
+    located = _located_answers(rows, tokenizer, answer_format, answer_fallback)
+    answers = {row: _answer_tokens(offsets, answer) for row, (offsets, answer) in located.items()}
+    ends = {row: _reasoning_end(*located[row], answer) for row, answer in answers.items() if answer}
+    ranks = {}
+    for row, (limit, _) in ends.items():
+        with _naming(row):
+            ranks[row] = _checked_intervals(find_intervals, located[row][0].text[:limit])
     spans = {
-        row: _chosen_spans(offsets[row], intervals[row], token_limit, max_spans, selection)
+        row: _chosen_spans(located[row][0], ranks[row], token_limit, max_spans, selection)
         for row, (_, token_limit) in ends.items()
     }
     return {row: (answer, spans.get(row, [])) for row, answer in answers.items()}
+
+
+@contextmanager
+def _naming(row: int) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"row {row}: {error}") from error
+
+
+def _located_answers(
+    rows: Mapping[int, Sequence[int] | torch.Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    answer_format: AnswerFormat | None,
+    answer_fallback: str | None,
+) -> dict[int, tuple[TokenOffsets, AnswerText | None]]:
+    check_answer_options(answer_format, answer_fallback)
+    offsets, located = {}, {}
+    for row, token_ids in rows.items():
+        with _naming(row):
+            offsets[row] = token_offsets(token_ids, tokenizer)
+    for row, found in offsets.items():
+        with _naming(row):
+            located[row] = (
+                found,
+                locate_answer(found.text, answer_format=answer_format, answer_fallback=answer_fallback),
+            )
+    return located
 
 
 def _answer_tokens(offsets: TokenOffsets, located: AnswerText | None) -> Span | None:
     return None if located is None else Span(*offsets.tokens([(located.start, located.end)])[0])
 
 
-def _checked_options(detector: str | Detector, max_spans: int, selection: str) -> Detector:
+def checked_span_options(detector: str | Detector, max_spans: int, selection: str) -> RankedDetector:
+    """What finds the intervals, ranked; raises `TypeError` or `ValueError` that names a bad option."""
     find_intervals = _resolve_detector(detector)
     if selection not in SELECTIONS:
         raise ValueError(f"selection must be one of {', '.join(SELECTIONS)}, got {selection!r}")
@@ -133,9 +195,10 @@ def _checked_options(detector: str | Detector, max_spans: int, selection: str) -
     return find_intervals
 
 
-def _resolve_detector(detector: str | Detector) -> Detector:
+def _resolve_detector(detector: str | Detector) -> RankedDetector:
     if callable(detector):
-        return detector
+        find_intervals = detector
+        return lambda text: (list(find_intervals(text)),)
     if not isinstance(detector, str):
         raise TypeError(f"detector must be a name or a function, got {detector!r}")
     if detector not in DETECTORS:
@@ -161,31 +224,47 @@ def _reasoning_end(offsets: TokenOffsets, located: AnswerText | None, answer: Sp
     return limit, token_limit
 
 
-def _checked_intervals(find_intervals: Detector, text: str) -> list[Interval]:
-    intervals = list(find_intervals(text))
-    for index, (start, end) in enumerate(intervals):
+def _checked_intervals(find_intervals: RankedDetector, text: str) -> Sequence[list[Interval]]:
+    ranks = find_intervals(text)
+    for index, (start, end) in enumerate(itertools.chain.from_iterable(ranks)):
         if not 0 <= start < end <= len(text):
             raise ValueError(
                 f"detector's interval {index} is [{start}, {end}): empty, reversed or outside the {len(text)} "
                 "characters of reasoning"
             )
-    return intervals
+    return ranks
 
 
 def _chosen_spans(
-    offsets: TokenOffsets, intervals: list[Interval], token_limit: int, max_spans: int, selection: str
+    offsets: TokenOffsets, ranks: Sequence[list[Interval]], token_limit: int, max_spans: int, selection: str
 ) -> list[Span]:
-    spans = _disjoint_spans(offsets, intervals, token_limit)
-    if selection == "longest":
-        spans.sort(key=lambda span: (span.start - span.end, span.start))
-    return sorted(spans[:max_spans])
+    found = _disjoint_spans(offsets, ranks, token_limit)
+    if selection in ("first", "longest"):
+        spans = [span for rank in found for span in rank]
+        if selection == "longest":
+            spans.sort(key=lambda span: (span.start - span.end, span.start))
+        return sorted(spans[:max_spans])
+    spans = []
+    for rank in found:
+        room = min(max_spans - len(spans), len(rank))
+        rank.sort()
+        spans += rank[len(rank) - room :] if selection == "last" else [rank[i] for i in _spread(len(rank), room)]
+    return sorted(spans)
 
 
-def _disjoint_spans(offsets: TokenOffsets, intervals: list[Interval], token_limit: int) -> list[Span]:
+def _spread(count: int, room: int) -> list[int]:
+    """`room` of `count` places at even distances, the first and the last included; the middle one if one is asked."""
+    if room < 2:
+        return [count // 2] * room
+    return [round(i * (count - 1) / (room - 1)) for i in range(room)]
+
+
+def _disjoint_spans(offsets: TokenOffsets, ranks: Sequence[list[Interval]], token_limit: int) -> list[list[Span]]:
     """Widen intervals to whole tokens in the given order, each token to the first interval that wants it."""
     taken = bytearray(token_limit)
-    spans = []
-    for wide in offsets.tokens(intervals):
+    spans: list[list[Span]] = [[] for _ in ranks]
+    places = [rank for rank, intervals in enumerate(ranks) for _ in intervals]
+    for place, wide in zip(places, offsets.tokens([*itertools.chain.from_iterable(ranks)]), strict=True):
         start, end = wide[0], min(wide[1], token_limit)
         while start < end and taken[start]:
             start += 1
@@ -198,5 +277,5 @@ def _disjoint_spans(offsets: TokenOffsets, intervals: list[Interval], token_limi
             if not LETTER_OR_DIGIT.search(rest):
                 continue
         taken[start:end] = b"\1" * (end - start)
-        spans.append(Span(start, end))
+        spans[place].append(Span(start, end))
     return spans

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .answer_text import AnswerFormat, check_answer_options
 from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
-from .spans import Span, find_answer, find_answers_and_spans
+from .spans import Detector, Span, checked_span_options, find_answers, find_answers_and_spans
 
 MODES = ("counterfactual", "inverted", "random", "uniform")
 NORMALIZATIONS = (None, "mean")
@@ -35,12 +36,16 @@ class CounterfactualConfig:
     """Weight of the answer's tokens."""
     normalize: str | None = None
     """\"mean\" rescales each completion's weights to mean 1; None, as in the paper, does not."""
-    detector: str | Callable[[str], list[tuple[int, int]]] = "math"
+    detector: str | Detector = "math"
     """What counts as a span, see `detect_spans`."""
     max_spans: int = 10
     """Most spans per completion (K_max)."""
     selection: str = "first"
     """Which spans stay when there are more, see `detect_spans`."""
+    answer_format: AnswerFormat | None = None
+    """The run's own form of answers, a pattern or a function, see `answer_text_span`; None knows the usual forms."""
+    answer_fallback: str | None = None
+    """\"last_number\" takes the last number where no answer is marked; None takes nothing."""
     placeholder_id: int | None = None
     """Id that replaces masked tokens; None takes the tokenizer's pad token, else its end-of-text token."""
     token_budget: int | None = None
@@ -48,8 +53,8 @@ class CounterfactualConfig:
 
     def __post_init__(self) -> None:
         _check_options(self.mode, self.w_min, self.w_max, self.w_answer, self.normalize)
-        if self.max_spans < 1:
-            raise ValueError(f"max_spans must be at least 1, got {self.max_spans}")
+        checked_span_options(self.detector, self.max_spans, self.selection)
+        check_answer_options(self.answer_format, self.answer_fallback)
 
 
 @dataclass(frozen=True)
@@ -251,12 +256,15 @@ def counterfactual_credit(
     spans: list[list[Span]] = [[] for _ in range(batch)]
     if config.mode != "uniform":
         ids = {b: completions[b].tolist() for b in credited}
+        own, fallback = config.answer_format, config.answer_fallback
         if config.mode == "random":
-            found = {b: (find_answer(row, tokenizer), spans[b]) for b, row in ids.items()}
+            some = find_answers(ids, tokenizer, answer_format=own, answer_fallback=fallback)
+            found = {b: (answer, spans[b]) for b, answer in some.items()}
         else:
             found = find_answers_and_spans(
-                ids, tokenizer, detector=config.detector, max_spans=config.max_spans, selection=config.selection
-            )
+                ids, tokenizer, detector=config.detector, max_spans=config.max_spans, selection=config.selection,
+                answer_format=own, answer_fallback=fallback,
+            )  # fmt: skip
         for b, (answer, row_spans) in found.items():
             answers[b], spans[b] = answer, row_spans
     to_score = [b for b in range(batch) if (len(completions[b]) if logprobs else spans[b])]

@@ -160,7 +160,9 @@ def scaled(model, factor):
 @pytest.mark.parametrize("use", [proof.prove_head, proof.prove_supported])
 def test_logits_changed_after_the_head_are_refused_in_every_dtype(dtype, use):
     use(make_model("Qwen3").to(dtype))
-    with pytest.raises(NotImplementedError, match=r"logits of Qwen3ForCausalLM are not its head's .* differ by \d\.\d+"):
+    with pytest.raises(
+        NotImplementedError, match=r"logits of Qwen3ForCausalLM are not its head's .* differ by \d\.\d+"
+    ):
         use(scaled(make_model("Qwen3").to(dtype), 0.99))
 
 

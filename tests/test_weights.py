@@ -9,6 +9,7 @@ from cfa_kernels import weights as module
 from cfa_kernels.scoring import CounterfactualScores, ScoringWork
 from cfa_kernels.spans import Span
 from cfa_kernels.weights import CounterfactualConfig, counterfactual_credit, counterfactual_weights, span_weights
+from tests.small_tokenizers import encode, get_tokenizer
 
 SPANS = [Span(1, 3), Span(4, 6), Span(6, 7)]
 ANSWER = Span(8, 10)
@@ -120,6 +121,11 @@ def test_bad_input_is_refused_by_name_and_value(change, message):
         ({"mode": "x"}, "mode must be"),
         ({"max_spans": 0}, "max_spans must be at least 1"),
         ({"w_max": 0.1}, "w_min must"),
+        ({"detector": "code"}, "detector must be a function or one of math, sentence, got 'code'"),
+        ({"selection": "best"}, "selection must be one of first, longest, even, last, got 'best'"),
+        ({"answer_format": "(18"}, r"answer_format: the pattern '\(18' does not compile"),
+        ({"answer_format": "18"}, "answer_format: the pattern '18' must have one group"),
+        ({"answer_fallback": "first"}, "answer_fallback must be one of .*, got 'first'"),
     ],
 )
 def test_a_bad_config_is_refused_when_it_is_made(field, message):
@@ -136,11 +142,11 @@ def scored(monkeypatch):
     """Stand-ins for detection and scoring, with a record of what was scored."""
     calls = []
 
-    def find_answer(ids, tokenizer):
-        return Span(len(ids) - 1, len(ids)) if len(ids) > 3 else None
+    def find_answers(rows, tokenizer, *, answer_format, answer_fallback):
+        return {b: Span(len(ids) - 1, len(ids)) if len(ids) > 3 else None for b, ids in rows.items()}
 
-    def find_answers_and_spans(rows, tokenizer, *, detector, max_spans, selection):
-        answers = {b: find_answer(ids, tokenizer) for b, ids in rows.items()}
+    def find_answers_and_spans(rows, tokenizer, *, detector, max_spans, selection, **options):
+        answers = find_answers(rows, tokenizer, **options)
         return {b: (answer, [Span(0, 1), Span(1, 2)] if answer else []) for b, answer in answers.items()}
 
     def score(model, prompts, completions, spans, answers, *, placeholder_id, token_budget, logprobs, temperature):
@@ -149,7 +155,7 @@ def scored(monkeypatch):
         tokens = [row.float() / 10 for row in completions] if logprobs else None
         return CounterfactualScores(torch.zeros(len(prompts)), drop, drop, tokens, ScoringWork(1, 1, 1, 1))
 
-    monkeypatch.setattr(module, "find_answer", find_answer)
+    monkeypatch.setattr(module, "find_answers", find_answers)
     monkeypatch.setattr(module, "find_answers_and_spans", find_answers_and_spans)
     monkeypatch.setattr(module, "score_counterfactuals", score)
     return calls
@@ -252,3 +258,29 @@ def test_a_tokenizer_without_pad_or_end_of_text_needs_a_placeholder(scored):
         counterfactual_weights(None, Bare(), *ARRAYS)
     counterfactual_weights(None, Bare(), *ARRAYS, config=CounterfactualConfig(placeholder_id=9))
     assert scored[0][4] == 9
+
+
+@pytest.mark.parametrize("mode", ["counterfactual", "random"])
+def test_credit_finds_the_answer_by_the_configs_own_format_and_fallback(monkeypatch, mode):
+    tokenizer = get_tokenizer("byte-level, single digits")
+    monkeypatch.setattr(
+        module, "score_counterfactuals",
+        lambda model, prompts, completions, spans, answers, **_: CounterfactualScores(
+            torch.zeros(len(prompts)), [torch.zeros(len(row)) for row in spans],
+            [torch.zeros(len(row)) for row in spans], None, ScoringWork(1, 1, 1, 1),
+        ),
+    )  # fmt: skip
+    ids = torch.tensor([encode(tokenizer, "So #### 5. RESULT=8 or 9")])
+    ones, prompt = torch.ones_like(ids), torch.tensor([[3]])
+    arrays = (None, tokenizer, prompt, torch.ones_like(prompt), ids, ones)
+    for options, expected in (
+        ({}, "5"),
+        ({"answer_format": r"RESULT=(\d)"}, "8"),
+        ({"answer_format": r"TOTAL=(\d)", "answer_fallback": "last_number"}, "9"),
+    ):
+        credit = counterfactual_credit(*arrays, config=CounterfactualConfig(mode=mode, **options))
+        (answer,) = credit.answers
+        assert tokenizer.decode(ids[0, answer.start : answer.end]).strip() == expected
+        assert credit.weights[0, answer.start] == 1.5
+    with pytest.raises(TypeError, match="row 0: answer_format must return None or"):
+        counterfactual_credit(*arrays, config=CounterfactualConfig(mode=mode, answer_format=lambda text: 1))

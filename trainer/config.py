@@ -18,6 +18,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from cfa_kernels import CounterfactualConfig
+from trainer.rewards import load_answer_format
 from trainer.trackers import TRACKERS
 
 EMBEDDED = "embedded"
@@ -79,10 +80,15 @@ class TrainConfig(DataConfig):
     """Weight of the answer's tokens."""
     max_spans: int = 10
     """Most spans masked per completion, each at the cost of one branch."""
-    span_selection: Literal["first", "longest"] = "first"
+    span_selection: Literal["first", "longest", "even", "last"] = "first"
     """Which spans are kept when a completion has more than max_spans."""
     detector: Literal["math", "sentence"] = "math"
     """What counts as a span: arithmetic then other sentences, or sentences."""
+    answer_format: str | None = None
+    """How completions give their answer, for rewards, credit and evaluation alike: a regular expression with one group
+    or a group "answer", or "module:function" from a text to (start, end) or None. By default the usual forms."""
+    answer_fallback: Literal["none", "last_number"] = "none"
+    """What counts as the answer where none is marked."""
     normalize_weights: Literal["none", "mean"] = "none"
     """"mean" rescales each completion's weights to mean 1; the paper does not."""
     token_budget: int | None = None
@@ -225,7 +231,15 @@ class TrainConfig(DataConfig):
             max_spans=self.max_spans,
             selection=self.span_selection,
             token_budget=self.token_budget,
+            **self.answer_options(),
         )
+
+    def answer_options(self) -> dict[str, Any]:
+        """The run's own form of answers, as `answer_text_span` takes it."""
+        return {
+            "answer_format": load_answer_format(self.answer_format),
+            "answer_fallback": None if self.answer_fallback == "none" else self.answer_fallback,
+        }
 
     @property
     def generation_batch_size(self) -> int:

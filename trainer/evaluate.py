@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from trainer.data import Row
-from trainer.rewards import exact_match
+from trainer.rewards import Reward, exact_match
 from trainer.rollouts import generate
 
 
@@ -37,9 +37,10 @@ def evaluate(
     *,
     batch_size: int,
     max_completion_length: int,
+    match: Reward = exact_match,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Evaluation:
-    """Complete every prompt greedily and compare its number with the row's; `advance(n)` reports progress.
+    """Complete every prompt greedily and `match` it with the row's answer; `advance(n)` reports progress.
 
     Raises:
         FloatingPointError: the model gave logits that are not finite; the message names the problems.
@@ -55,9 +56,9 @@ def evaluate(
             max_completion_length=max_completion_length,
             names=[f"held-out problem {i}" for i in batch],
         )
-        matches = exact_match(completions=rollouts.texts, answer=[rows[i]["answer"] for i in batch])
-        for i, text, match in zip(batch, rollouts.texts, matches, strict=True):
-            correct[i], texts[i] = match == 1, text
+        matches = match(completions=rollouts.texts, answer=[rows[i]["answer"] for i in batch])
+        for i, text, matched in zip(batch, rollouts.texts, matches, strict=True):
+            correct[i], texts[i] = matched == 1, text
         tokens += int(rollouts.completion_mask.sum())
         advance(len(batch))
     return Evaluation(correct, texts, tokens / len(rows))

@@ -4,6 +4,7 @@ Where it stands: after the rollouts, before credit. A reward function follows TR
 `f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]`, where None abstains.
 """
 
+import functools
 import importlib
 import re
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cfa_kernels import answer_text_span
+from cfa_kernels.answer_text import AnswerFormat
 
 Reward = Callable[..., list[float | None]]
 
@@ -25,31 +27,40 @@ _DRESS = re.compile(r"\\?[$€£¥₹]|\{,\}|\\,|(?<=\d),(?=\d)")
 _DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(rf"([+-]?)\s*(?:(\d+)\s+(?=\d+/))?({_DECIMAL})(?:\s*/\s*({_DECIMAL}))?")
 _FRAC = re.compile(r"\\[dtc]?frac\s?\{\s*([^{}]+?)\s*\}\s?\{\s*([^{}]+?)\s*\}")
+_POWER_OF_TEN = re.compile(
+    r"\s*(?:[×*x·⋅]|\\times|\\cdot)\s*10\^(?:(?P<bare>\d{1,3})|\{(?P<braced>-?\d{1,3})\})\Z"
+    r"|[eE](?P<exponent>[+-]?\d{1,3})\Z"
+)
+_REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # no pattern for an answer: it has no group
 _GROUP_BLANK = re.compile(r"(?<=\d)[ \u00a0\u202f](?=\d{3}(?![\d/]))")  # 10 000
 
 
 def parse_number(text: str) -> Fraction | None:
     """The exact value of a written number, or None if `text` is anything else.
 
-    Understands signs (also Unicode), currency signs, thousands separators, decimals, `3/4`, `1 1/2` and
-    `\\frac{3}{4}`. A rational holds every decimal exactly, so that 18 and 18.00 are one number and 0.1 is not
-    rounded.
+    Understands signs (also Unicode), currency signs, thousands separators, decimals, powers of ten (`1.5e3`,
+    `1.5 × 10^3`), `3/4`, `1 1/2` and `\\frac{3}{4}`. A rational holds every decimal exactly, so that 18 and 18.00 are
+    one number and 0.1 is not rounded.
     """
     bare = _GROUP_BLANK.sub("", _DRESS.sub("", text.translate(_MINUS)))
-    match = _NUMBER.fullmatch(_FRAC.sub(r"\1/\2", bare).strip())
+    power = _POWER_OF_TEN.search(bare.rstrip())
+    scale = Fraction(10) ** int(power["bare"] or power["braced"] or power["exponent"]) if power else 1
+    match = _NUMBER.fullmatch(_FRAC.sub(r"\1/\2", bare[: power.start()] if power else bare).strip())
     if match is None:
         return None
     sign, whole, numerator, denominator = match.groups()
     below = Fraction(denominator or 1)
     if below == 0:
         return None
-    value = Fraction(whole or 0) + Fraction(numerator) / below
+    value = (Fraction(whole or 0) + Fraction(numerator) / below) * scale
     return -value if sign == "-" else value
 
 
-def final_number(text: str) -> Fraction | None:
-    """The number a completion gives as its answer, or None if it gives none."""
-    span = answer_text_span(text)
+def final_number(
+    text: str, answer_format: AnswerFormat | None = None, answer_fallback: str | None = None
+) -> Fraction | None:
+    """The number a completion gives as its answer, or None if it gives none; the options are `answer_text_span`'s."""
+    span = answer_text_span(text, answer_format=answer_format, answer_fallback=answer_fallback)
     return None if span is None else parse_number(text[slice(*span)])
 
 
@@ -59,28 +70,75 @@ def gold_number(answer: str) -> Fraction | None:
     return parse_number(answer) if number is None else number
 
 
-def exact_match(*, completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float | None]:
-    """1 where the completion's number equals that of the data set's answer, else 0."""
-    return [
-        float((number := final_number(completion)) is not None and number == gold_number(gold))
-        for completion, gold in zip(completions, answer, strict=True)
-    ]
+def exact_match(
+    *,
+    completions: Sequence[str],
+    answer: Sequence[str],
+    answer_format: AnswerFormat | None = None,
+    answer_fallback: str | None = None,
+    **_: Any,
+) -> list[float | None]:
+    """1 where the completion's number equals that of the data set's answer, else 0.
+
+    `answer_format` and `answer_fallback` say how completions give their answer, as in `answer_text_span`; errors about
+    them name the sample.
+    """
+    matches: list[float | None] = []
+    for i, (completion, gold) in enumerate(zip(completions, answer, strict=True)):
+        try:
+            number = final_number(completion, answer_format, answer_fallback)
+        except (TypeError, ValueError) as problem:
+            raise type(problem)(f"sample {i}: {problem}") from problem
+        matches.append(float(number is not None and number == gold_number(gold)))
+    return matches
 
 
-def load_reward(name: str) -> Reward:
-    """Find a reward function by name: `exact_match`, or `module:function` on the import path."""
-    if name == "exact_match":
-        return exact_match
-    module, _, function = name.partition(":")
-    if not function:
+def load_reward(name: str, *, answer_format: AnswerFormat | None = None, answer_fallback: str | None = None) -> Reward:
+    """Find a reward function by name: `exact_match`, or `module:function` on the import path.
+
+    `exact_match` reads completions by the run's `answer_format` and `answer_fallback`; a function of another module
+    knows its own.
+    """
+    if name != "exact_match" and ":" not in name:
         raise ValueError(f"reward_funcs: {name!r} is neither 'exact_match' nor of the form 'module:function'")
-    try:
-        reward = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as problem:
-        raise ValueError(f"reward_funcs: cannot import {name!r}: {problem}") from problem
-    if not callable(reward):
-        raise ValueError(f"reward_funcs: {name!r} is a {type(reward).__name__}, not a function")
+    reward = exact_match if name == "exact_match" else _imported("reward_funcs", name)
+    if reward is exact_match and (answer_format is not None or answer_fallback is not None):
+        return functools.partial(exact_match, answer_format=answer_format, answer_fallback=answer_fallback)
     return reward
+
+
+def load_rewards(
+    names: Sequence[str], *, answer_format: AnswerFormat | None = None, answer_fallback: str | None = None
+) -> dict[str, Reward]:
+    """Reward functions by the name they are reported under, the last part of `names`; two of one name are an error."""
+    full_names: dict[str, str] = {}
+    for full_name in names:
+        name = full_name.rpartition(":")[2]
+        if name in full_names:
+            raise ValueError(
+                f"reward_funcs: {full_names[name]!r} and {full_name!r} would both be reported as {name!r}; rename one"
+            )
+        full_names[name] = full_name
+    return {
+        name: load_reward(full_name, answer_format=answer_format, answer_fallback=answer_fallback)
+        for name, full_name in full_names.items()
+    }
+
+
+def load_answer_format(name: str | None) -> AnswerFormat | None:
+    """A run's form of answers by its setting: `module:function` on the import path, or a pattern as it stands."""
+    return _imported("answer_format", name) if name is not None and _REFERENCE.fullmatch(name) else name
+
+
+def _imported(setting: str, name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as problem:
+        raise ValueError(f"{setting}: cannot import {name!r}: {problem}") from problem
+    if not callable(found):
+        raise ValueError(f"{setting}: {name!r} is a {type(found).__name__}, not a function")
+    return found
 
 
 def compute_rewards(

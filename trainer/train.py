@@ -26,7 +26,7 @@ from trainer.metrics import Averages, Step, length_metrics, reward_metrics
 from trainer.microbatch import checked_sampling_gap, micro_batches
 from trainer.model import Reference
 from trainer.report import Report
-from trainer.rewards import Reward, compute_rewards, group_advantages, load_reward
+from trainer.rewards import Reward, compute_rewards, group_advantages, load_reward, load_rewards
 from trainer.rollouts import Rollouts, generate
 
 
@@ -181,7 +181,7 @@ def set_up(config: TrainConfig) -> Trainer:
             model and the reason.
     """
     _require_unused(run_folder(config))
-    rewards = load_rewards(config.reward_funcs)
+    rewards = load_rewards(config.reward_funcs, **config.answer_options())
     rows, held_out = train_and_eval_rows(config)
     set_seed(config.seed)
     policy, tokenizer = load_policy(config)
@@ -205,19 +205,6 @@ def set_up(config: TrainConfig) -> Trainer:
         held_out=held_out,
         held_out_prompts=held_out_prompts,
     )
-
-
-def load_rewards(names: Sequence[str]) -> dict[str, Reward]:
-    """Reward functions by the name they are reported under, the last part of `names`; two of one name are an error."""
-    full_names: dict[str, str] = {}
-    for full_name in names:
-        name = full_name.rpartition(":")[2]
-        if name in full_names:
-            raise ValueError(
-                f"reward_funcs: {full_names[name]!r} and {full_name!r} would both be reported as {name!r}; rename one"
-            )
-        full_names[name] = full_name
-    return {name: load_reward(full_name) for name, full_name in full_names.items()}
 
 
 def require_supported(policy: nn.Module, longest: int, *, scored: bool) -> None:
@@ -254,6 +241,7 @@ def train(trainer: Trainer) -> Path:
                     trainer.held_out_prompts,
                     batch_size=config.eval_batch_size,
                     max_completion_length=config.max_completion_length,
+                    match=load_reward("exact_match", **config.answer_options()),
                     advance=advance,
                 )
             report.evaluated(step, result)

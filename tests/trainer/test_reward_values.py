@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from trainer.metrics import reward_metrics
-from trainer.rewards import compute_rewards
-from trainer.train import load_rewards
+from trainer.rewards import compute_rewards, load_rewards
 
 
 def rewards_of(values, name: str = "mine") -> tuple[torch.Tensor, dict]:

@@ -7,6 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cfa_kernels import answer_text_span
+from trainer.config import TrainConfig
+from trainer.evaluate import evaluate
 from trainer.rewards import (
     compute_rewards,
     exact_match,
@@ -16,6 +19,7 @@ from trainer.rewards import (
     load_reward,
     parse_number,
 )
+from trainer.train import set_up, train
 
 FORMS_OF_18 = [
     "#### 18",
@@ -32,6 +36,12 @@ FORMS_OF_18 = [
     r"The total is $\boxed{\$18}$.",
     "The answer is 18.",
     "The final answer is 18 dollars a day",
+    "She sells 9*2=18.\nA: 18",
+    "**Final Answer:** $18.00",
+    "The answer is:\n$$18$$",
+    "<think>It is 17. #### 17</think><answer>18</answer>",
+    "答案是18。",
+    "#### 1. Multiply\n9*2=18\n#### 2. Stop\nThe answer is 18.",
 ]
 
 
@@ -56,6 +66,10 @@ def test_a_right_answer_is_recognised_in_every_form(text: str) -> None:
         ("#### 3/4", Fraction(3, 4)),
         (r"\boxed{\frac{3}{4}}", Fraction(3, 4)),
         ("#### 1 1/2", Fraction(3, 2)),
+        ("#### 1e6", 10**6),
+        ("#### 1.5e-3", Fraction(3, 2000)),
+        ("#### 1.5 × 10^3", 1500),
+        (r"\boxed{-2 \times 10^{-1}}", Fraction(-1, 5)),
     ],
 )
 def test_a_written_number_has_its_exact_value(text: str, value: Fraction) -> None:
@@ -74,9 +88,87 @@ def test_a_gold_answer_is_a_solution_or_a_bare_number(text: str) -> None:
     assert gold_number(text) == 18
 
 
-@pytest.mark.parametrize("text", ["eighteen", "18 or 19", "1.2.3", "--18", "1/2/3", "0x12", "1e3"])
+@pytest.mark.parametrize("text", ["eighteen", "18 or 19", "1.2.3", "--18", "1/2/3", "0x12", "1e", "1e9999", "5:30"])
 def test_what_is_not_one_number_is_not_parsed(text: str) -> None:
     assert parse_number(text) is None
+
+
+ENDS_IN_TOTAL = ["9*2=18, TOTAL 18", "#### 18", "TOTAL 17, so 18"]
+
+
+def total_of(text: str) -> tuple[int, int] | None:
+    start = text.find("TOTAL ") + 6
+    return None if start < 6 else (start, start + 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.0, 1.0, 0.0]),
+        ({"answer_format": r"TOTAL (\d+)"}, [1.0, 0.0, 0.0]),
+        ({"answer_format": "tests.trainer.test_rewards:total_of"}, [1.0, 0.0, 0.0]),
+        ({"answer_fallback": "last_number"}, [1.0, 1.0, 1.0]),
+        ({"answer_format": r"SUM (\d+)", "answer_fallback": "last_number"}, [1.0, 1.0, 1.0]),
+    ],
+)
+def test_the_grader_and_credit_read_answers_in_the_runs_own_format(options, expected) -> None:
+    config = TrainConfig(**options)
+    grade = load_reward("exact_match", **config.answer_options())
+    assert grade(completions=ENDS_IN_TOTAL, answer=["#### 18"] * 3) == expected
+    credit = config.counterfactual()
+    for text, reward in zip(ENDS_IN_TOTAL, expected, strict=True):
+        span = answer_text_span(text, answer_format=credit.answer_format, answer_fallback=credit.answer_fallback)
+        assert (span is not None and text[slice(*span)] == "18") == reward
+
+
+def test_a_run_trains_and_evaluates_by_its_own_answer_format(monkeypatch, tmp_path) -> None:
+    config = TrainConfig(
+        device="cpu", train_problems=4, eval_problems=2, output_dir=str(tmp_path), answer_format=r"TOTAL (\d+)"
+    )
+    trainer = set_up(config)
+    graders = [trainer.rewards["exact_match"]]
+
+    class Evaluated(Exception):
+        pass
+
+    def evaluate_once(*_, match, **__):
+        graders.append(match)
+        raise Evaluated
+
+    monkeypatch.setattr("trainer.train.evaluate", evaluate_once)
+    with pytest.raises(Evaluated):
+        train(trainer)
+    for grade in graders:
+        assert grade(completions=ENDS_IN_TOTAL, answer=["18"] * 3) == [1.0, 0.0, 0.0]
+
+
+def test_evaluation_grades_with_the_function_it_is_given(monkeypatch) -> None:
+    rollouts = SimpleNamespace(texts=ENDS_IN_TOTAL, completion_mask=torch.ones(3, 2))
+    monkeypatch.setattr("trainer.evaluate.generate", lambda *_, **__: rollouts)
+    arguments = (None, None, [{"answer": "#### 18"}] * 3, [[1]] * 3)
+    for options, correct in (({}, [False, True, False]), ({"answer_format": r"TOTAL (\d+)"}, [True, False, False])):
+        grade = load_reward("exact_match", **options)
+        assert evaluate(*arguments, batch_size=3, max_completion_length=2, match=grade).correct == correct
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"answer_format": "TOTAL"}, "answer_format: the pattern 'TOTAL' must have one group"),
+        ({"answer_format": "(TOTAL"}, r"answer_format: the pattern '\(TOTAL' does not compile"),
+        ({"answer_format": "no_such_module:f"}, "answer_format: cannot import 'no_such_module:f'"),
+        ({"answer_format": "math:pi"}, "answer_format: 'math:pi' is a float, not a function"),
+        ({"answer_fallback": "first"}, "answer_fallback must be one of .*, got 'first'"),
+    ],
+)
+def test_a_bad_answer_format_ends_the_run_before_it_starts(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**options)
+
+
+def test_an_answer_format_that_returns_nonsense_names_the_sample() -> None:
+    with pytest.raises(TypeError, match=r"sample 1: answer_format must return None or .* got 4"):
+        exact_match(completions=["", "x=18"], answer=["1"] * 2, answer_format=lambda text: len(text) or None)
 
 
 def test_every_gsm8k_gold_answer_is_an_integer(gsm8k) -> None:
