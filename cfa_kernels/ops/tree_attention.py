@@ -22,7 +22,7 @@ HEAD_DIMS = range(8, 257, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionRule:
     """What becomes of `q . k` and which earlier keys a row sees; the options of `tree_attention`.
 
@@ -312,9 +312,9 @@ def tree_attention_kernel(
 
 
 def _column_blocks(dim: int) -> tuple[int, int]:
-    """How a head's columns are cut: a power of two, and another for the rest where that is less than padding.
+    """How a head's columns are cut: into a power of two, and another for the rest where that is less than padding.
 
-    The second is 0 where one block is enough; none of the others is below 16, the least a matrix product takes.
+    The second is 0 where there is no rest. Blocks are at least 16 wide, as matrix products ask.
     """
     padded = triton.next_power_of_2(max(dim, 16))
     rest = triton.next_power_of_2(max(dim - padded // 2, 16))
@@ -336,7 +336,7 @@ def launch_options(
     """The shipped compile-time configuration of the kernel: constexprs, `num_warps`, `num_stages`.
 
     Chosen by what is given here alone, so results and compilations never depend on lengths. The tiles are the
-    largest that compile without spills (`tests/ops/test_aot_tree_attention.py`).
+    largest that compile without spills for models there are (`tests/ops/test_aot_tree_attention.py`).
     """
     widest = max(key_dim, value_dim)
     if dtype == torch.float32:  # full precision has no tensor cores
@@ -387,11 +387,11 @@ def _tree_attention_triton(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable,
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name}: the head dimension must be contiguous, got strides {tensor.stride()}")
-    span = rule.sliding_window or rule.attention_chunk_size or 0
-    limited = 0 < span < table.longest  # else it hides nothing here, and the kernel without it masks less
+    # Also where the span hides nothing in this pack: another build might round a row differently.
+    span = min(rule.sliding_window or rule.attention_chunk_size or 0, torch.iinfo(torch.int32).max)
     options = launch_options(
         architecture(q.device), q.dtype, q.shape[2], v.shape[2], q.shape[1] // k.shape[1],
-        window=limited and rule.sliding_window is not None, chunk=limited and rule.attention_chunk_size is not None,
+        window=rule.sliding_window is not None, chunk=rule.attention_chunk_size is not None,
         softcap=rule.softcap is not None, sinks=rule.sinks is not None,
     )  # fmt: skip
     sinks = None if rule.sinks is None else rule.sinks.contiguous()
@@ -401,6 +401,6 @@ def _tree_attention_triton(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable,
         tree_attention_kernel[(work.shape[0], k.shape[1])](
             q, k, v, sinks, out, work, segments, context_rows,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
-            rule.scale, rule.softcap or 0.0, span if limited else 0, **options,
+            rule.scale, rule.softcap or 0.0, span, **options,
         )  # fmt: skip
     return out

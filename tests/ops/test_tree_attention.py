@@ -1,23 +1,32 @@
 """tree_attention equals plain causal attention along every path of the tree, in PyTorch and in Triton."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cfa_kernels.ops import tree_attention as module
+from cfa_kernels.ops.elementwise import LOG2E
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention
 from cfa_kernels.tree import PrefixTree
 from tests.ops.budget import assert_within_budget
 
 ragged_trees = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=1, max_size=6)
-options = st.fixed_dictionaries(
-    {
-        "scale": st.sampled_from([None, 0.3]),
-        "sliding_window": st.sampled_from([None, 1, 3, 17]),
-        "softcap": st.sampled_from([None, 2.0]),
-    }
+spans = st.sampled_from([1, 3, 17, 2**40])
+options = st.builds(
+    lambda *parts: {key: value for part in parts for key, value in part.items()},
+    st.sampled_from([{}, {"scale": 0.3}]),
+    st.one_of(
+        st.just({}),
+        spans.map(lambda span: {"sliding_window": span}),
+        spans.map(lambda span: {"attention_chunk_size": span}),
+    ),
+    st.sampled_from([{}, {"softcap": 2.0}]),
+    st.sampled_from([{}, {"sinks": torch.float32}, {"sinks": torch.bfloat16}]),
 )
 
 
@@ -42,109 +51,229 @@ def realistic_rows(seed=0, completions=3, prompt=37, length=70):
     return rows
 
 
-def qkv(rows: int, heads: int, kv_heads: int, dim: int, dtype=torch.float64, seed=0, device="cpu"):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(rows, heads, dim), (rows, kv_heads, dim), (rows, kv_heads, dim)]
+def qkv(rows: int, heads: int, kv_heads: int, dim: int, dtype=torch.float64, value_dim=None, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(rows, heads, dim), (rows, kv_heads, dim), (rows, kv_heads, value_dim or dim)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
 
 
-def dense_attention(q, k, v, *, scale=None, sliding_window=None, softcap=None):
-    """Causal attention of one sequence with a full mask; q (L, H, D), k and v (L, Hkv, D)."""
+def with_sinks(option: dict, heads: int, device="cpu") -> dict:
+    """The option, with logits of the sinks where it holds their dtype."""
+    if "sinks" not in option:
+        return option
+    values = torch.randn(heads, generator=torch.Generator().manual_seed(1)) * 2
+    return option | {"sinks": values.to(device, option["sinks"])}
+
+
+def dense_attention(q, k, v, *, scale=None, sliding_window=None, attention_chunk_size=None, softcap=None, sinks=None):
+    """Causal attention of one sequence with a full mask; q (L, H, D), k (L, Hkv, D), v (L, Hkv, Dv)."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    distance = torch.arange(len(q))[:, None] - torch.arange(len(q))[None, :]
+    row = torch.arange(len(q))
+    distance = row[:, None] - row[None, :]
     visible = (distance >= 0) & (distance < (sliding_window or len(q) + 1))
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+    if attention_chunk_size is not None:
+        visible &= (row[:, None] // attention_chunk_size) == (row[None, :] // attention_chunk_size)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    total = scores.logsumexp(-1, keepdim=True)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.to(total)[:, None, None])
+    return torch.einsum("hqk,khd->qhd", (scores - total).exp(), v)
 
 
-@settings(max_examples=60, deadline=None)
-@given(ragged_trees, st.sampled_from([(4, 4), (6, 2), (3, 1)]), options)
-def test_the_reference_equals_dense_attention_along_every_path(rows, heads, option):
+@settings(max_examples=60)
+@given(ragged_trees, st.sampled_from([(4, 4), (6, 2), (3, 1)]), st.sampled_from([8, 16]), options)
+def test_the_reference_equals_dense_attention_along_every_path(rows, heads, value_dim, option):
     table, paths = build(rows)
-    q, k, v = qkv(table.num_rows, *heads, 16)
+    q, k, v = qkv(table.num_rows, *heads, 16, value_dim=value_dim)
+    option = with_sinks(option, heads[0])
     out = tree_attention(q, k, v, table, **option)
+    assert out.shape == (table.num_rows, heads[0], value_dim)
     for path in paths:
         expected = dense_attention(q[path], k[path], v[path], **option)
         torch.testing.assert_close(out[path], expected, rtol=0, atol=1e-12)
 
 
-def test_the_reference_cuts_long_segments_without_changing_the_result(monkeypatch):
+@pytest.mark.parametrize("option", [{"sliding_window": 40}, {"attention_chunk_size": 20}], ids=["window", "chunk"])
+def test_the_reference_cuts_long_segments_without_changing_the_result(option, monkeypatch):
     table, _ = build(realistic_rows())
     q, k, v = qkv(table.num_rows, 4, 2, 16)
-    whole = tree_attention(q, k, v, table, sliding_window=40)
-    monkeypatch.setattr("cfa_kernels.ops.tree_attention._REFERENCE_BLOCK", 8)
-    torch.testing.assert_close(tree_attention(q, k, v, table, sliding_window=40), whole, rtol=0, atol=1e-12)
+    whole = tree_attention(q, k, v, table, **option)
+    monkeypatch.setattr(module, "_REFERENCE_BLOCK", 8)
+    torch.testing.assert_close(tree_attention(q, k, v, table, **option), whole, rtol=0, atol=1e-12)
 
 
-def test_the_reference_passes_gradcheck():
+@pytest.mark.parametrize(
+    ("option", "sunk"),
+    [({}, False), ({"attention_chunk_size": 2}, True), ({"sliding_window": 3, "softcap": 2.0}, True)],
+    ids=["plain", "chunk and sinks", "window, softcap and sinks"],
+)
+def test_the_reference_passes_gradcheck(option, sunk):
     table, _ = build([[1, 2, 3, 4], [1, 2, 5], [1, 2, 3, 6, 7]])
-    inputs = [x.requires_grad_() for x in qkv(table.num_rows, 2, 1, 4)]
-    torch.autograd.gradcheck(lambda q, k, v: tree_attention(q, k, v, table, sliding_window=3, softcap=2.0), inputs)
+    inputs = qkv(table.num_rows, 2, 1, 3, value_dim=2)
+    inputs += [torch.tensor([0.4, -1.0], dtype=torch.float64)] if sunk else []
+    torch.autograd.gradcheck(
+        lambda q, k, v, sinks=None: tree_attention(q, k, v, table, sinks=sinks, **option),
+        [x.requires_grad_() for x in inputs],
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
-    ("heads", "dim", "option"),
+    ("heads", "dims", "option"),
     [
-        ((4, 2), 64, {}),
-        ((6, 2), 80, {"sliding_window": 19, "softcap": 2.0}),
-        ((3, 1), 96, {"sliding_window": 1}),
-        ((8, 1), 128, {"softcap": 5.0, "scale": 0.2}),
-        ((2, 2), 256, {"sliding_window": 64}),
+        ((4, 2), (64, 64), {}),
+        ((8, 1), (64, 64), {"sinks": torch.bfloat16, "sliding_window": 33}),
+        ((6, 2), (80, 80), {"sliding_window": 19, "softcap": 2.0}),
+        ((5, 1), (128, 128), {"attention_chunk_size": 24}),
+        ((3, 3), (192, 128), {"scale": 0.05}),
+        ((2, 2), (256, 256), {"softcap": 5.0, "scale": 0.2}),
     ],
 )
-def test_the_kernel_stays_within_the_error_budget(heads, dim, option, dtype, device):
-    table, _ = build(realistic_rows())
-    q, k, v = qkv(table.num_rows, *heads, dim, dtype, device=device)
+def test_the_kernel_stays_within_the_error_budget(heads, dims, option, dtype, device):
+    table, _ = build(realistic_rows(completions=1, length=40))
+    q, k, v = qkv(table.num_rows, *heads, dims[0], dtype, dims[1], device)
+    option = with_sinks(option, heads[0], device)
     ours = tree_attention(q, k, v, table, backend="triton", **option)
     low = tree_attention(q, k, v, table, backend="torch", **option)
-    reference = tree_attention(q.double().cpu(), k.double().cpu(), v.double().cpu(), table, **option)
+    exact = [x.double().cpu() for x in (q, k, v)]
+    reference = tree_attention(*exact, table, **{n: x.cpu() if n == "sinks" else x for n, x in option.items()})
     assert_within_budget(ours.cpu(), low.cpu(), reference)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=20)
 @given(ragged_trees, st.sampled_from([(5, 5), (6, 2)]), options)
 def test_the_kernel_agrees_with_the_reference_on_ragged_trees(rows, heads, option):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     table, _ = build(rows)
     q, k, v = qkv(table.num_rows, *heads, 16, torch.float32, device=device)
-    ours = tree_attention(q, k, v, table, backend="triton", **option).cpu()
-    expected = tree_attention(q.double().cpu(), k.double().cpu(), v.double().cpu(), table, **option)
+    ours = tree_attention(q, k, v, table, backend="triton", **with_sinks(option, heads[0], device)).cpu()
+    exact = [x.double().cpu() for x in (q, k, v)]
+    expected = tree_attention(*exact, table, **with_sinks(option, heads[0]))
     torch.testing.assert_close(ours.double(), expected, rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("option", [{}, {"sliding_window": 23}], ids=["full", "window"])
-def test_a_rows_result_is_bitwise_the_same_in_any_pack(option, device):
-    """The same sequence alone, and as one of many that share its prompt and parts of its completion."""
-    rows = realistic_rows()
-    tokens = {
-        token: i for i, token in enumerate(sorted({tuple(row[: i + 1]) for row in rows for i in range(len(row))}))
-    }
-    values = qkv(len(tokens), 4, 2, 64, torch.float32)
+@pytest.mark.parametrize(
+    "dims", [(8, 8), (24, 16), (16, 24), (72, 40), (80, 64), (96, 96), (160, 8), (192, 128), (112, 256), (256, 200)]
+)
+def test_keys_and_values_of_any_width_agree_with_the_reference(dims, device):
+    table, _ = build([[*range(19), 1], [*range(11), 99, *range(9)]])
+    q, k, v = qkv(table.num_rows, 3, 1, dims[0], torch.float32, dims[1], device)
+    ours = tree_attention(q, k, v, table, backend="triton")
+    assert ours.shape == (table.num_rows, 3, dims[1])
+    expected = tree_attention(*(x.double().cpu() for x in (q, k, v)), table)
+    torch.testing.assert_close(ours.double().cpu(), expected, rtol=0, atol=5e-6)
 
-    def attend(some_rows):
-        table, paths = build(some_rows)
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # the share of such a sink is all there is
+def test_a_sink_may_lie_far_from_the_logits(device):
+    table, _ = build([[1, 2, 3, 4], [1, 2, 5]])
+    q, k, v = qkv(table.num_rows, 4, 2, 16, torch.float32, device=device)
+    sinks = torch.tensor([-torch.inf, -1e4, 30.0, 1e4], device=device)
+    ours = tree_attention(q, k, v, table, sinks=sinks, backend="triton").cpu()
+    expected = tree_attention(*(x.double().cpu() for x in (q, k, v)), table, sinks=sinks.cpu())
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-30)
+
+
+# A logit times this and the kernel's LOG2E is the logit itself, to the last bit of float32.
+SCALE_OF_ONE = next(
+    float(scale)
+    for scale in np.nextafter(np.float32(1 / LOG2E), np.array([0, 1 / LOG2E, 1], dtype=np.float32))
+    if scale * np.float32(LOG2E) == 1
+)
+
+
+def attend_in_packs(rows, packs, values, **option):
+    """Results (L, H, D) of every sequence of `rows`, computed in packs of some of them each.
+
+    `values` gives q, k, v by token; equal beginnings are equal tokens.
+    """
+    tokens = {prefix: i for i, prefix in enumerate(sorted({tuple(r[: i + 1]) for r in rows for i in range(len(r))}))}
+    q, k, v = values([len(prefix) - 1 for prefix in tokens])
+    results = {}
+    for pack in packs:
+        table, paths = build([rows[i] for i in pack])
         where = torch.zeros(table.num_rows, dtype=torch.long)
-        for row, path in zip(some_rows, paths, strict=True):
-            where[path] = torch.tensor([tokens[tuple(row[: i + 1])] for i in range(len(row))])
-        q, k, v = (x[where].to(device) for x in values)
-        out = tree_attention(q, k, v, table, backend="triton", **option).cpu()
-        return [out[path] for path in paths]
+        for i, path in zip(pack, paths, strict=True):
+            where[path] = torch.tensor([tokens[tuple(rows[i][: j + 1])] for j in range(len(rows[i]))])
+        out = tree_attention(q[where], k[where], v[where], table, backend="triton", **option).cpu()
+        results |= {i: out[path] for i, path in zip(pack, paths, strict=True)}
+    return [results[i] for i in range(len(rows))]
 
-    together = attend(rows)
-    backwards = attend(rows[::-1])[::-1]
-    for row, packed, reversed_ in zip(rows, together, backwards, strict=True):
-        (alone,) = attend([row])
-        assert torch.equal(alone, packed)
-        assert torch.equal(alone, reversed_)
+
+def exact_values(block: int, device):
+    """Queries, keys and values with exact sums within a block of keys, whatever their order, but not across blocks.
+
+    A logit is a small integer plus one that belongs to the key's block: the probabilities of a block are powers of
+    two that lie close together, those of other blocks lie far away, and the values have many bits.
+    """
+
+    def values(positions):
+        random = np.random.default_rng(0)
+        q, k, v = np.zeros((3, len(positions), 2, 16), dtype=np.float32)
+        q[..., 0], k[..., 0] = 1, np.array(positions)[:, None] // block * 13 % 23
+        q[..., 1:3], k[..., 1:3] = random.integers(0, 2, (2, len(positions), 2, 2))
+        v[:] = random.integers(-4095, 4096, v.shape)
+        return torch.from_numpy(q).to(device), *(torch.from_numpy(x[:, :1].copy()).to(device) for x in (k, v))
+
+    return values
+
+
+PACKED = realistic_rows(completions=2, prompt=21, length=43)
+TOGETHER, BACKWARDS, ALONE = [range(6)], [range(5, -1, -1)], [[i] for i in range(6)]
+
+
+@pytest.mark.parametrize(
+    "option", [{}, {"sliding_window": 23}, {"attention_chunk_size": 23}], ids=["full", "window", "chunk"]
+)
+def test_a_rows_result_is_bitwise_the_same_in_any_pack(option, device):
+    """The same sequence alone, and as one of many that share its prompt and parts of its completion.
+
+    What is summed within a block of keys is exact here, so the bits show where blocks are cut and in which order
+    they come, and nothing of how a matrix product on a CPU rounds.
+    """
+    block = module.launch_options(module.architecture(device), torch.float32, 16, 16, 2)["BLOCK_N"]
+    packs = [
+        attend_in_packs(PACKED, packs, exact_values(block, device), scale=SCALE_OF_ONE, **option)
+        for packs in (ALONE, TOGETHER, BACKWARDS)
+    ]
+    for alone, together, backwards in zip(*packs, strict=True):
+        assert torch.equal(alone, together)
+        assert torch.equal(alone, backwards)
+
+
+def test_another_cut_of_key_blocks_shows_in_the_bits_of_exact_values(monkeypatch, device):
+    """So the test before this one can fail."""
+    launch_options = module.launch_options
+    block = launch_options(module.architecture(device), torch.float32, 16, 16, 2)["BLOCK_N"]
+    values = exact_values(block, device)
+    shipped = attend_in_packs(PACKED, ALONE, values, scale=SCALE_OF_ONE)
+    monkeypatch.setattr(module, "launch_options", lambda *a, **k: launch_options(*a, **k) | {"BLOCK_N": 2 * block})
+    other = attend_in_packs(PACKED, ALONE, values, scale=SCALE_OF_ONE)
+    assert not any(torch.equal(a, b) for a, b in zip(shipped, other, strict=True))
+    for a, b in zip(shipped, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("option", [{}, {"sliding_window": 23}, {"softcap": 3.0}], ids=["full", "window", "softcap"])
+def test_a_rows_result_is_bitwise_the_same_in_any_pack_for_any_values(option):
+    def values(positions):
+        return qkv(len(positions), 4, 2, 64, torch.bfloat16, device="cuda")
+
+    packs = [attend_in_packs(PACKED, packs, values, **option) for packs in (ALONE, TOGETHER, BACKWARDS)]
+    for alone, together, backwards in zip(*packs, strict=True):
+        assert torch.equal(alone, together)
+        assert torch.equal(alone, backwards)
 
 
 def test_strided_inputs_give_the_same_result(device):
-    table, _ = build(realistic_rows(completions=1))
-    q, k, v = qkv(table.num_rows, 4, 2, 64, torch.float32, device=device)
+    table, _ = build(realistic_rows(completions=1, length=40))
+    q, k, v = qkv(table.num_rows, 4, 2, 16, torch.float32, device=device)
     transposed = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
     assert not transposed[0].is_contiguous()
     plain = tree_attention(q, k, v, table, backend="triton")
@@ -153,10 +282,10 @@ def test_strided_inputs_give_the_same_result(device):
 
 def test_every_output_is_written(monkeypatch, device):
     """An output buffer full of nan leaves no nan behind."""
-    table, _ = build(realistic_rows())
-    q, k, v = qkv(table.num_rows, 6, 2, 80, torch.float32, device=device)
-    empty_like = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: empty_like(*args, **kwargs).fill_(float("nan")))
+    table, _ = build(realistic_rows(completions=1))
+    q, k, v = qkv(table.num_rows, 6, 2, 24, torch.float32, 80, device)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
     assert torch.isfinite(tree_attention(q, k, v, table, backend="triton")).all()
 
 
@@ -174,9 +303,22 @@ def valid():
         (lambda a: a.update(k=a["k"].double()), "must share one dtype"),
         (lambda a: a.update(scale=0.0), "scale must be positive, got 0.0"),
         (lambda a: a.update(sliding_window=0), "sliding_window must be at least 1, got 0"),
+        (lambda a: a.update(attention_chunk_size=-2), "attention_chunk_size must be at least 1, got -2"),
+        (
+            lambda a: a.update(attention_chunk_size=8, sliding_window=4),
+            "sliding_window 4 and attention_chunk_size 8 exclude each other",
+        ),
         (lambda a: a.update(softcap=0.0), "softcap must be positive, got 0.0"),
+        (lambda a: a.update(sinks=torch.zeros(2)), r"sinks must be floats, one per head of q \(4, 16\), got .* \(2,\)"),
+        (lambda a: a.update(sinks=torch.zeros(4, dtype=torch.int64)), "sinks must be floats.*got torch.int64"),
+        (lambda a: a.update(sinks=torch.zeros(4, device="meta")), "sinks must be on q's device cpu, got meta"),
+        (lambda a: a.update(v=a["v"][:3]), r"takes q \(N, H, D\).* v \(3, 2, 16\)"),
         (lambda a: a.update(backend="cuda"), "backend must be one of"),
-        (lambda a: a.update({n: a[n][..., :8] for n in "qkv"}, backend="triton"), "head dimension 8 is not one of"),
+        (
+            lambda a: a.update(v=a["v"][..., :12], backend="triton"),
+            "q and v: head dimensions 16 and 12; each",
+        ),
+        (lambda a: a.update({n: a[n].repeat(1, 1, 17) for n in "qk"}, backend="triton"), "q and v: .* 272 and 16"),
         (lambda a: a.update({n: a[n].double() for n in "qkv"}, backend="triton"), "dtype torch.float64 is not one of"),
         (
             lambda a: a.update(q=a["q"].transpose(1, 2).contiguous().transpose(1, 2), backend="triton"),
@@ -191,13 +333,35 @@ def test_unsupported_input_is_refused_by_name(change, message):
         tree_attention(**arguments)
 
 
-def test_gradients_through_the_kernel_are_refused():
-    arguments = valid()
-    arguments["q"].requires_grad_()
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
+def test_gradients_through_the_kernel_are_refused(name):
+    arguments = valid() | {"sinks": torch.zeros(4)}
+    arguments[name].requires_grad_()
     with pytest.raises(NotImplementedError, match="no Triton backward"):
         tree_attention(**arguments, backend="triton")
     with torch.no_grad():
         tree_attention(**arguments, backend="triton")
+
+
+def test_the_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
+    """Triton launches on the current device, which need not be theirs."""
+    events = []
+
+    @contextmanager
+    def device_of(tensor):
+        events.append(tensor.data_ptr())
+        yield
+        events.append("left")
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: events.append("launched")
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(module, "tree_attention_kernel", Kernel())
+    arguments = valid()
+    tree_attention(**arguments, backend="triton")
+    assert events == [arguments["q"].data_ptr(), "launched", "left"]
 
 
 @pytest.mark.gpu
