@@ -65,12 +65,14 @@ class Head:
     softcap: float | None = None
     logit_scale: float = 1.0
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `linear_logprob` and `linear_policy_loss` must know beside the weight."""
+        return {"bias": self.bias, "softcap": self.softcap, "logit_scale": self.logit_scale}
+
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
         """Log-probs of `targets` (R,) given `hidden` (R, H), fp32, in nats."""
-        return linear_logprob(
-            hidden, self.weight, targets, bias=self.bias, temperature=temperature, softcap=self.softcap,
-            logit_scale=self.logit_scale,
-        )  # fmt: skip
+        return linear_logprob(hidden, self.weight, targets, temperature=temperature, **self.options)
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:

@@ -275,16 +275,25 @@ def check_targets(targets: Tensor, keep: Tensor, vocabulary: int, checked: bool)
         _check_rows("targets", targets, keep & outside, f"must be in [0, {vocabulary})")
 
 
-def check_linear(hidden: Tensor, lm_head: Tensor, bias: Tensor | None) -> None:
-    """`ValueError` or `TypeError` for hidden states (B, T, H), head (V, H) and bias (V,) that do not fit together."""
-    for name, tensor, dims in (("hidden", hidden, "(B, T, H)"), ("lm_head", lm_head, "(V, H)")):
+def check_linear(hidden: Tensor, lm_head: Tensor, bias: Tensor | None, rows: Tensor | None) -> None:
+    """`ValueError` or `TypeError` for hidden states, head (V, H) and bias (V,) that do not fit together.
+
+    The states are (B, T, H), or (M, H) of the M `rows` alone.
+    """
+    for name, tensor, dims, sizes in (
+        ("hidden", hidden, "(B, T, H), or (M, H) for M rows", (2, 3)),
+        ("lm_head", lm_head, "(V, H)", (2,)),
+    ):
         check_float(name, tensor)
-        if tensor.dim() != dims.count(",") + 1:
+        if tensor.dim() not in sizes:
             raise ValueError(f"{name} must be {dims}, got shape {tuple(tensor.shape)}")
         if 0 in tensor.shape[-2 if name == "lm_head" else -1 :]:
             raise ValueError(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
-    if hidden.size(2) != lm_head.size(1):
-        raise ValueError(f"hidden has H={hidden.size(2)}, lm_head has H={lm_head.size(1)}")
+    if hidden.dim() == 2 and (rows is None or rows.shape != hidden.shape[:1]):
+        given = None if rows is None else tuple(rows.shape)
+        raise ValueError(f"hidden of shape {tuple(hidden.shape)} needs rows of shape ({len(hidden)},), got {given}")
+    if hidden.size(-1) != lm_head.size(1):
+        raise ValueError(f"hidden has H={hidden.size(-1)}, lm_head has H={lm_head.size(1)}")
     if hidden.device != lm_head.device:
         raise ValueError(f"lm_head must be on {hidden.device} like hidden, got {lm_head.device}")
     if bias is not None:

@@ -4,7 +4,8 @@ The formula of one token is `ops.policy_loss.token_terms`; `loss_input` checks t
 and reports metrics. Formulas, names and defaults follow TRL 1.16's GRPO trainer.
 """
 
-from typing import Any, Unpack
+import math
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ from .ops.linear_policy_loss import contributing, linear_policy_loss_op
 from .ops.logits_policy_loss import LogitsPolicyLossInPlace, logits_policy_loss_op
 from .ops.policy_loss import PolicyOptions, Tokens, policy_terms, refuse_second_derivative
 from .ops.row_softmax import Softmax, compute_dtype
+
+Metrics = dict[str, Tensor]
+"""Detached 0-d tensors by name."""
 
 __all__ = [
     "LEVELS",
@@ -201,6 +205,18 @@ def logits_policy_loss(
     return loss, _metrics_of_rows(batch, stats, with_entropy, checked, "logits")
 
 
+@overload
+def linear_policy_loss(
+    *args: Any, return_logprobs: Literal[True], **options: Any
+) -> tuple[Tensor, Metrics, Tensor]: ...
+
+
+@overload
+def linear_policy_loss(
+    *args: Any, return_logprobs: Literal[False] = False, **options: Any
+) -> tuple[Tensor, Metrics]: ...
+
+
 def linear_policy_loss(
     hidden: Tensor,
     lm_head: Tensor,
@@ -215,12 +231,13 @@ def linear_policy_loss(
     logit_scale: float = 1.0,
     compute_entropy: bool = False,
     rows: Tensor | None = None,
+    return_logprobs: bool = False,
     drop_inactive: bool | None = None,
     chunk_size: int | None = None,
     fp32_logits: bool = True,
     backend: str | None = None,
     **options: Unpack[LossOptions],
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Metrics] | tuple[Tensor, Metrics, Tensor]:
     """`logits_policy_loss` of `hidden @ lm_head.T + bias`, whose logits never exist as a whole.
 
     Gradients are ready when this returns: the head's, a sum in float32, is made only if it trains, so a frozen head
@@ -232,8 +249,9 @@ def linear_policy_loss(
     wait with `drop_inactive=True`. Loss, gradients and metrics are the same in every case.
 
     Args:
-        hidden: (B, T, H) float32, bfloat16 or float16 (float64 too on the PyTorch backend); under autocast cast to
-            its dtype, as `torch.nn.functional.linear` would.
+        hidden: (B, T, H), or (M, H) for the M tokens of `rows` alone, in their order; float32, bfloat16 or float16
+            (float64 too on the PyTorch backend); under autocast cast to its dtype, as `torch.nn.functional.linear`
+            would.
         lm_head: (V, H), of that dtype, cast likewise.
         targets, old_logprobs, advantages, mask, **options: as in `logits_policy_loss`.
         bias: (V,). It, hidden and head may require gradients.
@@ -244,13 +262,17 @@ def linear_policy_loss(
         fp32_logits: True keeps logits in float32 as the GEMM summed them; False rounds them to the dtype of
             `hidden`, at half the memory traffic.
 
+        return_logprobs: also return the log-probs (B, T) that the loss is made of, detached, in float32 (float64
+            for float64); nan where no token was looked at.
+
     Returns:
-        As `policy_loss`.
+        As `policy_loss`, and the log-probs if asked for.
 
     Raises:
         As `logits_policy_loss`, and ValueError for `rows` that leave out a token, where values are checked.
     """
-    check_linear(hidden, lm_head, bias)
+    check_linear(hidden, lm_head, bias, rows)
+    rows_alone = hidden.dim() == 2
     hidden, lm_head = autocast_operands(hidden, lm_head)
     if hidden.dtype != lm_head.dtype:
         raise TypeError(f"hidden and lm_head must share a dtype, got {hidden.dtype} and {lm_head.dtype}")
@@ -259,10 +281,12 @@ def linear_policy_loss(
     on_cpu = hidden.device.type == "cpu"
     if chunk_size is None:
         chunk_size = 512 if on_cpu else 4096
+    if drop_inactive is None:
+        drop_inactive = on_cpu
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     softmax = Softmax.of(temperature, softcap, logit_scale)
-    shape, device, dtype = hidden.shape[:2], hidden.device, compute_dtype(hidden.dtype)
+    shape, device, dtype = targets.shape if rows_alone else hidden.shape[:2], hidden.device, compute_dtype(hidden.dtype)
     batch = check_batch("linear_policy_loss", shape, device, dtype, old_logprobs, advantages, mask, options)
     checked = should_validate(options.get("validate"), hidden)
     check_targets(targets, batch.keep, len(lm_head), checked)
@@ -270,25 +294,35 @@ def linear_policy_loss(
     if rows is not None:
         check_given_rows(rows, batch, with_entropy, checked)
     loss, stats, *_ = linear_policy_loss_op(
-        hidden.reshape(-1, hidden.size(2)),
+        hidden.reshape(-1, hidden.size(-1)),
         lm_head,
         None if bias is None else bias.contiguous(),
         targets.contiguous(),
         *batch.tokens.map(torch.Tensor.contiguous),
         batch.entropy_scale,
         rows,
+        rows_alone,
         batch.options.surrogate,
         batch.options.level,
         batch.options.numbers(),
         list(softmax),
         with_entropy,
         [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, lm_head, bias)],
-        on_cpu if drop_inactive is None else drop_inactive,
+        drop_inactive,
         chunk_size,
         fp32_logits,
         chosen,
     )
-    return loss, _metrics_of_rows(batch, stats, with_entropy, checked, "hidden and lm_head")
+    metrics = _metrics_of_rows(batch, stats, with_entropy, checked, "hidden and lm_head")
+    if not return_logprobs:
+        return loss, metrics
+    looked_at = batch.keep
+    if rows is not None:
+        looked_at = torch.zeros_like(batch.keep).view(-1).index_fill_(0, rows, True).view_as(batch.keep)
+    elif drop_inactive:
+        all_counted = with_entropy or batch.tokens.ref_logprobs is not None
+        looked_at = contributing(batch.tokens, batch.options, all_counted=all_counted)
+    return loss, metrics, stats[0].view_as(batch.keep).masked_fill(~looked_at, math.nan)
 
 
 def contributing_rows(

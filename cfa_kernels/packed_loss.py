@@ -6,7 +6,7 @@ are then read off that one forward. `packed_logprobs` and `packed_policy_loss` a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .hf import Head, apart_by_length, causal_lm, context_length, default_token_budget, run_inside, vocab_size
-from .losses import LossOptions, contributing_rows, linear_policy_loss
+from .losses import contributing_rows, linear_policy_loss
 from .ops.linear_logprob import linear_logprob
 from .packed_model import KeyValueStore, pack_logprobs, packed_hidden, tree_attention_mode, tree_training_mode
 from .proof import prove_trainable
@@ -82,7 +82,7 @@ def packed_policy_loss(
     temperature: float = 1.0,
     compute_entropy: bool = False,
     token_budget: int | None = None,
-    **options: Unpack[LossOptions],
+    **options: Any,
 ) -> PackedLoss:
     """`policy_loss` from token ids, in one prompt-shared, padding-free forward with the head fused into the loss.
 
@@ -224,19 +224,14 @@ class PackedForward:
         """Log-probs of the fed tokens of each row, fp32, nats, and if asked for their entropies; differentiable."""
         counts = self.counts.tolist()
         targets = [completion[:count] for (_, completion), count in zip(self.rows, counts, strict=True)]
-        found = linear_logprob(
-            self._hidden(np.concatenate([*self._predicting, np.zeros(0, np.int64)])),
-            self.head.weight,
-            torch.from_numpy(np.concatenate([*targets, np.zeros(0, np.int64)])).to(self.device),
-            bias=self.head.bias,
-            temperature=temperature,
-            softcap=self.head.softcap,
-            logit_scale=self.head.logit_scale,
-            return_entropy=return_entropy,
+        hidden = self._hidden(np.concatenate([*self._predicting, np.zeros(0, np.int64)]))
+        predicted = torch.from_numpy(np.concatenate([*targets, np.zeros(0, np.int64)])).to(self.device)
+        if not return_entropy:
+            return list(self.head.logprobs(hidden, predicted, temperature).split(counts))
+        values, entropies = linear_logprob(
+            hidden, self.head.weight, predicted, temperature=temperature, return_entropy=True, **self.head.options
         )
-        if return_entropy:
-            return list(found[0].split(counts)), list(found[1].split(counts))
-        return list(found.split(counts))
+        return list(values.split(counts)), list(entropies.split(counts))
 
     def policy_loss(
         self, batch: "LossBatch", temperature: float = 1.0, *, compute_entropy: bool = False, **options: Any
@@ -254,15 +249,13 @@ class PackedForward:
             on_device.old_logprobs,
             on_device.advantages,
             on_device.mask,
-            bias=self.head.bias,
             temperature=temperature,
-            softcap=self.head.softcap,
-            logit_scale=self.head.logit_scale,
             weights=on_device.weights,
             ref_logprobs=on_device.ref_logprobs,
             rows=on_device.rows,
             compute_entropy=compute_entropy,
             return_logprobs=True,
+            **self.head.options,
             **options,
         )
         lengths = [len(completion) for _, completion in self.rows]
@@ -376,9 +369,16 @@ class LossBatch:
         old = padded["old_logprobs"]
         if old is not None:  # tokens that no earlier loss needed were never scored
             needed = torch.zeros(counted.numel(), dtype=torch.bool).index_fill_(0, rows, True).view_as(counted)
-            padded["old_logprobs"] = torch.where(needed, old, 0.0)
-        targets = _padded("completions", completions, lengths)
-        return LossBatch(targets, counted, signed, rows=rows, **padded)
+            old = torch.where(needed, old, 0.0)
+        return LossBatch(
+            targets=_padded("completions", completions, lengths),
+            mask=counted,
+            advantages=signed,
+            old_logprobs=old,
+            weights=padded["weights"],
+            ref_logprobs=padded["ref_logprobs"],
+            rows=rows,
+        )
 
     def needed(self) -> list[int]:
         """For each row, how many tokens must be fed: up to the last one whose log-prob the loss needs."""
@@ -388,7 +388,11 @@ class LossBatch:
 
     def to(self, device: torch.device) -> "LossBatch":
         """The same on `device`."""
-        return LossBatch(**{k: None if v is None else v.to(device, non_blocking=True) for k, v in vars(self).items()})
+        moved: dict[str, Any] = {
+            name: None if tensor is None else tensor.to(device, non_blocking=True)
+            for name, tensor in vars(self).items()
+        }
+        return LossBatch(**moved)
 
 
 def _padded(name: str, rows: Sequence[Tensor], lengths: list[int]) -> Tensor:

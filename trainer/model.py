@@ -63,11 +63,9 @@ def completion_logprobs(
         hidden[counted],
         head.weight,
         completion_ids[counted],
-        bias=head.bias,
         temperature=temperature,
-        softcap=head.softcap,
-        logit_scale=head.logit_scale,
         return_entropy=True,
+        **head.options,
     )
     logprobs, entropies = (torch.zeros(counted.shape, device=mask.device).masked_scatter(counted, row) for row in rows)
     return logprobs, entropies

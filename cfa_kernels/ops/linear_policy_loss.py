@@ -6,7 +6,7 @@ gradients comes first, which finds the ratios.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,29 +41,47 @@ def contributing(tokens: Tokens, options: PolicyOptions, *, all_counted: bool) -
     return counted & moved
 
 
+class _Chunk(NamedTuple):
+    """Some tokens: where they stand among all N, and where their states do in `hidden`."""
+
+    tokens: Index
+    states: Index
+
+
 class _Strips:
-    """Chunks of rows of `hidden` (N, H) and a buffer that holds the logits of one of them, then their gradient."""
+    """Chunks of rows of `hidden` and a buffer that holds the logits of one of them, then their gradient.
+
+    `hidden` is (N, H), or with `rows_alone` (M, H): the states of the M `rows`, in their order.
+    """
 
     def __init__(
-        self, hidden: Tensor, head: Tensor, counted: Tensor, rows: Tensor | None, chunk_size: int, fp32_logits: bool
+        self,
+        hidden: Tensor,
+        head: Tensor,
+        counted: Tensor,
+        rows: Tensor | None,
+        rows_alone: bool,
+        chunk_size: int,
+        fp32_logits: bool,
     ) -> None:
-        self.hidden, self.head, self.counted, self.rows = hidden, head, counted, rows
+        self.hidden, self.head, self.counted, self.rows, self.rows_alone = hidden, head, counted, rows, rows_alone
         self.count = len(hidden) if rows is None else len(rows)
         self.size = min(chunk_size, max(self.count, 1))
         dtype = sum_dtype(hidden.dtype) if fp32_logits else hidden.dtype
         self._logits, self._gradient = empty_strip(self.size, len(head), dtype, hidden.dtype, hidden.device)
 
-    def __iter__(self) -> Iterator[Index]:
+    def __iter__(self) -> Iterator[_Chunk]:
         for start in range(0, self.count, self.size):
-            stop = min(start + self.size, self.count)
-            yield slice(start, stop) if self.rows is None else self.rows[start:stop]
+            part = slice(start, min(start + self.size, self.count))
+            tokens = part if self.rows is None else self.rows[part]
+            yield _Chunk(tokens, part if self.rows_alone else tokens)
 
-    def load(self, index: Index) -> tuple[Tensor, Tensor, Tensor]:
+    def load(self, chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden (n, H), logits (1, n, V) and where their gradient goes (1, n, V), perhaps the same memory.
 
         Padding may hold nan; rows that do not count are 0, so that they add 0 to the head's gradient.
         """
-        hidden = torch.where(self.counted[index].unsqueeze(1), self.hidden[index], 0)
+        hidden = torch.where(self.counted[chunk.tokens].unsqueeze(1), self.hidden[chunk.states], 0)
         logits, gradient = self._logits[: len(hidden)], self._gradient[: len(hidden)]
         write_logits(hidden, self.head, logits)
         return hidden, logits.unsqueeze(0), gradient.unsqueeze(0)
@@ -107,13 +125,13 @@ def _select(tokens: Tokens, index: Index) -> Tokens:
 
 
 def _without_dead_rows(
-    index: Tensor, hidden: Tensor, gradient: Tensor, by_logprob: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    index: Index, hidden: Tensor, gradient: Tensor, by_logprob: Tensor
+) -> tuple[Index, Tensor, Tensor]:
     """The chunk without its rows of zero gradient (clipped ones), if those are worth a copy of the others."""
     live = by_logprob.nonzero().squeeze(1)
     if len(live) > (1 - DEAD_SHARE) * len(hidden):
         return index, hidden, gradient
-    return index[live], hidden[live], gradient[live]
+    return live + index.start if isinstance(index, slice) else index[live], hidden[live], gradient[live]
 
 
 @torch.library.custom_op("cfa_kernels::linear_policy_loss", mutates_args=())
@@ -129,6 +147,7 @@ def linear_policy_loss_op(
     scale: Tensor,
     entropy_scale: Tensor | None,
     rows: Tensor | None,
+    rows_alone: bool,
     surrogate: str,
     level: str,
     numbers: Sequence[float],
@@ -140,11 +159,12 @@ def linear_policy_loss_op(
     fp32_logits: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss (), `STATS` (5, N), gradients by hidden (N, H), head (V, H) and bias (V,), and their factor ().
+    """Loss (), `STATS` (5, N), gradients by hidden, head (V, H) and bias (V,), and their factor ().
 
-    hidden (N, H); targets and token tensors (B, T), contiguous, N = B * T. `wanted` says which gradients to make;
-    the others are empty tensors. `rows`: the flattened tokens to look at; None with `drop_rows`: those that
-    `contributing` finds, at the price of waiting for the device. Only the loss is differentiable.
+    hidden (N, H), or with `rows_alone` (M, H), the states of `rows` in their order; targets and token tensors (B, T),
+    contiguous, N = B * T. `wanted` says which gradients to make; the others are empty tensors. `rows`: the flattened
+    tokens to look at; None with `drop_rows`: those that `contributing` finds, at the price of waiting for the device.
+    Only the loss is differentiable.
     """
     options, cap = PolicyOptions.of(surrogate, level, numbers), Softmax(*softmax)
     shape = scale.shape
@@ -156,19 +176,20 @@ def linear_policy_loss_op(
         rows = contributing(grid, options, all_counted=all_counted).flatten().nonzero().squeeze(1)
     tokens, targets = grid.map(torch.flatten), targets.flatten()
     counted = tokens.scale > 0
-    strips = _Strips(hidden, head, counted, rows, chunk_size, fp32_logits)
+    strips = _Strips(hidden, head, counted, rows, rows_alone, chunk_size, fp32_logits)
     gradients = _Gradients(hidden, head, wanted)
 
     def finish_chunk(index: Index, states: Tensor, gradient: Tensor, by_logprob: Tensor) -> None:
-        if drop_rows and entropy_scale is None and isinstance(index, Tensor):
+        if drop_rows and entropy_scale is None and rows is not None:
             index, states, gradient = _without_dead_rows(index, states, gradient, by_logprob)
         gradients.add(index, states, gradient)
 
     with torch.autocast(hidden.device.type, enabled=False):
         if level == "sequence":
             known = RowLogprobs(*scale.new_zeros(4, targets.numel()))
-            for index in strips:
-                _, logits, _ = strips.load(index)
+            for chunk in strips:
+                index = chunk.tokens
+                _, logits, _ = strips.load(chunk)
                 found = row_logprobs(
                     logits, bias, targets[index], counted[index], cap, with_entropy=with_entropy, backend=backend
                 )
@@ -177,18 +198,20 @@ def linear_policy_loss_op(
             loss, stats, by_logprob, by_entropy = policy_of_logprobs(
                 known.logprobs, known.entropy, tokens, entropy_scale, options, shape
             )
-            for index in strips if any(wanted) else ():
-                states, logits, gradient = strips.load(index)
+            for chunk in strips if any(wanted) else ():
+                index = chunk.tokens
+                states, logits, gradient = strips.load(chunk)
                 row_gradients(
                     logits, bias, gradient, targets[index], by_logprob[index],
                     None if by_entropy is None else by_entropy[index], cap,
                     rows=RowLogprobs(*(whole[index] for whole in known)), backend=backend,
                 )  # fmt: skip
-                finish_chunk(index, states, gradient[0], by_logprob[index])
+                finish_chunk(chunk.states, states, gradient[0], by_logprob[index])
         else:
             loss, stats = scale.new_zeros(()), scale.new_zeros(len(STATS), targets.numel())
-            for index in strips:
-                states, logits, gradient = strips.load(index)
+            for chunk in strips:
+                index = chunk.tokens
+                states, logits, gradient = strips.load(chunk)
                 part, stats[:, index], by_logprob = policy_rows(
                     logits, bias, targets[index], _select(tokens, index),
                     entropy_scale, options, cap, gradient if any(wanted) else None,
@@ -196,7 +219,7 @@ def linear_policy_loss_op(
                 )  # fmt: skip
                 loss += part
                 if any(wanted):
-                    finish_chunk(index, states, gradient[0], by_logprob)
+                    finish_chunk(chunk.states, states, gradient[0], by_logprob)
     return loss * unit, stats, *gradients.finish(), unit
 
 
