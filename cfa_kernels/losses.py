@@ -217,7 +217,7 @@ def linear_policy_loss(
 ) -> tuple[Tensor, Metrics]: ...
 
 
-def linear_policy_loss(
+def linear_policy_loss(  # type: ignore[misc]
     hidden: Tensor,
     lm_head: Tensor,
     targets: Tensor,
