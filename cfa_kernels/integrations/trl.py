@@ -18,6 +18,8 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from .. import CounterfactualConfig, Credit, counterfactual_credit, linear_policy_loss
+from ..hf import causal_lm, prove_head, prove_supported, read_head
+from ..losses import LOSS_TYPES
 from . import require
 from .credit import fold_weights
 
@@ -44,6 +46,9 @@ _FIGURES = (
     *("credit/drop_min", "credit/distractor_fraction", "credit/tokens_fed", "credit/forwards", "credit/seconds"),
 )
 
+# These modes assign credit without a look at the model.
+_UNSCORED = ("uniform", "random")
+
 # The processes hold the whole model (DeepSpeed's stage 3 can gather it).
 _WHOLE_MODEL = {DistributedType.NO, DistributedType.DEEPSPEED} | {
     kind for kind in DistributedType if kind.name.startswith("MULTI_")
@@ -56,8 +61,9 @@ class CounterfactualMixin(_Trainer):
     Args:
         *args, **kwargs: the trainer's own.
         counterfactual: how credit is assigned; default `CounterfactualConfig()`, the CF paper's. Mode `uniform`
-            switches credit off: nothing is scored, losses and gradients are TRL's own to the last bit.
-        fused_loss: compute the loss with `linear_policy_loss`, from hidden states.
+            switches credit off: nothing is scored and nothing is refused for its sake; losses and gradients are
+            TRL's own to the last bit.
+        fused_loss: compute the loss with `linear_policy_loss`, from hidden states; with or without credit.
 
     Weights are made in training only; evaluation is TRL's. Rows whose advantage is zero are not scored. Logs
     `credit/weight_mean`, `weight_std`, `scored_fraction`, `spans_mean`, `drop_mean`, `drop_min`,
@@ -65,7 +71,10 @@ class CounterfactualMixin(_Trainer):
     slowest process) among TRL's metrics.
 
     Raises:
-        NotImplementedError: settings that credit, or the fused loss, cannot be combined with, each by its name.
+        NotImplementedError: settings that credit, or the fused loss, cannot be combined with, each by its name; a
+            model that cannot be scored, or whose head the fused loss cannot read, by its class. The model is
+            tried at construction. Where it is not on its device by then (DeepSpeed and `bf16_full_eval` place it
+            in `train`, and stage 3 has to gather it), it is tried before the first completion is generated.
     """
 
     args: Any
@@ -82,21 +91,50 @@ class CounterfactualMixin(_Trainer):
         self.counterfactual = counterfactual or CounterfactualConfig()
         self.fused_loss = fused_loss
         self._credit_generator = torch.Generator().manual_seed(self.args.seed + self.accelerator.process_index)
-        _refuse("counterfactual credit", _credit_obstacles(self))
+        if self.counterfactual.mode != "uniform":
+            _refuse("counterfactual credit", _credit_obstacles(self))
         if fused_loss:
             _refuse("fused_loss=True", _fusion_obstacles(self))
-            model = self.accelerator.unwrap_model(self.model)
             _accept_policy_loss(
-                model.get_base_model() if hasattr(model, "get_base_model") else model,
+                causal_lm(self.accelerator.unwrap_model(self.model)),
                 head_in_float32=getattr(self.args, "cast_lm_head_to_fp32", False),
             )
+        self._model_is_proven = False
+        if self._model_is_placed():
+            self._prove_model()
+
+    def _model_is_placed(self) -> bool:
+        """Whether the model is whole and on its device; DeepSpeed sees to that when training starts."""
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return False
+        return all(parameter.device.type == self.accelerator.device.type for parameter in self.model.parameters())
+
+    def _prove_model(self) -> None:
+        """Refuse a model that cannot be scored (credit that scores), or whose head cannot be read (the fused loss)."""
+        proofs = []
+        if self.counterfactual.mode not in _UNSCORED:
+            proofs.append((prove_supported, "CounterfactualConfig(mode='uniform') trains it as TRL does"))
+        if self.fused_loss:
+            proofs.append((prove_head, "leave out fused_loss=True"))
+        if proofs:
+            with self._whole_model() as model, self.accelerator.autocast():
+                for prove, remedy in proofs:
+                    try:
+                        prove(causal_lm(model))
+                    except NotImplementedError as error:
+                        raise NotImplementedError(f"{error}; {remedy}") from error
+        self._model_is_proven = True
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if not self._model_is_proven:
+            self._prove_model()
         output = super()._generate_and_score_completions(inputs)
-        if not self.model.training or self.counterfactual.mode == "uniform":
+        credited = self.model.training and self.counterfactual.mode != "uniform"
+        if "pixel_values" in output and (credited or self.fused_loss):
+            what = "fused_loss=True" if self.fused_loss else "counterfactual credit"
+            raise NotImplementedError(f"{what} cannot be combined with images (pixel_values)")
+        if not credited:
             return output
-        if "pixel_values" in output:
-            raise NotImplementedError("counterfactual credit cannot be combined with images (pixel_values)")
         start = time.perf_counter()
         with self._whole_model() as model, self.accelerator.autocast():
             credit = counterfactual_credit(
@@ -213,24 +251,19 @@ def _refuse(what: str, obstacles: Iterator[str]) -> None:
 
 
 def _credit_obstacles(trainer: Any) -> Iterator[str]:
-    args, accelerator = trainer.args, trainer.accelerator
     if trainer.loss_type == "vespo":
         yield "loss_type='vespo': it weighs whole sequences, credit weighs the clipped loss of each token"
     if trainer.loss_type == "luspo" and _TRL < _LOSSES_OF_TODAY:
         yield f"loss_type='luspo' in TRL {_TRL}: it counts padding once advantages are per token; TRL 1.10 does not"
     if any(base.__name__ == "GMPOTrainer" for base in type(trainer).__mro__):
         yield "GMPOTrainer: its loss takes one advantage per sequence"
-    if getattr(trainer, "use_liger_kernel", False) and hasattr(trainer, "compute_liger_loss"):
+    if _computes_ligers_loss(trainer):
         yield f"use_liger_kernel=True in TRL {_TRL}: Liger's loss takes one advantage per sequence; not so in TRL 1.14"
-    if accelerator.distributed_type not in _WHOLE_MODEL:
-        yield f"{accelerator.distributed_type}: scoring needs the whole model in each process; use DDP or DeepSpeed"
-    parallelism = getattr(accelerator, "parallelism_config", None)
-    for name in ("tp", "cp", "sp"):
-        if getattr(parallelism, f"{name}_enabled", False):
-            yield f"{name} parallelism: scoring needs the whole model and whole sequences in each process"
-    if _zero_stage(trainer) == 3 and not args.ds3_gather_for_generation:
+    for how in _splits_of_the_model(trainer):
+        yield f"{how}: scoring needs the whole model and whole sequences in each process; use DDP or DeepSpeed"
+    if _zero_stage(trainer) == 3 and not trainer.args.ds3_gather_for_generation:
         yield "ds3_gather_for_generation=False: scoring gathers the model of DeepSpeed's stage 3 on every device"
-    if {"image", "images"} & set(getattr(trainer.train_dataset, "column_names", None) or ()):
+    if _has_images(trainer):
         yield "images in the dataset"
 
 
@@ -238,6 +271,13 @@ def _fusion_obstacles(trainer: Any) -> Iterator[str]:
     args = trainer.args
     if _TRL < _LOSSES_OF_TODAY:
         yield f"TRL {_TRL}: it normalises losses in another way than TRL 1.10 and later"
+    if trainer.loss_type not in LOSS_TYPES:
+        yield f"loss_type={trainer.loss_type!r}: it is none of {', '.join(LOSS_TYPES)}"
+    loss = super(CounterfactualMixin, trainer)._compute_loss
+    if getattr(loss, "__func__", None) is not GRPOTrainer._compute_loss:
+        yield f"{type(trainer).__name__}: it has a loss of its own (_compute_loss), which would not run"
+    if _computes_ligers_loss(trainer):
+        yield f"use_liger_kernel=True in TRL {_TRL}: it computes Liger's loss instead; not so in TRL 1.14"
     if args.top_entropy_quantile < 1.0:
         yield f"top_entropy_quantile={args.top_entropy_quantile}: that mask needs entropies before the loss"
     if args.off_policy_mask_threshold is not None:
@@ -246,12 +286,30 @@ def _fusion_obstacles(trainer: Any) -> Iterator[str]:
         yield f"an entropy bonus (entropy_coef={trainer.entropy_coef})"
     if getattr(trainer, "aux_loss_enabled", False):
         yield "the auxiliary loss of a mixture of experts"
+    for how in _splits_of_the_model(trainer):
+        yield f"{how}, which may split the head"
     if _zero_stage(trainer) == 3:
         yield "DeepSpeed's stage 3, which shards the head"
-    config = trainer.model.config.get_text_config()
-    for name in ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier"):
-        if getattr(config, name, None) not in (None, 1.0):
-            yield f"a model that scales its logits ({name}={getattr(config, name)})"
+    if _has_images(trainer):
+        yield "images in the dataset"
+
+
+def _splits_of_the_model(trainer: Any) -> Iterator[str]:
+    """What leaves a process without the whole model or without whole sequences; stage 3 of DeepSpeed apart."""
+    if trainer.accelerator.distributed_type not in _WHOLE_MODEL:
+        yield str(trainer.accelerator.distributed_type)
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    for name in ("tp", "cp", "sp"):
+        if getattr(parallelism, f"{name}_enabled", False):
+            yield f"{name} parallelism"
+
+
+def _computes_ligers_loss(trainer: Any) -> bool:
+    return getattr(trainer, "use_liger_kernel", False) and hasattr(trainer, "compute_liger_loss")
+
+
+def _has_images(trainer: Any) -> bool:
+    return bool({"image", "images"} & set(getattr(trainer.train_dataset, "column_names", None) or ()))
 
 
 def _accept_policy_loss(model: Any, *, head_in_float32: bool) -> None:
@@ -269,7 +327,7 @@ def _accept_policy_loss(model: Any, *, head_in_float32: bool) -> None:
         targets = options.pop("targets")
         given = {name: value for name, value in kwargs.items() if value is not None}  # PEFT passes every argument
         hidden = self.base_model(*args, use_cache=False, **given).last_hidden_state[:, -targets.shape[1] - 1 : -1]
-        head = self.get_output_embeddings()
+        head = read_head(self)
         if head_in_float32:
             hidden = hidden.float()
         with torch.autocast(hidden.device.type, enabled=False) if head_in_float32 else nullcontext():
@@ -280,8 +338,9 @@ def _accept_policy_loss(model: Any, *, head_in_float32: bool) -> None:
                 options.pop("old_logprobs"),
                 options.pop("advantages"),
                 options.pop("mask"),
-                bias=getattr(head, "bias", None),
-                softcap=getattr(self.config.get_text_config(), "final_logit_softcapping", None),
+                bias=head.bias,
+                softcap=head.softcap,
+                logit_scale=head.logit_scale,
                 **options,
             )
 

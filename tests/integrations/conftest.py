@@ -1,0 +1,56 @@
+"""What the tests of integrations share: one thread, a trainer of TRL, and processes that start from clean imports."""
+
+import gc
+import multiprocessing
+from collections.abc import Callable, Iterator
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models of these sizes gain nothing by threads, and wait for them where other processes keep the cores busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="package")
+def processes() -> BaseContext:
+    """Starts processes by forking one that has imported the library alone and then TRL, once for all of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["tests.integrations.library_alone", "cfa_kernels.integrations.trl", "datasets", "peft"]
+    )
+    return context
+
+
+@pytest.fixture(scope="package")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """`tests.integrations.trl_training.train` into a folder of its own."""
+    training = pytest.importorskip("tests.integrations.trl_training", exc_type=ImportError)
+
+    def run(*args: Any, **options: Any) -> Any:
+        return training.train(str(tmp_path_factory.mktemp("run")), *args, **options)
+
+    gc.freeze()  # every training collects garbage; without this it looks at all that was ever imported
+    yield run
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="package")
+def theirs(train: Callable[..., Any]) -> Any:
+    """TRL's own trainer after one step."""
+    from trl import GRPOTrainer
+
+    return train(GRPOTrainer)
+
+
+@pytest.fixture(scope="package")
+def mine(train: Callable[..., Any]) -> Any:
+    """The same with credit."""
+    return train()

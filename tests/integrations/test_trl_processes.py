@@ -1,0 +1,95 @@
+"""Training with credit on two processes of DDP is training on one."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import PHRASES, tiny_model, tiny_tokenizer
+
+pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
+
+from datasets import Dataset
+from trl import GRPOConfig
+
+from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
+from tests.integrations.trl_training import PROMPT, fuses, parameters, seven
+
+
+def same_rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """The same eight completions, however many processes they are split over."""
+    tokenizer = tiny_tokenizer()
+    vocabulary = tokenizer.get_vocab()
+    made = []
+    for i in range(len(prompts)):
+        i += trainer.accelerator.process_index * len(prompts)
+        reasoning = [PHRASES[(i + k) % 4] for k in range(2 + i % 3)]
+        made.append([vocabulary[text] for text in [*reasoning, "#### 7" if i % 3 else "#### 5"]] + [1])
+    return {
+        "prompt_ids": [tokenizer(PROMPT)["input_ids"]] * len(made),
+        "completion_ids": made,
+        "logprobs": [[-1.0] * len(row) for row in made],
+    }
+
+
+def train_part(processes: int, out: Path) -> dict[str, Any]:
+    """What one of `processes` does, and what came of it, by loss."""
+    arguments = GRPOConfig(
+        str(out), use_cpu=True, bf16=False, per_device_train_batch_size=8 // processes, num_generations=8,
+        max_completion_length=16, max_steps=2, report_to=[], logging_steps=1, save_strategy="no", learning_rate=1e-2,
+        disable_tqdm=True, shuffle_dataset=False, optim="sgd",
+    )  # fmt: skip
+    results = {}
+    for loss in ("plain", "fused"):
+        trainer = CounterfactualGRPOTrainer(
+            model=tiny_model(), reward_funcs=seven, args=arguments, processing_class=tiny_tokenizer(),
+            train_dataset=Dataset.from_dict({"prompt": [PROMPT] * 8}), rollout_func=same_rollouts,
+            fused_loss=loss == "fused",
+        )  # fmt: skip
+        trainer.train()
+        log = [entry for entry in trainer.state.log_history if "credit/tokens_fed" in entry]
+        drawn = trainer.accelerator.gather(torch.rand(1, generator=trainer._credit_generator))
+        results[loss] = {"state": parameters(trainer), "log": log, "processes": len(drawn), "drawn": drawn}
+    return results
+
+
+def train_as_one_of_two(rank: int, port: int, out: Path) -> None:
+    """What process `rank` does; the first one saves what came of it."""
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    results = train_part(2, out)
+    if rank == 0:
+        torch.save(results, out / "two.pt")
+
+
+@fuses
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_two_processes_train_as_one(processes, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [
+        processes.Process(target=train_as_one_of_two, args=(rank, port, tmp_path), daemon=True) for rank in range(2)
+    ]
+    for process in started:
+        process.start()
+    alone = train_part(1, tmp_path)
+    for process in started:
+        process.join(timeout=600)
+    assert [process.exitcode for process in started] == [0, 0]
+    together = torch.load(tmp_path / "two.pt", weights_only=False)
+    for loss in ("plain", "fused"):
+        one, two = alone[loss], together[loss]
+        assert (one["processes"], two["processes"]) == (1, 2)
+        assert two["drawn"].unique().numel() == 2  # random weights differ from process to process
+        for name, value in one["state"].items():
+            torch.testing.assert_close(two["state"][name], value, rtol=1e-3, atol=1e-6, msg=f"{loss}: {name}")
+        for a, b in zip(one["log"], two["log"], strict=True):
+            assert float(b["loss"]) == pytest.approx(float(a["loss"]), rel=1e-3, abs=1e-6)
+            assert float(b["credit/drop_min"]) == pytest.approx(float(a["credit/drop_min"]), rel=1e-3)
+            assert float(b["credit/forwards"]) == 2 * float(a["credit/forwards"])  # each scores its own rows

@@ -1,0 +1,272 @@
+"""What credit and the fused loss refuse in TRL, when, and that without them TRL runs as it does alone."""
+
+import re
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from cfa_kernels import CounterfactualConfig
+from tests.tiny import PHRASES, WORDS, tiny_model
+
+integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
+
+from accelerate.utils import DistributedType  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import MambaConfig, MambaForCausalLM, Qwen3ForCausalLM  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer, CounterfactualMixin  # noqa: E402
+from tests.integrations import trl_training  # noqa: E402
+from tests.integrations.trl_training import PROMPT, RELEASE, changed, fuses, logged  # noqa: E402
+
+try:
+    from trl.experimental.gmpo import GMPOTrainer
+except ImportError:
+
+    class GMPOTrainer(GRPOTrainer):
+        """By name alone the one of a later TRL."""
+
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+UNIFORM = CounterfactualConfig(mode="uniform")
+FUSED = {"counterfactual": UNIFORM, "fused_loss": True}
+
+
+@pytest.fixture
+def build(tmp_path) -> Callable[..., Any]:
+    return lambda *args, **options: trl_training.build(str(tmp_path / "run"), *args, **options)
+
+
+def mamba() -> MambaForCausalLM:
+    """A model without attention: it cannot be scored."""
+    torch.manual_seed(0)
+    config = MambaConfig(
+        vocab_size=len(WORDS) + len(PHRASES), hidden_size=16, num_hidden_layers=1, state_size=4, expand=1,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    return MambaForCausalLM(config)
+
+
+class LouderLM(Qwen3ForCausalLM):
+    """Multiplies its logits by what no configuration tells."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = 1.5 * output.logits
+        return output
+
+
+def louder() -> LouderLM:
+    return LouderLM(tiny_model().config)
+
+
+class Ligers(GRPOTrainer):
+    """As TRL was before 1.14 with Liger's loss."""
+
+    use_liger_kernel = property(lambda self: True, lambda self, value: None)
+
+    def compute_liger_loss(self, model, inputs):
+        return self._compute_loss(self.model, inputs)
+
+
+class OwnLoss(GRPOTrainer):
+    """A user's trainer with a loss of its own."""
+
+    def _compute_loss(self, model, inputs):
+        return 2 * super()._compute_loss(model, inputs)
+
+
+def before_1_10(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(integration, "_TRL", Version("1.9.0"))
+
+
+def sharded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(integration, "_WHOLE_MODEL", {DistributedType.MULTI_GPU})
+
+
+def stage_3(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(integration, "_zero_stage", lambda trainer: 3)
+
+
+ASKED = [[{"role": "user", "content": PROMPT}]] * 8
+IMAGES = {"train_dataset": Dataset.from_dict({"prompt": ASKED, "images": [[]] * 8})}
+# name: TRL's configuration, arguments of the trainer, TRL's class, what is pretended, what the refusal says
+CREDIT: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
+    "vespo": ({"loss_type": "vespo"}, {}, GRPOTrainer, None, "combined with loss_type='vespo'"),
+    "luspo": ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, {}, GRPOTrainer, before_1_10,
+              "combined with loss_type='luspo' in TRL 1.9.0"),
+    "GMPO": ({}, {}, GMPOTrainer, None, "combined with GMPOTrainer: its loss takes one advantage per sequence"),
+    "Liger's loss": ({}, {}, Ligers, None, "combined with use_liger_kernel=True in TRL"),
+    "FSDP": ({}, {}, GRPOTrainer, sharded, "combined with DistributedType.NO: scoring needs the whole model"),
+    "stage 3": ({"ds3_gather_for_generation": False}, {}, GRPOTrainer, stage_3,
+                "combined with ds3_gather_for_generation=False"),
+    "images": ({}, IMAGES, GRPOTrainer, None, "combined with images in the dataset"),
+    "a state space": ({}, {"model": mamba}, GRPOTrainer, None, r"model: MambaForCausalLM .*mode='uniform'"),
+}  # fmt: skip
+FUSION: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
+    "TRL before 1.10": ({}, {}, GRPOTrainer, before_1_10, "combined with TRL 1.9.0: it normalises"),
+    "vespo": ({"loss_type": "vespo"}, {}, GRPOTrainer, None, "combined with loss_type='vespo': it is none of grpo"),
+    "GMPO": ({}, {}, GMPOTrainer, None, r"GMPOTrainer: it has a loss of its own \(_compute_loss\)"),
+    "a loss of one's own": ({}, {}, OwnLoss, None, r"OwnLoss: it has a loss of its own \(_compute_loss\)"),
+    "Liger's loss": ({}, {}, Ligers, None, "combined with use_liger_kernel=True in TRL"),
+    "entropy mask": ({"top_entropy_quantile": 0.5}, {}, GRPOTrainer, None, "combined with top_entropy_quantile=0.5"),
+    "off-policy mask": ({"off_policy_mask_threshold": 0.5}, {}, GRPOTrainer, None, "off_policy_mask_threshold=0.5"),
+    "entropy bonus": ({"entropy_coef": 0.01}, {}, GRPOTrainer, None, "combined with an entropy bonus"),
+    "FSDP": ({}, {}, GRPOTrainer, sharded, "combined with DistributedType.NO, which may split the head"),
+    "stage 3": ({}, {}, GRPOTrainer, stage_3, "combined with DeepSpeed's stage 3"),
+    "images": ({}, IMAGES, GRPOTrainer, None, "combined with images in the dataset"),
+    "logits changed": ({}, {"model": louder}, GRPOTrainer, None, r"model: LouderLM .* nats.*leave out fused_loss=True"),
+}  # fmt: skip
+
+
+NEEDED = {"vespo": "vespo_k_pos", "entropy bonus": "entropy_coef"}
+
+
+def prepare(cases: dict[str, Any], name: str, patch: pytest.MonkeyPatch) -> tuple[dict, dict, type, str]:
+    """TRL's configuration, the trainer's arguments, TRL's class and the message; pretends what the case pretends."""
+    if not hasattr(GRPOConfig, NEEDED.get(name, "loss_type")):
+        pytest.skip(f"this TRL has no {NEEDED[name]}")
+    options, trainer, base, pretend, message = cases[name]
+    if pretend is not None:
+        pretend(patch)
+    if "model" in trainer:
+        trainer = trainer | {"model": trainer["model"]()}
+    return options, trainer, base, message
+
+
+def with_mixin(base: type) -> type:
+    return type(f"Counterfactual{base.__name__}", (CounterfactualMixin, base), {})
+
+
+@pytest.mark.parametrize("case", CREDIT)
+def test_what_credit_cannot_be_combined_with_is_refused_by_name_at_construction(build, monkeypatch, case):
+    options, trainer, base, message = prepare(CREDIT, case, monkeypatch)
+    with pytest.raises(NotImplementedError, match=message):
+        build(with_mixin(base), trainer=trainer, **options)
+
+
+@pytest.mark.parametrize("case", CREDIT)
+def test_with_credit_switched_off_nothing_is_refused_and_training_is_trls_own(train, monkeypatch, case):
+    options, trainer, base, _ = prepare(CREDIT, case, monkeypatch)
+    trained = [
+        train(cls, trainer=trainer | extra | ({"model": mamba()} if "model" in trainer else {}), **options)
+        for cls, extra in ((base, {}), (with_mixin(base), {"counterfactual": UNIFORM}))
+    ]
+    assert not changed(*trained)
+    assert changed(trained[0], SimpleNamespace(model=mamba() if "model" in trainer else tiny_model()))
+    for name in ("loss", "grad_norm", "reward", "entropy"):
+        assert logged(trained[0], name) == logged(trained[1], name)
+
+
+@fuses
+@pytest.mark.parametrize("case", FUSION)
+def test_what_the_fused_loss_cannot_be_combined_with_is_refused_with_and_without_credit(build, monkeypatch, case):
+    options, trainer, base, message = prepare(FUSION, case, monkeypatch)
+    with pytest.raises(NotImplementedError, match=message):
+        build(with_mixin(base), trainer=trainer | FUSED, **options)
+    build(with_mixin(base), trainer=trainer | {"counterfactual": UNIFORM}, **options)
+
+
+@pytest.mark.parametrize("name", ["tp", "cp", "sp"])
+def test_a_model_or_sequences_that_processes_share_out_are_refused(build, name):
+    built = build()
+    trainer = SimpleNamespace(**vars(built) | {"accelerator": SimpleNamespace(
+        distributed_type=DistributedType.NO, parallelism_config=SimpleNamespace(**{f"{name}_enabled": True}),
+        state=built.accelerator.state,
+    )})  # fmt: skip
+    assert list(integration._credit_obstacles(trainer)) == [
+        f"{name} parallelism: scoring needs the whole model and whole sequences in each process; use DDP or DeepSpeed"
+    ]
+
+
+def test_sharded_models_are_refused_and_gathered_ones_are_not(mine, monkeypatch):
+    state = mine.accelerator.state
+    monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
+    assert any("whole model" in reason for reason in integration._credit_obstacles(mine))
+    monkeypatch.setattr(state, "distributed_type", DistributedType.DEEPSPEED)
+    stage_3(monkeypatch)
+    assert list(integration._credit_obstacles(mine)) == []
+
+
+@pytest.mark.parametrize("mode", ["counterfactual", "uniform"])
+def test_images_that_come_with_the_rollouts_are_refused_where_there_is_credit(mode):
+    class WithImages(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            return inputs
+
+    trainer = object.__new__(with_mixin(WithImages))
+    trainer.counterfactual, trainer.fused_loss = CounterfactualConfig(mode=mode), False
+    trainer.model, trainer._model_is_proven = SimpleNamespace(training=True), True
+    batch = {"pixel_values": torch.zeros(1)}
+    if mode == "uniform":
+        assert trainer._generate_and_score_completions(batch) is batch
+        trainer.fused_loss = True
+    with pytest.raises(NotImplementedError, match=r"cannot be combined with images \(pixel_values\)"):
+        trainer._generate_and_score_completions(batch)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused_loss": True}], ids=str)
+def test_random_weights_need_no_model_that_can_be_scored(train, options):
+    if options and RELEASE < (1, 10):
+        pytest.skip("the fused loss needs TRL 1.10")
+    config = CounterfactualConfig(mode="random")
+    trained = train(trainer={"model": mamba(), "counterfactual": config} | options)
+    assert max(logged(trained, "credit/weight_std")) > 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_model_that_is_placed_by_training_is_tried_before_the_first_completion(build, monkeypatch, fused):
+    if fused and RELEASE < (1, 10):
+        pytest.skip("the fused loss needs TRL 1.10")
+    tried: list[str] = []
+    for name in ("prove_supported", "prove_head"):
+        monkeypatch.setattr(integration, name, lambda model, name=name: tried.append(name))
+    expected = ["prove_supported", "prove_head"][: 1 + fused]
+
+    class Later(CounterfactualGRPOTrainer):
+        def _model_is_placed(self) -> bool:
+            return False
+
+        @contextmanager
+        def _whole_model(self):
+            tried.append("whole")
+            with super()._whole_model() as model:
+                yield model
+
+        def _generate(self, *args, **kwargs):
+            assert tried[: 1 + len(expected)] == ["whole", *expected]
+            return super()._generate(*args, **kwargs)
+
+    trainer = build(Later, trainer={"fused_loss": fused}, max_steps=2)
+    assert tried == []
+    trainer.train()
+    assert [name for name in tried if name != "whole"] == expected  # once
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "placed"),
+    [
+        (DistributedType.NO, "cpu", True),
+        (DistributedType.MULTI_GPU, "cpu", True),
+        (DistributedType.MULTI_GPU, "meta", False),
+        (DistributedType.DEEPSPEED, "cpu", False),
+    ],
+)
+def test_a_model_is_placed_when_it_is_whole_on_the_device(kind, device, placed):
+    trainer = object.__new__(CounterfactualGRPOTrainer)
+    trainer.accelerator = SimpleNamespace(distributed_type=kind, device=torch.device("cpu"))
+    trainer.model = torch.nn.Linear(2, 2, device=device)
+    assert trainer._model_is_placed() == placed
+
+
+def test_every_obstacle_at_once_is_named(build):
+    with pytest.raises(NotImplementedError, match=re.escape("'vespo'") + ".*; nor with images in the dataset"):
+        build(trainer=IMAGES, loss_type="vespo")
