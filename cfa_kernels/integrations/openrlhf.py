@@ -84,13 +84,23 @@ class CounterfactualPolicyLoss(nn.Module):
         *,
         weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Loss, clip ratio, approximate KL and two Nones (no importance correction); tensors are (B, A).
+        """OpenRLHF's loss, with the clipped loss of each token weighed.
 
-        The clip ratio is that of tokens, for `gspo` that of sequences.
+        Args:
+            log_probs, old_log_probs, advantages: (B, A) float, nats.
+            action_mask: (B, A), 0 or 1; default all 1.
+            rollout_log_probs: not read.
+            dp_size: processes that the two totals are of.
+            batch_num_tokens: tokens of the whole batch; default this micro-batch's.
+            global_batch_size: sequences of the whole batch; default this micro-batch's.
+            weights: (B, A), finite and >= 0; default 1.
 
-        `weights` (B, A), finite and >= 0, multiply the clipped loss of each token. `batch_num_tokens` and
-        `global_batch_size` are the totals over `dp_size` processes, as in OpenRLHF. `rollout_log_probs` are
-        not read. Raises as `policy_loss`.
+        Returns:
+            Loss, clip ratio (of tokens, for `gspo` of sequences), approximate KL (nats), and None twice in the place
+            of an importance correction's figures.
+
+        Raises:
+            TypeError, ValueError: what `policy_loss` refuses.
         """
         mask = torch.ones_like(log_probs) if action_mask is None else action_mask
         divisor: Any
@@ -111,11 +121,13 @@ class CounterfactualMixin(_Maker):
     """Adds credit to OpenRLHF's experience maker: `class Mine(CounterfactualMixin, RemoteExperienceMaker)`.
 
     Answers are scored at the rollout temperature, which OpenRLHF's actor divides its logits by. `credit/*` goes
-    into `experience.info` and so into OpenRLHF's log.
+    into `experience.info` and so into OpenRLHF's log. No model is refused: answers are scored by OpenRLHF's own
+    log-probs.
 
     Args:
         *args, **kwargs: the experience maker's own.
-        counterfactual: how credit is assigned; default the CF paper's.
+        counterfactual: how credit is assigned; default the CF paper's. Mode `uniform` switches credit off:
+            OpenRLHF runs as it does alone, and nothing is refused.
 
     Raises:
         ImportError: OpenRLHF is absent or too old.
@@ -131,15 +143,31 @@ class CounterfactualMixin(_Maker):
         super().__init__(*args, **kwargs)
         self.counterfactual = counterfactual or CounterfactualConfig()
         self._credit_generator = torch.Generator().manual_seed(self.args.train.seed)
+        if self.counterfactual.mode == "uniform":
+            return
         if self.args.algo.kl.init_coef > 0 and not self.args.algo.kl.use_loss:
             raise NotImplementedError(
                 "counterfactual credit cannot be combined with a KL term in the reward, which it would weigh; use "
                 "--algo.kl.use_loss"
             )
+        if images := getattr(self.args.data, "max_images_per_prompt", 0):
+            raise NotImplementedError(
+                f"counterfactual credit cannot be combined with images (--data.max_images_per_prompt {images})"
+            )
 
     @torch.no_grad()
     def compute_advantages_and_returns(self, experiences: list[Any]) -> list[Any]:
-        """OpenRLHF's advantages times token weights."""
+        """OpenRLHF's advantages times token weights.
+
+        Args:
+            experiences: the rollouts of a step, with their rewards.
+
+        Returns:
+            What OpenRLHF's method returns; every experience's `info` has the figures of the step.
+
+        Raises:
+            NotImplementedError: images among the inputs.
+        """
         experiences = super().compute_advantages_and_returns(experiences)
         if self.counterfactual.mode == "uniform":
             return experiences
@@ -230,7 +258,14 @@ def _rows(experience: Any) -> list[_Row]:
 
 
 def trainer_with_credit(config: CounterfactualConfig) -> Any:
-    """OpenRLHF's synchronous Ray actor `PPOTrainer` with credit in its experience maker."""
+    """OpenRLHF's synchronous trainer with credit in its experience maker.
+
+    Args:
+        config: how credit is assigned.
+
+    Returns:
+        A Ray actor class, a subclass of the one in `openrlhf.trainer.ppo_trainer.PPOTrainer`.
+    """
     import ray
     from openrlhf.trainer.ppo_trainer import PPOTrainer
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
@@ -258,16 +293,25 @@ def trainer_with_credit(config: CounterfactualConfig) -> Any:
 
 
 def main() -> None:
-    """`openrlhf.cli.train_ppo_ray` with credit: its arguments, and `--counterfactual` with fields as JSON."""
+    """`openrlhf.cli.train_ppo_ray` with credit: its arguments, and `--counterfactual` with fields as JSON.
+
+    Mode `uniform` starts OpenRLHF as it is.
+
+    Raises:
+        ImportError: OpenRLHF is absent or too old.
+        NotImplementedError: asynchronous training, with credit.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--counterfactual", type=json.loads, default={})
     ours, theirs = parser.parse_known_args()
-    if any(option.startswith("--train.as") for option in theirs):  # OpenRLHF's parser takes abbreviations
+    config = CounterfactualConfig(**ours.counterfactual)
+    if config.mode != "uniform" and any(option.startswith("--train.as") for option in theirs):  # abbreviations count
         raise NotImplementedError("counterfactual credit cannot be combined with --train.async_enable")
     require("openrlhf", OLDEST)
-    from openrlhf.trainer import ppo_trainer
+    if config.mode != "uniform":
+        from openrlhf.trainer import ppo_trainer
 
-    ppo_trainer.PPOTrainer = trainer_with_credit(CounterfactualConfig(**ours.counterfactual))
+        ppo_trainer.PPOTrainer = trainer_with_credit(config)
     sys.argv[1:] = theirs
     runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
 

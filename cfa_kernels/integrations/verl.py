@@ -56,6 +56,9 @@ def counterfactual_policy_loss(
             `clip_ratio_c` and `global_batch_info`.
         rollout_is_weights: (B, T), finite and >= 0, or None.
 
+    Returns:
+        The loss, to be summed over micro-batches as verl does, and the figures that verl logs of its own.
+
     Raises:
         ValueError: an unknown `loss_agg_mode`, totals that several processes need and do not have, `clip_ratio_c`
             inside the clip range, and what `policy_loss` refuses.
@@ -120,9 +123,17 @@ def _aggregation(mode: str, mask: Tensor, totals: Mapping[str, Any]) -> tuple[di
 
 
 def credit_config(config: Any) -> CounterfactualConfig:
-    """`CounterfactualConfig` from the section `counterfactual` of verl's configuration; defaults without it.
+    """How credit is assigned, from the section `counterfactual` of verl's configuration.
 
-    Raises `TypeError` or `ValueError` for a field that does not exist or cannot be.
+    Args:
+        config: verl's whole configuration, with the section or without it.
+
+    Returns:
+        `CounterfactualConfig` with the section's fields; the defaults without it.
+
+    Raises:
+        TypeError: a field that does not exist.
+        ValueError: a value that cannot be.
     """
     return CounterfactualConfig(**dict(config.get("counterfactual") or {}))
 
@@ -130,8 +141,11 @@ def credit_config(config: Any) -> CounterfactualConfig:
 class CounterfactualMixin(_Trainer):
     """Adds credit to a trainer of `verl.trainer.ppo.v1`: `class Mine(CounterfactualMixin, PPOTrainerSync)`.
 
-    Logs the same `credit/*` as in TRL, for the whole batch. Raises `NotImplementedError` at the start for
-    settings that credit cannot be combined with, each by its name.
+    Logs the same `credit/*` as in TRL, for the whole batch. Mode `uniform` switches credit off: verl runs as it does
+    alone, and nothing is refused. Models are never: they are scored by verl's own log-probs.
+
+    Raises:
+        NotImplementedError: at the start, settings that credit cannot be combined with, each by its name.
     """
 
     config: Any
@@ -141,14 +155,15 @@ class CounterfactualMixin(_Trainer):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.counterfactual = credit_config(config)
-        _refuse(config)
+        if self.counterfactual.mode != "uniform":
+            _refuse(config)
         super().__init__(config, *args, **kwargs)
         seed = config.actor_rollout_ref.actor.data_loader_seed
         self._credit_generator = torch.Generator().manual_seed(seed or 0)
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()
-        if self.processor is not None:
+        if self.processor is not None and self.counterfactual.mode != "uniform":
             raise NotImplementedError("counterfactual credit cannot be combined with images (a processor) in verl")
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -236,13 +251,30 @@ def _refuse(config: Any) -> None:
 
 
 def add_credit(trainers: dict[str, type], mode: str) -> None:
-    """Replace the trainer that verl has registered for `trainer.v1.trainer_mode` by its subclass with credit."""
+    """Put a subclass with credit in the place of a trainer that verl has registered.
+
+    Args:
+        trainers: verl's registry, which is changed.
+        mode: the key in it, `trainer.v1.trainer_mode`.
+    """
     if not issubclass(trainers[mode], CounterfactualMixin):
         trainers[mode] = type(f"Counterfactual{trainers[mode].__name__}", (CounterfactualMixin, trainers[mode]), {})
 
 
 def run(config: Any) -> None:
-    """What `verl.trainer.main_ppo` does with a configuration, with credit in the trainer it names."""
+    """What `verl.trainer.main_ppo` does with a configuration, with credit in the trainer it names.
+
+    Args:
+        config: verl's whole configuration. In mode `uniform` nothing is added and nothing refused.
+
+    Raises:
+        NotImplementedError: settings that credit cannot be combined with, each by its name.
+    """
+    if credit_config(config).mode == "uniform":
+        from verl.trainer.main_ppo import main
+
+        main(config)
+        return
     import ray
     from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -258,7 +290,6 @@ def run(config: Any) -> None:
             add_credit(TRAINER_REGISTRY, config.trainer.v1.trainer_mode)
             super().run(config)
 
-    credit_config(config)
     _refuse(config)
     auto_set_device(config)
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))

@@ -22,6 +22,7 @@ from cfa_kernels import CounterfactualConfig, counterfactual_weights, integratio
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin, CounterfactualPolicyLoss
 from tests.tiny import PHRASES, tiny_model, tiny_tokenizer
 
+UNIFORM = CounterfactualConfig(mode="uniform")
 GPU_LIBRARIES = ("deepspeed", "flash_attn", "vllm", "bitsandbytes", "optree", "pynvml", "torchmetrics")
 
 
@@ -95,6 +96,7 @@ def settings(**changes: Any) -> Any:
             advantage=space(estimator=changes.get("estimator", "group_norm"), gamma=1.0, lambd=1.0, no_std_norm=False),
             kl=space(init_coef=changes.get("kl", 0.0), use_loss=changes.get("use_loss", False)),
         ),
+        data=space(max_images_per_prompt=changes.get("images", 0)),
         ds=space(ring_attn_size=changes.get("copies", 1), tensor_parallel_size=1),
         reward=space(clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None),
         rollout=space(n_samples_per_prompt=3, micro_batch_size=2, max_tokens_per_gpu=changes.get("tokens")),
@@ -227,9 +229,7 @@ def test_rows_without_advantage_are_not_asked_for(build, openrlhf):
     assert silent.actor_model_group.calls == []
 
 
-@pytest.mark.parametrize(
-    "credit", [CounterfactualConfig(mode="uniform"), CounterfactualConfig(w_min=1.0, w_max=1.0, w_answer=1.0)], ids=str
-)
+@pytest.mark.parametrize("credit", [UNIFORM, CounterfactualConfig(w_min=1.0, w_max=1.0, w_answer=1.0)], ids=str)
 def test_with_weights_of_one_the_advantages_are_openrlhfs_to_the_last_bit(build, openrlhf, credit):
     stock = build(None).compute_advantages_and_returns(experiences(openrlhf))
     mine = build(credit).compute_advantages_and_returns(experiences(openrlhf))
@@ -247,17 +247,26 @@ def test_random_weights_come_from_the_seed_and_ask_for_nothing(build, openrlhf):
     assert not torch.equal(advantages(1), advantages(2))
 
 
-def test_images_are_refused(build, openrlhf):
-    made = experiences(openrlhf)
-    made[1].mm_train_inputs = [None, {"pixel_values": torch.zeros(1)}]
+def test_images_are_refused_where_there_is_credit(build, openrlhf):
+    def with_images() -> list[Any]:
+        made = experiences(openrlhf)
+        made[1].mm_train_inputs = [None, {"pixel_values": torch.zeros(1)}]
+        return made
+
+    with pytest.raises(NotImplementedError, match=r"images \(--data.max_images_per_prompt 2\)"):
+        build(CounterfactualConfig(), images=2)
     with pytest.raises(NotImplementedError, match=r"cannot be combined with images \(mm_train_inputs\)"):
-        build(CounterfactualConfig()).compute_advantages_and_returns(made)
+        build(CounterfactualConfig()).compute_advantages_and_returns(with_images())
+    stock = build(None, images=2).compute_advantages_and_returns(with_images())
+    given = build(UNIFORM, images=2).compute_advantages_and_returns(with_images())
+    assert all(torch.equal(a.advantages, b.advantages) for a, b in zip(stock, given, strict=True))
 
 
-def test_a_kl_term_in_the_reward_is_refused_and_one_in_the_loss_is_not(build):
+def test_a_kl_term_in_the_reward_is_refused_where_there_is_credit_and_one_in_the_loss_is_not(build):
     with pytest.raises(NotImplementedError, match=r"KL term in the reward.*--algo\.kl\.use_loss"):
         build(CounterfactualConfig(), kl=0.1)
     build(CounterfactualConfig(), kl=0.1, use_loss=True)
+    build(UNIFORM, kl=0.1)
 
 
 @pytest.mark.parametrize(
@@ -324,6 +333,17 @@ def test_the_launcher_refuses_asynchronous_training_however_it_is_written(monkey
     monkeypatch.setattr(sys, "argv", ["train", option])
     with pytest.raises(NotImplementedError, match=r"cannot be combined with --train\.async_enable"):
         integration.main()
+
+
+@pytest.mark.parametrize("option", ["--train.async_enable", "--actor.num_nodes=1"])
+def test_with_credit_switched_off_the_launcher_starts_openrlhfs_as_it_is(openrlhf, monkeypatch, option):
+    started: list[Any] = []
+    monkeypatch.setattr(sys, "argv", ["train", option, "--counterfactual", '{"mode": "uniform"}'])
+    monkeypatch.setattr(integration.runpy, "run_module", lambda name, run_name: started.append((name, *sys.argv[1:])))
+    stock = openrlhf.trainer.PPOTrainer
+    integration.main()
+    assert started == [("openrlhf.cli.train_ppo_ray", option)]
+    assert openrlhf.trainer.PPOTrainer is stock
 
 
 def test_the_launcher_starts_openrlhfs_with_credit_in_its_experience_maker(openrlhf, monkeypatch):

@@ -257,7 +257,7 @@ def test_the_configuration_of_the_documentation_is_valid_and_starts_a_trainer_wi
     assert integration.credit_config(config) == CounterfactualConfig()
 
 
-@pytest.mark.parametrize(
+REFUSED = pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "kl_cov"}}}}, "loss_mode=kl_cov"),
@@ -270,9 +270,31 @@ def test_the_configuration_of_the_documentation_is_valid_and_starts_a_trainer_wi
     ],
     ids=str,
 )
+
+
+@REFUSED
 def test_what_credit_cannot_be_combined_with_is_refused_by_name(config, change, message):
     with pytest.raises(NotImplementedError, match=f"cannot be combined with .*{message}"):
         integration.run(OmegaConf.merge(config, change))
+
+
+@REFUSED
+@pytest.mark.filterwarnings("ignore:Disabled critic")
+def test_with_credit_switched_off_the_launcher_is_verls_own_and_refuses_nothing(config, monkeypatch, change, message):
+    import verl.trainer.main_ppo as main_ppo
+
+    started: list[Any] = []
+    monkeypatch.setattr(main_ppo, "validate_config", lambda **arguments: None)
+    monkeypatch.setattr(main_ppo, "run_ppo", lambda *args, **kwargs: started.append((*args, *kwargs.values())))
+    config = OmegaConf.merge(config, change)
+    OmegaConf.update(config, "counterfactual.mode", "uniform")
+    main_ppo.main(config)
+    integration.run(config)
+    theirs, mine = started
+    assert mine == theirs
+    host = type("Host", (), {"__init__": lambda self, config: started.append(config)})
+    type("Trainer", (CounterfactualMixin, host), {})(config)
+    assert started[-1] is config
 
 
 def test_a_trainer_reads_its_configuration_and_refuses_before_anything_starts(config):
@@ -295,13 +317,21 @@ def test_a_trainer_reads_its_configuration_and_refuses_before_anything_starts(co
     assert len(started) == 1
 
 
-@pytest.mark.parametrize("processor", [None, "a processor of images"])
-def test_a_model_of_images_is_refused_before_the_first_rollout(config, monkeypatch, processor):
+@pytest.mark.parametrize(
+    ("processor", "mode", "refused"),
+    [
+        (None, "counterfactual", False),
+        ("a processor of images", "counterfactual", True),
+        ("a processor of images", "uniform", False),
+    ],
+)
+def test_a_model_of_images_is_refused_before_the_first_rollout(config, monkeypatch, processor, mode, refused):
     made = SimpleNamespace(tokenizer=tiny_tokenizer(), processor=processor)
     monkeypatch.setattr(trainer_base, "omega_conf_to_dataclass", lambda config: made)
-    trainer = build(config, None)
-    if processor is None:
+    trainer = build(config, None, mode=mode)
+    if not refused:
         trainer._init_tokenizer()
+        assert trainer.processor == processor
         return
     with pytest.raises(NotImplementedError, match=r"cannot be combined with images \(a processor\)"):
         trainer._init_tokenizer()
