@@ -9,7 +9,18 @@ from packaging.version import Version
 
 
 def require(package: str, oldest: str) -> Version:
-    """The installed version of `package`; `ImportError` naming the version needed if it is absent or older."""
+    """The installed version of a trainer's package.
+
+    Args:
+        package: its name, of the package and of the module here that needs it.
+        oldest: the first version that will do.
+
+    Returns:
+        The version, for comparisons.
+
+    Raises:
+        ImportError: the package is absent or older; names the version needed and the one found.
+    """
     try:
         installed = Version(version(package))
     except PackageNotFoundError as error:

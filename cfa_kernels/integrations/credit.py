@@ -45,7 +45,15 @@ def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
 
 
 def pad_rows(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tensor]:
-    """Rows of any length, 1-D each, as (B, longest) padded with 0, and the mask (B, longest) of what is real."""
+    """Rows of any length as one tensor.
+
+    Args:
+        rows: B tensors of one dtype, 1-D each; an empty list is an error of PyTorch's.
+        side: where padding goes, `right` or `left`.
+
+    Returns:
+        (B, longest) padded with 0, and the mask (B, longest) of what is real, both in the rows' dtype.
+    """
     ids, mask = (
         torch.nn.utils.rnn.pad_sequence(list(tensors), batch_first=True, padding_side=side)
         for tensors in (rows, [torch.ones_like(row) for row in rows])
@@ -61,8 +69,13 @@ def scorer_from_logprobs(logprobs_of: LogprobsOf) -> Callable[..., Counterfactua
     scores are those of `score_counterfactuals` to rounding, at the service's temperature; the
     work is not shared between sequences (`work.tokens_fed` says how much it was).
 
-    Raises (when called):
-        ValueError: the service gave another number of sequences or tokens than it was asked for.
+    Args:
+        logprobs_of: the service; called at most once for a batch.
+
+    Returns:
+        What stands in for `score_counterfactuals`; scores are on the CPU. It raises `ValueError` if the service gives
+        another number of sequences or tokens than it was asked for, or if log-probs of whole completions or a
+        temperature are asked for.
     """
 
     def score(
