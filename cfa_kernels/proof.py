@@ -50,6 +50,8 @@ _ROUNDINGS = 8  # so many times what the model's own two ways of computing a row
 _HALVES = (torch.bfloat16, torch.float16)
 _Result = TypeVar("_Result")
 
+_SHARE = 0.02  # of what masking moves
+_NOISE = 3e-5  # of float32 sums, where the two ways happen to agree
 _LARGE = 60.0  # the largest logit before scale and cap
 _LENGTH, _SMALL = 24, 5  # tokens of the probe, and the window and chunk that it is run with
 
@@ -121,17 +123,10 @@ def _proven_transform(model: PreTrainedModel) -> tuple[float | None, float]:
     rows = torch.from_numpy(np.stack([query.tokens for query in _probe(model)]))
 
     def measure() -> tuple[float, float, tuple[float | None, float]]:
-        ids = rows.to(embedding(model).device)
-        hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = backbone(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
         head = read_head(model)
-        linear = functional.linear(hidden.to(head.weight), head.weight, head.bias).float()
-        factor = max(1.0, _LARGE / linear.abs().max().item())
-        # An untrained model's logits may be too small for a cap to show.
-        hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0] * factor, *args[1:]))
-        try:
-            theirs, rounding = _own_logits(model, rows)
-        finally:
-            hook.remove()
+        factor = _amplification(hidden, head)
+        theirs, rounding = _own_logits(model, rows, factor)
         linear = functional.linear(hidden.to(head.weight) * factor, head.weight, head.bias).float()
         if linear.shape != theirs.shape:
             raise NotImplementedError(f"model: {type(model).__name__} gives logits of shape {tuple(theirs.shape)}")
@@ -180,14 +175,17 @@ def _prove_tree(model: PreTrainedModel, training: bool = False) -> None:
     name, attended = type(model).__name__, list[str]()
 
     def measure() -> tuple[float, float]:
-        theirs, rounding = _own_logits(model, rows)
+        head = prove_head(model)
+        hidden = backbone(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
+        factor = _amplification(hidden, head)
+        theirs, rounding = _own_logits(model, rows, factor)
         targets = torch.from_numpy(np.stack([query.targets for query in queries])).to(theirs.device)
         first = queries[0].first
         truth = theirs[:, first:].log_softmax(-1).gather(-1, targets[..., None])[..., 0]
         try:
             with attention_implementation(model, ATTENTION):
                 attended.clear()
-                ours = pack_logprobs(model, prove_head(model), pack, attended=attended)
+                ours = pack_logprobs(model, replace(head, weight=head.weight * factor), pack, attended=attended)
         except torch.OutOfMemoryError:
             raise
         except NotImplementedError as error:
@@ -198,10 +196,14 @@ def _prove_tree(model: PreTrainedModel, training: bool = False) -> None:
                 f"model: {name} cannot run on a packed tree ({type(error).__name__}: {error}), so it cannot be scored"
             ) from error
         ours = ours[torch.from_numpy(pack.query_index).to(ours.device)].view_as(truth)
-        return _gap(ours.to(truth), truth), rounding
+        # What earlier tokens do to later ones is what a tree can get wrong: in an untrained model it is small.
+        fed = rows[:, first:].to(targets.device)
+        same = (fed == fed[:1]) & (targets == targets[:1])
+        mixing = torch.where(same, truth - truth[:1], 0.0).abs().max().item()
+        return _gap(ours.to(truth), truth), max(min(_TOLERANCE, _SHARE * mixing), _ROUNDINGS * rounding, _NOISE)
 
-    gap, rounding = _measured(model, measure, training)
-    if not gap <= max(_TOLERANCE, _ROUNDINGS * rounding):
+    gap, tolerance = _measured(model, measure, training)
+    if not gap <= tolerance:
         raise NotImplementedError(
             f"model: {name} does not compute the same in a packed tree as by itself{' in training mode' * training} "
             f"(log-probs differ by {gap:.3g} nats){_other_mixers(model, attended)}, so it cannot be scored"
@@ -244,16 +246,26 @@ def _probe(model: PreTrainedModel) -> list[Query]:
     return [Query(row[:-1], first, row[first + 1 :]) for row in rows]
 
 
-def _own_logits(model: PreTrainedModel, rows: Tensor) -> tuple[Tensor, float]:
+def _amplification(hidden: Tensor, head: Head) -> float:
+    """What to multiply the head's input by, for an untrained model's logits to show a cap, or what a token does."""
+    largest = functional.linear(hidden.to(head.weight), head.weight, head.bias).abs().max().item()
+    return max(1.0, _LARGE / largest) if largest > 0 else 1.0
+
+
+def _own_logits(model: PreTrainedModel, rows: Tensor, factor: float) -> tuple[Tensor, float]:
     """The model's logits of `rows` (n, L) by itself, fp32, and how far its own rounding moves their log-probs, nats.
 
-    Rounding shows between the rows in one batch and each alone.
+    The input of the head is multiplied by `factor`. Rounding shows between the rows in one batch and each alone.
     """
     ids = rows.to(embedding(model).device)
-    together = model(input_ids=ids).logits.float()
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0] * factor, *args[1:]))
+    try:
+        together = model(input_ids=ids).logits.float()
+        alone = torch.cat([model(input_ids=row[None]).logits.float() for row in ids[:2]])
+    finally:
+        hook.remove()
     if torch.isnan(together).any():
         raise FloatingPointError(f"model: {type(model).__name__} gives nan logits on an ordinary row of tokens")
-    alone = torch.cat([model(input_ids=row[None]).logits.float() for row in ids[:2]])
     return together, _gap(together[:2].log_softmax(-1), alone.log_softmax(-1))
 
 

@@ -304,6 +304,15 @@ def test_models_that_cannot_be_scored_are_refused_by_name(make, error, message):
         score(make())
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-4])
+def test_a_model_is_refused_also_while_it_is_so_little_trained_that_its_tokens_hardly_matter(scale):
+    model = make_model("Mamba")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(scale)
+    with pytest.raises(NotImplementedError, match="MambaForCausalLM does not compute the same"):
+        proof.prove_supported(model)
+
+
 def test_the_head_of_a_model_that_cannot_be_scored_can_still_be_proven():
     config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_heads=4)
     head = proof.prove_head(transformers.MambaForCausalLM(config))

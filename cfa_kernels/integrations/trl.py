@@ -18,8 +18,9 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from .. import CounterfactualConfig, Credit, counterfactual_credit, linear_policy_loss
-from ..hf import causal_lm, prove_head, prove_supported, read_head
+from ..hf import backbone, causal_lm
 from ..losses import LOSS_TYPES
+from ..proof import prove_head, prove_supported
 from . import require
 from .credit import fold_weights
 
@@ -326,8 +327,8 @@ def _accept_policy_loss(model: Any, *, head_in_float32: bool) -> None:
         options = dict(policy_loss)
         targets = options.pop("targets")
         given = {name: value for name, value in kwargs.items() if value is not None}  # PEFT passes every argument
-        hidden = self.base_model(*args, use_cache=False, **given).last_hidden_state[:, -targets.shape[1] - 1 : -1]
-        head = read_head(self)
+        hidden = backbone(self)(*args, use_cache=False, **given).last_hidden_state[:, -targets.shape[1] - 1 : -1]
+        head = prove_head(self)
         if head_in_float32:
             hidden = hidden.float()
         with torch.autocast(hidden.device.type, enabled=False) if head_in_float32 else nullcontext():
@@ -338,9 +339,7 @@ def _accept_policy_loss(model: Any, *, head_in_float32: bool) -> None:
                 options.pop("old_logprobs"),
                 options.pop("advantages"),
                 options.pop("mask"),
-                bias=head.bias,
-                softcap=head.softcap,
-                logit_scale=head.logit_scale,
+                **head.options,
                 **options,
             )
 

@@ -123,7 +123,7 @@ FUSION: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "FSDP": ({}, {}, GRPOTrainer, sharded, "combined with DistributedType.NO, which may split the head"),
     "stage 3": ({}, {}, GRPOTrainer, stage_3, "combined with DeepSpeed's stage 3"),
     "images": ({}, IMAGES, GRPOTrainer, None, "combined with images in the dataset"),
-    "logits changed": ({}, {"model": louder}, GRPOTrainer, None, r"model: LouderLM .* nats.*leave out fused_loss=True"),
+    "logits changed": ({}, {"model": louder}, GRPOTrainer, None, r"model: .* LouderLM .* nats.*leave out fused_loss"),
 }  # fmt: skip
 
 
@@ -228,7 +228,8 @@ def test_a_model_that_is_placed_by_training_is_tried_before_the_first_completion
         pytest.skip("the fused loss needs TRL 1.10")
     tried: list[str] = []
     for name in ("prove_supported", "prove_head"):
-        monkeypatch.setattr(integration, name, lambda model, name=name: tried.append(name))
+        prove = getattr(integration, name)
+        monkeypatch.setattr(integration, name, lambda model, name=name, prove=prove: tried.append(name) or prove(model))
     expected = ["prove_supported", "prove_head"][: 1 + fused]
 
     class Later(CounterfactualGRPOTrainer):
@@ -248,7 +249,9 @@ def test_a_model_that_is_placed_by_training_is_tried_before_the_first_completion
     trainer = build(Later, trainer={"fused_loss": fused}, max_steps=2)
     assert tried == []
     trainer.train()
-    assert [name for name in tried if name != "whole"] == expected  # once
+    assert tried.count("whole") > 0
+    assert [name for name in tried if name != "whole"][: len(expected)] == expected
+    assert tried.count("prove_supported") == 1
 
 
 @pytest.mark.parametrize(
