@@ -59,15 +59,15 @@ _VALUE = (
 )
 _OPERATOR = rf"(?:[+*×·⋅÷/^xX{MINUS}]|\\(?:times|cdot|div))"
 _SUM = rf"{_VALUE}(?:{BLANK}?{_OPERATOR}{BLANK}?{CURRENCY}?{_VALUE}){{0,20}}"
-_UNITS = rf"(?:{BLANK}[^\W\d_]{{1,20}}){{0,3}}"
+_UNITS = rf"(?:(?:{BLANK}|{BLANK}?/{BLANK}?)[^\W\d_]{{1,20}}){{0,3}}"
 _LEAD_AND_VALUE = re.compile(rf"{_LEAD}(?P<value>{_SUM})")
 _EQUALS_VALUE = re.compile(
     rf"(?:{_UNITS}{BLANK}?{_OPERATOR}{BLANK}?{CURRENCY}?{_VALUE}){{0,6}}{_UNITS}{BLANK}?{EQUALS}{_LEAD}(?P<value>{_SUM})"
 )
 _VALUE_IN_TEXT = re.compile(rf"(?<![a-zA-ZÀ-ɏ\d_.,^/:\\])(?<![\^_]\{{)(?P<value>{_SUM})")
 _UNITS_ONLY = re.compile(
-    rf"(?:[\s*_.,;:!)\]}}°¢。，\"'”’]|{CURRENCY}|\\?%|\\[,;!)\]]|\^\{{?\\circ\}}?|\\(?:text|mathrm|mbox)\s?{GROUP}"
-    r"|/?(?<![^\W\d_])[^\W\d_]{2,}(?![^\W\d_])){0,60}"
+    rf"(?:[\s*_.,;:!)\]}}°¢。，\"'”’]|{CURRENCY}|\\?%|\\[,;!)\] ]|\^\{{?\\circ\}}?|(?<=[a-zA-Z}}])\^\{{?[23]\}}?"
+    rf"|\\(?:text|mathrm|mbox)\s?{GROUP}|/?(?<![^\W\d_])[^\W\d_]{{2,}}(?![^\W\d_])){{0,60}}"
 )
 _WHOLLY_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathbf|mathrm|mbox)\s?\{([^{}]{1,200})\}")
 _DIGIT = re.compile(r"\d")
@@ -167,7 +167,7 @@ def _boxed_answer(text: str) -> AnswerText | None:
 # --- Statements: "The answer is 18" -------------------------------------------------------------------------------
 
 _NAMED = (
-    r"(?i:(?:\b(?:so|thus|therefore|hence),?\s)?(?:\b(?:the|our|my|your)\s)?"
+    r"(?<![/\w-])(?i:(?:\b(?:so|thus|therefore|hence),?\s)?(?:\b(?:the|our|my|your)\s)?"
     r"(?:\b(?:final|correct|right|numeric|numerical)\s)?\banswer\b)"
 )
 _IS = (

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels.answer_text import answer_text_span
+from cfa_kernels.solution_text import ranked_math_intervals
 from cfa_kernels.spans import (
     DETECTORS,
     SELECTIONS,
@@ -379,3 +380,22 @@ def test_real_solutions_have_answers_and_disjoint_spans(
     assert sum(answer is not None for answer in answers) >= 0.99 * len(texts)
     assert counts.mean() >= 3.3
     assert (counts >= 1).mean() >= 0.99
+
+
+def test_selections_leave_out_of_real_solutions_what_the_docs_say(gsm8k: Path) -> None:
+    tokenizer = get_tokenizer("byte-level, single digits")
+    out = dict.fromkeys(SELECTIONS, 0)
+    near_out = dict.fromkeys(SELECTIONS, 0)
+    total = near_total = 0
+    for line in (gsm8k / "test.jsonl").read_text(encoding="utf-8").splitlines():
+        ids = encode(tokenizer, json.loads(line)["answer"])
+        arithmetic = detect_spans(ids, tokenizer, max_spans=99, detector=lambda text: ranked_math_intervals(text)[0])
+        near = arithmetic[-max(1, len(arithmetic) // 4) :]
+        total, near_total = total + len(arithmetic), near_total + len(near)
+        for selection in SELECTIONS:
+            chosen = set(detect_spans(ids, tokenizer, max_spans=3, selection=selection))
+            out[selection] += len(set(arithmetic) - chosen)
+            near_out[selection] += len(set(near) - chosen)
+    cells = [f"{out[name] / total:.1%}, {near_out[name] / near_total:.1%}".replace("%", " %") for name in SELECTIONS]
+    page = (Path(__file__).parent.parent / "docs" / "spans.md").read_text(encoding="utf-8")
+    assert f"| GSM8K, published | 3 | {' | '.join(cells)} |" in page
