@@ -65,16 +65,6 @@ def assert_close_to_rounding(ours, expected):
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture
-def poisoned():
-    """Memory that torch.empty gives is filled with nan, so an output left unwritten shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
 # Values
 
 
@@ -85,7 +75,9 @@ def poisoned():
 )  # fmt: skip
 @pytest.mark.parametrize("shape", SHAPES, ids=ids(SHAPES))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_logprob_and_entropy_are_within_the_budget_of_float32(backend, dtype, shape, transform, device, poisoned):
+def test_logprob_and_entropy_are_within_the_budget_of_float32(
+    backend, dtype, shape, transform, device, poisoned_memory
+):
     """Half-precision inputs too: their products, sums and logits are float32."""
     inputs, keywords = example(shape, device, dtype, **transform)
     ours = linear_logprob(*inputs, return_entropy=True, backend=backend, **keywords)
@@ -99,7 +91,7 @@ def test_logprob_and_entropy_are_within_the_budget_of_float32(backend, dtype, sh
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_kind_of_launch_gives_the_same_logprobs(dtype, tma, flatten, device, poisoned):
+def test_each_kind_of_launch_gives_the_same_logprobs(dtype, tma, flatten, device, poisoned_memory):
     """Pointers or descriptors, one tile a program or many: rows of 48 elements are aligned for both."""
     if device.type == "cuda" and tma and torch.cuda.get_device_capability(device)[0] < 9:
         pytest.skip("the tensor memory accelerator came with sm_90")
@@ -114,7 +106,7 @@ def test_each_kind_of_launch_gives_the_same_logprobs(dtype, tma, flatten, device
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_columns_beyond_the_vocabulary_do_not_count(flatten, device, poisoned):
+def test_columns_beyond_the_vocabulary_do_not_count(flatten, device, poisoned_memory):
     """A phantom logit of 0 would take all the probability from logits near -1000."""
     (hidden, lm_head, targets), _ = example((5, 16, 70), device)
     bias = torch.full((70,), -1000.0, device=device)
@@ -150,7 +142,7 @@ def test_logits_of_ten_thousand_neither_overflow_nor_lose_the_small_differences(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_of_minus_infinity_have_no_probability(backend, device, poisoned):
+def test_logits_of_minus_infinity_have_no_probability(backend, device, poisoned_memory):
     """A whole tile of banned tokens, and a banned target."""
     (hidden, lm_head, targets), _ = example((6, 16, 200), device)
     bias = torch.zeros(200, device=device)
@@ -295,7 +287,7 @@ def gradients(inputs, keywords, by_logprob, by_entropy, backend):
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_are_within_the_budget(backend, dtype, transform, strip_rows, device, monkeypatch, poisoned):
+def test_gradients_are_within_the_budget(backend, dtype, transform, strip_rows, device, monkeypatch, poisoned_memory):
     shape = (33, 24, 131)
     if strip_rows is not None:
         sizes = dict.fromkeys(("cpu", "cuda"), strip_rows * shape[2] * 4)
