@@ -30,10 +30,6 @@ TRANSFORMS = [
 TILES = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 16, "WIDEN": True, "num_warps": 4, "num_stages": 2}
 
 
-def ids(values):
-    return ["-".join(map(str, value)) or "plain" for value in values]
-
-
 def example(shape, device, dtype=torch.float32, *, bias=False, seed=0, spread=1.0, **transform):
     """(hidden, lm_head, targets) and the keyword arguments of linear_logprob; targets include 0 and V - 1."""
     n, width, vocabulary = shape
@@ -69,11 +65,14 @@ def assert_close_to_rounding(ours, expected):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "transform"),
-    [*((torch.float32, transform) for transform in TRANSFORMS), (torch.bfloat16, {}),
-     (torch.bfloat16, TRANSFORMS[-1]), (torch.float16, TRANSFORMS[-1])],
-)  # fmt: skip
-@pytest.mark.parametrize("shape", SHAPES, ids=ids(SHAPES))
+    ("shape", "dtype", "transform"),
+    [
+        *((SHAPES[2], torch.float32, transform) for transform in TRANSFORMS),
+        *((SHAPES[2], dtype, TRANSFORMS[-1]) for dtype in (torch.bfloat16, torch.float16)),
+        *((shape, dtype, TRANSFORMS[-1]) for shape in SHAPES[:2] for dtype in (torch.float32, torch.bfloat16)),
+        *((SHAPES[3], dtype, {}) for dtype in (torch.float32, torch.bfloat16)),
+    ],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logprob_and_entropy_are_within_the_budget_of_float32(
     backend, dtype, shape, transform, device, poisoned_memory
