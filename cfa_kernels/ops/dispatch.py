@@ -13,11 +13,18 @@ def interpreting() -> bool:
 
 
 def resolve_backend(backend: str | None, tensor: torch.Tensor) -> str:
-    """Return `"triton"` or `"torch"` for an op whose inputs live where `tensor` lives.
+    """Which implementation an op runs whose inputs live where `tensor` lives.
 
-    `None` picks Triton for CUDA / HIP tensors and PyTorch for CPU tensors. Raises `ValueError` for an
-    unknown name, for `"triton"` on a CPU tensor outside Triton's interpreter, and for `None` on a device
-    that has neither.
+    Args:
+        backend: one of `BACKENDS`, or None for Triton on CUDA / HIP and PyTorch on a CPU.
+        tensor: any input of the op.
+
+    Returns:
+        `"triton"` or `"torch"`.
+
+    Raises:
+        ValueError: an unknown name, `"triton"` for a CPU tensor outside Triton's interpreter, or None on a device
+            that has neither.
     """
     if backend not in (None, *BACKENDS):
         raise ValueError(f"backend must be one of {BACKENDS} or None, got {backend!r}")

@@ -25,10 +25,18 @@ Index = Tensor | slice
 
 
 def contributing(tokens: Tokens, options: PolicyOptions, *, all_counted: bool) -> Tensor:
-    """(B, T) bool: tokens whose log-prob the loss or a gradient needs.
+    """Tokens whose log-prob the loss or a gradient needs.
 
     A token with zero weighted advantage adds nothing; at the sequence level its log-prob is needed if any token of
-    its sequence has one. `all_counted` is for when the KL term or the entropy wants every counted token.
+    its sequence has one.
+
+    Args:
+        tokens: fields (B, T).
+        options: of the loss; the level counts.
+        all_counted: the KL term or the entropy wants every counted token.
+
+    Returns:
+        (B, T) bool.
     """
     counted = tokens.scale > 0
     if all_counted:

@@ -89,6 +89,18 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
     `cispo`  -w * stop_gradient(min(c, epsilon_high)) * A * logprob
     `sapo`   -w * 4 / tau * sigmoid(tau * (c - 1)) * A, tau by the sign of A
     and then, unweighted, `+ beta * k3` with k3 = exp(ref - logprob) - (ref - logprob) - 1.
+
+    Args:
+        logprobs: of any shape, nats.
+        log_ratio: of that shape: `logprobs - old_logprobs`, or its mean over a sequence.
+        tokens: fields of that shape; the old log-probs and the scale are not read.
+        options: all but the level, which `log_ratio` contains.
+
+    Returns:
+        Terms of that shape.
+
+    Raises:
+        ValueError: a surrogate that is none of `SURROGATES`.
     """
     inside = log_ratio <= LOG_RATIO_MAX
     ratio = log_ratio.clamp(max=LOG_RATIO_MAX).exp()
@@ -135,10 +147,17 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
 
 
 def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tuple[TokenTerms, Tensor]:
-    """Terms of (B, T) tokens, and the derivative (B, T) of `sum(loss * scale)` by each log-prob.
+    """Terms of a batch at either level of the ratio, and the derivative by its log-probs.
 
     At the sequence level a token's log-ratio is the mean over the counted tokens of its sequence (GSPO).
-    Where a token does not count, log-probs and tokens must be 0.
+
+    Args:
+        logprobs: (B, T), nats, 0 where a token does not count.
+        tokens: fields (B, T), likewise.
+        options: of the loss.
+
+    Returns:
+        The terms, and the derivative (B, T) of `sum(loss * scale)` by each log-prob.
     """
     counted = tokens.scale > 0
     log_ratio = logprobs - (logprobs if tokens.old_logprobs is None else tokens.old_logprobs)

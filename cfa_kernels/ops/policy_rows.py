@@ -217,7 +217,20 @@ def row_logprobs(
     with_entropy: bool,
     backend: str,
 ) -> RowLogprobs:
-    """`RowLogprobs` of logits (B, T, V) of any strides; targets (N,) int64 and counted (N,) bool, N = B * T."""
+    """Log-prob of the target of each row, and what its gradient needs.
+
+    Args:
+        logits: (B, T, V) of any strides; N = B * T.
+        bias: (V,), added to each row.
+        targets: (N,) int64.
+        counted: (N,) bool; the other rows give zeros and are not read.
+        softmax: how logits become log-probs.
+        with_entropy: also fill the entropies; else they are 0.
+        backend: `"triton"` or `"torch"`.
+
+    Returns:
+        Fields (N,) in the compute dtype of the logits.
+    """
     if backend == "torch":
         return row_logprobs_reference(
             probabilities(logits, bias, targets, counted, softmax, keep_below=with_entropy), counted
@@ -245,10 +258,15 @@ def row_gradients(
     rows: RowLogprobs | None = None,
     backend: str,
 ) -> None:
-    """Write the gradient by logits (B, T, V) into `gradient`, of the same shape, perhaps over the logits themselves.
+    """Write the gradient by logits, given those by log-probs and entropies.
 
-    A narrower dtype over the logits' own memory is fine too if both start at one address in every row. `rows`, of
-    these very logits bit by bit, saves the kernel a reading of them.
+    Args:
+        logits, bias, targets, softmax, backend: as in `row_logprobs`.
+        gradient: (B, T, V), written to; perhaps the logits themselves. A narrower dtype over the logits' own memory
+            is fine too if both start at one address in every row.
+        by_logprob: (N,) derivative by each row's log-prob.
+        by_entropy: (N,) likewise by its entropy, if that has one.
+        rows: what `row_logprobs` gave for these very logits bit by bit; saves the kernel a reading of them.
     """
     if backend == "torch":
         keep_below, has_target = by_entropy is not None, by_logprob != 0
@@ -279,10 +297,20 @@ def policy_rows(
     with_entropy: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss of logits (B, T, V), `STATS` (5, N) and derivative by log-probs (N,); that by logits goes to `gradient`.
+    """The policy loss of rows of logits, and its gradient.
 
-    targets (N,), fields of `tokens` (N,) in the compute dtype, N = B * T. The loss is a sum over tokens, so strips
-    of rows may be taken one at a time, at the sequence level if no sequence is cut.
+    The loss is a sum over tokens, so strips of rows may be taken one at a time, at the sequence level if no sequence
+    is cut.
+
+    Args:
+        logits, bias, targets, softmax, with_entropy, backend: as in `row_logprobs`.
+        tokens: fields (N,) in the compute dtype.
+        entropy_scale: 0-d factor of the entropies in the loss.
+        options: of the loss of a token.
+        gradient: (B, T, V), where the gradient by the logits goes, as in `row_gradients`; None for no gradient.
+
+    Returns:
+        The loss (), `STATS` (5, N) and the derivative by log-probs (N,).
     """
     if gradient is not None and options.level == "token" and backend == "triton":
         return _policy_rows_fused(
@@ -317,7 +345,16 @@ def policy_of_logprobs(
     options: PolicyOptions,
     shape: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Loss, `STATS` (5, N), and the derivatives (N,) by log-probs and entropies, of N = B * T tokens of `shape`."""
+    """The policy loss of tokens whose log-probs are known.
+
+    Args:
+        logprobs, entropy: (N,), N = B * T.
+        tokens, entropy_scale, options: as in `policy_rows`.
+        shape: (B, T).
+
+    Returns:
+        The loss (), `STATS` (5, N), and its derivatives (N,) by log-probs and, with an `entropy_scale`, entropies.
+    """
     grid = tokens.map(lambda tensor: tensor.view(shape))
     terms, by_logprob = policy_terms(logprobs.view(shape), grid, options)
     counted = tokens.scale > 0
@@ -363,7 +400,14 @@ def _policy_rows_fused(
 
 
 def scale_rows(rows: Tensor, factor: Tensor, out: Tensor, *, backend: str) -> None:
-    """Write (B, T, V) rows times a 0-d factor to `out`; in place, a factor of 1 costs nothing (Triton)."""
+    """`out = rows * factor`; in place, a factor of 1 costs nothing (Triton).
+
+    Args:
+        rows: (B, T, V) of any strides.
+        factor: 0-d, on the device of the rows.
+        out: of that shape, any dtype; perhaps the rows themselves.
+        backend: `"triton"` or `"torch"`.
+    """
     if backend == "torch":
         out.copy_(rows.to(factor.dtype) * factor)
         return
@@ -374,10 +418,17 @@ def scale_rows(rows: Tensor, factor: Tensor, out: Tensor, *, backend: str) -> No
 
 
 def to_unit_scale(tokens: Tokens, entropy_scale: Tensor | None) -> tuple[Tokens, Tensor | None, Tensor]:
-    """Tokens whose largest scale is 1, and the factor (0-d) that was taken out.
+    """Take a common factor out of the tokens' scales.
 
     Gradients of a token are of the order of 1 / (number of tokens), which half precision has no room for; without
     that factor they are of the order of the advantages.
+
+    Args:
+        tokens: any shape.
+        entropy_scale: 0-d, divided by the same factor.
+
+    Returns:
+        Tokens whose largest scale is 1, the entropies' scale, and the factor (0-d); 1 if nothing counts.
     """
     unit = tokens.scale.amax()
     unit = torch.where(unit > 0, unit, torch.ones_like(unit))

@@ -81,11 +81,22 @@ def probabilities(
     keep_below: bool,
     room: Tensor | None = None,
 ) -> Probabilities:
-    """What log-probs and gradients share; targets and has_target are (N,), N = B * T.
+    """What log-probs and gradients share.
 
-    `p` lies in `room` (B, T, V) if that has the compute dtype and `below` is not kept; it may be the logits' own
-    memory. Fresh memory of that size takes longer than all the arithmetic. The sum is read off the largest
-    probability: torch vectorises softmax on every CPU, unlike exp.
+    The sum of exponentials is read off the largest probability: torch vectorises softmax on every CPU, unlike exp.
+
+    Args:
+        logits: (B, T, V) of any strides; N = B * T.
+        bias: (V,), added to each row.
+        targets: (N,) int64.
+        has_target: (N,) bool; of the other rows no target is read.
+        softmax: how logits become log-probs.
+        keep_below: the entropy or its gradient is wanted.
+        room: (B, T, V), perhaps the logits' own memory, where `p` lies if that has the compute dtype and `below` is
+            not kept: fresh memory of that size takes longer than all the arithmetic.
+
+    Returns:
+        Probabilities in the compute dtype.
     """
     z = logits.to(compute_dtype(logits.dtype))
     if room is not None and room.dtype != z.dtype:
@@ -120,11 +131,19 @@ def row_logprobs_reference(of: Probabilities, counted: Tensor) -> RowLogprobs:
 def row_gradients_reference(
     of: Probabilities, by_logprob: Tensor, by_entropy: Tensor | None, softmax: Softmax
 ) -> Tensor:
-    """(B, T, V) derivative by the logits, given that by each row's log-prob and entropy (N,); over `p`.
+    """The derivative by the logits, given those by each row's log-prob and entropy.
 
     `p * (prob_coeff - by_entropy * log p) + by_logprob * onehot` with
     `prob_coeff = -by_logprob - by_entropy * entropy`, times the slopes of temperature and cap. Rows whose
     derivatives are both 0 get zeros.
+
+    Args:
+        of: what `probabilities` gave, with `below` if there is a `by_entropy`; its memory is written over.
+        by_logprob, by_entropy: (N,).
+        softmax: the one that `of` was made with.
+
+    Returns:
+        (B, T, V) in the compute dtype, in the memory of `of.p`.
     """
     dead = by_logprob == 0 if by_entropy is None else (by_logprob == 0) & (by_entropy == 0)
     by_logprob = by_logprob.view_as(of.chosen) / softmax.temperature

@@ -35,6 +35,8 @@ from cfa_kernels.ops import policy_rows  # noqa: E402
 from tests import test_losses as on_logprobs  # noqa: E402
 from tests import test_losses_trl as on_trl  # noqa: E402
 from tests.ops import test_policy_loss_kernels as kernels  # noqa: E402
+from tests.ops import test_policy_loss_steps as steps  # noqa: E402
+from tests.ops.policy_problem import of_hidden, of_logits, tiles_of_32  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -191,13 +193,13 @@ def checks(mutant: Mutant) -> Iterator[Callable[[], None]]:
 
 
 def _chunk_tests() -> Iterator[Callable[[], None]]:
-    for level, clipped, kept in kernels.CLIPPED:
-        test = kernels.test_clipped_rows_are_cut_out_of_a_chunk_if_they_are_a_tenth_of_it
+    for level, clipped, kept in steps.CLIPPED:
+        test = steps.test_clipped_rows_are_cut_out_of_a_chunk_if_they_are_a_tenth_of_it
         yield partial(_with_monkeypatch, partial(test, level, clipped, kept, True, False, device=DEVICE))
-    test = kernels.test_tokens_without_weight_or_advantage_are_never_multiplied
+    test = steps.test_tokens_without_weight_or_advantage_are_never_multiplied
     yield partial(_with_monkeypatch, partial(test, device=DEVICE))
-    for case in kernels.CONTRIBUTING:
-        yield partial(kernels.test_contributing_rows_look_at_counted_tokens_alone, *case)
+    for case in steps.CONTRIBUTING:
+        yield partial(steps.test_contributing_rows_look_at_counted_tokens_alone, *case)
 
 
 def _with_monkeypatch(test: Callable[..., None]) -> None:
@@ -216,7 +218,7 @@ def _kernel_tests() -> Iterator[Callable[[], None]]:
         (torch.float32, "low-delta", "dapo", "token"),
     ):
         test = kernels.test_kernels_stay_within_the_error_budget
-        yield partial(test, kernels.of_logits, dtype, feature, loss_type, level, DEVICE, None)
+        yield partial(test, of_logits, dtype, feature, loss_type, level, DEVICE, None)
     for known in (False, True):
         test = kernels.test_row_gradients_serve_rows_with_only_one_of_the_two_derivatives
         yield partial(test, "triton", known, DEVICE, None)
@@ -225,21 +227,21 @@ def _kernel_tests() -> Iterator[Callable[[], None]]:
         yield partial(test, *case.values, 9, "triton", DEVICE, None)
     for level in LEVELS:
         test, feature = kernels.test_kl_and_entropy_keep_rows_without_advantage, {"entropy_coef": 0.1}
-        yield partial(test, kernels.of_logits, "triton", level, feature, DEVICE)
+        yield partial(test, of_logits, "triton", level, feature, DEVICE)
     yield partial(kernels.test_a_clipped_or_weightless_row_gets_exact_zeros, "triton", DEVICE, None)
     test = kernels.test_a_target_outside_the_vocabulary_that_nobody_checks_gives_a_nan_loss
     yield partial(test, False, "token", DEVICE)
     for shift in (100.0, -100.0):
         for loss_type in ("dapo", "sapo"):
             test = kernels.test_log_ratios_far_out_stay_finite_and_equal_the_reference
-            yield partial(test, kernels.of_logits, shift, loss_type, DEVICE)
+            yield partial(test, of_logits, shift, loss_type, DEVICE)
 
 
 def _reference_tests() -> Iterator[Callable[[], None]]:
     for feature in ("all", "weights", "plain", "kl", "softcap"):
         for level in LEVELS:
             for loss_type in ("dapo", "cispo", "sapo"):
-                for form in (kernels.of_logits, kernels.of_hidden):
+                for form in (of_logits, of_hidden):
                     test = kernels.test_forms_agree_with_policy_loss_on_log_probs
                     yield partial(test, form, loss_type, level, feature)
     for level in LEVELS:
@@ -258,8 +260,8 @@ def _reference_tests() -> Iterator[Callable[[], None]]:
     yield on_logprobs.test_a_ratio_of_e_to_the_100_is_clipped_for_positive_and_capped_by_delta_for_negative_advantages
     for level in LEVELS:
         yield partial(kernels.test_reference_gradients_pass_gradcheck, level)
-        yield partial(kernels.test_chunks_and_dropped_rows_change_nothing, "torch", level, torch.float64, 1e-13, DEVICE)
-        for form in (kernels.of_logits, kernels.of_hidden):
+        yield partial(steps.test_chunks_and_dropped_rows_change_nothing, "torch", level, torch.float64, 1e-13, DEVICE)
+        for form in (of_logits, of_hidden):
             yield partial(kernels.test_padding_may_hold_anything, form, "torch", level, DEVICE, None)
             test, feature = kernels.test_kl_and_entropy_keep_rows_without_advantage, {"entropy_coef": 0.1}
             yield partial(test, form, "torch", level, feature, DEVICE)
@@ -278,7 +280,7 @@ def one_of_each() -> list[Callable[[], None]]:
 
 def noticed(mutant: Mutant, tests: Iterable[Callable[[], None]] | None = None) -> bool:
     """Whether a test fails on the mutant: one of `checks`, or of `tests` if given."""
-    with loaded(mutant), mock.patch.object(policy_rows, "launch_options", kernels.tiles_of_32):
+    with loaded(mutant), mock.patch.object(policy_rows, "launch_options", tiles_of_32):
         for check in checks(mutant) if tests is None else tests:
             try:
                 check()

@@ -1,0 +1,22 @@
+"""Fixtures of tests of kernels: memory that shows what nobody wrote, tiles that small rows do not fill."""
+
+import pytest
+import torch
+
+from cfa_kernels.ops import policy_rows
+from tests.ops.policy_problem import tiles_of_32
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch):
+    """torch.empty gives nan, so that an output nobody wrote shows."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(policy_rows, "launch_options", tiles_of_32)

@@ -1,0 +1,160 @@
+"""A small batch with every feature of the policy loss, the losses on it, and the same maths as a user would write."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cfa_kernels.losses import linear_policy_loss, logits_policy_loss, policy_loss
+
+B, T, V, H = 3, 4, 37, 24
+
+LENGTHS = torch.tensor([4, 2, 3])
+
+COUNTED = 9
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weights": {"weights": True},
+    "on-policy": {"old": False, "weights": True},
+    "delta": {"delta": 1.4, "token_advantages": True},
+    "low-delta": {"delta": 1.02, "token_advantages": True},
+    "kl": {"beta": 0.1, "weights": True},
+    "corrected-kl": {"beta": 0.1, "use_bias_correction_kl": True},
+    "entropy": {"entropy_coef": 0.2, "temperature": 0.7},
+    "softcap": {"softcap": 4.0, "temperature": 1.5, "logit_scale": 0.7, "weights": True},
+    "all": {
+        "weights": True, "delta": 1.4, "beta": 0.1, "use_bias_correction_kl": True, "entropy_coef": 0.2,
+        "temperature": 0.8, "softcap": 6.0, "token_advantages": True,
+    },
+}  # fmt: skip
+
+
+def tiles_of_32(vocabulary: int, element_size: int, *, hip: bool = False) -> dict[str, int]:
+    """Launch options with which rows of a few dozen logits take several tiles and end in a ragged one."""
+    return {"BLOCK": 32, "VECTOR": 16 // element_size, "num_warps": 1}
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def problem(
+    dtype: torch.dtype = torch.float64, device: Any = "cpu", *, b: int = B, t: int = T, v: int = V, **features: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors, all exact in `dtype`, and keyword options. Ratios keep clear of the clips' edges.
+
+    `hidden @ head.T + bias` has logits of standard deviation about 2.
+    """
+    hidden, head = normal(b, t, H, seed=0), 2 * normal(v, H, seed=1) / math.sqrt(H)
+    tensors: dict[str, Any] = {"hidden": hidden, "head": head, "bias": normal(v, seed=2)}
+    tensors = {name: tensor.to(dtype).to(device) for name, tensor in tensors.items()}
+    exact = [tensors[name].double() for name in ("hidden", "head", "bias")]
+    logits = (exact[0] @ exact[1].T + exact[2]).to(dtype)
+    generator = torch.Generator().manual_seed(3)
+    targets = torch.randint(v, (b, t), generator=generator)
+    targets[0, 0], targets[-1, 0] = 0, v - 1
+    z = exact[0] @ exact[1].T + exact[2]
+    cap, temperature = features.get("softcap"), features.get("temperature", 1.0)
+    z = z * features.get("logit_scale", 1.0)
+    z = (z if cap is None else cap * torch.tanh(z / cap)) / temperature
+    logprobs = z.log_softmax(-1).gather(-1, targets.to(device)[..., None])[..., 0]
+    shifts = torch.tensor([-0.6, 0.6, 0.05, -0.05], dtype=torch.float64).repeat(b, t)[:, :t]
+    shifts[1::2] *= -1  # both signs of the advantage meet ratios below, inside and above the clip
+    shift = shifts.to(device)
+    advantages = torch.tensor([1.0, -0.8, 0.5, -1.2, 0.0] * b, dtype=torch.float64)[:b]
+    lengths = LENGTHS.repeat(b)[:b].clamp(max=t)
+    tensors |= {
+        "logits": logits,
+        "targets": targets.to(device),
+        "old": logprobs - shift if features.get("old", True) else None,
+        "advantages": (normal(b, t, seed=8) if features.get("token_advantages") else advantages).to(device),
+        "mask": (torch.arange(t) < lengths[:, None]).to(device),
+    }
+    keys = ("delta", "beta", "use_bias_correction_kl", "entropy_coef", "temperature", "softcap", "logit_scale")
+    options = {key: features[key] for key in keys if key in features}
+    options["max_completion_length"] = 7
+    if features.get("weights"):
+        kept = torch.rand(b, t, generator=generator) > 0.2
+        options["weights"] = (3 * torch.rand(b, t, generator=generator) * kept).to(device)
+    if features.get("beta"):
+        options["ref_logprobs"] = logprobs + 0.3 * normal(b, t, seed=6).to(device)
+    return tensors, options
+
+
+def of_logits(tensors: dict[str, Any], **options: Any) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    logits = tensors["logits"].detach().clone()
+    if logits.is_floating_point():
+        logits.requires_grad_()
+    loss, metrics = logits_policy_loss(
+        logits, tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"], **options
+    )
+    loss.backward()
+    return loss.detach(), [logits.grad], metrics
+
+
+def of_hidden(
+    tensors: dict[str, Any], *, with_bias: bool = True, **options: Any
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    names = ("hidden", "head", "bias") if with_bias else ("hidden", "head")
+    leaves = {name: tensors[name].detach().clone().requires_grad_() for name in names}
+    loss, metrics = linear_policy_loss(
+        leaves["hidden"], leaves["head"], tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"],
+        bias=leaves.get("bias"), **options,
+    )  # fmt: skip
+    loss.backward()
+    return loss.detach(), [leaf.grad for leaf in leaves.values()], metrics
+
+
+def plain(
+    tensors: dict[str, Any],
+    start: str,
+    dtype: torch.dtype,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    entropy_coef: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """The same maths as a user would write it: logits in `dtype`, log_softmax in float32 or better, autograd."""
+    names = start_of_names(of_logits if start == "logits" else of_hidden)
+    leaves = [tensors[name].detach().to(dtype).requires_grad_() for name in names]
+    logits = leaves[0] if start == "logits" else leaves[0] @ leaves[1].T + leaves[2]
+    logits = logit_scale * logits.to(torch.promote_types(dtype, torch.float32))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logp = (logits / temperature).log_softmax(-1)
+    mask = tensors["mask"]
+    chosen = logp.gather(-1, torch.where(mask, tensors["targets"], 0)[..., None])[..., 0]
+    entropies = -(logp.exp() * logp).sum(-1)
+    loss, metrics = policy_loss(
+        chosen, tensors["old"], tensors["advantages"], mask, entropies=entropies, entropy_coef=entropy_coef, **options
+    )
+    loss.backward()
+    return loss.detach(), [leaf.grad for leaf in leaves], metrics
+
+
+def on_gpu(test):
+    """Run the test on a GPU alone."""
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test))
+
+
+FORM = pytest.mark.parametrize("form", [of_logits, of_hidden])
+
+
+def start_of(form: Callable[..., Any]) -> str:
+    return "logits" if form is of_logits else "hidden"
+
+
+def start_of_names(form: Callable[..., Any]) -> tuple[str, ...]:
+    return ("logits",) if form is of_logits else ("hidden", "head", "bias")
+
+
+def assert_same(ours, expected, **tolerance):
+    torch.testing.assert_close(ours[0], expected[0], **tolerance)
+    for gradient, other in zip(ours[1], expected[1], strict=True):
+        torch.testing.assert_close(gradient, other, **tolerance)

@@ -1,0 +1,561 @@
+"""What logits_policy_loss and linear_policy_loss do in a training step: chunks, frozen parts, autograd, compilation."""
+
+import gc
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cfa_kernels.losses import (
+    LEVELS,
+    LOSS_TYPES,
+    contributing_rows,
+    linear_policy_loss,
+    logits_policy_loss,
+)
+from cfa_kernels.ops.linear_policy_loss import linear_policy_loss_op
+from cfa_kernels.ops.logits_policy_loss import (
+    logits_policy_loss_inplace_op,
+    logits_policy_loss_op,
+    scale_rows_inplace_op,
+    scale_rows_op,
+)
+from cfa_kernels.ops.policy_loss import PolicyOptions
+from tests.ops.policy_problem import (
+    COUNTED,
+    FORM,
+    LENGTHS,
+    B,
+    H,
+    T,
+    V,
+    assert_same,
+    of_hidden,
+    of_logits,
+    on_gpu,
+    plain,
+    problem,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+# Chunks, dropped rows, frozen parts
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("backend", "dtype", "tolerance"),
+    [("torch", torch.float64, 1e-13), ("torch", torch.bfloat16, 1e-2), ("triton", torch.float32, 2e-6)],
+)
+def test_chunks_and_dropped_rows_change_nothing(backend, level, dtype, tolerance, device):
+    tensors, options = problem(dtype, device, weights=True)
+    tensors["advantages"] = torch.tensor([1.0, 0.0, -0.5], device=device)  # a group that learns nothing
+    options |= {"importance_sampling_level": level, "backend": backend}
+    whole = of_hidden(tensors, drop_inactive=False, chunk_size=100, **options)
+    rows = contributing_rows(
+        tensors["mask"], tensors["advantages"], weights=options["weights"], importance_sampling_level=level
+    )
+    assert 0 < len(rows) < tensors["mask"].sum()
+    for how in (
+        {"drop_inactive": False, "chunk_size": 4},
+        {"drop_inactive": True, "chunk_size": 4},
+        {"rows": rows, "chunk_size": 3, "drop_inactive": False},
+    ):
+        ours = of_hidden(tensors, **how, **options)
+        assert_same(ours, whole, rtol=tolerance, atol=tolerance / 4)
+        torch.testing.assert_close(ours[2], whole[2], rtol=1e-5, atol=1e-6)
+
+
+class Products:
+    """Multiply-adds of every matrix product that runs."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.shapes: list[tuple[int, int, int]] = []
+        for name, first in (("mm", 0), ("addmm", 1)):
+            monkeypatch.setattr(torch, name, self._counted(getattr(torch, name), first))
+        method = Tensor.addmm_
+        monkeypatch.setattr(Tensor, "addmm_", self._counted(method, 1))
+
+    def _counted(self, function, first):
+        def run(*args, **kwargs):
+            left, right = args[first : first + 2]
+            self.shapes.append((left.size(0), left.size(1), right.size(1)))
+            return function(*args, **kwargs)
+
+        return run
+
+    def rows_through_the_head(self) -> float:
+        """Products in units of one row times the head."""
+        return sum(n * k * m for n, k, m in self.shapes) / (V * H)
+
+
+@pytest.mark.parametrize(("level", "backend"), [("token", "torch"), ("sequence", "torch"), ("token", "triton")])
+def test_gemms_are_three_with_a_trained_head_and_two_with_a_frozen_one(monkeypatch, level, backend, device):
+    tensors, options = problem(torch.float32, device)
+    options |= {"backend": backend, "chunk_size": 4, "importance_sampling_level": level}
+    tensors["advantages"] = torch.tensor([1.0, 0.0, -0.5], device=device)
+    rest = (tensors["targets"], None, tensors["advantages"], tensors["mask"])
+    prepass = 1 if level == "sequence" else 0
+    learning = 4 + 3  # counted tokens of sequences with an advantage
+    products = Products(monkeypatch)
+
+    def gemm_rows(hidden_trains, head_trains, drop):
+        products.shapes.clear()
+        hidden = tensors["hidden"].clone().requires_grad_(hidden_trains)
+        head = tensors["head"].clone().requires_grad_(head_trains)
+        loss, _ = linear_policy_loss(hidden, head, *rest, drop_inactive=drop, **options)
+        during_forward = len(products.shapes)
+        if loss.requires_grad:
+            loss.backward()
+        assert len(products.shapes) == during_forward  # the gradients were ready
+        return products.rows_through_the_head()
+
+    assert gemm_rows(True, True, False) == (3 + prepass) * B * T
+    assert gemm_rows(True, False, False) == (2 + prepass) * B * T
+    assert gemm_rows(True, True, True) == (3 + prepass) * learning
+    assert gemm_rows(True, False, True) == (2 + prepass) * learning
+    assert gemm_rows(False, False, True) == learning
+
+
+CLIPPED = [
+    # in chunks of 11 rows, of which the last has 4: all, one in the middle, the ends, two inside, the last one
+    ("token", [*range(11), 16, 22, 32, 38, 39, 47], 11 + 9 + 9 + 3),
+    # sequences of 12 rows, 0 and 2 of them: a chunk and the first row of the next, then parts of two chunks
+    ("sequence", [*range(12), *range(24, 36)], 11 + 2 + 8 + 4),
+]
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["rows found", "rows given"])
+@pytest.mark.parametrize("head_trains", [False, True], ids=["frozen head", "trained head"])
+@pytest.mark.parametrize(("level", "clipped", "kept"), CLIPPED)
+def test_clipped_rows_are_cut_out_of_a_chunk_if_they_are_a_tenth_of_it(
+    level, clipped, kept, head_trains, given, monkeypatch, device
+):
+    tensors, options = problem(torch.float32, device, b=4, t=12)
+    tensors["mask"] = torch.ones(4, 12, dtype=torch.bool, device=device)
+    tensors["advantages"] = torch.ones(4, device=device)
+    old = tensors["logits"].log_softmax(-1).gather(-1, tensors["targets"][..., None])[..., 0]
+    old.view(-1)[clipped] -= 5  # a ratio of e^5: its gradient is 0
+    options |= {"importance_sampling_level": level, "chunk_size": 11}
+    options["rows"] = torch.arange(48, device=device) if given else None
+    products = Products(monkeypatch)
+
+    def run(drop):
+        products.shapes.clear()
+        hidden = tensors["hidden"].clone().requires_grad_()
+        head = tensors["head"].clone().requires_grad_(head_trains)
+        rest = (tensors["targets"], old, tensors["advantages"], tensors["mask"])
+        loss, _ = linear_policy_loss(hidden, head, *rest, bias=tensors["bias"], drop_inactive=drop, **options)
+        loss.backward()
+        return loss.detach(), [leaf.grad for leaf in (hidden, head) if leaf.requires_grad]
+
+    ours = run(drop=True)
+    forward, gradients = 48 * (2 if level == "sequence" else 1), 2 if head_trains else 1
+    assert products.rows_through_the_head() == forward + gradients * kept
+    assert_same(ours, run(drop=False), rtol=1e-5, atol=1e-7)
+    assert products.rows_through_the_head() == forward + gradients * 48
+    assert (ours[1][0].view(48, -1)[clipped] == 0).all()
+
+
+def test_tokens_without_weight_or_advantage_are_never_multiplied(monkeypatch, device):
+    tensors, options = problem(torch.float32, device, token_advantages=True)
+    tensors["advantages"][0, 1] = 0
+    weights = torch.ones(B, T, device=device)
+    weights[0, 0] = weights[2, 2] = 0
+    products = Products(monkeypatch)
+    with torch.no_grad():
+        of = (tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"])
+        linear_policy_loss(tensors["hidden"], tensors["head"], *of, weights=weights, drop_inactive=True, **options)
+    assert products.rows_through_the_head() == COUNTED - 3
+
+
+CONTRIBUTING = [("token", [1, 3, 8]), ("sequence", [0, 1, 2, 3, 8, 9, 10])]
+
+
+@pytest.mark.parametrize(("level", "expected"), CONTRIBUTING)
+def test_contributing_rows_look_at_counted_tokens_alone(level, expected):
+    """Padding of the second sequence has an advantage, as have the last tokens of the others."""
+    mask = torch.arange(T) < LENGTHS[:, None]
+    advantages = torch.tensor([[0.0, 1.0, 0.0, 2.0], [0.0, 0.0, 3.0, math.nan], [1.0, 0.0, 0.0, 1.0]])
+    rows = contributing_rows(mask, advantages, importance_sampling_level=level)
+    assert rows.tolist() == expected
+    assert contributing_rows(mask, advantages, all_counted=True).tolist() == mask.flatten().nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"mask": torch.ones(B)}, ValueError, r"mask must be \(B, T\), got shape \(3,\)"),
+        ({"advantages": torch.ones(T)}, ValueError, r"advantages must have shape \(3,\) or \(3, 4\), got \(4,\)"),
+        ({"weights": torch.ones(B, 1)}, ValueError, r"weights must have shape \(3, 4\), got \(3, 1\)"),
+        ({"weights": torch.ones(B, T).long()}, TypeError, "weights must be floating point, got torch.int64"),
+        ({"importance_sampling_level": "word"}, ValueError, "importance_sampling_level must be one of .* got 'word'"),
+    ],
+)
+def test_bad_input_of_contributing_rows_is_refused(change, error, words):
+    with pytest.raises(error, match=words):
+        contributing_rows(**({"mask": torch.ones(B, T), "advantages": torch.ones(B)} | change))
+
+
+@pytest.mark.parametrize("fp32_logits", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_odd_vocabulary_in_bfloat16_has_finite_gradients(fp32_logits, level):
+    """A CPU's matrix unit (AMX) multiplies what lies behind rows of odd length: here memory that nobody wrote."""
+    tensors, options = problem(torch.bfloat16, b=40, v=131)
+    options |= {"importance_sampling_level": level, "fp32_logits": fp32_logits}
+    assert all(torch.isfinite(gradient).all() for gradient in of_hidden(tensors, **options)[1])
+
+
+def test_a_bias_may_train_alone(device):
+    tensors, options = problem(torch.float32, device)
+    everything = of_hidden(tensors, **options)
+    bias = tensors["bias"].clone().requires_grad_()
+    rest = (tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"])
+    linear_policy_loss(tensors["hidden"], tensors["head"], *rest, bias=bias, **options)[0].backward()
+    torch.testing.assert_close(bias.grad, everything[1][2])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_bf16_logits_kept_in_float32_are_closer_than_rounded_ones(backend, device):
+    tensors, options = problem(torch.bfloat16, device, v=60)
+    tensors["head"] = tensors["head"] * 3
+    exact = plain(tensors, "hidden", torch.float64, **options)
+
+    def error(fp32_logits):
+        ours = of_hidden(tensors, backend=backend, fp32_logits=fp32_logits, **options)
+        return (ours[0].double() - exact[0]).abs(), (ours[1][0].double() - exact[1][0]).norm()
+
+    kept, rounded = error(True), error(False)
+    assert kept[0] < rounded[0] / 3
+    assert kept[1] < rounded[1] / 1.2
+
+
+def test_a_tied_head_sums_both_gradients(device):
+    tensors, options = problem(torch.float64, device)
+    ids = torch.arange(B * T, device=device).view(B, T) % V
+    rest = (tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"])
+    tied = tensors["head"].clone().requires_grad_()
+    linear_policy_loss(tied[ids], tied, *rest, backend="torch", **options)[0].backward()
+    apart = [tensors["head"].clone().requires_grad_() for _ in range(2)]
+    linear_policy_loss(apart[0][ids], apart[1], *rest, backend="torch", **options)[0].backward()
+    torch.testing.assert_close(tied.grad, apart[0].grad + apart[1].grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"hidden": torch.zeros(B, H)}, ValueError, r"hidden must be \(B, T, H\), got shape \(3, 24\)"),
+        ({"head": torch.zeros(V, H + 1)}, ValueError, "hidden has H=24, lm_head has H=25"),
+        (
+            {"head": torch.zeros(V, H, dtype=torch.float32)},
+            TypeError,
+            "must share a dtype, got torch.float64 and torch.f",
+        ),
+        ({"bias": torch.zeros(V + 1)}, ValueError, r"bias must have shape \(37,\), got \(38,\)"),
+        ({"head": torch.zeros(0, H)}, ValueError, r"lm_head must not be empty, got shape \(0, 24\)"),
+        ({"hidden": torch.zeros(B, T, 0)}, ValueError, r"hidden must not be empty, got shape \(3, 4, 0\)"),
+        ({"chunk_size": -3}, ValueError, "chunk_size must be at least 1, got -3"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
+        ({"rows": torch.tensor([0, 1])}, ValueError, "rows leaves out row 0, token 2, which contributes"),
+        ({"rows": torch.tensor([0, 99])}, ValueError, r"rows must be in \[0, 12\), got 0 to 99"),
+        ({"rows": torch.tensor([0, 0])}, ValueError, "rows must not repeat"),
+        ({"rows": torch.tensor([0.0])}, ValueError, "rows must be 1-D int64, got torch.float32"),
+    ],
+)
+def test_bad_hidden_states_are_refused(change, error, words):
+    tensors, options = problem()
+    tensors |= {name: value for name, value in change.items() if name in tensors}
+    options |= {name: value for name, value in change.items() if name not in tensors}
+    with pytest.raises(error, match=words):
+        of_hidden(tensors, **options)
+
+
+# Inside training loops
+
+
+def test_half_precision_gradients_do_not_underflow_however_many_tokens_there_are(device):
+    tensors, options = problem(torch.float16, device)
+    options["num_items_in_batch"] = 3_000_000  # gradients near 1e-7: below what float16 resolves
+    scale = 2.0**20  # what a gradient scaler multiplies the loss with
+    for form, start in ((logits_policy_loss, ("logits",)), (linear_policy_loss, ("hidden", "head"))):
+        leaves = [tensors[name].clone().requires_grad_() for name in start]
+        rest = (tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"])
+        (scale * form(*leaves, *rest, backend="triton", **options)[0]).backward()
+        exact = [tensors[name].double().requires_grad_() for name in start]
+        (scale * form(*exact, *rest, backend="torch", **options)[0]).backward()
+        for leaf, reference in zip(leaves, exact, strict=True):
+            error = (leaf.grad.double() - reference.grad).abs().max() / reference.grad.abs().max()
+            assert error < 4e-3
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_no_grad_and_frozen_inputs_record_nothing(backend, device):
+    tensors, options = problem(torch.float32, device)
+    rest = (tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"])
+    with_gradient = of_hidden(tensors, backend=backend, **options)
+    hidden, head = tensors["hidden"].clone().requires_grad_(), tensors["head"]
+    with torch.no_grad():
+        loss, _ = linear_policy_loss(hidden, head, *rest, bias=tensors["bias"], backend=backend, **options)
+        assert not logits_policy_loss(tensors["logits"], *rest, backend=backend, **options)[0].requires_grad
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, with_gradient[0])
+    linear_policy_loss(hidden, head, *rest, bias=tensors["bias"], backend=backend, **options)[0].backward()
+    assert head.grad is None
+    torch.testing.assert_close(hidden.grad, with_gradient[1][0])
+
+
+@FORM
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradient_accumulation_is_independent_of_the_split(form, level):
+    tensors, options = problem(weights=True, entropy_coef=0.1)
+    options |= {"importance_sampling_level": level, "num_items_in_batch": COUNTED, "num_sequences_in_batch": B}
+    per_row = ("logits", "hidden", "targets", "old", "advantages", "mask")
+    for loss_type in (name for name in LOSS_TYPES if name != "bnpo"):
+        options["loss_type"] = loss_type
+        whole = form(tensors, **options)
+        parts = []
+        for row in range(B):
+            own = {name: tensors[name][row : row + 1] if name in per_row else tensors[name] for name in tensors}
+            parts.append(form(own, **{**options, "weights": options["weights"][row : row + 1]}))
+        torch.testing.assert_close(sum(part[0] for part in parts), whole[0])
+        torch.testing.assert_close(torch.cat([part[1][0] for part in parts]), whole[1][0])
+        for i in range(1, len(whole[1])):
+            torch.testing.assert_close(sum(part[1][i] for part in parts), whole[1][i])
+
+
+@pytest.mark.parametrize("form", ["logits", "in place", "linear"])
+def test_a_second_derivative_is_refused(form):
+    tensors, options = problem()
+    rest = (tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"])
+    leaf = tensors["hidden" if form == "linear" else "logits"].clone().requires_grad_()
+    if form == "linear":
+        loss, _ = linear_policy_loss(leaf, tensors["head"], *rest, **options)
+    else:
+        loss, _ = logits_policy_loss(leaf * 1, *rest, inplace=form == "in place", **options)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(loss, leaf, create_graph=True)
+
+
+class Zeros(TorchDispatchMode):
+    """Shapes of the tensors of zeros that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "zeros" in func.__name__:
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+def loss_of_leaves(form: str) -> tuple[Tensor, list[Tensor]]:
+    tensors, options = problem()
+    rest = (tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"])
+    leaves = [tensors[name].clone().requires_grad_() for name in ("hidden", "head")]
+    if form == "linear":
+        return linear_policy_loss(*leaves, *rest, **options)[0], leaves
+    return logits_policy_loss(leaves[0] @ leaves[1].T, *rest, inplace=form == "in place", **options)[0], leaves
+
+
+@pytest.mark.parametrize("form", ["logits", "in place", "linear"])
+def test_backward_makes_no_zeros_for_gradients_that_nobody_reads(form):
+    loss, leaves = loss_of_leaves(form)
+    with Zeros() as zeros:
+        loss.backward()
+    assert zeros.shapes == []
+    assert all(leaf.grad is not None for leaf in leaves)
+
+
+@pytest.mark.parametrize("form", ["logits", "in place", "linear"])
+def test_a_loss_without_an_upstream_gradient_gives_its_inputs_none(form):
+    loss, leaves = loss_of_leaves(form)
+    torch._C._functions.UndefinedGrad()(loss).backward()
+    assert [leaf.grad for leaf in leaves] == [None, None]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant):
+    tensors, options = problem()
+    rest = (tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"])
+
+    def loss_of(hidden, head):
+        return linear_policy_loss(hidden, head, *rest, **options)[0]
+
+    gradients = []
+    for checkpointed in (False, True):
+        leaves = [tensors[name].clone().requires_grad_() for name in ("hidden", "head")]
+        if checkpointed:
+            loss = torch.utils.checkpoint.checkpoint(loss_of, *leaves, use_reentrant=use_reentrant)
+        else:
+            loss = loss_of(*leaves)
+        loss.backward()
+        gradients.append([leaf.grad for leaf in leaves])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_autocast_runs_the_head_in_its_dtype_and_the_loss_in_float32(backend, device):
+    tensors, options = problem(torch.float32, device)
+    halves = {**tensors, "hidden": tensors["hidden"].bfloat16(), "head": tensors["head"].bfloat16()}
+    expected = of_hidden(halves, with_bias=False, backend=backend, **options)
+    with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+        ours = of_hidden(tensors, with_bias=False, backend=backend, **options)
+        double = {
+            name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in tensors.items()
+        }
+        exact = of_hidden(double, with_bias=False, backend="torch", **options)
+    assert ours[0].dtype == torch.float32
+    assert ours[1][0].dtype == torch.float32
+    assert_same(ours, (expected[0], [gradient.float() for gradient in expected[1]]), rtol=1e-5, atol=1e-6)
+    assert exact[1][0].dtype == torch.float64
+    tensors_fp16 = {**tensors, "logits": tensors["logits"].half()}
+    with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+        inside = of_logits(tensors_fp16, backend=backend, **options)
+    assert_same(inside, of_logits(tensors_fp16, backend=backend, **options), rtol=1e-5, atol=1e-6)
+
+
+def test_averaged_gradients_of_two_data_parallel_processes_are_those_of_the_whole_batch():
+    """Each half goes through DistributedDataParallel alone; to average is all that it adds between processes."""
+    tensors, options = problem(torch.float64, weights=True)
+    head = torch.nn.Linear(H, V, bias=True, dtype=torch.float64)
+    with torch.no_grad():
+        head.weight.copy_(tensors["head"])
+        head.bias.copy_(tensors["bias"])
+
+    class LossOfHead(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = head
+
+        def forward(self, own: slice) -> Tensor:
+            return linear_policy_loss(
+                tensors["hidden"][own], self.head.weight, tensors["targets"][own], tensors["old"][own],
+                tensors["advantages"][own], tensors["mask"][own], bias=self.head.bias,
+                weights=options["weights"][own], num_items_in_batch=COUNTED / 2,
+            )[0]  # fmt: skip
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        parallel = torch.nn.parallel.DistributedDataParallel(LossOfHead())
+        for own in (slice(0, 1), slice(1, 3)):
+            parallel(own).backward()
+    finally:
+        # First, for what outlives the group ends its threads without releasing Python's lock, which they may wait for.
+        parallel = None
+        gc.collect()
+        torch.distributed.destroy_process_group()
+    _, (_, *expected), _ = of_hidden(tensors, weights=options["weights"])
+    ours = [head.weight.grad / 2, head.bias.grad / 2]
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
+
+
+# Operators
+
+
+def operator_arguments(tensors: dict[str, Any], dtype: torch.dtype, level: str) -> tuple[Any, ...]:
+    flat = {name: tensors[name].reshape(-1) for name in ("targets", "old")}
+    scale = tensors["mask"].to(dtype).reshape(-1) / COUNTED
+    options = PolicyOptions(level=level, beta=0.1)
+    token = (
+        flat["old"].to(dtype),
+        torch.full_like(scale, 0.5),
+        None,
+        flat["old"].to(dtype),
+        scale,
+        scale.new_tensor(0.1),
+    )
+    return (flat["targets"], *token), (options.surrogate, options.level, options.numbers(), [0.8, 4.0], True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "level"), [("torch", torch.float64, "token"), ("triton", torch.float16, "sequence")]
+)
+def test_operators_pass_opcheck(backend, dtype, level, device, small_tiles):
+    tensors, _ = problem(dtype, device)
+    exact = torch.promote_types(dtype, torch.float32)
+    token, options = operator_arguments(tensors, exact, level)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    if backend == "torch":  # the tolerance of this one compares gradients of every output bit by bit
+        checks += ("test_aot_dispatch_dynamic",)
+    logits = tensors["logits"].clone().requires_grad_()
+    torch.library.opcheck(logits_policy_loss_op, (logits, *token, *options, True, backend), test_utils=checks)
+    detached = tensors["logits"].clone()
+    torch.library.opcheck(
+        logits_policy_loss_inplace_op,
+        (detached, *token, *options, backend),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    leaves = [tensors[name].clone().requires_grad_() for name in ("hidden", "head", "bias")]
+    grid = [tensor.view(B, T) if isinstance(tensor, Tensor) and tensor.numel() == B * T else tensor for tensor in token]
+    torch.library.opcheck(
+        linear_policy_loss_op,
+        (leaves[0].view(-1, H), *leaves[1:], *grid, None, *options, [True] * 3, True, 4, True, backend),
+        test_utils=checks,
+    )
+    rows = tensors["logits"].clone()
+    factor = torch.tensor(0.5, device=device, dtype=exact)
+    torch.library.opcheck(scale_rows_op, (rows, factor, torch.float32, backend), test_utils=checks)
+    torch.library.opcheck(scale_rows_inplace_op, (rows, factor, backend), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_linear_and_in_place_forms_compile_into_one_graph_with_a_model_around_them(device, small_tiles):
+    tensors, options = problem(torch.float32, device, entropy_coef=0.1)
+    rest = [tensors[name] for name in ("targets", "old", "advantages", "mask")]
+
+    def step(hidden, head, *rest):
+        hidden = torch.tanh(hidden)
+        linear, _ = linear_policy_loss(hidden, head, *rest, chunk_size=4, backend="triton", **options)
+        inplace, _ = logits_policy_loss(hidden @ head.T, *rest, inplace=True, backend="triton", **options)
+        return linear + 0.5 * inplace
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    results = []
+    for function in (step, compiled):
+        leaves = [tensors[name].clone().requires_grad_() for name in ("hidden", "head")]
+        loss = function(*leaves, *rest)
+        (0.5 * loss).backward()
+        results.append((loss.detach(), [leaf.grad for leaf in leaves]))
+    assert_same(results[1], results[0], rtol=1e-6, atol=1e-7)
+
+
+# On a GPU
+
+
+@on_gpu
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_never_waits_for_the_gpu(level):
+    tensors, options = problem(torch.bfloat16, "cuda", entropy_coef=0.1)
+    options |= {"importance_sampling_level": level, "num_items_in_batch": COUNTED}
+    of_hidden(tensors, **options)
+    of_logits(tensors, inplace=True, **options)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        of_hidden(tensors, **options)
+        of_logits(tensors, inplace=True, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@on_gpu
+def test_extra_memory_is_one_strip_and_the_outputs():
+    n, h, v, chunk = 4096, 512, 65_536, 1024
+    hidden = torch.randn(1, n, h, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    head = torch.randn(v, h, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(v, (1, n), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss, _ = linear_policy_loss(
+        hidden, head, targets, None, torch.ones(1, device="cuda"), torch.ones(1, n, device="cuda"), chunk_size=chunk
+    )
+    extra = torch.cuda.max_memory_allocated() - before
+    strip, outputs = 4 * chunk * v, 2 * n * h + 4 * v * h
+    assert extra < 1.05 * (strip + outputs) + 2**22
+    loss.backward()
