@@ -6,6 +6,7 @@ hybrid holds its linear attention and a sliding layer really slides: sequences a
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,24 +129,23 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # names one kind alone, sizes that hang together.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "blt": {
-        "encoder_hash_byte_group_vocab": 128, "encoder_hash_byte_group_size": [3, 4],
-    },
+    "blt": {"encoder_hash_byte_group_vocab": 128, "encoder_hash_byte_group_size": [3, 4]},
     "cohere_compass_text": {**_mixed(SLIDING, FULL, SLIDING), "rope_parameters": {SLIDING: _ROPE, FULL: _ROPE}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 4.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v3": {"first_k_dense_replace": 1},
-    "dots3_note": {"text_config": _DOTS3},
-    "dots3_note_text": _DOTS3,
     "dots1": {
         "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
     },
+    "dots3_note": {"text_config": _DOTS3},
+    "dots3_note_text": _DOTS3,
     "gemma3": {"text_config": {"final_logit_softcapping": None}},  # this class does not read it
     "gemma3n_text": {
         **_mixed(SLIDING, FULL, SLIDING, FULL, SLIDING, FULL), "num_kv_shared_layers": 2,
         "intermediate_size": [96] * 6, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0],
     },
     "granitemoehybrid": {**_mixed(LINEAR, FULL, LINEAR), "num_local_experts": 4},
+    "granitemoeshared": {"shared_intermediate_size": 32},
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
     "lfm2": _mixed("conv", FULL, "conv"),
@@ -165,7 +165,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "is_decoder": True, "axial_pos_shape": [16, 32], "axial_pos_embds_dim": [32, 32], "num_buckets": 4,
         "local_attn_chunk_length": 16, "lsh_attn_chunk_length": 16, "hash_seed": 0,
     },
-    "granitemoeshared": {"shared_intermediate_size": 32},
     "roc_bert": {"pronunciation_vocab_size": 32, "shape_vocab_size": 32},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
@@ -359,9 +358,9 @@ def period(config: PreTrainedConfig) -> int:
     if total is None:
         return least
     indices = _indices(written)
-    patterns = [values for name, values in _per_layer(written).items() if name not in indices]
+    patterns: list[Sequence[Any]] = [values for name, values in _per_layer(written).items() if name not in indices]
     if isinstance(types := getattr(config, "layer_types", None), (list, tuple)):
-        patterns.append(list(types))
+        patterns.append(types)
     patterns += [[layer in listed for layer in range(total)] for listed in indices.values()]
     return max([least, *(max(pattern.index(kind) for kind in pattern) + 1 for pattern in patterns)])
 
@@ -411,7 +410,7 @@ def _depth(written: dict[str, Any]) -> int | None:
     return next((count for count in counts if isinstance(count, int)), None)
 
 
-def _per_layer(written: dict[str, Any]) -> dict[str, list[Any]]:
+def _per_layer(written: dict[str, Any]) -> dict[str, Sequence[Any]]:
     """The fields that say something of each layer."""
     depth = _depth(written)
     return {name: value for name, value in written.items() if isinstance(value, list | tuple) and len(value) == depth}
@@ -448,7 +447,8 @@ def draw_weights(model: nn.Module, seed: int) -> None:
     """Weights as large and as uneven as trained ones, so that attention, norms and biases all move the result.
 
     Matrices keep the size of what they multiply, their rows spread log-normally; biases, norms, sinks and other
-    vectors move away from the 0 or 1 they start at.
+    vectors move away from the 0 or 1 they start at. Larger weights would be chaotic: recurrent layers would carry a
+    rounding error to thousandths of a nat.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -460,10 +460,10 @@ def draw_weights(model: nn.Module, seed: int) -> None:
         if isinstance(module, nn.Embedding):
             matrices[id(module.weight)] = 0.4
         elif isinstance(module, nn.Linear):
-            matrices.setdefault(id(module.weight), 1.6 / math.sqrt(module.weight.shape[1]))
+            matrices.setdefault(id(module.weight), 1 / math.sqrt(module.weight.shape[1]))
     for parameter in model.parameters():
         if id(parameter) in matrices or (parameter.ndim > 1 and parameter.std() < 0.1):
-            std = matrices.get(id(parameter), 1.6 / math.sqrt(WIDTH))
+            std = matrices.get(id(parameter), 1 / math.sqrt(WIDTH))
             parameter.copy_(normal(parameter) * (0.3 * normal(parameter[..., :1])).exp() * std)
         elif parameter.ndim == 1:
             parameter.add_(0.2 * normal(parameter))
