@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks import small_models
 from benchmarks.small_models import TEXT_IDS, WINDOW, Case, build, cases, layer_kinds, model_types, what_is_missing
 from benchmarks.small_models import case as case_of_name
 from benchmarks.workloads import REPOSITORY
@@ -403,9 +404,9 @@ def versions() -> dict[str, str]:
 
 
 def source_digest() -> str:
-    """A name for the code that is judged and the libraries it runs on; rows of another are made anew."""
+    """A name for the code that is judged, what judges it and the libraries; rows of another are made anew."""
     files = sorted((REPOSITORY / "cfa_kernels").rglob("*.py"))
-    files += [REPOSITORY / "trainer" / "model.py", REPOSITORY / "benchmarks" / "small_models.py"]
+    files += [REPOSITORY / "trainer" / "model.py", Path(small_models.__file__), Path(__file__)]
     digest = hashlib.sha256(json.dumps(versions()).encode())
     for file in files:
         digest.update(file.read_bytes())
