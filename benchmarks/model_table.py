@@ -1,0 +1,550 @@
+"""`python -m benchmarks.model_table`: which model types are scored and trained exactly, and which are refused, why.
+
+Builds every causal model type of the installed transformers small (`small_models.py`), scores ragged batches and
+compares with one full forward per span; takes log-probs as the trainer does and compares with the model's own
+logits. Each type has a process and a time limit of its own and leaves a line in a file, so that a run that broke
+off goes on where it was. Writes `docs/models.md` and `benchmarks/results/models.json`.
+"""
+
+import argparse
+import contextlib
+import datetime
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import math
+import multiprocessing
+import re
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from benchmarks import small_models
+from benchmarks.small_models import TEXT_IDS, WINDOW, Case, build, cases, layer_kinds, model_types, what_is_missing
+from benchmarks.small_models import case as case_of_name
+from benchmarks.workloads import REPOSITORY
+from cfa_kernels import Span, score_counterfactuals
+from cfa_kernels import hf as supported
+from trainer.model import completion_logprobs
+
+TOLERANCE = 1e-3  # nats, at float32
+SEEDS = (0, 1, 2)
+BUDGETS = (None, 1, 50)
+TEMPERATURE = 0.7
+
+EXACT, REFUSED, WRONG, UNCLEAR = "exact", "refused", "WRONG", "unclear error"
+NOT_RUNNABLE, NOT_BUILDABLE, NOT_JUDGED = "not runnable", "not buildable", "not judged"
+MEANINGS = {
+    EXACT: f"the numbers of one full forward per span, to {TOLERANCE:g} nats in float32",
+    REFUSED: "`NotImplementedError` before the first score, naming the model and the reason",
+    WRONG: "other numbers, without an error: a defect",
+    UNCLEAR: "an error that does not name the model: a defect",
+    NOT_RUNNABLE: "the model's own forward does not take token ids alone, or gives nan",
+    NOT_BUILDABLE: "transformers does not build the type here",
+    NOT_JUDGED: "the process died or ran out of time",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one comparison: a key of `MEANINGS`, why, and the largest error in nats if numbers came."""
+
+    status: str
+    why: str = ""
+    error: float | None = None
+
+    @staticmethod
+    def of(error: float) -> "Verdict":
+        """`EXACT` within `TOLERANCE`, else `WRONG`."""
+        error = _rounded(error)
+        if error <= TOLERANCE:
+            return Verdict(EXACT, error=error)
+        return Verdict(WRONG, f"off by {error:g} nats", error)
+
+    @staticmethod
+    def refusal(error: Exception, model: PreTrainedModel) -> "Verdict":
+        """`REFUSED` if this package raised `NotImplementedError` with the model's class in it, else `UNCLEAR`."""
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        ours = raised_in.is_relative_to(Path(supported.__file__).parent)
+        clear = ours and isinstance(error, NotImplementedError) and type(model).__name__ in str(error)
+        return Verdict(REFUSED if clear else UNCLEAR, message)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table."""
+
+    model_type: str
+    variant: str
+    model_class: str
+    layers: list[str]
+    scores: Verdict
+    trains: Verdict
+    median_drop: float | None = None  # |nats| that masking a span moves an answer by: far above the tolerance
+
+    @property
+    def name(self) -> str:
+        return f"{self.model_type}, {self.variant}" if self.variant else self.model_type
+
+    @staticmethod
+    def from_json(entry: dict[str, Any]) -> "Row":
+        return Row(**{**entry, "scores": Verdict(**entry["scores"]), "trains": Verdict(**entry["trains"])})
+
+
+# Batches
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The input of one call of `score_counterfactuals`."""
+
+    prompts: list[Tensor]
+    completions: list[Tensor]
+    spans: list[list[Span]]
+    answers: list[Span | None]
+    placeholder_id: int
+    token_budget: int | None
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, list[Span], Span | None]]:
+        return iter(zip(self.prompts, self.completions, self.spans, self.answers, strict=True))
+
+
+def ragged_batch(seed: int) -> Batch:
+    """Rows that share prompts and prefixes of completions, longer than any window: what a packed tree must get right.
+
+    Spans at the start, up to the answer, over one another, twice and after the answer; answers at the end, in the
+    middle and alone; a prompt that goes on in another row's prompt; a row twice; a short row; a row without an answer.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(length: int) -> Tensor:
+        return torch.randint(TEXT_IDS.start, TEXT_IDS.stop, (length,), generator=generator)
+
+    prompt, shared = ids(34 + seed), ids(20)
+    first = torch.cat([shared, ids(26 + seed)])
+    long = ids(WINDOW * 3)
+    rows: list[tuple[Tensor, Tensor, Span | None, list[tuple[int, int]]]] = [
+        (prompt, first, Span(41, 44), [(0, 3), (5, 20), (12, 25), (12, 25), (40, 41), (44, 46)]),
+        (prompt, torch.cat([shared, ids(12)]), Span(15, 18), [(0, 6), (14, 15), (19, 24)]),
+        (prompt[:17], torch.cat([prompt[17:], shared, ids(4)]), Span(24, 26), [(2, 17), (20, 24)]),
+        (ids(3), long, Span(66, 69), [(0, 66), (1, 2), (30, 60)]),
+        (prompt, torch.cat([shared[:9], ids(11)]), None, [(2, 4)]),
+        (prompt, first, Span(30, 31), [(0, 30), (29, 30)]),
+        (ids(5), ids(20), Span(15, 18), [(2, 9)]),
+        (ids(1), ids(1), Span(0, 1), []),
+    ]
+    return Batch(
+        prompts=[row[0] for row in rows],
+        completions=[row[1] for row in rows],
+        spans=[[Span(*edges) for edges in row[3]] for row in rows],
+        answers=[row[2] for row in rows],
+        placeholder_id=(0, 3, TEXT_IDS.start)[seed % 3],
+        token_budget=BUDGETS[seed % 3],
+    )
+
+
+# Verdicts
+
+
+def judge(of: Case, seeds: Sequence[int] = SEEDS, *, complete: bool = True) -> Row:
+    """Build the case and compare. `complete` also asks that the small model has all that the default has."""
+    try:
+        model = build(of)
+        missing = what_is_missing(of, model) if complete and not of.variant else []
+    except Exception as error:
+        return _row(of, None, Verdict(NOT_BUILDABLE, _brief(error)))
+    if missing:
+        return _row(of, model, Verdict(NOT_BUILDABLE, f"the small model lacks {', '.join(missing)}"))
+    with contextlib.suppress(ValueError):  # a model with one implementation, its own
+        model.set_attn_implementation("eager")
+    batches = [ragged_batch(seed) for seed in seeds]
+    try:
+        plain = Plain(model)
+        plain.logprobs(torch.cat([batches[0].prompts[0], batches[0].completions[0]]))
+    except Exception as error:
+        return _row(of, model, Verdict(NOT_RUNNABLE, _brief(error)))
+    scores, median = judge_scores(model, plain, batches)
+    trains = judge_training(model, plain, batches)
+    return _row(of, model, scores, trains, median)
+
+
+def _row(
+    of: Case, model: PreTrainedModel | None, scores: Verdict, trains: Verdict | None = None, *rest: float | None
+) -> Row:
+    name = type(model).__name__ if model is not None else of.model_class
+    layers = layer_kinds(model.config) if model is not None else []
+    return Row(of.model_type, of.variant, name, layers, scores, trains or scores, *rest)
+
+
+def _brief(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+class Plain:
+    """The definition: one full forward of the model as it is for each sequence, log-softmax in float64."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._known: dict[tuple[int, ...], Tensor] = {}
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """(L, V) float64 logits of the sequence `ids` (L,). Raises `ArithmeticError` for nan."""
+        key = tuple(ids.tolist())
+        if key not in self._known:
+            with torch.no_grad():
+                logits = self._model(input_ids=ids[None], use_cache=False).logits[0].double()
+            if len(logits) != len(ids):
+                raise ValueError(f"{len(logits)} rows of logits for {len(ids)} tokens")
+            if torch.isnan(logits).any():
+                raise ArithmeticError("the model's own forward gives nan")
+            self._known[key] = logits
+        return self._known[key]
+
+    def logprobs(self, ids: Tensor, temperature: float = 1.0) -> Tensor:
+        """(L - 1,) log-probs of every token but the first."""
+        rows = (self.logits(ids)[:-1] / temperature).log_softmax(-1)
+        return rows.gather(1, ids[1:, None])[:, 0]
+
+
+def judge_scores(model: PreTrainedModel, plain: Plain, batches: Iterable[Batch]) -> tuple[Verdict, float | None]:
+    """Compare `score_counterfactuals` with one forward per span; also the median size of a drop."""
+    worst, drops = 0.0, []
+    for batch in batches:
+        try:
+            scores = score_counterfactuals(
+                model, batch.prompts, batch.completions, batch.spans, batch.answers,
+                placeholder_id=batch.placeholder_id, token_budget=batch.token_budget, logprobs=True,
+            )  # fmt: skip
+        except Exception as error:
+            return Verdict.refusal(error, model), None
+        assert scores.logprobs is not None
+        for b, (prompt, completion, spans, answer) in enumerate(batch):
+            whole = plain.logprobs(torch.cat([prompt, completion]))[len(prompt) - 1 :]
+            pairs = [(scores.logprobs[b], whole)]
+            if answer is None:
+                empty = torch.cat([scores.base[b : b + 1], scores.masked[b], scores.drop[b]])
+                if not torch.isnan(empty).all():
+                    return Verdict(WRONG, "a row without an answer has a score"), None
+            else:
+                base = whole[answer.start : answer.end].sum()
+                masked = [_masked_score(plain, prompt, completion, span, answer, batch) for span in spans]
+                expected = torch.stack([base, *masked])
+                pairs += [(scores.base[b], base), (scores.masked[b], expected[1:])]
+                pairs += [(scores.drop[b], expected[1:] - base)]
+                drops += (expected[1:] - base).abs().tolist()
+            for ours, theirs in pairs:
+                worst = max(worst, _gap(ours, theirs))
+    return Verdict.of(worst), _rounded(float(torch.tensor(drops).median()))
+
+
+def _masked_score(plain: Plain, prompt: Tensor, completion: Tensor, span: Span, answer: Span, batch: Batch) -> Tensor:
+    """Log-prob of the answer by a full forward with `span` replaced."""
+    branch = torch.cat([prompt, completion])
+    branch[len(prompt) + span.start : len(prompt) + span.end] = batch.placeholder_id
+    at = len(prompt) - 1
+    return plain.logprobs(branch)[at + answer.start : at + answer.end].sum()
+
+
+def _rounded(value: float) -> float:
+    """Two digits: the others differ from machine to machine."""
+    return float(f"{value:.2g}")
+
+
+def _gap(ours: Tensor, theirs: Tensor) -> float:
+    """Largest difference; infinity for another shape or a nan."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    gap = (ours.double() - theirs).abs()
+    return float(gap.nan_to_num(float("inf")).max()) if gap.numel() else 0.0
+
+
+def judge_training(model: PreTrainedModel, plain: Plain, batches: Sequence[Batch]) -> Verdict:
+    """Compare the trainer's log-probs of padded batches with the model's own logits of each row alone."""
+    prove = getattr(supported, "prove_head", None)
+    try:
+        if prove is not None:
+            prove(model)
+        verdict = Verdict.of(max(_training_error(model, plain, of.prompts, of.completions) for of in batches))
+        if verdict.status == EXACT:
+            return verdict
+        rows = [([prompt], [completion]) for prompt, completion, *_ in batches[0]]
+        alone = max(_training_error(model, plain, *row) for row in rows)
+    except Exception as error:
+        return Verdict.refusal(error, model)
+    return replace(verdict, why=verdict.why + ", exact without padding") if alone <= TOLERANCE else verdict
+
+
+def _training_error(
+    model: PreTrainedModel, plain: Plain, prompts: Sequence[Tensor], completions: Sequence[Tensor]
+) -> float:
+    left, left_mask = _padded(prompts, at_the_left=True)
+    right, right_mask = _padded(completions)
+    with torch.no_grad():
+        ours, _ = completion_logprobs(model, left, left_mask, right, right_mask, temperature=TEMPERATURE)
+    worst = 0.0
+    for row, prompt, completion in zip(ours, prompts, completions, strict=True):
+        theirs = plain.logprobs(torch.cat([prompt, completion]), TEMPERATURE)[len(prompt) - 1 :]
+        worst = max(worst, _gap(row[: len(completion)], theirs))
+    return worst
+
+
+def _padded(rows: Sequence[Tensor], *, at_the_left: bool = False) -> tuple[Tensor, Tensor]:
+    """(B, L) ids padded with 0, and the mask of what is not padding."""
+    side = "left" if at_the_left else "right"
+    ids, mask = (
+        torch.nn.utils.rnn.pad_sequence(column, batch_first=True, padding_side=side)
+        for column in (list(rows), [torch.ones_like(row) for row in rows])
+    )
+    return ids, mask
+
+
+# Running
+
+
+def judge_in_child(name: str, pipe: Connection) -> None:
+    """Judge one case quietly on one thread and send its row."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    pipe.send(asdict(judge(case_of_name(name))))
+
+
+def run(
+    todo: Sequence[Case],
+    lines: Path,
+    *,
+    processes: int,
+    seconds: float,
+    source: str,
+    worker: Callable[[str, Connection], None] = judge_in_child,
+    start_method: str = "forkserver",
+) -> None:
+    """Judge each case by `worker` in a process of its own and append a line for each to `lines`."""
+    context: Any = multiprocessing.get_context(start_method)
+    context.set_forkserver_preload(["benchmarks.small_models", "trainer.model"])  # what takes seconds to import
+    waiting = list(reversed(todo))
+    running: dict[Connection, tuple[Case, Any, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < processes:
+            of = waiting.pop()
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=worker, args=(of.name, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            running[ours] = (of, process, time.monotonic() + seconds)
+        soonest = min(deadline for *_, deadline in running.values())
+        ready = wait(list(running), timeout=max(0.0, soonest - time.monotonic()))
+        for pipe, (of, process, deadline) in list(running.items()):
+            if pipe in ready:
+                row = _received(of, pipe, process)
+            elif time.monotonic() >= deadline:
+                row = _row(of, None, Verdict(NOT_JUDGED, f"took longer than {seconds:g} s"))
+            else:
+                continue
+            del running[pipe]
+            process.kill()
+            process.join()
+            append(lines, row, source)
+            print(f"{row.name}: {row.scores.status} / {row.trains.status}  {row.scores.why}"[:200], flush=True)
+
+
+def _received(of: Case, pipe: Connection, process: Any) -> Row:
+    try:
+        return Row.from_json(pipe.recv())
+    except EOFError:
+        process.join()
+        return _row(of, None, Verdict(NOT_JUDGED, f"its process ended with {process.exitcode}"))
+
+
+def append(lines: Path, row: Row, source: str) -> None:
+    """Add a row to the file that a later run goes on from."""
+    lines.parent.mkdir(parents=True, exist_ok=True)
+    torn = lines.exists() and not lines.read_text().endswith("\n")
+    with lines.open("a") as file:
+        file.write("\n" * torn + json.dumps({"source": source, **asdict(row)}) + "\n")
+
+
+def finished(lines: Path, source: str) -> dict[str, Row]:
+    """The rows in the file that were judged with these sources, by name; the last of a name counts.
+
+    A line that a broken run left half-written is passed over.
+    """
+    rows: dict[str, Row] = {}
+    for line in lines.read_text().splitlines() if lines.exists() else []:
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if entry.pop("source") == source:
+            row = Row.from_json(entry)
+            rows[row.name] = row
+    return rows
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of what the table is about."""
+    return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "triton")} | {
+        "cfa_kernels": importlib.import_module("cfa_kernels").__version__
+    }
+
+
+def source_digest() -> str:
+    """A name for the code that is judged, what judges it and the libraries; rows of another are made anew."""
+    files = sorted((REPOSITORY / "cfa_kernels").rglob("*.py"))
+    files += [REPOSITORY / "trainer" / "model.py", Path(small_models.__file__), Path(__file__)]
+    digest = hashlib.sha256(json.dumps(versions()).encode())
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+# Writing
+
+
+def document(rows: Sequence[Row], date: str) -> dict[str, Any]:
+    """The machine-readable result."""
+    return {
+        "schema": 1,
+        "date": date,
+        "versions": versions(),
+        "tolerance_nats": TOLERANCE,
+        "types": len({row.model_type for row in rows}),
+        "counts": {column: _counts(rows, column) for column in ("scores", "trains")},
+        "rows": [asdict(row) for row in sorted(rows, key=lambda row: row.name)],
+    }
+
+
+def _counts(rows: Iterable[Row], column: str) -> dict[str, int]:
+    found = Counter(getattr(row, column).status for row in rows)
+    return {status: found[status] for status in MEANINGS}
+
+
+INTRODUCTION = """\
+# Which models
+
+Written by `python -m benchmarks.model_table`; edit that, not this. Every causal model type of transformers, built
+small with random weights, on the CPU in float32: at least a whole period of the layers of its default
+configuration, windows of {window} tokens under sequences of up to {longest}. "Scores" compares `score_counterfactuals`
+with one full forward of the model per span, over ragged batches of shared prompts and prefixes; "trains" compares
+the trainer's log-probs of a padded batch with the model's own logits of each row alone. A row with a comma is the
+type with something switched on that its default leaves off.
+
+{date}: torch {torch}, transformers {transformers}, triton {triton}, cfa_kernels {cfa_kernels}. {types} types,
+{rows} rows.
+
+| | scores | trains | |
+|---|--:|--:|---|
+{counts}
+
+A model of your own answers for itself, before any work is done:
+
+```python
+import torch
+
+from cfa_kernels import Span, score_counterfactuals
+
+ids = torch.arange(8)
+scores = score_counterfactuals(model, [ids[:3]], [ids[3:]], [[Span(0, 2)]], [Span(3, 4)], placeholder_id=0)
+```
+
+| Type | Model | Layers | Scores | Trains | Off by less than | Why |
+|---|---|---|---|---|--:|---|
+"""
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """`docs/models.md` for a `document`."""
+    counts = "\n".join(
+        f"| {status} | {result['counts']['scores'][status]} | {result['counts']['trains'][status]} | {meaning} |"
+        for status, meaning in MEANINGS.items()
+        if result["counts"]["scores"][status] or result["counts"]["trains"][status]
+    )
+    longest = max(len(prompt) + len(completion) for prompt, completion, *_ in ragged_batch(SEEDS[-1]))
+    introduction = INTRODUCTION.format(
+        window=WINDOW, longest=longest, date=result["date"], **result["versions"], types=result["types"],
+        rows=len(result["rows"]), counts=counts,
+    )  # fmt: skip
+    return introduction + "".join(_line(Row.from_json(entry)) for entry in result["rows"])
+
+
+def _line(row: Row) -> str:
+    errors = [verdict.error for verdict in (row.scores, row.trains) if verdict.status == EXACT and verdict.error]
+    cells = [
+        row.name, row.model_class, ", ".join(row.layers), row.scores.status, row.trains.status,
+        _power_of_ten(max(errors)) if errors else "", _why(row),
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def _power_of_ten(error: float) -> str:
+    """The next power of ten: the digits of a rounding error differ from machine to machine."""
+    return f"1e{math.ceil(math.log10(error))}"
+
+
+def _why(row: Row) -> str:
+    """Reasons of both columns in one cell; the same reason once."""
+    scores, trains = (_short(verdict.why) for verdict in (row.scores, row.trains))
+    if not trains or trains == scores:
+        return scores
+    return f"{scores}; trains: {trains}" if scores else f"trains: {trains}"
+
+
+def _short(why: str, most: int = 200) -> str:
+    """A reason that fits a cell."""
+    text = re.sub(r"^NotImplementedError: (model: )?", "", why).replace("|", "\\|")
+    return text if len(text) <= most else text[:most].rsplit(" ", 1)[0] + " …"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Judge what is not judged yet and write the table once all of it is; 1 if there is a defect in it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.model_table", description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="TYPE", help="judge these again, by type or by row")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=120.0, help="most that one row may take")
+    parser.add_argument("--fresh", action="store_true", help="forget what earlier runs judged")
+    parser.add_argument("--date", default=datetime.datetime.now(datetime.UTC).date().isoformat())
+    parser.add_argument("--lines", type=Path, default=REPOSITORY / "build" / "models.jsonl", help="rows so far")
+    parser.add_argument("--json", type=Path, default=REPOSITORY / "benchmarks" / "results" / "models.json")
+    parser.add_argument("--markdown", type=Path, default=REPOSITORY / "docs" / "models.md")
+    options = parser.parse_args(argv)
+    if options.fresh:
+        options.lines.unlink(missing_ok=True)
+    source = source_digest()
+    every = [of for model_type in model_types() for of in cases(model_type)]
+    if options.only:
+        todo = [of for of in every if {of.name, of.model_type} & set(options.only)]
+        if unknown := set(options.only) - {name for of in todo for name in (of.name, of.model_type)}:
+            parser.error(f"--only: no such type or row: {', '.join(sorted(unknown))}")
+    else:
+        done = finished(options.lines, source)
+        todo = [of for of in every if of.name not in done]
+    run(todo, options.lines, processes=options.processes, seconds=options.seconds, source=source)
+    rows = finished(options.lines, source)
+    if missing := [of.name for of in every if of.name not in rows]:
+        print(f"{len(missing)} rows are not judged yet, so the table is not written: {', '.join(missing[:5])}, ...")
+        return 0
+    result = document([rows[of.name] for of in every], options.date)
+    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    options.markdown.write_text(markdown(result), encoding="utf-8")
+    print(json.dumps(result["counts"]))
+    defects = [row.name for row in rows.values() if {row.scores.status, row.trains.status} & {WRONG, UNCLEAR}]
+    return 1 if defects else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""The table of model types: a sample still says what it says, its comparison can fail, broken-off runs go on."""
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import model_table, small_models
+from benchmarks.model_table import (
+    EXACT,
+    NOT_BUILDABLE,
+    NOT_JUDGED,
+    REFUSED,
+    UNCLEAR,
+    WRONG,
+    Plain,
+    Row,
+    Verdict,
+    append,
+    document,
+    finished,
+    judge,
+    judge_scores,
+    judge_training,
+    main,
+    markdown,
+    ragged_batch,
+    run,
+)  # fmt: skip
+from benchmarks.small_models import CONTEXT, WINDOW, Case, build, case, layer_kinds, model_types, what_is_missing
+from cfa_kernels import hf
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+TABLE = json.loads((REPOSITORY / "benchmarks" / "results" / "models.json").read_text())
+ROWS = {row.name: row for row in map(Row.from_json, TABLE["rows"])}
+SAME_VERSION = TABLE["versions"]["transformers"] == model_table.versions()["transformers"]
+# Plain, sliding, a mixture of experts, latent attention, sinks, linear attention, no attention interface.
+SAMPLE = ["llama", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "bloom"]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return build(Case("llama"))
+
+
+def row(name="llama", scores=EXACT, trains=EXACT, why="", error=2e-6) -> Row:
+    model_type, _, variant = name.partition(", ")
+    verdicts = [Verdict(status, why, error if status == EXACT else None) for status in (scores, trains)]
+    return Row(model_type, variant, "SomeForCausalLM", ["full_attention"], *verdicts, 1.5)
+
+
+# The table
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_of_the_models_is_as_the_table_says(name):
+    found = judge(case(name), seeds=(1,), complete=False)
+    if not SAME_VERSION:  # other versions may refuse more or less, but never silently
+        assert {found.scores.status, found.trains.status} <= {EXACT, REFUSED}
+        return
+    assert (found.scores.status, found.trains.status) == (ROWS[name].scores.status, ROWS[name].trains.status)
+    assert found.layers == ROWS[name].layers
+
+
+@pytest.mark.skipif(not SAME_VERSION, reason="the table is about another version of transformers")
+def test_the_table_has_every_causal_model_type_of_transformers():
+    assert sorted({row.model_type for row in ROWS.values()}) == model_types()
+
+
+@pytest.mark.xfail(strict=True, reason="the models that the table calls WRONG or unclear")
+def test_nothing_in_the_table_is_wrong_or_unclear():
+    assert not [row.name for row in ROWS.values() if {row.scores.status, row.trains.status} & {WRONG, UNCLEAR}]
+
+
+def test_the_page_is_written_from_the_result():
+    assert (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8") == markdown(TABLE)
+
+
+def test_masking_a_span_moves_answers_far_more_than_the_table_allows_for_errors():
+    assert min(row.median_drop for row in ROWS.values() if row.median_drop is not None) > 50 * model_table.TOLERANCE
+
+
+# Small models
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("qwen3_next", ["full_attention", "linear_attention"]),
+        ("jamba", ["full_attention", "linear_attention"]),
+        ("zamba2", ["hybrid", "linear_attention"]),
+        ("llama4_text", ["chunked_attention", "full_attention"]),
+        ("qwen2_moe, sliding windows", ["full_attention", "sliding_attention"]),
+    ],
+)
+def test_a_small_hybrid_has_every_kind_of_layer(name, kinds):
+    model = build(case(name))
+    assert layer_kinds(model.config) == kinds
+    assert what_is_missing(case(name), model) == []
+
+
+def test_a_hybrid_cut_before_its_first_attention_layer_is_not_taken_for_the_type():
+    found = judge(Case("jamba", changes={"num_hidden_layers": 2}))
+    assert found.scores.status == found.trains.status == NOT_BUILDABLE
+    assert "JambaAttention" in found.scores.why
+    assert "full_attention" in found.scores.why
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("mistral", "sliding_window"), ("gemma2", "sliding_window"), ("llama4_text", "attention_chunk_size")],
+)
+def test_the_windows_of_a_small_model_change_its_result(name, size):
+    batch = ragged_batch(0)
+    ids = torch.cat([batch.prompts[0], batch.completions[0]])
+    narrow, wide = (Plain(build(Case(name, changes={size: tokens}))).logprobs(ids) for tokens in (WINDOW, CONTEXT))
+    assert torch.equal(narrow[: WINDOW - 1], wide[: WINDOW - 1])
+    assert (narrow - wide)[WINDOW:].abs().max() > 100 * model_table.TOLERANCE
+
+
+def test_a_model_is_the_same_each_time_it_is_built(llama):
+    for mine, again in zip(llama.parameters(), build(Case("llama")).parameters(), strict=True):
+        assert torch.equal(mine, again)
+
+
+# Verdicts
+
+
+def test_scores_of_another_placeholder_are_wrong(llama, monkeypatch):
+    def score(*batch, placeholder_id, **options):
+        return real(*batch, placeholder_id=placeholder_id + 1, **options)
+
+    real = model_table.score_counterfactuals
+    monkeypatch.setattr(model_table, "score_counterfactuals", score)
+    verdict, median = judge_scores(llama, Plain(llama), [ragged_batch(0)])
+    assert verdict.status == WRONG
+    assert verdict.error > 100 * model_table.TOLERANCE
+    assert median > 0
+
+
+def test_a_nan_score_is_wrong(llama, monkeypatch):
+    def score(*batch, **options):
+        scores = real(*batch, **options)
+        return dataclasses.replace(scores, masked=[masked * torch.nan for masked in scores.masked])
+
+    real = model_table.score_counterfactuals
+    monkeypatch.setattr(model_table, "score_counterfactuals", score)
+    assert judge_scores(llama, Plain(llama), [ragged_batch(0)])[0].status == WRONG
+
+
+def test_log_probs_of_a_trainer_that_forgets_the_temperature_are_wrong(llama, monkeypatch):
+    real = model_table.completion_logprobs
+    monkeypatch.setattr(model_table, "completion_logprobs", lambda *batch, temperature: real(*batch, temperature=1.0))
+    assert judge_training(llama, Plain(llama), [ragged_batch(0)]).status == WRONG
+
+
+def raised(kind: str, message: str, file: Path):
+    """A function that raises `kind(message)` as if it stood in `file`."""
+    scope: dict = {}
+    exec(compile(f"def raises(*_, **__): raise {kind}({message!r})", str(file), "exec"), scope)
+    return scope["raises"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "folder", "status"),
+    [
+        ("NotImplementedError", "model: LlamaForCausalLM has sinks", Path(hf.__file__).parent, REFUSED),
+        ("NotImplementedError", "LlamaAttention has sinks", Path(hf.__file__).parent, UNCLEAR),
+        ("ValueError", "model: LlamaForCausalLM has sinks", Path(hf.__file__).parent, UNCLEAR),
+        ("NotImplementedError", "LlamaForCausalLM has sinks", Path(torch.__file__).parent, UNCLEAR),
+    ],
+    ids=["named", "layer named", "another error", "raised elsewhere"],
+)
+def test_only_a_named_refusal_of_this_package_counts_as_one(llama, monkeypatch, kind, message, folder, status):
+    raises = raised(kind, message, folder / "some_file.py")
+    monkeypatch.setattr(model_table, "score_counterfactuals", raises)
+    monkeypatch.setattr(hf, "prove_head", raises, raising=False)
+    assert judge_scores(llama, Plain(llama), [ragged_batch(0)]) == (Verdict(status, f"{kind}: {message}"), None)
+    assert judge_training(llama, Plain(llama), [ragged_batch(0)]) == Verdict(status, f"{kind}: {message}")
+
+
+# Runs
+
+
+def test_a_run_goes_on_after_the_last_whole_line(tmp_path):
+    lines = tmp_path / "new" / "models.jsonl"
+    append(lines, row("llama", scores=WRONG), "this")
+    append(lines, row("llama"), "this")
+    append(lines, row("bloom"), "another")
+    with lines.open("a") as file:
+        file.write('{"source": "this", "model_type": "mam')
+    assert finished(lines, "this") == {"llama": row("llama")}
+    append(lines, row("mamba"), "this")
+    assert list(finished(lines, "this")) == ["llama", "mamba"]
+
+
+def test_what_is_judged_is_not_judged_again_and_tables_wait_for_all_of_it(tmp_path, monkeypatch, capsys):
+    def pretend(todo, lines, *, source, **_):
+        asked.append([of.name for of in todo])
+        for of in todo[:1]:
+            append(lines, row(of.name, scores=WRONG if of.name == "b" else EXACT), source)
+
+    asked: list[list[str]] = []
+    monkeypatch.setattr(model_table, "run", pretend)
+    monkeypatch.setattr(model_table, "model_types", lambda: ["a", "b"])
+    monkeypatch.setattr(model_table, "cases", lambda name: [Case(name)])
+    files = {name: tmp_path / f"models.{name}" for name in ("lines", "json", "markdown")}
+    arguments = [f"--{name}={path}" for name, path in files.items()] + ["--date=2020-02-02"]
+    assert main(arguments) == 0
+    assert not files["json"].exists()
+    assert "1 rows are not judged yet" in capsys.readouterr().out
+    assert main(arguments) == 1  # of what is wrong in it
+    assert main([*arguments, "--only", "a"]) == 1
+    assert main([*arguments, "--fresh"]) == 0
+    assert asked == [["a", "b"], ["b"], ["a"], ["a", "b"]]
+    result = json.loads(files["json"].read_text())
+    assert result["date"] == "2020-02-02"
+    assert files["markdown"].read_text() == markdown(result)
+    with pytest.raises(SystemExit):
+        main([*arguments, "--only", "a", "c"])
+    assert "no such type or row: c" in capsys.readouterr().err
+
+
+def test_a_process_that_dies_or_never_ends_leaves_a_row_that_says_so(tmp_path):
+    def worker(name, pipe):
+        if name == "llama":
+            os._exit(7)
+        if name == "bloom":
+            time.sleep(600)
+        pipe.send(dataclasses.asdict(row(name)))
+
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("processes cannot fork here")
+    lines = tmp_path / "models.jsonl"
+    for names, seconds in ((["llama", "mamba"], 600.0), (["bloom"], 0.1)):
+        todo = [Case(name) for name in names]
+        run(todo, lines, processes=2, seconds=seconds, source="this", worker=worker, start_method="fork")
+    rows = finished(lines, "this")
+    assert rows["mamba"] == row("mamba")
+    assert rows["llama"].scores == Verdict(NOT_JUDGED, "its process ended with 7")
+    assert rows["bloom"].trains == Verdict(NOT_JUDGED, "took longer than 0.1 s")
+
+
+# The page
+
+
+def test_the_page_says_when_with_what_and_how_many():
+    rows = [row("b"), row("a, sliding windows", scores=REFUSED, why="NotImplementedError: model: A has |s|"), row("a")]
+    result = document(rows, "2020-02-02")
+    assert [entry["model_type"] + entry["variant"] for entry in result["rows"]] == ["a", "asliding windows", "b"]
+    assert result["types"] == 2
+    assert result["counts"]["scores"] == {**dict.fromkeys(model_table.MEANINGS, 0), EXACT: 2, REFUSED: 1}
+    page = markdown(result)
+    assert f"2020-02-02: torch {torch.__version__}, transformers " in page
+    assert "2 types,\n3 rows." in page
+    assert "| exact | 2 | 3 | the numbers" in page
+    assert "WRONG" not in page
+    assert "| a | SomeForCausalLM | full_attention | exact | exact | 1e-5 |  |\n" in page
+    assert (
+        "| a, sliding windows | SomeForCausalLM | full_attention | refused | exact | 1e-5 | A has \\|s\\| |\n" in page
+    )
+
+
+@pytest.mark.parametrize(
+    ("scores", "trains", "cell"),
+    [
+        ("", "", ""),
+        ("one", "one", "one"),
+        ("one", "", "one"),
+        ("", "two", "trains: two"),
+        ("one", "two", "one; trains: two"),
+        ("word " * 100, "", "word " * 40 + "…"),
+    ],
+)
+def test_a_cell_says_each_reason_once_and_shortly(scores, trains, cell):
+    entry = dataclasses.replace(row(), scores=Verdict(REFUSED, scores), trains=Verdict(REFUSED, trains))
+    assert markdown(document([entry], "2020-02-02")).endswith(f"| refused | refused |  | {cell} |\n")
+
+
+def test_every_variant_is_a_case_of_its_type():
+    for label, (model_type, _) in small_models.VARIANTS.items():
+        assert case(f"{model_type}, {label}").changes
