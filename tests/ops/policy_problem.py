@@ -97,12 +97,14 @@ def of_logits(tensors: dict[str, Any], **options: Any) -> tuple[Tensor, list[Ten
 
 
 def of_hidden(
-    tensors: dict[str, Any], *, with_bias: bool = True, **options: Any
+    tensors: dict[str, Any], *, with_bias: bool = True, alone: bool = False, **options: Any
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """Loss, gradients and metrics of `linear_policy_loss`; `alone` hands over the states of `rows` only."""
     names = ("hidden", "head", "bias") if with_bias else ("hidden", "head")
     leaves = {name: tensors[name].detach().clone().requires_grad_() for name in names}
+    hidden = leaves["hidden"].flatten(0, 1)[options["rows"]] if alone else leaves["hidden"]
     loss, metrics = linear_policy_loss(
-        leaves["hidden"], leaves["head"], tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"],
+        hidden, leaves["head"], tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"],
         bias=leaves.get("bias"), **options,
     )  # fmt: skip
     loss.backward()

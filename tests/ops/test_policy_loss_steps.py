@@ -64,10 +64,34 @@ def test_chunks_and_dropped_rows_change_nothing(backend, level, dtype, tolerance
         {"drop_inactive": False, "chunk_size": 4},
         {"drop_inactive": True, "chunk_size": 4},
         {"rows": rows, "chunk_size": 3, "drop_inactive": False},
+        {"rows": rows, "alone": True, "chunk_size": 3, "drop_inactive": False},
+        {"rows": rows.flip(0), "alone": True, "chunk_size": 3, "drop_inactive": True},
     ):
         ours = of_hidden(tensors, **how, **options)
         assert_same(ours, whole, rtol=tolerance, atol=tolerance / 4)
         torch.testing.assert_close(ours[2], whole[2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_logprobs_are_handed_out_where_the_loss_looked(backend, level, device):
+    tensors, options = problem(torch.float32, device)
+    tensors["advantages"] = torch.tensor([1.0, 0.0, -0.5], device=device)
+    rest = [tensors[name] for name in ("targets", "old", "advantages", "mask")]
+    options |= {"importance_sampling_level": level, "backend": backend, "return_logprobs": True}
+    truth = tensors["logits"].double().log_softmax(-1).gather(-1, tensors["targets"][..., None])[..., 0].float()
+    counted = tensors["mask"].bool()
+    needed = counted & (tensors["advantages"] != 0)[:, None]
+    rows = contributing_rows(tensors["mask"], tensors["advantages"], importance_sampling_level=level)
+    for how, seen in (
+        ({"drop_inactive": False}, counted),
+        ({"drop_inactive": True}, needed),
+        ({"rows": rows, "drop_inactive": False}, needed),
+    ):
+        found = linear_policy_loss(tensors["hidden"], tensors["head"], *rest, bias=tensors["bias"], **how, **options)
+        assert not found[2].requires_grad
+        assert torch.equal(found[2].isfinite(), seen)
+        torch.testing.assert_close(found[2][seen], truth[seen], rtol=1e-5, atol=1e-5)
 
 
 class Products:
@@ -129,7 +153,7 @@ CLIPPED = [
 ]
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["rows found", "rows given"])
+@pytest.mark.parametrize("given", ["rows found", "rows given", "rows alone"])
 @pytest.mark.parametrize("head_trains", [False, True], ids=["frozen head", "trained head"])
 @pytest.mark.parametrize(("level", "clipped", "kept"), CLIPPED)
 def test_clipped_rows_are_cut_out_of_a_chunk_if_they_are_a_tenth_of_it(
@@ -141,7 +165,7 @@ def test_clipped_rows_are_cut_out_of_a_chunk_if_they_are_a_tenth_of_it(
     old = tensors["logits"].log_softmax(-1).gather(-1, tensors["targets"][..., None])[..., 0]
     old.view(-1)[clipped] -= 5  # a ratio of e^5: its gradient is 0
     options |= {"importance_sampling_level": level, "chunk_size": 11}
-    options["rows"] = torch.arange(48, device=device) if given else None
+    options["rows"] = None if given == "rows found" else torch.arange(48, device=device)
     products = Products(monkeypatch)
 
     def run(drop):
@@ -149,7 +173,8 @@ def test_clipped_rows_are_cut_out_of_a_chunk_if_they_are_a_tenth_of_it(
         hidden = tensors["hidden"].clone().requires_grad_()
         head = tensors["head"].clone().requires_grad_(head_trains)
         rest = (tensors["targets"], old, tensors["advantages"], tensors["mask"])
-        loss, _ = linear_policy_loss(hidden, head, *rest, bias=tensors["bias"], drop_inactive=drop, **options)
+        states = hidden.flatten(0, 1) if given == "rows alone" else hidden
+        loss, _ = linear_policy_loss(states, head, *rest, bias=tensors["bias"], drop_inactive=drop, **options)
         loss.backward()
         return loss.detach(), [leaf.grad for leaf in (hidden, head) if leaf.requires_grad]
 
@@ -248,7 +273,12 @@ def test_a_tied_head_sums_both_gradients(device):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"hidden": torch.zeros(B, H)}, ValueError, r"hidden must be \(B, T, H\), got shape \(3, 24\)"),
+        ({"hidden": torch.zeros(B, H)}, ValueError, r"hidden of shape \(3, 24\) needs rows of shape \(3,\), got None"),
+        (
+            {"hidden": torch.zeros(H)},
+            ValueError,
+            r"hidden must be \(B, T, H\), or \(M, H\) for M rows, got shape \(24,\)",
+        ),
         ({"head": torch.zeros(V, H + 1)}, ValueError, "hidden has H=24, lm_head has H=25"),
         (
             {"head": torch.zeros(V, H, dtype=torch.float32)},
@@ -495,7 +525,7 @@ def test_operators_pass_opcheck(backend, dtype, level, device, small_tiles):
     grid = [tensor.view(B, T) if isinstance(tensor, Tensor) and tensor.numel() == B * T else tensor for tensor in token]
     torch.library.opcheck(
         linear_policy_loss_op,
-        (leaves[0].view(-1, H), *leaves[1:], *grid, None, *options, [True] * 3, True, 4, True, backend),
+        (leaves[0].view(-1, H), *leaves[1:], *grid, None, False, *options, [True] * 3, True, 4, True, backend),
         test_utils=checks,
     )
     rows = tensors["logits"].clone()
