@@ -277,7 +277,7 @@ def test_a_tied_head_sums_both_gradients(device):
         (
             {"hidden": torch.zeros(H)},
             ValueError,
-            r"hidden must be \(B, T, H\), or \(M, H\) for M rows, got shape \(24,\)",
+            r"or \(M, H\) for M rows, got shape \(24,\)",
         ),
         ({"head": torch.zeros(V, H + 1)}, ValueError, "hidden has H=24, lm_head has H=25"),
         (
