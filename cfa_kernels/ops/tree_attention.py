@@ -339,8 +339,9 @@ def launch_options(
     largest that compile without spills for models there are (`tests/ops/test_aot_tree_attention.py`).
     """
     widest = max(key_dim, value_dim)
-    if dtype == torch.float32:  # full precision has no tensor cores
-        block_m, block_n, num_warps, num_stages = 16, 16, 8, 2
+    if dtype == torch.float32:  # full precision has no tensor cores; more heads share a tile only if they must
+        block_m = triton.next_power_of_2(max(group, 16))
+        block_n, num_warps, num_stages = 16, min(block_m // 4, 16 if architecture == "hip" else 32), 2
     elif architecture == "hip":
         block_m, block_n, num_warps, num_stages = 64, 32, 4, 1
     elif architecture.startswith("sm_8") and widest > 64:
