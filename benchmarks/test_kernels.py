@@ -20,7 +20,8 @@ from benchmarks.reference import ErrorBudget
 from benchmarks.selection import workload_set
 from benchmarks.workloads import HEADS, MODELS, SEED, Job, gsm8k_job, head_dim, long_job, random_model
 from cfa_kernels import linear_logprob
-from cfa_kernels.ops.tree_attention import SegmentTable, tree_attention
+from cfa_kernels.ops.segment_table import SegmentTable
+from cfa_kernels.ops.tree_attention import tree_attention
 from cfa_kernels.scoring import plan_scoring
 
 OURS, FLASH, GATHERED = "ours", "flash attention, equal lengths", "keys gathered, varlen attention"

@@ -207,10 +207,11 @@ def apart_by_length(model: PreTrainedModel, units: list[list[Query]], order: lis
 _LARGEST_BUDGET = {"cpu": 2048, "cuda": 65536}
 
 
-def default_token_budget(model: PreTrainedModel) -> int:
+def default_token_budget(model: PreTrainedModel, *, training: bool = False) -> int:
     """Tokens per packed forward: on a GPU what half of the free memory holds, at least 1,024.
 
-    The estimate counts a layer's widest moment: the MLP's or attention's intermediate results and the residual.
+    The estimate counts a layer's widest moment, the MLP's or attention's intermediate results and the residual; for
+    `training` what every layer keeps for the backward, or with checkpointing its input alone.
     """
     device = embedding(model).device
     if device.type != "cuda":
@@ -220,8 +221,17 @@ def default_token_budget(model: PreTrainedModel) -> int:
     heads = config.num_attention_heads * (getattr(config, "head_dim", None) or width // config.num_attention_heads)
     widest = max(4 * (getattr(config, "intermediate_size", None) or 4 * width), 8 * heads)
     bytes_per_token = model.dtype.itemsize * (widest + 4 * width) + 12 * width
+    if training and checkpoints(model):
+        bytes_per_token += config.num_hidden_layers * width * model.dtype.itemsize
+    elif training:
+        bytes_per_token *= config.num_hidden_layers
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(min(max(free // 2 // bytes_per_token, 1024), _LARGEST_BUDGET["cuda"]))
+
+
+def checkpoints(model: nn.Module) -> bool:
+    """Whether layers run again in the backward instead of keeping what it needs."""
+    return any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
 
 
 @contextmanager

@@ -4,7 +4,7 @@
 are then read off that one forward. `packed_logprobs` and `packed_policy_loss` are the two usual ways in one call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -302,6 +302,50 @@ class PackedForward:
         flat = [value for row in values for value in row]
         joined = torch.cat(flat) if flat else torch.zeros(0, device=self.device)
         return collect_scores(joined, rows, units, list(range(len(rows))), logprobs=False, work=work)
+
+    def scorer(self) -> Callable[..., CounterfactualScores]:
+        """`score` as a function with the arguments of `score_counterfactuals`, for some of the rows of this forward.
+
+        For `counterfactual_credit(..., score=...)`. The rows must come in the order of this forward.
+        """
+
+        def score(
+            _: nn.Module,
+            prompts: Sequence[Tensor],
+            completions: Sequence[Tensor],
+            spans: Sequence[Sequence[Span]],
+            answers: Sequence[Span | None],
+            *,
+            placeholder_id: int,
+            token_budget: int | None = None,
+            logprobs: bool = False,
+            temperature: float = 1.0,
+        ) -> CounterfactualScores:
+            if logprobs:
+                raise ValueError("logprobs: a forward hands out its own, by PackedForward.logprobs")
+            chosen = self._rows_of(prompts, completions)
+            all_spans: list[Sequence[Span]] = [[] for _ in self.rows]
+            all_answers: list[Span | None] = [None] * len(self.rows)
+            for b, given, answer in zip(chosen, spans, answers, strict=True):
+                all_spans[b], all_answers[b] = given, answer
+            found = self.score(all_spans, all_answers, placeholder_id=placeholder_id, token_budget=token_budget)
+            masked, drop = ([column[b] for b in chosen] for column in (found.masked, found.drop))
+            return CounterfactualScores(found.base[chosen], masked, drop, None, found.work)
+
+        return score
+
+    def _rows_of(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[int]:
+        """Which rows of this forward these are, each after the one before."""
+        chosen, b = list[int](), -1
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            wanted = prompt.cpu().numpy(), completion.cpu().numpy()
+            b += 1
+            while b < len(self.rows) and not all(map(np.array_equal, wanted, self.rows[b])):
+                b += 1
+            if b == len(self.rows):
+                raise ValueError(f"completions row {i}: was not fed by this forward, or not in this order")
+            chosen.append(b)
+        return chosen
 
     def _hidden(self, predicting: np.ndarray) -> Tensor:
         """(R, H), with gradient, of packed rows, which may repeat."""

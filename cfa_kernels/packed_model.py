@@ -16,7 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from .hf import Head, attention_implementation, backbone, embedding, evaluation_mode
-from .ops.tree_attention import SegmentTable, tree_attention
+from .ops.segment_table import SegmentTable
+from .ops.tree_attention import tree_attention
 from .recurrent import tree_states
 from .tree import Pack
 
@@ -251,11 +252,6 @@ def packed_hidden(
     ):
         hidden.register_hook(lambda _: _tree_attention_until_backward_ends(model))
     return hidden
-
-
-def checkpoints(model: nn.Module) -> bool:
-    """Whether layers run again in the backward instead of keeping what it needs."""
-    return any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
 
 
 def _tree_attention_until_backward_ends(model: PreTrainedModel) -> None:

@@ -22,12 +22,13 @@ from .hf import (
     Head,
     attention_implementation,
     backbone,
+    checkpoints,
     embedding,
     evaluation_mode,
     read_head,
     vocab_size,
 )
-from .packed_model import ATTENTION, checkpoints, pack_logprobs
+from .packed_model import ATTENTION, pack_logprobs
 from .recurrent import has_cells
 from .tree import Query, pack_units
 

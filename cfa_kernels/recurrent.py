@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .ops.tree_attention import SegmentTable
+from .ops.segment_table import SegmentTable
 
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 _READS_STATE = {"get_conv_state", "get_recurrent_state"}

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfa_kernels.ops.tree_attention import SegmentTable
+from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.tree import PrefixTree, Query, pack_units
 
 # Few distinct tokens, so that prefixes collide often.

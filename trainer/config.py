@@ -92,14 +92,16 @@ class TrainConfig(DataConfig):
     normalize_weights: Literal["none", "mean"] = "none"
     """"mean" rescales each completion's weights to mean 1; the paper does not."""
     token_budget: int | None = None
-    """Most tokens per packed scoring forward; by default chosen from free memory."""
+    """Most rows of a packed forward, in the update and of masked branches; a group that is larger gets a forward of its
+    own. By default what half of the free memory holds."""
 
     max_steps: int = 500
     """Optimizer steps (times num_iterations): rollouts, credit and update make one."""
     per_device_train_batch_size: int = 16
-    """Completions per forward and backward."""
+    """Times gradient_accumulation_steps: how many completions a step samples. What one forward holds is said by
+    token_budget."""
     gradient_accumulation_steps: int = 4
-    """Micro-batches per optimizer step; with the batch size, how many completions a step samples."""
+    """See per_device_train_batch_size."""
     num_generations: int = 8
     """Completions per problem (G), the group that advantages compare."""
     num_iterations: int = 1
@@ -164,7 +166,7 @@ class TrainConfig(DataConfig):
     lora_alpha: int = 32
     """Scale of the adapter is lora_alpha / lora_r."""
     lora_dropout: float = 0.0
-    """Dropout inside the adapter."""
+    """Dropout inside the adapter; above 0 it is refused, for rows that completions share would get one mask."""
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
     """Modules that get an adapter; "all-linear" is every linear layer but the head."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -218,6 +220,11 @@ class TrainConfig(DataConfig):
             )
 
         self.counterfactual()  # checks the weights
+
+    @property
+    def scores_answers(self) -> bool:
+        """Whether credit comes from masked answers, or needs none."""
+        return self.credit in ("counterfactual", "inverted")
 
     def counterfactual(self) -> CounterfactualConfig:
         """The settings that the kernels take."""

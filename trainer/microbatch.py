@@ -1,78 +1,100 @@
-"""One forward and backward's worth of a batch of rollouts, and what must hold of it.
+"""One packed forward and backward's worth of a batch of rollouts, and what must hold of it.
 
-Where it stands: between rollouts and the loss. Rows that cannot change the update are left out here, and padding
-that no row of a micro-batch needs is cut off.
+Where it stands: between rollouts and the loss. Micro-batches are whole groups, so that a prompt is fed once; rows that
+cannot change the update are left out here.
 """
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cfa_kernels.hf import causal_lm, evaluation_mode
+from cfa_kernels import Credit, ScoringWork, Span, counterfactual_credit
+from cfa_kernels.hf import causal_lm, default_token_budget
+from cfa_kernels.packed_loss import LossBatch, PackedForward, packed_forward, packed_logprobs
 from trainer.config import TrainConfig
-from trainer.model import completion_logprobs
 from trainer.rollouts import Rollouts
 
 
 @dataclass
 class MicroBatch:
-    """Some rows of a batch, cut to their own width: b rows, prompts of p tokens, completions of t."""
+    """Some completions of a batch, unpadded: b rows, of t tokens each."""
 
     rows: Tensor  # (b,) their numbers in the batch
-    prompt_ids: Tensor  # (b, p)
-    prompt_mask: Tensor
-    completion_ids: Tensor  # (b, t)
-    completion_mask: Tensor  # what the model attends to
-    mask: Tensor  # what the loss counts
+    prompts: list[Tensor]  # b tensors (p,)
+    completions: list[Tensor]  # b tensors (t,)
+    mask: list[Tensor]  # b tensors (t,): what the loss counts
     advantages: Tensor  # (b,)
-    weights: Tensor  # (b, t)
-    sampled_logprobs: Tensor
-    old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
+    sampled_logprobs: list[Tensor]  # b tensors (t,)
+    weights: list[Tensor] | None = None  # b tensors (t,); None until credit is assigned
+    old_logprobs: list[Tensor] | None = None
+    ref_logprobs: list[Tensor] | None = None
 
     @property
     def tokens(self) -> float:
         """Tokens that the loss counts."""
-        return self.mask.sum().item()
+        return float(sum(row.sum() for row in self.mask))
 
-    def logprobs(self, model: nn.Module, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies, (b, t)."""
-        return completion_logprobs(
-            model,
-            self.prompt_ids,
-            self.prompt_mask,
-            self.completion_ids,
-            self.completion_mask,
-            temperature=temperature,
+    def loss_batch(self, config: TrainConfig) -> LossBatch:
+        """What the loss needs beside the model."""
+        return LossBatch.of(
+            self.completions, self.old_logprobs, self.advantages.cpu(), weights=self.weights, mask=self.mask,
+            ref_logprobs=self.ref_logprobs, compute_entropy=True,
+            importance_sampling_level=config.importance_sampling_level,
+        )  # fmt: skip
+
+    def forward(self, policy: nn.Module, config: TrainConfig, *, keep_states: bool = False) -> PackedForward:
+        """Hidden states of every completion, with gradient; prompts are fed once."""
+        return packed_forward(
+            causal_lm(policy), self.prompts, self.completions, token_budget=config.token_budget, keep_states=keep_states
         )
 
-    def sampling_gap(self, logprobs: Tensor) -> Tensor:
-        """(b, t): how far `logprobs` are from those the tokens were sampled with, nats; 0 where nothing counts."""
-        return (self.sampled_logprobs - logprobs).abs().masked_fill(self.mask == 0, 0.0)
+    def logprobs(self, model: nn.Module, config: TrainConfig) -> list[Tensor]:
+        """b tensors (t,) fp32, nats, without gradient."""
+        with torch.no_grad():
+            found = packed_logprobs(
+                model, self.prompts, self.completions, temperature=config.temperature, token_budget=config.token_budget
+            )
+        assert isinstance(found, list)
+        return found
 
-    def sampling_metrics(self, logprobs: Tensor) -> dict[str, Tensor]:
+    def sampling_gap(self, logprobs: Sequence[Tensor]) -> list[Tensor]:
+        """b tensors (t,): how far `logprobs` are from those sampled with, nats; 0 where nothing counts."""
+        return [
+            torch.where(mask.bool(), (sampled - found).abs(), 0.0)
+            for sampled, found, mask in zip(self.sampled_logprobs, logprobs, self.mask, strict=True)
+        ]
+
+    def sampling_metrics(self, logprobs: Sequence[Tensor]) -> dict[str, Tensor]:
         """How far generation's log-probs are from these, under TRL's names."""
-        gap = self.sampling_gap(logprobs)[self.mask.bool()]
+        gap = torch.cat(self.sampling_gap(logprobs))[torch.cat(self.mask).bool()]
         return {
             "sampling/sampling_logp_difference/mean": gap.mean(),
             "sampling/sampling_logp_difference/max": gap.max(),
         }
 
-    def open_choice(self) -> Tensor:
-        """(b, t): the probability with which each counted token could have come out otherwise, and a little more.
+    def open_choice(self) -> list[Tensor]:
+        """b tensors (t,): how probably each counted token could have come out otherwise, and a little more.
 
         Logits that are off by x move a token's log-prob by some x (1 - p): near-certain tokens hide any error. The
         little keeps those of probability 1 from dividing rounding by nothing.
         """
-        return (1 - self.sampled_logprobs.exp() + 1e-3) * self.mask
+        pairs = zip(self.sampled_logprobs, self.mask, strict=True)
+        return [(1 - sampled.exp() + 1e-3) * mask for sampled, mask in pairs]
 
-    def require_finite_logprobs(self, logprobs: Tensor) -> None:
+    def require_finite_logprobs(self, logprobs: Sequence[Tensor]) -> None:
         """Raise `FloatingPointError` naming the samples whose counted log-probs are not finite."""
-        bad = (~logprobs.isfinite() & self.mask.bool()).any(1)
-        if bad.any():
-            raise FloatingPointError(f"samples {self.rows[bad].tolist()}: log-prob is not finite")
+        bad = [
+            int(row)
+            for row, found, mask in zip(self.rows, logprobs, self.mask, strict=True)
+            if not found[mask.bool()].isfinite().all()
+        ]
+        if bad:
+            raise FloatingPointError(f"samples {bad}: log-prob is not finite")
 
     def require_finite_gradient(self, norm: Tensor, model: nn.Module) -> None:
         """Raise `FloatingPointError` naming the samples and the first parameter with a gradient that is not."""
@@ -83,37 +105,89 @@ class MicroBatch:
 
 
 def micro_batches(
-    config: TrainConfig, rollouts: Rollouts, mask: Tensor, advantages: Tensor, weights: Tensor
+    config: TrainConfig,
+    rollouts: Rollouts,
+    mask: Tensor,
+    advantages: Tensor,
+    policy: nn.Module,
+    weights: Tensor | None = None,
 ) -> list[MicroBatch]:
-    """Cut a batch into micro-batches of the rows that can change the update, `per_device_train_batch_size` each.
+    """Cut a batch into micro-batches of whole groups, as many as fit `token_budget` tree rows, at least one.
 
     Rows the mask leaves out are dropped, and rows without advantage too, unless the KL term or `bnpo`'s
-    denominator (its own micro-batch) needs them. `mask` and `weights` are (B, T), `advantages` (B,).
+    denominator (its own micro-batch) needs them. `mask` is (B, T), `advantages` (B,), `weights` (B, T) if known.
     """
     if rollouts.logprobs is None:
         raise ValueError("rollouts: must have been sampled; these were decoded greedily")
+    budget = config.token_budget or default_token_budget(causal_lm(policy), training=True)
     skip = config.beta == 0 and config.loss_type != "bnpo"
-    rows = (mask.any(1) & ((advantages != 0) | (not skip))).nonzero().flatten()
-    # Rows of like length side by side: less padding, and the loss does not depend on the split.
-    rows = rows[rollouts.completion_mask[rows].sum(1).argsort(stable=True)]
-    parts = []
-    for part in rows.split(config.per_device_train_batch_size) if len(rows) else []:
-        p = int(rollouts.prompt_mask[part].sum(1).max())
-        t = int(rollouts.completion_mask[part].sum(1).max())
-        parts.append(
-            MicroBatch(
-                part,
-                rollouts.prompt_ids[part, -p:],
-                rollouts.prompt_mask[part, -p:],
-                rollouts.completion_ids[part, :t],
-                rollouts.completion_mask[part, :t],
-                mask[part, :t],
-                advantages[part],
-                weights[part, :t],
-                rollouts.logprobs[part, :t],
-            )
+    wanted = (mask.any(1) & ((advantages != 0) | (not skip))).cpu()
+    lengths = rollouts.completion_mask.sum(1).tolist()
+    prompt_lengths = rollouts.prompt_mask.sum(1).tolist()
+    parts: list[list[int]] = []
+    size = 0
+    for start in range(0, len(wanted), config.num_generations):
+        group = [b for b in range(start, start + config.num_generations) if wanted[b]]
+        if not group:
+            continue
+        added = prompt_lengths[start] + sum(lengths[b] for b in group)
+        if not parts or size + added > budget:
+            parts.append([])
+            size = 0
+        parts[-1] += group
+        size += added
+    return [
+        MicroBatch(
+            rows=torch.tensor(part),
+            prompts=[rollouts.prompt_ids[b, rollouts.prompt_ids.shape[1] - prompt_lengths[b] :] for b in part],
+            completions=[rollouts.completion_ids[b, : lengths[b]] for b in part],
+            mask=[mask[b, : lengths[b]] for b in part],
+            advantages=advantages[part],
+            sampled_logprobs=[rollouts.logprobs[b, : lengths[b]] for b in part],
+            weights=None if weights is None else [weights[b, : lengths[b]] for b in part],
         )
-    return parts
+        for part in parts
+    ]
+
+
+def assign_credit(
+    micro: MicroBatch, policy: nn.Module, forward: PackedForward, rollouts: Rollouts, mask: Tensor, **options: Any
+) -> Credit:
+    """Credit of a micro-batch's completions, scored from its own forward; sets the weights. `mask` is (B, T).
+
+    Valid before the first optimizer step on a batch, while the policy is the one that sampled. `options` are those of
+    `counterfactual_credit`.
+    """
+    part = micro.rows.to(mask.device)
+    credit = counterfactual_credit(
+        policy,
+        prompt_ids=rollouts.prompt_ids[part],
+        prompt_mask=rollouts.prompt_mask[part],
+        completion_ids=rollouts.completion_ids[part],
+        completion_mask=mask[part],
+        advantages=micro.advantages,
+        score=forward.scorer(),
+        **options,
+    )
+    micro.weights = [row[: len(ids)] for row, ids in zip(credit.weights, micro.completions, strict=True)]
+    return credit
+
+
+def credit_of_batch(shape: torch.Size, parts: Sequence[tuple[MicroBatch, Credit]]) -> Credit:
+    """Credit of all (B, T) completions from that of the micro-batches; the others weigh 1 and were not scored."""
+    batch = shape[0]
+    weights, base = torch.ones(shape), torch.full((batch,), float("nan"))
+    answers: list[Span | None] = [None] * batch
+    spans: list[list[Span]] = [[] for _ in range(batch)]
+    drop = [torch.zeros(0)] * batch
+    for micro, credit in parts:
+        weights[micro.rows] = credit.weights.cpu()
+        base[micro.rows] = credit.base
+        for i, b in enumerate(micro.rows.tolist()):
+            answers[b], spans[b], drop[b] = credit.answers[i], credit.spans[i], credit.drop[i]
+    done = [credit.work for _, credit in parts if credit.work is not None]
+    work = ScoringWork(*map(sum, zip(*map(dataclasses.astuple, done), strict=True))) if done else None
+    return Credit(weights, answers, spans, drop, base, None, work)
 
 
 # Nats by which rounding moves logits between sampling token by token and one forward over whole rows, on average;
@@ -140,25 +214,23 @@ def checked_sampling_gap(parts: Sequence[MicroBatch], policy: nn.Module, config:
         FloatingPointError: rounding cannot explain the gap; the message names the samples and how large it is.
     """
     limit = sampling_gap_limit(config, policy)
-    gaps = [micro.sampling_gap(micro.old_logprobs) for micro in parts if micro.old_logprobs is not None]
-    if (mean := _mean_gap(parts, gaps)) <= limit:
+    by_row: dict[int, float] = {}
+    gap_sum = choice_sum = 0.0
+    for micro in parts:
+        if micro.old_logprobs is None:
+            continue
+        gaps = micro.sampling_gap(micro.old_logprobs)
+        for row, gap, choice in zip(micro.rows.tolist(), gaps, micro.open_choice(), strict=True):
+            gap_sum += float(gap.sum())
+            choice_sum += float(choice.sum())
+            by_row[row] = float(gap.sum() / choice.sum())
+    mean = gap_sum / choice_sum
+    if mean <= limit:
         return mean
-    # Dropout is off in sampling and on in the update: where there is any, judge without it.
-    with evaluation_mode(causal_lm(policy)):
-        gaps = [micro.sampling_gap(micro.logprobs(policy, config.temperature)[0]) for micro in parts]
-    if (mean := _mean_gap(parts, gaps)) <= limit:
-        return mean
-    rows = torch.cat([micro.rows for micro in parts])
-    by_row = torch.cat([gap.sum(1) / micro.open_choice().sum(1) for micro, gap in zip(parts, gaps, strict=True)])
-    worst = by_row.argmax()
+    worst = max(by_row, key=lambda row: by_row[row] if by_row[row] == by_row[row] else math.inf)
     raise FloatingPointError(
-        f"samples {sorted(rows[~(by_row <= limit)].tolist())}: their log-probs in the update are not those they were "
-        f"sampled with, though no weight has changed: {mean:.3g} nats apart over the batch, "
-        f"{by_row[worst]:.3g} in sample {rows[worst]}, and max_sampling_gap is {limit:.3g}. The model computes "
+        f"samples {sorted(row for row, gap in by_row.items() if not gap <= limit)}: their log-probs in the update are "
+        f"not those they were sampled with, though no weight has changed: {mean:.3g} nats apart over the batch, "
+        f"{by_row[worst]:.3g} in sample {worst}, and max_sampling_gap is {limit:.3g}. The model computes "
         "something else over whole rows than token by token, so the update would follow a wrong gradient"
     )
-
-
-def _mean_gap(parts: Sequence[MicroBatch], gaps: Sequence[Tensor]) -> float:
-    open_choice = sum(float(micro.open_choice().sum()) for micro in parts)
-    return sum(float(gap.sum()) for gap in gaps) / open_choice

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, get_scheduler, set_seed
 
-from cfa_kernels import counterfactual_credit, policy_loss
+from cfa_kernels import Credit
 from cfa_kernels.hf import causal_lm, context_length, refuse_length_dependent_rope
-from cfa_kernels.proof import prove_head, prove_supported
+from cfa_kernels.proof import prove_trainable
 from trainer.checkpoints import load_policy, save_policy
 from trainer.config import TrainConfig
 from trainer.data import Row, encode_prompts, train_and_eval_rows
 from trainer.evaluate import evaluate
 from trainer.metrics import Averages, Step, length_metrics, reward_metrics
-from trainer.microbatch import checked_sampling_gap, micro_batches
+from trainer.microbatch import MicroBatch, assign_credit, checked_sampling_gap, credit_of_batch, micro_batches
 from trainer.model import Reference
 from trainer.report import Report
 from trainer.rewards import Reward, compute_rewards, group_advantages, load_reward, load_rewards
@@ -73,64 +73,65 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     if config.mask_truncated_completions:
         mask = mask * ~rollouts.truncated[:, None]
 
-    credit = counterfactual_credit(
-        trainer.policy,
-        trainer.tokenizer,
-        rollouts.prompt_ids,
-        rollouts.prompt_mask,
-        rollouts.completion_ids,
-        mask,
-        advantages=advantages,
-        config=config.counterfactual(),
-        generator=torch.Generator().manual_seed(config.seed * 1_000_003 + step),
-    )
-    credited = time.perf_counter()
-
-    losses = update(trainer, rollouts, mask, advantages, credit.weights)
+    credit, losses = update(trainer, step, rollouts, mask, advantages)
     finished = time.perf_counter()
     metrics = {
         **reward_metrics(rewards, by_function, config.num_generations),
         **length_metrics(rollouts),
         **losses,
-        **credit.metrics(mask),
+        **credit.metrics(mask.cpu()),
         "step_time": finished - started,
         "time/generate": generated - started,
-        "time/credit": credited - generated,
-        "time/update": finished - credited,
+        "time/update": finished - generated - losses["time/credit"],
     }
     return Step(metrics, [i for i, _ in samples], rollouts, rewards, advantages, credit)
 
 
-def update(trainer: Trainer, rollouts: Rollouts, mask: Tensor, advantages: Tensor, weights: Tensor) -> dict[str, float]:
-    """`num_iterations` optimizer steps on one batch of rollouts; `mask` and `weights` are (B, T).
+def update(
+    trainer: Trainer,
+    step: int,
+    rollouts: Rollouts,
+    mask: Tensor,
+    advantages: Tensor,
+    weights: Tensor | None = None,
+) -> tuple[Credit, dict[str, float]]:
+    """`num_iterations` optimizer steps on one batch of rollouts; `mask` is (B, T), `advantages` (B,).
 
-    Rows without advantage are left out where that changes nothing (no KL term, totals given): their tokens still
-    count in the denominators. Raises `FloatingPointError` for a log-prob or gradient that is not finite, and for
-    log-probs that are not those the batch was sampled with.
+    `weights` (B, T) take the place of credit.
+
+    Each micro-batch is one packed forward: its log-probs, from its keys and values the scores of masked spans, then
+    its loss with the weights that follow. Rows without advantage are left out where that changes nothing (no KL
+    term, totals given): their tokens still count in the denominators. Raises `FloatingPointError` for a log-prob or
+    gradient that is not finite, and for log-probs that are not those the batch was sampled with.
     """
     config, policy = trainer.config, trainer.policy
     parameters = [p for p in policy.parameters() if p.requires_grad]
-    parts = micro_batches(config, rollouts, mask, advantages, weights)
-    if trainer.reference is not None:
-        with torch.no_grad(), trainer.reference.model() as reference:
-            for micro in parts:
-                micro.ref_logprobs = micro.logprobs(reference, config.temperature)[0]
-    metrics = Averages()
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     policy.train()
+    parts = micro_batches(config, rollouts, mask, advantages, policy, weights)
+    if trainer.reference is not None:
+        with trainer.reference.model() as reference:
+            for micro in parts:
+                micro.ref_logprobs = micro.logprobs(reference, config)
+    metrics, credits, credit_time = Averages(), list[tuple[MicroBatch, Credit]](), 0.0
     for iteration in range(config.num_iterations):
+        first = iteration == 0  # the policy is the one that sampled
         trainer.optimizer.zero_grad()  # to None: without a micro-batch the optimizer step below changes nothing
         loss_sum, norm = 0.0, torch.zeros(())
         for micro in parts:
-            logprobs, entropies = micro.logprobs(policy, config.temperature)  # (b, t)
-            micro.require_finite_logprobs(logprobs)
-            loss, measured = policy_loss(
-                logprobs,
-                micro.old_logprobs,
-                micro.advantages,
-                micro.mask,
-                weights=micro.weights,
-                ref_logprobs=micro.ref_logprobs,
-                entropies=entropies,
+            forward = micro.forward(policy, config, keep_states=micro.weights is None and config.scores_answers)
+            if micro.weights is None:
+                began = time.perf_counter()
+                credit = assign_credit(
+                    micro, policy, forward, rollouts, mask, tokenizer=trainer.tokenizer,
+                    config=config.counterfactual(), generator=generator,
+                )  # fmt: skip
+                credits.append((micro, credit))
+                credit_time += time.perf_counter() - began
+            loss, measured, logprobs = forward.policy_loss(
+                micro.loss_batch(config),
+                config.temperature,
+                compute_entropy=True,
                 epsilon=config.epsilon,
                 epsilon_high=config.epsilon_high,
                 delta=config.delta,
@@ -140,18 +141,20 @@ def update(trainer: Trainer, rollouts: Rollouts, mask: Tensor, advantages: Tenso
                 num_items_in_batch=mask.sum(),
                 num_sequences_in_batch=len(mask),
                 max_completion_length=config.max_completion_length,
+                validate=False,
             )
+            micro.require_finite_logprobs(logprobs)
             if config.loss_type == "bnpo":  # the one type that normalises by its own micro-batch
                 loss = loss / len(parts)
             loss.backward()
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
             micro.require_finite_gradient(norm, policy)
-            if iteration == 0:  # before the first optimizer step the policy is the one that sampled
-                micro.old_logprobs = logprobs.detach()
-                metrics.add(micro.sampling_metrics(micro.old_logprobs), micro.tokens)
+            if first:
+                micro.old_logprobs = logprobs
+                metrics.add(micro.sampling_metrics(logprobs), micro.tokens)
             metrics.add(measured, micro.tokens)
             loss_sum += loss.item()
-        if iteration == 0 and parts:
+        if first and parts:
             metrics.add({"sampling/gap": checked_sampling_gap(parts, policy, config)})
         torch.nn.utils.clip_grads_with_norm_(parameters, config.max_grad_norm, norm)
         trainer.optimizer.step()
@@ -159,7 +162,8 @@ def update(trainer: Trainer, rollouts: Rollouts, mask: Tensor, advantages: Tenso
     policy.eval()
     rate = float(trainer.scheduler.get_last_lr()[0])
     trainer.scheduler.step()
-    return {**metrics.values(), "learning_rate": rate}
+    credit_of_all = credit_of_batch(mask.shape, credits)
+    return credit_of_all, {**metrics.values(), "learning_rate": rate, "time/credit": credit_time}
 
 
 def problem_batches(problems: int, per_step: int, seed: int) -> Iterator[list[int]]:
@@ -188,7 +192,7 @@ def set_up(config: TrainConfig) -> Trainer:
     limit = context_length(causal_lm(policy))
     prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit) for part in (rows, held_out))
     longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
-    require_supported(policy, longest, scored=config.credit in ("counterfactual", "inverted"))
+    require_supported(policy, longest)
     optimizer = torch.optim.AdamW(
         [p for p in policy.parameters() if p.requires_grad], config.learning_rate, weight_decay=config.weight_decay
     )
@@ -207,16 +211,18 @@ def set_up(config: TrainConfig) -> Trainer:
     )
 
 
-def require_supported(policy: nn.Module, longest: int, *, scored: bool) -> None:
+def require_supported(policy: nn.Module, longest: int) -> None:
     """Raise `NotImplementedError` naming the model if what a run computes of rows of up to `longest` tokens is wrong.
 
-    Every run takes log-probs through the head, of rows padded to a batch; with `scored` answers are scored as well.
+    Every run samples rows padded to a batch and trains on packed trees.
     """
     causal = causal_lm(policy)
     refuse_length_dependent_rope(causal, longest)
-    prove_head(causal)
-    if scored:
-        prove_supported(causal)
+    policy.train()
+    try:
+        prove_trainable(causal)
+    finally:
+        policy.eval()
 
 
 def train(trainer: Trainer) -> Path:

@@ -5,31 +5,37 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cfa_kernels.proof import prove_head
+from cfa_kernels import packed_loss
 from tests.trainer.embedded import advantages_of, sample, settings
 from trainer.microbatch import checked_sampling_gap, micro_batches
-from trainer.model import completion_logprobs
 from trainer.train import update
 
 
-def test_rows_without_advantage_are_not_fed_unless_the_kl_term_needs_them(rollouts) -> None:
-    def fed(config) -> list[int]:
-        parts = micro_batches(
-            config, rollouts, rollouts.completion_mask, advantages_of(rollouts), torch.ones_like(rollouts.logprobs)
-        )
-        return sorted(row for part in parts for row in part.rows.tolist())
+def test_rows_without_advantage_are_not_fed_unless_the_kl_term_needs_them(trainer, rollouts) -> None:
+    def fed(config) -> list[list[int]]:
+        parts = micro_batches(config, rollouts, rollouts.completion_mask, advantages_of(rollouts), trainer.policy)
+        return [part.rows.tolist() for part in parts]
 
-    assert fed(settings()) == [*range(8), *range(24, 32)]
-    assert fed(settings("--beta=0.1")) == list(range(32))
+    assert fed(settings("--token_budget=100000")) == [[*range(8), *range(24, 32)]]
+    assert fed(settings("--token_budget=1")) == [[*range(8)], [*range(24, 32)]]  # a group is never cut
+    assert fed(settings("--token_budget=100000", "--beta=0.1")) == [[*range(32)]]
+
+
+def test_a_group_without_what_is_masked_out_is_fed_as_it_is_sampled(trainer, rollouts) -> None:
+    mask = rollouts.completion_mask.clone()
+    mask[2] = 0
+    (part,) = micro_batches(settings("--token_budget=100000"), rollouts, mask, torch.ones(32), trainer.policy)
+    assert part.rows.tolist() == [b for b in range(32) if b != 2]
+    for b, prompt, completion in zip(part.rows.tolist(), part.prompts, part.completions, strict=True):
+        assert torch.equal(prompt, rollouts.prompt_ids[b][rollouts.prompt_mask[b].bool()])
+        assert torch.equal(completion, rollouts.completion_ids[b][rollouts.completion_mask[b].bool()])
 
 
 def update_on_a_group(trainer) -> dict[str, float]:
     """Sample eight completions of a problem and take the optimizer step on them."""
     config = trainer.config
     rollouts = sample(trainer, [0], temperature=config.temperature, top_p=config.top_p, max_completion_length=40)
-    return update(
-        trainer, rollouts, rollouts.completion_mask, advantages_of(rollouts), torch.ones_like(rollouts.logprobs)
-    )
+    return update(trainer, 1, rollouts, rollouts.completion_mask, advantages_of(rollouts))[1]
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
@@ -42,8 +48,9 @@ def test_a_policy_that_trains_as_it_samples_is_not_stopped(fresh, dtype, roundin
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_log_probs_that_are_not_those_sampled_with_stop_the_run_before_a_step(fresh, dtype, monkeypatch) -> None:
     # Logits at half their size: about what a scale that the model's configuration names otherwise does.
-    monkeypatch.setattr("trainer.model.prove_head", lambda model: replace(prove_head(model), logit_scale=0.5))
     trainer = fresh(f"--dtype={dtype}")
+    prove = packed_loss.prove_trainable
+    monkeypatch.setattr(packed_loss, "prove_trainable", lambda model: replace(prove(model), logit_scale=0.5))
     before = [p.detach().clone() for p in trainer.policy.parameters()]
     with pytest.raises(FloatingPointError, match=r"^samples \[\d.*\]: their log-probs in the update are not those"):
         update_on_a_group(trainer)
@@ -51,26 +58,11 @@ def test_log_probs_that_are_not_those_sampled_with_stop_the_run_before_a_step(fr
     assert update_on_a_group(fresh(f"--dtype={dtype}", "--max_sampling_gap=1000"))["sampling/gap"] > 0.3
 
 
-def test_one_sample_of_wrong_log_probs_is_the_one_named(trainer, rollouts, monkeypatch) -> None:
-    config = settings("--per_device_train_batch_size=32", "--gradient_accumulation_steps=1")
-    mask = rollouts.completion_mask
-    (part,) = micro_batches(config, rollouts, mask, torch.ones(32), torch.ones_like(rollouts.logprobs))
-
-    def wrong(*args, **kwargs):
-        logprobs, entropies = completion_logprobs(*args, **kwargs)
-        return logprobs - 2.0 * (part.rows == 5)[:, None], entropies
-
-    monkeypatch.setattr("trainer.microbatch.completion_logprobs", wrong)
-    part.old_logprobs = part.logprobs(trainer.policy, 1.0)[0].detach()
-    with pytest.raises(FloatingPointError, match=r"^samples \[5\]: .* in sample 5, and max_sampling_gap is 0.02"):
+def test_one_sample_of_wrong_log_probs_is_the_one_named(trainer, rollouts) -> None:
+    config = settings("--token_budget=100000")
+    (part,) = micro_batches(config, rollouts, rollouts.completion_mask, torch.ones(32), trainer.policy)
+    part.old_logprobs = [
+        x - 2.0 * (b == 5) for b, x in enumerate(part.logprobs(trainer.policy, settings("--temperature=1")))
+    ]
+    with pytest.raises(FloatingPointError, match=r"^samples \[5\]: .* in sample 5, and max_sampling_gap is 0.0"):
         checked_sampling_gap([part], trainer.policy, config)
-
-
-def test_dropout_in_the_update_is_no_fault_of_the_log_probs(fresh) -> None:
-    trainer = fresh()
-    for layer in trainer.policy.model.layers:
-        layer.self_attn.attention_dropout = 0.5
-    metrics = update_on_a_group(trainer)
-    assert metrics["sampling/sampling_logp_difference/mean"] > 0.02
-    assert metrics["sampling/gap"] < 1e-4
-    assert trainer.policy.model.layers[0].self_attn.attention_dropout == 0.5

@@ -10,6 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cfa_kernels import counterfactual_credit, policy_loss
+from cfa_kernels.packed_loss import PackedForward, PackedLoss
 from tests.trainer.embedded import (
     EVERY_OTHER,
     SMALL,
@@ -22,7 +23,6 @@ from tests.trainer.embedded import (
 from trainer.__main__ import main
 from trainer.config import EMBEDDED, model_path
 from trainer.evaluate import Evaluation
-from trainer.model import completion_logprobs
 from trainer.report import paired_gain
 from trainer.rewards import group_advantages
 from trainer.train import problem_batches, train, training_step, update
@@ -30,19 +30,16 @@ from trainer.train import problem_batches, train, training_step, update
 
 def gradient_after(trainer, rollouts, advantages, weights) -> torch.Tensor:
     """The gradient that `update` leaves behind, before clipping, as one vector."""
-    update(trainer, rollouts, rollouts.completion_mask, advantages, weights)
+    update(trainer, 1, rollouts, rollouts.completion_mask, advantages, weights)
     return torch.cat([p.grad.flatten() for p in trainer.policy.parameters()])
 
 
 @pytest.mark.parametrize(
-    ("loss_type", "per_device"),
-    [("dapo", 4), ("grpo", 4), ("dr_grpo", 4), ("cispo", 4), ("sapo", 4), ("luspo", 4), ("dapo", 32)],
+    ("loss_type", "budget"),
+    [("dapo", 1), ("grpo", 1), ("dr_grpo", 1), ("cispo", 1), ("sapo", 1), ("luspo", 1), ("dapo", 10_000)],
 )
-def test_the_update_is_that_of_one_loss_over_the_whole_padded_batch(fresh, rollouts, loss_type, per_device) -> None:
-    trainer = fresh(
-        f"--loss_type={loss_type}", f"--per_device_train_batch_size={per_device}",
-        f"--gradient_accumulation_steps={32 // per_device}", "--max_grad_norm=1e9",
-    )  # fmt: skip
+def test_the_update_is_that_of_one_loss_over_the_whole_padded_batch(fresh, rollouts, loss_type, budget) -> None:
+    trainer = fresh(f"--loss_type={loss_type}", f"--token_budget={budget}", "--max_grad_norm=1e9")
     advantages = advantages_of(rollouts)
     weights = torch.rand(rollouts.completion_ids.shape, generator=torch.Generator().manual_seed(0)) * 4
     logits = trainer.policy(
@@ -71,9 +68,7 @@ def test_weights_change_the_update(fresh, rollouts) -> None:
 
 def test_a_second_iteration_on_the_same_rollouts_is_off_policy(fresh, rollouts) -> None:
     trainer = fresh("--num_iterations=2", "--learning_rate=1e-3")
-    metrics = update(
-        trainer, rollouts, rollouts.completion_mask, advantages_of(rollouts), torch.ones_like(rollouts.logprobs)
-    )
+    _, metrics = update(trainer, 1, rollouts, rollouts.completion_mask, advantages_of(rollouts))
     assert metrics["ratio_mean"] != pytest.approx(1, abs=1e-3)
     assert metrics["clip_ratio/region_mean"] > 0
 
@@ -92,7 +87,7 @@ def test_kl_is_taken_to_the_model_as_it_was_loaded(fresh, peft) -> None:
 def test_a_batch_with_nothing_to_learn_from_leaves_the_model_alone(fresh, rollouts) -> None:
     trainer = fresh()
     before = [p.detach().clone() for p in trainer.policy.parameters()]
-    update(trainer, rollouts, rollouts.completion_mask, torch.zeros(32), torch.ones_like(rollouts.logprobs))
+    update(trainer, 1, rollouts, rollouts.completion_mask, torch.zeros(32))
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.policy.parameters(), strict=True))
 
 
@@ -131,14 +126,14 @@ def test_a_log_prob_that_is_not_finite_stops_the_run_and_names_step_and_sample(f
     trainer = fresh(
         f"--output_dir={tmp_path / 'run'}", EVERY_OTHER, "--max_completion_length=12", "--no_mask_truncated_completions"
     )
-    calls = []
+    calls, loss_of = [], PackedForward.policy_loss
 
-    def poisoned(*args, **kwargs):
-        logprobs, entropies = completion_logprobs(*args, **kwargs)
+    def poisoned(forward, *args, **kwargs):
+        loss, metrics, logprobs = loss_of(forward, *args, **kwargs)
         calls.append(len(logprobs))
-        return logprobs.masked_fill(torch.arange(len(logprobs))[:, None] == 1, torch.nan), entropies
+        return PackedLoss(loss, metrics, [x.fill_(torch.nan) if b == 1 else x for b, x in enumerate(logprobs)])
 
-    monkeypatch.setattr("trainer.microbatch.completion_logprobs", poisoned)
+    monkeypatch.setattr(PackedForward, "policy_loss", poisoned)
     with pytest.raises(FloatingPointError, match=r"step 1, samples \[\d+\]: log-prob is not finite; nothing was saved"):
         train(trainer)
     assert len(calls) == 1

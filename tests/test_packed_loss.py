@@ -1,0 +1,317 @@
+"""One packed forward with gradients equals padded forwards with autograd: log-probs, losses, scores, gradients."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from cfa_kernels import CounterfactualConfig, counterfactual_credit, policy_loss, score_counterfactuals
+from cfa_kernels.losses import LEVELS, LOSS_TYPES
+from cfa_kernels.packed_loss import LossBatch, packed_forward, packed_logprobs, packed_policy_loss
+from tests.models import ARCHITECTURES, PLACEHOLDER, assert_equals_naive, batch, make_model, naive_logprobs, tokens
+from tests.test_proof import HYBRIDS, MASKED, OTHERS
+
+PROMPTS, COMPLETIONS, SPANS, ANSWERS = batch()
+
+
+def drawn(seed: int, *, low=-1.0, high=1.0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.empty(len(row)).uniform_(low, high, generator=generator) for row in COMPLETIONS]
+
+
+def padded(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def plain_logprobs(model, temperature=1.0) -> list[torch.Tensor]:
+    """Log-probs of each completion by a full forward of its own, with gradient."""
+    found = []
+    for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
+        ids = torch.cat([prompt, completion]).to(model.device)
+        logits = model(input_ids=ids[None]).logits[0].float() / temperature
+        found.append(logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
+    return found
+
+
+def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def weighted(logprobs: list[torch.Tensor]) -> torch.Tensor:
+    """A scalar that every log-prob enters with a factor of its own."""
+    return sum((row * factor.to(row.device)).sum() for row, factor in zip(logprobs, drawn(0), strict=True))
+
+
+def assert_same_gradients(ours, theirs, tolerance=1e-5):
+    assert ours.keys() == theirs.keys()
+    largest = max(g.norm() for g in theirs.values())
+    assert largest > 0
+    for name, theirs_of in theirs.items():
+        # The key's bias moves no softmax: what it gets is rounding alone.
+        assert (ours[name] - theirs_of).norm() <= tolerance * max(theirs_of.norm(), 1e-3 * largest), name
+
+
+def assert_packs_like_plain_forwards(model, *, tolerance=1e-5, **options):
+    theirs = plain_logprobs(model, 0.7)
+    ours = packed_logprobs(model, PROMPTS, COMPLETIONS, temperature=0.7, **options)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=max(tolerance, 2e-5))
+    assert_same_gradients(gradients(model, weighted(ours)), gradients(model, weighted(theirs)), tolerance)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logprobs_and_gradients_are_those_of_full_forwards(name):
+    assert_packs_like_plain_forwards(make_model(name))
+
+
+@pytest.mark.parametrize("name", ["GptOss", "DeepseekV3", "Llama4Text", "Qwen2Moe", "Bamba", "Lfm2"])
+def test_so_they_are_with_sinks_latent_attention_chunks_windows_and_states(name):
+    model = make_model(name, **(OTHERS | MASKED | HYBRIDS)[name])
+    model.set_attn_implementation("eager")
+    assert_packs_like_plain_forwards(model.train())
+
+
+@pytest.mark.parametrize("budget", [1, 60])
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_so_they_are_in_several_packs_and_with_checkpointed_layers(budget, reentrant):
+    model = make_model("Qwen3").train()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    before = model.config._attn_implementation
+    assert_packs_like_plain_forwards(model, token_budget=budget)
+    assert model.config._attn_implementation == before
+
+
+def adapted(dropout: float = 0.0):
+    model = get_peft_model(
+        make_model("Qwen3"), LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear", init_lora_weights=False)
+    )
+    return model.train()
+
+
+def test_so_they_are_under_a_lora_adapter_and_in_a_compiled_wrapper():
+    model = adapted()
+    assert_packs_like_plain_forwards(model)
+    theirs = gradients(model, weighted(plain_logprobs(model)))
+    ours = packed_logprobs(torch.compile(model), PROMPTS, COMPLETIONS)
+    assert_same_gradients(gradients(model, weighted(ours)), theirs)
+
+
+def test_autocast_applies_as_it_does_to_full_forwards():
+    model = make_model("Qwen3", initializer_range=0.05)
+    exact = plain_logprobs(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = plain_logprobs(model)
+        ours = packed_logprobs(model, PROMPTS, COMPLETIONS)
+    worst = max((a - b).abs().max() for a, b in zip(theirs, exact, strict=True))
+    assert 0 < max((a - b).abs().max() for a, b in zip(ours, exact, strict=True)) <= 2 * worst
+
+
+def test_entropies_come_with_the_logprobs():
+    model = make_model("Qwen3")
+    _, entropies = packed_logprobs(model, PROMPTS, COMPLETIONS, temperature=0.7, return_entropy=True)
+    ids = torch.cat([PROMPTS[0], COMPLETIONS[0]])
+    logits = model(input_ids=ids[None]).logits[0, len(PROMPTS[0]) - 1 : -1] / 0.7
+    expected = torch.distributions.Categorical(logits=logits).entropy()
+    torch.testing.assert_close(entropies[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, level):
+    model = make_model("Qwen3")
+    advantages = torch.tensor([1.0, -0.5, 0.0, 0.7, -1.2, 0.3, 0.0])
+    weights, mask = drawn(1, low=0, high=3), [(row > -0.6).long() for row in drawn(2)]
+    with torch.no_grad():
+        current = plain_logprobs(model, 0.8)
+    old = [row + 0.3 * noise for row, noise in zip(current, drawn(3), strict=True)]
+    options = {"loss_type": loss_type, "importance_sampling_level": level, "max_completion_length": 50}
+    ours = packed_policy_loss(
+        model, PROMPTS, COMPLETIONS, old, advantages, weights=weights, mask=mask, temperature=0.8, token_budget=60,
+        **options,
+    )  # fmt: skip
+    found = gradients(model, ours.loss)
+    theirs, metrics = policy_loss(
+        padded(plain_logprobs(model, 0.8)), padded(old), advantages, padded(mask), weights=padded(weights), **options
+    )
+    assert_same_gradients(found, gradients(model, theirs))
+    torch.testing.assert_close(ours.loss, theirs, rtol=1e-4, atol=1e-6)
+    for name, value in metrics.items():
+        torch.testing.assert_close(ours.metrics[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    for b, row in enumerate(ours.logprobs):
+        looked = row.isfinite()
+        assert not looked.any() or advantages[b] != 0
+        torch.testing.assert_close(row[looked], current[b][looked], rtol=0, atol=2e-5)
+
+
+def test_kl_and_entropy_are_those_of_the_padded_batch():
+    model = make_model("Qwen3")
+    advantages = torch.tensor([1.0, 0.0, 0.0, 0.7, -1.2, 0.3, 0.0])
+    reference = drawn(4, low=-3, high=0)
+    options = {"beta": 0.1}
+    ours = packed_policy_loss(
+        model, PROMPTS, COMPLETIONS, None, advantages, ref_logprobs=reference, compute_entropy=True, **options
+    )
+    theirs, metrics = policy_loss(
+        padded(plain_logprobs(model)), None, advantages, padded([torch.ones(len(c)) for c in COMPLETIONS]),
+        ref_logprobs=padded(reference), **options,
+    )  # fmt: skip
+    assert_same_gradients(gradients(model, ours.loss), gradients(model, theirs))
+    torch.testing.assert_close(ours.metrics["kl"], metrics["kl"], rtol=1e-4, atol=1e-5)
+    assert ours.metrics["entropy"] > 0
+
+
+def test_what_the_loss_does_not_need_is_not_fed():
+    model = make_model("Qwen3")
+    (prompt,), rows = tokens(9), tokens(20, 20, 20, seed=5)
+    mask = [torch.ones(20), torch.arange(20) < 12, torch.ones(20)]
+    given = LossBatch.of(rows, None, torch.tensor([0.0, 1.0, -1.0]), mask=mask)
+    assert given.needed() == [0, 12, 20]
+    forward = packed_forward(model, [prompt] * 3, rows, needed=given.needed())
+    assert forward.tokens_fed == 9 + 11 + 19
+    whole = LossBatch.of(rows, None, torch.tensor([0.0, 1.0, -1.0]), mask=mask, compute_entropy=True)
+    assert whole.needed() == [20, 12, 20]
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma2", "Qwen3Moe"])
+@pytest.mark.parametrize("budget", [None, 25])
+def test_scores_read_off_the_training_forward_are_those_of_separate_scoring(name, budget):
+    model = make_model(name).train()
+    forward = packed_forward(model, PROMPTS, COMPLETIONS, keep_states=True, token_budget=budget)
+    found = forward.score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER, token_budget=budget)
+    assert_equals_naive(found, model.eval(), PROMPTS, COMPLETIONS, SPANS, ANSWERS)
+    apart = score_counterfactuals(model, PROMPTS, COMPLETIONS, SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
+    assert found.work.tokens_fed < apart.work.tokens_fed
+    if budget is None:
+        assert found.work.tokens_fed + packed_forward(model, PROMPTS, COMPLETIONS).tokens_fed >= apart.work.tokens_fed
+    weighted(forward.logprobs()).backward()  # scoring has left the graph whole
+
+
+def test_a_branch_that_equals_what_was_fed_is_scored_from_it():
+    model = make_model("Qwen3")
+    (prompt,), (one,) = tokens(9), tokens(20, seed=5)
+    two = one.clone()
+    two[4:8] = PLACEHOLDER  # what masking the span in `one` gives
+    data = ([prompt] * 2, [one, two], [[Span4to8], []], [Answer16to19] * 2)
+    forward = packed_forward(model, *data[:2], keep_states=True)
+    found = forward.score(*data[2:], placeholder_id=PLACEHOLDER)
+    assert found.work.tokens_fed == 0
+    assert_equals_naive(found, model, *data)
+
+
+Span4to8, Answer16to19 = SPANS[0][0]._replace(start=4, end=8), SPANS[0][0]._replace(start=16, end=19)
+
+
+def test_credit_takes_its_scores_from_a_forward():
+    from tests.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
+
+    tokenizer, model = tiny_tokenizer(), tiny_model()
+    ids = torch.tensor([[len(WORDS) + PHRASES.index(p) for p in ("3 + 4 = 7. ", "7 - 2 = 5. ", "#### 5")]] * 2)
+    prompt = torch.tensor([[3, 4, 5], [3, 4, 6]])
+    arguments = (model, tokenizer, prompt, torch.ones_like(prompt), ids, torch.ones_like(ids))
+    apart = counterfactual_credit(*arguments, config=CounterfactualConfig())
+    forward = packed_forward(model, list(prompt), list(ids), keep_states=True)
+    found = counterfactual_credit(*arguments, config=CounterfactualConfig(), score=forward.scorer())
+    assert found.spans == apart.spans
+    assert any(found.spans)
+    torch.testing.assert_close(found.weights, apart.weights, rtol=0, atol=1e-4)
+    other = packed_forward(model, list(prompt.flip(0)), list(ids), keep_states=True)
+    with pytest.raises(ValueError, match="completions row 1: was not fed by this forward, or not in this order"):
+        counterfactual_credit(*arguments, config=CounterfactualConfig(), score=other.scorer())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"old_logprobs": [torch.zeros(3)] * 7}, r"old_logprobs row 0: must be a tensor \(20,\).*shape \(3,\)"),
+        ({"weights": drawn(0)[:3]}, "weights has 3 rows, completions has 7"),
+        ({"mask": [*drawn(0)[:6], None]}, r"mask row 6: must be a tensor \(20,\) like its completion, got NoneType"),
+        ({"mask": [row * 0 + 2 for row in drawn(0)]}, "mask row 0: must be 0 or 1, got 2.0 at token 0"),
+        ({"advantages": torch.zeros(3)}, r"advantages must be \(7,\) or a list of rows, got shape \(3,\)"),
+        ({"prompts": PROMPTS[:2]}, "completions has 7 rows, prompts has 2"),
+        ({"prompts": [*PROMPTS[:6], torch.zeros(0, dtype=torch.int64)]}, "prompts row 6: is empty"),
+        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
+        ({"loss_type": "ppo"}, "loss_type must be one of"),
+    ],
+)
+def test_bad_input_is_refused_by_argument_row_and_value(change, message):
+    arguments = {
+        "prompts": PROMPTS, "completions": COMPLETIONS, "old_logprobs": None, "advantages": torch.ones(7),
+    } | change  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        packed_policy_loss(make_model("Qwen3"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: adapted(dropout=0.1), r"has dropout 0.1 in .*lora_dropout.*: rows that completions share would get"),
+        (lambda: make_model("Qwen3", attention_dropout=0.1).train(), "Qwen3Attention asks for attention dropout 0.1"),
+        (lambda: make_model("Qwen3Moe", output_router_logits=True), "adds a loss of its routers"),
+        (lambda: make_model("Phimoe", num_local_experts=4).train(), "PhimoeForCausalLM .* in training mode"),
+    ],
+)
+def test_what_training_cannot_share_is_refused_by_name(make, message):
+    model = make()
+    state = torch.get_rng_state()
+    with pytest.raises(NotImplementedError, match=message):
+        packed_logprobs(model, PROMPTS, COMPLETIONS)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+DDP = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from tests.models import make_model
+from tests.test_packed_loss import PROMPTS, COMPLETIONS, gradients
+from cfa_kernels.packed_loss import packed_policy_loss
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+torch.set_num_threads(1)
+advantages = torch.tensor([1.0, -0.5, 0.2, 0.7, -1.2, 0.3, 0.4])
+halves = [0, 2, 4, 6], [1, 3, 5]
+def loss(model, rows, processes):
+    total = sum(map(len, COMPLETIONS))
+    return packed_policy_loss(model, [PROMPTS[b] for b in rows], [COMPLETIONS[b] for b in rows], None,
+                              advantages[rows], num_items_in_batch=total / processes).loss
+model = make_model("Qwen3")
+alone = gradients(model, loss(model, list(range(7)), 1))
+wrapped = DistributedDataParallel(model)
+shared = gradients(model, loss(wrapped, halves[rank], 2))
+worst = max(((shared[n] - g).norm() / g.norm().clamp(min=1e-3)).item() for n, g in alone.items())
+assert worst < 1e-4, worst
+assert model.forward.__func__ is type(model).forward
+"""
+
+
+@pytest.mark.slow
+def test_gradients_of_two_processes_under_ddp_are_those_of_one(tmp_path):
+    command = [sys.executable, "-c", DDP]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "meet")],
+            cwd=Path(__file__).resolve().parents[1], env=environment, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for process in processes:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+
+
+def test_nothing_to_feed_gives_a_loss_of_zero():
+    model = make_model("Qwen3")
+    out = packed_policy_loss(model, PROMPTS, COMPLETIONS, None, torch.zeros(7))
+    assert out.loss == 0
+    assert all(row.isnan().all() for row in out.logprobs)
+    assert torch.equal(naive_logprobs(model, PROMPTS[0]), naive_logprobs(model, PROMPTS[0]))
