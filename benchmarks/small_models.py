@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -264,8 +265,7 @@ def default_config(model_type: str) -> PreTrainedConfig:
 def build(of: Case, seed: int = 0) -> PreTrainedModel:
     """The small model in float32 and evaluation mode on the CPU, its weights drawn by `seed`.
 
-    Raises whatever the configuration or the model says about the sizes, and `ValueError` if the small model lacks a
-    kind of layer or a class of module that the default has.
+    Raises whatever transformers raises where the type does not build; `what_is_missing` tells whether it is whole.
     """
     config = small_config(of)
     torch.manual_seed(seed)
@@ -289,8 +289,6 @@ def what_is_missing(of: Case, model: PreTrainedModel) -> list[str]:
 
 def _construct(model_type: str, config: PreTrainedConfig) -> PreTrainedModel:
     if part := PARTS.get(model_type):
-        import transformers
-
         return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])(getattr(config, part))
     return AutoModelForCausalLM.from_config(config)
 
