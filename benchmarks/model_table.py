@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import cfa_kernels
 from benchmarks import small_models
 from benchmarks.small_models import TEXT_IDS, WINDOW, Case, build, cases, layer_kinds, model_types, what_is_missing
 from benchmarks.small_models import case as case_of_name
 from benchmarks.workloads import REPOSITORY
 from cfa_kernels import Span, score_counterfactuals
-from cfa_kernels import hf as supported
 from trainer.model import completion_logprobs
 
 TOLERANCE = 1e-3  # nats, at float32
@@ -79,7 +79,7 @@ class Verdict:
         """`REFUSED` if this package raised `NotImplementedError` with the model's class in it, else `UNCLEAR`."""
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        ours = raised_in.is_relative_to(Path(supported.__file__).parent)
+        ours = raised_in.is_relative_to(Path(cfa_kernels.__file__).parent)
         clear = ours and isinstance(error, NotImplementedError) and type(model).__name__ in str(error)
         return Verdict(REFUSED if clear else UNCLEAR, message)
 
@@ -274,10 +274,7 @@ def _gap(ours: Tensor, theirs: Tensor) -> float:
 
 def judge_training(model: PreTrainedModel, plain: Plain, batches: Sequence[Batch]) -> Verdict:
     """Compare the trainer's log-probs of padded batches with the model's own logits of each row alone."""
-    prove = getattr(supported, "prove_head", None)
     try:
-        if prove is not None:
-            prove(model)
         verdict = Verdict.of(max(_training_error(model, plain, of.prompts, of.completions) for of in batches))
         if verdict.status == EXACT:
             return verdict
@@ -398,9 +395,8 @@ def finished(lines: Path, source: str) -> dict[str, Row]:
 @functools.cache
 def versions() -> dict[str, str]:
     """Versions of what the table is about."""
-    return {name: importlib.metadata.version(name) for name in ("torch", "transformers", "triton")} | {
-        "cfa_kernels": importlib.import_module("cfa_kernels").__version__
-    }
+    libraries = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "triton")}
+    return libraries | {"cfa_kernels": cfa_kernels.__version__}
 
 
 def source_digest() -> str:
@@ -456,6 +452,7 @@ A model of your own answers for itself, before any work is done:
 ```python
 import torch
 
+import cfa_kernels
 from cfa_kernels import Span, score_counterfactuals
 
 ids = torch.arange(8)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -82,8 +83,11 @@ SIZES: dict[str, Any] = {
         ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "num_centroids", "audio_vocab_size"),
         VOCABULARY,
     ),
-    # Scales that change with the position, and what decides which keys an indexer picks.
-    **dict.fromkeys(("floor_scale", "log_scaling_n_floor"), 16),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size", "block_size"), HEAD_DIM),  # of linear attention, at a time
+    # Scales that change with the position, the first of them, as with real sizes, beyond every sequence of the table
+    # and within a pack of several; and how many keys an indexer picks.
+    "floor_scale": WINDOW * 4,
+    "log_scaling_n_floor": HEAD_DIM,
     "index_topk": WINDOW,
 }  # fmt: skip
 # Factors whose default changes nothing, and a value that does.
@@ -206,7 +210,8 @@ class Case:
 
 
 # Rows beside the default's. Positions beyond the length that a model was made for change its frequencies, in some by
-# the longest sequence of a call; layers that read the keys and values of an earlier layer.
+# the longest sequence of a call, or its scales; a budget of keys that only long sequences exceed; layers that read the
+# keys and values of an earlier layer.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic RoPE": ("llama", {"rope_parameters": {**_ROPE, "rope_type": "dynamic", "factor": 4.0}}),
     "yarn RoPE": ("llama", {"rope_parameters": {**_ROPE, "rope_type": "yarn", "factor": 8.0,
@@ -215,6 +220,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                               "long_factor": [1.5 + i for i in range(8)],
                                               "original_max_position_embeddings": 48},
                           "original_max_position_embeddings": 48}),
+    "scales within a sequence": ("llama4_text", {"floor_scale": HEAD_DIM}),
+    "a budget of 64 keys": ("minimax_m3_vl_text", {"index_topk_blocks": 8}),
     "shared keys and values": ("gemma4_text", {**_mixed(*[SLIDING, SLIDING, FULL] * 2), "num_kv_shared_layers": 3,
                                                "per_layer_config": {i: {"head_dim": 2 * HEAD_DIM} for i in (2, 5)}}),
     "mixture of experts": ("gemma4_text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
@@ -258,8 +265,7 @@ def default_config(model_type: str) -> PreTrainedConfig:
 def build(of: Case, seed: int = 0) -> PreTrainedModel:
     """The small model in float32 and evaluation mode on the CPU, its weights drawn by `seed`.
 
-    Raises whatever the configuration or the model says about the sizes, and `ValueError` if the small model lacks a
-    kind of layer or a class of module that the default has.
+    Raises whatever transformers raises where the type does not build; `what_is_missing` tells whether it is whole.
     """
     config = small_config(of)
     torch.manual_seed(seed)
@@ -283,8 +289,6 @@ def what_is_missing(of: Case, model: PreTrainedModel) -> list[str]:
 
 def _construct(model_type: str, config: PreTrainedConfig) -> PreTrainedModel:
     if part := PARTS.get(model_type):
-        import transformers
-
         return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])(getattr(config, part))
     return AutoModelForCausalLM.from_config(config)
 

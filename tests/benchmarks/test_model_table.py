@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import cfa_kernels
 from benchmarks import model_table, small_models
 from benchmarks.model_table import (
     EXACT,
@@ -33,14 +34,13 @@ from benchmarks.model_table import (
     run,
 )  # fmt: skip
 from benchmarks.small_models import CONTEXT, WINDOW, Case, build, case, layer_kinds, model_types, what_is_missing
-from cfa_kernels import hf
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 TABLE = json.loads((REPOSITORY / "benchmarks" / "results" / "models.json").read_text())
 ROWS = {row.name: row for row in map(Row.from_json, TABLE["rows"])}
 SAME_VERSION = TABLE["versions"]["transformers"] == model_table.versions()["transformers"]
-# Plain, sliding, a mixture of experts, latent attention, sinks, linear attention, no attention interface.
-SAMPLE = ["llama", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "bloom"]
+# Plain, sliding, a mixture of experts, latent attention, sinks, two with linear attention, no attention interface.
+SAMPLE = ["llama", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "recurrent_gemma", "bloom"]
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +169,9 @@ def raised(kind: str, message: str, file: Path):
 @pytest.mark.parametrize(
     ("kind", "message", "folder", "status"),
     [
-        ("NotImplementedError", "model: LlamaForCausalLM has sinks", Path(hf.__file__).parent, REFUSED),
-        ("NotImplementedError", "LlamaAttention has sinks", Path(hf.__file__).parent, UNCLEAR),
-        ("ValueError", "model: LlamaForCausalLM has sinks", Path(hf.__file__).parent, UNCLEAR),
+        ("NotImplementedError", "model: LlamaForCausalLM has sinks", Path(cfa_kernels.__file__).parent, REFUSED),
+        ("NotImplementedError", "LlamaAttention has sinks", Path(cfa_kernels.__file__).parent, UNCLEAR),
+        ("ValueError", "model: LlamaForCausalLM has sinks", Path(cfa_kernels.__file__).parent, UNCLEAR),
         ("NotImplementedError", "LlamaForCausalLM has sinks", Path(torch.__file__).parent, UNCLEAR),
     ],
     ids=["named", "layer named", "another error", "raised elsewhere"],
@@ -179,7 +179,7 @@ def raised(kind: str, message: str, file: Path):
 def test_only_a_named_refusal_of_this_package_counts_as_one(llama, monkeypatch, kind, message, folder, status):
     raises = raised(kind, message, folder / "some_file.py")
     monkeypatch.setattr(model_table, "score_counterfactuals", raises)
-    monkeypatch.setattr(hf, "prove_head", raises, raising=False)
+    monkeypatch.setattr(model_table, "completion_logprobs", raises)
     assert judge_scores(llama, Plain(llama), [ragged_batch(0)]) == (Verdict(status, f"{kind}: {message}"), None)
     assert judge_training(llama, Plain(llama), [ragged_batch(0)]) == Verdict(status, f"{kind}: {message}")
 
