@@ -1,6 +1,6 @@
 """The one place that knows transformers models as such: what lies in their wrappers, their head, their limits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -84,9 +84,19 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     for inner in _wrappers(model):
         _refuse_adapters(inner)
     assert isinstance(inner, PreTrainedModel)
+    embedded = getattr(_input_embeddings(inner), "weight", None)
+    if not isinstance(embedded, Tensor) or embedded.ndim != 2:
+        raise NotImplementedError(f"model: {type(inner).__name__} has no one table of token embeddings")
     if inner.get_output_embeddings() is None or backbone(inner) is inner:
         raise NotImplementedError(f"model: {type(inner).__name__} has no language-model head on a body of its own")
     return inner
+
+
+def _input_embeddings(model: PreTrainedModel) -> nn.Module | None:
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
 
 
 def _refuse_adapters(model: nn.Module) -> None:
@@ -181,30 +191,61 @@ def refuse_length_dependent_rope(model: PreTrainedModel, longest: int) -> None:
             )
 
 
-def apart_by_length(model: PreTrainedModel, units: list[list[Query]], order: list[int]) -> list[list[list[Query]]]:
+def apart_by_length(
+    model: PreTrainedModel, units: Sequence[list[Query]], lengths: Sequence[int], order: Sequence[int]
+) -> list[list[list[Query]]]:
     """The units cut into parts that must not share a forward, each with every row.
 
-    Rotary frequencies of some models change for a whole forward when its longest sequence passes a length; what is
-    shorter and what is longer is then fed apart, as if each sequence were fed alone.
+    Rotary frequencies of some models change for a whole forward when its longest sequence passes a length. Each row,
+    of `lengths` tokens in all, then keeps the frequencies that it has when fed alone and whole: rows on both sides
+    are fed apart, and a longer row is fed far enough for its side. `order` holds the caller's number of each row.
     """
     switches, dynamic = rope_lengths(model)
     if dynamic is not None:
-        for unit, b in zip(units, order, strict=True):
-            if longest := max((len(query.tokens) for query in unit if len(query.tokens) > dynamic), default=0):
+        for unit, length, b in zip(units, lengths, order, strict=True):
+            if unit and length > dynamic:
                 raise NotImplementedError(
-                    f"completions row {b}: feeds {longest} tokens, but beyond {dynamic} the dynamic rotary frequencies "
-                    f"of {type(model).__name__} are another set for every length, so rows cannot share a forward"
+                    f"completions row {b}: has {length} tokens with its prompt, but beyond {dynamic} the dynamic "
+                    f"rotary frequencies of {type(model).__name__} are another set for every length, so rows cannot "
+                    "share a forward"
                 )
     if not switches:
-        return [units]
-    side = {id(query): sum(len(query.tokens) > s for s in switches) for unit in units for query in unit}
-    return [
-        [[query for query in unit if side[id(query)] == part] for unit in units] for part in sorted(set(side.values()))
+        return [list(units)]
+    sides = [sum(length > switch for switch in switches) for length in lengths]
+    parts = []
+    for side in sorted(set(sides)):
+        least = switches[side - 1] + 1 if side else 0
+        parts.append(
+            [
+                [query.fed_to(least) for query in unit] if of == side else []
+                for unit, of in zip(units, sides, strict=True)
+            ]
+        )
+    return parts
+
+
+def largest_forward(model: PreTrainedModel) -> int | None:
+    """Most rows of a forward in which a row's place does not matter; None where it never does.
+
+    Llama 4 scales the queries of layers without rotary embeddings by a row's place, in steps of this many.
+    """
+    steps = [
+        int(module.floor_scale) - 1  # type: ignore[arg-type]
+        for module in model.modules()
+        if getattr(module, "attn_temperature_tuning", False) and hasattr(module, "floor_scale")
     ]
+    return min(steps, default=None)
 
 
 # Beyond this a forward gains nothing from more rows: matrix products are full, and a CPU's caches overflow.
 _LARGEST_BUDGET = {"cpu": 2048, "cuda": 65536}
+
+
+def rows_per_forward(model: PreTrainedModel, token_budget: int | None) -> int:
+    """`token_budget`, by default `default_token_budget`, within `largest_forward`."""
+    if token_budget is None:
+        return default_token_budget(model)
+    return min(token_budget, largest_forward(model) or token_budget)
 
 
 def default_token_budget(model: PreTrainedModel, *, training: bool = False) -> int:
@@ -214,8 +255,9 @@ def default_token_budget(model: PreTrainedModel, *, training: bool = False) -> i
     `training` what every layer keeps for the backward, or with checkpointing its input alone.
     """
     device = embedding(model).device
+    largest = min(_LARGEST_BUDGET["cuda" if device.type == "cuda" else "cpu"], largest_forward(model) or 1 << 30)
     if device.type != "cuda":
-        return _LARGEST_BUDGET["cpu"]
+        return largest
     config = model.config.get_text_config()
     width = config.hidden_size
     heads = config.num_attention_heads * (getattr(config, "head_dim", None) or width // config.num_attention_heads)
@@ -226,7 +268,7 @@ def default_token_budget(model: PreTrainedModel, *, training: bool = False) -> i
     elif training:
         bytes_per_token *= config.num_hidden_layers
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(min(max(free // 2 // bytes_per_token, 1024), _LARGEST_BUDGET["cuda"]))
+    return int(min(max(free // 2 // bytes_per_token, 1024), largest))
 
 
 def checkpoints(model: nn.Module) -> bool:

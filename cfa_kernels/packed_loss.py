@@ -13,12 +13,29 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .hf import Head, apart_by_length, causal_lm, context_length, default_token_budget, run_inside, vocab_size
+from .hf import (
+    Head,
+    apart_by_length,
+    causal_lm,
+    context_length,
+    default_token_budget,
+    rope_lengths,
+    run_inside,
+    vocab_size,
+)
 from .losses import contributing_rows, linear_policy_loss
 from .ops.linear_logprob import linear_logprob
 from .packed_model import KeyValueStore, pack_logprobs, packed_hidden, tree_attention_mode, tree_training_mode
 from .proof import prove_trainable
-from .scoring import CounterfactualScores, ScoringWork, checked_rows, collect_scores, queries_of
+from .recurrent import has_cells
+from .scoring import (
+    CounterfactualScores,
+    ScoringWork,
+    checked_rows,
+    collect_scores,
+    queries_of,
+    score_counterfactuals,
+)
 from .spans import Span
 from .token_rows import check_columns, checked_ids, equal_prompts_together
 from .tree import Pack, Query, continue_pack, pack_units
@@ -149,7 +166,9 @@ def packed_forward(
     order = equal_prompts_together([prompt for prompt, _ in rows])
     fed: list[_Fed] = []
     with tree_training_mode(causal):
-        for part in apart_by_length(causal, [_sequence(*rows[b], int(counts[b])) for b in order], order):
+        units = [_sequence(*rows[b], int(counts[b])) for b in order]
+        lengths = [len(rows[b][0]) + len(rows[b][1]) for b in order]
+        for part in apart_by_length(causal, units, lengths, order):
             groups = _by_prompt(part, [rows[b][0] for b in order])
             for pack in pack_units([[query for i in group for query in part[i]] for group in groups], budget):
                 members = [order[i] for g in pack.units for i in groups[g] if part[i]]
@@ -163,7 +182,7 @@ def _sequence(prompt: np.ndarray, completion: np.ndarray, count: int) -> list[Qu
     if count == 0:
         return []
     tokens = np.concatenate([prompt, completion[: count - 1]])
-    return [Query(tokens, len(prompt) - 1, completion[:count])]
+    return [Query(tokens, len(prompt) - 1, completion[:count], beyond=completion[count - 1 :])]
 
 
 def _by_prompt(units: Sequence[Sequence[Query]], prompts: Sequence[np.ndarray]) -> list[list[int]]:
@@ -273,7 +292,17 @@ class PackedForward:
 
         Only branches are fed, without gradient; base answers cost nothing. Valid as long as the model's weights are
         those of this forward. Answers and spans as there; a row with an answer must have been fed up to its end.
+        Layers that carry a state, and rotary frequencies that follow a forward's longest sequence, take forwards of
+        their own.
         """
+        if has_cells(self.causal) or rope_lengths(self.causal)[0]:
+            prompts, completions = (
+                [torch.from_numpy(ids) for ids in column] for column in zip(*self.rows, strict=True)
+            )
+            return score_counterfactuals(
+                self.causal, prompts, completions, spans, answers, placeholder_id=placeholder_id,
+                token_budget=token_budget,
+            )  # fmt: skip
         rows = checked_rows(self.causal, self.rows, spans, answers, placeholder_id)
         budget = default_token_budget(self.causal) if token_budget is None else token_budget
         units = [queries_of(row, placeholder_id, logprobs=False) for row in rows]

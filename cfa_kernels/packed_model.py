@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from .hf import Head, attention_implementation, backbone, embedding, evaluation_mode
+from .hf import Head, attention_implementation, backbone, checkpoints, embedding, evaluation_mode, largest_forward
 from .ops.segment_table import SegmentTable
 from .ops.tree_attention import tree_attention
 from .recurrent import tree_states
@@ -110,6 +110,8 @@ def _attention(
         attention_mask = TreeMask(forward.table, Visibility())
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise NotImplementedError(f"{name} attends in both directions; a causal model is needed")
+    if getattr(module, "indexer", None) is not None:
+        raise NotImplementedError(f"{name} picks keys by an indexer of its own, which tree attention does not have")
     if dropout:
         raise NotImplementedError(f"{name} asks for attention dropout {dropout}, which tree attention does not have")
     for argument in _UNSUPPORTED_ARGUMENTS:
@@ -233,6 +235,11 @@ def packed_hidden(
     keys and values of a pack's rows, or gives those of the rows before the pack's first one.
     """
     device = embedding(model).device
+    if (most := largest_forward(model)) is not None and pack.table.num_rows > most:
+        raise NotImplementedError(
+            f"model: {type(model).__name__} scales queries by their place in a forward of more than {most} rows, and a "
+            f"group of {pack.table.num_rows} rows must share one; take fewer or shorter completions"
+        )
     if store is not None:
         store.rewind()
     token = _FORWARD.set(_PackedForward(pack.table, attended, store, pack.first_row))
@@ -247,9 +254,7 @@ def packed_hidden(
             ).last_hidden_state[0]
     finally:
         _FORWARD.reset(token)
-    if hidden.requires_grad and any(
-        getattr(m, "gradient_checkpointing", False) and m.training for m in model.modules()
-    ):
+    if hidden.requires_grad and checkpoints(model):
         hidden.register_hook(lambda _: _tree_attention_until_backward_ends(model))
     return hidden
 

@@ -261,8 +261,8 @@ def _own_logits(model: PreTrainedModel, rows: Tensor, factor: float) -> tuple[Te
     ids = rows.to(embedding(model).device)
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0] * factor, *args[1:]))
     try:
-        together = model(input_ids=ids).logits.float()
-        alone = torch.cat([model(input_ids=row[None]).logits.float() for row in ids[:2]])
+        together = model(input_ids=ids, use_cache=False).logits.float()
+        alone = torch.cat([model(input_ids=row[None], use_cache=False).logits.float() for row in ids[:2]])
     finally:
         hook.remove()
     if torch.isnan(together).any():

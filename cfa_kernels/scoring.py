@@ -17,8 +17,8 @@ from .hf import (
     apart_by_length,
     causal_lm,
     context_length,
-    default_token_budget,
     embedding,
+    rows_per_forward,
     vocab_size,
 )
 from .packed_model import pack_logprobs, tree_attention_mode
@@ -163,8 +163,9 @@ def plan_scoring(
     order = equal_prompts_together([row.prompt for row in rows])
     rows = [rows[b] for b in order]
     units = [queries_of(row, placeholder_id, logprobs=logprobs, tempered=tempered) for row in rows]
-    budget = default_token_budget(model) if token_budget is None else token_budget
-    parts = [_Part(part, pack_units(part, budget)) for part in apart_by_length(model, units, order)]
+    budget = rows_per_forward(model, token_budget)
+    lengths = [len(row.prompt) + len(row.completion) for row in rows]
+    parts = [_Part(part, pack_units(part, budget)) for part in apart_by_length(model, units, lengths, order)]
     return ScoringPlan(rows, order, units, parts)
 
 
@@ -204,18 +205,20 @@ def queries_of(row: Row, placeholder_id: int, *, logprobs: bool, tempered: bool 
     """What to ask for one completion: every token's log-prob if wanted, the base answer, then a branch per span."""
     prompt_length = len(row.prompt)
     tokens = np.concatenate([row.prompt, row.completion])
-    queries = [Query(tokens[:-1], prompt_length - 1, row.completion, tempered)] if logprobs else []
+    queries = []
+    if logprobs:
+        queries.append(Query(tokens[:-1], prompt_length - 1, row.completion, tempered, beyond=tokens[-1:]))
     if row.answer is None:
         return queries
     targets = row.completion[row.answer.start : row.answer.end]
     first = prompt_length + row.answer.start - 1
-    fed = tokens[: first + len(targets)]
-    queries.append(Query(fed, first, targets))
+    fed, beyond = np.split(tokens, [first + len(targets)])
+    queries.append(Query(fed, first, targets, beyond=beyond))
     for span in row.spans:
         if row.masks_something(span):
             branch = fed.copy()
             branch[prompt_length + span.start : prompt_length + span.end] = placeholder_id
-            queries.append(Query(branch, first, targets))
+            queries.append(Query(branch, first, targets, beyond=beyond))
     return queries
 
 
@@ -239,14 +242,14 @@ def _run(model: PreTrainedModel, head: Head, plan: ScoringPlan, temperature: flo
 
 def _order_of_parts(plan: ScoringPlan) -> np.ndarray:
     """Index that puts the targets of all parts, one part after the other, in the order of the plan's units."""
-    starts, position = {}, 0
+    starts, position = dict[int, int](), 0
     for part in plan.parts:
-        for unit in part.units:
-            for query in unit:
-                starts[id(query)] = position
-                position += len(query.targets)
-    queries = [query for unit in plan.units for query in unit]
-    return np.concatenate([starts[id(query)] + np.arange(len(query.targets)) for query in queries])
+        for i, unit in enumerate(part.units):
+            if unit:
+                starts[i] = position
+                position += sum(len(query.targets) for query in unit)
+    sizes = [sum(len(query.targets) for query in unit) for unit in plan.units]
+    return np.concatenate([starts[i] + np.arange(size) for i, size in enumerate(sizes) if size])
 
 
 def _run_part(model: PreTrainedModel, head: Head, part: _Part, temperature: float, done: list[Pack]) -> list[Tensor]:

@@ -26,6 +26,14 @@ class Query:
     first: int
     targets: np.ndarray  # (A,) int64
     tempered: bool = False
+    beyond: np.ndarray | None = None  # tokens that may be fed after these, where a model needs a longer sequence
+
+    def fed_to(self, length: int) -> "Query":
+        """The same, fed up to `length` tokens at least, as far as there are some."""
+        if length <= len(self.tokens) or self.beyond is None:
+            return self
+        missing = self.beyond[: length - len(self.tokens)]
+        return replace(self, tokens=np.concatenate([self.tokens, missing]), beyond=None)
 
     def __post_init__(self) -> None:
         if not 0 <= self.first <= self.first + len(self.targets) <= len(self.tokens):

@@ -13,7 +13,7 @@ from cfa_kernels import CounterfactualConfig, counterfactual_credit, policy_loss
 from cfa_kernels.losses import LEVELS, LOSS_TYPES
 from cfa_kernels.packed_loss import LossBatch, packed_forward, packed_logprobs, packed_policy_loss
 from tests.models import ARCHITECTURES, PLACEHOLDER, assert_equals_naive, batch, make_model, naive_logprobs, tokens
-from tests.test_proof import HYBRIDS, MASKED, OTHERS
+from tests.test_proof import HYBRIDS, LONGROPE, MASKED, OTHERS
 
 PROMPTS, COMPLETIONS, SPANS, ANSWERS = batch()
 
@@ -194,6 +194,16 @@ def test_scores_read_off_the_training_forward_are_those_of_separate_scoring(name
     weighted(forward.logprobs()).backward()  # scoring has left the graph whole
 
 
+@pytest.mark.parametrize("name", ["Bamba", "Phi3"])
+def test_models_whose_forwards_cannot_be_continued_are_scored_apart(name):
+    options = HYBRIDS.get(name, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32})
+    model = make_model(name, **options)
+    forward = packed_forward(model, PROMPTS, COMPLETIONS, keep_states=True)
+    found = forward.score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
+    assert_equals_naive(found, model, PROMPTS, COMPLETIONS, SPANS, ANSWERS, tolerance=5e-5)
+    assert_packs_like_plain_forwards(model)
+
+
 def test_a_branch_that_equals_what_was_fed_is_scored_from_it():
     model = make_model("Qwen3")
     (prompt,), (one,) = tokens(9), tokens(20, seed=5)
@@ -256,7 +266,6 @@ def test_bad_input_is_refused_by_argument_row_and_value(change, message):
         (lambda: adapted(dropout=0.1), r"has dropout 0.1 in .*lora_dropout.*: rows that completions share would get"),
         (lambda: make_model("Qwen3", attention_dropout=0.1).train(), "Qwen3Attention asks for attention dropout 0.1"),
         (lambda: make_model("Qwen3Moe", output_router_logits=True), "adds a loss of its routers"),
-        (lambda: make_model("Phimoe", num_local_experts=4).train(), "PhimoeForCausalLM .* in training mode"),
     ],
 )
 def test_what_training_cannot_share_is_refused_by_name(make, message):

@@ -18,7 +18,6 @@ from tests.models import (
     assert_equals_naive,
     batch,
     make_model,
-    naive_logprobs,
     tokens,
 )
 
@@ -47,18 +46,27 @@ def test_a_row_does_not_depend_on_longer_neighbours_where_rotary_frequencies_fol
     assert scores.work.forwards >= 2
 
 
-def test_logprobs_beyond_the_switch_and_an_answer_before_it_are_each_as_if_fed_alone():
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_row_keeps_the_frequencies_of_its_whole_length_also_where_its_answer_stands_before_the_switch(logprobs):
     model = make_model("Phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32)
-    (prompt,), (completion,) = tokens(5), tokens(60, seed=1)
-    data = ([prompt], [completion], [[Span(2, 6)]], [Span(12, 14)])
-    scores = score_counterfactuals(model, *data, placeholder_id=PLACEHOLDER, logprobs=True)
-    expected = naive_logprobs(model, torch.cat([prompt, completion]))[len(prompt) - 1 :]
-    torch.testing.assert_close(scores.logprobs[0].cpu(), expected, rtol=0, atol=2e-5)
-    short = [prompt], [completion[:14]], *data[2:]
-    alone = score_counterfactuals(model, *short, placeholder_id=PLACEHOLDER)
-    assert_equals_naive(alone, model, *short)
-    torch.testing.assert_close(scores.base, alone.base, rtol=0, atol=2e-5)
-    torch.testing.assert_close(scores.drop[0], alone.drop[0], rtol=0, atol=4e-5)
+    prompts, completions = tokens(5, 6), tokens(60, 12, seed=1)
+    data = (prompts, completions, [[Span(2, 6)], [Span(2, 6)]], [Span(12, 14), Span(9, 11)])
+    scores = score_counterfactuals(model, *data, placeholder_id=PLACEHOLDER, logprobs=logprobs)
+    assert_equals_naive(scores, model, *data)
+    if logprobs:
+        torch.testing.assert_close(scores.base[0], scores.logprobs[0][12:14].sum(), rtol=0, atol=2e-5)
+
+
+def test_a_forward_in_which_a_rows_place_would_matter_is_kept_small_or_refused():
+    """Llama 4 scales queries by the place of their row, in steps of `floor_scale`."""
+    model = make_model("Llama4Text", **MASKED["Llama4Text"] | {"floor_scale": 100, "attn_temperature_tuning": True})
+    model.set_attn_implementation("eager")
+    assert hf.default_token_budget(model) == 99
+    data = [list(column) for column in batch()]
+    assert_equals_naive(score(model, data), model, *data)
+    data[1][1] = torch.cat([data[1][1]] * 4)
+    with pytest.raises(NotImplementedError, match="Llama4ForCausalLM scales queries by their place in a forward of"):
+        score(model, data)
 
 
 def test_dynamic_rotary_frequencies_are_refused_by_row_beyond_their_length_and_exact_within():
@@ -68,7 +76,9 @@ def test_dynamic_rotary_frequencies_are_refused_by_row_beyond_their_length_and_e
     assert_equals_naive(score(model), model, *data)
     data[1][1] = torch.cat([data[1][1]] * 3)
     data[3][1] = Span(90, 93)
-    with pytest.raises(NotImplementedError, match="completions row 1: feeds 112 tokens, but beyond 64 the dynamic"):
+    with pytest.raises(
+        NotImplementedError, match="completions row 1: has 119 tokens with its prompt, but beyond 64 the dynamic"
+    ):
         score(model, data)
 
 
