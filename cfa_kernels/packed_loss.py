@@ -18,8 +18,8 @@ from .hf import (
     apart_by_length,
     causal_lm,
     context_length,
-    default_token_budget,
     rope_lengths,
+    rows_per_forward,
     run_inside,
     vocab_size,
 )
@@ -161,7 +161,7 @@ def packed_forward(
     check_columns(prompts, completions=completions)
     rows = checked_ids(prompts, completions, vocab_size(causal), context_length(causal))
     counts = np.array([len(completion) for _, completion in rows] if needed is None else needed, dtype=np.int64)
-    budget = default_token_budget(causal) if token_budget is None else token_budget
+    budget = rows_per_forward(causal, token_budget)
     head = prove_trainable(causal)
     order = equal_prompts_together([prompt for prompt, _ in rows])
     fed: list[_Fed] = []
@@ -296,15 +296,13 @@ class PackedForward:
         their own.
         """
         if has_cells(self.causal) or rope_lengths(self.causal)[0]:
-            prompts, completions = (
-                [torch.from_numpy(ids) for ids in column] for column in zip(*self.rows, strict=True)
-            )
+            prompts, completions = zip(*(map(torch.from_numpy, row) for row in self.rows), strict=True)
             return score_counterfactuals(
                 self.causal, prompts, completions, spans, answers, placeholder_id=placeholder_id,
                 token_budget=token_budget,
             )  # fmt: skip
         rows = checked_rows(self.causal, self.rows, spans, answers, placeholder_id)
-        budget = default_token_budget(self.causal) if token_budget is None else token_budget
+        budget = rows_per_forward(self.causal, token_budget)
         units = [queries_of(row, placeholder_id, logprobs=False) for row in rows]
         values: list[list[Tensor]] = [[] for _ in rows]
         done: list[Pack] = []

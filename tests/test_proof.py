@@ -65,6 +65,7 @@ def test_a_forward_in_which_a_rows_place_would_matter_is_kept_small_or_refused()
     data = [list(column) for column in batch()]
     assert_equals_naive(score(model, data), model, *data)
     data[1][1] = torch.cat([data[1][1]] * 4)
+    data[3][1] = Span(128, 131)
     with pytest.raises(NotImplementedError, match="Llama4ForCausalLM scales queries by their place in a forward of"):
         score(model, data)
 
