@@ -86,7 +86,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("chunk_size", "mamba_chunk_size", "block_size"), HEAD_DIM),  # of linear attention, at a time
     # Scales that change with the position, the first of them, as with real sizes, beyond every sequence of the table
     # and within a pack of several; and how many keys an indexer picks.
-    "floor_scale": WINDOW * 4,
+    "floor_scale": WINDOW * 16,
     "log_scaling_n_floor": HEAD_DIM,
     "index_topk": WINDOW,
 }  # fmt: skip

@@ -7,6 +7,7 @@ loss by that. The names below are the public API; everything else may change.
 from .answer_text import answer_text_span
 from .losses import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
 from .ops.linear_logprob import linear_logprob
+from .packed_loss import PackedLoss, packed_logprobs, packed_policy_loss
 from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
 from .spans import Span, detect_spans, find_answer
 from .weights import (
@@ -23,6 +24,7 @@ __all__ = [
     "CounterfactualConfig",
     "CounterfactualScores",
     "Credit",
+    "PackedLoss",
     "ScoringWork",
     "Span",
     "answer_text_span",
@@ -34,6 +36,8 @@ __all__ = [
     "linear_logprob",
     "linear_policy_loss",
     "logits_policy_loss",
+    "packed_logprobs",
+    "packed_policy_loss",
     "policy_loss",
     "score_counterfactuals",
     "span_weights",

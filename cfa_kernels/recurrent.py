@@ -152,7 +152,8 @@ def _cache_argument(module: nn.Module) -> str | None:
 
 def _on_tree(forward: Callable[..., Any], cache_argument: str, course: _Course) -> Callable[..., Tensor]:
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        kwargs = {**kwargs, "attention_mask": None}
+        if "attention_mask" in kwargs:  # every row of a tree counts
+            kwargs = {**kwargs, "attention_mask": None}
 
         def cell(rows: Tensor, state: _State) -> Tensor:
             out = forward(rows, *args, **{**kwargs, cache_argument: state})

@@ -72,7 +72,6 @@ def test_the_table_has_every_causal_model_type_of_transformers():
     assert sorted({row.model_type for row in ROWS.values()}) == model_types()
 
 
-@pytest.mark.xfail(strict=True, reason="the models that the table calls WRONG or unclear")
 def test_nothing_in_the_table_is_wrong_or_unclear():
     assert not [row.name for row in ROWS.values() if {row.scores.status, row.trains.status} & {WRONG, UNCLEAR}]
 
@@ -154,8 +153,8 @@ def test_a_nan_score_is_wrong(llama, monkeypatch):
 
 
 def test_log_probs_of_a_trainer_that_forgets_the_temperature_are_wrong(llama, monkeypatch):
-    real = model_table.completion_logprobs
-    monkeypatch.setattr(model_table, "completion_logprobs", lambda *batch, temperature: real(*batch, temperature=1.0))
+    real = model_table.packed_logprobs
+    monkeypatch.setattr(model_table, "packed_logprobs", lambda *batch, temperature: real(*batch, temperature=1.0))
     assert judge_training(llama, Plain(llama), [ragged_batch(0)]).status == WRONG
 
 
@@ -179,7 +178,7 @@ def raised(kind: str, message: str, file: Path):
 def test_only_a_named_refusal_of_this_package_counts_as_one(llama, monkeypatch, kind, message, folder, status):
     raises = raised(kind, message, folder / "some_file.py")
     monkeypatch.setattr(model_table, "score_counterfactuals", raises)
-    monkeypatch.setattr(model_table, "completion_logprobs", raises)
+    monkeypatch.setattr(model_table, "packed_logprobs", raises)
     assert judge_scores(llama, Plain(llama), [ragged_batch(0)]) == (Verdict(status, f"{kind}: {message}"), None)
     assert judge_training(llama, Plain(llama), [ragged_batch(0)]) == Verdict(status, f"{kind}: {message}")
 

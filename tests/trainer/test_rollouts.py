@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from cfa_kernels.packed_loss import packed_logprobs
 from tests.trainer.embedded import sample
 from trainer.evaluate import evaluate
-from trainer.model import completion_logprobs
 from trainer.rollouts import KeyedSampler, keyed_uniforms, mask_after_end
 
 
@@ -56,18 +56,16 @@ def test_a_completion_counts_up_to_its_first_end_even_where_padding_is_the_end_t
 
 
 def test_generation_and_training_see_the_same_log_probs(trainer, rollouts) -> None:
+    prompts = [ids[mask.bool()] for ids, mask in zip(rollouts.prompt_ids, rollouts.prompt_mask, strict=True)]
+    completions = [
+        ids[mask.bool()] for ids, mask in zip(rollouts.completion_ids, rollouts.completion_mask, strict=True)
+    ]
     with torch.no_grad():
-        logprobs, entropies = completion_logprobs(
-            trainer.policy,
-            rollouts.prompt_ids,
-            rollouts.prompt_mask,
-            rollouts.completion_ids,
-            rollouts.completion_mask,
-            temperature=1.0,
-        )
-    counted = rollouts.completion_mask.bool()
-    assert (logprobs - rollouts.logprobs)[counted].abs().max() < 1e-4
-    assert ((entropies >= 0) & (entropies <= math.log(512)))[counted].all()
+        found = packed_logprobs(trainer.policy, prompts, completions, return_entropy=True)
+    logprobs, entropies = map(torch.cat, found)
+    sampled = rollouts.logprobs[rollouts.completion_mask.bool()]
+    assert (logprobs - sampled).abs().max() < 1e-4
+    assert ((entropies >= 0) & (entropies <= math.log(512))).all()
 
 
 @pytest.fixture

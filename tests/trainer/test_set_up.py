@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers
 
+from cfa_kernels.packed_loss import packed_logprobs
 from tests.tiny import tiny_tokenizer
 from tests.trainer.embedded import SMALL, settings
 from trainer.__main__ import main
-from trainer.model import completion_logprobs
 from trainer.train import set_up
 
 SIZE = {
@@ -78,11 +78,9 @@ def test_a_model_that_transforms_its_logits_is_refused_by_name_or_trained_on_its
         if f"{kind}ForCausalLM" not in str(refusal):
             raise
         return
-    ids = torch.arange(2, 14)[None]
-    ours, _ = completion_logprobs(
-        policy, ids[:, :4], torch.ones_like(ids[:, :4]), ids[:, 4:], torch.ones_like(ids[:, 4:]), temperature=1.0
-    )
-    theirs = policy(input_ids=ids).logits[:, 3:-1].log_softmax(-1).gather(2, ids[:, 4:, None])[..., 0]
+    ids = torch.arange(2, 14)
+    (ours,) = packed_logprobs(policy, [ids[:4]], [ids[4:]])
+    theirs = policy(input_ids=ids[None]).logits[0, 3:-1].log_softmax(-1).gather(1, ids[4:, None])[:, 0]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
