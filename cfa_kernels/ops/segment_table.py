@@ -72,9 +72,12 @@ class SegmentTable:
         length = self.length.astype(np.int64)
         return int((length * self.context_length + length * (length + 1) // 2).sum())
 
-    def work_list(self, tokens_per_tile: int) -> np.ndarray:
-        """(W, 2) int32: segment and first token of every query tile, those with most keys first."""
-        tiles = -(-self.length // tokens_per_tile)
+    def work_list(self, tokens_per_tile: int, first_row: int = 0) -> np.ndarray:
+        """(W, 2) int32: segment and first token of every query tile, those with most keys first.
+
+        Segments that start before `first_row` have none.
+        """
+        tiles = np.where(self.row_start < first_row, 0, -(-self.length // tokens_per_tile))
         segment = np.repeat(np.arange(len(self.length), dtype=np.int32), tiles)
         ordinal = np.arange(len(segment)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
         first = (ordinal * tokens_per_tile).astype(np.int32)
@@ -82,15 +85,18 @@ class SegmentTable:
         order = np.argsort(-keys, kind="stable")
         return np.stack([segment[order], first[order]], axis=1)
 
-    def on_device(self, device: torch.device, tokens_per_tile: int) -> tuple[Tensor, Tensor, Tensor]:
+    def on_device(
+        self, device: torch.device, tokens_per_tile: int, first_row: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """`(work list (W, 2), segments (S, 4), context_rows (C,))` on `device`, copied once and kept.
 
-        A segment's four numbers are row_start, length, context_start, context_length.
+        The work list is of segments from `first_row` on. A segment's four numbers are row_start, length,
+        context_start, context_length.
         """
-        key = (device, tokens_per_tile)
+        key = (device, tokens_per_tile, first_row)
         if key not in self._on_device:
             parts = [
-                self.work_list(tokens_per_tile),
+                self.work_list(tokens_per_tile, first_row),
                 np.stack([self.row_start, self.length, self.context_start, self.context_length], axis=1),
                 self.context_rows,
             ]

@@ -8,6 +8,7 @@ that is what lets masked branches, completions and prompts share everything up t
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -70,12 +71,13 @@ def tree_attention(
     attention_chunk_size: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    first_query_row: int = 0,
     backend: str | None = None,
 ) -> Tensor:
     """Attention of packed rows along the tree that `table` describes.
 
     Args:
-        q: (N, H, D) queries; fp32, bf16 or fp16 (the PyTorch reference also takes float64).
+        q: (N - first_query_row, H, D) queries; fp32, bf16 or fp16 (the PyTorch reference also takes float64).
         k: (N, Hkv, D) keys, Hkv dividing H (grouped-query attention).
         v: (N, Hkv, Dv) values; Dv differs from D in multi-head latent attention (DeepSeek). The Triton kernel
             takes multiples of 8 up to 256 for D and Dv.
@@ -87,14 +89,18 @@ def tree_attention(
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
         sinks: (H,) one more logit per query head, of any float dtype, used in fp32, that takes its share of the
             softmax and has no value (GPT-OSS); neither scale nor softcap applies to it.
+        first_query_row: the first row of a segment; queries, and results, are those of the rows from there on. Keys
+            and values are still those of all N rows, so rows whose keys an earlier call had are not attended again.
         backend: `"triton"`, `"torch"` or None (by device, see `ops/dispatch.py`).
 
     Returns:
-        (N, H, Dv) in q's dtype. A row's result is bitwise the same whatever else is in the pack (Triton).
+        (N - first_query_row, H, Dv) in q's dtype. A row's result is bitwise the same whatever else is in the pack
+        (Triton).
 
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit; the message names the argument.
-        NotImplementedError: Triton backend with gradients enabled on an input that requires them.
+        NotImplementedError: gradients enabled on an input that requires them, on the Triton backend or with a
+            first_query_row.
 
     Differentiable on the PyTorch backend, in q, k, v and sinks.
     """
@@ -105,22 +111,33 @@ def tree_attention(
         softcap=softcap,
         sinks=sinks,
     )
-    _check(q, k, v, table, sinks)
-    if resolve_backend(backend, q) == "torch":
-        return tree_attention_reference(q, k, v, table, rule)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
+    _check(q, k, v, table, sinks, first_query_row)
+    chosen = resolve_backend(backend, q)
+    wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    if wants_gradient and first_query_row:
+        raise NotImplementedError(
+            f"tree_attention has no gradient with first_query_row {first_query_row}: call it under torch.no_grad()"
+        )
+    if chosen == "torch":
+        return tree_attention_reference(q, k, v, table, rule, first_query_row)
+    if wants_gradient:
         raise NotImplementedError(
             "tree_attention has no Triton backward: call it under torch.no_grad() or with backend='torch'"
         )
-    return _tree_attention_triton(q, k, v, table, rule)
+    return _tree_attention_triton(q, k, v, table, rule, first_query_row)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, sinks: Tensor | None) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, sinks: Tensor | None, first_query_row: int) -> None:
     if q.ndim != 3 or k.ndim != 3 or k.shape[:2] != v.shape[:2] or v.ndim != 3:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise ValueError(f"tree_attention takes q (N, H, D), k (N, Hkv, D) and v (N, Hkv, Dv), got {shapes}")
-    if q.shape[0] != k.shape[0] or q.shape[0] != table.num_rows:
-        raise ValueError(f"table has {table.num_rows} rows, q {q.shape[0]} and k {k.shape[0]}; they must agree")
+    if first_query_row not in table.row_start:
+        segment = int(np.searchsorted(table.row_start, first_query_row, side="right")) - 1
+        inside = f"lies in segment {segment}" if 0 <= first_query_row < table.num_rows else "is not in the table"
+        raise ValueError(f"first_query_row must be the first row of a segment, but row {first_query_row} {inside}")
+    if k.shape[0] != table.num_rows or q.shape[0] != table.num_rows - first_query_row:
+        after = f" after {first_query_row} rows without queries" if first_query_row else ""
+        raise ValueError(f"table has {table.num_rows} rows, q {q.shape[0]}{after} and k {k.shape[0]}; they must agree")
     if q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
         raise ValueError(f"heads of q {tuple(q.shape[1:])} do not fit those of k {tuple(k.shape[1:])}")
     if not (q.dtype == k.dtype == v.dtype):
@@ -139,7 +156,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, sinks: Tensor |
 _REFERENCE_BLOCK = 512
 
 
-def tree_attention_reference(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, rule: AttentionRule) -> Tensor:
+def tree_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, rule: AttentionRule, first_query_row: int = 0
+) -> Tensor:
     """The definition of `tree_attention` in plain PyTorch, segment by segment; also the CPU path.
 
     Softmax runs in fp32, or in float64 for float64 inputs.
@@ -148,6 +167,8 @@ def tree_attention_reference(q: Tensor, k: Tensor, v: Tensor, table: SegmentTabl
     segments = zip(table.row_start, table.length, table.context_start, table.context_length, strict=True)
     outputs = []
     for row, length, start, context in (tuple(map(int, segment)) for segment in segments):
+        if row < first_query_row:
+            continue
         keys, values = k[row : row + length], v[row : row + length]
         if context:
             before = context_rows[start : start + context]
@@ -161,7 +182,8 @@ def tree_attention_reference(q: Tensor, k: Tensor, v: Tensor, table: SegmentTabl
             key = torch.arange(low, context + last, device=q.device)
             visible = (key <= query[:, None]) & (key >= oldest[:, None])
             seen = slice(low, context + last)
-            outputs.append(_attend_reference(q[row + first : row + last], keys[seen], values[seen], visible, rule))
+            queries = q[row + first - first_query_row : row + last - first_query_row]
+            outputs.append(_attend_reference(queries, keys[seen], values[seen], visible, rule))
     return torch.cat(outputs)
 
 
@@ -200,11 +222,11 @@ def _load_columns(p_rows, o_d, DIM: tl.constexpr, STOP: tl.constexpr, WIDEN: tl.
     return b_x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_query_row"])
 def tree_attention_kernel(
     p_q, p_k, p_v, p_sinks, p_out, p_work, p_segments, p_context,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
-    scale, softcap, span,
+    scale, softcap, span, first_query_row,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_REST: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_REST: tl.constexpr,
@@ -214,9 +236,9 @@ def tree_attention_kernel(
     """One tile: BLOCK_M // GROUP tokens of one segment times the query heads of one key head.
 
     The definition is `tree_attention_reference`. Grid: (work items, key heads). `span` is the positions of the
-    sliding window or of an attention chunk. A head's columns are one block, or a block and a narrower one for the
-    rest. Blocks of keys are cut by position alone, never by where the rows lie or where a tile starts, so a row's
-    sums are formed in the same order in every pack.
+    sliding window or of an attention chunk; rows before `first_query_row` have no query and no result. A head's
+    columns are one block, or a block and a narrower one for the rest. Blocks of keys are cut by position alone, never
+    by where the rows lie or where a tile starts, so a row's sums are formed in the same order in every pack.
     """
     i_work = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1).to(tl.int64)
@@ -233,7 +255,7 @@ def tree_attention_kernel(
     m_token = first + o_m // GROUP < stop
     o_token = tl.minimum(first + o_m // GROUP, stop - 1)
     o_head = i_head * GROUP + o_m % GROUP
-    o_row = row_start + o_token
+    o_row = row_start - first_query_row + o_token
     o_query = context_length + o_token
     oldest = context_length + first
     high = context_length + stop
@@ -377,7 +399,9 @@ def launch_options(
     }
 
 
-def _tree_attention_triton(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, rule: AttentionRule) -> Tensor:
+def _tree_attention_triton(
+    q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, rule: AttentionRule, first_query_row: int
+) -> Tensor:
     if q.shape[2] not in HEAD_DIMS or v.shape[2] not in HEAD_DIMS:
         raise ValueError(
             f"q and v: head dimensions {q.shape[2]} and {v.shape[2]}; each must be a multiple of {HEAD_DIMS.step} "
@@ -396,12 +420,12 @@ def _tree_attention_triton(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable,
         softcap=rule.softcap is not None, sinks=rule.sinks is not None,
     )  # fmt: skip
     sinks = None if rule.sinks is None else rule.sinks.contiguous()
-    work, segments, context_rows = table.on_device(q.device, options["BLOCK_M"] // options["GROUP"])
+    work, segments, context_rows = table.on_device(q.device, options["BLOCK_M"] // options["GROUP"], first_query_row)
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     with torch.cuda.device_of(q):
         tree_attention_kernel[(work.shape[0], k.shape[1])](
             q, k, v, sinks, out, work, segments, context_rows,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
-            rule.scale, rule.softcap or 0.0, span, **options,
+            rule.scale, rule.softcap or 0.0, span, first_query_row, **options,
         )  # fmt: skip
     return out

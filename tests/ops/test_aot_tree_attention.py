@@ -27,6 +27,7 @@ def case(
     compiler = {name: constexprs.pop(name) for name in ("num_warps", "num_stages")}
     signature = {f"p_{name}": f"*{NAMES[dtype]}:16" for name in ("q", "k", "v", "out")}
     signature |= dict.fromkeys(("p_work", "p_segments", "p_context"), "*i32:16") | {"scale": "fp32", "softcap": "fp32"}
+    signature |= {"first_query_row": "i32"}
     if features.get("sinks"):
         signature |= {"p_sinks": "*bf16:16"}
     else:

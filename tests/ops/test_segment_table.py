@@ -47,3 +47,11 @@ def test_a_table_is_copied_to_a_device_once_per_tile_size(device):
     first = table.on_device(torch.device(device), tokens_per_tile=2)
     assert table.on_device(torch.device(device), tokens_per_tile=2) is first
     assert table.on_device(torch.device(device), tokens_per_tile=1)[0].shape == (4, 2)
+
+
+@given(sequences)
+def test_the_work_list_of_the_last_segments_is_what_the_whole_one_holds_of_them(rows):
+    table, _ = table_of(rows)
+    whole = table.work_list(3)
+    for segment, row in enumerate(table.row_start.tolist()):
+        np.testing.assert_array_equal(table.work_list(3, row), whole[whole[:, 0] >= segment])

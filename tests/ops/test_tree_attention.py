@@ -168,6 +168,25 @@ def test_keys_and_values_of_any_width_agree_with_the_reference(dims, device):
     torch.testing.assert_close(ours.double().cpu(), expected, rtol=0, atol=5e-6)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("option", [{}, {"sliding_window": 9}, {"attention_chunk_size": 12}, {"softcap": 2.0}])
+def test_queries_from_a_segment_on_get_the_results_they_get_among_all(option, backend, device):
+    table, _ = build(realistic_rows(completions=1, prompt=9, length=38))
+    q, k, v = qkv(table.num_rows, 4, 2, 16, torch.float32, 24, device)
+    whole = tree_attention(q, k, v, table, backend=backend, **option)
+    for row in table.row_start.tolist():
+        last = tree_attention(q[row:], k, v, table, first_query_row=row, backend=backend, **option)
+        assert torch.equal(last, whole[row:])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_gradients_of_some_rows_alone_are_refused(backend):
+    arguments = valid()
+    arguments["q"] = arguments["q"][3:].requires_grad_()
+    with pytest.raises(NotImplementedError, match="no gradient with first_query_row 3"):
+        tree_attention(**arguments, first_query_row=3, backend=backend)
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # the share of such a sink is all there is
 def test_a_sink_may_lie_far_from_the_logits(device):
     table, _ = build([[1, 2, 3, 4], [1, 2, 5]])
@@ -299,6 +318,10 @@ def valid():
     [
         (lambda a: a.update(q=a["q"][0]), r"takes q \(N, H, D\)"),
         (lambda a: a.update(q=a["q"][:2], k=a["k"][:2], v=a["v"][:2]), "table has 4 rows, q 2 and k 2"),
+        (lambda a: a.update(first_query_row=3), "table has 4 rows, q 4 after 3 rows without queries and k 4"),
+        (lambda a: a.update(first_query_row=2), "first row of a segment, but row 2 lies in segment 0"),
+        (lambda a: a.update(first_query_row=4), "first row of a segment, but row 4 is not in the table"),
+        (lambda a: a.update(first_query_row=-1), "first row of a segment, but row -1 is not in the table"),
         (lambda a: a.update(q=a["q"][:, :3]), "do not fit those of k"),
         (lambda a: a.update(k=a["k"].double()), "must share one dtype"),
         (lambda a: a.update(scale=0.0), "scale must be positive, got 0.0"),
