@@ -129,8 +129,6 @@ def _attention(
             key, value = running.store.before(module, key, value)
         elif running.store is not None:
             running.store.write(module, key, value)
-    if first_row:  # TMP
-        query = torch.cat([query.new_zeros(*query.shape[:2], first_row, query.shape[3]), query], 2)
     out = tree_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -141,7 +139,8 @@ def _attention(
         attention_chunk_size=attention_mask.visibility.chunk_size,
         softcap=softcap,
         sinks=s_aux,
-    )[first_row:]
+        first_query_row=first_row,
+    )
     return out.unsqueeze(0), None
 
 
