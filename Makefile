@@ -17,7 +17,7 @@ test: $(SETUP)
 	$(PY) -m pytest
 
 quick: $(SETUP)
-	$(PY) -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 --dist loadfile
 
 lint: $(SETUP)
 	$(PY) -m ruff check .

@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 CONSOLE = ["rich>=13.9", "matplotlib>=3.9", "pyyaml>=6.0"]
-TEST = ["pytest>=8", "pytest-benchmark>=5", "hypothesis>=6.100", "trl>=1.16,<1.17"]
+TEST = ["pytest>=8", "pytest-benchmark>=5", "pytest-xdist>=3.6", "hypothesis>=6.100", "trl>=1.16,<1.17"]
 LINT = ["ruff>=0.9", "mypy>=1.13", "types-PyYAML"]
 BENCH = ["captum>=0.8", "lm-eval>=0.4.9", "aligntune>=0.1.28"]
 

@@ -14,8 +14,19 @@ if not torch.cuda.is_available():
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 
+# Files that compile ahead of time, start processes, drive other packages or train to a result: `slow` as a whole.
+SLOW = ("ops/test_aot_", "ops/test_mutations_", "ops/test_wgmma", "integrations/", "benchmarks/", "trainer/test_warmup")
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_GSM8K = REPOSITORY.parent / "shared" / "gsm8k"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the files in `SLOW`; `make quick` leaves marked tests out."""
+    tests = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(tests).as_posix().startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
