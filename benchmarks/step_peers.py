@@ -6,12 +6,9 @@ the loss and the token weights it used. The loss is dapo's, on-policy, at temper
 and answers are given: finding them costs every contender the same.
 """
 
-import contextlib
 import functools
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,196 +19,23 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from benchmarks.peers import Observed, _aligntune, _attention, _forest, aligntune_batched
 from benchmarks.race import Absent
-from benchmarks.workloads import Job, Rollouts
+from benchmarks.replay import EPSILON, EPSILON_HIGH, Replay, StepPeer, Stopwatch, Weights, trl_update
+from benchmarks.workloads import Job
 from cfa_kernels import policy_loss, score_counterfactuals, span_weights
-from cfa_kernels.hf import Head, backbone, causal_lm, default_token_budget
-from cfa_kernels.integrations.credit import fold_weights, pad_rows
+from cfa_kernels.hf import Head, backbone, default_token_budget
+from cfa_kernels.integrations.credit import pad_rows
 from cfa_kernels.losses import linear_policy_loss
 from cfa_kernels.packed_loss import LossBatch, packed_forward, packed_logprobs, packed_policy_loss
 from cfa_kernels.proof import prove_head
 
-EPSILON, EPSILON_HIGH = 0.2, 0.28
-
-Weights = list[Tensor]
-"""For each completion (T_b,) fp32."""
-
-
-@dataclass
-class Replay:
-    """What a contender is given.
-
-    Attributes:
-        policy: the model to train, whose trainable parameters take the gradient.
-        rollouts: with ids on the policy's device.
-        micro_batch: rows per padded micro-batch, for those that pad.
-    """
-
-    policy: nn.Module
-    rollouts: Rollouts
-    micro_batch: int
-    _trl: dict[tuple[int, bool], Any] = field(default_factory=dict)
-
-    @property
-    def job(self) -> Job:
-        return self.rollouts.job
-
-    @property
-    def causal(self) -> PreTrainedModel:
-        return causal_lm(self.policy)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.policy.parameters()).device
-
-    def advantages(self, rows: Sequence[int]) -> Tensor:
-        """Those of some rows, on the device."""
-        return self.rollouts.advantages[list(rows)].to(self.device)
-
-    def trl(self, *, liger: bool = False) -> Any:
-        """TRL's trainer around the policy, made at the first call."""
-        key = (self.micro_batch, liger)
-        if key not in self._trl:
-            self._trl[key] = _trl_trainer(self.policy, self.rollouts, self.micro_batch, liger=liger)
-        return self._trl[key]
-
-
-class Stopwatch:
-    """Seconds by the wall and of the processor, of credit and of update, of one step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.seconds = {"credit": 0.0, "update": 0.0}
-        self.cpu_seconds = {"credit": 0.0, "update": 0.0}
-
-    def credit(self) -> contextlib.AbstractContextManager[None]:
-        return self._part("credit")
-
-    def update(self) -> contextlib.AbstractContextManager[None]:
-        return self._part("update")
-
-    @contextlib.contextmanager
-    def _part(self, name: str) -> Iterator[None]:
-        wall, cpu = self._now()
-        yield
-        end_wall, end_cpu = self._now()
-        self.seconds[name] += end_wall - wall
-        self.cpu_seconds[name] += end_cpu - cpu
-
-    def _now(self) -> tuple[float, float]:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter(), time.process_time()
-
-
-Step = Callable[[Replay, Stopwatch], tuple[Tensor, Weights | None]]
-"""Loss (detached, of the whole batch) and the weights it used, None for 1 throughout."""
-
-
-@dataclass(frozen=True)
-class StepPeer:
-    """A contender for the step.
-
-    Attributes:
-        run: does it.
-        kind: which weights it is to use: "plain" (1), "counterfactual" (the CF paper's) or "authors" (their code's).
-        head_products: products of a row with the head in the update while the head is frozen; one more if it trains.
-        head_rows: which rows those are: "active" tokens (with an advantage), all "tokens", or, of padded batches
-            and on a CPU alone, all "positions".
-        generation: whose sampling comes before it, "TRL" or "ours".
-        own_policy: it changes the policy's layers, so it works on a policy of its own.
-    """
-
-    run: Step
-    kind: str
-    head_products: int
-    head_rows: str
-    generation: str
-    own_policy: bool = False
-
-
 # TRL
-
-
-def _trl_trainer(policy: nn.Module, rollouts: Rollouts, micro_batch: int, *, liger: bool) -> Any:
-    """A `GRPOTrainer` that finds `recorded` where it would sample and score completions."""
-    try:
-        from datasets import Dataset
-        from trl import GRPOConfig, GRPOTrainer
-    except ImportError as error:
-        raise Absent(f"TRL does not import: {error}") from error
-
-    class Replaying(GRPOTrainer):
-        recorded: dict[str, Tensor]
-
-        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
-            return dict(self.recorded)
-
-    device, dtype = next(policy.parameters()).device, next(policy.parameters()).dtype
-    rows = len(rollouts.job.completions)
-    if rows % micro_batch or micro_batch > rows:
-        raise ValueError(f"micro_batch must divide the {rows} rows, got {micro_batch}")
-    settings = GRPOConfig(
-        tempfile.mkdtemp(),
-        use_cpu=device.type == "cpu",
-        bf16=dtype == torch.bfloat16,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=rows // micro_batch,
-        num_generations=rollouts.group,
-        max_completion_length=max(map(len, rollouts.job.completions)) + 1,
-        loss_type="dapo",
-        epsilon=EPSILON,
-        epsilon_high=EPSILON_HIGH,
-        beta=0.0,
-        temperature=1.0,
-        use_liger_kernel=liger,
-        report_to=[],
-    )
-    trainer = Replaying(
-        model=policy,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=settings,
-        train_dataset=Dataset.from_dict({"prompt": ["replayed"] * rows}),
-        processing_class=rollouts.job.tokenizer,
-    )
-    trainer.current_gradient_accumulation_steps = settings.gradient_accumulation_steps
-    trainer.recorded = padded_layout(rollouts)
-    return trainer
-
-
-def padded_layout(rollouts: Rollouts) -> dict[str, Tensor]:
-    """The batch as TRL lays it out: prompts padded on the left, completions on the right."""
-    device = rollouts.job.prompts[0].device
-    prompt_ids, prompt_mask = pad_rows(rollouts.job.prompts, side="left")
-    completion_ids, completion_mask = pad_rows(rollouts.job.completions)
-    return {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": prompt_mask,
-        "completion_ids": completion_ids,
-        "completion_mask": completion_mask,
-        "advantages": rollouts.advantages.to(device),
-        "num_items_in_batch": completion_mask.sum(),
-    }
-
-
-def _trl_update(replay: Replay, trainer: Any, weights: Weights | None) -> Tensor:
-    """One optimizer step's worth of `GRPOTrainer.training_step`, the optimizer left out."""
-    advantages = replay.rollouts.advantages.to(replay.device)
-    if weights is not None:
-        padded = nn.utils.rnn.pad_sequence(weights, batch_first=True, padding_value=1.0).to(replay.device)
-        advantages = fold_weights(advantages, padded)
-    trainer.recorded["advantages"] = advantages
-    trainer._buffered_inputs, trainer._step = None, 0
-    steps = trainer.args.gradient_accumulation_steps
-    # Each loss comes back divided by the number of micro-batches, for the log alone.
-    return torch.stack([trainer.training_step(trainer.model, None, None) for _ in range(steps)]).sum()
 
 
 def trl_plain(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     """TRL's dapo step: padded, with its chunked head and its metrics."""
     trainer = replay.trl()
     with stopwatch.update():
-        return _trl_update(replay, trainer, None), None
+        return trl_update(replay, trainer, None), None
 
 
 def trl_liger(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
@@ -225,7 +49,7 @@ def trl_liger(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
         apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)  # as `train` does
         trainer.liger_applied = True
     with stopwatch.update():
-        return _trl_update(replay, trainer, None), None
+        return trl_update(replay, trainer, None), None
 
 
 # Without padding, without sharing
@@ -358,8 +182,7 @@ def _repeated_prompt_attention(
         ]
         q_own, k_own, v_own = (x.transpose(1, 2) for x in padded)  # (G, heads, longest, D)
         k_all, v_all = (
-            torch.cat([prompt.expand(len(lengths), -1, -1, -1), own], dim=2)
-            for prompt, own in ((k, k_own), (v, v_own))
+            torch.cat([prompt.expand(len(lengths), -1, -1, -1), own], dim=2) for prompt, own in ((k, k_own), (v, v_own))
         )
         rule = causal_lower_right(q_own.shape[2], k_all.shape[2])
         out = attend(q_own, k_all, v_all, attn_mask=rule).transpose(1, 2)
@@ -421,7 +244,9 @@ def flex_tree(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
             return causal_inside | (offset[key] < visible[segment[query], segment[key]])
 
         size = len(forest.ids)
-        mask = create_block_mask(sees, None, None, size, size, device=replay.device, _compile=replay.device.type == "cuda")
+        mask = create_block_mask(
+            sees, None, None, size, size, device=replay.device, _compile=replay.device.type == "cuda"
+        )
         with _attention(causal, "flex_attention"), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             hidden = _forward(causal, forest.ids, forest.positions, attention_mask=mask)
             loss = _fused_loss(replay, head, hidden[_predicting(bare, segment)], range(len(job.completions)))
@@ -561,7 +386,11 @@ def counterfactual_fused(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, 
 
 def counterfactual_one_pass(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
     """And the scores read off the training forward, whose keys and values the masked branches continue."""
-    job, advantages, options = replay.job, replay.rollouts.advantages, {"epsilon": EPSILON, "epsilon_high": EPSILON_HIGH}
+    job, advantages, options = (
+        replay.job,
+        replay.rollouts.advantages,
+        {"epsilon": EPSILON, "epsilon_high": EPSILON_HIGH},
+    )
     active = set(replay.rollouts.active)
     with stopwatch.update():
         needed = LossBatch.of(job.completions, None, advantages, **options).needed()
@@ -590,7 +419,7 @@ def authors_then_trl(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weig
     with stopwatch.credit():
         weights = authors_weights(replay.job, aligntune_batched(replay.causal, replay.job))
     with stopwatch.update():
-        return _trl_update(replay, trainer, weights), weights
+        return trl_update(replay, trainer, weights), weights
 
 
 def authors_weights(job: Job, importance: Observed) -> Weights:

@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from benchmarks.peers import Observed, aligntune_importance, per_span_logits_to_keep
 from benchmarks.race import (
     Absent,
     Budget,
@@ -33,6 +32,7 @@ from benchmarks.race import (
     release_memory,
     replay_clock,
 )
+from benchmarks.replay import Replay, StepPeer, Stopwatch
 from benchmarks.selection import chosen_peers, workload_set
 from benchmarks.step_peers import (
     AUTHORS,
@@ -42,20 +42,12 @@ from benchmarks.step_peers import (
     STEP_PEERS,
     TRL,
     VARLEN,
-    Replay,
-    StepPeer,
-    Stopwatch,
-    Weights,
-    authors_weights,
 )
+from benchmarks.step_reference import StepResult, Truth, taken_gradients
 from benchmarks.workloads import SEED, STEP_SEED, Rollouts, gsm8k_rollouts, policy, shaped_rollouts
-from cfa_kernels import span_weights
 from cfa_kernels.hf import backbone, causal_lm
 from cfa_kernels.proof import prove_trainable
 from trainer.rollouts import generate
-
-GRADIENT_SLACK = 4.0
-"""How much larger than that of padded autograd in the policy's own precision a contender's error may be."""
 
 
 @dataclass(frozen=True)
@@ -130,155 +122,27 @@ WORKLOADS: dict[str, dict[str, Workload]] = {
 }
 
 
-# What is right
-
-
-Gradients = dict[str, Tensor]
-
-
-def padded_autograd(model: nn.Module, rollouts: Rollouts, weights: Weights | None) -> tuple[float, Gradients]:
-    """Loss and gradients by their definition: one padded forward per group, every logit, autograd.
-
-    Sequences are padded behind their ends, which causality hides from them.
-    """
-    causal, job = causal_lm(model), rollouts.job
-    loss_sum = 0.0
-    model.zero_grad()
-    for first in range(0, len(job.prompts), rollouts.group):
-        rows = range(first, first + rollouts.group)
-        ids = [torch.cat([job.prompts[b], job.completions[b]]) for b in rows]
-        logits = causal(nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False).logits
-        loss = torch.zeros((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
-        for line, b in zip(logits, rows, strict=True):
-            completion, start = job.completions[b], len(job.prompts[b]) - 1
-            lines = line[start : start + len(completion)].to(loss.dtype)
-            logprobs = lines.log_softmax(-1).gather(-1, completion[:, None])[:, 0]
-            ratio = (logprobs - logprobs.detach()).exp()  # on-policy: 1, and no clip
-            weight = ratio.new_ones(()) if weights is None else weights[b].to(ratio)
-            loss = loss - (ratio * weight).sum() * rollouts.advantages[b].to(ratio)
-        loss = loss / rollouts.tokens
-        loss.backward()
-        loss_sum += loss.item()
-    return loss_sum, taken_gradients(model)
-
-
-def taken_gradients(model: nn.Module) -> Gradients:
-    """Every trainable parameter's gradient, taken off it."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = None
-    return found
-
-
-def weights_of_kind(kind: str, model: nn.Module, rollouts: Rollouts) -> Weights | None:
-    """The weights a kind of contender should use, from one full forward per span in the model's precision."""
-    if kind == "plain":
-        return None
-    job = rollouts.job
-    scores = per_span_logits_to_keep(causal_lm(model), job)
-    if kind == "authors":
-        return authors_weights(job, _authors_importance(scores, rollouts))
-    drops = [(row[1:] - row[0]).cpu() for row in scores]
-    active = set(rollouts.active)
-    return [
-        span_weights(drops[b], job.spans[b], job.answers[b], len(completion)) if b in active
-        else torch.ones(len(completion))
-        for b, completion in enumerate(job.completions)
-    ]  # fmt: skip
-
-
-def _authors_importance(scores: Observed, rollouts: Rollouts) -> Observed:
-    return [aligntune_importance(row.double().cpu(), rollouts.job, b) for b, row in enumerate(scores)]
-
-
-@dataclass(frozen=True)
-class Truth:
-    """Loss, weights and gradients of one kind of step in higher precision, and how far the policy's own is off."""
-
-    loss: float
-    weights: Weights | None
-    gradients: Gradients
-    loss_error: float
-    weight_error: float
-    gradient_error: float  # the worst parameter's
-
-    @staticmethod
-    def of(kind: str, model: nn.Module, exact: nn.Module, rollouts: Rollouts) -> "Truth":
-        """By the definition, in `model`'s precision and with `exact`, the same model in a higher one."""
-        weights, low_weights = (weights_of_kind(kind, m, rollouts) for m in (exact, model))
-        loss, gradients = padded_autograd(exact, rollouts, weights)
-        low_loss, low = padded_autograd(model, rollouts, low_weights)
-        return Truth(
-            loss,
-            weights,
-            gradients,
-            abs(low_loss - loss),
-            _largest_difference(low_weights, weights),
-            max(relative_error(low[name], gradient) for name, gradient in gradients.items()),
-        )
-
-    def check(self, result: "StepResult", eps: float) -> dict[str, float]:
-        """Hold a step to this; `eps` is the rounding step of the policy's precision."""
-        if result.gradients.keys() != self.gradients.keys():
-            raise WrongAnswer(f"gradients of {sorted(self.gradients.keys() ^ result.gradients.keys())[:3]} differ")
-        allowed = GRADIENT_SLACK * (self.gradient_error + eps)
-        errors = {name: relative_error(result.gradients[name], truth) for name, truth in self.gradients.items()}
-        worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else torch.inf)
-        if not errors[worst] <= allowed:
-            raise WrongAnswer(f"gradient of {worst} is off by {errors[worst]:.2g} of its norm, allowed are {allowed:.2g}")
-        # A sum of terms of both signs: what it may miss goes by the size of the terms, not by the sum's.
-        allowed_loss = GRADIENT_SLACK * (self.loss_error + 8 * eps)
-        if not abs(result.loss - self.loss) <= allowed_loss:
-            raise WrongAnswer(f"loss is {result.loss:.6g}, expected {self.loss:.6g} within {allowed_loss:.2g}")
-        weight_error = _largest_difference(result.weights, self.weights)
-        allowed_weight = GRADIENT_SLACK * (self.weight_error + 4 * eps)
-        if not weight_error <= allowed_weight:
-            raise WrongAnswer(f"a token weight is off by {weight_error:.2g}, allowed are {allowed_weight:.2g}")
-        return {"gradient_error": errors[worst], "gradient_error_allowed": allowed, "weight_error": weight_error}
-
-
-def relative_error(found: Tensor, truth: Tensor) -> float:
-    """Norm of the difference over the norm of the truth."""
-    if found.shape != truth.shape:
-        raise WrongAnswer(f"shape {tuple(truth.shape)} expected, got {tuple(found.shape)}")
-    norm = truth.norm().item()
-    off = (found.to(truth.dtype) - truth).norm().item()
-    return off / norm if norm else off
-
-
-def _largest_difference(found: Weights | None, truth: Weights | None) -> float:
-    if found is None or truth is None:
-        return 0.0 if found is truth else torch.inf
-    pairs = zip(found, truth, strict=True)
-    return max((mine.double().cpu() - right.double().cpu()).abs().max().item() for mine, right in pairs)
-
-
 # Contenders
-
-
-@dataclass
-class StepResult:
-    """What a contender leaves behind."""
-
-    loss: float
-    weights: Weights | None
-    gradients: Gradients
 
 
 @dataclass
 class Measured:
     """What a contender's runs took beside the race's own clock, and what the first of them fed."""
 
-    seconds: dict[str, list[float]]
-    fed: dict[str, float]
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {"credit": [], "update": []})
+    cpu_seconds: dict[str, list[float]] = field(default_factory=lambda: {"credit": [], "update": []})
+    fed: dict[str, float] = field(default_factory=dict)
 
 
 def step_contenders(
     replay: Replay, fresh: Callable[[], nn.Module], names: Sequence[str]
 ) -> tuple[list[Contender], dict[str, Measured]]:
-    """The peers as contenders, each checked against padded autograd in higher precision."""
+    """The peers as contenders, each checked against padded autograd in higher precision.
+
+    `fresh` makes the same policy anew. The references are made here, of a policy that TRL has not yet changed.
+    """
+    if "forward" in vars(replay.causal):
+        raise ValueError("replay: its policy's forward has been replaced; references need a fresh policy")
     dtype = next(replay.policy.parameters()).dtype
     prove_trainable(replay.causal)  # once per model; not to be counted, nor timed
     exact = copy.deepcopy(replay.policy)
@@ -290,7 +154,7 @@ def step_contenders(
     del exact
     release_memory(replay.device)
     eps = torch.finfo(dtype).eps
-    measured = {name: Measured({"credit": [], "update": []}, {}) for name in names}
+    measured = {name: Measured() for name in names}
 
     def contender(name: str) -> Contender:
         peer, notes = STEP_PEERS[name], measured[name]
@@ -302,8 +166,9 @@ def step_contenders(
             used, stopwatch = own[0], Stopwatch(replay.device)
             if notes.fed:
                 loss, weights = peer.run(used, stopwatch)
-                for part, seconds in stopwatch.seconds.items():
-                    notes.seconds[part].append(seconds)
+                for part in ("credit", "update"):
+                    notes.seconds[part].append(stopwatch.seconds[part])
+                    notes.cpu_seconds[part].append(stopwatch.cpu_seconds[part])
             else:
                 with rows_fed(causal_lm(used.policy)) as fed:
                     loss, weights = peer.run(used, stopwatch)
@@ -405,3 +270,210 @@ def fastest_micro_batch(replay: Replay, sizes: Sequence[int]) -> tuple[int, dict
             seconds.pop(size, None)
             release_memory(replay.device)
     return min(seconds, key=seconds.__getitem__), seconds
+
+
+# The sampling before it
+
+
+class _Recorded(LogitsProcessor):
+    """Leaves one token possible for each row: that of its recorded completion, then the end."""
+
+    def __init__(self, completions: Sequence[Tensor], end: int) -> None:
+        self._left = [[*completion.tolist(), end] for completion in completions]
+        self._end, self._position = end, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores (B, V) in; 0 at the recorded token and -inf elsewhere out."""
+        at, self._position = self._position, self._position + 1
+        tokens = torch.tensor([[row[at] if at < len(row) else self._end] for row in self._left], device=scores.device)
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)
+
+
+@contextlib.contextmanager
+def _sampling_what_was_recorded(replay: Replay) -> Iterator[None]:
+    """Whatever samples from the policy gets the recorded completions, at the cost of sampling them."""
+    causal, job = replay.causal, replay.job
+    sample = causal.generate
+
+    def recorded(*args: Any, logits_processor: Any = None, **kwargs: Any) -> Any:
+        forced = _Recorded(job.completions, job.tokenizer.eos_token_id)
+        return sample(*args, logits_processor=LogitsProcessorList([*(logits_processor or []), forced]), **kwargs)
+
+    with mock.patch.object(causal, "generate", recorded):
+        yield
+
+
+def sample_with_trl(replay: Replay) -> list[list[int]]:
+    """TRL's own way to transformers' `generate`."""
+    trainer = replay.trl()
+    prompts = [prompt.tolist() for prompt in replay.job.prompts]
+    with _sampling_what_was_recorded(replay):
+        return trainer._generate_single_turn(prompts, None, {}, replay.rollouts.group)[0]
+
+
+def sample_with_ours(replay: Replay) -> list[list[int]]:
+    """The trainer's `generate`."""
+    job = replay.job
+    with _sampling_what_was_recorded(replay):
+        rollouts = generate(
+            replay.policy,
+            job.tokenizer,
+            [prompt.tolist() for prompt in job.prompts],
+            max_completion_length=max(map(len, job.completions)) + 1,
+            keys=[(SEED, b) for b in range(len(job.prompts))],
+        )
+    return rollouts.ids()
+
+
+def sampling_contenders(replay: Replay) -> list[Contender]:
+    """Both ways to sample, which must give what was recorded."""
+    end = replay.job.tokenizer.eos_token_id
+
+    def check(sampled: list[list[int]]) -> None:
+        if sampled != [[*completion.tolist(), end] for completion in replay.job.completions]:
+            raise WrongAnswer("other completions were sampled than those recorded")
+
+    runs = {"TRL": sample_with_trl, "ours": sample_with_ours}
+    return [Contender(name, functools.partial(run, replay), check) for name, run in runs.items()]
+
+
+def with_sampling(lap: Lap, sampling: Lap) -> Lap:
+    """A step's lap with the median of the sampling before it on top of every round."""
+    if not sampling.seconds or not lap.seconds:
+        return replace(lap, seconds=[], absent=lap.absent or sampling.absent, refused=lap.refused or sampling.refused)
+    seconds = [sampling.median + step for step in lap.seconds]
+    return replace(lap, seconds=seconds, facts={**lap.facts, "sampling_seconds": sampling.median})
+
+
+# Tests
+
+
+@dataclass
+class StepRace:
+    """What one workload's contenders took, without and with the sampling before it."""
+
+    steps: dict[str, Lap]
+    sampled: dict[str, Lap]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "workload" in metafunc.fixturenames:
+        metafunc.parametrize("workload", list(WORKLOADS[workload_set(metafunc.config)]), scope="module")
+
+
+@pytest.fixture(scope="module")
+def step_race(
+    request: pytest.FixtureRequest, workload: str, device: torch.device, budget: Budget, figures: Figures
+) -> Iterator[StepRace]:
+    chosen = WORKLOADS[workload_set(request.config)][workload]
+    fresh = functools.partial(policy, chosen.model, lora=chosen.lora, device=device, dtype=chosen.dtype)
+    rollouts = chosen.rollouts().to(device)
+    figures.workloads[f"step, {workload}"] = {
+        **rollouts.describe(),
+        "model": chosen.model,
+        "trains": "LoRA r = 32" if chosen.lora else "all",
+        "dtype": str(chosen.dtype).removeprefix("torch."),
+        "seeds": {"model": SEED, "problems": STEP_SEED},
+    }
+    replay = Replay(fresh(), rollouts, chosen.micro_batches[0])
+    yield run_race(replay, fresh, chosen_peers(request.config, list(STEP_PEERS)), chosen.micro_batches, budget)
+    del replay
+    release_memory(device)
+
+
+def run_race(
+    replay: Replay, fresh: Callable[[], nn.Module], names: Sequence[str], sizes: Sequence[int], budget: Budget
+) -> StepRace:
+    """Check and time the step's contenders and the sampling before it."""
+    contenders, measured = step_contenders(replay, fresh, names)
+    # After the references, which copy the policy: TRL changes its forward.
+    replay.micro_batch, tried = fastest_micro_batch(replay, sizes)
+    laps = race(contenders, device=replay.device, budget=budget)
+    timed = [contender for contender in contenders if laps[contender.name].seconds]
+    pinned: dict[str, list[float]] = {}
+    if replay.device.type == "cpu" and budget.max_rounds > 1:
+        pinned = pinned_cpu_seconds(timed, budget.min_rounds)
+    for contender in timed:
+        lap, notes, on_one_thread = laps[contender.name], measured[contender.name], pinned.get(contender.name, [])
+        if on_one_thread:
+            lap.facts |= {"cpu_seconds": statistics.median(on_one_thread), "cpu_seconds_rounds": on_one_thread}
+        for part in ("credit", "update"):  # the pinned rounds come last, what only warmed up first
+            wall = notes.seconds[part][: len(notes.seconds[part]) - len(on_one_thread)]
+            lap.facts[f"{part}_seconds"] = statistics.median(wall[-len(lap.seconds) :])
+            if on_one_thread:
+                lap.facts[f"{part}_cpu_seconds"] = statistics.median(notes.cpu_seconds[part][-len(on_one_thread) :])
+    if TRL in laps:
+        laps[TRL].facts |= {"micro_batch": replay.micro_batch, "seconds_by_micro_batch": tried}
+    sampling = race(sampling_contenders(replay), device=replay.device, budget=budget)
+    sampled = {name: with_sampling(lap, sampling[STEP_PEERS[name].sampling]) for name, lap in laps.items()}
+    return StepRace(laps, sampled)
+
+
+@pytest.mark.benchmark(timer=replay_clock)
+@pytest.mark.parametrize("name", list(STEP_PEERS))
+def test_step_time(step_race: StepRace, workload: str, name: str, report: Callable[..., None]) -> None:
+    if name not in step_race.steps:
+        pytest.skip("not among --peers")
+    report(step_race.steps[name], group=f"step, {workload}")
+
+
+@pytest.mark.benchmark(timer=replay_clock)
+@pytest.mark.parametrize("name", list(STEP_PEERS))
+def test_step_time_with_sampling(step_race: StepRace, workload: str, name: str, report: Callable[..., None]) -> None:
+    if name not in step_race.sampled:
+        pytest.skip("not among --peers")
+    report(step_race.sampled[name], group=f"step with sampling, {workload}")
+
+
+def compare(laps: dict[str, Lap], targets: Sequence[Target], fewer_rows: float) -> list[dict[str, Any]]:
+    """Each target with what was measured: `ratio`, whether it is `met`, and what else speaks for it.
+
+    Beside the ratio of median wall seconds stand that of processor seconds on one pinned thread and that of counted
+    operations. A target without times for both of its contenders is left out, and so is one on rows without counts.
+    """
+    found = []
+    for target in targets:
+        if not all(name in laps and laps[name].seconds for name in (target.of, target.to)):
+            continue
+        of, to = laps[target.of], laps[target.to]
+        ratio = of.median / to.median
+        line = {"of": target.of, "to": target.to, "ratio": ratio, "ceiling": target.ceiling}
+        line["met"] = ratio <= target.ceiling
+        for name, fact in (("cpu_ratio", "cpu_seconds"), ("operations_ratio", "flops")):
+            if fact in of.facts and fact in to.facts:
+                line[name] = of.facts[fact] / to.facts[fact]
+        found.append(line)
+    if fewer_rows and all(name in laps and laps[name].seconds for name in (EXACT, SEPARATE)):
+        ratio = laps[EXACT].facts["rows_without_gradient"] / laps[SEPARATE].facts["rows_without_gradient"]
+        ceiling = 1 - fewer_rows
+        found.append(
+            {
+                "of": f"rows fed to score, {EXACT}",
+                "to": f"rows fed to score, {SEPARATE}",
+                "ratio": ratio,
+                "ceiling": ceiling,
+                "met": ratio <= ceiling,
+            }
+        )
+    return found
+
+
+def test_steps_cost_what_was_promised(
+    pytestconfig: pytest.Config, step_race: StepRace, workload: str, budget: Budget, figures: Figures
+) -> None:
+    chosen = WORKLOADS[workload_set(pytestconfig)][workload]
+    missed = []
+    for line in compare(step_race.steps, chosen.targets, chosen.fewer_rows):
+        figures.ratios.append({"group": f"step, {workload}", **line})
+        shares = [f"{line['ratio']:.3f} of {line['to']}, promised at most {line['ceiling']:.3g}"]
+        shares += [
+            f"{name.replace('_', ' ')} {line[name]:.3f}" for name in ("cpu_ratio", "operations_ratio") if name in line
+        ]
+        text = f"{line['of']}: {'met' if line['met'] else 'missed'}, {'; '.join(shares)}"
+        print(f"step, {workload}: {text}")
+        if not line["met"]:
+            missed.append(text)
+    if budget.max_rounds == 1:
+        pytest.skip("one round is no measurement")
+    if missed:
+        pytest.fail("; ".join(missed), pytrace=False)

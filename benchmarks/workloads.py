@@ -165,7 +165,9 @@ def _generated_corpus() -> Corpus:
 
     problems = [(question(), [solution() for _ in range(4)]) for _ in range(200)]
     # As often right as wrong, so that about as many groups are mixed as in real data.
-    correct = {prompt: [rng.random() < 0.5 for _ in row] if rng.random() < 0.6 else [True] * 4 for prompt, row in problems}
+    correct = {
+        prompt: [rng.random() < 0.5 for _ in row] if rng.random() < 0.6 else [True] * 4 for prompt, row in problems
+    }
     return Corpus("generated: no real data here", [t for q, row in problems for t in (q, *row)], problems, correct)
 
 
@@ -226,9 +228,7 @@ def gsm8k_job(problems: int, *, seed: int = SEED) -> Job:
     return _job_of_problems(f"gsm8k-{4 * problems}", _drawn_problems(problems, seed, lambda question: True))
 
 
-def _drawn_problems(
-    problems: int, seed: int, wanted: Callable[[str], bool]
-) -> list[tuple[str, list[_Scored]]]:
+def _drawn_problems(problems: int, seed: int, wanted: Callable[[str], bool]) -> list[tuple[str, list[_Scored]]]:
     """The first `problems` wanted ones of a random order, with their first four completions, all scorable."""
     order = list(corpus().problems)
     random.Random(seed).shuffle(order)
@@ -245,9 +245,7 @@ def _drawn_problems(
 
 
 def _job_of_problems(name: str, drawn: Sequence[tuple[str, list[_Scored]]]) -> Job:
-    prompts = [
-        torch.tensor(tokenizer().encode(question), dtype=torch.long) for question, rows in drawn for _ in rows
-    ]
+    prompts = [torch.tensor(tokenizer().encode(question), dtype=torch.long) for question, rows in drawn for _ in rows]
     return _job(name, corpus().source, prompts, [row for _, rows in drawn for row in rows])
 
 
@@ -359,18 +357,26 @@ def gsm8k_rollouts(problems: int, *, mixed: bool, seed: int = STEP_SEED) -> Roll
     return _rollouts(job, 4, [float(right) for question, _ in drawn for right in correct[question][:4]])
 
 
-def shaped_rollouts(problems: int, *, group: int, prompt: int, completion: int, spans: int) -> Rollouts:
-    """Random ids in a given shape, see `shaped_job`; every other completion of a group is right."""
-    jobs = [
-        shaped_job(group=group, prompt=prompt, completion=completion, spans=spans, seed=SEED + i)
-        for i in range(problems)
-    ]
+def shaped_rollouts(problems: int, *, group: int, **shape: int) -> Rollouts:
+    """Random words in the shape that `shaped_job` takes; every other completion of a group is right."""
+    jobs = [shaped_job(group=group, **shape, seed=SEED + i) for i in range(problems)]
     columns = {
         name: [row for job in jobs for row in getattr(job, name)]
         for name in ("prompts", "completions", "spans", "answers")
     }
+    # Halves of characters would shift the places of peers that find the answer by counting characters.
+    words = _word_ids()
+    for name in ("prompts", "completions"):
+        columns[name] = [torch.where(ids == _marker_id(), ids, words[ids % len(words)]) for ids in columns[name]]
     job = replace(jobs[0], name=f"{problems}x{jobs[0].name}", **columns)
     return _rollouts(job, group, [float(b % 2) for b in range(problems * group)])
+
+
+@functools.cache
+def _word_ids() -> Tensor:
+    """Ids of tokens that are letters alone."""
+    texts = (str(tokenizer().decode([i])).strip() for i in range(len(tokenizer())))
+    return torch.tensor([i for i, text in enumerate(texts) if text.isascii() and text.isalpha()])
 
 
 def _rollouts(job: Job, group: int, rewards: list[float]) -> Rollouts:
