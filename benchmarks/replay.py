@@ -32,13 +32,18 @@ class Replay:
     Attributes:
         policy: the model to train, whose trainable parameters take the gradient.
         rollouts: with ids on the policy's device.
-        micro_batch: rows per padded micro-batch, for those that pad.
+        fastest_micro_batch: rows per micro-batch with which TRL is fastest here; None before it is known.
     """
 
     policy: nn.Module
     rollouts: Rollouts
-    micro_batch: int
-    _trl: dict[tuple[int, bool], Any] = field(default_factory=dict)
+    fastest_micro_batch: int | None = None
+    _trl: dict[tuple[tuple[str, Any], ...], Any] = field(default_factory=dict)
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows per padded micro-batch: TRL's default."""
+        return min(8, len(self.job.completions))
 
     @property
     def job(self) -> Job:
@@ -56,11 +61,12 @@ class Replay:
         """Those of some rows, on the device."""
         return self.rollouts.advantages[list(rows)].to(self.device)
 
-    def trl(self, *, liger: bool = False) -> Any:
-        """TRL's trainer around the policy, made at the first call."""
-        key = (self.micro_batch, liger)
+    def trl(self, *, micro_batch: int | None = None, **settings: bool) -> Any:
+        """TRL's trainer around the policy, with `use_liger_kernel` or `gradient_checkpointing`, made once for each."""
+        size = micro_batch or self.micro_batch
+        key = (("micro_batch", size), *sorted(settings.items()))
         if key not in self._trl:
-            self._trl[key] = _trl_trainer(self.policy, self.rollouts, self.micro_batch, liger=liger)
+            self._trl[key] = _trl_trainer(self.policy, self.rollouts, size, **settings)
         return self._trl[key]
 
 
@@ -108,6 +114,7 @@ class StepPeer:
             and on a CPU alone, all "positions".
         sampling: whose comes before it, "TRL" or "ours".
         own_policy: it changes the policy's layers, so it works on a policy of its own.
+        recomputes: layers run forwards twice (activation checkpointing).
     """
 
     run: Step
@@ -116,10 +123,21 @@ class StepPeer:
     head_rows: str
     sampling: str
     own_policy: bool = False
+    recomputes: bool = False
 
 
-def _trl_trainer(policy: nn.Module, rollouts: Rollouts, micro_batch: int, *, liger: bool) -> Any:
-    """A `GRPOTrainer` that finds `recorded` where it would sample and score completions."""
+def _trl_trainer(
+    policy: nn.Module,
+    rollouts: Rollouts,
+    micro_batch: int,
+    *,
+    use_liger_kernel: bool = False,
+    gradient_checkpointing: bool = False,
+) -> Any:
+    """A `GRPOTrainer` that finds `recorded` where it would sample and score completions.
+
+    It is never asked to `train`, so what that does to the model first is done here.
+    """
     try:
         from datasets import Dataset
         from trl import GRPOConfig, GRPOTrainer
@@ -140,7 +158,7 @@ def _trl_trainer(policy: nn.Module, rollouts: Rollouts, micro_batch: int, *, lig
         tempfile.mkdtemp(),
         use_cpu=device.type == "cpu",
         bf16=dtype == torch.bfloat16,
-        gradient_checkpointing=False,
+        gradient_checkpointing=gradient_checkpointing,
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=rows // micro_batch,
         num_generations=rollouts.group,
@@ -150,7 +168,7 @@ def _trl_trainer(policy: nn.Module, rollouts: Rollouts, micro_batch: int, *, lig
         epsilon_high=EPSILON_HIGH,
         beta=0.0,
         temperature=1.0,
-        use_liger_kernel=liger,
+        use_liger_kernel=use_liger_kernel,
         report_to=[],
     )
     trainer = Replaying(
@@ -160,6 +178,12 @@ def _trl_trainer(policy: nn.Module, rollouts: Rollouts, micro_batch: int, *, lig
         train_dataset=Dataset.from_dict({"prompt": ["replayed"] * rows}),
         processing_class=rollouts.job.tokenizer,
     )
+    if use_liger_kernel:
+        from transformers.integrations.liger import apply_liger_kernel
+
+        apply_liger_kernel(trainer.model, settings.liger_kernel_config)
+    if gradient_checkpointing:
+        trainer.model.gradient_checkpointing_enable(settings.gradient_checkpointing_kwargs)
     trainer.current_gradient_accumulation_steps = settings.gradient_accumulation_steps
     trainer.recorded = padded_layout(rollouts)
     return trainer

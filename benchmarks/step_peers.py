@@ -32,8 +32,22 @@ from cfa_kernels.proof import prove_head
 
 
 def trl_plain(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
-    """TRL's dapo step: padded, with its chunked head and its metrics."""
+    """TRL's dapo step: padded, with its chunked head and its metrics; without activation checkpointing, as all here."""
     trainer = replay.trl()
+    with stopwatch.update():
+        return trl_update(replay, trainer, None), None
+
+
+def trl_fastest(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
+    """The same in the micro-batches that are fastest here."""
+    trainer = replay.trl(micro_batch=replay.fastest_micro_batch)
+    with stopwatch.update():
+        return trl_update(replay, trainer, None), None
+
+
+def trl_defaults(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
+    """The same with activation checkpointing, which TRL's default settings switch on."""
+    trainer = replay.trl(gradient_checkpointing=True)
     with stopwatch.update():
         return trl_update(replay, trainer, None), None
 
@@ -42,12 +56,7 @@ def trl_liger(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     """The same with `use_liger_kernel=True`: Liger's norms, rotary embeddings and gated MLPs."""
     if replay.device.type != "cuda":
         raise Absent("Liger's layers run on a GPU")
-    trainer = replay.trl(liger=True)
-    if not getattr(trainer, "liger_applied", False):
-        from transformers.integrations.liger import apply_liger_kernel
-
-        apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)  # as `train` does
-        trainer.liger_applied = True
+    trainer = replay.trl(use_liger_kernel=True)
     with stopwatch.update():
         return trl_update(replay, trainer, None), None
 
@@ -437,10 +446,13 @@ def authors_weights(job: Job, importance: Observed) -> Weights:
 
 TRL, PLAIN, EXACT, AUTHORS = "TRL", "ours", "ours counterfactual, one pass", "authors' scoring, TRL"
 VARLEN = "varlen without sharing"
+FASTEST, DEFAULTS = "TRL, fastest micro-batch", "TRL, its defaults (checkpointing)"
 SEPARATE = "ours counterfactual, fused loss"
 
 STEP_PEERS: dict[str, StepPeer] = {
     TRL: StepPeer(trl_plain, "plain", 3, "positions", "TRL"),
+    FASTEST: StepPeer(trl_fastest, "plain", 3, "positions", "TRL"),
+    DEFAULTS: StepPeer(trl_defaults, "plain", 3, "positions", "TRL", own_policy=True, recomputes=True),
     "TRL with Liger": StepPeer(trl_liger, "plain", 3, "positions", "TRL", own_policy=True),
     VARLEN: StepPeer(varlen, "plain", 2, "active", "TRL"),
     "repeated prompt (PrefixGrouper)": StepPeer(repeated_prompt, "plain", 2, "active", "TRL"),

@@ -36,7 +36,9 @@ from benchmarks.replay import Replay, StepPeer, Stopwatch
 from benchmarks.selection import chosen_peers, workload_set
 from benchmarks.step_peers import (
     AUTHORS,
+    DEFAULTS,
     EXACT,
+    FASTEST,
     PLAIN,
     SEPARATE,
     STEP_PEERS,
@@ -52,11 +54,11 @@ from trainer.rollouts import generate
 
 @dataclass(frozen=True)
 class Target:
-    """`of` is to cost at most `ceiling` times `to`."""
+    """`of` is to cost at most `ceiling` times `to`; without a ceiling the ratio is reported alone."""
 
     of: str
     to: str
-    ceiling: float
+    ceiling: float | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Workload:
     rollouts: Callable[[], Rollouts]
     dtype: torch.dtype
     micro_batches: tuple[int, ...]
+    """Tried for TRL's fastest."""
     targets: tuple[Target, ...] = ()
     fewer_rows: float = 0.0
     """Share of the rows of separate scoring that scoring from the training forward is to save at least."""
@@ -80,8 +83,9 @@ _MIXED = (
     Target(PLAIN, VARLEN, 0.75),
 )
 _AS_THEY_COME = (Target(EXACT, TRL, 0.20), Target(EXACT, AUTHORS, 0.20))
+_BESIDE = tuple(Target(of, to) for to in (FASTEST, DEFAULTS) for of in (PLAIN, EXACT))
 _GPU = (Target(EXACT, TRL, 1.0),)
-_GPU_LONG = (Target(PLAIN, VARLEN, 1 / 1.6), Target(PLAIN, TRL, 1 / 2.5), *_GPU)
+_GPU_LONG = (Target(PLAIN, VARLEN, 1 / 1.6), Target(PLAIN, TRL, 1 / 2.5), *_GPU, *_BESIDE)
 
 
 def _gsm8k(model: str, problems: int, dtype: torch.dtype, sizes: tuple[int, ...], held: bool) -> dict[str, Workload]:
@@ -90,9 +94,17 @@ def _gsm8k(model: str, problems: int, dtype: torch.dtype, sizes: tuple[int, ...]
     for lora in (True, False):
         for mixed in (True, False):
             targets = (_MIXED if mixed else _AS_THEY_COME) if held and lora else () if held else _GPU
+            if not targets:
+                targets = tuple(Target(of, to) for of, to in ((PLAIN, TRL), (EXACT, TRL), (EXACT, AUTHORS)))
             how = f"{model} {'LoRA' if lora else 'full'}, {'all mixed' if mixed else 'as they come'}"
             found[how] = Workload(
-                model, lora, functools.partial(gsm8k_rollouts, problems, mixed=mixed), dtype, sizes, targets, 0.25
+                model,
+                lora,
+                functools.partial(gsm8k_rollouts, problems, mixed=mixed),
+                dtype,
+                sizes,
+                targets + _BESIDE,
+                0.25,
             )
     return found
 
@@ -103,7 +115,7 @@ WORKLOADS: dict[str, dict[str, Workload]] = {
             "qwen3-tiny", True, functools.partial(gsm8k_rollouts, 2, mixed=False), torch.float32, (4,)
         )
     },
-    "cpu": _gsm8k("qwen3-40m", 4, torch.float32, (4, 8, 16), held=True),
+    "cpu": _gsm8k("qwen3-40m", 4, torch.float32, (2, 4, 8, 16), held=True),
     "cuda": {
         **{
             name: workload
@@ -162,7 +174,7 @@ def step_contenders(
 
         def run() -> StepResult:
             if not own:
-                own.append(Replay(fresh(), replay.rollouts, replay.micro_batch))
+                own.append(Replay(fresh(), replay.rollouts, replay.fastest_micro_batch))
             used, stopwatch = own[0], Stopwatch(replay.device)
             if notes.fed:
                 loss, weights = peer.run(used, stopwatch)
@@ -222,7 +234,7 @@ def operations(replay: Replay, peer: StepPeer, fed: dict[str, float]) -> dict[st
         "tokens": replay.rollouts.tokens,
         "positions": fed["rows_with_gradient"] if replay.device.type == "cpu" else replay.rollouts.tokens,
     }
-    body = fed["rows_without_gradient"] + (1 + passes_back) * fed["rows_with_gradient"]
+    body = fed["rows_without_gradient"] + (1 + peer.recomputes + passes_back) * fed["rows_with_gradient"]
     through_head = fed["head_rows_without_gradient"] + (peer.head_products + head_trains) * rows[peer.head_rows]
     return {"flops": 2.0 * inside * body + 2.0 * head.weight.numel() * through_head}
 
@@ -253,19 +265,19 @@ def pinned_cpu_seconds(contenders: Sequence[Contender], rounds: int) -> dict[str
     return found
 
 
-def fastest_micro_batch(replay: Replay, sizes: Sequence[int]) -> tuple[int, dict[int, float]]:
-    """Rows per micro-batch with which TRL's plain step is fastest, and the seconds of each that fits in memory."""
+def fastest_micro_batch(replay: Replay, sizes: Sequence[int]) -> tuple[int | None, dict[int, float]]:
+    """Rows per micro-batch with which TRL's step is fastest, and the seconds of each that fits in memory."""
     seconds: dict[int, float] = {}
     for size in sizes:
-        tried = replace(replay, micro_batch=size)
+        tried = replace(replay, fastest_micro_batch=size)
         try:
-            for _ in range(2 if replay.device.type == "cuda" else 1):
+            for _ in range(2):  # the first makes the trainer
                 stopwatch = Stopwatch(replay.device)
-                STEP_PEERS[TRL].run(tried, stopwatch)
+                STEP_PEERS[FASTEST].run(tried, stopwatch)
                 seconds[size] = stopwatch.seconds["update"]
                 taken_gradients(replay.policy)
         except Absent:
-            return sizes[0], {}
+            return None, {}
         except torch.OutOfMemoryError:
             seconds.pop(size, None)
             release_memory(replay.device)
@@ -375,7 +387,7 @@ def step_race(
         "dtype": str(chosen.dtype).removeprefix("torch."),
         "seeds": {"model": SEED, "problems": STEP_SEED},
     }
-    replay = Replay(fresh(), rollouts, chosen.micro_batches[0])
+    replay = Replay(fresh(), rollouts)
     yield run_race(replay, fresh, chosen_peers(request.config, list(STEP_PEERS)), chosen.micro_batches, budget)
     del replay
     release_memory(device)
@@ -387,7 +399,9 @@ def run_race(
     """Check and time the step's contenders and the sampling before it."""
     contenders, measured = step_contenders(replay, fresh, names)
     # After the references, which copy the policy: TRL changes its forward.
-    replay.micro_batch, tried = fastest_micro_batch(replay, sizes)
+    tried: dict[int, float] = {}
+    if FASTEST in names:
+        replay.fastest_micro_batch, tried = fastest_micro_batch(replay, sizes)
     laps = race(contenders, device=replay.device, budget=budget)
     timed = [contender for contender in contenders if laps[contender.name].seconds]
     pinned: dict[str, list[float]] = {}
@@ -402,8 +416,8 @@ def run_race(
             lap.facts[f"{part}_seconds"] = statistics.median(wall[-len(lap.seconds) :])
             if on_one_thread:
                 lap.facts[f"{part}_cpu_seconds"] = statistics.median(notes.cpu_seconds[part][-len(on_one_thread) :])
-    if TRL in laps:
-        laps[TRL].facts |= {"micro_batch": replay.micro_batch, "seconds_by_micro_batch": tried}
+    if tried:
+        laps[FASTEST].facts |= {"micro_batch": replay.fastest_micro_batch, "seconds_by_micro_batch": tried}
     sampling = race(sampling_contenders(replay), device=replay.device, budget=budget)
     sampled = {name: with_sampling(lap, sampling[STEP_PEERS[name].sampling]) for name, lap in laps.items()}
     return StepRace(laps, sampled)
@@ -426,7 +440,7 @@ def test_step_time_with_sampling(step_race: StepRace, workload: str, name: str, 
 
 
 def compare(laps: dict[str, Lap], targets: Sequence[Target], fewer_rows: float) -> list[dict[str, Any]]:
-    """Each target with what was measured: `ratio`, whether it is `met`, and what else speaks for it.
+    """Each target with what was measured: `ratio`, whether it is `met` (None without a promise), and what explains it.
 
     Beside the ratio of median wall seconds stand that of processor seconds on one pinned thread and that of counted
     operations. A target without times for both of its contenders is left out, and so is one on rows without counts.
@@ -437,8 +451,8 @@ def compare(laps: dict[str, Lap], targets: Sequence[Target], fewer_rows: float) 
             continue
         of, to = laps[target.of], laps[target.to]
         ratio = of.median / to.median
-        line = {"of": target.of, "to": target.to, "ratio": ratio, "ceiling": target.ceiling}
-        line["met"] = ratio <= target.ceiling
+        line: dict[str, Any] = {"of": target.of, "to": target.to, "ratio": ratio, "ceiling": target.ceiling}
+        line["met"] = None if target.ceiling is None else ratio <= target.ceiling
         for name, fact in (("cpu_ratio", "cpu_seconds"), ("operations_ratio", "flops")):
             if fact in of.facts and fact in to.facts:
                 line[name] = of.facts[fact] / to.facts[fact]
@@ -458,6 +472,17 @@ def compare(laps: dict[str, Lap], targets: Sequence[Target], fewer_rows: float) 
     return found
 
 
+def describe(line: dict[str, Any]) -> str:
+    """A line of `compare` in words."""
+    parts = [f"{line['of']}: {line['ratio']:.3f} of {line['to']}"]
+    if line["met"] is not None:
+        parts.append(f"{'met' if line['met'] else 'missed'} the promised {line['ceiling']:.3g}")
+    parts += [
+        f"{name.removesuffix('_ratio')} {line[name]:.3f}" for name in ("cpu_ratio", "operations_ratio") if name in line
+    ]
+    return ", ".join(parts)
+
+
 def test_steps_cost_what_was_promised(
     pytestconfig: pytest.Config, step_race: StepRace, workload: str, budget: Budget, figures: Figures
 ) -> None:
@@ -465,13 +490,9 @@ def test_steps_cost_what_was_promised(
     missed = []
     for line in compare(step_race.steps, chosen.targets, chosen.fewer_rows):
         figures.ratios.append({"group": f"step, {workload}", **line})
-        shares = [f"{line['ratio']:.3f} of {line['to']}, promised at most {line['ceiling']:.3g}"]
-        shares += [
-            f"{name.replace('_', ' ')} {line[name]:.3f}" for name in ("cpu_ratio", "operations_ratio") if name in line
-        ]
-        text = f"{line['of']}: {'met' if line['met'] else 'missed'}, {'; '.join(shares)}"
+        text = describe(line)
         print(f"step, {workload}: {text}")
-        if not line["met"]:
+        if line["met"] is False:
             missed.append(text)
     if budget.max_rounds == 1:
         pytest.skip("one round is no measurement")

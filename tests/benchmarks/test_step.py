@@ -26,7 +26,7 @@ def replay(request):
     """Two groups of random ids, one of them without advantage."""
     rollouts = shaped_rollouts(2, group=2, prompt=9, completion=30, spans=3, span_tokens=4)
     unmixed = replace(rollouts, advantages=rollouts.advantages * torch.tensor([1.0, 1.0, 0.0, 0.0]))
-    return Replay(policy("qwen3-tiny", lora=request.param, device=CPU, dtype=torch.float32), unmixed, 2)
+    return Replay(policy("qwen3-tiny", lora=request.param, device=CPU, dtype=torch.float32), unmixed)
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +136,17 @@ def test_ratios_are_of_medians_and_say_whether_the_promise_was_kept():
         EXACT: Lap(EXACT, [1.0], {"rows_without_gradient": 80}),
         SEPARATE: Lap(SEPARATE, [1.0], {"rows_without_gradient": 100}),
     }
-    targets = [Target("a", "b", 0.4), Target("a", "b", 0.39), Target("a", "gone", 1.0), Target("a", "unknown", 1.0)]
-    kept, missed, rows = compare(laps, targets, 0.25)
+    targets = [
+        Target("a", "b", 0.4),
+        Target("a", "b", 0.39),
+        Target("a", "b"),
+        Target("a", "gone", 1.0),
+        Target("a", "unknown", 1.0),
+    ]
+    kept, missed, unpromised, rows = compare(laps, targets, 0.25)
     assert (kept["ratio"], kept["met"], kept["cpu_ratio"], kept["operations_ratio"]) == (0.4, True, 0.5, 0.25)
     assert (missed["ratio"], missed["met"]) == (0.4, False)
+    assert (unpromised["ratio"], unpromised["met"]) == (0.4, None)
     assert (rows["ratio"], rows["ceiling"], rows["met"]) == (0.8, 0.75, False)
 
 
@@ -163,7 +170,7 @@ def test_a_smoke_run_times_all_that_is_here(monkeypatch):
     rollouts = shaped_rollouts(1, group=2, prompt=5, completion=20, spans=2, span_tokens=4)
     fresh = functools.partial(policy, workload.model, lora=workload.lora, device=CPU, dtype=workload.dtype)
     names = [PLAIN, SEPARATE, EXACT]
-    done = benchmark.run_race(Replay(fresh(), rollouts, 2), fresh, names, (2,), Budget(0.0, 2, 2))
+    done = benchmark.run_race(Replay(fresh(), rollouts), fresh, names, (2,), Budget(0.0, 2, 2))
     for name in names:
         facts = done.steps[name].facts
         assert len(done.steps[name].seconds) == len(facts["cpu_seconds_rounds"]) == 2
