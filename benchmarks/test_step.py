@@ -76,37 +76,44 @@ class Workload:
     """Share of the rows of separate scoring that scoring from the training forward is to save at least."""
 
 
-_MIXED = (
-    Target(PLAIN, TRL, 0.22),
-    Target(EXACT, TRL, 0.35),
-    Target(EXACT, AUTHORS, 0.20),
-    Target(PLAIN, VARLEN, 0.75),
-)
-_AS_THEY_COME = (Target(EXACT, TRL, 0.20), Target(EXACT, AUTHORS, 0.20))
+_PLAIN_AND_EXACT = (Target(PLAIN, TRL), Target(EXACT, TRL), Target(EXACT, AUTHORS))
 _BESIDE = tuple(Target(of, to) for to in (FASTEST, DEFAULTS) for of in (PLAIN, EXACT))
-_GPU = (Target(EXACT, TRL, 1.0),)
-_GPU_LONG = (Target(PLAIN, VARLEN, 1 / 1.6), Target(PLAIN, TRL, 1 / 2.5), *_GPU, *_BESIDE)
+# Promises by what trains and whether all groups are mixed.
+_CPU = {
+    ("LoRA", "all mixed"): (
+        Target(PLAIN, TRL, 0.22),
+        Target(EXACT, TRL, 0.35),
+        Target(EXACT, AUTHORS, 0.20),
+        Target(PLAIN, VARLEN, 0.75),
+    ),
+    ("LoRA", "as they come"): (Target(EXACT, TRL, 0.20), Target(EXACT, AUTHORS, 0.20)),
+    ("full", "all mixed"): _PLAIN_AND_EXACT,
+    ("full", "as they come"): _PLAIN_AND_EXACT,
+}
+_GPU = dict.fromkeys(_CPU, (Target(EXACT, TRL, 1.0),))
+_GPU_LONG = (Target(PLAIN, VARLEN, 1 / 1.6), Target(PLAIN, TRL, 1 / 2.5), Target(EXACT, TRL, 1.0), *_BESIDE)
 
 
-def _gsm8k(model: str, problems: int, dtype: torch.dtype, sizes: tuple[int, ...], held: bool) -> dict[str, Workload]:
-    """Adapters and full training, all groups mixed and groups as they come; `held` sets the CPU's targets."""
-    found = {}
-    for lora in (True, False):
-        for mixed in (True, False):
-            targets = (_MIXED if mixed else _AS_THEY_COME) if held and lora else () if held else _GPU
-            if not targets:
-                targets = tuple(Target(of, to) for of, to in ((PLAIN, TRL), (EXACT, TRL), (EXACT, AUTHORS)))
-            how = f"{model} {'LoRA' if lora else 'full'}, {'all mixed' if mixed else 'as they come'}"
-            found[how] = Workload(
-                model,
-                lora,
-                functools.partial(gsm8k_rollouts, problems, mixed=mixed),
-                dtype,
-                sizes,
-                targets + _BESIDE,
-                0.25,
-            )
-    return found
+def _gsm8k(
+    model: str,
+    problems: int,
+    dtype: torch.dtype,
+    micro_batches: tuple[int, ...],
+    targets: dict[tuple[str, str], tuple[Target, ...]],
+) -> dict[str, Workload]:
+    """Adapters and full training, all groups mixed and groups as they come."""
+    return {
+        f"{model} {trains}, {groups}": Workload(
+            model,
+            trains == "LoRA",
+            functools.partial(gsm8k_rollouts, problems, mixed=groups == "all mixed"),
+            dtype,
+            micro_batches,
+            held + _BESIDE,
+            0.25,
+        )
+        for (trains, groups), held in targets.items()
+    }
 
 
 WORKLOADS: dict[str, dict[str, Workload]] = {
@@ -115,12 +122,12 @@ WORKLOADS: dict[str, dict[str, Workload]] = {
             "qwen3-tiny", True, functools.partial(gsm8k_rollouts, 2, mixed=False), torch.float32, (4,)
         )
     },
-    "cpu": _gsm8k("qwen3-40m", 4, torch.float32, (2, 4, 8, 16), held=True),
+    "cpu": _gsm8k("qwen3-40m", 4, torch.float32, (2, 4, 8, 16), _CPU),
     "cuda": {
         **{
             name: workload
             for model in ("Qwen3-1.7B", "Qwen2.5-3B", "Llama-3.2-3B")
-            for name, workload in _gsm8k(model, 8, torch.bfloat16, (8, 16, 32), held=False).items()
+            for name, workload in _gsm8k(model, 8, torch.bfloat16, (8, 16, 32), _GPU).items()
         },
         "Qwen3-1.7B LoRA, G = 8, P = T = 512": Workload(
             "Qwen3-1.7B",
@@ -170,12 +177,11 @@ def step_contenders(
 
     def contender(name: str) -> Contender:
         peer, notes = STEP_PEERS[name], measured[name]
-        own: list[Replay] = [] if peer.own_policy else [replay]
+        # Made before anything runs, so that it counts to nobody's peak memory.
+        used = Replay(fresh(), replay.rollouts) if peer.own_policy else replay
 
         def run() -> StepResult:
-            if not own:
-                own.append(Replay(fresh(), replay.rollouts, replay.fastest_micro_batch))
-            used, stopwatch = own[0], Stopwatch(replay.device)
+            stopwatch = Stopwatch(replay.device)
             if notes.fed:
                 loss, weights = peer.run(used, stopwatch)
                 for part in ("credit", "update"):
