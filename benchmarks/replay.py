@@ -146,6 +146,7 @@ def _trl_trainer(
 
     class Replaying(GRPOTrainer):
         recorded: dict[str, Tensor]
+        folder: tempfile.TemporaryDirectory[str]
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
             return dict(self.recorded)
@@ -154,8 +155,9 @@ def _trl_trainer(
     rows = len(rollouts.job.completions)
     if rows % micro_batch or micro_batch > rows:
         raise ValueError(f"micro_batch must divide the {rows} rows, got {micro_batch}")
+    folder = tempfile.TemporaryDirectory()  # TRL makes one, and nothing is ever put there
     settings = GRPOConfig(
-        tempfile.mkdtemp(),
+        folder.name,
         use_cpu=device.type == "cpu",
         bf16=dtype == torch.bfloat16,
         gradient_checkpointing=gradient_checkpointing,
@@ -185,7 +187,7 @@ def _trl_trainer(
     if gradient_checkpointing:
         trainer.model.gradient_checkpointing_enable(settings.gradient_checkpointing_kwargs)
     trainer.current_gradient_accumulation_steps = settings.gradient_accumulation_steps
-    trainer.recorded = padded_layout(rollouts)
+    trainer.recorded, trainer.folder = padded_layout(rollouts), folder
     return trainer
 
 
