@@ -33,6 +33,7 @@ PARTS = {
     "host": ["benchmarks/test_host_share.py"],
     "sweeps": ["benchmarks/test_sweeps.py"],
     "loss": ["benchmarks/test_loss.py"],
+    "step": ["benchmarks/test_step.py"],
 }
 NO_DEVICE = 2
 _LISTS = ("figures", "ratios", "absent", "refused")
@@ -76,7 +77,9 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cuda is HIP, too (default)")
     parser.add_argument("--only", action="append", choices=list(PARTS), help="a part; repeatable; default: all")
     parser.add_argument("--select", help="pytest's -k for the part, to measure a piece of it")
-    parser.add_argument("--peers", help="race these alone in scoring, comma-separated, for example 'per span,ours'")
+    parser.add_argument(
+        "--peers", help="race these alone in scoring or steps, comma-separated, for example 'per span,ours'"
+    )
     parser.add_argument("--smoke", action="store_true", help="smallest shapes: shows that all runs, measures nothing")
     parser.add_argument("--seconds", type=float, default=60.0, help="time for the rounds of one workload")
     parser.add_argument("--rounds", type=int, help="fewest rounds; default: 5 on a GPU, 3 on a CPU")

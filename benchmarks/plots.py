@@ -73,11 +73,40 @@ def plot_times(figures: list[dict[str, Any]], path: Path) -> None:
     pyplot.close(canvas)
 
 
+def plot_steps(figures: list[dict[str, Any]], path: Path) -> None:
+    """What a training step takes, credit and update stacked, one panel per workload."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figures = [figure for figure in figures if "sampling_seconds" not in figure]
+    groups = list(dict.fromkeys(figure["group"] for figure in figures))
+    canvas, panels = pyplot.subplots(len(groups), 1, figsize=(8, 3.8 * len(groups)), squeeze=False)
+    for panel, group in zip(panels[:, 0], groups, strict=True):
+        bars = sorted((f for f in figures if f["group"] == group), key=lambda f: -f["seconds"]["median"])
+        names = [f["name"] for f in bars]
+        medians = [f["seconds"]["median"] for f in bars]
+        credit, update = ([f[f"{part}_seconds"] for f in bars] for part in ("credit", "update"))
+        panel.barh(names, credit, color="C1", label="credit")
+        drawn = panel.barh(names, update, left=credit, color="C0", label="update")
+        trl = next((f["seconds"]["median"] for f in bars if f["name"] == "TRL"), None)
+        labels = [f"{m:.3g} s" + (f", {m / trl:.2f} of TRL" if trl else "") for m in medians]
+        panel.bar_label(drawn, labels=labels, padding=4, fontsize=8)
+        panel.set_xlim(0, max(medians) * 1.3)
+        panel.set_title(group, fontsize=10)
+        panel.set_xlabel("seconds (median)")
+        panel.legend(fontsize=8, loc="lower right" if len(bars) < 3 else "upper right")
+    canvas.tight_layout()
+    canvas.savefig(path, dpi=120)
+    pyplot.close(canvas)
+
+
 def plot_results(results: Path) -> list[Path]:
     """Write every picture that a result file holds figures for; return their paths."""
     parts = json.loads(results.read_text())["parts"]
     written = []
-    for part, draw in (("sweeps", plot_growth), ("scoring", plot_times)):
+    for part, draw in (("sweeps", plot_growth), ("scoring", plot_times), ("step", plot_steps)):
         if figures := parts.get(part, {}).get("figures"):
             written.append(results.with_name(f"{results.stem}-{part}.png"))
             draw(figures, written[-1])

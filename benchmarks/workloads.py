@@ -7,14 +7,15 @@ import functools
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -26,11 +27,15 @@ from transformers import (
 )
 
 from cfa_kernels import Span, detect_spans, find_answer
+from trainer.rewards import group_advantages
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Of the first dozen seeds, the one whose completions share tokens most nearly as the whole file does: one full forward
 # per span feeds 2.40 times the tokens of the tree, over the whole file 2.38.
 SEED = 6
+# Of the first dozen or so whose draw of four problems is half mixed, the one whose padding, shared tokens and branch
+# tokens are nearest to the medians over 300 draws, with groups as they come and with all groups mixed.
+STEP_SEED = 12
 VOCABULARY = 16_384
 MARKER = "####"
 
@@ -114,6 +119,8 @@ class Corpus:
     source: str
     training_texts: list[str]
     problems: list[tuple[str, list[str]]]
+    correct: dict[str, list[bool]]
+    """By prompt, whether each of its completions gives the right answer."""
 
 
 def _prompt(question: str) -> str:
@@ -128,12 +135,13 @@ def corpus() -> Corpus:
         return _generated_corpus()
     training = _read_jsonl(folder / "train.jsonl")
     texts = [text for row in training for text in (row["question"], row["answer"])]
-    problems = []
+    problems, correct = [], {}
     for row in _read_jsonl(folder / "model_solutions.jsonl"):
         solutions = [cell["solution"] for cell in row.values() if isinstance(cell, dict)]
+        correct[_prompt(row["question"])] = [cell["is_correct"] for cell in row.values() if isinstance(cell, dict)]
         # The models wrote "A: 18" on the last line; "#### 18" is what GSM8K itself and its trainers use.
         problems.append((_prompt(row["question"]), [re.sub(r"\nA: ", f"\n{MARKER} ", text) for text in solutions]))
-    return Corpus("real: GSM8K model solutions", texts, problems)
+    return Corpus("real: GSM8K model solutions", texts, problems, correct)
 
 
 def _generated_corpus() -> Corpus:
@@ -156,7 +164,11 @@ def _generated_corpus() -> Corpus:
         return "\n".join(lines) + f"\n{MARKER} {rng.randint(10, 999)}"
 
     problems = [(question(), [solution() for _ in range(4)]) for _ in range(200)]
-    return Corpus("generated: no real data here", [t for q, row in problems for t in (q, *row)], problems)
+    # As often right as wrong, so that about as many groups are mixed as in real data.
+    correct = {
+        prompt: [rng.random() < 0.5 for _ in row] if rng.random() < 0.6 else [True] * 4 for prompt, row in problems
+    }
+    return Corpus("generated: no real data here", [t for q, row in problems for t in (q, *row)], problems, correct)
 
 
 @functools.cache
@@ -213,19 +225,28 @@ def _scorable(text: str, max_spans: int) -> _Scored | None:
 
 def gsm8k_job(problems: int, *, seed: int = SEED) -> Job:
     """`problems` problems drawn at random, four completions each, every one with an answer and a span."""
+    return _job_of_problems(f"gsm8k-{4 * problems}", _drawn_problems(problems, seed, lambda question: True))
+
+
+def _drawn_problems(problems: int, seed: int, wanted: Callable[[str], bool]) -> list[tuple[str, list[_Scored]]]:
+    """The first `problems` wanted ones of a random order, with their first four completions, all scorable."""
     order = list(corpus().problems)
     random.Random(seed).shuffle(order)
-    prompts, rows = [], []
+    drawn = []
     for question, solutions in order:
+        if not wanted(question):
+            continue
         scored = [row for text in solutions[:4] if (row := _scorable(text, 10)) is not None]
         if len(scored) == 4:
-            prompts += [torch.tensor(tokenizer().encode(question), dtype=torch.long)] * 4
-            rows += scored
-        if len(rows) == 4 * problems:
-            return _job(f"gsm8k-{len(rows)}", corpus().source, prompts, rows)
-    raise ValueError(
-        f"problems must be at most {len(rows) // 4}, how many have four scorable solutions; got {problems}"
-    )
+            drawn.append((question, scored))
+        if len(drawn) == problems:
+            return drawn
+    raise ValueError(f"problems must be at most {len(drawn)}, how many have four scorable solutions; got {problems}")
+
+
+def _job_of_problems(name: str, drawn: Sequence[tuple[str, list[_Scored]]]) -> Job:
+    prompts = [torch.tensor(tokenizer().encode(question), dtype=torch.long) for question, rows in drawn for _ in rows]
+    return _job(name, corpus().source, prompts, [row for _, rows in drawn for row in rows])
 
 
 def long_job(problems: int, *, length: int = 2000, spans: int = 10, seed: int = SEED) -> Job:
@@ -281,6 +302,86 @@ def shaped_job(*, group: int, prompt: int, completion: int, spans: int, span_tok
     return _job(
         f"shaped-g{group}-p{prompt}-c{completion}-k{spans}", "generated: random ids", [prompt_ids] * group, rows
     )
+
+
+# Rollouts
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Completions of a job in groups of one prompt each, side by side, with what they earned."""
+
+    job: Job
+    group: int  # completions per prompt
+    rewards: Tensor  # (B,) fp32, on the host
+    advantages: Tensor  # (B,) fp32, on the host; 0 throughout a group whose rewards are equal
+
+    @property
+    def tokens(self) -> int:
+        """Completion tokens of the whole batch: what its loss is divided by."""
+        return sum(map(len, self.job.completions))
+
+    @property
+    def active(self) -> list[int]:
+        """Completions with an advantage."""
+        return self.advantages.nonzero().flatten().tolist()
+
+    def to(self, device: torch.device) -> "Rollouts":
+        """The same with the job's ids on `device`."""
+        return replace(self, job=self.job.to(device))
+
+    def describe(self) -> dict[str, Any]:
+        """Sizes, for the record."""
+        groups = self.advantages.view(-1, self.group)
+        return {
+            **self.job.describe(),
+            "group": self.group,
+            "mixed_groups": int((groups != 0).any(1).sum()),
+            "groups": len(groups),
+            "mean_reward": self.rewards.mean().item(),
+        }
+
+
+def gsm8k_rollouts(problems: int, *, mixed: bool, seed: int = STEP_SEED) -> Rollouts:
+    """`problems` problems drawn at random with four completions each and their own rewards, 1 for a right answer.
+
+    With `mixed` only problems whose completions differ in reward; else as they come.
+    """
+    correct = corpus().correct
+
+    def wanted(question: str) -> bool:
+        return not mixed or len(set(correct[question][:4])) > 1
+
+    drawn = _drawn_problems(problems, seed, wanted)
+    job = _job_of_problems(f"gsm8k-{'mixed' if mixed else 'as-they-come'}-{4 * problems}", drawn)
+    return _rollouts(job, 4, [float(right) for question, _ in drawn for right in correct[question][:4]])
+
+
+def shaped_rollouts(problems: int, *, group: int, **shape: int) -> Rollouts:
+    """Random words in the shape that `shaped_job` takes; every other completion of a group is right."""
+    jobs = [shaped_job(group=group, **shape, seed=SEED + i) for i in range(problems)]
+    columns = {
+        name: [row for job in jobs for row in getattr(job, name)]
+        for name in ("prompts", "completions", "spans", "answers")
+    }
+    # Halves of characters would shift the places of peers that find the answer by counting characters.
+    words = _word_ids()
+    for name in ("prompts", "completions"):
+        columns[name] = [torch.where(ids == _marker_id(), ids, words[ids % len(words)]) for ids in columns[name]]
+    job = replace(jobs[0], name=f"{problems}x{jobs[0].name}", **columns)
+    return _rollouts(job, group, [float(b % 2) for b in range(problems * group)])
+
+
+@functools.cache
+def _word_ids() -> Tensor:
+    """Ids of tokens that are letters alone."""
+    texts = (str(tokenizer().decode([i])).strip() for i in range(len(tokenizer())))
+    return torch.tensor([i for i, text in enumerate(texts) if text.isascii() and text.isalpha()])
+
+
+def _rollouts(job: Job, group: int, rewards: list[float]) -> Rollouts:
+    earned = torch.tensor(rewards)
+    return Rollouts(job, group, earned, group_advantages(earned, group))
 
 
 # Models
@@ -360,3 +461,19 @@ def random_model(name: str, *, device: torch.device, dtype: torch.dtype) -> PreT
     with device:
         model = AutoModelForCausalLM.from_config(MODELS[name], dtype=dtype)
     return model.eval()
+
+
+def policy(name: str, *, lora: bool, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """A model to train, in training mode: adapters of rank 32 on every linear layer but the head, or all of it.
+
+    Adapters are far from zero, as in the middle of a run: at the start half of their gradients would be zero.
+    """
+    model = random_model(name, device=device, dtype=dtype)
+    if not lora:
+        return model.train()
+    adapted = get_peft_model(model, LoraConfig(r=32, lora_alpha=32, target_modules="all-linear"))
+    generator = torch.Generator(device).manual_seed(SEED)
+    for parameter_name, parameter in adapted.named_parameters():
+        if "lora_B" in parameter_name:
+            nn.init.normal_(parameter, std=0.02, generator=generator)
+    return adapted.train()

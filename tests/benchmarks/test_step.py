@@ -1,0 +1,213 @@
+"""The step benchmark times only right gradients: its contenders agree with padded autograd, a wrong one is refused."""
+
+import contextlib
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import test_step as benchmark
+from benchmarks import workloads
+from benchmarks.plots import plot_steps
+from benchmarks.race import Absent, Budget, Lap, WrongAnswer, race
+from benchmarks.replay import Replay, Stopwatch
+from benchmarks.step_peers import EXACT, PLAIN, SEPARATE, STEP_PEERS, TRL
+from benchmarks.step_reference import StepResult, taken_gradients
+from benchmarks.test_step import Target, compare, sampling_contenders, step_contenders, with_sampling
+from benchmarks.workloads import gsm8k_rollouts, policy, shaped_rollouts
+
+CPU = torch.device("cpu")
+ONE_ROUND = Budget(0.0, 1, 1)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["LoRA", "full"])
+def replay(request):
+    """Two groups of random ids, one of them without advantage."""
+    rollouts = shaped_rollouts(2, group=2, prompt=9, completion=30, spans=3, span_tokens=4)
+    unmixed = replace(rollouts, advantages=rollouts.advantages * torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    return Replay(policy("qwen3-tiny", lora=request.param, device=CPU, dtype=torch.float32), unmixed)
+
+
+@pytest.fixture(scope="module")
+def contenders(replay, forgetful):
+    made, _ = step_contenders(replay, lambda: replay.policy, list(STEP_PEERS))
+    return {contender.name: contender for contender in made}
+
+
+@pytest.fixture(scope="module")
+def forgetful():
+    """A contender that leaves a hundredth of one gradient out."""
+
+    def run(replay, stopwatch):
+        result = STEP_PEERS[PLAIN].run(replay, stopwatch)
+        next(p for p in replay.policy.parameters() if p.requires_grad).grad.mul_(0.99)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(STEP_PEERS, "forgetful", replace(STEP_PEERS[PLAIN], run=run))
+        yield "forgetful"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", STEP_PEERS)
+def test_each_contender_leaves_the_gradient_of_padded_autograd(name, contenders):
+    try:
+        result = contenders[name].run()
+    except Absent as error:
+        pytest.skip(str(error))
+    facts = contenders[name].check(result)
+    assert facts["gradient_error"] <= facts["gradient_error_allowed"] < 1e-3
+
+
+@pytest.fixture(scope="module")
+def right(contenders) -> StepResult:
+    return contenders[EXACT].run()
+
+
+def _first(gradients, change):
+    name = next(iter(gradients))
+    return {**gradients, name: change(gradients[name])}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda r: replace(r, gradients=_first(r.gradients, lambda g: g * 1.001)), "of its norm"),
+        (lambda r: replace(r, gradients=_first(r.gradients, lambda g: g * torch.nan)), "of its norm"),
+        (lambda r: replace(r, gradients=dict(list(r.gradients.items())[1:])), "differ"),
+        (lambda r: replace(r, loss=r.loss + 1e-3), "loss is"),
+        (lambda r: replace(r, weights=[w * 1.001 for w in r.weights]), "weight is off"),
+        (lambda r: replace(r, weights=None), "weight is off"),
+    ],
+    ids=["scaled", "nan", "one missing", "loss", "weights", "no weights"],
+)
+def test_a_wrong_result_is_refused(spoil, message, right, contenders):
+    contenders[EXACT].check(right)
+    with pytest.raises(WrongAnswer, match=message):
+        contenders[EXACT].check(spoil(right))
+
+
+def test_a_contender_with_a_wrong_gradient_gets_no_time_and_no_ratio(contenders, forgetful):
+    laps = race([contenders[PLAIN], contenders[forgetful]], device=CPU, budget=ONE_ROUND)
+    assert len(laps[PLAIN].seconds) == 1
+    assert laps[forgetful].seconds == []
+    assert "gradient of" in laps[forgetful].refused
+    assert compare(laps, [Target(forgetful, PLAIN, 1.0)], 0.0) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_references_are_not_made_of_a_policy_that_trl_has_changed(replay, contenders):
+    with contextlib.suppress(Absent):
+        replay.trl()
+        with pytest.raises(ValueError, match="fresh policy"):
+            step_contenders(replay, lambda: replay.policy, [PLAIN])
+
+
+def test_what_is_fed_is_counted_and_each_saving_feeds_less(replay, contenders):
+    fed = {}
+    for name in (TRL, *[name for name in STEP_PEERS if name.startswith(PLAIN)]):
+        facts = contenders[name].check(contenders[name].run())
+        fed[name] = facts["rows_with_gradient"], facts["rows_without_gradient"]
+    assert fed[TRL] == (4 * (9 + 30), 0)  # TRL feeds the last token, too
+    assert fed[PLAIN] == (fed[SEPARATE][0], 0) == (9 + 2 * 29, 0)
+    assert fed["ours counterfactual, skip"][0] == 2 * (9 + 30)
+    assert fed["ours counterfactual, padded, all rows"][0] == 2 * fed["ours counterfactual, skip"][0]
+    assert fed["ours counterfactual, padded, all rows"][1] == 2 * fed["ours counterfactual, skip"][1]
+    assert fed[SEPARATE][1] - fed[EXACT][1] == fed[EXACT][0]  # the tree without its branches is not fed twice
+
+
+def test_seconds_of_credit_and_update_are_told_apart(replay):
+    stopwatch = Stopwatch(CPU)
+    STEP_PEERS[SEPARATE].run(replay, stopwatch)
+    taken_gradients(replay.policy)
+    assert min(stopwatch.seconds.values()) > 0
+    stopwatch = Stopwatch(CPU)
+    STEP_PEERS[PLAIN].run(replay, stopwatch)
+    taken_gradients(replay.policy)
+    assert stopwatch.seconds["credit"] == 0 < stopwatch.seconds["update"]
+
+
+def test_ratios_are_of_medians_and_say_whether_the_promise_was_kept():
+    laps = {
+        "a": Lap("a", [1.0, 2.0, 9.0], {"cpu_seconds": 3.0, "flops": 10.0}),
+        "b": Lap("b", [4.0, 10.0, 5.0], {"cpu_seconds": 6.0, "flops": 40.0}),
+        "gone": Lap("gone", absent="not here"),
+        EXACT: Lap(EXACT, [1.0], {"rows_without_gradient": 80}),
+        SEPARATE: Lap(SEPARATE, [1.0], {"rows_without_gradient": 100}),
+    }
+    targets = [
+        Target("a", "b", 0.4),
+        Target("a", "b", 0.39),
+        Target("a", "b"),
+        Target("a", "gone", 1.0),
+        Target("a", "unknown", 1.0),
+    ]
+    kept, missed, unpromised, rows = compare(laps, targets, 0.25)
+    assert (kept["ratio"], kept["met"], kept["cpu_ratio"], kept["operations_ratio"]) == (0.4, True, 0.5, 0.25)
+    assert (missed["ratio"], missed["met"]) == (0.4, False)
+    assert (unpromised["ratio"], unpromised["met"]) == (0.4, None)
+    assert (rows["ratio"], rows["ceiling"], rows["met"]) == (0.8, 0.75, False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sampling_gives_what_was_recorded_and_counts_on_top_of_the_step(replay):
+    laps = race(sampling_contenders(replay), device=CPU, budget=ONE_ROUND)
+    assert {name: (lap.refused, lap.absent, len(lap.seconds)) for name, lap in laps.items()} == {
+        "TRL": (None, None, 1),
+        "ours": (None, None, 1),
+    }
+    contender = sampling_contenders(replay)[0]
+    with pytest.raises(WrongAnswer, match="other completions"):
+        contender.check(contender.run()[::-1])
+    both = with_sampling(Lap("step", [1.0, 2.0]), Lap("sampling", [4.0, 5.0, 6.0]))
+    assert (both.seconds, both.facts["sampling_seconds"]) == ([6.0, 7.0], 5.0)
+    assert with_sampling(Lap("step", [1.0]), Lap("sampling", refused="no")).refused == "no"
+
+
+def test_a_smoke_run_times_all_that_is_here(monkeypatch):
+    workload = benchmark.WORKLOADS["smoke"]["qwen3-tiny LoRA"]
+    rollouts = shaped_rollouts(1, group=2, prompt=5, completion=20, spans=2, span_tokens=4)
+    fresh = functools.partial(policy, workload.model, lora=workload.lora, device=CPU, dtype=workload.dtype)
+    names = [PLAIN, SEPARATE, EXACT]
+    done = benchmark.run_race(Replay(fresh(), rollouts), fresh, names, (2,), Budget(0.0, 2, 2))
+    for name in names:
+        facts = done.steps[name].facts
+        assert len(done.steps[name].seconds) == len(facts["cpu_seconds_rounds"]) == 2
+        assert facts["update_seconds"] > 0
+        assert (facts["credit_seconds"] > 0) == (name != PLAIN) == (facts["credit_cpu_seconds"] > 0)
+        assert done.sampled[name].median > done.steps[name].median
+
+
+# Rollouts
+
+
+@pytest.mark.parametrize("real", [True, False], ids=["real if here", "generated"])
+def test_recorded_rollouts_have_groups_with_and_without_advantage(real, monkeypatch):
+    def forget():
+        for cached in (workloads.corpus, workloads.tokenizer, workloads._marker_id):
+            cached.cache_clear()
+
+    with monkeypatch.context() as patch:
+        if not real:
+            patch.setattr(workloads, "gsm8k_folder", lambda: None)
+            forget()
+        mixed, as_they_come = gsm8k_rollouts(4, mixed=True), gsm8k_rollouts(8, mixed=False)
+    if not real:
+        forget()
+    assert mixed.describe()["mixed_groups"] == 4
+    assert len(mixed.active) == 16
+    assert 0 < as_they_come.describe()["mixed_groups"] < 8
+    for rollouts in (mixed, as_they_come):
+        groups = rollouts.rewards.view(-1, 4)
+        differ = groups.amax(1) > groups.amin(1)
+        assert torch.equal((rollouts.advantages.view(-1, 4) != 0).all(1), differ)
+
+
+def test_credit_and_update_are_drawn_stacked(tmp_path):
+    figures = [
+        {"group": "step, x", "name": name, "seconds": {"median": 3.0}, "credit_seconds": 1.0, "update_seconds": 2.0}
+        for name in (TRL, PLAIN)
+    ]
+    plot_steps(figures, tmp_path / "steps.png")
+    assert (tmp_path / "steps.png").stat().st_size > 1000
