@@ -1,8 +1,8 @@
 """Counterfactual credit in TRL: `CounterfactualGRPOTrainer` where a script says `GRPOTrainer`.
 
 TRL generates, rewards and computes advantages; then credit is computed once for the generation batch, with the
-training model, and multiplied into the advantages. From there on TRL's own loss runs, whatever it is set to. Each
-process scores its own rows, so nothing is communicated but the logged figures.
+training model, and multiplied into the advantages. From there on TRL's own loss runs, whatever it is set to, or one of
+`trl_losses.py` in its place. Each process scores its own rows, so nothing is communicated but the logged figures.
 """
 
 import time
