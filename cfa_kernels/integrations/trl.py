@@ -183,18 +183,15 @@ class CounterfactualMixin(_Trainer):
         return output
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if not self.packed_loss:
+            return super()._prepare_inputs(generation_batch)
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        window = min(self.args.steps_per_generation, self.args.gradient_accumulation_steps)
         made = self._buffered_inputs
+        window, most = sorted((self.args.steps_per_generation, self.args.gradient_accumulation_steps))
         # TRL has shuffled the rows of the batch. The gradients of one optimizer step are added up, so within that the
         # rows may lie as they please, unless a micro-batch is its own denominator, or steps and batches overlap.
-        if (
-            not (self.packed_loss and self.model.training)
-            or made is before
-            or self.loss_type == "bnpo"
-            or max(self.args.steps_per_generation, self.args.gradient_accumulation_steps) % window
-        ):
+        if not self.model.training or made is before or self.loss_type == "bnpo" or most % window:
             return inputs
         self._buffered_inputs = [
             micro for start in range(0, len(made), window) for micro in prompts_together(made[start : start + window])
