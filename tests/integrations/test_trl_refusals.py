@@ -242,12 +242,11 @@ def test_losses_that_make_no_sense_together_are_refused(build, arguments, messag
         build(trainer=arguments)
 
 
-def test_reentrant_checkpointing_on_several_processes_is_refused_for_packs(mine, monkeypatch):
-    monkeypatch.setattr(mine.args, "gradient_checkpointing", True)
-    monkeypatch.setattr(mine.args, "gradient_checkpointing_kwargs", {"use_reentrant": True})
-    assert list(integration._packing_obstacles(mine)) == []
-    monkeypatch.setattr(type(mine.accelerator), "num_processes", 2)
-    (reason,) = integration._packing_obstacles(mine)
+def test_reentrant_checkpointing_on_several_processes_is_refused_for_packs(build, monkeypatch):
+    built = build(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
+    assert list(integration._packing_obstacles(built)) == []
+    monkeypatch.setattr(type(built.accelerator), "num_processes", 2)
+    (reason,) = integration._packing_obstacles(built)
     assert reason.startswith("reentrant gradient checkpointing on several processes")
 
 
