@@ -96,7 +96,7 @@ def rollouts() -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def others() -> dict[str, Any]:
     namespace: dict[str, Any] = {"__name__": "example"}
-    assert run(REPOSITORY / "docs" / "other_trainers.md", namespace) == 6
+    assert run(REPOSITORY / "docs" / "other_trainers.md", namespace) == 7
     return namespace
 
 
@@ -157,3 +157,14 @@ def test_the_lines_for_ms_swift_weigh_the_advantages_of_the_last_columns(others)
     batch = {"grpo_batch": grpo, "input_ids": r["ids"], "attention_mask": r["attention"]}
     others["add_credit_ms_swift"](batch, tiny_model(), tiny_tokenizer())
     close(grpo.advantages, (r["advantages"] * r["weights"])[:, -7:])
+
+
+def test_the_packed_logprobs_of_sequences_are_those_of_a_padded_forward(others):
+    r, model = rollouts(), tiny_model()
+    logprobs = model(r["ids"], attention_mask=r["attention"]).logits.log_softmax(-1)[:, :-1]
+    expected = torch.nn.functional.pad(logprobs.gather(-1, r["ids"][:, 1:, None])[..., 0], (1, 0)) * r["mask"]
+    given = others["sequence_logprobs"](model, r["ids"], r["attention"], r["mask"])
+    close(given, expected)
+    expected_gradients, gradients = (torch.autograd.grad(x.sum(), list(model.parameters())) for x in (expected, given))
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        close(ours, theirs)

@@ -1,15 +1,14 @@
 """Counterfactual credit in TRL: `CounterfactualGRPOTrainer` where a script says `GRPOTrainer`.
 
 TRL generates, rewards and computes advantages; then credit is computed once for the generation batch, with the
-training model, and multiplied into the advantages. From there on TRL's own loss runs, whatever it is set to. Each
-process scores its own rows, so nothing is communicated but the logged figures.
+training model, and multiplied into the advantages. From there on TRL's own loss runs, whatever it is set to, or one of
+`trl_losses.py` in its place. Each process scores its own rows, so nothing is communicated but the logged figures.
 """
 
-import functools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from types import MethodType
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +16,20 @@ from accelerate.utils import DistributedType
 from packaging.version import Version
 from torch import Tensor, nn
 
-from .. import CounterfactualConfig, Credit, counterfactual_credit, linear_policy_loss
-from ..hf import backbone, causal_lm
+from .. import CounterfactualConfig, Credit, counterfactual_credit
+from ..hf import causal_lm
 from ..losses import LOSS_TYPES
 from ..proof import prove_head, prove_supported
+from ..recurrent import has_cells
 from . import require
 from .credit import fold_weights
+from .trl_losses import (
+    accept_policy_loss,
+    loss_of_hidden_states,
+    loss_of_packed_rows,
+    prompts_together,
+    prove_trains_packed,
+)
 
 OLDEST = "1.0.0"
 _TRL = require("trl", OLDEST)
@@ -39,7 +46,7 @@ else:
 _LOSSES_OF_TODAY = Version("1.10.0")
 
 # How the logged figures of the processes combine; all others by their mean.
-_SUMMED = ("credit/tokens_fed", "credit/forwards")
+_SUMMED = ("credit/tokens_fed", "credit/forwards", "packed/tokens_fed", "packed/tokens_padded")
 _LOWEST = ("credit/drop_min", "clip_ratio/low_min")
 _HIGHEST = ("credit/seconds", "clip_ratio/high_max")
 _FIGURES = (
@@ -65,17 +72,26 @@ class CounterfactualMixin(_Trainer):
             switches credit off: nothing is scored and nothing is refused for its sake; losses and gradients are
             TRL's own to the last bit.
         fused_loss: compute the loss with `linear_policy_loss`, from hidden states; with or without credit.
+        packed_loss: compute the same loss from one packed forward of each micro-batch, which feeds equal prompts once
+            and no padding. The rows of one optimizer step are put in order, equal prompts side by side (not for
+            `bnpo`, whose micro-batches are its denominators).
+        log_entropy: False leaves TRL's `entropy` out of the metrics of these two losses. It is the mean over all
+            completions; without it those that have no advantage need no part in the loss, and are not fed by
+            `packed_loss` (KL term apart).
 
     Weights are made in training only; evaluation is TRL's. Rows whose advantage is zero are not scored. Logs
     `credit/weight_mean`, `weight_std`, `scored_fraction`, `spans_mean`, `drop_mean`, `drop_min`,
     `distractor_fraction` (means over the processes), `tokens_fed`, `forwards` (sums) and `seconds` (of the
-    slowest process) among TRL's metrics.
+    slowest process) among TRL's metrics; `packed_loss` logs `packed/tokens_fed` and, for comparison, what padding
+    would have fed, `packed/tokens_padded` (sums).
 
     Raises:
-        NotImplementedError: settings that credit, or the fused loss, cannot be combined with, each by its name; a
-            model that cannot be scored, or whose head the fused loss cannot read, by its class. The model is
-            tried at construction. Where it is not on its device by then (DeepSpeed and `bf16_full_eval` place it
-            in `train`, and stage 3 has to gather it), it is tried before the first completion is generated.
+        ValueError: both losses at once; `log_entropy=False` without one of them.
+        NotImplementedError: settings that credit, or the loss, cannot be combined with, each by its name; a model
+            that cannot be scored, whose head the fused loss cannot read, or that cannot be trained on packed trees
+            (dropout above 0, a loss of its routers), by its class. The model is tried at construction. Where it is
+            not on its device by then (DeepSpeed and `bf16_full_eval` place it in `train`, and stage 3 has to gather
+            it), it is tried before the first completion is generated.
     """
 
     args: Any
@@ -86,23 +102,34 @@ class CounterfactualMixin(_Trainer):
         *args: Any,
         counterfactual: CounterfactualConfig | None = None,
         fused_loss: bool = False,
+        packed_loss: bool = False,
+        log_entropy: bool = True,
         **kwargs: Any,
     ) -> None:
+        if fused_loss and packed_loss:
+            raise ValueError("fused_loss=True and packed_loss=True are two ways to one loss; choose one")
+        if not log_entropy and not (fused_loss or packed_loss):
+            raise ValueError("log_entropy=False needs fused_loss=True or packed_loss=True; TRL's loss logs it always")
         super().__init__(*args, **kwargs)
         self.counterfactual = counterfactual or CounterfactualConfig()
-        self.fused_loss = fused_loss
+        self.fused_loss, self.packed_loss, self.log_entropy = fused_loss, packed_loss, log_entropy
         self._credit_generator = torch.Generator().manual_seed(self.args.seed + self.accelerator.process_index)
         if self.counterfactual.mode != "uniform":
             _refuse("counterfactual credit", _credit_obstacles(self))
         if fused_loss:
             _refuse("fused_loss=True", _fusion_obstacles(self))
-            _accept_policy_loss(
-                causal_lm(self.accelerator.unwrap_model(self.model)),
-                head_in_float32=getattr(self.args, "cast_lm_head_to_fp32", False),
-            )
+        if packed_loss:
+            _refuse("packed_loss=True", _packing_obstacles(self))
+        if self._own_loss:
+            accept_policy_loss(causal_lm(self.accelerator.unwrap_model(self.model)))
         self._model_is_proven = False
         if self._model_is_placed():
             self._prove_model()
+
+    @property
+    def _own_loss(self) -> str | None:
+        """The argument that asked for a loss in place of TRL's."""
+        return "fused_loss=True" if self.fused_loss else "packed_loss=True" if self.packed_loss else None
 
     def _model_is_placed(self) -> bool:
         """Whether the model is whole and on its device; DeepSpeed sees to that when training starts."""
@@ -111,12 +138,14 @@ class CounterfactualMixin(_Trainer):
         return all(parameter.device.type == self.accelerator.device.type for parameter in self.model.parameters())
 
     def _prove_model(self) -> None:
-        """Refuse a model that cannot be scored (credit that scores), or whose head cannot be read (the fused loss)."""
-        proofs = []
+        """Refuse a model that cannot be scored (credit that scores), or that the loss cannot be computed of."""
+        proofs: list[tuple[Any, str]] = []
         if self.counterfactual.mode not in _UNSCORED:
             proofs.append((prove_supported, "CounterfactualConfig(mode='uniform') trains it as TRL does"))
         if self.fused_loss:
             proofs.append((prove_head, "leave out fused_loss=True"))
+        if self.packed_loss:
+            proofs.append((prove_trains_packed, "leave out packed_loss=True"))
         if proofs:
             with self._whole_model() as model, self.accelerator.autocast():
                 for prove, remedy in proofs:
@@ -131,8 +160,8 @@ class CounterfactualMixin(_Trainer):
             self._prove_model()
         output = super()._generate_and_score_completions(inputs)
         credited = self.model.training and self.counterfactual.mode != "uniform"
-        if "pixel_values" in output and (credited or self.fused_loss):
-            what = "fused_loss=True" if self.fused_loss else "counterfactual credit"
+        if "pixel_values" in output and (credited or self._own_loss):
+            what = self._own_loss or "counterfactual credit"
             raise NotImplementedError(f"{what} cannot be combined with images (pixel_values)")
         if not credited:
             return output
@@ -152,6 +181,22 @@ class CounterfactualMixin(_Trainer):
         self._log_credit(credit, _loss_mask(output), time.perf_counter() - start)
         output["advantages"] = fold_weights(output["advantages"], credit.weights)
         return output
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if not self.packed_loss:
+            return super()._prepare_inputs(generation_batch)
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        made = self._buffered_inputs
+        window, most = sorted((self.args.steps_per_generation, self.args.gradient_accumulation_steps))
+        # TRL has shuffled the rows of the batch. The gradients of one optimizer step are added up, so within that the
+        # rows may lie as they please, unless a micro-batch is its own denominator, or steps and batches overlap.
+        if not self.model.training or made is before or self.loss_type == "bnpo" or most % window:
+            return inputs
+        self._buffered_inputs = [
+            micro for start in range(0, len(made), window) for micro in prompts_together(made[start : start + window])
+        ]
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     @contextmanager
     def _whole_model(self) -> Iterator[nn.Module]:
@@ -186,21 +231,26 @@ class CounterfactualMixin(_Trainer):
             self._metrics[mode][name].append(combined.item())
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        if not self.fused_loss:
+        if not self._own_loss:
             return super()._compute_loss(model, inputs)
         mode = "train" if self.model.training else "eval"
         options, normalizer = self._loss_options(inputs, mode)
-        loss, metrics = model(
-            input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-            policy_loss=options,
-        )
+        in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)
+        given: dict[str, Any] = {"options": options, "head_in_float32": in_float32}
+        if self.packed_loss:
+            loss, metrics = model(policy_loss=partial(loss_of_packed_rows, inputs=inputs, **given))
+        else:
+            loss, metrics = model(
+                input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+                attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+                policy_loss=partial(loss_of_hidden_states, **given),
+            )
         figures = {name: value for name, value in metrics.items() if name != "ratio_mean"}
         self._log_gathered(figures, mode)
         return loss / normalizer
 
     def _loss_options(self, inputs: dict[str, Any], mode: str) -> tuple[dict[str, Any], Tensor | float]:
-        """Arguments of `linear_policy_loss` after the head, and what TRL divides the loss by afterwards."""
+        """Arguments of the loss, as `linear_policy_loss` takes them, and what TRL divides the loss by afterwards."""
         ratio = inputs.get("importance_sampling_ratio")
         options = {
             "targets": inputs["completion_ids"],
@@ -220,8 +270,7 @@ class CounterfactualMixin(_Trainer):
             "use_bias_correction_kl": self.args.use_bias_correction_kl,
             "sapo_temperature_pos": self.args.sapo_temperature_pos,
             "sapo_temperature_neg": self.args.sapo_temperature_neg,
-            "compute_entropy": True,
-            "drop_inactive": True,
+            "compute_entropy": self.log_entropy,
         }
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
         if self.loss_type not in ("dapo", "cispo"):
@@ -295,6 +344,24 @@ def _fusion_obstacles(trainer: Any) -> Iterator[str]:
         yield "images in the dataset"
 
 
+def _packing_obstacles(trainer: Any) -> Iterator[str]:
+    yield from _fusion_obstacles(trainer)
+    args = trainer.args
+    if not args.gradient_checkpointing:
+        return
+    model = causal_lm(trainer.accelerator.unwrap_model(trainer.model))
+    if has_cells(model):
+        yield (
+            f"gradient_checkpointing=True: {type(model).__name__} hands states from token to token, which checkpointed "
+            "layers would not find again; set it to False"
+        )
+    if (args.gradient_checkpointing_kwargs or {}).get("use_reentrant") and trainer.accelerator.num_processes > 1:
+        yield (
+            "reentrant gradient checkpointing on several processes: a layer that runs in two packs would tell DDP "
+            "twice that its gradient is ready; set use_reentrant to False"
+        )
+
+
 def _splits_of_the_model(trainer: Any) -> Iterator[str]:
     """What leaves a process without the whole model or without whole sequences; stage 3 of DeepSpeed apart."""
     if trainer.accelerator.distributed_type not in _WHOLE_MODEL:
@@ -311,36 +378,3 @@ def _computes_ligers_loss(trainer: Any) -> bool:
 
 def _has_images(trainer: Any) -> bool:
     return bool({"image", "images"} & set(getattr(trainer.train_dataset, "column_names", None) or ()))
-
-
-def _accept_policy_loss(model: Any, *, head_in_float32: bool) -> None:
-    """Let `model(..., policy_loss=options)` return `linear_policy_loss` and its metrics instead of logits.
-
-    Inside the model's forward, since DDP and autocast wrap that: what runs outside would miss them.
-    """
-    forward = model.forward
-
-    @functools.wraps(type(model).forward)
-    def forward_or_loss(self: Any, *args: Any, policy_loss: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        if policy_loss is None:
-            return forward(*args, **kwargs)
-        options = dict(policy_loss)
-        targets = options.pop("targets")
-        given = {name: value for name, value in kwargs.items() if value is not None}  # PEFT passes every argument
-        hidden = backbone(self)(*args, use_cache=False, **given).last_hidden_state[:, -targets.shape[1] - 1 : -1]
-        head = prove_head(self)
-        if head_in_float32:
-            hidden = hidden.float()
-        with torch.autocast(hidden.device.type, enabled=False) if head_in_float32 else nullcontext():
-            return linear_policy_loss(
-                hidden,
-                head.weight,
-                targets,
-                options.pop("old_logprobs"),
-                options.pop("advantages"),
-                options.pop("mask"),
-                **head.options,
-                **options,
-            )
-
-    model.forward = MethodType(forward_or_loss, model)

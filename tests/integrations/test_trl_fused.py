@@ -101,3 +101,14 @@ def test_the_fused_loss_makes_no_logits_and_evaluates_too(train, monkeypatch):
     )  # fmt: skip
     assert wide == []
     assert logged(trained, "eval_loss")
+
+
+def test_the_fused_loss_without_the_entropy_trains_the_same(train):
+    with_entropy, without = (
+        train(trainer={"fused_loss": True, "log_entropy": log}, optim="sgd") for log in (True, False)
+    )
+    for name, value in parameters(without).items():
+        torch.testing.assert_close(value, parameters(with_entropy)[name], rtol=1e-4, atol=1e-6, msg=name)
+    assert logged(without, "loss") == pytest.approx(logged(with_entropy, "loss"), rel=1e-4)
+    assert logged(with_entropy, "entropy")
+    assert not logged(without, "entropy")

@@ -16,7 +16,7 @@ from datasets import Dataset
 from trl import GRPOConfig
 
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
-from tests.integrations.trl_training import PROMPT, fuses, parameters, seven
+from tests.integrations.trl_training import LORA, PROMPT, fuses, parameters, seven
 
 
 def same_rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -35,6 +35,24 @@ def same_rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     }
 
 
+def first_half(completions: list[Any], trainer_state: Any, **kwargs: object) -> list[float]:
+    """No advantage for the second half of eight: the mean is theirs."""
+    first = int(os.environ.get("RANK", 0)) * len(completions)
+    return [(1.0, 0.0, 0.5)[i % 2 if i < 4 else 2] for i in range(first, first + len(completions))]
+
+
+# by name: arguments of the trainer
+LOSSES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fused": {"fused_loss": True},
+    "packed": {"packed_loss": True},
+    "packed, LoRA": {"packed_loss": True, "peft_config": LORA},
+    "packed, nothing to feed in one": {
+        "packed_loss": True, "log_entropy": False, "reward_funcs": first_half, "peft_config": LORA,
+    },
+}  # fmt: skip
+
+
 def train_part(processes: int, out: Path) -> dict[str, Any]:
     """What one of `processes` does, and what came of it, by loss."""
     arguments = GRPOConfig(
@@ -43,11 +61,11 @@ def train_part(processes: int, out: Path) -> dict[str, Any]:
         disable_tqdm=True, shuffle_dataset=False, optim="sgd",
     )  # fmt: skip
     results = {}
-    for loss in ("plain", "fused"):
+    for loss, given in LOSSES.items():
         trainer = CounterfactualGRPOTrainer(
-            model=tiny_model(), reward_funcs=seven, args=arguments, processing_class=tiny_tokenizer(),
+            model=tiny_model(), args=arguments, processing_class=tiny_tokenizer(),
             train_dataset=Dataset.from_dict({"prompt": [PROMPT] * 8}), rollout_func=same_rollouts,
-            fused_loss=loss == "fused",
+            **{"reward_funcs": seven} | given,
         )  # fmt: skip
         trainer.train()
         log = [entry for entry in trainer.state.log_history if "credit/tokens_fed" in entry]
@@ -83,7 +101,7 @@ def test_two_processes_train_as_one(processes, tmp_path):
         process.join(timeout=600)
     assert [process.exitcode for process in started] == [0, 0]
     together = torch.load(tmp_path / "two.pt", weights_only=False)
-    for loss in ("plain", "fused"):
+    for loss in LOSSES:
         one, two = alone[loss], together[loss]
         assert (one["processes"], two["processes"]) == (1, 2)
         assert two["drawn"].unique().numel() == 2  # random weights differ from process to process
@@ -92,4 +110,8 @@ def test_two_processes_train_as_one(processes, tmp_path):
         for a, b in zip(one["log"], two["log"], strict=True):
             assert float(b["loss"]) == pytest.approx(float(a["loss"]), rel=1e-3, abs=1e-6)
             assert float(b["credit/drop_min"]) == pytest.approx(float(a["credit/drop_min"]), rel=1e-3)
-            assert float(b["credit/forwards"]) == 2 * float(a["credit/forwards"])  # each scores its own rows
+            idle = loss == "packed, nothing to feed in one"
+            assert float(b["credit/forwards"]) == (2 - idle) * float(a["credit/forwards"])  # each scores its own rows
+            if "packed" in loss:  # each feeds the prompt, also the one whose rows need nothing
+                more = float(b["packed/tokens_fed"]) - float(a["packed/tokens_fed"])
+                assert more == len(PROMPT.split()) if idle else more > len(PROMPT.split())

@@ -17,7 +17,14 @@ integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is
 
 from accelerate.utils import DistributedType  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from transformers import MambaConfig, MambaForCausalLM, Qwen3ForCausalLM  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from transformers import (  # noqa: E402
+    BambaConfig,
+    BambaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3ForCausalLM,
+)
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer, CounterfactualMixin  # noqa: E402
@@ -37,7 +44,6 @@ except ImportError:
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 UNIFORM = CounterfactualConfig(mode="uniform")
-FUSED = {"counterfactual": UNIFORM, "fused_loss": True}
 
 
 @pytest.fixture
@@ -123,9 +129,45 @@ FUSION: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "FSDP": ({}, {}, GRPOTrainer, sharded, "combined with DistributedType.NO, which may split the head"),
     "stage 3": ({}, {}, GRPOTrainer, stage_3, "combined with DeepSpeed's stage 3"),
     "images": ({}, IMAGES, GRPOTrainer, None, "combined with images in the dataset"),
-    "logits changed": ({}, {"model": louder}, GRPOTrainer, None, r"model: .* LouderLM .* nats.*leave out fused_loss"),
+    "logits changed": ({}, {"model": louder}, GRPOTrainer, None, r"model: .* LouderLM .* nats.*leave out LOSS"),
 }  # fmt: skip
 
+
+class Routed(Qwen3ForCausalLM):
+    """Asks for a loss of its routers by its configuration."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        config.output_router_logits = True
+
+
+def bamba() -> BambaForCausalLM:
+    """A model whose layers hand states from token to token."""
+    torch.manual_seed(0)
+    config = BambaConfig(
+        vocab_size=len(WORDS) + len(PHRASES), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, attn_layer_indices=[0], mamba_n_heads=4, mamba_d_head=16,
+        mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    return BambaForCausalLM(config)
+
+
+def adapter_with_dropout() -> Any:
+    return get_peft_model(tiny_model(), LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj"]))
+
+
+PACKING: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
+    "an adapter's dropout": ({}, {"model": adapter_with_dropout}, GRPOTrainer, None,
+                             r"has dropout 0.1 in .*lora_dropout.*leave out packed_loss=True"),
+    "attention dropout": ({}, {"model": lambda: tiny_model(attention_dropout=0.1)}, GRPOTrainer, None,
+                          r"Qwen3Attention asks for attention dropout 0.1.*leave out packed_loss=True"),
+    "a loss of routers": ({}, {"model": lambda: Routed(tiny_model().config)}, GRPOTrainer, None,
+                          r"adds a loss of its routers \(output_router_logits\).*leave out packed_loss=True"),
+    "a state space": ({"gradient_checkpointing": False}, {"model": mamba}, GRPOTrainer, None,
+                      "model: MambaForCausalLM .*leave out packed_loss=True"),
+    "checkpointed states": ({"gradient_checkpointing": True}, {"model": bamba}, GRPOTrainer, None,
+                            "gradient_checkpointing=True: BambaForCausalLM hands states.*set it to False"),
+}  # fmt: skip
 
 NEEDED = {"vespo": "vespo_k_pos", "entropy bonus": "entropy_coef"}
 
@@ -167,12 +209,45 @@ def test_with_credit_switched_off_nothing_is_refused_and_training_is_trls_own(tr
 
 
 @fuses
+@pytest.mark.parametrize("loss", ["fused_loss", "packed_loss"])
 @pytest.mark.parametrize("case", FUSION)
-def test_what_the_fused_loss_cannot_be_combined_with_is_refused_with_and_without_credit(build, monkeypatch, case):
+def test_what_the_losses_cannot_be_combined_with_is_refused_with_and_without_credit(build, monkeypatch, case, loss):
     options, trainer, base, message = prepare(FUSION, case, monkeypatch)
+    uniform = trainer | {"counterfactual": UNIFORM}
+    with pytest.raises(NotImplementedError, match=message.replace("LOSS", loss)) as refusal:
+        build(with_mixin(base), trainer=uniform | {loss: True}, **options)
+    assert f"{loss}=True" in str(refusal.value)
+    build(with_mixin(base), trainer=uniform, **options)
+
+
+@fuses
+@pytest.mark.parametrize("case", PACKING)
+def test_what_cannot_be_trained_packed_is_refused_at_construction_and_trains_otherwise(build, monkeypatch, case):
+    options, trainer, base, message = prepare(PACKING, case, monkeypatch)
+    uniform = trainer | {"counterfactual": UNIFORM}
     with pytest.raises(NotImplementedError, match=message):
-        build(with_mixin(base), trainer=trainer | FUSED, **options)
-    build(with_mixin(base), trainer=trainer | {"counterfactual": UNIFORM}, **options)
+        build(with_mixin(base), trainer=uniform | {"packed_loss": True}, **options)
+    build(with_mixin(base), trainer=uniform | {"fused_loss": True}, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fused_loss": True, "packed_loss": True}, "fused_loss=True and packed_loss=True are two ways to one loss"),
+        ({"log_entropy": False}, "log_entropy=False needs fused_loss=True or packed_loss=True"),
+    ],
+)
+def test_losses_that_make_no_sense_together_are_refused(build, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        build(trainer=arguments)
+
+
+def test_reentrant_checkpointing_on_several_processes_is_refused_for_packs(build, monkeypatch):
+    built = build(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
+    assert list(integration._packing_obstacles(built)) == []
+    monkeypatch.setattr(type(built.accelerator), "num_processes", 2)
+    (reason,) = integration._packing_obstacles(built)
+    assert reason.startswith("reentrant gradient checkpointing on several processes")
 
 
 @pytest.mark.parametrize("name", ["tp", "cp", "sp"])
@@ -196,20 +271,23 @@ def test_sharded_models_are_refused_and_gathered_ones_are_not(mine, monkeypatch)
     assert list(integration._credit_obstacles(mine)) == []
 
 
+@pytest.mark.parametrize("loss", ["fused_loss", "packed_loss"])
 @pytest.mark.parametrize("mode", ["counterfactual", "uniform"])
-def test_images_that_come_with_the_rollouts_are_refused_where_there_is_credit(mode):
+def test_images_that_come_with_the_rollouts_are_refused_where_there_is_credit_or_a_loss(mode, loss):
     class WithImages(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             return inputs
 
     trainer = object.__new__(with_mixin(WithImages))
     trainer.counterfactual, trainer.fused_loss = CounterfactualConfig(mode=mode), False
+    trainer.packed_loss = False
     trainer.model, trainer._model_is_proven = SimpleNamespace(training=True), True
     batch = {"pixel_values": torch.zeros(1)}
     if mode == "uniform":
         assert trainer._generate_and_score_completions(batch) is batch
-        trainer.fused_loss = True
-    with pytest.raises(NotImplementedError, match=r"cannot be combined with images \(pixel_values\)"):
+        setattr(trainer, loss, True)
+    expected = "counterfactual credit" if mode == "counterfactual" else f"{loss}=True"
+    with pytest.raises(NotImplementedError, match=rf"{expected} cannot be combined with images \(pixel_values\)"):
         trainer._generate_and_score_completions(batch)
 
 

@@ -1,0 +1,177 @@
+"""The losses that can take the place of TRL's: from hidden states of its padded batch, or from a packed tree of it.
+
+Both run inside the model's forward, since DDP and autocast wrap that: what runs outside would miss them. `trl.py`
+decides which one runs and with what; nothing here imports TRL.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .. import linear_policy_loss
+from ..hf import backbone
+from ..packed_loss import LossBatch, packed_forward
+from ..proof import prove_head, prove_trainable
+
+LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+
+
+def accept_policy_loss(model: Any) -> None:
+    """Let `model(..., policy_loss=function)` return `function(model, ...)` instead of logits."""
+    forward = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward_or_loss(self: Any, *args: Any, policy_loss: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+        if policy_loss is None:
+            return forward(*args, **kwargs)
+        given = {name: value for name, value in kwargs.items() if value is not None}  # PEFT passes every argument
+        return policy_loss(self, *args, **given)
+
+    model.forward = MethodType(forward_or_loss, model)
+
+
+def loss_of_hidden_states(
+    model: PreTrainedModel, *args: Any, options: dict[str, Any], head_in_float32: bool, **kwargs: Any
+) -> LossAndMetrics:
+    """`linear_policy_loss` of a padded batch; `args` and `kwargs` are the model's input, `options` the loss's."""
+    options = dict(options)
+    targets = options.pop("targets")
+    hidden = backbone(model)(*args, use_cache=False, **kwargs).last_hidden_state[:, -targets.shape[1] - 1 : -1]
+    head = prove_head(model)
+    if head_in_float32:
+        hidden = hidden.float()
+    with _head_precision(hidden.device, head_in_float32):
+        return linear_policy_loss(
+            hidden,
+            head.weight,
+            targets,
+            options.pop("old_logprobs"),
+            options.pop("advantages"),
+            options.pop("mask"),
+            drop_inactive=True,
+            **head.options,
+            **options,
+        )
+
+
+def loss_of_packed_rows(
+    model: PreTrainedModel, *, inputs: dict[str, Any], options: dict[str, Any], head_in_float32: bool
+) -> LossAndMetrics:
+    """The same loss of the same batch from one packed forward: prompts once, no padding.
+
+    Args:
+        model: what `causal_lm` finds.
+        inputs: TRL's `prompt_ids`, `prompt_mask`, `completion_mask`, padded as TRL pads.
+        options: those of `linear_policy_loss`, (B, T) as there; `targets` are TRL's completions.
+        head_in_float32: the head's products in float32, outside autocast.
+
+    Returns:
+        The loss, and its metrics with `packed/tokens_fed` (tokens that went through the model) and
+        `packed/tokens_padded` (those of TRL's padded batch).
+
+    Raises:
+        ValueError: masks that are no padding on the left (prompts) or on the right (completions); names the row.
+        NotImplementedError: as `prove_trainable`.
+    """
+    options = dict(options)
+    padded = options.pop("targets")
+    prompts = _unpadded("prompt_mask", inputs["prompt_ids"], inputs["prompt_mask"], left=True)
+    completions = _unpadded("completion_mask", padded, inputs["completion_mask"], left=False)
+    # A completion that is masked out altogether counts as a row all the same; its first token stands for it.
+    first = padded[:, :1].cpu()
+    completions = [row if len(row) else first[b] for b, row in enumerate(completions)]
+    lengths = [len(row) for row in completions]
+
+    def cut(name: str) -> list[Tensor] | None:
+        column = options.pop(name)
+        return None if column is None else [row[:n] for row, n in zip(column.cpu(), lengths, strict=True)]
+
+    temperature, with_entropy = options.pop("temperature"), options.pop("compute_entropy")
+    advantages = options.pop("advantages").cpu()
+    batch = LossBatch.of(
+        completions,
+        cut("old_logprobs"),
+        advantages if advantages.dim() == 1 else [row[:n] for row, n in zip(advantages, lengths, strict=True)],
+        weights=cut("weights"),
+        mask=cut("mask"),
+        ref_logprobs=cut("ref_logprobs"),
+        compute_entropy=with_entropy,
+        **options,
+    )
+    needed = batch.needed()
+    if not any(needed):  # gradients of zero must come out all the same: other processes wait for them
+        needed[0] = 1
+    forward = packed_forward(model, prompts, completions, needed=needed)
+    with _head_precision(forward.device, head_in_float32):
+        loss, metrics, _ = forward.policy_loss(batch, temperature, compute_entropy=with_entropy, **options)
+    size = inputs["prompt_ids"].numel() + padded.numel()
+    fed = {"packed/tokens_fed": torch.tensor(forward.tokens_fed), "packed/tokens_padded": torch.tensor(size)}
+    return loss, metrics | fed
+
+
+def _head_precision(device: torch.device, head_in_float32: bool) -> Any:
+    return torch.autocast(device.type, enabled=False) if head_in_float32 else nullcontext()
+
+
+def _unpadded(name: str, ids: Tensor, mask: Tensor, *, left: bool) -> list[Tensor]:
+    """The real tokens of each row, on the host."""
+    ids, real = ids.cpu(), mask.cpu().bool()
+    width, lengths = ids.shape[1], real.sum(1)
+    place = torch.arange(width)
+    expected = place >= width - lengths[:, None] if left else place < lengths[:, None]
+    if (bad := (real != expected).any(1)).any():
+        b = int(bad.nonzero()[0])
+        raise ValueError(f"{name} row {b}: must be padded on the {'left' if left else 'right'} alone, without gaps")
+    return [row[kept] for row, kept in zip(ids, expected, strict=True)]
+
+
+def prompts_together(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same rows in as many micro-batches of the same sizes, those of equal prompts side by side.
+
+    Rows are ordered by the first occurrence of their prompt. What is not one value per row is left where it is.
+    """
+    first: dict[tuple[bytes, bytes], int] = {}
+    sizes = [len(micro["prompt_ids"]) for micro in micro_batches]
+    groups = [
+        first.setdefault((ids.numpy().tobytes(), mask.numpy().tobytes()), len(first))
+        for micro in micro_batches
+        for ids, mask in zip(micro["prompt_ids"].cpu(), micro["prompt_mask"].cpu(), strict=True)
+    ]
+    order = sorted(range(len(groups)), key=lambda i: groups[i])
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    made = [dict(micro) for micro in micro_batches]
+    for name, value in micro_batches[0].items():
+        parts = [micro[name] for micro in micro_batches]
+        if isinstance(value, Tensor) and value.dim():
+            whole = torch.cat(parts)
+            for micro, start, size in zip(made, starts, sizes, strict=True):
+                micro[name] = whole[torch.tensor(order[start : start + size], device=whole.device)]
+        elif isinstance(value, list):
+            rows = [row for part in parts for row in part]
+            for micro, start, size in zip(made, starts, sizes, strict=True):
+                micro[name] = [rows[i] for i in order[start : start + size]]
+    return made
+
+
+def prove_trains_packed(model: PreTrainedModel) -> None:
+    """`prove_trainable` in training mode, whatever mode the model is in."""
+    with _training_mode(model):
+        prove_trainable(model)
+
+
+@contextmanager
+def _training_mode(model: nn.Module) -> Iterator[None]:
+    resting = [module for module in model.modules() if not module.training]
+    try:
+        for module in resting:
+            module.training = True
+        yield
+    finally:
+        for module in resting:
+            module.training = False

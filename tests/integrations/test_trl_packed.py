@@ -1,0 +1,346 @@
+"""`packed_loss=True`: losses and gradients are those of TRL's padded batch, from fewer tokens."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from cfa_kernels import CounterfactualConfig
+from cfa_kernels.losses import LEVELS, LOSS_TYPES
+
+pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
+
+from datasets import Dataset
+
+from cfa_kernels.integrations import trl_losses
+from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
+from cfa_kernels.integrations.trl_losses import prompts_together
+from tests.integrations.trl_training import (
+    LORA,
+    PROMPT,
+    build,
+    fuses,
+    logged,
+    parameters,
+    rollouts,
+    seven,
+)
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), fuses]
+UNIFORM = CounterfactualConfig(mode="uniform")
+PROMPT_LENGTHS, LENGTHS = [6, 6, 6, 6, 3, 3, 3, 3], [5, 9, 7, 9, 1, 8, 0, 4]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> tuple[Any, Any]:
+    """A trainer with TRL's own loss and one with the packed loss, of equal models; ready to compute a loss."""
+    made = []
+    for packed in (False, True):
+        folder = str(tmp_path_factory.mktemp("run"))
+        trainer = build(folder, trainer={"counterfactual": UNIFORM, "packed_loss": packed}, max_completion_length=12)
+        trainer.current_gradient_accumulation_steps = 2
+        made.append(trainer)
+    return made[0], made[1]
+
+
+def noise(seed: int, low: float, high: float, *shape: int) -> torch.Tensor:
+    return torch.empty(shape or (8, 9)).uniform_(low, high, generator=torch.Generator().manual_seed(seed))
+
+
+def batch() -> dict[str, Any]:
+    """Two prompts of four completions as TRL lays them out; one is masked out altogether, one holds a tool's tokens."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, 20, (2, 6), generator=generator).repeat_interleave(4, 0)
+    completions = torch.randint(3, 20, (8, 9), generator=generator)
+    completions[1, :5] = completions[3, :5]  # a common beginning
+    prompt_mask = (torch.arange(6) >= 6 - torch.tensor(PROMPT_LENGTHS)[:, None]).long()
+    mask = (torch.arange(9) < torch.tensor(LENGTHS)[:, None]).long()
+    weights = noise(1, 0.0, 3.0)
+    weights[2] = 0.0
+    tools = torch.ones(8, 9, dtype=torch.long)
+    tools[3, 2:4] = 0
+    return {
+        "prompt_ids": prompts,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completions,
+        "completion_mask": mask,
+        "tool_mask": tools,
+        "advantages": noise(2, -1.0, 1.0, 8)[:, None] * weights,
+        "num_items_in_batch": (mask * tools).sum(),
+        "old_per_token_logps": noise(3, -4.5, -1.5),
+    }
+
+
+def loss_and_gradients(trainer: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    trainer.model.train().zero_grad()
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def assert_equal(pair: tuple[Any, Any], inputs: dict[str, Any]) -> None:
+    (plain, theirs), (packed, ours) = (loss_and_gradients(trainer, inputs) for trainer in pair)
+    torch.testing.assert_close(packed, plain, rtol=1e-5, atol=1e-6)
+    largest = max(gradient.norm() for gradient in theirs.values())
+    assert largest > 0
+    for name, gradient in theirs.items():
+        assert (ours[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 0.1 * largest), name
+    for metric in ("entropy", "kl", "clip_ratio/region_mean", "cispo_clip_ratio"):
+        values = [trainer._metrics["train"].pop(metric, []) for trainer in pair]
+        assert values[1] == pytest.approx(values[0], rel=1e-4, abs=1e-6), metric
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_loss_and_gradients_are_those_of_trls_padded_batch(pair, monkeypatch, loss_type, level):
+    for trainer in pair:
+        monkeypatch.setattr(trainer, "loss_type", loss_type)
+        monkeypatch.setattr(trainer, "importance_sampling_level", level)
+    inputs = batch()
+    if level == "sequence":  # one advantage and one ratio for each, as TRL has them there
+        inputs["advantages"] = noise(2, -1.0, 1.0, 8)
+    assert_equal(pair, inputs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"beta": 0.1},
+        {"temperature": 0.7},
+        {"epsilon_low": 0.01, "epsilon_high": 3.0},
+        {"use_vllm": True, "vllm_importance_sampling_correction": True},
+        {"args.delta": 1.5},
+    ],
+    ids=str,
+)
+def test_so_they_are_with_the_settings_of_trls_loss(tmp_path, changes):
+    made = []
+    for packed in (False, True):
+        given = {"counterfactual": UNIFORM, "packed_loss": packed}
+        options = {"temperature": changes["temperature"]} if "temperature" in changes else {}
+        trainer = build(str(tmp_path), trainer=given, max_completion_length=12, **options)
+        trainer.current_gradient_accumulation_steps = 2
+        for name, value in changes.items():
+            setattr(trainer.args if name.startswith("args.") else trainer, name.removeprefix("args."), value)
+        made.append(trainer)
+    inputs = batch()
+    if "beta" in changes:
+        inputs["ref_per_token_logps"] = noise(4, -4.5, -1.5)
+    if "use_vllm" in changes:
+        inputs["importance_sampling_ratio"] = noise(5, 0.0, 2.0)
+    assert_equal((made[0], made[1]), inputs)
+
+
+def test_on_policy_the_current_logprobs_are_the_old_ones(pair):
+    assert_equal(pair, {name: value for name, value in batch().items() if name != "old_per_token_logps"})
+
+
+def test_what_the_loss_needs_of_no_completion_still_gives_every_parameter_a_gradient(pair, monkeypatch):
+    inputs = batch() | {"tool_mask": torch.zeros(8, 9)}
+    assert_all_zero(*loss_and_gradients(pair[1], inputs))
+    monkeypatch.setattr(pair[1], "log_entropy", False)
+    assert_all_zero(*loss_and_gradients(pair[1], batch() | {"advantages": torch.zeros(8)}))
+
+
+def assert_all_zero(loss: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
+    assert loss == 0
+    assert all(not gradient.any() for gradient in gradients.values())
+
+
+def fed(trainer: Any, inputs: dict[str, Any]) -> list[int]:
+    """Tokens of each forward that a loss takes."""
+    sizes: list[int] = []
+    hook = trainer.model.get_input_embeddings().register_forward_hook(
+        lambda _, args, out: sizes.append(args[0].numel())
+    )
+    trainer.model.eval()
+    with torch.no_grad():
+        trainer._compute_loss(trainer.model, inputs)
+    hook.remove()
+    return sizes
+
+
+def test_prompts_are_fed_once_and_padding_never(pair, monkeypatch):
+    inputs = batch()
+    common = 5  # tokens that two completions of one prompt begin with
+    needed = 6 + sum(LENGTHS[:4]) - 4 - common + 3 + sum(LENGTHS[4:]) - 3
+    assert sum(fed(pair[0], inputs)) == 8 * (6 + 9)
+    pair[1]._metrics["eval"].clear()
+    assert sum(fed(pair[1], inputs)) == needed
+    assert pair[1]._metrics["eval"]["packed/tokens_fed"] == [needed]
+    assert pair[1]._metrics["eval"]["packed/tokens_padded"] == [8 * (6 + 9)]
+    inputs["advantages"] = torch.tensor([1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    assert sum(fed(pair[1], inputs)) == needed  # for the entropy alone
+    monkeypatch.setattr(pair[1], "log_entropy", False)
+    assert sum(fed(pair[1], inputs)) == 6 + 4 + 8
+    assert "entropy" not in pair[1]._metrics["eval"] or len(pair[1]._metrics["eval"]["entropy"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("completion_mask", [1, 0, 1, 1, 1, 0, 0, 0, 0], "completion_mask row 2: must be padded on the right alone"),
+        ("prompt_mask", [1, 1, 1, 1, 1, 0], "prompt_mask row 2: must be padded on the left alone, without gaps"),
+    ],
+)
+def test_masks_with_gaps_are_refused(pair, name, row, message):
+    inputs = batch()
+    inputs[name][2] = torch.tensor(row)
+    with pytest.raises(ValueError, match=message):
+        pair[1]._compute_loss(pair[1].model, inputs)
+
+
+SGD = {"optim": "sgd", "learning_rate": 0.3}  # no square roots of gradients that are rounding alone
+AVERAGED = ("entropy", "clip_ratio/region_mean", "clip_ratio/high_max")  # over micro-batches
+
+
+def train_both(train: Any, **options: Any) -> tuple[Any, Any]:
+    """The trainer with TRL's loss, and the one with the packed loss."""
+    given = options.pop("trainer", {})
+    return tuple(train(trainer=given | {"packed_loss": packed}, **SGD | options) for packed in (False, True))
+
+
+def assert_trained_alike(plain: Any, packed: Any) -> None:
+    for name, value in parameters(packed).items():
+        torch.testing.assert_close(value, parameters(plain)[name], rtol=1e-4, atol=1e-5, msg=name)
+    whole = plain.args.gradient_accumulation_steps == 1
+    for name in ("loss", "grad_norm", "kl", "reward", *(AVERAGED if whole else ())):
+        assert logged(packed, name) == pytest.approx(logged(plain, name), rel=1e-4, abs=1e-5), name
+    assert max(logged(packed, "grad_norm")) > 0
+    fed, padded = logged(packed, "packed/tokens_fed"), logged(packed, "packed/tokens_padded")
+    assert all(a < 0.8 * b for a, b in zip(fed, padded, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"trainer": {"counterfactual": UNIFORM}},
+        {
+            "gradient_checkpointing": False,
+            "loss_type": "cispo",
+            "epsilon_high": 1.2,
+            "num_iterations": 2,
+            "max_steps": 2,
+        },
+        {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"loss_type": "grpo", "gradient_accumulation_steps": 2, "max_steps": 2},
+        {"loss_type": "bnpo", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 4},
+        {"trainer": {"peft_config": LORA}, "beta": 0.1, "num_iterations": 2, "max_steps": 2},
+        {"trainer": {"rollout_func": rollouts}, "pad_to_multiple_of": 8},
+        {"mask_truncated_completions": True, "max_completion_length": 8},
+    ],
+    ids=lambda options: "-".join(map(str, options)) or "as it comes",
+)
+def test_the_packed_loss_trains_as_trls_own_with_the_same_weights(train, options):
+    assert_trained_alike(*train_both(train, **options))
+
+
+def test_autocast_applies_to_packs_as_to_padded_batches(train):
+    plain, packed = train_both(train, bf16=True)
+    exact = train(trainer={"packed_loss": True}, **SGD)
+    for name in ("loss", "grad_norm", "entropy"):
+        assert logged(packed, name) == pytest.approx(logged(plain, name), rel=1e-2, abs=2e-3), name
+    assert logged(packed, "grad_norm") != pytest.approx(logged(exact, "grad_norm"), rel=1e-4)
+
+
+def test_a_head_in_float32_stays_so_under_autocast(train, monkeypatch):
+    seen: list[Any] = []
+    loss = trl_losses.packed_forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        forward = loss(*args, **kwargs)
+        policy_loss = forward.policy_loss
+        forward.policy_loss = lambda *a, **k: seen.append(torch.is_autocast_enabled("cpu")) or policy_loss(*a, **k)
+        return forward
+
+    monkeypatch.setattr(trl_losses, "packed_forward", watched)
+    for in_float32 in (False, True):
+        train(bf16=True, cast_lm_head_to_fp32=in_float32, trainer={"packed_loss": True})
+    assert seen == [True, False]
+
+
+def test_evaluation_takes_the_packed_loss_too(train):
+    held_out = Dataset.from_dict({"prompt": [PROMPT] * 2})
+    plain, packed = train_both(
+        train, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8, trainer={"eval_dataset": held_out}
+    )
+    assert logged(packed, "eval_loss") == pytest.approx(logged(plain, "eval_loss"), rel=1e-3, abs=1e-4)
+    assert logged(packed, "eval_packed/tokens_fed")
+
+
+def test_without_the_entropy_rows_without_advantage_are_not_fed_and_training_is_the_same(train):
+    def uneven(completions: list[Any], **kwargs: object) -> list[float]:
+        """Advantage for the first of three groups alone."""
+        return [reward * (i < 8) for i, reward in enumerate(seven(completions))]
+
+    options = SGD | {"per_device_train_batch_size": 24, "trainer": {"reward_funcs": uneven, "packed_loss": True}}
+    with_entropy = train(**options)
+    options["trainer"] = options["trainer"] | {"log_entropy": False}
+    without = train(**options)
+    for name, value in parameters(without).items():
+        torch.testing.assert_close(value, parameters(with_entropy)[name], rtol=1e-4, atol=1e-6, msg=name)
+    (few,), (all_rows,) = logged(without, "packed/tokens_fed"), logged(with_entropy, "packed/tokens_fed")
+    assert few < 0.6 * all_rows
+    assert not logged(without, "entropy")
+    assert logged(without, "clip_ratio/region_mean") == logged(with_entropy, "clip_ratio/region_mean")
+
+
+@pytest.mark.parametrize(
+    ("options", "together"),
+    [
+        ({"gradient_accumulation_steps": 3}, True),
+        ({"gradient_accumulation_steps": 3, "loss_type": "bnpo"}, False),
+        ({"gradient_accumulation_steps": 6, "per_device_train_batch_size": 4}, True),
+        ({"steps_per_generation": 3}, False),  # each an optimizer step of its own: rows stay in theirs
+        ({"gradient_accumulation_steps": 3, "steps_per_generation": 2}, False),
+    ],
+    ids=str,
+)
+def test_the_rows_of_one_optimizer_step_lie_by_prompt_in_its_micro_batches(train, options, together):
+    seen: list[dict[str, Any]] = []
+
+    class Watched(CounterfactualGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            seen.append(inputs)
+            return super()._compute_loss(model, inputs)
+
+    def rows(packed: bool) -> list[Any]:
+        """What each optimizer step is made of."""
+        seen.clear()
+        arguments = {"packed_loss": packed, "counterfactual": UNIFORM}
+        trained = train(Watched, max_steps=3, learning_rate=0.0, trainer=arguments, **options)
+        each = [
+            (micro["prompt_ids"][b][micro["prompt_mask"][b] == 1].tolist(),
+             micro["completion_ids"][b][micro["completion_mask"][b] == 1].tolist(), micro["advantages"][b].item())
+            for micro in seen for b in range(len(micro["advantages"]))
+        ]  # fmt: skip
+        size = len(each) // 3
+        assert trained.state.global_step == 3
+        return [sorted(each[start : start + size]) for start in range(0, len(each), size)]
+
+    theirs = rows(packed=False)
+    assert max(len(micro["prompt_ids"].unique(dim=0)) for micro in seen) > 1
+    assert rows(packed=True) == theirs
+    assert (max(len(micro["prompt_ids"].unique(dim=0)) for micro in seen) == 1) == together
+
+
+def test_rows_are_reordered_whole_and_what_is_no_row_stays():
+    def micro(rows: list[int]) -> dict[str, Any]:
+        return {
+            "prompt_ids": torch.tensor([[0, row // 10] for row in rows]),
+            "prompt_mask": torch.tensor([[0, 1] for _ in rows]),
+            "advantages": torch.tensor(rows),
+            "names": [str(row) for row in rows],
+            "total": torch.tensor(4),
+            "nothing": None,
+        }
+
+    first, second = prompts_together([micro([21, 11, 22]), micro([12, 31, 13])])
+    assert first["advantages"].tolist() == [21, 22, 11]
+    assert second["advantages"].tolist() == [12, 13, 31]
+    for made in (first, second):
+        assert made["names"] == [str(row) for row in made["advantages"].tolist()]
+        assert made["prompt_ids"][:, 1].tolist() == [row // 10 for row in made["advantages"].tolist()]
+        assert (made["total"], made["nothing"]) == (4, None)
