@@ -291,9 +291,11 @@ class PackedForward:
         """`score_counterfactuals` of the same rows, from the hidden states and keys and values of this forward.
 
         Only branches are fed, without gradient; base answers cost nothing. Valid as long as the model's weights are
-        those of this forward. Answers and spans as there; a row with an answer must have been fed up to its end.
-        Layers that carry a state, and rotary frequencies that follow a forward's longest sequence, take forwards of
-        their own.
+        those of this forward. Arguments as there. Layers that carry a state, and rotary frequencies that follow a
+        forward's longest sequence, take forwards of their own.
+
+        Raises:
+            ValueError: bad input, as there; a row with an answer that was not fed; states that were not kept.
         """
         if has_cells(self.causal) or rope_lengths(self.causal)[0]:
             prompts, completions = zip(*(map(torch.from_numpy, row) for row in self.rows), strict=True)
@@ -304,6 +306,11 @@ class PackedForward:
         rows = checked_rows(self.causal, self.rows, spans, answers, placeholder_id)
         budget = rows_per_forward(self.causal, token_budget)
         units = [queries_of(row, placeholder_id, logprobs=False) for row in rows]
+        for b, (unit, count) in enumerate(zip(units, self.counts, strict=True)):
+            if unit and not count:
+                raise ValueError(f"answers row {b}: its completion was not fed (needed[{b}] was 0)")
+        if any(one.store is None for one in self.fed):
+            raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
         values: list[list[Tensor]] = [[] for _ in rows]
         done: list[Pack] = []
         with torch.no_grad(), tree_attention_mode(self.causal):

@@ -219,6 +219,22 @@ def test_a_branch_that_equals_what_was_fed_is_scored_from_it():
 Span4to8, Answer16to19 = SPANS[0][0]._replace(start=4, end=8), SPANS[0][0]._replace(start=16, end=19)
 
 
+def test_a_forward_that_cannot_be_continued_says_why():
+    model = make_model("Qwen3")
+    with pytest.raises(ValueError, match="keep_states must be True"):
+        packed_forward(model, PROMPTS, COMPLETIONS).score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
+    forward = packed_forward(model, PROMPTS, COMPLETIONS, needed=[0, 33, 17, 41, 30, 12, 20], keep_states=True)
+    with pytest.raises(ValueError, match=r"answers row 0: its completion was not fed \(needed\[0\] was 0\)"):
+        forward.score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
+
+
+def test_an_answer_beyond_what_was_fed_is_fed_with_the_branches():
+    model = make_model("Qwen3")
+    forward = packed_forward(model, PROMPTS, COMPLETIONS, needed=[5] * 7, keep_states=True)
+    found = forward.score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
+    assert_equals_naive(found, model, PROMPTS, COMPLETIONS, SPANS, ANSWERS)
+
+
 def test_credit_takes_its_scores_from_a_forward():
     from tests.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
 
