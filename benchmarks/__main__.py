@@ -78,7 +78,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=list(PARTS), help="a part; repeatable; default: all")
     parser.add_argument("--select", help="pytest's -k for the part, to measure a piece of it")
     parser.add_argument(
-        "--peers", help="race these alone in scoring or steps, comma-separated, for example 'per span,ours'"
+        "--peers",
+        help="race these alone in scoring or steps, comma-separated (a name with a comma in quotes), for example 'per span,ours'",
     )
     parser.add_argument("--smoke", action="store_true", help="smallest shapes: shows that all runs, measures nothing")
     parser.add_argument("--seconds", type=float, default=60.0, help="time for the rounds of one workload")

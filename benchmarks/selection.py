@@ -1,5 +1,7 @@
 """What a session is to run: on which device, and whether in full or as a smoke run."""
 
+import csv
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ def chosen_peers(config: pytest.Config, known: list[str]) -> list[str]:
     given = config.getoption("--bench-peers")
     if given is None:
         return known
-    names = [name.strip() for name in given.split(",")]
+    names = next(csv.reader([given], skipinitialspace=True))  # a name with a comma stands in quotes
     if unknown := [name for name in names if name not in known]:
         raise pytest.UsageError(f"--peers: {unknown} are not among {known}")
     return [name for name in known if name in names]
