@@ -79,7 +79,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--select", help="pytest's -k for the part, to measure a piece of it")
     parser.add_argument(
         "--peers",
-        help="race these alone in scoring or steps, comma-separated (a name with a comma in quotes), for example 'per span,ours'",
+        help="race these alone in scoring or steps, comma-separated, a name with a comma in quotes: 'per span,ours'",
     )
     parser.add_argument("--smoke", action="store_true", help="smallest shapes: shows that all runs, measures nothing")
     parser.add_argument("--seconds", type=float, default=60.0, help="time for the rounds of one workload")
