@@ -3,6 +3,7 @@
 No network: the tokenizer is a byte-level BPE trained here, and models have random weights in the shapes of real ones.
 """
 
+import copy
 import functools
 import json
 import random
@@ -459,7 +460,8 @@ def random_model(name: str, *, device: torch.device, dtype: torch.dtype) -> PreT
     """A model in the shape of `name` with seeded random weights, in `eval` mode."""
     torch.manual_seed(SEED)
     with device:
-        model = AutoModelForCausalLM.from_config(MODELS[name], dtype=dtype)
+        # A configuration of its own: trainers write into it, and the next model would come out another.
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name]), dtype=dtype)
     return model.eval()
 
 

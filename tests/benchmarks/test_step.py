@@ -21,12 +21,16 @@ CPU = torch.device("cpu")
 ONE_ROUND = Budget(0.0, 1, 1)
 
 
+def tiny_policy(lora):
+    return policy("qwen3-tiny", lora=lora, device=CPU, dtype=torch.float32)
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["LoRA", "full"])
 def replay(request):
     """Two groups of random ids, one of them without advantage."""
     rollouts = shaped_rollouts(2, group=2, prompt=9, completion=30, spans=3, span_tokens=4)
     unmixed = replace(rollouts, advantages=rollouts.advantages * torch.tensor([1.0, 1.0, 0.0, 0.0]))
-    return Replay(policy("qwen3-tiny", lora=request.param, device=CPU, dtype=torch.float32), unmixed)
+    return Replay(tiny_policy(request.param), unmixed)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +106,15 @@ def test_references_are_not_made_of_a_policy_that_trl_has_changed(replay, conten
         replay.trl()
         with pytest.raises(ValueError, match="fresh policy"):
             step_contenders(replay, lambda: replay.policy, [PLAIN])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_policy_made_after_trl_had_one_is_the_same(replay):
+    with contextlib.suppress(Absent):
+        replay.trl()
+    again = tiny_policy(hasattr(replay.policy, "peft_config"))
+    pairs = zip(replay.policy.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(mine, other) for mine, other in pairs)
 
 
 def test_what_is_fed_is_counted_and_each_saving_feeds_less(replay, contenders):
