@@ -110,10 +110,10 @@ class SegmentTable:
         shift = np.repeat(self.context_length.astype(np.int64) - self.row_start, self.length)
         return np.arange(self.num_rows, dtype=np.int64) + shift
 
-    def visible_pairs(self) -> int:
-        """Number of (query row, key row) pairs that attention visits, without a sliding window."""
-        length = self.length.astype(np.int64)
-        return int((length * self.context_length + length * (length + 1) // 2).sum())
+    def visible_pairs(self, reach: Reach = EVERYTHING) -> int:
+        """Number of (query row, key row) pairs that see each other."""
+        position = torch.from_numpy(self.positions())
+        return int((position + 1 - reach.oldest_visible(position)).sum())
 
     def work_list(self, tokens_per_tile: int, first_row: int = 0) -> np.ndarray:
         """(W, 2) int32: segment and first token of every query tile, those with most keys first.

@@ -12,14 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
 
-from .attention_rule import AttentionRule
+from .attention_rule import AttentionRule, Reach
 from .dispatch import architecture, resolve_backend
 from .elementwise import LOG2E, tanh
 from .segment_table import SegmentTable
 from .tree_attention_backward import load_columns, tree_attention_backward_triton
 
-HEAD_DIMS = range(8, 257, 8)
+HEAD_DIM_STEP, WIDEST_HEAD = 8, 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -62,10 +63,11 @@ def tree_attention(
 
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit; the message names the argument.
-        NotImplementedError: gradients enabled on an input that requires them, on the Triton backend or with a
-            first_query_row.
+        NotImplementedError: gradients enabled on an input that requires them, with a first_query_row.
 
-    Differentiable on the PyTorch backend, in q, k, v and sinks.
+    Differentiable in q, k, v and sinks, on Triton once and to the same bits every time: nothing is added atomically.
+    There every context must be made of the first rows of earlier segments, in order and each at its own position, as
+    those of a tree are; a table of another kind raises `ValueError` where gradients are wanted.
     """
     rule = AttentionRule(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
@@ -357,10 +359,10 @@ def launch_options(
 
 
 def _check_triton(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.shape[2] not in HEAD_DIMS or v.shape[2] not in HEAD_DIMS:
+    if any(dim % HEAD_DIM_STEP or not 0 < dim <= WIDEST_HEAD for dim in (q.shape[2], v.shape[2])):
         raise ValueError(
-            f"q and v: head dimensions {q.shape[2]} and {v.shape[2]}; each must be a multiple of {HEAD_DIMS.step} "
-            f"up to {HEAD_DIMS[-1]} (backend='triton')"
+            f"q and v: head dimensions {q.shape[2]} and {v.shape[2]}; each must be a multiple of {HEAD_DIM_STEP} "
+            f"up to {WIDEST_HEAD} (backend='triton')"
         )
     if q.dtype not in DTYPES:
         raise ValueError(f"q: dtype {q.dtype} is not one of {DTYPES} (backend='triton')")
@@ -464,8 +466,26 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, by_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if by_out is None:
         return (None,) * 12
-    *gradients, by_sinks = tree_attention_backward_op(by_out, *ctx.saved_tensors, *ctx.options)
-    return *gradients, None if ctx.saved_tensors[3] is None else by_sinks, *[None] * 8
+    saved = ctx.saved_tensors  # once: a checkpoint unpacks them no second time
+    *gradients, by_sinks = tree_attention_backward_op(by_out, *saved, *ctx.options)
+    return *gradients, None if saved[3] is None else by_sinks, *[None] * 8
+
+
+@register_flop_formula(torch.ops.cfa_kernels.tree_attention, get_raw=True)
+def _forward_operations(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
+    segments, contexts = rest[1:3]
+    window, chunk = rest[5:7]
+    pairs = SegmentTable.of(segments, contexts).visible_pairs(Reach(window, chunk))
+    return 2 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
+
+
+@register_flop_formula(torch.ops.cfa_kernels.tree_attention_backward, get_raw=True)
+def _backward_operations(by_out: Tensor, q: Tensor, *rest: Any, **_: Any) -> int:
+    """Scores once more and the gradients of scores, q, k and v, as torch counts its own attention."""
+    segments, contexts = rest[5:7]
+    window, chunk = rest[9:11]
+    pairs = SegmentTable.of(segments, contexts).visible_pairs(Reach(window, chunk))
+    return 2 * pairs * q.shape[1] * (3 * q.shape[2] + 2 * by_out.shape[2])
 
 
 tree_attention_op.register_autograd(_backward, setup_context=_setup_context)

@@ -175,7 +175,7 @@ def key_gradient_kernel(
     """Gradients of k, v or both for one tile of BLOCK_N rows of a segment and one key head.
 
     Grid: (entries of `SegmentTable.key_work`, key heads). All query heads of the key head and all rows that see the
-    tile add to the same float32 sums, BLOCK_M // GROUP rows at a time; they are rounded once, or go to `p_parts`,
+    tile, heads first, add to the same float32 sums, BLOCK_M at a time; those are rounded once, or go to `p_parts`,
     (partial sums, key heads, BLOCK_N, KEY_BLOCK + VALUE_BLOCK), for `sum_parts_kernel`.
     """
     i_head = tl.program_id(1).to(tl.int64)
@@ -203,19 +203,17 @@ def key_gradient_kernel(
     if OF_VALUES:
         b_by_v = tl.zeros([BLOCK_N, VALUE_BLOCK], tl.float32)
 
-    TOKENS: tl.constexpr = BLOCK_M // GROUP
     HAS_REACH: tl.constexpr = HAS_WINDOW or HAS_CHUNK
-    o_m = tl.arange(0, BLOCK_M)
-    o_head = i_head * GROUP + o_m % GROUP
-    # A tile row beyond the last token of a block counts as a query from `end` on.
-    o_slot = tl.where(o_m // GROUP < TOKENS, o_m // GROUP, end)
+    o_next = begin * GROUP + tl.arange(0, BLOCK_M)
     b_row, b_limit, b_position = _seers(
-        p_seers, n_seers, begin + o_slot, own, base, first, row_start, position, end, HAS_REACH
+        p_seers, n_seers, o_next // GROUP, own, base, first, row_start, position, end, HAS_REACH
     )
-    for start in range(begin, end, TOKENS):
+    for _ in range(begin * GROUP, end * GROUP, BLOCK_M):
         b_seer, b_sees, b_at = b_row.to(tl.int64), b_limit, b_position
+        o_head = i_head * GROUP + o_next % GROUP
+        o_next += BLOCK_M
         b_row, b_limit, b_position = _seers(
-            p_seers, n_seers, start + TOKENS + o_slot, own, base, first, row_start, position, end, HAS_REACH
+            p_seers, n_seers, o_next // GROUP, own, base, first, row_start, position, end, HAS_REACH
         )
         p_rows = p_q + b_seer[:, None] * stride_qt + o_head[:, None] * stride_qh
         b_q = load_columns(p_rows, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
@@ -313,15 +311,18 @@ def query_options(
     """The shipped compile-time configuration of `query_gradient_kernel`; chosen by what is given here alone."""
     blocks = _head_blocks(key_dim, value_dim)
     widest = max(blocks["KEY_BLOCK"], blocks["VALUE_BLOCK"])
-    if dtype == torch.float32:
+    if dtype == torch.float32:  # full precision has no tensor cores; more heads share a tile only if they must
         block_m = triton.next_power_of_2(max(group, 16))
-        block_n, num_warps, num_stages = 16, min(block_m // 4, 16 if architecture == "hip" else 32), 2
+        block_n, num_warps, num_stages = 16, min(block_m // 4, 16), 3 if widest <= 128 else 2
     elif architecture == "hip":
         block_m, block_n, num_warps, num_stages = 64, 32, 4, 1
     elif widest > 128:
-        block_m, block_n, num_warps, num_stages = 64, 32, 4, 2
+        block_m, num_warps = {"sm_90": (128, 8), "sm_100": (64, 4)}.get(architecture, (64, 8))
+        block_n, num_stages = 32, 2
+    elif architecture.startswith("sm_8") and widest > 64:
+        block_m, block_n, num_warps, num_stages = 128, 32, 8, 3
     else:
-        block_m, block_n, num_warps, num_stages = 128, 64, 8, 2
+        block_m, block_n, num_warps, num_stages = 128, 64, 8, 3
     tile = {"BLOCK_M": max(block_m, triton.next_power_of_2(group)), "BLOCK_N": block_n}
     compiler = {"num_warps": num_warps, "num_stages": num_stages}
     return _shared_options(architecture, dtype, group, rule) | blocks | tile | compiler
@@ -337,13 +338,16 @@ def key_options(
     blocks = _head_blocks(key_dim, value_dim)
     widest = max(blocks["KEY_BLOCK"], blocks["VALUE_BLOCK"])
     if dtype == torch.float32:
-        block_m = triton.next_power_of_2(max(group, 16))
-        block_n, num_warps, num_stages = 16, 4, 2
+        block_m, block_n, num_warps, num_stages = 16, 16, 4, 2
     elif architecture == "hip":
         block_m, block_n, num_warps, num_stages = 32, 64, 4, 1
+    elif architecture.startswith("sm_8"):
+        block_m, block_n, num_warps, num_stages = (32, 64, 8, 2) if widest > 128 else (64, 64, 8, 2)
+    elif widest > 128:
+        block_m, block_n, num_warps, num_stages = 16, 128, 8, 2
     else:
-        block_m, block_n, num_warps, num_stages = 64, 64, 4, 2
-    tile = {"BLOCK_M": max(block_m, triton.next_power_of_2(group)), "BLOCK_N": block_n}
+        block_m, block_n, num_warps, num_stages = (32, 128, 8, 3) if widest > 64 else (64, 128, 8, 3)
+    tile = {"BLOCK_M": block_m, "BLOCK_N": block_n}
     compiler = {"num_warps": num_warps, "num_stages": num_stages}
     options = _shared_options(architecture, dtype, group, rule) | blocks | tile | compiler
     parts = [(True, False), (False, True)] if widest > 128 else [(True, True)]
@@ -368,10 +372,9 @@ def tree_attention_backward_triton(
     heads, key_heads = q.shape[1], k.shape[1]
     sizes = (architecture(q.device), q.dtype, q.shape[2], v.shape[2], heads // key_heads, rule)
     by_query, by_key = query_options(*sizes), key_options(*sizes)
-    keys_per_tile, tokens = by_key[0]["BLOCK_N"], by_key[0]["BLOCK_M"] // by_key[0]["GROUP"]
-    blocks = max(QUERY_ROWS_PER_PROGRAM // by_key[0]["BLOCK_M"], 1)
+    keys_per_tile, tokens = by_key[0]["BLOCK_N"], max(QUERY_ROWS_PER_PROGRAM * key_heads // heads, 1)
     work, segments, context_rows = table.on_device(q.device, by_query["BLOCK_M"] // by_query["GROUP"])
-    key_work, splits, seers, n_parts = table.key_work_on_device(q.device, keys_per_tile, tokens * blocks, rule.reach)
+    key_work, splits, seers, n_parts = table.key_work_on_device(q.device, keys_per_tile, tokens, rule.reach)
     width = by_key[0]["KEY_BLOCK"] + by_key[0]["VALUE_BLOCK"]
     by_q, by_k, by_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
