@@ -3,11 +3,31 @@
 `tree.py` builds it from token sequences, `tree_attention.py` reads it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from .attention_rule import EVERYTHING, Reach
+
+
+class Seers(NamedTuple):
+    """Which rows of other segments see rows of a segment, segment after segment.
+
+    Seer e of segment s, `start[s] <= e < start[s + 1]`, is packed row `row[e]` at position `position[e]`, and its
+    context holds the first `limit[e]` rows of s. Those of one segment go by limit, the highest first, then by
+    position, then by row: those that see a given row are a beginning of the list, but for what is out of reach.
+    """
+
+    start: np.ndarray  # (S + 1,) int64
+    row: np.ndarray  # (E,) int32
+    limit: np.ndarray  # (E,) int32
+    position: np.ndarray  # (E,) int32
 
 
 @dataclass(frozen=True)
@@ -27,9 +47,29 @@ class SegmentTable:
     context_start: np.ndarray  # (S,)
     context_length: np.ndarray  # (S,)
     context_rows: np.ndarray  # (C,)
-    _on_device: dict = field(default_factory=dict, repr=False, compare=False)
+    num_rows: int = field(init=False, repr=False, compare=False)  # N, the rows of the packed sequence
+    segments: Tensor = field(init=False, repr=False, compare=False)  # (S, 4) int32 on the CPU: the first four fields
+    contexts: Tensor = field(init=False, repr=False, compare=False)  # context_rows as a tensor on the CPU
+    _on_device: dict = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self._check()
+        fields = [self.row_start, self.length, self.context_start, self.context_length]
+        object.__setattr__(self, "num_rows", int(self.row_start[-1] + self.length[-1]))
+        object.__setattr__(self, "segments", torch.from_numpy(np.stack(fields, axis=1)))
+        object.__setattr__(self, "contexts", torch.from_numpy(self.context_rows))
+        _ALIVE[self.segments.data_ptr()] = self
+
+    @classmethod
+    def of(cls, segments: Tensor, contexts: Tensor) -> "SegmentTable":
+        """The table with these `segments` and `contexts`: the one they belong to while that lives, else a new one."""
+        known = _ALIVE.get(segments.data_ptr())
+        if known is not None and known.segments.shape == segments.shape:
+            return known
+        row_start, length, context_start, context_length = np.ascontiguousarray(segments.numpy().T)
+        return cls(row_start, length, context_start, context_length, contexts.numpy())
+
+    def _check(self) -> None:
         for name in ("row_start", "length", "context_start", "context_length", "context_rows"):
             array = getattr(self, name)
             if array.dtype != np.int32 or array.ndim != 1:
@@ -53,24 +93,27 @@ class SegmentTable:
             raise ValueError(f"context_rows must not be negative, got {self.context_rows.min()}")
 
     @property
-    def num_rows(self) -> int:
-        """N, the rows of the packed sequence."""
-        return int(self.row_start[-1] + self.length[-1])
-
-    @property
     def longest(self) -> int:
         """Rows of the longest path: one more than the last position."""
         return int((self.context_length + self.length).max())
+
+    def require_start(self, row: int) -> None:
+        """Raises `ValueError` unless a segment starts at packed row `row`."""
+        if row not in self.row_start:
+            segment = int(np.searchsorted(self.row_start, row, side="right")) - 1
+            raise ValueError(
+                f"first_query_row must be the first row of a segment, but row {row} lies in segment {segment}"
+            )
 
     def positions(self) -> np.ndarray:
         """Position of every packed row, (N,) int64."""
         shift = np.repeat(self.context_length.astype(np.int64) - self.row_start, self.length)
         return np.arange(self.num_rows, dtype=np.int64) + shift
 
-    def visible_pairs(self) -> int:
-        """Number of (query row, key row) pairs that attention visits, without a sliding window."""
-        length = self.length.astype(np.int64)
-        return int((length * self.context_length + length * (length + 1) // 2).sum())
+    def visible_pairs(self, reach: Reach = EVERYTHING) -> int:
+        """Number of (query row, key row) pairs that see each other."""
+        position = torch.from_numpy(self.positions())
+        return int((position + 1 - reach.oldest_visible(position)).sum())
 
     def work_list(self, tokens_per_tile: int, first_row: int = 0) -> np.ndarray:
         """(W, 2) int32: segment and first token of every query tile, those with most keys first.
@@ -95,17 +138,145 @@ class SegmentTable:
         """
         key = (device, tokens_per_tile, first_row)
         if key not in self._on_device:
-            parts = [
-                self.work_list(tokens_per_tile, first_row),
-                np.stack([self.row_start, self.length, self.context_start, self.context_length], axis=1),
-                self.context_rows,
-            ]
-            # Each starts at a multiple of 16 bytes, by which Triton specialises kernels.
-            flat = [np.pad(part.reshape(-1), (0, -part.size % 4)) for part in parts]
-            packed = torch.from_numpy(np.concatenate(flat))
-            if device.type == "cuda":
-                packed = packed.pin_memory()
-            split = packed.to(device, non_blocking=True).split([len(part) for part in flat])
-            work, segments, rows = (x[: part.size] for x, part in zip(split, parts, strict=True))
-            self._on_device[key] = (work.view(-1, 2), segments.view(-1, 4), rows)
+            parts = [self.work_list(tokens_per_tile, first_row), self.segments.numpy(), self.context_rows]
+            self._on_device[key] = _upload(parts, device)
         return self._on_device[key]
+
+    @cached_property
+    def lineage(self) -> np.ndarray:
+        """(3, L) int64: descendant, ancestor and how many of the ancestor's rows the descendant's context holds.
+
+        By ancestor, then with the most such rows first, then by descendant. Raises `ValueError` for a context that
+        is not made of the first rows of earlier segments, in order and each at its own position.
+        """
+        found = [np.zeros((3, 0), np.int64)]
+        for start in np.unique(self.context_start[self.context_length > 0]):
+            descendants = np.flatnonzero((self.context_start == start) & (self.context_length > 0))
+            held = self.context_length[descendants].astype(np.int64)
+            rows = self.context_rows[start : start + held.max()]
+            segment = np.searchsorted(self.row_start, rows, side="right") - 1
+            begin = np.flatnonzero(np.diff(segment, prepend=-1))
+            position = self.row_start[segment] + np.arange(len(rows)) - self.context_length[segment]
+            wrong = np.flatnonzero(rows != position)
+            if len(wrong):
+                who = descendants[held.argmax()]
+                raise ValueError(
+                    f"segment {who}: its context holds row {rows[wrong[0]]} at position {wrong[0]}; gradients need "
+                    "contexts made of the first rows of earlier segments, in order and at their own positions"
+                )
+            cut = np.minimum(np.append(begin[1:], len(rows)), held[:, None]) - begin
+            who, run = np.nonzero(cut > 0)
+            found.append(np.stack([descendants[who], segment[begin[run]], cut[who, run]]))
+        lineage = np.concatenate(found, axis=1)
+        return lineage[:, np.lexsort((lineage[0], -lineage[2], lineage[1]))]
+
+    def seers(self, reach: Reach = EVERYTHING) -> Seers:
+        """The rows of other segments that see rows of each segment. Raises `ValueError` as `lineage` does."""
+        descendant, ancestor, cut = self.lineage
+        last = reach.last_seer(self.context_length[ancestor] + cut - 1)
+        count = np.clip(last - self.context_length[descendant] + 1, 0, self.length[descendant])
+        link = np.repeat(np.arange(len(count)), count)
+        token = np.arange(len(link)) - np.repeat(np.cumsum(count) - count, count)
+        position = self.context_length[descendant[link]] + token
+        order = np.argsort((_ordinal(ancestor, cut)[link] << 32) + position, kind="stable")
+        link, token = link[order], token[order]
+        return Seers(
+            start=np.searchsorted(ancestor[link], np.arange(len(self.length) + 1)),
+            row=(self.row_start[descendant[link]] + token).astype(np.int32),
+            limit=cut[link].astype(np.int32),
+            position=position[order].astype(np.int32),
+        )
+
+    def key_tiles(self, keys_per_tile: int, seers: Seers, reach: Reach = EVERYTHING) -> np.ndarray:
+        """(T, 6) int64: tiles of keys, as many of one segment's rows each, and the rows that see any of them.
+
+        A tile's numbers: its segment, its first row's ordinal there, how many rows it has; how many rows of the
+        segment, from that first one on, see some of them; where the segment's list of seers starts, and how many
+        seers from there on are to be looked at.
+        """
+        tiles = -(-self.length // keys_per_tile)
+        segment = np.repeat(np.arange(len(self.length)), tiles)
+        first = (np.arange(len(segment)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * keys_per_tile
+        keys = np.minimum(self.length[segment] - first, keys_per_tile)
+        before = self.context_length[segment].astype(np.int64)
+        own = np.minimum(reach.last_seer(before + first + keys - 1) - before + 1, self.length[segment]) - first
+        # Seers of one segment that see as much of it form a class, in which they go by position. Of each class that a
+        # tile is seen by, those within reach of its last key that the class sees; of the list, up to the last of them.
+        owner = np.repeat(np.arange(len(self.length)), np.diff(seers.start))
+        ordinal = _ordinal(owner, seers.limit)
+        place = (ordinal << 32) + seers.position
+        begin = np.flatnonzero(np.diff(ordinal, prepend=-1))
+        classes = np.searchsorted(owner[begin], np.arange(len(self.length) + 1))
+        count = np.diff(classes)[segment]
+        tile = np.repeat(np.arange(len(segment)), count)
+        kind = classes[segment[tile]] + np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count)
+        last_key = np.minimum(first[tile] + keys[tile], seers.limit[begin[kind]]) - 1
+        stop = np.searchsorted(place, (kind << 32) + reach.last_seer(before[tile] + last_key), side="right")
+        seen = (last_key >= first[tile]) & (stop > begin[kind])
+        listed = np.zeros(len(segment), np.int64)
+        np.maximum.at(listed, tile[seen], (stop - seers.start[segment[tile]])[seen])
+        return np.stack([segment, first, keys, own, seers.start[segment], listed], axis=1)
+
+    def key_work(
+        self, keys_per_tile: int, queries_per_program: int, reach: Reach = EVERYTHING
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`(work (W, 9), splits (R, 4), seers (3, E))`, int32: what gradients of keys and values are made from.
+
+        A tile's queries are numbered: first its `own` rows, then its seers. Each entry of `work` is a tile and some
+        of its queries, at most so many, those with most first: the tile's first packed row, its rows, that first
+        one's ordinal in its segment and its position; `own`; what to add to a query's number for its seer; the first
+        query and the end of them; which partial sum they go to, or -1 where they are all. Each of `splits` is a tile
+        with partial sums: its first packed row, its rows, its first partial sum and how many there are. `seers` are
+        rows, limits and positions.
+        """
+        seers = self.seers(reach)
+        segment, first, keys, own, start, listed = self.key_tiles(keys_per_tile, seers, reach).T
+        parts = -(-(own + listed) // queries_per_program)
+        tile = np.repeat(np.arange(len(parts)), parts)
+        ordinal = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
+        begin = ordinal * queries_per_program
+        end = np.minimum(begin + queries_per_program, (own + listed)[tile])
+        split = parts > 1
+        slot = np.where(split[tile], np.cumsum(split[tile]) - 1, -1)
+        row = self.row_start[segment] + first
+        position = self.context_length[segment] + first
+        work = np.stack(
+            [row[tile], keys[tile], first[tile], position[tile], own[tile], (start - own)[tile], begin, end, slot],
+            axis=1,
+        )[np.argsort(begin - end, kind="stable")]
+        slots = (np.cumsum(parts * split) - parts * split)[split]
+        splits = np.stack([row[split], keys[split], slots, parts[split]], axis=1)
+        lists = np.stack([seers.row, seers.limit, seers.position])
+        return work.astype(np.int32), splits.astype(np.int32), lists
+
+    def key_work_on_device(
+        self, device: torch.device, keys_per_tile: int, queries_per_program: int, reach: Reach = EVERYTHING
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
+        """`key_work` on `device`, copied once and kept, and how many partial sums there are."""
+        key = (device, keys_per_tile, queries_per_program, reach)
+        if key not in self._on_device:
+            parts = self.key_work(keys_per_tile, queries_per_program, reach)
+            self._on_device[key] = (*_upload(parts, device), int(parts[1][:, 3].sum()))
+        return self._on_device[key]
+
+
+_ALIVE: WeakValueDictionary[int, SegmentTable] = WeakValueDictionary()
+"""Tables by the address of their `segments`, which nothing else has as long as they live."""
+
+
+def _ordinal(*columns: np.ndarray) -> np.ndarray:
+    """How many times the columns have changed up to each row, int64."""
+    changed = np.zeros(len(columns[0]), dtype=bool)
+    for column in columns:
+        changed[1:] |= column[1:] != column[:-1]
+    return np.cumsum(changed, dtype=np.int64)
+
+
+def _upload(parts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
+    """The int32 arrays on a device, by one copy, each from a multiple of 16 bytes on, by which Triton specialises."""
+    flat = [np.pad(part.reshape(-1), (0, -part.size % 4)) for part in parts]
+    packed = torch.from_numpy(np.concatenate(flat))
+    if device.type == "cuda":
+        packed = packed.pin_memory()
+    split = packed.to(device, non_blocking=True).split([len(part) for part in flat])
+    return tuple(x[: part.size].view(part.shape) for x, part in zip(split, parts, strict=True))

@@ -5,59 +5,23 @@ rows in the order of their positions, and causally to the segment itself. No pad
 that is what lets masked branches, completions and prompts share everything up to where they differ.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
 
+from .attention_rule import AttentionRule, Reach
 from .dispatch import architecture, resolve_backend
 from .elementwise import LOG2E, tanh
 from .segment_table import SegmentTable
+from .tree_attention_backward import load_columns, tree_attention_backward_triton
 
-HEAD_DIMS = range(8, 257, 8)
+HEAD_DIM_STEP, WIDEST_HEAD = 8, 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionRule:
-    """What becomes of `q . k` and which earlier keys a row sees; the options of `tree_attention`.
-
-    Raises `ValueError` for values that make no sense, naming the option.
-    """
-
-    scale: float
-    sliding_window: int | None = None
-    attention_chunk_size: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("scale", "softcap"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-        for name in ("sliding_window", "attention_chunk_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.sliding_window is not None and self.attention_chunk_size is not None:
-            raise ValueError(
-                f"sliding_window {self.sliding_window} and attention_chunk_size {self.attention_chunk_size} "
-                "exclude each other"
-            )
-
-    def oldest_visible(self, position: Tensor) -> Tensor:
-        """The first key position that rows at `position` see."""
-        if self.sliding_window is not None:
-            return (position - self.sliding_window + 1).clamp(min=0)
-        if self.attention_chunk_size is not None:
-            return position // self.attention_chunk_size * self.attention_chunk_size
-        return torch.zeros_like(position)
 
 
 def tree_attention(
@@ -99,10 +63,11 @@ def tree_attention(
 
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit; the message names the argument.
-        NotImplementedError: gradients enabled on an input that requires them, on the Triton backend or with a
-            first_query_row.
+        NotImplementedError: gradients enabled on an input that requires them, with a first_query_row.
 
-    Differentiable on the PyTorch backend, in q, k, v and sinks.
+    Differentiable in q, k, v and sinks, on Triton once and to the same bits every time: nothing is added atomically.
+    There every context must be made of the first rows of earlier segments, in order and each at its own position, as
+    those of a tree are; a table of another kind raises `ValueError` where gradients are wanted.
     """
     rule = AttentionRule(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
@@ -120,21 +85,21 @@ def tree_attention(
         )
     if chosen == "torch":
         return tree_attention_reference(q, k, v, table, rule, first_query_row)
-    if wants_gradient:
-        raise NotImplementedError(
-            "tree_attention has no Triton backward: call it under torch.no_grad() or with backend='torch'"
-        )
-    return _tree_attention_triton(q, k, v, table, rule, first_query_row)
+    _check_triton(q, k, v)
+    return tree_attention_op(
+        q, k, v, sinks, table.segments, table.contexts, rule.scale, softcap, sliding_window, attention_chunk_size,
+        first_query_row, wants_gradient,
+    )[0]  # fmt: skip
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, sinks: Tensor | None, first_query_row: int) -> None:
     if q.ndim != 3 or k.ndim != 3 or k.shape[:2] != v.shape[:2] or v.ndim != 3:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise ValueError(f"tree_attention takes q (N, H, D), k (N, Hkv, D) and v (N, Hkv, Dv), got {shapes}")
-    if first_query_row not in table.row_start:
-        segment = int(np.searchsorted(table.row_start, first_query_row, side="right")) - 1
-        inside = f"lies in segment {segment}" if 0 <= first_query_row < table.num_rows else "is not in the table"
-        raise ValueError(f"first_query_row must be the first row of a segment, but row {first_query_row} {inside}")
+    if not 0 <= first_query_row < table.num_rows:
+        raise ValueError(
+            f"first_query_row must be one of the {table.num_rows} rows of the table, got {first_query_row}"
+        )
     if k.shape[0] != table.num_rows or q.shape[0] != table.num_rows - first_query_row:
         after = f" after {first_query_row} rows without queries" if first_query_row else ""
         raise ValueError(f"table has {table.num_rows} rows, q {q.shape[0]}{after} and k {k.shape[0]}; they must agree")
@@ -163,7 +128,8 @@ def tree_attention_reference(
 
     Softmax runs in fp32, or in float64 for float64 inputs.
     """
-    context_rows = torch.from_numpy(table.context_rows).to(q.device)
+    table.require_start(first_query_row)
+    context_rows = table.contexts.to(q.device)
     segments = zip(table.row_start, table.length, table.context_start, table.context_length, strict=True)
     outputs = []
     for row, length, start, context in (tuple(map(int, segment)) for segment in segments):
@@ -177,7 +143,7 @@ def tree_attention_reference(
         for first in range(0, length, _REFERENCE_BLOCK):
             last = min(first + _REFERENCE_BLOCK, length)
             query = torch.arange(context + first, context + last, device=q.device)
-            oldest = rule.oldest_visible(query)
+            oldest = rule.reach.oldest_visible(query)
             low = int(oldest[0])  # no row of this block sees a key before it
             key = torch.arange(low, context + last, device=q.device)
             visible = (key <= query[:, None]) & (key >= oldest[:, None])
@@ -210,28 +176,16 @@ def _attend_reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, rule: At
     return (probs.to(q.dtype) @ v)[0].transpose(0, 1)
 
 
-@triton.jit
-def _load_columns(p_rows, o_d, DIM: tl.constexpr, STOP: tl.constexpr, WIDEN: tl.constexpr):
-    """Columns `o_d`, which end at STOP, of heads DIM wide; zeros beyond the head."""
-    if STOP > DIM:
-        b_x = tl.load(p_rows + o_d[None, :], mask=(o_d < DIM)[None, :], other=0.0)
-    else:
-        b_x = tl.load(p_rows + o_d[None, :])
-    if WIDEN:
-        b_x = b_x.to(tl.float32)
-    return b_x
-
-
 @triton.jit(do_not_specialize=["first_query_row"])
 def tree_attention_kernel(
-    p_q, p_k, p_v, p_sinks, p_out, p_work, p_segments, p_context,
+    p_q, p_k, p_v, p_sinks, p_out, p_lse, p_work, p_segments, p_context,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
     scale, softcap, span, first_query_row,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_REST: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_REST: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr, LOG2E: tl.constexpr, WIDEN: tl.constexpr,
+    WITH_LSE: tl.constexpr, PRECISION: tl.constexpr, LOG2E: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One tile: BLOCK_M // GROUP tokens of one segment times the query heads of one key head.
 
@@ -239,6 +193,7 @@ def tree_attention_kernel(
     sliding window or of an attention chunk; rows before `first_query_row` have no query and no result. A head's
     columns are one block, or a block and a narrower one for the rest. Blocks of keys are cut by position alone, never
     by where the rows lie or where a tile starts, so a row's sums are formed in the same order in every pack.
+    WITH_LSE, p_lse (N, H) takes the logarithm, to base 2, of a row's sum of exponentials, sink included.
     """
     i_work = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1).to(tl.int64)
@@ -272,11 +227,11 @@ def tree_attention_kernel(
     p_q += o_row[:, None] * stride_qt + o_head[:, None] * stride_qh
     p_k += i_head * stride_kh
     p_v += i_head * stride_vh
-    b_q = _load_columns(p_q, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
+    b_q = load_columns(p_q, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
     b_acc = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
     if KEY_REST:
         o_dk_rest = KEY_BLOCK + tl.arange(0, KEY_REST)
-        b_q_rest = _load_columns(p_q, o_dk_rest, KEY_DIM, KEY_BLOCK + KEY_REST, WIDEN)
+        b_q_rest = load_columns(p_q, o_dk_rest, KEY_DIM, KEY_BLOCK + KEY_REST, WIDEN)
     if VALUE_REST:
         o_dv_rest = VALUE_BLOCK + tl.arange(0, VALUE_REST)
         b_acc_rest = tl.zeros([BLOCK_M, VALUE_REST], tl.float32)
@@ -297,10 +252,10 @@ def tree_attention_kernel(
         b_row = tl.where(o_key < context_length, b_next.to(tl.int64), b_own)
         b_next = tl.load(p_context + o_next, mask=o_next < context_length, other=0)
         p_keys = p_k + b_row[:, None] * stride_kt
-        b_k = _load_columns(p_keys, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
+        b_k = load_columns(p_keys, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         if KEY_REST:
-            b_k_rest = _load_columns(p_keys, o_dk_rest, KEY_DIM, KEY_BLOCK + KEY_REST, WIDEN)
+            b_k_rest = load_columns(p_keys, o_dk_rest, KEY_DIM, KEY_BLOCK + KEY_REST, WIDEN)
             b_s = tl.dot(b_q_rest, tl.trans(b_k_rest), b_s, input_precision=PRECISION)
         if HAS_SOFTCAP:
             b_s = tanh(b_s * (scale / softcap))
@@ -317,14 +272,16 @@ def tree_attention_kernel(
         if WIDEN:
             b_p = b_p.to(tl.float32)
         p_values = p_v + b_row[:, None] * stride_vt
-        b_v = _load_columns(p_values, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN)
+        b_v = load_columns(p_values, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN)
         b_acc = tl.dot(b_p, b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
         if VALUE_REST:
-            b_v_rest = _load_columns(p_values, o_dv_rest, VALUE_DIM, VALUE_BLOCK + VALUE_REST, WIDEN)
+            b_v_rest = load_columns(p_values, o_dv_rest, VALUE_DIM, VALUE_BLOCK + VALUE_REST, WIDEN)
             b_acc_rest = tl.dot(b_p, b_v_rest, b_acc_rest * b_decay[:, None], input_precision=PRECISION)
 
     if HAS_SINKS:
         b_sum += tl.exp2(tl.load(p_sinks + o_head).to(tl.float32) * LOG2E - b_max)
+    if WITH_LSE:
+        tl.store(p_lse + o_row * (tl.num_programs(1) * GROUP) + o_head, b_max + tl.log2(b_sum), mask=m_token)
     p_out += o_row[:, None] * stride_ot + o_head[:, None] * stride_oh
     b_out = (b_acc / b_sum[:, None]).to(p_out.dtype.element_ty)
     tl.store(p_out + o_dv[None, :], b_out, mask=m_token[:, None] & (o_dv < VALUE_DIM)[None, :])
@@ -354,6 +311,7 @@ def launch_options(
     chunk: bool = False,
     softcap: bool = False,
     sinks: bool = False,
+    lse: bool = False,
 ) -> dict[str, Any]:
     """The shipped compile-time configuration of the kernel: constexprs, `num_warps`, `num_stages`.
 
@@ -391,6 +349,7 @@ def launch_options(
         "HAS_CHUNK": chunk,
         "HAS_SOFTCAP": softcap,
         "HAS_SINKS": sinks,
+        "WITH_LSE": lse,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "LOG2E": LOG2E,
         "WIDEN": architecture == "cpu",  # the interpreter has no bf16 dot
@@ -399,33 +358,134 @@ def launch_options(
     }
 
 
-def _tree_attention_triton(
-    q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, rule: AttentionRule, first_query_row: int
-) -> Tensor:
-    if q.shape[2] not in HEAD_DIMS or v.shape[2] not in HEAD_DIMS:
+def _check_triton(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if any(dim % HEAD_DIM_STEP or not 0 < dim <= WIDEST_HEAD for dim in (q.shape[2], v.shape[2])):
         raise ValueError(
-            f"q and v: head dimensions {q.shape[2]} and {v.shape[2]}; each must be a multiple of {HEAD_DIMS.step} "
-            f"up to {HEAD_DIMS[-1]} (backend='triton')"
+            f"q and v: head dimensions {q.shape[2]} and {v.shape[2]}; each must be a multiple of {HEAD_DIM_STEP} "
+            f"up to {WIDEST_HEAD} (backend='triton')"
         )
     if q.dtype not in DTYPES:
         raise ValueError(f"q: dtype {q.dtype} is not one of {DTYPES} (backend='triton')")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name}: the head dimension must be contiguous, got strides {tensor.stride()}")
-    # Also where the span hides nothing in this pack: another build might round a row differently.
-    span = min(rule.sliding_window or rule.attention_chunk_size or 0, torch.iinfo(torch.int32).max)
+
+
+# As operators, so that torch.compile, selective checkpointing and counters of operations see one node each
+
+
+@torch.library.custom_op("cfa_kernels::tree_attention", mutates_args=())
+def tree_attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    segments: Tensor,
+    contexts: Tensor,
+    scale: float,
+    softcap: float | None,
+    sliding_window: int | None,
+    attention_chunk_size: int | None,
+    first_query_row: int,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Result of `tree_attention` by its kernel and, `with_lse`, what its backward needs, (N, H) float32, else (0,).
+
+    `segments` and `contexts` are the table's, on the CPU: `SegmentTable.of` finds what it has on the device.
+    Differentiable by q, k, v and sinks with `with_lse`, and without a `first_query_row`.
+    """
+    table = SegmentTable.of(segments, contexts)
+    table.require_start(first_query_row)
+    if with_lse:
+        _ = table.lineage  # which the backward will need
+    rule = AttentionRule(scale, sliding_window, attention_chunk_size, softcap, sinks)
+    # A span also where it hides nothing in this pack: another build might round a row differently.
     options = launch_options(
         architecture(q.device), q.dtype, q.shape[2], v.shape[2], q.shape[1] // k.shape[1],
-        window=rule.sliding_window is not None, chunk=rule.attention_chunk_size is not None,
-        softcap=rule.softcap is not None, sinks=rule.sinks is not None,
+        window=sliding_window is not None, chunk=attention_chunk_size is not None,
+        softcap=softcap is not None, sinks=sinks is not None, lse=with_lse,
     )  # fmt: skip
-    sinks = None if rule.sinks is None else rule.sinks.contiguous()
-    work, segments, context_rows = table.on_device(q.device, options["BLOCK_M"] // options["GROUP"], first_query_row)
+    sinks = None if sinks is None else sinks.contiguous()
+    tokens = options["BLOCK_M"] // options["GROUP"]
+    work, device_segments, device_rows = table.on_device(q.device, tokens, first_query_row)
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2] if with_lse else (0,), dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
         tree_attention_kernel[(work.shape[0], k.shape[1])](
-            q, k, v, sinks, out, work, segments, context_rows,
+            q, k, v, sinks, out, lse if with_lse else None, work, device_segments, device_rows,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
-            rule.scale, rule.softcap or 0.0, span, first_query_row, **options,
+            scale, softcap or 0.0, rule.reach.span, first_query_row, **options,
         )  # fmt: skip
-    return out
+    return out, lse
+
+
+@tree_attention_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:2] if options[-1] else (0,), dtype=torch.float32)
+    return q.new_empty(*q.shape[:2], v.shape[2]), lse
+
+
+@torch.library.custom_op("cfa_kernels::tree_attention_backward", mutates_args=())
+def tree_attention_backward_op(
+    by_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    segments: Tensor,
+    contexts: Tensor,
+    scale: float,
+    softcap: float | None,
+    sliding_window: int | None,
+    attention_chunk_size: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients by q, k, v and sinks, that one (0,) without sinks, from that of the result."""
+    rule = AttentionRule(scale, sliding_window, attention_chunk_size, softcap, sinks)
+    table = SegmentTable.of(segments, contexts)
+    by_q, by_k, by_v, by_sinks = tree_attention_backward_triton(by_out, q, k, v, out, lse, table, rule)
+    return by_q, by_k, by_v, q.new_empty(0) if by_sinks is None else by_sinks
+
+
+@tree_attention_backward_op.register_fake
+def _(by_out: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+    by_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), by_sinks
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, segments, contexts, *ctx.options, first_query_row, with_lse = inputs
+    if first_query_row or not with_lse:
+        raise NotImplementedError("tree_attention keeps nothing to make gradients from")
+    ctx.save_for_backward(q, k, v, sinks, *output, segments, contexts)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, by_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if by_out is None:
+        return (None,) * 12
+    saved = ctx.saved_tensors  # once: a checkpoint unpacks them no second time
+    *gradients, by_sinks = tree_attention_backward_op(by_out, *saved, *ctx.options)
+    return *gradients, None if saved[3] is None else by_sinks, *[None] * 8
+
+
+@register_flop_formula(torch.ops.cfa_kernels.tree_attention, get_raw=True)
+def _forward_operations(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
+    segments, contexts = rest[1:3]
+    window, chunk = rest[5:7]
+    pairs = SegmentTable.of(segments, contexts).visible_pairs(Reach(window, chunk))
+    return 2 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
+
+
+@register_flop_formula(torch.ops.cfa_kernels.tree_attention_backward, get_raw=True)
+def _backward_operations(by_out: Tensor, q: Tensor, *rest: Any, **_: Any) -> int:
+    """Scores once more and the gradients of scores, q, k and v, as torch counts its own attention."""
+    segments, contexts = rest[5:7]
+    window, chunk = rest[9:11]
+    pairs = SegmentTable.of(segments, contexts).visible_pairs(Reach(window, chunk))
+    return 2 * pairs * q.shape[1] * (3 * q.shape[2] + 2 * by_out.shape[2])
+
+
+tree_attention_op.register_autograd(_backward, setup_context=_setup_context)

@@ -32,6 +32,10 @@ def case(
         signature |= {"p_sinks": "*bf16:16"}
     else:
         constexprs |= {"p_sinks": None}
+    if features.get("lse"):
+        signature |= {"p_lse": "*fp32:16"}
+    else:
+        constexprs |= {"p_lse": None}
     if ones:
         constexprs |= dict.fromkeys([*STRIDES, "span"], 1)
     else:
@@ -55,6 +59,7 @@ CASES = [
         case(target, torch.bfloat16, (16, 16), ones=True, window=True),
     )
 ] + [
+    case("sm_90", torch.bfloat16, (128, 128), lse=True),
     case("sm_90", torch.bfloat16, (96, 96), group=3),  # two column blocks each, a group that fills no tile
     case("sm_90", torch.bfloat16, (256, 256), window=True, softcap=True),  # Gemma 2
     case("sm_90", torch.float32, (64, 64), group=71),  # Falcon

@@ -1,0 +1,76 @@
+"""What tree attention makes of `q . k` and how far back a row sees, for the tables, the reference and the kernels."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LAST_POSITION = torch.iinfo(torch.int32).max
+
+
+class Reach(NamedTuple):
+    """How far rows see back: everything (both None), fewer than `window` positions, or their own `chunk` of them."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def span(self) -> int:
+        """Positions of the window or of a chunk as kernels take them, 0 if there is neither."""
+        return min(self.window or self.chunk or 0, LAST_POSITION)
+
+    def oldest_visible(self, position: Tensor) -> Tensor:
+        """The first key position that rows at `position` see."""
+        if self.window is not None:
+            return (position - self.window + 1).clamp(min=0)
+        if self.chunk is not None:
+            return position // self.chunk * self.chunk
+        return torch.zeros_like(position)
+
+    def last_seer(self, key: np.ndarray) -> np.ndarray:
+        """The last position, int64, from which rows see the keys at positions `key`."""
+        last = np.full(key.shape, LAST_POSITION, dtype=np.int64)
+        if self.window is not None:
+            last = key + np.int64(self.span - 1)
+        if self.chunk is not None:
+            last = key // self.span * np.int64(self.span) + self.span - 1
+        return np.minimum(last, LAST_POSITION)
+
+
+EVERYTHING = Reach()
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRule:
+    """What becomes of `q . k` and which earlier keys a row sees; the options of `tree_attention`.
+
+    Raises `ValueError` for values that make no sense, naming the option.
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("scale", "softcap"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        for name in ("sliding_window", "attention_chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.sliding_window is not None and self.attention_chunk_size is not None:
+            raise ValueError(
+                f"sliding_window {self.sliding_window} and attention_chunk_size {self.attention_chunk_size} "
+                "exclude each other"
+            )
+
+    @property
+    def reach(self) -> Reach:
+        """How far back rows see."""
+        return Reach(self.sliding_window, self.attention_chunk_size)

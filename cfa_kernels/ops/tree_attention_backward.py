@@ -1,0 +1,401 @@
+"""Gradients of tree attention on a GPU: one kernel for those of the queries, one for those of keys and values.
+
+Each sums what a gradient is made of in one program and in one order, so nothing is added atomically and a pack gives
+the same bits every time. The formulas are those of softmax attention: with `P` the probabilities that the forward's
+log-sum-exp gives back, `delta = rowsum(dO * O)` and `dS = P * (dO V^T - delta)`, the gradients are `dS K`, `dS^T Q`
+and `P^T dO`. `tree_attention.py` registers them as the gradient of its operator.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attention_rule import AttentionRule
+from .dispatch import architecture
+from .elementwise import LOG2E, tanh
+from .segment_table import SegmentTable
+
+QUERY_ROWS_PER_PROGRAM = 4096
+"""Rows times heads of a key head that one program adds up for a tile of keys: those of a prompt under many
+completions are shared out, and their sums added in order. A constant, so that the bits do not depend on a device."""
+
+
+@triton.jit
+def load_columns(p_rows, o_d, DIM: tl.constexpr, STOP: tl.constexpr, WIDEN: tl.constexpr):
+    """Columns `o_d`, which end at STOP, of heads DIM wide; zeros beyond the head."""
+    if STOP > DIM:
+        b_x = tl.load(p_rows + o_d[None, :], mask=(o_d < DIM)[None, :], other=0.0)
+    else:
+        b_x = tl.load(p_rows + o_d[None, :])
+    if WIDEN:
+        b_x = b_x.to(tl.float32)
+    return b_x
+
+
+@triton.jit
+def _round(b_x, p_like, WIDEN: tl.constexpr):
+    """`b_x` in the dtype of what `p_like` points to, in which a matrix product takes it."""
+    b_x = b_x.to(p_like.dtype.element_ty)
+    if WIDEN:
+        b_x = b_x.to(tl.float32)
+    return b_x
+
+
+@triton.jit
+def _probabilities(b_s, b_lse, visible, scale, softcap, HAS_SOFTCAP: tl.constexpr, LOG2E: tl.constexpr):
+    """The forward's probabilities, and the derivative of logits by `scale * b_s`, from `b_s`, the products q . k."""
+    if HAS_SOFTCAP:
+        b_s = tanh(b_s * (scale / softcap))
+        b_slope = 1.0 - b_s * b_s
+        factor = softcap * LOG2E
+    else:
+        b_slope = 1.0
+        factor = scale * LOG2E
+    return tl.where(visible, tl.exp2(b_s * factor - b_lse), 0.0), b_slope
+
+
+@triton.jit
+def query_gradient_kernel(
+    p_q, p_k, p_v, p_out, p_by_out, p_lse, p_delta, p_by_q, p_work, p_segments, p_context,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh, n_heads,
+    scale, softcap, span,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, LOG2E: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Gradient of q and delta for one tile of the forward: BLOCK_M // GROUP tokens times the heads of one key head.
+
+    Grid, work list and the order of keys are those of `tree_attention_kernel`, so that a row's gradient does not
+    depend on the rest of the pack either. `p_out`, `p_lse`, `p_delta` and `p_by_q` are contiguous.
+    """
+    i_work = tl.program_id(0).to(tl.int64)
+    i_head = tl.program_id(1).to(tl.int64)
+    i_segment = tl.load(p_work + i_work * 2).to(tl.int64)
+    first = tl.load(p_work + i_work * 2 + 1)
+    row_start = tl.load(p_segments + i_segment * 4).to(tl.int64)
+    length = tl.load(p_segments + i_segment * 4 + 1)
+    p_context += tl.load(p_segments + i_segment * 4 + 2).to(tl.int64)
+    context_length = tl.load(p_segments + i_segment * 4 + 3)
+
+    # Tile rows beyond the last token repeat it, so that every row sees a key; they are not stored.
+    stop = tl.minimum(first + BLOCK_M // GROUP, length)
+    o_m = tl.arange(0, BLOCK_M)
+    m_token = first + o_m // GROUP < stop
+    o_token = tl.minimum(first + o_m // GROUP, stop - 1)
+    o_head = i_head * GROUP + o_m % GROUP
+    o_row = row_start + o_token
+    o_entry = o_row * n_heads + o_head
+    o_query = context_length + o_token
+    oldest = context_length + first
+    high = context_length + stop
+    low = 0
+    if HAS_WINDOW:
+        o_first = o_query - span + 1
+        low = tl.maximum(oldest - span + 1, 0) // BLOCK_N * BLOCK_N
+    if HAS_CHUNK:
+        o_first = o_query // span * span
+        low = oldest // span * span // BLOCK_N * BLOCK_N
+
+    o_dk = tl.arange(0, KEY_BLOCK)
+    o_dv = tl.arange(0, VALUE_BLOCK)
+    p_k += i_head * stride_kh
+    p_v += i_head * stride_vh
+    p_rows = p_q + o_row[:, None] * stride_qt + o_head[:, None] * stride_qh
+    b_q = load_columns(p_rows, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
+    p_rows = p_by_out + o_row[:, None] * stride_gt + o_head[:, None] * stride_gh
+    b_by_out = load_columns(p_rows, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN)
+    b_out = load_columns(p_out + o_entry[:, None] * VALUE_DIM, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN)
+    b_delta = tl.sum(b_by_out.to(tl.float32) * b_out.to(tl.float32), 1)
+    tl.store(p_delta + o_entry, b_delta, mask=m_token)
+    b_lse = tl.load(p_lse + o_entry)
+    b_acc = tl.zeros([BLOCK_M, KEY_BLOCK], tl.float32)
+
+    # Row numbers come one block ahead: loads of keys and values then depend on registers alone and can be pipelined.
+    o_next = low + tl.arange(0, BLOCK_N)
+    b_next = tl.load(p_context + o_next, mask=o_next < context_length, other=0)
+    for start in range(low, high, BLOCK_N):
+        o_key = start + tl.arange(0, BLOCK_N)
+        o_next = o_key + BLOCK_N
+        b_own = row_start + (tl.minimum(o_key, high - 1) - context_length)
+        b_row = tl.where(o_key < context_length, b_next.to(tl.int64), b_own)
+        b_next = tl.load(p_context + o_next, mask=o_next < context_length, other=0)
+        b_k = load_columns(p_k + b_row[:, None] * stride_kt, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_v = load_columns(p_v + b_row[:, None] * stride_vt, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN)
+        b_by_p = tl.dot(b_by_out, tl.trans(b_v), input_precision=PRECISION)
+        visible = o_key[None, :] <= o_query[:, None]
+        if HAS_WINDOW or HAS_CHUNK:
+            visible = visible & (o_key[None, :] >= o_first[:, None])
+        b_p, b_slope = _probabilities(b_s, b_lse[:, None], visible, scale, softcap, HAS_SOFTCAP, LOG2E)
+        b_by_s = b_p * (b_by_p - b_delta[:, None]) * b_slope
+        b_acc = tl.dot(_round(b_by_s, p_k, WIDEN), b_k, b_acc, input_precision=PRECISION)
+
+    p_by_q += o_entry[:, None] * KEY_DIM
+    b_by_q = (b_acc * scale).to(p_by_q.dtype.element_ty)
+    tl.store(p_by_q + o_dk[None, :], b_by_q, mask=m_token[:, None] & (o_dk < KEY_DIM)[None, :])
+
+
+@triton.jit
+def _seers(
+    p_seers, n_seers, o_query, own, base, first, row_start, position, end,
+    HAS_REACH: tl.constexpr,
+):  # fmt: skip
+    """Packed row of queries `o_query` of a tile, how many of the tile's keys they see, and their position.
+
+    Queries from `end` on see none and have some row there is.
+    """
+    m_listed = (o_query >= own) & (o_query < end)
+    p_listed = p_seers + (base + o_query)
+    b_row = row_start + o_query
+    b_row = tl.where(o_query < own, b_row, tl.load(p_listed, mask=m_listed, other=0))
+    b_limit = tl.load(p_listed + n_seers, mask=m_listed, other=0) - first
+    b_limit = tl.where(o_query < own, o_query + 1, b_limit)
+    b_limit = tl.where(o_query < end, b_limit, 0)
+    b_position = position + o_query
+    if HAS_REACH:
+        b_position = tl.where(o_query < own, b_position, tl.load(p_listed + 2 * n_seers, mask=m_listed, other=0))
+    return b_row, b_limit, b_position
+
+
+@triton.jit(do_not_specialize=["n_seers"])
+def key_gradient_kernel(
+    p_q, p_k, p_v, p_by_out, p_lse, p_delta, p_by_k, p_by_v, p_parts, p_work, p_seers, n_seers,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh, n_heads,
+    scale, softcap, span,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    OF_KEYS: tl.constexpr, OF_VALUES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, LOG2E: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Gradients of k, v or both for one tile of BLOCK_N rows of a segment and one key head.
+
+    Grid: (entries of `SegmentTable.key_work`, key heads). All query heads of the key head and all rows that see the
+    tile, heads first, add to the same float32 sums, BLOCK_M at a time; those are rounded once, or go to `p_parts`,
+    (partial sums, key heads, BLOCK_N, KEY_BLOCK + VALUE_BLOCK), for `sum_parts_kernel`.
+    """
+    i_head = tl.program_id(1).to(tl.int64)
+    p_work += tl.program_id(0).to(tl.int64) * 9
+    row_start = tl.load(p_work)
+    keys = tl.load(p_work + 1)
+    first = tl.load(p_work + 2)
+    position = tl.load(p_work + 3)
+    own = tl.load(p_work + 4)
+    base = tl.load(p_work + 5)
+    begin = tl.load(p_work + 6)
+    end = tl.load(p_work + 7)
+    slot = tl.load(p_work + 8).to(tl.int64)
+
+    o_n = tl.arange(0, BLOCK_N)
+    o_dk = tl.arange(0, KEY_BLOCK)
+    o_dv = tl.arange(0, VALUE_BLOCK)
+    o_key_row = (row_start + tl.minimum(o_n, keys - 1)).to(tl.int64)
+    b_k = load_columns(p_k + o_key_row[:, None] * stride_kt + i_head * stride_kh, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
+    if OF_KEYS:
+        b_v = load_columns(
+            p_v + o_key_row[:, None] * stride_vt + i_head * stride_vh, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN
+        )
+        b_by_k = tl.zeros([BLOCK_N, KEY_BLOCK], tl.float32)
+    if OF_VALUES:
+        b_by_v = tl.zeros([BLOCK_N, VALUE_BLOCK], tl.float32)
+
+    HAS_REACH: tl.constexpr = HAS_WINDOW or HAS_CHUNK
+    o_next = begin * GROUP + tl.arange(0, BLOCK_M)
+    b_row, b_limit, b_position = _seers(
+        p_seers, n_seers, o_next // GROUP, own, base, first, row_start, position, end, HAS_REACH
+    )
+    for _ in range(begin * GROUP, end * GROUP, BLOCK_M):
+        b_seer, b_sees, b_at = b_row.to(tl.int64), b_limit, b_position
+        o_head = i_head * GROUP + o_next % GROUP
+        o_next += BLOCK_M
+        b_row, b_limit, b_position = _seers(
+            p_seers, n_seers, o_next // GROUP, own, base, first, row_start, position, end, HAS_REACH
+        )
+        p_rows = p_q + b_seer[:, None] * stride_qt + o_head[:, None] * stride_qh
+        b_q = load_columns(p_rows, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
+        b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # (keys, queries)
+        p_rows = p_by_out + b_seer[:, None] * stride_gt + o_head[:, None] * stride_gh
+        b_by_out = load_columns(p_rows, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN)
+        visible = o_n[:, None] < b_sees[None, :]
+        if HAS_WINDOW:
+            visible = visible & ((position + o_n)[:, None] > (b_at - span)[None, :])
+        if HAS_CHUNK:
+            visible = visible & ((position + o_n)[:, None] >= (b_at // span * span)[None, :])
+        b_lse = tl.load(p_lse + b_seer * n_heads + o_head)
+        b_p, b_slope = _probabilities(b_s, b_lse[None, :], visible, scale, softcap, HAS_SOFTCAP, LOG2E)
+        if OF_VALUES:
+            b_by_v = tl.dot(_round(b_p, p_by_out, WIDEN), b_by_out, b_by_v, input_precision=PRECISION)
+        if OF_KEYS:
+            b_delta = tl.load(p_delta + b_seer * n_heads + o_head)
+            b_by_p = tl.dot(b_v, tl.trans(b_by_out), input_precision=PRECISION)
+            b_by_s = b_p * (b_by_p - b_delta[None, :]) * b_slope
+            b_by_k = tl.dot(_round(b_by_s, p_q, WIDEN), b_q, b_by_k, input_precision=PRECISION)
+
+    n_key_heads = tl.num_programs(1)
+    if slot < 0:
+        o_entry = o_key_row * n_key_heads + i_head
+        if OF_KEYS:
+            p_columns = p_by_k + o_entry[:, None] * KEY_DIM + o_dk[None, :]
+            m_stored = (o_n < keys)[:, None] & (o_dk < KEY_DIM)[None, :]
+            tl.store(p_columns, (b_by_k * scale).to(p_by_k.dtype.element_ty), mask=m_stored)
+        if OF_VALUES:
+            p_columns = p_by_v + o_entry[:, None] * VALUE_DIM + o_dv[None, :]
+            m_stored = (o_n < keys)[:, None] & (o_dv < VALUE_DIM)[None, :]
+            tl.store(p_columns, b_by_v.to(p_by_v.dtype.element_ty), mask=m_stored)
+    else:
+        o_part = ((slot * n_key_heads + i_head) * BLOCK_N + o_n) * (KEY_BLOCK + VALUE_BLOCK)
+        if OF_KEYS:
+            tl.store(p_parts + o_part[:, None] + o_dk[None, :], b_by_k * scale)
+        if OF_VALUES:
+            tl.store(p_parts + KEY_BLOCK + o_part[:, None] + o_dv[None, :], b_by_v)
+
+
+@triton.jit
+def sum_parts_kernel(
+    p_parts, p_by_k, p_by_v, p_splits,
+    BLOCK_N: tl.constexpr, KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Adds the partial sums of a tile of keys in their order. Grid: (split tiles, key heads, BLOCK_N // ROWS)."""
+    i_head = tl.program_id(1).to(tl.int64)
+    n_heads = tl.num_programs(1)
+    p_splits += tl.program_id(0).to(tl.int64) * 4
+    row_start = tl.load(p_splits)
+    keys = tl.load(p_splits + 1)
+    slot = tl.load(p_splits + 2).to(tl.int64)
+    count = tl.load(p_splits + 3)
+    o_n = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    o_dk = tl.arange(0, KEY_BLOCK)
+    o_dv = tl.arange(0, VALUE_BLOCK)
+    p_part = p_parts + ((slot * n_heads + i_head) * BLOCK_N + o_n)[:, None] * (KEY_BLOCK + VALUE_BLOCK)
+    stride = n_heads * BLOCK_N * (KEY_BLOCK + VALUE_BLOCK)
+    b_by_k = tl.zeros([ROWS, KEY_BLOCK], tl.float32)
+    b_by_v = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
+    for _ in range(count):
+        b_by_k += tl.load(p_part + o_dk[None, :])
+        b_by_v += tl.load(p_part + KEY_BLOCK + o_dv[None, :])
+        p_part += stride
+    o_entry = (row_start + o_n).to(tl.int64) * n_heads + i_head
+    m_n = (o_n < keys)[:, None]
+    p_by_k += o_entry[:, None] * KEY_DIM
+    tl.store(p_by_k + o_dk[None, :], b_by_k.to(p_by_k.dtype.element_ty), mask=m_n & (o_dk < KEY_DIM)[None, :])
+    p_by_v += o_entry[:, None] * VALUE_DIM
+    tl.store(p_by_v + o_dv[None, :], b_by_v.to(p_by_v.dtype.element_ty), mask=m_n & (o_dv < VALUE_DIM)[None, :])
+
+
+def _head_blocks(key_dim: int, value_dim: int) -> dict[str, int]:
+    """Columns of a head in one block of a power of two, at least 16 wide, as matrix products ask."""
+    key_block, value_block = (triton.next_power_of_2(max(dim, 16)) for dim in (key_dim, value_dim))
+    return {"KEY_DIM": key_dim, "KEY_BLOCK": key_block, "VALUE_DIM": value_dim, "VALUE_BLOCK": value_block}
+
+
+def _shared_options(architecture: str, dtype: torch.dtype, group: int, rule: AttentionRule) -> dict[str, Any]:
+    return {
+        "GROUP": group,
+        "HAS_WINDOW": rule.sliding_window is not None,
+        "HAS_CHUNK": rule.attention_chunk_size is not None,
+        "HAS_SOFTCAP": rule.softcap is not None,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "LOG2E": LOG2E,
+        "WIDEN": architecture == "cpu",  # the interpreter has no bf16 dot
+    }
+
+
+def query_options(
+    architecture: str, dtype: torch.dtype, key_dim: int, value_dim: int, group: int, rule: AttentionRule
+) -> dict[str, Any]:
+    """The shipped compile-time configuration of `query_gradient_kernel`; chosen by what is given here alone."""
+    blocks = _head_blocks(key_dim, value_dim)
+    widest = max(blocks["KEY_BLOCK"], blocks["VALUE_BLOCK"])
+    if dtype == torch.float32:  # full precision has no tensor cores; more heads share a tile only if they must
+        block_m = triton.next_power_of_2(max(group, 16))
+        block_n, num_warps, num_stages = 16, min(block_m // 4, 16), 3 if widest <= 128 else 2
+    elif architecture == "hip":
+        block_m, block_n, num_warps, num_stages = 64, 32, 4, 1
+    elif widest > 128:
+        block_m, num_warps = {"sm_90": (128, 8), "sm_100": (64, 4)}.get(architecture, (64, 8))
+        block_n, num_stages = 32, 2
+    elif architecture.startswith("sm_8") and widest > 64:
+        block_m, block_n, num_warps, num_stages = 128, 32, 8, 3
+    else:
+        block_m, block_n, num_warps, num_stages = 128, 64, 8, 3
+    tile = {"BLOCK_M": max(block_m, triton.next_power_of_2(group)), "BLOCK_N": block_n}
+    compiler = {"num_warps": num_warps, "num_stages": num_stages}
+    return _shared_options(architecture, dtype, group, rule) | blocks | tile | compiler
+
+
+def key_options(
+    architecture: str, dtype: torch.dtype, key_dim: int, value_dim: int, group: int, rule: AttentionRule
+) -> list[dict[str, Any]]:
+    """The shipped compile-time configurations of `key_gradient_kernel`, whose launches make all gradients together.
+
+    Wide heads take two, one for keys and one for values: the sums of both do not fit the registers.
+    """
+    blocks = _head_blocks(key_dim, value_dim)
+    widest = max(blocks["KEY_BLOCK"], blocks["VALUE_BLOCK"])
+    if dtype == torch.float32:
+        block_m, block_n, num_warps, num_stages = 16, 16, 4, 2
+    elif architecture == "hip":
+        block_m, block_n, num_warps, num_stages = 32, 64, 4, 1
+    elif architecture.startswith("sm_8"):
+        block_m, block_n, num_warps, num_stages = (32, 64, 8, 2) if widest > 128 else (64, 64, 8, 2)
+    elif widest > 128:
+        block_m, block_n, num_warps, num_stages = 16, 128, 8, 2
+    else:
+        block_m, block_n, num_warps, num_stages = (32, 128, 8, 3) if widest > 64 else (64, 128, 8, 3)
+    tile = {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    compiler = {"num_warps": num_warps, "num_stages": num_stages}
+    options = _shared_options(architecture, dtype, group, rule) | blocks | tile | compiler
+    parts = [(True, False), (False, True)] if widest > 128 else [(True, True)]
+    return [options | {"OF_KEYS": of_keys, "OF_VALUES": of_values} for of_keys, of_values in parts]
+
+
+def sum_options(key: dict[str, Any]) -> dict[str, Any]:
+    """The compile-time configuration of `sum_parts_kernel` beside that of `key_gradient_kernel`."""
+    names = ("BLOCK_N", "KEY_DIM", "KEY_BLOCK", "VALUE_DIM", "VALUE_BLOCK")
+    return {name: key[name] for name in names} | {"ROWS": 8, "num_warps": 4}
+
+
+def tree_attention_backward_triton(
+    by_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: SegmentTable, rule: AttentionRule
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and sinks from that of the result, `by_out` (N, H, Dv).
+
+    `out` and `lse` (N, H) are what the forward gave. Raises `ValueError` for a table without `lineage`.
+    """
+    if by_out.stride(-1) != 1:
+        by_out = by_out.contiguous()
+    heads, key_heads = q.shape[1], k.shape[1]
+    sizes = (architecture(q.device), q.dtype, q.shape[2], v.shape[2], heads // key_heads, rule)
+    by_query, by_key = query_options(*sizes), key_options(*sizes)
+    keys_per_tile, tokens = by_key[0]["BLOCK_N"], max(QUERY_ROWS_PER_PROGRAM * key_heads // heads, 1)
+    work, segments, context_rows = table.on_device(q.device, by_query["BLOCK_M"] // by_query["GROUP"])
+    key_work, splits, seers, n_parts = table.key_work_on_device(q.device, keys_per_tile, tokens, rule.reach)
+    width = by_key[0]["KEY_BLOCK"] + by_key[0]["VALUE_BLOCK"]
+    by_q, by_k, by_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    delta = torch.empty_like(lse)
+    parts = lse.new_empty(n_parts, key_heads, keys_per_tile, width)
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *by_out.stride()[:2])
+    numbers = (rule.scale, rule.softcap or 0.0, rule.reach.span)
+    with torch.cuda.device_of(q):
+        query_gradient_kernel[(work.shape[0], key_heads)](
+            q, k, v, out, by_out, lse, delta, by_q, work, segments, context_rows, *strides, heads, *numbers, **by_query
+        )
+        for options in by_key:
+            key_gradient_kernel[(key_work.shape[0], key_heads)](
+                q, k, v, by_out, lse, delta, by_k, by_v, parts, key_work, seers, seers.shape[1],
+                *strides, heads, *numbers, **options,
+            )  # fmt: skip
+        if len(splits):
+            options = sum_options(by_key[0])
+            grid = (len(splits), key_heads, keys_per_tile // options["ROWS"])
+            sum_parts_kernel[grid](parts, by_k, by_v, splits, **options)
+    by_sinks = None
+    if rule.sinks is not None:
+        share = torch.exp2(rule.sinks.float() * LOG2E - lse)
+        by_sinks = -(share * delta).sum(0).to(rule.sinks.dtype)
+    return by_q, by_k, by_v, by_sinks

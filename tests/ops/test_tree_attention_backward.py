@@ -1,0 +1,456 @@
+"""Gradients of tree_attention by its kernels equal those of the reference, which equal those of others."""
+
+import importlib.util
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from cfa_kernels.ops import tree_attention as forward
+from cfa_kernels.ops import tree_attention_backward as module
+from cfa_kernels.ops.segment_table import SegmentTable
+from cfa_kernels.ops.tree_attention import tree_attention, tree_attention_backward_op, tree_attention_op
+from tests.ops.budget import assert_within_budget
+from tests.ops.test_tree_attention import build, options, qkv, realistic_rows, with_sinks
+
+NAMES = ("out", "q", "k", "v", "sinks")
+
+# Float32 tiles have 16 keys: cuts before, at and behind the edge of one, one-row segments, branches of branches.
+TREES = {
+    "one row": [[1]],
+    "edges": [[*range(40)], *([*range(cut), 99, 98] for cut in (1, 15, 16, 17, 32, 39))],
+    "one-row segments": [[1, 2], [1, 3], [1, 2, 4], [1, 2, 4, 5], [1, 2, 4, 6], [7]],
+    "deep": [[*range(9)], [*range(6), 50, *range(6)], [*range(6), 50, *range(3), 60, 61], [*range(6), 50, 0, 70]],
+    "a prompt under many": [[*range(20), 50 + i, *range(i % 5)] for i in range(12)],
+}
+
+
+def by_out(out: Tensor) -> Tensor:
+    """An upstream gradient of N(0, 1), the same for every dtype and device."""
+    values = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return values.to(out.device, out.dtype)
+
+
+def gradients(inputs, table: SegmentTable, backend: str, **option) -> dict[str, Tensor]:
+    """The result and the gradients by q, k, v and sinks, on the CPU."""
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    if "sinks" in option:
+        option["sinks"] = option["sinks"].detach().clone().requires_grad_()
+    out = tree_attention(*inputs, table, backend=backend, **option)
+    wanted = inputs + [option[name] for name in ("sinks",) if name in option]
+    found = torch.autograd.grad(out, wanted, by_out(out))
+    return {name: x.detach().cpu() for name, x in zip(NAMES, (out, *found), strict=False)}
+
+
+def exact_gradients(inputs, table: SegmentTable, **option) -> dict[str, Tensor]:
+    """Of the reference in float64."""
+    exact = {name: x.double().cpu() if name == "sinks" else x for name, x in option.items()}
+    return gradients([x.double().cpu() for x in inputs], table, "torch", **exact)
+
+
+def assert_exact(ours: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 5e-6) -> None:
+    assert ours.keys() == expected.keys()
+    for name, x in ours.items():
+        largest = max(1.0, expected[name].abs().max().item())
+        error = (x.double() - expected[name].double()).abs().max().item()
+        assert error <= max(tolerance, torch.finfo(x.dtype).eps) * largest, (
+            f"{name}: error {error:.3g} beside values up to {largest:.3g}"
+        )
+
+
+def rows_per_program(rows: int):
+    return mock.patch.object(module, "QUERY_ROWS_PER_PROGRAM", rows)
+
+
+small_trees = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=5)
+HEADS = [(1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (6, 2)]
+
+
+@settings(max_examples=12)
+@given(small_trees, st.sampled_from(HEADS), options, st.sampled_from([1, 32, 4096]))
+def test_the_kernels_agree_with_the_reference_on_ragged_trees(rows, heads, option, per_program):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    table, _ = build(rows)
+    inputs = qkv(table.num_rows, *heads, 16, torch.float32, 8, device=device)
+    option = with_sinks(option, heads[0], device)
+    with rows_per_program(per_program):
+        assert_exact(gradients(inputs, table, "triton", **option), exact_gradients(inputs, table, **option), 2e-5)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{}, {"sliding_window": 7, "softcap": 1.5}, {"attention_chunk_size": 11, "sinks": torch.float32}],
+    ids=["plain", "window and softcap", "chunk and sinks"],
+)
+@pytest.mark.parametrize("tree", TREES)
+def test_edges_of_tiles_and_of_segments_lose_no_gradient(tree, option, device):
+    table, _ = build(TREES[tree])
+    inputs = qkv(table.num_rows, 2, 1, 16, torch.float32, device=device)
+    option = with_sinks(option, 2, device)
+    with rows_per_program(48):
+        assert_exact(gradients(inputs, table, "triton", **option), exact_gradients(inputs, table, **option))
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (24, 16), (16, 40), (80, 72), (128, 96), (192, 128), (112, 256)])
+def test_gradients_of_any_width_agree_with_the_reference(dims, device):
+    table, _ = build([[*range(19), 1], [*range(11), 99, *range(5)]])
+    inputs = qkv(table.num_rows, 3, 1, dims[0], torch.float32, dims[1], device)
+    assert_exact(gradients(inputs, table, "triton"), exact_gradients(inputs, table))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("heads", "dims", "option"),
+    [
+        ((4, 2), (64, 64), {}),
+        ((8, 1), (32, 32), {"sinks": torch.bfloat16, "sliding_window": 13}),
+        ((3, 1), (48, 80), {"softcap": 2.0, "attention_chunk_size": 24}),
+        ((2, 2), (256, 128), {"softcap": 5.0, "scale": 0.2}),
+    ],
+)
+def test_gradients_stay_within_the_error_budget(heads, dims, option, dtype, device):
+    table, _ = build(realistic_rows(completions=1, prompt=19, length=38))
+    inputs = qkv(table.num_rows, *heads, dims[0], dtype, dims[1], device)
+    option = with_sinks(option, heads[0], device)
+    ours, low = (gradients(inputs, table, backend, **option) for backend in ("triton", "torch"))
+    expected = exact_gradients(inputs, table, **option)
+    for name in expected:
+        assert ours[name].dtype == low[name].dtype
+        assert_within_budget(ours[name], low[name], expected[name])
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention")  # it asks to be compiled
+@pytest.mark.parametrize("option", [{}, {"sliding_window": 9}, {"attention_chunk_size": 8}, {"softcap": 2.0}])
+def test_flex_attention_with_the_same_mask_has_the_same_gradients(option, device):
+    """An outside judge. It refuses gradients on a CPU, where its plain form runs all the same."""
+    table, paths = build(TREES["deep"] + [[*range(9), 5, 5, 5, 5]])
+    inputs = qkv(table.num_rows, 4, 2, 16, torch.float32, 16, device)
+    visible = torch.zeros(table.num_rows, table.num_rows, dtype=torch.bool)
+    for path in paths:
+        position = torch.arange(len(path))
+        seen = position[:, None] >= position
+        if "sliding_window" in option:
+            seen &= position[:, None] - position < option["sliding_window"]
+        if "attention_chunk_size" in option:
+            seen &= position[:, None] // option["attention_chunk_size"] == position // option["attention_chunk_size"]
+        visible[path[:, None], path] = seen
+    cap = option.get("softcap")
+    exact = [x.double().cpu().requires_grad_() for x in inputs]
+    mask = flex.create_block_mask(lambda b, h, i, j: visible[i, j], None, None, *visible.shape, device="cpu")
+    with mock.patch.object(flex, "_validate_device"):
+        out = flex.flex_attention(
+            *(x.transpose(0, 1)[None] for x in exact),
+            score_mod=None if cap is None else lambda score, *_: cap * torch.tanh(score / cap),
+            block_mask=mask,
+            enable_gqa=True,
+        )[0].transpose(0, 1)
+    expected = torch.autograd.grad(out, exact, by_out(out))
+    for backend in ("torch", "triton"):
+        ours = gradients(inputs, table, backend, **option)
+        assert_exact(ours, dict(zip(NAMES, (out.detach(), *expected), strict=False)))
+
+
+@contextmanager
+def reversed_work():
+    """Programs run from the last entry of their work lists to the first."""
+    on_device, key_work = SegmentTable.on_device, SegmentTable.key_work_on_device
+
+    def turned(self, *arguments):
+        work, *rest = on_device(self, *arguments)
+        return work.flip(0).contiguous(), *rest
+
+    def turned_keys(self, *arguments):
+        work, splits, *rest = key_work(self, *arguments)
+        return work.flip(0).contiguous(), splits.flip(0).contiguous(), *rest
+
+    with mock.patch.multiple(SegmentTable, on_device=turned, key_work_on_device=turned_keys):
+        yield
+
+
+@pytest.mark.parametrize(
+    "option", [{}, {"sliding_window": 5, "sinks": torch.float32}], ids=["plain", "window and sinks"]
+)
+def test_gradients_have_the_same_bits_in_whatever_order_programs_run(option, device):
+    table, _ = build(TREES["a prompt under many"])
+    inputs = qkv(table.num_rows, 2, 1, 16, torch.float32, device=device)
+    option = with_sinks(option, 2, device)
+    with rows_per_program(32):
+        first, again = (gradients(inputs, table, "triton", **option) for _ in range(2))
+        with reversed_work():
+            turned = gradients(inputs, table, "triton", **option)
+    for name, bits in first.items():
+        assert torch.equal(bits, again[name]), name
+        assert torch.equal(bits, turned[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("option", [{}, {"sliding_window": 33, "softcap": 3.0}], ids=["plain", "window and softcap"])
+def test_gradients_of_many_rows_are_the_same_bits_every_time(option):
+    table, _ = build(realistic_rows(completions=24, prompt=300, length=400))
+    inputs = qkv(table.num_rows, 8, 2, 128, torch.bfloat16, device="cuda")
+    first = gradients(inputs, table, "triton", **option)
+    low, expected = gradients(inputs, table, "torch", **option), exact_gradients(inputs, table, **option)
+    for name in first:
+        assert_within_budget(first[name], low[name], expected[name])
+    for _ in range(10):
+        again = gradients(inputs, table, "triton", **option)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_a_gradient_that_is_not_contiguous_is_taken(device):
+    table, _ = build(TREES["deep"])
+    inputs = [x.requires_grad_() for x in qkv(table.num_rows, 4, 2, 16, torch.float32, device=device)]
+    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs]
+    for loss in (torch.sum, lambda out: (out.transpose(1, 2).contiguous() * 2.0).sum()):
+        plain, other = (
+            torch.autograd.grad(loss(tree_attention(*x, table, backend="triton")), inputs) for x in (inputs, strided)
+        )
+        for a, b in zip(plain, other, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
+def test_one_input_alone_may_want_its_gradient(name, device):
+    table, _ = build(TREES["deep"])
+    q, k, v = qkv(table.num_rows, 4, 2, 16, torch.float32, device=device)
+    given = {"q": q, "k": k, "v": v, "sinks": torch.ones(4, device=device)}
+    all_of_them = gradients((q, k, v), table, "triton", sinks=given["sinks"])
+    given[name].requires_grad_()
+    out = tree_attention(**given, table=table, backend="triton")
+    (alone,) = torch.autograd.grad(out, given[name], by_out(out))
+    assert torch.equal(alone.cpu(), all_of_them[name])
+
+
+def test_wanting_gradients_does_not_change_the_result(device):
+    table, _ = build(TREES["edges"])
+    inputs = qkv(table.num_rows, 4, 2, 16, torch.float32, device=device)
+    plain = tree_attention(*inputs, table, backend="triton").cpu()
+    assert torch.equal(gradients(inputs, table, "triton")["out"], plain)
+
+
+def test_every_gradient_is_written(poisoned_memory, device):
+    table, _ = build(TREES["edges"])
+    inputs = qkv(table.num_rows, 6, 2, 24, torch.float32, 80, device)
+    with rows_per_program(64):
+        for x in gradients(inputs, table, "triton").values():
+            assert torch.isfinite(x).all()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2", "ignore:invalid value encountered")
+def test_sinks_far_from_the_logits_have_finite_gradients(device):
+    table, _ = build([[1, 2, 3, 4], [1, 2, 5]])
+    inputs = qkv(table.num_rows, 4, 2, 16, torch.float32, device=device)
+    sinks = torch.tensor([-torch.inf, -1e4, 30.0, 1e4], device=device)
+    ours, expected = (
+        gradients(inputs, table, "triton", sinks=sinks),
+        exact_gradients(inputs, table, sinks=sinks),
+    )
+    assert_exact(ours, expected)
+
+
+def int32(*values) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("context", "message"),
+    [
+        ((1, 0), "segment 1: its context holds row 1 at position 0; gradients need"),
+        ((1, 2), "segment 1: its context holds row 1 at position 0"),
+        ((0, 2), "segment 1: its context holds row 2 at position 1"),
+    ],
+)
+def test_a_context_that_is_no_beginning_of_a_path_has_no_gradient(context, message):
+    table = SegmentTable(int32(0, 3), int32(3, 1), int32(0, 0), int32(0, 2), int32(*context))
+    q, k, v = qkv(4, 2, 1, 16, torch.float32)
+    assert torch.isfinite(tree_attention(q, k, v, table, backend="triton")).all()
+    with pytest.raises(ValueError, match=message):
+        tree_attention(q.requires_grad_(), k, v, table, backend="triton")
+
+
+def test_the_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
+    """Triton launches on the current device, which need not be theirs."""
+    table, _ = build(TREES["deep"])
+    q, k, v = qkv(table.num_rows, 4, 2, 16, torch.float32)
+    out = tree_attention(q.requires_grad_(), k, v, table, backend="triton")
+    inside = []
+
+    @contextmanager
+    def device_of(tensor):
+        inside.append(tensor.shape)
+        yield
+        inside.append("left")
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: inside.append("launched")
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(module, "QUERY_ROWS_PER_PROGRAM", 16)
+    for kernel in ("query_gradient_kernel", "key_gradient_kernel", "sum_parts_kernel"):
+        monkeypatch.setattr(module, kernel, Kernel())
+    out.sum().backward()
+    assert inside == [q.shape, *["launched"] * 3, "left"]
+
+
+# As operators
+
+
+def arguments(device, table: SegmentTable, *, sinks: bool = True, window: int | None = None):
+    q, k, v = (x.requires_grad_() for x in qkv(table.num_rows, 4, 2, 16, torch.float32, 24, device))
+    drain = torch.ones(4, device=device).requires_grad_() if sinks else None
+    return (q, k, v, drain, table.segments, table.contexts, 0.25, None, window, None)
+
+
+@pytest.mark.parametrize("sinks", [True, False], ids=["sinks", "none"])
+def test_the_operators_pass_opcheck(sinks, device):
+    table, _ = build([[1, 2, 3], [1, 2, 4]])
+    given = arguments(device, table, sinks=sinks, window=2)
+    torch.library.opcheck(tree_attention_op, (*given, 0, True))
+    detached = [x.detach() if isinstance(x, Tensor) else x for x in given]
+    torch.library.opcheck(tree_attention_op, (*detached, 0, False))
+    out, lse = tree_attention_op(*detached, 0, True)
+    backward = (by_out(out), *detached[:4], out, lse, *detached[4:])
+    torch.library.opcheck(tree_attention_backward_op, backward)
+
+
+def test_one_compiled_function_serves_every_table(device):
+    def attend(q, k, v, table):
+        return tree_attention(q * 2.0, k, v, table, sliding_window=9, backend="triton").sin()
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for tree in ("deep", "edges", "a prompt under many", "one-row segments"):
+            table, _ = build(TREES[tree])
+            inputs = [x.requires_grad_() for x in qkv(table.num_rows, 2, 1, 16, torch.float32, device=device)]
+            outputs = [run(*inputs, table) for run in (attend, compiled)]
+            plain, found = (torch.autograd.grad(out, inputs, by_out(out)) for out in outputs)
+            assert torch.equal(*outputs)
+            for a, b in zip(plain, found, strict=True):
+                assert torch.equal(a, b)
+
+
+def counted(monkeypatch) -> list[str]:
+    """Names of the kernels that run from now on."""
+    ran: list[str] = []
+    kernels = {forward: ["tree_attention_kernel"], module: ["query_gradient_kernel", "key_gradient_kernel"]}
+    for where, names in kernels.items():
+        for name in names:
+            kernel = getattr(where, name)
+            counter = mock.MagicMock()
+            counter.__getitem__.side_effect = lambda grid, kernel=kernel, name=name: ran.append(name) or kernel[grid]
+            monkeypatch.setattr(where, name, counter)
+    return ran
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "selective"])
+def test_a_checkpoint_keeps_the_gradients(kind, monkeypatch, device):
+    """And a selective one that is told to keep attention's result does not compute it again."""
+    table, _ = build(TREES["deep"])
+    inputs = [x.requires_grad_() for x in qkv(table.num_rows, 2, 1, 16, torch.float32, device=device)]
+
+    def attend(q, k, v):
+        return tree_attention(q.sin(), k.sin(), v.sin(), table, backend="triton").sin()
+
+    def keep(_, operator, *args, **kwargs):
+        kept = operator == torch.ops.cfa_kernels.tree_attention.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    expected = torch.autograd.grad(attend(*inputs).sum(), inputs)
+    ran = counted(monkeypatch)
+    extra = {"context_fn": partial(create_selective_checkpoint_contexts, keep)} if kind == "selective" else {}
+    out = checkpoint(attend, *inputs, use_reentrant=kind == "reentrant", **extra)
+    out.sum().backward()
+    assert ran.count("tree_attention_kernel") == (1 if kind == "selective" else 2)
+    assert ran.count("query_gradient_kernel") == 1
+    for x, gradient in zip(inputs, expected, strict=True):
+        assert torch.equal(x.grad, gradient)
+
+
+@pytest.mark.parametrize(("option", "pairs"), [({}, 13), ({"sliding_window": 2}, 9), ({"softcap": 2.0}, 13)])
+def test_a_counter_of_operations_counts_the_pairs_of_rows_that_see_each_other(option, pairs, device):
+    table, _ = build([[1, 2, 3], [1, 2, 4, 5]])
+    q, k, v = (x.requires_grad_() for x in qkv(table.num_rows, 4, 2, 16, torch.float32, 24, device))
+    with FlopCounterMode(display=False) as counter:
+        out = tree_attention(q, k, v, table, backend="triton", **option)
+        assert counter.get_total_flops() == 2 * pairs * 4 * (16 + 24)
+        out.backward(by_out(out))
+        assert counter.get_total_flops() == 2 * pairs * 4 * (4 * 16 + 3 * 24)  # scores once more
+
+
+# Mutants of the kernels: each term must matter to some gradient
+
+
+MUTANTS = {
+    "delta of the queries": ("b_p * (b_by_p - b_delta[:, None])", "b_p * b_by_p"),
+    "delta of the keys": ("b_p * (b_by_p - b_delta[None, :])", "b_p * b_by_p"),
+    "slope of the softcap": ("b_slope = 1.0 - b_s * b_s", "b_slope = 1.0"),
+    "log-sum-exp": ("b_s * factor - b_lse", "b_s * factor"),
+    "scale of the queries' gradient": ("(b_acc * scale)", "b_acc"),
+    "scale of the keys' gradient": ("(b_by_k * scale)", "b_by_k"),
+    "scale of the keys' partial sums": ("b_by_k * scale)\n", "b_by_k)\n"),
+    "causality of the queries": ("o_key[None, :] <= o_query[:, None]", "o_key[None, :] <= high"),
+    "causality of the keys": ("b_limit = tl.where(o_query < own, o_query + 1, b_limit)", "b_limit = b_limit + 999"),
+    "cut of a seer": ("mask=m_listed, other=0) - first", "mask=m_listed, other=0)"),
+    "end of the queries": ("b_limit = tl.where(o_query < end, b_limit, 0)", ""),
+    "window of the queries": ("(o_key[None, :] >= o_first[:, None])", "(o_key[None, :] >= 0)"),
+    "window of the keys": ("(position + o_n)[:, None] > (b_at - span)[None, :]", "(position + o_n)[:, None] >= 0"),
+    "position of a seer": ("b_position = tl.where(o_query < own, b_position, ", "b_position = b_position + 0 * ("),
+    "query heads of a key head": ("i_head * GROUP + o_m % GROUP", "i_head * GROUP"),
+    "partial sums": ("for _ in range(count)", "for _ in range(1)"),
+    "sinks": ("-(share * delta)", "(share * delta)"),
+}
+
+
+def loaded(source: str, folder: Path):
+    """A module of the package's with this source."""
+    file = folder / "mutant.py"
+    file.write_text(source)
+    spec = importlib.util.spec_from_file_location("cfa_kernels.ops.mutant", file)
+    assert spec is not None
+    assert spec.loader is not None
+    mutant = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    mutant.QUERY_ROWS_PER_PROGRAM = 32
+    return mutant
+
+
+def agrees(source: str, folder: Path, device) -> bool:
+    """Whether kernels of this source give the reference's gradients of small trees, with every option somewhere."""
+    mutant = loaded(source, folder)
+    table, _ = build([*TREES["a prompt under many"][:4], [*range(20), 50, 70, 71]])
+    q, k, v = qkv(table.num_rows, 3, 1, 16, torch.float32, 8, device)
+    for option in ({"scale": 0.5, "sinks": torch.float32}, {"sliding_window": 7, "softcap": 1.5}):
+        option = with_sinks(option, 3, device)
+        with mock.patch.object(forward, "tree_attention_backward_triton", mutant.tree_attention_backward_triton):
+            ours = gradients((q, k, v), table, "triton", **option)
+        for name, expected in exact_gradients((q, k, v), table, **option).items():
+            if not torch.allclose(ours[name].double(), expected, rtol=0, atol=1e-4):
+                return False
+    return True
+
+
+SOURCE = Path(module.__file__).read_text()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of a mutant's overflow
+@pytest.mark.parametrize("term", MUTANTS)
+def test_the_gradients_notice_the_loss_of(term, tmp_path, device):
+    before, after = MUTANTS[term]
+    assert before in SOURCE
+    assert not agrees(SOURCE.replace(before, after), tmp_path, device)
+
+
+def test_the_kernels_as_they_are_pass_what_mutants_fail(tmp_path, device):
+    assert agrees(SOURCE, tmp_path, device)
