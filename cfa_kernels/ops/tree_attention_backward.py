@@ -313,7 +313,7 @@ def query_options(
     widest = max(blocks["KEY_BLOCK"], blocks["VALUE_BLOCK"])
     if dtype == torch.float32:  # full precision has no tensor cores; more heads share a tile only if they must
         block_m = triton.next_power_of_2(max(group, 16))
-        block_n, num_warps, num_stages = 16, min(block_m // 4, 16), 3 if widest <= 128 else 2
+        block_n, num_warps, num_stages = 16, min(block_m // 4, 16), 3 if block_m == 16 and widest <= 128 else 2
     elif architecture == "hip":
         block_m, block_n, num_warps, num_stages = 64, 32, 4, 1
     elif widest > 128:
@@ -340,9 +340,10 @@ def key_options(
     if dtype == torch.float32:
         block_m, block_n, num_warps, num_stages = 16, 16, 4, 2
     elif architecture == "hip":
-        block_m, block_n, num_warps, num_stages = 32, 64, 4, 1
+        block_m, block_n, num_warps, num_stages = 16, 64, 4, 1
     elif architecture.startswith("sm_8"):
-        block_m, block_n, num_warps, num_stages = (32, 64, 8, 2) if widest > 128 else (64, 64, 8, 2)
+        block_m, num_warps = (64, 8) if 64 < widest <= 128 else (32, 8 if widest > 128 else 4)
+        block_n, num_stages = 64, 2
     elif widest > 128:
         block_m, block_n, num_warps, num_stages = 16, 128, 8, 2
     else:

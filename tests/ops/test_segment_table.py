@@ -1,11 +1,14 @@
 """A segment table counts rows, positions and visible pairs as its definition says, and reaches a device once."""
 
+from collections import defaultdict
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cfa_kernels.ops.attention_rule import EVERYTHING, Reach
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.tree import PrefixTree
 
@@ -55,3 +58,87 @@ def test_the_work_list_of_the_last_segments_is_what_the_whole_one_holds_of_them(
     whole = table.work_list(3)
     for segment, row in enumerate(table.row_start.tolist()):
         np.testing.assert_array_equal(table.work_list(3, row), whole[whole[:, 0] >= segment])
+
+
+reaches = st.one_of(
+    st.just(EVERYTHING),
+    st.builds(lambda span: Reach(window=span), st.sampled_from([1, 3, 8, 2**40])),
+    st.builds(lambda span: Reach(chunk=span), st.sampled_from([1, 3, 8, 2**40])),
+)
+
+
+def pairs_that_see_each_other(table: SegmentTable, reach: Reach) -> list[tuple[int, int]]:
+    """(query row, key row), read from the contexts as the forward reads them."""
+    pairs = []
+    for row, length, start, before in table.segments.tolist():
+        path = [*table.context_rows[start : start + before].tolist(), *range(row, row + length)]
+        for position in range(before, before + length):
+            oldest = int(reach.oldest_visible(torch.tensor(position)))
+            pairs += [(path[position], path[key]) for key in range(oldest, position + 1)]
+    return pairs
+
+
+@given(sequences, reaches, st.integers(1, 6), st.integers(1, 9))
+def test_the_work_of_keys_meets_every_pair_that_attention_visits_once(rows, reach, keys_per_tile, queries_per_program):
+    table, _ = table_of(rows)
+    work, splits, (seer_row, seer_limit, seer_position) = table.key_work(keys_per_tile, queries_per_program, reach)
+    tiles, met = defaultdict(list), []
+    for row, keys, first, position, own, base, begin, end, slot in work.tolist():
+        assert 0 < keys <= keys_per_tile
+        assert 0 < end - begin <= queries_per_program
+        tiles[row, keys].append((begin, end, slot))
+        for query in range(begin, end):
+            at, sees, where = row + query, query + 1, position + query
+            if query >= own:
+                at, sees, where = (int(x[base + query]) for x in (seer_row, seer_limit, seer_position))
+                sees -= first
+            oldest = int(reach.oldest_visible(torch.tensor(where)))
+            met += [(at, row + key) for key in range(min(sees, keys)) if position + key >= oldest]
+    assert sorted(met) == sorted(pairs_that_see_each_other(table, reach))
+    assert len(met) == table.visible_pairs(reach)
+    assert (np.diff(work[:, 6] - work[:, 7]) >= 0).all(), "the longest come first"
+    split = {(row, keys): (slot, count) for row, keys, slot, count in splits.tolist()}
+    for tile, parts in tiles.items():
+        begins, ends, slots = zip(*sorted(parts), strict=True)
+        assert begins == (0, *ends[:-1])
+        slot, count = split.get(tile, (-1, 1))
+        assert count == len(parts)
+        assert slots == (tuple(range(slot, slot + count)) if tile in split else (-1,))
+    assert sorted(slot for slot in work[:, 8].tolist() if slot >= 0) == list(range(int(splits[:, 3].sum())))
+
+
+def test_seers_out_of_reach_are_not_looked_at():
+    """Sixteen long completions under a prompt: only rows within the window of a tile's keys are visited."""
+    table, _ = table_of([[*range(64), 100 + i, *range(200)] for i in range(16)])
+    work, *_ = table.key_work(16, 10**6, Reach(window=32))
+    visited = {row: end for row, _, _, _, _, _, _, end, _ in work.tolist() if row < 64}
+    assert visited == {0: 47, 16: 47, 32: 32 + 16 * 15, 48: 16 + 16 * 31}
+
+
+def test_the_index_of_seers_has_one_entry_for_each_row_and_each_of_its_ancestors():
+    table, _ = table_of([[1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 6, 6], [9]])
+    seers = table.seers()
+    assert seers.start.tolist() == [0, 4, 6, 6, 6]
+    assert seers.row.tolist() == [3, 4, 5, 6, 5, 6]
+    assert seers.limit.tolist() == [2, 2, 2, 2, 1, 1]
+    assert seers.position.tolist() == [2, 3, 3, 4, 3, 4]
+
+
+def test_a_table_is_found_by_its_tensors_while_it_lives_and_rebuilt_from_copies_of_them():
+    table, _ = table_of([[1, 2, 3], [1, 4], [1, 4, 5]])
+    assert SegmentTable.of(table.segments, table.contexts) is table
+    rebuilt = SegmentTable.of(table.segments.clone(), table.contexts.clone())
+    assert rebuilt is not table
+    assert torch.equal(rebuilt.segments, table.segments)
+    assert torch.equal(rebuilt.contexts, table.contexts)
+
+
+def test_work_of_keys_is_copied_to_a_device_once(device):
+    table, _ = table_of([[1, 2, 3], [1, 4], [1, 5, 6]])
+    first = table.key_work_on_device(torch.device(device), 2, 2, Reach(window=2))
+    assert table.key_work_on_device(torch.device(device), 2, 2, Reach(window=2)) is first
+    assert table.key_work_on_device(torch.device(device), 2, 2) is not first
+    assert [tensor.data_ptr() % 16 for tensor in first[:3]] == [0, 0, 0]
+    for tensor, array in zip(first[:3], table.key_work(2, 2, Reach(window=2)), strict=True):
+        np.testing.assert_array_equal(tensor.cpu(), array)
+    assert first[3] == sum(slot >= 0 for slot in first[0][:, 8].tolist())
