@@ -14,7 +14,7 @@ demo: $(SETUP)
 	$(PY) -m trainer
 
 test: $(SETUP)
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 quick: $(SETUP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 --dist loadfile
