@@ -18,7 +18,7 @@ from .dispatch import architecture
 from .elementwise import LOG2E, tanh
 from .segment_table import SegmentTable
 
-QUERY_ROWS_PER_PROGRAM = 4096
+QUERY_ROWS_PER_PROGRAM = 8192
 """Rows times heads of a key head that one program adds up for a tile of keys: those of a prompt under many
 completions are shared out, and their sums added in order. A constant, so that the bits do not depend on a device."""
 
@@ -315,7 +315,7 @@ def query_options(
         block_m = triton.next_power_of_2(max(group, 16))
         block_n, num_warps, num_stages = 16, min(block_m // 4, 16), 3 if block_m == 16 and widest <= 128 else 2
     elif architecture == "hip":
-        block_m, block_n, num_warps, num_stages = 64, 32, 4, 1
+        block_m, block_n, num_warps, num_stages = 64, 16 if widest > 128 else 32, 4, 1
     elif widest > 128:
         block_m, num_warps = {"sm_90": (128, 8), "sm_100": (64, 4)}.get(architecture, (64, 8))
         block_n, num_stages = 32, 2
@@ -341,13 +341,12 @@ def key_options(
         block_m, block_n, num_warps, num_stages = 16, 16, 4, 2
     elif architecture == "hip":
         block_m, block_n, num_warps, num_stages = 16, 64, 4, 1
-    elif architecture.startswith("sm_8"):
-        block_m, num_warps = (64, 8) if 64 < widest <= 128 else (32, 8 if widest > 128 else 4)
-        block_n, num_stages = 64, 2
     elif widest > 128:
-        block_m, block_n, num_warps, num_stages = 16, 128, 8, 2
+        block_m, block_n, num_warps, num_stages = (16, 128, 8, 2) if architecture == "sm_90" else (32, 64, 8, 2)
+    elif architecture.startswith("sm_8"):
+        block_m, block_n, num_warps, num_stages = (64, 64, 8, 2) if widest > 64 else (32, 64, 4, 2)
     else:
-        block_m, block_n, num_warps, num_stages = (32, 128, 8, 3) if widest > 64 else (64, 128, 8, 3)
+        block_m, block_n, num_warps, num_stages = 64 if architecture == "sm_90" and widest <= 64 else 32, 128, 8, 3
     tile = {"BLOCK_M": block_m, "BLOCK_N": block_n}
     compiler = {"num_warps": num_warps, "num_stages": num_stages}
     options = _shared_options(architecture, dtype, group, rule) | blocks | tile | compiler

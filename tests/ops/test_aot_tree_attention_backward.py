@@ -50,25 +50,30 @@ def cases(
     parts = [f"of {'keys ' * o['OF_KEYS']}{'values ' * o['OF_VALUES']}{label}" for o in by_key]
     found = [build("query_gradient_kernel", target, dtype, query_options(*sizes), label)]
     found += [build("key_gradient_kernel", target, dtype, o, p) for o, p in zip(by_key, parts, strict=True)]
-    if ones:
-        return [with_ones(case) for case in found]
-    return [*found, build("sum_parts_kernel", target, dtype, sum_options(by_key[0]), label)]
+    return [with_ones(case) for case in found] if ones else found
 
 
-CASES = [
-    case
-    for target in TARGETS
-    for case in (
-        *cases(target, torch.bfloat16, (128, 128)),
-        *cases(target, torch.bfloat16, (256, 256), sliding_window=8, softcap=1.0),  # Gemma 2
-        *cases(target, torch.float32, (128, 128)),
-        *cases(target, torch.bfloat16, (16, 16), sliding_window=8, ones=True),
-    )
-] + [
-    *cases("sm_90", torch.bfloat16, (64, 64), 8, sliding_window=8),  # GPT-OSS
-    *cases("sm_90", torch.bfloat16, (128, 128), 5, attention_chunk_size=8),  # Llama 4
-    *cases("sm_90", torch.float32, (64, 64), 71),  # Falcon
-]
+GEMMA = ("sm_90", torch.bfloat16, 256, 256, 2, AttentionRule(scale=1.0))
+
+
+CASES = (
+    [
+        case
+        for target in TARGETS
+        for case in (
+            *cases(target, torch.bfloat16, (128, 128)),
+            *cases(target, torch.bfloat16, (256, 256), sliding_window=8, softcap=1.0),  # Gemma 2
+            *cases(target, torch.float32, (128, 128)),
+        )
+    ]
+    + [
+        *cases("sm_90", torch.bfloat16, (64, 64), 5, attention_chunk_size=8),
+        *cases("sm_90", torch.float32, (64, 64), 71),  # Falcon
+        *cases("sm_90", torch.bfloat16, (16, 16), sliding_window=8, ones=True),
+        build("sum_parts_kernel", "sm_90", torch.bfloat16, sum_options(key_options(*GEMMA)[0]), "256/256"),
+        build("sum_parts_kernel", "gfx942", torch.bfloat16, sum_options(key_options("hip", *GEMMA[1:])[0]), "256/256"),
+    ]
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +97,9 @@ def test_every_configuration_fits_its_target_without_spills(reports):
             report.assert_fits()
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_integers_that_are_one_compile(reports, target):
-    found = [r for r in reports.values() if r.target == target and "ones" in r.name]
+def test_integers_that_are_one_compile(reports):
+    """Their rows overlap, so such a build need not be fast; a kernel that calls a method of an integer fails here."""
+    found = [report for report in reports.values() if "ones" in report.name]
     assert len(found) == 2
     assert not any(report.overwritten for report in found)
 
