@@ -14,8 +14,19 @@ if not torch.cuda.is_available():
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 
-# Files that compile ahead of time, start processes, drive other packages or train to a result: `slow` as a whole.
-SLOW = ("ops/test_aot_", "ops/test_mutations_", "ops/test_wgmma", "integrations/", "benchmarks/", "trainer/test_warmup")
+# Files that compile ahead of time, start processes, drive other packages, train, or run the interpreter for long:
+# `slow` as a whole.
+SLOW = (
+    "ops/test_aot_",
+    "ops/test_mutations_",
+    "ops/test_policy_loss_",
+    "ops/test_tree_attention_backward",
+    "ops/test_wgmma",
+    "integrations/",
+    "benchmarks/",
+    "trainer/test_train",
+    "trainer/test_warmup",
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_GSM8K = REPOSITORY.parent / "shared" / "gsm8k"
