@@ -5,18 +5,18 @@ loss by that. The names below are the public API; everything else may change.
 """
 
 from .answer_text import answer_text_span
-from .losses import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
-from .ops.linear_logprob import linear_logprob
-from .packed_loss import PackedLoss, packed_logprobs, packed_policy_loss
-from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
-from .spans import Span, detect_spans, find_answer
-from .weights import (
+from .credit import (
     CounterfactualConfig,
     Credit,
     counterfactual_credit,
     counterfactual_weights,
-    span_weights,
 )
+from .losses import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
+from .ops.linear_logprob import linear_logprob
+from .packed_loss import PackedLoss, packed_logprobs, packed_policy_loss
+from .reshaping import span_weights
+from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
+from .spans import Span, detect_spans, find_answer
 
 __version__ = "0.1.0"
 

@@ -194,7 +194,7 @@ def test_a_sink_may_lie_far_from_the_logits(device):
     sinks = torch.tensor([-torch.inf, -1e4, 30.0, 1e4], device=device)
     ours = tree_attention(q, k, v, table, sinks=sinks, backend="triton").cpu()
     expected = tree_attention(*(x.double().cpu() for x in (q, k, v)), table, sinks=sinks.cpu())
-    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-30)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-30)  # of values down to 1e-16
 
 
 # A logit times this and the kernel's LOG2E is the logit itself, to the last bit of float32.

@@ -1,0 +1,145 @@
+"""What finds the importance of each unit of a completion: every estimator behind one signature.
+
+`credit.py` lays a `CreditBatch` out and turns the `Importances` that come back into weights or token advantages; the
+work itself is done by the rooms below, one for each way of looking at a completion.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
+from .spans import Span
+
+
+@dataclass(frozen=True)
+class CreditBatch:
+    """B completions, unpadded, and what is known of them. What an estimator does not read may be None.
+
+    Attributes:
+        prompts: B 1-D int64 tensors on the host.
+        completions: B 1-D int64 tensors on the host, as scored: the sampled tokens and, where the answer is asked for
+            by a probe or is another than the sampled one, what was put behind the reasoning.
+        lengths: B ints, sampled tokens; units lie inside these.
+        units: B lists of K_b spans of tokens, each judged as one.
+        answers: B spans of `completions`, or None.
+        reasoning_ends: B ints, where the answer's marker begins; the length where there is no answer.
+        placeholder_id: the id that stands for a masked token; None for estimators that mask nothing.
+        token_budget: most tokens per forward; None by free memory.
+        generator: source of what is drawn, on the CPU; None for torch's own.
+        groups: (B,) int64, equal for the completions of one prompt.
+        rewards: (B,) float.
+        advantages: (B,) or (B, T) float.
+        entropies: B tensors (T_b,) of each sampled token's distribution, nats.
+        external: B tensors (K_b,) or (T_b,), the caller's own importances.
+        score: stands in for `score_counterfactuals`, with its arguments.
+    """
+
+    prompts: list[Tensor]
+    completions: list[Tensor]
+    lengths: list[int]
+    units: list[list[Span]]
+    answers: list[Span | None]
+    reasoning_ends: list[int]
+    placeholder_id: int | None
+    token_budget: int | None = None
+    generator: torch.Generator | None = None
+    groups: Tensor | None = None
+    rewards: Tensor | None = None
+    advantages: Tensor | None = None
+    entropies: list[Tensor] | None = None
+    external: list[Tensor] | None = None
+    score: Callable[..., CounterfactualScores] = field(default=score_counterfactuals)
+
+
+@dataclass(frozen=True)
+class Importances:
+    """What an estimator found.
+
+    Attributes:
+        values: B tensors (K_b,) fp32 on the host, one per unit, high where the unit matters.
+        signed: the values are added to the advantages of their units' tokens, instead of being reshaped to weights.
+        work: what was fed for them; None for nothing.
+        scores: what masking gave, if it was that.
+    """
+
+    values: list[Tensor]
+    signed: bool = False
+    work: ScoringWork | None = None
+    scores: CounterfactualScores | None = None
+
+
+Estimator = Callable[[nn.Module, CreditBatch], Importances]
+
+
+class EstimatorKind(NamedTuple):
+    """How an estimator by name is called."""
+
+    run: Callable[..., Importances]  # (model, batch, **options)
+    units: str  # what it judges unless told otherwise: "spans" or "tokens"
+    reshape: str  # how its importances become weights unless told otherwise
+    needs_answer: bool  # judges reasoning alone, in rows with an answer
+    needs_siblings: bool  # looks at every completion of a group, whatever its advantage
+    options: tuple[str, ...] = ()  # fields of the configuration that it takes
+
+
+def masking(model: nn.Module, batch: CreditBatch, *, outcome: str = "logprob") -> Importances:
+    """Mask each unit and see how the answer's probability moves (CF paper, eq. 3; OAR paper's OAR-P for one token)."""
+    options: dict[str, Any] = {} if outcome == "logprob" else {"outcome": outcome}  # a host's scorer may know one
+    scores = batch.score(
+        model, batch.prompts, batch.completions, batch.units, batch.answers, placeholder_id=batch.placeholder_id,
+        token_budget=batch.token_budget, **options,
+    )  # fmt: skip
+    flat = -torch.cat([torch.zeros(0), *(row.detach().float().cpu() for row in scores.drop)])
+    values = list(flat.split([len(row) for row in scores.drop]))
+    return Importances(values, work=scores.work, scores=scores)
+
+
+def entropy(model: nn.Module, batch: CreditBatch) -> Importances:
+    """The entropy of each token's distribution, averaged over a unit (2506.01939)."""
+    return Importances(unit_means(_given("entropies", batch.entropies), batch))
+
+
+def external(model: nn.Module, batch: CreditBatch) -> Importances:
+    """The caller's own numbers, one per unit or one per token: process rewards, attention, a teacher's opinion."""
+    given = _given("external", batch.external)
+    values = []
+    for b, (row, units, length) in enumerate(zip(given, batch.units, batch.lengths, strict=True)):
+        if len(row) == len(units):
+            values.append(row.detach().float().cpu())
+        elif len(row) == length:
+            values += unit_means([row], batch, rows=[b])
+        else:
+            raise ValueError(
+                f"external row {b}: must hold a number for each of {len(units)} units or {length} tokens, got "
+                f"{len(row)}"
+            )
+    return Importances(values)
+
+
+def unit_means(tokens: Sequence[Tensor], batch: CreditBatch, rows: Sequence[int] | None = None) -> list[Tensor]:
+    """Values of tokens, (T_b,) a row, averaged over each unit: (K_b,) a row. `rows` are theirs; default all."""
+    means = []
+    for b, row in zip(range(len(batch.lengths)) if rows is None else rows, tokens, strict=True):
+        if row.shape != (batch.lengths[b],):
+            raise ValueError(f"row {b}: needs a number for each of {batch.lengths[b]} tokens, got {tuple(row.shape)}")
+        sums = torch.cat([torch.zeros(1, dtype=torch.float64), row.detach().double().cpu().cumsum(0)])
+        edges = torch.tensor([tuple(unit) for unit in batch.units[b]], dtype=torch.int64).reshape(-1, 2)
+        means.append(((sums[edges[:, 1]] - sums[edges[:, 0]]) / (edges[:, 1] - edges[:, 0])).float())
+    return means
+
+
+def _given(name: str, column: list[Tensor] | None) -> list[Tensor]:
+    if column is None:
+        raise ValueError(f"{name} must be given to an estimator that reads them, got None")
+    return column
+
+
+ESTIMATORS: dict[str, EstimatorKind] = {
+    "masking": EstimatorKind(masking, "spans", "range", True, False, ("outcome",)),
+    "entropy": EstimatorKind(entropy, "tokens", "top", False, False),
+    "external": EstimatorKind(external, "spans", "range", False, False),
+}

@@ -1,0 +1,206 @@
+"""Importances become weights by the formulas of the source papers; `span_weights` follows the CF paper's equations."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cfa_kernels.reshaping import (
+    MODES,
+    NORMALIZATIONS,
+    bilevel_weights,
+    identity_weights,
+    range_weights,
+    span_weights,
+    top_threshold,
+    top_weights,
+)
+from cfa_kernels.spans import Span
+
+SPANS = [Span(1, 3), Span(4, 6), Span(6, 7)]
+ANSWER = Span(8, 10)
+DROP = torch.tensor([-3.0, -1.0, 1.0])
+NOTHING_LEFT = {"w_min": 0.0, "w_max": 0.0, "spans": [Span(0, 4), Span(4, 7), Span(7, 11)], "answer": None}
+
+
+def test_importances_map_to_the_weight_range_and_the_rest_weighs_one():
+    weights = span_weights(DROP, SPANS, ANSWER, 11)
+    expected = [1, 4.0, 4.0, 1, 2.25, 2.25, 0.5, 1, 1.5, 1.5, 1]
+    torch.testing.assert_close(weights, torch.tensor(expected))
+    assert weights.dtype == torch.float32
+
+
+def test_inverted_gives_the_most_important_span_the_lowest_weight():
+    weights = span_weights(DROP, SPANS, ANSWER, 11, mode="inverted")
+    torch.testing.assert_close(weights, torch.tensor([1, 0.5, 0.5, 1, 2.25, 2.25, 4.0, 1, 1.5, 1.5, 1]))
+
+
+def test_uniform_weighs_everything_one_even_the_answer():
+    assert span_weights(DROP, SPANS, ANSWER, 11, mode="uniform").eq(1).all()
+
+
+def test_random_draws_every_reasoning_token_from_the_range_by_the_generator():
+    first, again = (
+        span_weights(DROP, SPANS, ANSWER, 400, mode="random", generator=torch.Generator().manual_seed(7)) for _ in "ab"
+    )
+    assert torch.equal(first, again)
+    assert first[8:10].tolist() == [1.5, 1.5]
+    reasoning = torch.cat([first[:8], first[10:]])
+    assert reasoning.unique().numel() > 300
+    assert 0.5 <= reasoning.min() < 0.7
+    assert 3.8 < reasoning.max() <= 4.0
+
+
+@pytest.mark.parametrize("mode", ["counterfactual", "inverted"])
+@pytest.mark.parametrize("drop", [[-2.0], [-2.0, -2.0, -2.0], [-2.0, -2.0 + 1e-7, -2.0]])
+def test_one_span_or_equal_importances_weigh_one(mode, drop):
+    weights = span_weights(torch.tensor(drop), SPANS[: len(drop)], ANSWER, 11, mode=mode)
+    expected = torch.ones(11)
+    expected[8:10] = 1.5
+    assert torch.equal(weights, expected)
+
+
+def test_without_spans_or_answer_everything_weighs_one():
+    assert span_weights(torch.zeros(0), [], None, 5).eq(1).all()
+    assert span_weights(torch.zeros(0), [], Span(1, 2), 3).tolist() == [1, 1.5, 1]
+    assert span_weights(torch.zeros(0), [], None, 0).shape == (0,)
+
+
+def test_a_token_in_several_spans_takes_the_largest_importance():
+    spans = [Span(0, 4), Span(2, 6), Span(7, 8)]
+    drop = torch.tensor([-2.0, -1.0, 0.0])
+    assert span_weights(drop, spans, None, 9).tolist() == [4.0] * 4 + [2.25] * 2 + [1.0, 0.5, 1.0]
+    inverted = span_weights(drop, spans, None, 9, mode="inverted")
+    assert inverted.tolist() == [0.5] * 4 + [2.25] * 2 + [1.0, 4.0, 1.0]
+
+
+drops = st.lists(st.floats(-50, 50, width=32), min_size=3, max_size=3)
+
+
+@given(drops, st.sampled_from(MODES), st.sampled_from(NORMALIZATIONS), st.floats(0, 2), st.floats(2, 9))
+def test_weights_are_finite_never_negative_and_have_mean_one_when_normalised(drop, mode, normalize, w_min, w_max):
+    weights = span_weights(
+        torch.tensor(drop), SPANS, ANSWER, 11, mode=mode, normalize=normalize, w_min=w_min, w_max=w_max
+    )
+    assert torch.isfinite(weights).all()
+    assert (weights >= 0).all()
+    if normalize == "mean":
+        assert abs(weights.mean().item() - 1) < 1e-5
+    elif mode != "uniform":
+        assert weights.max() <= max(w_max, 1.5) * (1 + 1e-6)
+
+
+@given(drops, st.floats(0.1, 10), st.floats(-5, 5))
+def test_only_the_order_and_spacing_of_drops_matter(drop, factor, shift):
+    drop = torch.tensor(drop, dtype=torch.float64)
+    if drop.max() - drop.min() < 1e-2:
+        return
+    moved = span_weights(drop * factor + shift, SPANS, ANSWER, 11)
+    torch.testing.assert_close(span_weights(drop, SPANS, ANSWER, 11), moved, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mode": "causal"}, "mode must be one of .* got 'causal'"),
+        ({"normalize": "sum"}, "normalize must be one of .* got 'sum'"),
+        ({"w_min": -1.0}, "w_min must be finite and not negative, got -1.0"),
+        ({"w_max": float("inf")}, "w_max must be finite and not negative, got inf"),
+        ({"w_answer": float("nan")}, "w_answer must be finite and not negative, got nan"),
+        ({"w_min": 5.0}, "w_min must not exceed w_max, got 5.0 and 4.0"),
+        ({"drop": DROP[:2]}, r"drop must hold one value per span: got shape \(2,\) for 3 spans"),
+        ({"drop": torch.tensor([0.0, float("nan"), 1.0])}, "drop, span 1: must be finite, got nan"),
+        ({"spans": [Span(0, 1), Span(3, 3), Span(4, 5)]}, r"spans, span 1: \(3, 3\) is not inside a completion of 11"),
+        ({"answer": Span(9, 12)}, r"answer: \(9, 12\) is not inside"),
+        ({**NOTHING_LEFT, "normalize": "mean"}, "needs a weight above 0"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_by_name_and_value(change, message):
+    arguments = {"drop": DROP, "spans": SPANS, "answer": ANSWER, "length": 11, **change}
+    with pytest.raises(ValueError, match=message):
+        span_weights(**arguments)
+
+
+def tokens(count: int, start: int = 0) -> list[Span]:
+    return [Span(t, t + 1) for t in range(start, start + count)]
+
+
+def bilevel_by_the_formulas(importances, tau, boost, floor, inverted) -> np.ndarray:
+    """OAR paper, eqs. 14 to 17, in float64, token by token."""
+    values = np.log(1 + np.maximum(np.array(importances, np.float64), 0))
+    if values.max() == values.min():
+        return np.ones(len(values))
+    share = (values - values.min()) / (values.max() - values.min())
+    share = 1 - share if inverted else share
+    threshold = float(np.quantile(share, tau))
+    omega = []
+    for x in share:
+        if x < threshold:
+            omega.append(max(x / threshold, floor))
+        else:
+            omega.append(1 + (boost * (x - threshold) / (1 - threshold) if threshold < 1 else 0))
+    return np.array(omega) * len(omega) / sum(omega)
+
+
+importance_lists = st.lists(st.one_of(st.just(0.0), st.floats(-1, 30, width=32)), min_size=1, max_size=12)
+
+
+@given(importance_lists, st.sampled_from([0, 0.25, 0.4, 1]), st.floats(0, 3), st.sampled_from([0, 0.1]), st.booleans())
+def test_bilevel_weights_are_those_of_the_formulas_and_keep_the_mass(importances, tau, boost, floor, inverted):
+    values = torch.tensor(importances)
+    found = bilevel_weights(
+        values, tokens(len(values), 2), Span(15, 17), 18, tau=tau, boost=boost, floor=floor, inverted=inverted
+    )
+    inside = found[2 : 2 + len(values)]
+    spread = np.ptp(np.log1p(np.maximum(values.double().numpy(), 0)))
+    if spread == 0 or spread > 1e-3:
+        expected = bilevel_by_the_formulas(importances, tau, boost, floor, inverted)
+        np.testing.assert_allclose(inside.numpy(), expected, atol=2e-3, rtol=2e-3)
+    assert abs(inside.mean().item() - 1) < 1e-5
+    assert found[[0, 1, 15, 16, 17]].eq(1).all()
+
+
+def test_bilevel_lets_nothing_below_a_threshold_of_zero_and_weighs_one_token_one():
+    many_zeros = bilevel_weights(torch.tensor([0.0, 0, 0, 0, 3]), tokens(5), None, 5)
+    torch.testing.assert_close(many_zeros, torch.tensor([1.0, 1, 1, 1, 3]) * 5 / 7)
+    assert bilevel_weights(torch.tensor([4.0]), tokens(1), None, 2).tolist() == [1, 1]
+
+
+def test_bilevel_weighs_a_span_by_its_tokens():
+    """The quantile and the mass are those of tokens, not of spans."""
+    spans = [Span(0, 4), Span(4, 5)]
+    by_span = bilevel_weights(torch.tensor([1.0, 5.0]), spans, None, 5)
+    by_token = bilevel_weights(torch.tensor([1.0, 1, 1, 1, 5]), tokens(5), None, 5)
+    assert torch.equal(by_span, by_token)
+
+
+@pytest.mark.parametrize("fraction", [0, 0.2, 0.5, 1])
+def test_top_keeps_the_share_of_the_whole_batch_as_trl_does(fraction):
+    rows = [torch.tensor([3.0, 1, 2]), torch.tensor([9.0, 8, 7, 6, 5]), torch.zeros(0)]
+    units = [tokens(3), tokens(5, 1), []]
+    threshold = top_threshold(rows, units, [4, 7, 2], fraction)
+    assert threshold == pytest.approx(torch.quantile(torch.cat(rows), 1 - fraction).item())
+    kept = [top_weights(*row, None, n, threshold=threshold) for row, n in zip(zip(rows, units), (4, 7, 2))]  # noqa: B905
+    assert kept[0].tolist() == [float(x >= threshold) for x in rows[0]] + [1]
+    assert kept[1].tolist() == [1] + [float(x >= threshold) for x in rows[1]] + [1]
+    assert kept[2].tolist() == [1, 1]
+    left = top_weights(rows[1], units[1], None, 7, threshold=threshold, inverted=True)
+    assert (left + kept[1])[1:6].eq(1).all()
+
+
+def test_a_batch_without_units_has_no_threshold():
+    assert top_threshold([torch.zeros(0)], [[]], [3], 0.2) == -torch.inf
+
+
+def test_identity_takes_importances_for_weights_and_refuses_negative_ones():
+    assert identity_weights(torch.tensor([0.0, 2.5]), [Span(0, 2), Span(3, 4)], None, 5).tolist() == [0, 0, 1, 2.5, 1]
+    with pytest.raises(ValueError, match=r"importances, unit 1: as a weight it must be >= 0, got -2\.5"):
+        identity_weights(torch.tensor([0.0, -2.5]), [Span(0, 2), Span(3, 4)], None, 5)
+
+
+@given(importance_lists)
+def test_a_range_of_importances_is_that_of_drops_with_the_sign_turned(importances):
+    values = torch.tensor(importances)
+    units = tokens(len(values))
+    assert torch.equal(range_weights(values, units, None, 12), span_weights(-values, units, None, 12))
