@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -340,3 +341,19 @@ def test_nothing_to_feed_gives_a_loss_of_zero():
     assert out.loss == 0
     assert all(row.isnan().all() for row in out.logprobs)
     assert torch.equal(naive_logprobs(model, PROMPTS[0]), naive_logprobs(model, PROMPTS[0]))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_gradient_of_a_shared_row_is_the_same_bits_every_time(threads):
+    """However many completions add to it, they do so in a fixed order, whatever the threads."""
+    forward = packed_forward(make_model("Llama"), PROMPTS[:1], COMPLETIONS[:1])
+    (hidden,) = (one.hidden for one in forward.fed)
+    factors = torch.randn(4000, hidden.shape[1], generator=torch.Generator().manual_seed(0)).to(hidden.device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        loss = (forward._hidden(np.full(4000, 3)) * factors).sum()
+        first, *others = (torch.autograd.grad(loss, hidden, retain_graph=True)[0] for _ in range(20))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(first, again) for again in others)
