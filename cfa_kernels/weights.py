@@ -290,9 +290,10 @@ def counterfactual_credit(
         )  # fmt: skip
     padded = None
     if logprobs and scores is not None and scores.logprobs is not None:
-        padded = torch.zeros(completion_ids.shape, dtype=torch.float32, device=completion_ids.device)
+        padded = torch.zeros(completion_ids.shape, dtype=torch.float32)
         for b, row in zip(to_score, scores.logprobs, strict=True):
             padded[b, : len(row)] = row
+        padded = padded.to(completion_ids.device)
     return Credit(
         weights.to(completion_ids.device), answers, spans, drop, base, padded, scores.work if scores else None
     )
