@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
+from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -187,6 +188,8 @@ def a_device() -> Iterator[Waits]:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(Tensor, "pin_memory", _pin_memory)
         patch.setattr(torch, "tensor", _tensor(torch.tensor))
+        # Gradients are grouped by what C++ takes their device for.
+        patch.setattr(clip_grad, "_group_tensors_by_device_and_dtype", lambda lists: {(DEVICE, None): (lists, None)})
         waits = Waits()
         patch.setattr(Waits, "current", waits, raising=False)
         with waits:
