@@ -183,7 +183,7 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def rollouts_on_host(rollouts: Rollouts) -> Rollouts:
     """The same with every tensor on the host, where micro-batches are cut and trees laid out."""
-    moved = {name: value.cpu() for name, value in vars(rollouts).items() if isinstance(value, Tensor)}
+    moved: dict[str, Any] = {name: value.cpu() for name, value in vars(rollouts).items() if isinstance(value, Tensor)}
     return dataclasses.replace(rollouts, **moved)
 
 
