@@ -17,6 +17,7 @@ from benchmarks.workloads import SEED, Job, gsm8k_job, random_model
 from cfa_kernels import Span
 from cfa_kernels.scoring import ScoringPlan, plan_scoring
 from cfa_kernels.spans import find_answers_and_spans
+from cfa_kernels.tree import Pack
 
 LIMIT = 0.05  # of the scoring time
 CHECKED = 4  # completions whose scores are checked: those of one prompt
@@ -66,10 +67,11 @@ def _stages(model: PreTrainedModel, job: Job) -> list[Contender]:
     def detect() -> dict[int, tuple[Span | None, list[Span]]]:
         return find_answers_and_spans(ids, job.tokenizer)
 
-    def pack() -> ScoringPlan:
-        return plan_scoring(
+    def pack() -> tuple[ScoringPlan, list[Pack]]:
+        plan = plan_scoring(
             model, job.prompts, job.completions, job.spans, job.answers, placeholder_id=job.placeholder_id
         )
+        return plan, plan.packs
 
     return [
         Contender("span detection", detect, functools.partial(_check_spans, job)),
@@ -84,11 +86,12 @@ def _check_spans(job: Job, found: dict[int, tuple[Span | None, list[Span]]]) -> 
             raise WrongAnswer(f"completion {b}: answer {answer} and spans {spans}, not those of the job")
 
 
-def _check_packs(job: Job, plan: ScoringPlan) -> dict[str, Any]:
+def _check_packs(job: Job, packed: tuple[ScoringPlan, list[Pack]]) -> dict[str, Any]:
+    plan, packs = packed
     asked = sum(1 + len(spans) for spans in job.spans)
     if (laid_out := sum(map(len, plan.units))) != asked:
         raise WrongAnswer(f"{laid_out} sequences are packed, {asked} were asked for")
-    return {"packs": len(plan.packs), "tokens_fed": sum(pack.num_tokens for pack in plan.packs)}
+    return {"packs": len(packs), "tokens_fed": sum(pack.num_tokens for pack in packs)}
 
 
 def _check_scores(model: PreTrainedModel, job: Job, observed: Observed) -> dict[str, Any]:

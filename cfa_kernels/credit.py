@@ -432,10 +432,10 @@ def _checked_weights(weights: Tensor, b: int, length: int) -> Tensor:
 def _padded_logprobs(logprobs: Sequence[Tensor] | None, rows: Sequence[int], completion_ids: Tensor) -> Tensor | None:
     if logprobs is None:
         return None
-    padded = torch.zeros(completion_ids.shape, dtype=torch.float32, device=completion_ids.device)
+    padded = torch.zeros(completion_ids.shape, dtype=torch.float32)
     for b, row in zip(rows, logprobs, strict=True):
         padded[b, : len(row)] = row
-    return padded
+    return padded.to(completion_ids.device)
 
 
 def _equal_prompts(prompts: Sequence[Tensor]) -> Tensor:

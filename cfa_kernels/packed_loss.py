@@ -25,7 +25,15 @@ from .hf import (
 )
 from .losses import contributing_rows, linear_policy_loss
 from .ops.linear_logprob import linear_logprob
-from .packed_model import KeyValueStore, pack_logprobs, packed_hidden, tree_attention_mode, tree_training_mode
+from .ops.upload import upload
+from .packed_model import (
+    KeyValueStore,
+    pack_logprobs,
+    packed_hidden,
+    query_logprobs,
+    tree_attention_mode,
+    tree_training_mode,
+)
 from .proof import prove_trainable
 from .recurrent import has_cells
 from .scoring import (
@@ -38,7 +46,7 @@ from .scoring import (
 )
 from .spans import Span
 from .token_rows import check_columns, checked_ids, equal_prompts_together
-from .tree import Pack, Query, continue_pack, pack_units
+from .tree import Pack, Query, continue_pack, lay_out
 
 
 class PackedLoss(NamedTuple):
@@ -170,7 +178,7 @@ def packed_forward(
         lengths = [len(rows[b][0]) + len(rows[b][1]) for b in order]
         for part in apart_by_length(causal, units, lengths, order):
             groups = _by_prompt(part, [rows[b][0] for b in order])
-            for pack in pack_units([[query for i in group for query in part[i]] for group in groups], budget):
+            for pack in lay_out([[query for i in group for query in part[i]] for group in groups], budget):
                 members = [order[i] for g in pack.units for i in groups[g] if part[i]]
                 store = KeyValueStore() if keep_states else None
                 fed.append(_Fed(pack, members, packed_hidden(causal, pack, store=store), store))
@@ -243,8 +251,9 @@ class PackedForward:
         """Log-probs of the fed tokens of each row, fp32, nats, and if asked for their entropies; differentiable."""
         counts = self.counts.tolist()
         targets = [completion[:count] for (_, completion), count in zip(self.rows, counts, strict=True)]
-        hidden = self._hidden(np.concatenate([*self._predicting, np.zeros(0, np.int64)]))
-        predicted = torch.from_numpy(np.concatenate([*targets, np.zeros(0, np.int64)])).to(self.device)
+        columns = [np.concatenate([*column, np.zeros(0, np.int64)]) for column in (self._predicting, targets)]
+        predicting, predicted = upload(columns, self.device)
+        hidden = self._hidden(predicting)
         if not return_entropy:
             return list(self.head.logprobs(hidden, predicted, temperature).split(counts))
         values, entropies = linear_logprob(
@@ -260,9 +269,9 @@ class PackedForward:
         row, token = np.divmod(batch.rows.numpy(), width)
         starts = np.cumsum(self.counts) - self.counts
         predicting = np.concatenate([*self._predicting, np.zeros(0, np.int64)])[starts[row] + token]
-        on_device = batch.to(self.device)
+        on_device, (index,) = batch.to(self.device, torch.from_numpy(predicting))
         loss, metrics, logprobs = linear_policy_loss(
-            self._hidden(predicting),
+            self._hidden(index),
             self.head.weight,
             on_device.targets,
             on_device.old_logprobs,
@@ -311,31 +320,27 @@ class PackedForward:
                 raise ValueError(f"answers row {b}: its completion was not fed (needed[{b}] was 0)")
         if any(one.store is None for one in self.fed):
             raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
-        values: list[list[Tensor]] = [[] for _ in rows]
-        done: list[Pack] = []
+        done, found = list[Pack](), list[Tensor]()
         with torch.no_grad(), tree_attention_mode(self.causal):
             for one in self.fed:
-                asking = [b for b in one.members if units[b]]
-                queries = [query for b in asking for query in units[b]]
-                found: list[Tensor] = []
+                queries = [query for b in one.members for query in units[b]]
                 for pack in continue_pack(one.pack, queries, budget):
-                    scored = pack_logprobs(self.causal, self.head, pack, store=one.store, earlier=one.hidden.detach())
-                    index = torch.from_numpy(pack.query_index).to(scored.device)
-                    lengths = [len(queries[i].targets) for i in pack.units]
-                    found += scored[index].split(lengths)
+                    found.append(
+                        pack_logprobs(self.causal, self.head, pack, store=one.store, earlier=one.hidden.detach())
+                    )
                     done.append(pack)
-                each = iter(found)
-                for b in asking:
-                    values[b] = [next(each) for _ in units[b]]
         work = ScoringWork(
             forwards=len([pack for pack in done if pack.num_tokens]),
             tokens_fed=sum(pack.num_tokens for pack in done),
             tokens_unshared=sum(len(query.tokens) for unit in units for query in unit),
             head_rows=sum(len(pack.rows) for pack in done),
         )
-        flat = [value for row in values for value in row]
-        joined = torch.cat(flat) if flat else torch.zeros(0, device=self.device)
-        return collect_scores(joined, rows, units, list(range(len(rows))), logprobs=False, work=work)
+        fed = [b for one in self.fed for b in one.members]
+        order = [*fed, *sorted(set(range(len(rows))) - set(fed))]
+        return collect_scores(
+            query_logprobs(done, found), [rows[b] for b in order], [units[b] for b in order], order,
+            logprobs=False, work=work,
+        )  # fmt: skip
 
     def scorer(self) -> Callable[..., CounterfactualScores]:
         """`score` as a function with the arguments of `score_counterfactuals`, for some of the rows of this forward.
@@ -381,14 +386,14 @@ class PackedForward:
             chosen.append(b)
         return chosen
 
-    def _hidden(self, predicting: np.ndarray) -> Tensor:
-        """(R, H), with gradient, of packed rows, which may repeat."""
+    def _hidden(self, predicting: Tensor) -> Tensor:
+        """(R, H), with gradient, of packed rows (R,), which may repeat."""
         if not self.fed:
             return self.head.weight.new_zeros(0, self.head.weight.shape[1])
         hidden = self.fed[0].hidden if len(self.fed) == 1 else torch.cat([one.hidden for one in self.fed])
         # As an embedding: where completions share a row, its gradient is a sum in a fixed order. Indexing adds
         # atomically on a CPU of several threads, `index_select` on a GPU.
-        rows = nn.functional.embedding(torch.from_numpy(predicting).to(hidden.device), hidden).to(self.device)
+        rows = nn.functional.embedding(predicting.to(hidden.device), hidden).to(self.device)
         return rows if torch.is_autocast_enabled(rows.device.type) else rows.to(self.head.weight.dtype)
 
 
@@ -465,13 +470,12 @@ class LossBatch:
         last.view(-1)[self.rows] = self.rows % self.mask.shape[1] + 1
         return last.amax(1).tolist()
 
-    def to(self, device: torch.device) -> "LossBatch":
-        """The same on `device`."""
-        moved: dict[str, Any] = {
-            name: None if tensor is None else tensor.to(device, non_blocking=True)
-            for name, tensor in vars(self).items()
-        }
-        return LossBatch(**moved)
+    def to(self, device: torch.device, *others: Tensor) -> tuple["LossBatch", tuple[Tensor, ...]]:
+        """The same on `device`, and other tensors of the host with it, by one copy."""
+        given = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        there = upload([*given.values(), *others], device)
+        moved: dict[str, Any] = dict.fromkeys(vars(self)) | dict(zip(given, there, strict=False))
+        return LossBatch(**moved), there[len(given) :]
 
 
 def _padded(name: str, rows: Sequence[Tensor], lengths: list[int]) -> Tensor:
@@ -482,6 +486,8 @@ def _padded(name: str, rows: Sequence[Tensor], lengths: list[int]) -> Tensor:
         if not isinstance(row, Tensor) or row.shape != (length,):
             got = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
             raise ValueError(f"{name} row {b}: must be a tensor ({length},) like its completion, got {got}")
+    if len({row.device for row in rows}) == 1 and len({row.dtype for row in rows}) == 1:  # one copy for all
+        rows = torch.cat([row.detach() for row in rows]).cpu().split(lengths)
     return nn.utils.rnn.pad_sequence([row.detach().cpu() for row in rows], batch_first=True)
 
 

@@ -3,7 +3,7 @@
 Whether a model computes the same this way as by itself is shown once, by `proof.py`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from .hf import Head, attention_implementation, backbone, checkpoints, embedding, evaluation_mode, largest_forward
 from .ops.segment_table import SegmentTable
 from .ops.tree_attention import tree_attention
+from .ops.upload import upload
 from .recurrent import tree_states
 from .tree import Pack
 
@@ -225,6 +226,44 @@ def tree_training_mode(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
+class _Staged:
+    """The index arrays of a pack on the model's device, sent there by one copy before its forward is launched.
+
+    Of the head's rows, `own` are rows of this forward and `before` rows of the one that it continues; `order` puts the
+    latter, followed by the former, in the pack's order, and is None where the pack continues nothing.
+    """
+
+    input_ids: Tensor  # (1, N)
+    position_ids: Tensor  # (1, N)
+    everywhere: Tensor  # (1, N) ones, of a single number in memory
+    own: Tensor
+    before: Tensor
+    order: Tensor | None  # (R,)
+    last: Tensor  # the rows among `own`, once each and ascending
+    targets: Tensor  # (R,)
+
+
+def _stage(model: PreTrainedModel, pack: Pack) -> _Staged:
+    fed = pack.rows >= pack.first_row
+    own, before = pack.rows[fed] - pack.first_row, pack.rows[~fed]
+    order = np.argsort(np.concatenate([np.flatnonzero(~fed), np.flatnonzero(fed)])) if len(before) else before
+    one = np.ones(1, np.int64)
+    arrays = [pack.input_ids, pack.position_ids, one, own, before, order, np.unique(own), pack.targets]
+    ids, positions, ones, *rest = upload(arrays, embedding(model).device)
+    own_there, before_there, order_there, last, targets = rest
+    return _Staged(
+        input_ids=ids[None],
+        position_ids=positions[None],
+        everywhere=ones.expand(1, pack.num_tokens),
+        own=own_there,
+        before=before_there,
+        order=order_there if len(before) else None,
+        last=last,
+        targets=targets,
+    )
+
+
 def packed_hidden(
     model: PreTrainedModel, pack: Pack, *, attended: list[str] | None = None, store: KeyValueStore | None = None
 ) -> Tensor:
@@ -233,7 +272,12 @@ def packed_hidden(
     Call with tree attention set. `attended` collects the name of every attention layer that ran. `store` takes the
     keys and values of a pack's rows, or gives those of the rows before the pack's first one.
     """
-    device = embedding(model).device
+    return _hidden(model, pack, _stage(model, pack), attended, store)
+
+
+def _hidden(
+    model: PreTrainedModel, pack: Pack, staged: _Staged, attended: list[str] | None, store: KeyValueStore | None
+) -> Tensor:
     if (most := largest_forward(model)) is not None and pack.table.num_rows > most:
         raise NotImplementedError(
             f"model: {type(model).__name__} scales queries by their place in a forward of more than {most} rows, and a "
@@ -245,10 +289,10 @@ def packed_hidden(
     try:
         with tree_states(model, pack.table):
             hidden = backbone(model)(
-                input_ids=_to(pack.input_ids, device)[None],
+                input_ids=staged.input_ids,
                 # A mask, so that position ids that start again are not taken for sequences laid end to end.
-                attention_mask=torch.ones(1, pack.num_tokens, dtype=torch.long, device=device),
-                position_ids=_to(pack.position_ids, device)[None],
+                attention_mask=staged.everywhere,
+                position_ids=staged.position_ids,
                 use_cache=False,
             ).last_hidden_state[0]
     finally:
@@ -282,25 +326,38 @@ def pack_logprobs(
     Call inside `tree_attention_mode`, with the `head` that was proven. A pack that continues another takes that
     one's `store` and hidden states (N, H), `earlier`.
     """
-    fed = pack.rows >= pack.first_row
-    own = pack.rows[fed] - pack.first_row
-    rows = head.weight.new_empty(len(fed), head.weight.shape[1])
+    staged = _stage(model, pack)
+    device = head.weight.device  # may be another than the embedding's, where a model's layers are spread out
+    parts = []
+    if staged.order is not None:
+        assert earlier is not None
+        parts.append(earlier.index_select(0, staged.before.to(earlier.device)).to(head.weight))
     if pack.num_tokens:
-        with _last_layer_on_rows(model, np.unique(own)):
-            hidden = packed_hidden(model, pack, attended=attended, store=store)
-        found = hidden.index_select(0, _to(own, hidden.device)).to(head.weight)
-        rows = found if fed.all() else rows.index_copy_(0, _to(fed.nonzero()[0], rows.device), found)
-    if earlier is not None and not fed.all():
-        found = earlier.index_select(0, _to(pack.rows[~fed], earlier.device)).to(rows)
-        rows.index_copy_(0, _to((~fed).nonzero()[0], rows.device), found)
-    targets = _to(pack.targets, rows.device)
-    plain = len(pack.rows) - pack.num_tempered
-    parts = [(rows[:plain], targets[:plain], 1.0), (rows[plain:], targets[plain:], temperature)]
-    return torch.cat([head.logprobs(*part) for part in parts if len(part[0])])
+        with _last_layer_on_rows(model, staged.last):
+            hidden = _hidden(model, pack, staged, attended, store)
+        parts.append(hidden.index_select(0, staged.own.to(hidden.device)).to(head.weight))
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if staged.order is not None:
+        rows = rows.index_select(0, staged.order.to(device))
+    targets, plain = staged.targets.to(device), len(pack.rows) - pack.num_tempered
+    asked = [(rows[:plain], targets[:plain], 1.0), (rows[plain:], targets[plain:], temperature)]
+    return torch.cat([head.logprobs(*part) for part in asked if len(part[0])])
+
+
+def query_logprobs(packs: Sequence[Pack], found: Sequence[Tensor]) -> Tensor:
+    """Log-probs of the targets of all queries, pack after pack, on the host, by one copy: it waits for the device.
+
+    `found` is what `pack_logprobs` gave for each of `packs`.
+    """
+    if not packs:
+        return torch.zeros(0)
+    ends = np.cumsum([len(pack.rows) for pack in packs])
+    index = [pack.query_index + end - len(pack.rows) for pack, end in zip(packs, ends, strict=True)]
+    return torch.cat(list(found)).cpu()[torch.from_numpy(np.concatenate(index))]
 
 
 @contextmanager
-def _last_layer_on_rows(model: PreTrainedModel, rows: np.ndarray) -> Iterator[None]:
+def _last_layer_on_rows(model: PreTrainedModel, rows: Tensor) -> Iterator[None]:
     """Run the last layer's attention output and MLP, which nothing else reads, on `rows` alone.
 
     Both act on each token by itself, so they are given the rows that the head will see and their results are put
@@ -318,12 +375,12 @@ def _last_layer_on_rows(model: PreTrainedModel, rows: np.ndarray) -> Iterator[No
             hook.remove()
 
 
-def _hook_rows(module: nn.Module, rows: np.ndarray) -> list[RemovableHandle]:
+def _hook_rows(module: nn.Module, rows: Tensor) -> list[RemovableHandle]:
     """Hooks under which `module`, given (1, N, H), computes `rows` and returns zeros elsewhere."""
     seen: list[tuple[Tensor, int]] = []
 
     def select(_: nn.Module, args: tuple) -> tuple:
-        index = _to(rows, args[0].device)
+        index = rows.to(args[0].device)
         seen.append((index, args[0].shape[1]))
         return (args[0].index_select(1, index), *args[1:])
 
@@ -334,7 +391,3 @@ def _hook_rows(module: nn.Module, rows: np.ndarray) -> list[RemovableHandle]:
         return (full, *output[1:]) if isinstance(output, tuple) else full
 
     return [module.register_forward_pre_hook(select), module.register_forward_hook(spread)]
-
-
-def _to(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)

@@ -17,15 +17,14 @@ from .hf import (
     apart_by_length,
     causal_lm,
     context_length,
-    embedding,
     rows_per_forward,
     vocab_size,
 )
-from .packed_model import pack_logprobs, tree_attention_mode
+from .packed_model import pack_logprobs, query_logprobs, tree_attention_mode
 from .proof import prove_supported
 from .spans import Span
 from .token_rows import check_columns, checked_ids, equal_prompts_together
-from .tree import Pack, Query, pack_units
+from .tree import Pack, Query, lay_out, pack_units
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,8 @@ class CounterfactualScores:
         drop: B tensors (K_b,) fp32, `masked - base`; positive marks a distractor (CF paper, eq. 3).
         logprobs: B tensors (T_b,) fp32 of every completion token, if asked for.
         work: counts of what was computed.
+
+    All tensors are on the host.
     """
 
     base: Tensor
@@ -133,7 +134,7 @@ class ScoringPlan:
     @property
     def packs(self) -> list[Pack]:
         """Every forward, in order."""
-        return [pack for part in self.parts for pack in part.packs]
+        return [pack for part in self.parts for pack in lay_out(part.units, part.token_budget)]
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class _Part:
     """Queries that may share a forward: all of them, unless the model's positions follow the longest of a forward."""
 
     units: list[list[Query]]  # of each row, empty where the row asks nothing here
-    packs: list[Pack]
+    token_budget: int
 
 
 def plan_scoring(
@@ -165,7 +166,7 @@ def plan_scoring(
     units = [queries_of(row, placeholder_id, logprobs=logprobs, tempered=tempered) for row in rows]
     budget = rows_per_forward(model, token_budget)
     lengths = [len(row.prompt) + len(row.completion) for row in rows]
-    parts = [_Part(part, pack_units(part, budget)) for part in apart_by_length(model, units, lengths, order)]
+    parts = [_Part(part, budget) for part in apart_by_length(model, units, lengths, order)]
     return ScoringPlan(rows, order, units, parts)
 
 
@@ -224,13 +225,12 @@ def queries_of(row: Row, placeholder_id: int, *, logprobs: bool, tempered: bool 
 
 def _run(model: PreTrainedModel, head: Head, plan: ScoringPlan, temperature: float) -> tuple[Tensor, ScoringWork]:
     """Log-prob of every target of every query in order, fp32, and what it took."""
-    device = embedding(model).device
-    values, done = [torch.zeros(0, device=device)], list[Pack]()
+    values, done = list[Tensor](), list[Pack]()
     for part in plan.parts:
         values += _run_part(model, head, part, temperature, done)
-    joined = torch.cat([value.to(device) for value in values])
+    joined = query_logprobs(done, values)
     if len(plan.parts) > 1:
-        joined = joined[torch.from_numpy(_order_of_parts(plan)).to(device)]
+        joined = joined[torch.from_numpy(_order_of_parts(plan))]
     work = ScoringWork(
         forwards=len(done),
         tokens_fed=sum(pack.num_tokens for pack in done),
@@ -257,10 +257,9 @@ def _run_part(model: PreTrainedModel, head: Head, part: _Part, temperature: floa
 
     A pack that does not fit in memory is halved and tried again; one completion that does not fit is an error.
     """
-    units, todo = part.units, list(reversed(part.packs))
+    units, upcoming, todo = part.units, lay_out(part.units, part.token_budget), list[Pack]()
     values: list[Tensor] = []
-    while todo:
-        pack = todo.pop()
+    while (pack := todo.pop() if todo else next(upcoming, None)) is not None:
         try:
             scored = pack_logprobs(model, head, pack, temperature)
         except torch.OutOfMemoryError:
@@ -276,7 +275,7 @@ def _run_part(model: PreTrainedModel, head: Head, part: _Part, temperature: floa
             shift = pack.units.start
             todo += [half.moved(shift) for half in reversed(halves)]
             continue
-        values.append(scored[torch.from_numpy(pack.query_index).to(scored.device)])
+        values.append(scored)
         done.append(pack)
     return values
 

@@ -5,7 +5,7 @@ prompts, equal completions, equal branches and any longer common prefix are then
 sequence adds one segment: the part of it that no earlier sequence had.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -165,9 +165,17 @@ def pack_units(units: Sequence[Sequence[Query]], token_budget: int) -> list[Pack
 
     Raises `ValueError` for a token budget below one.
     """
+    return list(lay_out(units, token_budget))
+
+
+def lay_out(units: Sequence[Sequence[Query]], token_budget: int) -> Iterator[Pack]:
+    """`pack_units`, each pack made when it is asked for: while a device runs the one before."""
     if token_budget < 1:
         raise ValueError(f"token_budget must be at least 1, got {token_budget}")
-    packs: list[Pack] = []
+    return _packs(units, token_budget)
+
+
+def _packs(units: Sequence[Sequence[Query]], token_budget: int) -> Iterator[Pack]:
     rows_of: list[np.ndarray] = []
     tree, start = PrefixTree(), 0
     for i, unit in enumerate(units):
@@ -175,20 +183,20 @@ def pack_units(units: Sequence[Sequence[Query]], token_budget: int) -> list[Pack
         rows_of += [tree.insert(query.tokens) for query in unit]
         if tree.num_tokens > token_budget and mark > 0:
             tree.rollback(mark)
-            packs.append(_finish(tree, units, range(start, i), rows_of[:known]))
+            yield _finish(tree, units, range(start, i), rows_of[:known])
             tree, start = PrefixTree(), i
             rows_of = [tree.insert(query.tokens) for query in unit]
     if tree.num_tokens:
-        packs.append(_finish(tree, units, range(start, len(units)), rows_of))
-    return packs
+        yield _finish(tree, units, range(start, len(units)), rows_of)
 
 
-def continue_pack(pack: Pack, queries: Sequence[Query], token_budget: int) -> list[Pack]:
+def continue_pack(pack: Pack, queries: Sequence[Query], token_budget: int) -> Iterator[Pack]:
     """Packs of branches alone: `queries` that continue rows which `pack` fed, at most `token_budget` new rows each.
 
-    A query that is over the budget by itself gets a pack of its own. `units` of the result counts queries.
+    A query that is over the budget by itself gets a pack of its own. `units` of the result counts queries. Each is
+    made when it is asked for.
     """
-    packs, start, mark = list[Pack](), 0, pack.tree.checkpoint()
+    start, mark = 0, pack.tree.checkpoint()
     while start < len(queries):
         rows_of, stop = list[np.ndarray](), start
         while stop < len(queries):
@@ -199,10 +207,10 @@ def continue_pack(pack: Pack, queries: Sequence[Query], token_budget: int) -> li
                 break
             rows_of.append(rows)
             stop += 1
-        packs.append(_finish(pack.tree, [[q] for q in queries], range(start, stop), rows_of, len(pack.input_ids)))
+        made = _finish(pack.tree, [[q] for q in queries], range(start, stop), rows_of, len(pack.input_ids))
         pack.tree.rollback(mark)
         start = stop
-    return packs
+        yield made
 
 
 def _finish(

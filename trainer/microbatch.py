@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from trainer.rollouts import Rollouts
 
 @dataclass
 class MicroBatch:
-    """Some completions of a batch, unpadded: b rows, of t tokens each."""
+    """Some completions of a batch, unpadded and on the host: b rows, of t tokens each."""
 
     rows: Tensor  # (b,) their numbers in the batch
     prompts: list[Tensor]  # b tensors (p,)
@@ -42,7 +42,7 @@ class MicroBatch:
     def loss_batch(self, config: TrainConfig) -> LossBatch:
         """What the loss needs beside the model."""
         return LossBatch.of(
-            self.completions, self.old_logprobs, self.advantages.cpu(), weights=self.weights, mask=self.mask,
+            self.completions, self.old_logprobs, self.advantages, weights=self.weights, mask=self.mask,
             ref_logprobs=self.ref_logprobs, compute_entropy=True,
             importance_sampling_level=config.importance_sampling_level,
         )  # fmt: skip
@@ -121,7 +121,10 @@ def micro_batches(
         raise ValueError("rollouts: must have been sampled; these were decoded greedily")
     budget = config.token_budget or default_token_budget(causal_lm(policy), training=True)
     skip = config.beta == 0 and config.loss_type != "bnpo"
-    wanted = (mask.any(1) & ((advantages != 0) | (not skip))).cpu()
+    rollouts, mask, advantages = rollouts_on_host(rollouts), mask.cpu(), advantages.cpu()
+    weights = None if weights is None else weights.cpu()
+    assert rollouts.logprobs is not None
+    wanted = mask.any(1) & ((advantages != 0) | (not skip))
     lengths = rollouts.completion_mask.sum(1).tolist()
     prompt_lengths = rollouts.prompt_mask.sum(1).tolist()
     parts: list[list[int]] = []
@@ -150,15 +153,49 @@ def micro_batches(
     ]
 
 
+class Pass(NamedTuple):
+    """What the forward, loss and backward of one micro-batch gave."""
+
+    loss: Tensor  # ()
+    norm: Tensor  # (), of the gradients summed so far
+    metrics: dict[str, Tensor]  # ()
+    logprobs: list[Tensor]  # b tensors (t,)
+
+
+def fetched(passes: Sequence[Pass]) -> list[Pass]:
+    """The same on the host: the one wait for the device in an optimizer step that is given its weights."""
+    rows = [(one.loss, one.norm, *one.metrics.values(), *one.logprobs) for one in passes]
+    there = iter(on_host([tensor for row in rows for tensor in row]))
+    return [
+        Pass(next(there), next(there), {name: next(there) for name in one.metrics}, [next(there) for _ in one.logprobs])
+        for one in passes
+    ]
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Floating tensors, detached, by one copy from their device."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.detach().reshape(-1).to(tensors[0].device) for tensor in tensors]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def rollouts_on_host(rollouts: Rollouts) -> Rollouts:
+    """The same with every tensor on the host, where micro-batches are cut and trees laid out."""
+    moved: dict[str, Any] = {name: value.cpu() for name, value in vars(rollouts).items() if isinstance(value, Tensor)}
+    return dataclasses.replace(rollouts, **moved)
+
+
 def assign_credit(
     micro: MicroBatch, policy: nn.Module, forward: PackedForward, rollouts: Rollouts, mask: Tensor, **options: Any
 ) -> Credit:
     """Credit of a micro-batch's completions, scored from its own forward; sets the weights. `mask` is (B, T).
 
     Valid before the first optimizer step on a batch, while the policy is the one that sampled. `options` are those of
-    `counterfactual_credit`.
+    `counterfactual_credit`; all tensors are on the host.
     """
-    part = micro.rows.to(mask.device)
+    part = micro.rows
     credit = counterfactual_credit(
         policy,
         prompt_ids=rollouts.prompt_ids[part],
@@ -181,7 +218,7 @@ def credit_of_batch(shape: torch.Size, parts: Sequence[tuple[MicroBatch, Credit]
     spans: list[list[Span]] = [[] for _ in range(batch)]
     drop = [torch.zeros(0)] * batch
     for micro, credit in parts:
-        weights[micro.rows] = credit.weights.cpu()
+        weights[micro.rows] = credit.weights
         base[micro.rows] = credit.base
         for i, b in enumerate(micro.rows.tolist()):
             answers[b], spans[b], drop[b] = credit.answers[i], credit.spans[i], credit.drop[i]

@@ -23,7 +23,17 @@ from trainer.config import TrainConfig
 from trainer.data import Row, encode_prompts, train_and_eval_rows
 from trainer.evaluate import evaluate
 from trainer.metrics import Averages, Step, length_metrics, reward_metrics
-from trainer.microbatch import MicroBatch, assign_credit, checked_sampling_gap, credit_of_batch, micro_batches
+from trainer.microbatch import (
+    MicroBatch,
+    Pass,
+    assign_credit,
+    checked_sampling_gap,
+    credit_of_batch,
+    fetched,
+    micro_batches,
+    on_host,
+    rollouts_on_host,
+)
 from trainer.model import Reference
 from trainer.report import Report
 from trainer.rewards import Reward, compute_rewards, group_advantages, load_reward, load_rewards
@@ -105,19 +115,22 @@ def update(
     gradient that is not finite, and for log-probs that are not those the batch was sampled with.
     """
     config, policy = trainer.config, trainer.policy
+    rollouts, mask, advantages = rollouts_on_host(rollouts), mask.cpu(), advantages.cpu()
     parameters = [p for p in policy.parameters() if p.requires_grad]
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     policy.train()
     parts = micro_batches(config, rollouts, mask, advantages, policy, weights)
     if trainer.reference is not None:
         with trainer.reference.model() as reference:
-            for micro in parts:
-                micro.ref_logprobs = micro.logprobs(reference, config)
+            references = [micro.logprobs(reference, config) for micro in parts]
+        rows = iter(on_host([row for part in references for row in part]))
+        for micro in parts:
+            micro.ref_logprobs = [next(rows) for _ in micro.completions]
     metrics, credits, credit_time = Averages(), list[tuple[MicroBatch, Credit]](), 0.0
     for iteration in range(config.num_iterations):
         first = iteration == 0  # the policy is the one that sampled
         trainer.optimizer.zero_grad()  # to None: without a micro-batch the optimizer step below changes nothing
-        loss_sum, norm = 0.0, torch.zeros(())
+        passes, norm = list[Pass](), torch.zeros(())  # what each micro-batch gave; the norm of all gradients so far
         for micro in parts:
             forward = micro.forward(policy, config, keep_states=micro.weights is None and config.scores_answers)
             if micro.weights is None:
@@ -138,27 +151,31 @@ def update(
                 beta=config.beta,
                 loss_type=config.loss_type,
                 importance_sampling_level=config.importance_sampling_level,
-                num_items_in_batch=mask.sum(),
+                num_items_in_batch=int(mask.sum()),
                 num_sequences_in_batch=len(mask),
                 max_completion_length=config.max_completion_length,
                 validate=False,
             )
-            micro.require_finite_logprobs(logprobs)
             if config.loss_type == "bnpo":  # the one type that normalises by its own micro-batch
                 loss = loss / len(parts)
             loss.backward()
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            micro.require_finite_gradient(norm, policy)
+            passes.append(Pass(loss.detach(), norm, measured, logprobs))
+        # The one look at the device, before any weight changes: the passes queue up on it without a wait.
+        loss_sum = 0.0
+        for micro, done in zip(parts, fetched(passes), strict=True):
+            micro.require_finite_logprobs(done.logprobs)
+            micro.require_finite_gradient(done.norm, policy)
             if first:
-                micro.old_logprobs = logprobs
-                metrics.add(micro.sampling_metrics(logprobs), micro.tokens)
-            metrics.add(measured, micro.tokens)
-            loss_sum += loss.item()
+                micro.old_logprobs = done.logprobs
+                metrics.add(micro.sampling_metrics(done.logprobs), micro.tokens)
+            metrics.add(done.metrics, micro.tokens)
+            loss_sum += done.loss.item()
         if first and parts:
             metrics.add({"sampling/gap": checked_sampling_gap(parts, policy, config)})
         torch.nn.utils.clip_grads_with_norm_(parameters, config.max_grad_norm, norm)
         trainer.optimizer.step()
-        metrics.add({"loss": loss_sum, "grad_norm": norm})
+        metrics.add({"loss": loss_sum, "grad_norm": done.norm if passes else norm})
     policy.eval()
     rate = float(trainer.scheduler.get_last_lr()[0])
     trainer.scheduler.step()

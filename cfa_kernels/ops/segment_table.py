@@ -3,7 +3,6 @@
 `tree.py` builds it from token sequences, `tree_attention.py` reads it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .attention_rule import EVERYTHING, Reach
+from .upload import upload
 
 
 class Seers(NamedTuple):
@@ -139,7 +139,7 @@ class SegmentTable:
         key = (device, tokens_per_tile, first_row)
         if key not in self._on_device:
             parts = [self.work_list(tokens_per_tile, first_row), self.segments.numpy(), self.context_rows]
-            self._on_device[key] = _upload(parts, device)
+            self._on_device[key] = upload(parts, device)
         return self._on_device[key]
 
     @cached_property
@@ -256,7 +256,7 @@ class SegmentTable:
         key = (device, keys_per_tile, queries_per_program, reach)
         if key not in self._on_device:
             parts = self.key_work(keys_per_tile, queries_per_program, reach)
-            self._on_device[key] = (*_upload(parts, device), int(parts[1][:, 3].sum()))
+            self._on_device[key] = (*upload(parts, device), int(parts[1][:, 3].sum()))
         return self._on_device[key]
 
 
@@ -270,13 +270,3 @@ def _ordinal(*columns: np.ndarray) -> np.ndarray:
     for column in columns:
         changed[1:] |= column[1:] != column[:-1]
     return np.cumsum(changed, dtype=np.int64)
-
-
-def _upload(parts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
-    """The int32 arrays on a device, by one copy, each from a multiple of 16 bytes on, by which Triton specialises."""
-    flat = [np.pad(part.reshape(-1), (0, -part.size % 4)) for part in parts]
-    packed = torch.from_numpy(np.concatenate(flat))
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    split = packed.to(device, non_blocking=True).split([len(part) for part in flat])
-    return tuple(x[: part.size].view(part.shape) for x, part in zip(split, parts, strict=True))

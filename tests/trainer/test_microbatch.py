@@ -7,6 +7,7 @@ import torch
 
 from cfa_kernels import packed_loss
 from tests.trainer.embedded import advantages_of, sample, settings
+from tests.waits import OnDevice, a_device, put_on_device
 from trainer.microbatch import checked_sampling_gap, micro_batches
 from trainer.train import update
 
@@ -29,6 +30,23 @@ def test_a_group_without_what_is_masked_out_is_fed_as_it_is_sampled(trainer, rol
     for b, prompt, completion in zip(part.rows.tolist(), part.prompts, part.completions, strict=True):
         assert torch.equal(prompt, rollouts.prompt_ids[b][rollouts.prompt_mask[b].bool()])
         assert torch.equal(completion, rollouts.completion_ids[b][rollouts.completion_mask[b].bool()])
+
+
+@pytest.mark.parametrize(("credit", "looks"), [("uniform", 0), ("counterfactual", 1)])
+def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before_a_step(fresh, rollouts, credit, looks):
+    trainer = fresh("--use_peft=false", "--token_budget=1", f"--credit={credit}", "--max_spans=1")
+    with a_device() as waits:
+        put_on_device(trainer.policy)
+        trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 1e-3)
+        trainer.scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer)
+        tensors = {name: OnDevice(value) for name, value in vars(rollouts).items() if isinstance(value, torch.Tensor)}
+        there = replace(rollouts, **tensors)
+        update(trainer, 1, there, there.completion_mask, OnDevice(advantages_of(rollouts)))
+        seen = [where.split(" at ")[1].split(":")[0] for where in waits.seen]
+    parts = micro_batches(trainer.config, rollouts, rollouts.completion_mask, advantages_of(rollouts), trainer.policy)
+    before = ["microbatch.py"] * len(tensors) + ["train.py"] * 2  # the rollouts, the mask and the advantages
+    assert seen == [*before, *["packed_model.py"] * (looks * len(parts)), "microbatch.py"], waits.seen
+    assert len(parts) == 2
 
 
 def update_on_a_group(trainer) -> dict[str, float]:

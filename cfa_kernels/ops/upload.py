@@ -1,0 +1,42 @@
+"""Host arrays on their way to a device: one buffer, one copy, and nobody waits for it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Bytes of which each array starts at a multiple; Triton compiles wide loads for such pointers."""
+
+
+def upload(arrays: Sequence[np.ndarray | Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """The arrays on `device`, by one copy for all.
+
+    To a GPU it goes from pinned memory, so that it queues up behind the kernels under way while the host goes on;
+    the buffer is handed out again only when the copy is done (PyTorch's host allocator sees to that).
+
+    Args:
+        arrays: of any shapes and dtypes, in host memory.
+        device: where to.
+
+    Returns:
+        Tensors of those shapes and dtypes, each from a multiple of `ALIGNMENT` bytes on.
+    """
+    host = [torch.from_numpy(array) if isinstance(array, np.ndarray) else array for array in arrays]
+    sizes = [part.numel() * part.element_size() for part in host]
+    starts, total = list[int](), 0
+    for size in sizes:
+        starts.append(total)
+        total += -(-size // ALIGNMENT) * ALIGNMENT
+
+    def views(buffer: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            buffer[start : start + size].view(part.dtype).view(part.shape)
+            for part, start, size in zip(host, starts, sizes, strict=True)
+        )
+
+    buffer = torch.zeros(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for view, part in zip(views(buffer), host, strict=True):
+        view.copy_(part.detach())
+    return views(buffer.to(device, non_blocking=True))

@@ -1,0 +1,117 @@
+"""The host does not wait for the device between packs, nor in a loss: one look at the results, at the end."""
+
+import pytest
+import torch
+
+from cfa_kernels import linear_policy_loss, logits_policy_loss, packed_policy_loss, policy_loss, score_counterfactuals
+from cfa_kernels.packed_loss import LossBatch, packed_forward
+from cfa_kernels.proof import prove_trainable
+from tests.models import PLACEHOLDER, batch, make_model
+from tests.waits import DEVICE, Waits, a_device, put_on_device
+
+
+@pytest.fixture
+def model():
+    """On no device yet, and proven, which looks at results by its nature."""
+    made = make_model("Qwen3")
+    prove_trainable(made)
+    return made
+
+
+def assert_waits(waits: Waits, *causes: str) -> None:
+    """That the host waited so often, and for nothing but this; the next count starts at 0."""
+    assert [seen.split(" at ")[0] for seen in waits.seen] == list(causes), waits.seen
+    waits.seen.clear()
+
+
+@pytest.mark.parametrize(
+    ("cause", "name"),
+    [
+        (lambda x: x.sum().item(), "aten::_local_scalar_dense"),
+        (lambda x: bool(x.any()), "aten::_local_scalar_dense"),
+        (lambda x: x.nonzero(), "aten::nonzero"),
+        (lambda x: x[x > 0], "boolean index"),
+        (lambda x: x[torch.arange(2)], "upload of an index"),
+        (lambda x: x.tolist(), "tolist"),
+        (lambda x: x.to("cpu"), "to(cpu)"),
+        (lambda x: torch.ones(2).to(x.device, non_blocking=True), "upload from pageable memory"),
+        (lambda x: torch.ones(2).pin_memory().to(x.device), "blocking upload"),
+        (lambda x: torch.tensor([1.0], device=x.device), "blocking upload"),
+        (lambda x: x.unique(), "aten::_unique2"),
+        (lambda x: torch.empty(3).copy_(x), "download by copy_"),
+    ],
+)
+def test_a_wait_is_seen(cause, name):
+    with a_device() as waits:
+        x = torch.arange(3.0, device=DEVICE)
+        assert not waits.seen
+        cause(x)
+        assert_waits(waits, name)
+
+
+def test_what_is_left_to_the_device_is_none():
+    with a_device() as waits:
+        x = torch.ones(3).pin_memory().to(DEVICE, non_blocking=True)
+        y = torch.where(x > 0, x, 0.0)[:2].cumsum(0).index_select(0, x.new_zeros(4, dtype=torch.int64))
+        y += torch.full((4,), 2.0, device=DEVICE)
+        assert_waits(waits)
+        assert y.cpu().tolist() == [3.0] * 4
+        with pytest.raises(RuntimeError, match="one device"):
+            y + torch.ones(4)
+
+
+@pytest.mark.parametrize("budget", [1, 120])
+def test_scoring_looks_once_however_many_packs_there_are(model, budget):
+    arguments, options = batch(), {"placeholder_id": PLACEHOLDER, "token_budget": budget, "logprobs": True}
+    expected = score_counterfactuals(model, *arguments, **options)
+    with a_device() as waits:
+        scores = score_counterfactuals(put_on_device(model), *arguments, **options)
+        assert scores.work.forwards >= 4
+        assert_waits(waits, "cpu")
+    torch.testing.assert_close(scores.base, expected.base, rtol=0, atol=2e-5, equal_nan=True)
+    for ours, theirs in zip(scores.logprobs, expected.logprobs, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+
+
+def test_a_training_forward_its_loss_and_backward_look_never_and_its_scores_once(model):
+    prompts, completions, spans, answers = batch()
+    loss_batch = LossBatch.of(completions, None, torch.ones(len(completions)))
+    with a_device() as waits:
+        put_on_device(model.train())
+        forward = packed_forward(model, prompts, completions, token_budget=120, keep_states=True)
+        assert len(forward.fed) > 1
+        assert_waits(waits)
+        assert forward.score(spans, answers, placeholder_id=PLACEHOLDER, token_budget=30).work.forwards > 3
+        assert_waits(waits, "cpu")
+        forward.policy_loss(loss_batch, compute_entropy=True).loss.backward(retain_graph=True)
+        sum(row.sum() for row in forward.logprobs()).backward()
+        assert_waits(waits)
+
+
+def test_the_loss_of_a_batch_on_the_host_never_looks(model):
+    prompts, completions, *_ = batch()
+    with a_device() as waits:
+        put_on_device(model.train())
+        rows = [torch.zeros(len(ids)) for ids in completions]
+        packed_policy_loss(
+            model, prompts, completions, rows, torch.ones(len(rows)), weights=[row + 1 for row in rows],
+            ref_logprobs=rows, token_budget=120, beta=0.1, validate=False,
+        ).loss.backward()  # fmt: skip
+        assert_waits(waits)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_losses_on_a_device_never_look(level):
+    with a_device() as waits:
+        logprobs, ones = torch.zeros(2, 5, device=DEVICE, requires_grad=True), torch.ones(2, 5, device=DEVICE)
+        hidden, head = torch.ones(2, 5, 8, device=DEVICE, requires_grad=True), torch.ones(11, 8, device=DEVICE)
+        logits = torch.zeros(2, 5, 11, device=DEVICE, requires_grad=True)
+        targets = torch.zeros(2, 5, dtype=torch.int64, device=DEVICE)
+        rest = (ones * -1, ones[:, 0], ones)
+        for loss, _ in (
+            policy_loss(logprobs, *rest, importance_sampling_level=level, weights=ones, validate=False),
+            logits_policy_loss(logits, targets, *rest, importance_sampling_level=level, validate=False),
+            linear_policy_loss(hidden, head, targets, *rest, importance_sampling_level=level, validate=False),
+        ):
+            loss.backward()
+        assert_waits(waits)
