@@ -286,7 +286,7 @@ def pack_logprobs(
     own = pack.rows[fed] - pack.first_row
     rows = head.weight.new_empty(len(fed), head.weight.shape[1])
     if pack.num_tokens:
-        with _last_layer_on_rows(model, np.unique(own)):
+        with last_layer_on_rows(model, np.unique(own)):
             hidden = packed_hidden(model, pack, attended=attended, store=store)
         found = hidden.index_select(0, _to(own, hidden.device)).to(head.weight)
         rows = found if fed.all() else rows.index_copy_(0, _to(fed.nonzero()[0], rows.device), found)
@@ -300,7 +300,7 @@ def pack_logprobs(
 
 
 @contextmanager
-def _last_layer_on_rows(model: PreTrainedModel, rows: np.ndarray) -> Iterator[None]:
+def last_layer_on_rows(model: PreTrainedModel, rows: np.ndarray) -> Iterator[None]:
     """Run the last layer's attention output and MLP, which nothing else reads, on `rows` alone.
 
     Both act on each token by itself, so they are given the rows that the head will see and their results are put
