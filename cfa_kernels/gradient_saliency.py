@@ -112,9 +112,7 @@ def gradient_saliency(
     order = equal_prompts_together([row.prompt for row in rows])
     queries = [[rows[b].query(ask.outcome)] if len(rows[b].moving) else [] for b in order]
     lengths = [len(rows[b].prompt) + len(rows[b].completion) for b in order]
-    head = prove_supported(causal)
-    if ask.diverges:
-        head = _widened(head)
+    head = _widened(prove_supported(causal))
     tokens = [np.zeros(0)] * len(rows)
     work: list[ScoringWork] = []
     with torch.inference_mode(False), tree_attention_mode(causal), _frozen(causal):
@@ -332,11 +330,11 @@ class _PackSaliency:
         weight = self.head.weight
         with torch.autocast(weight.device.type, enabled=False):
             if clean is None:
-                leaf = noisy.to(weight).requires_grad_()
+                leaf = noisy.to(weight, copy=True).requires_grad_()
                 values = self.head.logprobs(leaf, torch.from_numpy(self.targets).to(weight.device))
                 share = [1 / size if self.ask.outcome == "mean_logprob" else 1.0 for size in self.sizes]
                 weights = values.new_tensor(np.repeat(share, self.sizes))
-                return torch.autograd.grad(values, leaf, -weights)[0].to(values.dtype)
+                return torch.autograd.grad(values, leaf, -weights)[0]
             return _divergence_by_rows(clean, noisy, self.sizes, self.head)
 
 
@@ -355,10 +353,7 @@ def _widened(head: Head) -> Head:
 
 
 def _divergence_by_rows(clean: Tensor, noisy: Tensor, sizes: Sequence[int], head: Head) -> Tensor:
-    """Gradient (R, H) by `noisy` of the sum of KL(P_0, P_noisy) over outcomes of `sizes` rows each.
-
-    `head` is `_widened`.
-    """
+    """Gradient (R, H) by `noisy` of the sum of KL(P_0, P_noisy) over outcomes of `sizes` rows each."""
     most = max(_MOST_LOGITS // len(head.weight), 1)
     found, start, i = list[Tensor](), 0, 0
     while i < len(sizes):
@@ -368,7 +363,7 @@ def _divergence_by_rows(clean: Tensor, noisy: Tensor, sizes: Sequence[int], head
         rows = slice(start, start + sum(taken))
         with torch.no_grad():
             expected = _outcome_logits(clean[rows].to(head.weight), taken, head).softmax(-1)
-        leaf = noisy[rows].to(head.weight).requires_grad_()
+        leaf = noisy[rows].to(head.weight, copy=True).requires_grad_()
         logits = _outcome_logits(leaf, taken, head)
         # The KL's gradient by the logits, where it is a small difference of what two forwards gave.
         by_logits = logits.detach().softmax(-1) - expected
