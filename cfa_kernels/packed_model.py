@@ -333,7 +333,7 @@ def pack_logprobs(
         assert earlier is not None
         parts.append(earlier.index_select(0, staged.before.to(earlier.device)).to(head.weight))
     if pack.num_tokens:
-        with _last_layer_on_rows(model, staged.last):
+        with last_layer_on_rows(model, staged.last):
             hidden = _hidden(model, pack, staged, attended, store)
         parts.append(hidden.index_select(0, staged.own.to(hidden.device)).to(head.weight))
     rows = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -357,7 +357,7 @@ def query_logprobs(packs: Sequence[Pack], found: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def _last_layer_on_rows(model: PreTrainedModel, rows: Tensor) -> Iterator[None]:
+def last_layer_on_rows(model: PreTrainedModel, rows: Tensor) -> Iterator[None]:
     """Run the last layer's attention output and MLP, which nothing else reads, on `rows` alone.
 
     Both act on each token by itself, so they are given the rows that the head will see and their results are put

@@ -27,6 +27,7 @@ class Query:
     targets: np.ndarray  # (A,) int64
     tempered: bool = False
     beyond: np.ndarray | None = None  # tokens that may be fed after these, where a model needs a longer sequence
+    alone_from: int | None = None  # from this position on, its rows are its own even where another's are equal
 
     def fed_to(self, length: int) -> "Query":
         """The same, fed up to `length` tokens at least, as far as there are some."""
@@ -70,6 +71,7 @@ class Pack:
 
 @dataclass
 class _Segment:
+    key: tuple[int, int, int]  # under which it is found
     tokens: np.ndarray  # own tokens
     start: int  # position of the first of them
     row: int  # packed row of the first of them
@@ -82,36 +84,49 @@ class PrefixTree:
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
-        self._branches: dict[tuple[int, int, int], int] = {}  # (segment, position, token) -> segment
+        # (segment, position, token) -> segment; one that is shared with nobody has a negative number for its token.
+        self._branches: dict[tuple[int, int, int], int] = {}
         self._parents: list[int] = []
         self.num_tokens = 0
 
-    def insert(self, tokens: np.ndarray) -> np.ndarray:
-        """Add a sequence; return the packed row of each of its tokens, shared ones included, (L,) int32."""
-        current, depth = self._branches.get((-1, 0, int(tokens[0])), -1), 0
-        while current >= 0:
-            segment = self._segments[current]
-            depth += _common_prefix(tokens[depth:], segment.tokens[depth - segment.start :])
-            if depth == len(tokens):
-                return segment.path[:depth]
+    def insert(self, tokens: np.ndarray, alone_from: int | None = None) -> np.ndarray:
+        """Add a sequence; return the packed row of each of its tokens, shared ones included, (L,) int32.
+
+        From position `alone_from` on, it shares no row with any sequence before or after it.
+        """
+        common = tokens[:alone_from]
+        current, depth = self._find(common)
+        if depth < len(common):
+            current, depth = self._append(current, depth, common, int(common[depth])), len(common)
+        if depth < len(tokens):
+            current = self._append(current, depth, tokens, -1 - len(self._segments))
+        return self._segments[current].path[: len(tokens)]
+
+    def _find(self, tokens: np.ndarray) -> tuple[int, int]:
+        """The segment that holds the end of the longest prefix of `tokens` here, -1 for none, and its length."""
+        current, depth = -1, 0
+        while depth < len(tokens):
             child = self._branches.get((current, depth, int(tokens[depth])), -1)
             if child < 0:
                 break
-            current = child
-        return self._append(current, depth, tokens)
+            segment, current = self._segments[child], child
+            depth += _common_prefix(tokens[depth:], segment.tokens)
+        return current, depth
 
-    def _append(self, parent: int, start: int, tokens: np.ndarray) -> np.ndarray:
+    def _append(self, parent: int, start: int, tokens: np.ndarray, token: int) -> int:
+        """A new segment for `tokens[start:]`, found below `parent` under `token`."""
         own = tokens[start:]
         rows = np.arange(self.num_tokens, self.num_tokens + len(own), dtype=np.int32)
         path = rows
         if parent >= 0:
             self._segments[parent].has_children = True
             path = np.concatenate([self._segments[parent].path[:start], rows])
-        self._branches[parent, start, int(own[0])] = len(self._segments)
-        self._segments.append(_Segment(own, start, self.num_tokens, path))
+        key = (parent, start, token)
+        self._branches[key] = len(self._segments)
+        self._segments.append(_Segment(key, own, start, self.num_tokens, path))
         self._parents.append(parent)
         self.num_tokens += len(own)
-        return path
+        return len(self._segments) - 1
 
     def checkpoint(self) -> int:
         """A mark to `rollback` to."""
@@ -120,8 +135,9 @@ class PrefixTree:
     def rollback(self, mark: int) -> None:
         """Forget every segment added since `mark`."""
         while len(self._segments) > mark:
-            segment, parent = self._segments.pop(), self._parents.pop()
-            del self._branches[parent, segment.start, int(segment.tokens[0])]
+            segment = self._segments.pop()
+            self._parents.pop()
+            del self._branches[segment.key]
             self.num_tokens = segment.row
 
     def input_ids(self) -> np.ndarray:
@@ -180,12 +196,12 @@ def _packs(units: Sequence[Sequence[Query]], token_budget: int) -> Iterator[Pack
     tree, start = PrefixTree(), 0
     for i, unit in enumerate(units):
         mark, known = tree.checkpoint(), len(rows_of)
-        rows_of += [tree.insert(query.tokens) for query in unit]
+        rows_of += [tree.insert(query.tokens, query.alone_from) for query in unit]
         if tree.num_tokens > token_budget and mark > 0:
             tree.rollback(mark)
             yield _finish(tree, units, range(start, i), rows_of[:known])
             tree, start = PrefixTree(), i
-            rows_of = [tree.insert(query.tokens) for query in unit]
+            rows_of = [tree.insert(query.tokens, query.alone_from) for query in unit]
     if tree.num_tokens:
         yield _finish(tree, units, range(start, len(units)), rows_of)
 
@@ -201,7 +217,7 @@ def continue_pack(pack: Pack, queries: Sequence[Query], token_budget: int) -> It
         rows_of, stop = list[np.ndarray](), start
         while stop < len(queries):
             before = pack.tree.checkpoint()
-            rows = pack.tree.insert(queries[stop].tokens)
+            rows = pack.tree.insert(queries[stop].tokens, queries[stop].alone_from)
             if stop > start and pack.tree.num_tokens - len(pack.input_ids) > token_budget:
                 pack.tree.rollback(before)
                 break

@@ -64,6 +64,21 @@ def test_rollback_restores_the_tree(before, after):
     assert again == [expected.insert(ids(row)).tolist() for row in after]
 
 
+@given(sequences, st.integers(0, 4))
+def test_a_sequence_shares_nothing_from_where_it_stands_alone(rows, alone_from):
+    tree = PrefixTree()
+    alone = [tree.insert(ids(row), alone_from).tolist() for row in rows]
+    shared = [tree.insert(ids(row)).tolist() for row in rows]
+    tokens, positions = tree.input_ids(), tree.table().positions()
+    for row, path in zip(rows * 2, alone + shared, strict=True):
+        assert tokens[path].tolist() == row
+        assert positions[path].tolist() == list(range(len(row)))
+    own = [row for path in alone for row in path[alone_from:]]
+    assert len(own) == len(set(own))
+    assert not set(own) & {row for path in shared for row in path}
+    assert tree.num_tokens == distinct_prefixes(rows) + len(own)
+
+
 def units_of(rows):
     return [[Query(ids(row), len(row) - 1, ids([7]))] for row in rows]
 

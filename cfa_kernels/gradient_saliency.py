@@ -1,0 +1,422 @@
+"""Gradient times input at the embeddings: how much each unit of the reasoning moves the outcome, to first order.
+
+The estimator that costs a backward instead of a branch for every unit. Completions run packed, prompts once; what
+lies below the embeddings is never asked for a gradient, nor is any weight.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from .hf import (
+    Head,
+    apart_by_length,
+    causal_lm,
+    context_length,
+    default_token_budget,
+    embedding,
+    rows_per_forward,
+    vocab_size,
+)
+from .ops.upload import upload
+from .packed_model import last_layer_on_rows, packed_hidden, tree_attention_mode
+from .proof import prove_supported
+from .scoring import ScoringWork, checked_rows
+from .spans import Span
+from .token_rows import check_columns, checked_ids, equal_prompts_together
+from .tree import Pack, Query, pack_units
+
+_DIVERGENCES = ("last", "mean")
+_LOGPROBS = ("mean_logprob", "logprob")
+# Logits of outcomes held at once, in elements; some four tensors of this size live together.
+_MOST_LOGITS = 1 << 24
+
+
+def gradient_saliency(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    units: Sequence[Sequence[Span]],
+    answers: Sequence[Span | None],
+    *,
+    outcome: str = "mean",
+    sigma: float = 1e-3,
+    samples: int = 1,
+    generator: torch.Generator | None = None,
+    token_budget: int | None = None,
+) -> tuple[list[Tensor], ScoringWork]:
+    """Importance of each unit by the gradient of an outcome's change under noise (OAR-G; OAR paper, section 3).
+
+    Noise N(0, sigma^2) is put on the embeddings e of the units' tokens; prompt, answer and tokens of no unit stay
+    clean. J is what it changes, and a token's importance |<dJ/de_t, e_t>| with the clean e_t; a unit's is the sum over
+    its tokens. e is what the input embedding gives out, before whatever the model does to it.
+
+    | outcome | J |
+    |---|---|
+    | `last` | KL(P_0, P_noisy), P what predicts the answer's first token; without an answer, the completion's last |
+    | `mean` | the same, P the softmax of the mean of the logits that predict the answer's tokens |
+    | `mean_logprob` | mean log-prob of the answer's tokens, clean minus noisy |
+    | `logprob` | their sum, clean minus noisy |
+
+    Near zero noise the gradient of a KL is the outcome's Fisher matrix times the noise: importances of `last` and
+    `mean` are proportional to `sigma`, and one draw scatters by some two thirds of its size; average several `samples`.
+    At `sigma` 0 that gradient vanishes, so there they are those of `mean_logprob`: gradient times input, one
+    deterministic pass, nan for a row without an answer.
+
+    Importances are first-order and non-negative: they say how sensitive the outcome is to a token, not in which
+    direction, and small ones of a half-precision model are rounding.
+
+    Args:
+        model: as in `score_counterfactuals`. Left exactly as it was: mode, attention implementation, random state,
+            hooks, every parameter's `.grad` and `requires_grad`; it runs in evaluation mode.
+        prompts: B 1-D int64 tensors of token ids, unpadded.
+        completions: B 1-D int64 tensors, unpadded. Tokens after those that decide the outcome are not fed.
+        units: for each completion, half-open spans of its tokens, K_b of them. They may overlap each other, never the
+            answer; what lies after the rows that decide the outcome has importance 0 by causality.
+        answers: for each completion its answer, or None; then its importances are nan but for outcome `last`.
+        outcome: see above.
+        sigma: standard deviation of the noise, in the embedding's own scale (that of the authors' code by default).
+        samples: draws to average; each costs a forward and a backward to the embeddings.
+        generator: gives one seed for the call. The noise of a row follows from that seed, its prompt and its
+            completion alone, draw after draw: neither from its neighbours nor from the number of draws. None seeds
+            every call alike. No other random state is read.
+        token_budget: most tokens per forward; default by free memory, with the activations that a backward needs. A
+            completion is never cut. The result does not depend on it (to rounding).
+
+    Returns:
+        B tensors (K_b,) fp32 on the host, and what it took: forwards and the tokens that they fed. KL outcomes take
+        one clean forward for all draws; every draw takes a forward and one backward to the embeddings.
+
+    Raises:
+        ValueError: bad input; the message names argument, row and value.
+        TypeError, NotImplementedError: models that cannot be run this way, or pass no gradient to their embeddings;
+            the message says why.
+        FloatingPointError: a gradient is not finite; the message names the row.
+    """
+    causal = causal_lm(model)
+    _check_options(outcome, sigma, samples, generator)
+    seed = _seed(generator)
+    if sigma == 0:
+        ask = _Ask("mean_logprob" if outcome in _DIVERGENCES else outcome, 0.0, 1, seed)
+    else:
+        ask = _Ask(outcome, float(sigma), samples, seed)
+    rows = _checked(causal, prompts, completions, units, answers, ask.outcome)
+    order = equal_prompts_together([row.prompt for row in rows])
+    queries = [[rows[b].query(ask.outcome)] if len(rows[b].moving) else [] for b in order]
+    lengths = [len(rows[b].prompt) + len(rows[b].completion) for b in order]
+    head = _widened(prove_supported(causal))
+    tokens = [np.zeros(0)] * len(rows)
+    work: list[ScoringWork] = []
+    with torch.inference_mode(False), tree_attention_mode(causal), _frozen(causal):
+        if token_budget is None:
+            budget = default_token_budget(causal, training=True)
+        else:
+            budget = rows_per_forward(causal, token_budget)
+        for part in apart_by_length(causal, queries, lengths, order):
+            for pack in pack_units(part, budget):
+                members = [order[i] for i in pack.units if part[i]]
+                saliency = _PackSaliency(causal, head, pack, [rows[b] for b in members], ask)
+                for b, found in zip(members, saliency.run(), strict=True):
+                    if not np.isfinite(found).all():
+                        raise FloatingPointError(f"completions row {b}: the model gave a gradient that is not finite")
+                    tokens[b] = found
+                work.append(saliency.work)
+    return [row.importances(found) for row, found in zip(rows, tokens, strict=True)], _summed(work)
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """What one call wants of every row."""
+
+    outcome: str
+    sigma: float
+    samples: int
+    seed: int
+
+    @property
+    def diverges(self) -> bool:
+        """Whether J is a KL, which needs the clean distribution; the gradient of a difference does not."""
+        return self.outcome in _DIVERGENCES
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One completion, checked."""
+
+    prompt: np.ndarray  # (P,) int64
+    completion: np.ndarray  # (T,) int64
+    spans: np.ndarray  # (K, 2) int64: first token and end of each unit
+    target: Span | None  # the tokens whose prediction is the outcome
+
+    @cached_property
+    def moving(self) -> np.ndarray:
+        """(n,) tokens of the units that can move the outcome, ascending."""
+        if self.target is None:
+            return np.zeros(0, np.int64)
+        steps = np.zeros(len(self.completion) + 1, np.int64)
+        np.add.at(steps, self.spans[:, 0], 1)
+        np.add.at(steps, self.spans[:, 1], -1)
+        return np.flatnonzero(np.cumsum(steps)[: self.target.start])
+
+    def query(self, outcome: str) -> Query:
+        """The tokens to feed and the rows that decide the outcome."""
+        assert self.target is not None
+        start, end = self.target.start, self.target.start + 1 if outcome == "last" else self.target.end
+        before = len(self.prompt)
+        fed, beyond = np.split(np.concatenate([self.prompt, self.completion]), [before + end - 1])
+        return Query(fed, before + start - 1, self.completion[start:end], beyond=beyond, alone_from=before)
+
+    def importances(self, tokens: np.ndarray) -> Tensor:
+        """(K,) fp32 sums over each unit of the importances (n,) of the `moving` tokens."""
+        if self.target is None:
+            return torch.full((len(self.spans),), math.nan)
+        each = np.zeros(len(self.completion) + 1)
+        each[self.moving] = tokens
+        # Sums over [start, end) and over what lies between one end and the next start, of which the former are kept.
+        sums = np.add.reduceat(each, self.spans.ravel())[::2] if len(self.spans) else np.zeros(0)
+        return torch.from_numpy(sums).float()
+
+
+def _summed(work: Sequence[ScoringWork]) -> ScoringWork:
+    return ScoringWork(
+        forwards=sum(one.forwards for one in work),
+        tokens_fed=sum(one.tokens_fed for one in work),
+        tokens_unshared=sum(one.tokens_unshared for one in work),
+        head_rows=sum(one.head_rows for one in work),
+    )
+
+
+def _check_options(outcome: str, sigma: float, samples: int, generator: torch.Generator | None) -> None:
+    if outcome not in _DIVERGENCES + _LOGPROBS:
+        raise ValueError(f"outcome must be one of {', '.join(_DIVERGENCES + _LOGPROBS)}, got {outcome!r}")
+    if isinstance(sigma, bool) or not isinstance(sigma, (int, float)) or not 0 <= sigma < math.inf:
+        raise ValueError(f"sigma must be a finite number, at least 0, got {sigma!r}")
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"samples must be a whole number, at least 1, got {samples!r}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+
+
+def _seed(generator: torch.Generator | None) -> int:
+    if generator is None:
+        return 0
+    return int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
+
+
+def _checked(
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    units: Sequence[Sequence[Span]],
+    answers: Sequence[Span | None],
+    outcome: str,
+) -> list[_Row]:
+    check_columns(prompts, completions=completions, units=units, answers=answers)
+    ids = checked_ids(prompts, completions, vocab_size(model), context_length(model))
+    rows = []
+    for b, row in enumerate(checked_rows(model, ids, [[] for _ in ids], answers, placeholder_id=0)):
+        length, target = len(row.completion), row.answer
+        spans = np.array([tuple(span) for span in units[b]], dtype=np.int64).reshape(-1, 2)
+        starts, ends = spans.T
+        if len(bad := np.flatnonzero((starts < 0) | (starts >= ends) | (ends > length))):
+            raise ValueError(
+                f"units row {b}, unit {bad[0]}: {tuple(spans[bad[0]].tolist())} is not a non-empty span inside a "
+                f"completion of {length} tokens"
+            )
+        if target is not None and len(bad := np.flatnonzero((starts < target.end) & (target.start < ends))):
+            raise ValueError(
+                f"units row {b}, unit {bad[0]}: {tuple(spans[bad[0]].tolist())} overlaps the answer {tuple(target)}"
+            )
+        if target is None and outcome == "last":
+            target = Span(length - 1, length)
+        rows.append(_Row(row.prompt, row.completion, spans, target))
+    return rows
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter asks for a gradient, so that a backward computes those of activations alone."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+class _PackSaliency:
+    """The forwards and backwards of one pack of completions."""
+
+    def __init__(self, model: PreTrainedModel, head: Head, pack: Pack, members: list[_Row], ask: _Ask) -> None:
+        self.model, self.head, self.pack, self.members, self.ask = model, head, pack, members, ask
+        queries = [row.query(ask.outcome) for row in members]
+        targets = [query.targets for query in queries]
+        self.sizes = [len(row) for row in targets]  # rows that decide each outcome
+        self.targets = np.concatenate(targets)
+        self.read = pack.rows[pack.query_index]  # (R,) those rows, one member after the other
+        first = self.read[np.cumsum(self.sizes) - self.sizes]
+        # From its first token on a completion's rows are its own, one after the other.
+        own = [row.moving + at + 1 - row.target.start for row, at in zip(members, first, strict=True) if row.target]
+        self.counts = [len(rows) for rows in own]
+        self.device = embedding(model).device
+        self.noised = torch.from_numpy(np.concatenate(own)).to(self.device)  # (n,) rows of the units' tokens
+
+        forwards = ask.samples + ask.diverges
+        averaged = ask.diverges and head.softcap is None
+        self.work = ScoringWork(
+            forwards=forwards,
+            tokens_fed=forwards * pack.num_tokens,
+            tokens_unshared=forwards * sum(len(query.tokens) for query in queries),
+            head_rows=forwards * len(self.sizes if averaged else self.read),
+        )
+
+    def run(self) -> list[np.ndarray]:
+        """For each member the importances (n_b,) of its units' tokens, float64 on the host."""
+        generators = [_row_generator(self.ask.seed, row, self.device) for row in self.members]
+        clean = self._forward(_EmbeddingTap(self.model)) if self.ask.diverges else None
+        total = None
+        for _ in range(self.ask.samples):
+            one = self._draw(clean, generators)
+            total = one if total is None else total + one
+        assert total is not None
+        return np.split(total.cpu().numpy() / self.ask.samples, np.cumsum(self.counts)[:-1])
+
+    def _draw(self, clean: Tensor | None, generators: list[torch.Generator]) -> Tensor:
+        """(n,) float64 |<dJ/de, e>| under one draw of noise."""
+        noise = None
+        if self.ask.sigma:
+            width = embedding(self.model).shape[1]
+            drawn = [
+                torch.randn(count, width, generator=generator, device=self.device)
+                for count, generator in zip(self.counts, generators, strict=True)
+            ]
+            noise = self.ask.sigma * torch.cat(drawn)
+        tap = _EmbeddingTap(self.model, self.noised, noise)
+        with torch.enable_grad():
+            rows = self._forward(tap)
+            if not rows.requires_grad:
+                raise NotImplementedError(tap.no_gradient)
+            by_rows = self._by_rows(clean, rows.detach())
+            # Each completion's gradient in a size that half precision resolves: a power of two is taken out of it.
+            sizes = torch.tensor(self.sizes, device=by_rows.device)
+            largest = torch.segment_reduce(by_rows.abs().amax(1), "max", lengths=sizes)
+            unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1])
+            scaled = (by_rows / unit.repeat_interleave(sizes)[:, None]).to(rows.dtype)
+            (gradient,) = torch.autograd.grad(rows, [tap.fed], scaled.to(rows.device), allow_unused=True)
+        if gradient is None:
+            raise NotImplementedError(tap.no_gradient)
+        products = gradient[0, self.noised].double() * tap.clean[0, self.noised].double()
+        counts = torch.tensor(self.counts, device=self.device)
+        return products.sum(1).abs() * unit.double().to(self.device).repeat_interleave(counts)
+
+    def _forward(self, tap: "_EmbeddingTap") -> Tensor:
+        """Hidden states (R, H) of the rows that decide the outcomes."""
+        once, read = upload([np.unique(self.read), self.read], self.device)
+        with tap, last_layer_on_rows(self.model, once):
+            hidden = packed_hidden(self.model, self.pack)
+        return hidden.index_select(0, read.to(hidden.device))
+
+    def _by_rows(self, clean: Tensor | None, noisy: Tensor) -> Tensor:
+        """Gradient (R, H) of the sum of all J by the hidden states `noisy` of the rows that decide them."""
+        weight = self.head.weight
+        with torch.autocast(weight.device.type, enabled=False):
+            if clean is None:
+                leaf = noisy.to(weight, copy=True).requires_grad_()
+                values = self.head.logprobs(leaf, torch.from_numpy(self.targets).to(weight.device))
+                share = [1 / size if self.ask.outcome == "mean_logprob" else 1.0 for size in self.sizes]
+                weights = values.new_tensor(np.repeat(share, self.sizes))
+                return torch.autograd.grad(values, leaf, -weights)[0]
+            return _divergence_by_rows(clean, noisy, self.sizes, self.head)
+
+
+def _row_generator(seed: int, row: _Row, device: torch.device) -> torch.Generator:
+    """The noise's source for one row: equal rows of calls with equal seeds have equal noise."""
+    digest = hashlib.blake2b(f"{seed} {len(row.prompt)} ".encode(), digest_size=8)
+    digest.update(row.prompt.tobytes())
+    digest.update(row.completion.tobytes())
+    return torch.Generator(device).manual_seed(int.from_bytes(digest.digest(), "little") >> 1)
+
+
+def _widened(head: Head) -> Head:
+    """The same head with float32 weights, or wider ones."""
+    dtype = torch.promote_types(head.weight.dtype, torch.float32)
+    return replace(head, weight=head.weight.to(dtype), bias=None if head.bias is None else head.bias.to(dtype))
+
+
+def _divergence_by_rows(clean: Tensor, noisy: Tensor, sizes: Sequence[int], head: Head) -> Tensor:
+    """Gradient (R, H) by `noisy` of the sum of KL(P_0, P_noisy) over outcomes of `sizes` rows each."""
+    most = max(_MOST_LOGITS // len(head.weight), 1)
+    found, start, i = list[Tensor](), 0, 0
+    while i < len(sizes):
+        taken = [sizes[i]]
+        while i + len(taken) < len(sizes) and sum(taken) + sizes[i + len(taken)] <= most:
+            taken.append(sizes[i + len(taken)])
+        rows = slice(start, start + sum(taken))
+        with torch.no_grad():
+            expected = _outcome_logits(clean[rows].to(head.weight), taken, head).softmax(-1)
+        leaf = noisy[rows].to(head.weight, copy=True).requires_grad_()
+        logits = _outcome_logits(leaf, taken, head)
+        # The KL's gradient by the logits, where it is a small difference of what two forwards gave.
+        by_logits = logits.detach().softmax(-1) - expected
+        found.append(torch.autograd.grad(logits, leaf, by_logits)[0])
+        start, i = rows.stop, i + len(taken)
+    return torch.cat(found)
+
+
+def _outcome_logits(rows: Tensor, sizes: Sequence[int], head: Head) -> Tensor:
+    """(B, V) mean logits of B outcomes that are decided by so many `rows` (R, H) each."""
+
+    def mean(values: Tensor) -> Tensor:
+        return torch.segment_reduce(values, "mean", lengths=torch.tensor(sizes, device=values.device), axis=0)
+
+    if head.softcap is None:  # a linear head takes the mean of its inputs to the mean of its outputs
+        return head.logit_scale * functional.linear(mean(rows), head.weight, head.bias)
+    logits = head.logit_scale * functional.linear(rows, head.weight, head.bias)
+    return mean(head.softcap * torch.tanh(logits / head.softcap))
+
+
+class _EmbeddingTap:
+    """Within it, the input embedding gives out a leaf of its own: what it would give, with noise on some rows."""
+
+    clean: Tensor  # (1, N, H) what the embedding gives
+    fed: Tensor  # (1, N, H) what the model is fed, to be differentiated by
+
+    def __init__(self, model: PreTrainedModel, rows: Tensor | None = None, noise: Tensor | None = None) -> None:
+        self.model, self.rows, self.noise, self.calls = model, rows, noise, 0
+
+    @property
+    def no_gradient(self) -> str:
+        """Why a gradient that is missing cannot be had."""
+        return f"model: {type(self.model).__name__} passes no gradient to its embeddings"
+
+    def __enter__(self) -> None:
+        self._hook = self.model.get_input_embeddings().register_forward_hook(self._exchange)
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        self._hook.remove()
+        if failed is None and self.calls != 1:
+            raise NotImplementedError(
+                f"{self.no_gradient}: its forward looks tokens up {self.calls} times in its input embedding, not once"
+            )
+
+    def _exchange(self, _: nn.Module, __: tuple, output: Tensor) -> Tensor:
+        self.calls += 1
+        self.clean = output.detach()
+        self.fed = self.clean.clone()
+        if self.noise is not None and self.rows is not None:
+            noisy = self.clean[0, self.rows] + self.noise.to(output.device)
+            self.fed[0, self.rows] = noisy.to(output.dtype)
+        if torch.is_grad_enabled():
+            self.fed.requires_grad_()
+        return self.fed
