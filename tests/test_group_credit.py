@@ -1,6 +1,5 @@
 """Token credit from groups of completions, against definitions written out and worked by hand."""
 
-import itertools
 import math
 import time
 from fractions import Fraction
@@ -18,6 +17,7 @@ from cfa_kernels.group_credit import (
     prefix_tree_values,
     sibling_edits,
 )
+from tests.edit_table import edits_by_table, table
 
 ROW = st.lists(st.integers(0, 2), max_size=7)
 BATCH = st.lists(st.tuples(ROW, st.integers(0, 1), st.booleans(), st.sampled_from([0.0, 0.1, 0.5, 1.0])), max_size=8)
@@ -201,34 +201,6 @@ def test_term_frequencies_saturate_a_token_of_one_class_and_weigh_one_of_both() 
 
 
 # Edits
-
-
-def table(ours, theirs) -> list[list[int]]:
-    """Levenshtein distances of all pairs of prefixes."""
-    cells = [[i + j for j in range(len(theirs) + 1)] for i in range(len(ours) + 1)]
-    for i, j in itertools.product(range(len(ours)), range(len(theirs))):
-        cells[i + 1][j + 1] = min(cells[i][j] + (ours[i] != theirs[j]), cells[i][j + 1] + 1, cells[i + 1][j] + 1)
-    return cells
-
-
-def edits_by_table(ours, theirs) -> list[float]:
-    """Walk back through the table: delete, else substitute, else insert, else match."""
-    cells, edited, (i, j) = table(ours, theirs), [0.0] * len(ours), (len(ours), len(theirs))
-    while i or j:
-        here = cells[i][j]
-        if i and cells[i - 1][j] + 1 == here:
-            i -= 1
-            edited[i] = 1.0
-        elif i and j and ours[i - 1] != theirs[j - 1] and cells[i - 1][j - 1] + 1 == here:
-            i, j = i - 1, j - 1
-            edited[i] = 1.0
-        elif j and cells[i][j - 1] + 1 == here:
-            j -= 1
-            if ours:
-                edited[min(i, len(ours) - 1)] = 1.0
-        else:
-            i, j = i - 1, j - 1
-    return edited
 
 
 @given(st.lists(st.integers(0, 2), max_size=9), st.lists(st.integers(0, 2), max_size=9))
