@@ -23,7 +23,8 @@ def even(completions, **_):
 
 
 EVEN = f"--reward_funcs={__name__}:even"
-ON = ("--compare_and_correct", "--credit=uniform", EVEN)
+SHORT = ("--max_completion_length=24", "--no_mask_truncated_completions", "--temperature=1.5")
+ON = ("--compare_and_correct", "--credit=uniform", EVEN, *SHORT)
 BARE = "--correction_template={question}{attempt}{references}"
 
 
@@ -51,7 +52,9 @@ def by_hand(trainer, config, monkeypatch, rewards, corrected, *, truncated=()) -
     texts = [f"a {i}" for i in range(len(rewards))]
 
     def batch(texts: list[str]) -> Rollouts:
-        padded = tokenizer.pad({"input_ids": [tokenizer(text)["input_ids"] for text in texts]}, return_tensors="pt")
+        padded = tokenizer.pad(
+            {"input_ids": [tokenizer(text)["input_ids"] for text in texts]}, return_tensors="pt", padding_side="right"
+        )
         ids, mask = padded["input_ids"], padded["attention_mask"]
         cut = torch.tensor([i in truncated for i in range(len(texts))])
         return Rollouts(ids[:, :1], mask[:, :1], ids, mask, cut, texts, torch.zeros(ids.shape))
@@ -134,20 +137,17 @@ def test_the_prompt_shows_the_attempt_and_its_nearest_correct_siblings(fresh, wr
     assert len(prompts) == len(result.corrections.texts) > 2
     for b, prompt, key in zip(result.corrections.texts, prompts, options["keys"], strict=True):
         group = range(b // 8 * 8, b // 8 * 8 + 8)
-        near = sorted(
-            (o for o in group if result.rewards[o]), key=lambda o: table(rows[b], rows[o])[-1][-1]
-        )[:2]  # fmt: skip
+        nearest = sorted((o for o in group if result.rewards[o]), key=lambda o: table(rows[b], rows[o])[-1][-1])
+        references = [texts[o] for o in nearest[:2]]
         question = trainer.rows[result.problems[b]]["question"]
-        assert prompt == correction_prompt(
-            question, texts[b], [texts[o] for o in near], trainer.tokenizer, trainer.config
-        )
+        assert prompt == correction_prompt(question, texts[b], references, trainer.tokenizer, trainer.config)
         shown = trainer.tokenizer.decode(prompt)
-        places = [shown.index(text) for text in (question, f"wrong:\n{texts[b]}", references[0])]
+        places = [shown.index(text) for text in (question, f"wrong:\n{texts[b]}", f"correct:\n{references[0]}")]
         assert places == sorted(places)
         assert key == (0, 1, result.problems[b], b % 8, 1)
 
 
-@pytest.mark.parametrize("options", [(), ("--num_iterations=2",), ("--credit=counterfactual",)])
+@pytest.mark.parametrize("options", [(), ("--num_iterations=2",), ("--credit=random",)])
 def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_as_they_were(
     fresh, written, options
 ) -> None:
@@ -164,7 +164,7 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
     advantages = group_advantages(shaped, 8)
     assert torch.equal(result.advantages, advantages)
 
-    mask = result.rollouts.completion_mask * ~result.rollouts.truncated[:, None]
+    mask = result.rollouts.completion_mask
     credit, _ = update(twin, 1, result.rollouts, mask, advantages)
     assert torch.equal(result.credit.weights, credit.weights * gate)
     assert (result.credit.weights[right] == 0).any()
@@ -175,7 +175,7 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
 
 
 def test_off_by_default_and_nobody_correct_is_the_same_to_the_bit(fresh) -> None:
-    plain, unused = fresh(EVEN), fresh(EVEN, "--compare_and_correct", "--correct_threshold=2")
+    plain, unused = fresh(EVEN, *SHORT), fresh(EVEN, *SHORT, "--compare_and_correct", "--correct_threshold=2")
     assert not plain.config.compare_and_correct
     results = [training_step(trainer, 1, [0, 1]) for trainer in (plain, unused)]
     assert results[0].corrections is None
@@ -185,20 +185,23 @@ def test_off_by_default_and_nobody_correct_is_the_same_to_the_bit(fresh) -> None
 
 
 def test_what_is_sampled_does_not_depend_on_corrections(fresh) -> None:
-    with_, without = training_step(fresh(*ON), 1, [0, 1]), training_step(fresh(EVEN), 1, [0, 1])
+    with_, without = training_step(fresh(*ON), 1, [0, 1]), training_step(fresh(EVEN, *SHORT), 1, [0, 1])
     assert with_.corrections.texts
     assert with_.rollouts.texts == without.rollouts.texts
 
 
 def test_a_prompt_that_is_too_long_leaves_its_sample_uncorrected_and_is_counted(fresh, written) -> None:
-    longest = max(map(len, fresh(*ON).prompts))
-    trainer = fresh(*ON, BARE, f"--max_prompt_length={longest + 50}")
-    result = training_step(trainer, 1, [0, 1, 2])
-    prompts = {b: len(p) for b, p in zip(result.corrections.texts, written[0][0], strict=True)} if written else {}
-    assert all(length <= longest + 50 for length in prompts.values())
-    possible = sum(not result.rewards[b] and bool(result.rewards[b // 8 * 8 : b // 8 * 8 + 8].any()) for b in range(24))
-    assert result.metrics["corrections/too_long"] == possible - len(prompts) > 0
-    assert result.metrics["corrections/fraction"] == len(prompts) / 24
+    free, limited = fresh(*ON), fresh(*ON)
+    everyone = training_step(free, 1, [0, 1, 2]).corrections
+    lengths = {b: len(prompt) for b, prompt in zip(everyone.texts, written[0][0], strict=True)}
+    limit = sorted(lengths.values())[len(lengths) // 2]
+    limited.config = dataclasses.replace(limited.config, max_prompt_length=limit)
+    found = training_step(limited, 1, [0, 1, 2]).corrections
+    fit = [b for b, length in lengths.items() if length <= limit]
+    assert found.texts == {b: everyone.texts[b] for b in fit}
+    assert found.metrics["corrections/too_long"] == len(lengths) - len(fit) > 0
+    assert found.metrics["corrections/fraction"] == len(fit) / 24
+    assert all((found.edits[b] == 1).all() for b in range(24) if b not in fit)
 
 
 def test_a_run_in_which_no_correction_could_be_asked_for_ends_before_it_starts(fresh) -> None:
