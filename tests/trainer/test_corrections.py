@@ -47,7 +47,7 @@ def parameters(trainer) -> torch.Tensor:
 
 
 def by_hand(trainer, config, monkeypatch, rewards, corrected, *, truncated=()) -> corrections.Corrections:
-    """Corrections of one group of "a1", "a2", ... by given texts; "right" in a text is what earns a reward."""
+    """Corrections of one group of "a 0", "a 1", ... by given texts; "right" in a text is what earns a reward."""
     tokenizer = trainer.tokenizer
     texts = [f"a {i}" for i in range(len(rewards))]
 
@@ -60,10 +60,16 @@ def by_hand(trainer, config, monkeypatch, rewards, corrected, *, truncated=()) -
         return Rollouts(ids[:, :1], mask[:, :1], ids, mask, cut, texts, torch.zeros(ids.shape))
 
     monkeypatch.setattr(corrections, "generate", lambda *_, **__: batch(corrected))
-    functions = {"given": lambda completions, **_: [float("right" in text) for text in completions]}
+
+    def judge(prompts, completions, completion_ids, question):
+        wrong = [f"q {b}" for b in range(len(rewards)) if rewards[b] < config.correct_threshold]
+        assert question == prompts == wrong[: len(completions)]
+        assert completion_ids == [tokenizer(text)["input_ids"] for text in completions]
+        return [None if text == "?" else float("right" in text) for text in completions]
+
     return compare_and_correct(
-        trainer.policy, tokenizer, functions, config, batch(texts), torch.tensor(rewards),
-        {"question": ["q"] * len(texts)}, [(0, 0, 0, g) for g in range(len(texts))],
+        trainer.policy, tokenizer, {"judge": judge}, config, batch(texts), torch.tensor(rewards),
+        {"question": [f"q {b}" for b in range(len(texts))]}, [(0, 0, 0, g) for g in range(len(texts))],
     )  # fmt: skip
 
 
@@ -82,10 +88,10 @@ def test_a_right_correction_raises_its_attempt_before_the_group_is_compared(trai
 def test_lambda_rho_and_what_counts_as_correct_are_settings(trainer, monkeypatch) -> None:
     config = settings(
         "--compare_and_correct", "--num_generations=4", "--correction_reward=0.8", "--correction_score=0.25",
-        "--correct_threshold=0.9",
+        "--correct_threshold=1",
     )  # fmt: skip
-    found = by_hand(trainer, config, monkeypatch, [1.0, 0.5, 0.0, 0.9], ["right", "right"])
-    assert found.rewards.tolist() == pytest.approx([1, 0.7, 0.2, 0.9])
+    found = by_hand(trainer, config, monkeypatch, [1.0, 0.5, 0.0, 1.0], ["right", "right"])
+    assert found.rewards.tolist() == pytest.approx([1, 0.7, 0.2, 1])
 
 
 @pytest.mark.parametrize(("credit", "gated"), [("right", [1]), ("all", [1, 2])])
@@ -122,10 +128,11 @@ def test_without_a_wrong_and_a_correct_sibling_nothing_is_generated(trainer, mon
 
 
 def test_a_reward_that_fails_on_corrections_names_their_samples(trainer, monkeypatch) -> None:
-    config = settings("--compare_and_correct", "--num_generations=2")
-    monkeypatch.setattr(corrections, "compute_rewards", lambda *_: (_ for _ in ()).throw(ValueError("sample 0: None")))
-    with pytest.raises(ValueError, match=r"corrections of samples \[1\], counted from 0: sample 0: None"):
-        by_hand(trainer, config, monkeypatch, [1.0, 0.0], ["right"])
+    config = settings("--compare_and_correct", "--num_generations=4")
+    with pytest.raises(
+        ValueError, match=r"corrections of samples \[1, 2\], counted from 0: sample 1: every reward func"
+    ):
+        by_hand(trainer, config, monkeypatch, [1.0, 0.0, 0.0, 1.0], ["right", "?"])
 
 
 def test_the_prompt_shows_the_attempt_and_its_nearest_correct_siblings(fresh, written) -> None:
