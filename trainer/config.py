@@ -8,6 +8,7 @@ import ast
 import difflib
 import inspect
 import itertools
+import string
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -137,6 +138,25 @@ class TrainConfig(DataConfig):
     """Reward functions, added up: "exact_match", or "module:function" with TRL's signature
     f(prompts=, completions=, completion_ids=, **columns) -> list of float or None."""
 
+    compare_and_correct: bool = False
+    """After IBPO: the policy rewrites wrong completions beside correct siblings; what it gets right raises their reward
+    before the group is compared, and only tokens that the correction edits get credit. One more generation a step."""
+    correct_threshold: float = 0.5
+    """Completions with at least this reward count as correct."""
+    correction_reward: float = 0.6
+    """IBPO's lambda: a wrong completion's reward rises by lambda times the score of its correction."""
+    correction_score: float = 0.5
+    """IBPO's rho: score of a correction that is correct, from 0 to 1; others score 0."""
+    correction_references: int = 1
+    """Most correct siblings shown beside a wrong completion, nearest by edit distance first."""
+    correction_credit: Literal["right", "all"] = "right"
+    """Whose unedited tokens lose credit: of completions whose correction is right, or of all that were corrected."""
+    correction_template: str = (
+        "{question}\n\nThis attempt is wrong:\n{attempt}\n\nThis is correct:\n{references}\n\n"
+        "Write the attempt again, corrected. Keep what is right in it and change only what is wrong."
+    )
+    """How a correction is asked for, in place of the question; holds {question}, {attempt} and {references}."""
+
     temperature: float = 0.6
     """Sampling temperature; log-probs in the loss are taken at the same one."""
     top_p: float = 0.95
@@ -219,7 +239,31 @@ class TrainConfig(DataConfig):
                 f"{self.num_generations}"
             )
 
+        self._check_corrections()
         self.counterfactual()  # checks the weights
+
+    def _check_corrections(self) -> None:
+        for name in ("correction_reward", "correct_threshold"):
+            if not abs(getattr(self, name)) < float("inf"):
+                raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
+        if self.correction_reward < 0:
+            raise ValueError(f"correction_reward must be at least 0, got {self.correction_reward}")
+        if not 0 <= self.correction_score <= 1:
+            raise ValueError(f"correction_score must be in [0, 1], got {self.correction_score}")
+        if not 1 <= self.correction_references < self.num_generations:
+            raise ValueError(
+                f"correction_references must be at least 1 and less than num_generations ({self.num_generations}), "
+                f"got {self.correction_references}"
+            )
+        try:
+            held = {name for _, name, _, _ in string.Formatter().parse(self.correction_template) if name is not None}
+        except ValueError as problem:
+            raise ValueError(f"correction_template: {problem}; write literal braces twice") from problem
+        if held != {"question", "attempt", "references"}:
+            raise ValueError(
+                "correction_template must hold {question}, {attempt} and {references} and no other field, "
+                f"got {sorted(held)}"
+            )
 
     @property
     def scores_answers(self) -> bool:

@@ -107,21 +107,27 @@ def encode_prompt(
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def longest_prompt(config: TrainConfig, context: int | None) -> int | None:
+    """Most tokens a prompt may have: what `max_prompt_length` says and `context` leaves for it; None without either."""
+    limits = [
+        limit for limit in (config.max_prompt_length, context and context - config.max_completion_length) if limit
+    ]
+    return min(limits, default=None)
+
+
 def encode_prompts(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: TrainConfig, context: int | None
 ) -> list[list[int]]:
     """Prompts of all rows; one that is too long for `max_prompt_length` or the context is an error that names it."""
-    limits = [
-        limit for limit in (config.max_prompt_length, context and context - config.max_completion_length) if limit
-    ]
+    limit = longest_prompt(config, context)
     prompts = []
     for i, row in enumerate(rows):
         ids = encode_prompt(
             row["question"], tokenizer, instruction=config.instruction, enable_thinking=config.enable_thinking
         )
-        if limits and len(ids) > min(limits):
+        if limit is not None and len(ids) > limit:
             raise ValueError(
-                f"row {i}: the prompt has {len(ids)} tokens, at most {min(limits)} fit (max_prompt_length "
+                f"row {i}: the prompt has {len(ids)} tokens, at most {limit} fit (max_prompt_length "
                 f"{config.max_prompt_length}; context {context} less max_completion_length "
                 f"{config.max_completion_length}): {row['question'][:60]!r}"
             )

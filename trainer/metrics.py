@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cfa_kernels import Credit
+from trainer.corrections import Corrections
 from trainer.rollouts import Rollouts
 
 
@@ -23,6 +24,7 @@ class Step:
     rewards: Tensor  # (B,)
     advantages: Tensor  # (B,)
     credit: Credit
+    corrections: Corrections | None = None
 
 
 class Averages:

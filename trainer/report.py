@@ -156,7 +156,10 @@ class Report:
         """Write some samples, those with spans first: what was masked, what it did, what each token weighs."""
         order = sorted(range(len(result.problems)), key=lambda b: -bool(result.credit.spans[b]))
         for b in order[: self._config.log_completions]:
-            self._completions_file.write(json.dumps({"step": step, **self._sample(result, b)}) + "\n")
+            entry = {"step": step, **self._sample(result, b)}
+            if result.corrections is not None and b in result.corrections.texts:
+                entry["correction"] = {"completion": result.corrections.texts[b], "right": result.corrections.right[b]}
+            self._completions_file.write(json.dumps(entry) + "\n")
         self._completions_file.flush()
 
     def _sample(self, result: Step, b: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from cfa_kernels.hf import causal_lm, context_length, refuse_length_dependent_ro
 from cfa_kernels.proof import prove_trainable
 from trainer.checkpoints import load_policy, save_policy
 from trainer.config import TrainConfig
+from trainer.corrections import compare_and_correct, keep_edited, require_room
 from trainer.data import Row, encode_prompts, train_and_eval_rows
 from trainer.evaluate import evaluate
 from trainer.metrics import Averages, Step, length_metrics, reward_metrics
@@ -61,12 +62,13 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     """One step on some problems, by index: B = problems x num_generations completions, T tokens at most."""
     config, started = trainer.config, time.perf_counter()
     samples = [(i, g) for i in problems for g in range(config.num_generations)]
+    keys = [(config.seed, step, i, g) for i, g in samples]
     rollouts = generate(
         trainer.policy,
         trainer.tokenizer,
         [trainer.prompts[i] for i, _ in samples],
         max_completion_length=config.max_completion_length,
-        keys=[(config.seed, step, i, g) for i, g in samples],
+        keys=keys,
         temperature=config.temperature,
         top_p=config.top_p,
     )
@@ -77,13 +79,20 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     rewards, by_function = compute_rewards(
         trainer.rewards, columns["question"], rollouts.texts, rollouts.ids(), columns
     )  # (B,)
-    advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)  # (B,)
+    corrections, shaped, edits, began = None, rewards, None, time.perf_counter()
+    if config.compare_and_correct:
+        corrections = compare_and_correct(
+            trainer.policy, trainer.tokenizer, trainer.rewards, config, rollouts, rewards, columns, keys
+        )
+        shaped, edits = corrections.rewards, corrections.edits  # (B,), (B, T)
+    correcting = time.perf_counter() - began
+    advantages = group_advantages(shaped, config.num_generations, config.scale_rewards)  # (B,)
     advantages = advantages.to(rollouts.completion_ids.device)
     mask = rollouts.completion_mask  # (B, T)
     if config.mask_truncated_completions:
         mask = mask * ~rollouts.truncated[:, None]
 
-    credit, losses = update(trainer, step, rollouts, mask, advantages)
+    credit, losses = update(trainer, step, rollouts, mask, advantages, edits=edits)
     finished = time.perf_counter()
     metrics = {
         **reward_metrics(rewards, by_function, config.num_generations),
@@ -94,7 +103,10 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
         "time/generate": generated - started,
         "time/update": finished - generated - losses["time/credit"],
     }
-    return Step(metrics, [i for i, _ in samples], rollouts, rewards, advantages, credit)
+    if corrections is not None:
+        metrics |= corrections.metrics | {"time/correct": correcting}
+        metrics["time/update"] -= correcting
+    return Step(metrics, [i for i, _ in samples], rollouts, rewards, advantages, credit, corrections)
 
 
 def update(
@@ -104,10 +116,11 @@ def update(
     mask: Tensor,
     advantages: Tensor,
     weights: Tensor | None = None,
+    edits: Tensor | None = None,
 ) -> tuple[Credit, dict[str, float]]:
     """`num_iterations` optimizer steps on one batch of rollouts; `mask` is (B, T), `advantages` (B,).
 
-    `weights` (B, T) take the place of credit.
+    `weights` (B, T) take the place of credit; `edits` (B, T) multiply the weights that credit assigns.
 
     Each micro-batch is one packed forward: its log-probs, from its keys and values the scores of masked spans, then
     its loss with the weights that follow. Rows without advantage are left out where that changes nothing (no KL
@@ -139,6 +152,8 @@ def update(
                     micro, policy, forward, rollouts, mask, tokenizer=trainer.tokenizer,
                     config=config.counterfactual(), generator=generator,
                 )  # fmt: skip
+                if edits is not None:
+                    credit = keep_edited(micro, credit, edits)
                 credits.append((micro, credit))
                 credit_time += time.perf_counter() - began
             loss, measured, logprobs = forward.policy_loss(
@@ -210,6 +225,8 @@ def set_up(config: TrainConfig) -> Trainer:
     prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit) for part in (rows, held_out))
     longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
     require_supported(policy, longest)
+    if config.compare_and_correct:
+        require_room(rows, prompts, tokenizer, config, limit)
     optimizer = torch.optim.AdamW(
         [p for p in policy.parameters() if p.requires_grad], config.learning_rate, weight_decay=config.weight_decay
     )
