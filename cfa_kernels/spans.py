@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from .answer_text import AnswerFormat, AnswerText, check_answer_options, locate_answer
+from .code_text import ranked_python_intervals
 from .solution_text import LETTER_OR_DIGIT, Interval, ranked_math_intervals, sentence_intervals
 from .token_offsets import TokenOffsets, token_offsets
 
@@ -31,6 +32,7 @@ class Span(NamedTuple):
 DETECTORS: dict[str, RankedDetector] = {
     "math": ranked_math_intervals,
     "sentence": lambda text: (sentence_intervals(text),),
+    "python": ranked_python_intervals,
 }
 SELECTIONS: tuple[str, ...] = ("first", "longest", "even", "last")
 
