@@ -3,11 +3,13 @@
 import itertools
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cfa_kernels
 from cfa_kernels.code_text import ranked_python_intervals
 from tests.small_tokenizers import property_test
 
@@ -112,6 +114,19 @@ def test_an_escape_that_python_warns_of_is_nobodys_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert units(fenced("x = '\\d'\nif 1 is 1or 2: y")) == (["x = '\\d'", "if 1 is 1or 2:", "y"], [])
+
+
+@pytest.mark.parametrize("module", ["code_text", "spans", "proof"])
+def test_every_letter_and_digit_of_a_real_program_is_in_one_unit(module: str) -> None:
+    code = (Path(cfa_kernels.__file__).parent / f"{module}.py").read_text(encoding="utf-8")
+    statements, remarks = ranked_python_intervals(fenced(code))
+    assert len(statements) > 100 < 20 * len(remarks)
+    place, outside = fenced("").index("\n```\n"), ""
+    for start, end in sorted([*statements, *remarks]):
+        assert place <= start < end
+        outside += fenced(code)[place:start]
+        place = end
+    assert {line.strip() for line in outside.split("\n")} <= {"", ";"}
 
 
 PIECES = [
