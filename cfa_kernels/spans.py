@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from .answer_text import AnswerFormat, AnswerText, check_answer_options, locate_answer
-from .solution_text import LETTER_OR_DIGIT, Interval, ranked_math_intervals, sentence_intervals
+from .code_text import ranked_python_intervals
+from .solution_text import LETTER_OR_DIGIT, Interval, ranked_latex_intervals, ranked_math_intervals, sentence_intervals
 from .token_offsets import TokenOffsets, token_offsets
 
 Detector = Callable[[str], Iterable[Interval]]
@@ -39,6 +40,8 @@ class Reasoning(NamedTuple):
 DETECTORS: dict[str, RankedDetector] = {
     "math": ranked_math_intervals,
     "sentence": lambda text: (sentence_intervals(text),),
+    "latex": ranked_latex_intervals,
+    "python": ranked_python_intervals,
 }
 SELECTIONS: tuple[str, ...] = ("first", "longest", "even", "last")
 
@@ -91,12 +94,14 @@ def detect_spans(
         token_ids: (T,) sampled ids, a sequence of ints or an integer tensor; T may be 0.
         tokenizer: a transformers tokenizer.
         answer: the answer's tokens; `None` means `find_answer` is asked.
-        detector: "math" (arithmetic, then sentences that overlap none of it), "sentence", or a function from the
-            text before the marker to half-open character intervals, most wanted first.
+        detector: "math" (arithmetic, then sentences that overlap none of it), "latex" (equations, other formulas,
+            then sentences that overlap none), "python" (statements of a program, then its comments), "sentence", or a
+            function from the text before the marker to half-open character intervals, most wanted first.
         max_spans: the most spans returned, at least 1.
         selection: which spans stay when there are more: "first" in the detector's order; "longest" in tokens, the
             earlier of equals; "last" in position; "even", spread evenly over them in order of position, the first and
-            the last included. Of "math", "last" and "even" take arithmetic before sentences, as "first" does.
+            the last included. "last" and "even" take arithmetic before sentences, as "first" does, and so with the
+            ranks of "latex" and "python".
         answer_format, answer_fallback: as in `answer_text_span`; they also say where the marker of `answer` begins.
 
     Returns:

@@ -17,7 +17,7 @@ from tests.small_tokenizers import encode, get_tokenizer
         ({"mode": "x"}, "mode must be"),
         ({"max_spans": 0}, "max_spans must be at least 1"),
         ({"w_max": 0.1}, "w_min must"),
-        ({"detector": "code"}, "detector must be a function or one of math, sentence, got 'code'"),
+        ({"detector": "code"}, "detector must be a function or one of math, sentence, latex, python, got 'code'"),
         ({"selection": "best"}, "selection must be one of first, longest, even, last, got 'best'"),
         ({"answer_format": "(18"}, r"answer_format: the pattern '\(18' does not compile"),
         ({"answer_format": "18"}, "answer_format: the pattern '18' must have one group"),

@@ -83,8 +83,8 @@ class TrainConfig(DataConfig):
     """Most spans masked per completion, each at the cost of one branch."""
     span_selection: Literal["first", "longest", "even", "last"] = "first"
     """Which spans are kept when a completion has more than max_spans."""
-    detector: Literal["math", "sentence"] = "math"
-    """What counts as a span: arithmetic then other sentences, or sentences."""
+    detector: Literal["math", "latex", "python", "sentence"] = "math"
+    """What counts as a span: arithmetic, formulas or statements of a program, then other text; or sentences."""
     answer_format: str | None = None
     """How completions give their answer, for rewards, credit and evaluation alike: a regular expression with one group
     or a group "answer", or "module:function" from a text to (start, end) or None. By default the usual forms."""

@@ -1,0 +1,83 @@
+"""`python -m benchmarks.evidence planted`: evidence on what credit finds, resumable, with tables beside the results.
+
+The model is trained once and kept in the folder; so is every result. A run broken off goes on where it stopped.
+"""
+
+import argparse
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.__main__ import describe_environment
+from benchmarks.evidence import planted, tables
+from benchmarks.evidence.ledger import Ledger
+from benchmarks.evidence.methods import METHODS
+from benchmarks.evidence.models import MODELS, Recipe, load, train
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; what is wrong with its input is one line on stderr and exit code 1."""
+    given = sys.argv[1:] if argv is None else argv
+    options = _parser().parse_args(given)
+    try:
+        return options.run(options, f"python -m benchmarks.evidence {' '.join(given)}")
+    except (ValueError, OSError, FloatingPointError) as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.evidence", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("planted", help="which methods find planted truths")
+    command.add_argument(
+        "--folder", type=Path, default=Path("runs/evidence"), help="model and ledger; default: %(default)s"
+    )
+    command.add_argument("--results", type=Path, default=tables.RESULTS, help="folder of the tables")
+    command.add_argument("--model", type=Path, help="a model folder, in place of one trained here")
+    command.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    command.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=f"of: {', '.join(METHODS)}")
+    command.add_argument("--commit", help="what to record where git cannot tell")
+    _add_fields(command, planted.Settings, "")
+    _add_fields(command, Recipe, "train-")
+    command.set_defaults(run=_planted)
+    return parser
+
+
+def _add_fields(command: argparse.ArgumentParser, settings: type, prefix: str) -> None:
+    for field in fields(settings):
+        command.add_argument(
+            f"--{prefix}{field.name.replace('_', '-')}", type=type(field.default), default=field.default, metavar="N",
+            dest=prefix + field.name, help="default: %(default)s",
+        )  # fmt: skip
+
+
+def _filled(options: argparse.Namespace, settings: type, prefix: str) -> Any:
+    return settings(**{field.name: getattr(options, prefix + field.name) for field in fields(settings)})
+
+
+def _planted(options: argparse.Namespace, command: str) -> int:
+    settings = _filled(options, planted.Settings, "")
+    folder = options.model or train(options.folder, _filled(options, Recipe, "train-"))
+    subjects = [load(folder, name) for name in options.models]
+    document = planted.run(
+        subjects, Ledger(options.folder / "ledger.jsonl"), settings, methods=options.methods,
+        say=lambda line: print(line, flush=True),
+    )  # fmt: skip
+    document = {
+        "schema": 1,
+        "command": command,
+        "environment": describe_environment(torch.device("cpu"), options.commit),
+    } | document
+    paths = tables.write(document, tables.planted_markdown(document), options.results, "evidence-planted")
+    paths.append(tables.plot_planted(document, options.results / "evidence-planted.png"))
+    for path in paths:
+        print(f"== {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""From planted problems to token ids: the completions that every method is asked about.
+
+Where it stands: between the problems' text and the methods, which know tokens alone.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from benchmarks.evidence.problems import PlantedProblem
+from cfa_kernels import Span, find_answer
+from cfa_kernels.token_offsets import token_offsets
+from trainer.data import encode_prompt
+
+MARKER = "#### "
+
+
+@dataclass(frozen=True)
+class Case:
+    """One completion and its parts, in tokens.
+
+    Attributes:
+        prompt: (P,) int64.
+        completion: (T,) int64, with the end-of-text token.
+        units: K spans to be judged, disjoint, in order.
+        answer: the number after the marker.
+        reasoning_end: first token of the answer's marker.
+    """
+
+    prompt: Tensor
+    completion: Tensor
+    units: list[Span]
+    answer: Span
+    reasoning_end: int
+
+    @property
+    def boundaries(self) -> list[int]:
+        """K + 1 tokens: where each unit begins, and where the reasoning ends."""
+        return [*(unit.start for unit in self.units), self.reasoning_end]
+
+    @property
+    def closing(self) -> Tensor:
+        """The marker and the answer, as they stand in the completion."""
+        return self.completion[self.reasoning_end : self.answer.end]
+
+    def by_token(self) -> "Case":
+        """The same completion, each token of its reasoning a unit."""
+        units = [Span(t, t + 1) for t in range(self.reasoning_end)]
+        return Case(self.prompt, self.completion, units, self.answer, self.reasoning_end)
+
+
+def planted_case(problem: PlantedProblem, tokenizer: PreTrainedTokenizerBase) -> Case:
+    """A planted problem's solution in tokens.
+
+    Raises:
+        ValueError: two lines share a token, or the answer cannot be found; names the problem.
+    """
+    ids = tokenizer(problem.solution, add_special_tokens=False)["input_ids"]
+    offsets = token_offsets(ids, tokenizer)
+    units = [Span(*tokens) for tokens in offsets.tokens([(unit.start, unit.end) for unit in problem.units])]
+    for k, (before, after) in enumerate(itertools.pairwise(units)):
+        if before.end > after.start:
+            raise ValueError(f"{problem.question!r}: lines {k} and {k + 1} of its solution share a token")
+    return _case(encode_prompt(problem.question, tokenizer), ids, units, tokenizer)
+
+
+def sampled_case(prompt: Sequence[int], completion: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Case:
+    """A sampled completion with an answer, each token of its reasoning a unit. Raises as `planted_case`."""
+    ids = [token for token in completion if token != tokenizer.eos_token_id]
+    return _case(prompt, ids, [], tokenizer).by_token()
+
+
+def _case(prompt: Sequence[int], ids: Sequence[int], units: list[Span], tokenizer: PreTrainedTokenizerBase) -> Case:
+    offsets, answer = token_offsets(ids, tokenizer), find_answer(ids, tokenizer)
+    marker = offsets.text.rfind(MARKER)
+    if answer is None or marker < 0:
+        raise ValueError(f"no answer after {MARKER!r} in {offsets.text!r}")
+    (end, _), *_ = offsets.tokens([(marker, len(offsets.text))])
+    return Case(torch.tensor(prompt), torch.tensor([*ids, tokenizer.eos_token_id]), units, answer, end)

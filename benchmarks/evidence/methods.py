@@ -1,0 +1,273 @@
+"""Every way to say which lines or tokens of a completion matter, behind one signature.
+
+Where it stands: between the cases and the judges. A method sees token ids, units and the model, never the truth.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.evidence.cases import Case
+from benchmarks.evidence.models import Subject
+from cfa_kernels import ScoringWork, Span, score_counterfactuals
+from trainer.rewards import final_number
+from trainer.rollouts import generate
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a method is asked: how much does each unit of these completions matter?
+
+    Attributes:
+        cases: B completions.
+        gold: B right answers.
+        seed: of whatever the method draws; differs from batch to batch.
+        room: most tokens of a sampled sibling.
+    """
+
+    subject: Subject
+    cases: Sequence[Case]
+    gold: Sequence[int]
+    seed: int
+    room: int = 128
+
+    @property
+    def prompts(self) -> list[Tensor]:
+        return [case.prompt for case in self.cases]
+
+    @property
+    def completions(self) -> list[Tensor]:
+        return [case.completion for case in self.cases]
+
+    @property
+    def units(self) -> list[list[Span]]:
+        return [case.units for case in self.cases]
+
+    @property
+    def answers(self) -> list[Span]:
+        return [case.answer for case in self.cases]
+
+    @property
+    def placeholder(self) -> int:
+        return self.subject.tokenizer.pad_token_id
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
+
+
+class Found(NamedTuple):
+    """B tensors (K_b,), high = matters, and the tokens that were fed for them (sampled ones included)."""
+
+    values: list[Tensor]
+    tokens_fed: int
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to find importances.
+
+    Attributes:
+        run: does it.
+        needs: the module it calls; without it the method is left out and said to be.
+        tokens: it can judge single tokens, too.
+        control: it knows nothing, and must show nothing.
+    """
+
+    run: Callable[[Question], Found]
+    needs: str = "cfa_kernels.scoring"
+    tokens: bool = True
+    control: bool = False
+
+    @property
+    def there(self) -> bool:
+        return find_spec(self.needs) is not None
+
+
+# --- Controls: what numbers say that know nothing of the model --------------------------------------------------
+
+
+def _random(question: Question) -> Found:
+    generator = question.generator()
+    return Found([torch.rand(len(case.units), generator=generator) for case in question.cases], 0)
+
+
+def _position(question: Question) -> Found:
+    return Found([torch.arange(len(case.units)).float() for case in question.cases], 0)
+
+
+def _length(question: Question) -> Found:
+    return Found([torch.tensor([float(end - start) for start, end in case.units]) for case in question.cases], 0)
+
+
+# --- Masking ----------------------------------------------------------------------------------------------------
+
+
+def _masking(outcome: str) -> Callable[[Question], Found]:
+    def run(question: Question) -> Found:
+        options = {} if outcome == "logprob" else {"outcome": outcome}
+        scores = score_counterfactuals(
+            question.subject.model, question.prompts, question.completions, question.units, question.answers,
+            placeholder_id=question.placeholder, **options,
+        )  # fmt: skip
+        return _found([-drop for drop in scores.drop], scores.work)
+
+    return run
+
+
+def _masked_tokens(outcome: str) -> Callable[[Question], Found]:
+    """Every token masked alone, as OAR-P does; a unit's importance is the mean over its tokens."""
+
+    def run(question: Question) -> Found:
+        tokens = Question(
+            question.subject, [case.by_token() for case in question.cases], question.gold, question.seed, question.room
+        )
+        found = _masking(outcome)(tokens)
+        return Found(_unit_means(found.values, question.units), found.tokens_fed)
+
+    return run
+
+
+def _masked_rest(question: Question) -> Found:
+    """The reasoning masked from each unit on; a unit's importance is what the answer gains when it is shown too."""
+    spans = [[Span(start, case.reasoning_end) for start in case.boundaries[:-1]] for case in question.cases]
+    scores = score_counterfactuals(
+        question.subject.model, question.prompts, question.completions, spans, question.answers,
+        placeholder_id=question.placeholder,
+    )  # fmt: skip
+    values = [torch.cat([row, base[None]]).diff() for row, base in zip(scores.masked, scores.base, strict=True)]
+    return _found(values, scores.work)
+
+
+# --- Probes, gradients, entropy ---------------------------------------------------------------------------------
+
+
+def _prefix_gain(measure: str) -> Callable[[Question], Found]:
+    def run(question: Question) -> Found:
+        from cfa_kernels.prefix_values import own_probe, prefix_gain
+
+        probes = [own_probe(case.completion, case.answer, case.reasoning_end) for case in question.cases]
+        values, work = prefix_gain(
+            question.subject.model, question.prompts, question.completions, question.units, probes, measure=measure
+        )
+        return _found(values, work)
+
+    return run
+
+
+def _gradient(outcome: str, sigma: float, samples: int = 1) -> Callable[[Question], Found]:
+    def run(question: Question) -> Found:
+        from cfa_kernels.gradient_saliency import gradient_saliency
+
+        values, work = gradient_saliency(
+            question.subject.model, question.prompts, question.completions, question.units, question.answers,
+            outcome=outcome, sigma=sigma, samples=samples, generator=question.generator(),
+        )  # fmt: skip
+        return _found(values, work)
+
+    return run
+
+
+@torch.no_grad()
+def _entropy(question: Question) -> Found:
+    """Entropy of the distribution that each token was drawn from; a unit's is the mean over its tokens."""
+    entropies, fed = [], 0
+    for case in question.cases:
+        ids = torch.cat([case.prompt, case.completion])
+        rows = question.subject.model(input_ids=ids[None]).logits[0, len(case.prompt) - 1 : -1].float()
+        entropies.append(torch.distributions.Categorical(logits=rows).entropy())
+        fed += len(ids)
+    return Found(_unit_means(entropies, question.units), fed)
+
+
+# --- What siblings say ------------------------------------------------------------------------------------------
+
+GROUP = 8
+
+
+def _of_group(values: Callable[[list[Tensor], Tensor, Tensor], list[Tensor]]) -> Callable[[Question], Found]:
+    """Token values of each completion among seven sampled siblings, averaged over its units."""
+
+    def run(question: Question) -> Found:
+        prompts = [case.prompt.tolist() for case in question.cases for _ in range(GROUP - 1)]
+        keys = [(question.seed, b, g) for b in range(len(question.cases)) for g in range(GROUP - 1)]
+        sampled = generate(
+            question.subject.model, question.subject.tokenizer, prompts, max_completion_length=question.room, keys=keys
+        )
+        ids, texts = sampled.ids(), sampled.texts
+        completions, groups, correct = [], [], []
+        for b, (case, gold) in enumerate(zip(question.cases, question.gold, strict=True)):
+            own = slice(b * (GROUP - 1), (b + 1) * (GROUP - 1))
+            answer = question.subject.tokenizer.decode(case.completion[case.answer.start : case.answer.end])
+            completions += [case.completion, *(torch.tensor(row) for row in ids[own])]
+            correct += [answer.strip() == str(gold), *(final_number(text) == gold for text in texts[own])]
+            groups += [b] * GROUP
+        found = values(completions, torch.tensor(groups), torch.tensor(correct))
+        fed = sum(map(len, ids)) + sum(len(case.prompt) for case in question.cases) * (GROUP - 1)
+        return Found(_unit_means(found[::GROUP], question.units), fed)
+
+    return run
+
+
+def _prefix_tree(completions: list[Tensor], groups: Tensor, correct: Tensor) -> list[Tensor]:
+    from cfa_kernels.group_credit import prefix_tree_values
+
+    return prefix_tree_values(completions, groups, correct.float())
+
+
+def _ktae(completions: list[Tensor], groups: Tensor, correct: Tensor) -> list[Tensor]:
+    from cfa_kernels.group_credit import ktae_values
+
+    return ktae_values(completions, groups, correct)
+
+
+def _sibling_edits(completions: list[Tensor], groups: Tensor, correct: Tensor) -> list[Tensor]:
+    from cfa_kernels.group_credit import sibling_edits
+
+    return sibling_edits(completions, groups, correct)
+
+
+# --- Shared by methods ------------------------------------------------------------------------------------------
+
+
+def _found(values: Sequence[Tensor], work: ScoringWork) -> Found:
+    return Found([row.detach().float().cpu() for row in values], work.tokens_fed)
+
+
+def _unit_means(tokens: Sequence[Tensor], units: Sequence[Sequence[Span]]) -> list[Tensor]:
+    """Values of the first tokens of each row averaged over its units."""
+    means = []
+    for row, spans in zip(tokens, units, strict=True):
+        sums = np.concatenate([[0.0], np.cumsum(row.double().cpu().numpy())])
+        means.append(torch.tensor([(sums[end] - sums[start]) / (end - start) for start, end in spans]).float())
+    return means
+
+
+_OUTCOMES, _PROBES = "cfa_kernels.outcomes", "cfa_kernels.prefix_values"
+_GRADIENTS, _GROUPS = "cfa_kernels.gradient_saliency", "cfa_kernels.group_credit"
+
+METHODS: dict[str, Method] = {
+    "random": Method(_random, control=True),
+    "position": Method(_position, control=True),
+    "length": Method(_length, control=True),
+    "CF": Method(_masking("logprob")),
+    "CF, KL of mean": Method(_masking("mean"), _OUTCOMES),
+    "CF, KL of last": Method(_masking("last"), _OUTCOMES),
+    "masked rest": Method(_masked_rest),
+    "OAR-P, mean": Method(_masked_tokens("mean"), _OUTCOMES),
+    "OAR-P, last": Method(_masked_tokens("last"), _OUTCOMES),
+    "OAR-P, log-prob": Method(_masked_tokens("logprob")),
+    "OAR-G, 1 draw": Method(_gradient("mean", 1e-3), _GRADIENTS),
+    "OAR-G, 8 draws": Method(_gradient("mean", 1e-3, 8), _GRADIENTS),
+    "gradient x input": Method(_gradient("mean_logprob", 0.0), _GRADIENTS),
+    "prefix gain": Method(_prefix_gain("probability"), _PROBES),
+    "prefix gain, nats": Method(_prefix_gain("mean_logprob"), _PROBES),
+    "entropy": Method(_entropy),
+    "prefix tree": Method(_of_group(_prefix_tree), _GROUPS, tokens=False),
+    "KTAE": Method(_of_group(_ktae), _GROUPS, tokens=False),
+    "sibling edits": Method(_of_group(_sibling_edits), _GROUPS, tokens=False),
+}

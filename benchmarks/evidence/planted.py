@@ -1,0 +1,315 @@
+"""`python -m benchmarks.evidence planted`: which methods find what was planted, and what matters for learning.
+
+Where it stands: the work and its sums; `tables.py` writes them down. Every piece of work is a line of the ledger.
+"""
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.evidence.agreement import agreement, correlation
+from benchmarks.evidence.cases import Case, planted_case, sampled_case
+from benchmarks.evidence.ledger import Ledger
+from benchmarks.evidence.methods import METHODS, Method, Question
+from benchmarks.evidence.models import TRAINED, Subject
+from benchmarks.evidence.problems import KINDS, PlantedProblem, generate
+from benchmarks.evidence.rollouts import right_chains, step_values, substitution_oracle
+from cfa_kernels import score_counterfactuals
+from cfa_kernels.fidelity import bootstrap_interval, recall_at
+
+STEP_VALUES = "Monte Carlo"
+"""The step advantage by sampling, judged like a method against the planted truths."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is asked. Equal batches are taken from the ledger, so more problems cost only the new ones."""
+
+    problems: int = 200
+    """Planted problems that every method judges, the kinds in turn."""
+    valued: int = 80
+    """How many of them also get sampled step values."""
+    samples: int = 16
+    """Continuations per boundary of those."""
+    chains: int = 60
+    """Problems decoded greedily for the oracle; those that come out right are used."""
+    batch: int = 20
+    """Problems per piece of work."""
+    seed: int = 0
+    room: int = 128
+    """Most tokens of a completion."""
+    draws: int = 1000
+    """Bootstrap draws."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some planted problems in tokens, and a digest that tells them from others."""
+
+    problems: list[PlantedProblem]
+    cases: list[Case]
+    seed: int
+    digest: str
+
+    @property
+    def gold(self) -> list[int]:
+        return [problem.gold for problem in self.problems]
+
+    @property
+    def answers(self) -> list[int]:
+        return [problem.answer for problem in self.problems]
+
+
+def batches(settings: Settings, subject: Subject, count: int) -> Iterator[Batch]:
+    """The first `count` planted problems, batch by batch."""
+    problems = list(itertools.islice(generate("test", settings.seed), count))
+    for start in range(0, count, settings.batch):
+        some = problems[start : start + settings.batch]
+        text = "\n".join(f"{problem.question}\n{problem.solution}" for problem in some)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        cases = [planted_case(problem, subject.tokenizer) for problem in some]
+        yield Batch(some, cases, settings.seed * 1_000_003 + start, digest)
+
+
+def run(
+    subjects: Sequence[Subject],
+    ledger: Ledger,
+    settings: Settings,
+    *,
+    methods: Sequence[str] | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Do what the ledger does not hold yet and sum everything up.
+
+    Args:
+        subjects: the trained model, and the random one.
+        methods: names out of `METHODS`; all by default. Those whose module is not there are left out and named.
+        say: is told what is being done.
+
+    Returns:
+        The document that `tables.py` writes.
+
+    Raises:
+        ValueError: an unknown method.
+    """
+    chosen = _chosen(methods)
+    absent = [name for name, method in chosen.items() if not method.there]
+    for name in absent:
+        say(f"{name}: left out, there is no {chosen.pop(name).needs}")
+    document: dict[str, Any] = {"settings": asdict(settings), "absent": absent, "models": {}}
+    for subject in subjects:
+        say(f"== {subject.name} model")
+        document["models"][subject.name] = _judge(subject, ledger, settings, chosen, say)
+    return document
+
+
+def _chosen(methods: Sequence[str] | None) -> dict[str, Method]:
+    for name in methods or ():
+        if name not in METHODS:
+            raise ValueError(f"methods must be among {', '.join(METHODS)}, got {name!r}")
+    return {name: METHODS[name] for name in methods or METHODS}
+
+
+def _judge(
+    subject: Subject, ledger: Ledger, settings: Settings, chosen: dict[str, Method], say: Callable[[str], None]
+) -> dict[str, Any]:
+    everything = list(batches(settings, subject, settings.problems))
+    problems = [problem for batch in everything for problem in batch.problems]
+    results: dict[str, Any] = {
+        "fingerprint": subject.fingerprint,
+        "accuracy": subject.accuracy,
+        "answer_probability": _answer_probability(subject, ledger, everything),
+        "methods": {},
+    }
+    values: dict[str, list[list[float]]] = {}
+    for name, method in chosen.items():
+        say(f"{name}")
+        records = [_found(subject, ledger, batch, name, method, settings) for batch in everything]
+        values[name] = [row for record in records for row in record["values"]]
+        results["methods"][name] = _truths(values[name], problems, settings) | {
+            "control": method.control,
+            "tokens_fed": sum(record["tokens_fed"] for record in records),
+            "cpu_seconds": sum(record["cpu_seconds"] for record in records),
+        }
+    if subject.name == TRAINED:
+        results |= _step_values(subject, ledger, settings, values, say)
+        results["oracle"] = _oracle(subject, ledger, settings, chosen, say)
+    return results
+
+
+def _found(
+    subject: Subject, ledger: Ledger, batch: Batch, name: str, method: Method, settings: Settings
+) -> dict[str, Any]:
+    question = Question(subject, batch.cases, batch.gold, batch.seed, settings.room)
+    return ledger.get(("found", subject.fingerprint, name, batch.digest, batch.seed), lambda: _asked(method, question))
+
+
+def _asked(method: Method, question: Question) -> dict[str, Any]:
+    started = time.process_time()
+    found = method.run(question)
+    seconds = time.process_time() - started
+    values = [row.tolist() for row in found.values]
+    for b, (row, case) in enumerate(zip(values, question.cases, strict=True)):
+        if len(row) != len(case.units) or not np.isfinite(row).all():
+            raise ValueError(f"row {b}: a method must give {len(case.units)} finite numbers, got {row}")
+    return {"values": values, "tokens_fed": found.tokens_fed, "cpu_seconds": seconds}
+
+
+def _answer_probability(subject: Subject, ledger: Ledger, everything: Sequence[Batch]) -> float:
+    """Mean probability of the answers as they stand, given all that stands before them."""
+
+    def work(batch: Batch) -> dict[str, Any]:
+        scores = score_counterfactuals(
+            subject.model, [case.prompt for case in batch.cases], [case.completion for case in batch.cases],
+            [[] for _ in batch.cases], [case.answer for case in batch.cases],
+            placeholder_id=subject.tokenizer.pad_token_id,
+        )  # fmt: skip
+        return {"probability": scores.base.exp().tolist()}
+
+    records = [
+        ledger.get(("answers", subject.fingerprint, batch.digest), lambda batch=batch: work(batch))
+        for batch in everything
+    ]
+    return float(np.mean([p for record in records for p in record["probability"]]))
+
+
+def _truths(
+    values: Sequence[Sequence[float]], problems: Sequence[PlantedProblem], settings: Settings
+) -> dict[str, Any]:
+    """Agreement with the planted truths, over all problems and kind by kind."""
+
+    def judged(truth: str, kinds: Sequence[str]) -> dict[str, Any]:
+        rows = [i for i, problem in enumerate(problems) if problem.kind in kinds]
+        labels = [[bool(getattr(unit, truth)) for unit in problems[i].units] for i in rows]
+        if not any(0 < sum(row) < len(row) for row in labels):
+            return {"problems": 0}
+        return agreement([values[i] for i in rows], labels, draws=settings.draws)
+
+    return {
+        "direct": judged("direct", KINDS),
+        "total": judged("total", KINDS),
+        "origin": judged("origin", ("wrong",)),
+        "kinds": {kind: {truth: judged(truth, (kind,)) for truth in ("direct", "total")} for kind in KINDS},
+    }
+
+
+def _step_values(
+    subject: Subject,
+    ledger: Ledger,
+    settings: Settings,
+    values: dict[str, list[list[float]]],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Sampled step advantages: as a truth for every method, and judged as a method themselves."""
+    count = min(settings.valued, settings.problems)
+    if not count:
+        return {}
+    say(f"{STEP_VALUES}: {settings.samples} continuations after every line of {count} problems")
+    found, problems, started = [], [], []
+    for batch in batches(settings, subject, count):
+        key = ("values", subject.fingerprint, batch.digest, batch.seed, settings.samples)
+        record = ledger.get(
+            key,
+            lambda batch=batch: {
+                "shares": step_values(
+                    subject, batch.cases, batch.answers, batch.gold, samples=settings.samples, seed=batch.seed,
+                    room=settings.room,
+                )
+            },
+        )  # fmt: skip
+        found += record["shares"]
+        problems += batch.problems
+        started += [shares["right"][0] for shares in record["shares"]]
+    own = [np.diff(shares["own"]).tolist() for shares in found]
+    reward = [np.abs(np.diff(shares["right"])).tolist() for shares in found]
+    right = [problem.answer == problem.gold for problem in problems]
+
+    def against(truths: Sequence[Sequence[float]], rows: Sequence[int]) -> dict[str, Any]:
+        return {
+            name: correlation([row[i] for i in rows], [truths[i] for i in rows], draws=settings.draws)
+            for name, row in values.items()
+        }
+
+    return {
+        "sampled_accuracy": float(np.mean(started)),
+        "step_values": {
+            "own": against(own, range(count)),
+            "own, right completions": against(own, [i for i in range(count) if right[i]]),
+            "own, wrong completions": against(own, [i for i in range(count) if not right[i]]),
+            "reward, absolute": against(reward, range(count)),
+        },
+        "step_values_as_method": _truths(own, problems, settings),
+    }
+
+
+def _oracle(
+    subject: Subject, ledger: Ledger, settings: Settings, chosen: dict[str, Method], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Token substitution on right greedy chains, and every method that judges tokens against it."""
+    if not settings.chains:
+        return {}
+    say(f"oracle: every token of the right ones of {settings.chains} greedy chains")
+    chains: list[dict[str, Any]] = []
+    values: dict[str, list[list[float]]] = {name: [] for name, method in chosen.items() if method.tokens}
+    for batch in batches(settings, subject, settings.chains):
+        key = (subject.fingerprint, batch.digest)
+        record = ledger.get(("chains", *key), lambda batch=batch: _chains(subject, batch, settings))
+        chains += record["chains"]
+        if not record["chains"]:
+            continue
+        cases = [
+            sampled_case(batch.cases[chain["problem"]].prompt.tolist(), chain["completion"], subject.tokenizer)
+            for chain in record["chains"]
+        ]
+        gold = [batch.gold[chain["problem"]] for chain in record["chains"]]
+        question = Question(subject, cases, gold, batch.seed, settings.room)
+        for name in values:
+            method = chosen[name]
+            values[name] += ledger.get(
+                ("tokens", name, *key), lambda method=method, question=question: _asked(method, question)
+            )["values"]
+    critical = [chain["critical"] for chain in chains]
+    usable = [i for i, row in enumerate(critical) if 0 < sum(row) < len(row)]
+    summary: dict[str, Any] = {
+        "tried": settings.chains,
+        "right": len(chains),
+        "with_critical_tokens": len(usable),
+        "tokens": sum(map(len, critical)),
+        "critical_share": _share(critical),
+        "control_share": _share([chain["control"] for chain in chains]),
+        "methods": {},
+    }
+    if usable:
+        labels = [critical[i] for i in usable]
+        for name, rows_of in values.items():
+            scores = [rows_of[i] for i in usable]
+            summary["methods"][name] = agreement(scores, labels, draws=settings.draws) | {
+                f"recall_at_{share:.0%}": _recall(scores, labels, share, settings.draws) for share in (0.1, 0.2)
+            }
+    return summary
+
+
+def _recall(scores: Any, labels: Any, share: float, draws: int) -> dict[str, float]:
+    rows = [recall_at(s, t, share) for s, t in zip(scores, labels, strict=True)]
+    return bootstrap_interval(lambda drawn: float(np.mean(drawn)), rows, draws=draws)._asdict()
+
+
+def _chains(subject: Subject, batch: Batch, settings: Settings) -> dict[str, Any]:
+    chains = right_chains(subject, [problem.question for problem in batch.problems], batch.gold, room=settings.room)
+    return {
+        "chains": [
+            {"problem": i, "completion": case.completion.tolist()}
+            | substitution_oracle(subject, case, batch.gold[i], room=settings.room)
+            for i, case in chains
+        ]
+    }
+
+
+def _share(rows: Sequence[Sequence[bool]]) -> float | None:
+    flat = [flag for row in rows for flag in row]
+    return float(np.mean(flat)) if flat else None

@@ -1,0 +1,167 @@
+"""What was found, as Markdown and as a picture.
+
+Where it stands: last; the document it is given is also written as JSON.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evidence.models import RANDOM, TRAINED
+from benchmarks.evidence.problems import KINDS
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+
+
+def write(document: dict[str, Any], markdown: str, folder: Path, name: str) -> list[Path]:
+    """`name`.json and `name`.md in `folder`; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.json", folder / f"{name}.md"]
+    paths[0].write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    paths[1].write_text(markdown, encoding="utf-8")
+    return paths
+
+
+def interval(figure: dict[str, Any] | None, digits: int = 2) -> str:
+    """`0.93 (0.91 to 0.95)`, or a dash where there is none."""
+    if not figure or figure.get("value") is None:
+        return "–"
+    value, low, high = (f"{figure[key]:.{digits}f}" for key in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first column is text, the others figures."""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows)) + "\n"
+
+
+def planted_markdown(document: dict[str, Any]) -> str:
+    """The tables of `planted`."""
+    settings, models = document["settings"], document["models"]
+    parts = [
+        "# Planted truth\n",
+        f"Made by `{document['command']}` at commit {document['environment']['commit']}. "
+        f"{settings['problems']} generated problems with known idle lines, headers, repeated results, wrong steps and "
+        "unwritten last computations. *Direct*: the answer's line reads this line. *Total*: the answer rests on it. "
+        "AUROC is within a problem and free of position: lines before and lines after count half each, so that a rule "
+        "by position alone gets 0.5. In parentheses 95 % bootstrap intervals over problems.\n",
+    ]
+    if document["absent"]:
+        parts.append(f"Left out, their modules are not there: {', '.join(document['absent'])}.\n")
+    for name, results in models.items():
+        accuracy = "random weights" if results["accuracy"] is None else f"solves {results['accuracy']:.1%} held out"
+        parts.append(f"## The {name} model ({accuracy}; mean answer probability {results['answer_probability']:.2f})\n")
+        parts.append(_methods(results["methods"]))
+        parts.append("AUROC by kind of problem, direct / total:\n")
+        parts.append(_kinds(results["methods"]))
+        if "step_values" in results:
+            parts.append(_step_values(results, settings))
+        if results.get("oracle", {}).get("methods"):
+            parts.append(_oracle(results["oracle"]))
+    return "\n".join(parts)
+
+
+def _methods(methods: dict[str, Any]) -> str:
+    head = ["method", "AUROC direct", "AUROC total", "AUROC wrong step", "Spearman direct", "Spearman total",
+            "recall direct", "recall total", "plain AUROC direct", "plain AUROC total", "tokens fed"]  # fmt: skip
+    rows = []
+    for name, found in methods.items():
+        direct, total = found["direct"], found["total"]
+        rows.append(
+            [
+                name, interval(direct.get("auroc")), interval(total.get("auroc")),
+                interval(found["origin"].get("plain_auroc")), interval(direct.get("spearman")),
+                interval(total.get("spearman")), interval(direct.get("recall")), interval(total.get("recall")),
+                interval(direct.get("plain_auroc")), interval(total.get("plain_auroc")), f"{found['tokens_fed']:,}",
+            ]
+        )  # fmt: skip
+    return table(head, rows)
+
+
+def _kinds(methods: dict[str, Any]) -> str:
+    def cell(found: dict[str, Any]) -> str:
+        figures = [found[truth].get("auroc") for truth in ("direct", "total")]
+        return " / ".join(f"{figure['value']:.2f}" if figure else "–" for figure in figures)
+
+    return table(
+        ["method", *KINDS], [[name, *(cell(found["kinds"][k]) for k in KINDS)] for name, found in methods.items()]
+    )
+
+
+def _step_values(results: dict[str, Any], settings: dict[str, Any]) -> str:
+    truths = results["step_values"]
+    names = list(next(iter(truths.values())))
+    own = results["step_values_as_method"]
+    return (
+        f"### Monte-Carlo step advantage ({settings['samples']} continuations after every line; sampled accuracy "
+        f"{results['sampled_accuracy']:.1%})\n\nMean Spearman within problems of importances with the change, at each "
+        "line, of the probability that the policy reaches the completion's own answer; last, with the size of the "
+        "change of the expected reward. Problems whose steps all have one value are left out: "
+        + ", ".join(f"{truth} {row[names[0]]['problems']} used" for truth, row in truths.items())
+        + ".\n\n"
+        + table(["method", *truths], [[name, *(interval(row[name]) for row in truths.values())] for name in names])
+        + f"\nThe step advantage judged as a method: AUROC direct {interval(own['direct'].get('auroc'))}, total "
+        f"{interval(own['total'].get('auroc'))}, wrong step {interval(own['origin'].get('plain_auroc'))}.\n"
+    )
+
+
+def _oracle(oracle: dict[str, Any]) -> str:
+    rows = [
+        [name, interval(found["plain_auroc"]), interval(found["recall_at_10%"]), interval(found["recall_at_20%"]),
+         interval(found["spearman"])]
+        for name, found in oracle["methods"].items()
+    ]  # fmt: skip
+    return (
+        f"### Token substitution\n\n{oracle['right']} right greedy chains of {oracle['tried']} problems, "
+        f"{oracle['tokens']:,} tokens; {oracle['critical_share']:.1%} of the tokens flip the answer when the most "
+        f"probable other token takes their place, {oracle['control_share']:.1%} when the token itself is put back (the "
+        f"control). {oracle['with_critical_tokens']} chains have both kinds of token.\n\n"
+        + table(["method", "AUROC", "recall at 10 %", "recall at 20 %", "Spearman"], rows)
+    )
+
+
+def plot_planted(document: dict[str, Any], path: Path) -> Path:
+    """AUROC of every method against both truths, on both models, with intervals; and Spearman with step values."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    models = document["models"]
+    trained = models.get(TRAINED) or next(iter(models.values()))
+    names = list(trained["methods"])
+    panels = [("direct", "AUROC, direct truth"), ("total", "AUROC, total truth")]
+    values = trained.get("step_values", {}).get("own")
+    canvas, axes = pyplot.subplots(
+        1, 2 + bool(values), figsize=(4.2 * (2 + bool(values)), 0.32 * len(names) + 1.4), sharey=True
+    )
+    for axis, (truth, title) in zip(axes, panels, strict=False):
+        for shift, (model, color) in enumerate(((RANDOM, "0.6"), (TRAINED, "C0"))):
+            if model in models:
+                figures = [models[model]["methods"][name][truth].get("auroc") for name in names]
+                _dots(axis, figures, 0.15 - 0.3 * shift, color, f"{model} model")
+        axis.axvline(0.5, color="0.8", linewidth=1, zorder=0)
+        axis.set_xlim(0, 1.02)
+        axis.set_xlabel(title)
+    if values:
+        _dots(axes[2], [values[name] for name in names], 0, "C0", "trained model")
+        axes[2].axvline(0, color="0.8", linewidth=1, zorder=0)
+        axes[2].set_xlabel("Spearman, Monte-Carlo step advantage")
+    axes[0].set_yticks(range(len(names)), names)
+    axes[0].invert_yaxis()
+    axes[0].legend(fontsize=8)
+    canvas.tight_layout()
+    canvas.savefig(path, dpi=120)
+    pyplot.close(canvas)
+    return path
+
+
+def _dots(axis: Any, figures: Sequence[dict[str, Any] | None], shift: float, color: str, label: str) -> None:
+    there = [(i, figure) for i, figure in enumerate(figures) if figure and figure.get("value") is not None]
+    x = [figure["value"] for _, figure in there]
+    errors = [[f["value"] - f["low"] for _, f in there], [f["high"] - f["value"] for _, f in there]]
+    axis.errorbar(
+        x, [i + shift for i, _ in there], xerr=errors, fmt="o", color=color, label=label, capsize=2, markersize=4
+    )
