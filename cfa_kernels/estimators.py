@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .gradient_saliency import gradient_saliency
+from .group_credit import ktae_values, prefix_tree_values, sibling_edits
 from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
 from .spans import Span
 
@@ -32,6 +34,8 @@ class CreditBatch:
         generator: source of what is drawn, on the CPU; None for torch's own.
         groups: (B,) int64, equal for the completions of one prompt.
         rewards: (B,) float.
+        correct_above: a completion whose reward exceeds this counts as correct.
+        ignored_ids: tokens that say nothing of a completion: those that end a text and fill a batch.
         advantages: (B,) or (B, T) float.
         entropies: B tensors (T_b,) of each sampled token's distribution, nats.
         external: B tensors (K_b,) or (T_b,), the caller's own importances.
@@ -49,10 +53,17 @@ class CreditBatch:
     generator: torch.Generator | None = None
     groups: Tensor | None = None
     rewards: Tensor | None = None
+    correct_above: float = 0.0
+    ignored_ids: tuple[int, ...] = ()
     advantages: Tensor | None = None
     entropies: list[Tensor] | None = None
     external: list[Tensor] | None = None
     score: Callable[..., CounterfactualScores] = field(default=score_counterfactuals)
+
+    @property
+    def sampled(self) -> list[Tensor]:
+        """B 1-D int64 tensors: the completions as they were sampled."""
+        return [row[:length] for row, length in zip(self.completions, self.lengths, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -98,6 +109,58 @@ def masking(model: nn.Module, batch: CreditBatch, *, outcome: str = "logprob") -
     return Importances(values, work=scores.work, scores=scores)
 
 
+def gradient(
+    model: nn.Module, batch: CreditBatch, *, outcome: str = "mean", sigma: float = 1e-3, samples: int = 1
+) -> Importances:
+    """Gradient of the outcome's change under noise, times the embeddings (OAR paper, OAR-G)."""
+    values, work = gradient_saliency(
+        model, batch.prompts, batch.completions, batch.units, batch.answers, outcome=outcome, sigma=sigma,
+        samples=samples, generator=batch.generator, token_budget=batch.token_budget,
+    )  # fmt: skip
+    return Importances(values, work=work)
+
+
+def prefix_tree(model: nn.Module, batch: CreditBatch) -> Importances:
+    """What each token does to the mean reward of those who share the prefix; signed, in the units of the rewards."""
+    values = prefix_tree_values(batch.sampled, _siblings(batch), _rewards(batch))
+    return Importances(unit_means(values, batch), signed=True)
+
+
+def ktae(model: nn.Module, batch: CreditBatch) -> Importances:
+    """How strongly a token goes with correct completions of its group (KTAE); signed."""
+    values = ktae_values(batch.sampled, _siblings(batch), _correct(batch), ignored=batch.ignored_ids)
+    return Importances(unit_means(values, batch), signed=True)
+
+
+def edits(model: nn.Module, batch: CreditBatch) -> Importances:
+    """1 where a wrong completion differs from its nearest correct sibling; after IBPO, without a correction of its own.
+
+    Completions that are correct, or have no correct sibling, get 1 throughout.
+    """
+    values = sibling_edits(batch.sampled, _siblings(batch), _correct(batch))
+    return Importances(unit_means(values, batch))
+
+
+def _siblings(batch: CreditBatch) -> Tensor:
+    """The groups; raises `ValueError` where no completion has another one to be compared with."""
+    if batch.groups is None or len(batch.groups.unique()) == len(batch.groups):
+        raise ValueError("groups: no two completions are of one group, so there is nothing to compare them with")
+    return batch.groups
+
+
+def _rewards(batch: CreditBatch) -> Tensor:
+    if batch.rewards is None:
+        raise ValueError("rewards must be given to an estimator that compares completions, got None")
+    return batch.rewards
+
+
+def _correct(batch: CreditBatch) -> Tensor:
+    rewards = _rewards(batch)
+    if (bad := (~torch.isfinite(rewards)).nonzero()).numel():
+        raise ValueError(f"rewards row {int(bad[0])}: must be finite, got {rewards[int(bad[0])].item()}")
+    return rewards > batch.correct_above
+
+
 def entropy(model: nn.Module, batch: CreditBatch) -> Importances:
     """The entropy of each token's distribution, averaged over a unit (2506.01939)."""
     return Importances(unit_means(_given("entropies", batch.entropies), batch))
@@ -140,6 +203,10 @@ def _given(name: str, column: list[Tensor] | None) -> list[Tensor]:
 
 ESTIMATORS: dict[str, EstimatorKind] = {
     "masking": EstimatorKind(masking, "spans", "range", True, False, ("outcome",)),
+    "gradient": EstimatorKind(gradient, "tokens", "bilevel", True, False, ("outcome", "sigma", "samples")),
     "entropy": EstimatorKind(entropy, "tokens", "top", False, False),
+    "prefix_tree": EstimatorKind(prefix_tree, "tokens", "identity", False, True),
+    "ktae": EstimatorKind(ktae, "tokens", "identity", False, True),
+    "sibling_edits": EstimatorKind(edits, "tokens", "identity", False, True),
     "external": EstimatorKind(external, "spans", "range", False, False),
 }
