@@ -70,8 +70,8 @@ class CounterfactualConfig:
     """Standard deviation of the noise under "gradient", in the embeddings' own scale; 0 for plain gradient x input."""
     samples: int = 1
     """Draws of that noise to average."""
-    correct_above: float = 0.0
-    """A completion whose reward exceeds this counts as correct, for "ktae" and "sibling_edits"."""
+    correct_threshold: float = 0.5
+    """A completion with at least this reward counts as correct, for "ktae" and "sibling_edits"."""
     normalize: str | None = None
     """\"mean\" rescales each completion's weights to mean 1, unless all are 0; None, as in the CF paper, does not."""
     detector: str | Detector = "math"
@@ -104,6 +104,8 @@ class CounterfactualConfig:
         for name in ("tau", "floor", "fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+        if not abs(self.correct_threshold) < float("inf"):
+            raise ValueError(f"correct_threshold must be finite, got {self.correct_threshold}")
         for name in ("boost", "sigma"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
@@ -223,8 +225,7 @@ def counterfactual_credit(
         score: called in place of `score_counterfactuals`, with its arguments; for a host whose
             model lies in other processes (`model` is then only handed on).
         groups: (B,) int64, equal for completions that are compared with each other; default: equal prompts.
-        rewards: (B,) float, for estimators that compare the completions of a group; `prefix_tree` adds differences of
-            their means to `advantages`, so give them in the same units.
+        rewards: (B,) float, for estimators that compare the completions of a group.
         entropies: (B, T) of each sampled token's distribution, nats, for `entropy`.
         external: B tensors with a number for each unit or each token of the completion, for `external`.
 
@@ -264,7 +265,7 @@ def counterfactual_credit(
             generator=generator,
             groups=(_equal_prompts(prompts) if groups is None else groups.cpu())[list(rows)],
             rewards=None if rewards is None else rewards.detach().cpu()[list(rows)],
-            correct_above=config.correct_above,
+            correct_threshold=config.correct_threshold,
             ignored_ids=_ids_that_say_nothing(tokenizer) if kind.needs_siblings else (),
             advantages=None if advantages is None else advantages.detach().cpu()[list(rows)],
             entropies=None if entropies is None else [entropies[b, : len(completions[b])] for b in rows],

@@ -34,7 +34,7 @@ class CreditBatch:
         generator: source of what is drawn, on the CPU; None for torch's own.
         groups: (B,) int64, equal for the completions of one prompt.
         rewards: (B,) float.
-        correct_above: a completion whose reward exceeds this counts as correct.
+        correct_threshold: a completion with at least this reward counts as correct.
         ignored_ids: tokens that say nothing of a completion: those that end a text and fill a batch.
         advantages: (B,) or (B, T) float.
         entropies: B tensors (T_b,) of each sampled token's distribution, nats.
@@ -53,7 +53,7 @@ class CreditBatch:
     generator: torch.Generator | None = None
     groups: Tensor | None = None
     rewards: Tensor | None = None
-    correct_above: float = 0.0
+    correct_threshold: float = 0.5
     ignored_ids: tuple[int, ...] = ()
     advantages: Tensor | None = None
     entropies: list[Tensor] | None = None
@@ -121,9 +121,28 @@ def gradient(
 
 
 def prefix_tree(model: nn.Module, batch: CreditBatch) -> Importances:
-    """What each token does to the mean reward of those who share the prefix; signed, in the units of the rewards."""
-    values = prefix_tree_values(batch.sampled, _siblings(batch), _rewards(batch))
-    return Importances(unit_means(values, batch), signed=True)
+    """What each token does to the mean reward of those who share the prefix (TEMPO / P2T, 2509.18314); signed.
+
+    In the units of the advantages where those are (B,): rewards that a group's standard deviation has divided there
+    are divided by it here. Else in the units of the rewards.
+    """
+    groups, rewards = _siblings(batch), _rewards(batch)
+    values = prefix_tree_values(batch.sampled, groups, rewards)
+    scales = _scales(groups, rewards, batch.advantages)
+    return Importances(unit_means([row * scale for row, scale in zip(values, scales, strict=True)], batch), signed=True)
+
+
+def _scales(groups: Tensor, rewards: Tensor, advantages: Tensor | None) -> list[float]:
+    """For each row how much wider its group's advantages (B,) lie than its rewards; 1 where that cannot be told."""
+    scales = torch.ones(len(groups), dtype=torch.float64)
+    if advantages is None or advantages.ndim != 1:
+        return scales.tolist()
+    for group in groups.unique():
+        inside = groups == group
+        wide, narrow = (x[inside].double().max() - x[inside].double().min() for x in (advantages, rewards))
+        if narrow > 0 and wide > 0:
+            scales[inside] = wide / narrow
+    return scales.tolist()
 
 
 def ktae(model: nn.Module, batch: CreditBatch) -> Importances:
@@ -158,7 +177,7 @@ def _correct(batch: CreditBatch) -> Tensor:
     rewards = _rewards(batch)
     if (bad := (~torch.isfinite(rewards)).nonzero()).numel():
         raise ValueError(f"rewards row {int(bad[0])}: must be finite, got {rewards[int(bad[0])].item()}")
-    return rewards > batch.correct_above
+    return rewards >= batch.correct_threshold
 
 
 def entropy(model: nn.Module, batch: CreditBatch) -> Importances:

@@ -378,13 +378,16 @@ SIBLINGS = (PROMPTS[[1, 1, 3, 3]], PROMPT_MASK[[1, 1, 3, 3]], *ARRAYS[2:])
 
 
 def test_a_prefix_tree_adds_to_the_advantage_where_siblings_part(scored):
-    """Rows 0 and 1 part at token 3, behind which the mean reward goes from 0.5 to 1 or 0."""
+    """Rows 0 and 1 part at token 3, behind which the mean reward goes from 0.5 to 1 or 0.
+
+    Their advantages lie twice as wide as their rewards.
+    """
     credit = counterfactual_credit(
         None, Tokenizer(), *SIBLINGS, advantages=torch.tensor([1.0, -1.0, 0, 0]), rewards=torch.tensor([1.0, 0, 1, 1]),
         config=CounterfactualConfig(estimator="prefix_tree"),
     )  # fmt: skip
     assert credit.weights.eq(1).all()
-    assert credit.advantages[:2].tolist() == [[1, 1, 1, 1.5, 1], [-1, -1, -1, -1.5, -1]]
+    assert credit.advantages[:2].tolist() == [[1, 1, 1, 2, 1], [-1, -1, -1, -2, -1]]
     assert credit.advantages[2:].eq(0).all()
 
 
