@@ -118,7 +118,7 @@ class CounterfactualConfig:
     def kind(self) -> EstimatorKind:
         """How the estimator is called; a function judges spans, and is given every completion of the batch."""
         if callable(self.estimator):
-            return EstimatorKind(self.estimator, "spans", "range", False, True)
+            return EstimatorKind(self.estimator, "spans", "range", False, True, True)
         return ESTIMATORS[self.estimator]
 
 

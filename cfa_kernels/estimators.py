@@ -94,6 +94,7 @@ class EstimatorKind(NamedTuple):
     reshape: str  # how its importances become weights unless told otherwise
     needs_answer: bool  # judges reasoning alone, in rows with an answer
     needs_siblings: bool  # looks at every completion of a group, whatever its advantage
+    needs_model: bool  # runs the model, or asks for its log-probs
     options: tuple[str, ...] = ()  # fields of the configuration that it takes
 
 
@@ -221,11 +222,11 @@ def _given(name: str, column: list[Tensor] | None) -> list[Tensor]:
 
 
 ESTIMATORS: dict[str, EstimatorKind] = {
-    "masking": EstimatorKind(masking, "spans", "range", True, False, ("outcome",)),
-    "gradient": EstimatorKind(gradient, "tokens", "bilevel", True, False, ("outcome", "sigma", "samples")),
-    "entropy": EstimatorKind(entropy, "tokens", "top", False, False),
-    "prefix_tree": EstimatorKind(prefix_tree, "tokens", "identity", False, True),
-    "ktae": EstimatorKind(ktae, "tokens", "identity", False, True),
-    "sibling_edits": EstimatorKind(edits, "tokens", "identity", False, True),
-    "external": EstimatorKind(external, "spans", "range", False, False),
+    "masking": EstimatorKind(masking, "spans", "range", True, False, True, ("outcome",)),
+    "gradient": EstimatorKind(gradient, "tokens", "bilevel", True, False, True, ("outcome", "sigma", "samples")),
+    "entropy": EstimatorKind(entropy, "tokens", "top", False, False, False),
+    "prefix_tree": EstimatorKind(prefix_tree, "tokens", "identity", False, True, False),
+    "ktae": EstimatorKind(ktae, "tokens", "identity", False, True, False),
+    "sibling_edits": EstimatorKind(edits, "tokens", "identity", False, True, False),
+    "external": EstimatorKind(external, "spans", "range", False, False, False),
 }
