@@ -101,10 +101,53 @@ def score_counterfactuals(
         causal, prompts, completions, spans, answers, placeholder_id=placeholder_id, token_budget=token_budget,
         logprobs=logprobs, tempered=temperature != 1.0,
     )  # fmt: skip
-    head = prove_supported(causal)
-    with tree_attention_mode(causal):
-        values, work = _run(causal, head, plan, temperature)
+    values, work = _run(causal, plan.units, plan.parts, temperature)
     return collect_scores(values, plan.rows, plan.units, plan.order, logprobs=logprobs, work=work)
+
+
+def query_logprobs(
+    model: nn.Module,
+    units: Sequence[Sequence[Query]],
+    *,
+    lengths: Sequence[int] | None = None,
+    token_budget: int | None = None,
+    temperature: float = 1.0,
+) -> tuple[list[list[Tensor]], ScoringWork]:
+    """Log-probs of every query's targets, without gradient, from packed trees: what queries have in common is fed once.
+
+    Args:
+        model: as in `score_counterfactuals`.
+        units: U sequences of queries, each those of one row; a row may ask nothing. Neighbours share their common
+            prefixes, so put rows of one prompt side by side. A query feeds at least one token; its ids are trusted.
+        lengths: (U,) tokens of each row fed alone and whole, by which models whose rotary frequencies follow a
+            sequence's length choose them; default the longest query of the row with what lies beyond it.
+        token_budget: as in `score_counterfactuals`.
+        temperature: divides the logits of the queries that are `tempered`.
+
+    Returns:
+        For each unit a list with, for each of its queries, fp32 log-probs (A,) in nats on the model's device; and
+        what it took.
+
+    Raises:
+        ValueError: `lengths` of another number than `units`, a token budget below 1, a temperature that is not
+            positive.
+        TypeError, NotImplementedError: models that cannot be scored; the message says why.
+        FloatingPointError: the model gave a nan log-prob; the message names the row.
+    """
+    causal = causal_lm(model)
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    asked = [list(unit) for unit in units]
+    if lengths is None:
+        lengths = [max((query.length for query in unit), default=0) for unit in asked]
+    if len(lengths) != len(asked):
+        raise ValueError(f"lengths has {len(lengths)} rows, units has {len(asked)}; they must agree")
+    order = range(len(asked))
+    parts = _lay_out(causal, asked, lengths, order, token_budget)
+    values, work = _run(causal, asked, parts, temperature)
+    _reject_nan(values, asked, order)
+    each = iter(values.split([len(query.targets) for unit in asked for query in unit]))
+    return [[next(each) for _ in unit] for unit in asked], work
 
 
 @dataclass(frozen=True)
@@ -163,10 +206,19 @@ def plan_scoring(
     order = equal_prompts_together([row.prompt for row in rows])
     rows = [rows[b] for b in order]
     units = [queries_of(row, placeholder_id, logprobs=logprobs, tempered=tempered) for row in rows]
-    budget = rows_per_forward(model, token_budget)
     lengths = [len(row.prompt) + len(row.completion) for row in rows]
-    parts = [_Part(part, pack_units(part, budget)) for part in apart_by_length(model, units, lengths, order)]
-    return ScoringPlan(rows, order, units, parts)
+    return ScoringPlan(rows, order, units, _lay_out(model, units, lengths, order, token_budget))
+
+
+def _lay_out(
+    model: PreTrainedModel,
+    units: list[list[Query]],
+    lengths: Sequence[int],
+    order: Sequence[int],
+    token_budget: int | None,
+) -> list[_Part]:
+    budget = rows_per_forward(model, token_budget)
+    return [_Part(part, pack_units(part, budget)) for part in apart_by_length(model, units, lengths, order)]
 
 
 def checked_rows(
@@ -222,33 +274,37 @@ def queries_of(row: Row, placeholder_id: int, *, logprobs: bool, tempered: bool 
     return queries
 
 
-def _run(model: PreTrainedModel, head: Head, plan: ScoringPlan, temperature: float) -> tuple[Tensor, ScoringWork]:
+def _run(
+    model: PreTrainedModel, units: list[list[Query]], parts: list[_Part], temperature: float
+) -> tuple[Tensor, ScoringWork]:
     """Log-prob of every target of every query in order, fp32, and what it took."""
+    head = prove_supported(model)
     device = embedding(model).device
     values, done = [torch.zeros(0, device=device)], list[Pack]()
-    for part in plan.parts:
-        values += _run_part(model, head, part, temperature, done)
+    with tree_attention_mode(model):
+        for part in parts:
+            values += _run_part(model, head, part, temperature, done)
     joined = torch.cat([value.to(device) for value in values])
-    if len(plan.parts) > 1:
-        joined = joined[torch.from_numpy(_order_of_parts(plan)).to(device)]
+    if len(parts) > 1:
+        joined = joined[torch.from_numpy(_order_of_parts(units, parts)).to(device)]
     work = ScoringWork(
         forwards=len(done),
         tokens_fed=sum(pack.num_tokens for pack in done),
-        tokens_unshared=sum(len(query.tokens) for unit in plan.units for query in unit),
+        tokens_unshared=sum(len(query.tokens) for unit in units for query in unit),
         head_rows=sum(len(pack.rows) for pack in done),
     )
     return joined, work
 
 
-def _order_of_parts(plan: ScoringPlan) -> np.ndarray:
-    """Index that puts the targets of all parts, one part after the other, in the order of the plan's units."""
+def _order_of_parts(units: list[list[Query]], parts: list[_Part]) -> np.ndarray:
+    """Index that puts the targets of all parts, one part after the other, in the order of `units`."""
     starts, position = dict[int, int](), 0
-    for part in plan.parts:
+    for part in parts:
         for i, unit in enumerate(part.units):
             if unit:
                 starts[i] = position
                 position += sum(len(query.targets) for query in unit)
-    sizes = [sum(len(query.targets) for query in unit) for unit in plan.units]
+    sizes = [sum(len(query.targets) for query in unit) for unit in units]
     return np.concatenate([starts[i] + np.arange(size) for i, size in enumerate(sizes) if size])
 
 
@@ -316,7 +372,7 @@ def collect_scores(
     return CounterfactualScores(base, masked, drop, per_token if logprobs else None, work)
 
 
-def _reject_nan(values: Tensor, units: list[list[Query]], order: list[int]) -> None:
+def _reject_nan(values: Tensor, units: list[list[Query]], order: Sequence[int]) -> None:
     if not torch.isnan(values).any():
         return
     position = int(torch.isnan(values).nonzero()[0])

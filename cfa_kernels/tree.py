@@ -28,6 +28,11 @@ class Query:
     tempered: bool = False
     beyond: np.ndarray | None = None  # tokens that may be fed after these, where a model needs a longer sequence
 
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence, with those beyond."""
+        return len(self.tokens) + (0 if self.beyond is None else len(self.beyond))
+
     def fed_to(self, length: int) -> "Query":
         """The same, fed up to `length` tokens at least, as far as there are some."""
         if length <= len(self.tokens) or self.beyond is None:
