@@ -18,7 +18,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["cfa_kernels", "cfa_kernels.*", "trainer", "trainer.*"]),
-    package_data={"cfa_kernels": ["py.typed"], "trainer": ["assets/**/*"]},
+    package_data={"cfa_kernels": ["py.typed"], "trainer": ["assets/**/*", "presets/*.yaml"]},
     install_requires=[
         "torch>=2.10",
         "triton>=3.6,<3.8; platform_system == 'Linux'",

@@ -66,8 +66,14 @@ class CounterfactualConfig:
     """Least weight under "bilevel", before the rescaling."""
     fraction: float = 0.2
     """Share of the tokens of the batch that "top" keeps."""
+    sigma: float = 1e-3
+    """Standard deviation of the noise under "gradient", in the embeddings' own scale; 0 for plain gradient x input."""
+    samples: int = 1
+    """Draws of that noise to average."""
+    correct_threshold: float = 0.5
+    """A completion with at least this reward counts as correct, for "ktae" and "sibling_edits"."""
     normalize: str | None = None
-    """\"mean\" rescales each completion's weights to mean 1; None, as in the CF paper, does not."""
+    """\"mean\" rescales each completion's weights to mean 1, unless all are 0; None, as in the CF paper, does not."""
     detector: str | Detector = "math"
     """What counts as a span, see `detect_spans`."""
     max_spans: int = 10
@@ -98,8 +104,13 @@ class CounterfactualConfig:
         for name in ("tau", "floor", "fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
-        if not 0 <= self.boost < float("inf"):
-            raise ValueError(f"boost must be finite and not negative, got {self.boost}")
+        if not abs(self.correct_threshold) < float("inf"):
+            raise ValueError(f"correct_threshold must be finite, got {self.correct_threshold}")
+        for name in ("boost", "sigma"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+        if isinstance(self.samples, bool) or not isinstance(self.samples, int) or self.samples < 1:
+            raise ValueError(f"samples must be an integer of at least 1, got {self.samples!r}")
         if self.outcome is not None and "outcome" not in self.kind.options:
             raise ValueError(f"outcome: estimator={self.estimator!r} watches none, got {self.outcome!r}")
 
@@ -107,7 +118,7 @@ class CounterfactualConfig:
     def kind(self) -> EstimatorKind:
         """How the estimator is called; a function judges spans, and is given every completion of the batch."""
         if callable(self.estimator):
-            return EstimatorKind(self.estimator, "spans", "range", False, True)
+            return EstimatorKind(self.estimator, "spans", "range", False, True, True)
         return ESTIMATORS[self.estimator]
 
 
@@ -254,6 +265,8 @@ def counterfactual_credit(
             generator=generator,
             groups=(_equal_prompts(prompts) if groups is None else groups.cpu())[list(rows)],
             rewards=None if rewards is None else rewards.detach().cpu()[list(rows)],
+            correct_threshold=config.correct_threshold,
+            ignored_ids=_ids_that_say_nothing(tokenizer) if kind.needs_siblings else (),
             advantages=None if advantages is None else advantages.detach().cpu()[list(rows)],
             entropies=None if entropies is None else [entropies[b, : len(completions[b])] for b in rows],
             external=None if external is None else [external[b] for b in rows],
@@ -375,7 +388,7 @@ def _reshaped(
             reshape = identity_weights if how == "identity" else how
             assert callable(reshape)
             line = _checked_weights(reshape(_turned(values[b]) if inverted else values[b], *place[1:]), b, lengths[b])
-        weights[b] = normalized_weights(line, config.normalize)
+        weights[b] = normalized_weights(line, config.normalize) if line.any() else line
     return weights
 
 
@@ -442,6 +455,11 @@ def _equal_prompts(prompts: Sequence[Tensor]) -> Tensor:
     """(B,) int64, the same for rows with the same prompt."""
     numbers: dict[tuple[int, ...], int] = {}
     return torch.tensor([numbers.setdefault(tuple(row.tolist()), len(numbers)) for row in prompts])
+
+
+def _ids_that_say_nothing(tokenizer: Any) -> tuple[int, ...]:
+    ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+    return tuple(token for token in ids if token is not None)
 
 
 def _check_columns(completion_ids: Tensor, **columns: Tensor | Sequence[Tensor] | None) -> None:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .gradient_saliency import gradient_saliency
+from .group_credit import ktae_values, prefix_tree_values, sibling_edits
 from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
 from .spans import Span
 
@@ -32,6 +34,8 @@ class CreditBatch:
         generator: source of what is drawn, on the CPU; None for torch's own.
         groups: (B,) int64, equal for the completions of one prompt.
         rewards: (B,) float.
+        correct_threshold: a completion with at least this reward counts as correct.
+        ignored_ids: tokens that say nothing of a completion: those that end a text and fill a batch.
         advantages: (B,) or (B, T) float.
         entropies: B tensors (T_b,) of each sampled token's distribution, nats.
         external: B tensors (K_b,) or (T_b,), the caller's own importances.
@@ -49,10 +53,17 @@ class CreditBatch:
     generator: torch.Generator | None = None
     groups: Tensor | None = None
     rewards: Tensor | None = None
+    correct_threshold: float = 0.5
+    ignored_ids: tuple[int, ...] = ()
     advantages: Tensor | None = None
     entropies: list[Tensor] | None = None
     external: list[Tensor] | None = None
     score: Callable[..., CounterfactualScores] = field(default=score_counterfactuals)
+
+    @property
+    def sampled(self) -> list[Tensor]:
+        """B 1-D int64 tensors: the completions as they were sampled."""
+        return [row[:length] for row, length in zip(self.completions, self.lengths, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,7 @@ class EstimatorKind(NamedTuple):
     reshape: str  # how its importances become weights unless told otherwise
     needs_answer: bool  # judges reasoning alone, in rows with an answer
     needs_siblings: bool  # looks at every completion of a group, whatever its advantage
+    needs_model: bool  # runs the model, or asks for its log-probs
     options: tuple[str, ...] = ()  # fields of the configuration that it takes
 
 
@@ -96,6 +108,77 @@ def masking(model: nn.Module, batch: CreditBatch, *, outcome: str = "logprob") -
     flat = -torch.cat([torch.zeros(0), *(row.detach().float().cpu() for row in scores.drop)])
     values = list(flat.split([len(row) for row in scores.drop]))
     return Importances(values, work=scores.work, scores=scores)
+
+
+def gradient(
+    model: nn.Module, batch: CreditBatch, *, outcome: str = "mean", sigma: float = 1e-3, samples: int = 1
+) -> Importances:
+    """Gradient of the outcome's change under noise, times the embeddings (OAR paper, OAR-G)."""
+    values, work = gradient_saliency(
+        model, batch.prompts, batch.completions, batch.units, batch.answers, outcome=outcome, sigma=sigma,
+        samples=samples, generator=batch.generator, token_budget=batch.token_budget,
+    )  # fmt: skip
+    return Importances(values, work=work)
+
+
+def prefix_tree(model: nn.Module, batch: CreditBatch) -> Importances:
+    """What each token does to the mean reward of those who share the prefix (TEMPO / P2T, 2509.18314); signed.
+
+    In the units of the advantages where those are (B,): rewards that a group's standard deviation has divided there
+    are divided by it here. Else in the units of the rewards.
+    """
+    groups, rewards = _siblings(batch), _rewards(batch)
+    values = prefix_tree_values(batch.sampled, groups, rewards)
+    scales = _scales(groups, rewards, batch.advantages)
+    return Importances(unit_means([row * scale for row, scale in zip(values, scales, strict=True)], batch), signed=True)
+
+
+def _scales(groups: Tensor, rewards: Tensor, advantages: Tensor | None) -> list[float]:
+    """For each row how much wider its group's advantages (B,) lie than its rewards; 1 where that cannot be told."""
+    scales = torch.ones(len(groups), dtype=torch.float64)
+    if advantages is None or advantages.ndim != 1:
+        return scales.tolist()
+    for group in groups.unique():
+        inside = groups == group
+        wide, narrow = (x[inside].double().max() - x[inside].double().min() for x in (advantages, rewards))
+        if narrow > 0 and wide > 0:
+            scales[inside] = wide / narrow
+    return scales.tolist()
+
+
+def ktae(model: nn.Module, batch: CreditBatch) -> Importances:
+    """How strongly a token goes with correct completions of its group (KTAE); signed."""
+    values = ktae_values(batch.sampled, _siblings(batch), _correct(batch), ignored=batch.ignored_ids)
+    return Importances(unit_means(values, batch), signed=True)
+
+
+def edits(model: nn.Module, batch: CreditBatch) -> Importances:
+    """1 where a wrong completion differs from its nearest correct sibling; after IBPO, without a correction of its own.
+
+    Completions that are correct, or have no correct sibling, get 1 throughout.
+    """
+    values = sibling_edits(batch.sampled, _siblings(batch), _correct(batch))
+    return Importances(unit_means(values, batch))
+
+
+def _siblings(batch: CreditBatch) -> Tensor:
+    """The groups; raises `ValueError` where no completion has another one to be compared with."""
+    if batch.groups is None or len(batch.groups.unique()) == len(batch.groups):
+        raise ValueError("groups: no two completions are of one group, so there is nothing to compare them with")
+    return batch.groups
+
+
+def _rewards(batch: CreditBatch) -> Tensor:
+    if batch.rewards is None:
+        raise ValueError("rewards must be given to an estimator that compares completions, got None")
+    return batch.rewards
+
+
+def _correct(batch: CreditBatch) -> Tensor:
+    rewards = _rewards(batch)
+    if (bad := (~torch.isfinite(rewards)).nonzero()).numel():
+        raise ValueError(f"rewards row {int(bad[0])}: must be finite, got {rewards[int(bad[0])].item()}")
+    return rewards >= batch.correct_threshold
 
 
 def entropy(model: nn.Module, batch: CreditBatch) -> Importances:
@@ -139,7 +222,11 @@ def _given(name: str, column: list[Tensor] | None) -> list[Tensor]:
 
 
 ESTIMATORS: dict[str, EstimatorKind] = {
-    "masking": EstimatorKind(masking, "spans", "range", True, False, ("outcome",)),
-    "entropy": EstimatorKind(entropy, "tokens", "top", False, False),
-    "external": EstimatorKind(external, "spans", "range", False, False),
+    "masking": EstimatorKind(masking, "spans", "range", True, False, True, ("outcome",)),
+    "gradient": EstimatorKind(gradient, "tokens", "bilevel", True, False, True, ("outcome", "sigma", "samples")),
+    "entropy": EstimatorKind(entropy, "tokens", "top", False, False, False),
+    "prefix_tree": EstimatorKind(prefix_tree, "tokens", "identity", False, True, False),
+    "ktae": EstimatorKind(ktae, "tokens", "identity", False, True, False),
+    "sibling_edits": EstimatorKind(edits, "tokens", "identity", False, True, False),
+    "external": EstimatorKind(external, "spans", "range", False, False, False),
 }

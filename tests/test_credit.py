@@ -29,7 +29,9 @@ from tests.small_tokenizers import encode, get_tokenizer
         ({"estimator": "entropy", "outcome": "mean"}, "outcome: estimator='entropy' watches none, got 'mean'"),
         ({"reshape": "softmax"}, "reshape must be a function or one of range, .* got 'softmax'"),
         ({"tau": 1.5}, r"tau must be in \[0, 1\], got 1.5"),
-        ({"boost": -1.0}, "boost must be finite and not negative, got -1.0"),
+        ({"boost": -1.0}, r"boost must be finite and not negative, got -1\.0"),
+        ({"sigma": -1.0}, r"sigma must be finite and not negative, got -1\.0"),
+        ({"samples": 0}, "samples must be an integer of at least 1, got 0"),
     ],
 )
 def test_a_bad_config_is_refused_when_it_is_made(field, message):
@@ -370,3 +372,68 @@ def test_log_probs_come_by_a_forward_of_their_own_where_nothing_is_masked(scored
 def test_estimators_and_reshapings_that_cannot_be_used_say_why(scored, config, given, message):
     with pytest.raises(ValueError, match=message):
         counterfactual_credit(None, Tokenizer(), *ARRAYS, config=CounterfactualConfig(**config), **given)
+
+
+SIBLINGS = (PROMPTS[[1, 1, 3, 3]], PROMPT_MASK[[1, 1, 3, 3]], *ARRAYS[2:])
+
+
+def test_a_prefix_tree_adds_to_the_advantage_where_siblings_part(scored):
+    """Rows 0 and 1 part at token 3, behind which the mean reward goes from 0.5 to 1 or 0.
+
+    Their advantages lie twice as wide as their rewards.
+    """
+    credit = counterfactual_credit(
+        None, Tokenizer(), *SIBLINGS, advantages=torch.tensor([1.0, -1.0, 0, 0]), rewards=torch.tensor([1.0, 0, 1, 1]),
+        config=CounterfactualConfig(estimator="prefix_tree"),
+    )  # fmt: skip
+    assert credit.weights.eq(1).all()
+    assert credit.advantages[:2].tolist() == [[1, 1, 1, 2, 1], [-1, -1, -1, -2, -1]]
+    assert credit.advantages[2:].eq(0).all()
+
+
+def test_ktae_adds_to_tokens_that_go_with_correct_completions_and_ignores_the_end_of_text(scored):
+    credit = counterfactual_credit(
+        None, Tokenizer(), *SIBLINGS, advantages=torch.tensor([1.0, -1.0, 0, 0]), rewards=torch.tensor([1.0, 0, 1, 1]),
+        config=CounterfactualConfig(estimator="ktae"),
+    )  # fmt: skip
+    right, wrong = credit.advantages[0] - 1, credit.advantages[1] + 1
+    assert right[:3].eq(0).all()
+    assert right[3] > 0 > wrong[3]
+    assert right[4] == 0
+
+
+@pytest.mark.parametrize("normalize", [None, "mean"])
+def test_a_wrong_completion_is_weighed_where_it_differs_from_a_correct_sibling(scored, normalize):
+    config = CounterfactualConfig(estimator="sibling_edits", normalize=normalize)
+    credit = counterfactual_credit(None, Tokenizer(), *SIBLINGS, rewards=torch.tensor([1.0, 0, 1, 1]), config=config)
+    assert credit.weights[1].tolist() == [0, 0, 0, 4 if normalize else 1, 1]
+    assert credit.weights[[0, 2, 3]].eq(1).all()
+
+
+@pytest.mark.parametrize("name", ["prefix_tree", "ktae", "sibling_edits"])
+def test_estimators_of_groups_need_siblings_and_rewards(scored, name):
+    config, advantages = CounterfactualConfig(estimator=name), torch.ones(4)
+    with pytest.raises(ValueError, match="rewards must be given to an estimator that compares completions, got None"):
+        counterfactual_credit(None, Tokenizer(), *SIBLINGS, advantages=advantages, config=config)
+    with pytest.raises(ValueError, match="groups: no two completions are of one group"):
+        counterfactual_credit(
+            None, Tokenizer(), *SIBLINGS, advantages=advantages, config=config, rewards=torch.ones(4),
+            groups=torch.arange(4),
+        )  # fmt: skip
+
+
+def test_gradients_judge_every_token_before_the_marker_by_the_model(scored, monkeypatch):
+    seen = {}
+
+    def saliency(model, prompts, completions, units, answers, **options):
+        seen.update(options, units=units)
+        return [torch.arange(len(row)) * 1.0 for row in units], ScoringWork(2, 20, 20, 3)
+
+    monkeypatch.setattr("cfa_kernels.estimators.gradient_saliency", saliency)
+    config = CounterfactualConfig(estimator="gradient", outcome="last", sigma=0.5, samples=3, tau=0.0)
+    credit = counterfactual_credit(None, Tokenizer(), *ARRAYS, config=config)
+    assert (seen["outcome"], seen["sigma"], seen["samples"]) == ("last", 0.5, 3)
+    assert [len(row) for row in seen["units"]] == [4, 3, 4]
+    assert credit.weights[0, :4].mean() == pytest.approx(1)
+    assert credit.weights[0, :4].diff().gt(0).all()
+    assert credit.work.tokens_fed == 20

@@ -18,13 +18,13 @@ from typing import Any, Literal, TypeVar
 import yaml
 from transformers import HfArgumentParser
 
-from cfa_kernels import CounterfactualConfig
-from trainer.rewards import load_answer_format
+from trainer.credit_settings import CreditSettings
 from trainer.trackers import TRACKERS
 
 EMBEDDED = "embedded"
 GENERATED = "generated"
 ASSETS = Path(__file__).parent / "assets"
+PRESETS = Path(__file__).parent / "presets"
 DEFAULTS_FILE = "defaults.yaml"
 
 Config = TypeVar("Config")
@@ -62,7 +62,7 @@ class DataConfig:
 
 
 @dataclass
-class TrainConfig(DataConfig):
+class TrainConfig(CreditSettings, DataConfig):
     """One run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
 
     model: str = EMBEDDED
@@ -70,31 +70,6 @@ class TrainConfig(DataConfig):
     a defaults.yaml, its settings replace the defaults shown here (--config and flags still win)."""
     output_dir: str | None = None
     """Run folder, new or empty; by default one of its own under runs/, named by date, model, credit and seed."""
-
-    credit: Literal["counterfactual", "inverted", "random", "uniform"] = "counterfactual"
-    """How credit is spread over tokens: by counterfactual importance, its inverse, at random, or evenly (DAPO)."""
-    w_min: float = 0.5
-    """Weight of the least important span of a completion."""
-    w_max: float = 4.0
-    """Weight of the most important span of a completion."""
-    w_answer: float = 1.5
-    """Weight of the answer's tokens."""
-    max_spans: int = 10
-    """Most spans masked per completion, each at the cost of one branch."""
-    span_selection: Literal["first", "longest", "even", "last"] = "first"
-    """Which spans are kept when a completion has more than max_spans."""
-    detector: Literal["math", "latex", "python", "sentence"] = "math"
-    """What counts as a span: arithmetic, formulas or statements of a program, then other text; or sentences."""
-    answer_format: str | None = None
-    """How completions give their answer, for rewards, credit and evaluation alike: a regular expression with one group
-    or a group "answer", or "module:function" from a text to (start, end) or None. By default the usual forms."""
-    answer_fallback: Literal["none", "last_number"] = "none"
-    """What counts as the answer where none is marked."""
-    normalize_weights: Literal["none", "mean"] = "none"
-    """"mean" rescales each completion's weights to mean 1; the paper does not."""
-    token_budget: int | None = None
-    """Most rows of a packed forward, in the update and of masked branches; a group that is larger gets a forward of its
-    own. By default what half of the free memory holds."""
 
     max_steps: int = 500
     """Optimizer steps (times num_iterations): rollouts, credit and update make one."""
@@ -141,8 +116,6 @@ class TrainConfig(DataConfig):
     compare_and_correct: bool = False
     """After IBPO: the policy rewrites wrong completions beside correct siblings; what it gets right raises their reward
     before the group is compared, and only tokens that the correction edits get credit. One more generation a step."""
-    correct_threshold: float = 0.5
-    """Completions with at least this reward count as correct."""
     correction_reward: float = 0.6
     """IBPO's lambda: a wrong completion's reward rises by lambda times the score of its correction."""
     correction_score: float = 0.5
@@ -238,9 +211,8 @@ class TrainConfig(DataConfig):
                 f"got {self.per_device_train_batch_size} * {self.gradient_accumulation_steps} and "
                 f"{self.num_generations}"
             )
-
+        self.counterfactual()  # checks the settings of credit
         self._check_corrections()
-        self.counterfactual()  # checks the weights
 
     def _check_corrections(self) -> None:
         for name in ("correction_reward", "correct_threshold"):
@@ -264,33 +236,6 @@ class TrainConfig(DataConfig):
                 "correction_template must hold {question}, {attempt} and {references} and no other field, "
                 f"got {sorted(held)}"
             )
-
-    @property
-    def scores_answers(self) -> bool:
-        """Whether credit comes from masked answers, or needs none."""
-        return self.credit in ("counterfactual", "inverted")
-
-    def counterfactual(self) -> CounterfactualConfig:
-        """The settings that the kernels take."""
-        return CounterfactualConfig(
-            mode=self.credit,
-            w_min=self.w_min,
-            w_max=self.w_max,
-            w_answer=self.w_answer,
-            normalize=None if self.normalize_weights == "none" else self.normalize_weights,
-            detector=self.detector,
-            max_spans=self.max_spans,
-            selection=self.span_selection,
-            token_budget=self.token_budget,
-            **self.answer_options(),
-        )
-
-    def answer_options(self) -> dict[str, Any]:
-        """The run's own form of answers, as `answer_text_span` takes it."""
-        return {
-            "answer_format": load_answer_format(self.answer_format),
-            "answer_fallback": None if self.answer_fallback == "none" else self.answer_fallback,
-        }
 
     @property
     def generation_batch_size(self) -> int:
@@ -361,7 +306,12 @@ def parse(kind: type[Config], argv: Sequence[str], *, prog: str, description: st
         allow_abbrev=False,
         usage=f"{prog} [--setting value ...]",
     )
-    parser.add_argument("--config", default=None, help="YAML file of settings; flags win over it.")
+    parser.add_argument(
+        "--config",
+        default=None,
+        help="YAML file of settings, or one that ships with the program: "
+        f"{', '.join(preset_names())}. Flags win over it.",
+    )
     texts = field_docs(kind)
     for action in parser._actions:
         if action.dest in texts:
@@ -378,7 +328,7 @@ def parse(kind: type[Config], argv: Sequence[str], *, prog: str, description: st
 
     try:
         given = read({}).config
-        settings = _read_yaml(Path(given), kind) if given else {}
+        settings = _read_yaml(_config_file(given), kind) if given else {}
         model = getattr(read(settings), "model", None)
         if model is not None:
             suited = Path(model_path(model)) / DEFAULTS_FILE
@@ -389,6 +339,16 @@ def parse(kind: type[Config], argv: Sequence[str], *, prog: str, description: st
         return kind(**values)
     except (ValueError, OSError) as problem:
         parser.error(str(problem))
+
+
+def preset_names() -> list[str]:
+    """Names that `--config` takes beside files."""
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def _config_file(given: str) -> Path:
+    preset = PRESETS / f"{given}.yaml"
+    return preset if given in preset_names() and not Path(given).exists() else Path(given)
 
 
 def field_docs(kind: type) -> dict[str, str]:

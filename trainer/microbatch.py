@@ -30,7 +30,9 @@ class MicroBatch:
     mask: list[Tensor]  # b tensors (t,): what the loss counts
     advantages: Tensor  # (b,)
     sampled_logprobs: list[Tensor]  # b tensors (t,)
+    rewards: Tensor | None = None  # (b,), for credit that compares completions
     weights: list[Tensor] | None = None  # b tensors (t,); None until credit is assigned
+    token_advantages: list[Tensor] | None = None  # b tensors (t,), where credit is signed
     old_logprobs: list[Tensor] | None = None
     ref_logprobs: list[Tensor] | None = None
 
@@ -42,8 +44,8 @@ class MicroBatch:
     def loss_batch(self, config: TrainConfig) -> LossBatch:
         """What the loss needs beside the model."""
         return LossBatch.of(
-            self.completions, self.old_logprobs, self.advantages, weights=self.weights, mask=self.mask,
-            ref_logprobs=self.ref_logprobs, compute_entropy=True,
+            self.completions, self.old_logprobs, self.token_advantages or self.advantages, weights=self.weights,
+            mask=self.mask, ref_logprobs=self.ref_logprobs, compute_entropy=True,
             importance_sampling_level=config.importance_sampling_level,
         )  # fmt: skip
 
@@ -111,11 +113,13 @@ def micro_batches(
     advantages: Tensor,
     policy: nn.Module,
     weights: Tensor | None = None,
+    rewards: Tensor | None = None,
 ) -> list[MicroBatch]:
     """Cut a batch into micro-batches of whole groups, as many as fit `token_budget` tree rows, at least one.
 
     Rows the mask leaves out are dropped, and rows without advantage too, unless the KL term or `bnpo`'s
-    denominator (its own micro-batch) needs them. `mask` is (B, T), `advantages` (B,), `weights` (B, T) if known.
+    denominator (its own micro-batch) needs them. `mask` is (B, T), `advantages` (B,), `weights` (B, T) and
+    `rewards` (B,) if known.
     """
     if rollouts.logprobs is None:
         raise ValueError("rollouts: must have been sampled; these were decoded greedily")
@@ -147,6 +151,7 @@ def micro_batches(
             mask=[mask[b, : lengths[b]] for b in part],
             advantages=advantages[part],
             sampled_logprobs=[rollouts.logprobs[b, : lengths[b]] for b in part],
+            rewards=None if rewards is None else rewards[part],
             weights=None if weights is None else [weights[b, : lengths[b]] for b in part],
         )
         for part in parts
@@ -188,14 +193,28 @@ def rollouts_on_host(rollouts: Rollouts) -> Rollouts:
 
 
 def assign_credit(
-    micro: MicroBatch, policy: nn.Module, forward: PackedForward, rollouts: Rollouts, mask: Tensor, **options: Any
+    micro: MicroBatch,
+    policy: nn.Module,
+    forward: PackedForward,
+    rollouts: Rollouts,
+    mask: Tensor,
+    config: TrainConfig,
+    **options: Any,
 ) -> Credit:
-    """Credit of a micro-batch's completions, scored from its own forward; sets the weights. `mask` is (B, T).
+    """Credit of a micro-batch's completions; sets the weights, or the token advantages. `mask` is (B, T).
 
-    Valid before the first optimizer step on a batch, while the policy is the one that sampled. `options` are those of
-    `counterfactual_credit`; all tensors are on the host.
+    Answers are scored, and entropies read, from the micro-batch's own `forward`; other estimators run the policy
+    themselves. Valid before the first optimizer step on a batch, while the policy is the one that sampled. `options`
+    are those of `counterfactual_credit`; all tensors are on the host.
     """
-    part = micro.rows
+    part, entropies = micro.rows, None
+    if config.estimates and config.estimator == "entropy":
+        with torch.no_grad():
+            _, found = forward.logprobs(config.temperature, return_entropy=True)
+        assert isinstance(found, list)
+        entropies = torch.zeros(len(part), rollouts.completion_ids.shape[1])
+        for row, line in zip(on_host(found), entropies, strict=True):
+            line[: len(row)] = row
     credit = counterfactual_credit(
         policy,
         prompt_ids=rollouts.prompt_ids[part],
@@ -203,10 +222,17 @@ def assign_credit(
         completion_ids=rollouts.completion_ids[part],
         completion_mask=mask[part],
         advantages=micro.advantages,
-        score=forward.scorer(),
+        config=config.counterfactual(),
+        score=forward.scorer() if config.masks_answers else None,
+        groups=part // config.num_generations,
+        rewards=micro.rewards,
+        entropies=entropies,
         **options,
     )
-    micro.weights = [row[: len(ids)] for row, ids in zip(credit.weights, micro.completions, strict=True)]
+    lengths = [len(ids) for ids in micro.completions]
+    micro.weights = [row[:length] for row, length in zip(credit.weights, lengths, strict=True)]
+    if credit.advantages is not None:
+        micro.token_advantages = [row[:length] for row, length in zip(credit.advantages, lengths, strict=True)]
     return credit
 
 

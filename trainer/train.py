@@ -92,7 +92,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     if config.mask_truncated_completions:
         mask = mask * ~rollouts.truncated[:, None]
 
-    credit, losses = update(trainer, step, rollouts, mask, advantages, edits=edits)
+    credit, losses = update(trainer, step, rollouts, mask, advantages, edits=edits, rewards=shaped)
     finished = time.perf_counter()
     metrics = {
         **reward_metrics(rewards, by_function, config.num_generations),
@@ -117,10 +117,12 @@ def update(
     advantages: Tensor,
     weights: Tensor | None = None,
     edits: Tensor | None = None,
+    rewards: Tensor | None = None,
 ) -> tuple[Credit, dict[str, float]]:
     """`num_iterations` optimizer steps on one batch of rollouts; `mask` is (B, T), `advantages` (B,).
 
-    `weights` (B, T) take the place of credit; `edits` (B, T) multiply the weights that credit assigns.
+    `weights` (B, T) take the place of credit; `edits` (B, T) multiply the weights that credit assigns;
+    credit that compares completions reads `rewards` (B,).
 
     Each micro-batch is one packed forward: its log-probs, from its keys and values the scores of masked spans, then
     its loss with the weights that follow. Rows without advantage are left out where that changes nothing (no KL
@@ -132,7 +134,7 @@ def update(
     parameters = [p for p in policy.parameters() if p.requires_grad]
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     policy.train()
-    parts = micro_batches(config, rollouts, mask, advantages, policy, weights)
+    parts = micro_batches(config, rollouts, mask, advantages, policy, weights, rewards)
     if trainer.reference is not None:
         with trainer.reference.model() as reference:
             references = [micro.logprobs(reference, config) for micro in parts]
@@ -145,13 +147,12 @@ def update(
         trainer.optimizer.zero_grad()  # to None: without a micro-batch the optimizer step below changes nothing
         passes, norm = list[Pass](), torch.zeros(())  # what each micro-batch gave; the norm of all gradients so far
         for micro in parts:
-            forward = micro.forward(policy, config, keep_states=micro.weights is None and config.scores_answers)
+            forward = micro.forward(policy, config, keep_states=micro.weights is None and config.masks_answers)
             if micro.weights is None:
                 began = time.perf_counter()
                 credit = assign_credit(
-                    micro, policy, forward, rollouts, mask, tokenizer=trainer.tokenizer,
-                    config=config.counterfactual(), generator=generator,
-                )  # fmt: skip
+                    micro, policy, forward, rollouts, mask, config, tokenizer=trainer.tokenizer, generator=generator
+                )
                 if edits is not None:
                     credit = keep_edited(micro, credit, edits)
                 credits.append((micro, credit))

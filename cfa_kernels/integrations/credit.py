@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .. import CounterfactualScores, ScoringWork, Span
+from .. import CounterfactualScores, Credit, ScoringWork, Span, packed_logprobs
 
 LogprobsOf = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
 """Prompts and completions, lists of 1-D int64 tensors, to the log-prob (nats) of each completion token, 1-D each."""
@@ -42,6 +42,49 @@ def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
         return advantages
     columns = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
     return columns * weights.to(columns)
+
+
+def credited_advantages(advantages: Tensor, credit: Credit) -> Tensor:
+    """What a host trains on in place of `advantages` (B,) or (B, T): (B, T) in their dtype.
+
+    Times the weights, or, where credit is signed, what it made of them. Raises as `fold_weights`.
+    """
+    folded = fold_weights(advantages if credit.advantages is None else credit.advantages, credit.weights)
+    return folded.to(advantages)
+
+
+def token_entropies(
+    model: nn.Module,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    token_budget: int | None = None,
+) -> Tensor:
+    """Entropy (nats) of the distribution that each token of a padded batch was drawn from, by one packed forward.
+
+    Args:
+        model: as in `packed_logprobs`.
+        prompt_ids, prompt_mask, completion_ids, completion_mask: as in `counterfactual_credit`.
+        temperature, token_budget: as in `packed_logprobs`.
+
+    Returns:
+        (B, T) fp32 on the host, 0 on padding.
+    """
+    prompts, completions = (
+        [row[kept.bool()].cpu() for row, kept in zip(ids, mask, strict=True)]
+        for ids, mask in ((prompt_ids, prompt_mask), (completion_ids, completion_mask))
+    )
+    with torch.no_grad():
+        _, found = packed_logprobs(
+            model, prompts, completions, temperature=temperature, return_entropy=True, token_budget=token_budget
+        )
+    padded = torch.zeros(completion_ids.shape)
+    for row, line in zip(found, padded, strict=True):
+        line[: len(row)] = row
+    return padded
 
 
 def pad_rows(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from ..losses import LOSS_TYPES
 from ..proof import prove_head, prove_supported
 from ..recurrent import has_cells
 from . import require
-from .credit import fold_weights
+from .credit import credited_advantages, token_entropies
 from .trl_losses import (
     accept_policy_loss,
     loss_of_hidden_states,
@@ -140,7 +140,8 @@ class CounterfactualMixin(_Trainer):
     def _prove_model(self) -> None:
         """Refuse a model that cannot be scored (credit that scores), or that the loss cannot be computed of."""
         proofs: list[tuple[Any, str]] = []
-        if self.counterfactual.mode not in _UNSCORED:
+        config = self.counterfactual
+        if config.mode not in _UNSCORED and (config.kind.needs_model or config.estimator == "entropy"):
             proofs.append((prove_supported, "CounterfactualConfig(mode='uniform') trains it as TRL does"))
         if self.fused_loss:
             proofs.append((prove_head, "leave out fused_loss=True"))
@@ -166,21 +167,41 @@ class CounterfactualMixin(_Trainer):
         if not credited:
             return output
         start = time.perf_counter()
+        rewards = self._own_rewards(len(output["advantages"]))
+        known = (~rewards.isnan()).to(output["completion_mask"])  # the others have no advantage and are no siblings
+        batch = [output[name] for name in ("prompt_ids", "prompt_mask", "completion_ids")]
+        batch.append(output["completion_mask"] * known[:, None])
         with self._whole_model() as model, self.accelerator.autocast():
+            entropies = None
+            if self.counterfactual.estimator == "entropy":
+                entropies = token_entropies(
+                    model, *batch, temperature=self.temperature, token_budget=self.counterfactual.token_budget
+                )
             credit = counterfactual_credit(
                 model,
                 getattr(self.processing_class, "tokenizer", self.processing_class),
-                output["prompt_ids"],
-                output["prompt_mask"],
-                output["completion_ids"],
-                output["completion_mask"],
+                *batch,
                 advantages=output["advantages"],
                 config=self.counterfactual,
                 generator=self._credit_generator,
+                rewards=rewards,
+                entropies=entropies,
             )
         self._log_credit(credit, _loss_mask(output), time.perf_counter() - start)
-        output["advantages"] = fold_weights(output["advantages"], credit.weights)
+        output["advantages"] = credited_advantages(output["advantages"], credit)
         return output
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._rewards_by_function = super()._calculate_rewards(*args, **kwargs)
+        return self._rewards_by_function
+
+    def _own_rewards(self, rows: int) -> Tensor:
+        """This process's weighted rewards, (rows,); nan where no function gave any."""
+        given = self._rewards_by_function
+        rewards = (given * self.reward_weights.to(given.device)).nansum(1)
+        rewards = rewards.masked_fill(given.isnan().all(1), float("nan"))
+        first = self.accelerator.process_index * rows
+        return rewards[first : first + rows]
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         if not self.packed_loss:
@@ -309,6 +330,15 @@ def _credit_obstacles(trainer: Any) -> Iterator[str]:
         yield "GMPOTrainer: its loss takes one advantage per sequence"
     if _computes_ligers_loss(trainer):
         yield f"use_liger_kernel=True in TRL {_TRL}: Liger's loss takes one advantage per sequence; not so in TRL 1.14"
+    config, args = trainer.counterfactual, trainer.args
+    rows = args.per_device_train_batch_size * args.steps_per_generation
+    if config.kind.needs_siblings and trainer.accelerator.num_processes > 1 and rows % trainer.num_generations:
+        yield (
+            f"estimator={config.estimator!r} on {trainer.accelerator.num_processes} processes of {rows} completions: "
+            f"groups of {trainer.num_generations} are split between them; give each process whole groups"
+        )
+    if config.estimator == "external":
+        yield "estimator='external': nobody hands its numbers in; give a function (model, CreditBatch) -> Importances"
     for how in _splits_of_the_model(trainer):
         yield f"{how}: scoring needs the whole model and whole sequences in each process; use DDP or DeepSpeed"
     if _zero_stage(trainer) == 3 and not trainer.args.ds3_gather_for_generation:

@@ -1,0 +1,79 @@
+"""Every estimator of credit in TRL's trainer: what it is given, and what becomes of the advantages."""
+
+import pytest
+import torch
+
+from cfa_kernels import CounterfactualConfig
+from cfa_kernels.estimators import Importances
+from cfa_kernels.integrations.credit import credited_advantages
+from tests.integrations.trl_training import build, changed, logged, record_generations
+
+NAMED = ["masking", "gradient", "entropy", "prefix_tree", "ktae", "sibling_edits"]
+
+
+@pytest.mark.parametrize("estimator", NAMED)
+def test_an_estimator_by_name_trains(train, theirs, estimator):
+    mine = train(trainer={"counterfactual": CounterfactualConfig(estimator=estimator)})
+    assert changed(mine, theirs)
+    assert torch.isfinite(torch.tensor(logged(mine, "loss"))).all()
+    assert logged(mine, "credit/scored_fraction")[0] > 0
+
+
+def test_an_estimator_sees_the_rewards_and_groups_of_this_step(train):
+    seen = []
+
+    def estimate(model, batch):
+        seen.append(batch)
+        return Importances([torch.ones(len(units)) for units in batch.units], signed=True)
+
+    cls, record = record_generations()
+    train(cls, trainer={"counterfactual": CounterfactualConfig(estimator=estimate, units="tokens")})
+    (batch,), ((before, output, _),) = seen, record
+    assert len(batch.groups.unique()) == 1
+    rewards = batch.rewards
+    assert set(rewards.tolist()) == {0.0, 1.0}
+    torch.testing.assert_close(batch.advantages, (rewards - rewards.mean()) / (rewards.std() + 1e-4))
+    mask = output["completion_mask"].bool()
+    added = output["advantages"] - before[:, None]
+    assert added[mask].eq(1).all() or added[mask].sub(1).abs().max() < 1e-6
+    assert added[~mask].eq(0).all()
+
+
+def test_rows_that_no_function_rewards_are_no_siblings(train):
+    def some(completions, **_):
+        return [None if i < 2 else float(i % 2) for i in range(len(completions))]
+
+    seen = []
+
+    def estimate(model, batch):
+        seen.append(batch)
+        return Importances([torch.zeros(len(units)) for units in batch.units])
+
+    config = CounterfactualConfig(estimator=estimate, units="tokens", reshape="identity")
+    train(trainer={"counterfactual": config, "reward_funcs": some})
+    assert seen[0].rewards.tolist() == [0.0, 1.0] * 3
+
+
+def test_groups_that_are_split_between_processes_and_numbers_that_nobody_gives_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(NotImplementedError, match="estimator='external': nobody hands its numbers in"):
+        build(str(tmp_path), trainer={"counterfactual": CounterfactualConfig(estimator="external")})
+    import cfa_kernels.integrations.trl as integration
+
+    made = build(str(tmp_path), trainer={"counterfactual": CounterfactualConfig(estimator="ktae")})
+    monkeypatch.setattr(type(made.accelerator), "num_processes", 2)
+    made.args.per_device_train_batch_size = 4
+    made.args.steps_per_generation = 1
+    assert any("groups of 8 are split" in line for line in integration._credit_obstacles(made))
+
+
+def test_signed_credit_replaces_advantages_and_weights_multiply_them():
+    from cfa_kernels.credit import Credit
+
+    def credit(weights, advantages):
+        return Credit(weights, [None], [[]], [torch.zeros(0)], torch.zeros(1), None, None, advantages)
+
+    own, weights = torch.tensor([2.0], dtype=torch.float64), torch.tensor([[1.0, 3.0]])
+    assert credited_advantages(own, credit(weights, None)).tolist() == [[2, 6]]
+    signed = credited_advantages(own, credit(torch.ones(1, 2), torch.tensor([[2.5, 1.5]])))
+    assert signed.tolist() == [[2.5, 1.5]]
+    assert signed.dtype == own.dtype

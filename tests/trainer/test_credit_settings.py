@@ -1,0 +1,81 @@
+"""Every estimator runs in the training program, from flags or from the settings of a paper that ship with it."""
+
+import pytest
+import torch
+
+from cfa_kernels import CounterfactualConfig
+from tests.trainer.embedded import advantages_of, settings
+from trainer.config import PRESETS, TrainConfig, parse, preset_names
+from trainer.train import update
+
+REWARDS = torch.tensor([1.0, 0, 0, 0, 0, 1, 0, 0] + [0.0] * 8 + [1.0] * 8 + [1.0, 1, 1, 0, 1, 1, 1, 1])
+
+
+def credit_under(trainer, rollouts):
+    return update(trainer, 1, rollouts, rollouts.completion_mask, advantages_of(rollouts), rewards=REWARDS)
+
+
+def test_every_setting_of_credit_reaches_the_library() -> None:
+    """Those the program has; the others are the library's defaults."""
+    flags = [
+        "--credit=inverted", "--estimator=gradient", "--units=spans", "--outcome=last", "--reshape=bilevel",
+        "--tau=0.3", "--boost=1.5", "--floor=0.1", "--fraction=0.3", "--sigma=0.01", "--samples=2",
+        "--correct_threshold=0.7", "--normalize_weights=mean",
+    ]  # fmt: skip
+    assert settings(*flags).counterfactual() == CounterfactualConfig(
+        mode="inverted", estimator="gradient", units="spans", outcome="last", reshape="bilevel", tau=0.3, boost=1.5,
+        floor=0.1, fraction=0.3, sigma=0.01, samples=2, correct_threshold=0.7, normalize="mean",
+    )  # fmt: skip
+    assert settings().counterfactual() == CounterfactualConfig()
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_papers_settings_are_found_by_name_and_flags_win_over_them(name) -> None:
+    config = settings("--config", name, "--tau=0.25")
+    assert config == settings("--config", str(PRESETS / f"{name}.yaml"), "--tau=0.25")
+    assert config.tau == 0.25
+    assert config != settings("--tau=0.25") or name == "cf"
+
+
+def test_a_name_that_is_no_file_and_no_preset_is_refused(capsys) -> None:
+    with pytest.raises(SystemExit):
+        parse(TrainConfig, ["--config", "oar"], prog="", description="")
+    assert "'oar'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("estimator", ["masking", "gradient", "entropy", "prefix_tree", "ktae", "sibling_edits"])
+def test_an_estimator_judges_the_rows_with_advantage_of_a_micro_batch(fresh, rollouts, estimator) -> None:
+    """Two of the four groups are mixed. One micro-batch for each, as credit must not mix them up."""
+    trainer = fresh(f"--estimator={estimator}", "--token_budget=1")
+    credit, metrics = credit_under(trainer, rollouts)
+    judged = [b for b, units in enumerate(credit.spans) if units]
+    assert {b // 8 for b in judged} == {0, 3}
+    assert [len(row) for row in credit.drop] == [len(row) for row in credit.spans]
+    assert credit.weights[8:24].eq(1).all()
+    assert torch.isfinite(torch.tensor(metrics["loss"]))
+    if estimator in ("masking", "gradient", "entropy", "sibling_edits"):
+        assert credit.weights[judged].std() > 0
+    if estimator == "entropy":
+        inside = torch.cat([credit.weights[group][rollouts.completion_mask[group].bool()] for group in ([*range(8)],)])
+        assert inside.mean() == pytest.approx(0.2, abs=0.02)
+
+
+@pytest.mark.parametrize("estimator", ["prefix_tree", "ktae"])
+def test_signed_credit_changes_the_update_as_its_advantages_say(fresh, rollouts, estimator) -> None:
+    gradients = []
+    for credit in ("counterfactual", "uniform", "inverted"):
+        trainer = fresh(f"--estimator={estimator}", f"--credit={credit}", "--max_grad_norm=1e9")
+        credit_under(trainer, rollouts)
+        gradients.append(torch.cat([p.grad.flatten() for p in trainer.policy.parameters()]))
+    forth, plain, back = gradients
+    assert (forth - plain).norm() > 1e-3 * plain.norm()
+    torch.testing.assert_close(forth - plain, plain - back, rtol=1e-3, atol=1e-4 * plain.abs().max().item())
+
+
+def test_all_of_a_small_batch_in_one_pass_keeps_the_share_of_entropies(fresh, rollouts) -> None:
+    trainer = fresh("--config", "entropy_80_20", "--token_budget=100000")
+    credit, _ = credit_under(trainer, rollouts)
+    judged = [b for b, units in enumerate(credit.spans) if units]
+    kept = credit.weights[judged][rollouts.completion_mask[judged].bool()]
+    assert kept.mean() == pytest.approx(0.2, abs=0.01)
+    assert set(kept.tolist()) == {0.0, 1.0}
