@@ -65,6 +65,7 @@ def score_counterfactuals(
     answers: Sequence[Span | None],
     *,
     placeholder_id: int,
+    fills: Sequence[Sequence[Tensor]] | None = None,
     token_budget: int | None = None,
     logprobs: bool = False,
     temperature: float = 1.0,
@@ -83,6 +84,7 @@ def score_counterfactuals(
             span after the answer has drop 0 by causality.
         answers: for each completion its answer, or None; then it has no scores (`base` nan, `drop` nan).
         placeholder_id: the id that replaces each token of a masked span, so positions do not move.
+        fills: if given, the int64 ids that replace each span instead, as many as it has tokens; see `resampled_fills`.
         token_budget: most tokens per forward; default by free memory. A completion and its branches stay
             together, even over the budget. The result does not depend on it (to rounding).
         logprobs: also return the log-prob of every completion token, from the same forward.
@@ -98,8 +100,8 @@ def score_counterfactuals(
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     plan = plan_scoring(
-        causal, prompts, completions, spans, answers, placeholder_id=placeholder_id, token_budget=token_budget,
-        logprobs=logprobs, tempered=temperature != 1.0,
+        causal, prompts, completions, spans, answers, placeholder_id=placeholder_id, fills=fills,
+        token_budget=token_budget, logprobs=logprobs, tempered=temperature != 1.0,
     )  # fmt: skip
     values, work = _run(causal, plan.units, plan.parts, temperature)
     return collect_scores(values, plan.rows, plan.units, plan.order, logprobs=logprobs, work=work)
@@ -110,6 +112,7 @@ def query_logprobs(
     units: Sequence[Sequence[Query]],
     *,
     lengths: Sequence[int] | None = None,
+    row_numbers: Sequence[int] | None = None,
     token_budget: int | None = None,
     temperature: float = 1.0,
 ) -> tuple[list[list[Tensor]], ScoringWork]:
@@ -121,6 +124,7 @@ def query_logprobs(
             prefixes, so put rows of one prompt side by side. A query feeds at least one token; its ids are trusted.
         lengths: (U,) tokens of each row fed alone and whole, by which models whose rotary frequencies follow a
             sequence's length choose them; default the longest query of the row with what lies beyond it.
+        row_numbers: (U,) what errors call each row; default its place in `units`.
         token_budget: as in `score_counterfactuals`.
         temperature: divides the logits of the queries that are `tempered`.
 
@@ -142,7 +146,9 @@ def query_logprobs(
         lengths = [max((query.length for query in unit), default=0) for unit in asked]
     if len(lengths) != len(asked):
         raise ValueError(f"lengths has {len(lengths)} rows, units has {len(asked)}; they must agree")
-    order = range(len(asked))
+    if row_numbers is not None and len(row_numbers) != len(asked):
+        raise ValueError(f"row_numbers has {len(row_numbers)} rows, units has {len(asked)}; they must agree")
+    order = range(len(asked)) if row_numbers is None else row_numbers
     parts = _lay_out(causal, asked, lengths, order, token_budget)
     values, work = _run(causal, asked, parts, temperature)
     _reject_nan(values, asked, order)
@@ -158,6 +164,7 @@ class Row:
     completion: np.ndarray  # (T,) int64
     spans: list[Span]
     answer: Span | None
+    fills: list[np.ndarray] | None = None  # what replaces each span, int64; None for placeholders
 
     def masks_something(self, span: Span) -> bool:
         """Whether masking `span` can change the answer: a later span cannot, by causality."""
@@ -195,6 +202,7 @@ def plan_scoring(
     answers: Sequence[Span | None],
     *,
     placeholder_id: int,
+    fills: Sequence[Sequence[Tensor]] | None = None,
     token_budget: int | None = None,
     logprobs: bool = False,
     tempered: bool = False,
@@ -202,7 +210,7 @@ def plan_scoring(
     """Check the input of `score_counterfactuals` and lay its trees out in packs; nothing runs on a device."""
     check_columns(prompts, completions=completions)
     ids = checked_ids(prompts, completions, vocab_size(model), context_length(model))
-    rows = checked_rows(model, ids, spans, answers, placeholder_id)
+    rows = checked_rows(model, ids, spans, answers, placeholder_id, fills)
     order = equal_prompts_together([row.prompt for row in rows])
     rows = [rows[b] for b in order]
     units = [queries_of(row, placeholder_id, logprobs=logprobs, tempered=tempered) for row in rows]
@@ -227,9 +235,10 @@ def checked_rows(
     spans: Sequence[Sequence[Span]],
     answers: Sequence[Span | None],
     placeholder_id: int,
+    fills: Sequence[Sequence[Tensor]] | None = None,
 ) -> list[Row]:
-    """Checked prompts and completions with their spans and answers, checked too; see `score_counterfactuals`."""
-    check_columns(ids, spans=spans, answers=answers)
+    """Checked prompts and completions with spans, answers and fills, checked too; see `score_counterfactuals`."""
+    check_columns(ids, spans=spans, answers=answers, **({} if fills is None else {"fills": fills}))
     vocab = vocab_size(model)
     if isinstance(placeholder_id, bool) or not isinstance(placeholder_id, int) or not 0 <= placeholder_id < vocab:
         raise ValueError(f"placeholder_id must be an id in [0, {vocab}), got {placeholder_id!r}")
@@ -242,8 +251,24 @@ def checked_rows(
             row_spans.append(_checked_span(f"spans row {b}, span {k}", span, len(completion)))
             if answer is not None and row_spans[-1].start < answer.end and answer.start < row_spans[-1].end:
                 raise ValueError(f"spans row {b}, span {k}: {tuple(span)} overlaps the answer {tuple(answer)}")
-        rows.append(Row(prompt, completion, row_spans, answer))
+        row_fills = None if fills is None else _checked_fills(b, fills[b], row_spans, vocab)
+        rows.append(Row(prompt, completion, row_spans, answer, row_fills))
     return rows
+
+
+def _checked_fills(b: int, fills: Sequence[Tensor], spans: list[Span], vocab: int) -> list[np.ndarray]:
+    if len(fills) != len(spans):
+        raise ValueError(f"fills row {b}: has {len(fills)} fills for {len(spans)} spans")
+    checked = []
+    for k, (fill, (start, end)) in enumerate(zip(fills, spans, strict=True)):
+        if not isinstance(fill, Tensor) or fill.dtype != torch.int64 or fill.shape != (end - start,):
+            got = f"{fill.dtype} of shape {tuple(fill.shape)}" if isinstance(fill, Tensor) else type(fill).__name__
+            raise ValueError(f"fills row {b}, span {k}: must be an int64 tensor ({end - start},), got {got}")
+        ids = fill.cpu().numpy()
+        if (bad := (ids < 0) | (ids >= vocab)).any():
+            raise ValueError(f"fills row {b}, span {k}: id {ids[bad][0]} is outside the vocabulary [0, {vocab})")
+        checked.append(ids)
+    return checked
 
 
 def _checked_span(where: str, span: Span, length: int) -> Span:
@@ -266,10 +291,11 @@ def queries_of(row: Row, placeholder_id: int, *, logprobs: bool, tempered: bool 
     first = prompt_length + row.answer.start - 1
     fed, beyond = np.split(tokens, [first + len(targets)])
     queries.append(Query(fed, first, targets, beyond=beyond))
-    for span in row.spans:
+    for k, span in enumerate(row.spans):
         if row.masks_something(span):
             branch = fed.copy()
-            branch[prompt_length + span.start : prompt_length + span.end] = placeholder_id
+            filler = placeholder_id if row.fills is None else row.fills[k]
+            branch[prompt_length + span.start : prompt_length + span.end] = filler
             queries.append(Query(branch, first, targets, beyond=beyond))
     return queries
 
