@@ -1,0 +1,174 @@
+"""Fidelity metrics against definitions written out pair by pair and token by token."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cfa_kernels.fidelity import (
+    auroc,
+    average_ranks,
+    bootstrap_interval,
+    ess_ratio,
+    recall_at,
+    spearman,
+    top_mass,
+)
+
+# Few distinct values, so that ties are common.
+VALUES = st.lists(st.integers(-4, 4), min_size=2, max_size=12)
+LABELLED = st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=2, max_size=12).filter(
+    lambda rows: len({label for _, label in rows}) == 2
+)
+PAIRED = st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=2, max_size=12).filter(
+    lambda rows: len({a for a, _ in rows}) > 1 and len({b for _, b in rows}) > 1
+)
+
+
+def rank_by_counting(values):
+    """One more than the values below, plus half of the other equals."""
+    return [1 + sum(u < v for u in values) + (sum(u == v for u in values) - 1) / 2 for v in values]
+
+
+@given(LABELLED)
+def test_auroc_is_the_share_of_pairs_in_order_with_ties_counted_half(rows):
+    wins = [Fraction((p > n) + (p >= n), 2) for p, one in rows if one for n, other in rows if not other]
+    scores, labels = zip(*rows, strict=True)
+    assert auroc(scores, labels) == pytest.approx(float(sum(wins) / len(wins)), abs=1e-12)
+    assert auroc([-s for s in scores], labels) == pytest.approx(1 - auroc(scores, labels), abs=1e-12)
+
+
+@given(VALUES)
+def test_average_ranks_count_what_is_below_and_half_of_what_is_equal(values):
+    assert average_ranks(values).tolist() == rank_by_counting(values)
+
+
+@given(PAIRED)
+def test_spearman_is_pearson_of_counted_ranks(rows):
+    a, b = (rank_by_counting(column) for column in zip(*rows, strict=True))
+    mean = (len(rows) + 1) / 2
+    cov = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
+    norm = math.sqrt(sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b))
+    assert spearman(*zip(*rows, strict=True)) == pytest.approx(cov / norm, abs=1e-12)
+
+
+@given(PAIRED)
+def test_spearman_of_a_rising_transform_is_exactly_one(rows):
+    values = [a for a, _ in rows]
+    assert spearman(values, [math.exp(v) for v in values]) == 1.0
+    assert spearman(values, [-v for v in values]) == -1.0
+
+
+@given(LABELLED, st.sampled_from([0.01, 0.1, 0.25, 0.5, 1.0]))
+def test_recall_takes_the_top_share_and_of_equals_the_earlier(rows, share):
+    count = max(1, int(Fraction(str(share)) * len(rows)))
+    taken = sorted(range(len(rows)), key=lambda i: (-rows[i][0], i))[:count]
+    expected = sum(rows[i][1] for i in taken) / sum(label for _, label in rows)
+    assert recall_at(*zip(*rows, strict=True), share) == pytest.approx(expected)
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=12).filter(any))
+def test_ess_ratio_is_the_formula_and_does_not_see_the_scale(weights):
+    top = max(weights)
+    scaled = [w / top for w in weights]
+    assert ess_ratio(weights) == pytest.approx(sum(scaled) ** 2 / (len(scaled) * sum(w * w for w in scaled)))
+    assert 1 / len(weights) - 1e-12 <= ess_ratio(weights) <= 1 + 1e-12
+
+
+def test_ess_ratio_is_one_for_equal_weights_and_one_over_t_for_a_single_one():
+    assert ess_ratio([3.0] * 7) == 1
+    assert ess_ratio([0, 0, 5.0, 0]) == 0.25
+    assert ess_ratio([1e-300, 1e-300]) == 1  # squares alone would be 0
+
+
+@given(VALUES.filter(any), st.sampled_from([0.1, 0.3, 0.5, 1.0]))
+def test_top_mass_is_the_share_of_the_largest_absolute_values(values, share):
+    sizes = sorted((abs(v) for v in values), reverse=True)
+    count = max(1, int(Fraction(str(share)) * len(values)))
+    assert top_mass(values, share) == pytest.approx(sum(sizes[:count]) / sum(sizes))
+
+
+def test_a_share_of_the_length_is_counted_without_rounding():
+    assert 0.29 * 100 < 29  # what plain flooring would take for 28
+    assert top_mass([1.0] * 100, 0.29) == pytest.approx(0.29)
+
+
+@pytest.mark.parametrize("wrap", [list, tuple, np.array, torch.tensor, lambda x: torch.tensor(x).to(torch.bfloat16)])
+def test_lists_arrays_and_tensors_of_any_type_give_the_same_numbers(wrap):
+    a, b, truth = [1.0, 3.0, 2.0, 2.0], [4.0, 1.0, 0.0, 2.0], [False, True, False, True]
+    assert auroc(wrap(a), truth) == auroc(a, truth)
+    assert spearman(wrap(a), wrap(b)) == spearman(a, b)
+    assert recall_at(wrap(a), truth, 0.5) == recall_at(a, truth, 0.5)
+    assert ess_ratio(wrap(a)) == ess_ratio(a)
+    assert top_mass(wrap(a)) == top_mass(a)
+
+
+def test_tensors_that_need_a_gradient_are_read_and_not_changed():
+    weights = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    assert ess_ratio(weights) == pytest.approx(0.9)
+    array = np.array([1.0, 2.0])
+    ess_ratio(array)
+    assert array.tolist() == [1.0, 2.0]
+    assert weights.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ess_ratio([]), "weights: is empty"),
+        (lambda: ess_ratio([1, -2.0]), "weights, position 1: must not be negative, got -2.0"),
+        (lambda: ess_ratio([0, 0]), "weights: all 2 are 0"),
+        (lambda: ess_ratio([[1.0]]), r"weights: must be one row of numbers, got shape \(1, 1\)"),
+        (lambda: top_mass([0.0]), "values: all 1 are 0"),
+        (lambda: top_mass([1.0], 0), r"share must be in \(0, 1\], got 0"),
+        (lambda: recall_at([1.0, 2], [False, False], 0.5), "truth: none of 2 is true"),
+        (lambda: recall_at([1.0], [True, False], 0.5), "truth: has 2 values, importances has 1"),
+        (lambda: recall_at([1.0], [True], math.nan), r"share must be in \(0, 1\], got nan"),
+        (lambda: auroc([1.0, 2], [True, True]), "labels: must hold both classes, all 2 are True"),
+        (lambda: auroc([1.0, 2], [0, 0]), "labels: must hold both classes, all 2 are False"),
+        (lambda: auroc([1.0, 2], [0, 2]), "labels, position 1: must be true or false, got 2.0"),
+        (lambda: auroc([1.0, math.nan], [0, 1]), "scores, position 1: must be finite, got nan"),
+        (lambda: auroc([], []), "scores: is empty"),
+        (lambda: spearman([1.0, 2], [3.0, 3]), "b: all 2 values are 3.0"),
+        (lambda: spearman([5.0], [1.0]), "a: all 1 values are 5.0"),
+        (lambda: spearman([1.0, math.inf], [3.0, 4]), "a, position 1: must be finite, got inf"),
+        (lambda: average_ranks([]), "values: is empty"),
+        (lambda: bootstrap_interval(len, []), "groups: is empty"),
+        (lambda: bootstrap_interval(len, [1], draws=0), "draws must be at least 1, got 0"),
+        (lambda: bootstrap_interval(len, [1], level=1.0), "level must be between 0 and 1, got 1.0"),
+        (lambda: bootstrap_interval(lambda _: math.nan, [1]), "statistic: must be finite, got nan for the groups"),
+    ],
+)
+def test_bad_numbers_are_refused_by_name(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_the_bootstrap_interval_holds_the_quantiles_of_resampled_groups():
+    groups = [3.0, 1.0, 4.0, 1.0, 5.0]
+    found = bootstrap_interval(np.mean, groups, draws=50, level=0.8, seed=7)
+    rng = np.random.default_rng(7)
+    means = sorted(np.mean([groups[i] for i in rng.integers(5, size=5)]) for _ in range(50))
+    at = lambda q: (1 - (49 * q) % 1) * means[int(49 * q)] + (49 * q) % 1 * means[min(int(49 * q) + 1, 49)]  # noqa: E731
+    assert found.value == pytest.approx(2.8)
+    assert found.low == pytest.approx(at(0.1))
+    assert found.high == pytest.approx(at(0.9))
+    assert bootstrap_interval(np.mean, groups, draws=50, level=0.8, seed=7) == found
+
+
+def test_the_bootstrap_draws_whole_groups():
+    groups = [(1, 1), (2, 2)]
+    seen = []
+    bootstrap_interval(lambda drawn: seen.append(drawn) or 0.0, groups, draws=20)
+    assert all(len(drawn) == 2 and set(drawn) <= set(groups) for drawn in seen)
+
+
+def test_the_bootstrap_interval_of_a_mean_has_its_standard_error():
+    groups = np.random.default_rng(0).normal(size=400).tolist()
+    found = bootstrap_interval(np.mean, groups, draws=2000)
+    half = 1.96 * np.std(groups) / math.sqrt(400)
+    assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.08)
