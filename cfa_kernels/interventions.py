@@ -26,7 +26,7 @@ from .ops.row_softmax import Softmax, compute_dtype, probabilities
 from .packed_model import KeyValueStore, packed_hidden, tree_attention_mode
 from .proof import prove_supported
 from .recurrent import has_cells
-from .scoring import Row, ScoringWork, checked_rows, queries_of, query_logprobs
+from .scoring import Row, ScoringWork, checked_rows, query_logprobs
 from .spans import Span
 from .token_rows import check_columns, checked_ids, equal_prompts_together
 from .tree import Pack, PrefixTree, Query
@@ -311,6 +311,8 @@ def _whole_and_kept(b: int, row: Row, keep: Sequence[int], placeholder_id: int) 
         masked[row.spans[number].start : row.spans[number].end] = False
     if row.answer is None:
         return []
-    (whole,) = queries_of(Row(row.prompt, row.completion, [], row.answer), placeholder_id, logprobs=False)
-    tokens = np.concatenate([row.prompt, np.where(masked, placeholder_id, row.completion)])
-    return [whole, Query(tokens[: len(whole.tokens)], whole.first, whole.targets, beyond=whole.beyond)]
+    start, end = (len(row.prompt) + edge for edge in row.answer)
+    whole = np.concatenate([row.prompt, row.completion])
+    kept = np.concatenate([row.prompt, np.where(masked, placeholder_id, row.completion)])
+    targets, beyond = whole[start:end], whole[end - 1 :]
+    return [Query(tokens[: end - 1], start - 1, targets, beyond=beyond) for tokens in (whole, kept)]
