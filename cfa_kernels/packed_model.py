@@ -274,13 +274,28 @@ def pack_logprobs(
     temperature: float = 1.0,
     *,
     attended: list[str] | None = None,
-    store: KeyValueStore | None = None,
-    earlier: Tensor | None = None,
 ) -> Tensor:
     """Log-prob of every target of `pack`, (R,) fp32, by one forward; the tempered ones at `temperature`.
 
-    Call inside `tree_attention_mode`, with the `head` that was proven. A pack that continues another takes that
-    one's `store` and hidden states (N, H), `earlier`.
+    Call inside `tree_attention_mode`, with the `head` that was proven.
+    """
+    states = pack_states(model, head, pack, attended=attended)
+    return target_logprobs(head, states, pack.targets, pack.num_tempered, temperature)
+
+
+def pack_states(
+    model: PreTrainedModel,
+    head: Head,
+    pack: Pack,
+    *,
+    attended: list[str] | None = None,
+    store: KeyValueStore | None = None,
+    earlier: Tensor | None = None,
+) -> Tensor:
+    """Hidden states (R, H) of the rows with a target, in the head's dtype, by one forward.
+
+    Call as `pack_logprobs`. A pack that continues another takes that one's `store` and hidden states (N, H),
+    `earlier`.
     """
     fed = pack.rows >= pack.first_row
     own = pack.rows[fed] - pack.first_row
@@ -288,15 +303,26 @@ def pack_logprobs(
     if pack.num_tokens:
         with _last_layer_on_rows(model, np.unique(own)):
             hidden = packed_hidden(model, pack, attended=attended, store=store)
-        found = hidden.index_select(0, _to(own, hidden.device)).to(head.weight)
+        found = head_states(head, hidden, own)
         rows = found if fed.all() else rows.index_copy_(0, _to(fed.nonzero()[0], rows.device), found)
     if earlier is not None and not fed.all():
-        found = earlier.index_select(0, _to(pack.rows[~fed], earlier.device)).to(rows)
+        found = head_states(head, earlier, pack.rows[~fed])
         rows.index_copy_(0, _to((~fed).nonzero()[0], rows.device), found)
-    targets = _to(pack.targets, rows.device)
-    plain = len(pack.rows) - pack.num_tempered
-    parts = [(rows[:plain], targets[:plain], 1.0), (rows[plain:], targets[plain:], temperature)]
-    return torch.cat([head.logprobs(*part) for part in parts if len(part[0])])
+    return rows
+
+
+def head_states(head: Head, hidden: Tensor, rows: np.ndarray) -> Tensor:
+    """Hidden states (R, H) of `rows` (R,), of all (N, H), in the head's dtype and on its device."""
+    return hidden.index_select(0, _to(rows, hidden.device)).to(head.weight)
+
+
+def target_logprobs(
+    head: Head, states: Tensor, targets: np.ndarray, num_tempered: int = 0, temperature: float = 1.0
+) -> Tensor:
+    """Log-probs (R,) fp32 of `targets` (R,) from hidden states (R, H), of the last `num_tempered` at `temperature`."""
+    ids, plain = _to(targets, states.device), len(targets) - num_tempered
+    parts = [(states[:plain], ids[:plain], 1.0), (states[plain:], ids[plain:], temperature)]
+    return torch.cat([head.logprobs(*part) for part in parts if len(part[0])] or [head.logprobs(*parts[0])])
 
 
 @contextmanager

@@ -1,11 +1,14 @@
 """Counterfactual scores: how much an answer's log-prob drops when a span of the reasoning is masked.
 
 Completions and their masked branches become packed trees (`tree.py`); one forward per pack (`hf.py`) yields
-all answer log-probs and, when asked, the log-prob of every completion token.
+all answer log-probs and, when asked, the log-prob of every completion token. `outcomes.py` says what else than a
+log-prob may drop.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,14 +21,17 @@ from .hf import (
     causal_lm,
     context_length,
     embedding,
+    largest_forward,
     rows_per_forward,
     vocab_size,
 )
-from .packed_model import pack_logprobs, tree_attention_mode
+from .outcomes import DIVERGENCES, Outcome, OutcomeReader, checked_outcome
+from .packed_model import KeyValueStore, head_states, pack_states, packed_hidden, tree_attention_mode
 from .proof import prove_supported
+from .recurrent import has_cells
 from .spans import Span
 from .token_rows import check_columns, checked_ids, equal_prompts_together
-from .tree import Pack, Query, pack_units
+from .tree import Chain, Pack, Query, chain_units
 
 
 @dataclass(frozen=True)
@@ -40,12 +46,17 @@ class ScoringWork:
 
 @dataclass(frozen=True)
 class CounterfactualScores:
-    """Answer log-probs in nats, with and without each span, of B completions.
+    """What each span does to the answers of B completions, in nats.
+
+    Where the outcome is a log-prob, `base` and `masked` are that of the answer; where it is a distribution (`last`,
+    `mean`), they are minus its KL divergence from the unmasked one, so `base` is 0. Either way a span matters the
+    more the lower its drop is: its importance is `-drop`.
 
     Attributes:
-        base: (B,) fp32 log P(answer | prompt, reasoning); nan where there is no answer.
-        masked: B tensors (K_b,) fp32, the same with span k replaced by placeholders.
-        drop: B tensors (K_b,) fp32, `masked - base`; positive marks a distractor (CF paper, eq. 3).
+        base: (B,) fp32 log P(answer | prompt, reasoning), or its mean over tokens, or 0; nan where there is no answer.
+        masked: B tensors (K_b,) fp32, the same with span k replaced by placeholders; or minus the divergence.
+        drop: B tensors (K_b,) fp32, `masked - base`; of log-probs, positive marks a distractor (CF paper, eq. 3);
+            minus a divergence is never positive.
         logprobs: B tensors (T_b,) fp32 of every completion token, if asked for.
         work: counts of what was computed.
     """
@@ -55,6 +66,27 @@ class CounterfactualScores:
     drop: list[Tensor]
     logprobs: list[Tensor] | None
     work: ScoringWork
+
+
+@dataclass(frozen=True)
+class ScoringOptions:
+    """The keyword options of `score_counterfactuals`, which see.
+
+    Raises:
+        ValueError: a temperature that is not positive, an outcome that is none.
+    """
+
+    placeholder_id: int
+    token_budget: int | None = None
+    outcome: Outcome = "logprob"
+    logprobs: bool = False
+    temperature: float = 1.0
+    fills: Sequence[Sequence[Tensor]] | None = None
+
+    def __post_init__(self) -> None:
+        checked_outcome(self.outcome)
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
 
 
 def score_counterfactuals(
@@ -67,13 +99,15 @@ def score_counterfactuals(
     placeholder_id: int,
     fills: Sequence[Sequence[Tensor]] | None = None,
     token_budget: int | None = None,
+    outcome: Outcome = "logprob",
     logprobs: bool = False,
     temperature: float = 1.0,
 ) -> CounterfactualScores:
     """Score the answer of each completion as sampled and with each span masked (CF paper, eqs. 3 and 5).
 
     Exact: the same numbers as one full forward per span, to rounding, from far fewer tokens. Prompts, completions,
-    branches and any longer prefixes that are equal are computed once.
+    branches and any longer prefixes that are equal are computed once. With spans of one token each and a divergence
+    for outcome this is OAR-P (OAR paper).
 
     Args:
         model: a transformers causal model that uses the attention interface, bare or under PEFT (LoRA), DDP or
@@ -85,8 +119,13 @@ def score_counterfactuals(
         answers: for each completion its answer, or None; then it has no scores (`base` nan, `drop` nan).
         placeholder_id: the id that replaces each token of a masked span, so positions do not move.
         fills: if given, the int64 ids that replace each span instead, as many as it has tokens; see `resampled_fills`.
-        token_budget: most tokens per forward; default by free memory. A completion and its branches stay
-            together, even over the budget. The result does not depend on it (to rounding).
+        token_budget: most tokens per forward; default by free memory. Where a completion and its branches are over
+            it, the completion is fed first and its branches, in several forwards, continue its keys and values;
+            layers that carry a state begin again with what branches have in common. The result does not depend on
+            the budget (to rounding).
+        outcome: what is compared, of `Outcome`: the answer's log-prob (`logprob`), its mean over tokens
+            (`mean_logprob`), or by KL divergence the distribution of the answer's first token (`last`) or that of
+            the mean logits over its tokens (`mean`).
         logprobs: also return the log-prob of every completion token, from the same forward.
         temperature: divides the logits of `logprobs` alone (the sampling temperature, for old log-probs as TRL
             defines them); answers are always scored at 1.
@@ -97,14 +136,10 @@ def score_counterfactuals(
         FloatingPointError: the model gave a nan log-prob; the message names the row.
     """
     causal = causal_lm(model)
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    plan = plan_scoring(
-        causal, prompts, completions, spans, answers, placeholder_id=placeholder_id, fills=fills,
-        token_budget=token_budget, logprobs=logprobs, tempered=temperature != 1.0,
-    )  # fmt: skip
-    values, work = _run(causal, plan.units, plan.parts, temperature)
-    return collect_scores(values, plan.rows, plan.units, plan.order, logprobs=logprobs, work=work)
+    options = ScoringOptions(placeholder_id, token_budget, outcome, logprobs, temperature, fills)
+    plan = _plan(causal, prompts, completions, spans, answers, options)
+    values, work = _run(causal, plan, options.temperature)
+    return collect_scores(values, plan, options, work)
 
 
 def query_logprobs(
@@ -133,8 +168,8 @@ def query_logprobs(
         what it took.
 
     Raises:
-        ValueError: `lengths` of another number than `units`, a token budget below 1, a temperature that is not
-            positive.
+        ValueError: `lengths` or `row_numbers` of another number than `units`, a token budget below 1, a temperature
+            that is not positive.
         TypeError, NotImplementedError: models that cannot be scored; the message says why.
         FloatingPointError: the model gave a nan log-prob; the message names the row.
     """
@@ -144,15 +179,14 @@ def query_logprobs(
     asked = [list(unit) for unit in units]
     if lengths is None:
         lengths = [max((query.length for query in unit), default=0) for unit in asked]
-    if len(lengths) != len(asked):
-        raise ValueError(f"lengths has {len(lengths)} rows, units has {len(asked)}; they must agree")
-    if row_numbers is not None and len(row_numbers) != len(asked):
-        raise ValueError(f"row_numbers has {len(row_numbers)} rows, units has {len(asked)}; they must agree")
-    order = range(len(asked)) if row_numbers is None else row_numbers
-    parts = _lay_out(causal, asked, lengths, order, token_budget)
-    values, work = _run(causal, asked, parts, temperature)
-    _reject_nan(values, asked, order)
-    each = iter(values.split([len(query.targets) for unit in asked for query in unit]))
+    numbers = list(range(len(asked)) if row_numbers is None else row_numbers)
+    for name, column in (("lengths", lengths), ("row_numbers", numbers)):
+        if len(column) != len(asked):
+            raise ValueError(f"{name} has {len(column)} rows, units has {len(asked)}; they must agree")
+    plan = _lay_out(causal, numbers, asked, lengths, token_budget, rows=[])
+    values, work = _run(causal, plan, temperature)
+    _reject_nan(values, plan)
+    each = iter(values.split([query.num_values for query in plan.queries]))
     return [[next(each) for _ in unit] for unit in asked], work
 
 
@@ -175,23 +209,31 @@ class Row:
 class ScoringPlan:
     """What is fed for one call: all that the CPU decides before the first forward."""
 
-    rows: list[Row]  # equal prompts side by side
     order: list[int]  # the caller's number of each row
     units: list[list[Query]]  # of each row
-    parts: list["_Part"]
+    rows: list[Row] = field(default_factory=list)  # equal prompts side by side; none where queries alone are given
+    chains: list[Chain] = field(default_factory=list)
+
+    @cached_property
+    def queries(self) -> list[Query]:
+        """Those of all units, by number."""
+        return [query for unit in self.units for query in unit]
+
+    @cached_property
+    def numbers(self) -> list[range]:
+        """The numbers of each unit's queries."""
+        stops = np.cumsum([len(unit) for unit in self.units]).tolist()
+        return [range(stop - len(unit), stop) for unit, stop in zip(self.units, stops, strict=True)]
+
+    @cached_property
+    def unit_of(self) -> list[int]:
+        """The unit of each query, by number."""
+        return [i for i, unit in enumerate(self.units) for _ in unit]
 
     @property
     def packs(self) -> list[Pack]:
         """Every forward, in order."""
-        return [pack for part in self.parts for pack in part.packs]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Queries that may share a forward: all of them, unless the model's positions follow the longest of a forward."""
-
-    units: list[list[Query]]  # of each row, empty where the row asks nothing here
-    packs: list[Pack]
+        return [pack for chain in self.chains for pack, _ in chain.packs(self.queries)]
 
 
 def plan_scoring(
@@ -200,33 +242,58 @@ def plan_scoring(
     completions: Sequence[Tensor],
     spans: Sequence[Sequence[Span]],
     answers: Sequence[Span | None],
-    *,
-    placeholder_id: int,
-    fills: Sequence[Sequence[Tensor]] | None = None,
-    token_budget: int | None = None,
-    logprobs: bool = False,
-    tempered: bool = False,
+    **options: Any,
 ) -> ScoringPlan:
-    """Check the input of `score_counterfactuals` and lay its trees out in packs; nothing runs on a device."""
+    """Check the input of `score_counterfactuals` and lay its trees out in packs; nothing runs on a device.
+
+    Packs that continue others are laid out when their turn comes. `options` are those of `ScoringOptions`.
+    """
+    return _plan(model, prompts, completions, spans, answers, ScoringOptions(**options))
+
+
+def _plan(
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    spans: Sequence[Sequence[Span]],
+    answers: Sequence[Span | None],
+    options: ScoringOptions,
+) -> ScoringPlan:
     check_columns(prompts, completions=completions)
     ids = checked_ids(prompts, completions, vocab_size(model), context_length(model))
-    rows = checked_rows(model, ids, spans, answers, placeholder_id, fills)
+    rows = checked_rows(model, ids, spans, answers, options.placeholder_id, options.fills)
     order = equal_prompts_together([row.prompt for row in rows])
     rows = [rows[b] for b in order]
-    units = [queries_of(row, placeholder_id, logprobs=logprobs, tempered=tempered) for row in rows]
+    units = [queries_of(row, options) for row in rows]
     lengths = [len(row.prompt) + len(row.completion) for row in rows]
-    return ScoringPlan(rows, order, units, _lay_out(model, units, lengths, order, token_budget))
+    return _lay_out(model, order, units, lengths, options.token_budget, rows)
 
 
 def _lay_out(
     model: PreTrainedModel,
+    order: list[int],
     units: list[list[Query]],
     lengths: Sequence[int],
-    order: Sequence[int],
     token_budget: int | None,
-) -> list[_Part]:
+    rows: list[Row],
+) -> ScoringPlan:
+    """Chains of rows that may share a forward: all, unless the model's positions follow the longest of a forward."""
     budget = rows_per_forward(model, token_budget)
-    return [_Part(part, pack_units(part, budget)) for part in apart_by_length(model, units, lengths, order)]
+    parts = apart_by_length(model, units, lengths, order)
+    plan = ScoringPlan(order, [max(unit, key=len) for unit in zip(*parts, strict=True)], rows)
+    for part in parts:
+        numbers = [numbers for unit, numbers in zip(part, plan.numbers, strict=True) if unit]
+        plan.chains.extend(_chains(model, plan, numbers, budget))
+    return plan
+
+
+def _chains(
+    model: PreTrainedModel, plan: ScoringPlan, units: Sequence[Sequence[int]], token_budget: int
+) -> list[Chain]:
+    """Layers that carry a state keep none for branches that come in a later forward."""
+    return chain_units(
+        plan.queries, units, token_budget, continues=not has_cells(model), most_rows=largest_forward(model)
+    )
 
 
 def checked_rows(
@@ -278,113 +345,139 @@ def _checked_span(where: str, span: Span, length: int) -> Span:
     return Span(start, end)
 
 
-def queries_of(row: Row, placeholder_id: int, *, logprobs: bool, tempered: bool = False) -> list[Query]:
+def queries_of(row: Row, options: ScoringOptions) -> list[Query]:
     """What to ask for one completion: every token's log-prob if wanted, the base answer, then a branch per span."""
     prompt_length = len(row.prompt)
     tokens = np.concatenate([row.prompt, row.completion])
     queries = []
-    if logprobs:
+    if options.logprobs:
+        tempered = options.temperature != 1.0
         queries.append(Query(tokens[:-1], prompt_length - 1, row.completion, tempered, beyond=tokens[-1:]))
     if row.answer is None:
         return queries
     targets = row.completion[row.answer.start : row.answer.end]
+    if options.outcome == "last":
+        targets = targets[:1]
+    divergence = options.outcome in DIVERGENCES
     first = prompt_length + row.answer.start - 1
     fed, beyond = np.split(tokens, [first + len(targets)])
-    queries.append(Query(fed, first, targets, beyond=beyond))
+    queries.append(Query(fed, first, targets, beyond=beyond, divergence=divergence))
     for k, span in enumerate(row.spans):
         if row.masks_something(span):
             branch = fed.copy()
-            filler = placeholder_id if row.fills is None else row.fills[k]
+            filler = options.placeholder_id if row.fills is None else row.fills[k]
             branch[prompt_length + span.start : prompt_length + span.end] = filler
-            queries.append(Query(branch, first, targets, beyond=beyond))
+            queries.append(Query(branch, first, targets, beyond=beyond, divergence=divergence))
     return queries
 
 
-def _run(
-    model: PreTrainedModel, units: list[list[Query]], parts: list[_Part], temperature: float
-) -> tuple[Tensor, ScoringWork]:
-    """Log-prob of every target of every query in order, fp32, and what it took."""
+class Read(NamedTuple):
+    """A pack that was fed, the numbers of the queries that it answers, and their values, one after the other."""
+
+    pack: Pack
+    numbers: list[int]
+    values: Tensor
+
+
+def _run(model: PreTrainedModel, plan: ScoringPlan, temperature: float) -> tuple[Tensor, ScoringWork]:
+    """The values of every query in order, fp32, and what it took."""
     head = prove_supported(model)
-    device = embedding(model).device
-    values, done = [torch.zeros(0, device=device)], list[Pack]()
+    reader, read = OutcomeReader(head, temperature), list[Read]()
+    todo = list(reversed(plan.chains))
     with tree_attention_mode(model):
-        for part in parts:
-            values += _run_part(model, head, part, temperature, done)
-    joined = torch.cat([value.to(device) for value in values])
-    if len(parts) > 1:
-        joined = joined[torch.from_numpy(_order_of_parts(units, parts)).to(device)]
+        while todo:
+            chain = todo.pop()
+            found, smaller = _read_chain(model, head, plan, chain, reader)
+            read += found
+            if smaller:
+                torch.cuda.empty_cache()
+                todo += reversed(smaller)
+    return gather(plan, read, embedding(model).device)
+
+
+def gather(plan: ScoringPlan, read: Sequence[Read], device: torch.device) -> tuple[Tensor, ScoringWork]:
+    """The values of all queries of `plan` in order on `device`, and what it took."""
+    values = torch.cat([torch.zeros(0, device=device), *(one.values.to(device) for one in read)])
+    index = _back_in_order([n for one in read for n in one.numbers], [query.num_values for query in plan.queries])
     work = ScoringWork(
-        forwards=len(done),
-        tokens_fed=sum(pack.num_tokens for pack in done),
-        tokens_unshared=sum(len(query.tokens) for unit in units for query in unit),
-        head_rows=sum(len(pack.rows) for pack in done),
+        forwards=len([one for one in read if one.pack.num_tokens]),
+        tokens_fed=sum(one.pack.num_tokens for one in read),
+        tokens_unshared=sum(len(query.tokens) for query in plan.queries),
+        head_rows=sum(len(one.pack.rows) for one in read),
     )
-    return joined, work
+    return values if index is None else values[torch.from_numpy(index).to(device)], work
 
 
-def _order_of_parts(units: list[list[Query]], parts: list[_Part]) -> np.ndarray:
-    """Index that puts the targets of all parts, one part after the other, in the order of `units`."""
-    starts, position = dict[int, int](), 0
-    for part in parts:
-        for i, unit in enumerate(part.units):
-            if unit:
-                starts[i] = position
-                position += sum(len(query.targets) for query in unit)
-    sizes = [sum(len(query.targets) for query in unit) for unit in units]
-    return np.concatenate([starts[i] + np.arange(size) for i, size in enumerate(sizes) if size])
+def _back_in_order(answered: list[int], sizes: list[int]) -> np.ndarray | None:
+    """Index that puts the values of queries `answered` one after the other in order of their numbers, if need be."""
+    if answered == list(range(len(answered))):
+        return None
+    size, numbers = np.array(sizes), np.array(answered)
+    starts = np.empty(len(sizes), dtype=np.int64)
+    starts[numbers] = np.cumsum(size[numbers]) - size[numbers]
+    return np.repeat(starts - (np.cumsum(size) - size), size) + np.arange(size.sum())
 
 
-def _run_part(model: PreTrainedModel, head: Head, part: _Part, temperature: float, done: list[Pack]) -> list[Tensor]:
-    """The log-probs of each pack, which joins `done`.
+def _read_chain(
+    model: PreTrainedModel, head: Head, plan: ScoringPlan, chain: Chain, reader: OutcomeReader
+) -> tuple[list[Read], list[Chain]]:
+    """What a chain's packs say; or, where one does not fit in memory, chains of smaller ones to read instead.
 
-    A pack that does not fit in memory is halved and tried again; one completion that does not fit is an error.
+    Raises `torch.OutOfMemoryError` if there are none.
     """
-    units, todo = part.units, list(reversed(part.packs))
-    values: list[Tensor] = []
-    while todo:
-        pack = todo.pop()
-        try:
-            scored = pack_logprobs(model, head, pack, temperature)
-        except torch.OutOfMemoryError:
-            if len(pack.units) == 1:
-                raise
-            scored = None
-        if scored is None:  # outside the handler, whose traceback would keep the failed forward's memory
-            torch.cuda.empty_cache()
-            inside = [units[i] for i in pack.units]
-            halves = pack_units(inside, max(1, pack.num_tokens // 2))
-            if len(halves) == 1:
-                halves = pack_units(inside, 1)
-            shift = pack.units.start
-            todo += [half.moved(shift) for half in reversed(halves)]
-            continue
-        values.append(scored[torch.from_numpy(pack.query_index).to(scored.device)])
-        done.append(pack)
-    return values
+    store = KeyValueStore() if chain.left else None
+    hidden = None
+    read = []
+    try:
+        if store is not None:
+            hidden = packed_hidden(model, chain.pack, store=store)
+        for pack, numbers in chain.packs(plan.queries):
+            if hidden is not None and pack is chain.pack:
+                states = head_states(head, hidden, pack.rows)
+            else:
+                states = pack_states(model, head, pack, store=store, earlier=hidden)
+            read.append(Read(pack, numbers, read_pack(reader, plan, pack, numbers, states)))
+    except torch.OutOfMemoryError:
+        smaller = _smaller(model, plan, chain)
+        if not smaller:
+            raise
+        return [], smaller
+    return read, []
+
+
+def read_pack(reader: OutcomeReader, plan: ScoringPlan, pack: Pack, numbers: Sequence[int], states: Tensor) -> Tensor:
+    """The values of the queries `numbers` of `plan`, those of `pack`, from the states (R, H) of its rows."""
+    return reader.read(pack, [plan.queries[n] for n in numbers], [plan.unit_of[n] for n in numbers], states)
+
+
+def _smaller(model: PreTrainedModel, plan: ScoringPlan, chain: Chain) -> list[Chain]:
+    """The queries of a chain in more packs, of half the rows or of one query each; none if that is what it has."""
+    sizes = [pack.num_tokens for pack, _ in chain.packs(plan.queries)]
+    for budget in (max(sizes[1:] or sizes) // 2, 1):
+        chains = _chains(model, plan, chain.units, max(budget, 1))
+        if sum(1 for one in chains for _ in one.packs(plan.queries)) > len(sizes):
+            return chains
+    return []
 
 
 def collect_scores(
-    values: Tensor,
-    rows: list[Row],
-    units: list[list[Query]],
-    order: list[int],
-    *,
-    logprobs: bool,
-    work: ScoringWork,
+    values: Tensor, plan: ScoringPlan, options: ScoringOptions, work: ScoringWork
 ) -> CounterfactualScores:
-    """Sum target log-probs to answer scores and hand everything back in the caller's order of rows."""
-    _reject_nan(values, units, order)
-    lengths = torch.tensor([len(query.targets) for unit in units for query in unit], device=values.device)
-    sums = torch.segment_reduce(values, "sum", lengths=lengths) if len(lengths) else values
-    tokens = iter(values.split(lengths.tolist()))
-    base = values.new_full((len(rows),), float("nan"))
-    masked, drop, per_token = ([values.new_empty(0)] * len(rows) for _ in range(3))
+    """Put values together to answer scores and hand everything back in the caller's order of rows."""
+    _reject_nan(values, plan)
+    sizes = [query.num_values for query in plan.queries]
+    lengths = torch.tensor(sizes, device=values.device)
+    reduction = "mean" if options.outcome == "mean_logprob" else "sum"
+    scores = torch.segment_reduce(values, reduction, lengths=lengths) if sizes else values
+    tokens = iter(values.split(sizes))
+    base = values.new_full((len(plan.rows),), float("nan"))
+    masked, drop, per_token = ([values.new_empty(0)] * len(plan.rows) for _ in range(3))
     start = 0
-    for unit, row, b in zip(units, rows, order, strict=True):
+    for unit, row, b in zip(plan.units, plan.rows, plan.order, strict=True):
         token_values = [next(tokens) for _ in unit]
-        answered = sums[start + logprobs : start + len(unit)]  # the base, then a branch per span that matters
+        answered = scores[start + options.logprobs : start + len(unit)]  # the base, then a branch per span that matters
         start += len(unit)
-        if logprobs:
+        if options.logprobs:
             per_token[b] = token_values[0]
         if row.answer is None:
             masked[b] = drop[b] = base.new_full((len(row.spans),), float("nan"))
@@ -395,14 +488,13 @@ def collect_scores(
         source = np.where(matters, np.cumsum(matters), 0) if matters else np.zeros(0, np.int64)
         masked[b] = answered[torch.from_numpy(source).to(answered.device)]
         drop[b] = masked[b] - base[b]
-    return CounterfactualScores(base, masked, drop, per_token if logprobs else None, work)
+    return CounterfactualScores(base, masked, drop, per_token if options.logprobs else None, work)
 
 
-def _reject_nan(values: Tensor, units: list[list[Query]], order: Sequence[int]) -> None:
+def _reject_nan(values: Tensor, plan: ScoringPlan) -> None:
     if not torch.isnan(values).any():
         return
     position = int(torch.isnan(values).nonzero()[0])
-    ends = np.cumsum([sum(len(query.targets) for query in unit) for unit in units])
-    raise FloatingPointError(
-        f"completions row {order[int(np.searchsorted(ends, position, side='right'))]}: the model gave a nan log-prob"
-    )
+    ends = np.cumsum([sum(query.num_values for query in unit) for unit in plan.units])
+    row = plan.order[int(np.searchsorted(ends, position, side="right"))]
+    raise FloatingPointError(f"completions row {row}: the model gave a nan log-prob")

@@ -5,7 +5,7 @@ prompts, equal completions, equal branches and any longer common prefix are then
 sequence adds one segment: the part of it that no earlier sequence had.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,7 +19,8 @@ class Query:
 
     `targets[i]` is the token predicted at position `first + i`; `tokens` ends at or after the last such
     position, so the last target itself need not be fed. `tempered` asks for log-probs at the sampling temperature
-    instead of at 1.
+    instead of at 1. `divergence` asks for one number instead: how far the outcome over the rows of those positions is
+    from that of the row's first such query (`outcomes.py`).
     """
 
     tokens: np.ndarray  # (L,) int64
@@ -27,6 +28,12 @@ class Query:
     targets: np.ndarray  # (A,) int64
     tempered: bool = False
     beyond: np.ndarray | None = None  # tokens that may be fed after these, where a model needs a longer sequence
+    divergence: bool = False
+
+    @property
+    def num_values(self) -> int:
+        """How many numbers are read for it."""
+        return 1 if self.divergence else len(self.targets)
 
     @property
     def length(self) -> int:
@@ -118,6 +125,25 @@ class PrefixTree:
         self.num_tokens += len(own)
         return path
 
+    def insert_within(self, queries: Sequence[Query], most: int | None) -> list[np.ndarray] | None:
+        """Add the sequences of all `queries`, or of none, and return None, if that makes more than `most` rows."""
+        mark, rows_of = self.checkpoint(), []
+        for query in queries:
+            rows_of.append(self.insert(query.tokens))
+            if most is not None and self.num_tokens > most:
+                self.rollback(mark)
+                return None
+        return rows_of
+
+    def find(self, tokens: np.ndarray) -> np.ndarray | None:
+        """The packed rows of a sequence that is in the tree as a whole; None for another."""
+        mark = self.checkpoint()
+        rows = self.insert(tokens)
+        if self.checkpoint() == mark:
+            return rows
+        self.rollback(mark)
+        return None
+
     def checkpoint(self) -> int:
         """A mark to `rollback` to."""
         return len(self._segments)
@@ -172,48 +198,133 @@ def pack_units(units: Sequence[Sequence[Query]], token_budget: int) -> list[Pack
     """
     if token_budget < 1:
         raise ValueError(f"token_budget must be at least 1, got {token_budget}")
-    packs: list[Pack] = []
-    rows_of: list[np.ndarray] = []
-    tree, start = PrefixTree(), 0
-    for i, unit in enumerate(units):
-        mark, known = tree.checkpoint(), len(rows_of)
-        rows_of += [tree.insert(query.tokens) for query in unit]
-        if tree.num_tokens > token_budget and mark > 0:
-            tree.rollback(mark)
-            packs.append(_finish(tree, units, range(start, i), rows_of[:known]))
-            tree, start = PrefixTree(), i
-            rows_of = [tree.insert(query.tokens) for query in unit]
-    if tree.num_tokens:
-        packs.append(_finish(tree, units, range(start, len(units)), rows_of))
+    packs = []
+    for covered, laid in _cut(units, token_budget):
+        queries = [query for i in covered for query in units[i]]
+        if laid is None:
+            tree = PrefixTree()
+            laid = tree, [tree.insert(query.tokens) for query in queries]
+        packs.append(_finish(*laid, queries, covered))
     return packs
 
 
-def continue_pack(pack: Pack, queries: Sequence[Query], token_budget: int) -> list[Pack]:
+def _cut(
+    units: Sequence[Sequence[Query]], token_budget: int
+) -> Iterator[tuple[range, tuple[PrefixTree, list[np.ndarray]] | None]]:
+    """Neighbouring units that fit in a pack, with their tree and rows; one that alone does not fit, with None."""
+    if token_budget < 1:
+        raise ValueError(f"token_budget must be at least 1, got {token_budget}")
+    tree, rows_of, start = PrefixTree(), list[np.ndarray](), 0
+    for i, unit in enumerate(units):
+        rows = tree.insert_within(unit, token_budget)
+        if rows is None and tree.num_tokens:
+            yield range(start, i), (tree, rows_of)
+            tree, rows_of, start = PrefixTree(), [], i
+            rows = tree.insert_within(unit, token_budget)
+        if rows is None:
+            yield range(start, i + 1), None
+            start = i + 1
+        else:
+            rows_of += rows
+    if tree.num_tokens:
+        yield range(start, len(units)), (tree, rows_of)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A pack, and the packs that continue its rows where a unit has more of them than fit.
+
+    Queries are known by their numbers in a list that all chains share.
+    """
+
+    pack: Pack
+    units: list[list[int]]  # the queries of each of its units
+    asked: list[int]  # the queries that `pack` answers, in its order
+    left: list[int]  # those of the packs that continue it
+    token_budget: int  # of each of these
+
+    def packs(self, queries: Sequence[Query]) -> Iterator[tuple[Pack, list[int]]]:
+        """Every pack with the numbers of its queries, in order."""
+        yield self.pack, self.asked
+        for pack in continue_pack(self.pack, [queries[n] for n in self.left], self.token_budget):
+            yield pack, [self.left[i] for i in pack.units]
+
+
+def chain_units(
+    queries: Sequence[Query],
+    units: Sequence[Sequence[int]],
+    token_budget: int,
+    *,
+    continues: bool = True,
+    most_rows: int | None = None,
+) -> list[Chain]:
+    """Cut units of queries, given by number, into chains of packs of at most `token_budget` fed tokens each, in order.
+
+    Units share packs as in `pack_units`. One that alone is over the budget is split: its longest sequence is fed
+    first, and what leaves that one goes into packs that continue its rows, `most_rows` together with those at most, so
+    nothing is fed twice. Without `continues` each of its packs feeds what they have in common again. A sequence that
+    alone is over the budget gets a pack of its own. Queries are answered in their order, those that lie on a unit's
+    longest sequence first.
+    """
+    chains = []
+    for covered, laid in _cut([[queries[n] for n in unit] for unit in units], token_budget):
+        inside = [list(units[i]) for i in covered]
+        numbers = [n for unit in inside for n in unit]
+        if laid is not None:
+            chains.append(Chain(_finish(*laid, [queries[n] for n in numbers], covered), inside, numbers, [], 0))
+        elif continues:
+            chains.append(_trunk(queries, numbers, inside, covered, token_budget, most_rows))
+        else:
+            for pack in pack_units([[queries[n]] for n in numbers], token_budget):
+                some = [numbers[i] for i in pack.units]
+                chains.append(Chain(pack, [some], some, [], 0))
+    return chains
+
+
+def _trunk(
+    queries: Sequence[Query],
+    numbers: list[int],
+    units: list[list[int]],
+    covered: range,
+    token_budget: int,
+    most_rows: int | None,
+) -> Chain:
+    """A chain that begins with the longest of some queries, and with all that lie on it."""
+    tree = PrefixTree()
+    longest = max(numbers, key=lambda n: len(queries[n].tokens))
+    tree.insert(queries[longest].tokens)
+    on_it = {n: rows for n in numbers if (rows := tree.find(queries[n].tokens)) is not None}
+    pack = _finish(tree, list(on_it.values()), [queries[n] for n in on_it], covered)
+    if most_rows is not None:
+        token_budget = max(min(token_budget, most_rows - pack.num_tokens), 1)
+    return Chain(pack, units, list(on_it), [n for n in numbers if n not in on_it], token_budget)
+
+
+def continue_pack(pack: Pack, queries: Sequence[Query], token_budget: int) -> Iterator[Pack]:
     """Packs of branches alone: `queries` that continue rows which `pack` fed, at most `token_budget` new rows each.
 
-    A query that is over the budget by itself gets a pack of its own. `units` of the result counts queries.
+    A query that is over the budget by itself gets a pack of its own. `units` of the result counts queries. Each pack
+    is laid out when it is asked for.
     """
-    packs, start, mark = list[Pack](), 0, pack.tree.checkpoint()
+    start, tree = 0, pack.tree
+    mark, fed = tree.checkpoint(), tree.num_tokens
     while start < len(queries):
         rows_of, stop = list[np.ndarray](), start
         while stop < len(queries):
-            before = pack.tree.checkpoint()
-            rows = pack.tree.insert(queries[stop].tokens)
-            if stop > start and pack.tree.num_tokens - len(pack.input_ids) > token_budget:
-                pack.tree.rollback(before)
+            rows = tree.insert_within(queries[stop : stop + 1], fed + token_budget if rows_of else None)
+            if rows is None:
                 break
-            rows_of.append(rows)
+            rows_of += rows
             stop += 1
-        packs.append(_finish(pack.tree, [[q] for q in queries], range(start, stop), rows_of, len(pack.input_ids)))
-        pack.tree.rollback(mark)
+        continued = _finish(tree, rows_of, queries[start:stop], range(start, stop), fed)
+        tree.rollback(mark)
+        yield continued
         start = stop
-    return packs
 
 
 def _finish(
-    tree: PrefixTree, units: Sequence[Sequence[Query]], covered: range, rows_of: list[np.ndarray], first_row: int = 0
+    tree: PrefixTree, rows_of: list[np.ndarray], queries: Sequence[Query], covered: range, first_row: int = 0
 ) -> Pack:
-    queries = [query for i in covered for query in units[i]]
     wanted = [rows[q.first : q.first + len(q.targets)] for rows, q in zip(rows_of, queries, strict=True)]
     rows = np.concatenate(wanted).astype(np.int64)
     targets = np.concatenate([query.targets for query in queries])
