@@ -1,8 +1,8 @@
 """Approximations of exact masking, each with a label that says what it leaves out, and how near each comes.
 
 Fewer units (`preselected_masking`, `run_units`), a smaller model (`proxy_scores`), numbers kept from an earlier step
-(`ImportanceCache`); `answer_knockout.py` holds the one that changes attention. `compare_to_exact` reports agreement
-beside cost.
+(`ImportanceCache`); `partial_branches.py` holds those that feed fewer rows of a branch. `compare_to_exact` reports
+agreement beside cost.
 """
 
 import hashlib
@@ -73,7 +73,7 @@ def cheap_estimates(name: str, units: Sequence[Sequence[Span]]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Preselected:
-    """Exact importances of some units, and 0, which claims nothing, for the others.
+    """Exact importances of some units, and for the others what was given, by default 0, which claims nothing.
 
     Attributes:
         importance: B tensors (K_b,) fp32 on the host, `-drop` where exact.
@@ -97,6 +97,7 @@ def preselected_masking(
     cheap: Sequence[Tensor],
     *,
     share: float,
+    others: Sequence[Tensor] | None = None,
     cheap_work: ScoringWork | None = None,
     score: Callable[..., CounterfactualScores] = score_counterfactuals,
     **options: Any,
@@ -110,6 +111,8 @@ def preselected_masking(
         cheap: for each completion an estimate per unit, high = mask it: `cheap_estimates`, the absolute `prefix_gain`
             or gradient, entropies.
         share: of each completion's units, in (0, 1]; at least one is masked.
+        others: for each completion a number per unit, taken where it is not masked, in the units of `-drop`, say of
+            `answer_knockout`; None for 0.
         cheap_work: what the estimate cost, to be added.
         score: masks and scores, with the arguments of `score_counterfactuals`.
         **options: further ones of `score`: `placeholder_id`, `outcome`, `token_budget` ...
@@ -122,11 +125,13 @@ def preselected_masking(
             outside (0, 1].
         Also whatever `score` raises, whose span numbers count the chosen units alone.
     """
-    check_columns(prompts, units=units, cheap=cheap)
+    rest = [torch.zeros(len(row)) for row in units] if others is None else others
+    check_columns(prompts, units=units, cheap=cheap, others=rest)
     chosen = []
-    for b, (row, estimate) in enumerate(zip(units, cheap, strict=True)):
-        if estimate.shape != (len(row),):
-            raise ValueError(f"cheap row {b}: must be ({len(row)},), one per unit, got shape {tuple(estimate.shape)}")
+    for b, (row, estimate, other) in enumerate(zip(units, cheap, rest, strict=True)):
+        for name, given in (("cheap", estimate), ("others", other)):
+            if given.shape != (len(row),):
+                raise ValueError(f"{name} row {b}: must be ({len(row)},), one per unit, got shape {tuple(given.shape)}")
         try:
             chosen.append(top_units(estimate, share))
         except ValueError as error:
@@ -134,11 +139,11 @@ def preselected_masking(
     some = [[row[k] for k in numbers] for row, numbers in zip(units, chosen, strict=True)]
     scores = score(model, prompts, completions, some, answers, **options)
     importance, exact = [], []
-    for row, numbers, drop in zip(units, chosen, scores.drop, strict=True):
-        masked = torch.zeros(len(row), dtype=torch.bool)
+    for other, numbers, drop in zip(rest, chosen, scores.drop, strict=True):
+        masked = torch.zeros(len(other), dtype=torch.bool)
         masked[numbers] = True
         exact.append(masked)
-        importance.append(torch.zeros(len(row)).masked_scatter(masked, -drop.float().cpu()))
+        importance.append(other.detach().float().cpu().masked_scatter(masked, -drop.float().cpu()))
     work = scores.work if cheap_work is None else added_work(scores.work, cheap_work)
     return Preselected(importance, exact, scores.base.cpu(), work)
 
@@ -310,6 +315,7 @@ class Agreement:
         name: its label.
         spearman: mean over completions of the rank correlation with exact importances, with its bootstrap interval; 0
             where all of the approximation's are equal.
+        pooled: the rank correlation over the units of all those completions together.
         top: share of those completions whose most important unit is the exact one's, ties for it counted in part.
         completions: in how many both are defined: exact importances of two units or more that are not all equal.
         cost: its tokens fed over those of exact masking, shared ones left out of both.
@@ -317,6 +323,7 @@ class Agreement:
 
     name: str
     spearman: Interval
+    pooled: float
     top: float
     completions: int
     cost: float
@@ -350,16 +357,19 @@ def compare_to_exact(
     """
     if len(approximate) != len(exact):
         raise ValueError(f"approximate has {len(approximate)} rows, exact has {len(exact)}; they must agree")
-    rows = []
+    rows, both = list[tuple[float, float]](), list[Tensor]()
     for b, (ours, truth) in enumerate(zip(approximate, exact, strict=True)):
         if ours.shape != truth.shape:
             raise ValueError(f"approximate row {b}: has shape {tuple(ours.shape)}, exact has {tuple(truth.shape)}")
         if len(truth) > 1 and not truth.isnan().all() and (truth != truth[0]).any():
             largest = ours == ours.max()
             found = float(largest[truth.argmax()]) / int(largest.sum())
+            both.append(torch.stack([ours.double(), truth.double()]))
             rows.append((0.0 if largest.all() else spearman(ours, truth), found))
     if not rows:
         raise ValueError("exact: no completion has two units or more that are not all equal")
     correlation = bootstrap_interval(lambda some: sum(row[0] for row in some) / len(some), rows, seed=seed)
+    pooled = torch.cat(both, dim=1)
+    together = 0.0 if (pooled[0] == pooled[0, 0]).all() else spearman(*pooled)
     cost = (work.tokens_fed - shared_tokens) / (exact_work.tokens_fed - shared_tokens)
-    return Agreement(name, correlation, sum(row[1] for row in rows) / len(rows), len(rows), cost)
+    return Agreement(name, correlation, together, sum(row[1] for row in rows) / len(rows), len(rows), cost)

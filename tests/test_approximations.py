@@ -76,6 +76,16 @@ def test_preselected_units_are_masked_exactly_and_the_others_claim_nothing(qwen3
     assert found.work.forwards == 2
 
 
+def test_units_that_are_not_masked_take_what_they_are_given(qwen3):
+    prompts, completions, spans, answers = batch()
+    cheap, others = cheap_estimates("length", spans), cheap_estimates("last", spans)
+    found = preselected_masking(
+        qwen3, prompts, completions, spans, answers, cheap, others=others, share=0.5, placeholder_id=PLACEHOLDER
+    )
+    assert found.importance[0][2:].tolist() == [14, 18]
+    assert found.importance[0][:2].tolist() != [1, 3]
+
+
 def test_preselecting_all_units_is_exact(qwen3):
     prompts, completions, spans, answers = batch()
     cheap = cheap_estimates("last", spans)
@@ -221,6 +231,8 @@ def test_agreement_is_the_mean_rank_correlation_beside_the_share_of_tokens():
     found = compare_to_exact("half", ours, exact, work=work, exact_work=exact_work, shared_tokens=100)
     assert found.spearman.value == pytest.approx((0.5 + 1 + 0) / 3)
     assert found.spearman.low <= found.spearman.value <= found.spearman.high
+    ranks = torch.tensor([[4, 6, 5, 7, 2, 2, 2], [2, 4.5, 6.5, 6.5, 2, 2, 4.5]])
+    assert found.pooled == pytest.approx(torch.corrcoef(ranks)[0, 1].item())
     assert found.top == pytest.approx((0 + 1 + 0.5) / 3)
     assert (found.name, found.completions, found.cost) == ("half", 3, 0.1)
 
