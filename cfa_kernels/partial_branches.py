@@ -6,7 +6,7 @@ last few stay those of the completion as sampled: `short_branches` feeds the mas
 themselves; what later reasoning carries over from it is missed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -187,34 +187,42 @@ def _full_attention(model: PreTrainedModel, *, required: bool) -> Iterator[None]
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows in a row behind the tree, and what they see before themselves."""
+    """Rows behind the tree, side by side, and what they see before themselves."""
 
     tokens: np.ndarray
     start: int  # position of the first
-    seen: np.ndarray  # packed rows; -1, -2, ... for the rows of the part before this one, from its first on
+    seen: np.ndarray  # packed rows; -1, -2, ... for the first, second, ... row of part number `masked`
+    masked: int = -1
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for parts that compute the same."""
+        return self.tokens.tobytes(), self.start, self.seen.tobytes(), self.masked
 
 
 @dataclass(frozen=True)
 class _Branch:
-    """Where the targets of a query are predicted: on the tree, or by the last rows of parts behind it."""
+    """Where the targets of a query are predicted: on the tree, or by the last rows of parts, given by number."""
 
     query: Query
     on_tree: np.ndarray  # packed rows
-    parts: list[_Part]
+    parts: list[int]
 
 
 @dataclass
 class _Trunk:
-    """Completions of one forward as a tree, and the rows behind it that are computed anew."""
+    """Completions of one forward as a tree, and the rows behind it that are computed anew, equal ones once."""
 
     units: range
     tree: PrefixTree = field(default_factory=PrefixTree)
+    parts: dict[Hashable, _Part] = field(default_factory=dict)  # in order of their numbers
+    numbers: dict[Hashable, int] = field(default_factory=dict)
     branches: list[_Branch] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         """Rows of the forward."""
-        return self.tree.num_tokens + sum(len(part.tokens) for branch in self.branches for part in branch.parts)
+        return self.tree.num_tokens + sum(len(part.tokens) for part in self.parts.values())
 
     def add(self, row: Row, unit: Sequence[Query], first: int, hidden: bool) -> None:
         """Lay a completion out as sampled, and its branches' last rows behind."""
@@ -224,23 +232,58 @@ class _Trunk:
         self.branches.append(_Branch(base, on_tree, []))
         matter = [span for span in row.spans if row.masks_something(span)]
         for span, query in zip(matter, masked, strict=True):
-            self.branches.append(_Branch(query, on_tree, _parts(row, query, path, span, first, hidden)))
+            self.branches.append(_Branch(query, on_tree, self._lay_out(row, query, path, span, first, hidden)))
+
+    def _lay_out(self, row: Row, query: Query, path: np.ndarray, span: Span, first: int, hidden: bool) -> list[int]:
+        """The rows of a masked branch that are computed anew: its span's unless hidden, and those from `first` on."""
+        shift, length = len(row.prompt), len(path)
+        start, stop = shift + span.start, min(shift + span.end, length)
+        before, numbers = path[:start], list[int]()
+        if not hidden:
+            numbers.append(self._number(_Part(query.tokens[start:stop], start, before)))
+        elif stop > query.first:  # the span's own last row predicts the first target: it sees itself, as sampled
+            own_row = row.completion[stop - 1 - shift : stop - shift]
+            numbers.append(self._number(_Part(own_row, stop - 1, before)))
+        own = max(shift + first, stop)
+        if own < length:
+            inside = np.zeros(0, np.int64) if hidden else -1 - np.arange(stop - start)
+            seen = np.concatenate([before, inside, path[stop:own]])
+            numbers.append(self._number(_Part(query.tokens[own:length], own, seen, -1 if hidden else numbers[0])))
+        return numbers
+
+    def _number(self, part: _Part) -> int:
+        self.parts.setdefault(part.key, part)
+        return self.numbers.setdefault(part.key, len(self.numbers))
+
+    def mark(self) -> tuple[int, int, int]:
+        """What to `rollback` to."""
+        return self.tree.checkpoint(), len(self.parts), len(self.branches)
+
+    def rollback(self, mark: tuple[int, int, int]) -> None:
+        """Forget what was added since `mark`."""
+        segments, parts, branches = mark
+        self.tree.rollback(segments)
+        for key in list(self.parts)[parts:]:
+            del self.parts[key], self.numbers[key]
+        del self.branches[branches:]
 
     def pack(self) -> Pack:
         """The whole forward."""
-        tree = self.tree.table()
-        rows, next_row = list[np.ndarray](), tree.num_rows
+        tree, parts = self.tree.table(), list(self.parts.values())
+        table = _with_parts(tree, parts)
+        of_part = np.split(
+            np.arange(tree.num_rows, table.num_rows), table.row_start[len(tree.length) :] - tree.num_rows
+        )
+        rows = []
         for branch in self.branches:
-            next_row += sum(len(part.tokens) for part in branch.parts)
-            last = np.arange(next_row - len(branch.query.targets), next_row)
-            rows.append(last if branch.parts else branch.on_tree)
-        parts = [part for branch in self.branches for part in branch.parts]
+            anew = np.concatenate([of_part[1 + number] for number in branch.parts] or [branch.on_tree])
+            rows.append(anew[len(anew) - len(branch.query.targets) :])
         positions = [np.arange(part.start, part.start + len(part.tokens)) for part in parts]
         targets = np.concatenate([branch.query.targets for branch in self.branches])
         return Pack(
             input_ids=np.concatenate([self.tree.input_ids(), *(part.tokens for part in parts)]),
             position_ids=np.concatenate([tree.positions(), *positions]),
-            table=_with_parts(tree, parts),
+            table=table,
             rows=np.concatenate(rows).astype(np.int64),
             targets=targets,
             num_tempered=0,
@@ -250,30 +293,11 @@ class _Trunk:
         )
 
 
-def _parts(row: Row, query: Query, path: np.ndarray, span: Span, first: int, hidden: bool) -> list[_Part]:
-    """The rows of a masked branch that are computed anew: the span's unless it is hidden, and those from `first` on."""
-    shift, length = len(row.prompt), len(path)
-    start, stop = shift + span.start, min(shift + span.end, length)
-    before, parts = path[:start], list[_Part]()
-    if not hidden:
-        parts.append(_Part(query.tokens[start:stop], start, before))
-    elif stop > query.first:  # the span's own last row predicts the first target: it sees itself, as sampled
-        parts.append(_Part(row.completion[stop - 1 - shift : stop - shift], stop - 1, before))
-    own = max(shift + first, stop)
-    if own < length:
-        masked = np.zeros(0, np.int64) if hidden else -1 - np.arange(stop - start)
-        parts.append(_Part(query.tokens[own:length], own, np.concatenate([before, masked, path[stop:own]])))
-    return parts
-
-
 def _with_parts(tree: SegmentTable, parts: list[_Part]) -> SegmentTable:
     """`tree` with a segment behind it for each of `parts`."""
     length = np.array([len(part.tokens) for part in parts], dtype=np.int32)
     row = tree.num_rows + np.cumsum(length) - length
-    seen = [
-        np.where(part.seen < 0, previous - 1 - part.seen, part.seen)
-        for part, previous in zip(parts, [0, *row[:-1]], strict=False)
-    ]
+    seen = [np.where(part.seen < 0, row[part.masked] - 1 - part.seen, part.seen) for part in parts]
     count = np.array([len(rows) for rows in seen], dtype=np.int32)
     start = len(tree.context_rows) + np.cumsum(count) - count
     return SegmentTable(
@@ -291,11 +315,10 @@ def _trunks(plan: ScoringPlan, first: list[int], hidden: bool, budget: int) -> I
     for i, (row, unit) in enumerate(zip(plan.rows, plan.units, strict=True)):
         if not unit:
             continue
-        mark, known = trunk.tree.checkpoint(), len(trunk.branches)
+        mark = trunk.mark()
         trunk.add(row, unit, first[i], hidden)
-        if known and trunk.num_tokens > budget:
-            trunk.tree.rollback(mark)
-            del trunk.branches[known:]
+        if trunk.num_tokens > budget and len(trunk.branches) > len(unit):
+            trunk.rollback(mark)
             yield trunk
             trunk = _Trunk(range(i, i))
             trunk.add(row, unit, first[i], hidden)

@@ -132,6 +132,21 @@ def test_a_short_branch_costs_the_span_and_the_last_rows():
     assert work.tokens_unshared == 3 * 27
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_equal_rows_of_branches_are_computed_once(hidden):
+    (prompt,), (completion, other) = tokens(9), tokens(20, 20, seed=5)
+    other[:13] = completion[:13]
+    model, span, answer = make_model("Qwen3"), Span(2, 6), Span(16, 19)
+    columns = [prompt] * 3, [completion, completion, other], [[span, span], [span], [span]], [answer] * 3
+    if hidden:
+        found = answer_knockout(model, *columns)
+        assert found.work.tokens_fed == 9 + 18 + 5 + 3 + 3
+    else:
+        found = short_branches(model, *columns, placeholder_id=PLACEHOLDER)
+        assert found.work.tokens_fed == 9 + 18 + 5 + 4 + 3 + 3
+    assert found.drop[0][0] == found.drop[0][1] == found.drop[1] != found.drop[2]
+
+
 def test_a_knockout_costs_the_completion_once_and_the_blind_rows_of_each_span():
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
     model, spans, answer = make_model("Qwen3"), [Span(2, 6), Span(8, 12)], Span(16, 19)
