@@ -215,14 +215,15 @@ class _Trunk:
 
     units: range
     tree: PrefixTree = field(default_factory=PrefixTree)
-    parts: dict[Hashable, _Part] = field(default_factory=dict)  # in order of their numbers
+    parts: list[_Part] = field(default_factory=list)
     numbers: dict[Hashable, int] = field(default_factory=dict)
     branches: list[_Branch] = field(default_factory=list)
+    num_anew: int = 0  # rows of the parts
 
     @property
     def num_tokens(self) -> int:
         """Rows of the forward."""
-        return self.tree.num_tokens + sum(len(part.tokens) for part in self.parts.values())
+        return self.tree.num_tokens + self.num_anew
 
     def add(self, row: Row, unit: Sequence[Query], first: int, hidden: bool) -> None:
         """Lay a completion out as sampled, and its branches' last rows behind."""
@@ -252,8 +253,11 @@ class _Trunk:
         return numbers
 
     def _number(self, part: _Part) -> int:
-        self.parts.setdefault(part.key, part)
-        return self.numbers.setdefault(part.key, len(self.numbers))
+        number = self.numbers.setdefault(part.key, len(self.parts))
+        if number == len(self.parts):
+            self.parts.append(part)
+            self.num_anew += len(part.tokens)
+        return number
 
     def mark(self) -> tuple[int, int, int]:
         """What to `rollback` to."""
@@ -263,25 +267,24 @@ class _Trunk:
         """Forget what was added since `mark`."""
         segments, parts, branches = mark
         self.tree.rollback(segments)
-        for key in list(self.parts)[parts:]:
-            del self.parts[key], self.numbers[key]
-        del self.branches[branches:]
+        for part in self.parts[parts:]:
+            del self.numbers[part.key]
+            self.num_anew -= len(part.tokens)
+        del self.parts[parts:], self.branches[branches:]
 
     def pack(self) -> Pack:
         """The whole forward."""
-        tree, parts = self.tree.table(), list(self.parts.values())
-        table = _with_parts(tree, parts)
-        of_part = np.split(
-            np.arange(tree.num_rows, table.num_rows), table.row_start[len(tree.length) :] - tree.num_rows
-        )
+        tree = self.tree.table()
+        table = _with_parts(tree, self.parts)
+        first = table.row_start[len(tree.length) :]
         rows = []
         for branch in self.branches:
-            anew = np.concatenate([of_part[1 + number] for number in branch.parts] or [branch.on_tree])
-            rows.append(anew[len(anew) - len(branch.query.targets) :])
-        positions = [np.arange(part.start, part.start + len(part.tokens)) for part in parts]
+            anew = [np.arange(len(self.parts[n].tokens)) + first[n] for n in branch.parts] or [branch.on_tree]
+            rows.append(np.concatenate(anew)[-len(branch.query.targets) :])
+        positions = [np.arange(part.start, part.start + len(part.tokens)) for part in self.parts]
         targets = np.concatenate([branch.query.targets for branch in self.branches])
         return Pack(
-            input_ids=np.concatenate([self.tree.input_ids(), *(part.tokens for part in parts)]),
+            input_ids=np.concatenate([self.tree.input_ids(), *(part.tokens for part in self.parts)]),
             position_ids=np.concatenate([tree.positions(), *positions]),
             table=table,
             rows=np.concatenate(rows).astype(np.int64),
