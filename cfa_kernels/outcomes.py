@@ -33,7 +33,10 @@ Outcome = Literal["logprob", "mean_logprob", "last", "mean"]
 A KL is KL(P || P_t), the unmasked distribution first (OAR paper, OAR-P).
 """
 
-DIVERGENCES = ("last", "mean")
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+"""Their names."""
+
+DIVERGENCES: tuple[Outcome, ...] = ("last", "mean")
 """Outcomes that are distributions."""
 
 STRIP_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
@@ -42,8 +45,8 @@ STRIP_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
 
 def checked_outcome(outcome: str) -> Outcome:
     """Raises `ValueError` for a name that is none."""
-    if outcome not in get_args(Outcome):
-        raise ValueError(f"outcome must be one of {', '.join(get_args(Outcome))}, got {outcome!r}")
+    if outcome not in OUTCOMES:
+        raise ValueError(f"outcome must be one of {', '.join(OUTCOMES)}, got {outcome!r}")
     return outcome  # type: ignore[return-value]
 
 
@@ -159,7 +162,7 @@ class Divergences:
         of = {unit: i for i, unit in enumerate(dict.fromkeys(units))}
         arrays = [counts, np.array(list(new.values()), dtype=np.int64), np.array([of[unit] for unit in units])]
         rows_of, first, which = upload(arrays, states.device)
-        means = _means(states, rows_of).to(self._head.weight.dtype)
+        means = row_means(states, rows_of).to(self._head.weight.dtype)
         logprobs, means = self._head.logprobs(means, tokens), means.double()
         if new:
             own = [part.index_select(0, first) for part in (means, tokens, logprobs)]
@@ -193,7 +196,7 @@ class Divergences:
         return gap / mass + log_sums[first:] - log_sums[:first].index_select(0, which)
 
 
-def _means(rows: Tensor, counts: Tensor) -> Tensor:
+def row_means(rows: Tensor, counts: Tensor) -> Tensor:
     """(Q, N) mean of each query's rows, `counts` (Q,) of them, in their sums' dtype."""
     rows = rows.to(sum_dtype(rows.dtype))
     if len(rows) == len(counts):
@@ -232,4 +235,4 @@ def _strips(head: Head, rows: Tensor, counts: Tensor) -> Iterator[Tensor]:
         z *= head.logit_scale
         if head.softcap is not None:
             z.div_(head.softcap).tanh_().mul_(head.softcap)
-        yield _means(z.clamp_(min=LOWEST), counts)
+        yield row_means(z.clamp_(min=LOWEST), counts)

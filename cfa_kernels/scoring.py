@@ -42,6 +42,15 @@ class ScoringWork:
     tokens_unshared: int  # if every query (log-probs, base answer, each branch) took a forward of its own
     head_rows: int
 
+    def __add__(self, other: "ScoringWork") -> "ScoringWork":
+        """The sum of two counts."""
+        return ScoringWork(
+            self.forwards + other.forwards,
+            self.tokens_fed + other.tokens_fed,
+            self.tokens_unshared + other.tokens_unshared,
+            self.head_rows + other.head_rows,
+        )
+
 
 @dataclass(frozen=True)
 class CounterfactualScores:
@@ -82,6 +91,7 @@ class ScoringOptions:
     outcome: Outcome = "logprob"
     logprobs: bool = False
     temperature: float = 1.0
+    fills: Sequence[Sequence[Tensor]] | None = None
 
     def __post_init__(self) -> None:
         checked_outcome(self.outcome)
@@ -97,6 +107,7 @@ def score_counterfactuals(
     answers: Sequence[Span | None],
     *,
     placeholder_id: int,
+    fills: Sequence[Sequence[Tensor]] | None = None,
     token_budget: int | None = None,
     outcome: Outcome = "logprob",
     logprobs: bool = False,
@@ -117,6 +128,7 @@ def score_counterfactuals(
             span after the answer has drop 0 by causality.
         answers: for each completion its answer, or None; then it has no scores (`base` nan, `drop` nan).
         placeholder_id: the id that replaces each token of a masked span, so positions do not move.
+        fills: if given, the int64 ids that replace each span instead, as many as it has tokens; see `resampled_fills`.
         token_budget: most tokens per forward; default by free memory. Where a completion and its branches are over
             it, the completion is fed first and its branches, in several forwards, continue its keys and values;
             layers that carry a state begin again with what branches have in common. The result does not depend on
@@ -134,7 +146,7 @@ def score_counterfactuals(
         FloatingPointError: the model gave a nan log-prob; the message names the row.
     """
     causal = causal_lm(model)
-    options = ScoringOptions(placeholder_id, token_budget, outcome, logprobs, temperature)
+    options = ScoringOptions(placeholder_id, token_budget, outcome, logprobs, temperature, fills)
     plan = _plan(causal, prompts, completions, spans, answers, options)
     values, work = _run(causal, plan, options.temperature)
     return collect_scores(values, plan, options, work)
@@ -145,6 +157,7 @@ def query_logprobs(
     units: Sequence[Sequence[Query]],
     *,
     lengths: Sequence[int] | None = None,
+    row_numbers: Sequence[int] | None = None,
     token_budget: int | None = None,
     temperature: float = 1.0,
 ) -> tuple[list[list[Tensor]], ScoringWork]:
@@ -156,6 +169,7 @@ def query_logprobs(
             prefixes, so put rows of one prompt side by side. A query feeds at least one token; its ids are trusted.
         lengths: (U,) tokens of each row fed alone and whole, by which models whose rotary frequencies follow a
             sequence's length choose them; default the longest query of the row with what lies beyond it.
+        row_numbers: (U,) what errors call each row; default its place in `units`.
         token_budget: as in `score_counterfactuals`.
         temperature: divides the logits of the queries that are `tempered`.
 
@@ -163,8 +177,8 @@ def query_logprobs(
         For each unit a list with, for each of its queries, fp32 log-probs (A,) in nats on the host; and what it took.
 
     Raises:
-        ValueError: `lengths` of another number than `units`, a token budget below 1, a temperature that is not
-            positive.
+        ValueError: `lengths` or `row_numbers` of another number than `units`, a token budget below 1, a temperature
+            that is not positive.
         TypeError, NotImplementedError: models that cannot be scored; the message says why.
         FloatingPointError: the model gave a nan log-prob; the message names the row.
     """
@@ -174,9 +188,11 @@ def query_logprobs(
     asked = [list(unit) for unit in units]
     if lengths is None:
         lengths = [max((query.length for query in unit), default=0) for unit in asked]
-    if len(lengths) != len(asked):
-        raise ValueError(f"lengths has {len(lengths)} rows, units has {len(asked)}; they must agree")
-    plan = _lay_out(causal, list(range(len(asked))), asked, lengths, token_budget, rows=[])
+    numbers = list(range(len(asked)) if row_numbers is None else row_numbers)
+    for name, column in (("lengths", lengths), ("row_numbers", numbers)):
+        if len(column) != len(asked):
+            raise ValueError(f"{name} has {len(column)} rows, units has {len(asked)}; they must agree")
+    plan = _lay_out(causal, numbers, asked, lengths, token_budget, rows=[])
     values, work = _run(causal, plan, temperature)
     _reject_nan(values, plan)
     each = iter(values.split([query.num_values for query in plan.queries]))
@@ -191,6 +207,7 @@ class Row:
     completion: np.ndarray  # (T,) int64
     spans: list[Span]
     answer: Span | None
+    fills: list[np.ndarray] | None = None  # what replaces each span, int64; None for placeholders
 
     def masks_something(self, span: Span) -> bool:
         """Whether masking `span` can change the answer: a later span cannot, by causality."""
@@ -266,7 +283,7 @@ def _plan(
 ) -> ScoringPlan:
     check_columns(prompts, completions=completions)
     ids = checked_ids(prompts, completions, vocab_size(model), context_length(model))
-    rows = checked_rows(model, ids, spans, answers, options.placeholder_id)
+    rows = checked_rows(model, ids, spans, answers, options.placeholder_id, options.fills)
     order = equal_prompts_together([row.prompt for row in rows])
     rows = [rows[b] for b in order]
     units = [queries_of(row, options) for row in rows]
@@ -302,9 +319,10 @@ def checked_rows(
     spans: Sequence[Sequence[Span]],
     answers: Sequence[Span | None],
     placeholder_id: int,
+    fills: Sequence[Sequence[Tensor]] | None = None,
 ) -> list[Row]:
-    """Checked prompts and completions with their spans and answers, checked too; see `score_counterfactuals`."""
-    check_columns(ids, spans=spans, answers=answers)
+    """Checked prompts and completions with spans, answers and fills, checked too; see `score_counterfactuals`."""
+    check_columns(ids, spans=spans, answers=answers, **({} if fills is None else {"fills": fills}))
     vocab = vocab_size(model)
     if isinstance(placeholder_id, bool) or not isinstance(placeholder_id, int) or not 0 <= placeholder_id < vocab:
         raise ValueError(f"placeholder_id must be an id in [0, {vocab}), got {placeholder_id!r}")
@@ -317,8 +335,24 @@ def checked_rows(
             row_spans.append(_checked_span(f"spans row {b}, span {k}", span, len(completion)))
             if answer is not None and row_spans[-1].start < answer.end and answer.start < row_spans[-1].end:
                 raise ValueError(f"spans row {b}, span {k}: {tuple(span)} overlaps the answer {tuple(answer)}")
-        rows.append(Row(prompt, completion, row_spans, answer))
+        row_fills = None if fills is None else _checked_fills(b, fills[b], row_spans, vocab)
+        rows.append(Row(prompt, completion, row_spans, answer, row_fills))
     return rows
+
+
+def _checked_fills(b: int, fills: Sequence[Tensor], spans: list[Span], vocab: int) -> list[np.ndarray]:
+    if len(fills) != len(spans):
+        raise ValueError(f"fills row {b}: has {len(fills)} fills for {len(spans)} spans")
+    checked = []
+    for k, (fill, (start, end)) in enumerate(zip(fills, spans, strict=True)):
+        if not isinstance(fill, Tensor) or fill.dtype != torch.int64 or fill.shape != (end - start,):
+            got = f"{fill.dtype} of shape {tuple(fill.shape)}" if isinstance(fill, Tensor) else type(fill).__name__
+            raise ValueError(f"fills row {b}, span {k}: must be an int64 tensor ({end - start},), got {got}")
+        ids = fill.cpu().numpy()
+        if (bad := (ids < 0) | (ids >= vocab)).any():
+            raise ValueError(f"fills row {b}, span {k}: id {ids[bad][0]} is outside the vocabulary [0, {vocab})")
+        checked.append(ids)
+    return checked
 
 
 def _checked_span(where: str, span: Span, length: int) -> Span:
@@ -345,10 +379,11 @@ def queries_of(row: Row, options: ScoringOptions) -> list[Query]:
     first = prompt_length + row.answer.start - 1
     fed, beyond = np.split(tokens, [first + len(targets)])
     queries.append(Query(fed, first, targets, beyond=beyond, divergence=divergence))
-    for span in row.spans:
+    for k, span in enumerate(row.spans):
         if row.masks_something(span):
             branch = fed.copy()
-            branch[prompt_length + span.start : prompt_length + span.end] = options.placeholder_id
+            filler = options.placeholder_id if row.fills is None else row.fills[k]
+            branch[prompt_length + span.start : prompt_length + span.end] = filler
             queries.append(Query(branch, first, targets, beyond=beyond, divergence=divergence))
     return queries
 
