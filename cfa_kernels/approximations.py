@@ -144,13 +144,8 @@ def preselected_masking(
         masked[numbers] = True
         exact.append(masked)
         importance.append(other.detach().float().cpu().masked_scatter(masked, -drop.float().cpu()))
-    work = scores.work if cheap_work is None else added_work(scores.work, cheap_work)
+    work = scores.work if cheap_work is None else scores.work + cheap_work
     return Preselected(importance, exact, scores.base.cpu(), work)
-
-
-def added_work(one: ScoringWork, other: ScoringWork) -> ScoringWork:
-    """The sum of two counts."""
-    return ScoringWork(*(getattr(one, name) + getattr(other, name) for name in ScoringWork.__dataclass_fields__))
 
 
 def run_units(end: int, length: int, *, start: int = 0) -> list[Span]:

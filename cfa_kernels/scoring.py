@@ -6,7 +6,7 @@ log-prob may drop.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -42,6 +42,9 @@ class ScoringWork:
     tokens_fed: int
     tokens_unshared: int  # if every query (log-probs, base answer, each branch) took a forward of its own
     head_rows: int
+
+    def __add__(self, other: "ScoringWork") -> "ScoringWork":
+        return ScoringWork(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
