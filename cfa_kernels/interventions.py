@@ -1,7 +1,7 @@
 """What takes the place of a masked span, and what is left when all but some units are masked.
 
 Placeholders are the default of `score_counterfactuals`. `resampled_fills` writes in each span's place what the model
-itself might have written there; `sufficiency` masks everything but the units that are kept.
+itself might have written there, and `resampled_scores` scores that; `sufficiency` masks all but the units to keep.
 """
 
 import hashlib
@@ -23,10 +23,11 @@ from .hf import (
 )
 from .ops.head_strips import empty_strip, write_logits
 from .ops.row_softmax import Softmax, compute_dtype, probabilities
+from .outcomes import Outcome
 from .packed_model import KeyValueStore, packed_hidden, tree_attention_mode
 from .proof import prove_supported
 from .recurrent import has_cells
-from .scoring import Row, ScoringWork, checked_rows, query_logprobs
+from .scoring import CounterfactualScores, Row, ScoringWork, checked_rows, query_logprobs, score_counterfactuals
 from .spans import Span
 from .token_rows import check_columns, checked_ids, equal_prompts_together
 from .tree import Pack, PrefixTree, Query
@@ -71,7 +72,7 @@ def resampled_fills(
         model: as in `score_counterfactuals`.
         prompts, completions: B 1-D int64 tensors, unpadded.
         spans: for each completion, spans to fill.
-        seed: of the draws, any integer.
+        seed: of the draws, an integer.
         temperature: divides the logits.
         token_budget: most rows of a tree, fills included; default by free memory. A completion and its fills stay
             together, even over the budget.
@@ -85,6 +86,63 @@ def resampled_fills(
             batch this long; the message says why.
         FloatingPointError: the model gave no distribution; the message names the row.
     """
+    return _sampled(model, prompts, completions, spans, seed, 1, temperature, token_budget)
+
+
+def resampled_scores(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    spans: Sequence[Sequence[Span]],
+    answers: Sequence[Span | None],
+    *,
+    seed: int,
+    samples: int = 1,
+    temperature: float = 1.0,
+    outcome: Outcome = "logprob",
+    token_budget: int | None = None,
+) -> CounterfactualScores:
+    """`score_counterfactuals` with what the model itself might have written in place of each span.
+
+    The mean over `samples` fills of each span, all of them branches of the same trees. A span scores low where its own
+    words matter to the answer, not merely that something stands in its place.
+
+    Args:
+        model, prompts, completions, spans, answers, outcome: as in `score_counterfactuals`.
+        seed, temperature, token_budget: as in `resampled_fills`; the first fills are the ones that it gives.
+        samples: fills of each span, at least 1.
+
+    Returns:
+        `CounterfactualScores`: `masked` and `drop` are means over the fills, `work` includes the sampling.
+
+    Raises:
+        As `resampled_fills` and `score_counterfactuals`; also `ValueError` for `samples` below 1.
+
+    Source: resampling as in Thought Anchors (arXiv 2506.19143), the rest of the completion held fixed.
+    """
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"samples must be an integer of at least 1, got {samples!r}")
+    fills = _sampled(model, prompts, completions, spans, seed, samples, temperature, token_budget)
+    scores = score_counterfactuals(
+        model, prompts, completions, [list(row) * samples for row in spans], answers, placeholder_id=0,
+        fills=fills.tokens, outcome=outcome, token_budget=token_budget,
+    )  # fmt: skip
+    masked = [row.view(samples, -1).mean(0) for row in scores.masked]
+    drop = [row - base for row, base in zip(masked, scores.base, strict=True)]
+    return CounterfactualScores(scores.base, masked, drop, None, scores.work + fills.work)
+
+
+def _sampled(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    spans: Sequence[Sequence[Span]],
+    seed: int,
+    samples: int,
+    temperature: float,
+    token_budget: int | None,
+) -> Fills:
+    """`samples` fills of every span, those of a row draw by draw."""
     causal = causal_lm(model)
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
@@ -95,7 +153,7 @@ def resampled_fills(
     rows = checked_rows(causal, ids, spans, [None] * len(ids), 0)
     refuse_length_dependent_rope(causal, max((len(row.prompt) + len(row.completion) for row in rows), default=0))
     drawn = [
-        [_Fill(b, np.concatenate([row.prompt, row.completion[:start]]), end - start, seed) for start, end in row.spans]
+        [_Fill(b, row, span, f"{seed}/{draw}") for draw in range(samples) for span in row.spans]
         for b, row in enumerate(rows)
     ]
     head = prove_supported(causal)
@@ -112,15 +170,16 @@ def resampled_fills(
 
 
 class _Fill:
-    """One span's replacement under way."""
+    """One span's replacement under way; `key` tells draws apart that have the same text before them."""
 
-    def __init__(self, row: int, context: np.ndarray, length: int, seed: int) -> None:
-        self.row, self.context, self.length = row, context, length
+    def __init__(self, number: int, row: Row, span: Span, key: str) -> None:
+        self.row, self.length = number, span.end - span.start
+        self.context = np.concatenate([row.prompt, row.completion[: span.start]])
         self.tokens: list[int] = []
         self.packed_row = 0  # the row that predicts the next token
-        digest = hashlib.blake2b(context.tobytes(), digest_size=8, key=str(seed).encode()[:64]).digest()
+        digest = hashlib.blake2b(f"{key}/".encode() + self.context.tobytes(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-        self.draws = torch.rand(length, generator=generator, dtype=torch.float64)
+        self.draws = torch.rand(self.length, generator=generator, dtype=torch.float64)
 
     @property
     def draw(self) -> Tensor:

@@ -82,13 +82,13 @@ def answer_knockout(
     spans: Sequence[Sequence[Span]],
     answers: Sequence[Span | None],
     *,
-    fed_from: Sequence[int] | None = None,
+    blind_from: Sequence[int] | None = None,
     outcome: Outcome = "logprob",
     token_budget: int | None = None,
 ) -> CounterfactualScores:
     """Approximation: score each answer by rows that do not see one span at a time.
 
-    The rows from `fed_from` on attend to everything but the span, at their own positions; all rows before them are
+    The rows from `blind_from` on attend to everything but the span, at their own positions; all rows before them are
     those of the completion as sampled. Equal to one forward per span with a mask that hides the span from those rows,
     to rounding. It costs the last rows alone.
 
@@ -96,7 +96,8 @@ def answer_knockout(
         model: as in `score_counterfactuals`, with full attention in every layer.
         prompts, completions, spans, answers, outcome, token_budget: as there; a completion and its branches stay
             together, even over the budget. A row never loses sight of itself.
-        fed_from: for each completion, the first token whose row is blind, as in `short_branches`.
+        blind_from: for each completion, the first token whose row is blind; at most, and by default, the one before
+            the answer.
 
     Returns:
         `CounterfactualScores`.
@@ -109,7 +110,7 @@ def answer_knockout(
     Source: the attention suppression of Thought Anchors (arXiv 2506.19143), from a sentence to the answer alone.
     """
     options = ScoringOptions(0, token_budget, outcome)
-    return _score(model, prompts, completions, spans, answers, fed_from, options, hidden=True)
+    return _score(model, prompts, completions, spans, answers, blind_from, options, hidden=True)
 
 
 def _score(
@@ -127,7 +128,7 @@ def _score(
     check_columns(prompts, completions=completions)
     ids = checked_ids(prompts, completions, vocab_size(causal), context_length(causal))
     rows = checked_rows(causal, ids, spans, answers, options.placeholder_id, options.fills)
-    first = _first_rows(rows, fed_from)
+    first = _first_rows(rows, "blind_from" if hidden else "fed_from", fed_from)
     if has_cells(causal):
         raise NotImplementedError(
             f"model: {type(causal).__name__} has layers that carry a state through rows which are not fed again; use "
@@ -148,17 +149,17 @@ def _score(
     return collect_scores(values, plan, options, work)
 
 
-def _first_rows(rows: list[Row], fed_from: Sequence[int] | None) -> list[int]:
+def _first_rows(rows: list[Row], name: str, given: Sequence[int] | None) -> list[int]:
     """The first token of each completion whose row is computed anew; -1 before an answer that it starts with."""
     before = [-1 if row.answer is None else row.answer.start - 1 for row in rows]
-    if fed_from is None:
+    if given is None:
         return before
-    if len(fed_from) != len(rows):
-        raise ValueError(f"fed_from has {len(fed_from)} rows, prompts has {len(rows)}; they must agree")
-    for b, (row, first) in enumerate(zip(rows, fed_from, strict=True)):
+    if len(given) != len(rows):
+        raise ValueError(f"{name} has {len(given)} rows, prompts has {len(rows)}; they must agree")
+    for b, (row, first) in enumerate(zip(rows, given, strict=True)):
         if row.answer is not None and not 0 <= first <= row.answer.start:
-            raise ValueError(f"fed_from row {b}: {first} is outside [0, {row.answer.start}], up to the answer")
-    return [min(first, last) for first, last in zip(fed_from, before, strict=True)]
+            raise ValueError(f"{name} row {b}: {first} is outside [0, {row.answer.start}], up to the answer")
+    return [min(first, last) for first, last in zip(given, before, strict=True)]
 
 
 @contextmanager

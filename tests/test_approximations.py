@@ -238,7 +238,3 @@ def test_agreement_needs_something_to_agree_on(ours, exact, message):
     work = ScoringWork(1, 1, 1, 1)
     with pytest.raises(ValueError, match=message):
         compare_to_exact("x", ours, exact, work=work, exact_work=work)
-
-
-def test_work_adds_up():
-    assert ScoringWork(1, 2, 3, 4) + ScoringWork(10, 20, 30, 40) == ScoringWork(11, 22, 33, 44)

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from cfa_kernels.interventions import _Fill, resampled_fills, sufficiency
-from cfa_kernels.scoring import score_counterfactuals
+from cfa_kernels.interventions import _Fill, _sampled, resampled_fills, resampled_scores, sufficiency
+from cfa_kernels.scoring import Row, score_counterfactuals
 from cfa_kernels.spans import Span
 from tests.models import PLACEHOLDER, VOCAB, batch, make_model, naive, tokens
 
@@ -39,7 +39,7 @@ def test_every_fill_token_is_drawn_from_the_model_given_what_stands_before_it(na
     for prompt, completion, row, row_fills in zip(prompts, completions, spans, fills, strict=True):
         for span, fill in zip(row, row_fills, strict=True):
             context = torch.cat([prompt, completion[: span.start]])
-            draws = _Fill(0, context.numpy(), span.end - span.start, 3).draws
+            draws = _Fill(0, Row(prompt.numpy(), completion.numpy(), [], None), span, "3/0").draws
             assert fill.dtype == torch.int64
             assert len(fill) == len(draws) == span.end - span.start
             for i, (token, draw) in enumerate(zip(fill.tolist(), draws.tolist(), strict=True)):
@@ -84,6 +84,30 @@ def test_scores_with_fills_equal_one_full_forward_per_filled_span(qwen3):
                 assert abs(scores.masked[b][k].item() - naive(qwen3, prompts[b], filled, answer)) < 2e-5
 
 
+@pytest.mark.parametrize("outcome", ["logprob", "last"])
+def test_resampled_scores_are_means_over_the_fills(outcome):
+    model = make_model("Qwen3").double()  # whose rounding moves no draw from one token to the next
+    prompts, completions, spans, answers = data = batch()
+    found = resampled_scores(model, *data, seed=5, samples=3, outcome=outcome)
+    once = resampled_scores(model, *data, seed=5, outcome=outcome)
+    fills = resampled_fills(model, prompts, completions, spans, seed=5)
+    first = score_counterfactuals(model, *data, placeholder_id=0, fills=fills.tokens, outcome=outcome)
+    tripled = [row * 3 for row in spans]
+    drawn = _sampled(model, prompts, completions, spans, 5, 3, 1.0, None).tokens
+    every = score_counterfactuals(
+        model, prompts, completions, tripled, answers, placeholder_id=0, fills=drawn, outcome=outcome
+    )
+    for b, row in enumerate(spans):
+        torch.testing.assert_close(once.drop[b], first.drop[b], rtol=0, atol=2e-5, equal_nan=True)
+        assert all(map(torch.equal, drawn[b][: len(row)], fills.tokens[b]))
+        means = [every.drop[b][k :: len(row)].mean() for k in range(len(row))]
+        for mine, mean in zip(found.drop[b], means, strict=True):
+            torch.testing.assert_close(mine, mean, rtol=0, atol=2e-5, equal_nan=True)
+    assert not torch.equal(drawn[1][0], drawn[1][3])
+    assert once.work == first.work + fills.work
+    assert found.work.tokens_fed > once.work.tokens_fed
+
+
 @pytest.mark.parametrize(
     ("row", "fill", "message"),
     [
@@ -106,6 +130,7 @@ def test_bad_fills_are_refused_by_row_and_span(qwen3, row, fill, message):
     [
         ({"temperature": 0.0}, "temperature must be positive and finite, got 0.0"),
         ({"seed": None}, "seed must be an integer, got None"),
+        ({"seed": True}, "seed must be an integer, got True"),
         ({"spans": [[Span(0, 99)]] + [[]] * 6}, r"spans row 0, span 0: \(0, 99\) is not a non-empty span"),
     ],
 )
@@ -154,3 +179,8 @@ def test_a_unit_that_is_kept_has_a_number(qwen3):
     prompts, completions, spans, answers = batch()
     with pytest.raises(ValueError, match="keep row 2: 1 is no number of one of its 1 units"):
         sufficiency(qwen3, prompts, completions, spans, answers, [[], [], [1], [], [], [], []], placeholder_id=0)
+
+
+def test_a_span_is_filled_at_least_once(qwen3):
+    with pytest.raises(ValueError, match="samples must be an integer of at least 1, got 0"):
+        resampled_scores(qwen3, *batch(), seed=0, samples=0)

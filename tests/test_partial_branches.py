@@ -83,7 +83,8 @@ def test_branches_of_a_few_rows_equal_dense_forwards(name, judge, budget, marker
     model = make_model(name)
     prompts, completions, spans, answers = batch()
     first = [max(0, answer.start - marker) if answer else 0 for answer in answers]
-    options = {"fed_from": first if marker else None, "token_budget": budget, "outcome": outcome}
+    place = "fed_from" if judge is anew else "blind_from"
+    options = {place: first if marker else None, "token_budget": budget, "outcome": outcome}
     if judge is anew:
         found = short_branches(model, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER, **options)
     else:
@@ -152,7 +153,7 @@ def test_a_knockout_costs_the_completion_once_and_the_blind_rows_of_each_span():
     model, spans, answer = make_model("Qwen3"), [Span(2, 6), Span(8, 12)], Span(16, 19)
     alone = answer_knockout(model, [prompt], [completion], [spans], [answer]).work
     assert (alone.tokens_fed, alone.head_rows, alone.forwards) == (9 + 18 + 2 * 3, 3 * 3, 1)
-    marked = answer_knockout(model, [prompt], [completion], [spans], [answer], fed_from=[14]).work
+    marked = answer_knockout(model, [prompt], [completion], [spans], [answer], blind_from=[14]).work
     assert marked.tokens_fed == 9 + 18 + 2 * 4
     assert marked.tokens_unshared == 3 * 27
 
@@ -193,16 +194,16 @@ def test_models_that_see_past_the_mask_are_refused_by_name(name, changes, messag
 
 
 @pytest.mark.parametrize(
-    ("fed_from", "message"),
+    ("blind_from", "message"),
     [
-        ([0, 0], "fed_from has 2 rows, prompts has 7"),
-        ([16] + [0] * 6, r"fed_from row 0: 16 is outside \[0, 15\]"),
-        ([0, -1] + [0] * 5, r"fed_from row 1: -1 is outside \[0, 30\]"),
+        ([0, 0], "blind_from has 2 rows, prompts has 7"),
+        ([16] + [0] * 6, r"blind_from row 0: 16 is outside \[0, 15\]"),
+        ([0, -1] + [0] * 5, r"blind_from row 1: -1 is outside \[0, 30\]"),
     ],
 )
-def test_blind_rows_start_before_the_answer(fed_from, message):
+def test_blind_rows_start_before_the_answer(blind_from, message):
     with pytest.raises(ValueError, match=message):
-        answer_knockout(make_model("Qwen3"), *batch(), fed_from=fed_from)
+        answer_knockout(make_model("Qwen3"), *batch(), blind_from=blind_from)
 
 
 def test_a_nan_names_the_callers_row():
