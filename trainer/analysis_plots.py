@@ -22,14 +22,14 @@ def draw_analysis(path: Path, tables: Mapping[str, Table], drops: list[float], t
     figure.suptitle(title, fontsize=13, parse_math=False)
     spread, patterns, places, kinds, weights, gradient = figure.subplots(2, 3).flatten()
 
-    spread.set_title("Drops of masked spans (nats)")
+    spread.set_title("Drops of masked spans")
     if drops:
         spread.hist(drops, bins=min(60, max(10, len(drops) // 10)), color=_BLUE)
         spread.axvline(0, color=_GREY, linewidth=1)
         spread.set_yscale("symlog")
     _bars(patterns, "Pattern enrichment, critical over low spans", tables.get("patterns"), 5, mark=1.0)
-    _intervals(places, "Mean drop by place and correctness (nats)", [tables.get("thirds"), tables.get("correctness")])
-    _bars(kinds, "Mean drop by kind (nats)", tables.get("kinds"), 2)
+    _intervals(places, "Mean drop by place and correctness", [tables.get("thirds"), tables.get("correctness")])
+    _bars(kinds, "Mean drop by kind", tables.get("kinds"), 2)
     _bars(weights, "ESS ratio (blue) and top 10 % mass (orange)", tables.get("concentration"), 8, second=9)
     found = tables.get("gradient")
     named = found and Table("", (), [[f"{row[0]}: {row[1]}", *row[2:]] for row in found.rows])

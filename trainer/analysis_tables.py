@@ -1,8 +1,9 @@
 r"""What credit finds, in tables: drops of masked spans by content, place, length and correctness; where weight gathers.
 
-Where it stands: computed by `trainer.analyze` from the samples of `trainer.samples`. Drops are in nats and negative for
-spans that matter. The tables follow section 4.3 of "Beyond Uniform Credit" (its Tables 4 to 6), with classes cut at
-quantiles, because the paper's cuts are in units of its own, and the metrics of "Outcome-Grounded Advantage Reshaping".
+Where it stands: computed by `trainer.analyze` from the samples of `trainer.samples`. Drops are negative for spans that
+matter, and in nats unless the file names another unit. The tables follow section 4.3 of "Beyond Uniform Credit" (its
+Tables 4 to 6), with classes cut at quantiles, because the paper's cuts are in units of its own, and the metrics of
+"Outcome-Grounded Advantage Reshaping".
 """
 
 import itertools
@@ -80,7 +81,7 @@ def patterns_of(text: str) -> set[str]:
 def classes_of(drops: np.ndarray, noise: float) -> tuple[list[str], list[float]]:
     """The class of each drop, and the three cuts between critical, important, moderate and low.
 
-    Spans matter whose drop is below `-noise` nats; those above `noise` are distractors, and the rest is rounding.
+    Spans matter whose drop is below `-noise`; those above `noise` are distractors, and the rest is rounding.
     """
     matters = drops[drops < -noise]
     cuts = [float(cut) for cut in np.quantile(matters, _CUTS)] if len(matters) else [-noise] * len(_CUTS)
@@ -108,27 +109,29 @@ def analyse(samples: Sequence[Sample], *, noise: float = 1e-3) -> dict[str, Tabl
 
     Args:
         samples: at least one.
-        noise: nats; a drop no larger than this, up or down, counts as no effect.
+        noise: in the unit of the drops; one no larger than this, up or down, counts as no effect.
 
     Raises:
-        ValueError: no sample.
+        ValueError: no sample, or drops in different units; names them.
     """
     if not samples:
         raise ValueError("samples: is empty")
+    units = sorted({sample.drops_unit for sample in samples if sample.spans})
+    if len(units) > 1:
+        raise ValueError(f"samples: drops must be in one unit, got {', '.join(units)}")
     spans = _masked(samples, noise)
     tables = {"overview": _overview(samples, spans)}
     if spans:
         tables |= {
             "distribution": _distribution(spans),
             "classes": _classes(spans, noise),
-            "kinds": _kinds(spans),
-            "patterns": _patterns(spans),
             "thirds": _means("Drop by place", "third", spans, lambda item: item.third, ("early", "middle", "late")),
-            "length": _length(spans),
             "correctness": _correctness(spans),
             "distractors": _distractors(spans),
             "example": _example(samples),
         }
+        if any(item.span.end - item.span.start > 1 for item in spans):  # a lone token says little of content
+            tables |= {"kinds": _kinds(spans), "patterns": _patterns(spans), "length": _length(spans)}
     if any(sample.credit for sample in samples):
         tables["concentration"] = _concentration(samples)
         tables |= _gradient(samples)
@@ -158,6 +161,7 @@ def _overview(samples: Sequence[Sample], spans: list[_Masked]) -> Table:
         ["correct", sum(judged)],
         ["completions with masked spans", len({item.sample for item in spans})],
         ["masked spans", len(spans)],
+        ["unit of drops", next((sample.drops_unit for sample in samples if sample.spans), None)],
         ["estimators", ", ".join(dict.fromkeys(name for sample in samples for name in sample.credit)) or None],
     ]
     return Table("What was read", ("", "value"), rows)
@@ -177,7 +181,7 @@ def _distribution(spans: list[_Masked]) -> Table:
     levels = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
     quantiles = zip(levels, np.quantile(drops, levels), strict=True)
     rows += [[f"quantile {level:g}", float(value)] for level, value in quantiles]
-    return Table("Drops of masked spans (nats)", ("", "nats"), rows, "Negative: masking the span hurts the answer.")
+    return Table("Drops of masked spans", ("", "value"), rows, "Negative: masking the span hurts the answer.")
 
 
 def _classes(spans: list[_Masked], noise: float) -> Table:
@@ -193,7 +197,7 @@ def _classes(spans: list[_Masked], noise: float) -> Table:
         f"Cut at the 0.1, 0.4 and 0.9 quantiles of the drops below {-noise:g}. Masking a distractor helps the answer; "
         f"within {noise:g} of 0 is no effect."
     )
-    return Table("Classes of drops", ("class", "drop (nats)", "spans", "share"), rows, note)
+    return Table("Classes of drops", ("class", "drop", "spans", "share"), rows, note)
 
 
 def _kinds(spans: list[_Masked]) -> Table:
@@ -204,7 +208,7 @@ def _kinds(spans: list[_Masked]) -> Table:
             drops = _drops(inside)
             shares = [sum(item.group == group for item in inside) / len(inside) for group in ("critical", "distractor")]
             rows.append([name, len(inside), float(drops.mean()), float(np.median(drops)), *shares])
-    columns = ("kind", "spans", "mean drop (nats)", "median drop (nats)", "critical", "distractors")
+    columns = ("kind", "spans", "mean drop", "median drop", "critical", "distractors")
     return Table(
         "Drops by kind of content", columns, rows, "Each span is of one kind, the first of the list that fits."
     )
@@ -242,7 +246,7 @@ def _means(
             by_sample.setdefault(item.sample, []).append(item.span.drop)
         interval = bootstrap_interval(_pooled_mean, [*by_sample.values()], draws=200)
         rows.append([name, len(inside), interval.value, interval.low, interval.high, float(np.median(drops))])
-    columns = (column, "spans", "mean drop (nats)", "low", "high", "median drop (nats)")
+    columns = (column, "spans", "mean drop", "low", "high", "median drop")
     return Table(title, columns, rows, note or "Low and high bound the mean: 95 %, bootstrap over completions.")
 
 
@@ -282,7 +286,7 @@ def _distractors(spans: list[_Masked]) -> Table:
         "" if wrong is None or base is None else f" {wrong:.1%} of them stand in wrong completions, {base:.1%} of all."
     )
     note = f"{len(found)} of {len(spans)} spans ({len(found) / len(spans):.1%}); the strongest are shown.{shares}"
-    return Table("Distractors", ("drop (nats)", "kind", "completion", "text"), rows, note)
+    return Table("Distractors", ("drop", "kind", "completion", "text"), rows, note)
 
 
 def _example(samples: Sequence[Sample]) -> Table:
@@ -297,7 +301,7 @@ def _example(samples: Sequence[Sample]) -> Table:
         [span.text, span.drop, kind_of(span.text)] for span in sorted(best.spans, key=lambda span: span.start)
     ]
     note = f"Line {best.line} of the file."
-    return Table("One completion, span by span", ("span", "drop (nats)", "kind"), rows, note)
+    return Table("One completion, span by span", ("span", "drop", "kind"), rows, note)
 
 
 # --- Where weight gathers ---------------------------------------------------------------------------------------

@@ -31,9 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--correct_above", type=float, default=0.0, help="a reward above this is a correct completion (default 0)"
     )
-    parser.add_argument(
-        "--noise", type=float, default=1e-3, help="a drop of at most this many nats is no effect (0.001)"
-    )
+    parser.add_argument("--noise", type=float, default=1e-3, help="a drop of at most this much is no effect (0.001)")
     parser.add_argument("--page_completions", type=int, default=12, help="most completions on the page (default 12)")
     options = parser.parse_args(argv)
     if not 0 <= options.noise < float("inf"):
@@ -62,7 +60,7 @@ def write_analysis(
         out: the folder written to, made if missing; by default `analysis` in the run folder, or beside the file its
             name with `-analysis`.
         correct_above: as in `read_samples`.
-        noise: as in `analyse`, nats.
+        noise: as in `analyse`.
         on_page: most completions on the page.
 
     Returns:

@@ -9,7 +9,7 @@ import html
 from collections.abc import Sequence
 
 from cfa_kernels.fidelity import ess_ratio, top_mass
-from trainer.samples import Sample
+from trainer.samples import KINDS, Sample
 
 _STEPS = 8
 """Shades above and below the neutral value."""
@@ -164,7 +164,7 @@ def _article(number: int, sample: Sample, bounds: tuple[float, float]) -> str:
             for place in range(span.start, span.end):
                 before = importances[place]
                 importances[place] = -span.drop if before is None else max(before, -span.drop)
-        columns.append(("importance of the masked span", "nats", importances))
+        columns.append(("importance of the masked span", sample.drops_unit, importances))
     if not columns:
         columns = [("tokens", "without credit", [None] * len(sample.tokens))]
     figures = "".join(_figure(sample, *column, bounds) for column in columns)
@@ -185,7 +185,7 @@ def _figure(sample: Sample, name: str, kind: str, values: list[float | None], bo
     notes = [kind]
     if kind == "weights" and any(known):
         notes.append(f"ESS ratio {ess_ratio(known):.3f}")
-    if kind != "nats" and any(known):
+    if kind in KINDS and any(known):
         notes.append(f"top 10 % mass {top_mass(known):.3f}")
     first, last = sample.answer or (0, 0)
     tokens = "".join(
@@ -238,7 +238,7 @@ def _span_table(sample: Sample) -> str:
     )
     return (
         f"<details><summary>{len(sample.spans)} masked spans</summary><div class='wide'><table>\n<tr><th>tokens</th>"
-        f"<th>drop (nats)</th><th>text</th></tr>\n{rows}</table></div></details>\n"
+        f"<th>drop ({_escaped(sample.drops_unit)})</th><th>text</th></tr>\n{rows}</table></div></details>\n"
     )
 
 

@@ -6,6 +6,7 @@ Where it stands: read by `trainer.analyze`; `trainer.page` shows what is read he
 |---|---|
 | `tokens` | T strings; the only one that must be there |
 | `spans` | masked spans, each `{"start", "end", "drop"}` with `text` if wanted, or `[start, end]` with `drops` beside |
+| `drops_unit` | of the drops, "nats" by default |
 | `weights` | T numbers, the token weights that trained; `credit` names them |
 | `estimators` | by name, `{"weights"}`, `{"advantages"}` or `{"importances"}`: T numbers, null where a token has none |
 | `gradient_norms` | T numbers, norms of the tokens' gradients before weighting |
@@ -25,7 +26,8 @@ KINDS = ("weights", "advantages", "importances")
 
 @dataclass(frozen=True)
 class MaskedSpan:
-    """Tokens `[start, end)` of a completion, and how the answer's log-prob moves (nats) when they are masked."""
+    """Tokens `[start, end)` of a completion, and how the answer's log-prob moves when they are masked; of other
+    estimators, minus their importance."""
 
     start: int
     end: int
@@ -57,6 +59,7 @@ class Sample:
     truncated: bool = False
     step: int | None = None
     problem: Any = None
+    drops_unit: str = "nats"
 
 
 def read_samples(path: Path, *, correct_above: float = 0.0) -> list[Sample]:
@@ -137,6 +140,7 @@ def _sample(line: int, entry: Any, correct_above: float) -> Sample:
         truncated=bool(entry.get("truncated")),
         step=entry.get("step"),
         problem=entry.get("problem"),
+        drops_unit=str(entry.get("drops_unit", "nats")),
     )
 
 

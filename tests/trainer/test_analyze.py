@@ -128,12 +128,22 @@ def test_content_is_told_apart_by_kind_and_pattern(text: str, kind: str, pattern
 
 def test_enrichment_is_the_share_in_critical_spans_over_that_in_low_ones(tmp_path) -> None:
     texts = ["3*4=12"] * 3 + ["total"] + ["x"] * 6
-    spans = [{"start": i, "end": i + 1, "drop": i - 10.0, "text": text} for i, text in enumerate(texts)]
-    spans += [{"start": 10, "end": 11, "drop": 0.0, "text": "5*5=25"}]
-    found = rows(analyse(read_samples(write(tmp_path, {"tokens": ["t"] * 11, "spans": spans}))), "patterns")
+    spans = [{"start": 2 * i, "end": 2 * i + 2, "drop": i - 10.0, "text": text} for i, text in enumerate(texts)]
+    spans += [{"start": 20, "end": 22, "drop": 0.0, "text": "5*5=25"}]
+    found = rows(analyse(read_samples(write(tmp_path, {"tokens": ["t"] * 22, "spans": spans}))), "patterns")
     # One critical span (-10), one low (-1) and one without effect.
     assert found["multiplication or division"] == [1, 1.0, 1, 0.5, 2.0]
     assert found["total or sum"] == [0, 0.0, 0, 0.0, None]
+
+
+def test_single_tokens_are_not_judged_by_content_and_units_are_not_mixed(tmp_path) -> None:
+    entry = {"tokens": ["a", "b"], "spans": [[0, 1], [1, 2]], "drops": [-0.5, -0.1], "drops_unit": "gradient x input"}
+    tables = analyse(read_samples(write(tmp_path, entry)))
+    assert rows(tables, "overview")["unit of drops"] == ["gradient x input"]
+    assert "classes" in tables
+    assert not {"kinds", "patterns", "length"} & set(tables)
+    with pytest.raises(ValueError, match="drops must be in one unit, got gradient x input, nats"):
+        analyse(read_samples(write(tmp_path, entry, {**entry, "drops_unit": "nats"})))
 
 
 def test_rounding_counts_neither_for_nor_against_a_span() -> None:
