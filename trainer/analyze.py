@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import yaml
+
 from trainer.analysis_plots import draw_analysis
 from trainer.analysis_tables import Cell, Table, analyse
 from trainer.page import page_of
@@ -29,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run_or_file", type=Path, metavar="RUN_OR_FILE")
     parser.add_argument("--out", type=Path, help="folder to write to; default: analysis in the run, or NAME-analysis")
     parser.add_argument(
-        "--correct_above", type=float, default=0.0, help="a reward above this is a correct completion (default 0)"
+        "--correct_threshold", type=float, help="least reward of a correct completion; default: that of the run, or 0.5"
     )
     parser.add_argument("--noise", type=float, default=1e-3, help="a drop of at most this much is no effect (0.001)")
     parser.add_argument("--page_completions", type=int, default=12, help="most completions on the page (default 12)")
@@ -40,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"argument --page_completions: must be at least 1, got {options.page_completions}")
     try:
         folder = write_analysis(
-            options.run_or_file, options.out, correct_above=options.correct_above, noise=options.noise,
+            options.run_or_file, options.out, correct_threshold=options.correct_threshold, noise=options.noise,
             on_page=options.page_completions,
         )  # fmt: skip
     except (ValueError, OSError) as problem:
@@ -51,7 +53,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write_analysis(
-    source: Path, out: Path | None = None, *, correct_above: float = 0.0, noise: float = 1e-3, on_page: int = 12
+    source: Path,
+    out: Path | None = None,
+    *,
+    correct_threshold: float | None = None,
+    noise: float = 1e-3,
+    on_page: int = 12,
 ) -> Path:
     """Analyse a run folder or a file and write all results.
 
@@ -59,7 +66,7 @@ def write_analysis(
         source: as in `read_samples`.
         out: the folder written to, made if missing; by default `analysis` in the run folder, or beside the file its
             name with `-analysis`.
-        correct_above: as in `read_samples`.
+        correct_threshold: as in `read_samples`; None takes the one in the run's `config.yaml`, or 0.5.
         noise: as in `analyse`.
         on_page: most completions on the page.
 
@@ -69,7 +76,9 @@ def write_analysis(
     Raises:
         ValueError: as `read_samples`.
     """
-    samples = read_samples(source, correct_above=correct_above)
+    if correct_threshold is None:
+        correct_threshold = _threshold_of(source)
+    samples = read_samples(source, correct_threshold=correct_threshold)
     folder = out or (source / "analysis" if source.is_dir() else source.with_name(f"{source.stem}-analysis"))
     folder.mkdir(parents=True, exist_ok=True)
     tables, title = analyse(samples, noise=noise), f"Credit in {source.resolve().name}"
@@ -80,6 +89,16 @@ def write_analysis(
     draw_analysis(folder / "analysis.png", tables, drops, title)
     (folder / "page.html").write_text(page_of(_shown(samples, on_page), title), encoding="utf-8", newline="\n")
     return folder
+
+
+def _threshold_of(source: Path) -> float:
+    """`correct_threshold` of a run's settings, 0.5 where there are none or they do not name it."""
+    file = source / "config.yaml"
+    settings = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    value = settings.get("correct_threshold", 0.5) if isinstance(settings, dict) else 0.5
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{file}: correct_threshold must be a number, got {value!r}")
+    return float(value)
 
 
 def _shown(samples: Sequence[Sample], count: int) -> list[Sample]:

@@ -62,12 +62,12 @@ class Sample:
     drops_unit: str = "nats"
 
 
-def read_samples(path: Path, *, correct_above: float = 0.0) -> list[Sample]:
+def read_samples(path: Path, *, correct_threshold: float = 0.5) -> list[Sample]:
     """Read the completions of a run folder or of a file.
 
     Args:
         path: a run's folder, whose `completions.jsonl` is read, or a file of that form.
-        correct_above: a completion without `correct` counts as correct if its reward is above this.
+        correct_threshold: a completion without `correct` counts as correct if its reward is at least this.
 
     Returns:
         The samples in the order of the file, at least one.
@@ -92,7 +92,7 @@ def read_samples(path: Path, *, correct_above: float = 0.0) -> list[Sample]:
         except ValueError as problem:
             raise ValueError(f"{file}, line {number}: is no JSON ({problem})") from problem
         try:
-            samples.append(_sample(number, entry, correct_above))
+            samples.append(_sample(number, entry, correct_threshold))
         except ValueError as problem:
             raise ValueError(f"{file}, line {number}: {problem}") from problem
     if not samples:
@@ -100,7 +100,7 @@ def read_samples(path: Path, *, correct_above: float = 0.0) -> list[Sample]:
     return samples
 
 
-def _sample(line: int, entry: Any, correct_above: float) -> Sample:
+def _sample(line: int, entry: Any, correct_threshold: float) -> Sample:
     if not isinstance(entry, dict):
         raise ValueError(f"must be an object, got {_shown(entry)}")
     tokens = entry.get("tokens")
@@ -126,7 +126,7 @@ def _sample(line: int, entry: Any, correct_above: float) -> Sample:
     norms = entry.get("gradient_norms")
     reward, correct = _number("reward", entry.get("reward")), entry.get("correct")
     if correct is None and reward is not None:
-        correct = reward > correct_above
+        correct = reward >= correct_threshold
     return Sample(
         line=line,
         tokens=tokens,

@@ -146,6 +146,21 @@ def test_single_tokens_are_not_judged_by_content_and_units_are_not_mixed(tmp_pat
         analyse(read_samples(write(tmp_path, entry, {**entry, "drops_unit": "nats"})))
 
 
+def test_a_reward_of_the_runs_threshold_is_correct_unless_the_file_says_itself(tmp_path) -> None:
+    write(tmp_path, *({"tokens": [], "reward": reward} for reward in (0.4, 0.5, 0.9)), {"tokens": [], "correct": True})
+    for settings, options, correct in (
+        ("{}", {}, 3),
+        ("correct_threshold: 0.9", {}, 2),
+        ("", {"correct_threshold": 0.4}, 4),
+    ):
+        (tmp_path / "config.yaml").write_text(settings)
+        tables = json.loads((write_analysis(tmp_path, **options) / "analysis.json").read_text("utf-8"))
+        assert dict(tables["overview"]["rows"])["correct"] == correct
+    (tmp_path / "config.yaml").write_text("correct_threshold: high")
+    with pytest.raises(ValueError, match="correct_threshold must be a number, got 'high'"):
+        write_analysis(tmp_path)
+
+
 def test_rounding_counts_neither_for_nor_against_a_span() -> None:
     assert classes_of(np.array([-2e-3, -1e-3, 0, 1e-3, 2e-3]), 1e-3)[0] == [
         "low", "no effect", "no effect", "no effect", "distractor",
