@@ -20,6 +20,7 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e9ebee; --paper: #15181c; --line: #3d444d; --soft: #a3abb5;
   --warm: 230 112 16; --cool: 62 138 232; --mark: #c79bff; } }
 * { box-sizing: border-box; }
+html { scroll-padding-bottom: 6rem; }
 body { margin: 0 auto; padding: 1rem clamp(.75rem, 2vw, 2rem) 6rem; max-width: 110rem; background: var(--paper);
   color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.4rem; margin: .2rem 0; } h2 { font-size: 1.05rem; margin: 0; }
@@ -35,7 +36,7 @@ figcaption { display: flex; flex-wrap: wrap; gap: .1rem .8rem; align-items: cent
 .tokens span { unicode-bidi: isolate; border-radius: 2px; }
 .tokens .answer { border-bottom: 3px solid var(--mark); }
 .tokens .none { color: var(--soft); }
-.tokens .sign { color: var(--soft); font-size: .85em; }
+.tokens .sign { opacity: .65; font-size: .85em; font-weight: normal; }
 .tokens span.here, .tokens span:hover { outline: 2px solid var(--ink); outline-offset: 0; }
 :focus-visible { outline: 3px solid var(--mark); outline-offset: 1px; }
 table { border-collapse: collapse; font-size: .9rem; } .wide { overflow-x: auto; max-width: 100%; }
@@ -63,7 +64,7 @@ function show(block, index) {
     parts.push(other.getAttribute('aria-label') + ' ' + found.title);
   }
   const text = '\\u2068' + token(block, index).textContent + '\\u2069';
-  reading.textContent = 'Token ' + index + ' ' + text + ': ' + parts.join(' \\u00b7 ');
+  reading.textContent = 'Token ' + index + ' \\u201c' + text + '\\u201d: ' + parts.join(' \\u00b7 ');
   current = [block, index];
 }
 for (const block of document.querySelectorAll('.tokens')) {
