@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .answer_text import AnswerFormat, check_answer_options
 from .estimators import ESTIMATORS, CreditBatch, Estimator, EstimatorKind, Importances, masking
+from .outcomes import OUTCOMES
 from .reshaping import (
     Reshape,
     bilevel_weights,
@@ -30,7 +31,6 @@ from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
 from .spans import Detector, Reasoning, Span, checked_span_options, find_reasoning
 
 UNITS = ("spans", "tokens")
-OUTCOMES = ("logprob", "mean_logprob", "last", "mean")
 RESHAPINGS = ("range", "bilevel", "top", "identity")
 
 

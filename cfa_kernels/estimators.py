@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .gradient_saliency import gradient_saliency
 from .group_credit import ktae_values, prefix_tree_values, sibling_edits
+from .outcomes import Outcome
 from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
 from .spans import Span
 
@@ -98,7 +99,7 @@ class EstimatorKind(NamedTuple):
     options: tuple[str, ...] = ()  # fields of the configuration that it takes
 
 
-def masking(model: nn.Module, batch: CreditBatch, *, outcome: str = "logprob") -> Importances:
+def masking(model: nn.Module, batch: CreditBatch, *, outcome: Outcome = "logprob") -> Importances:
     """Mask each unit and see how the answer's probability moves (CF paper, eq. 3; OAR paper's OAR-P for one token)."""
     options: dict[str, Any] = {} if outcome == "logprob" else {"outcome": outcome}  # a host's scorer may know one
     scores = batch.score(
@@ -111,7 +112,7 @@ def masking(model: nn.Module, batch: CreditBatch, *, outcome: str = "logprob") -
 
 
 def gradient(
-    model: nn.Module, batch: CreditBatch, *, outcome: str = "mean", sigma: float = 1e-3, samples: int = 1
+    model: nn.Module, batch: CreditBatch, *, outcome: Outcome = "mean", sigma: float = 1e-3, samples: int = 1
 ) -> Importances:
     """Gradient of the outcome's change under noise, times the embeddings (OAR paper, OAR-G)."""
     values, work = gradient_saliency(

@@ -14,7 +14,6 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from .hf import (
@@ -28,15 +27,14 @@ from .hf import (
     vocab_size,
 )
 from .ops.upload import upload
+from .outcomes import DIVERGENCES, Outcome, checked_outcome, row_means
 from .packed_model import last_layer_on_rows, packed_hidden, tree_attention_mode
 from .proof import prove_supported
 from .scoring import ScoringWork, checked_rows
 from .spans import Span
 from .token_rows import check_columns, checked_ids, equal_prompts_together
-from .tree import Pack, Query, pack_units
+from .tree import Pack, Query, lay_out
 
-_DIVERGENCES = ("last", "mean")
-_LOGPROBS = ("mean_logprob", "logprob")
 # Logits of outcomes held at once, in elements; some four tensors of this size live together.
 _MOST_LOGITS = 1 << 24
 
@@ -48,7 +46,7 @@ def gradient_saliency(
     units: Sequence[Sequence[Span]],
     answers: Sequence[Span | None],
     *,
-    outcome: str = "mean",
+    outcome: Outcome = "mean",
     sigma: float = 1e-3,
     samples: int = 1,
     generator: torch.Generator | None = None,
@@ -106,7 +104,7 @@ def gradient_saliency(
     _check_options(outcome, sigma, samples, generator)
     seed = _seed(generator)
     if sigma == 0:
-        ask = _Ask("mean_logprob" if outcome in _DIVERGENCES else outcome, 0.0, 1, seed)
+        ask = _Ask("mean_logprob" if outcome in DIVERGENCES else outcome, 0.0, 1, seed)
     else:
         ask = _Ask(outcome, float(sigma), samples, seed)
     rows = _checked(causal, prompts, completions, units, answers, ask.outcome)
@@ -115,22 +113,22 @@ def gradient_saliency(
     lengths = [len(rows[b].prompt) + len(rows[b].completion) for b in order]
     head = _widened(prove_supported(causal))
     tokens = [np.zeros(0)] * len(rows)
-    work: list[ScoringWork] = []
+    work = ScoringWork(0, 0, 0, 0)
     with torch.inference_mode(False), tree_attention_mode(causal), _frozen(causal):
         if token_budget is None:
             budget = default_token_budget(causal, training=True)
         else:
             budget = rows_per_forward(causal, token_budget)
         for part in apart_by_length(causal, queries, lengths, order):
-            for pack in pack_units(part, budget):
+            for pack in lay_out(part, budget):
                 members = [order[i] for i in pack.units if part[i]]
                 saliency = _PackSaliency(causal, head, pack, [rows[b] for b in members], ask)
                 for b, found in zip(members, saliency.run(), strict=True):
                     if not np.isfinite(found).all():
                         raise FloatingPointError(f"completions row {b}: the model gave a gradient that is not finite")
                     tokens[b] = found
-                work.append(saliency.work)
-    return [row.importances(found) for row, found in zip(rows, tokens, strict=True)], _summed(work)
+                work += saliency.work
+    return [row.importances(found) for row, found in zip(rows, tokens, strict=True)], work
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ class _Ask:
     @property
     def diverges(self) -> bool:
         """Whether J is a KL, which needs the clean distribution; the gradient of a difference does not."""
-        return self.outcome in _DIVERGENCES
+        return self.outcome in DIVERGENCES
 
 
 @dataclass(frozen=True)
@@ -186,18 +184,8 @@ class _Row:
         return torch.from_numpy(sums).float()
 
 
-def _summed(work: Sequence[ScoringWork]) -> ScoringWork:
-    return ScoringWork(
-        forwards=sum(one.forwards for one in work),
-        tokens_fed=sum(one.tokens_fed for one in work),
-        tokens_unshared=sum(one.tokens_unshared for one in work),
-        head_rows=sum(one.head_rows for one in work),
-    )
-
-
 def _check_options(outcome: str, sigma: float, samples: int, generator: torch.Generator | None) -> None:
-    if outcome not in _DIVERGENCES + _LOGPROBS:
-        raise ValueError(f"outcome must be one of {', '.join(_DIVERGENCES + _LOGPROBS)}, got {outcome!r}")
+    checked_outcome(outcome)
     if isinstance(sigma, bool) or not isinstance(sigma, (int, float)) or not 0 <= sigma < math.inf:
         raise ValueError(f"sigma must be a finite number, at least 0, got {sigma!r}")
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
@@ -363,10 +351,11 @@ def _divergence_by_rows(clean: Tensor, noisy: Tensor, sizes: Sequence[int], head
         while i + len(taken) < len(sizes) and sum(taken) + sizes[i + len(taken)] <= most:
             taken.append(sizes[i + len(taken)])
         rows = slice(start, start + sum(taken))
+        (counts,) = upload([np.array(taken)], head.weight.device)
         with torch.no_grad():
-            expected = _outcome_logits(clean[rows].to(head.weight), taken, head).softmax(-1)
+            expected = _outcome_logits(clean[rows].to(head.weight), counts, head).softmax(-1)
         leaf = noisy[rows].to(head.weight, copy=True).requires_grad_()
-        logits = _outcome_logits(leaf, taken, head)
+        logits = _outcome_logits(leaf, counts, head)
         # The KL's gradient by the logits, where it is a small difference of what two forwards gave.
         by_logits = logits.detach().softmax(-1) - expected
         found.append(torch.autograd.grad(logits, leaf, by_logits)[0])
@@ -374,16 +363,11 @@ def _divergence_by_rows(clean: Tensor, noisy: Tensor, sizes: Sequence[int], head
     return torch.cat(found)
 
 
-def _outcome_logits(rows: Tensor, sizes: Sequence[int], head: Head) -> Tensor:
-    """(B, V) mean logits of B outcomes that are decided by so many `rows` (R, H) each."""
-
-    def mean(values: Tensor) -> Tensor:
-        return torch.segment_reduce(values, "mean", lengths=torch.tensor(sizes, device=values.device), axis=0)
-
+def _outcome_logits(rows: Tensor, counts: Tensor, head: Head) -> Tensor:
+    """(B, V) mean logits of B outcomes that are decided by `counts` (B,) of the `rows` (R, H) each."""
     if head.softcap is None:  # a linear head takes the mean of its inputs to the mean of its outputs
-        return head.logit_scale * functional.linear(mean(rows), head.weight, head.bias)
-    logits = head.logit_scale * functional.linear(rows, head.weight, head.bias)
-    return mean(head.softcap * torch.tanh(logits / head.softcap))
+        return head.logits(row_means(rows, counts))
+    return row_means(head.logits(rows), counts)
 
 
 class _EmbeddingTap:

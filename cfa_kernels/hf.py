@@ -70,6 +70,11 @@ class Head:
         """What `linear_logprob` and `linear_policy_loss` must know beside the weight."""
         return {"bias": self.bias, "softcap": self.softcap, "logit_scale": self.logit_scale}
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(R, V) logits of `hidden` (R, H), differentiable."""
+        logits = self.logit_scale * nn.functional.linear(hidden, self.weight, self.bias)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
         """Log-probs of `targets` (R,) given `hidden` (R, H), fp32, in nats."""
         return linear_logprob(hidden, self.weight, targets, temperature=temperature, **self.options)

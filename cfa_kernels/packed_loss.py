@@ -26,22 +26,20 @@ from .hf import (
 from .losses import contributing_rows, linear_policy_loss
 from .ops.linear_logprob import linear_logprob
 from .ops.upload import upload
-from .packed_model import (
-    KeyValueStore,
-    pack_logprobs,
-    packed_hidden,
-    query_logprobs,
-    tree_attention_mode,
-    tree_training_mode,
-)
+from .outcomes import Outcome, OutcomeReader
+from .packed_model import KeyValueStore, pack_states, packed_hidden, tree_attention_mode, tree_training_mode
 from .proof import prove_trainable
 from .recurrent import has_cells
 from .scoring import (
     CounterfactualScores,
-    ScoringWork,
+    Read,
+    ScoringOptions,
+    ScoringPlan,
     checked_rows,
     collect_scores,
+    gather,
     queries_of,
+    read_pack,
     score_counterfactuals,
 )
 from .spans import Span
@@ -296,6 +294,7 @@ class PackedForward:
         *,
         placeholder_id: int,
         token_budget: int | None = None,
+        outcome: Outcome = "logprob",
     ) -> CounterfactualScores:
         """`score_counterfactuals` of the same rows, from the hidden states and keys and values of this forward.
 
@@ -306,41 +305,28 @@ class PackedForward:
         Raises:
             ValueError: bad input, as there; a row with an answer that was not fed; states that were not kept.
         """
+        options = ScoringOptions(placeholder_id, token_budget, outcome)
         if has_cells(self.causal) or rope_lengths(self.causal)[0]:
             prompts, completions = zip(*(map(torch.from_numpy, row) for row in self.rows), strict=True)
-            return score_counterfactuals(
-                self.causal, prompts, completions, spans, answers, placeholder_id=placeholder_id,
-                token_budget=token_budget,
-            )  # fmt: skip
+            return score_counterfactuals(self.causal, prompts, completions, spans, answers, **vars(options))
         rows = checked_rows(self.causal, self.rows, spans, answers, placeholder_id)
         budget = rows_per_forward(self.causal, token_budget)
-        units = [queries_of(row, placeholder_id, logprobs=False) for row in rows]
-        for b, (unit, count) in enumerate(zip(units, self.counts, strict=True)):
+        plan = ScoringPlan(list(range(len(rows))), [queries_of(row, options) for row in rows], rows)
+        for b, (unit, count) in enumerate(zip(plan.units, self.counts, strict=True)):
             if unit and not count:
                 raise ValueError(f"answers row {b}: its completion was not fed (needed[{b}] was 0)")
         if any(one.store is None for one in self.fed):
             raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
-        done, found = list[Pack](), list[Tensor]()
+        reader, read = OutcomeReader(self.head), list[Read]()
         with torch.no_grad(), tree_attention_mode(self.causal):
             for one in self.fed:
-                queries = [query for b in one.members for query in units[b]]
-                for pack in continue_pack(one.pack, queries, budget):
-                    found.append(
-                        pack_logprobs(self.causal, self.head, pack, store=one.store, earlier=one.hidden.detach())
-                    )
-                    done.append(pack)
-        work = ScoringWork(
-            forwards=len([pack for pack in done if pack.num_tokens]),
-            tokens_fed=sum(pack.num_tokens for pack in done),
-            tokens_unshared=sum(len(query.tokens) for unit in units for query in unit),
-            head_rows=sum(len(pack.rows) for pack in done),
-        )
-        fed = [b for one in self.fed for b in one.members]
-        order = [*fed, *sorted(set(range(len(rows))) - set(fed))]
-        return collect_scores(
-            query_logprobs(done, found), [rows[b] for b in order], [units[b] for b in order], order,
-            logprobs=False, work=work,
-        )  # fmt: skip
+                numbers = [n for b in one.members for n in plan.numbers[b]]
+                hidden = one.hidden.detach()
+                for pack in continue_pack(one.pack, [plan.queries[n] for n in numbers], budget):
+                    states = pack_states(self.causal, self.head, pack, store=one.store, earlier=hidden)
+                    read.append(read_pack(reader, plan, pack, [numbers[i] for i in pack.units], states))
+        values, work = gather(plan, read)
+        return collect_scores(values, plan, options, work)
 
     def scorer(self) -> Callable[..., CounterfactualScores]:
         """`score` as a function with the arguments of `score_counterfactuals`, for some of the rows of this forward.
@@ -355,10 +341,9 @@ class PackedForward:
             spans: Sequence[Sequence[Span]],
             answers: Sequence[Span | None],
             *,
-            placeholder_id: int,
-            token_budget: int | None = None,
             logprobs: bool = False,
             temperature: float = 1.0,
+            **options: Any,
         ) -> CounterfactualScores:
             if logprobs:
                 raise ValueError("logprobs: a forward hands out its own, by PackedForward.logprobs")
@@ -367,7 +352,7 @@ class PackedForward:
             all_answers: list[Span | None] = [None] * len(self.rows)
             for b, given, answer in zip(chosen, spans, answers, strict=True):
                 all_spans[b], all_answers[b] = given, answer
-            found = self.score(all_spans, all_answers, placeholder_id=placeholder_id, token_budget=token_budget)
+            found = self.score(all_spans, all_answers, **options)
             masked, drop = ([column[b] for b in chosen] for column in (found.masked, found.drop))
             return CounterfactualScores(found.base[chosen], masked, drop, None, found.work)
 

@@ -3,11 +3,11 @@
 Whether a model computes the same this way as by itself is shown once, by `proof.py`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -226,6 +226,14 @@ def tree_training_mode(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
+class HeadRows(NamedTuple):
+    """What the head reads of a pack, on the head's device."""
+
+    states: Tensor  # (R, H) hidden states, in the head's dtype
+    targets: Tensor  # (R,) int64
+    num_tempered: int = 0  # the last so many of the R are wanted at the sampling temperature
+
+
 @dataclass(frozen=True)
 class _Staged:
     """The index arrays of a pack on the model's device, sent there by one copy before its forward is launched.
@@ -265,19 +273,20 @@ def _stage(model: PreTrainedModel, pack: Pack) -> _Staged:
 
 
 def packed_hidden(
-    model: PreTrainedModel, pack: Pack, *, attended: list[str] | None = None, store: KeyValueStore | None = None
+    model: PreTrainedModel,
+    pack: Pack,
+    *,
+    staged: _Staged | None = None,
+    attended: list[str] | None = None,
+    store: KeyValueStore | None = None,
 ) -> Tensor:
     """Hidden states (N, H) of the rows that a pack feeds, as the head takes them, by one forward.
 
-    Call with tree attention set. `attended` collects the name of every attention layer that ran. `store` takes the
-    keys and values of a pack's rows, or gives those of the rows before the pack's first one.
+    Call with tree attention set. `staged` is the pack's index arrays where they are on the device already. `attended`
+    collects the name of every attention layer that ran. `store` takes the keys and values of a pack's rows, or gives
+    those of the rows before the pack's first one.
     """
-    return _hidden(model, pack, _stage(model, pack), attended, store)
-
-
-def _hidden(
-    model: PreTrainedModel, pack: Pack, staged: _Staged, attended: list[str] | None, store: KeyValueStore | None
-) -> Tensor:
+    staged = staged or _stage(model, pack)
     if (most := largest_forward(model)) is not None and pack.table.num_rows > most:
         raise NotImplementedError(
             f"model: {type(model).__name__} scales queries by their place in a forward of more than {most} rows, and a "
@@ -311,17 +320,16 @@ def _tree_attention_until_backward_ends(model: PreTrainedModel) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(stack.close)  # type: ignore[attr-defined]
 
 
-def pack_logprobs(
+def pack_states(
     model: PreTrainedModel,
     head: Head,
     pack: Pack,
-    temperature: float = 1.0,
     *,
     attended: list[str] | None = None,
     store: KeyValueStore | None = None,
     earlier: Tensor | None = None,
-) -> Tensor:
-    """Log-prob of every target of `pack`, (R,) fp32, by one forward; the tempered ones at `temperature`.
+) -> HeadRows:
+    """The rows of `pack` that have a target, by one forward.
 
     Call inside `tree_attention_mode`, with the `head` that was proven. A pack that continues another takes that
     one's `store` and hidden states (N, H), `earlier`.
@@ -334,26 +342,21 @@ def pack_logprobs(
         parts.append(earlier.index_select(0, staged.before.to(earlier.device)).to(head.weight))
     if pack.num_tokens:
         with last_layer_on_rows(model, staged.last):
-            hidden = _hidden(model, pack, staged, attended, store)
+            hidden = packed_hidden(model, pack, staged=staged, attended=attended, store=store)
         parts.append(hidden.index_select(0, staged.own.to(hidden.device)).to(head.weight))
-    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+    states = parts[0] if len(parts) == 1 else torch.cat(parts)
     if staged.order is not None:
-        rows = rows.index_select(0, staged.order.to(device))
-    targets, plain = staged.targets.to(device), len(pack.rows) - pack.num_tempered
-    asked = [(rows[:plain], targets[:plain], 1.0), (rows[plain:], targets[plain:], temperature)]
-    return torch.cat([head.logprobs(*part) for part in asked if len(part[0])])
+        states = states.index_select(0, staged.order.to(device))
+    return HeadRows(states, staged.targets.to(device), pack.num_tempered)
 
 
-def query_logprobs(packs: Sequence[Pack], found: Sequence[Tensor]) -> Tensor:
-    """Log-probs of the targets of all queries, pack after pack, on the host, by one copy: it waits for the device.
-
-    `found` is what `pack_logprobs` gave for each of `packs`.
-    """
-    if not packs:
-        return torch.zeros(0)
-    ends = np.cumsum([len(pack.rows) for pack in packs])
-    index = [pack.query_index + end - len(pack.rows) for pack, end in zip(packs, ends, strict=True)]
-    return torch.cat(list(found)).cpu()[torch.from_numpy(np.concatenate(index))]
+def target_logprobs(head: Head, rows: HeadRows, temperature: float = 1.0) -> Tensor:
+    """Log-probs (R,) fp32 of the targets of `rows`, of the tempered ones at `temperature`."""
+    if not rows.num_tempered:
+        return head.logprobs(rows.states, rows.targets)
+    plain = len(rows.targets) - rows.num_tempered
+    first = head.logprobs(rows.states[:plain], rows.targets[:plain])
+    return torch.cat([first, head.logprobs(rows.states[plain:], rows.targets[plain:], temperature)])
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from .hf import (
     read_head,
     vocab_size,
 )
-from .packed_model import ATTENTION, pack_logprobs
+from .packed_model import ATTENTION, pack_states, target_logprobs
 from .recurrent import has_cells
 from .tree import Query, pack_units
 
@@ -186,7 +186,8 @@ def _prove_tree(model: PreTrainedModel, training: bool = False) -> None:
         try:
             with attention_implementation(model, ATTENTION):
                 attended.clear()
-                ours = pack_logprobs(model, replace(head, weight=head.weight * factor), pack, attended=attended)
+                probed = replace(head, weight=head.weight * factor)
+                ours = target_logprobs(probed, pack_states(model, probed, pack, attended=attended))
         except torch.OutOfMemoryError:
             raise
         except NotImplementedError as error:

@@ -19,7 +19,8 @@ class Query:
 
     `targets[i]` is the token predicted at position `first + i`; `tokens` ends at or after the last such
     position, so the last target itself need not be fed. `tempered` asks for log-probs at the sampling temperature
-    instead of at 1.
+    instead of at 1. `divergence` asks for one number instead: how far the outcome over the rows of those positions is
+    from that of the row's first such query (`outcomes.py`).
     """
 
     tokens: np.ndarray  # (L,) int64
@@ -27,7 +28,18 @@ class Query:
     targets: np.ndarray  # (A,) int64
     tempered: bool = False
     beyond: np.ndarray | None = None  # tokens that may be fed after these, where a model needs a longer sequence
+    divergence: bool = False
     alone_from: int | None = None  # from this position on, its rows are its own even where another's are equal
+
+    @property
+    def num_values(self) -> int:
+        """How many numbers are read for it."""
+        return 1 if self.divergence else len(self.targets)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence, with those beyond."""
+        return len(self.tokens) + (0 if self.beyond is None else len(self.beyond))
 
     def fed_to(self, length: int) -> "Query":
         """The same, fed up to `length` tokens at least, as far as there are some."""
@@ -63,10 +75,6 @@ class Pack:
     def num_tokens(self) -> int:
         """Rows fed."""
         return len(self.input_ids)
-
-    def moved(self, shift: int) -> "Pack":
-        """The same pack of units that are numbered `shift` higher."""
-        return replace(self, units=range(self.units.start + shift, self.units.stop + shift))
 
 
 @dataclass
@@ -128,6 +136,16 @@ class PrefixTree:
         self.num_tokens += len(own)
         return len(self._segments) - 1
 
+    def insert_within(self, queries: Sequence[Query], most: int) -> list[np.ndarray] | None:
+        """Add the sequences of all `queries`, or of none, and return None, if that makes more than `most` rows."""
+        mark, rows_of = self.checkpoint(), []
+        for query in queries:
+            rows_of.append(self.insert(query.tokens, query.alone_from))
+            if self.num_tokens > most:
+                self.rollback(mark)
+                return None
+        return rows_of
+
     def checkpoint(self) -> int:
         """A mark to `rollback` to."""
         return len(self._segments)
@@ -172,6 +190,28 @@ def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int((a[:n] != b[:n]).argmax()) or n
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What the packs that a model is fed keep to.
+
+    Attributes:
+        token_budget: most tokens of a pack; a sequence that alone is over it gets a pack of its own.
+        continues: whether a pack may continue the rows of an earlier one, by its keys and values.
+        most_rows: most rows of a pack and the one that it continues together; None for any number.
+
+    Raises:
+        ValueError: a token budget below one.
+    """
+
+    token_budget: int
+    continues: bool = True
+    most_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.token_budget < 1:
+            raise ValueError(f"token_budget must be at least 1, got {self.token_budget}")
+
+
 def pack_units(units: Sequence[Sequence[Query]], token_budget: int) -> list[Pack]:
     """Cut `units` into packs of at most `token_budget` fed tokens each, in order.
 
@@ -186,24 +226,93 @@ def pack_units(units: Sequence[Sequence[Query]], token_budget: int) -> list[Pack
 
 def lay_out(units: Sequence[Sequence[Query]], token_budget: int) -> Iterator[Pack]:
     """`pack_units`, each pack made when it is asked for: while a device runs the one before."""
-    if token_budget < 1:
-        raise ValueError(f"token_budget must be at least 1, got {token_budget}")
-    return _packs(units, token_budget)
+    return (_whole(units, *cut) for cut in _cut(units, Limits(token_budget)))
 
 
-def _packs(units: Sequence[Sequence[Query]], token_budget: int) -> Iterator[Pack]:
-    rows_of: list[np.ndarray] = []
-    tree, start = PrefixTree(), 0
+def _cut(
+    units: Sequence[Sequence[Query]], limits: Limits
+) -> Iterator[tuple[range, PrefixTree, list[np.ndarray] | None]]:
+    """Neighbouring units that fit in a pack with their tree and rows; one that alone does not fit with neither."""
+    tree, rows_of, start = PrefixTree(), list[np.ndarray](), 0
     for i, unit in enumerate(units):
-        mark, known = tree.checkpoint(), len(rows_of)
-        rows_of += [tree.insert(query.tokens, query.alone_from) for query in unit]
-        if tree.num_tokens > token_budget and mark > 0:
-            tree.rollback(mark)
-            yield _finish(tree, units, range(start, i), rows_of[:known])
-            tree, start = PrefixTree(), i
-            rows_of = [tree.insert(query.tokens, query.alone_from) for query in unit]
+        rows = tree.insert_within(unit, limits.token_budget)
+        if rows is None and tree.num_tokens:
+            yield range(start, i), tree, rows_of
+            tree, rows_of, start = PrefixTree(), [], i
+            rows = tree.insert_within(unit, limits.token_budget)
+        if rows is None:
+            yield range(start, i + 1), tree, None
+            start = i + 1
+        else:
+            rows_of += rows
     if tree.num_tokens:
-        yield _finish(tree, units, range(start, len(units)), rows_of)
+        yield range(start, len(units)), tree, rows_of
+
+
+def _whole(
+    units: Sequence[Sequence[Query]], covered: range, tree: PrefixTree, rows_of: list[np.ndarray] | None
+) -> Pack:
+    """One pack of all that `_cut` found, also where it does not fit."""
+    queries = [query for i in covered for query in units[i]]
+    if rows_of is None:
+        tree = PrefixTree()
+        rows_of = [tree.insert(query.tokens, query.alone_from) for query in queries]
+    return _finish(tree, rows_of, queries, covered)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A pack of some units; or, for one that does not fit, a pack of its longest sequence and those that continue it.
+
+    Queries are known by their numbers in a list that all chains share.
+    """
+
+    first: Pack  # answers all queries, or none if others continue it
+    units: list[Sequence[int]]  # the queries of each of its units
+    limits: Limits
+    continued: bool
+
+    def packs(self, queries: Sequence[Query]) -> Iterator[tuple[Pack, list[int]]]:
+        """Every pack with the numbers of the queries that it answers, in order, made when it is asked for."""
+        numbers = [n for unit in self.units for n in unit]
+        yield self.first, [] if self.continued else numbers
+        if self.continued:
+            budget, most = self.limits.token_budget, self.limits.most_rows
+            if most is not None:
+                budget = max(min(budget, most - self.first.num_tokens), 1)
+            for pack in continue_pack(self.first, [queries[n] for n in numbers], budget):
+                yield pack, [numbers[i] for i in pack.units]
+
+
+def chain_units(queries: Sequence[Query], units: Sequence[Sequence[int]], limits: Limits) -> Iterator[Chain]:
+    """Cut units of queries, given by number, into chains of packs, in order, each made when it is asked for.
+
+    Units share packs as in `pack_units`. One that alone is over the budget is split: its longest sequence is fed first,
+    and what leaves that one goes into packs that continue its rows, so nothing is fed twice; where no pack may continue
+    another, each feeds what its queries have in common again. Queries are answered in their order.
+    """
+    for covered, tree, rows_of in _cut([[queries[n] for n in unit] for unit in units], limits):
+        inside = [units[i] for i in covered]
+        asked = [queries[n] for unit in inside for n in unit]
+        if rows_of is not None:
+            yield Chain(_finish(tree, rows_of, asked, covered), inside, limits, continued=False)
+        elif limits.continues:
+            yield _continued(asked, inside, covered, limits)
+        else:
+            numbers = [n for unit in inside for n in unit]
+            for pack in lay_out([[query] for query in asked], limits.token_budget):
+                yield Chain(pack, [[numbers[i] for i in pack.units]], limits, continued=False)
+
+
+def _continued(asked: Sequence[Query], units: list[Sequence[int]], covered: range, limits: Limits) -> Chain:
+    """A chain that begins with the longest sequence; of that pack alone if all others lie on it."""
+    tree, longest = PrefixTree(), max(asked, key=lambda query: len(query.tokens))
+    rows = tree.insert(longest.tokens)
+    rows_of = tree.insert_within(asked, tree.num_tokens)
+    if rows_of is not None:
+        return Chain(_finish(tree, rows_of, asked, covered), units, limits, continued=False)
+    silent = replace(longest, targets=longest.targets[:0])
+    return Chain(_finish(tree, [rows], [silent], covered), units, limits, continued=True)
 
 
 def continue_pack(pack: Pack, queries: Sequence[Query], token_budget: int) -> Iterator[Pack]:
@@ -212,27 +321,25 @@ def continue_pack(pack: Pack, queries: Sequence[Query], token_budget: int) -> It
     A query that is over the budget by itself gets a pack of its own. `units` of the result counts queries. Each is
     made when it is asked for.
     """
-    start, mark = 0, pack.tree.checkpoint()
+    tree, start = pack.tree, 0
+    mark, fed = tree.checkpoint(), tree.num_tokens
     while start < len(queries):
-        rows_of, stop = list[np.ndarray](), start
+        rows_of, stop = [tree.insert(queries[start].tokens, queries[start].alone_from)], start + 1
         while stop < len(queries):
-            before = pack.tree.checkpoint()
-            rows = pack.tree.insert(queries[stop].tokens, queries[stop].alone_from)
-            if stop > start and pack.tree.num_tokens - len(pack.input_ids) > token_budget:
-                pack.tree.rollback(before)
+            rows = tree.insert_within(queries[stop : stop + 1], fed + token_budget)
+            if rows is None:
                 break
-            rows_of.append(rows)
+            rows_of += rows
             stop += 1
-        made = _finish(pack.tree, [[q] for q in queries], range(start, stop), rows_of, len(pack.input_ids))
-        pack.tree.rollback(mark)
-        start = stop
+        made = _finish(tree, rows_of, queries[start:stop], range(start, stop), fed)
+        tree.rollback(mark)
         yield made
+        start = stop
 
 
 def _finish(
-    tree: PrefixTree, units: Sequence[Sequence[Query]], covered: range, rows_of: list[np.ndarray], first_row: int = 0
+    tree: PrefixTree, rows_of: list[np.ndarray], queries: Sequence[Query], covered: range, first_row: int = 0
 ) -> Pack:
-    queries = [query for i in covered for query in units[i]]
     wanted = [rows[q.first : q.first + len(q.targets)] for rows, q in zip(rows_of, queries, strict=True)]
     rows = np.concatenate(wanted).astype(np.int64)
     targets = np.concatenate([query.targets for query in queries])

@@ -129,6 +129,14 @@ def test_every_letter_and_digit_of_a_real_program_is_in_one_unit(module: str) ->
     assert {line.strip() for line in outside.split("\n")} <= {"", ";"}
 
 
+@pytest.mark.parametrize("change", [lambda line: line + "\r", lambda line: "   " + line if line else line])
+def test_a_real_program_has_the_same_units_with_other_line_ends_and_indented_as_a_whole(change: object) -> None:
+    code = (Path(cfa_kernels.__file__).parent / "code_text.py").read_text(encoding="utf-8")
+    changed = "\n".join(map(change, code.split("\n")))
+    for found, expected in zip(units(fenced(changed)), units(fenced(code)), strict=True):
+        assert ["".join(unit.split()) for unit in found] == ["".join(unit.split()) for unit in expected]
+
+
 PIECES = [
     "```python\n", "```\n", "\n", "\r\n", "\r", "\x0c", "\x00", "\ud800", "    ", "\t", "x = 1", "; ", "é🦆", "# why",
     "'''", '"a"', "def f(x):", "if x:", "elif y:", "else:", "try:", "match x:", "case 1:", "@a", "lambda: 0", "(", "]",

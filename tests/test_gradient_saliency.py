@@ -348,7 +348,7 @@ def test_bad_rows_are_refused_by_argument_row_and_value(data, message):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"outcome": "first"}, "outcome must be one of last, mean, mean_logprob, logprob, got 'first'"),
+        ({"outcome": "first"}, "outcome must be one of logprob, mean_logprob, last, mean, got 'first'"),
         ({"sigma": -1e-3}, "sigma must be a finite number, at least 0, got -0.001"),
         ({"sigma": float("nan")}, "sigma must be a finite number, at least 0, got nan"),
         ({"samples": 0}, "samples must be a whole number, at least 1, got 0"),

@@ -10,12 +10,16 @@ from tests.models import PLACEHOLDER, batch, make_model
 from tests.waits import DEVICE, Waits, a_device, put_on_device
 
 
-@pytest.fixture
-def model():
-    """On no device yet, and proven, which looks at results by its nature."""
-    made = make_model("Qwen3")
+def proven(name, **options):
+    """A model on no device yet, and proven, which looks at results by its nature."""
+    made = make_model(name, **options)
     prove_trainable(made)
     return made
+
+
+@pytest.fixture
+def model():
+    return proven("Qwen3")
 
 
 def assert_waits(waits: Waits, *causes: str) -> None:
@@ -38,6 +42,7 @@ def assert_waits(waits: Waits, *causes: str) -> None:
         (lambda x: torch.ones(2).pin_memory().to(x.device), "blocking upload"),
         (lambda x: torch.tensor([1.0], device=x.device), "blocking upload"),
         (lambda x: x.unique(), "aten::_unique2"),
+        (lambda x: torch.segment_reduce(x, "mean", lengths=x.new_ones(3, dtype=torch.int64)), "aten::segment_reduce"),
         (lambda x: torch.empty(3).copy_(x), "download by copy_"),
     ],
 )
@@ -60,17 +65,22 @@ def test_what_is_left_to_the_device_is_none():
             y + torch.ones(4)
 
 
-@pytest.mark.parametrize("budget", [1, 120])
-def test_scoring_looks_once_however_many_packs_there_are(model, budget):
-    arguments, options = batch(), {"placeholder_id": PLACEHOLDER, "token_budget": budget, "logprobs": True}
-    expected = score_counterfactuals(model, *arguments, **options)
+@pytest.mark.parametrize("budget", [1, 60])  # completions, and completions with their branches, that are over it
+@pytest.mark.parametrize(  # under a cap, a divergence takes the logits themselves
+    ("outcome", "softcap"), [("logprob", None), ("mean", None), ("mean", 4.0)]
+)
+def test_scoring_looks_once_however_many_packs_there_are(outcome, softcap, budget):
+    model = proven("Gemma2", final_logit_softcapping=softcap)
+    options = {"placeholder_id": PLACEHOLDER, "token_budget": budget, "logprobs": True, "outcome": outcome}
+    expected = score_counterfactuals(model, *batch(), **options)
     with a_device() as waits:
-        scores = score_counterfactuals(put_on_device(model), *arguments, **options)
+        scores = score_counterfactuals(put_on_device(model), *batch(), **options)
         assert scores.work.forwards >= 4
         assert_waits(waits, "cpu")
     torch.testing.assert_close(scores.base, expected.base, rtol=0, atol=2e-5, equal_nan=True)
-    for ours, theirs in zip(scores.logprobs, expected.logprobs, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+    for column in ("drop", "logprobs"):
+        for ours, theirs in zip(getattr(scores, column), getattr(expected, column), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5, equal_nan=True)
 
 
 def test_a_training_forward_its_loss_and_backward_look_never_and_its_scores_once(model):
@@ -81,7 +91,8 @@ def test_a_training_forward_its_loss_and_backward_look_never_and_its_scores_once
         forward = packed_forward(model, prompts, completions, token_budget=120, keep_states=True)
         assert len(forward.fed) > 1
         assert_waits(waits)
-        assert forward.score(spans, answers, placeholder_id=PLACEHOLDER, token_budget=30).work.forwards > 3
+        options = {"placeholder_id": PLACEHOLDER, "token_budget": 30, "outcome": "mean"}
+        assert forward.score(spans, answers, **options).work.forwards > 3
         assert_waits(waits, "cpu")
         forward.policy_loss(loss_batch, compute_entropy=True).loss.backward(retain_graph=True)
         sum(row.sum() for row in forward.logprobs()).backward()

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -352,7 +351,7 @@ def test_the_gradient_of_a_shared_row_is_the_same_bits_every_time(threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        loss = (forward._hidden(np.full(4000, 3)) * factors).sum()
+        loss = (forward._hidden(torch.full((4000,), 3)) * factors).sum()
         first, *others = (torch.autograd.grad(loss, hidden, retain_graph=True)[0] for _ in range(20))
     finally:
         torch.set_num_threads(before)

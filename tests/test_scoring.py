@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import hf, packed_model, proof
+from cfa_kernels import hf, packed_model, proof, scoring
 from cfa_kernels.scoring import score_counterfactuals
 from cfa_kernels.spans import Span
 from tests.models import (
@@ -105,15 +105,19 @@ def test_scores_equal_naive_forwards_on_random_ragged_batches(qwen3, data):
 
 def count_tokens(monkeypatch):
     fed = []
-    forward = packed_model.pack_logprobs
-    monkeypatch.setattr(
-        "cfa_kernels.scoring.pack_logprobs",
-        lambda m, head, pack, *rest: fed.append(pack.num_tokens) or forward(m, head, pack, *rest),
-    )
+    forward = packed_model.packed_hidden
+
+    def counted(model, pack, **options):
+        fed.append(pack.num_tokens)
+        return forward(model, pack, **options)
+
+    for module in (packed_model, scoring):
+        monkeypatch.setattr(module, "packed_hidden", counted)
     return fed
 
 
 def test_equal_completions_and_branches_are_fed_once(qwen3, monkeypatch):
+    proof.prove_supported(qwen3)
     fed = count_tokens(monkeypatch)
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
     span, answer = Span(4, 8), Span(16, 19)
@@ -152,6 +156,7 @@ def test_the_last_layer_computes_its_output_and_mlp_for_answer_rows_alone(name):
 
 
 def test_nothing_is_computed_for_rows_without_an_answer(qwen3, monkeypatch):
+    proof.prove_supported(qwen3)
     fed = count_tokens(monkeypatch)
     scores = score_counterfactuals(qwen3, *([x] for x in (*tokens(5, 9), [Span(1, 2)], None)), placeholder_id=0)
     assert fed == []
@@ -214,15 +219,16 @@ def test_the_model_is_as_before_afterwards_also_after_an_exception(implementatio
 def test_a_pack_that_runs_out_of_memory_is_halved_and_the_result_is_the_same(qwen3, monkeypatch):
     data = batch()
     expected = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
-    forward, sizes = packed_model.pack_logprobs, []
+    forward, sizes = packed_model.packed_hidden, []
 
-    def small_device(model, head, pack, *rest):
+    def small_device(model, pack, **options):
         sizes.append(pack.num_tokens)
         if pack.num_tokens > 120:
             raise torch.OutOfMemoryError("pretend")
-        return forward(model, head, pack, *rest)
+        return forward(model, pack, **options)
 
-    monkeypatch.setattr("cfa_kernels.scoring.pack_logprobs", small_device)
+    for module in (packed_model, scoring):
+        monkeypatch.setattr(module, "packed_hidden", small_device)
     scores = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
     assert max(sizes) > 120 >= min(sizes)
     torch.testing.assert_close(scores.base, expected.base, rtol=0, atol=2e-5, equal_nan=True)
@@ -231,10 +237,12 @@ def test_a_pack_that_runs_out_of_memory_is_halved_and_the_result_is_the_same(qwe
 
 
 def test_one_completion_that_does_not_fit_in_memory_is_an_error(qwen3, monkeypatch):
-    def no_memory(*_):
+    def no_memory(*_, **__):
         raise torch.OutOfMemoryError("pretend")
 
-    monkeypatch.setattr("cfa_kernels.scoring.pack_logprobs", no_memory)
+    proof.prove_supported(qwen3)
+    for module in (packed_model, scoring):
+        monkeypatch.setattr(module, "packed_hidden", no_memory)
     with pytest.raises(torch.OutOfMemoryError, match="pretend"):
         score_counterfactuals(qwen3, *batch(), placeholder_id=PLACEHOLDER)
 

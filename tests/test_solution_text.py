@@ -194,6 +194,7 @@ def latex(text: str) -> list[list[str]]:
         (r"Let \(a + b\) be, $ c = d $ too. No $x$, \(y\).", ["c = d"], ["a + b"], [r"No $x$, \(y\)."]),
         (r"$n \equiv 1 \pmod{5}$, $\frac{1}{2}$, $-5$, $x^2$", [r"n \equiv 1 \pmod{5}"], [], []),
         (r"$a \ne b$, $\text{a = b}$, $(a)-1$, $x \in S$", [], [r"a \ne b", "(a)-1", r"x \in S"], []),
+        (r"$90^\circ$, $45^{\circ}$, $f \circ g$", [], [r"f \circ g"], []),
         (r"$\$5 + \$6 = \$11$ in all", [r"\$5 + \$6 = \$11"], [], []),
         (r"Then $16 - 7 =", ["16 - 7 ="], [], []),
         (r"Then \(16 - 7 =", ["16 - 7 ="], [], []),

@@ -26,7 +26,7 @@ DEVICE = torch.device("cuda", 0)
 # Operators whose kernels on a GPU copy a number to the host before they return.
 _WAIT_ALWAYS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
-    "aten::unique_consecutive", "aten::equal", "aten::is_nonzero", "aten::bincount", "aten::segment_reduce",
+    "aten::unique_consecutive", "aten::equal", "aten::is_nonzero", "aten::bincount",
 }  # fmt: skip
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _CPU_FORMS = {"row_softmax.py"}  # on a GPU a kernel runs in its place
@@ -127,7 +127,7 @@ class Waits(TorchDispatchMode):
             return found if kwargs.get("dtype") is None else OnDevice(found.inner.to(kwargs["dtype"]))
         if name == "aten::copy_" and len(ours) == 1:
             self.note("upload by copy_" if isinstance(args[0], OnDevice) else "download by copy_")
-        elif name in _WAIT_ALWAYS or (name == "aten::repeat_interleave" and kwargs.get("output_size") is None):
+        elif name in _WAIT_ALWAYS or _waits_by_its_options(func, args, kwargs):
             self.note(name)
         elif name in _INDEXING:
             for index in [x for x in args[1] if x is not None]:
@@ -147,6 +147,13 @@ class Waits(TorchDispatchMode):
             ]
             return written[0] if len(func._schema.returns) == 1 else tuple(written[: len(func._schema.returns)])
         return tree_map_only(Tensor, OnDevice, out)
+
+
+def _waits_by_its_options(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether this call looks at numbers: how many rows to make, lengths that it is to check."""
+    if func._schema.name == "aten::repeat_interleave":
+        return kwargs.get("output_size") is None
+    return func._schema.name == "aten::segment_reduce" and not kwargs.get("unsafe")
 
 
 def _run_op(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -171,6 +171,7 @@ class Report:
             "reward": result.rewards[b].item(),
             "advantage": result.advantages[b].item(),
             "truncated": bool(result.rollouts.truncated[b]),
+            "credit": self._config.credit,
             "answer": None if answer is None else {"start": answer.start, "end": answer.end},
             "spans": [
                 {

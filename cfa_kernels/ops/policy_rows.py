@@ -22,6 +22,7 @@ from .row_softmax import (
     probabilities,
     row_gradients_reference,
     row_logprobs_reference,
+    row_rest,
     row_sums,
     row_tile,
     target_logprob,
@@ -31,6 +32,9 @@ from .row_softmax import (
 
 STATS = ("logprob", "entropy", "ratio", "kl", "clip")
 """What is known of each token after its row was looked at; metrics are made of it."""
+
+SCALE_PROGRAMS = 512
+"""Programs of `scale_rows`: enough for any GPU's multiprocessors, and soon over where the factor is 1."""
 
 
 @triton.jit(do_not_specialize=["N", "T"])  # lengths never recompile
@@ -163,22 +167,29 @@ def policy_rows_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T"])  # lengths never recompile
+@triton.jit(do_not_specialize=["N", "T"])  # lengths never recompile
 def scale_rows_kernel(
-    p_rows, p_out, p_factor, T, V, stride_b, stride_t, stride_v, stride_ob, stride_ot, stride_ov,
+    p_rows, p_out, p_factor, N, T, V, stride_b, stride_t, stride_v, stride_ob, stride_ot, stride_ov,
     INPLACE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One row times a factor that lies on the device; in place, nothing is read or written if it is 1."""
-    i_n = tl.program_id(0).to(tl.int64)
+    """Rows times a factor that lies on the device; in place, nothing is read or written if it is 1."""
     factor = tl.load(p_factor)
     if (not INPLACE) | (factor != 1.0):
-        p_rows += i_n // T * stride_b + i_n % T * stride_t
-        p_out += i_n // T * stride_ob + i_n % T * stride_ot
-        for i in range(0, tl.cdiv(V, BLOCK)):
-            o_v = row_tile(i, BLOCK, VECTOR)
-            b_row = tl.load(p_rows + o_v.to(tl.int64) * stride_v, mask=o_v < V, other=0.0).to(tl.float32)
-            p_block = p_out + o_v.to(tl.int64) * stride_ov
-            tl.store(p_block, (b_row * factor).to(p_out.dtype.element_ty), mask=o_v < V)
+        for i in range(tl.program_id(0), N, tl.num_programs(0)):
+            i_n = tl.cast(i, tl.int64)
+            p_from = p_rows + i_n // T * stride_b + i_n % T * stride_t
+            p_to = p_out + i_n // T * stride_ob + i_n % T * stride_ot
+            for j in range(0, tl.cdiv(V, BLOCK)):
+                o_v, m_v = row_tile(j, V, BLOCK, VECTOR)
+                _scale_some(p_from, p_to, factor, o_v, m_v, stride_v, stride_ov)
+            o_rest, m_rest = row_rest(V, BLOCK, VECTOR)
+            _scale_some(p_from, p_to, factor, o_rest, m_rest, stride_v, stride_ov)
+
+
+@triton.jit
+def _scale_some(p_from, p_to, factor, o_v, m_v, stride_v, stride_ov):
+    b_row = tl.load(p_from + o_v.to(tl.int64) * stride_v, mask=m_v, other=0.0).to(tl.float32)
+    tl.store(p_to + o_v.to(tl.int64) * stride_ov, (b_row * factor).to(p_to.dtype.element_ty), mask=m_v)
 
 
 def launch_options(vocabulary: int, element_size: int, *, hip: bool = False) -> dict[str, int]:
@@ -201,10 +212,10 @@ def _launch(logits: Tensor) -> dict[str, Any]:
     return options
 
 
-def _run(kernel: Any, logits: Tensor, *arguments: Any, **constexprs: Any) -> None:
-    """Run a kernel with a program for each row of logits (B, T, V), on their device."""
+def _run(kernel: Any, logits: Tensor, *arguments: Any, programs: int = 2**31 - 1, **constexprs: Any) -> None:
+    """Run a kernel with a program for each row of logits (B, T, V), or as many as given, on their device."""
     with torch.cuda.device_of(logits):
-        kernel[(logits.size(0) * logits.size(1),)](*arguments, **constexprs, **_launch(logits))
+        kernel[(min(logits.size(0) * logits.size(1), programs),)](*arguments, **constexprs, **_launch(logits))
 
 
 def row_logprobs(
@@ -412,8 +423,9 @@ def scale_rows(rows: Tensor, factor: Tensor, out: Tensor, *, backend: str) -> No
         out.copy_(rows.to(factor.dtype) * factor)
         return
     _run(
-        scale_rows_kernel, rows, rows, out, factor, rows.size(1), rows.size(2), *rows.stride(), *out.stride(),
-        INPLACE=out.data_ptr() == rows.data_ptr(),
+        scale_rows_kernel, rows, rows, out, factor,
+        rows.size(0) * rows.size(1), rows.size(1), rows.size(2), *rows.stride(), *out.stride(),
+        programs=SCALE_PROGRAMS, INPLACE=out.data_ptr() == rows.data_ptr(),
     )  # fmt: skip
 
 

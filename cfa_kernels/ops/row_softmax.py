@@ -181,10 +181,22 @@ def load_logits(p_logits, p_bias, o_v, m_v, stride_v, softcap, HAS_BIAS: tl.cons
 
 
 @triton.jit
-def row_tile(i, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """Columns (BLOCK // VECTOR, VECTOR) of tile i of a row. A lane holds whole rows of it, VECTOR logits each."""
-    o_v = i * BLOCK + tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    return o_v
+def row_tile(i, V, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """Columns (BLOCK // VECTOR, VECTOR) of tile i of a row, and which of its rows lie within V.
+
+    A lane holds whole rows of it, VECTOR logits each, of which all or none are read: one access of 16 bytes, of
+    whatever V is a multiple. What that leaves over is `row_rest`.
+    """
+    o_v = i * BLOCK + tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR
+    return o_v + tl.arange(0, VECTOR)[None, :], o_v + VECTOR <= V
+
+
+@triton.jit
+def row_rest(V, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """Columns (BLOCK // VECTOR,) behind the last VECTOR that is whole, and which of them lie within V."""
+    tl.static_assert(BLOCK >= VECTOR * VECTOR)
+    o_v = V // VECTOR * VECTOR + tl.arange(0, BLOCK // VECTOR)
+    return o_v, o_v < V
 
 
 @triton.jit
@@ -205,10 +217,15 @@ def row_sums(
     b_max = tl.full([LANES], LOWEST, tl.float32)
     b_sum = tl.zeros([LANES], tl.float32)
     b_tilt = tl.zeros([LANES], tl.float32)  # sum of (z - max) * exp((z - max) / temperature)
+    if V % VECTOR != 0:
+        o_rest, m_rest = row_rest(V, BLOCK, VECTOR)
+        b_rest, _slope = load_logits(p_logits, p_bias, o_rest, m_rest, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP)
+        b_max = tl.maximum(b_max, b_rest)
+        b_sum = tl.exp2(b_rest - b_max)  # 1, or 0 where there is no logit, or nan
     n_tiles = tl.cdiv(V, BLOCK)
     for i in range(0, n_tiles):
-        o_v = row_tile(n_tiles - 1 - i, BLOCK, VECTOR)
-        b_z, _ = load_logits(p_logits, p_bias, o_v, o_v < V, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP)
+        o_v, m_v = row_tile(n_tiles - 1 - i, V, BLOCK, VECTOR)
+        b_z, _ = load_logits(p_logits, p_bias, o_v, m_v, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP)
         b_new = tl.maximum(b_max, tl.max(b_z, 1))
         b_gap = b_max - b_new
         b_decay = tl.exp2(b_gap * factor)
@@ -254,10 +271,35 @@ def target_logprob(
 @triton.jit
 def write_zeros(p_gradient, V, stride_v, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
     """Zeros for the gradient of a row."""
+    b_zero = tl.zeros([BLOCK // VECTOR, VECTOR], p_gradient.dtype.element_ty)
     for i in range(0, tl.cdiv(V, BLOCK)):
-        o_v = row_tile(i, BLOCK, VECTOR)
-        b_zero = tl.zeros([BLOCK // VECTOR, VECTOR], p_gradient.dtype.element_ty)
-        tl.store(p_gradient + o_v.to(tl.int64) * stride_v, b_zero, mask=o_v < V)
+        o_v, m_v = row_tile(i, V, BLOCK, VECTOR)
+        tl.store(p_gradient + o_v.to(tl.int64) * stride_v, b_zero, mask=m_v)
+    o_rest, m_rest = row_rest(V, BLOCK, VECTOR)
+    b_zero_rest = tl.zeros([BLOCK // VECTOR], p_gradient.dtype.element_ty)
+    tl.store(p_gradient + o_rest.to(tl.int64) * stride_v, b_zero_rest, mask=m_rest)
+
+
+@triton.jit
+def _write_some(
+    p_logits, p_bias, p_gradient, o_v, m_v, target, near, stride_v, stride_gv,
+    row_max, log2_sum, factor, softcap, prob_coeff, label_coeff, entropy_coeff,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """`write_gradient` for some columns; `near` is whether the target may be one of them."""
+    b_z, b_slope = load_logits(p_logits, p_bias, o_v, m_v, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP)
+    b_log2p = (b_z - row_max) * factor - log2_sum
+    b_p = tl.exp2(b_log2p)
+    b_gradient = b_p * prob_coeff
+    if WITH_ENTROPY:
+        b_gradient -= b_p * entropy_coeff * tl.maximum(b_log2p, -1.0e30)
+    if near:
+        b_gradient = tl.where(o_v == target, b_gradient + label_coeff, b_gradient)
+    b_gradient = b_gradient * b_slope
+    if OVERLAPS:
+        tl.debug_barrier()
+    p_some = p_gradient + o_v.to(tl.int64) * stride_gv
+    tl.store(p_some, b_gradient.to(p_gradient.dtype.element_ty), mask=m_v)
 
 
 @triton.jit
@@ -277,20 +319,22 @@ def write_gradient(
         prob_coeff -= by_entropy * entropy
     prob_coeff *= inv_temperature
     label_coeff = by_logprob * inv_temperature
-    entropy_coeff = by_entropy * inv_temperature
+    # Log-probs are to base 2, so that a logit's takes one multiplication and addition.
+    entropy_coeff = by_entropy * inv_temperature / LOG2E
+    factor = inv_temperature * LOG2E
+    log2_sum = log_sum * LOG2E
     for i in range(0, tl.cdiv(V, BLOCK)):
-        o_v = row_tile(i, BLOCK, VECTOR)
-        m_v = o_v < V
-        b_z, b_slope = load_logits(p_logits, p_bias, o_v, m_v, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP)
-        b_logp = (b_z - row_max) * inv_temperature - log_sum
-        b_p = tl.exp2(b_logp * LOG2E)
-        b_gradient = b_p * prob_coeff
-        if WITH_ENTROPY:
-            b_gradient -= b_p * entropy_coeff * tl.maximum(b_logp, -1.0e30)
-        if (target >= i * BLOCK) & (target < (i + 1) * BLOCK):
-            b_gradient = tl.where(o_v == target, b_gradient + label_coeff, b_gradient)
-        b_gradient = b_gradient * b_slope
-        if OVERLAPS:
-            tl.debug_barrier()
-        p_tile = p_gradient + o_v.to(tl.int64) * stride_gv
-        tl.store(p_tile, b_gradient.to(p_gradient.dtype.element_ty), mask=m_v)
+        o_v, m_v = row_tile(i, V, BLOCK, VECTOR)
+        near = (target >= i * BLOCK) & (target < (i + 1) * BLOCK)
+        _write_some(
+            p_logits, p_bias, p_gradient, o_v, m_v, target, near, stride_v, stride_gv,
+            row_max, log2_sum, factor, softcap, prob_coeff, label_coeff, entropy_coeff,
+            HAS_BIAS, HAS_SOFTCAP, WITH_ENTROPY, OVERLAPS,
+        )  # fmt: skip
+    if V % VECTOR != 0:
+        o_rest, m_rest = row_rest(V, BLOCK, VECTOR)
+        _write_some(
+            p_logits, p_bias, p_gradient, o_rest, m_rest, target, True, stride_v, stride_gv,
+            row_max, log2_sum, factor, softcap, prob_coeff, label_coeff, entropy_coeff,
+            HAS_BIAS, HAS_SOFTCAP, WITH_ENTROPY, OVERLAPS,
+        )  # fmt: skip

@@ -176,6 +176,14 @@ def _attend_reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, rule: At
     return (probs.to(q.dtype) @ v)[0].transpose(0, 1)
 
 
+@triton.jit
+def _tile_rows(o_m, first, stop, i_head, GROUP: tl.constexpr):
+    """Of rows `o_m` of a tile: whether there is such a token, the token, at most `stop - 1`, and the query head."""
+    o_m = o_m.to(tl.uint32)  # whose division by a group that is no power of two takes the fewest registers
+    o_token = first + (o_m // GROUP).to(tl.int32)
+    return o_token < stop, tl.minimum(o_token, stop - 1), i_head * GROUP + (o_m % GROUP).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["first_query_row"])
 def tree_attention_kernel(
     p_q, p_k, p_v, p_sinks, p_out, p_lse, p_work, p_segments, p_context,
@@ -199,18 +207,16 @@ def tree_attention_kernel(
     i_head = tl.program_id(1).to(tl.int64)
     i_segment = tl.load(p_work + i_work * 2).to(tl.int64)
     first = tl.load(p_work + i_work * 2 + 1)
-    row_start = tl.load(p_segments + i_segment * 4).to(tl.int64)
+    first_again = tl.load(p_work + i_work * 2 + 1, volatile=True)
+    row_start = tl.load(p_segments + i_segment * 4)
     length = tl.load(p_segments + i_segment * 4 + 1)
     p_context += tl.load(p_segments + i_segment * 4 + 2).to(tl.int64)
     context_length = tl.load(p_segments + i_segment * 4 + 3)
 
     # Tile rows beyond the last token repeat it, so that every row sees a key; they are not stored.
     stop = tl.minimum(first + BLOCK_M // GROUP, length)
-    o_m = tl.arange(0, BLOCK_M)
-    m_token = first + o_m // GROUP < stop
-    o_token = tl.minimum(first + o_m // GROUP, stop - 1)
-    o_head = i_head * GROUP + o_m % GROUP
-    o_row = row_start - first_query_row + o_token
+    m_token, o_token, o_head = _tile_rows(tl.arange(0, BLOCK_M), first, stop, i_head, GROUP)
+    o_row = (row_start - first_query_row + o_token).to(tl.int64)
     o_query = context_length + o_token
     oldest = context_length + first
     high = context_length + stop
@@ -243,13 +249,13 @@ def tree_attention_kernel(
     b_max = tl.full([BLOCK_M], -1e30, tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     # Row numbers come one block ahead: loads of keys and values then depend on registers alone and can be pipelined.
+    shift = row_start - context_length
     o_next = low + tl.arange(0, BLOCK_N)
     b_next = tl.load(p_context + o_next, mask=o_next < context_length, other=0)
     for start in range(low, high, BLOCK_N):
         o_key = start + tl.arange(0, BLOCK_N)
         o_next = o_key + BLOCK_N
-        b_own = row_start + (tl.minimum(o_key, high - 1) - context_length)
-        b_row = tl.where(o_key < context_length, b_next.to(tl.int64), b_own)
+        b_row = tl.where(o_key < context_length, b_next, shift + tl.minimum(o_key, high - 1)).to(tl.int64)
         b_next = tl.load(p_context + o_next, mask=o_next < context_length, other=0)
         p_keys = p_k + b_row[:, None] * stride_kt
         b_k = load_columns(p_keys, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
@@ -278,15 +284,21 @@ def tree_attention_kernel(
             b_v_rest = load_columns(p_values, o_dv_rest, VALUE_DIM, VALUE_BLOCK + VALUE_REST, WIDEN)
             b_acc_rest = tl.dot(b_p, b_v_rest, b_acc_rest * b_decay[:, None], input_precision=PRECISION)
 
+    # Worked out once more, from a number that the compiler cannot know to be 0: kept through the loop, they take
+    # registers that two programs on a multiprocessor do not have.
+    o_m = tl.arange(0, BLOCK_M) + (first_again - first)
+    m_token, o_token, o_head = _tile_rows(o_m, first, stop, i_head, GROUP)
+    o_row = (row_start - first_query_row + o_token).to(tl.int64)
     if HAS_SINKS:
         b_sum += tl.exp2(tl.load(p_sinks + o_head).to(tl.float32) * LOG2E - b_max)
     if WITH_LSE:
         tl.store(p_lse + o_row * (tl.num_programs(1) * GROUP) + o_head, b_max + tl.log2(b_sum), mask=m_token)
     p_out += o_row[:, None] * stride_ot + o_head[:, None] * stride_oh
-    b_out = (b_acc / b_sum[:, None]).to(p_out.dtype.element_ty)
+    b_share = 1.0 / b_sum
+    b_out = (b_acc * b_share[:, None]).to(p_out.dtype.element_ty)
     tl.store(p_out + o_dv[None, :], b_out, mask=m_token[:, None] & (o_dv < VALUE_DIM)[None, :])
     if VALUE_REST:
-        b_out = (b_acc_rest / b_sum[:, None]).to(p_out.dtype.element_ty)
+        b_out = (b_acc_rest * b_share[:, None]).to(p_out.dtype.element_ty)
         tl.store(p_out + o_dv_rest[None, :], b_out, mask=m_token[:, None] & (o_dv_rest < VALUE_DIM)[None, :])
 
 
@@ -313,12 +325,14 @@ def launch_options(
     sinks: bool = False,
     lse: bool = False,
 ) -> dict[str, Any]:
-    """The shipped compile-time configuration of the kernel: constexprs, `num_warps`, `num_stages`.
+    """The shipped compile-time configuration of the kernel: constexprs, `num_warps`, `num_stages`, `maxnreg`.
 
-    Chosen by what is given here alone, so results and compilations never depend on lengths. The tiles are the
-    largest that compile without spills for models there are (`tests/ops/test_aot_tree_attention.py`).
+    Chosen by what is given here alone, so results and compilations never depend on lengths. The tiles compile
+    without spills for models there are. On Hopper several programs share a multiprocessor, so that one's products
+    run during the other's softmax, and narrow blocks of keys leave them the registers
+    (`tests/ops/test_aot_tree_attention.py`).
     """
-    widest = max(key_dim, value_dim)
+    widest, registers = max(key_dim, value_dim), None
     if dtype == torch.float32:  # full precision has no tensor cores; more heads share a tile only if they must
         block_m = triton.next_power_of_2(max(group, 16))
         block_n, num_warps, num_stages = 16, min(block_m // 4, 16 if architecture == "hip" else 32), 2
@@ -326,6 +340,10 @@ def launch_options(
         block_m, block_n, num_warps, num_stages = 64, 32, 4, 1
     elif architecture.startswith("sm_8") and widest > 64:
         block_m, block_n, num_warps, num_stages = (64, 32, 8, 2) if widest > 128 else (128, 32, 8, 3)
+    elif architecture == "sm_90" and widest <= 96 and group <= 64:  # so few warps that a rest of 32 takes wide copies
+        block_m, block_n, num_warps, num_stages, registers = 64, 32, 4, 3, 96 if widest <= 64 else 168
+    elif architecture == "sm_90" and value_dim <= 128 and key_dim <= 192 and group <= 128:
+        block_m, block_n, num_warps, num_stages, registers = 128, 32, 8, 3, 128
     elif value_dim <= 128:
         block_m, block_n, num_warps, num_stages = 128, 64, 8, 3
     elif architecture == "sm_90":
@@ -335,7 +353,8 @@ def launch_options(
     key_block, key_rest = _column_blocks(key_dim)
     # Two accumulators beyond 128 columns take more registers than padding costs.
     value_block, value_rest = _column_blocks(value_dim) if value_dim <= 128 else (256, 0)
-    return {
+    limit = {} if registers is None else {"maxnreg": registers}
+    return limit | {
         "GROUP": group,
         "BLOCK_M": max(block_m, triton.next_power_of_2(group)),
         "BLOCK_N": block_n,

@@ -106,6 +106,14 @@ class AotReport:
         """Whether matrix products run on Hopper's warp-group instruction."""
         return "wgmma.mma_async" in self.assembly
 
+    @property
+    def blocks(self) -> int:
+        """Programs that an NVIDIA multiprocessor holds at once; 1 KiB of shared memory a program is the driver's."""
+        limits = TARGETS[self.target]
+        registers = -(-self.registers // 8) * 8
+        shared = (limits.max_shared_memory + 1024) // (self.shared_memory + 1024)
+        return min(limits.register_file // (registers * self.threads), shared, 2048 // self.threads)
+
     def summary(self) -> str:
         """One line of the figures."""
         return (

@@ -44,7 +44,7 @@ TARGETS = {
     "policy_loss": ("token_terms", "policy_terms", "token_terms_triton"),
     "row_softmax": (
         "probabilities", "row_logprobs_reference", "row_gradients_reference",
-        "load_logits", "row_sums", "target_logprob", "write_gradient",
+        "load_logits", "row_sums", "target_logprob", "_write_some", "write_gradient",
     ),
     "policy_rows": ("policy_of_logprobs", "row_gradients_kernel", "policy_rows_kernel"),
     "linear_policy_loss": ("contributing", "add", "_without_dead_rows", "linear_policy_loss_op", "_backward"),
@@ -54,7 +54,7 @@ TARGETS = {
 ADDRESSING = ("p_", "o_v", "stride", "i_n", "n_tiles", "BLOCK", "valid", "target")
 """Names that say where memory is: such lines stay as they are, for a wrong address ends the process, not a test."""
 
-DEVICE_FUNCTIONS = ("load_logits", "row_sums", "target_logprob", "write_gradient")
+DEVICE_FUNCTIONS = ("load_logits", "row_sums", "target_logprob", "_write_some", "write_gradient")
 
 REPLACED = (
     "policy_terms", "contributing", "linear_policy_loss_op", "logits_policy_loss_op", "LogitsPolicyLossInPlace",

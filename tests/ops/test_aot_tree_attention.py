@@ -24,7 +24,7 @@ def case(
     """
     architecture = "hip" if target == "gfx942" else target
     constexprs = launch_options(architecture, dtype, *dims, group, **features)
-    compiler = {name: constexprs.pop(name) for name in ("num_warps", "num_stages")}
+    compiler = {name: constexprs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constexprs}
     signature = {f"p_{name}": f"*{NAMES[dtype]}:16" for name in ("q", "k", "v", "out")}
     signature |= dict.fromkeys(("p_work", "p_segments", "p_context"), "*i32:16") | {"scale": "fp32", "softcap": "fp32"}
     signature |= {"first_query_row": "i32"}
@@ -60,6 +60,9 @@ CASES = [
     )
 ] + [
     case("sm_90", torch.bfloat16, (128, 128), lse=True),
+    case("sm_90", torch.bfloat16, (128, 128), group=7, lse=True),  # Qwen2.5-7B
+    case("sm_90", torch.bfloat16, (128, 128), group=3, window=True, softcap=True, sinks=True, lse=True),
+    case("sm_90", torch.bfloat16, (64, 64), group=71),
     case("sm_90", torch.bfloat16, (96, 96), group=3),  # two column blocks each, a group that fills no tile
     case("sm_90", torch.bfloat16, (256, 256), window=True, softcap=True),  # Gemma 2
     case("sm_90", torch.float32, (64, 64), group=71),  # Falcon
@@ -94,6 +97,15 @@ def test_integers_that_are_one_compile(reports, target):
 def test_hopper_builds_use_its_matrix_instructions(reports):
     for report in hopper(reports):
         assert report.has_wgmma, report.name
+
+
+def test_programs_share_a_hopper_multiprocessor(reports):
+    """The products of one run during the softmax of another."""
+    expected = {"16/16": 5, "64/64": 5, "64/64 group 71": 2, "96/96": 3, "128/128": 2, "192/128": 2, "256/256": 1}
+    for report in hopper(reports):
+        dims, _, rest = report.name.removeprefix("bf16 ").partition(" ")
+        group = " ".join(rest.split()[:2])
+        assert report.blocks >= expected.get(f"{dims} {group}", expected[dims]), report.summary()
 
 
 def test_keys_and_values_are_loaded_sixteen_bytes_at_a_time(reports):

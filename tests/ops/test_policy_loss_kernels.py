@@ -177,6 +177,49 @@ def test_row_gradients_serve_rows_with_only_one_of_the_two_derivatives(backend, 
     torch.testing.assert_close(ours, leaf.grad.float(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.fixture
+def tiles_of_64(monkeypatch):
+    """With the vectors that a lane is shipped to load."""
+    tiles = {"num_warps": 1, "BLOCK": 64}
+    monkeypatch.setattr(policy_rows, "launch_options", lambda _, size, **__: tiles | {"VECTOR": 16 // size})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("vocabulary", [1, 3, 8, 15, 64, 67, 137])
+def test_rows_that_end_within_a_vector_are_read_and_written_to_their_last_logit(vocabulary, dtype, device, tiles_of_64):
+    """And no further: behind it lies nan, which stays."""
+    room = torch.full((3, 160), torch.nan, device=device, dtype=dtype)
+    room[:, :vocabulary] = 3 * torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = room[:, :vocabulary].double().requires_grad_()
+    targets = torch.tensor([0, vocabulary // 2, vocabulary - 1], device=device)
+    by_logprob, by_entropy = (torch.tensor(x, device=device) for x in ([1.0, 0.0, -0.5], [0.0, 0.0, 0.3]))
+    softmax, row = Softmax(temperature=0.7), room[None, :, :vocabulary]
+    ours = policy_rows.row_logprobs(
+        row, None, targets, torch.ones(3, dtype=torch.bool), softmax, with_entropy=True, backend="triton"
+    )
+    logp = (exact / 0.7).log_softmax(-1)
+    chosen, entropy = logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    torch.testing.assert_close(ours.logprobs.double(), chosen, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(ours.entropy.double(), entropy, rtol=1e-5, atol=2e-6)
+    (chosen * by_logprob.double() + entropy * by_entropy.double()).sum().backward()
+    policy_rows.row_gradients(row, None, row, targets, by_logprob, by_entropy, softmax, backend="triton")
+    assert_within_budget(room[:, :vocabulary], exact.grad.to(dtype), exact.grad)
+    policy_rows.scale_rows(row, torch.tensor(2.0, device=device), row, backend="triton")
+    assert_within_budget(room[:, :vocabulary], (2 * exact.grad).to(dtype), 2 * exact.grad)
+    assert room[:, vocabulary:].isnan().all()
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_few_programs_scale_every_row(factor, device, monkeypatch, tiles_of_64):
+    monkeypatch.setattr(policy_rows, "SCALE_PROGRAMS", 3)
+    rows = torch.arange(7.0 * 70, device=device).view(7, 1, 70)
+    scaled, scale = rows.clone(), torch.tensor(factor, device=device)
+    policy_rows.scale_rows(scaled, scale, scaled, backend="triton")
+    policy_rows.scale_rows(rows, scale, other := torch.empty_like(rows), backend="triton")
+    assert torch.equal(scaled, rows * factor)
+    assert torch.equal(other, rows * factor)
+
+
 # Inputs that break kernels of this kind
 
 

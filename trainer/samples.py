@@ -1,0 +1,205 @@
+"""Completions with their credit, as `trainer.report` and the evidence write them: one JSON object a line.
+
+Where it stands: read by `trainer.analyze`; `trainer.page` shows what is read here. The fields of an object:
+
+| field | what |
+|---|---|
+| `tokens` | T strings; the only one that must be there |
+| `spans` | masked spans, each `{"start", "end", "drop"}` with `text` if wanted, or `[start, end]` with `drops` beside |
+| `drops_unit` | of the drops, "nats" by default |
+| `weights` | T numbers, the token weights that trained; `credit` names them |
+| `estimators` | by name, `{"weights"}`, `{"advantages"}` or `{"importances"}`: T numbers, null where a token has none |
+| `gradient_norms` | T numbers, norms of the tokens' gradients before weighting |
+| `answer` | `{"start", "end"}` or null |
+| `reward`, `correct`, `advantage`, `truncated`, `step`, `problem` | of the completion |
+"""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+KINDS = ("weights", "advantages", "importances")
+"""What an estimator may say of tokens: what multiplies their loss, what is added to it, how much they matter."""
+
+
+@dataclass(frozen=True)
+class MaskedSpan:
+    """Tokens `[start, end)` of a completion, and how the answer's log-prob moves when they are masked; of other
+    estimators, minus their importance."""
+
+    start: int
+    end: int
+    text: str
+    drop: float
+
+
+@dataclass(frozen=True)
+class TokenCredit:
+    """What one estimator says of each token: `kind` is one of `KINDS`."""
+
+    kind: str
+    values: list[float | None]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion of T tokens; None where the file does not say."""
+
+    line: int
+    tokens: list[str]
+    spans: list[MaskedSpan] = field(default_factory=list)
+    credit: dict[str, TokenCredit] = field(default_factory=dict)
+    gradient_norms: list[float] | None = None
+    answer: tuple[int, int] | None = None
+    reward: float | None = None
+    correct: bool | None = None
+    advantage: float | None = None
+    truncated: bool = False
+    step: int | None = None
+    problem: Any = None
+    drops_unit: str = "nats"
+
+
+def read_samples(path: Path, *, correct_threshold: float = 0.5) -> list[Sample]:
+    """Read the completions of a run folder or of a file.
+
+    Args:
+        path: a run's folder, whose `completions.jsonl` is read, or a file of that form.
+        correct_threshold: a completion without `correct` counts as correct if its reward is at least this.
+
+    Returns:
+        The samples in the order of the file, at least one.
+
+    Raises:
+        ValueError: no such file, no completion in it, or a field that is not what it should be; names the file, the
+            line, the field and the value.
+    """
+    file = path / "completions.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"{file}: there is no such file")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"{file}: is no text in UTF-8 ({problem})") from problem
+    samples = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as problem:
+            raise ValueError(f"{file}, line {number}: is no JSON ({problem})") from problem
+        try:
+            samples.append(_sample(number, entry, correct_threshold))
+        except ValueError as problem:
+            raise ValueError(f"{file}, line {number}: {problem}") from problem
+    if not samples:
+        raise ValueError(f"{file}: holds no completion; was log_completions 0, or did the run end in its first step?")
+    return samples
+
+
+def _sample(line: int, entry: Any, correct_threshold: float) -> Sample:
+    if not isinstance(entry, dict):
+        raise ValueError(f"must be an object, got {_shown(entry)}")
+    tokens = entry.get("tokens")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise ValueError(f"tokens must be a list of strings, got {_shown(tokens)}")
+    length = len(tokens)
+    credit = {}
+    if entry.get("weights") is not None:
+        values = _numbers("weights", entry["weights"], length)
+        credit[str(entry.get("credit", "weights"))] = TokenCredit("weights", values)
+    for name, found in _mapping("estimators", entry.get("estimators")).items():
+        kinds = [kind for kind in KINDS if kind in _mapping(f"estimators.{name}", found)]
+        if not kinds:
+            raise ValueError(f"estimators.{name} must hold one of {', '.join(KINDS)}, got {_shown(found)}")
+        for kind in kinds:
+            label = name if kind == kinds[0] and name not in credit else f"{name}, {kind}"
+            values = _numbers(f"estimators.{name}.{kind}", found[kind], length, gaps=True)
+            credit[label] = TokenCredit(kind, values)
+    for name, given in credit.items():
+        if given.kind == "weights" and any(value is not None and value < 0 for value in given.values):
+            i = next(i for i, value in enumerate(given.values) if value is not None and value < 0)
+            raise ValueError(f"{name}[{i}]: a weight must not be negative, got {given.values[i]}")
+    norms = entry.get("gradient_norms")
+    reward, correct = _number("reward", entry.get("reward")), entry.get("correct")
+    if correct is None and reward is not None:
+        correct = reward >= correct_threshold
+    return Sample(
+        line=line,
+        tokens=tokens,
+        spans=_spans(entry, tokens),
+        credit=credit,
+        gradient_norms=None if norms is None else [value or 0.0 for value in _numbers("gradient_norms", norms, length)],
+        answer=None if entry.get("answer") is None else _bounds("answer", entry["answer"], length),
+        reward=reward,
+        correct=None if correct is None else bool(correct),
+        advantage=_number("advantage", entry.get("advantage")),
+        truncated=bool(entry.get("truncated")),
+        step=entry.get("step"),
+        problem=entry.get("problem"),
+        drops_unit=str(entry.get("drops_unit", "nats")),
+    )
+
+
+def _spans(entry: dict[str, Any], tokens: list[str]) -> list[MaskedSpan]:
+    spans, drops = entry.get("spans") or [], entry.get("drops")
+    if not isinstance(spans, list):
+        raise ValueError(f"spans must be a list, got {_shown(spans)}")
+    if drops is not None and (not isinstance(drops, list) or len(drops) != len(spans)):
+        raise ValueError(f"drops must hold one number per span, got {_shown(drops)} for {len(spans)} spans")
+    found = []
+    for k, span in enumerate(spans):
+        start, end = _bounds(f"spans[{k}]", span, len(tokens))
+        given = drops[k] if drops is not None else span.get("drop") if isinstance(span, dict) else None
+        drop = _number(f"drop of spans[{k}]", given)
+        if drop is None:
+            raise ValueError(f"drop of spans[{k}] must be a finite number, got {_shown(given)}")
+        text = span.get("text") if isinstance(span, dict) else None
+        found.append(MaskedSpan(start, end, text if isinstance(text, str) else "".join(tokens[start:end]), drop))
+    return found
+
+
+def _bounds(name: str, value: Any, length: int) -> tuple[int, int]:
+    pair = [value.get("start"), value.get("end")] if isinstance(value, dict) else value
+    if not isinstance(pair, list) or len(pair) != 2 or not all(type(edge) is int for edge in pair):
+        raise ValueError(f"{name} must have a start and an end, got {_shown(value)}")
+    if not 0 <= pair[0] < pair[1] <= length:
+        raise ValueError(f"{name} must be a non-empty span inside the {length} tokens, got {pair}")
+    return pair[0], pair[1]
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be an object, got {_shown(value)}")
+    return value
+
+
+def _numbers(name: str, values: Any, length: int, *, gaps: bool = False) -> list[float | None]:
+    if not isinstance(values, list) or len(values) != length:
+        raise ValueError(f"{name} must hold one number per token, got {_shown(values)} for {length} tokens")
+    found = [_number(f"{name}[{i}]", value) for i, value in enumerate(values)]
+    if not gaps and None in found:
+        raise ValueError(f"{name}[{found.index(None)}] must be a finite number, got null")
+    return found
+
+
+def _number(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) and name.startswith("estimators"):
+        return float(value)  # a mask
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {_shown(value)}")
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
