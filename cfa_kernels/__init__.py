@@ -5,12 +5,8 @@ loss by that. The names below are the public API; everything else may change.
 """
 
 from .answer_text import answer_text_span
-from .credit import (
-    CounterfactualConfig,
-    Credit,
-    counterfactual_credit,
-    counterfactual_weights,
-)
+from .credit import Credit, counterfactual_credit, counterfactual_weights
+from .credit_config import CounterfactualConfig
 from .losses import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
 from .ops.linear_logprob import linear_logprob
 from .packed_loss import PackedLoss, packed_logprobs, packed_policy_loss

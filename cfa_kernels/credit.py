@@ -4,21 +4,19 @@
 matter, an estimator of their importance (`estimators.py`), a reshaping to weights (`reshaping.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .answer_text import AnswerFormat, check_answer_options
-from .estimators import ESTIMATORS, CreditBatch, Estimator, EstimatorKind, Importances, masking
-from .outcomes import OUTCOMES
+from .credit_config import CounterfactualConfig
+from .estimators import CreditBatch, Importances, masking
+from .prefix_values import Probe, length_without_eos, with_probes
 from .reshaping import (
     Reshape,
     bilevel_weights,
-    check_mode,
-    check_range,
     identity_weights,
     normalized_weights,
     random_weights,
@@ -28,98 +26,7 @@ from .reshaping import (
     top_weights,
 )
 from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
-from .spans import Detector, Reasoning, Span, checked_span_options, find_reasoning
-
-UNITS = ("spans", "tokens")
-RESHAPINGS = ("range", "bilevel", "top", "identity")
-
-
-@dataclass(frozen=True)
-class CounterfactualConfig:
-    """How credit is assigned; the defaults are the CF paper's. Raises `ValueError` naming a bad field."""
-
-    mode: str = "counterfactual"
-    """counterfactual, or a control: inverted (high importance gets low weight), random, uniform (all weights 1)."""
-    estimator: str | Estimator = "masking"
-    """What finds the importance of a unit: a name in `ESTIMATORS`, or a function (model, `CreditBatch`) ->
-    `Importances`."""
-    units: str | None = None
-    """What is judged as one: "spans" (of `detector`), or "tokens", each by itself: those before the answer's marker
-    where an answer is needed, else all. None takes what the estimator's source does."""
-    outcome: str | None = None
-    """What masking and gradient watch: "logprob" or "mean_logprob" of the answer, or the distribution of its first
-    token ("last") or of its mean logits ("mean"). None takes what the estimator's source does."""
-    reshape: str | Reshape | None = None
-    """How importances become weights: "range" (w_min, w_max, w_answer), "bilevel" (tau, boost, floor), "top"
-    (fraction), "identity", or a function. None takes what the estimator's source does."""
-    w_min: float = 0.5
-    """Weight of the least important span of a completion."""
-    w_max: float = 4.0
-    """Weight of its most important span."""
-    w_answer: float = 1.5
-    """Weight of the answer's tokens under "range"."""
-    tau: float = 0.4
-    """Quantile of a completion's importances below which "bilevel" suppresses."""
-    boost: float = 2.0
-    """How much more than at the threshold the most important token weighs under "bilevel", before the rescaling."""
-    floor: float = 0.0
-    """Least weight under "bilevel", before the rescaling."""
-    fraction: float = 0.2
-    """Share of the tokens of the batch that "top" keeps."""
-    sigma: float = 1e-3
-    """Standard deviation of the noise under "gradient", in the embeddings' own scale; 0 for plain gradient x input."""
-    samples: int = 1
-    """Draws of that noise to average."""
-    correct_threshold: float = 0.5
-    """A completion with at least this reward counts as correct, for "ktae" and "sibling_edits"."""
-    normalize: str | None = None
-    """\"mean\" rescales each completion's weights to mean 1, unless all are 0; None, as in the CF paper, does not."""
-    detector: str | Detector = "math"
-    """What counts as a span, see `detect_spans`."""
-    max_spans: int = 10
-    """Most spans per completion (K_max)."""
-    selection: str = "first"
-    """Which spans stay when there are more, see `detect_spans`."""
-    answer_format: AnswerFormat | None = None
-    """The run's own form of answers, a pattern or a function, see `answer_text_span`; None knows the usual forms."""
-    answer_fallback: str | None = None
-    """\"last_number\" takes the last number where no answer is marked; None takes nothing."""
-    placeholder_id: int | None = None
-    """Id that replaces masked tokens; None takes the tokenizer's pad token, else its end-of-text token."""
-    token_budget: int | None = None
-    """Most tokens per packed forward; None by free memory."""
-
-    def __post_init__(self) -> None:
-        check_mode(self.mode, self.normalize)
-        check_range(self.w_min, self.w_max, self.w_answer)
-        checked_span_options(self.detector, self.max_spans, self.selection)
-        check_answer_options(self.answer_format, self.answer_fallback)
-        for name, among in (("estimator", tuple(ESTIMATORS)), ("reshape", RESHAPINGS)):
-            value = getattr(self, name)
-            if not callable(value) and value not in among and (name == "estimator" or value is not None):
-                raise ValueError(f"{name} must be a function or one of {', '.join(among)}, got {value!r}")
-        for name, among in (("units", UNITS), ("outcome", OUTCOMES)):
-            if getattr(self, name) not in (None, *among):
-                raise ValueError(f"{name} must be one of {', '.join(among)}, got {getattr(self, name)!r}")
-        for name in ("tau", "floor", "fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
-        if not abs(self.correct_threshold) < float("inf"):
-            raise ValueError(f"correct_threshold must be finite, got {self.correct_threshold}")
-        for name in ("boost", "sigma"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
-        if isinstance(self.samples, bool) or not isinstance(self.samples, int) or self.samples < 1:
-            raise ValueError(f"samples must be an integer of at least 1, got {self.samples!r}")
-        if self.outcome is not None and "outcome" not in self.kind.options:
-            raise ValueError(f"outcome: estimator={self.estimator!r} watches none, got {self.outcome!r}")
-
-    @property
-    def kind(self) -> EstimatorKind:
-        """How the estimator is called; a function judges spans, and is given every completion of the batch."""
-        if callable(self.estimator):
-            return EstimatorKind(self.estimator, "spans", "range", False, True, True)
-        return ESTIMATORS[self.estimator]
+from .spans import Reasoning, Span, find_reasoning
 
 
 @dataclass(frozen=True)
@@ -207,6 +114,8 @@ def counterfactual_credit(
     rewards: Tensor | None = None,
     entropies: Tensor | None = None,
     external: Sequence[Tensor] | None = None,
+    probes: Sequence[Probe | None] | None = None,
+    targets: Sequence[Tensor | None] | None = None,
 ) -> Credit:
     """Find answers and units, judge them, and weigh every token of a batch laid out as TRL does.
 
@@ -228,6 +137,10 @@ def counterfactual_credit(
         rewards: (B,) float, for estimators that compare the completions of a group.
         entropies: (B, T) of each sampled token's distribution, nats, for `entropy`.
         external: B tensors with a number for each unit or each token of the completion, for `external`.
+        probes: for each completion tokens that ask it for an answer, or None: they are put behind it, their target is
+            scored in place of its own answer, and nothing is trained on them. Gives units to completions without one.
+        targets: for each completion 1-D int64 tokens that are scored in the place of its own answer, or None: of a
+            wrong completion, say, those of the right answer. Needs an answer whose place they take.
 
     Returns:
         `Credit`; `weights` and `advantages` on completion_ids' device.
@@ -244,38 +157,52 @@ def counterfactual_credit(
     batch = len(prompts)
     if len(completions) != batch:
         raise ValueError(f"completion_ids has {len(completions)} rows, prompt_ids has {batch}")
-    _check_columns(completion_ids, groups=groups, rewards=rewards, entropies=entropies, external=external)
+    _check_columns(
+        completion_ids, groups=groups, rewards=rewards, entropies=entropies, external=external, probes=probes,
+        targets=targets,
+    )  # fmt: skip
     real = [b for b in range(batch) if len(completions[b])]
     credited = [b for b in _rows_with_advantage(advantages, completion_ids) if len(completions[b])]
-    found = _find_units(config, tokenizer, {b: completions[b].tolist() for b in credited})
+    probed = {b for b in credited if probes is not None and probes[b] is not None}
+    found = _find_units(config, tokenizer, {b: completions[b].tolist() for b in credited}, probed)
     judged = [b for b in credited if found[b].spans]
     scorer = _Scorer(score or score_counterfactuals, temperature)
+    silent = _ids_that_say_nothing(tokenizer)
+    elsewhere = model is None  # a host's scorer asks it
 
     def laid_out(rows: Sequence[int]) -> CreditBatch:
-        asked = [found.get(b, Reasoning(None, 0, [])) for b in rows]
+        asked = [
+            _scored_as(
+                completions[b], found.get(b, Reasoning(None, 0, [])), probes[b] if probes and b in probed else None,
+                targets[b] if targets else None, b, silent,
+            )
+            for b in rows
+        ]  # fmt: skip
         return CreditBatch(
             prompts=[prompts[b] for b in rows],
-            completions=[completions[b] for b in rows],
+            completions=[completion for completion, _ in asked],
             lengths=[len(completions[b]) for b in rows],
-            units=[row.spans for row in asked],
-            answers=[row.answer if row.spans else None for row in asked],
-            reasoning_ends=[row.end for row in asked],
-            placeholder_id=_placeholder(config, tokenizer) if kind.needs_answer or logprobs else None,
+            units=[row.spans for _, row in asked],
+            answers=[row.answer if row.spans else None for _, row in asked],
+            reasoning_ends=[row.end for _, row in asked],
+            placeholder_id=_placeholder(config, tokenizer) if kind.needs_answer else None,
             token_budget=config.token_budget,
             generator=generator,
             groups=(_equal_prompts(prompts) if groups is None else groups.cpu())[list(rows)],
             rewards=None if rewards is None else rewards.detach().cpu()[list(rows)],
             correct_threshold=config.correct_threshold,
-            ignored_ids=_ids_that_say_nothing(tokenizer) if kind.needs_siblings else (),
+            ignored_ids=silent,
             advantages=None if advantages is None else advantages.detach().cpu()[list(rows)],
             entropies=None if entropies is None else [entropies[b, : len(completions[b])] for b in rows],
             external=None if external is None else [external[b] for b in rows],
             score=scorer,
+            elsewhere=elsewhere,
         )
 
     importances, rows = Importances([]), list[int]()
     if judged and (config.mode in ("counterfactual", "inverted") or kind.needs_siblings):
-        scorer.wants_logprobs = logprobs and kind.run is masking
+        # Where a probe lies behind a completion, its own log-probs take a forward of their own.
+        scorer.wants_logprobs = logprobs and kind.run is masking and config.exact and not (probed or targets)
         rows = real if scorer.wants_logprobs or kind.needs_siblings else judged
         given = laid_out(rows)
         options = {name: getattr(config, name) for name in kind.options if getattr(config, name) is not None}
@@ -283,10 +210,9 @@ def counterfactual_credit(
         _check_values(importances, given.units, rows)
     if logprobs and real and scorer.logprobs is None:
         scorer.wants_logprobs = True
-        given = laid_out(real)
         scorer(
-            model, given.prompts, given.completions, [[] for _ in real], [None for _ in real],
-            placeholder_id=given.placeholder_id, token_budget=config.token_budget,
+            model, [prompts[b] for b in real], [completions[b] for b in real], [[] for _ in real],
+            [None for _ in real], placeholder_id=_placeholder(config, tokenizer), token_budget=config.token_budget,
         )  # fmt: skip
     values = dict(zip(rows, importances.values, strict=True))
     lengths = {b: len(completions[b]) for b in credited}
@@ -327,22 +253,56 @@ class _Scorer:
         return scores
 
 
-def _find_units(config: CounterfactualConfig, tokenizer: Any, ids: Mapping[int, list[int]]) -> dict[int, Reasoning]:
-    """Answer, end of the reasoning and units of completions by row number; no more than the mode and estimator need."""
+def _scored_as(
+    completion: Tensor, found: Reasoning, probe: Probe | None, target: Tensor | None, b: int, eos_ids: Sequence[int]
+) -> tuple[Tensor, Reasoning]:
+    """A completion as it is scored: with its probe, or another answer in the place of its own."""
+    if not found.spans or (probe is None and target is None):
+        return completion, found
+    if probe is not None and target is not None:
+        raise ValueError(f"targets row {b}: has a probe too; give one of them")
+    if probe is not None:
+        try:
+            (longer,), (answer,) = with_probes([completion], [None], [probe], eos_ids, spans=[found.spans])
+        except ValueError as problem:
+            raise ValueError(str(problem).replace("row 0", f"row {b}", 1)) from problem
+        return longer, found._replace(answer=answer, end=min(found.end, len(longer) - len(probe.tokens)))
+    assert target is not None
+    if found.answer is None:
+        raise ValueError(f"targets row {b}: no answer was found whose place it could take; give a probe")
+    if target.ndim != 1 or target.dtype != torch.int64 or not len(target):
+        raise ValueError(
+            f"targets row {b}: must be a 1-D int64 tensor of at least one token, got {target.dtype} of shape "
+            f"{tuple(target.shape)}"
+        )
+    start = found.answer.start
+    other = torch.cat([completion[:start], target.cpu()])
+    return other, found._replace(answer=Span(start, start + len(target)))
+
+
+def _find_units(
+    config: CounterfactualConfig, tokenizer: Any, ids: Mapping[int, list[int]], probed: Collection[int]
+) -> dict[int, Reasoning]:
+    """Answer, end of the reasoning and units of completions by row number; no more than the mode and estimator need.
+
+    Rows that are `probed` have units without an answer too.
+    """
     if config.mode == "uniform":
         return {b: Reasoning(None, len(row), []) for b, row in ids.items()}
     kind = config.kind
     tokens = (config.units or kind.units) == "tokens"
     found = find_reasoning(
         ids, tokenizer, detector=None if tokens or _drawn_by_token(config) else config.detector,
-        max_spans=config.max_spans, selection=config.selection, unanswered=not kind.needs_answer,
+        max_spans=config.max_spans, selection=config.selection, unanswered=not kind.needs_answer or bool(probed),
         answer_format=config.answer_format, answer_fallback=config.answer_fallback,
     )  # fmt: skip
+    asks = {b for b, row in found.items() if row.answer or b in probed or not kind.needs_answer}
     if not tokens or _drawn_by_token(config):
-        return found
-    judged = {
-        b: (row.end if row.answer else 0) if kind.needs_answer else len(ids[b]) for b, row in found.items()
-    }  # tokens of each row
+        return {b: row if b in asks else row._replace(spans=[]) for b, row in found.items()}
+    silent = _ids_that_say_nothing(tokenizer)
+    judged = dict.fromkeys(found, 0)  # tokens of each row
+    for b in asks:
+        judged[b] = len(ids[b]) if not kind.needs_answer else min(found[b].end, length_without_eos(ids[b], silent))
     return {b: row._replace(spans=[Span(t, t + 1) for t in range(judged[b])]) for b, row in found.items()}
 
 
@@ -462,13 +422,13 @@ def _ids_that_say_nothing(tokenizer: Any) -> tuple[int, ...]:
     return tuple(token for token in ids if token is not None)
 
 
-def _check_columns(completion_ids: Tensor, **columns: Tensor | Sequence[Tensor] | None) -> None:
+def _check_columns(completion_ids: Tensor, **columns: Tensor | Sequence[Any] | None) -> None:
     batch = len(completion_ids)
     for name, column in columns.items():
         if column is None:
             continue
         shape = (batch,) if name in ("groups", "rewards") else tuple(completion_ids.shape)
-        if isinstance(column, Tensor) and name != "external":
+        if isinstance(column, Tensor) and name not in ("external", "probes", "targets"):
             if tuple(column.shape) != shape:
                 raise ValueError(f"{name} must be {shape}, got {tuple(column.shape)}")
         elif len(column) != batch:

@@ -6,14 +6,20 @@ work itself is done by the rooms below, one for each way of looking at a complet
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .approximations import CHEAP_ESTIMATES, cheap_estimates, preselected_masking
 from .gradient_saliency import gradient_saliency
 from .group_credit import ktae_values, prefix_tree_values, sibling_edits
+from .interventions import resampled_scores
 from .outcomes import Outcome
+from .partial_branches import answer_knockout, short_branches
+from .prefix_values import own_probe
+from .prefix_values import prefix_gain as gains_of_prefixes
 from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
 from .spans import Span
 
@@ -41,6 +47,7 @@ class CreditBatch:
         entropies: B tensors (T_b,) of each sampled token's distribution, nats.
         external: B tensors (K_b,) or (T_b,), the caller's own importances.
         score: stands in for `score_counterfactuals`, with its arguments.
+        elsewhere: the model lies in other processes, and `score` alone can ask it.
     """
 
     prompts: list[Tensor]
@@ -60,6 +67,7 @@ class CreditBatch:
     entropies: list[Tensor] | None = None
     external: list[Tensor] | None = None
     score: Callable[..., CounterfactualScores] = field(default=score_counterfactuals)
+    elsewhere: bool = False
 
     @property
     def sampled(self) -> list[Tensor]:
@@ -99,25 +107,99 @@ class EstimatorKind(NamedTuple):
     options: tuple[str, ...] = ()  # fields of the configuration that it takes
 
 
-def masking(model: nn.Module, batch: CreditBatch, *, outcome: Outcome = "logprob") -> Importances:
-    """Mask each unit and see how the answer's probability moves (CF paper, eq. 3; OAR paper's OAR-P for one token)."""
-    options: dict[str, Any] = {} if outcome == "logprob" else {"outcome": outcome}  # a host's scorer may know one
-    scores = batch.score(
-        model, batch.prompts, batch.completions, batch.units, batch.answers, placeholder_id=batch.placeholder_id,
-        token_budget=batch.token_budget, **options,
-    )  # fmt: skip
+def masking(
+    model: nn.Module,
+    batch: CreditBatch,
+    *,
+    outcome: Outcome = "logprob",
+    fill: str = "placeholder",
+    samples: int = 1,
+    approximation: str | None = None,
+    preselect: float = 1.0,
+    cheap: str = "length",
+) -> Importances:
+    """Mask each unit and see how the answer moves (CF paper, eq. 3; with tokens for units the OAR paper's OAR-P).
+
+    Exact with placeholders, unless `approximation` or `preselect` says otherwise; see `approximations.py`.
+    """
+    score = _masked_by(batch, fill, samples, approximation)
+    options: dict[str, Any] = {"outcome": outcome, "token_budget": batch.token_budget}
+    if preselect < 1:
+        estimate = _cheaply(model, batch, cheap)
+        some = preselected_masking(
+            model, batch.prompts, batch.completions, batch.units, batch.answers, [row.abs() for row in estimate.values],
+            share=preselect, cheap_work=estimate.work, score=score, **options,
+        )  # fmt: skip
+        scores = CounterfactualScores(some.base, [], [-row for row in some.importance], None, some.work)
+    else:
+        scores = score(model, batch.prompts, batch.completions, batch.units, batch.answers, **options)
     flat = -torch.cat([torch.zeros(0), *(row.detach().float().cpu() for row in scores.drop)])
     values = list(flat.split([len(row) for row in scores.drop]))
     return Importances(values, work=scores.work, scores=scores)
+
+
+def _masked_by(
+    batch: CreditBatch, fill: str, samples: int, approximation: str | None
+) -> Callable[..., CounterfactualScores]:
+    """What masks and scores, with the arguments of `score_counterfactuals` but for the placeholder."""
+    if approximation is None and fill == "placeholder":
+        return partial(_host_scores, batch)
+    if batch.elsewhere:
+        what = f"approximation={approximation!r}" if approximation else f"fill={fill!r}"
+        raise NotImplementedError(f"{what} needs the model in this process, and it lies in others")
+    if approximation is not None and fill != "placeholder":
+        raise ValueError(f"fill={fill!r} cannot be combined with approximation={approximation!r}")
+    if approximation == "short_branches":
+        assert batch.placeholder_id is not None
+        return partial(short_branches, placeholder_id=batch.placeholder_id, fed_from=batch.reasoning_ends)
+    if approximation == "knockout":
+        return partial(answer_knockout, blind_from=batch.reasoning_ends)
+    seed = 0 if batch.generator is None else int(torch.randint(2**62, (), generator=batch.generator))
+    return partial(resampled_scores, seed=seed, samples=samples)
+
+
+def _host_scores(batch: CreditBatch, *rows: Any, outcome: str, **options: Any) -> CounterfactualScores:
+    if outcome != "logprob":  # a host's scorer may know this one alone
+        options["outcome"] = outcome
+    return batch.score(*rows, placeholder_id=batch.placeholder_id, **options)
+
+
+def _cheaply(model: nn.Module, batch: CreditBatch, name: str) -> Importances:
+    """What chooses the units that are worth masking."""
+    if name in CHEAP_ESTIMATES:
+        return Importances(cheap_estimates(name, batch.units))
+    if name in APPROXIMATIONS:
+        return masking(model, batch, approximation=name)
+    return ESTIMATORS[name].run(model, batch)
 
 
 def gradient(
     model: nn.Module, batch: CreditBatch, *, outcome: Outcome = "mean", sigma: float = 1e-3, samples: int = 1
 ) -> Importances:
     """Gradient of the outcome's change under noise, times the embeddings (OAR paper, OAR-G)."""
+    if batch.elsewhere:
+        raise NotImplementedError("estimator='gradient' needs the model in this process, and it lies in others")
     values, work = gradient_saliency(
         model, batch.prompts, batch.completions, batch.units, batch.answers, outcome=outcome, sigma=sigma,
         samples=samples, generator=batch.generator, token_budget=batch.token_budget,
+    )  # fmt: skip
+    return Importances(values, work=work)
+
+
+def prefix_gain(model: nn.Module, batch: CreditBatch) -> Importances:
+    """What each unit adds to the probability of the answer, asked right behind it (IGPO 2510.14967, PACR 2510.22255).
+
+    The probe is the completion's own marker and answer, from the end of the reasoning on.
+    """
+    probes = [
+        own_probe(completion, answer, end) if answer is not None and units else None
+        for completion, answer, end, units in zip(
+            batch.completions, batch.answers, batch.reasoning_ends, batch.units, strict=True
+        )
+    ]
+    values, work = gains_of_prefixes(
+        model, batch.prompts, batch.completions, batch.units, probes, token_budget=batch.token_budget,
+        score=batch.score if batch.elsewhere else None,
     )  # fmt: skip
     return Importances(values, work=work)
 
@@ -223,11 +305,26 @@ def _given(name: str, column: list[Tensor] | None) -> list[Tensor]:
 
 
 ESTIMATORS: dict[str, EstimatorKind] = {
-    "masking": EstimatorKind(masking, "spans", "range", True, False, True, ("outcome",)),
+    "masking": EstimatorKind(
+        masking,
+        "spans",
+        "range",
+        True,
+        False,
+        True,
+        ("outcome", "fill", "samples", "approximation", "preselect", "cheap"),
+    ),
     "gradient": EstimatorKind(gradient, "tokens", "bilevel", True, False, True, ("outcome", "sigma", "samples")),
+    "prefix_gain": EstimatorKind(prefix_gain, "spans", "range", True, False, True),
     "entropy": EstimatorKind(entropy, "tokens", "top", False, False, False),
     "prefix_tree": EstimatorKind(prefix_tree, "tokens", "identity", False, True, False),
     "ktae": EstimatorKind(ktae, "tokens", "identity", False, True, False),
     "sibling_edits": EstimatorKind(edits, "tokens", "identity", False, True, False),
     "external": EstimatorKind(external, "spans", "range", False, False, False),
 }
+
+APPROXIMATIONS = ("short_branches", "knockout")
+"""Of masking: what is computed anew for a branch. See `partial_branches.py`."""
+
+SELECTORS = (*CHEAP_ESTIMATES, *APPROXIMATIONS, "prefix_gain", "gradient", "entropy")
+"""What may choose the units that are masked exactly."""

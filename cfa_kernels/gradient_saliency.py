@@ -113,7 +113,7 @@ def gradient_saliency(
     lengths = [len(rows[b].prompt) + len(rows[b].completion) for b in order]
     head = _widened(prove_supported(causal))
     tokens = [np.zeros(0)] * len(rows)
-    work = ScoringWork(0, 0, 0, 0)
+    work = ScoringWork()
     with torch.inference_mode(False), tree_attention_mode(causal), _frozen(causal):
         if token_budget is None:
             budget = default_token_budget(causal, training=True)

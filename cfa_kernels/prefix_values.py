@@ -5,7 +5,7 @@ answer to completions that have none; `prefix_values` asks the same after every 
 step, where masking shows the direct one alone.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from .hf import causal_lm, context_length, rope_lengths, vocab_size
-from .scoring import ScoringWork, query_logprobs
+from .scoring import CounterfactualScores, ScoringWork, query_logprobs
 from .spans import Span
 from .token_rows import check_columns, checked_ids, equal_prompts_together
 from .tree import Query
@@ -73,7 +73,7 @@ def own_probe(completion: Tensor, answer: Span, reasoning_end: int) -> Probe:
     return Probe(completion[reasoning_end : answer.end], target)
 
 
-def length_without_eos(completion: Tensor, eos_ids: Collection[int]) -> int:
+def length_without_eos(completion: Tensor | Sequence[int], eos_ids: Collection[int]) -> int:
     """Tokens of a completion (T,) before the end-of-text tokens that it ends with, if any."""
     length, ending = len(completion), set(eos_ids)
     while length and int(completion[length - 1]) in ending:
@@ -150,6 +150,7 @@ def prefix_values(
     *,
     measure: str = "probability",
     token_budget: int | None = None,
+    score: Callable[..., CounterfactualScores] | None = None,
 ) -> PrefixValues:
     """Score a probe after beginnings of each completion: pi(target | prompt, completion[:t], probe up to the target).
 
@@ -162,6 +163,8 @@ def prefix_values(
         probes: for each completion its probe; None only where there are no boundaries.
         measure: `probability`, exp of the mean log-prob of the target's tokens, or `mean_logprob`, nats.
         token_budget: as in `score_counterfactuals`.
+        score: stands in for `score_counterfactuals` where the model lies in other processes; then nothing is checked
+            against the model, and each boundary is a sequence of its own.
 
     Returns:
         `PrefixValues`.
@@ -175,6 +178,8 @@ def prefix_values(
     if measure not in MEASURES:
         raise ValueError(f"measure must be one of {', '.join(MEASURES)}, got {measure!r}")
     check_columns(prompts, completions=completions, boundaries=boundaries, probes=probes)
+    if score is not None:
+        return _by_scores(score, model, prompts, completions, boundaries, probes, measure, token_budget)
     causal = causal_lm(model)
     vocab, longest = vocab_size(causal), context_length(causal)
     rows = checked_ids(prompts, completions, vocab, longest)
@@ -202,7 +207,42 @@ def prefix_values(
     for b, unit_places, unit_values in zip(numbers, places, found, strict=True):
         for i, value in zip(unit_places, unit_values, strict=True):
             values[b][i] = value.mean()
-    return PrefixValues([row.exp() if measure == "probability" else row for row in values], work)
+    return PrefixValues(_measured(values, measure), work)
+
+
+def _measured(means: Sequence[Tensor], measure: str) -> list[Tensor]:
+    return [row.exp() if measure == "probability" else row for row in means]
+
+
+def _by_scores(
+    score: Callable[..., CounterfactualScores],
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    boundaries: Sequence[Sequence[int]],
+    probes: Sequence[Probe | None],
+    measure: str,
+    token_budget: int | None,
+) -> PrefixValues:
+    """The answer's own score of a completion that was cut at each boundary and continued by the probe."""
+    rows, sequences, answers = list[int](), list[Tensor](), list[Span]()
+    for b, (completion, row_boundaries, probe) in enumerate(zip(completions, boundaries, probes, strict=True)):
+        if probe is None:
+            continue
+        _check_probe(b, probe)
+        for t in row_boundaries:
+            rows.append(b)
+            sequences.append(torch.cat([completion[:t], probe.tokens.to(completion.device)]))
+            answers.append(Span(t + probe.target.start, t + probe.target.end))
+    if not rows:
+        return PrefixValues([torch.zeros(0) for _ in boundaries], ScoringWork())
+    scores = score(
+        model, [prompts[b] for b in rows], sequences, [[] for _ in rows], answers, placeholder_id=0,
+        token_budget=token_budget,
+    )  # fmt: skip
+    sizes = torch.tensor([answer.end - answer.start for answer in answers])
+    means = (scores.base.float().cpu() / sizes).split([len(row) for row in boundaries])
+    return PrefixValues(_measured(means, measure), scores.work)
 
 
 def prefix_gain(
@@ -214,6 +254,7 @@ def prefix_gain(
     *,
     measure: str = "probability",
     token_budget: int | None = None,
+    score: Callable[..., CounterfactualScores] | None = None,
 ) -> tuple[list[Tensor], ScoringWork]:
     """How much each unit adds to the answer's value: the value after it less the value after the unit before.
 
@@ -221,8 +262,8 @@ def prefix_gain(
     counts to none; the gains of a row sum to the value after its last unit less that at the start of its first.
 
     Args:
-        model, prompts, completions, probes, measure, token_budget: as in `prefix_values`; a probe may be None only
-            where there are no units.
+        model, prompts, completions, probes, measure, token_budget, score: as in `prefix_values`; a probe may be None
+            only where there are no units.
         units: for each completion, disjoint spans in order of position.
 
     Returns:
@@ -242,8 +283,8 @@ def prefix_gain(
             end = unit.end
     boundaries = [[row[0].start, *(unit.end for unit in row)] if row else [] for row in units]
     found = prefix_values(
-        model, prompts, completions, boundaries, probes, measure=measure, token_budget=token_budget
-    )  # fmt: skip
+        model, prompts, completions, boundaries, probes, measure=measure, token_budget=token_budget, score=score
+    )
     return [values.diff() for values in found.values], found.work
 
 

@@ -37,10 +37,10 @@ from .tree import Chain, Limits, Pack, Query, chain_units
 class ScoringWork:
     """What scoring did, for accounting: compare `tokens_fed` with `tokens_unshared`."""
 
-    forwards: int
-    tokens_fed: int
-    tokens_unshared: int  # if every query (log-probs, base answer, each branch) took a forward of its own
-    head_rows: int
+    forwards: int = 0
+    tokens_fed: int = 0
+    tokens_unshared: int = 0  # if every query (log-probs, base answer, each branch) took a forward of its own
+    head_rows: int = 0
 
     def __add__(self, other: "ScoringWork") -> "ScoringWork":
         """The sum of two counts."""

@@ -431,9 +431,19 @@ def test_gradients_judge_every_token_before_the_marker_by_the_model(scored, monk
 
     monkeypatch.setattr("cfa_kernels.estimators.gradient_saliency", saliency)
     config = CounterfactualConfig(estimator="gradient", outcome="last", sigma=0.5, samples=3, tau=0.0)
-    credit = counterfactual_credit(None, Tokenizer(), *ARRAYS, config=config)
+    credit = counterfactual_credit(object(), Tokenizer(), *ARRAYS, config=config)
     assert (seen["outcome"], seen["sigma"], seen["samples"]) == ("last", 0.5, 3)
     assert [len(row) for row in seen["units"]] == [4, 3, 4]
     assert credit.weights[0, :4].mean() == pytest.approx(1)
     assert credit.weights[0, :4].diff().gt(0).all()
     assert credit.work.tokens_fed == 20
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"estimator": "gradient"}, {"approximation": "knockout"}, {"fill": "resampled"}],
+    ids=lambda c: next(iter(c)),
+)
+def test_what_needs_the_model_here_says_so_where_it_lies_in_other_processes(scored, config):
+    with pytest.raises(NotImplementedError, match="needs the model in this process, and it lies in others"):
+        counterfactual_credit(None, Tokenizer(), *ARRAYS, config=CounterfactualConfig(**config))

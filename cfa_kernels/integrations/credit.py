@@ -118,7 +118,7 @@ def scorer_from_logprobs(logprobs_of: LogprobsOf) -> Callable[..., Counterfactua
     Returns:
         What stands in for `score_counterfactuals`; scores are on the CPU. It raises `ValueError` if the service gives
         another number of sequences or tokens than it was asked for, or if log-probs of whole completions or a
-        temperature are asked for.
+        temperature are asked for, and `NotImplementedError` for an outcome that log-probs do not tell.
     """
 
     def score(
@@ -133,6 +133,9 @@ def scorer_from_logprobs(logprobs_of: LogprobsOf) -> Callable[..., Counterfactua
     ) -> CounterfactualScores:
         if options.get("logprobs") or options.get("temperature", 1.0) != 1.0:
             raise ValueError("log-probs of whole completions and temperatures are the host's own business here")
+        outcome = options.get("outcome", "logprob")
+        if outcome not in ("logprob", "mean_logprob"):
+            raise NotImplementedError(f"outcome={outcome!r} needs distributions, and the host gives log-probs alone")
         asked_prompts: list[Tensor] = []
         asked: list[Tensor] = []
         for prompt, completion, row_spans, answer in zip(prompts, completions, spans, answers, strict=True):
@@ -155,6 +158,8 @@ def scorer_from_logprobs(logprobs_of: LogprobsOf) -> Callable[..., Counterfactua
                 masked.append(torch.full((len(row_spans),), float("nan")))
                 continue
             answered = [next(scores)[answer.start :].float().sum().cpu() for _ in range(1 + len(row_spans))]
+            if outcome == "mean_logprob":
+                answered = [value / (answer.end - answer.start) for value in answered]
             base_scores[b] = answered[0]
             masked.append(torch.stack(answered[1:]) if row_spans else torch.zeros(0))
         drop = [row - base for row, base in zip(masked, base_scores, strict=True)]
