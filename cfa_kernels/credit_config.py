@@ -121,6 +121,11 @@ class CounterfactualConfig:
         return self.fill == "placeholder" and self.approximation is None and self.preselect == 1
 
     @property
+    def reads_entropies(self) -> bool:
+        """Whether the entropies of sampled tokens must be given."""
+        return "entropy" in (self.estimator, self.cheap if self.preselect < 1 else None)
+
+    @property
     def kind(self) -> EstimatorKind:
         """How the estimator is called; a function judges spans, and is given every completion of the batch."""
         if callable(self.estimator):

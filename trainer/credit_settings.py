@@ -36,10 +36,20 @@ class CreditSettings:
     """Least weight under bilevel, before the rescaling."""
     fraction: float = 0.2
     """Share of a micro-batch's tokens that top keeps."""
+    fill: Literal["placeholder", "resampled"] = "placeholder"
+    """What stands in place of a masked unit: placeholders, or what the model itself might have written there."""
+    approximation: Literal["none", "short_branches", "knockout"] = "none"
+    """Of masking: compute anew only the unit and the rows from the marker on, or hide the unit from those rows."""
+    preselect: float = 1.0
+    """Share of a completion's units that is masked, by the cheap estimate; 1 masks all."""
+    cheap: Literal["length", "first", "last", "short_branches", "knockout", "prefix_gain", "gradient", "entropy"] = (
+        "length"
+    )
+    """What chooses that share."""
     sigma: float = 0.001
     """Standard deviation of the noise on embeddings under gradient; 0 for plain gradient times input."""
     samples: int = 1
-    """Draws of that noise."""
+    """Draws to average, of that noise or of resampled units."""
     correct_threshold: float = 0.5
     """Completions with at least this reward count as correct."""
     w_min: float = 0.5
@@ -73,7 +83,12 @@ class CreditSettings:
     @property
     def masks_answers(self) -> bool:
         """Whether they come from masked answers, which a training forward's keys and values can be continued for."""
-        return self.estimates and self.estimator == "masking"
+        return self.estimates and self.estimator == "masking" and self.counterfactual().exact
+
+    @property
+    def reads_entropies(self) -> bool:
+        """Whether the entropies of sampled tokens are needed."""
+        return self.estimates and self.counterfactual().reads_entropies
 
     def counterfactual(self) -> CounterfactualConfig:
         """The settings that the kernels take."""
@@ -87,6 +102,10 @@ class CreditSettings:
             boost=self.boost,
             floor=self.floor,
             fraction=self.fraction,
+            fill=self.fill,
+            approximation=None if self.approximation == "none" else self.approximation,
+            preselect=self.preselect,
+            cheap=self.cheap,
             sigma=self.sigma,
             samples=self.samples,
             correct_threshold=self.correct_threshold,

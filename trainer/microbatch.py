@@ -208,7 +208,7 @@ def assign_credit(
     are those of `counterfactual_credit`; all tensors are on the host.
     """
     part, entropies = micro.rows, None
-    if config.estimates and config.estimator == "entropy":
+    if config.reads_entropies:
         with torch.no_grad():
             _, found = forward.logprobs(config.temperature, return_entropy=True)
         assert isinstance(found, list)

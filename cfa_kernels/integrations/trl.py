@@ -141,7 +141,7 @@ class CounterfactualMixin(_Trainer):
         """Refuse a model that cannot be scored (credit that scores), or that the loss cannot be computed of."""
         proofs: list[tuple[Any, str]] = []
         config = self.counterfactual
-        if config.mode not in _UNSCORED and (config.kind.needs_model or config.estimator == "entropy"):
+        if config.mode not in _UNSCORED and (config.kind.needs_model or config.reads_entropies):
             proofs.append((prove_supported, "CounterfactualConfig(mode='uniform') trains it as TRL does"))
         if self.fused_loss:
             proofs.append((prove_head, "leave out fused_loss=True"))
@@ -173,7 +173,7 @@ class CounterfactualMixin(_Trainer):
         batch.append(output["completion_mask"] * known[:, None])
         with self._whole_model() as model, self.accelerator.autocast():
             entropies = None
-            if self.counterfactual.estimator == "entropy":
+            if self.counterfactual.reads_entropies:
                 entropies = token_entropies(
                     model, *batch, temperature=self.temperature, token_budget=self.counterfactual.token_budget
                 )

@@ -81,7 +81,7 @@ def test_bad_settings_and_arms_are_named(tmp_path):
 def test_every_arm_is_one_that_the_training_program_takes():
     from tests.trainer.embedded import settings
 
-    made = {name: settings(*flags) for name, flags in ARMS.items() if name != "prefix_gain"}
+    made = {name: settings(*flags) for name, flags in ARMS.items()}
     assert len({str(vars(config)) for config in made.values()}) == len(made)
     weighed = [
         c for name, c in made.items() if name not in (PLAIN, "counterfactual, as the paper", "prefix_tree", "ktae")

@@ -20,11 +20,15 @@ def test_every_setting_of_credit_reaches_the_library() -> None:
     flags = [
         "--credit=inverted", "--estimator=gradient", "--units=spans", "--outcome=last", "--reshape=bilevel",
         "--tau=0.3", "--boost=1.5", "--floor=0.1", "--fraction=0.3", "--sigma=0.01", "--samples=2",
-        "--correct_threshold=0.7", "--normalize_weights=mean",
+        "--correct_threshold=0.7", "--normalize_weights=mean", "--cheap=last",
     ]  # fmt: skip
+    masking = settings("--fill=resampled", "--preselect=0.5", "--cheap=last").counterfactual()
+    assert masking == CounterfactualConfig(fill="resampled", preselect=0.5, cheap="last")
+    assert settings("--approximation=knockout").counterfactual() == CounterfactualConfig(approximation="knockout")
     assert settings(*flags).counterfactual() == CounterfactualConfig(
         mode="inverted", estimator="gradient", units="spans", outcome="last", reshape="bilevel", tau=0.3, boost=1.5,
         floor=0.1, fraction=0.3, sigma=0.01, samples=2, correct_threshold=0.7, normalize="mean",
+        cheap="last",
     )  # fmt: skip
     assert settings().counterfactual() == CounterfactualConfig()
 
@@ -43,7 +47,9 @@ def test_a_name_that_is_no_file_and_no_preset_is_refused(capsys) -> None:
     assert "'oar'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("estimator", ["masking", "gradient", "entropy", "prefix_tree", "ktae", "sibling_edits"])
+@pytest.mark.parametrize(
+    "estimator", ["masking", "gradient", "prefix_gain", "entropy", "prefix_tree", "ktae", "sibling_edits"]
+)
 def test_an_estimator_judges_the_rows_with_advantage_of_a_micro_batch(fresh, rollouts, estimator) -> None:
     """Two of the four groups are mixed. One micro-batch for each, as credit must not mix them up."""
     trainer = fresh(f"--estimator={estimator}", "--token_budget=1")
@@ -53,7 +59,7 @@ def test_an_estimator_judges_the_rows_with_advantage_of_a_micro_batch(fresh, rol
     assert [len(row) for row in credit.drop] == [len(row) for row in credit.spans]
     assert credit.weights[8:24].eq(1).all()
     assert torch.isfinite(torch.tensor(metrics["loss"]))
-    if estimator in ("masking", "gradient", "entropy", "sibling_edits"):
+    if estimator in ("masking", "gradient", "prefix_gain", "entropy", "sibling_edits"):
         assert credit.weights[judged].std() > 0
     if estimator == "entropy":
         inside = torch.cat([credit.weights[group][rollouts.completion_mask[group].bool()] for group in ([*range(8)],)])
@@ -79,3 +85,14 @@ def test_all_of_a_small_batch_in_one_pass_keeps_the_share_of_entropies(fresh, ro
     kept = credit.weights[judged][rollouts.completion_mask[judged].bool()]
     assert kept.mean() == pytest.approx(0.2, abs=0.01)
     assert set(kept.tolist()) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    "flags", [("--fill=resampled",), ("--approximation=short_branches",), ("--preselect=0.5", "--cheap=entropy")]
+)
+def test_masking_in_another_way_takes_forwards_of_its_own(fresh, rollouts, flags) -> None:
+    exact, _ = credit_under(fresh(), rollouts)
+    other, _ = credit_under(fresh(*flags), rollouts)
+    assert exact.spans == other.spans
+    assert any(not torch.equal(a, b) for a, b in zip(exact.drop, other.drop, strict=True))
+    assert other.work.tokens_fed > 0
