@@ -186,7 +186,10 @@ def _ask(mask_function: Callable[..., Any], local_size: int | None, device: torc
     positions = torch.tensor(sorted({p for p in [*near, *range(8)] if p >= 0}))
     query, key = positions[:, None], positions[None, :]
     try:
-        seen = mask_function(0, 0, query.to(device), key.to(device))
+        try:
+            seen = mask_function(0, 0, query, key)
+        except Exception:  # it holds tensors of its own, on the device
+            seen = mask_function(0, 0, query.to(device), key.to(device))
     except Exception as error:  # a rule that looks at tokens, or at a table of this very batch
         raise NotImplementedError(
             f"its attention mask is no rule of positions ({type(error).__name__}: {error})"

@@ -3,17 +3,25 @@
 import pytest
 import torch
 
-from cfa_kernels import linear_policy_loss, logits_policy_loss, packed_policy_loss, policy_loss, score_counterfactuals
+from cfa_kernels import (
+    linear_policy_loss,
+    logits_policy_loss,
+    packed_policy_loss,
+    policy_loss,
+    score_counterfactuals,
+    scoring,
+    tree,
+)
 from cfa_kernels.packed_loss import LossBatch, packed_forward
 from cfa_kernels.proof import prove_trainable
 from tests.models import PLACEHOLDER, batch, make_model
 from tests.waits import DEVICE, Waits, a_device, put_on_device
 
 
-@pytest.fixture
-def model():
-    """On no device yet, and proven, which looks at results by its nature."""
-    made = make_model("Qwen3")
+@pytest.fixture(params=["Qwen3", "Gemma3Text"])
+def model(request):
+    """On no device yet, and proven, which looks at results by its nature; without and with sliding windows."""
+    made = make_model(request.param)
     prove_trainable(made)
     return made
 
@@ -115,3 +123,23 @@ def test_losses_on_a_device_never_look(level):
         ):
             loss.backward()
         assert_waits(waits)
+
+
+def test_a_pack_is_laid_out_after_the_one_before_was_launched(monkeypatch):
+    events = []
+    model, launch, finish = make_model("Qwen3"), scoring.pack_logprobs, tree._finish
+
+    def launched(*args):
+        events.append("launched")
+        return launch(*args)
+
+    def laid_out(*args):
+        events.append("laid out")
+        return finish(*args)
+
+    prove_trainable(model)
+    monkeypatch.setattr(scoring, "pack_logprobs", launched)
+    monkeypatch.setattr(tree, "_finish", laid_out)
+    score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER, token_budget=120)
+    assert len(events) > 4
+    assert events == ["laid out", "launched"] * (len(events) // 2)
