@@ -61,9 +61,9 @@ def fused_modules(model: PreTrainedModel) -> Iterator[bool]:
 
     For models that Liger knows and that lie on a GPU as a whole, where Liger is installed; all others stay as they
     are, and so does every module that somebody else gave a `forward` of its own. Rotary embeddings are a function of
-    the model's file: others of its kind share it in the meantime. Yields whether anything was changed.
+    the model's file: others of its kind share it in the meantime. Yields whether anything is exchanged.
     """
-    exchanges = [] if model in _OWN or not _on_gpu(model) else _exchanges(model)
+    exchanges = _exchanges(model)
     undo: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
     try:
         for exchange in exchanges:
@@ -73,7 +73,7 @@ def fused_modules(model: PreTrainedModel) -> Iterator[bool]:
             before = {name: place[name] for name in exchange.fused if name in place}
             undo.append((place, before, [name for name in exchange.fused if name not in place]))
             place.update(exchange.fused)
-        yield bool(undo)
+        yield bool(exchanges)
     finally:
         for place, before, added in reversed(undo):
             place.update(before)
@@ -85,7 +85,14 @@ def _on_gpu(model: PreTrainedModel) -> bool:
     return all(parameter.device.type == "cuda" for parameter in model.parameters())
 
 
+def runs_fused(model: PreTrainedModel) -> bool:
+    """Whether `fused_modules` exchanges anything, as the model lies now."""
+    return bool(_exchanges(model))
+
+
 def _exchanges(model: PreTrainedModel) -> list[_Exchange]:
+    if model in _OWN or not _on_gpu(model):
+        return []
     found, now = _FOUND.get(model), structure(model)
     if found is None or found.structure != now:
         found = _FOUND[model] = _Found(now, _asked(model))

@@ -10,7 +10,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from .fused_modules import fused_modules, keep_own_modules
+from .fused_modules import keep_own_modules, runs_fused
 from .hf import (
     Head,
     attention_implementation,
@@ -40,8 +40,8 @@ from .tree import Query, pack_units
 class _Proof:
     structure: int  # of the model that was proven
     transform: tuple[float | None, float]  # softcap and scale of its logits
-    packed: bool = False  # whether the tree was proven too
-    trained: bool = False  # and in training mode
+    packed: set[bool] = field(default_factory=set)  # whether the tree was proven too, with fused modules or without
+    trained: set[bool] = field(default_factory=set)  # and in training mode
 
 
 _PROOFS: weakref.WeakKeyDictionary[PreTrainedModel, _Proof] = weakref.WeakKeyDictionary()
@@ -84,9 +84,8 @@ def prove_supported(model: PreTrainedModel) -> Head:
         NotImplementedError: it does not, or cannot be run that way; the message names the model and the reason.
     """
     head = prove_head(model)
-    if not _PROOFS[model].packed:
-        _prove_fused(model)
-        _PROOFS[model].packed = True
+    if runs_fused(model) not in _PROOFS[model].packed:
+        _prove_layout(model)
     return head
 
 
@@ -100,9 +99,8 @@ def prove_trainable(model: PreTrainedModel) -> Head:
     head = prove_supported(model)
     if reason := _training_obstacle(model):
         raise NotImplementedError(f"model: {type(model).__name__} {reason}, so it cannot be trained on packed trees")
-    if not _PROOFS[model].trained and any(module.training for module in model.modules()):
-        _prove_fused(model, training=True)
-        _PROOFS[model].trained = True
+    if runs_fused(model) not in _PROOFS[model].trained and any(module.training for module in model.modules()):
+        _prove_layout(model, training=True)
     return head
 
 
@@ -167,18 +165,21 @@ def _transformed(logits: Tensor, softcap: float | None, scale: float) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def _prove_fused(model: PreTrainedModel, training: bool = False) -> None:
+def _prove_layout(model: PreTrainedModel, training: bool = False) -> None:
     """`_prove_tree` with the fused modules that the model will run; where they are at fault it keeps its own."""
+    proof, fused = _PROOFS[model], runs_fused(model)
     try:
         _prove_tree(model, training)
     except NotImplementedError as error:
-        with fused_modules(model) as fused:
-            pass
         if not fused:
             raise
         keep_own_modules(model)
-        _prove_tree(model, training)
+        _prove_tree(model)
+        proof.packed.add(False)
+        if training:
+            _prove_tree(model, training)
         warnings.warn(f"model: {type(model).__name__} keeps its own norms, rotations and gates: {error}", stacklevel=2)
+    (proof.trained if training else proof.packed).add(runs_fused(model))
 
 
 def _prove_tree(model: PreTrainedModel, training: bool = False) -> None:

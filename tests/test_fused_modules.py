@@ -10,10 +10,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers.models.qwen3 import modeling_qwen3
 
-from cfa_kernels import packed_logprobs, score_counterfactuals
+from cfa_kernels import packed_logprobs, packed_loss, score_counterfactuals
 from cfa_kernels.fused_modules import fused_modules, keep_own_modules, keeps_own_modules
 from cfa_kernels.hf import causal_lm
-from cfa_kernels.proof import prove_trainable
+from cfa_kernels.proof import prove_head
 from cfa_kernels.spans import Span
 from tests.liger import interpreted_liger
 from tests.models import PLACEHOLDER, assert_equals_naive, make_model, tokens
@@ -67,9 +67,9 @@ def gradients(model):
 
 
 @pytest.mark.parametrize("checkpointing", [{}, {"use_reentrant": False}, {"use_reentrant": True}])
-def test_adapters_train_through_fused_modules_also_where_layers_run_again_in_the_backward(checkpointing):
+def test_adapters_train_through_fused_modules_also_where_layers_run_again_in_the_backward(checkpointing, monkeypatch):
+    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
     expected, model = gradients(adapted()), adapted(**checkpointing)
-    prove_trainable(causal_lm(model))  # on a CPU, by the model's own modules
     before, state = traces(model), list(model.state_dict())
     with interpreted_liger() as ran:
         found = gradients(model)
@@ -121,6 +121,7 @@ def test_a_forward_that_somebody_else_put_in_stays():
 
 def test_modules_that_compute_something_else_are_found_out_and_not_used():
     model = small_model(hidden_act="gelu")  # whose gate Liger takes for SwiGLU's
+    score_counterfactuals(model, *SMALL, placeholder_id=PLACEHOLDER)  # what a CPU shows tells nothing of them
     with interpreted_liger(), pytest.warns(UserWarning, match="keeps its own norms.*does not compute the same"):
         scores = score_counterfactuals(model, *SMALL, placeholder_id=PLACEHOLDER)
     assert_equals_naive(scores, model, *SMALL)
