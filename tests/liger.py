@@ -1,0 +1,48 @@
+"""Liger's own kernels on a CPU: in Triton's interpreter, which lacks a few things that they use."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from cfa_kernels import fused_modules
+from cfa_kernels.ops.elementwise import tanh
+
+
+@triton.jit
+def rsqrt(x):
+    """In place of a GPU library's."""
+    return 1.0 / tl.sqrt(x)
+
+
+class _Number(float):
+    """A scalar argument, which a compiled kernel may cast."""
+
+    def to(self, _: object) -> "_Number":
+        """Itself: float32 is all that these kernels run in here."""
+        return self
+
+
+@contextmanager
+def interpreted_liger() -> Iterator[list[str]]:
+    """Models count as lying on a GPU; yields the names of Liger's kernels as they run."""
+    from liger_kernel.ops import geglu, rms_norm
+
+    ran: list[str] = []
+    convert, run = interpreter._implicit_cvt, interpreter.InterpretedFunction.run
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ran.append(self.fn.__name__)
+        return run(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_implicit_cvt", lambda x: _Number(x) if isinstance(x, float) else convert(x))
+        patch.setattr(interpreter.InterpretedFunction, "run", noted)
+        patch.setattr(rms_norm, "rsqrt", rsqrt)
+        patch.setattr(geglu, "tanh", tanh)
+        patch.setattr(fused_modules, "_on_gpu", lambda model: True)
+        yield ran
