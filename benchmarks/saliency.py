@@ -1,8 +1,9 @@
 """`python -m benchmarks.saliency`: what gradient saliency costs, and how many draws of noise it takes.
 
 Cost is that of 16 completions in operations and in seconds of one process, in turns with a plain forward and backward
-of the same batch, padded by group, and with a packed one. Draws are compared with many others: Spearman's rank
-correlation per completion of the trainer's embedded model, on its own solutions of generated problems.
+of the same batch, padded by group. Draws are compared with many others: Spearman's rank
+correlation per completion of the trainer's embedded model, on its own solutions of generated problems, in float32 and
+with the same weights in bfloat16.
 """
 
 import argparse
@@ -21,7 +22,6 @@ from benchmarks.workloads import Job, gsm8k_job, policy
 from cfa_kernels import Span, find_answer
 from cfa_kernels.gradient_saliency import gradient_saliency
 from cfa_kernels.hf import causal_lm
-from cfa_kernels.packed_loss import packed_logprobs
 from cfa_kernels.proof import prove_trainable
 from trainer.config import EMBEDDED, model_path
 from trainer.data import encode_prompt, load_rows
@@ -57,9 +57,6 @@ def cost(model_name: str, problems: int, turns: int) -> list[dict[str, object]]:
         prove_trainable(causal_lm(model))
         runs: dict[str, Callable[[], object]] = {
             "plain": lambda model=model: plain_forward_and_backward(model, job),
-            "packed": lambda model=model: (
-                torch.cat(packed_logprobs(model, job.prompts, job.completions)).sum().backward()
-            ),
             "mean, 1 draw": saliency(model, "mean", 1),
             "mean, 4 draws": saliency(model, "mean", 4),
             "mean_logprob, 1 draw": saliency(model, "mean_logprob", 1),
@@ -122,13 +119,19 @@ def draws(problems: int, sigma: float) -> list[dict[str, object]]:
         return round(statistics.mean(map(spearman, found, truth)), 3)
 
     table = list[dict[str, object]]()
+    truths = {outcome: importances(outcome, REFERENCE_DRAWS, 0) for outcome in OUTCOMES}
     for outcome in OUTCOMES:
-        truth = importances(outcome, REFERENCE_DRAWS, 0)
+        truth = truths[outcome]
         row: dict[str, object] = {"outcome": outcome, "completions": len(prompts)}
         for samples in DRAWS:
             row[f"{samples} draws"] = agreement(importances(outcome, samples, samples), truth)
         row["sigma 0"] = agreement(importances(outcome, 1, 0, 0.0), truth)
         table.append(row)
+    model.bfloat16()
+    for row in table:
+        outcome = str(row["outcome"])
+        for samples in DRAWS:
+            row[f"bfloat16, {samples} draws"] = agreement(importances(outcome, samples, samples), truths[outcome])
     return table
 
 
