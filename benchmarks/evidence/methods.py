@@ -76,12 +76,14 @@ class Method:
         needs: the module it calls; without it the method is left out and said to be.
         tokens: it can judge single tokens, too.
         control: it knows nothing, and must show nothing.
+        costly: a forward's worth of tokens per token; it judges fewer problems.
     """
 
     run: Callable[[Question], Found]
     needs: str = "cfa_kernels.scoring"
     tokens: bool = True
     control: bool = False
+    costly: bool = False
 
     @property
     def there(self) -> bool:
@@ -258,9 +260,9 @@ METHODS: dict[str, Method] = {
     "CF, KL of mean": Method(_masking("mean"), _OUTCOMES),
     "CF, KL of last": Method(_masking("last"), _OUTCOMES),
     "masked rest": Method(_masked_rest),
-    "OAR-P, mean": Method(_masked_tokens("mean"), _OUTCOMES),
-    "OAR-P, last": Method(_masked_tokens("last"), _OUTCOMES),
-    "OAR-P, log-prob": Method(_masked_tokens("logprob")),
+    "OAR-P, mean": Method(_masked_tokens("mean"), _OUTCOMES, costly=True),
+    "OAR-P, last": Method(_masked_tokens("last"), _OUTCOMES, costly=True),
+    "OAR-P, log-prob": Method(_masked_tokens("logprob"), costly=True),
     "OAR-G, 1 draw": Method(_gradient("mean", 1e-3), _GRADIENTS),
     "OAR-G, 8 draws": Method(_gradient("mean", 1e-3, 8), _GRADIENTS),
     "gradient x input": Method(_gradient("mean_logprob", 0.0), _GRADIENTS),

@@ -5,6 +5,7 @@ Where it stands: the work and its sums; `tables.py` writes them down. Every piec
 
 import hashlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence.agreement import agreement, correlation
+from benchmarks.evidence.agreement import agreement, auroc_alone, correlation
 from benchmarks.evidence.cases import Case, planted_case, sampled_case
 from benchmarks.evidence.ledger import Ledger
 from benchmarks.evidence.methods import METHODS, Method, Question
@@ -32,6 +33,8 @@ class Settings:
 
     problems: int = 200
     """Planted problems that every method judges, the kinds in turn."""
+    costly: int = 60
+    """How many of them the costly methods judge."""
     valued: int = 80
     """How many of them also get sampled step values."""
     samples: int = 16
@@ -129,10 +132,13 @@ def _judge(
     values: dict[str, list[list[float]]] = {}
     for name, method in chosen.items():
         say(f"{name}")
-        records = [_found(subject, ledger, batch, name, method, settings) for batch in everything]
+        count = min(settings.costly, len(problems)) if method.costly else len(problems)
+        asked = everything[: math.ceil(count / settings.batch)]
+        records = [_found(subject, ledger, batch, name, method, settings) for batch in asked]
         values[name] = [row for record in records for row in record["values"]]
-        results["methods"][name] = _truths(values[name], problems, settings) | {
+        results["methods"][name] = _truths(values[name], problems[: len(values[name])], settings) | {
             "control": method.control,
+            "problems": len(values[name]),
             "tokens_fed": sum(record["tokens_fed"] for record in records),
             "cpu_seconds": sum(record["cpu_seconds"] for record in records),
         }
@@ -183,18 +189,22 @@ def _truths(
 ) -> dict[str, Any]:
     """Agreement with the planted truths, over all problems and kind by kind."""
 
+    def rows(truth: str, kinds: Sequence[str]) -> tuple[list[Sequence[float]], list[list[bool]]]:
+        some = [(problem, row) for problem, row in zip(problems, values, strict=True) if problem.kind in kinds]
+        labels = [[bool(getattr(unit, truth)) for unit in problem.units] for problem, _ in some]
+        return [row for _, row in some], labels
+
     def judged(truth: str, kinds: Sequence[str]) -> dict[str, Any]:
-        rows = [i for i, problem in enumerate(problems) if problem.kind in kinds]
-        labels = [[bool(getattr(unit, truth)) for unit in problems[i].units] for i in rows]
+        scores, labels = rows(truth, kinds)
         if not any(0 < sum(row) < len(row) for row in labels):
             return {"problems": 0}
-        return agreement([values[i] for i in rows], labels, draws=settings.draws)
+        return agreement(scores, labels, draws=settings.draws)
 
     return {
         "direct": judged("direct", KINDS),
         "total": judged("total", KINDS),
         "origin": judged("origin", ("wrong",)),
-        "kinds": {kind: {truth: judged(truth, (kind,)) for truth in ("direct", "total")} for kind in KINDS},
+        "kinds": {kind: {truth: auroc_alone(*rows(truth, (kind,))) for truth in ("direct", "total")} for kind in KINDS},
     }
 
 
@@ -230,10 +240,11 @@ def _step_values(
     right = [problem.answer == problem.gold for problem in problems]
 
     def against(truths: Sequence[Sequence[float]], rows: Sequence[int]) -> dict[str, Any]:
-        return {
-            name: correlation([row[i] for i in rows], [truths[i] for i in rows], draws=settings.draws)
-            for name, row in values.items()
-        }
+        found = {}
+        for name, scores in values.items():
+            some = [i for i in rows if i < len(scores)]  # a costly method has judged fewer
+            found[name] = correlation([scores[i] for i in some], [truths[i] for i in some], draws=settings.draws)
+        return found
 
     return {
         "sampled_accuracy": float(np.mean(started)),

@@ -65,7 +65,8 @@ def planted_markdown(document: dict[str, Any]) -> str:
 
 def _methods(methods: dict[str, Any]) -> str:
     head = ["method", "AUROC direct", "AUROC total", "AUROC wrong step", "Spearman direct", "Spearman total",
-            "recall direct", "recall total", "plain AUROC direct", "plain AUROC total", "tokens fed"]  # fmt: skip
+            "recall direct", "recall total", "plain AUROC direct", "plain AUROC total", "problems",
+            "tokens fed each"]  # fmt: skip
     rows = []
     for name, found in methods.items():
         direct, total = found["direct"], found["total"]
@@ -74,7 +75,8 @@ def _methods(methods: dict[str, Any]) -> str:
                 name, interval(direct.get("auroc")), interval(total.get("auroc")),
                 interval(found["origin"].get("plain_auroc")), interval(direct.get("spearman")),
                 interval(total.get("spearman")), interval(direct.get("recall")), interval(total.get("recall")),
-                interval(direct.get("plain_auroc")), interval(total.get("plain_auroc")), f"{found['tokens_fed']:,}",
+                interval(direct.get("plain_auroc")), interval(total.get("plain_auroc")), f"{found['problems']}",
+                f"{found['tokens_fed'] / found['problems']:,.0f}",
             ]
         )  # fmt: skip
     return table(head, rows)
@@ -82,8 +84,7 @@ def _methods(methods: dict[str, Any]) -> str:
 
 def _kinds(methods: dict[str, Any]) -> str:
     def cell(found: dict[str, Any]) -> str:
-        figures = [found[truth].get("auroc") for truth in ("direct", "total")]
-        return " / ".join(f"{figure['value']:.2f}" if figure else "–" for figure in figures)
+        return " / ".join("–" if found[truth] is None else f"{found[truth]:.2f}" for truth in ("direct", "total"))
 
     return table(
         ["method", *KINDS], [[name, *(cell(found["kinds"][k]) for k in KINDS)] for name, found in methods.items()]
