@@ -4,7 +4,7 @@ Where it stands: between the cases and the judges. A method sees token ids, unit
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -19,6 +19,13 @@ from trainer.rewards import final_number
 from trainer.rollouts import generate
 
 
+class Siblings(NamedTuple):
+    """What was sampled for the prompts of a question, one prompt after the other, and whether it is right."""
+
+    completions: list[list[int]]
+    right: list[bool]
+
+
 @dataclass(frozen=True)
 class Question:
     """What a method is asked: how much does each unit of these completions matter?
@@ -28,13 +35,15 @@ class Question:
         gold: B right answers.
         seed: of whatever the method draws; differs from batch to batch.
         room: most tokens of a sampled sibling.
+        siblings: gives the siblings of its cases; they may be known already.
     """
 
     subject: Subject
     cases: Sequence[Case]
     gold: Sequence[int]
     seed: int
-    room: int = 128
+    room: int
+    siblings: Callable[["Question"], Siblings]
 
     @property
     def prompts(self) -> list[Tensor]:
@@ -125,10 +134,7 @@ def _masked_tokens(outcome: str) -> Callable[[Question], Found]:
     """Every token masked alone, as OAR-P does; a unit's importance is the mean over its tokens."""
 
     def run(question: Question) -> Found:
-        tokens = Question(
-            question.subject, [case.by_token() for case in question.cases], question.gold, question.seed, question.room
-        )
-        found = _masking(outcome)(tokens)
+        found = _masking(outcome)(replace(question, cases=[case.by_token() for case in question.cases]))
         return Found(_unit_means(found.values, question.units), found.tokens_fed)
 
     return run
@@ -191,25 +197,31 @@ def _entropy(question: Question) -> Found:
 GROUP = 8
 
 
+def siblings(question: Question) -> Siblings:
+    """Seven completions of each prompt, sampled at temperature 1."""
+    prompts = [case.prompt.tolist() for case in question.cases for _ in range(GROUP - 1)]
+    keys = [(question.seed, b, g) for b in range(len(question.cases)) for g in range(GROUP - 1)]
+    sampled = generate(
+        question.subject.model, question.subject.tokenizer, prompts, max_completion_length=question.room, keys=keys
+    )
+    right = [final_number(text) == question.gold[i // (GROUP - 1)] for i, text in enumerate(sampled.texts)]
+    return Siblings(sampled.ids(), right)
+
+
 def _of_group(values: Callable[[list[Tensor], Tensor, Tensor], list[Tensor]]) -> Callable[[Question], Found]:
-    """Token values of each completion among seven sampled siblings, averaged over its units."""
+    """Token values of each completion among its sampled siblings, averaged over its units."""
 
     def run(question: Question) -> Found:
-        prompts = [case.prompt.tolist() for case in question.cases for _ in range(GROUP - 1)]
-        keys = [(question.seed, b, g) for b in range(len(question.cases)) for g in range(GROUP - 1)]
-        sampled = generate(
-            question.subject.model, question.subject.tokenizer, prompts, max_completion_length=question.room, keys=keys
-        )
-        ids, texts = sampled.ids(), sampled.texts
+        sampled = question.siblings(question)
         completions, groups, correct = [], [], []
         for b, (case, gold) in enumerate(zip(question.cases, question.gold, strict=True)):
             own = slice(b * (GROUP - 1), (b + 1) * (GROUP - 1))
             answer = question.subject.tokenizer.decode(case.completion[case.answer.start : case.answer.end])
-            completions += [case.completion, *(torch.tensor(row) for row in ids[own])]
-            correct += [answer.strip() == str(gold), *(final_number(text) == gold for text in texts[own])]
+            completions += [case.completion, *(torch.tensor(row) for row in sampled.completions[own])]
+            correct += [answer.strip() == str(gold), *sampled.right[own]]
             groups += [b] * GROUP
         found = values(completions, torch.tensor(groups), torch.tensor(correct))
-        fed = sum(map(len, ids)) + sum(len(case.prompt) for case in question.cases) * (GROUP - 1)
+        fed = sum(map(len, sampled.completions)) + sum(len(case.prompt) for case in question.cases) * (GROUP - 1)
         return Found(_unit_means(found[::GROUP], question.units), fed)
 
     return run

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.evidence.agreement import agreement, auroc_alone, correlation
 from benchmarks.evidence.cases import Case, planted_case, sampled_case
 from benchmarks.evidence.ledger import Ledger
-from benchmarks.evidence.methods import METHODS, Method, Question
+from benchmarks.evidence.methods import METHODS, Method, Question, Siblings, siblings
 from benchmarks.evidence.models import TRAINED, Subject
 from benchmarks.evidence.problems import KINDS, PlantedProblem, generate
 from benchmarks.evidence.rollouts import right_chains, step_values, substitution_oracle
@@ -151,7 +151,12 @@ def _judge(
 def _found(
     subject: Subject, ledger: Ledger, batch: Batch, name: str, method: Method, settings: Settings
 ) -> dict[str, Any]:
-    question = Question(subject, batch.cases, batch.gold, batch.seed, settings.room)
+    key = ("siblings", subject.fingerprint, batch.digest, batch.seed)
+
+    def known(question: Question) -> Siblings:
+        return Siblings(**ledger.get(key, lambda: siblings(question)._asdict()))
+
+    question = Question(subject, batch.cases, batch.gold, batch.seed, settings.room, known)
     return ledger.get(("found", subject.fingerprint, name, batch.digest, batch.seed), lambda: _asked(method, question))
 
 
@@ -278,7 +283,7 @@ def _oracle(
             for chain in record["chains"]
         ]
         gold = [batch.gold[chain["problem"]] for chain in record["chains"]]
-        question = Question(subject, cases, gold, batch.seed, settings.room)
+        question = Question(subject, cases, gold, batch.seed, settings.room, siblings)
         for name in values:
             method = chosen[name]
             values[name] += ledger.get(
