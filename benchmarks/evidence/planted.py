@@ -49,6 +49,15 @@ class Settings:
     draws: int = 1000
     """Bootstrap draws."""
 
+    def __post_init__(self) -> None:
+        """Reject values outside their range, naming the setting."""
+        for name in ("problems", "samples", "batch", "room", "draws"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("costly", "valued", "chains", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
 
 @dataclass(frozen=True)
 class Batch:
