@@ -84,14 +84,14 @@ class Method:
         run: does it.
         needs: the module it calls; without it the method is left out and said to be.
         tokens: it can judge single tokens, too.
-        control: it knows nothing, and must show nothing.
+        approximates: the method that it stands in for.
         costly: a forward's worth of tokens per token; it judges fewer problems.
     """
 
     run: Callable[[Question], Found]
     needs: str = "cfa_kernels.scoring"
     tokens: bool = True
-    control: bool = False
+    approximates: str | None = None
     costly: bool = False
 
     @property
@@ -192,6 +192,59 @@ def _entropy(question: Question) -> Found:
     return Found(_unit_means(entropies, question.units), fed)
 
 
+# --- Approximations of masking ----------------------------------------------------------------------------------
+
+
+def _preselected(
+    cheap: Callable[[Question], Found], share: float, *, tokens: str | None = None
+) -> Callable[[Question], Found]:
+    """Only the top share by a cheap estimate is masked: of the units, or of all tokens with the outcome `tokens`."""
+
+    def run(question: Question) -> Found:
+        from cfa_kernels.approximations import preselected_masking
+
+        judged = replace(question, cases=[case.by_token() for case in question.cases]) if tokens else question
+        first = cheap(judged)
+        found = preselected_masking(
+            question.subject.model, judged.prompts, judged.completions, judged.units, judged.answers,
+            [row.abs() for row in first.values], share=share, placeholder_id=question.placeholder,
+            outcome=tokens or "logprob",
+        )  # fmt: skip
+        values = _unit_means(found.importance, question.units) if tokens else found.importance
+        return Found(values, first.tokens_fed + found.work.tokens_fed)
+
+    return run
+
+
+def _runs(length: int, outcome: str) -> Callable[[Question], Found]:
+    """Runs of tokens masked together, in place of single ones."""
+
+    def run(question: Question) -> Found:
+        from cfa_kernels.approximations import run_units, spread_over_tokens
+
+        runs = [run_units(case.reasoning_end, length) for case in question.cases]
+        cases = [replace(case, units=units) for case, units in zip(question.cases, runs, strict=True)]
+        found = _masking(outcome)(replace(question, cases=cases))
+        rows = [
+            spread_over_tokens(row, units, case.reasoning_end)
+            for row, units, case in zip(found.values, runs, question.cases, strict=True)
+        ]
+        return Found(_unit_means(rows, question.units), found.tokens_fed)
+
+    return run
+
+
+def _knockout(question: Question) -> Found:
+    """The answer's own rows are blind to a unit; nothing behind it is computed anew."""
+    from cfa_kernels.answer_knockout import answer_knockout
+
+    scores = answer_knockout(
+        question.subject.model, question.prompts, question.completions, question.units, question.answers,
+        blind_from=[case.reasoning_end for case in question.cases],
+    )  # fmt: skip
+    return _found([-drop for drop in scores.drop], scores.work)
+
+
 # --- What siblings say ------------------------------------------------------------------------------------------
 
 GROUP = 8
@@ -262,12 +315,13 @@ def _unit_means(tokens: Sequence[Tensor], units: Sequence[Sequence[Span]]) -> li
 
 
 _OUTCOMES, _PROBES = "cfa_kernels.outcomes", "cfa_kernels.prefix_values"
+_APPROXIMATIONS, _KNOCKOUT = "cfa_kernels.approximations", "cfa_kernels.answer_knockout"
 _GRADIENTS, _GROUPS = "cfa_kernels.gradient_saliency", "cfa_kernels.group_credit"
 
 METHODS: dict[str, Method] = {
-    "random": Method(_random, control=True),
-    "position": Method(_position, control=True),
-    "length": Method(_length, control=True),
+    "random": Method(_random),
+    "position": Method(_position),
+    "length": Method(_length),
     "CF": Method(_masking("logprob")),
     "CF, KL of mean": Method(_masking("mean"), _OUTCOMES),
     "CF, KL of last": Method(_masking("last"), _OUTCOMES),
@@ -284,4 +338,17 @@ METHODS: dict[str, Method] = {
     "prefix tree": Method(_of_group(_prefix_tree), _GROUPS, tokens=False),
     "KTAE": Method(_of_group(_ktae), _GROUPS, tokens=False),
     "sibling edits": Method(_of_group(_sibling_edits), _GROUPS, tokens=False),
-}
+    "CF, half by prefix gain": Method(
+        _preselected(_prefix_gain("probability"), 0.5), _APPROXIMATIONS, approximates="CF"
+    ),
+    "CF, half by gradient": Method(
+        _preselected(_gradient("mean_logprob", 0.0), 0.5), _APPROXIMATIONS, approximates="CF"
+    ),
+    "CF, half by position": Method(_preselected(_position, 0.5), _APPROXIMATIONS, approximates="CF"),
+    "answer knockout": Method(_knockout, _KNOCKOUT, approximates="CF"),
+    "OAR-P, runs of 4": Method(_runs(4, "mean"), _APPROXIMATIONS, approximates="OAR-P, mean", costly=True),
+    "OAR-P, quarter by gradient": Method(
+        _preselected(_gradient("mean_logprob", 0.0), 0.25, tokens="mean"), _APPROXIMATIONS,
+        approximates="OAR-P, mean", costly=True,
+    ),
+}  # fmt: skip

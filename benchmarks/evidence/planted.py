@@ -100,7 +100,8 @@ def run(
 
     Args:
         subjects: the trained model, and the random one.
-        methods: names out of `METHODS`; all by default. Those whose module is not there are left out and named.
+        methods: names out of `METHODS`; by default all that approximate no other. Those whose module is not there are
+            left out and named.
         say: is told what is being done.
 
     Returns:
@@ -109,10 +110,7 @@ def run(
     Raises:
         ValueError: an unknown method.
     """
-    chosen = _chosen(methods)
-    absent = [name for name, method in chosen.items() if not method.there]
-    for name in absent:
-        say(f"{name}: left out, there is no {chosen.pop(name).needs}")
+    chosen, absent = available(methods or [name for name in METHODS if not METHODS[name].approximates], say)
     document: dict[str, Any] = {"settings": asdict(settings), "absent": absent, "models": {}}
     for subject in subjects:
         say(f"== {subject.name} model")
@@ -120,11 +118,19 @@ def run(
     return document
 
 
-def _chosen(methods: Sequence[str] | None) -> dict[str, Method]:
-    for name in methods or ():
+def available(names: Sequence[str], say: Callable[[str], None]) -> tuple[dict[str, Method], list[str]]:
+    """The methods of these names whose modules are there, and the names of the others.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    for name in names:
         if name not in METHODS:
             raise ValueError(f"methods must be among {', '.join(METHODS)}, got {name!r}")
-    return {name: METHODS[name] for name in methods or METHODS}
+    absent = [name for name in names if not METHODS[name].there]
+    for name in absent:
+        say(f"{name}: left out, there is no {METHODS[name].needs}")
+    return {name: METHODS[name] for name in names if METHODS[name].there}, absent
 
 
 def _judge(
@@ -140,21 +146,31 @@ def _judge(
     }
     values: dict[str, list[list[float]]] = {}
     for name, method in chosen.items():
-        say(f"{name}")
-        count = min(settings.costly, len(problems)) if method.costly else len(problems)
-        asked = everything[: math.ceil(count / settings.batch)]
-        records = [_found(subject, ledger, batch, name, method, settings) for batch in asked]
-        values[name] = [row for record in records for row in record["values"]]
-        results["methods"][name] = _truths(values[name], problems[: len(values[name])], settings) | {
-            "control": method.control,
-            "problems": len(values[name]),
-            "tokens_fed": sum(record["tokens_fed"] for record in records),
-            "cpu_seconds": sum(record["cpu_seconds"] for record in records),
-        }
+        say(name)
+        found = ask(name, method, subject, ledger, settings, everything)
+        values[name] = found.pop("values")
+        results["methods"][name] = _truths(values[name], problems[: found["problems"]], settings) | found
     if subject.name == TRAINED:
         results |= _step_values(subject, ledger, settings, values, say)
         results["oracle"] = _oracle(subject, ledger, settings, chosen, say)
     return results
+
+
+def ask(
+    name: str, method: Method, subject: Subject, ledger: Ledger, settings: Settings, everything: Sequence[Batch]
+) -> dict[str, Any]:
+    """What a method says of all problems, or of the first ones if it is costly, and what that took."""
+    total = sum(len(batch.problems) for batch in everything)
+    count = min(settings.costly, total) if method.costly else total
+    asked = everything[: math.ceil(count / settings.batch)]
+    records = [_found(subject, ledger, batch, name, method, settings) for batch in asked]
+    values = [row for record in records for row in record["values"]]
+    return {
+        "values": values,
+        "problems": len(values),
+        "tokens_fed": sum(record["tokens_fed"] for record in records),
+        "cpu_seconds": sum(record["cpu_seconds"] for record in records),
+    }
 
 
 def _found(

@@ -322,12 +322,17 @@ def test_a_ledger_goes_on_after_a_line_that_was_cut_off(tmp_path):
         Ledger(path)
 
 
-def test_planted_writes_its_tables_and_a_second_run_asks_nothing_again(subject, tmp_path, monkeypatch, capsys):
+def saved(subject, tmp_path):
     logging.disable_progress_bar()
     folder = tmp_path / "model"
     subject.model.save_pretrained(folder)
     subject.tokenizer.save_pretrained(folder)
     (folder / "warmup.json").write_text(json.dumps({"held_out_accuracy": 0.25}))
+    return folder
+
+
+def test_planted_writes_its_tables_and_a_second_run_asks_nothing_again(subject, tmp_path, monkeypatch, capsys):
+    folder = saved(subject, tmp_path)
     command = ["planted", "--folder", str(tmp_path), "--results", str(tmp_path), "--model", str(folder)]
     command += ["--problems", "8", "--batch", "4", "--valued", "4", "--samples", "1", "--chains", "0", "--room", "4"]
     command += ["--draws", "5", "--commit", "none", "--methods", "random", "position", "CF"]
@@ -351,3 +356,20 @@ def test_planted_writes_its_tables_and_a_second_run_asks_nothing_again(subject, 
     assert first["models"] == second["models"]
     assert main([*command, "--samples", "0"]) == 1
     assert "samples must be at least 1" in capsys.readouterr().err
+
+
+def test_fidelity_compares_with_exact_masking_by_what_is_fed_beyond_a_plain_forward(subject, tmp_path):
+    command = ["fidelity", "--folder", str(tmp_path), "--results", str(tmp_path)]
+    command += ["--model", str(saved(subject, tmp_path)), "--problems", "4", "--batch", "4", "--draws", "5"]
+    assert main([*command, "--commit", "none", "--methods", "random", "masked rest", "entropy"]) == 0
+    document = json.loads((tmp_path / "evidence-fidelity.json").read_text())
+    assert list(document["methods"]) == ["CF", "random", "masked rest", "entropy"]
+    exact, free = document["methods"]["CF"], document["methods"]["random"]
+    assert (exact["with_cf"]["value"], exact["token_cost"], exact["cpu_cost"]) == (1.0, 1.0, 1.0)
+    assert (free["extra_tokens"], free["token_cost"]) == (0.0, 0.0)
+    (batch,) = planted.batches(planted.Settings(problems=4, batch=4), subject, 4)
+    seen = [tuple(case.prompt.tolist()) for case in batch.cases]
+    assert len(set(seen)) == 4  # nothing is shared between problems, so that a branch is fed from its span on
+    branches = sum(case.answer.end - 1 - unit.start for case in batch.cases for unit in case.units)
+    assert exact["extra_tokens"] * 4 == branches
+    assert "| masked rest |" in (tmp_path / "evidence-fidelity.md").read_text()
