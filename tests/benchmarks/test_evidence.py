@@ -368,8 +368,14 @@ def test_fidelity_compares_with_exact_masking_by_what_is_fed_beyond_a_plain_forw
     assert (exact["with_cf"]["value"], exact["token_cost"], exact["cpu_cost"]) == (1.0, 1.0, 1.0)
     assert (free["extra_tokens"], free["token_cost"]) == (0.0, 0.0)
     (batch,) = planted.batches(planted.Settings(problems=4, batch=4), subject, 4)
-    seen = [tuple(case.prompt.tolist()) for case in batch.cases]
-    assert len(set(seen)) == 4  # nothing is shared between problems, so that a branch is fed from its span on
-    branches = sum(case.answer.end - 1 - unit.start for case in batch.cases for unit in case.units)
-    assert exact["extra_tokens"] * 4 == branches
+    beginnings, plain = set(), 0  # a token is fed once for all sequences that begin alike up to it
+    for case in batch.cases:
+        rows = [case.completion, *(case.completion.clone() for _ in case.units)]
+        for row, unit in zip(rows[1:], case.units, strict=True):
+            row[unit.start : unit.end] = subject.tokenizer.pad_token_id
+        for row in rows:
+            ids = [*case.prompt.tolist(), *row[: case.answer.end - 1].tolist()]
+            beginnings |= {tuple(ids[: n + 1]) for n in range(len(ids))}
+        plain += len(case.prompt) + case.answer.end - 1
+    assert exact["extra_tokens"] * 4 == len(beginnings) - plain
     assert "| masked rest |" in (tmp_path / "evidence-fidelity.md").read_text()
