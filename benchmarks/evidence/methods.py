@@ -83,14 +83,14 @@ class Method:
     Attributes:
         run: does it.
         needs: the module it calls; without it the method is left out and said to be.
-        tokens: it can judge single tokens, too.
+        siblings: it reads sampled siblings. It is asked about lines alone, and of a model that solves something.
         approximates: the method that it stands in for.
         costly: a forward's worth of tokens per token; it judges fewer problems.
     """
 
     run: Callable[[Question], Found]
     needs: str = "cfa_kernels.scoring"
-    tokens: bool = True
+    siblings: bool = False
     approximates: str | None = None
     costly: bool = False
 
@@ -335,9 +335,9 @@ METHODS: dict[str, Method] = {
     "prefix gain": Method(_prefix_gain("probability"), _PROBES),
     "prefix gain, nats": Method(_prefix_gain("mean_logprob"), _PROBES),
     "entropy": Method(_entropy),
-    "prefix tree": Method(_of_group(_prefix_tree), _GROUPS, tokens=False),
-    "KTAE": Method(_of_group(_ktae), _GROUPS, tokens=False),
-    "sibling edits": Method(_of_group(_sibling_edits), _GROUPS, tokens=False),
+    "prefix tree": Method(_of_group(_prefix_tree), _GROUPS, siblings=True),
+    "KTAE": Method(_of_group(_ktae), _GROUPS, siblings=True),
+    "sibling edits": Method(_of_group(_sibling_edits), _GROUPS, siblings=True),
     "CF, half by prefix gain": Method(
         _preselected(_prefix_gain("probability"), 0.5), _APPROXIMATIONS, approximates="CF"
     ),

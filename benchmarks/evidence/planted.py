@@ -17,7 +17,7 @@ from benchmarks.evidence.agreement import agreement, auroc_alone, correlation
 from benchmarks.evidence.cases import Case, planted_case, sampled_case
 from benchmarks.evidence.ledger import Ledger
 from benchmarks.evidence.methods import METHODS, Method, Question, Siblings, siblings
-from benchmarks.evidence.models import TRAINED, Subject
+from benchmarks.evidence.models import RANDOM, TRAINED, Subject
 from benchmarks.evidence.problems import KINDS, PlantedProblem, generate
 from benchmarks.evidence.rollouts import right_chains, step_values, substitution_oracle
 from cfa_kernels import score_counterfactuals
@@ -33,7 +33,7 @@ class Settings:
 
     problems: int = 200
     """Planted problems that every method judges, the kinds in turn."""
-    costly: int = 60
+    costly: int = 100
     """How many of them the costly methods judge."""
     valued: int = 80
     """How many of them also get sampled step values."""
@@ -146,6 +146,8 @@ def _judge(
     }
     values: dict[str, list[list[float]]] = {}
     for name, method in chosen.items():
+        if method.siblings and subject.name == RANDOM:
+            continue
         say(name)
         found = ask(name, method, subject, ledger, settings, everything)
         values[name] = found.pop("values")
@@ -296,7 +298,7 @@ def _oracle(
         return {}
     say(f"oracle: every token of the right ones of {settings.chains} greedy chains")
     chains: list[dict[str, Any]] = []
-    values: dict[str, list[list[float]]] = {name: [] for name, method in chosen.items() if method.tokens}
+    values: dict[str, list[list[float]]] = {name: [] for name, method in chosen.items() if not method.siblings}
     for batch in batches(settings, subject, settings.chains):
         key = (subject.fingerprint, batch.digest)
         record = ledger.get(("chains", *key), lambda batch=batch: _chains(subject, batch, settings))

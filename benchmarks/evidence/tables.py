@@ -141,7 +141,8 @@ def plot_planted(document: dict[str, Any], path: Path) -> Path:
     for axis, (truth, title) in zip(axes, panels, strict=False):
         for shift, (model, color) in enumerate(((RANDOM, "0.6"), (TRAINED, "C0"))):
             if model in models:
-                figures = [models[model]["methods"][name][truth].get("auroc") for name in names]
+                found = models[model]["methods"]
+                figures = [found[name][truth].get("auroc") if name in found else None for name in names]
                 _dots(axis, figures, 0.15 - 0.3 * shift, color, f"{model} model")
         axis.axvline(0.5, color="0.8", linewidth=1, zorder=0)
         axis.set_xlim(0, 1.02)
