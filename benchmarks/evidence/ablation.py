@@ -1,0 +1,287 @@
+"""`python -m benchmarks.evidence ablation`: kinds of credit from the same start, on the same problems, seed by seed.
+
+Each run is the training program in a process of its own; its folder is the record, so a broken-off ablation goes on
+where it stopped. Arms are paired by seed: a seed fixes problems and samples until the policies part.
+"""
+
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from benchmarks.evidence.tables import table
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+PLAIN = "plain DAPO"
+
+# Every arm at mean weight 1, else the arms would differ by their step sizes; "as the paper" once without.
+ARMS: dict[str, tuple[str, ...]] = {
+    PLAIN: ("--credit=uniform",),
+    "counterfactual": ("--config=cf", "--normalize_weights=mean"),
+    "counterfactual, as the paper": ("--config=cf",),
+    "inverted": ("--config=cf", "--credit=inverted", "--normalize_weights=mean"),
+    "random": ("--config=cf", "--credit=random", "--normalize_weights=mean"),
+    "OAR-P": ("--config=oar_p", "--normalize_weights=mean"),
+    "OAR-G": ("--config=oar_g", "--normalize_weights=mean"),
+    "entropy": ("--estimator=entropy", "--reshape=bilevel", "--normalize_weights=mean"),
+    "80/20": ("--config=entropy_80_20", "--normalize_weights=mean"),
+    "prefix_gain": ("--config=prefix_gain", "--normalize_weights=mean"),
+    "prefix_tree": ("--config=prefix_tree",),
+    "ktae": ("--config=ktae",),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is run."""
+
+    seeds: int = 5
+    """Runs of each arm, with seeds 0, 1, ..."""
+    steps: int = 30
+    """Optimizer steps of a run."""
+    eval_steps: int = 10
+    """Steps between evaluations."""
+    eval_problems: int = 1024
+    """Held-out problems that every evaluation decodes greedily."""
+    jobs: int = 1
+    """Runs at a time, each on a core of its own."""
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range, naming the setting."""
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def run(
+    folder: Path, settings: Settings, *, arms: Sequence[str] | None = None, extra: Sequence[str] = (),
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:  # fmt: skip
+    """Run what is missing, then compare what is there.
+
+    Args:
+        folder: of the run folders; those that are there are not run again.
+        settings: how much.
+        arms: names in `ARMS`; default all.
+        extra: flags of the training program for every arm.
+        say: told of progress, a line at a time.
+
+    Raises:
+        ValueError: an unknown arm, or runs in the folder that were made with other settings.
+        RuntimeError: a run that failed; names it and quotes its last lines.
+    """
+    wanted = list(ARMS) if arms is None else list(arms)
+    if unknown := [name for name in wanted if name not in ARMS]:
+        raise ValueError(f"arms must be among {', '.join(ARMS)}, got {', '.join(unknown)}")
+    flags = [
+        f"--max_steps={settings.steps}", f"--eval_steps={settings.eval_steps}", "--device=cpu", "--log_completions=0",
+        f"--eval_problems={settings.eval_problems}", *extra,
+    ]  # fmt: skip
+    _check_settings(folder, flags)
+    places = {(arm, seed): folder / f"{_file_name(arm)}-seed{seed}" for seed in range(settings.seeds) for arm in wanted}
+    todo = [(key, place) for key, place in places.items() if _curve(place, settings.steps) is None]
+    cores: SimpleQueue[int] = SimpleQueue()
+    for core in sorted(os.sched_getaffinity(0))[: settings.jobs]:
+        cores.put(core)
+
+    def one(item: tuple[tuple[str, int], Path]) -> None:
+        (arm, seed), place = item
+        core = cores.get()
+        try:
+            _train(place, [*ARMS[arm], *flags, f"--seed={seed}"], core)
+        finally:
+            cores.put(core)
+        curve = _curve(place, settings.steps)
+        if curve is None:
+            raise RuntimeError(f"{arm}, seed {seed}: left no evaluation after step {settings.steps} in {place}")
+        say(f"{arm}, seed {seed}: {curve['accuracy'][-1]:.1%} after {curve['seconds'][-1]:.0f} s")
+
+    with ThreadPoolExecutor(settings.jobs) as pool:
+        list(pool.map(one, todo))
+    curves = {
+        arm: [_curve(places[arm, seed], settings.steps) for seed in range(settings.seeds)] for arm in wanted
+    }  # every one is there now
+    return {"settings": asdict(settings), "flags": flags, "curves": curves, "arms": compare(curves)}
+
+
+def compare(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Figures of each arm, and its paired differences from plain DAPO.
+
+    Args:
+        curves: for each arm the curves of its seeds: `step`, `accuracy` and `seconds` of each evaluation.
+
+    Returns:
+        For each arm `final` and `area` (mean accuracy over steps) and `area_seconds` (over the seconds that the
+        quickest arm's whole run takes, held at its last value), each with mean and standard deviation over seeds;
+        `seconds` of a run; `steps_to_plain`, where the mean curve first reaches plain DAPO's final mean (None if it
+        does not); `against_plain`: mean paired difference of `final` and `area`, its standard error and the two-sided
+        p of a paired t-test.
+    """
+    horizon = min(curve["seconds"][-1] for arm in curves.values() for curve in arm)
+    measures = {
+        arm: {
+            "final": [curve["accuracy"][-1] for curve in of],
+            "area": [_area(curve["step"], curve["accuracy"], curve["step"][-1]) for curve in of],
+            "area_seconds": [_area(curve["seconds"], curve["accuracy"], horizon) for curve in of],
+            "seconds": [curve["seconds"][-1] for curve in of],
+        }
+        for arm, of in curves.items()
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for arm, of in measures.items():
+        found[arm] = {name: _spread(values) for name, values in of.items()}
+        if PLAIN in measures:
+            target = statistics.fmean(measures[PLAIN]["final"])
+            mean = np.mean([curve["accuracy"] for curve in curves[arm]], axis=0)
+            reached = np.flatnonzero(mean >= target)
+            found[arm]["steps_to_plain"] = curves[arm][0]["step"][int(reached[0])] if len(reached) else None
+            if arm != PLAIN:
+                found[arm]["against_plain"] = {
+                    name: paired(of[name], measures[PLAIN][name]) for name in ("final", "area", "area_seconds")
+                }
+    return found
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float | None]:
+    """Mean of the paired differences, its standard error, and the two-sided p of Student's paired t-test."""
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    mean, count = statistics.fmean(differences), len(differences)
+    if count < 2:
+        return {"mean": mean, "error": None, "p": None}
+    error = statistics.stdev(differences) / math.sqrt(count)
+    return {"mean": mean, "error": error, "p": students_p(mean / error, count - 1) if error else float(mean == 0)}
+
+
+def students_p(t: float, freedom: int) -> float:
+    """P(|T| >= |t|) of Student's t: its density, integrated under `t = sqrt(freedom) tan(angle)`."""
+    angle = np.linspace(math.atan(abs(t) / math.sqrt(freedom)), math.pi / 2, 20_001)
+    density = np.cos(angle) ** (freedom - 1)
+    scale = math.gamma((freedom + 1) / 2) / (math.sqrt(math.pi) * math.gamma(freedom / 2))
+    return float(2 * scale * np.trapezoid(density, angle))
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """The table of an ablation."""
+    settings, arms = document["settings"], document["arms"]
+    rows = []
+    for arm, figures in arms.items():
+        against = figures.get("against_plain")
+        rows.append([
+            arm, _percent(figures["final"]), _percent(figures["area"]), _percent(figures["area_seconds"]),
+            "–" if figures.get("steps_to_plain") is None else str(figures["steps_to_plain"]),
+            f"{figures['seconds']['mean']:.0f}",
+            *(["–", "–"] if against is None else [_difference(against["final"]), _difference(against["area"])]),
+        ])  # fmt: skip
+    head = [
+        "credit", "final accuracy", "mean over steps", "mean over seconds", "steps to plain's final",
+        "seconds of steps", "final, less plain (p)", "mean over steps, less plain (p)",
+    ]  # fmt: skip
+    return "\n".join([
+        "# Ablation of credit\n",
+        f"Made by `{document['command']}` at commit {document['environment']['commit']}. The embedded model, "
+        f"{settings['steps']} steps, {settings['seeds']} seeds, {settings['eval_problems']} held-out problems decoded "
+        "greedily. All arms at mean weight 1 but the one named otherwise; `prefix_tree` and `ktae` change advantages, "
+        "not weights. Plus-minus is one standard deviation over seeds; differences are paired by seed, with their "
+        "standard error and the p of a paired t-test. Accuracy in percent.\n",
+        table(head, rows),
+    ])  # fmt: skip
+
+
+def plot(document: Mapping[str, Any], path: Path) -> Path:
+    """Mean accuracy over steps and over seconds, with a band of one standard deviation."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
+    for arm, curves in document["curves"].items():
+        accuracy = 100 * np.array([curve["accuracy"] for curve in curves])
+        mean, deviation = accuracy.mean(0), accuracy.std(0, ddof=1 if len(accuracy) > 1 else 0)
+        for axis, x in zip(axes, (curves[0]["step"], np.mean([c["seconds"] for c in curves], axis=0)), strict=True):
+            (line,) = axis.plot(
+                x, mean, label=arm, lw=2.2 if arm == PLAIN else 1.3, color="k" if arm == PLAIN else None
+            )
+            axis.fill_between(x, mean - deviation, mean + deviation, color=line.get_color(), alpha=0.08)
+    for axis, label in zip(axes, ("step", "seconds of training steps"), strict=True):
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("held-out accuracy, %")
+    axes[0].legend(fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path
+
+
+def _file_name(arm: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in arm)
+
+
+def _check_settings(folder: Path, flags: list[str]) -> None:
+    """Runs of one folder are comparable: the flags that all share are kept beside them."""
+    record = folder / "flags.json"
+    if record.exists():
+        if (before := json.loads(record.read_text(encoding="utf-8"))) != flags:
+            raise ValueError(f"{folder} holds runs with {' '.join(before)}, asked for {' '.join(flags)}")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps(flags), encoding="utf-8")
+
+
+_PINNED = "import os, sys; os.sched_setaffinity(0, [{core}]); from trainer.__main__ import main; sys.exit(main())"
+
+
+def _train(place: Path, flags: list[str], core: int) -> None:
+    shutil.rmtree(place, ignore_errors=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _PINNED.format(core=core), *flags, f"--output_dir={place}"],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{place.name}: {' '.join(done.stderr.splitlines()[-3:])}")
+
+
+def _curve(place: Path, steps: int) -> dict[str, list[float]] | None:
+    """Steps, accuracies and seconds of training steps at the evaluations of a run; None if it is not finished."""
+    path = place / "metrics.jsonl"
+    if not path.exists():
+        return None
+    found: dict[str, list[float]] = {"step": [], "accuracy": [], "seconds": []}
+    seconds = 0.0
+    for line in path.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        seconds += entry.get("step_time", 0.0)
+        if "eval_accuracy" in entry:
+            for name, value in zip(found, (entry["step"], entry["eval_accuracy"], seconds), strict=True):
+                found[name].append(value)
+    return found if found["step"] and found["step"][-1] == steps else None
+
+
+def _area(x: Sequence[float], y: Sequence[float], end: float) -> float:
+    """Mean of the broken line through (x, y) from x[0] to `end`."""
+    inside = [value for value in x if value < end]
+    places = [*inside, end]
+    return float(np.trapezoid(np.interp(places, x, y), places) / (end - x[0]))
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"mean": statistics.fmean(values), "deviation": statistics.stdev(values) if len(values) > 1 else 0.0}
+
+
+def _percent(figure: Mapping[str, float]) -> str:
+    return f"{100 * figure['mean']:.1f} ± {100 * figure['deviation']:.1f}"
+
+
+def _difference(figure: Mapping[str, float | None]) -> str:
+    mean = f"{100 * (figure['mean'] or 0.0):+.1f}"
+    return mean if figure["p"] is None else f"{mean} ± {100 * (figure['error'] or 0.0):.1f} ({figure['p']:.2f})"

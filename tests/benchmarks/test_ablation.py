@@ -1,0 +1,89 @@
+"""The ablation runs what is missing, pairs runs by seed and says what a t-test says."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.evidence.ablation import ARMS, PLAIN, Settings, compare, markdown, paired, plot, run, students_p
+from tests.trainer.embedded import SMALL
+
+ENVIRONMENT = {"command": "ablation", "environment": {"commit": "abc"}}
+
+
+def curve(accuracy, seconds):
+    return {"step": [0, 10, 20], "accuracy": accuracy, "seconds": seconds}
+
+
+CURVES = {
+    PLAIN: [curve([0.5, 0.6, 0.7], [0, 10, 20]), curve([0.5, 0.5, 0.6], [0, 10, 20])],
+    "counterfactual": [curve([0.5, 0.8, 0.8], [0, 20, 40]), curve([0.5, 0.7, 0.8], [0, 20, 40])],
+}
+
+
+def test_arms_are_compared_seed_by_seed():
+    found = compare(CURVES)
+    ours, plain = found["counterfactual"], found[PLAIN]
+    assert plain["final"]["mean"] == pytest.approx(0.65)
+    assert plain["area"]["mean"] == pytest.approx((0.6 + 0.525) / 2)
+    assert ours["area"]["mean"] == pytest.approx((0.725 + 0.675) / 2)
+    # By the 20 seconds that plain DAPO takes, this arm is half way.
+    assert ours["area_seconds"]["mean"] == pytest.approx((0.65 + 0.6) / 2)
+    assert (plain["steps_to_plain"], ours["steps_to_plain"]) == (20, 10)
+    assert ours["against_plain"]["final"]["mean"] == pytest.approx(0.15)
+    assert ours["against_plain"]["final"]["error"] == pytest.approx(0.05)
+    assert ours["against_plain"]["final"]["p"] == pytest.approx(0.20483, abs=1e-4)  # t = 3, one degree of freedom
+    assert "against_plain" not in plain
+
+
+@pytest.mark.parametrize(("t", "freedom", "p"), [(0, 4, 1), (1, 1, 0.5), (2.776, 4, 0.05), (-4.604, 4, 0.01)])
+def test_p_of_students_t_is_that_of_the_tables(t, freedom, p):
+    assert students_p(t, freedom) == pytest.approx(p, abs=1e-4)
+
+
+def test_differences_that_do_not_scatter_have_no_error():
+    assert paired([1, 2], [1, 2]) == {"mean": 0, "error": 0, "p": 1}
+    assert paired([2, 3], [1, 2])["p"] == 0
+    assert paired([2], [1]) == {"mean": 1, "error": None, "p": None}
+
+
+def test_the_table_and_the_picture_name_every_arm(tmp_path):
+    document = {"settings": {"steps": 20, "seeds": 2, "eval_problems": 8}, "curves": CURVES} | ENVIRONMENT
+    document["arms"] = compare(CURVES)
+    text = markdown(document)
+    assert "| counterfactual | 80.0 ± 0.0 |" in text
+    assert "+15.0 ± 5.0 (0.20)" in text
+    assert plot(document, tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_finished_runs_are_not_run_again_and_other_settings_are_refused(tmp_path):
+    settings = Settings(seeds=1, steps=2, eval_steps=1, eval_problems=8)
+    small = [flag for flag in SMALL if not flag.startswith(("--eval", "--max_steps", "--device"))]
+    said: list[str] = []
+    first = run(tmp_path, settings, arms=[PLAIN, "ktae"], extra=small, say=said.append)
+    assert len(said) == 2
+    assert first["curves"]["ktae"][0]["step"] == [0, 1, 2]
+    assert np.all(np.diff(first["curves"]["ktae"][0]["seconds"]) > 0)
+    again = run(tmp_path, settings, arms=[PLAIN, "ktae"], extra=small, say=said.append)
+    assert len(said) == 2
+    assert again == first == json.loads(json.dumps(first))
+    with pytest.raises(ValueError, match="holds runs with"):
+        run(tmp_path, Settings(seeds=1, steps=3), extra=small)
+
+
+def test_bad_settings_and_arms_are_named(tmp_path):
+    with pytest.raises(ValueError, match="seeds must be at least 1, got 0"):
+        Settings(seeds=0)
+    with pytest.raises(ValueError, match=r"arms must be among plain DAPO, .* got magic"):
+        run(tmp_path, Settings(), arms=["magic"])
+
+
+def test_every_arm_is_one_that_the_training_program_takes():
+    from tests.trainer.embedded import settings
+
+    made = {name: settings(*flags) for name, flags in ARMS.items() if name != "prefix_gain"}
+    assert len({str(vars(config)) for config in made.values()}) == len(made)
+    weighed = [
+        c for name, c in made.items() if name not in (PLAIN, "counterfactual, as the paper", "prefix_tree", "ktae")
+    ]
+    assert {config.normalize_weights for config in weighed} == {"mean"}
