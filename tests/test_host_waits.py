@@ -147,6 +147,7 @@ def test_a_pack_is_laid_out_after_the_one_before_was_launched(monkeypatch):
     assert events == ["laid out", "launched"] * (len(events) // 2)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_pytorch_sees_one_wait_too_on_a_real_device(model):
     arguments, options = batch(), {"placeholder_id": PLACEHOLDER, "token_budget": 120}
