@@ -1,6 +1,6 @@
 """Liger's modules go into a model while it is scored and trained on a GPU, compute the same, and leave no trace.
 
-Its own kernels run here, in Triton's interpreter.
+Without a GPU its kernels run in Triton's interpreter.
 """
 
 import warnings
@@ -15,7 +15,7 @@ from cfa_kernels.fused_modules import fused_modules, keep_own_modules, keeps_own
 from cfa_kernels.hf import causal_lm
 from cfa_kernels.proof import prove_head
 from cfa_kernels.spans import Span
-from tests.liger import interpreted_liger
+from tests.liger import liger_runs
 from tests.models import PLACEHOLDER, assert_equals_naive, make_model, tokens
 
 SMALL = ([tokens(4)[0]] * 2, tokens(7, 6, seed=1), [[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
@@ -43,7 +43,7 @@ def assert_no_trace(model, before):
 )
 def test_scores_by_fused_modules_are_those_of_the_models_own(name, gate):
     model = small_model(name)
-    with interpreted_liger() as ran:
+    with liger_runs() as ran:
         scores = score_counterfactuals(model, *SMALL, placeholder_id=PLACEHOLDER)
     assert {kernel for kernel in ran if kernel.startswith(("_rms", "_triton", "_swi", "_geg"))} == (
         {*FORWARD, gate} if gate else set()
@@ -69,9 +69,11 @@ def gradients(model):
 @pytest.mark.parametrize("checkpointing", [{}, {"use_reentrant": False}, {"use_reentrant": True}])
 def test_adapters_train_through_fused_modules_also_where_layers_run_again_in_the_backward(checkpointing, monkeypatch):
     monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
-    expected, model = gradients(adapted()), adapted(**checkpointing)
+    own, model = adapted(), adapted(**checkpointing)
+    keep_own_modules(causal_lm(own))
+    expected = gradients(own)
     before, state = traces(model), list(model.state_dict())
-    with interpreted_liger() as ran:
+    with liger_runs() as ran:
         found = gradients(model)
     assert {*FORWARD, "_rms_norm_backward_kernel", "_swiglu_forward_kernel", "_swiglu_backward_kernel"} <= set(ran)
     assert ran.count("_swiglu_forward_kernel") == (2 if checkpointing else 1)
@@ -90,20 +92,20 @@ def test_hooks_still_act_and_an_error_leaves_no_trace():
         raise OSError("stop")
 
     hook = model.model.layers[0].mlp.register_forward_hook(fail)
-    with interpreted_liger(), pytest.raises(OSError, match="stop"), fused_modules(model):
-        model(input_ids=torch.ones(1, 2, dtype=torch.int64))
+    with liger_runs(), pytest.raises(OSError, match="stop"), fused_modules(model):
+        model(input_ids=torch.ones(1, 2, dtype=torch.int64, device=model.device))
     hook.remove()
     assert_no_trace(model, before)
 
 
 def test_models_on_a_cpu_and_those_that_are_to_keep_their_modules_do():
-    model = small_model()
+    model = small_model().cpu()
     before = traces(model)
     with fused_modules(model) as fused:
         assert not fused
         assert_no_trace(model, before)
     keep_own_modules(model)
-    with interpreted_liger(), fused_modules(model) as fused:
+    with liger_runs(), fused_modules(model) as fused:
         assert keeps_own_modules(model)
         assert not fused
         assert_no_trace(model, before)
@@ -113,7 +115,7 @@ def test_a_forward_that_somebody_else_put_in_stays():
     model = small_model()
     norm = model.model.norm
     own = norm.forward = lambda x: x
-    with interpreted_liger(), fused_modules(model):
+    with liger_runs(), fused_modules(model):
         assert norm.forward is own
         assert "liger" in model.model.layers[0].mlp.forward.__func__.__module__
     assert norm.forward is own
@@ -121,11 +123,13 @@ def test_a_forward_that_somebody_else_put_in_stays():
 
 def test_modules_that_compute_something_else_are_found_out_and_not_used():
     model = small_model(hidden_act="gelu")  # whose gate Liger takes for SwiGLU's
-    score_counterfactuals(model, *SMALL, placeholder_id=PLACEHOLDER)  # what a CPU shows tells nothing of them
-    with interpreted_liger(), pytest.warns(UserWarning, match="keeps its own norms.*does not compute the same"):
+    device = model.device
+    score_counterfactuals(model.cpu(), *SMALL, placeholder_id=PLACEHOLDER)  # what a CPU shows tells nothing of them
+    model.to(device)
+    with liger_runs(), pytest.warns(UserWarning, match="keeps its own norms.*does not compute the same"):
         scores = score_counterfactuals(model, *SMALL, placeholder_id=PLACEHOLDER)
     assert_equals_naive(scores, model, *SMALL)
-    with interpreted_liger() as ran, warnings.catch_warnings():
+    with liger_runs() as ran, warnings.catch_warnings():
         warnings.simplefilter("error")
         score_counterfactuals(model, *SMALL, placeholder_id=PLACEHOLDER)
     assert not FORWARD & set(ran)

@@ -1,5 +1,7 @@
 """The host does not wait for the device between packs, nor in a loss: one look at the results, at the end."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -156,3 +158,18 @@ def test_a_pack_is_laid_out_after_the_one_before_was_launched(budget, monkeypatc
     score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER, token_budget=budget)
     assert len(events) > 4
     assert events == ["laid out", "launched"] * (len(events) // 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_pytorch_sees_one_wait_too_on_a_real_device(model):
+    arguments, options = batch(), {"placeholder_id": PLACEHOLDER, "token_budget": 120}
+    score_counterfactuals(model, *arguments, **options)  # kernels are compiled
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            assert score_counterfactuals(model, *arguments, **options).work.forwards > 1
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([one for one in seen if "synchronizing" in str(one.message)]) == 1, [str(one.message) for one in seen]
