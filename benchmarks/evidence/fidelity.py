@@ -48,7 +48,7 @@ def run(
     found, values = dict[str, Any](), dict[str, list[list[float]]]()
     for name, method in chosen.items():
         say(name)
-        found[name] = ask(name, method, subject, ledger, settings, everything)
+        found[name] = ask(name, method, [subject], ledger, settings, everything)
         values[name] = found[name].pop("values")
     truths = {
         truth: [[float(getattr(unit, truth)) for unit in problem.units] for problem in problems]

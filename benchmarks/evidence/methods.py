@@ -236,11 +236,22 @@ def _runs(length: int, outcome: str) -> Callable[[Question], Found]:
 
 def _knockout(question: Question) -> Found:
     """The answer's own rows are blind to a unit; nothing behind it is computed anew."""
-    from cfa_kernels.answer_knockout import answer_knockout
+    from cfa_kernels.partial_branches import answer_knockout
 
     scores = answer_knockout(
         question.subject.model, question.prompts, question.completions, question.units, question.answers,
         blind_from=[case.reasoning_end for case in question.cases],
+    )  # fmt: skip
+    return _found([-drop for drop in scores.drop], scores.work)
+
+
+def _short_branches(question: Question) -> Found:
+    """A unit is masked, and of the rows behind it only the marker's and the answer's are computed anew."""
+    from cfa_kernels.partial_branches import short_branches
+
+    scores = short_branches(
+        question.subject.model, question.prompts, question.completions, question.units, question.answers,
+        placeholder_id=question.placeholder, fed_from=[case.reasoning_end for case in question.cases],
     )  # fmt: skip
     return _found([-drop for drop in scores.drop], scores.work)
 
@@ -315,7 +326,7 @@ def _unit_means(tokens: Sequence[Tensor], units: Sequence[Sequence[Span]]) -> li
 
 
 _OUTCOMES, _PROBES = "cfa_kernels.outcomes", "cfa_kernels.prefix_values"
-_APPROXIMATIONS, _KNOCKOUT = "cfa_kernels.approximations", "cfa_kernels.answer_knockout"
+_APPROXIMATIONS, _PARTIAL = "cfa_kernels.approximations", "cfa_kernels.partial_branches"
 _GRADIENTS, _GROUPS = "cfa_kernels.gradient_saliency", "cfa_kernels.group_credit"
 
 METHODS: dict[str, Method] = {
@@ -345,7 +356,8 @@ METHODS: dict[str, Method] = {
         _preselected(_gradient("mean_logprob", 0.0), 0.5), _APPROXIMATIONS, approximates="CF"
     ),
     "CF, half by position": Method(_preselected(_position, 0.5), _APPROXIMATIONS, approximates="CF"),
-    "answer knockout": Method(_knockout, _KNOCKOUT, approximates="CF"),
+    "answer knockout": Method(_knockout, _PARTIAL, approximates="CF"),
+    "CF, short branches": Method(_short_branches, _PARTIAL, approximates="CF"),
     "OAR-P, runs of 4": Method(_runs(4, "mean"), _APPROXIMATIONS, approximates="OAR-P, mean", costly=True),
     "OAR-P, quarter by gradient": Method(
         _preselected(_gradient("mean_logprob", 0.0), 0.25, tokens="mean"), _APPROXIMATIONS,

@@ -3,11 +3,12 @@
 Where it stands: the work and its sums; `tables.py` writes them down. Every piece of work is a line of the ledger.
 """
 
+import functools
 import hashlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -89,7 +90,7 @@ def batches(settings: Settings, subject: Subject, count: int) -> Iterator[Batch]
 
 
 def run(
-    subjects: Sequence[Subject],
+    models: Mapping[str, Sequence[Subject]],
     ledger: Ledger,
     settings: Settings,
     *,
@@ -99,7 +100,7 @@ def run(
     """Do what the ledger does not hold yet and sum everything up.
 
     Args:
-        subjects: the trained model, and the random one.
+        models: by name the trained model, alone, and random ones, which take turns batch by batch.
         methods: names out of `METHODS`; by default all that approximate no other. Those whose module is not there are
             left out and named.
         say: is told what is being done.
@@ -112,9 +113,9 @@ def run(
     """
     chosen, absent = available(methods or [name for name in METHODS if not METHODS[name].approximates], say)
     document: dict[str, Any] = {"settings": asdict(settings), "absent": absent, "models": {}}
-    for subject in subjects:
-        say(f"== {subject.name} model")
-        document["models"][subject.name] = _judge(subject, ledger, settings, chosen, say)
+    for name, subjects in models.items():
+        say(f"== {name} model")
+        document["models"][name] = _judge(subjects, ledger, settings, chosen, say)
     return document
 
 
@@ -134,14 +135,19 @@ def available(names: Sequence[str], say: Callable[[str], None]) -> tuple[dict[st
 
 
 def _judge(
-    subject: Subject, ledger: Ledger, settings: Settings, chosen: dict[str, Method], say: Callable[[str], None]
+    subjects: Sequence[Subject],
+    ledger: Ledger,
+    settings: Settings,
+    chosen: dict[str, Method],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
+    subject = subjects[0]
     everything = list(batches(settings, subject, settings.problems))
     problems = [problem for batch in everything for problem in batch.problems]
     results: dict[str, Any] = {
-        "fingerprint": subject.fingerprint,
+        "fingerprints": [one.fingerprint for one in subjects],
         "accuracy": subject.accuracy,
-        "answer_probability": _answer_probability(subject, ledger, everything),
+        "answer_probability": _answer_probability(subjects, ledger, everything),
         "methods": {},
     }
     values: dict[str, list[list[float]]] = {}
@@ -149,7 +155,7 @@ def _judge(
         if method.siblings and subject.name == RANDOM:
             continue
         say(name)
-        found = ask(name, method, subject, ledger, settings, everything)
+        found = ask(name, method, subjects, ledger, settings, everything)
         values[name] = found.pop("values")
         results["methods"][name] = _truths(values[name], problems[: found["problems"]], settings) | found
     if subject.name == TRAINED:
@@ -159,13 +165,24 @@ def _judge(
 
 
 def ask(
-    name: str, method: Method, subject: Subject, ledger: Ledger, settings: Settings, everything: Sequence[Batch]
+    name: str,
+    method: Method,
+    subjects: Sequence[Subject],
+    ledger: Ledger,
+    settings: Settings,
+    everything: Sequence[Batch],
 ) -> dict[str, Any]:
-    """What a method says of all problems, or of the first ones if it is costly, and what that took."""
+    """What a method says of all problems, or of the first ones if it is costly, and what that took.
+
+    Several models take turns batch by batch.
+    """
     total = sum(len(batch.problems) for batch in everything)
     count = min(settings.costly, total) if method.costly else total
     asked = everything[: math.ceil(count / settings.batch)]
-    records = [_found(subject, ledger, batch, name, method, settings) for batch in asked]
+    records = [
+        _found(subject, ledger, batch, name, method, settings)
+        for subject, batch in zip(itertools.cycle(subjects), asked, strict=False)
+    ]
     values = [row for record in records for row in record["values"]]
     return {
         "values": values,
@@ -198,10 +215,10 @@ def _asked(method: Method, question: Question) -> dict[str, Any]:
     return {"values": values, "tokens_fed": found.tokens_fed, "cpu_seconds": seconds}
 
 
-def _answer_probability(subject: Subject, ledger: Ledger, everything: Sequence[Batch]) -> float:
+def _answer_probability(subjects: Sequence[Subject], ledger: Ledger, everything: Sequence[Batch]) -> float:
     """Mean probability of the answers as they stand, given all that stands before them."""
 
-    def work(batch: Batch) -> dict[str, Any]:
+    def work(subject: Subject, batch: Batch) -> dict[str, Any]:
         scores = score_counterfactuals(
             subject.model, [case.prompt for case in batch.cases], [case.completion for case in batch.cases],
             [[] for _ in batch.cases], [case.answer for case in batch.cases],
@@ -210,8 +227,8 @@ def _answer_probability(subject: Subject, ledger: Ledger, everything: Sequence[B
         return {"probability": scores.base.exp().tolist()}
 
     records = [
-        ledger.get(("answers", subject.fingerprint, batch.digest), lambda batch=batch: work(batch))
-        for batch in everything
+        ledger.get(("answers", subject.fingerprint, batch.digest), functools.partial(work, subject, batch))
+        for subject, batch in zip(itertools.cycle(subjects), everything, strict=False)
     ]
     return float(np.mean([p for record in records for p in record["probability"]]))
 

@@ -51,7 +51,11 @@ def planted_markdown(document: dict[str, Any]) -> str:
     if document["absent"]:
         parts.append(f"Left out, their modules are not there: {', '.join(document['absent'])}.\n")
     for name, results in models.items():
-        accuracy = "random weights" if results["accuracy"] is None else f"solves {results['accuracy']:.1%} held out"
+        accuracy = (
+            f"{len(results['fingerprints'])} with random weights"
+            if results["accuracy"] is None
+            else f"solves {results['accuracy']:.1%} held out"
+        )
         parts.append(f"## The {name} model ({accuracy}; mean answer probability {results['answer_probability']:.2f})\n")
         parts.append(_methods(results["methods"]))
         parts.append("AUROC by kind of problem, direct / total:\n")
