@@ -276,6 +276,11 @@ def default_token_budget(model: PreTrainedModel, *, training: bool = False) -> i
     return int(min(max(free // 2 // bytes_per_token, 1024), largest))
 
 
+def structure(model: nn.Module) -> int:
+    """Equal as long as the model has the same modules: an adapter put on, taken off or merged changes it."""
+    return hash(tuple((name, type(module)) for name, module in model.named_modules()))
+
+
 def checkpoints(model: nn.Module) -> bool:
     """Whether layers run again in the backward instead of keeping what it needs."""
     return any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from .fused_modules import fused_modules
 from .hf import Head, attention_implementation, backbone, checkpoints, embedding, evaluation_mode, largest_forward
 from .ops.segment_table import SegmentTable
 from .ops.tree_attention import tree_attention
@@ -185,7 +186,10 @@ def _ask(mask_function: Callable[..., Any], local_size: int | None, device: torc
     positions = torch.tensor(sorted({p for p in [*near, *range(8)] if p >= 0}))
     query, key = positions[:, None], positions[None, :]
     try:
-        seen = mask_function(0, 0, query.to(device), key.to(device))
+        try:
+            seen = mask_function(0, 0, query, key)
+        except Exception:  # it holds tensors of its own, on the device
+            seen = mask_function(0, 0, query.to(device), key.to(device))
     except Exception as error:  # a rule that looks at tokens, or at a table of this very batch
         raise NotImplementedError(
             f"its attention mask is no rule of positions ({type(error).__name__}: {error})"
@@ -214,15 +218,15 @@ def _shape(function: Any) -> object:
 
 @contextmanager
 def tree_attention_mode(model: PreTrainedModel) -> Iterator[None]:
-    """`evaluation_mode` with tree attention in every layer."""
-    with attention_implementation(model, ATTENTION), evaluation_mode(model):
+    """`evaluation_mode` with tree attention in every layer, and fused modules where a GPU runs them."""
+    with tree_training_mode(model), evaluation_mode(model):
         yield
 
 
 @contextmanager
 def tree_training_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Tree attention in every layer; modes and gradients as they are."""
-    with attention_implementation(model, ATTENTION):
+    """`tree_attention_mode` with modes and gradients as they are."""
+    with attention_implementation(model, ATTENTION), fused_modules(model):
         yield
 
 
@@ -312,11 +316,11 @@ def packed_hidden(
 
 
 def _tree_attention_until_backward_ends(model: PreTrainedModel) -> None:
-    """Checkpointed layers run again in the backward and look their attention up anew."""
+    """Checkpointed layers run again in the backward, and must find the attention and modules that they ran with."""
     if model.config._attn_implementation == ATTENTION:
         return
     stack = ExitStack()
-    stack.enter_context(attention_implementation(model, ATTENTION))
+    stack.enter_context(tree_training_mode(model))
     torch.autograd.Variable._execution_engine.queue_callback(stack.close)  # type: ignore[attr-defined]
 
 

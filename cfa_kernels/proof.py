@@ -5,11 +5,12 @@ windows and chunks are made small enough to matter in it, and adapters that star
 What no attribute tells is caught here: layers that mix tokens without attention, logits changed after the head.
 """
 
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from .fused_modules import keep_own_modules, runs_fused
 from .hf import (
     Head,
     attention_implementation,
@@ -26,9 +28,10 @@ from .hf import (
     embedding,
     evaluation_mode,
     read_head,
+    structure,
     vocab_size,
 )
-from .packed_model import ATTENTION, pack_states, target_logprobs
+from .packed_model import pack_states, target_logprobs, tree_training_mode
 from .recurrent import has_cells
 from .tree import Query, pack_units
 
@@ -37,8 +40,8 @@ from .tree import Query, pack_units
 class _Proof:
     structure: int  # of the model that was proven
     transform: tuple[float | None, float]  # softcap and scale of its logits
-    packed: bool = False  # whether the tree was proven too
-    trained: bool = False  # and in training mode
+    packed: set[bool] = field(default_factory=set)  # whether the tree was proven too, with fused modules or without
+    trained: set[bool] = field(default_factory=set)  # and in training mode
 
 
 _PROOFS: weakref.WeakKeyDictionary[PreTrainedModel, _Proof] = weakref.WeakKeyDictionary()
@@ -67,9 +70,9 @@ def prove_head(model: PreTrainedModel) -> Head:
             scaled and capped as its configuration says; the message names the model.
     """
     head = read_head(model)
-    proof, structure = _PROOFS.get(model), _structure(model)
-    if proof is None or proof.structure != structure:
-        proof = _PROOFS[model] = _Proof(structure, _proven_transform(model))
+    proof, now = _PROOFS.get(model), structure(model)
+    if proof is None or proof.structure != now:
+        proof = _PROOFS[model] = _Proof(now, _proven_transform(model))
     softcap, scale = proof.transform
     return replace(head, softcap=softcap, logit_scale=scale)
 
@@ -81,9 +84,8 @@ def prove_supported(model: PreTrainedModel) -> Head:
         NotImplementedError: it does not, or cannot be run that way; the message names the model and the reason.
     """
     head = prove_head(model)
-    if not _PROOFS[model].packed:
-        _prove_tree(model)
-        _PROOFS[model].packed = True
+    if runs_fused(model) not in _PROOFS[model].packed:
+        _prove_layout(model)
     return head
 
 
@@ -97,9 +99,8 @@ def prove_trainable(model: PreTrainedModel) -> Head:
     head = prove_supported(model)
     if reason := _training_obstacle(model):
         raise NotImplementedError(f"model: {type(model).__name__} {reason}, so it cannot be trained on packed trees")
-    if not _PROOFS[model].trained and any(module.training for module in model.modules()):
-        _prove_tree(model, training=True)
-        _PROOFS[model].trained = True
+    if runs_fused(model) not in _PROOFS[model].trained and any(module.training for module in model.modules()):
+        _prove_layout(model, training=True)
     return head
 
 
@@ -112,11 +113,6 @@ def _training_obstacle(model: PreTrainedModel) -> str | None:
     if has_cells(model) and checkpoints(model):
         return "hands states from token to token, which checkpointed layers would not find again; switch that off"
     return None
-
-
-def _structure(model: PreTrainedModel) -> int:
-    """Equal as long as the model has the same modules: an adapter put on, taken off or merged changes it."""
-    return hash(tuple((name, type(module)) for name, module in model.named_modules()))
 
 
 def _proven_transform(model: PreTrainedModel) -> tuple[float | None, float]:
@@ -169,6 +165,23 @@ def _transformed(logits: Tensor, softcap: float | None, scale: float) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
+def _prove_layout(model: PreTrainedModel, training: bool = False) -> None:
+    """`_prove_tree` with the fused modules that the model will run; where they are at fault it keeps its own."""
+    proof, fused = _PROOFS[model], runs_fused(model)
+    try:
+        _prove_tree(model, training)
+    except NotImplementedError as error:
+        if not fused:
+            raise
+        keep_own_modules(model)
+        _prove_tree(model)
+        proof.packed.add(False)
+        if training:
+            _prove_tree(model, training)
+        warnings.warn(f"model: {type(model).__name__} keeps its own norms, rotations and gates: {error}", stacklevel=2)
+    (proof.trained if training else proof.packed).add(runs_fused(model))
+
+
 def _prove_tree(model: PreTrainedModel, training: bool = False) -> None:
     queries = _probe(model)
     (pack,) = pack_units([queries], token_budget=_LENGTH * len(queries))
@@ -184,7 +197,7 @@ def _prove_tree(model: PreTrainedModel, training: bool = False) -> None:
         first = queries[0].first
         truth = theirs[:, first:].log_softmax(-1).gather(-1, targets[..., None])[..., 0]
         try:
-            with attention_implementation(model, ATTENTION):
+            with tree_training_mode(model):
                 attended.clear()
                 probed = replace(head, weight=head.weight * factor)
                 ours = target_logprobs(probed, pack_states(model, probed, pack, attended=attended))

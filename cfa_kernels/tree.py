@@ -232,7 +232,7 @@ def lay_out(units: Sequence[Sequence[Query]], token_budget: int) -> Iterator[Pac
 def _cut(
     units: Sequence[Sequence[Query]], limits: Limits
 ) -> Iterator[tuple[range, PrefixTree, list[np.ndarray] | None]]:
-    """Neighbouring units that fit in a pack with their tree and rows; one that alone does not fit with neither."""
+    """Neighbouring units that fit in a pack, with their tree and rows; one that alone does not, with an empty tree."""
     tree, rows_of, start = PrefixTree(), list[np.ndarray](), 0
     for i, unit in enumerate(units):
         rows = tree.insert_within(unit, limits.token_budget)
@@ -242,7 +242,7 @@ def _cut(
             rows = tree.insert_within(unit, limits.token_budget)
         if rows is None:
             yield range(start, i + 1), tree, None
-            start = i + 1
+            tree, start = PrefixTree(), i + 1
         else:
             rows_of += rows
     if tree.num_tokens:
@@ -255,7 +255,6 @@ def _whole(
     """One pack of all that `_cut` found, also where it does not fit."""
     queries = [query for i in covered for query in units[i]]
     if rows_of is None:
-        tree = PrefixTree()
         rows_of = [tree.insert(query.tokens, query.alone_from) for query in queries]
     return _finish(tree, rows_of, queries, covered)
 
@@ -297,16 +296,18 @@ def chain_units(queries: Sequence[Query], units: Sequence[Sequence[int]], limits
         if rows_of is not None:
             yield Chain(_finish(tree, rows_of, asked, covered), inside, limits, continued=False)
         elif limits.continues:
-            yield _continued(asked, inside, covered, limits)
+            yield _continued(tree, asked, inside, covered, limits)
         else:
             numbers = [n for unit in inside for n in unit]
             for pack in lay_out([[query] for query in asked], limits.token_budget):
                 yield Chain(pack, [[numbers[i] for i in pack.units]], limits, continued=False)
 
 
-def _continued(asked: Sequence[Query], units: list[Sequence[int]], covered: range, limits: Limits) -> Chain:
+def _continued(
+    tree: PrefixTree, asked: Sequence[Query], units: list[Sequence[int]], covered: range, limits: Limits
+) -> Chain:
     """A chain that begins with the longest sequence; of that pack alone if all others lie on it."""
-    tree, longest = PrefixTree(), max(asked, key=lambda query: len(query.tokens))
+    longest = max(asked, key=lambda query: len(query.tokens))
     rows = tree.insert(longest.tokens)
     rows_of = tree.insert_within(asked, tree.num_tokens)
     if rows_of is not None:

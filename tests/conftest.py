@@ -22,6 +22,7 @@ SLOW = (
     "ops/test_policy_loss_",
     "ops/test_tree_attention_backward",
     "ops/test_wgmma",
+    "test_fused_modules",
     "integrations/",
     "benchmarks/",
     "trainer/test_train",

@@ -84,11 +84,12 @@ def test_units_that_are_not_masked_take_what_they_are_given(qwen3):
     assert found.importance[0][:2].tolist() != [1, 3]
 
 
-def test_preselecting_all_units_is_exact(qwen3):
+@pytest.mark.parametrize("outcome", ["logprob", "mean"])
+def test_preselecting_all_units_is_exact(qwen3, outcome):
     prompts, completions, spans, answers = batch()
-    cheap = cheap_estimates("last", spans)
-    found = preselected_masking(qwen3, prompts, completions, spans, answers, cheap, share=1, placeholder_id=PLACEHOLDER)
-    whole = score_counterfactuals(qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER)
+    cheap, options = cheap_estimates("last", spans), {"placeholder_id": PLACEHOLDER, "outcome": outcome}
+    found = preselected_masking(qwen3, prompts, completions, spans, answers, cheap, share=1, **options)
+    whole = score_counterfactuals(qwen3, prompts, completions, spans, answers, **options)
     for ours, drop in zip(found.importance, whole.drop, strict=True):
         torch.testing.assert_close(ours, -drop.cpu(), rtol=0, atol=1e-5, equal_nan=True)
 

@@ -225,6 +225,11 @@ def test_rows_on_which_nothing_can_depend_are_not_fed():
     assert values[1].shape == (0,)
     assert values[2].isnan().all()
     assert (work.forwards, work.tokens_fed) == (0, 0)
+    values, work = gradient_saliency(
+        double_model("Qwen3"), [prompt], [completion], [[Span(19, 20)]], [None], outcome="last", generator=seeded()
+    )
+    assert values[0].tolist() == [0.0]  # the last token is what is predicted
+    assert work.forwards == 0
 
 
 def fingerprint(model):

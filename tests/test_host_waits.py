@@ -1,9 +1,20 @@
 """The host does not wait for the device between packs, nor in a loss: one look at the results, at the end."""
 
+import warnings
+
 import pytest
 import torch
 
-from cfa_kernels import linear_policy_loss, logits_policy_loss, packed_policy_loss, policy_loss, score_counterfactuals
+from cfa_kernels import (
+    linear_policy_loss,
+    logits_policy_loss,
+    packed_model,
+    packed_policy_loss,
+    policy_loss,
+    score_counterfactuals,
+    scoring,
+    tree,
+)
 from cfa_kernels.packed_loss import LossBatch, packed_forward
 from cfa_kernels.proof import prove_trainable
 from tests.models import PLACEHOLDER, batch, make_model
@@ -17,9 +28,9 @@ def proven(name, **options):
     return made
 
 
-@pytest.fixture
-def model():
-    return proven("Qwen3")
+@pytest.fixture(params=["Qwen3", "Gemma3Text"])  # without and with sliding windows
+def model(request):
+    return proven(request.param)
 
 
 def assert_waits(waits: Waits, *causes: str) -> None:
@@ -65,7 +76,7 @@ def test_what_is_left_to_the_device_is_none():
             y + torch.ones(4)
 
 
-@pytest.mark.parametrize("budget", [1, 60])  # completions, and completions with their branches, that are over it
+@pytest.mark.parametrize("budget", [20, 60])  # completions, and completions with their branches, that are over it
 @pytest.mark.parametrize(  # under a cap, a divergence takes the logits themselves
     ("outcome", "softcap"), [("logprob", None), ("mean", None), ("mean", 4.0)]
 )
@@ -126,3 +137,39 @@ def test_losses_on_a_device_never_look(level):
         ):
             loss.backward()
         assert_waits(waits)
+
+
+@pytest.mark.parametrize("budget", [60, 120])  # with packs that continue others, and without
+def test_a_pack_is_laid_out_after_the_one_before_was_launched(budget, monkeypatch):
+    events = []
+    model, launch, finish = proven("Qwen3"), packed_model.packed_hidden, tree._finish
+
+    def launched(*args, **options):
+        events.append("launched")
+        return launch(*args, **options)
+
+    def laid_out(*args):
+        events.append("laid out")
+        return finish(*args)
+
+    for module in (packed_model, scoring):
+        monkeypatch.setattr(module, "packed_hidden", launched)
+    monkeypatch.setattr(tree, "_finish", laid_out)
+    score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER, token_budget=budget)
+    assert len(events) > 4
+    assert events == ["laid out", "launched"] * (len(events) // 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_pytorch_sees_one_wait_too_on_a_real_device(model):
+    arguments, options = batch(), {"placeholder_id": PLACEHOLDER, "token_budget": 120}
+    score_counterfactuals(model, *arguments, **options)  # kernels are compiled
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            assert score_counterfactuals(model, *arguments, **options).work.forwards > 1
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([one for one in seen if "synchronizing" in str(one.message)]) == 1, [str(one.message) for one in seen]

@@ -99,6 +99,21 @@ def test_gains_are_differences_from_one_unit_to_the_next_and_sum_to_the_whole(qw
     assert work.forwards == 1
 
 
+def test_gains_feed_less_than_a_quarter_of_what_masked_branches_do(qwen3):
+    """In the shape of a GSM8K solution: 108 tokens of prompt, 145 of completion, marker and answer in 4."""
+    (prompt,), (completion,) = tokens(108), tokens(145, seed=5)
+    units, answer = [Span(12, 33), Span(45, 60), Span(70, 92), Span(110, 135)], Span(142, 145)
+    probe = own_probe(completion, answer, 141)
+    _, work = prefix_gain(qwen3, [prompt], [completion], [units], [probe])
+    masking = [
+        score_counterfactuals(qwen3, [prompt], [completion], [row], [answer], placeholder_id=PLACEHOLDER).work
+        for row in ([], units)
+    ]
+    base, exact = (work.tokens_fed for work in masking)
+    assert work.tokens_fed - (108 + 135) == 5 * 3
+    assert work.tokens_fed - (108 + 135) < 0.25 * (exact - base)
+
+
 def test_a_batch_without_boundaries_costs_nothing(qwen3):
     prompts, completions, _, _ = problem()
     found = prefix_values(qwen3, prompts, completions, [[]] * 4, [None] * 4)

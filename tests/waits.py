@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from cfa_kernels import fused_modules
 from cfa_kernels.ops.attention_rule import AttentionRule
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention_reference
@@ -190,13 +191,16 @@ def put_on_device(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def a_device() -> Iterator[Waits]:
-    """The device, for a while; what makes the host wait is in `seen`."""
+    """The device, for a while; what makes the host wait is in `seen`. Skips the test where there is a real one."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here, which PyTorch itself can watch")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(Tensor, "pin_memory", _pin_memory)
         patch.setattr(torch, "tensor", _tensor(torch.tensor))
         # Gradients are grouped by what C++ takes their device for.
         patch.setattr(clip_grad, "_group_tensors_by_device_and_dtype", lambda lists: {(DEVICE, None): (lists, None)})
+        patch.setattr(fused_modules, "_apply_liger", lambda model: None)  # its kernels need a real one
         waits = Waits()
         patch.setattr(Waits, "current", waits, raising=False)
         with waits:

@@ -104,12 +104,13 @@ class _Masked:
     group: str
 
 
-def analyse(samples: Sequence[Sample], *, noise: float = 1e-3) -> dict[str, Table]:
+def analyse(samples: Sequence[Sample], *, noise: float | None = None) -> dict[str, Table]:
     """All tables, by name; those about spans only where a span was masked.
 
     Args:
         samples: at least one.
-        noise: in the unit of the drops; one no larger than this, up or down, counts as no effect.
+        noise: in the unit of the drops; one no larger than this, up or down, counts as no effect. None is 0.001 for
+            nats, and 0 for other units.
 
     Raises:
         ValueError: no sample, or drops in different units; names them.
@@ -119,6 +120,8 @@ def analyse(samples: Sequence[Sample], *, noise: float = 1e-3) -> dict[str, Tabl
     units = sorted({sample.drops_unit for sample in samples if sample.spans})
     if len(units) > 1:
         raise ValueError(f"samples: drops must be in one unit, got {', '.join(units)}")
+    if noise is None:
+        noise = 1e-3 if units == ["nats"] else 0.0
     spans = _masked(samples, noise)
     tables = {"overview": _overview(samples, spans)}
     if spans:
@@ -128,10 +131,10 @@ def analyse(samples: Sequence[Sample], *, noise: float = 1e-3) -> dict[str, Tabl
             "thirds": _means("Drop by place", "third", spans, lambda item: item.third, ("early", "middle", "late")),
             "correctness": _correctness(spans),
             "distractors": _distractors(spans),
-            "example": _example(samples),
         }
         if any(item.span.end - item.span.start > 1 for item in spans):  # a lone token says little of content
             tables |= {"kinds": _kinds(spans), "patterns": _patterns(spans), "length": _length(spans)}
+            tables["example"] = _example(samples)
     if any(sample.credit for sample in samples):
         tables["concentration"] = _concentration(samples)
         tables |= _gradient(samples)

@@ -33,10 +33,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--correct_threshold", type=float, help="least reward of a correct completion; default: that of the run, or 0.5"
     )
-    parser.add_argument("--noise", type=float, default=1e-3, help="a drop of at most this much is no effect (0.001)")
+    parser.add_argument(
+        "--noise", type=float, help="a drop of at most this much is no effect; default: 0.001 nats, 0 in other units"
+    )
     parser.add_argument("--page_completions", type=int, default=12, help="most completions on the page (default 12)")
     options = parser.parse_args(argv)
-    if not 0 <= options.noise < float("inf"):
+    if options.noise is not None and not 0 <= options.noise < float("inf"):
         parser.error(f"argument --noise: must be finite and not negative, got {options.noise}")
     if options.page_completions < 1:
         parser.error(f"argument --page_completions: must be at least 1, got {options.page_completions}")
@@ -57,7 +59,7 @@ def write_analysis(
     out: Path | None = None,
     *,
     correct_threshold: float | None = None,
-    noise: float = 1e-3,
+    noise: float | None = None,
     on_page: int = 12,
 ) -> Path:
     """Analyse a run folder or a file and write all results.
@@ -102,8 +104,9 @@ def _threshold_of(source: Path) -> float:
 
 
 def _shown(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """The samples for the page, in their order: those with most estimators, then spans; of equals the later ones."""
-    order = sorted(range(len(samples)), key=lambda i: (-len(samples[i].credit), -len(samples[i].spans), -i))
+    """The samples for the page, in order: those with most estimators, then spans; of equal texts and ranks the last."""
+    last = {tuple(sample.tokens): i for i, sample in enumerate(samples)}
+    order = sorted(last.values(), key=lambda i: (-len(samples[i].credit), -len(samples[i].spans), -i))
     return [samples[i] for i in sorted(order[:count])]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from cfa_kernels.fused_modules import keep_own_modules
 from trainer.config import TrainConfig, model_path
 
 _NAMES_SHOWN = 5
@@ -46,8 +47,8 @@ def load_policy(config: TrainConfig) -> tuple[nn.Module, PreTrainedTokenizerBase
     model = _load_whole(config.model, resolve_dtype(config, device))
     model.to(device)
     require_finite_parameters(model)
-    if config.use_liger_kernel and device.type == "cuda":
-        fuse_layers(model)
+    if not config.use_liger_kernel:
+        keep_own_modules(model)
     # Sampling must follow the distribution that the loss differentiates: a repetition penalty or a top-k that the
     # model's own generation settings carry would bend it.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
@@ -105,13 +106,6 @@ def _listed(names: Sequence[str]) -> str:
     shown = sorted(names)[:_NAMES_SHOWN]
     rest = len(names) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
-
-
-def fuse_layers(model: Any) -> None:
-    """Liger's fused layers in place of the model's own, without its losses; other models stay as they are."""
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # needed only on a GPU
-
-    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def require_finite_parameters(model: nn.Module) -> None:

@@ -165,7 +165,7 @@ def _article(number: int, sample: Sample, bounds: tuple[float, float]) -> str:
             for place in range(span.start, span.end):
                 before = importances[place]
                 importances[place] = -span.drop if before is None else max(before, -span.drop)
-        columns.append(("importance of the masked span", sample.drops_unit, importances))
+        columns.append(("importance of the span", sample.drops_unit, importances))
     if not columns:
         columns = [("tokens", "without credit", [None] * len(sample.tokens))]
     figures = "".join(_figure(sample, *column, bounds) for column in columns)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, get_scheduler, set_seed
 
 from cfa_kernels import Credit
+from cfa_kernels.fused_modules import fused_modules
 from cfa_kernels.hf import causal_lm, context_length, refuse_length_dependent_rope
 from cfa_kernels.proof import prove_trainable
 from trainer.checkpoints import load_policy, save_policy
@@ -63,15 +64,16 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     config, started = trainer.config, time.perf_counter()
     samples = [(i, g) for i in problems for g in range(config.num_generations)]
     keys = [(config.seed, step, i, g) for i, g in samples]
-    rollouts = generate(
-        trainer.policy,
-        trainer.tokenizer,
-        [trainer.prompts[i] for i, _ in samples],
-        max_completion_length=config.max_completion_length,
-        keys=keys,
-        temperature=config.temperature,
-        top_p=config.top_p,
-    )
+    with fused_modules(causal_lm(trainer.policy)):
+        rollouts = generate(
+            trainer.policy,
+            trainer.tokenizer,
+            [trainer.prompts[i] for i, _ in samples],
+            max_completion_length=config.max_completion_length,
+            keys=keys,
+            temperature=config.temperature,
+            top_p=config.top_p,
+        )
     generated = time.perf_counter()
 
     batch_rows = [trainer.rows[i] for i, _ in samples]
@@ -274,7 +276,8 @@ def train(trainer: Trainer) -> Path:
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out))
 
         def evaluate_at(step: int) -> None:
-            with report.evaluating(step, len(trainer.held_out)) as advance:
+            shown = report.evaluating(step, len(trainer.held_out))
+            with fused_modules(causal_lm(trainer.policy)), shown as advance:
                 result = evaluate(
                     trainer.policy,
                     trainer.tokenizer,

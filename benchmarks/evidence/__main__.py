@@ -5,6 +5,7 @@ The model is trained once and kept in the folder; so is every result. A run brok
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ from typing import Any
 import torch
 
 from benchmarks.__main__ import describe_environment
-from benchmarks.evidence import planted, tables
+from benchmarks.evidence import fidelity, planted, tables
 from benchmarks.evidence.ledger import Ledger
 from benchmarks.evidence.methods import METHODS
-from benchmarks.evidence.models import MODELS, Recipe, load, train
+from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, Recipe, load, train
+
+LEDGER = "ledger.jsonl"
+# What random weights happen to prefer is the same for all problems; several such models even it out.
+COPIES = {TRAINED: 1, RANDOM: 10}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,7 +37,15 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.evidence", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("planted", help="which methods find planted truths")
+    for name, run, text in (
+        ("planted", _planted, "which methods find planted truths"),
+        ("fidelity", _fidelity, "agreement with exact masking and with the truths, against tokens fed"),
+    ):
+        _add_options(commands.add_parser(name, help=text, description=text), run)
+    return parser
+
+
+def _add_options(command: argparse.ArgumentParser, run: Callable[[argparse.Namespace, str], int]) -> None:
     command.add_argument(
         "--folder", type=Path, default=Path("runs/evidence"), help="model and ledger; default: %(default)s"
     )
@@ -43,8 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--commit", help="what to record where git cannot tell")
     _add_fields(command, planted.Settings, "")
     _add_fields(command, Recipe, "train-")
-    command.set_defaults(run=_planted)
-    return parser
+    command.set_defaults(run=run)
 
 
 def _add_fields(command: argparse.ArgumentParser, settings: type, prefix: str) -> None:
@@ -60,23 +72,45 @@ def _filled(options: argparse.Namespace, settings: type, prefix: str) -> Any:
 
 
 def _planted(options: argparse.Namespace, command: str) -> int:
-    settings = _filled(options, planted.Settings, "")
-    folder = options.model or train(options.folder, _filled(options, Recipe, "train-"))
-    subjects = [load(folder, name) for name in options.models]
+    folder = _model(options)
     document = planted.run(
-        subjects, Ledger(options.folder / "ledger.jsonl"), settings, methods=options.methods,
-        say=lambda line: print(line, flush=True),
+        {name: [load(folder, name, seed=i) for i in range(COPIES[name])] for name in options.models},
+        Ledger(options.folder / LEDGER), _filled(options, planted.Settings, ""), methods=options.methods, say=_say,
     )  # fmt: skip
-    document = {
-        "schema": 1,
-        "command": command,
-        "environment": describe_environment(torch.device("cpu"), options.commit),
-    } | document
+    document = _head(options, command) | document
     paths = tables.write(document, tables.planted_markdown(document), options.results, "evidence-planted")
     paths.append(tables.plot_planted(document, options.results / "evidence-planted.png"))
+    return _told(paths)
+
+
+def _fidelity(options: argparse.Namespace, command: str) -> int:
+    document = fidelity.run(
+        load(_model(options), TRAINED), Ledger(options.folder / LEDGER), _filled(options, planted.Settings, ""),
+        methods=options.methods, say=_say,
+    )  # fmt: skip
+    document = _head(options, command) | document
+    paths = tables.write(document, tables.fidelity_markdown(document), options.results, "evidence-fidelity")
+    paths.append(tables.plot_fidelity(document, options.results / "evidence-fidelity.png"))
+    return _told(paths)
+
+
+def _model(options: argparse.Namespace) -> Path:
+    return options.model or train(options.folder, _filled(options, Recipe, "train-"))
+
+
+def _head(options: argparse.Namespace, command: str) -> dict[str, Any]:
+    environment = describe_environment(torch.device("cpu"), options.commit)
+    return {"schema": 1, "command": command, "environment": environment}
+
+
+def _told(paths: Sequence[Path]) -> int:
     for path in paths:
         print(f"== {path}")
     return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,13 @@ def agreement(
     return {name: interval and interval._asdict() for name, interval in figures.items()} | {"problems": len(both)}
 
 
+def auroc_alone(scores: Sequence[Sequence[float]], truths: Sequence[Sequence[bool]]) -> float | None:
+    """`position_free_auroc` of problems with both classes, without an interval; None where it is not defined."""
+    pairs = [ordered_pairs(s, t) for s, t in zip(scores, truths, strict=True) if 0 < sum(t) < len(t)]
+    value = position_free_auroc(pairs) if pairs else float("nan")
+    return None if np.isnan(value) else value
+
+
 def correlation(
     scores: Sequence[Sequence[float]], truths: Sequence[Sequence[float]], *, draws: int = 1000
 ) -> dict[str, Any]:

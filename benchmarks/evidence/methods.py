@@ -4,7 +4,7 @@ Where it stands: between the cases and the judges. A method sees token ids, unit
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -19,6 +19,13 @@ from trainer.rewards import final_number
 from trainer.rollouts import generate
 
 
+class Siblings(NamedTuple):
+    """What was sampled for the prompts of a question, one prompt after the other, and whether it is right."""
+
+    completions: list[list[int]]
+    right: list[bool]
+
+
 @dataclass(frozen=True)
 class Question:
     """What a method is asked: how much does each unit of these completions matter?
@@ -28,13 +35,15 @@ class Question:
         gold: B right answers.
         seed: of whatever the method draws; differs from batch to batch.
         room: most tokens of a sampled sibling.
+        siblings: gives the siblings of its cases; they may be known already.
     """
 
     subject: Subject
     cases: Sequence[Case]
     gold: Sequence[int]
     seed: int
-    room: int = 128
+    room: int
+    siblings: Callable[["Question"], Siblings]
 
     @property
     def prompts(self) -> list[Tensor]:
@@ -74,14 +83,16 @@ class Method:
     Attributes:
         run: does it.
         needs: the module it calls; without it the method is left out and said to be.
-        tokens: it can judge single tokens, too.
-        control: it knows nothing, and must show nothing.
+        siblings: it reads sampled siblings. It is asked about lines alone, and of a model that solves something.
+        approximates: the method that it stands in for.
+        costly: a forward's worth of tokens per token; it judges fewer problems.
     """
 
     run: Callable[[Question], Found]
     needs: str = "cfa_kernels.scoring"
-    tokens: bool = True
-    control: bool = False
+    siblings: bool = False
+    approximates: str | None = None
+    costly: bool = False
 
     @property
     def there(self) -> bool:
@@ -123,10 +134,7 @@ def _masked_tokens(outcome: str) -> Callable[[Question], Found]:
     """Every token masked alone, as OAR-P does; a unit's importance is the mean over its tokens."""
 
     def run(question: Question) -> Found:
-        tokens = Question(
-            question.subject, [case.by_token() for case in question.cases], question.gold, question.seed, question.room
-        )
-        found = _masking(outcome)(tokens)
+        found = _masking(outcome)(replace(question, cases=[case.by_token() for case in question.cases]))
         return Found(_unit_means(found.values, question.units), found.tokens_fed)
 
     return run
@@ -184,30 +192,100 @@ def _entropy(question: Question) -> Found:
     return Found(_unit_means(entropies, question.units), fed)
 
 
+# --- Approximations of masking ----------------------------------------------------------------------------------
+
+
+def _preselected(
+    cheap: Callable[[Question], Found], share: float, *, tokens: str | None = None
+) -> Callable[[Question], Found]:
+    """Only the top share by a cheap estimate is masked: of the units, or of all tokens with the outcome `tokens`."""
+
+    def run(question: Question) -> Found:
+        from cfa_kernels.approximations import preselected_masking
+
+        judged = replace(question, cases=[case.by_token() for case in question.cases]) if tokens else question
+        first = cheap(judged)
+        found = preselected_masking(
+            question.subject.model, judged.prompts, judged.completions, judged.units, judged.answers,
+            [row.abs() for row in first.values], share=share, placeholder_id=question.placeholder,
+            outcome=tokens or "logprob",
+        )  # fmt: skip
+        values = _unit_means(found.importance, question.units) if tokens else found.importance
+        return Found(values, first.tokens_fed + found.work.tokens_fed)
+
+    return run
+
+
+def _runs(length: int, outcome: str) -> Callable[[Question], Found]:
+    """Runs of tokens masked together, in place of single ones."""
+
+    def run(question: Question) -> Found:
+        from cfa_kernels.approximations import run_units, spread_over_tokens
+
+        runs = [run_units(case.reasoning_end, length) for case in question.cases]
+        cases = [replace(case, units=units) for case, units in zip(question.cases, runs, strict=True)]
+        found = _masking(outcome)(replace(question, cases=cases))
+        rows = [
+            spread_over_tokens(row, units, case.reasoning_end)
+            for row, units, case in zip(found.values, runs, question.cases, strict=True)
+        ]
+        return Found(_unit_means(rows, question.units), found.tokens_fed)
+
+    return run
+
+
+def _knockout(question: Question) -> Found:
+    """The answer's own rows are blind to a unit; nothing behind it is computed anew."""
+    from cfa_kernels.partial_branches import answer_knockout
+
+    scores = answer_knockout(
+        question.subject.model, question.prompts, question.completions, question.units, question.answers,
+        blind_from=[case.reasoning_end for case in question.cases],
+    )  # fmt: skip
+    return _found([-drop for drop in scores.drop], scores.work)
+
+
+def _short_branches(question: Question) -> Found:
+    """A unit is masked, and of the rows behind it only the marker's and the answer's are computed anew."""
+    from cfa_kernels.partial_branches import short_branches
+
+    scores = short_branches(
+        question.subject.model, question.prompts, question.completions, question.units, question.answers,
+        placeholder_id=question.placeholder, fed_from=[case.reasoning_end for case in question.cases],
+    )  # fmt: skip
+    return _found([-drop for drop in scores.drop], scores.work)
+
+
 # --- What siblings say ------------------------------------------------------------------------------------------
 
 GROUP = 8
 
 
+def siblings(question: Question) -> Siblings:
+    """Seven completions of each prompt, sampled at temperature 1."""
+    prompts = [case.prompt.tolist() for case in question.cases for _ in range(GROUP - 1)]
+    keys = [(question.seed, b, g) for b in range(len(question.cases)) for g in range(GROUP - 1)]
+    sampled = generate(
+        question.subject.model, question.subject.tokenizer, prompts, max_completion_length=question.room, keys=keys
+    )
+    right = [final_number(text) == question.gold[i // (GROUP - 1)] for i, text in enumerate(sampled.texts)]
+    return Siblings(sampled.ids(), right)
+
+
 def _of_group(values: Callable[[list[Tensor], Tensor, Tensor], list[Tensor]]) -> Callable[[Question], Found]:
-    """Token values of each completion among seven sampled siblings, averaged over its units."""
+    """Token values of each completion among its sampled siblings, averaged over its units."""
 
     def run(question: Question) -> Found:
-        prompts = [case.prompt.tolist() for case in question.cases for _ in range(GROUP - 1)]
-        keys = [(question.seed, b, g) for b in range(len(question.cases)) for g in range(GROUP - 1)]
-        sampled = generate(
-            question.subject.model, question.subject.tokenizer, prompts, max_completion_length=question.room, keys=keys
-        )
-        ids, texts = sampled.ids(), sampled.texts
+        sampled = question.siblings(question)
         completions, groups, correct = [], [], []
         for b, (case, gold) in enumerate(zip(question.cases, question.gold, strict=True)):
             own = slice(b * (GROUP - 1), (b + 1) * (GROUP - 1))
             answer = question.subject.tokenizer.decode(case.completion[case.answer.start : case.answer.end])
-            completions += [case.completion, *(torch.tensor(row) for row in ids[own])]
-            correct += [answer.strip() == str(gold), *(final_number(text) == gold for text in texts[own])]
+            completions += [case.completion, *(torch.tensor(row) for row in sampled.completions[own])]
+            correct += [answer.strip() == str(gold), *sampled.right[own]]
             groups += [b] * GROUP
         found = values(completions, torch.tensor(groups), torch.tensor(correct))
-        fed = sum(map(len, ids)) + sum(len(case.prompt) for case in question.cases) * (GROUP - 1)
+        fed = sum(map(len, sampled.completions)) + sum(len(case.prompt) for case in question.cases) * (GROUP - 1)
         return Found(_unit_means(found[::GROUP], question.units), fed)
 
     return run
@@ -248,26 +326,41 @@ def _unit_means(tokens: Sequence[Tensor], units: Sequence[Sequence[Span]]) -> li
 
 
 _OUTCOMES, _PROBES = "cfa_kernels.outcomes", "cfa_kernels.prefix_values"
+_APPROXIMATIONS, _PARTIAL = "cfa_kernels.approximations", "cfa_kernels.partial_branches"
 _GRADIENTS, _GROUPS = "cfa_kernels.gradient_saliency", "cfa_kernels.group_credit"
 
 METHODS: dict[str, Method] = {
-    "random": Method(_random, control=True),
-    "position": Method(_position, control=True),
-    "length": Method(_length, control=True),
+    "random": Method(_random),
+    "position": Method(_position),
+    "length": Method(_length),
     "CF": Method(_masking("logprob")),
     "CF, KL of mean": Method(_masking("mean"), _OUTCOMES),
     "CF, KL of last": Method(_masking("last"), _OUTCOMES),
     "masked rest": Method(_masked_rest),
-    "OAR-P, mean": Method(_masked_tokens("mean"), _OUTCOMES),
-    "OAR-P, last": Method(_masked_tokens("last"), _OUTCOMES),
-    "OAR-P, log-prob": Method(_masked_tokens("logprob")),
+    "OAR-P, mean": Method(_masked_tokens("mean"), _OUTCOMES, costly=True),
+    "OAR-P, last": Method(_masked_tokens("last"), _OUTCOMES, costly=True),
+    "OAR-P, log-prob": Method(_masked_tokens("logprob"), costly=True),
     "OAR-G, 1 draw": Method(_gradient("mean", 1e-3), _GRADIENTS),
     "OAR-G, 8 draws": Method(_gradient("mean", 1e-3, 8), _GRADIENTS),
     "gradient x input": Method(_gradient("mean_logprob", 0.0), _GRADIENTS),
     "prefix gain": Method(_prefix_gain("probability"), _PROBES),
     "prefix gain, nats": Method(_prefix_gain("mean_logprob"), _PROBES),
     "entropy": Method(_entropy),
-    "prefix tree": Method(_of_group(_prefix_tree), _GROUPS, tokens=False),
-    "KTAE": Method(_of_group(_ktae), _GROUPS, tokens=False),
-    "sibling edits": Method(_of_group(_sibling_edits), _GROUPS, tokens=False),
-}
+    "prefix tree": Method(_of_group(_prefix_tree), _GROUPS, siblings=True),
+    "KTAE": Method(_of_group(_ktae), _GROUPS, siblings=True),
+    "sibling edits": Method(_of_group(_sibling_edits), _GROUPS, siblings=True),
+    "CF, half by prefix gain": Method(
+        _preselected(_prefix_gain("probability"), 0.5), _APPROXIMATIONS, approximates="CF"
+    ),
+    "CF, half by gradient": Method(
+        _preselected(_gradient("mean_logprob", 0.0), 0.5), _APPROXIMATIONS, approximates="CF"
+    ),
+    "CF, half by position": Method(_preselected(_position, 0.5), _APPROXIMATIONS, approximates="CF"),
+    "answer knockout": Method(_knockout, _PARTIAL, approximates="CF"),
+    "CF, short branches": Method(_short_branches, _PARTIAL, approximates="CF"),
+    "OAR-P, runs of 4": Method(_runs(4, "mean"), _APPROXIMATIONS, approximates="OAR-P, mean", costly=True),
+    "OAR-P, quarter by gradient": Method(
+        _preselected(_gradient("mean_logprob", 0.0), 0.25, tokens="mean"), _APPROXIMATIONS,
+        approximates="OAR-P, mean", costly=True,
+    ),
+}  # fmt: skip

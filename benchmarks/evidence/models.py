@@ -19,8 +19,6 @@ from trainer.warmup import warm_up
 TRAINED, RANDOM = "trained", "random"
 MODELS = (TRAINED, RANDOM)
 
-_HELD_OUT_SEED = 1_000_003
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -61,7 +59,7 @@ def train(folder: Path, recipe: Recipe) -> Path:
         return target
     data = {
         "train": training_rows("train", recipe.seed, recipe.rows),
-        "test": training_rows("test", _HELD_OUT_SEED, recipe.held_out, cut=0.0),
+        "test": training_rows("test", recipe.seed, recipe.held_out, cut=0.0),
     }
     files = {}
     folder.mkdir(parents=True, exist_ok=True)

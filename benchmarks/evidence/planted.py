@@ -3,20 +3,22 @@
 Where it stands: the work and its sums; `tables.py` writes them down. Every piece of work is a line of the ledger.
 """
 
+import functools
 import hashlib
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence.agreement import agreement, correlation
+from benchmarks.evidence.agreement import agreement, auroc_alone, correlation
 from benchmarks.evidence.cases import Case, planted_case, sampled_case
 from benchmarks.evidence.ledger import Ledger
-from benchmarks.evidence.methods import METHODS, Method, Question
-from benchmarks.evidence.models import TRAINED, Subject
+from benchmarks.evidence.methods import METHODS, Method, Question, Siblings, siblings
+from benchmarks.evidence.models import RANDOM, TRAINED, Subject
 from benchmarks.evidence.problems import KINDS, PlantedProblem, generate
 from benchmarks.evidence.rollouts import right_chains, step_values, substitution_oracle
 from cfa_kernels import score_counterfactuals
@@ -32,6 +34,8 @@ class Settings:
 
     problems: int = 200
     """Planted problems that every method judges, the kinds in turn."""
+    costly: int = 100
+    """How many of them the costly methods judge."""
     valued: int = 80
     """How many of them also get sampled step values."""
     samples: int = 16
@@ -45,6 +49,15 @@ class Settings:
     """Most tokens of a completion."""
     draws: int = 1000
     """Bootstrap draws."""
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range, naming the setting."""
+        for name in ("problems", "samples", "batch", "room", "draws"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("costly", "valued", "chains", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,7 @@ def batches(settings: Settings, subject: Subject, count: int) -> Iterator[Batch]
 
 
 def run(
-    subjects: Sequence[Subject],
+    models: Mapping[str, Sequence[Subject]],
     ledger: Ledger,
     settings: Settings,
     *,
@@ -87,8 +100,9 @@ def run(
     """Do what the ledger does not hold yet and sum everything up.
 
     Args:
-        subjects: the trained model, and the random one.
-        methods: names out of `METHODS`; all by default. Those whose module is not there are left out and named.
+        models: by name the trained model, alone, and random ones, which take turns batch by batch.
+        methods: names out of `METHODS`; by default all that approximate no other. Those whose module is not there are
+            left out and named.
         say: is told what is being done.
 
     Returns:
@@ -97,55 +111,96 @@ def run(
     Raises:
         ValueError: an unknown method.
     """
-    chosen = _chosen(methods)
-    absent = [name for name, method in chosen.items() if not method.there]
-    for name in absent:
-        say(f"{name}: left out, there is no {chosen.pop(name).needs}")
+    chosen, absent = available(methods or [name for name in METHODS if not METHODS[name].approximates], say)
     document: dict[str, Any] = {"settings": asdict(settings), "absent": absent, "models": {}}
-    for subject in subjects:
-        say(f"== {subject.name} model")
-        document["models"][subject.name] = _judge(subject, ledger, settings, chosen, say)
+    for name, subjects in models.items():
+        say(f"== {name} model")
+        document["models"][name] = _judge(subjects, ledger, settings, chosen, say)
     return document
 
 
-def _chosen(methods: Sequence[str] | None) -> dict[str, Method]:
-    for name in methods or ():
+def available(names: Sequence[str], say: Callable[[str], None]) -> tuple[dict[str, Method], list[str]]:
+    """The methods of these names whose modules are there, and the names of the others.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    for name in names:
         if name not in METHODS:
             raise ValueError(f"methods must be among {', '.join(METHODS)}, got {name!r}")
-    return {name: METHODS[name] for name in methods or METHODS}
+    absent = [name for name in names if not METHODS[name].there]
+    for name in absent:
+        say(f"{name}: left out, there is no {METHODS[name].needs}")
+    return {name: METHODS[name] for name in names if METHODS[name].there}, absent
 
 
 def _judge(
-    subject: Subject, ledger: Ledger, settings: Settings, chosen: dict[str, Method], say: Callable[[str], None]
+    subjects: Sequence[Subject],
+    ledger: Ledger,
+    settings: Settings,
+    chosen: dict[str, Method],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
+    subject = subjects[0]
     everything = list(batches(settings, subject, settings.problems))
     problems = [problem for batch in everything for problem in batch.problems]
     results: dict[str, Any] = {
-        "fingerprint": subject.fingerprint,
+        "fingerprints": [one.fingerprint for one in subjects],
         "accuracy": subject.accuracy,
-        "answer_probability": _answer_probability(subject, ledger, everything),
+        "answer_probability": _answer_probability(subjects, ledger, everything),
         "methods": {},
     }
     values: dict[str, list[list[float]]] = {}
     for name, method in chosen.items():
-        say(f"{name}")
-        records = [_found(subject, ledger, batch, name, method, settings) for batch in everything]
-        values[name] = [row for record in records for row in record["values"]]
-        results["methods"][name] = _truths(values[name], problems, settings) | {
-            "control": method.control,
-            "tokens_fed": sum(record["tokens_fed"] for record in records),
-            "cpu_seconds": sum(record["cpu_seconds"] for record in records),
-        }
+        if method.siblings and subject.name == RANDOM:
+            continue
+        say(name)
+        found = ask(name, method, subjects, ledger, settings, everything)
+        values[name] = found.pop("values")
+        results["methods"][name] = _truths(values[name], problems[: found["problems"]], settings) | found
     if subject.name == TRAINED:
         results |= _step_values(subject, ledger, settings, values, say)
         results["oracle"] = _oracle(subject, ledger, settings, chosen, say)
     return results
 
 
+def ask(
+    name: str,
+    method: Method,
+    subjects: Sequence[Subject],
+    ledger: Ledger,
+    settings: Settings,
+    everything: Sequence[Batch],
+) -> dict[str, Any]:
+    """What a method says of all problems, or of the first ones if it is costly, and what that took.
+
+    Several models take turns batch by batch.
+    """
+    total = sum(len(batch.problems) for batch in everything)
+    count = min(settings.costly, total) if method.costly else total
+    asked = everything[: math.ceil(count / settings.batch)]
+    records = [
+        _found(subject, ledger, batch, name, method, settings)
+        for subject, batch in zip(itertools.cycle(subjects), asked, strict=False)
+    ]
+    values = [row for record in records for row in record["values"]]
+    return {
+        "values": values,
+        "problems": len(values),
+        "tokens_fed": sum(record["tokens_fed"] for record in records),
+        "cpu_seconds": sum(record["cpu_seconds"] for record in records),
+    }
+
+
 def _found(
     subject: Subject, ledger: Ledger, batch: Batch, name: str, method: Method, settings: Settings
 ) -> dict[str, Any]:
-    question = Question(subject, batch.cases, batch.gold, batch.seed, settings.room)
+    key = ("siblings", subject.fingerprint, batch.digest, batch.seed)
+
+    def known(question: Question) -> Siblings:
+        return Siblings(**ledger.get(key, lambda: siblings(question)._asdict()))
+
+    question = Question(subject, batch.cases, batch.gold, batch.seed, settings.room, known)
     return ledger.get(("found", subject.fingerprint, name, batch.digest, batch.seed), lambda: _asked(method, question))
 
 
@@ -160,10 +215,10 @@ def _asked(method: Method, question: Question) -> dict[str, Any]:
     return {"values": values, "tokens_fed": found.tokens_fed, "cpu_seconds": seconds}
 
 
-def _answer_probability(subject: Subject, ledger: Ledger, everything: Sequence[Batch]) -> float:
+def _answer_probability(subjects: Sequence[Subject], ledger: Ledger, everything: Sequence[Batch]) -> float:
     """Mean probability of the answers as they stand, given all that stands before them."""
 
-    def work(batch: Batch) -> dict[str, Any]:
+    def work(subject: Subject, batch: Batch) -> dict[str, Any]:
         scores = score_counterfactuals(
             subject.model, [case.prompt for case in batch.cases], [case.completion for case in batch.cases],
             [[] for _ in batch.cases], [case.answer for case in batch.cases],
@@ -172,8 +227,8 @@ def _answer_probability(subject: Subject, ledger: Ledger, everything: Sequence[B
         return {"probability": scores.base.exp().tolist()}
 
     records = [
-        ledger.get(("answers", subject.fingerprint, batch.digest), lambda batch=batch: work(batch))
-        for batch in everything
+        ledger.get(("answers", subject.fingerprint, batch.digest), functools.partial(work, subject, batch))
+        for subject, batch in zip(itertools.cycle(subjects), everything, strict=False)
     ]
     return float(np.mean([p for record in records for p in record["probability"]]))
 
@@ -183,18 +238,22 @@ def _truths(
 ) -> dict[str, Any]:
     """Agreement with the planted truths, over all problems and kind by kind."""
 
+    def rows(truth: str, kinds: Sequence[str]) -> tuple[list[Sequence[float]], list[list[bool]]]:
+        some = [(problem, row) for problem, row in zip(problems, values, strict=True) if problem.kind in kinds]
+        labels = [[bool(getattr(unit, truth)) for unit in problem.units] for problem, _ in some]
+        return [row for _, row in some], labels
+
     def judged(truth: str, kinds: Sequence[str]) -> dict[str, Any]:
-        rows = [i for i, problem in enumerate(problems) if problem.kind in kinds]
-        labels = [[bool(getattr(unit, truth)) for unit in problems[i].units] for i in rows]
+        scores, labels = rows(truth, kinds)
         if not any(0 < sum(row) < len(row) for row in labels):
             return {"problems": 0}
-        return agreement([values[i] for i in rows], labels, draws=settings.draws)
+        return agreement(scores, labels, draws=settings.draws)
 
     return {
         "direct": judged("direct", KINDS),
         "total": judged("total", KINDS),
         "origin": judged("origin", ("wrong",)),
-        "kinds": {kind: {truth: judged(truth, (kind,)) for truth in ("direct", "total")} for kind in KINDS},
+        "kinds": {kind: {truth: auroc_alone(*rows(truth, (kind,))) for truth in ("direct", "total")} for kind in KINDS},
     }
 
 
@@ -230,10 +289,11 @@ def _step_values(
     right = [problem.answer == problem.gold for problem in problems]
 
     def against(truths: Sequence[Sequence[float]], rows: Sequence[int]) -> dict[str, Any]:
-        return {
-            name: correlation([row[i] for i in rows], [truths[i] for i in rows], draws=settings.draws)
-            for name, row in values.items()
-        }
+        found = {}
+        for name, scores in values.items():
+            some = [i for i in rows if i < len(scores)]  # a costly method has judged fewer
+            found[name] = correlation([scores[i] for i in some], [truths[i] for i in some], draws=settings.draws)
+        return found
 
     return {
         "sampled_accuracy": float(np.mean(started)),
@@ -255,7 +315,7 @@ def _oracle(
         return {}
     say(f"oracle: every token of the right ones of {settings.chains} greedy chains")
     chains: list[dict[str, Any]] = []
-    values: dict[str, list[list[float]]] = {name: [] for name, method in chosen.items() if method.tokens}
+    values: dict[str, list[list[float]]] = {name: [] for name, method in chosen.items() if not method.siblings}
     for batch in batches(settings, subject, settings.chains):
         key = (subject.fingerprint, batch.digest)
         record = ledger.get(("chains", *key), lambda batch=batch: _chains(subject, batch, settings))
@@ -267,7 +327,7 @@ def _oracle(
             for chain in record["chains"]
         ]
         gold = [batch.gold[chain["problem"]] for chain in record["chains"]]
-        question = Question(subject, cases, gold, batch.seed, settings.room)
+        question = Question(subject, cases, gold, batch.seed, settings.room, siblings)
         for name in values:
             method = chosen[name]
             values[name] += ledger.get(

@@ -51,7 +51,11 @@ def planted_markdown(document: dict[str, Any]) -> str:
     if document["absent"]:
         parts.append(f"Left out, their modules are not there: {', '.join(document['absent'])}.\n")
     for name, results in models.items():
-        accuracy = "random weights" if results["accuracy"] is None else f"solves {results['accuracy']:.1%} held out"
+        accuracy = (
+            f"{len(results['fingerprints'])} with random weights"
+            if results["accuracy"] is None
+            else f"solves {results['accuracy']:.1%} held out"
+        )
         parts.append(f"## The {name} model ({accuracy}; mean answer probability {results['answer_probability']:.2f})\n")
         parts.append(_methods(results["methods"]))
         parts.append("AUROC by kind of problem, direct / total:\n")
@@ -65,7 +69,8 @@ def planted_markdown(document: dict[str, Any]) -> str:
 
 def _methods(methods: dict[str, Any]) -> str:
     head = ["method", "AUROC direct", "AUROC total", "AUROC wrong step", "Spearman direct", "Spearman total",
-            "recall direct", "recall total", "plain AUROC direct", "plain AUROC total", "tokens fed"]  # fmt: skip
+            "recall direct", "recall total", "plain AUROC direct", "plain AUROC total", "problems",
+            "tokens fed each"]  # fmt: skip
     rows = []
     for name, found in methods.items():
         direct, total = found["direct"], found["total"]
@@ -74,7 +79,8 @@ def _methods(methods: dict[str, Any]) -> str:
                 name, interval(direct.get("auroc")), interval(total.get("auroc")),
                 interval(found["origin"].get("plain_auroc")), interval(direct.get("spearman")),
                 interval(total.get("spearman")), interval(direct.get("recall")), interval(total.get("recall")),
-                interval(direct.get("plain_auroc")), interval(total.get("plain_auroc")), f"{found['tokens_fed']:,}",
+                interval(direct.get("plain_auroc")), interval(total.get("plain_auroc")), f"{found['problems']}",
+                f"{found['tokens_fed'] / found['problems']:,.0f}",
             ]
         )  # fmt: skip
     return table(head, rows)
@@ -82,8 +88,7 @@ def _methods(methods: dict[str, Any]) -> str:
 
 def _kinds(methods: dict[str, Any]) -> str:
     def cell(found: dict[str, Any]) -> str:
-        figures = [found[truth].get("auroc") for truth in ("direct", "total")]
-        return " / ".join(f"{figure['value']:.2f}" if figure else "–" for figure in figures)
+        return " / ".join("–" if found[truth] is None else f"{found[truth]:.2f}" for truth in ("direct", "total"))
 
     return table(
         ["method", *KINDS], [[name, *(cell(found["kinds"][k]) for k in KINDS)] for name, found in methods.items()]
@@ -140,7 +145,8 @@ def plot_planted(document: dict[str, Any], path: Path) -> Path:
     for axis, (truth, title) in zip(axes, panels, strict=False):
         for shift, (model, color) in enumerate(((RANDOM, "0.6"), (TRAINED, "C0"))):
             if model in models:
-                figures = [models[model]["methods"][name][truth].get("auroc") for name in names]
+                found = models[model]["methods"]
+                figures = [found[name][truth].get("auroc") if name in found else None for name in names]
                 _dots(axis, figures, 0.15 - 0.3 * shift, color, f"{model} model")
         axis.axvline(0.5, color="0.8", linewidth=1, zorder=0)
         axis.set_xlim(0, 1.02)
@@ -158,10 +164,63 @@ def plot_planted(document: dict[str, Any], path: Path) -> Path:
     return path
 
 
+def fidelity_markdown(document: dict[str, Any]) -> str:
+    """The table of `fidelity`."""
+    rows = [
+        [
+            name, found["approximates"] or "", interval(found["with_cf"]), interval(found["with_exact"]),
+            interval(found["direct"]), interval(found["total"]), f"{found['extra_tokens']:,.0f}",
+            f"{found['token_cost']:.2f}", f"{found['cpu_cost']:.2f}", f"{found['problems']}",
+        ]
+        for name, found in document["methods"].items()
+    ]  # fmt: skip
+    return "\n".join(
+        [
+            "# Fidelity against cost\n",
+            f"Made by `{document['command']}` at commit {document['environment']['commit']}, on the model that solves "
+            f"{document['accuracy']:.1%} of held-out problems. Spearman is the mean over problems of the rank "
+            "correlation of unit importances, with 95 % bootstrap intervals. Extra tokens are what a method feeds per "
+            "completion beyond one plain forward of prompt and completion, and the two costs are those of exact CF "
+            "as 1: extra tokens, and all seconds of the processor (which other work on the machine disturbs).\n",
+            table(
+                ["method", "approximates", "Spearman with CF", "Spearman with what it approximates", "direct truth",
+                 "total truth", "extra tokens", "token cost", "CPU cost", "problems"],
+                rows,
+            ),
+        ]
+    )  # fmt: skip
+
+
+def plot_fidelity(document: dict[str, Any], path: Path) -> Path:
+    """Agreement with exact CF, and AUROC against both truths, over extra tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    canvas, axes = pyplot.subplots(1, 3, figsize=(15, 4.6))
+    panels = [("with_cf", "Spearman with exact CF"), ("direct", "Spearman with the direct truth"),
+              ("total", "Spearman with the total truth")]  # fmt: skip
+    for axis, (key, title) in zip(axes, panels, strict=True):
+        for i, (name, found) in enumerate(document["methods"].items()):
+            if found[key].get("value") is not None:
+                x, y = max(found["token_cost"], 0.01), found[key]["value"]
+                axis.plot(x, y, "o", color=f"C{i % 10}", markersize=4)
+                axis.annotate(name, (x, y), fontsize=6, xytext=(3, 3), textcoords="offset points")
+        axis.set_xscale("log")
+        axis.set_xlabel("extra tokens fed, exact CF = 1 (nothing is drawn at 0.01)")
+        axis.set_ylabel(title)
+    canvas.tight_layout()
+    canvas.savefig(path, dpi=120)
+    pyplot.close(canvas)
+    return path
+
+
 def _dots(axis: Any, figures: Sequence[dict[str, Any] | None], shift: float, color: str, label: str) -> None:
     there = [(i, figure) for i, figure in enumerate(figures) if figure and figure.get("value") is not None]
     x = [figure["value"] for _, figure in there]
-    errors = [[f["value"] - f["low"] for _, f in there], [f["high"] - f["value"] for _, f in there]]
+    # A percentile interval need not hold the value itself; an arm cannot be negative.
+    errors = [[max(0.0, f["value"] - f["low"]) for _, f in there], [max(0.0, f["high"] - f["value"]) for _, f in there]]
     axis.errorbar(
         x, [i + shift for i, _ in there], xerr=errors, fmt="o", color=color, label=label, capsize=2, markersize=4
     )

@@ -1,27 +1,63 @@
-"""Liger's fused layers go into the trainer's model on a GPU; its losses do not."""
+"""Liger's fused layers run while the trainer samples, evaluates and updates on a GPU, if its setting says so."""
+
+from types import MethodType
 
 import pytest
-from transformers.models.qwen3 import modeling_qwen3
 
-from tests.tiny import tiny_model
-from trainer.checkpoints import fuse_layers
+from cfa_kernels import fused_modules
+from cfa_kernels.hf import causal_lm
+from trainer import train
 
 
 @pytest.fixture
-def restored_transformers():
-    """Liger replaces functions inside transformers for good: put them back for other tests."""
-    before = dict(vars(modeling_qwen3))
-    yield
-    vars(modeling_qwen3).update(before)
+def norms(monkeypatch):
+    """Every model counts as lying on a GPU; the list grows with each norm that runs in place of the model's own."""
+    ran = []
+
+    def forward(self, x):
+        ran.append(self)
+        return type(self).forward(self, x)
+
+    forward.__module__ = "liger_kernel.transformers.rms_norm"
+
+    def apply(model):
+        for module in model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.__dict__["forward"] = MethodType(forward, module)
+
+    monkeypatch.setattr(fused_modules, "_on_gpu", lambda model: True)
+    monkeypatch.setattr(fused_modules, "_apply_liger", apply)
+    return ran
 
 
-@pytest.mark.usefixtures("restored_transformers")
-def test_fused_layers_replace_norms_and_mlps_but_not_the_loss() -> None:
-    model = tiny_model()
-    forward = type(model).forward
-    fuse_layers(model)
-    layer = model.model.layers[0]
-    for module in (layer.input_layernorm, layer.self_attn.q_norm, layer.mlp, model.model.norm):
-        assert "liger" in module.forward.__func__.__module__, module
-    assert type(model).forward is forward
-    assert model.forward.__func__ is forward
+@pytest.mark.parametrize("use", [True, False])
+@pytest.mark.parametrize("reference", ["--use_peft", "--use_peft=false"])
+def test_sampling_evaluation_reference_and_update_run_them_unless_the_setting_forbids(
+    norms, fresh, monkeypatch, tmp_path, use, reference
+):
+    argv = ["--max_steps=1", "--train_problems=2", "--eval_problems=1", "--gradient_accumulation_steps=1"]
+    argv += [f"--use_liger_kernel={use}", reference, "--beta=0.1", f"--output_dir={tmp_path / 'run'}"]
+    shares = {}
+
+    def watched(name):
+        run = getattr(train, name)
+
+        def watch(*args, **kwargs):
+            before = len(norms)
+            result = run(*args, **kwargs)
+            shares[name] = len(norms) > before
+            return result
+
+        monkeypatch.setattr(train, name, watch)
+
+    trainer = fresh(*argv)
+    for name in ("generate", "evaluate", "update"):
+        watched(name)
+    train.train(trainer)
+    assert shares == dict.fromkeys(("generate", "evaluate", "update"), use)
+    policy = causal_lm(trainer.policy)
+    assert bool(norms) == use
+    assert any(not any(norm is module for module in policy.modules()) for norm in norms) == (
+        use and reference == "--use_peft=false"  # the reference is a copy of its own
+    )
+    assert not any("forward" in module.__dict__ for module in policy.modules())

@@ -1,0 +1,84 @@
+"""`python -m benchmarks.evidence fidelity`: how near every method comes to exact masking, and its cost.
+
+Where it stands: the same problems, answers and ledger as `planted`, summed up the other way round.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.evidence.agreement import correlation
+from benchmarks.evidence.ledger import Ledger
+from benchmarks.evidence.methods import METHODS
+from benchmarks.evidence.models import Subject
+from benchmarks.evidence.planted import Settings, ask, available, batches
+
+EXACT = "CF"
+
+
+def run(
+    subject: Subject,
+    ledger: Ledger,
+    settings: Settings,
+    *,
+    methods: Sequence[str] | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Do what the ledger does not hold yet and compare.
+
+    Args:
+        subject: the trained model.
+        methods: names out of `METHODS`, all by default. Exact CF is always asked, and so is what a method approximates.
+        say: is told what is being done.
+
+    Returns:
+        The document that `tables.py` writes.
+
+    Raises:
+        ValueError: an unknown method.
+    """
+    names = list(dict.fromkeys([EXACT, *(methods or METHODS)]))
+    chosen, absent = available(names, say)
+    exact_ones = {chosen[name].approximates for name in chosen} - {None, *chosen}
+    chosen |= {name: METHODS[name] for name in METHODS if name in exact_ones and METHODS[name].there}
+    everything = list(batches(settings, subject, settings.problems))
+    problems = [problem for batch in everything for problem in batch.problems]
+    cases = [case for batch in everything for case in batch.cases]
+    plain = [len(case.prompt) + case.answer.end - 1 for case in cases]  # tokens of one forward up to the answer
+    found, values = dict[str, Any](), dict[str, list[list[float]]]()
+    for name, method in chosen.items():
+        say(name)
+        found[name] = ask(name, method, [subject], ledger, settings, everything)
+        values[name] = found[name].pop("values")
+    truths = {
+        truth: [[float(getattr(unit, truth)) for unit in problem.units] for problem in problems]
+        for truth in ("direct", "total")
+    }
+
+    def against(name: str, other: Sequence[Sequence[float]]) -> dict[str, Any]:
+        count = min(len(values[name]), len(other))
+        return correlation(values[name][:count], other[:count], draws=settings.draws)
+
+    for name, record in found.items():
+        exact, count = chosen[name].approximates, record["problems"]
+        each = (record["tokens_fed"] - sum(plain[:count])) / count if record["tokens_fed"] else 0.0
+        record |= {truth: against(name, rows) for truth, rows in truths.items()}
+        record |= {
+            "approximates": exact,
+            "with_cf": against(name, values[EXACT]),
+            "with_exact": against(name, values[exact]) if exact in values else None,
+            "extra_tokens": each,
+        }
+    unit = found[EXACT]
+    for record in found.values():
+        record["token_cost"] = record["extra_tokens"] / unit["extra_tokens"]
+        seconds = [one["cpu_seconds"] / one["problems"] for one in (record, unit)]
+        record["cpu_cost"] = seconds[0] / seconds[1]
+    return {
+        "settings": asdict(settings),
+        "absent": absent,
+        "fingerprint": subject.fingerprint,
+        "accuracy": subject.accuracy,
+        "plain_tokens": sum(plain) / len(plain),
+        "methods": found,
+    }
