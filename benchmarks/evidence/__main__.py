@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.__main__ import describe_environment
-from benchmarks.evidence import fidelity, planted, tables
+from benchmarks.evidence import ablation, fidelity, planted, tables
 from benchmarks.evidence.ledger import Ledger
 from benchmarks.evidence.methods import METHODS
 from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, Recipe, load, train
@@ -42,6 +42,16 @@ def _parser() -> argparse.ArgumentParser:
         ("fidelity", _fidelity, "agreement with exact masking and with the truths, against tokens fed"),
     ):
         _add_options(commands.add_parser(name, help=text, description=text), run)
+    text = "the training program under every kind of credit, seed by seed"
+    command = commands.add_parser("ablation", help=text, description=text)
+    command.add_argument("--folder", type=Path, default=Path("runs/ablation"), help="runs; default: %(default)s")
+    command.add_argument("--results", type=Path, default=tables.RESULTS, help="folder of the tables")
+    command.add_argument(
+        "--arms", nargs="+", choices=ablation.ARMS, metavar="NAME", help=f"of: {', '.join(ablation.ARMS)}"
+    )
+    command.add_argument("--commit", help="what to record where git cannot tell")
+    _add_fields(command, ablation.Settings, "")
+    command.set_defaults(run=_ablation)
     return parser
 
 
@@ -91,6 +101,14 @@ def _fidelity(options: argparse.Namespace, command: str) -> int:
     document = _head(options, command) | document
     paths = tables.write(document, tables.fidelity_markdown(document), options.results, "evidence-fidelity")
     paths.append(tables.plot_fidelity(document, options.results / "evidence-fidelity.png"))
+    return _told(paths)
+
+
+def _ablation(options: argparse.Namespace, command: str) -> int:
+    settings = _filled(options, ablation.Settings, "")
+    document = _head(options, command) | ablation.run(options.folder, settings, arms=options.arms, say=_say)
+    paths = tables.write(document, ablation.markdown(document), options.results, "evidence-ablation")
+    paths.append(ablation.plot(document, options.results / "evidence-ablation.png"))
     return _told(paths)
 
 
