@@ -125,7 +125,7 @@ def compare(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict
         curves: for each arm the curves of its seeds: `step`, `accuracy` and `seconds` of each evaluation.
 
     Returns:
-        For each arm `final` and `area` (mean accuracy over steps) and `area_seconds` (over the seconds that the
+        For each arm `final` and `area` (mean accuracy over steps) and `area_seconds` (over the CPU seconds that the
         quickest arm's whole run takes, held at its last value), each with mean and standard deviation over seeds;
         `seconds` of a run; `steps_to_plain`, where the mean curve first reaches plain DAPO's final mean (None if it
         does not); `against_plain`: mean paired difference of `final` and `area`, its standard error and the two-sided
@@ -187,8 +187,8 @@ def markdown(document: Mapping[str, Any]) -> str:
             *(["–", "–"] if against is None else [_difference(against["final"]), _difference(against["area"])]),
         ])  # fmt: skip
     head = [
-        "credit", "final accuracy", "mean over steps", "mean over seconds", "steps to plain's final",
-        "seconds of steps", "final, less plain (p)", "mean over steps, less plain (p)",
+        "credit", "final accuracy", "mean over steps", "mean over CPU seconds", "steps to plain's final",
+        "CPU seconds of steps", "final, less plain (p)", "mean over steps, less plain (p)",
     ]  # fmt: skip
     return "\n".join([
         "# Ablation of credit\n",
@@ -212,7 +212,7 @@ def plot(document: Mapping[str, Any], path: Path) -> Path:
                 x, mean, label=arm, lw=2.2 if arm == PLAIN else 1.3, color="k" if arm == PLAIN else None
             )
             axis.fill_between(x, mean - deviation, mean + deviation, color=line.get_color(), alpha=0.08)
-    for axis, label in zip(axes, ("step", "seconds of training steps"), strict=True):
+    for axis, label in zip(axes, ("step", "CPU seconds of training steps"), strict=True):
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("held-out accuracy, %")
@@ -237,7 +237,11 @@ def _check_settings(folder: Path, flags: list[str]) -> None:
     record.write_text(json.dumps(flags), encoding="utf-8")
 
 
-_PINNED = "import os, sys; os.sched_setaffinity(0, [{core}]); from trainer.__main__ import main; sys.exit(main())"
+# One core each, and a clock of the run's own CPU seconds, which other load on the machine does not stretch.
+_PINNED = (
+    "import os, sys, time; os.sched_setaffinity(0, [{core}]); time.perf_counter = time.process_time; "
+    "from trainer.__main__ import main; sys.exit(main())"
+)
 
 
 def _train(place: Path, flags: list[str], core: int) -> None:
