@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.__main__ import describe_environment
-from benchmarks.evidence import ablation, fidelity, planted, tables
+from benchmarks.evidence import ablation, fidelity, gradient_variance, planted, tables
 from benchmarks.evidence.ledger import Ledger
 from benchmarks.evidence.methods import METHODS
 from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, Recipe, load, train
@@ -42,16 +42,18 @@ def _parser() -> argparse.ArgumentParser:
         ("fidelity", _fidelity, "agreement with exact masking and with the truths, against tokens fed"),
     ):
         _add_options(commands.add_parser(name, help=text, description=text), run)
-    text = "the training program under every kind of credit, seed by seed"
-    command = commands.add_parser("ablation", help=text, description=text)
-    command.add_argument("--folder", type=Path, default=Path("runs/ablation"), help="runs; default: %(default)s")
-    command.add_argument("--results", type=Path, default=tables.RESULTS, help="folder of the tables")
-    command.add_argument(
-        "--arms", nargs="+", choices=ablation.ARMS, metavar="NAME", help=f"of: {', '.join(ablation.ARMS)}"
-    )
-    command.add_argument("--commit", help="what to record where git cannot tell")
-    _add_fields(command, ablation.Settings, "")
-    command.set_defaults(run=_ablation)
+    for name, run, text, settings in (
+        ("ablation", _ablation, "the training program under every kind of credit, seed by seed", ablation.Settings),
+        ("variance", _variance, "how much the gradient depends on the draw of the groups", gradient_variance.Settings),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--folder", type=Path, default=Path("runs") / name, help="default: %(default)s")
+        command.add_argument("--results", type=Path, default=tables.RESULTS, help="folder of the tables")
+        names = ", ".join(ablation.ARMS)
+        command.add_argument("--arms", nargs="+", choices=ablation.ARMS, metavar="NAME", help=f"of: {names}")
+        command.add_argument("--commit", help="what to record where git cannot tell")
+        _add_fields(command, settings, "")
+        command.set_defaults(run=run)
     return parser
 
 
@@ -110,6 +112,13 @@ def _ablation(options: argparse.Namespace, command: str) -> int:
     paths = tables.write(document, ablation.markdown(document), options.results, "evidence-ablation")
     paths.append(ablation.plot(document, options.results / "evidence-ablation.png"))
     return _told(paths)
+
+
+def _variance(options: argparse.Namespace, command: str) -> int:
+    settings = _filled(options, gradient_variance.Settings, "")
+    found = gradient_variance.run(Ledger(options.folder / LEDGER), settings, arms=options.arms, say=_say)
+    document = _head(options, command) | found
+    return _told(tables.write(document, gradient_variance.markdown(document), options.results, "evidence-variance"))
 
 
 def _model(options: argparse.Namespace) -> Path:

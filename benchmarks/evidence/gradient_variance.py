@@ -1,0 +1,157 @@
+"""`python -m benchmarks.evidence variance`: how much an update's gradient depends on which completions were drawn.
+
+One policy, the same problems, groups drawn anew again and again: every kind of credit sees the same draws. IBPO
+(arXiv 2605.16302) claims that credit on what matters lowers this variance.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.evidence.ablation import ARMS, PLAIN
+from benchmarks.evidence.ledger import Ledger
+from benchmarks.evidence.tables import table
+from trainer.config import TrainConfig, parse
+from trainer.rewards import compute_rewards, group_advantages
+from trainer.rollouts import generate
+from trainer.train import Trainer, set_up, update
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is drawn."""
+
+    draws: int = 24
+    """Times the groups are drawn."""
+    problems: int = 16
+    """Problems of a batch, eight completions each."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Reject values outside their range, naming the setting."""
+        if self.draws < 3:
+            raise ValueError(f"draws must be at least 3, got {self.draws}")
+        if self.problems < 1:
+            raise ValueError(f"problems must be at least 1, got {self.problems}")
+
+
+def run(
+    ledger: Ledger, settings: Settings, *, arms: Sequence[str] | None = None, extra: Sequence[str] = (),
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:  # fmt: skip
+    """Gradients of every arm under the same draws; what is in the ledger is not computed again.
+
+    Args:
+        ledger: of the figures of each arm.
+        settings: how much.
+        arms: names in `ablation.ARMS`; default all.
+        extra: flags of the training program for every arm.
+        say: told of progress, a line at a time.
+
+    Raises:
+        ValueError: an unknown arm.
+    """
+    wanted = list(ARMS) if arms is None else list(arms)
+    if unknown := [name for name in wanted if name not in ARMS]:
+        raise ValueError(f"arms must be among {', '.join(ARMS)}, got {', '.join(unknown)}")
+    size = (settings.draws, settings.problems, settings.seed, *extra)
+    mean_of_plain = None
+    found = {}
+    for arm in sorted(wanted, key=lambda name: name != PLAIN):
+        key = ("variance", arm, *size)
+        if key not in ledger:
+            vectors = _gradients(arm, settings, extra)
+            if mean_of_plain is None:
+                plain = vectors if arm == PLAIN else _gradients(PLAIN, settings, extra)
+                mean_of_plain = plain.mean(0)
+            found[arm] = ledger.get(key, lambda v=vectors, m=mean_of_plain: scatter(v) | {"cosine": _cosine(v, m)})
+            say(f"{arm}: noise to signal {found[arm]['ratio']:.2f} ± {found[arm]['error']:.2f}")
+        else:
+            found[arm] = ledger[key]
+    return {"settings": asdict(settings), "arms": {arm: found[arm] for arm in wanted}}
+
+
+def scatter(vectors: np.ndarray) -> dict[str, float]:
+    """How much vectors scatter beside their mean, without the bias of few draws.
+
+    Args:
+        vectors: (R, D) independent draws of one random vector, R >= 3.
+
+    Returns:
+        `variance`, the trace of the covariance; `signal`, the squared norm of the mean, from products of different
+        draws alone; `ratio`, the first by the second, with its jackknife standard `error` (nan where the signal is not
+        above 0).
+    """
+    products = vectors.astype(np.float64) @ vectors.astype(np.float64).T
+    variance, signal = _moments(products)
+    kept = [[i for i in range(len(products)) if i != left] for left in range(len(products))]
+    ratios = [v / s if s > 0 else math.nan for v, s in (_moments(products[np.ix_(keep, keep)]) for keep in kept)]
+    count = len(ratios)
+    error = math.sqrt((count - 1) / count * sum((ratio - sum(ratios) / count) ** 2 for ratio in ratios))
+    ratio = variance / signal if signal > 0 else math.nan
+    return {"variance": variance, "signal": signal, "ratio": ratio, "error": error}
+
+
+def _moments(products: np.ndarray) -> tuple[float, float]:
+    count = len(products)
+    signal = (products.sum() - np.trace(products)) / (count * (count - 1))
+    return float(np.trace(products) / count - signal), float(signal)
+
+
+def _cosine(vectors: np.ndarray, other: np.ndarray) -> float:
+    mean = vectors.mean(0)
+    return float(mean @ other / (np.linalg.norm(mean) * np.linalg.norm(other)))
+
+
+def _gradients(arm: str, settings: Settings, extra: Sequence[str]) -> np.ndarray:
+    """(R, D) fp32: the gradient of each draw's update, before clipping."""
+    flags = [
+        *ARMS[arm], "--device=cpu", "--learning_rate=1e-30", "--max_grad_norm=1e30", "--eval_problems=1",
+        f"--seed={settings.seed}", *extra,
+    ]  # fmt: skip
+    trainer = set_up(parse(TrainConfig, flags, prog="", description=""))
+    return np.stack([_gradient(trainer, draw, settings.problems) for draw in range(settings.draws)])
+
+
+def _gradient(trainer: Trainer, draw: int, problems: int) -> np.ndarray:
+    config = trainer.config
+    pairs = [(i, g) for i in range(problems) for g in range(config.num_generations)]
+    rollouts = generate(
+        trainer.policy, trainer.tokenizer, [trainer.prompts[i] for i, _ in pairs], keys=[(draw, 0, *p) for p in pairs],
+        max_completion_length=config.max_completion_length, temperature=config.temperature, top_p=config.top_p,
+    )  # fmt: skip
+    rows = [trainer.rows[i] for i, _ in pairs]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    rewards, _ = compute_rewards(trainer.rewards, columns["question"], rollouts.texts, rollouts.ids(), columns)
+    advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
+    mask = rollouts.completion_mask * ~rollouts.truncated[:, None]
+    update(trainer, draw, rollouts, mask, advantages, rewards=rewards)
+    trained = [p for p in trainer.policy.parameters() if p.requires_grad]
+    return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in trained]).numpy()
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The table of the command."""
+    settings, arms = document["settings"], document["arms"]
+    rows = [
+        [
+            arm,
+            f"{f['ratio']:.2f} ± {f['error']:.2f}",
+            f"{f['signal']:.3g}",
+            f"{f['variance']:.3g}",
+            f"{f['cosine']:.3f}",
+        ]
+        for arm, f in arms.items()
+    ]
+    return "\n".join([
+        "# Variance of the gradient\n",
+        f"Made by `{document['command']}` at commit {document['environment']['commit']}. The embedded model before "
+        f"training, {settings['problems']} problems, eight completions each, drawn {settings['draws']} times; every "
+        "arm sees the same draws. Noise to signal is the trace of the covariance over the squared norm of the mean, with a "
+        "jackknife standard error. The cosine is that of the arm's mean gradient with plain DAPO's.\n",
+        table(["credit", "noise to signal", "squared norm of the mean", "variance", "cosine with plain"], rows),
+    ])  # fmt: skip

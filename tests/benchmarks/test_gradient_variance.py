@@ -1,0 +1,50 @@
+"""The scatter of gradients is measured without bias, and every arm sees the same draws."""
+
+import numpy as np
+import pytest
+
+from benchmarks.evidence.ablation import PLAIN
+from benchmarks.evidence.gradient_variance import Settings, markdown, run, scatter
+from benchmarks.evidence.ledger import Ledger
+from tests.trainer.embedded import SMALL
+
+
+def test_few_draws_do_not_bias_signal_and_variance():
+    """Means over many experiments of four draws each are those of the distribution."""
+    random = np.random.default_rng(0)
+    mean = np.array([1.0, 2.0, 0.0])
+    found = [scatter(mean + random.normal(size=(4, 3))) for _ in range(4000)]
+    assert np.mean([f["signal"] for f in found]) == pytest.approx(5, abs=0.15)
+    assert np.mean([f["variance"] for f in found]) == pytest.approx(3, abs=0.1)
+
+
+def test_the_error_of_the_ratio_is_that_of_repeated_experiments():
+    random = np.random.default_rng(1)
+    found = [scatter(np.array([3.0, 0.0]) + random.normal(size=(20, 2))) for _ in range(400)]
+    assert np.mean([f["error"] for f in found]) == pytest.approx(np.std([f["ratio"] for f in found]), rel=0.2)
+
+
+def test_draws_without_scatter_have_no_noise():
+    found = scatter(np.tile([3.0, 4.0], (3, 1)))
+    assert (found["signal"], found["ratio"], found["error"]) == pytest.approx((25, 0, 0))
+
+
+def test_every_arm_sees_the_same_draws_and_is_not_computed_twice(tmp_path):
+    settings, said = Settings(draws=3, problems=2), list[str]()
+    small = [flag for flag in SMALL if not flag.startswith(("--eval", "--device"))]
+    document = run(Ledger(tmp_path / "l.jsonl"), settings, arms=[PLAIN, "ktae"], extra=small, say=said.append)
+    assert len(said) == 2
+    assert document["arms"][PLAIN]["cosine"] == pytest.approx(1)
+    assert 0 < document["arms"]["ktae"]["cosine"] < 1
+    again = run(Ledger(tmp_path / "l.jsonl"), settings, arms=[PLAIN, "ktae"], extra=small, say=said.append)
+    assert len(said) == 2
+    assert again == document
+    text = markdown(document | {"command": "x", "environment": {"commit": "abc"}})
+    assert f"| {PLAIN} |" in text
+
+
+def test_bad_settings_are_named(tmp_path):
+    with pytest.raises(ValueError, match="draws must be at least 3, got 2"):
+        Settings(draws=2)
+    with pytest.raises(ValueError, match=r"arms must be among .* got magic"):
+        run(Ledger(tmp_path / "l.jsonl"), Settings(), arms=["magic"])
