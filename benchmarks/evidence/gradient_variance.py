@@ -150,8 +150,8 @@ def markdown(document: dict[str, Any]) -> str:
     return "\n".join([
         "# Variance of the gradient\n",
         f"Made by `{document['command']}` at commit {document['environment']['commit']}. The embedded model before "
-        f"training, {settings['problems']} problems, eight completions each, drawn {settings['draws']} times; every "
-        "arm sees the same draws. Noise to signal is the trace of the covariance over the squared norm of the mean, with a "
-        "jackknife standard error. The cosine is that of the arm's mean gradient with plain DAPO's.\n",
+        f"training, {settings['problems']} problems, eight completions each, drawn {settings['draws']} times; each "
+        "arm sees the same draws. Noise to signal is the trace of the covariance over the squared norm of the mean, "
+        "with a jackknife standard error. The cosine is that of the arm's mean gradient with plain DAPO's.\n",
         table(["credit", "noise to signal", "squared norm of the mean", "variance", "cosine with plain"], rows),
     ])  # fmt: skip
