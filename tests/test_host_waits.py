@@ -162,8 +162,9 @@ def test_a_pack_is_laid_out_after_the_one_before_was_launched(budget, monkeypatc
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_pytorch_sees_one_wait_too_on_a_real_device(model):
-    arguments, options = batch(), {"placeholder_id": PLACEHOLDER, "token_budget": 120}
+@pytest.mark.parametrize("outcome", ["logprob", "mean"])
+def test_pytorch_sees_one_wait_too_on_a_real_device(model, outcome):
+    arguments, options = batch(), {"placeholder_id": PLACEHOLDER, "token_budget": 60, "outcome": outcome}
     score_counterfactuals(model, *arguments, **options)  # kernels are compiled
     torch.cuda.set_sync_debug_mode("warn")
     try:

@@ -189,16 +189,16 @@ def _distribution(spans: list[_Masked]) -> Table:
 
 def _classes(spans: list[_Masked], noise: float) -> Table:
     cuts = classes_of(_drops(spans), noise)[1]
-    edges = [*(f"{cut:.4g}" for cut in cuts), f"{-noise:g}"]
+    edges = [*(f"{cut:.4g}" for cut in cuts), f"{0 - noise:g}"]
     ranges = [f"below {edges[0]}", *(f"[{low}, {high})" for low, high in itertools.pairwise(edges))]
-    ranges += [f"[{-noise:g}, {noise:g}]", f"above {noise:g}"]
+    ranges += [f"[{0 - noise:g}, {noise:g}]", f"above {noise:g}"]
     rows: list[list[Cell]] = []
     for name, shown in zip(CLASSES, ranges, strict=True):
         count = sum(item.group == name for item in spans)
         rows.append([name, shown, count, count / len(spans)])
     note = (
-        f"Cut at the 0.1, 0.4 and 0.9 quantiles of the drops below {-noise:g}. Masking a distractor helps the answer; "
-        f"within {noise:g} of 0 is no effect."
+        f"Cut at the 0.1, 0.4 and 0.9 quantiles of the drops below {0 - noise:g}. Masking a distractor helps the "
+        f"answer; within {noise:g} of 0 is no effect."
     )
     return Table("Classes of drops", ("class", "drop", "spans", "share"), rows, note)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .dispatch import architecture, resolve_backend
-from .elementwise import LOG2E, tanh
+from .elementwise import LOG2E, minimum, tanh
 from .head_strips import (
     add_head_gradient,
     autocast_operands,
@@ -199,7 +199,7 @@ def linear_logprob_reference(
 
 @triton.jit(do_not_specialize=["n_rows", "group"])  # the number of rows never recompiles
 def tile_statistics_kernel(
-    hidden, lm_head, p_bias, p_targets, p_tiles, p_chosen, n_rows, vocabulary, width, stride_h, stride_w,
+    hidden, lm_head, p_bias, p_tiles, n_rows, vocabulary, width, stride_h, stride_w,
     inner, outer, group,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -208,11 +208,10 @@ def tile_statistics_kernel(
     """Tiles of `z = cap(hidden @ lm_head.T + bias)`, where cap(x) is x or `tanh(inner * x)`.
 
     p_tiles (2 or 3, tiles of the vocabulary, n_rows): per row and tile the maximum of z, the sum of 2^y with
-    `y = (z - max) * outer`, and for the entropy the sum of y 2^y. p_chosen (n_rows,): z of the target. The maximum
-    is taken off before the factor, so a large common shift of the logits loses nothing. `hidden` and `lm_head` are
-    descriptors if TMA, else pointers. Tiles of `group` blocks of rows are taken together, rows first, so that both
-    operands are found in the L2 cache. FLATTEN fetches the next tile during the sums of this one, which must then be
-    free of branches.
+    `y = (z - max) * outer`, and for the entropy the sum of y 2^y. The maximum is taken off before the factor, so a
+    large common shift of the logits loses nothing. `hidden` and `lm_head` are descriptors if TMA, else pointers.
+    Tiles of `group` blocks of rows are taken together, rows first, so that both operands are found in the L2 cache.
+    FLATTEN fetches the next tile during the sums of this one, which must then be free of branches.
     """
     n_m = tl.cdiv(n_rows, BLOCK_M)
     n_v = tl.cdiv(vocabulary, BLOCK_N)
@@ -248,7 +247,7 @@ def tile_statistics_kernel(
             b_z = tanh(b_z * inner)
         # Columns beyond the vocabulary must not count: a logit of 0 there would outweigh negative real ones.
         if FLATTEN or (i_v + 1) * BLOCK_N > vocabulary:
-            b_z = tl.where(o_v[None, :] < vocabulary, b_z, float("-inf"))
+            b_z += tl.where(o_v < vocabulary, 0.0, float("-inf"))[None, :]
         b_max = tl.max(b_z, 1)
         b_shift = tl.where(b_max == float("-inf"), 0.0, b_max)
         b_y = (b_z - b_shift[:, None]) * outer
@@ -259,24 +258,22 @@ def tile_statistics_kernel(
         tl.store(p_tile, b_max, mask=m_m)
         tl.store(p_tile + one, tl.sum(b_p, 1), mask=m_m)
         if WITH_ENTROPY:
-            b_tilt = tl.sum(b_p * tl.maximum(b_y, -200.0), 1)  # 2^-200 is 0: a logit of -inf adds nothing
+            b_tilt = tl.sum(tl.where(b_p > 0, b_p * b_y, b_p), 1)  # a logit of -inf adds nothing, nan remains
             tl.store(p_tile + 2 * one, b_tilt, mask=m_m)
-        b_target = tl.load(p_targets + o_m, mask=m_m, other=-1) - i_v * BLOCK_N
-        m_here = (b_target >= 0) & (b_target < BLOCK_N)
-        b_column = tl.where(m_here, b_target, -1).to(tl.int32)
-        if FLATTEN or tl.max(b_column, 0) >= 0:
-            b_chosen = tl.sum(tl.where(o_n[None, :] == b_column[:, None], b_z, 0.0), 1)
-            tl.store(p_chosen + o_m, b_chosen, mask=m_here)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_out", "n_tiles"])  # a single tile would make n_tiles a Python int
 def merge_tiles_kernel(
-    p_tiles, p_chosen, p_targets, p_out, n_rows, n_out, n_tiles, vocabulary, outer,
-    WITH_ENTROPY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
+    p_hidden, p_head, p_bias, p_tiles, p_targets, p_out, n_rows, n_out, n_tiles, vocabulary, width, stride_h, stride_w,
+    inner, outer,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """The sums of a row's tiles, merged in an order that depends on V alone, into its log-prob and entropy.
 
-    p_out points to this launch's rows of log-probs; entropies lie n_out behind them.
+    The target's logit is a product of its own, so that no tile has to look for it. It rounds otherwise than the
+    tiles' one, by as much as any logit does; a log-prob stays at most 0. p_out points to this launch's rows of
+    log-probs; entropies lie n_out behind them.
     """
     LN2: tl.constexpr = 0.6931471805599453
     o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -306,12 +303,24 @@ def merge_tiles_kernel(
     b_log = tl.log2(b_total)
     b_target = tl.load(p_targets + o_r, mask=m_r, other=-1)
     m_valid = (b_target >= 0) & (b_target < vocabulary)
-    b_chosen = tl.load(p_chosen + o_r, mask=m_r & m_valid, other=float("nan"))
+    p_hidden += tl.minimum(o_r, n_rows - 1).to(tl.int64)[:, None] * stride_h
+    p_head += tl.where(m_valid, b_target, 0)[:, None] * stride_w
+    b_products = tl.zeros((BLOCK_R, BLOCK_H), tl.float32)
+    for i in range(0, width, BLOCK_H):
+        o_h = i + tl.arange(0, BLOCK_H)[None, :]
+        b_state = tl.load(p_hidden + o_h, mask=o_h < width, other=0.0).to(tl.float32)
+        b_products += b_state * tl.load(p_head + o_h, mask=o_h < width, other=0.0).to(tl.float32)
+    b_chosen = tl.sum(b_products, 1)
+    if HAS_BIAS:
+        b_chosen += tl.load(p_bias + b_target, mask=m_valid, other=0.0).to(tl.float32)
+    if HAS_SOFTCAP:
+        b_chosen = tanh(b_chosen * inner)
+    b_chosen = tl.where(m_valid, b_chosen, float("nan"))
     b_entropy = tl.zeros((BLOCK_R,), tl.float32)
     if WITH_ENTROPY:
         b_entropy = (b_log - b_tilt / b_total) * LN2
     p_row = p_out + o_r
-    tl.store(p_row, ((b_chosen - b_max) * outer - b_log) * LN2, mask=m_r)
+    tl.store(p_row, minimum(((b_chosen - b_max) * outer - b_log) * LN2, 0.0), mask=m_r)
     tl.store(p_row + n_out, b_entropy, mask=m_r)
 
 
@@ -335,13 +344,19 @@ def launch_options(architecture: str, dtype: torch.dtype, *, aligned: bool) -> d
     else:
         options = (128, 128, 32, False, 8, 4)
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "TMA", "num_warps", "num_stages")
-    return dict(zip(names, options, strict=True)) | {
-        "FLATTEN": options[3],
-        "WIDEN": architecture == "cpu",  # the interpreter has no bf16 dot
-    }
+    # Or the compiler saves vector registers for a fourth wave, and scalar ones spill.
+    waves = {"waves_per_eu": 2} if architecture == "hip" and dtype == torch.float32 else {}
+    return (
+        waves
+        | dict(zip(names, options, strict=True))
+        | {
+            "FLATTEN": options[3],
+            "WIDEN": architecture == "cpu",  # the interpreter has no bf16 dot
+        }
+    )
 
 
-MERGE_OPTIONS = {"BLOCK_R": 8, "BLOCK_T": 512, "num_warps": 8}
+MERGE_OPTIONS = {"BLOCK_R": 8, "BLOCK_T": 512, "BLOCK_H": 256, "num_warps": 8}
 """The shipped launch of `merge_tiles_kernel`: 8 rows are one 32-byte sector of a tile's sums."""
 
 
@@ -385,7 +400,6 @@ def linear_logprob_triton(
         part = slice(start, min(start + STATISTICS_ROWS, n))
         rows, goals = hidden[part], targets[part]
         tiles = out.new_empty(3 if with_entropy else 2, n_tiles, len(rows))
-        chosen = out.new_empty(len(rows))
         operands: list[Any] = [rows, lm_head]
         if options["TMA"]:
             operands = [
@@ -397,13 +411,14 @@ def linear_logprob_triton(
             programs = min(programs, _programs(hidden.device))
         with torch.cuda.device_of(hidden):
             tile_statistics_kernel[(programs,)](
-                *operands, bias, goals, tiles, chosen, len(rows), vocabulary, width,
+                *operands, bias, tiles, len(rows), vocabulary, width,
                 _row_stride(rows), _row_stride(lm_head), inner, outer, group,
                 HAS_BIAS=bias is not None, HAS_SOFTCAP=softmax.softcap != 0, WITH_ENTROPY=with_entropy, **options,
             )  # fmt: skip
             merge_tiles_kernel[(triton.cdiv(len(rows), MERGE_OPTIONS["BLOCK_R"]),)](
-                tiles, chosen, goals, out[:, part], len(rows), n, n_tiles, vocabulary,
-                outer, WITH_ENTROPY=with_entropy, **MERGE_OPTIONS,
+                rows, lm_head, bias, tiles, goals, out[:, part], len(rows), n, n_tiles, vocabulary, width,
+                _row_stride(rows), _row_stride(lm_head), inner, outer,
+                HAS_BIAS=bias is not None, HAS_SOFTCAP=softmax.softcap != 0, WITH_ENTROPY=with_entropy, **MERGE_OPTIONS,
             )  # fmt: skip
     return out
 

@@ -16,14 +16,14 @@ EVERY_FEATURE = ("bias", "softcap", "entropy")
 def statistics_case(target: str, dtype: torch.dtype, features: tuple[str, ...] = (), aligned: bool = True) -> AotCase:
     """One launch of the tiles' kernel, with the alignment that the launcher finds in real tensors."""
     options = launch_options("hip" if target == "gfx942" else target, dtype, aligned=aligned)
-    compiler = {name: options.pop(name) for name in ("num_warps", "num_stages")}
+    compiler = {name: options.pop(name) for name in ("num_warps", "num_stages", "waves_per_eu") if name in options}
     constants = options | {
         "HAS_BIAS": "bias" in features,
         "HAS_SOFTCAP": "softcap" in features,
         "WITH_ENTROPY": "entropy" in features,
     }
     kind = NAMES[dtype]
-    arguments = {"p_targets": "*i64:16", "p_tiles": "*fp32:16", "p_chosen": "*fp32:16", "n_rows": "i32"}
+    arguments = {"p_tiles": "*fp32:16", "n_rows": "i32"}
     arguments |= {"inner": "fp32", "outer": "fp32", "group": "i32"}
     sizes = ("vocabulary", "width", "stride_h", "stride_w")
     arguments |= dict.fromkeys(sizes, "i32:16" if aligned else "i32")
@@ -45,13 +45,15 @@ def statistics_case(target: str, dtype: torch.dtype, features: tuple[str, ...] =
 def merge_case(targets: tuple[str, ...] = tuple(TARGETS)) -> AotCase:
     constants = dict(MERGE_OPTIONS)
     compiler = {"num_warps": constants.pop("num_warps")}
-    arguments = {"p_tiles": "*fp32:16", "p_chosen": "*fp32:16", "p_targets": "*i64:16", "p_out": "*fp32"}
-    arguments |= dict.fromkeys(("n_rows", "n_out", "n_tiles", "vocabulary"), "i32") | {"outer": "fp32"}
+    arguments = {"p_tiles": "*fp32:16", "p_targets": "*i64:16", "p_out": "*fp32", "inner": "fp32", "outer": "fp32"}
+    arguments |= dict.fromkeys(("p_hidden", "p_head", "p_bias"), "*bf16:16")
+    arguments |= dict.fromkeys(("n_rows", "n_out", "n_tiles", "vocabulary"), "i32")
+    arguments |= dict.fromkeys(("width", "stride_h", "stride_w"), "i32:16")
     return AotCase(
         "merge",
         "cfa_kernels.ops.linear_logprob:merge_tiles_kernel",
         arguments,
-        constants | {"WITH_ENTROPY": True},
+        constants | dict.fromkeys(("HAS_BIAS", "HAS_SOFTCAP", "WITH_ENTROPY"), True),
         compiler,
         targets,
     )

@@ -130,6 +130,18 @@ def test_a_certain_target_has_logprob_zero_and_no_entropy(backend, target, devic
     assert entropy.item() == 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nearly_certain_target_is_never_more_than_certain(dtype, device):
+    """Its logit is not multiplied by the routine that the sum over the vocabulary is made of."""
+    (hidden, lm_head, _), _ = example((40, 50, 200), device, dtype, spread=8.0)
+    targets = (hidden.double() @ lm_head.double().T).argmax(1)
+    ours = linear_logprob(hidden, lm_head, targets, backend="triton")
+    expected, _ = plain(hidden, lm_head, targets, torch.float64)
+    assert (ours <= 0).all()
+    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=2e-4)  # logits of some hundreds, rounded
+    assert (expected > -1e-6).any()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_of_ten_thousand_neither_overflow_nor_lose_the_small_differences(backend, device):
     """Integers, so that float32 logits are exact: log-probs must be too, at any common shift."""
