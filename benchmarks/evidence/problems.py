@@ -25,11 +25,11 @@ _OWNERS = (
 )  # fmt: skip
 # Lines of words are about as long as steps, so that length tells nothing.
 _HEADERS = (
-    "Now let us see what we can work out from this.",
-    "Here we go on with the next step of the sum.",
-    "Then there is the rest of it to be found as well.",
+    "Now let us see what there is to be worked out next from all that we know by now.",
+    "Here we go on with the next step of it, and then with the one after that as well.",
+    "Then there is the rest of it to be found, and what is known so far will have to do.",
 )
-_LARGEST = 99
+_LARGEST = 60
 
 
 class Quantity(NamedTuple):
@@ -124,7 +124,7 @@ def generate(split: str, seed: int, *, kinds: Sequence[str] = KINDS) -> Iterator
             yield problem
 
 
-def training_rows(split: str, seed: int, count: int, *, cut: float = 0.25) -> list[dict[str, str]]:
+def training_rows(split: str, seed: int, count: int, *, cut: float = 0.15) -> list[dict[str, str]]:
     """`count` right solutions to learn from, as rows with `question` and `answer`.
 
     Idle lines, headers and repeats come at random. A share `cut` of the solutions breaks off after a random line and
@@ -145,7 +145,7 @@ def training_rows(split: str, seed: int, count: int, *, cut: float = 0.25) -> li
         if rng.random() < cut:
             lines = lines[: rng.randrange(len(lines))]
         text = "".join(f"{line.text}\n" for line in lines)
-        rows.append({"question": _question(rng, quantities, target), "answer": f"{text}#### {values[target]}"})
+        rows.append({"question": _question(quantities, target), "answer": f"{text}#### {values[target]}"})
     return rows
 
 
@@ -184,13 +184,13 @@ def _apply(op: str | None, left: int, right: int) -> int:
 
 def _draw(rng: random.Random, split: str) -> tuple[tuple[Quantity, ...], int] | None:
     """Quantities and the one asked for, or None where the draw does not suit."""
-    given, derived = rng.randint(1, 3), rng.randint(3, 5)
+    given, derived = rng.randint(1, 2), rng.randint(3, 4)
     owners = rng.sample(_OWNERS, given + derived)
-    quantities = [Quantity(owner, right=rng.randint(3, 20)) for owner in owners[:given]]
+    quantities = [Quantity(owner, right=rng.randint(3, 12)) for owner in owners[:given]]
     values = [quantity.right for quantity in quantities]
     for owner in owners[given:]:
         left = rng.randrange(max(0, len(quantities) - 4), len(quantities))
-        op = rng.choice("++--**&")
+        op = rng.choice("++--**++--**&")
         if op == "&":
             right = rng.choice([i for i in range(len(quantities)) if i != left] or [left])
             if right == left:
@@ -233,7 +233,7 @@ def _judged(rng: random.Random, split: str, kind: str) -> PlantedProblem | None:
     idle = [i for i in _idle(quantities, target) if target not in ancestors(quantities, i)]
     if not idle:
         return None
-    question, gold = _question(rng, quantities, target), values_of(quantities)[target]
+    question, gold = _question(quantities, target), values_of(quantities)[target]
     written, origin = quantities, None
     if kind == "wrong":
         origin = rng.choice([i for i in ancestors(quantities, target) if quantities[i].left is not None])
@@ -292,41 +292,46 @@ def _lines(
         at = rng.choice([k for k, line in enumerate(lines) if line.role == STEP])
         again = lines[at].quantity
         assert again is not None
-        text = f"So as was worked out above {quantities[again].owner} has {values[again]}."
+        text = "So as was worked out above, and it has not changed since then,"
+        text = f"{text} {quantities[again].owner} has {values[again]}."
         lines.insert(rng.randint(at + 1, len(lines)), _Line(REPEAT, again, text))
     facts = [i for i, quantity in enumerate(quantities) if quantity.left is None and i not in needed]
     if facts and rng.random() < 0.4:
         i = rng.choice(facts)
-        lines.insert(
-            rng.randint(0, len(lines)),
-            _Line(IDLE_FACT, i, f"We were told at once that {quantities[i].owner} has {values[i]}."),
+        text = (
+            f"We were told in the text above, before there was a question, that {quantities[i].owner} has {values[i]}."
         )
+        lines.insert(rng.randint(0, len(lines)), _Line(IDLE_FACT, i, text))
     if header:
         lines.insert(rng.randint(0, len(lines)), _Line(HEADER, None, rng.choice(_HEADERS)))
     return lines
 
 
 def _step(quantities: Sequence[Quantity], values: Sequence[int], i: int) -> str:
+    """The relation as the question has it, the numbers, and the result as a given number is stated."""
     owner, op, left, right, joins = quantities[i]
     assert left is not None
-    return f"{owner} has {values[left]}{op}{values[right] if joins else right}={values[i]}."
+    number = values[right] if joins else right
+    return f"{_relation(quantities, i)} {values[left]}{op}{number}={values[i]} so {owner} has {values[i]}."
 
 
-def _question(rng: random.Random, quantities: Sequence[Quantity], target: int) -> str:
+def _relation(quantities: Sequence[Quantity], i: int) -> str:
+    owner, op, left, right, joins = quantities[i]
+    assert left is not None
+    before = quantities[left].owner
+    if joins:
+        return f"{owner} gets what {quantities[right].owner} has and {before} has"
+    how = {"+": "more than", "-": "fewer than", "*": "times what"}[op or ""]
+    return f"{owner} gets {right} {how} {before} has"
+
+
+def _question(quantities: Sequence[Quantity], target: int) -> str:
     """The facts in an order in which each can be followed, and the question."""
-    sentences = []
-    for owner, op, left, right, joins in quantities:
-        if left is None:
-            sentences.append(f"{owner} has {right} coins.")
-            continue
-        before = quantities[left].owner
-        if joins:
-            sentences.append(f"{owner} has as many as {before} and {quantities[right].owner}.")
-        elif op == "*":
-            sentences.append(f"{owner} has {right} times as many as {before}.")
-        else:
-            sentences.append(f"{owner} has {right} {'more' if op == '+' else 'fewer'} than {before}.")
-    return " ".join([*sentences, f"How many does {quantities[target].owner} have?"])
+    sentences = [
+        f"{quantity.owner} has {quantity.right}." if quantity.left is None else f"{_relation(quantities, i)}."
+        for i, quantity in enumerate(quantities)
+    ]
+    return " ".join([*sentences, f"How many coins has {quantities[target].owner}?"])
 
 
 def _problem(

@@ -23,25 +23,26 @@ from trainer.config import WarmupConfig
 from trainer.rewards import final_number
 from trainer.warmup import small_model, train_tokenizer
 
-FACT = re.compile(r"(\w+) has (?:(?P<given>\d+) coins|(?P<n>\d+) (?P<how>more than|fewer than|times as many as) (\w+)"
-                  r"|as many as (\w+) and (\w+))\.")  # fmt: skip
-COMPUTATION = re.compile(r"(\w+) has (\d+)([-+*])(\d+)=(\d+)\.\n")
+FACT = re.compile(r"(\w+) (?:has (?P<given>\d+)"
+                  r"|gets (?P<n>\d+) (?P<how>more than|fewer than|times what) (?P<of>\w+) has"
+                  r"|gets what (?P<second>\w+) has and (?P<first>\w+) has)\.")  # fmt: skip
+COMPUTATION = re.compile(r"(\w+) gets (.+) has (\d+)([-+*])(\d+)=(\d+) so (\w+) has (\d+)\.\n")
 STATEMENT = re.compile(r"(\w+) has (\d+)\.\n")
-SIGNS = {"more than": "+", "fewer than": "-", "times as many as": "*"}
+SIGNS = {"more than": "+", "fewer than": "-", "times what": "*"}
 
 
 def facts_of(question):
     """For each owner what the text says: a number, or a sign, owners that are read and a number."""
     facts = {}
     for match in FACT.finditer(question):
-        owner, *_, other, first, second = match.groups()
         if match["given"]:
-            facts[owner] = int(match["given"])
+            facts[match[1]] = int(match["given"])
         elif match["how"]:
-            facts[owner] = (SIGNS[match["how"]], [other], int(match["n"]))
+            facts[match[1]] = (SIGNS[match["how"]], [match["of"]], int(match["n"]))
         else:
-            facts[owner] = ("+", [first, second], None)
-    return facts, re.search(r"How many does (\w+) have\?", question)[1]
+            facts[match[1]] = ("+", [match["first"], match["second"]], None)
+    assert len(facts) == question.count(".")
+    return facts, re.search(r"How many coins has (\w+)\?", question)[1]
 
 
 def apply(sign, a, b):
@@ -66,8 +67,11 @@ def test_planted_roles_follow_from_the_text_alone(kind):
         for k, unit in enumerate(problem.units):
             line = problem.solution[unit.start : unit.end]
             if computed := COMPUTATION.fullmatch(line):
-                owner, left, sign, right, result = computed.groups()
-                assert apply(sign, int(left), int(right)) == int(result)
+                owner, relation, left, sign, right, result, again, stated_result = computed.groups()
+                assert apply(sign, int(left), int(right)) == int(result) == int(stated_result)
+                assert owner == again
+                if not unit.origin:
+                    assert f"{owner} gets {relation} has." in problem.question
                 told, read, number = facts[owner]
                 assert sign == told
                 operands = [stated.get(other, facts[other]) for other in read] + [number] * (number is not None)
@@ -110,7 +114,7 @@ def test_lines_and_the_closing_make_up_the_solution_and_numbers_tell_owners_apar
         assert [unit.start for unit in problem.units] == [0, *(unit.end for unit in problem.units)][:-1]
         assert problem.solution[problem.units[-1].end :] == f"#### {problem.answer}"
         assert all(problem.solution[unit.end - 1] == "\n" for unit in problem.units)
-        results = [int(match[5]) for match in COMPUTATION.finditer(problem.solution)]
+        results = [int(match[6]) for match in COMPUTATION.finditer(problem.solution)]
         assert len(set(results)) == len(results)
 
 
@@ -127,9 +131,9 @@ def test_solutions_to_learn_from_are_right_and_some_break_off():
     for row in rows + held_out:
         facts, target = facts_of(row["question"])
         assert final_number(row["answer"]) == solve(facts, target)
-    assert all(f"{facts_of(row['question'])[1]} has " in row["answer"] for row in held_out)
-    unwritten = [row for row in rows if f"{facts_of(row['question'])[1]} has " not in row["answer"]]
-    assert 20 < len(unwritten) < 70
+    written = [f"so {facts_of(row['question'])[1]} has " in row["answer"] for row in rows + held_out]
+    assert all(written[200:])
+    assert 10 < written[:200].count(False) < 50
     assert not {row["question"] for row in rows} & {row["question"] for row in held_out}
 
 
