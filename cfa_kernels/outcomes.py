@@ -77,13 +77,13 @@ class OutcomeReader:
         counts = np.array([len(query.targets) for query in queries])
         at = np.repeat(diverges, counts)
         apart = np.repeat(diverges, np.where(diverges, 1, counts))
-        values = states.new_empty(len(apart), dtype=torch.float32)
+        values = states.new_empty(len(apart), dtype=sum_dtype(states.dtype))
         if not at.all():
             wanted, index = np.unique(pack.query_index[~at], return_inverse=True)
             num_tempered = int((wanted >= len(pack.rows) - pack.num_tempered).sum())
             some = states[_index(wanted, states)]
             found = target_logprobs(self._head, some, pack.targets[wanted], num_tempered, self._temperature)
-            values[_index(np.flatnonzero(~apart), states)] = found[_index(index, states)].float()
+            values[_index(np.flatnonzero(~apart), states)] = found[_index(index, states)]
         counts, inside = counts[diverges], pack.query_index[at]
         found = self._divergences.read(
             states[_index(inside, states)],
@@ -91,7 +91,7 @@ class OutcomeReader:
             _index(pack.targets[inside[np.cumsum(counts) - counts]], states),
             [unit for unit, one in zip(units, diverges, strict=True) if one],
         )
-        values[_index(np.flatnonzero(apart), states)] = -found.float()
+        values[_index(np.flatnonzero(apart), states)] = -found
         return values
 
 
@@ -136,7 +136,7 @@ class Divergences:
         head = self._head
         exact = head.weight.dtype in (torch.float32, torch.float64)
         linear = np.zeros(len(counts), bool) if head.softcap is not None else exact | (counts == 1)
-        out = states.new_empty(len(counts), dtype=torch.promote_types(sum_dtype(states.dtype), torch.float32))
+        out = states.new_empty(len(counts), dtype=sum_dtype(states.dtype))
         with torch.autocast(states.device.type, enabled=False):
             for chosen, of in ((linear, self._by_tangents), (~linear, self._by_strips)):
                 if chosen.any():
