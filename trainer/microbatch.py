@@ -243,14 +243,18 @@ def credit_of_batch(shape: torch.Size, parts: Sequence[tuple[MicroBatch, Credit]
     answers: list[Span | None] = [None] * batch
     spans: list[list[Span]] = [[] for _ in range(batch)]
     drop = [torch.zeros(0)] * batch
+    signed = any(credit.advantages is not None for _, credit in parts)
+    advantages = torch.zeros(shape) if signed else None
     for micro, credit in parts:
         weights[micro.rows] = credit.weights
         base[micro.rows] = credit.base
+        if advantages is not None and credit.advantages is not None:
+            advantages[micro.rows] = credit.advantages
         for i, b in enumerate(micro.rows.tolist()):
             answers[b], spans[b], drop[b] = credit.answers[i], credit.spans[i], credit.drop[i]
     done = [credit.work for _, credit in parts if credit.work is not None]
     work = sum(done, ScoringWork()) if done else None
-    return Credit(weights, answers, spans, drop, base, None, work)
+    return Credit(weights, answers, spans, drop, base, None, work, advantages)
 
 
 # Nats by which rounding moves logits between sampling token by token and one forward over whole rows, on average;

@@ -163,15 +163,22 @@ class Report:
         self._completions_file.flush()
 
     def _sample(self, result: Step, b: int) -> dict[str, Any]:
-        ids, credit = result.rollouts.ids()[b], result.credit
+        ids, credit, config = result.rollouts.ids()[b], result.credit, self._config
         answer = credit.answers[b]
+        name = {"counterfactual": config.estimator, "inverted": f"{config.estimator}, inverted"}.get(config.credit)
+        drops_logprob = config.estimator == "masking" and config.outcome in ("auto", "logprob", "mean_logprob")
+        signed: dict[str, Any] = {}
+        if credit.advantages is not None:
+            added = [round(value, 4) for value in credit.advantages[b, : len(ids)].tolist()]
+            signed = {"estimators": {config.estimator: {"advantages": added}}}
         return {
             "problem": result.problems[b],
             "completion": result.rollouts.texts[b],
             "reward": result.rewards[b].item(),
             "advantage": result.advantages[b].item(),
             "truncated": bool(result.rollouts.truncated[b]),
-            "credit": self._config.credit,
+            "credit": name or config.credit,
+            "drops_unit": "nats" if drops_logprob else f"importance by {config.estimator}",
             "answer": None if answer is None else {"start": answer.start, "end": answer.end},
             "spans": [
                 {
@@ -185,6 +192,7 @@ class Report:
             ],
             "tokens": [self._tokenizer.decode([i]) for i in ids],
             "weights": [round(w, 4) for w in credit.weights[b, : len(ids)].tolist()],
+            **signed,
         }
 
     def closing(self) -> None:
@@ -220,11 +228,14 @@ class Report:
         text = Text()
         for token, weight in zip(sample["tokens"], sample["weights"], strict=True):
             text.append(token, style=_weight_style(weight))
-        table = Table("masked span", "answer log-prob drop (nats)", "weight", box=None, header_style="dim")
-        for span in sample["spans"]:
+        unit = sample["drops_unit"]
+        header = "answer log-prob drop (nats)" if unit == "nats" else f"minus {unit}"
+        table = Table("masked span", header, "weight", box=None, header_style="dim")
+        strongest = sorted(sample["spans"], key=lambda span: span["drop"])[:_ROWS_SHOWN]
+        for span in sorted(strongest, key=lambda span: span["start"]):
             row = (
                 escape(span["text"]),
-                f"{span['drop']:.3f}",
+                f"{span['drop']:.3f}" if unit == "nats" else f"{span['drop']:.3g}",
                 Text(f"{span['weight']:.2f}", _weight_style(span["weight"])),
             )
             table.add_row(*row)

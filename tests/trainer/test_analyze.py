@@ -177,12 +177,22 @@ def test_a_run_of_the_embedded_model_is_analysed_end_to_end(tmp_path, capsys) ->
     assert capsys.readouterr().out.split() == [str(out / "analysis.md"), str(out / "page.html")]
     tables = json.loads((out / "analysis.json").read_text("utf-8"))
     assert dict(tables["overview"]["rows"])["completions"] == 8
-    assert [row[0] for row in tables["concentration"]["rows"]] == ["counterfactual"]
+    assert [row[0] for row in tables["concentration"]["rows"]] == ["masking"]
     assert "## Drops of masked spans" in (out / "analysis.md").read_text("utf-8")
     assert (out / "analysis.png").read_bytes().startswith(b"\x89PNG")
     page = Page((out / "page.html").read_text("utf-8"))
     texts = {tuple(sample.tokens): 1 + bool(sample.spans) for sample in read_samples(folder)}
     assert len(page.blocks) == sum(texts.values())
+
+
+def test_a_run_with_signed_credit_logs_the_advantages_it_trained_on(tmp_path) -> None:
+    options = ("--estimator=prefix_tree", "--max_steps=1", "--eval_problems=1", "--log_completions=8", EVERY_OTHER)
+    samples = read_samples(run(tmp_path / "run", *options))
+    advantages = [sample.credit["prefix_tree, advantages"].values for sample in samples]
+    assert any(len(set(row)) > 1 for row in advantages)
+    tables = analyse(samples)
+    assert [row[0] for row in tables["concentration"].rows] == ["prefix_tree", "prefix_tree, advantages"]
+    assert rows(tables, "overview")["unit of drops"] == ["importance by prefix_tree"]
 
 
 # --- Bad input ----------------------------------------------------------------------------------------------
