@@ -318,13 +318,13 @@ class PackedForward:
         reader, read = OutcomeReader(self.head), list[Read]()
         with torch.no_grad(), tree_attention_mode(self.causal):
             for one in self.fed:
-                numbers = [n for b in one.members for n in plan.numbers[b]]
-                hidden = one.hidden.detach()
+                members, hidden = set(one.members), one.hidden.detach()
+                numbers = [n for n, b in enumerate(plan.unit_of) if b in members]
                 for pack in continue_pack(one.pack, [plan.queries[n] for n in numbers], budget):
                     states = pack_states(self.causal, self.head, pack, store=one.store, earlier=hidden)
                     asked = [numbers[i] for i in pack.units]
                     read.append(Read(pack, asked, read_pack(reader, plan, pack, asked, states)))
-        values, work = gather(plan, read, self.device)
+        values, work = gather(plan, read)
         return collect_scores(values, plan, options, work)
 
     def scorer(self) -> Callable[..., CounterfactualScores]:

@@ -5,7 +5,7 @@ all answer log-probs and, when asked, the log-prob of every completion token. `o
 log-prob may drop.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,7 +20,6 @@ from .hf import (
     apart_by_length,
     causal_lm,
     context_length,
-    embedding,
     largest_forward,
     rows_per_forward,
     vocab_size,
@@ -59,6 +58,8 @@ class CounterfactualScores:
             minus a divergence is never positive.
         logprobs: B tensors (T_b,) fp32 of every completion token, if asked for.
         work: counts of what was computed.
+
+    All tensors are on the host.
     """
 
     base: Tensor
@@ -159,8 +160,7 @@ def query_logprobs(
         temperature: divides the logits of the queries that are `tempered`.
 
     Returns:
-        For each unit a list with, for each of its queries, fp32 log-probs (A,) in nats on the model's device; and
-        what it took.
+        For each unit a list with, for each of its queries, fp32 log-probs (A,) in nats on the host; and what it took.
 
     Raises:
         ValueError: `lengths` of another number than `units`, a token budget below 1, a temperature that is not
@@ -203,19 +203,16 @@ class ScoringPlan:
 
     order: list[int]  # the caller's number of each row
     units: list[list[Query]]  # of each row
-    rows: list[Row] = field(default_factory=list)  # equal prompts side by side; none where queries alone are given
-    chains: list[Chain] = field(default_factory=list)
+    rows: list[Row]  # equal prompts side by side; none where queries alone are given
+    parts: list[list[range]] = field(default_factory=list)  # the queries of each unit, by what may share a forward
+    token_budget: int = 1
+    continues: bool = True  # a forward's keys and values are all that its branches need
+    most_rows: int | None = None  # of a forward with those that it continues
 
     @cached_property
     def queries(self) -> list[Query]:
         """Those of all units, by number."""
         return [query for unit in self.units for query in unit]
-
-    @cached_property
-    def numbers(self) -> list[range]:
-        """The numbers of each unit's queries."""
-        stops = np.cumsum([len(unit) for unit in self.units]).tolist()
-        return [range(stop - len(unit), stop) for unit, stop in zip(self.units, stops, strict=True)]
 
     @cached_property
     def unit_of(self) -> list[int]:
@@ -225,7 +222,16 @@ class ScoringPlan:
     @property
     def packs(self) -> list[Pack]:
         """Every forward, in order."""
-        return [pack for chain in self.chains for pack, _ in chain.packs(self.queries)]
+        return [pack for chain in self.chains() for pack, _ in chain.packs(self.queries)]
+
+    def chains(self) -> Iterator[Chain]:
+        """The forwards, each laid out when it is asked for."""
+        for part in self.parts:
+            yield from self.lay_out(part, self.token_budget)
+
+    def lay_out(self, units: Sequence[Sequence[int]], token_budget: int) -> Iterator[Chain]:
+        """Some units, by the numbers of their queries, in forwards of at most so many tokens."""
+        return chain_units(self.queries, units, token_budget, continues=self.continues, most_rows=self.most_rows)
 
 
 def plan_scoring(
@@ -269,22 +275,19 @@ def _lay_out(
     token_budget: int | None,
     rows: list[Row],
 ) -> ScoringPlan:
-    """Chains of rows that may share a forward: all, unless the model's positions follow the longest of a forward."""
-    budget = rows_per_forward(model, token_budget)
-    parts = apart_by_length(model, units, lengths, order)
-    plan = ScoringPlan(order, [max(unit, key=len) for unit in zip(*parts, strict=True)], rows)
-    for part in parts:
-        numbers = [numbers for unit, numbers in zip(part, plan.numbers, strict=True) if unit]
-        plan.chains.extend(_chains(model, plan, numbers, budget))
-    return plan
-
-
-def _chains(
-    model: PreTrainedModel, plan: ScoringPlan, units: Sequence[Sequence[int]], token_budget: int
-) -> list[Chain]:
-    """Layers that carry a state keep none for branches that come in a later forward."""
-    return chain_units(
-        plan.queries, units, token_budget, continues=not has_cells(model), most_rows=largest_forward(model)
+    """Rows that may share a forward are all rows, unless the model's positions follow the longest of a forward."""
+    apart = apart_by_length(model, units, lengths, order)
+    units = [max(unit, key=len) for unit in zip(*apart, strict=True)]
+    stops = np.cumsum([len(unit) for unit in units]).tolist()
+    numbers = [range(stop - len(unit), stop) for unit, stop in zip(units, stops, strict=True)]
+    return ScoringPlan(
+        order,
+        units,
+        rows,
+        parts=[[own for unit, own in zip(part, numbers, strict=True) if unit] for part in apart],
+        token_budget=rows_per_forward(model, token_budget),
+        continues=not has_cells(model),  # layers that carry a state keep none for branches of a later forward
+        most_rows=largest_forward(model),
     )
 
 
@@ -357,21 +360,20 @@ def _run(model: PreTrainedModel, plan: ScoringPlan, temperature: float) -> tuple
     """The values of every query in order, fp32, and what it took."""
     head = prove_supported(model)
     reader, read = OutcomeReader(head, temperature), list[Read]()
-    todo = list(reversed(plan.chains))
+    upcoming, todo = plan.chains(), list[Chain]()
     with tree_attention_mode(model):
-        while todo:
-            chain = todo.pop()
+        while (chain := todo.pop() if todo else next(upcoming, None)) is not None:
             found, smaller = _read_chain(model, head, plan, chain, reader)
             read += found
             if smaller:
                 torch.cuda.empty_cache()
                 todo += reversed(smaller)
-    return gather(plan, read, embedding(model).device)
+    return gather(plan, read)
 
 
-def gather(plan: ScoringPlan, read: Sequence[Read], device: torch.device) -> tuple[Tensor, ScoringWork]:
-    """The values of all queries of `plan` in order on `device`, and what it took."""
-    values = torch.cat([torch.zeros(0, device=device), *(one.values.to(device) for one in read)])
+def gather(plan: ScoringPlan, read: Sequence[Read]) -> tuple[Tensor, ScoringWork]:
+    """The values of all queries of `plan` in order, fetched to the host at once, and what it took."""
+    values = torch.cat([one.values for one in read]).cpu() if read else torch.zeros(0)
     index = _back_in_order([n for one in read for n in one.numbers], [query.num_values for query in plan.queries])
     work = ScoringWork(
         forwards=len([one for one in read if one.pack.num_tokens]),
@@ -379,7 +381,7 @@ def gather(plan: ScoringPlan, read: Sequence[Read], device: torch.device) -> tup
         tokens_unshared=sum(len(query.tokens) for query in plan.queries),
         head_rows=sum(len(one.pack.rows) for one in read),
     )
-    return values if index is None else values[torch.from_numpy(index).to(device)], work
+    return values if index is None else values[torch.from_numpy(index)], work
 
 
 def _back_in_order(answered: list[int], sizes: list[int]) -> np.ndarray | None:
@@ -412,7 +414,7 @@ def _read_chain(
                 states = pack_states(model, head, pack, store=store, earlier=hidden)
             read.append(Read(pack, numbers, read_pack(reader, plan, pack, numbers, states)))
     except torch.OutOfMemoryError:
-        smaller = _smaller(model, plan, chain)
+        smaller = _smaller(plan, chain)
         if not smaller:
             raise
         return [], smaller
@@ -424,11 +426,11 @@ def read_pack(reader: OutcomeReader, plan: ScoringPlan, pack: Pack, numbers: Seq
     return reader.read(pack, [plan.queries[n] for n in numbers], [plan.unit_of[n] for n in numbers], states)
 
 
-def _smaller(model: PreTrainedModel, plan: ScoringPlan, chain: Chain) -> list[Chain]:
+def _smaller(plan: ScoringPlan, chain: Chain) -> list[Chain]:
     """The queries of a chain in more packs, of half the rows or of one query each; none if that is what it has."""
     sizes = [pack.num_tokens for pack, _ in chain.packs(plan.queries)]
     for budget in (max(sizes[1:] or sizes) // 2, 1):
-        chains = _chains(model, plan, chain.units, max(budget, 1))
+        chains = list(plan.lay_out(chain.units, max(budget, 1)))
         if sum(1 for one in chains for _ in one.packs(plan.queries)) > len(sizes):
             return chains
     return []
@@ -440,7 +442,7 @@ def collect_scores(
     """Put values together to answer scores and hand everything back in the caller's order of rows."""
     _reject_nan(values, plan)
     sizes = [query.num_values for query in plan.queries]
-    lengths = torch.tensor(sizes, device=values.device)
+    lengths = torch.tensor(sizes)
     reduction = "mean" if options.outcome == "mean_logprob" else "sum"
     scores = torch.segment_reduce(values, reduction, lengths=lengths) if sizes else values
     tokens = iter(values.split(sizes))
@@ -460,7 +462,7 @@ def collect_scores(
         # A span after the answer masks nothing that the answer depends on: it scores as the base itself.
         matters = [row.masks_something(span) for span in row.spans]
         source = np.where(matters, np.cumsum(matters), 0) if matters else np.zeros(0, np.int64)
-        masked[b] = answered[torch.from_numpy(source).to(answered.device)]
+        masked[b] = answered[torch.from_numpy(source)]
         drop[b] = masked[b] - base[b]
     return CounterfactualScores(base, masked, drop, per_token if options.logprobs else None, work)
 

@@ -257,28 +257,26 @@ def chain_units(
     *,
     continues: bool = True,
     most_rows: int | None = None,
-) -> list[Chain]:
+) -> Iterator[Chain]:
     """Cut units of queries, given by number, into chains of packs of at most `token_budget` fed tokens each, in order.
 
     Units share packs as in `pack_units`. One that alone is over the budget is split: its longest sequence is fed
     first, and what leaves that one goes into packs that continue its rows, `most_rows` together with those at most, so
     nothing is fed twice. Without `continues` each of its packs feeds what they have in common again. A sequence that
     alone is over the budget gets a pack of its own. Queries are answered in their order, those that lie on a unit's
-    longest sequence first.
+    longest sequence first. Each chain is made when it is asked for: while a device runs the one before.
     """
-    chains = []
     for covered, laid in _cut([[queries[n] for n in unit] for unit in units], token_budget):
         inside = [list(units[i]) for i in covered]
         numbers = [n for unit in inside for n in unit]
         if laid is not None:
-            chains.append(Chain(_finish(*laid, [queries[n] for n in numbers], covered), inside, numbers, [], 0))
+            yield Chain(_finish(*laid, [queries[n] for n in numbers], covered), inside, numbers, [], 0)
         elif continues:
-            chains.append(_trunk(queries, numbers, inside, covered, token_budget, most_rows))
+            yield _trunk(queries, numbers, inside, covered, token_budget, most_rows)
         else:
             for pack in pack_units([[queries[n]] for n in numbers], token_budget):
                 some = [numbers[i] for i in pack.units]
-                chains.append(Chain(pack, [some], some, [], 0))
-    return chains
+                yield Chain(pack, [some], some, [], 0)
 
 
 def _trunk(
