@@ -344,16 +344,13 @@ def launch_options(architecture: str, dtype: torch.dtype, *, aligned: bool) -> d
     else:
         options = (128, 128, 32, False, 8, 4)
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "TMA", "num_warps", "num_stages")
-    # Or the compiler saves vector registers for a fourth wave, and scalar ones spill.
-    waves = {"waves_per_eu": 2} if architecture == "hip" and dtype == torch.float32 else {}
-    return (
-        waves
-        | dict(zip(names, options, strict=True))
-        | {
-            "FLATTEN": options[3],
-            "WIDEN": architecture == "cpu",  # the interpreter has no bf16 dot
-        }
-    )
+    tuned = dict(zip(names, options, strict=True))
+    if architecture == "hip":  # else the compiler saves vector registers for a fourth wave, and scalar ones spill
+        tuned["waves_per_eu"] = 2
+    return tuned | {
+        "FLATTEN": options[3],
+        "WIDEN": architecture == "cpu",  # the interpreter has no bf16 dot
+    }
 
 
 MERGE_OPTIONS = {"BLOCK_R": 8, "BLOCK_T": 512, "BLOCK_H": 256, "num_warps": 8}
