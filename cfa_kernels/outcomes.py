@@ -144,7 +144,7 @@ class Divergences:
         head = self._head
         exact = head.weight.dtype in (torch.float32, torch.float64)
         linear = np.zeros(len(counts), bool) if head.softcap is not None else exact | (counts == 1)
-        out = states.new_empty(len(counts), dtype=torch.promote_types(sum_dtype(states.dtype), torch.float32))
+        out = states.new_empty(len(counts), dtype=sum_dtype(states.dtype))
         with torch.autocast(states.device.type, enabled=False):
             for chosen, of in ((linear, self._by_tangents), (~linear, self._by_strips)):
                 if chosen.all():

@@ -80,9 +80,11 @@ def test_the_importance_of_every_token_equals_its_definition_by_full_forwards(na
     for b, answer in enumerate(data[3]):
         expected = importances(logits[b], data[1][b][answer.start : answer.end], outcome)
         assert expected.abs().max() > 0.01  # far above the tolerance
-        torch.testing.assert_close(-scores.drop[b].cpu().double(), expected, rtol=1e-5, atol=2e-6)
+        # Gemma 2's own attention takes its softmax in float32, whatever the model's dtype.
+        tolerance = {"rtol": 1e-5, "atol": 5e-6} if name == "Gemma2" else {"rtol": 1e-7, "atol": 1e-9}
+        torch.testing.assert_close(-scores.drop[b].cpu(), expected, **tolerance)
     if outcome in ("last", "mean"):
-        assert torch.equal(scores.base.cpu(), torch.zeros(2))
+        assert scores.base.tolist() == [0, 0]
         assert all((drop <= 0).all() for drop in scores.drop)
 
 
@@ -141,7 +143,7 @@ def test_a_forward_that_kept_its_states_scores_every_outcome_from_branches_alone
         torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-5, equal_nan=True)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(st.data())
 def test_masking_moves_no_answers_probability_by_more_than_pinskers_bound(data):
     """|P(S) - P_t(S)| <= sqrt(KL / 2) for every set S of answers (OAR paper, appendix A.1.3); here S is one token."""

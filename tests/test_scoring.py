@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 from cfa_kernels import hf, packed_model, proof, scoring
-from cfa_kernels.scoring import score_counterfactuals
+from cfa_kernels.scoring import query_logprobs, score_counterfactuals
 from cfa_kernels.spans import Span
+from cfa_kernels.tree import Query
 from tests.models import (
     ARCHITECTURES,
     PLACEHOLDER,
@@ -101,6 +102,30 @@ def test_scores_equal_naive_forwards_on_random_ragged_batches(qwen3, data):
         spans.append([Span(min(pair), max(pair) + 1) for pair in drawn])
     scores = score_counterfactuals(qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER)
     assert_equals_naive(scores, qwen3, prompts, completions, spans, answers)
+
+
+@pytest.mark.parametrize("budget", [None, 1, 25])
+def test_queries_of_any_sequences_get_the_logprobs_of_their_targets(qwen3, budget):
+    one, two = tokens(20, 30, seed=4)
+    two[:9] = one[:9]
+    asked = [(one, 5, 11, False), (one, 0, 2, True), (two, 8, 29, False), (two, 28, 29, True)]
+    first, second, third, fourth = (
+        Query(ids[:stop].numpy(), start, ids[start + 1 : stop + 1].numpy(), tempered)
+        for ids, start, stop, tempered in asked
+    )
+    found, work = query_logprobs(qwen3, [[first, second], [], [third, fourth]], token_budget=budget, temperature=0.7)
+    assert [len(unit) for unit in found] == [2, 0, 2]
+    assert work.tokens_unshared == 11 + 2 + 29 + 29
+    if budget is None:
+        assert work.tokens_fed == 11 + 29 - 9
+    for values, (ids, start, stop, tempered) in zip([*found[0], *found[2]], asked, strict=True):
+        expected = naive_logprobs(qwen3, ids, 0.7 if tempered else 1.0)[start:stop]
+        torch.testing.assert_close(values.cpu(), expected, rtol=0, atol=2e-5)
+
+
+def test_lengths_of_queries_that_do_not_fit_their_units_are_refused(qwen3):
+    with pytest.raises(ValueError, match="lengths has 1 rows, units has 2; they must agree"):
+        query_logprobs(qwen3, [[], []], lengths=[3])
 
 
 def count_tokens(monkeypatch):
@@ -234,6 +259,27 @@ def test_a_pack_that_runs_out_of_memory_is_halved_and_the_result_is_the_same(qwe
     torch.testing.assert_close(scores.base, expected.base, rtol=0, atol=2e-5, equal_nan=True)
     for ours, theirs in zip(scores.drop, expected.drop, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5, equal_nan=True)
+
+
+def test_one_completion_that_runs_out_of_memory_with_its_branches_continues_in_smaller_packs(qwen3, monkeypatch):
+    (prompt,), (completion,) = tokens(9), tokens(40, seed=5)
+    spans = [Span(t, t + 1) for t in range(30)]
+    data = ([prompt], [completion], [spans], [Span(36, 39)])
+    expected = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+    forward, sizes = packed_model.packed_hidden, []
+
+    def small_device(model, pack, **options):
+        sizes.append(pack.num_tokens)
+        if pack.num_tokens > 200:
+            raise torch.OutOfMemoryError("pretend")
+        return forward(model, pack, **options)
+
+    for module in (packed_model, scoring):
+        monkeypatch.setattr(module, "packed_hidden", small_device)
+    scores = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+    assert max(sizes) > 200
+    assert scores.work.tokens_fed == expected.work.tokens_fed
+    torch.testing.assert_close(scores.drop[0], expected.drop[0], rtol=0, atol=3e-5)
 
 
 def test_one_completion_that_does_not_fit_in_memory_is_an_error(qwen3, monkeypatch):

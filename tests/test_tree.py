@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfa_kernels.ops.segment_table import SegmentTable
-from cfa_kernels.tree import PrefixTree, Query, pack_units
+from cfa_kernels.tree import Limits, PrefixTree, Query, chain_units, pack_units
 
 # Few distinct tokens, so that prefixes collide often.
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
@@ -103,6 +103,37 @@ def test_a_queries_rows_and_targets_survive_packing(rows, budget):
             assert pack.position_ids[wanted_rows[part]].tolist() == list(range(len(rows[i])))
             assert wanted_targets[part].tolist() == [*rows[i][1:], 9]
             start += len(rows[i])
+
+
+@given(sequences, st.integers(1, 20), st.booleans())
+def test_chains_answer_each_query_once_within_the_budget(rows, budget, continues):
+    queries = [Query(ids(row), 0, ids([*row[1:], 9])) for row in rows]
+    half = len(rows) // 2
+    answered = []
+    for chain in chain_units(queries, [range(half), [], range(half, len(rows))], Limits(budget, continues)):
+        fed, inside, asked = 0, [], [n for unit in chain.units for n in unit]
+        for pack, numbers in chain.packs(queries):
+            tokens = pack.input_ids if pack is chain.first else np.concatenate([chain.first.input_ids, pack.input_ids])
+            ends = np.cumsum([len(rows[n]) for n in numbers], dtype=np.int64)
+            *wanted, _ = np.split(tokens[pack.rows[pack.query_index]], ends)
+            assert [part.tolist() for part in wanted] == [rows[n] for n in numbers]
+            assert pack.num_tokens <= max(budget, *(len(rows[n]) for n in numbers or asked))
+            fed, inside = fed + pack.num_tokens, inside + numbers
+        if not chain.continued:
+            assert fed == distinct_prefixes([rows[n] for n in inside])
+        assert inside == asked
+        answered += inside
+    assert answered == list(range(len(rows)))
+
+
+def test_branches_over_the_budget_are_fed_once_in_packs_that_continue_their_sequence():
+    rows = [list(range(12)), *([*range(t), 99, *range(t + 1, 12)] for t in range(12))]
+    queries = [Query(ids(row), 11, ids([7])) for row in rows]
+    (chain,) = chain_units(queries, [range(13)], Limits(15))
+    fed = [pack.num_tokens for pack, _ in chain.packs(queries)]
+    assert fed == [12, 12, 11, 10, 9, 15, 15, 6]
+    (short,) = chain_units(queries, [range(13)], Limits(15, most_rows=24))
+    assert max(12 + pack.num_tokens for pack, _ in short.packs(queries)) <= 24
 
 
 def test_equal_head_rows_are_asked_once_unless_one_is_tempered():

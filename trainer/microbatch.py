@@ -253,7 +253,7 @@ def credit_of_batch(shape: torch.Size, parts: Sequence[tuple[MicroBatch, Credit]
         for i, b in enumerate(micro.rows.tolist()):
             answers[b], spans[b], drop[b] = credit.answers[i], credit.spans[i], credit.drop[i]
     done = [credit.work for _, credit in parts if credit.work is not None]
-    work = sum(done, ScoringWork(0, 0, 0, 0)) if done else None
+    work = sum(done, ScoringWork()) if done else None
     return Credit(weights, answers, spans, drop, base, None, work, advantages)
 
 
