@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cfa_kernels import policy_loss
 from cfa_kernels.reshaping import (
     MODES,
     NORMALIZATIONS,
@@ -204,3 +205,29 @@ def test_a_range_of_importances_is_that_of_drops_with_the_sign_turned(importance
     values = torch.tensor(importances)
     units = tokens(len(values))
     assert torch.equal(range_weights(values, units, None, 12), span_weights(-values, units, None, 12))
+
+
+@given(st.integers(2, 12), st.integers(0, 9), st.floats(0.1, 1))
+def test_a_token_without_influence_moves_the_policy_less_than_under_equal_credit(count, seed, tau):
+    """OAR paper, A.1.4: the gradient of its log-prob shrinks by its weight, and others' do not change by that."""
+    generator = torch.Generator().manual_seed(seed)
+    importances = torch.rand(count, generator=generator) * 3 + 0.5
+    importances[0] = 0.0
+    weights = bilevel_weights(importances, tokens(count), None, count, tau=tau)
+    gradients = []
+    for row in (weights, torch.ones(count)):
+        logits = torch.randn(count, 7, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        logprobs = logits.log_softmax(-1)[:, 3]
+        loss, _ = policy_loss(
+            logprobs[None], None, torch.tensor([1.5]), torch.ones(1, count), weights=row[None], num_items_in_batch=count
+        )
+        gradients.append(torch.autograd.grad(loss, logits)[0].norm(dim=1))
+    torch.testing.assert_close(gradients[0], gradients[1] * weights)
+    assert gradients[0][0] == 0 < gradients[1][0]
+
+
+@pytest.mark.parametrize("length", [1, 10, 1000])
+def test_the_mass_of_a_completion_grows_with_its_length_alone(length):
+    importances = torch.rand(length, generator=torch.Generator().manual_seed(0)) * 5
+    weights = bilevel_weights(importances, tokens(length), Span(length, length + 2), length + 3)
+    assert weights.sum().item() == pytest.approx(length + 3, rel=1e-5)
