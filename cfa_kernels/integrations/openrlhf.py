@@ -1,8 +1,8 @@
 """Counterfactual credit in OpenRLHF: a policy loss, the hook that makes the weights, and a launcher.
 
 The hook overrides `RemoteExperienceMaker.compute_advantages_and_returns`: spans are scored by forwards of
-OpenRLHF's own actors, whatever shards the model there, and the weights are multiplied into `experience.advantages`,
-which every loss of OpenRLHF multiplies its ratio with. `python -m cfa_kernels.integrations.openrlhf` is
+OpenRLHF's own actors, whatever shards the model there, and credit goes into `experience.advantages`, which every loss
+of OpenRLHF multiplies its ratio with. `python -m cfa_kernels.integrations.openrlhf` is
 `python -m openrlhf.cli.train_ppo_ray` with that hook.
 """
 
@@ -158,7 +158,7 @@ class CounterfactualMixin(_Maker):
 
     @torch.no_grad()
     def compute_advantages_and_returns(self, experiences: list[Any]) -> list[Any]:
-        """OpenRLHF's advantages times token weights.
+        """OpenRLHF's advantages with credit: times token weights, or, where credit is signed, what it makes of them.
 
         Args:
             experiences: the rollouts of a step, with their rewards.

@@ -3,7 +3,7 @@
 verl imports this module in each of its processes (entry point `verl.plugins`), which registers the policy loss
 `counterfactual`. `python -m cfa_kernels.integrations.verl` starts verl's PPO trainer with one more step: after
 the advantages, spans are scored by log-prob requests to the actor's workers, whatever shards the model there, and
-the weights are multiplied into the advantages, the only per-token tensor that reaches every loss.
+credit goes into the advantages, the only per-token tensor that reaches every loss.
 """
 
 import math
@@ -176,7 +176,7 @@ class CounterfactualMixin(_Trainer):
         start = time.perf_counter()
         where = {"keys": batch.keys, "partition_id": batch.partition_id}
         fields = ["prompts", "responses", "response_mask", "advantages", "rm_scores"]
-        reads = self.counterfactual.reads_entropies
+        reads = self.counterfactual.reads_entropies and self.counterfactual.mode != "random"  # drawn, not looked for
         data = queue.kv_batch_get(**where, select_fields=[*fields, *["entropy"] * reads])
         prompts, responses, masks, advantages, scores = (list(data[name].unbind()) for name in fields)
         entropies = None

@@ -183,7 +183,14 @@ def one_by_one(config) -> Any:
 
 
 @pytest.mark.parametrize(
-    "options", [*CREDIT, {"estimator": "entropy"}, {"preselect": 0.5, "cheap": "entropy"}], ids=str
+    "options",
+    [
+        *CREDIT,
+        {"estimator": "entropy"},
+        {"estimator": "entropy", "mode": "random"},
+        {"preselect": 0.5, "cheap": "entropy"},
+    ],
+    ids=str,
 )
 def test_every_estimator_by_name_does_in_verl_what_it_does_with_the_model_at_hand(
     one_by_one, transfer_queue, monkeypatch, options
@@ -197,8 +204,22 @@ def test_every_estimator_by_name_does_in_verl_what_it_does_with_the_model_at_han
     for given, row in zip(advantages_of(batch), expected, strict=True):
         torch.testing.assert_close(given, row[: len(given)], rtol=1e-4, atol=1e-5)
     assert metrics["credit/scored_fraction"] > 0
-    if options.get("estimator") in ("prefix_tree", "ktae", "sibling_edits"):
+    if options.get("mode") == "random" or options.get("estimator") in ("prefix_tree", "ktae", "sibling_edits"):
         assert workers.requests == []
+
+
+def test_entropies_are_those_of_the_distributions_that_tokens_were_drawn_from(one_by_one, monkeypatch):
+    workers, temperature = Workers(2, 1, False, monkeypatch), one_by_one.actor_rollout_ref.rollout.temperature
+    prompts, answers = ([torch.tensor(row) for row in rows] for rows in (PROMPTS, completions()))
+    advantages = [torch.full(row.shape, float(b % 2)) for b, row in enumerate(answers)]
+    given = build(one_by_one, workers)._entropies(prompts, answers, advantages)
+    for b, (prompt, answer, row) in enumerate(zip(prompts, answers, given, strict=True)):
+        with torch.no_grad():
+            logits = tiny_model().eval()(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
+        logprobs = (logits.double() / temperature).log_softmax(-1)
+        expected = -(logprobs.exp() * logprobs).sum(-1) * (b % 2)  # rows without advantage are not asked for
+        torch.testing.assert_close(row.double(), expected, rtol=1e-5, atol=1e-5)
+    assert [len(request) for request in workers.requests] == [4]  # three, and one to have as many for each worker
 
 
 def test_entropies_that_verl_has_computed_already_are_not_asked_for_again(one_by_one, transfer_queue, monkeypatch):
