@@ -1,12 +1,22 @@
-"""What every trainer needs of credit: folding weights into advantages, and scoring where the model is elsewhere."""
+"""What every trainer needs of credit: folding weights into advantages, and credit where the model is elsewhere."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import CounterfactualScores, Credit, ScoringWork, Span, packed_logprobs
+from .. import (
+    CounterfactualConfig,
+    CounterfactualScores,
+    Credit,
+    ScoringWork,
+    Span,
+    counterfactual_credit,
+    packed_logprobs,
+)
+from ..estimators import APPROXIMATIONS
+from ..outcomes import DIVERGENCES
 
 LogprobsOf = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
 """Prompts and completions, lists of 1-D int64 tensors, to the log-prob (nats) of each completion token, 1-D each."""
@@ -104,6 +114,101 @@ def pad_rows(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tenso
     return ids, mask
 
 
+def service_obstacles(
+    config: CounterfactualConfig, *, group_size: int | None = None, entropies: bool = False
+) -> Iterator[str]:
+    """What of `config` cannot run where a service gives log-probs of sampled tokens and nothing else of the model.
+
+    Args:
+        config: how credit is to be assigned.
+        group_size: completions of one prompt, if that is known.
+        entropies: the host has those of the sampled tokens.
+
+    Yields:
+        A sentence for each option that cannot, beginning with its name and value.
+    """
+    kind, name = config.kind, f"estimator={config.estimator!r}"
+    if config.mode == "uniform" or (config.mode == "random" and not kind.needs_siblings):
+        return  # no estimator runs
+    here = "needs the model in the process that makes the weights, and it lies in others"
+    cheap = config.cheap if config.preselect < 1 else None
+    if config.estimator == "gradient":
+        yield f"{name}: it {here}"
+    elif (outcome := config.outcome) in DIVERGENCES:
+        yield f"outcome={outcome!r}: it compares distributions, and the host gives log-probs of sampled tokens alone"
+    if config.fill == "resampled":
+        yield f"fill='resampled': it {here}"
+    if config.approximation is not None:
+        yield f"approximation={config.approximation!r}: it {here}"
+    if cheap in (*APPROXIMATIONS, "gradient"):
+        yield f"cheap={cheap!r}: it {here}"
+    if config.reads_entropies and not entropies:
+        reader = name if config.estimator == "entropy" else f"cheap={cheap!r}"
+        yield f"{reader}: the host's workers give no entropies"
+    if config.estimator == "external":
+        yield f"{name}: nobody hands its numbers in; give a function (model, CreditBatch) -> Importances"
+    if kind.needs_siblings and not callable(config.estimator) and group_size == 1:
+        yield f"{name}: it compares the completions of a prompt, and there is one of each"
+
+
+def credit_rows(
+    tokenizer: Any,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    counted: Sequence[Tensor],
+    advantages: Sequence[Tensor],
+    logprobs_of: LogprobsOf,
+    *,
+    config: CounterfactualConfig,
+    generator: torch.Generator,
+    groups: Tensor,
+    rewards: Tensor,
+    entropies: Sequence[Tensor] | None = None,
+) -> tuple[list[Tensor], dict[str, float]]:
+    """Credit for a batch of rows whose model lies in other processes.
+
+    Args:
+        tokenizer, config, generator: as in `counterfactual_credit`.
+        prompts, completions: B 1-D int64 tensors.
+        counted: B tensors (T_b,), 1 on tokens that are trained on, 0 on a tool's, say.
+        advantages: B tensors (T_b,), float. Where each row has one advantage throughout, estimators that compare
+            rewards with advantages see it as that.
+        logprobs_of: the host's log-prob service.
+        groups: (B,) int64, equal for completions that are compared with each other.
+        rewards: (B,) float.
+        entropies: B tensors (T_b,), nats.
+
+    Returns:
+        B tensors (T_b,) in the advantages' dtype, what to train on; tokens that do not count keep theirs. And
+        the figures to log.
+
+    Raises:
+        ValueError, NotImplementedError: as `counterfactual_credit`.
+    """
+    mask, own = pad_rows(counted)[0], pad_rows(advantages)[0]
+    credit = counterfactual_credit(
+        None,  # type: ignore[arg-type]  # the model is where log-probs are asked for
+        tokenizer,
+        *pad_rows(prompts, "left"),
+        *pad_rows(completions),
+        advantages=_of_rows(own * mask, mask.long()),
+        config=config,
+        generator=generator,
+        score=scorer_from_logprobs(logprobs_of),
+        groups=groups,
+        rewards=rewards,
+        entropies=None if entropies is None else pad_rows(entropies)[0],
+    )
+    credited = torch.where(mask.bool(), credited_advantages(own, credit), own)
+    return [row[: len(mine)] for row, mine in zip(credited, advantages, strict=True)], credit.metrics(mask)
+
+
+def _of_rows(advantages: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) advantages that are 0 outside of `mask` as (B,), if inside of it each row has one value; else as given."""
+    first = advantages.gather(1, mask.argmax(1, keepdim=True))
+    return first[:, 0] if torch.equal(advantages, first * mask) else advantages
+
+
 def scorer_from_logprobs(logprobs_of: LogprobsOf) -> Callable[..., CounterfactualScores]:
     """Scoring by a host's own log-prob service, for `counterfactual_credit(..., score=...)`.
 
@@ -113,7 +218,7 @@ def scorer_from_logprobs(logprobs_of: LogprobsOf) -> Callable[..., Counterfactua
     work is not shared between sequences (`work.tokens_fed` says how much it was).
 
     Args:
-        logprobs_of: the service; called at most once for a batch.
+        logprobs_of: the service; called at most once for a batch that is scored.
 
     Returns:
         What stands in for `score_counterfactuals`; scores are on the CPU. It raises `ValueError` if the service gives

@@ -1,8 +1,8 @@
 """Counterfactual credit in OpenRLHF: a policy loss, the hook that makes the weights, and a launcher.
 
 The hook overrides `RemoteExperienceMaker.compute_advantages_and_returns`: spans are scored by forwards of
-OpenRLHF's own actors, whatever shards the model there, and the weights are multiplied into `experience.advantages`,
-which every loss of OpenRLHF multiplies its ratio with. `python -m cfa_kernels.integrations.openrlhf` is
+OpenRLHF's own actors, whatever shards the model there, and credit goes into `experience.advantages`, which every loss
+of OpenRLHF multiplies its ratio with. `python -m cfa_kernels.integrations.openrlhf` is
 `python -m openrlhf.cli.train_ppo_ray` with that hook.
 """
 
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import CounterfactualConfig, counterfactual_credit, policy_loss
+from .. import CounterfactualConfig, policy_loss
 from . import require
-from .credit import fold_weights, pad_rows, scorer_from_logprobs
+from .credit import credit_rows, pad_rows, service_obstacles
 
 OLDEST = "0.11.2"
 
@@ -145,6 +145,7 @@ class CounterfactualMixin(_Maker):
         self._credit_generator = torch.Generator().manual_seed(self.args.train.seed)
         if self.counterfactual.mode == "uniform":
             return
+        _refuse_estimator(self.counterfactual, self.args.rollout.n_samples_per_prompt)
         if self.args.algo.kl.init_coef > 0 and not self.args.algo.kl.use_loss:
             raise NotImplementedError(
                 "counterfactual credit cannot be combined with a KL term in the reward, which it would weigh; use "
@@ -157,7 +158,7 @@ class CounterfactualMixin(_Maker):
 
     @torch.no_grad()
     def compute_advantages_and_returns(self, experiences: list[Any]) -> list[Any]:
-        """OpenRLHF's advantages times token weights.
+        """OpenRLHF's advantages with credit: times token weights, or, where credit is signed, what it makes of them.
 
         Args:
             experiences: the rollouts of a step, with their rewards.
@@ -175,28 +176,28 @@ class CounterfactualMixin(_Maker):
             raise NotImplementedError("counterfactual credit cannot be combined with images (mm_train_inputs)")
         start = time.perf_counter()
         rows = [row for experience in experiences for row in _rows(experience)]
-        completions, mask = pad_rows([row.completion for row in rows])
-        credit = counterfactual_credit(
-            None,  # type: ignore[arg-type]  # the model is where log-probs are asked for
+        index = torch.tensor([number for experience in experiences for number in experience.index])
+        credited, figures = credit_rows(
             self.tokenizer,
-            *pad_rows([row.prompt for row in rows], "left"),
-            completions,
-            mask,
-            advantages=pad_rows([row.advantages for row in rows])[0],
+            [row.prompt for row in rows],
+            [row.completion for row in rows],
+            [row.counted for row in rows],
+            [row.advantages for row in rows],
+            self._logprobs,
             config=self.counterfactual,
             generator=self._credit_generator,
-            score=scorer_from_logprobs(self._logprobs),
+            groups=index // self.args.rollout.n_samples_per_prompt,  # OpenRLHF counts samples in the order of prompts
+            rewards=torch.cat([experience.rewards for experience in experiences]),
         )
-        figures = credit.metrics(pad_rows([row.counted for row in rows])[0]) | {
-            "credit/seconds": time.perf_counter() - start
-        }
-        weights = iter(credit.weights)
+        figures["credit/seconds"] = time.perf_counter() - start
+        remaining = iter(zip(rows, credited, strict=True))
         for experience in experiences:
-            placed = torch.ones_like(experience.advantages)
-            for row, into in zip(_rows(experience), placed, strict=True):
-                into[row.first : row.first + len(row.completion)] = next(weights)[: len(row.completion)]
-            experience.advantages = fold_weights(experience.advantages, placed)
-            experience.info |= {name: torch.full((len(placed),), figure) for name, figure in figures.items()}
+            experience.advantages = experience.advantages.clone()
+            for into in experience.advantages:
+                row, values = next(remaining)
+                into[row.first : row.first + len(values)] = values
+            samples = len(experience.advantages)
+            experience.info |= {name: torch.full((samples,), figure) for name, figure in figures.items()}
         return experiences
 
     def _logprobs(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[Tensor]:
@@ -240,7 +241,7 @@ class _Row(NamedTuple):
     completion: Tensor  # from the first sampled token on, a tool's tokens among them
     first: int
     counted: Tensor  # 1 on sampled tokens
-    advantages: Tensor  # 0 elsewhere
+    advantages: Tensor
 
 
 def _rows(experience: Any) -> list[_Row]:
@@ -252,9 +253,14 @@ def _rows(experience: Any) -> list[_Row]:
         length = int(attention.sum())
         first = int(actions.argmax()) if actions.any() else length - 1
         counted = actions[first : length - 1].long()
-        sampled = advantages[first : length - 1] * counted
-        rows.append(_Row(sequence[: first + 1], sequence[first + 1 : length], first, counted, sampled))
+        prompt, completion = sequence[: first + 1], sequence[first + 1 : length]
+        rows.append(_Row(prompt, completion, first, counted, advantages[first : length - 1]))
     return rows
+
+
+def _refuse_estimator(config: CounterfactualConfig, group_size: int | None = None) -> None:
+    if found := list(service_obstacles(config, group_size=group_size)):
+        raise NotImplementedError("counterfactual credit cannot be combined with " + "; nor with ".join(found))
 
 
 def trainer_with_credit(config: CounterfactualConfig) -> Any:
@@ -307,6 +313,7 @@ def main() -> None:
     config = CounterfactualConfig(**ours.counterfactual)
     if config.mode != "uniform" and any(option.startswith("--train.as") for option in theirs):  # abbreviations count
         raise NotImplementedError("counterfactual credit cannot be combined with --train.async_enable")
+    _refuse_estimator(config)
     require("openrlhf", OLDEST)
     if config.mode != "uniform":
         from openrlhf.trainer import ppo_trainer

@@ -3,7 +3,7 @@
 verl imports this module in each of its processes (entry point `verl.plugins`), which registers the policy loss
 `counterfactual`. `python -m cfa_kernels.integrations.verl` starts verl's PPO trainer with one more step: after
 the advantages, spans are scored by log-prob requests to the actor's workers, whatever shards the model there, and
-the weights are multiplied into the advantages, the only per-token tensor that reaches every loss.
+credit goes into the advantages, the only per-token tensor that reaches every loss.
 """
 
 import math
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import CounterfactualConfig, counterfactual_credit, policy_loss
+from .. import CounterfactualConfig, policy_loss
 from . import require
-from .credit import fold_weights, pad_rows, scorer_from_logprobs
+from .credit import credit_rows, service_obstacles
 
 OLDEST = "0.9.1"
 _VERL = require("verl", OLDEST)
@@ -175,30 +175,54 @@ class CounterfactualMixin(_Trainer):
 
         start = time.perf_counter()
         where = {"keys": batch.keys, "partition_id": batch.partition_id}
-        fields = ["prompts", "responses", "response_mask", "advantages"]
-        data = queue.kv_batch_get(**where, select_fields=fields)
-        prompts, responses, masks, advantages = (list(data[name].unbind()) for name in fields)
-        counted, _ = pad_rows(masks)
-        credit = counterfactual_credit(
-            None,  # type: ignore[arg-type]  # the model is where log-probs are asked for
+        fields = ["prompts", "responses", "response_mask", "advantages", "rm_scores"]
+        reads = self.counterfactual.reads_entropies and self.counterfactual.mode != "random"  # drawn, not looked for
+        data = queue.kv_batch_get(**where, select_fields=[*fields, *["entropy"] * reads])
+        prompts, responses, masks, advantages, scores = (list(data[name].unbind()) for name in fields)
+        entropies = None
+        if reads:
+            known = data.get("entropy", None)  # from the forward that gave the old log-probs, if there was one
+            entropies = self._entropies(prompts, responses, advantages) if known is None else list(known.unbind())
+        credited, figures = credit_rows(
             self.tokenizer,
-            *pad_rows(prompts, "left"),
-            *pad_rows(responses),
-            advantages=pad_rows(advantages)[0] * counted,
+            prompts,
+            responses,
+            masks,
+            advantages,
+            self._logprobs,
             config=self.counterfactual,
             generator=self._credit_generator,
-            score=scorer_from_logprobs(self._logprobs),
+            groups=_siblings(batch.keys, prompts),
+            rewards=_session_rewards(batch.keys, scores),
+            entropies=entropies,
         )
-        weights = [row[: len(mask)] for row, mask in zip(credit.weights, masks, strict=True)]
-        folded = [fold_weights(a[None], w[None])[0] for a, w in zip(advantages, weights, strict=True)]
-        nested = torch.nested.as_nested_tensor(folded, layout=torch.jagged)
-        batch = queue.kv_batch_put(**where, fields=TensorDict({"advantages": nested}, batch_size=len(folded)))
-        metrics |= credit.metrics(counted)
+        nested = torch.nested.as_nested_tensor(credited, layout=torch.jagged)
+        batch = queue.kv_batch_put(**where, fields=TensorDict({"advantages": nested}, batch_size=len(credited)))
+        metrics |= figures
         metrics["credit/seconds"] = time.perf_counter() - start
         return batch
 
     def _logprobs(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[Tensor]:
-        """Log-probs of completions under the actor, at temperature 1, by the workers' own `compute_log_prob`."""
+        """Log-probs of completions under the actor, at temperature 1."""
+        return self._asked("log_probs", prompts, completions, 1.0)
+
+    def _entropies(
+        self, prompts: Sequence[Tensor], completions: Sequence[Tensor], advantages: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Entropies of the distributions that tokens were drawn from; 0 in rows without an advantage."""
+        found = [torch.zeros(len(row)) for row in completions]
+        rows = [b for b, row in enumerate(advantages) if row.any()]
+        if rows:
+            temperature = self.config.actor_rollout_ref.rollout.temperature
+            chosen, answers = ([column[b] for b in rows] for column in (prompts, completions))
+            for b, row in zip(rows, self._asked("entropy", chosen, answers, temperature), strict=True):
+                found[b] = row
+        return found
+
+    def _asked(
+        self, what: str, prompts: Sequence[Tensor], completions: Sequence[Tensor], temperature: float
+    ) -> list[Tensor]:
+        """`log_probs` or `entropy` of each token of completions, by the workers' own `compute_log_prob`."""
         from verl.utils.tensordict_utils import get_tensordict
 
         asked = len(completions)
@@ -216,9 +240,9 @@ class CounterfactualMixin(_Trainer):
         }
         request = get_tensordict(
             {name: torch.nested.as_nested_tensor(list(row), layout=torch.jagged) for name, row in rows.items()},
-            {"temperature": 1.0, "calculate_entropy": False, "compute_loss": False},
+            {"temperature": temperature, "calculate_entropy": what == "entropy", "compute_loss": False},
         )
-        given = list(self.actor_rollout_wg.compute_log_prob(request)["log_probs"].unbind())
+        given = list(self.actor_rollout_wg.compute_log_prob(request)[what].unbind())
         return [
             row[len(prompt) - 1 : len(prompt) + len(completion) - 1]
             for prompt, completion, row in zip(prompts[:asked], completions[:asked], given, strict=False)
@@ -235,9 +259,32 @@ class CounterfactualMixin(_Trainer):
         return shares * micro_batch
 
 
+def _siblings(keys: Sequence[str], prompts: Sequence[Tensor]) -> Tensor:
+    """(B,) int64, equal for rows that verl compares with each other and that answer the same tokens.
+
+    Keys are `uid_session_index`. An agent's session may have several outputs, each with a prompt of its own.
+    """
+    numbers: dict[Any, int] = {}
+    rows = [(key.rsplit("_", 2)[0], *prompt.tolist()) for key, prompt in zip(keys, prompts, strict=True)]
+    return torch.tensor([numbers.setdefault(row, len(numbers)) for row in rows])
+
+
+def _session_rewards(keys: Sequence[str], scores: Sequence[Tensor]) -> Tensor:
+    """(B,) what the last output of each row's session was rewarded with, as for verl's advantages.
+
+    Scores are per token, (T_b,).
+    """
+    sessions = [key.rpartition("_") for key in keys]
+    last: dict[str, tuple[int, float]] = {}
+    for (session, _, index), row in zip(sessions, scores, strict=True):
+        last[session] = max(last.get(session, (-1, 0.0)), (int(index), row.sum().item()))
+    return torch.tensor([last[session][1] for session, _, _ in sessions])
+
+
 def _refuse(config: Any) -> None:
     actor = config.actor_rollout_ref.actor
-    found = []
+    completions = config.actor_rollout_ref.rollout.n
+    found = list(service_obstacles(credit_config(config), group_size=completions, entropies=True))
     if actor.policy_loss.loss_mode in INEXACT_LOSSES:
         found.append(f"policy_loss.loss_mode={actor.policy_loss.loss_mode}: it uses advantages beyond a product")
     if config.algorithm.use_kl_in_reward:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels import Span, score_counterfactuals
-from cfa_kernels.integrations.credit import fold_weights, pad_rows, scorer_from_logprobs
+from cfa_kernels import CounterfactualConfig, Span, score_counterfactuals
+from cfa_kernels.integrations.credit import credit_rows, fold_weights, pad_rows, scorer_from_logprobs
 from tests.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 IDS = [tiny_tokenizer().get_vocab()[phrase] for phrase in PHRASES]
@@ -76,3 +76,30 @@ def test_rows_are_padded_on_the_side_asked_for():
     left, right = pad_rows(rows, "left"), pad_rows(rows)
     assert [tensor.tolist() for tensor in left] == [[[0, 5], [6, 7]], [[0, 1], [1, 1]]]
     assert [tensor.tolist() for tensor in right] == [[[5, 0], [6, 7]], [[1, 0], [1, 1]]]
+
+
+@pytest.mark.parametrize(
+    ("advantages", "expected"),
+    [
+        # The rewards lie 1 apart, the advantages of the rows 2: what a branch says of rewards counts twice.
+        ([[1.0, 1.0, 1.0], [-1.0, -1.0, -1.0]], [[1.0, 2.0, 1.0], [-1.0, -2.0, -1.0]]),
+        # Advantages of tokens have no such scale.
+        ([[1.0, 1.5, 1.0], [-1.0, -1.0, 3.0]], [[1.0, 2.0, 1.0], [-1.0, -1.5, 3.0]]),
+    ],
+    ids=["of rows", "of tokens"],
+)
+def test_signed_credit_of_rows_is_in_the_units_of_their_advantages_and_leaves_what_does_not_count(advantages, expected):
+    given, figures = credit_rows(
+        tiny_tokenizer(),
+        PROMPTS[:2],
+        [torch.tensor([IDS[0], IDS[i], IDS[3]]) for i in (1, 2)],
+        [torch.tensor([1, 1, 1]), torch.tensor([1, 1, 0])],
+        [torch.tensor(row) for row in advantages],
+        service,
+        config=CounterfactualConfig(estimator="prefix_tree"),
+        generator=torch.Generator(),
+        groups=torch.tensor([4, 4]),
+        rewards=torch.tensor([1.0, 0.0]),
+    )
+    assert [row.tolist() for row in given] == expected
+    assert figures["credit/scored_fraction"] == 1

@@ -5,8 +5,10 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
+import json
 import re
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +21,10 @@ from torch import Tensor
 
 import cfa_kernels.integrations.openrlhf as integration
 from cfa_kernels import CounterfactualConfig, counterfactual_weights, integrations
+from cfa_kernels.estimators import Importances
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin, CounterfactualPolicyLoss
-from tests.tiny import PHRASES, tiny_model, tiny_tokenizer
+from tests.integrations.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, completions, credited, padded
+from tests.tiny import tiny_model, tiny_tokenizer
 
 UNIFORM = CounterfactualConfig(mode="uniform")
 GPU_LIBRARIES = ("deepspeed", "flash_attn", "vllm", "bitsandbytes", "optree", "pynvml", "torchmetrics")
@@ -99,7 +103,9 @@ def settings(**changes: Any) -> Any:
         data=space(max_images_per_prompt=changes.get("images", 0)),
         ds=space(ring_attn_size=changes.get("copies", 1), tensor_parallel_size=1),
         reward=space(clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None),
-        rollout=space(n_samples_per_prompt=3, micro_batch_size=2, max_tokens_per_gpu=changes.get("tokens")),
+        rollout=space(
+            n_samples_per_prompt=changes.get("samples", 3), micro_batch_size=2, max_tokens_per_gpu=changes.get("tokens")
+        ),
         train=space(
             colocate_all=False,
             colocate_actor_ref=False,
@@ -127,24 +133,7 @@ def build(openrlhf: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def completions() -> list[list[int]]:
-    vocabulary = tiny_tokenizer().get_vocab()
-    a, b, c, d, seven, five = (vocabulary[phrase] for phrase in PHRASES)
-    return [[a, b, c, seven, 1], [a, c, d, b, five, 1], [b, d], [d, a, five], [a, b, d, seven], [c, a, b, b, seven, 1]]
-
-
-PROMPTS = [[3, 4, 5]] * 3 + [[9, 5, 10, 7]] * 3
-
-
-def padded() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Prompts and their mask, completions and theirs, as TRL lays them out."""
-    prompts = torch.tensor([[0, *row] if len(row) == 3 else row for row in PROMPTS])
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in completions()], batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)).long() for row in completions()], batch_first=True)
-    return prompts, (prompts != 0).long(), ids, mask
-
-
-def experiences(openrlhf: Any, rewards: tuple[float, ...] = (1, 0, 0, 0, 1, 1)) -> list[Any]:
+def experiences(openrlhf: Any, rewards: Sequence[float] = REWARDS) -> list[Any]:
     """Six rollouts in two padded batches, as OpenRLHF concatenates them; one has a tool's token."""
     made = []
     for rows in (range(4), range(4, 6)):
@@ -183,6 +172,71 @@ def test_the_advantages_are_openrlhfs_times_the_weights_of_the_completions(build
             seen += int((after[on] != before[on]).sum())
         assert torch.equal(given.returns, expected.returns)
     assert seen > 5
+
+
+@pytest.mark.parametrize("options", CREDIT, ids=str)
+def test_every_estimator_by_name_does_in_openrlhf_what_it_does_with_the_model_at_hand(build, openrlhf, options):
+    stock = build(None).compute_advantages_and_returns(experiences(openrlhf))
+    samples = [pair for made in stock for pair in zip(made.advantages, made.action_mask, strict=True)]
+    own = torch.stack([advantages[actions.bool()][0] for advantages, actions in samples])
+    maker = build(CounterfactualConfig(**options))
+    rows = iter(zip(PROMPTS, completions(), credited(own, options), strict=True))
+    for expected, given in zip(stock, maker.compute_advantages_and_returns(experiences(openrlhf)), strict=True):
+        for actions, before, after in zip(given.action_mask, expected.advantages, given.advantages, strict=True):
+            prompt, completion, row = next(rows)
+            placed, first = before.clone(), len(prompt) - 1
+            placed[first : first + len(completion)] = row[: len(completion)]
+            torch.testing.assert_close(after, torch.where(actions.bool(), placed, before), rtol=1e-4, atol=1e-5)
+        assert given.info["credit/scored_fraction"][0] > 0
+    if options.get("estimator") in ("prefix_tree", "ktae", "sibling_edits"):
+        assert maker.actor_model_group.calls == []
+
+
+def test_an_estimator_of_the_callers_sees_openrlhfs_groups_and_rewards_and_asks_its_actors(build, openrlhf):
+    seen = []
+
+    def estimate(model: Any, batch: Any) -> Importances:
+        assert model is None
+        rows = (batch.prompts, batch.completions, batch.units, batch.answers)
+        scores = batch.score(model, *rows, placeholder_id=0)
+        seen.append((batch.groups.tolist(), batch.rewards.tolist(), batch.advantages.shape, scores.base.isfinite()))
+        return Importances([torch.ones(len(units)) for units in batch.units], signed=True)
+
+    made = experiences(openrlhf)
+    made[0].index, made[1].index = [5, 3, 0, 4], [2, 1]
+    maker = build(CounterfactualConfig(estimator=estimate))
+    maker.compute_advantages_and_returns(made)
+    ((groups, rewards, shape, answered),) = seen
+    assert groups == [1, 1, 0, 1, 0, 0]
+    assert rewards == REWARDS
+    assert shape == (6,)
+    assert answered.tolist() == [True, True, False, True, True, True]
+    assert len(maker.actor_model_group.calls) == 1
+
+
+NO_ENTROPIES = [
+    ({"estimator": "entropy"}, "estimator='entropy': the host's workers give no entropies"),
+    ({"preselect": 0.5, "cheap": "entropy"}, "cheap='entropy': the host's workers give no entropies"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), [*IMPOSSIBLE, *NO_ENTROPIES], ids=str)
+def test_an_estimator_that_needs_the_model_at_hand_is_refused_at_the_start(build, monkeypatch, options, message):
+    if message is None:
+        build(CounterfactualConfig(**options))
+        return
+    message = f"cannot be combined with {re.escape(message)}"
+    with pytest.raises(NotImplementedError, match=message):
+        build(CounterfactualConfig(**options))
+    monkeypatch.setattr(sys, "argv", ["train", "--counterfactual", json.dumps(options)])
+    with pytest.raises(NotImplementedError, match=message):
+        integration.main()
+
+
+def test_an_estimator_that_compares_completions_is_refused_where_a_prompt_has_one(build):
+    with pytest.raises(NotImplementedError, match="estimator='sibling_edits': it compares the completions of a prompt"):
+        build(CounterfactualConfig(estimator="sibling_edits"), samples=1)
+    build(CounterfactualConfig(), samples=1)
 
 
 def test_what_credit_did_is_logged_for_each_sample_and_leaves_a_tools_tokens_out(build, openrlhf):

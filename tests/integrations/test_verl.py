@@ -3,6 +3,7 @@
 The model runs in verl's FSDP engine without the sharding, which needs GPUs; data goes through a real TransferQueue.
 """
 
+import dataclasses
 import os
 import pickle
 import re
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from cfa_kernels import CounterfactualConfig, counterfactual_weights
-from tests.tiny import PHRASES, tiny_model, tiny_tokenizer
+from tests.integrations.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, completions, credited, padded
+from tests.tiny import tiny_model, tiny_tokenizer
 
 REASON = "verl (with ray, TransferQueue and tensordict) is not installed"
 pytest.importorskip("verl.trainer.ppo.v1.trainer_base", reason=REASON, exc_type=ImportError)
@@ -70,6 +72,7 @@ class Workers:
         engine.ulysses_device_mesh, engine._autocast_dtype = None, torch.float32
         engine.get_data_parallel_group, engine.get_data_parallel_size = lambda: None, lambda: 1
         engine.eval_mode = lambda **kwargs: nullcontext()
+        engine.engine_config = SimpleNamespace(entropy_checkpointing=False)
         self.worker = object.__new__(TrainingWorker)
         self.worker.engine, self.worker.model_config, self.worker.device_name = engine, {}, "cpu"
         self.worker.flops_counter = None
@@ -112,17 +115,10 @@ def build(config: Any, workers: Workers | None, trainer: type = PPOTrainerSync, 
     return built
 
 
-def completions() -> list[list[int]]:
-    vocabulary = tiny_tokenizer().get_vocab()
-    a, b, c, d, seven, five = (vocabulary[phrase] for phrase in PHRASES)
-    return [[a, b, c, seven, 1], [a, c, d, b, five, 1], [b, d], [d, a, five], [a, b, d, seven], [c, a, b, b, seven, 1]]
-
-
 def put(transfer_queue: Any) -> Any:
     """Two groups of three rollouts in the queue, as verl's agent loop puts them; the last prompt is the longer."""
     responses = [torch.tensor(row) for row in completions()]
-    prompts = [torch.tensor([3, 4, 5])] * 3 + [torch.tensor([9, 5, 10, 7])] * 3
-    rewards = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]
+    prompts = [torch.tensor(row) for row in PROMPTS]
     masks = [torch.ones_like(row) for row in responses]
     masks[1][1] = 0  # a tool's token
 
@@ -136,7 +132,7 @@ def put(transfer_queue: Any) -> Any:
         "prompts": nested(prompts),
         "responses": nested(responses),
         "response_mask": nested(masks),
-        "rm_scores": nested([last(row, reward) for row, reward in zip(responses, rewards, strict=True)]),
+        "rm_scores": nested([last(row, reward) for row, reward in zip(responses, REWARDS, strict=True)]),
         "old_log_probs": nested([torch.zeros(len(row)) for row in responses]),
     }
     data = TensorDict(fields, batch_size=6)
@@ -163,14 +159,11 @@ def test_the_advantages_are_verls_times_the_weights_of_the_completions(
     metrics: dict[str, float] = {}
     batch = build(config, workers)._compute_advantage(put(transfer_queue), metrics)
 
-    prompts = torch.tensor([[0, 3, 4, 5]] * 3 + [[9, 5, 10, 7]] * 3)
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in completions()], batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)).long() for row in completions()], batch_first=True)
-    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), prompts, (prompts != 0).long(), ids, mask)
+    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), *padded())
     assert weights.unique().numel() > 3
     for given, stock_row, row in zip(advantages_of(batch), expected, weights, strict=True):
         torch.testing.assert_close(given, stock_row * row[: len(stock_row)], rtol=1e-4, atol=1e-5)
-    counted = mask.clone()
+    counted = padded()[3].clone()
     counted[1, 1] = 0  # the tool's token
     assert metrics["credit/weight_mean"] == pytest.approx(weights[counted.bool()].mean().item(), rel=1e-4)
     assert metrics["credit/scored_fraction"] == 5 / 6  # one has no answer
@@ -178,6 +171,97 @@ def test_the_advantages_are_verls_times_the_weights_of_the_completions(
     assert metrics["credit/seconds"] > 0
     (request,) = workers.requests
     assert request["input_ids"].offsets().diff().max() <= 4 + 5  # cut after the answer
+
+
+@pytest.fixture
+def one_by_one(config) -> Any:
+    """The configuration with log-prob requests that take a row at a time."""
+    config = config.copy()
+    config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu = 1
+    config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz = False
+    return config
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *CREDIT,
+        {"estimator": "entropy"},
+        {"estimator": "entropy", "mode": "random"},
+        {"preselect": 0.5, "cheap": "entropy"},
+    ],
+    ids=str,
+)
+def test_every_estimator_by_name_does_in_verl_what_it_does_with_the_model_at_hand(
+    one_by_one, transfer_queue, monkeypatch, options
+):
+    workers, metrics = Workers(1, 1, False, monkeypatch), dict[str, float]()
+    own = advantages_of(PPOTrainerSync._compute_advantage(build(one_by_one, None), put(transfer_queue), {}))
+    batch = build(one_by_one, workers, **options)._compute_advantage(put(transfer_queue), metrics)
+    temperature = one_by_one.actor_rollout_ref.rollout.temperature
+    expected = credited(torch.stack([row[0] for row in own]), options, temperature)
+    expected[1, 1] = 0.0  # a tool's token stays as verl left it
+    for given, row in zip(advantages_of(batch), expected, strict=True):
+        torch.testing.assert_close(given, row[: len(given)], rtol=1e-4, atol=1e-5)
+    assert metrics["credit/scored_fraction"] > 0
+    if options.get("mode") == "random" or options.get("estimator") in ("prefix_tree", "ktae", "sibling_edits"):
+        assert workers.requests == []
+
+
+def test_entropies_are_those_of_the_distributions_that_tokens_were_drawn_from(one_by_one, monkeypatch):
+    workers, temperature = Workers(2, 1, False, monkeypatch), one_by_one.actor_rollout_ref.rollout.temperature
+    prompts, answers = ([torch.tensor(row) for row in rows] for rows in (PROMPTS, completions()))
+    advantages = [torch.full(row.shape, float(b % 2)) for b, row in enumerate(answers)]
+    given = build(one_by_one, workers)._entropies(prompts, answers, advantages)
+    for b, (prompt, answer, row) in enumerate(zip(prompts, answers, given, strict=True)):
+        with torch.no_grad():
+            logits = tiny_model().eval()(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
+        logprobs = (logits.double() / temperature).log_softmax(-1)
+        expected = -(logprobs.exp() * logprobs).sum(-1) * (b % 2)  # rows without advantage are not asked for
+        torch.testing.assert_close(row.double(), expected, rtol=1e-5, atol=1e-5)
+    assert [len(request) for request in workers.requests] == [4]  # three, and one to have as many for each worker
+
+
+def test_entropies_that_verl_has_computed_already_are_not_asked_for_again(one_by_one, transfer_queue, monkeypatch):
+    batch = put(transfer_queue)
+    rows = [torch.arange(len(row)).float() for row in completions()]
+    known = TensorDict({"entropy": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, batch_size=6)
+    batch = queue.kv_batch_put(keys=batch.keys, partition_id="train", fields=known)
+    try:
+        workers = Workers(1, 1, False, monkeypatch)
+        trainer = build(one_by_one, workers, estimator="entropy", fraction=0.05)
+        given = advantages_of(trainer._compute_advantage(batch, {}))
+    finally:
+        queue.kv_clear(keys=batch.keys, partition_id="train")
+    assert workers.requests == []
+    kept = [[t for t, advantage in enumerate(row.tolist()) if advantage] for row in given]
+    assert kept == [[], [5], [], [], [], [5]]  # the two highest of 26
+
+
+def test_siblings_have_one_uid_and_one_prompt_and_a_session_the_reward_of_its_last_output():
+    keys = ["a_b_0_1", "a_b_0_0", "a_b_1_0", "c_0_0", "a_b_2_0"]
+    prompts = [torch.tensor(row) for row in ([2, 2], [1], [1], [1], [1])]
+    assert integration._siblings(keys, prompts).tolist() == [0, 1, 1, 2, 1]
+    scores = [torch.tensor(row) for row in ([0.25, 0.75], [9.0], [0.0], [0.5, 0.0], [-1.0])]
+    assert integration._session_rewards(keys, scores).tolist() == [1.0, 1.0, 0.0, 0.5, -1.0]
+
+
+@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=str)
+def test_an_estimator_that_needs_the_model_at_hand_is_refused_at_the_start(config, options, message):
+    config = config.copy()
+    for name, value in options.items():
+        OmegaConf.update(config, f"counterfactual.{name}", value, force_add=True)
+    if message is None:
+        return integration._refuse(config)
+    for start in (integration.run, type("Trainer", (CounterfactualMixin, object), {})):
+        with pytest.raises(NotImplementedError, match=f"cannot be combined with .*{re.escape(message)}"):
+            start(config)
+
+
+def test_an_estimator_that_compares_completions_is_refused_where_a_prompt_has_one(config):
+    changes = {"counterfactual": {"estimator": "ktae"}, "actor_rollout_ref": {"rollout": {"n": 1}}}
+    with pytest.raises(NotImplementedError, match="estimator='ktae': it compares the completions of a prompt"):
+        integration.run(OmegaConf.merge(config, changes))
 
 
 def test_rows_without_advantage_are_not_asked_for(config, transfer_queue, monkeypatch):
@@ -255,6 +339,12 @@ def test_the_configuration_of_the_documentation_is_valid_and_starts_a_trainer_wi
     assert issubclass(trainer, CounterfactualMixin)
     assert issubclass(trainer, PPOTrainerSync)
     assert integration.credit_config(config) == CounterfactualConfig()
+
+
+def test_the_configuration_of_the_documentation_has_every_option_that_can_run(config):
+    every = {field.name for field in dataclasses.fields(CounterfactualConfig)}
+    need_the_model_at_hand = {"fill", "approximation", "sigma", "samples", "token_budget"}
+    assert set(config.counterfactual) == every - need_the_model_at_hand
 
 
 REFUSED = pytest.mark.parametrize(
