@@ -89,11 +89,17 @@ def counterfactual_weights(
     config: CounterfactualConfig | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """(B, T) fp32 token weights of a padded batch: `counterfactual_credit(...).weights`."""
-    return counterfactual_credit(
+    """(B, T) fp32 token weights of a padded batch: `counterfactual_credit(...).weights`.
+
+    Raises also `ValueError` where credit is signed, for weights do not hold it.
+    """
+    credit = counterfactual_credit(
         model, tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask,
         advantages=advantages, config=config, generator=generator,
-    ).weights  # fmt: skip
+    )  # fmt: skip
+    if credit.advantages is not None:
+        raise ValueError("config: its estimator is signed; take the advantages that counterfactual_credit gives")
+    return credit.weights
 
 
 def counterfactual_credit(

@@ -123,7 +123,8 @@ class CounterfactualConfig:
     @property
     def reads_entropies(self) -> bool:
         """Whether the entropies of sampled tokens must be given."""
-        return "entropy" in (self.estimator, self.cheap if self.preselect < 1 else None)
+        read = "entropy" in (self.estimator, self.cheap if self.preselect < 1 else None)
+        return read and self.mode in ("counterfactual", "inverted")
 
     @property
     def kind(self) -> EstimatorKind:

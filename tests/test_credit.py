@@ -270,6 +270,22 @@ def test_signed_values_need_advantages_to_be_added_to(scored):
         counterfactual_credit(None, Tokenizer(), *ARRAYS, config=CounterfactualConfig(estimator=estimate))
 
 
+def test_signed_values_are_not_lost_where_weights_alone_are_asked_for(scored):
+    estimate = importances_of(lambda batch: [[2.0, -1.0][: len(units)] for units in batch.units], signed=True)
+    with pytest.raises(ValueError, match="config: its estimator is signed"):
+        counterfactual_weights(
+            None, Tokenizer(), *ARRAYS, advantages=torch.ones(4), config=CounterfactualConfig(estimator=estimate)
+        )
+
+
+@pytest.mark.parametrize("mode", ["counterfactual", "inverted", "random", "uniform"])
+def test_entropies_are_read_where_they_are_judged_or_choose_what_is_masked(mode):
+    reads = mode in ("counterfactual", "inverted")
+    assert CounterfactualConfig(mode=mode, estimator="entropy").reads_entropies == reads
+    assert CounterfactualConfig(mode=mode, preselect=0.5, cheap="entropy").reads_entropies == reads
+    assert not CounterfactualConfig(mode=mode, cheap="entropy").reads_entropies
+
+
 def test_entropies_judge_every_token_and_the_top_share_of_the_batch_is_kept(scored):
     entropies = torch.tensor([[1.0, 2, 3, 4, 5], [6, 7, 8, 9, 99], [10, 11, 99, 99, 99], [12, 13, 14, 15, 16]])
     config = CounterfactualConfig(estimator="entropy", fraction=0.25)

@@ -88,7 +88,7 @@ class CreditSettings:
     @property
     def reads_entropies(self) -> bool:
         """Whether the entropies of sampled tokens are needed."""
-        return self.estimates and self.counterfactual().reads_entropies
+        return self.counterfactual().reads_entropies
 
     def counterfactual(self) -> CounterfactualConfig:
         """The settings that the kernels take."""
