@@ -220,14 +220,14 @@ def _runs(length: int, outcome: str) -> Callable[[Question], Found]:
     """Runs of tokens masked together, in place of single ones."""
 
     def run(question: Question) -> Found:
-        from cfa_kernels.approximations import run_units, spread_over_tokens
+        from cfa_kernels.approximations import run_units
 
         runs = [run_units(case.reasoning_end, length) for case in question.cases]
         cases = [replace(case, units=units) for case, units in zip(question.cases, runs, strict=True)]
         found = _masking(outcome)(replace(question, cases=cases))
         rows = [
-            spread_over_tokens(row, units, case.reasoning_end)
-            for row, units, case in zip(found.values, runs, question.cases, strict=True)
+            row.repeat_interleave(torch.tensor([end - start for start, end in units]))
+            for row, units in zip(found.values, runs, strict=True)
         ]
         return Found(_unit_means(rows, question.units), found.tokens_fed)
 
