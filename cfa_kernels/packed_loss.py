@@ -371,6 +371,11 @@ class PackedForward:
             chosen.append(b)
         return chosen
 
+    def states(self) -> list[Tensor]:
+        """For each row the hidden states (T_b, H) that predict its fed tokens; differentiable."""
+        (predicting,) = upload([np.concatenate([*self._predicting, np.zeros(0, np.int64)])], self.device)
+        return list(self._hidden(predicting).split(self.counts.tolist()))
+
     def _hidden(self, predicting: Tensor) -> Tensor:
         """(R, H), with gradient, of packed rows (R,), which may repeat."""
         if not self.fed:
