@@ -201,11 +201,11 @@ def gradients(model: nn.Module, job: Job, turns: int) -> Record:
         "mean_logprob, 1 draw": (1, saliency("mean_logprob", 1)),
         "mean_logprob, sigma 0": (1, saliency("mean_logprob", 1, 0.0)),
     }
-    found = _in_turns({name: run for name, (_, run) in runs.items()}, turns)
-    for name, (draws_of, run) in runs.items():
+    found, results = _in_turns({name: run for name, (_, run) in runs.items()}, turns)
+    for name, (draws_of, _) in runs.items():
         found[name] |= {"draws": draws_of}
         if name != "plain":
-            found[name] |= asdict(run()[1])
+            found[name] |= asdict(results[name][1])
     found["plain"]["tokens_fed"] = sum(
         len(rows) * (len(job.prompts[rows[0]]) + max(len(job.completions[b]) for b in rows)) for rows in _groups(job)
     )
@@ -258,13 +258,12 @@ def cheaper(model: PreTrainedModel, job: Job, turns: int) -> Record:
         "prefix_gain": gains.record("prefix_gain"),
         "short branches from the first token, beside CF": whole.record("short branches"),
     }
-    found = _in_turns(runs, turns)
+    found, results = _in_turns(runs, turns)
     # What is there without any credit: prompts once, completions up to the answer's last token, which is not fed.
     prompts = {tuple(p.tolist()) for p in job.prompts}
     trunk = sum(map(len, prompts)) + sum(answer.end - 1 for answer in job.answers)
     probed = sum(map(len, prompts)) + sum(row[-1].end for row in job.spans)
-    for name, run in runs.items():
-        work = run()[1]
+    for name, (_, work) in results.items():
         own = probed if name == "prefix_gain" else trunk
         found[name] |= {**asdict(work), "branch_rows": work.tokens_fed - own}
     return {"runs": found, "checked": checked}
@@ -277,12 +276,12 @@ def _importances(scores: Any) -> tuple[list[Tensor], ScoringWork]:
 # --- Counting and timing ------------------------------------------------------------------------------------------
 
 
-def _in_turns(runs: dict[str, Callable[[], Any]], turns: int) -> dict[str, Record]:
-    """Operations of each run, and seconds of `turns` rounds, each round starting one further along."""
-    found = {}
+def _in_turns(runs: dict[str, Callable[[], Any]], turns: int) -> tuple[dict[str, Record], dict[str, Any]]:
+    """Operations of each run, seconds of `turns` rounds, each round starting one further along; and what each gave."""
+    found, results = {}, {}
     for name, run in runs.items():
         with FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
-            run()
+            results[name] = run()
         found[name] = {"flops": counter.get_total_flops(), "each_seconds": list[float]()}
     names = list(runs)
     for turn in range(turns):
@@ -291,7 +290,7 @@ def _in_turns(runs: dict[str, Callable[[], Any]], turns: int) -> dict[str, Recor
             found[name]["each_seconds"].append(timed(runs[name])[1])
     for row in found.values():
         row["seconds"] = statistics.median(row["each_seconds"]) if turns else None
-    return found
+    return found, results
 
 
 def _attention(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
