@@ -197,9 +197,8 @@ def gradients(model: nn.Module, job: Job, turns: int) -> Record:
     runs: dict[str, tuple[int, Callable[[], Any]]] = {
         "plain": (1, lambda: plain_forward_and_backward(model, job)),
         "mean, 1 draw": (1, saliency("mean", 1)),
-        "mean, 4 draws": (4, saliency("mean", 4)),
+        "mean, 2 draws": (2, saliency("mean", 2)),
         "mean_logprob, 1 draw": (1, saliency("mean_logprob", 1)),
-        "mean_logprob, sigma 0": (1, saliency("mean_logprob", 1, 0.0)),
     }
     found, results = _in_turns({name: run for name, (_, run) in runs.items()}, turns)
     for name, (draws_of, _) in runs.items():
@@ -421,16 +420,17 @@ def reached(row: Record) -> list[str]:
 def markdown(document: Record) -> str:
     """The tables."""
     settings, job, machine = document["settings"], document["job"], document["environment"]["device"]
-    load = document["load"]
+    load, turns = document["load"], settings["turns"]
+    rounds = "one round, too" if turns == 1 else f"the median of {turns} rounds"
     lines = [
         "# What credit costs\n",
         f"Made by `{document['command']}` at commit {document['environment']['commit']}, on one thread of "
-        f"{machine['name']} ({machine['cores']} cores, load {load[0]:.1f} at the start and {load[1]:.1f} at the end). "
+        f"{machine['name']} ({machine['cores']} cores, shared: load {load:.1f} when this was written). "
         f"Model {settings['model']} with random weights in float32; {job['completions']} completions ({job['source']}) "
         f"of {job['completion_tokens_mean']:.0f} tokens, prompts of {job['prompt_tokens_mean']:.0f}, "
         f"{job['spans_mean']:.1f} spans each.\n",
         "Seconds are the processor's, in turns in one process: for masking every token and every span one round, "
-        f"problem by problem; else the median of {settings['turns']} rounds. Full forwards per token were run for one "
+        f"problem by problem; else {rounds}. Full forwards per token were run for one "
         f"token in {settings['stride']} of every completion ({_runs(document)}) and scaled to all of them: forwards of "
         "a completion are equally long. Neither they nor those per span are fed past the last row that predicts the "
         "answer. Operations are multiply-adds, twice: of linear layers, head and visible pairs of attention for "
@@ -445,15 +445,13 @@ def markdown(document: Record) -> str:
         for row in document["rows"]
     ]  # fmt: skip
     lines.append(table(head, cells))
-    lines.append(
-        "\nBranch rows are tokens fed beyond the completions as sampled, which a training step feeds anyhow:\n"
-    )
+    lines.append("Branch rows are tokens fed beyond the completions as sampled, which a training step feeds anyhow:\n")
     runs = document["cheaper"]["runs"]
     branches = runs["CF"]["branch_rows"]
     shares = [[name, f"{r['branch_rows']:,}", f"{r['branch_rows'] / branches:.2f}"] for name, r in runs.items()]
     lines.append(table(["run", "branch rows", "of exact CF's"], shares))
     lines.append(
-        "\nResults were held to their definitions first. The definition's own error is that of its float32 run against "
+        "Results were held to their definitions first. The definition's own error is that of its float32 run against "
         "float64, where one was made. Knock-outs and OAR-G with noise are held to theirs by the tests.\n"
     )
     keys = ("largest_gap", "own_error", "median_importance", "largest_importance")
@@ -504,13 +502,12 @@ def main(argv: list[str] | None = None) -> int:
         "command": " ".join(["python -m benchmarks.credit_cost", *given]),
         "environment": describe_environment(CPU, options.commit),
     }
-    load = [os.getloadavg()[0]]
     try:
         document |= run(settings, Ledger(options.folder / "ledger.jsonl"), lambda line: print(line, flush=True))
     except AssertionError as wrong:
         print(f"error: {wrong}", file=sys.stderr)
         return 1
-    document["load"] = [*load, os.getloadavg()[0]]
+    document["load"] = os.getloadavg()[0]
     document["rows"] = compared(document)
     for path in write(document, markdown(document), options.results, "evidence-cost"):
         print(f"== {path}")

@@ -73,7 +73,7 @@ def test_the_page_says_of_every_target_whether_it_was_reached(model, job, tokens
     document = {
         "command": "a command",
         "environment": {"commit": "abc", "device": {"name": "a processor", "cores": 2}},
-        "load": [1.0, 2.0],
+        "load": 1.0,
         "settings": {"model": "qwen3-tiny", "turns": 1, "stride": STRIDE},
         "job": job.describe(),
         "tokens": [tokens],
@@ -88,7 +88,7 @@ def test_the_page_says_of_every_target_whether_it_was_reached(model, job, tokens
     exact = sum(n - 1 - span.start for n, spans in zip(LENGTHS, job.spans, strict=True) for span in spans)
     assert rows["prefix_gain"]["branch_rows beside"] == exact
     text = markdown(document)
-    assert text.count("reached") + text.count("missed") == 2 * 2 + 4 + 1
+    assert text.count("reached") + text.count("missed") == 2 * 2 + 3 + 1
     assert "| OAR-P, `mean` | a full forward per token |" in text
 
 
