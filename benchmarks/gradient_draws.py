@@ -1,0 +1,65 @@
+"""How many draws of noise gradient saliency takes: order of tokens from some draws against many others.
+
+Spearman's rank correlation per completion of the trainer's embedded model, on its own solutions of generated problems,
+in float32 and with the same weights in bfloat16.
+"""
+
+import statistics
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cfa_kernels import Span, find_answer
+from cfa_kernels.fidelity import spearman
+from cfa_kernels.gradient_saliency import gradient_saliency
+from trainer.config import EMBEDDED, model_path
+from trainer.data import encode_prompt, load_rows
+from trainer.rollouts import generate
+
+OUTCOMES = ("mean", "last", "mean_logprob")
+REFERENCE_DRAWS, DRAWS = 64, (1, 4, 16)
+
+
+def draws(problems: int, sigma: float) -> list[dict[str, object]]:
+    """How far the order of tokens from some draws is that from many others, and from gradient times input."""
+    model = AutoModelForCausalLM.from_pretrained(model_path(EMBEDDED)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_path(EMBEDDED))
+    questions = [row["question"] for row in load_rows("generated", split="test", count=problems)]
+    encoded = [encode_prompt(question, tokenizer) for question in questions]
+    rollouts = generate(model, tokenizer, encoded, max_completion_length=80, keys=[[0, i] for i in range(problems)])
+    prompts, completions, answers = list[Tensor](), list[Tensor](), list[Span]()
+    for prompt, ids, mask in zip(encoded, rollouts.completion_ids, rollouts.completion_mask, strict=True):
+        completion = ids[mask.bool()]
+        answer = find_answer(completion, tokenizer)
+        if answer is not None and answer.start > 10:
+            prompts.append(torch.tensor(prompt))
+            completions.append(completion)
+            answers.append(answer)
+    units = [[Span(t, t + 1) for t in range(answer.start - 1)] for answer in answers]
+
+    def importances(outcome: str, samples: int, seed: int, sigma: float = sigma) -> list[Tensor]:
+        return gradient_saliency(
+            model, prompts, completions, units, answers, outcome=outcome, sigma=sigma, samples=samples,
+            generator=torch.Generator().manual_seed(seed),
+        )[0]  # fmt: skip
+
+    def agreement(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+        return round(statistics.mean(map(spearman, found, truth)), 3)
+
+    table = list[dict[str, object]]()
+    truths = {outcome: importances(outcome, REFERENCE_DRAWS, 0) for outcome in OUTCOMES}
+    for outcome in OUTCOMES:
+        truth = truths[outcome]
+        row: dict[str, object] = {"outcome": outcome, "completions": len(prompts)}
+        for samples in DRAWS:
+            row[f"{samples} draws"] = agreement(importances(outcome, samples, samples), truth)
+        row["sigma 0"] = agreement(importances(outcome, 1, 0, 0.0), truth)
+        table.append(row)
+    model.bfloat16()
+    for row in table:
+        outcome = str(row["outcome"])
+        for samples in DRAWS:
+            row[f"bfloat16, {samples} draws"] = agreement(importances(outcome, samples, samples), truths[outcome])
+    return table
