@@ -430,7 +430,8 @@ def markdown(document: Record) -> str:
         f"of {job['completion_tokens_mean']:.0f} tokens, prompts of {job['prompt_tokens_mean']:.0f}, "
         f"{job['spans_mean']:.1f} spans each.\n",
         "Seconds are the processor's, of one thread. What is compared was run in turns in one process, the several "
-        f"comparisons perhaps in several: every token and every span in one round, problem by problem; the rest {rounds}. "
+        "comparisons perhaps in several: every token and every span in one round, problem by problem; the rest "
+        f"{rounds}. "
         f"Full forwards per token were run for one token in {settings['stride']} of every completion "
         f"({_runs(document)}) and scaled to all of them: forwards of a completion are equally long. Neither they nor "
         "those per span are fed past the last row that predicts the "
@@ -456,7 +457,14 @@ def markdown(document: Record) -> str:
         "float64, where one was made. Knock-outs and OAR-G with noise are held to theirs by the tests.\n"
     )
     keys = ("largest_gap", "own_error", "median_importance", "largest_importance")
-    head = ["run", "numbers compared", "largest gap", "definition's own error", "median number", "largest number"]
+    head = [
+        "run",
+        "numbers compared",
+        "largest gap",
+        "definition's own error",
+        "median number, at most",
+        "largest number",
+    ]
     checks = [[n, f"{found['compared']:,}", *(f"{found[key]:.1e}" for key in keys)] for n, found in _checks(document)]
     lines.append(table(head, checks))
     return "\n".join(lines)
