@@ -421,7 +421,7 @@ def markdown(document: Record) -> str:
     """The tables."""
     settings, job, machine = document["settings"], document["job"], document["environment"]["device"]
     load, turns = document["load"], settings["turns"]
-    rounds = "one round, too" if turns == 1 else f"the median of {turns} rounds"
+    rounds = "in one round" if turns == 1 else f"by the median of {turns} rounds"
     lines = [
         "# What credit costs\n",
         f"Made by `{document['command']}` at commit {document['environment']['commit']}, on one thread of "
@@ -429,10 +429,12 @@ def markdown(document: Record) -> str:
         f"Model {settings['model']} with random weights in float32; {job['completions']} completions ({job['source']}) "
         f"of {job['completion_tokens_mean']:.0f} tokens, prompts of {job['prompt_tokens_mean']:.0f}, "
         f"{job['spans_mean']:.1f} spans each.\n",
-        "Seconds are the processor's, in turns in one process: for masking every token and every span one round, "
-        f"problem by problem; else {rounds}. Full forwards per token were run for one "
-        f"token in {settings['stride']} of every completion ({_runs(document)}) and scaled to all of them: forwards of "
-        "a completion are equally long. Neither they nor those per span are fed past the last row that predicts the "
+        "Seconds are the processor's, of one thread. What is compared was run in turns in one process, the several "
+        "comparisons perhaps in several: every token and every span in one round, problem by problem; the rest "
+        f"{rounds}. "
+        f"Full forwards per token were run for one token in {settings['stride']} of every completion "
+        f"({_runs(document)}) and scaled to all of them: forwards of a completion are equally long. Neither they nor "
+        "those per span are fed past the last row that predicts the "
         "answer. Operations are multiply-adds, twice: of linear layers, head and visible pairs of attention for "
         "masking, as executed (a processor's attention kernel computes hidden pairs too) in the other tables. Ratios "
         "are ours over theirs.\n",
@@ -455,7 +457,14 @@ def markdown(document: Record) -> str:
         "float64, where one was made. Knock-outs and OAR-G with noise are held to theirs by the tests.\n"
     )
     keys = ("largest_gap", "own_error", "median_importance", "largest_importance")
-    head = ["run", "numbers compared", "largest gap", "definition's own error", "median number", "largest number"]
+    head = [
+        "run",
+        "numbers compared",
+        "largest gap",
+        "definition's own error",
+        "median number, at most",
+        "largest number",
+    ]
     checks = [[n, f"{found['compared']:,}", *(f"{found[key]:.1e}" for key in keys)] for n, found in _checks(document)]
     lines.append(table(head, checks))
     return "\n".join(lines)
