@@ -19,6 +19,8 @@ from benchmarks.evidence.methods import METHODS
 from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, Recipe, load, train
 
 LEDGER = "ledger.jsonl"
+ABLATION = "evidence-ablation.jsonl"
+"""Lies beside the tables: its runs take hours, and the next ones are paired with them."""
 # What random weights happen to prefer is the same for all problems; several such models even it out.
 COPIES = {TRAINED: 1, RANDOM: 10}
 
@@ -108,7 +110,9 @@ def _fidelity(options: argparse.Namespace, command: str) -> int:
 
 def _ablation(options: argparse.Namespace, command: str) -> int:
     settings = _filled(options, ablation.Settings, "")
-    document = _head(options, command) | ablation.run(options.folder, settings, arms=options.arms, say=_say)
+    document = _head(options, command) | ablation.run(
+        Ledger(options.results / ABLATION), options.folder, settings, arms=options.arms, say=_say
+    )
     paths = tables.write(document, ablation.markdown(document), options.results, "evidence-ablation")
     paths.append(ablation.plot(document, options.results / "evidence-ablation.png"))
     return _told(paths)

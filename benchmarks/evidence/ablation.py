@@ -1,7 +1,7 @@
 """`python -m benchmarks.evidence ablation`: kinds of credit from the same start, on the same problems, seed by seed.
 
-Each run is the training program in a process of its own; its folder is the record, so a broken-off ablation goes on
-where it stopped. Arms are paired by seed: a seed fixes problems and samples until the policies part.
+Each run is the training program in a process of its own, and a line of the ledger once it is done, so a broken-off
+ablation goes on where it stopped. Arms are paired by seed: a seed fixes problems and samples until the policies part.
 """
 
 import json
@@ -21,6 +21,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
+from benchmarks.evidence.ledger import Ledger
 from benchmarks.evidence.tables import table
 
 matplotlib.use("Agg")
@@ -68,20 +69,21 @@ class Settings:
 
 
 def run(
-    folder: Path, settings: Settings, *, arms: Sequence[str] | None = None, extra: Sequence[str] = (),
+    ledger: Ledger, folder: Path, settings: Settings, *, arms: Sequence[str] | None = None, extra: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run what is missing, then compare what is there.
+    """Run what the ledger lacks, then compare.
 
     Args:
-        folder: of the run folders; those that are there are not run again.
+        ledger: of the curves of finished runs, by arm, seed and flags.
+        folder: where runs leave their files.
         settings: how much.
         arms: names in `ARMS`; default all.
         extra: flags of the training program for every arm.
         say: told of progress, a line at a time.
 
     Raises:
-        ValueError: an unknown arm, or runs in the folder that were made with other settings.
+        ValueError: an unknown arm.
         RuntimeError: a run that failed; names it and quotes its last lines.
     """
     wanted = list(ARMS) if arms is None else list(arms)
@@ -91,30 +93,24 @@ def run(
         f"--max_steps={settings.steps}", f"--eval_steps={settings.eval_steps}", "--device=cpu", "--log_completions=0",
         f"--eval_problems={settings.eval_problems}", *extra,
     ]  # fmt: skip
-    _check_settings(folder, flags)
-    places = {(arm, seed): folder / f"{_file_name(arm)}-seed{seed}" for seed in range(settings.seeds) for arm in wanted}
-    todo = [(key, place) for key, place in places.items() if _curve(place, settings.steps) is None]
+    keys = {(arm, seed): ("ablation", arm, seed, *flags) for seed in range(settings.seeds) for arm in wanted}
     cores: SimpleQueue[int] = SimpleQueue()
     for core in sorted(os.sched_getaffinity(0))[: settings.jobs]:
         cores.put(core)
 
-    def one(item: tuple[tuple[str, int], Path]) -> None:
-        (arm, seed), place = item
-        core = cores.get()
+    def one(run_of: tuple[str, int]) -> None:
+        arm, seed = run_of
+        place, core = folder / f"{_file_name(arm)}-seed{seed}", cores.get()
         try:
             _train(place, [*ARMS[arm], *flags, f"--seed={seed}"], core)
         finally:
             cores.put(core)
-        curve = _curve(place, settings.steps)
-        if curve is None:
-            raise RuntimeError(f"{arm}, seed {seed}: left no evaluation after step {settings.steps} in {place}")
+        curve = ledger.get(keys[run_of], lambda: _curve(place, settings.steps))
         say(f"{arm}, seed {seed}: {curve['accuracy'][-1]:.1%} after {curve['seconds'][-1]:.0f} s")
 
     with ThreadPoolExecutor(settings.jobs) as pool:
-        list(pool.map(one, todo))
-    curves = {
-        arm: [_curve(places[arm, seed], settings.steps) for seed in range(settings.seeds)] for arm in wanted
-    }  # every one is there now
+        list(pool.map(one, [run_of for run_of, key in keys.items() if key not in ledger]))
+    curves = {arm: [ledger[keys[arm, seed]] for seed in range(settings.seeds)] for arm in wanted}
     return {"settings": asdict(settings), "flags": flags, "curves": curves, "arms": compare(curves)}
 
 
@@ -226,17 +222,6 @@ def _file_name(arm: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in arm)
 
 
-def _check_settings(folder: Path, flags: list[str]) -> None:
-    """Runs of one folder are comparable: the flags that all share are kept beside them."""
-    record = folder / "flags.json"
-    if record.exists():
-        if (before := json.loads(record.read_text(encoding="utf-8"))) != flags:
-            raise ValueError(f"{folder} holds runs with {' '.join(before)}, asked for {' '.join(flags)}")
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    record.write_text(json.dumps(flags), encoding="utf-8")
-
-
 # One core each, and a clock of the run's own CPU seconds, which other load on the machine does not stretch.
 _PINNED = (
     "import os, sys, time; os.sched_setaffinity(0, [{core}]); time.perf_counter = time.process_time; "
@@ -255,20 +240,19 @@ def _train(place: Path, flags: list[str], core: int) -> None:
         raise RuntimeError(f"{place.name}: {' '.join(done.stderr.splitlines()[-3:])}")
 
 
-def _curve(place: Path, steps: int) -> dict[str, list[float]] | None:
-    """Steps, accuracies and seconds of training steps at the evaluations of a run; None if it is not finished."""
-    path = place / "metrics.jsonl"
-    if not path.exists():
-        return None
+def _curve(place: Path, steps: int) -> dict[str, list[float]]:
+    """Steps, accuracies and CPU seconds of training steps at the evaluations of a finished run."""
     found: dict[str, list[float]] = {"step": [], "accuracy": [], "seconds": []}
     seconds = 0.0
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         seconds += entry.get("step_time", 0.0)
         if "eval_accuracy" in entry:
             for name, value in zip(found, (entry["step"], entry["eval_accuracy"], seconds), strict=True):
                 found[name].append(value)
-    return found if found["step"] and found["step"][-1] == steps else None
+    if not found["step"] or found["step"][-1] != steps:
+        raise RuntimeError(f"{place.name}: left no evaluation after step {steps}")
+    return found
 
 
 def _area(x: Sequence[float], y: Sequence[float], end: float) -> float:

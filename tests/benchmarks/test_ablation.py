@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.evidence.ablation import ARMS, PLAIN, Settings, compare, markdown, paired, plot, run, students_p
+from benchmarks.evidence.ledger import Ledger
 from tests.trainer.embedded import SMALL
 
 ENVIRONMENT = {"command": "ablation", "environment": {"commit": "abc"}}
@@ -56,26 +57,28 @@ def test_the_table_and_the_picture_name_every_arm(tmp_path):
     assert plot(document, tmp_path / "a.png").stat().st_size > 10_000
 
 
-def test_finished_runs_are_not_run_again_and_other_settings_are_refused(tmp_path):
+def test_finished_runs_are_not_run_again_but_those_of_other_settings_are(tmp_path):
     settings = Settings(seeds=1, steps=2, eval_steps=1, eval_problems=8)
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--max_steps", "--device"))]
     said: list[str] = []
-    first = run(tmp_path, settings, arms=[PLAIN, "ktae"], extra=small, say=said.append)
+    path, arms = tmp_path / "ledger.jsonl", [PLAIN, "ktae"]
+    first = run(Ledger(path), tmp_path, settings, arms=arms, extra=small, say=said.append)
     assert len(said) == 2
     assert first["curves"]["ktae"][0]["step"] == [0, 1, 2]
     assert np.all(np.diff(first["curves"]["ktae"][0]["seconds"]) > 0)
-    again = run(tmp_path, settings, arms=[PLAIN, "ktae"], extra=small, say=said.append)
+    again = run(Ledger(path), tmp_path, settings, arms=arms, extra=small, say=said.append)
     assert len(said) == 2
     assert again == first == json.loads(json.dumps(first))
-    with pytest.raises(ValueError, match="holds runs with"):
-        run(tmp_path, Settings(seeds=1, steps=3), extra=small)
+    longer = Settings(seeds=1, steps=3, eval_steps=3, eval_problems=8)
+    assert run(Ledger(path), tmp_path, longer, arms=[PLAIN], extra=small, say=said.append)["curves"] != first["curves"]
+    assert len(said) == 3
 
 
 def test_bad_settings_and_arms_are_named(tmp_path):
     with pytest.raises(ValueError, match="seeds must be at least 1, got 0"):
         Settings(seeds=0)
     with pytest.raises(ValueError, match=r"arms must be among plain DAPO, .* got magic"):
-        run(tmp_path, Settings(), arms=["magic"])
+        run(Ledger(tmp_path / "l.jsonl"), tmp_path, Settings(), arms=["magic"])
 
 
 def test_every_arm_is_one_that_the_training_program_takes():
