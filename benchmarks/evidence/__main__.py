@@ -4,6 +4,7 @@ The model is trained once and kept in the folder; so is every result. A run brok
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(given)
     try:
-        return options.run(options, f"python -m benchmarks.evidence {' '.join(given)}")
+        return options.run(options, f"python -m benchmarks.evidence {shlex.join(given)}")
     except (ValueError, OSError, FloatingPointError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
