@@ -20,7 +20,7 @@ SLOW = (
     "ops/test_aot_",
     "ops/test_mutations_",
     "ops/test_policy_loss_",
-    "ops/test_tree_attention_backward",
+    "ops/test_tree_attention",
     "ops/test_wgmma",
     "test_fused_modules",
     "test_gradient_saliency",
