@@ -272,7 +272,7 @@ def _scored_as(
             (longer,), (answer,) = with_probes([completion], [None], [probe], eos_ids, spans=[found.spans])
         except ValueError as problem:
             raise ValueError(str(problem).replace("row 0", f"row {b}", 1)) from problem
-        return longer, found._replace(answer=answer, end=min(found.end, len(longer) - len(probe.tokens)))
+        return longer, found._replace(answer=answer, end=len(longer) - len(probe.tokens))
     assert target is not None
     if found.answer is None:
         raise ValueError(f"targets row {b}: no answer was found whose place it could take; give a probe")

@@ -86,6 +86,15 @@ def test_a_probe_gives_an_answer_to_a_completion_without_one(model, batch):
     assert torch.equal(credit.weights[:2], credit_of(model, batch).weights[:2])
 
 
+def test_prefix_gain_asks_the_probe_alone_also_of_a_completion_with_an_answer_of_its_own(model, batch):
+    prompts, completions, _ = batch
+    ids = torch.tensor(encode(TOKENIZER, "\n#### 8"))
+    probe = Probe(ids, Span(len(ids) - 1, len(ids)))
+    credit = credit_of(model, batch, CounterfactualConfig(estimator="prefix_gain"), probes=[probe, None, None])
+    (expected,), _ = prefix_gain(model, prompts[:1], completions[:1], [credit.spans[0]], [probe])
+    torch.testing.assert_close(-credit.drop[0], expected)
+
+
 def test_a_target_is_scored_in_the_place_of_the_answer(model, batch):
     prompts, completions, _ = batch
     right = torch.tensor(encode(TOKENIZER, "8"))
