@@ -25,9 +25,9 @@ _OWNERS = (
 )  # fmt: skip
 # Lines of words are about as long as steps, so that length tells nothing.
 _HEADERS = (
-    "Now let us see what there is to be worked out next from all that we know by now.",
-    "Here we go on with the next step of it, and then with the one after that as well.",
-    "Then there is the rest of it to be found, and what is known so far will have to do.",
+    "Now let us see what there is to be worked out next from all that we know.",
+    "Here we go on with the next step of it, and then with the one after that.",
+    "Then there is the rest of it to be found, and what is known will have to do.",
 )
 _LARGEST = 60
 
@@ -124,11 +124,14 @@ def generate(split: str, seed: int, *, kinds: Sequence[str] = KINDS) -> Iterator
             yield problem
 
 
-def training_rows(split: str, seed: int, count: int, *, cut: float = 0.15) -> list[dict[str, str]]:
+def training_rows(
+    split: str, seed: int, count: int, *, cut: float = 0.1, implicit: float = 0.1
+) -> list[dict[str, str]]:
     """`count` right solutions to learn from, as rows with `question` and `answer`.
 
     Idle lines, headers and repeats come at random. A share `cut` of the solutions breaks off after a random line and
-    gives the answer at once, so that a model learns how likely an answer is before it has been worked out.
+    gives the answer at once, so that a model learns how likely an answer is before it has been worked out; a share
+    `implicit` leaves out nothing but the lines that state the answer.
 
     Raises:
         ValueError: an unknown split.
@@ -140,10 +143,13 @@ def training_rows(split: str, seed: int, count: int, *, cut: float = 0.15) -> li
             continue
         quantities, target = drawn
         values = values_of(quantities)
-        shown = [i for i in _idle(quantities, target) if rng.random() < 0.4]
+        shown = [i for i in _idle(quantities, target) if rng.random() < 0.7]
         lines = _lines(rng, quantities, target, values, shown, header=rng.random() < 0.2, repeat=rng.random() < 0.25)
-        if rng.random() < cut:
+        shortened = rng.random()
+        if shortened < cut:
             lines = lines[: rng.randrange(len(lines))]
+        elif shortened < cut + implicit:
+            lines = [line for line in lines if line.quantity != target]
         text = "".join(f"{line.text}\n" for line in lines)
         rows.append({"question": _question(quantities, target), "answer": f"{text}#### {values[target]}"})
     return rows
@@ -282,12 +288,7 @@ def _lines(
     todo = {i for i in range(len(quantities)) if quantities[i].left is not None and (i in needed or i in shown)}
     for i in shown:  # an idle step can be followed only after what it reads
         todo |= {j for j in ancestors(quantities, i) if quantities[j].left is not None}
-    lines: list[_Line] = []
-    while todo:
-        ready = sorted(i for i in todo if not todo & set(quantities[i].parents))
-        i = rng.choice(ready)
-        todo.remove(i)
-        lines.append(_Line(STEP if i in needed else IDLE_STEP, i, _step(quantities, values, i)))
+    lines = [_Line(STEP if i in needed else IDLE_STEP, i, _step(quantities, values, i)) for i in sorted(todo)]
     if repeat:
         at = rng.choice([k for k, line in enumerate(lines) if line.role == STEP])
         again = lines[at].quantity
@@ -312,7 +313,13 @@ def _step(quantities: Sequence[Quantity], values: Sequence[int], i: int) -> str:
     owner, op, left, right, joins = quantities[i]
     assert left is not None
     number = values[right] if joins else right
-    return f"{_relation(quantities, i)} {values[left]}{op}{number}={values[i]} so {owner} has {values[i]}."
+    read = f"{quantities[left].owner} has {values[left]}"
+    if joins:
+        read += f" and {quantities[right].owner} has {number}"
+    return (
+        f"As {_relation(quantities, i)} and {read} we find {values[left]}{op}{number}={values[i]} so {owner} has "
+        f"{values[i]}."
+    )
 
 
 def _relation(quantities: Sequence[Quantity], i: int) -> str:
@@ -320,9 +327,9 @@ def _relation(quantities: Sequence[Quantity], i: int) -> str:
     assert left is not None
     before = quantities[left].owner
     if joins:
-        return f"{owner} gets what {quantities[right].owner} has and {before} has"
-    how = {"+": "more than", "-": "fewer than", "*": "times what"}[op or ""]
-    return f"{owner} gets {right} {how} {before} has"
+        return f"{owner} gets all of {before} with {quantities[right].owner}"
+    how = {"+": "more than", "-": "fewer than", "*": "times"}[op or ""]
+    return f"{owner} gets {right} {how} {before}"
 
 
 def _question(quantities: Sequence[Quantity], target: int) -> str:
@@ -331,7 +338,7 @@ def _question(quantities: Sequence[Quantity], target: int) -> str:
         f"{quantity.owner} has {quantity.right}." if quantity.left is None else f"{_relation(quantities, i)}."
         for i, quantity in enumerate(quantities)
     ]
-    return " ".join([*sentences, f"How many coins has {quantities[target].owner}?"])
+    return " ".join(["Say", *sentences, f"How many coins has {quantities[target].owner}?"])
 
 
 def _problem(

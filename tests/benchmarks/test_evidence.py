@@ -24,11 +24,14 @@ from trainer.rewards import final_number
 from trainer.warmup import small_model, train_tokenizer
 
 FACT = re.compile(r"(\w+) (?:has (?P<given>\d+)"
-                  r"|gets (?P<n>\d+) (?P<how>more than|fewer than|times what) (?P<of>\w+) has"
-                  r"|gets what (?P<second>\w+) has and (?P<first>\w+) has)\.")  # fmt: skip
-COMPUTATION = re.compile(r"(\w+) gets (.+) has (\d+)([-+*])(\d+)=(\d+) so (\w+) has (\d+)\.\n")
+                  r"|gets (?P<n>\d+) (?P<how>more than|fewer than|times) (?P<of>\w+)"
+                  r"|gets all of (?P<first>\w+) with (?P<second>\w+))\.")  # fmt: skip
+COMPUTATION = re.compile(
+    r"As (\w+) gets (.+?) and (\w+ has \d+(?: and \w+ has \d+)?) we find (\d+)([-+*])(\d+)=(\d+) so (\w+) has (\d+)\.\n"
+)
+READ = re.compile(r"(\w+) has (\d+)")
 STATEMENT = re.compile(r"(\w+) has (\d+)\.\n")
-SIGNS = {"more than": "+", "fewer than": "-", "times what": "*"}
+SIGNS = {"more than": "+", "fewer than": "-", "times": "*"}
 
 
 def facts_of(question):
@@ -67,12 +70,13 @@ def test_planted_roles_follow_from_the_text_alone(kind):
         for k, unit in enumerate(problem.units):
             line = problem.solution[unit.start : unit.end]
             if computed := COMPUTATION.fullmatch(line):
-                owner, relation, left, sign, right, result, again, stated_result = computed.groups()
+                owner, relation, reads, left, sign, right, result, again, stated_result = computed.groups()
                 assert apply(sign, int(left), int(right)) == int(result) == int(stated_result)
                 assert owner == again
                 if not unit.origin:
-                    assert f"{owner} gets {relation} has." in problem.question
+                    assert f"{owner} gets {relation}." in problem.question
                 told, read, number = facts[owner]
+                assert READ.findall(reads) == [(other, str(stated.get(other, facts[other]))) for other in read]
                 assert sign == told
                 operands = [stated.get(other, facts[other]) for other in read] + [number] * (number is not None)
                 assert operands[0] == int(left)
@@ -114,7 +118,7 @@ def test_lines_and_the_closing_make_up_the_solution_and_numbers_tell_owners_apar
         assert [unit.start for unit in problem.units] == [0, *(unit.end for unit in problem.units)][:-1]
         assert problem.solution[problem.units[-1].end :] == f"#### {problem.answer}"
         assert all(problem.solution[unit.end - 1] == "\n" for unit in problem.units)
-        results = [int(match[6]) for match in COMPUTATION.finditer(problem.solution)]
+        results = [int(match[7]) for match in COMPUTATION.finditer(problem.solution)]
         assert len(set(results)) == len(results)
 
 
@@ -127,7 +131,7 @@ def test_equal_seeds_give_equal_problems_and_kinds_take_turns():
 
 def test_solutions_to_learn_from_are_right_and_some_break_off():
     rows = training_rows("train", 0, 200)
-    held_out = training_rows("test", 0, 200, cut=0.0)
+    held_out = training_rows("test", 0, 200, cut=0.0, implicit=0.0)
     for row in rows + held_out:
         facts, target = facts_of(row["question"])
         assert final_number(row["answer"]) == solve(facts, target)
