@@ -25,7 +25,7 @@ from .reshaping import (
     top_threshold,
     top_weights,
 )
-from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
+from .scoring import CounterfactualScores, ScoringWork, query_logprobs, score_counterfactuals
 from .spans import Reasoning, Span, find_reasoning
 
 
@@ -116,6 +116,7 @@ def counterfactual_credit(
     logprobs: bool = False,
     temperature: float = 1.0,
     score: Callable[..., CounterfactualScores] | None = None,
+    ask: Callable[..., tuple[list[list[Tensor]], ScoringWork]] | None = None,
     groups: Tensor | None = None,
     rewards: Tensor | None = None,
     entropies: Tensor | None = None,
@@ -139,6 +140,8 @@ def counterfactual_credit(
         temperature: divides the logits of those log-probs (not of the answer scores).
         score: called in place of `score_counterfactuals`, with its arguments; for a host whose
             model lies in other processes (`model` is then only handed on).
+        ask: called in place of `query_logprobs`, with its arguments, by estimators that read more than answers: that of
+            a `PackedForward` which has fed the completions already.
         groups: (B,) int64, equal for completions that are compared with each other; default: equal prompts.
         rewards: (B,) float, for estimators that compare the completions of a group.
         entropies: (B, T) of each sampled token's distribution, nats, for `entropy`.
@@ -202,6 +205,7 @@ def counterfactual_credit(
             entropies=None if entropies is None else [entropies[b, : len(completions[b])] for b in rows],
             external=None if external is None else [external[b] for b in rows],
             score=scorer,
+            ask=ask or query_logprobs,
             elsewhere=elsewhere,
         )
 

@@ -20,7 +20,7 @@ from .outcomes import Outcome
 from .partial_branches import answer_knockout, short_branches
 from .prefix_values import own_probe
 from .prefix_values import prefix_gain as gains_of_prefixes
-from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
+from .scoring import CounterfactualScores, ScoringWork, query_logprobs, score_counterfactuals
 from .spans import Span
 
 
@@ -47,6 +47,7 @@ class CreditBatch:
         entropies: B tensors (T_b,) of each sampled token's distribution, nats.
         external: B tensors (K_b,) or (T_b,), the caller's own importances.
         score: stands in for `score_counterfactuals`, with its arguments.
+        ask: stands in for `query_logprobs`, with its arguments.
         elsewhere: the model lies in other processes, and `score` alone can ask it.
     """
 
@@ -67,6 +68,7 @@ class CreditBatch:
     entropies: list[Tensor] | None = None
     external: list[Tensor] | None = None
     score: Callable[..., CounterfactualScores] = field(default=score_counterfactuals)
+    ask: Callable[..., tuple[list[list[Tensor]], ScoringWork]] = field(default=query_logprobs)
     elsewhere: bool = False
 
     @property
@@ -199,7 +201,7 @@ def prefix_gain(model: nn.Module, batch: CreditBatch) -> Importances:
     ]
     values, work = gains_of_prefixes(
         model, batch.prompts, batch.completions, batch.units, probes, token_budget=batch.token_budget,
-        score=batch.score if batch.elsewhere else None,
+        score=batch.score if batch.elsewhere else None, ask=batch.ask,
     )  # fmt: skip
     return Importances(values, work=work)
 

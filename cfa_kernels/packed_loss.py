@@ -35,10 +35,14 @@ from .scoring import (
     Read,
     ScoringOptions,
     ScoringPlan,
+    ScoringWork,
     checked_rows,
+    collect_logprobs,
     collect_scores,
     gather,
+    plan_queries,
     queries_of,
+    query_logprobs,
     read_pack,
     score_counterfactuals,
 )
@@ -306,7 +310,7 @@ class PackedForward:
             ValueError: bad input, as there; a row with an answer that was not fed; states that were not kept.
         """
         options = ScoringOptions(placeholder_id, token_budget, outcome)
-        if has_cells(self.causal) or rope_lengths(self.causal)[0]:
+        if self._stands_alone:
             prompts, completions = zip(*(map(torch.from_numpy, row) for row in self.rows), strict=True)
             return score_counterfactuals(self.causal, prompts, completions, spans, answers, **vars(options))
         rows = checked_rows(self.causal, self.rows, spans, answers, placeholder_id)
@@ -315,18 +319,65 @@ class PackedForward:
         for b, (unit, count) in enumerate(zip(plan.units, self.counts, strict=True)):
             if unit and not count:
                 raise ValueError(f"answers row {b}: its completion was not fed (needed[{b}] was 0)")
+        forward_of = {b: f for f, one in enumerate(self.fed) for b in one.members}
+        owners = [forward_of.get(b, 0) for b in range(len(rows))]
+        values, work = self._continued(plan, owners, OutcomeReader(self.head), budget)
+        return collect_scores(values, plan, options, work)
+
+    def query_logprobs(
+        self,
+        model: nn.Module,
+        units: Sequence[Sequence[Query]],
+        *,
+        lengths: Sequence[int] | None = None,
+        row_numbers: Sequence[int] | None = None,
+        token_budget: int | None = None,
+        temperature: float = 1.0,
+    ) -> tuple[list[list[Tensor]], ScoringWork]:
+        """`scoring.query_logprobs` of the same model, from the hidden states and keys and values of this forward.
+
+        Of each query only what this forward has not fed is fed, without gradient. Arguments and errors as there.
+        Valid as long as the model's weights are those of this forward. Takes forwards of its own where `score` does.
+
+        Raises:
+            ValueError: also where states were not kept.
+        """
+        options: dict[str, Any] = {
+            "lengths": lengths, "row_numbers": row_numbers, "token_budget": token_budget, "temperature": temperature,
+        }  # fmt: skip
+        if not self.fed or self._stands_alone:
+            return query_logprobs(model, units, **options)
+        plan = plan_queries(self.causal, units, **options)
+        owners = [self._nearest(unit[0].tokens) if unit else 0 for unit in plan.units]
+        budget = rows_per_forward(self.causal, token_budget)
+        values, work = self._continued(plan, owners, OutcomeReader(self.head, temperature), budget)
+        return collect_logprobs(values, plan), work
+
+    @property
+    def _stands_alone(self) -> bool:
+        """Whether no later rows can continue this forward's."""
+        return has_cells(self.causal) or bool(rope_lengths(self.causal)[0])
+
+    def _nearest(self, tokens: np.ndarray) -> int:
+        """The forward that has fed most of a sequence."""
+        shared = [one.pack.tree.common_prefix(tokens) for one in self.fed]
+        return shared.index(max(shared))
+
+    def _continued(
+        self, plan: ScoringPlan, owners: Sequence[int], reader: OutcomeReader, budget: int
+    ) -> tuple[Tensor, ScoringWork]:
+        """The values of a plan's queries; those of each unit continue the forward that owns it."""
         if any(one.store is None for one in self.fed):
             raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
-        reader, read = OutcomeReader(self.head), list[Read]()
+        read = list[Read]()
         with torch.no_grad(), tree_attention_mode(self.causal):
-            for one in self.fed:
-                numbers = [n for b in one.members for n in plan.numbers[b]]
+            for f, one in enumerate(self.fed):
+                numbers = [n for unit, owner in zip(plan.numbers, owners, strict=True) if owner == f for n in unit]
                 hidden = one.hidden.detach()
                 for pack in continue_pack(one.pack, [plan.queries[n] for n in numbers], budget):
                     states = pack_states(self.causal, self.head, pack, store=one.store, earlier=hidden)
                     read.append(read_pack(reader, plan, pack, [numbers[i] for i in pack.units], states))
-        values, work = gather(plan, read)
-        return collect_scores(values, plan, options, work)
+        return gather(plan, read)
 
     def scorer(self) -> Callable[..., CounterfactualScores]:
         """`score` as a function with the arguments of `score_counterfactuals`, for some of the rows of this forward.

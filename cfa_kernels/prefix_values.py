@@ -151,6 +151,7 @@ def prefix_values(
     measure: str = "probability",
     token_budget: int | None = None,
     score: Callable[..., CounterfactualScores] | None = None,
+    ask: Callable[..., tuple[list[list[Tensor]], ScoringWork]] = query_logprobs,
 ) -> PrefixValues:
     """Score a probe after beginnings of each completion: pi(target | prompt, completion[:t], probe up to the target).
 
@@ -165,6 +166,7 @@ def prefix_values(
         token_budget: as in `score_counterfactuals`.
         score: stands in for `score_counterfactuals` where the model lies in other processes; then nothing is checked
             against the model, and each boundary is a sequence of its own.
+        ask: stands in for `query_logprobs`: that of a `PackedForward`, which has fed the completions already.
 
     Returns:
         `PrefixValues`.
@@ -202,7 +204,7 @@ def prefix_values(
             places.append([i for i in order if sides[i] == side])
             units.append([queries[b][i] for i in places[-1]])
             numbers.append(b)
-    found, work = query_logprobs(model, units, row_numbers=numbers, token_budget=token_budget)
+    found, work = ask(model, units, row_numbers=numbers, token_budget=token_budget)
     values = [torch.zeros(len(row)) for row in boundaries]
     for b, unit_places, unit_values in zip(numbers, places, found, strict=True):
         for i, value in zip(unit_places, unit_values, strict=True):
@@ -255,6 +257,7 @@ def prefix_gain(
     measure: str = "probability",
     token_budget: int | None = None,
     score: Callable[..., CounterfactualScores] | None = None,
+    ask: Callable[..., tuple[list[list[Tensor]], ScoringWork]] = query_logprobs,
 ) -> tuple[list[Tensor], ScoringWork]:
     """How much each unit adds to the answer's value: the value after it less the value after the unit before.
 
@@ -262,8 +265,8 @@ def prefix_gain(
     counts to none; the gains of a row sum to the value after its last unit less that at the start of its first.
 
     Args:
-        model, prompts, completions, probes, measure, token_budget, score: as in `prefix_values`; a probe may be None
-            only where there are no units.
+        model, prompts, completions, probes, measure, token_budget, score, ask: as in `prefix_values`; a probe may be
+            None only where there are no units.
         units: for each completion, disjoint spans in order of position.
 
     Returns:
@@ -283,7 +286,15 @@ def prefix_gain(
             end = unit.end
     boundaries = [[row[0].start, *(unit.end for unit in row)] if row else [] for row in units]
     found = prefix_values(
-        model, prompts, completions, boundaries, probes, measure=measure, token_budget=token_budget, score=score
+        model,
+        prompts,
+        completions,
+        boundaries,
+        probes,
+        measure=measure,
+        token_budget=token_budget,
+        score=score,
+        ask=ask,
     )
     return [values.diff() for values in found.values], found.work
 

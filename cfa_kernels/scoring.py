@@ -183,20 +183,11 @@ def query_logprobs(
         FloatingPointError: the model gave a nan log-prob; the message names the row.
     """
     causal = causal_lm(model)
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    asked = [list(unit) for unit in units]
-    if lengths is None:
-        lengths = [max((query.length for query in unit), default=0) for unit in asked]
-    numbers = list(range(len(asked)) if row_numbers is None else row_numbers)
-    for name, column in (("lengths", lengths), ("row_numbers", numbers)):
-        if len(column) != len(asked):
-            raise ValueError(f"{name} has {len(column)} rows, units has {len(asked)}; they must agree")
-    plan = _lay_out(causal, numbers, asked, lengths, token_budget, rows=[])
+    plan = plan_queries(
+        causal, units, lengths=lengths, row_numbers=row_numbers, token_budget=token_budget, temperature=temperature
+    )
     values, work = _run(causal, plan, temperature)
-    _reject_nan(values, plan)
-    each = iter(values.split([query.num_values for query in plan.queries]))
-    return [[next(each) for _ in unit] for unit in asked], work
+    return collect_logprobs(values, plan), work
 
 
 @dataclass(frozen=True)
@@ -271,6 +262,28 @@ def plan_scoring(
     Packs are laid out when they are asked for.
     """
     return _plan(model, prompts, completions, spans, answers, ScoringOptions(**options))
+
+
+def plan_queries(
+    model: PreTrainedModel,
+    units: Sequence[Sequence[Query]],
+    *,
+    lengths: Sequence[int] | None = None,
+    row_numbers: Sequence[int] | None = None,
+    token_budget: int | None = None,
+    temperature: float = 1.0,
+) -> ScoringPlan:
+    """Check the input of `query_logprobs`; nothing runs on a device."""
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    asked = [list(unit) for unit in units]
+    if lengths is None:
+        lengths = [max((query.length for query in unit), default=0) for unit in asked]
+    numbers = list(range(len(asked)) if row_numbers is None else row_numbers)
+    for name, column in (("lengths", lengths), ("row_numbers", numbers)):
+        if len(column) != len(asked):
+            raise ValueError(f"{name} has {len(column)} rows, units has {len(asked)}; they must agree")
+    return _lay_out(model, numbers, asked, lengths, token_budget, rows=[])
 
 
 def _plan(
@@ -479,6 +492,13 @@ def _smaller(plan: ScoringPlan, chain: Chain) -> list[Chain]:
         if sum(1 for one in chains for _ in one.packs(plan.queries)) > len(sizes):
             return chains
     return []
+
+
+def collect_logprobs(values: Tensor, plan: ScoringPlan) -> list[list[Tensor]]:
+    """Values, as from `gather`, by unit and query."""
+    _reject_nan(values, plan)
+    each = iter(values.split([query.num_values for query in plan.queries]))
+    return [[next(each) for _ in unit] for unit in plan.units]
 
 
 def collect_scores(

@@ -110,6 +110,10 @@ class PrefixTree:
             current = self._append(current, depth, tokens, -1 - len(self._segments))
         return self._segments[current].path[: len(tokens)]
 
+    def common_prefix(self, tokens: np.ndarray) -> int:
+        """How many tokens of a sequence, from its first on, have a row here already."""
+        return self._find(tokens)[1]
+
     def _find(self, tokens: np.ndarray) -> tuple[int, int]:
         """The segment that holds the end of the longest prefix of `tokens` here, -1 for none, and its length."""
         current, depth = -1, 0

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -12,6 +13,8 @@ from peft import LoraConfig, get_peft_model
 from cfa_kernels import CounterfactualConfig, counterfactual_credit, policy_loss, score_counterfactuals
 from cfa_kernels.losses import LEVELS, LOSS_TYPES
 from cfa_kernels.packed_loss import LossBatch, packed_forward, packed_logprobs, packed_policy_loss
+from cfa_kernels.scoring import query_logprobs
+from cfa_kernels.tree import Query
 from tests.models import ARCHITECTURES, PLACEHOLDER, assert_equals_naive, batch, make_model, naive_logprobs, tokens
 from tests.test_proof import HYBRIDS, LONGROPE, MASKED, OTHERS
 
@@ -233,6 +236,48 @@ def test_an_answer_beyond_what_was_fed_is_fed_with_the_branches():
     forward = packed_forward(model, PROMPTS, COMPLETIONS, needed=[5] * 7, keep_states=True)
     found = forward.score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
     assert_equals_naive(found, model, PROMPTS, COMPLETIONS, SPANS, ANSWERS)
+
+
+@pytest.mark.parametrize("budget", [None, 60])
+@pytest.mark.parametrize("architecture", ["Qwen3", "Gemma2", "Qwen3Next"])
+def test_queries_that_continue_a_forward_are_those_of_forwards_of_their_own(architecture, budget):
+    """What a forward has fed is not fed again, in whichever of several packs; Qwen3Next's states go no further."""
+    model = make_model(architecture)
+    rows = [torch.cat([p, c]).numpy() for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    beginnings = [row[: len(row) // share] for row in rows for share in (1, 2)]
+    asked = np.array([5, 6, 7])
+    units = [[], *([Query(np.append(row, asked[:2]), len(row) - 1, asked, tempered=True)] for row in beginnings)]
+    apart, separate = query_logprobs(model, units, temperature=0.7)
+    forward = packed_forward(model, PROMPTS, COMPLETIONS, token_budget=budget, keep_states=True)
+    found, work = forward.query_logprobs(model, units, temperature=0.7)
+    assert [len(unit) for unit in found] == [len(unit) for unit in units]
+    for ours, theirs in zip(found, apart, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+    if architecture == "Qwen3Next":
+        assert work.tokens_fed == separate.tokens_fed
+    else:
+        assert (len(forward.fed) > 1) == (budget is not None)
+        assert 0 < work.tokens_fed <= 2 * len(beginnings) + len(rows)  # and of each row the last token at most
+
+
+def test_credit_takes_its_probes_from_a_forward():
+    from tests.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
+
+    tokenizer, model = tiny_tokenizer(), tiny_model()
+    ids = torch.tensor([[len(WORDS) + PHRASES.index(p) for p in ("3 + 4 = 7. ", "7 - 2 = 5. ", "#### 5")]] * 2)
+    prompt = torch.tensor([[3, 4, 5], [3, 4, 6]])
+    arguments = (model, tokenizer, prompt, torch.ones_like(prompt), ids, torch.ones_like(ids))
+    config = CounterfactualConfig(estimator="prefix_gain")
+    apart = counterfactual_credit(*arguments, config=config)
+    forward = packed_forward(model, list(prompt), list(ids), keep_states=True)
+    found = counterfactual_credit(*arguments, config=config, ask=forward.query_logprobs)
+    assert any(found.spans)
+    torch.testing.assert_close(found.weights, apart.weights, rtol=0, atol=1e-4)
+    assert found.work.tokens_fed <= apart.work.tokens_fed - len(prompt[0])
+    with pytest.raises(ValueError, match="keep_states must be True"):
+        counterfactual_credit(
+            *arguments, config=config, ask=packed_forward(model, list(prompt), list(ids)).query_logprobs
+        )
 
 
 def test_credit_takes_its_scores_from_a_forward():

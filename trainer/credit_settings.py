@@ -86,6 +86,11 @@ class CreditSettings:
         return self.estimates and self.estimator == "masking" and self.counterfactual().exact
 
     @property
+    def continues_forward(self) -> bool:
+        """Whether importances are read from rows that continue a training forward's keys and values."""
+        return self.masks_answers or (self.estimates and self.estimator == "prefix_gain")
+
+    @property
     def reads_entropies(self) -> bool:
         """Whether the entropies of sampled tokens are needed."""
         return self.counterfactual().reads_entropies

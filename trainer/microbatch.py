@@ -203,9 +203,9 @@ def assign_credit(
 ) -> Credit:
     """Credit of a micro-batch's completions; sets the weights, or the token advantages. `mask` is (B, T).
 
-    Answers are scored, and entropies read, from the micro-batch's own `forward`; other estimators run the policy
-    themselves. Valid before the first optimizer step on a batch, while the policy is the one that sampled. `options`
-    are those of `counterfactual_credit`; all tensors are on the host.
+    Answers and probes are scored, and entropies read, from the micro-batch's own `forward`; other estimators run the
+    policy themselves. Valid before the first optimizer step on a batch, while the policy is the one that sampled.
+    `options` are those of `counterfactual_credit`; all tensors are on the host.
     """
     part, entropies = micro.rows, None
     if config.reads_entropies:
@@ -224,6 +224,7 @@ def assign_credit(
         advantages=micro.advantages,
         config=config.counterfactual(),
         score=forward.scorer() if config.masks_answers else None,
+        ask=forward.query_logprobs if config.continues_forward else None,
         groups=part // config.num_generations,
         rewards=micro.rewards,
         entropies=entropies,

@@ -149,7 +149,7 @@ def update(
         trainer.optimizer.zero_grad()  # to None: without a micro-batch the optimizer step below changes nothing
         passes, norm = list[Pass](), torch.zeros(())  # what each micro-batch gave; the norm of all gradients so far
         for micro in parts:
-            forward = micro.forward(policy, config, keep_states=micro.weights is None and config.masks_answers)
+            forward = micro.forward(policy, config, keep_states=micro.weights is None and config.continues_forward)
             if micro.weights is None:
                 began = time.perf_counter()
                 credit = assign_credit(

@@ -96,3 +96,15 @@ def test_masking_in_another_way_takes_forwards_of_its_own(fresh, rollouts, flags
     assert exact.spans == other.spans
     assert any(not torch.equal(a, b) for a, b in zip(exact.drop, other.drop, strict=True))
     assert other.work.tokens_fed > 0
+
+
+def test_prefix_gain_feeds_its_probes_alone_behind_what_the_update_has_fed(fresh, rollouts, monkeypatch) -> None:
+    trainer = fresh("--estimator=prefix_gain")
+    credit, _ = credit_under(trainer, rollouts)
+    units = sum(len(row) for row in credit.spans)
+    assert units < credit.work.tokens_fed < 8 * units  # a marker and an answer each
+    monkeypatch.setattr(type(trainer.config), "continues_forward", False)
+    apart, _ = credit_under(fresh("--estimator=prefix_gain"), rollouts)
+    assert credit.work.tokens_fed < 0.3 * apart.work.tokens_fed
+    for ours, theirs in zip(credit.drop, apart.drop, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
