@@ -24,9 +24,9 @@ MODELS = (TRAINED, RANDOM)
 class Recipe:
     """How the model is trained: a Qwen3 of four layers, on solutions of `problems.training_rows`."""
 
-    steps: int = 4000
+    steps: int = 3000
     batch_size: int = 32
-    rows: int = 128_000
+    rows: int = 96_000
     held_out: int = 200
     hidden_size: int = 128
     layers: int = 4
@@ -52,7 +52,7 @@ class Subject:
 
 
 def train(folder: Path, recipe: Recipe) -> Path:
-    """The trained model's folder below `folder`, made if it is not there: some forty minutes of one core."""
+    """The trained model's folder below `folder`, made if it is not there: some thirty minutes of one core."""
     name = hashlib.sha256(json.dumps(asdict(recipe)).encode()).hexdigest()[:12]
     target = folder / f"model-{name}"
     if (target / "warmup.json").exists():

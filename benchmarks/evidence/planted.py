@@ -45,7 +45,7 @@ class Settings:
     batch: int = 20
     """Problems per piece of work."""
     seed: int = 0
-    room: int = 128
+    room: int = 256
     """Most tokens of a completion."""
     draws: int = 1000
     """Bootstrap draws."""

@@ -25,9 +25,10 @@ _OWNERS = (
 )  # fmt: skip
 # Lines of words are about as long as steps, so that length tells nothing.
 _HEADERS = (
-    "Now let us see what there is to be worked out next from all that we know.",
-    "Here we go on with the next step of it, and then with the one after that.",
-    "Then there is the rest of it to be found, and what is known will have to do.",
+    "Now let us see what there is to be worked out next from all that we know, one step after the other, so that we "
+    "have it.",
+    "Here we go on with the next step of it, and then with the one after that, as far as there is one in what we know.",
+    "Then there is the rest of it to be found, and what is known will have to do, so we take it as it is and go on.",
 )
 _LARGEST = 60
 
@@ -293,15 +294,14 @@ def _lines(
         at = rng.choice([k for k, line in enumerate(lines) if line.role == STEP])
         again = lines[at].quantity
         assert again is not None
-        text = "So as was worked out above, and it has not changed since then,"
+        text = "So as was worked out above, and it has not changed since then with all that we have found in between,"
         text = f"{text} {quantities[again].owner} has {values[again]}."
         lines.insert(rng.randint(at + 1, len(lines)), _Line(REPEAT, again, text))
     facts = [i for i, quantity in enumerate(quantities) if quantity.left is None and i not in needed]
     if facts and rng.random() < 0.4:
         i = rng.choice(facts)
-        text = (
-            f"We were told in the text above, before there was a question, that {quantities[i].owner} has {values[i]}."
-        )
+        text = "We were told in the text above, before there was a question or a step to be worked out, that at first"
+        text = f"{text} {quantities[i].owner} has {values[i]}."
         lines.insert(rng.randint(0, len(lines)), _Line(IDLE_FACT, i, text))
     if header:
         lines.insert(rng.randint(0, len(lines)), _Line(HEADER, None, rng.choice(_HEADERS)))
