@@ -313,7 +313,7 @@ class _PackSaliency:
 
     def run(self) -> _Found:
         """All draws."""
-        generators = [_row_generator(self.ask.seed, row, self.device) for row in self.rows]
+        generators = [_row_generator(self.ask.seed, row, device=self.device) for row in self.rows]
         clean = self._forward(_EmbeddingTap(self.model)) if self.ask.diverges else None
         total = self._draw(clean, generators)
         for _ in range(self.ask.samples - 1):
@@ -365,7 +365,7 @@ class _PackSaliency:
             return _divergence_by_rows(clean, noisy, self.sizes, self.head)
 
 
-def _row_generator(seed: int, row: _Row, device: torch.device) -> torch.Generator:
+def _row_generator(seed: int, row: _Row, *, device: torch.device) -> torch.Generator:
     """The noise's source for one row: equal rows of calls with equal seeds have equal noise."""
     digest = hashlib.blake2b(f"{seed} {len(row.prompt)} ".encode(), digest_size=8)
     digest.update(row.prompt.tobytes())
