@@ -75,7 +75,7 @@ def resampled_fills(
         seed: of the draws, an integer.
         temperature: divides the logits.
         token_budget: most rows of a tree, fills included; default by free memory. A completion and its fills stay
-            together, even over the budget.
+            together, even over the budget, as long as memory holds them.
 
     Returns:
         `Fills`.

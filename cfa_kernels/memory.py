@@ -13,9 +13,11 @@ _Work = TypeVar("_Work")
 _Result = TypeVar("_Result")
 
 LOGITS_AT_ONCE = 1 << 24
-"""Most logits of a strip, in elements. Some four tensors of this size live together, the widest in float64.
+"""Most logits that exist where a formula needs them themselves, in elements, for gradients, fills and divergences.
 
-Kernels that turn logits into log-probs or a loss as they come hold other amounts: `ops.linear_logprob`, `chunk_size`.
+Some four tensors of this size live together, the widest in float64. What the passes from the head to log-probs and
+losses hold is another matter, tuned for their speed: `STRIP_BYTES` of `ops.linear_logprob`, in bytes, and `chunk_size`
+of `linear_policy_loss`, in rows.
 """
 
 _CACHED = 1 << 20  # elements that stay in a CPU's caches

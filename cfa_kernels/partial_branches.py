@@ -61,7 +61,7 @@ def short_branches(
     Args:
         model: as in `score_counterfactuals`, without layers that carry a state.
         prompts, completions, spans, answers, placeholder_id, fills, outcome, token_budget: as there; a completion and
-            its branches stay together, even over the budget.
+            its branches stay together, even over the budget, as long as memory holds them.
         fed_from: for each completion, the first token whose row is computed anew where it lies behind the span; at
             most, and by default, the one before the answer. The first of the answer's marker, or some tokens earlier,
             comes nearer to exact masking.
@@ -97,7 +97,7 @@ def answer_knockout(
     Args:
         model: as in `score_counterfactuals`, with full attention in every layer.
         prompts, completions, spans, answers, outcome, token_budget: as there; a completion and its branches stay
-            together, even over the budget. A row never loses sight of itself.
+            together, even over the budget, as long as memory holds them. A row never loses sight of itself.
         blind_from: for each completion, the first token whose row is blind; at most, and by default, the one before
             the answer.
 
