@@ -26,6 +26,7 @@ from .hf import (
     rows_per_forward,
     vocab_size,
 )
+from .memory import halves, rows_at_once, run_in_memory
 from .ops.upload import upload
 from .outcomes import DIVERGENCES, Outcome, checked_outcome, row_means
 from .packed_model import last_layer_on_rows, packed_hidden, tree_attention_mode
@@ -34,9 +35,6 @@ from .scoring import ScoringWork, checked_rows
 from .spans import Span
 from .token_rows import check_columns, checked_ids, equal_prompts_together
 from .tree import Pack, Query, lay_out
-
-# Logits of outcomes held at once, in elements; some four tensors of this size live together.
-_MOST_LOGITS = 1 << 24
 
 
 def gradient_saliency(
@@ -60,7 +58,7 @@ def gradient_saliency(
 
     | outcome | J |
     |---|---|
-    | `last` | KL(P_0, P_noisy), P what predicts the answer's first token; without an answer, the completion's last |
+    | `last` | KL(P_0, P_noisy), P what predicts the answer's first token |
     | `mean` | the same, P the softmax of the mean of the logits that predict the answer's tokens |
     | `mean_logprob` | mean log-prob of the answer's tokens, clean minus noisy |
     | `logprob` | their sum, clean minus noisy |
@@ -68,7 +66,7 @@ def gradient_saliency(
     Near zero noise the gradient of a KL is the outcome's Fisher matrix times the noise: importances of `last` and
     `mean` are proportional to `sigma`, and one draw scatters by some two thirds of its size; average several `samples`.
     At `sigma` 0 that gradient vanishes, so there they are those of `mean_logprob`: gradient times input, one
-    deterministic pass, nan for a row without an answer.
+    deterministic pass.
 
     Importances are first-order and non-negative: they say how sensitive the outcome is to a token, not in which
     direction, and small ones of a half-precision model are rounding.
@@ -80,7 +78,7 @@ def gradient_saliency(
         completions: B 1-D int64 tensors, unpadded. Tokens after those that decide the outcome are not fed.
         units: for each completion, half-open spans of its tokens, K_b of them. They may overlap each other, never the
             answer; what lies after the rows that decide the outcome has importance 0 by causality.
-        answers: for each completion its answer, or None; then its importances are nan but for outcome `last`.
+        answers: for each completion its answer, or None; then its importances are nan.
         outcome: see above.
         sigma: standard deviation of the noise, in the embedding's own scale (that of the authors' code by default).
         samples: draws to average; each costs a forward and a backward to the embeddings.
@@ -107,28 +105,28 @@ def gradient_saliency(
         ask = _Ask("mean_logprob" if outcome in DIVERGENCES else outcome, 0.0, 1, seed)
     else:
         ask = _Ask(outcome, float(sigma), samples, seed)
-    rows = _checked(causal, prompts, completions, units, answers, ask.outcome)
+    rows = _checked(causal, prompts, completions, units, answers)
     order = equal_prompts_together([row.prompt for row in rows])
     queries = [[rows[b].query(ask.outcome)] if len(rows[b].moving) else [] for b in order]
     lengths = [len(rows[b].prompt) + len(rows[b].completion) for b in order]
     head = _widened(prove_supported(causal))
-    tokens = [np.zeros(0)] * len(rows)
-    work = ScoringWork()
+
+    def together(budget: int) -> Iterator[_Fed]:
+        for part in apart_by_length(causal, queries, lengths, order):
+            for pack in lay_out(part, budget):
+                fed = [i for i in pack.units if part[i]]
+                yield _Fed([order[i] for i in fed], [part[i] for i in fed], pack)
+
+    def run(fed: _Fed) -> _Found:
+        return _PackSaliency(causal, head, fed, [rows[b] for b in fed.members], ask).run()
+
     with torch.inference_mode(False), tree_attention_mode(causal), _frozen(causal):
         if token_budget is None:
             budget = default_token_budget(causal, training=True)
         else:
             budget = rows_per_forward(causal, token_budget)
-        for part in apart_by_length(causal, queries, lengths, order):
-            for pack in lay_out(part, budget):
-                members = [order[i] for i in pack.units if part[i]]
-                saliency = _PackSaliency(causal, head, pack, [rows[b] for b in members], ask)
-                for b, found in zip(members, saliency.run(), strict=True):
-                    if not np.isfinite(found).all():
-                        raise FloatingPointError(f"completions row {b}: the model gave a gradient that is not finite")
-                    tokens[b] = found
-                work += saliency.work
-    return [row.importances(found) for row, found in zip(rows, tokens, strict=True)], work
+        found = list(run_in_memory(together(budget), run, _Fed.halved))
+    return _gather(rows, found, ask)
 
 
 @dataclass(frozen=True)
@@ -153,29 +151,29 @@ class _Row:
     prompt: np.ndarray  # (P,) int64
     completion: np.ndarray  # (T,) int64
     spans: np.ndarray  # (K, 2) int64: first token and end of each unit
-    target: Span | None  # the tokens whose prediction is the outcome
+    answer: Span | None
 
     @cached_property
     def moving(self) -> np.ndarray:
         """(n,) tokens of the units that can move the outcome, ascending."""
-        if self.target is None:
+        if self.answer is None:
             return np.zeros(0, np.int64)
         steps = np.zeros(len(self.completion) + 1, np.int64)
         np.add.at(steps, self.spans[:, 0], 1)
         np.add.at(steps, self.spans[:, 1], -1)
-        return np.flatnonzero(np.cumsum(steps)[: self.target.start])
+        return np.flatnonzero(np.cumsum(steps)[: self.answer.start])
 
     def query(self, outcome: str) -> Query:
         """The tokens to feed and the rows that decide the outcome."""
-        assert self.target is not None
-        start, end = self.target.start, self.target.start + 1 if outcome == "last" else self.target.end
+        assert self.answer is not None
+        start, end = self.answer.start, self.answer.start + 1 if outcome == "last" else self.answer.end
         before = len(self.prompt)
         fed, beyond = np.split(np.concatenate([self.prompt, self.completion]), [before + end - 1])
         return Query(fed, before + start - 1, self.completion[start:end], beyond=beyond, alone_from=before)
 
     def importances(self, tokens: np.ndarray) -> Tensor:
         """(K,) fp32 sums over each unit of the importances (n,) of the `moving` tokens."""
-        if self.target is None:
+        if self.answer is None:
             return torch.full((len(self.spans),), math.nan)
         each = np.zeros(len(self.completion) + 1)
         each[self.moving] = tokens
@@ -206,13 +204,12 @@ def _checked(
     completions: Sequence[Tensor],
     units: Sequence[Sequence[Span]],
     answers: Sequence[Span | None],
-    outcome: str,
 ) -> list[_Row]:
     check_columns(prompts, completions=completions, units=units, answers=answers)
     ids = checked_ids(prompts, completions, vocab_size(model), context_length(model))
     rows = []
     for b, row in enumerate(checked_rows(model, ids, [[] for _ in ids], answers, placeholder_id=0)):
-        length, target = len(row.completion), row.answer
+        length = len(row.completion)
         spans = np.array([tuple(span) for span in units[b]], dtype=np.int64).reshape(-1, 2)
         starts, ends = spans.T
         if len(bad := np.flatnonzero((starts < 0) | (starts >= ends) | (ends > length))):
@@ -220,13 +217,12 @@ def _checked(
                 f"units row {b}, unit {bad[0]}: {tuple(spans[bad[0]].tolist())} is not a non-empty span inside a "
                 f"completion of {length} tokens"
             )
-        if target is not None and len(bad := np.flatnonzero((starts < target.end) & (target.start < ends))):
+        answer = row.answer
+        if answer is not None and len(bad := np.flatnonzero((starts < answer.end) & (answer.start < ends))):
             raise ValueError(
-                f"units row {b}, unit {bad[0]}: {tuple(spans[bad[0]].tolist())} overlaps the answer {tuple(target)}"
+                f"units row {b}, unit {bad[0]}: {tuple(spans[bad[0]].tolist())} overlaps the answer {tuple(answer)}"
             )
-        if target is None and outcome == "last":
-            target = Span(length - 1, length)
-        rows.append(_Row(row.prompt, row.completion, spans, target))
+        rows.append(_Row(row.prompt, row.completion, spans, answer))
     return rows
 
 
@@ -243,42 +239,86 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-class _PackSaliency:
-    """The forwards and backwards of one pack of completions."""
+@dataclass(frozen=True)
+class _Fed:
+    """Completions that share forwards."""
 
-    def __init__(self, model: PreTrainedModel, head: Head, pack: Pack, members: list[_Row], ask: _Ask) -> None:
-        self.model, self.head, self.pack, self.members, self.ask = model, head, pack, members, ask
-        queries = [row.query(ask.outcome) for row in members]
-        targets = [query.targets for query in queries]
-        self.sizes = [len(row) for row in targets]  # rows that decide each outcome
-        self.targets = np.concatenate(targets)
-        self.read = pack.rows[pack.query_index]  # (R,) those rows, one member after the other
-        first = self.read[np.cumsum(self.sizes) - self.sizes]
+    members: list[int]  # the caller's number of each
+    units: list[list[Query]]  # theirs
+    pack: Pack
+
+    def halved(self) -> "list[_Fed]":
+        """Two packs of half of the completions each; none where there is one completion."""
+        found = []
+        for some in halves(range(len(self.members)), int):
+            units = [self.units[i] for i in some]
+            (pack,) = lay_out(units, self.pack.num_tokens)
+            found.append(_Fed([self.members[i] for i in some], units, pack))
+        return found
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the draws of a pack gave; nobody has waited for it."""
+
+    members: list[int]
+    sums: Tensor  # (n,) float64 on the device: over draws, of the importances of the members' `moving` tokens
+    work: ScoringWork
+
+
+def _gather(rows: list[_Row], found: list[_Found], ask: _Ask) -> tuple[list[Tensor], ScoringWork]:
+    """Importances (K_b,) of every row, and what it took; one copy to the host, which waits for the device."""
+    tokens, work = [np.zeros(0)] * len(rows), sum((one.work for one in found), ScoringWork())
+    if found:
+        means = torch.cat([one.sums for one in found]).cpu().numpy() / ask.samples
+        members = [b for one in found for b in one.members]
+        ends = np.cumsum([len(rows[b].moving) for b in members])
+        for b, part in zip(members, np.split(means, ends[:-1]), strict=True):
+            if not np.isfinite(part).all():
+                raise FloatingPointError(f"completions row {b}: the model gave a gradient that is not finite")
+            tokens[b] = part
+    return [row.importances(part) for row, part in zip(rows, tokens, strict=True)], work
+
+
+class _PackSaliency:
+    """The forwards and backwards of one pack of completions. Nothing here waits for the device."""
+
+    def __init__(self, model: PreTrainedModel, head: Head, fed: _Fed, rows: list[_Row], ask: _Ask) -> None:
+        self.model, self.head, self.fed, self.rows, self.ask = model, head, fed, rows, ask
+        queries = [row.query(ask.outcome) for row in rows]
+        self.sizes = [len(query.targets) for query in queries]  # rows that decide each outcome
+        read = fed.pack.rows[fed.pack.query_index]  # (R,) those rows, one member after the other
+        first = read[np.cumsum(self.sizes) - self.sizes]
         # From its first token on a completion's rows are its own, one after the other.
-        own = [row.moving + at + 1 - row.target.start for row, at in zip(members, first, strict=True) if row.target]
-        self.counts = [len(rows) for rows in own]
+        own = [row.moving + at + 1 - row.answer.start for row, at in zip(rows, first, strict=True) if row.answer]
+        self.counts = [len(tokens) for tokens in own]
+        member, share = np.arange(len(rows)), [1 / size for size in self.sizes]
         self.device = embedding(model).device
-        self.noised = torch.from_numpy(np.concatenate(own)).to(self.device)  # (n,) rows of the units' tokens
+        self.noised, self.member_of_token, self.once, self.read = upload(
+            [np.concatenate(own), np.repeat(member, self.counts), np.unique(read), read], self.device
+        )  # (n,) rows of the units' tokens
+        self.targets, self.member_of_row, self.lengths, self.shares = upload(
+            [np.concatenate([query.targets for query in queries]), np.repeat(member, self.sizes), np.array(self.sizes),
+             np.repeat(share, self.sizes)], head.weight.device,
+        )  # fmt: skip
 
         forwards = ask.samples + ask.diverges
         averaged = ask.diverges and head.softcap is None
         self.work = ScoringWork(
             forwards=forwards,
-            tokens_fed=forwards * pack.num_tokens,
+            tokens_fed=forwards * fed.pack.num_tokens,
             tokens_unshared=forwards * sum(len(query.tokens) for query in queries),
-            head_rows=forwards * len(self.sizes if averaged else self.read),
+            head_rows=forwards * (len(rows) if averaged else len(read)),
         )
 
-    def run(self) -> list[np.ndarray]:
-        """For each member the importances (n_b,) of its units' tokens, float64 on the host."""
-        generators = [_row_generator(self.ask.seed, row, self.device) for row in self.members]
+    def run(self) -> _Found:
+        """All draws."""
+        generators = [_row_generator(self.ask.seed, row, device=self.device) for row in self.rows]
         clean = self._forward(_EmbeddingTap(self.model)) if self.ask.diverges else None
-        total = None
-        for _ in range(self.ask.samples):
-            one = self._draw(clean, generators)
-            total = one if total is None else total + one
-        assert total is not None
-        return np.split(total.cpu().numpy() / self.ask.samples, np.cumsum(self.counts)[:-1])
+        total = self._draw(clean, generators)
+        for _ in range(self.ask.samples - 1):
+            total += self._draw(clean, generators)
+        return _Found(self.fed.members, total, self.work)
 
     def _draw(self, clean: Tensor | None, generators: list[torch.Generator]) -> Tensor:
         """(n,) float64 |<dJ/de, e>| under one draw of noise."""
@@ -297,23 +337,20 @@ class _PackSaliency:
                 raise NotImplementedError(tap.no_gradient)
             by_rows = self._by_rows(clean, rows.detach())
             # Each completion's gradient in a size that half precision resolves: a power of two is taken out of it.
-            sizes = torch.tensor(self.sizes, device=by_rows.device)
-            largest = torch.segment_reduce(by_rows.abs().amax(1), "max", lengths=sizes)
+            largest = torch.segment_reduce(by_rows.abs().amax(1), "max", lengths=self.lengths, unsafe=True)
             unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1])
-            scaled = (by_rows / unit.repeat_interleave(sizes)[:, None]).to(rows.dtype)
+            scaled = (by_rows / unit.index_select(0, self.member_of_row)[:, None]).to(rows.dtype)
             (gradient,) = torch.autograd.grad(rows, [tap.fed], scaled.to(rows.device), allow_unused=True)
         if gradient is None:
             raise NotImplementedError(tap.no_gradient)
         products = gradient[0, self.noised].double() * tap.clean[0, self.noised].double()
-        counts = torch.tensor(self.counts, device=self.device)
-        return products.sum(1).abs() * unit.double().to(self.device).repeat_interleave(counts)
+        return products.sum(1).abs() * unit.double().to(self.device).index_select(0, self.member_of_token)
 
     def _forward(self, tap: "_EmbeddingTap") -> Tensor:
         """Hidden states (R, H) of the rows that decide the outcomes."""
-        once, read = upload([np.unique(self.read), self.read], self.device)
-        with tap, last_layer_on_rows(self.model, once):
-            hidden = packed_hidden(self.model, self.pack)
-        return hidden.index_select(0, read.to(hidden.device))
+        with tap, last_layer_on_rows(self.model, self.once):
+            hidden = packed_hidden(self.model, self.fed.pack)
+        return hidden.index_select(0, self.read.to(hidden.device))
 
     def _by_rows(self, clean: Tensor | None, noisy: Tensor) -> Tensor:
         """Gradient (R, H) of the sum of all J by the hidden states `noisy` of the rows that decide them."""
@@ -321,14 +358,14 @@ class _PackSaliency:
         with torch.autocast(weight.device.type, enabled=False):
             if clean is None:
                 leaf = noisy.to(weight, copy=True).requires_grad_()
-                values = self.head.logprobs(leaf, torch.from_numpy(self.targets).to(weight.device))
-                share = [1 / size if self.ask.outcome == "mean_logprob" else 1.0 for size in self.sizes]
-                weights = values.new_tensor(np.repeat(share, self.sizes))
+                values = self.head.logprobs(leaf, self.targets)
+                mean = self.ask.outcome == "mean_logprob"
+                weights = self.shares.to(values.dtype) if mean else torch.ones_like(values)
                 return torch.autograd.grad(values, leaf, -weights)[0]
             return _divergence_by_rows(clean, noisy, self.sizes, self.head)
 
 
-def _row_generator(seed: int, row: _Row, device: torch.device) -> torch.Generator:
+def _row_generator(seed: int, row: _Row, *, device: torch.device) -> torch.Generator:
     """The noise's source for one row: equal rows of calls with equal seeds have equal noise."""
     digest = hashlib.blake2b(f"{seed} {len(row.prompt)} ".encode(), digest_size=8)
     digest.update(row.prompt.tobytes())
@@ -344,7 +381,7 @@ def _widened(head: Head) -> Head:
 
 def _divergence_by_rows(clean: Tensor, noisy: Tensor, sizes: Sequence[int], head: Head) -> Tensor:
     """Gradient (R, H) by `noisy` of the sum of KL(P_0, P_noisy) over outcomes of `sizes` rows each."""
-    most = max(_MOST_LOGITS // len(head.weight), 1)
+    most = rows_at_once(len(head.weight))
     found, start, i = list[Tensor](), 0, 0
     while i < len(sizes):
         taken = [sizes[i]]

@@ -72,7 +72,11 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, V) logits of `hidden` (R, H), differentiable."""
-        logits = self.logit_scale * nn.functional.linear(hidden, self.weight, self.bias)
+        return self.transformed(nn.functional.linear(hidden, self.weight, self.bias))
+
+    def transformed(self, linear: Tensor) -> Tensor:
+        """Logits, a tensor of its own, from what the linear layer gives: scaled, then capped; differentiable."""
+        logits = self.logit_scale * linear
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:

@@ -5,8 +5,9 @@ itself might have written there, and `resampled_scores` scores that; `sufficienc
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from .hf import (
     rows_per_forward,
     vocab_size,
 )
+from .memory import halves, rows_at_once, run_in_memory
 from .ops.head_strips import empty_strip, write_logits
 from .ops.row_softmax import Softmax, compute_dtype, probabilities
 from .outcomes import Outcome
@@ -31,8 +33,6 @@ from .scoring import CounterfactualScores, Row, ScoringWork, checked_rows, query
 from .spans import Span
 from .token_rows import check_columns, checked_ids, equal_prompts_together
 from .tree import Pack, PrefixTree, Query
-
-_STRIP_ELEMENTS = 1 << 24  # of probabilities at once, which are summed up in float64
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def resampled_fills(
         seed: of the draws, an integer.
         temperature: divides the logits.
         token_budget: most rows of a tree, fills included; default by free memory. A completion and its fills stay
-            together, even over the budget.
+            together, even over the budget, as long as memory holds them.
 
     Returns:
         `Fills`.
@@ -157,16 +157,23 @@ def _sampled(
         for b, row in enumerate(rows)
     ]
     head = prove_supported(causal)
-    forwards = fed = 0
+
+    def write(fills: Sequence[_Fill]) -> ScoringWork:
+        for fill in fills:
+            fill.tokens.clear()  # what was drawn before memory ran out
+        writer = _Writer(causal, head, _tree_of(fills))
+        writer.write(fills, temperature)
+        return ScoringWork(writer.forwards, writer.tokens_fed)
+
+    work = ScoringWork()
     with tree_attention_mode(causal):
-        for tree, fills in _trees(rows, drawn, rows_per_forward(causal, token_budget)):
-            writer = _Writer(causal, head, tree)
-            writer.write(fills, temperature)
-            forwards, fed = forwards + writer.forwards, fed + writer.tokens_fed
+        together = _in_budget(rows, drawn, rows_per_forward(causal, token_budget))
+        for done in run_in_memory(together, write, lambda fills: halves(fills, lambda fill: fill.row)):
+            work += done
     every = [fill for row in drawn for fill in row]
     unshared = sum(fill.length * len(fill.context) + fill.length * (fill.length - 1) // 2 for fill in every)
-    tokens = [[torch.tensor(fill.tokens) for fill in row] for row in drawn]
-    return Fills(tokens, ScoringWork(forwards, fed, unshared, head_rows=sum(fill.length for fill in every)))
+    work += ScoringWork(tokens_unshared=unshared, head_rows=sum(fill.length for fill in every))
+    return Fills([[torch.tensor(fill.tokens) for fill in row] for row in drawn], work)
 
 
 class _Fill:
@@ -187,25 +194,35 @@ class _Fill:
         return self.draws[len(self.tokens)]
 
 
-def _trees(rows: list[Row], drawn: list[list[_Fill]], budget: int) -> list[tuple[PrefixTree, list[_Fill]]]:
-    """Trees of what stands before the spans, each with the fills that continue it, at most `budget` rows in the end."""
-    trees: list[tuple[PrefixTree, list[_Fill]]] = []
-    tree, members, growth = PrefixTree(), list[_Fill](), 0
+def _in_budget(rows: list[Row], drawn: list[list[_Fill]], budget: int) -> Iterator[Sequence[_Fill]]:
+    """Fills to write together, whole rows of them, at most `budget` rows of a tree in the end."""
+    members, growth, tree = list[_Fill](), 0, PrefixTree()
     for b in equal_prompts_together([row.prompt for row in rows]):
         if not drawn[b]:
             continue
-        longest = max((fill.context for fill in drawn[b]), key=len)
+        longest = _longest_context(drawn[b])
         own = sum(fill.length - 1 for fill in drawn[b])
-        mark = tree.checkpoint()
         tree.insert(longest)
         if members and tree.num_tokens + growth + own > budget:
-            tree.rollback(mark)
-            trees.append((tree, members))
-            tree, members, growth = PrefixTree(), list[_Fill](), 0
+            yield members
+            members, growth, tree = list[_Fill](), 0, PrefixTree()
             tree.insert(longest)
         members += drawn[b]
         growth += own
-    return [*trees, (tree, members)] if members else trees
+    if members:
+        yield members
+
+
+def _tree_of(fills: Sequence[_Fill]) -> PrefixTree:
+    """What stands before fills, those of a row side by side."""
+    tree = PrefixTree()
+    for _, of_row in groupby(fills, lambda fill: fill.row):
+        tree.insert(_longest_context(of_row))
+    return tree
+
+
+def _longest_context(fills: Iterable[_Fill]) -> np.ndarray:
+    return max((fill.context for fill in fills), key=len)
 
 
 class _GrowingStore(KeyValueStore):
@@ -236,7 +253,7 @@ class _Writer:
         self.hidden = self.head.weight.new_zeros(0, self.head.weight.shape[1])
         self._feed()
 
-    def write(self, fills: list[_Fill], temperature: float) -> None:
+    def write(self, fills: Sequence[_Fill], temperature: float) -> None:
         """Sample all tokens of `fills`."""
         while fills:
             for fill in fills:
@@ -264,11 +281,11 @@ class _Writer:
         self.forwards += 1
         self.tokens_fed += pack.num_tokens
 
-    def _sample(self, rows: Tensor, draws: Tensor, temperature: float, fills: list[_Fill]) -> Tensor:
+    def _sample(self, rows: Tensor, draws: Tensor, temperature: float, fills: Sequence[_Fill]) -> Tensor:
         """(N,) ids from hidden states (N, H): the first whose cumulated probability exceeds the draw."""
         weight, bias = self.head.weight, self.head.bias
         softmax = Softmax.of(temperature, self.head.softcap, self.head.logit_scale)
-        height = max(1, _STRIP_ELEMENTS // len(weight))
+        height = rows_at_once(len(weight))
         usable = min(vocab_size(self.model), len(weight))
         chosen = []
         for some, draw in zip(rows.split(height), draws.split(height), strict=True):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .hf import Head
+from .memory import columns_at_once
 from .ops.head_strips import sum_dtype, write_logits
 from .ops.row_softmax import LOWEST
 from .ops.upload import upload
@@ -38,9 +39,6 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 DIVERGENCES: tuple[Outcome, ...] = ("last", "mean")
 """Outcomes that are distributions."""
-
-STRIP_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
-"""Numbers in a strip of logits, or of the head in float64, by device type."""
 
 
 def checked_outcome(outcome: str) -> Outcome:
@@ -206,7 +204,7 @@ def row_means(rows: Tensor, counts: Tensor) -> Tensor:
 
 def _slopes(head: Head, states: Tensor, tokens: Tensor) -> Tensor:
     """(B, H) derivative of minus each token's log-prob by its row's hidden state (B, H), float64."""
-    width = max(STRIP_ELEMENTS.get(states.device.type, 2**20) // max(states.shape), 256)
+    width = columns_at_once(max(states.shape), states.device)  # of the logits, and of the head in float64
     scale = head.logit_scale
     peak = states.new_full((len(states), 1), float("-inf"))
     total, mean = torch.zeros_like(peak), torch.zeros_like(states)
@@ -225,14 +223,11 @@ def _slopes(head: Head, states: Tensor, tokens: Tensor) -> Tensor:
 def _strips(head: Head, rows: Tensor, counts: Tensor) -> Iterator[Tensor]:
     """(Q, S) mean logits over each query's rows, strip after strip of the vocabulary."""
     kind = sum_dtype(rows.dtype)
-    width = max(STRIP_ELEMENTS.get(rows.device.type, 2**20) // max(len(rows), 1), 256)
+    width = columns_at_once(len(rows), rows.device)
     for start in range(0, len(head.weight), width):
         weight = head.weight[start : start + width]
         z = rows.new_empty(len(rows), len(weight), dtype=kind)
         write_logits(rows, weight, z)
         if head.bias is not None:
             z += head.bias[start : start + width].to(kind)
-        z *= head.logit_scale
-        if head.softcap is not None:
-            z.div_(head.softcap).tanh_().mul_(head.softcap)
-        yield row_means(z.clamp_(min=LOWEST), counts)
+        yield row_means(head.transformed(z).clamp_(min=LOWEST), counts)

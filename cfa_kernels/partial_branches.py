@@ -6,15 +6,17 @@ last few stay those of the completion as sampled: `short_branches` feeds the mas
 themselves; what later reasoning carries over from it is missed.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .hf import causal_lm, context_length, refuse_length_dependent_rope, rows_per_forward, vocab_size
+from .memory import halves, run_in_memory
 from .ops.segment_table import SegmentTable
 from .outcomes import Outcome, OutcomeReader
 from .packed_model import TreeMask, Visibility, pack_states, tree_attention_mode
@@ -59,7 +61,7 @@ def short_branches(
     Args:
         model: as in `score_counterfactuals`, without layers that carry a state.
         prompts, completions, spans, answers, placeholder_id, fills, outcome, token_budget: as there; a completion and
-            its branches stay together, even over the budget.
+            its branches stay together, even over the budget, as long as memory holds them.
         fed_from: for each completion, the first token whose row is computed anew where it lies behind the span; at
             most, and by default, the one before the answer. The first of the answer's marker, or some tokens earlier,
             comes nearer to exact masking.
@@ -95,7 +97,7 @@ def answer_knockout(
     Args:
         model: as in `score_counterfactuals`, with full attention in every layer.
         prompts, completions, spans, answers, outcome, token_budget: as there; a completion and its branches stay
-            together, even over the budget. A row never loses sight of itself.
+            together, even over the budget, as long as memory holds them. A row never loses sight of itself.
         blind_from: for each completion, the first token whose row is blind; at most, and by default, the one before
             the answer.
 
@@ -139,12 +141,16 @@ def _score(
     rows = [rows[b] for b in order]
     plan = ScoringPlan(order, [queries_of(row, options) for row in rows], rows)
     head = prove_supported(causal)
-    reader, read = OutcomeReader(head), list[Read]()
+    layout = _Layout(plan, [first[b] for b in order], hidden)
+    reader = OutcomeReader(head)
+
+    def read_trunk(trunk: _Trunk) -> Read:
+        pack = trunk.pack()
+        return read_pack(reader, plan, pack, trunk.numbers, pack_states(causal, head, pack))
+
     with tree_attention_mode(causal), _full_attention(causal, required=hidden):
-        for trunk in _trunks(plan, [first[b] for b in order], hidden, rows_per_forward(causal, options.token_budget)):
-            pack = trunk.pack()
-            numbers = [n for i in trunk.units for n in plan.numbers[i]]
-            read.append(read_pack(reader, plan, pack, numbers, pack_states(causal, head, pack)))
+        trunks = layout.trunks(rows_per_forward(causal, options.token_budget))
+        read = list(run_in_memory(trunks, read_trunk, layout.halved))
     values, work = gather(plan, read)
     return collect_scores(values, plan, options, work)
 
@@ -211,10 +217,10 @@ class _Branch:
 class _Trunk:
     """Completions of one forward as a tree, and the rows behind it that are computed anew, equal ones once."""
 
-    units: range
+    numbers: list[int] = field(default_factory=list)  # of the queries that it answers
     tree: PrefixTree = field(default_factory=PrefixTree)
     parts: list[_Part] = field(default_factory=list)
-    numbers: dict[Hashable, int] = field(default_factory=dict)
+    part_numbers: dict[Hashable, int] = field(default_factory=dict)
     branches: list[_Branch] = field(default_factory=list)
     num_anew: int = 0  # rows of the parts
 
@@ -223,15 +229,24 @@ class _Trunk:
         """Rows of the forward."""
         return self.tree.num_tokens + self.num_anew
 
-    def add(self, row: Row, unit: Sequence[Query], first: int, hidden: bool) -> None:
-        """Lay a completion out as sampled, and its branches' last rows behind."""
-        base, *masked = unit
+    def add(self, row: Row, unit: Sequence[Query], asked: Mapping[int, int], first: int, hidden: bool) -> None:
+        """Lay a completion out as sampled, and the last rows behind of those of its branches that are asked for.
+
+        Args:
+            row: the completion.
+            unit: its queries: as sampled, then a branch for each span that matters.
+            asked: places in `unit`, ascending, each with the number that the query has in the plan.
+            first: the first row that is computed anew.
+            hidden: whether those rows do not see the span.
+        """
+        base, matter = unit[0], [span for span in row.spans if row.masks_something(span)]
         path = self.tree.insert(base.tokens)
         on_tree = path[base.first : base.first + len(base.targets)]
-        self.branches.append(_Branch(base, on_tree, []))
-        matter = [span for span in row.spans if row.masks_something(span)]
-        for span, query in zip(matter, masked, strict=True):
-            self.branches.append(_Branch(query, on_tree, self._lay_out(row, query, path, span, first, hidden)))
+        for place, number in asked.items():
+            query = unit[place]
+            parts = self._lay_out(row, query, path, matter[place - 1], first, hidden) if place else []
+            self.branches.append(_Branch(query, on_tree, parts))
+            self.numbers.append(number)
 
     def _lay_out(self, row: Row, query: Query, path: np.ndarray, span: Span, first: int, hidden: bool) -> list[int]:
         """The rows of a masked branch that are computed anew: its span's unless hidden, and those from `first` on."""
@@ -251,7 +266,7 @@ class _Trunk:
         return numbers
 
     def _number(self, part: _Part) -> int:
-        number = self.numbers.setdefault(part.key, len(self.parts))
+        number = self.part_numbers.setdefault(part.key, len(self.parts))
         if number == len(self.parts):
             self.parts.append(part)
             self.num_anew += len(part.tokens)
@@ -266,9 +281,9 @@ class _Trunk:
         segments, parts, branches = mark
         self.tree.rollback(segments)
         for part in self.parts[parts:]:
-            del self.numbers[part.key]
+            del self.part_numbers[part.key]
             self.num_anew -= len(part.tokens)
-        del self.parts[parts:], self.branches[branches:]
+        del self.parts[parts:], self.branches[branches:], self.numbers[branches:]
 
     def pack(self) -> Pack:
         """The whole forward."""
@@ -289,7 +304,7 @@ class _Trunk:
             targets=targets,
             num_tempered=0,
             query_index=np.arange(len(targets)),
-            units=self.units,
+            units=range(0),  # `numbers` say whose rows these are
             tree=self.tree,
         )
 
@@ -310,19 +325,40 @@ def _with_parts(tree: SegmentTable, parts: list[_Part]) -> SegmentTable:
     )
 
 
-def _trunks(plan: ScoringPlan, first: list[int], hidden: bool, budget: int) -> Iterator[_Trunk]:
-    """Forwards of at most `budget` rows each; a completion that is over it with its branches has one of its own."""
-    trunk = _Trunk(range(0))
-    for i, (row, unit) in enumerate(zip(plan.rows, plan.units, strict=True)):
-        if not unit:
-            continue
-        mark = trunk.mark()
-        trunk.add(row, unit, first[i], hidden)
-        if trunk.num_tokens > budget and len(trunk.branches) > len(unit):
-            trunk.rollback(mark)
+@dataclass(frozen=True)
+class _Layout:
+    """How the queries of a plan become trunks."""
+
+    plan: ScoringPlan
+    first: list[int]  # of each unit, the first token whose row is computed anew
+    hidden: bool
+
+    def trunks(self, budget: int) -> Iterator[_Trunk]:
+        """Forwards of at most `budget` rows each; a completion that is over it with its branches has its own."""
+        trunk = _Trunk()
+        for i, numbers in enumerate(self.plan.numbers):
+            if not numbers:
+                continue
+            mark, begun = trunk.mark(), bool(trunk.numbers)
+            self._add(trunk, i, numbers)
+            if begun and trunk.num_tokens > budget:
+                trunk.rollback(mark)
+                yield trunk
+                trunk = _Trunk()
+                self._add(trunk, i, numbers)
+        if trunk.numbers:
             yield trunk
-            trunk = _Trunk(range(i, i))
-            trunk.add(row, unit, first[i], hidden)
-        trunk.units = range(trunk.units.start, i + 1)
-    if trunk.branches:
-        yield trunk
+
+    def halved(self, trunk: _Trunk) -> list[_Trunk]:
+        """Two with half of its completions each, or with half of the branches of its only one, which both then feed."""
+        return [self._of(numbers) for numbers in halves(trunk.numbers, self.plan.unit_of.__getitem__)]
+
+    def _of(self, numbers: Sequence[int]) -> _Trunk:
+        trunk = _Trunk()
+        for i, some in groupby(numbers, self.plan.unit_of.__getitem__):
+            self._add(trunk, i, list(some))
+        return trunk
+
+    def _add(self, trunk: _Trunk, unit: int, numbers: Sequence[int]) -> None:
+        asked = {number - self.plan.numbers[unit].start: number for number in numbers}
+        trunk.add(self.plan.rows[unit], self.plan.units[unit], asked, self.first[unit], self.hidden)

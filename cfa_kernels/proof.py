@@ -129,7 +129,8 @@ def _proven_transform(model: PreTrainedModel) -> tuple[float | None, float]:
             raise NotImplementedError(f"model: {type(model).__name__} gives logits of shape {tuple(theirs.shape)}")
         truth = theirs.log_softmax(-1)
         gaps = {
-            transform: _gap(_transformed(linear, *transform).log_softmax(-1), truth) for transform in _transforms(model)
+            transform: _gap(Head(head.weight, head.bias, *transform).transformed(linear).log_softmax(-1), truth)
+            for transform in _transforms(model)
         }
         best = min(gaps, key=lambda transform: gaps[transform])
         return gaps[best], rounding, best
@@ -158,11 +159,6 @@ def _transforms(model: PreTrainedModel) -> list[tuple[float | None, float]]:
         scales.append(width[0] / config.hidden_size)
     scales = [1.0, *scales, *(1 / scale for scale in scales)]
     return [(cap, scale) for cap in (None, *caps) for scale in dict.fromkeys(scales)]
-
-
-def _transformed(logits: Tensor, softcap: float | None, scale: float) -> Tensor:
-    logits = logits * scale
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _prove_layout(model: PreTrainedModel, training: bool = False) -> None:

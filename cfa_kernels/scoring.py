@@ -7,7 +7,7 @@ log-prob may drop. The host lays out a pack while the device runs the one before
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from .hf import (
     rows_per_forward,
     vocab_size,
 )
+from .memory import run_in_memory
 from .outcomes import DIVERGENCES, Outcome, OutcomeReader, checked_outcome
 from .packed_model import HeadRows, KeyValueStore, pack_states, packed_hidden, tree_attention_mode
 from .proof import prove_supported
@@ -413,15 +414,12 @@ class Read(NamedTuple):
 def _run(model: PreTrainedModel, plan: ScoringPlan, temperature: float) -> tuple[Tensor, ScoringWork]:
     """The values of every query in order, fp32 on the host, and what it took."""
     head = prove_supported(model)
-    reader, read = OutcomeReader(head, temperature), list[Read]()
-    upcoming, todo = plan.chains(), list[Chain]()
+    reader = OutcomeReader(head, temperature)
     with tree_attention_mode(model):
-        while (chain := todo.pop() if todo else next(upcoming, None)) is not None:
-            found, smaller = _read_chain(model, head, plan, chain, reader)
-            read += found
-            if smaller:
-                torch.cuda.empty_cache()
-                todo += reversed(smaller)
+        found = run_in_memory(
+            plan.chains(), partial(_read_chain, model, head, plan, reader), partial(_smaller_chains, plan)
+        )
+        read = [one for chain in found for one in chain]
     return gather(plan, read)
 
 
@@ -453,28 +451,19 @@ def _in_order(answered: list[int], sizes: list[int]) -> np.ndarray:
 
 
 def _read_chain(
-    model: PreTrainedModel, head: Head, plan: ScoringPlan, chain: Chain, reader: OutcomeReader
-) -> tuple[list[Read], list[Chain]]:
-    """What a chain's packs say; or, where one does not fit in memory, chains of smaller ones to read instead.
-
-    Raises `torch.OutOfMemoryError` if there are none.
-    """
+    model: PreTrainedModel, head: Head, plan: ScoringPlan, reader: OutcomeReader, chain: Chain
+) -> list[Read]:
+    """What a chain's packs say."""
     store, hidden, read = None, None, list[Read]()
-    try:
-        for pack, numbers in chain.packs(plan.queries):
-            if chain.continued and hidden is None:
-                store = KeyValueStore()
-                hidden = packed_hidden(model, pack, store=store)
-                read.append(Read(pack, [], hidden.new_zeros(0), np.zeros(0, np.int64)))
-            else:
-                rows = pack_states(model, head, pack, store=store, earlier=hidden)
-                read.append(read_pack(reader, plan, pack, numbers, rows))
-    except torch.OutOfMemoryError:
-        smaller = _smaller(plan, chain)
-        if not smaller:
-            raise
-        return [], smaller
-    return read, []
+    for pack, numbers in chain.packs(plan.queries):
+        if chain.continued and hidden is None:
+            store = KeyValueStore()
+            hidden = packed_hidden(model, pack, store=store)
+            read.append(Read(pack, [], hidden.new_zeros(0), np.zeros(0, np.int64)))
+        else:
+            rows = pack_states(model, head, pack, store=store, earlier=hidden)
+            read.append(read_pack(reader, plan, pack, numbers, rows))
+    return read
 
 
 def read_pack(reader: OutcomeReader, plan: ScoringPlan, pack: Pack, numbers: Sequence[int], rows: HeadRows) -> Read:
@@ -483,7 +472,7 @@ def read_pack(reader: OutcomeReader, plan: ScoringPlan, pack: Pack, numbers: Seq
     return Read(pack, numbers, *reader.read(pack, queries, units, rows))
 
 
-def _smaller(plan: ScoringPlan, chain: Chain) -> list[Chain]:
+def _smaller_chains(plan: ScoringPlan, chain: Chain) -> list[Chain]:
     """The queries of a chain in more packs, of half the rows or of one query each; none if that is what it has."""
     sizes = [pack.num_tokens for pack, _ in chain.packs(plan.queries)]
     for budget in (max(sizes[1:] or sizes) // 2, 1):

@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from cfa_kernels.gradient_saliency import gradient_saliency
 from cfa_kernels.proof import prove_supported
+from cfa_kernels.scoring import score_counterfactuals
 from cfa_kernels.spans import Span
-from tests.models import ARCHITECTURES, VOCAB, batch, make_model, tokens
+from tests.models import ARCHITECTURES, PLACEHOLDER, VOCAB, batch, make_model, tokens
 from tests.test_proof import HYBRIDS, LONGROPE, MASKED, OTHERS
 
 OUTCOMES = ["last", "mean", "mean_logprob", "logprob"]
@@ -61,8 +62,6 @@ def noise_of_row(model, b, **options):
 def reference(model, b, outcome, noises):
     """(K,) importances in float64 by plain forwards of one whole row: the definition."""
     prompt, completion, answer = PROMPTS[b], COMPLETIONS[b], ANSWERS[b]
-    if answer is None:
-        answer = Span(len(completion) - 1, len(completion))
     first = len(prompt) + answer.start - 1
     rows = slice(first, first + 1) if outcome == "last" else slice(first, first + answer.end - answer.start)
     targets = completion[answer.start : answer.end]
@@ -107,13 +106,21 @@ def test_importances_are_those_of_plain_forwards_under_the_same_noise(name, outc
     model, options = double_model(name), {"outcome": outcome, "sigma": 0.03, "samples": 3}
     found = saliency(model, generator=seeded(), **options)
     for b, ours in enumerate(found):
-        if ANSWERS[b] is None and outcome != "last":
-            assert ours.isnan().all()
-            assert len(ours) == len(UNITS[b])
-        elif UNITS[b]:
+        if ANSWERS[b] is not None and UNITS[b]:
             noises = noise_of_row(model, b, generator=seeded(), **options)
             assert len(noises) == 3
             assert_close(ours, reference(model, b, outcome, noises))
+
+
+@pytest.mark.parametrize("sigma", [0.0, 1e-3])
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_units_of_a_row_without_an_answer_have_no_importance_as_under_masking(outcome, sigma):
+    model = double_model("Qwen3")
+    found = saliency(model, outcome=outcome, sigma=sigma)
+    masked = score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER, outcome=outcome)
+    assert [row.isnan().tolist() for row in found] == [row.isnan().tolist() for row in masked.drop]
+    assert found[3].isnan().all()
+    assert len(found[3]) == 1
 
 
 MORE = {
@@ -167,7 +174,7 @@ def test_a_row_depends_neither_on_its_neighbours_and_their_order_nor_on_the_budg
     order = [4, 6, 2, 0, 3, 1, 5]
     together = saliency(model, order, generator=seeded(), token_budget=budget, **options)
     for b, ours in zip(order, together, strict=True):
-        if ANSWERS[b] is not None or outcome == "last":
+        if ANSWERS[b] is not None:
             assert_close(ours, apart[b])
 
 
@@ -225,11 +232,6 @@ def test_rows_on_which_nothing_can_depend_are_not_fed():
     assert values[1].shape == (0,)
     assert values[2].isnan().all()
     assert (work.forwards, work.tokens_fed) == (0, 0)
-    values, work = gradient_saliency(
-        double_model("Qwen3"), [prompt], [completion], [[Span(19, 20)]], [None], outcome="last", generator=seeded()
-    )
-    assert values[0].tolist() == [0.0]  # the last token is what is predicted
-    assert work.forwards == 0
 
 
 def fingerprint(model):

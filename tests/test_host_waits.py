@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cfa_kernels import (
+    gradient_saliency,
     linear_policy_loss,
     logits_policy_loss,
     packed_model,
@@ -16,6 +17,7 @@ from cfa_kernels import (
     tree,
 )
 from cfa_kernels.packed_loss import LossBatch, packed_forward
+from cfa_kernels.partial_branches import answer_knockout, short_branches
 from cfa_kernels.proof import prove_trainable
 from tests.models import PLACEHOLDER, batch, make_model
 from tests.waits import DEVICE, Waits, a_device, put_on_device
@@ -92,6 +94,27 @@ def test_scoring_looks_once_however_many_packs_there_are(outcome, softcap, budge
     for column in ("drop", "logprobs"):
         for ours, theirs in zip(getattr(scores, column), getattr(expected, column), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("outcome", ["last", "mean", "mean_logprob", "logprob"])
+def test_gradients_at_the_embeddings_look_once_however_many_packs_and_draws_there_are(outcome, monkeypatch):
+    model, noise = proven("Gemma2", final_logit_softcapping=4.0), gradient_saliency._row_generator
+    # A device that is not there has no random numbers of its own.
+    monkeypatch.setattr(gradient_saliency, "_row_generator", lambda *of, device: noise(*of, device=torch.device("cpu")))
+    with a_device() as waits:
+        put_on_device(model)
+        _, work = gradient_saliency.gradient_saliency(model, *batch(), outcome=outcome, samples=2, token_budget=60)
+        assert work.forwards >= 6
+        assert_waits(waits, "cpu")
+
+
+@pytest.mark.parametrize("partial", [short_branches, answer_knockout])
+def test_branches_of_a_few_rows_look_once_however_many_packs_there_are(partial):
+    model, options = proven("Qwen3"), {"placeholder_id": PLACEHOLDER} if partial is short_branches else {}
+    with a_device() as waits:
+        scores = partial(put_on_device(model), *batch(), outcome="mean", token_budget=60, **options)
+        assert scores.work.forwards >= 4
+        assert_waits(waits, "cpu")
 
 
 def test_a_training_forward_its_loss_and_backward_look_never_and_its_scores_once(model):

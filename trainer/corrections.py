@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from cfa_kernels import Credit
 from cfa_kernels.group_credit import correct_siblings, edited_tokens
 from cfa_kernels.hf import causal_lm, context_length
+from cfa_kernels.reshaping import normalized_weights
 from trainer.config import TrainConfig
 from trainer.data import Row, encode_prompt, longest_prompt
 from trainer.microbatch import MicroBatch
@@ -174,10 +175,17 @@ def require_room(
         )
 
 
-def keep_edited(micro: MicroBatch, credit: Credit, edits: Tensor) -> Credit:
-    """Credit of a micro-batch on edited tokens alone, (B, T) `edits` times its weights; sets the weights too."""
+def keep_edited(micro: MicroBatch, credit: Credit, edits: Tensor, config: TrainConfig) -> Credit:
+    """Credit of a micro-batch on edited tokens alone, (B, T) `edits` times its weights; sets the weights too.
+
+    What is left of a completion is rescaled as `normalize_weights` says; where nothing is left it stays without credit.
+    """
     gate = edits[micro.rows.to(edits.device)].to(credit.weights)  # (b, T)
     kept = dataclasses.replace(credit, weights=credit.weights * gate)
+    for line, edited, ids in zip(kept.weights, gate, micro.completions, strict=True):
+        own = line[: len(ids)]
+        if not edited.all() and own.any():
+            own.copy_(normalized_weights(own, config.counterfactual().normalize))
     micro.weights = [row[: len(ids)] for row, ids in zip(kept.weights, micro.completions, strict=True)]
     return kept
 

@@ -156,7 +156,7 @@ def update(
                     micro, policy, forward, rollouts, mask, config, tokenizer=trainer.tokenizer, generator=generator
                 )
                 if edits is not None:
-                    credit = keep_edited(micro, credit, edits)
+                    credit = keep_edited(micro, credit, edits, config)
                 credits.append((micro, credit))
                 credit_time += time.perf_counter() - began
             loss, measured, logprobs = forward.policy_loss(

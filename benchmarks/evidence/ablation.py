@@ -43,6 +43,8 @@ ARMS: dict[str, tuple[str, ...]] = {
     "prefix_gain": ("--config=prefix_gain", "--normalize_weights=mean"),
     "prefix_tree": ("--config=prefix_tree",),
     "ktae": ("--config=ktae",),
+    "sibling_edits": ("--estimator=sibling_edits", "--normalize_weights=mean"),
+    "compare and correct": ("--config=ibpo", "--normalize_weights=mean"),
 }
 
 
@@ -191,8 +193,9 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"Made by `{document['command']}` at commit {document['environment']['commit']}. The embedded model, "
         f"{settings['steps']} steps, {settings['seeds']} seeds, {settings['eval_problems']} held-out problems decoded "
         "greedily. All arms at mean weight 1 but the one named otherwise; `prefix_tree` and `ktae` change advantages, "
-        "not weights. Plus-minus is one standard deviation over seeds; differences are paired by seed, with their "
-        "standard error and the p of a paired t-test. Accuracy in percent.\n",
+        "not weights; compare and correct raises rewards, too. Plus-minus is one standard deviation over seeds; "
+        "differences are paired by seed, with their standard error and the p of a paired t-test. Accuracy in "
+        "percent.\n",
         table(head, rows),
     ])  # fmt: skip
 

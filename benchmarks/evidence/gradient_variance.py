@@ -16,6 +16,7 @@ from benchmarks.evidence.ablation import ARMS, PLAIN
 from benchmarks.evidence.ledger import Ledger
 from benchmarks.evidence.tables import table
 from trainer.config import TrainConfig, parse
+from trainer.corrections import compare_and_correct
 from trainer.rewards import compute_rewards, group_advantages
 from trainer.rollouts import generate
 from trainer.train import Trainer, set_up, update
@@ -120,16 +121,23 @@ def _gradients(arm: str, settings: Settings, extra: Sequence[str]) -> np.ndarray
 def _gradient(trainer: Trainer, draw: int, problems: int) -> np.ndarray:
     config = trainer.config
     pairs = [(i, g) for i in range(problems) for g in range(config.num_generations)]
+    keys = [(draw, 0, *pair) for pair in pairs]
     rollouts = generate(
-        trainer.policy, trainer.tokenizer, [trainer.prompts[i] for i, _ in pairs], keys=[(draw, 0, *p) for p in pairs],
+        trainer.policy, trainer.tokenizer, [trainer.prompts[i] for i, _ in pairs], keys=keys,
         max_completion_length=config.max_completion_length, temperature=config.temperature, top_p=config.top_p,
     )  # fmt: skip
     rows = [trainer.rows[i] for i, _ in pairs]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     rewards, _ = compute_rewards(trainer.rewards, columns["question"], rollouts.texts, rollouts.ids(), columns)
+    edits = None
+    if config.compare_and_correct:
+        corrections = compare_and_correct(
+            trainer.policy, trainer.tokenizer, trainer.rewards, config, rollouts, rewards, columns, keys
+        )
+        rewards, edits = corrections.rewards, corrections.edits
     advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
     mask = rollouts.completion_mask * ~rollouts.truncated[:, None]
-    update(trainer, draw, rollouts, mask, advantages, rewards=rewards)
+    update(trainer, draw, rollouts, mask, advantages, edits=edits, rewards=rewards)
     trained = [p for p in trainer.policy.parameters() if p.requires_grad]
     return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in trained]).numpy()
 

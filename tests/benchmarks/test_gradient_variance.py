@@ -1,12 +1,16 @@
 """The scatter of gradients is measured without bias, and every arm sees the same draws."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from benchmarks.evidence.ablation import PLAIN
-from benchmarks.evidence.gradient_variance import Settings, markdown, run, scatter
+from benchmarks.evidence.gradient_variance import Settings, _gradient, markdown, run, scatter
 from benchmarks.evidence.ledger import Ledger
-from tests.trainer.embedded import SMALL
+from tests.trainer.embedded import SMALL, settings
+from tests.trainer.test_corrections import EVEN
+from trainer.train import set_up
 
 
 def test_few_draws_do_not_bias_signal_and_variance():
@@ -30,17 +34,27 @@ def test_draws_without_scatter_have_no_noise():
 
 
 def test_every_arm_sees_the_same_draws_and_is_not_computed_twice(tmp_path):
-    settings, said = Settings(draws=3, problems=2), list[str]()
+    size, said = Settings(draws=3, problems=2), list[str]()
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--device"))]
-    document = run(Ledger(tmp_path / "l.jsonl"), settings, arms=[PLAIN, "ktae"], extra=small, say=said.append)
+    document = run(Ledger(tmp_path / "l.jsonl"), size, arms=[PLAIN, "ktae"], extra=small, say=said.append)
     assert len(said) == 2
     assert document["arms"][PLAIN]["cosine"] == pytest.approx(1)
     assert 0 < document["arms"]["ktae"]["cosine"] < 1
-    again = run(Ledger(tmp_path / "l.jsonl"), settings, arms=[PLAIN, "ktae"], extra=small, say=said.append)
+    again = run(Ledger(tmp_path / "l.jsonl"), size, arms=[PLAIN, "ktae"], extra=small, say=said.append)
     assert len(said) == 2
     assert again == document
     text = markdown(document | {"command": "x", "environment": {"commit": "abc"}})
     assert f"| {PLAIN} |" in text
+
+
+def test_corrections_enter_the_gradient_of_an_arm_that_asks_for_them():
+    still = "--learning_rate=1e-30"
+    trainer = set_up(settings("--compare_and_correct", "--credit=uniform", EVEN, "--temperature=1.2", still))
+    corrected, plain = (
+        _gradient(dataclasses.replace(trainer, config=config), 0, problems=2)
+        for config in (trainer.config, dataclasses.replace(trainer.config, compare_and_correct=False))
+    )
+    assert np.linalg.norm(corrected - plain) > 0.01 * np.linalg.norm(plain)
 
 
 def test_bad_settings_are_named(tmp_path):

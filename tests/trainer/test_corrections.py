@@ -154,7 +154,9 @@ def test_the_prompt_shows_the_attempt_and_its_nearest_correct_siblings(fresh, wr
         assert key == (0, 1, result.problems[b], b % 8, 1)
 
 
-@pytest.mark.parametrize("options", [(), ("--num_iterations=2",), ("--credit=random",)])
+@pytest.mark.parametrize(
+    "options", [(), ("--num_iterations=2",), ("--credit=random",), ("--credit=random", "--normalize_weights=mean")]
+)
 def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_as_they_were(
     fresh, written, options
 ) -> None:
@@ -173,10 +175,15 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
 
     mask = result.rollouts.completion_mask
     credit, _ = update(twin, 1, result.rollouts, mask, advantages)
-    assert torch.equal(result.credit.weights, credit.weights * gate)
+    expected = credit.weights * gate
+    if "--normalize_weights=mean" in options:
+        for b in right:
+            own = expected[b, : len(result.rollouts.ids()[b])]
+            own /= own.mean() or 1
+    assert torch.equal(result.credit.weights, expected)
     assert (result.credit.weights[right] == 0).any()
     third = fresh(*ON, *options)
-    update(third, 1, result.rollouts, mask, advantages, weights=credit.weights * gate)
+    update(third, 1, result.rollouts, mask, advantages, weights=expected)
     assert torch.equal(parameters(trainer), parameters(third))
     assert not torch.equal(parameters(trainer), parameters(twin))
 

@@ -1,0 +1,134 @@
+"""Where a device has no memory for a forward, smaller ones take its place, to the same result."""
+
+import functools
+
+import pytest
+import torch
+
+from cfa_kernels import gradient_saliency, interventions, memory, packed_model, scoring
+from cfa_kernels.gradient_saliency import gradient_saliency as saliency
+from cfa_kernels.interventions import resampled_fills
+from cfa_kernels.memory import columns_at_once, halves, rows_at_once, run_in_memory
+from cfa_kernels.partial_branches import answer_knockout, short_branches
+from cfa_kernels.proof import prove_supported
+from cfa_kernels.scoring import score_counterfactuals
+from cfa_kernels.spans import Span
+from tests.models import PLACEHOLDER, batch, make_model, tokens
+
+
+def masked(score, **options):
+    return lambda model, *data: score(model, *data, **options).drop
+
+
+def filled(model, prompts, completions, spans, _):
+    fills = resampled_fills(model, prompts, completions, spans, seed=0).tokens
+    return [torch.cat([*row, torch.zeros(0)]) for row in fills]
+
+
+CALLS = {
+    "exact": masked(score_counterfactuals, placeholder_id=PLACEHOLDER),
+    "short branches": masked(short_branches, placeholder_id=PLACEHOLDER, outcome="mean"),
+    "knockout": masked(answer_knockout, outcome="last"),
+    "fills": filled,
+    "gradient": lambda *call: saliency(*call, samples=2, sigma=0.01)[0],
+}
+
+
+@functools.cache
+def model():
+    made = make_model("Qwen3").double()  # whose rounding moves no draw from one token to the next
+    prove_supported(made)
+    return made
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A function that says when a forward, by its number and rows, runs out of memory; it gives their sizes."""
+    forward, sizes = packed_model.packed_hidden, []
+
+    def limit(fails):
+        def small_device(model, pack, **options):
+            sizes.append(pack.table.num_rows)
+            if fails(len(sizes), sizes[-1]):
+                raise torch.OutOfMemoryError("pretend")
+            return forward(model, pack, **options)
+
+        for module in (packed_model, scoring, interventions, gradient_saliency):
+            monkeypatch.setattr(module, "packed_hidden", small_device)
+        return sizes
+
+    return limit
+
+
+def assert_same(ours, theirs):
+    assert any(row.nan_to_num().abs().max() > 1e-6 for row in theirs if len(row))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("failing", [{1}, {1, 2}, {2, 3}])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_forward_that_runs_out_of_memory_is_done_in_smaller_ones_to_the_same_result(name, failing, device):
+    expected = CALLS[name](model(), *batch())
+    sizes = device(lambda number, _: number in failing)
+    assert_same(CALLS[name](model(), *batch()), expected)
+    if failing != {2, 3} or name in ("fills", "gradient"):  # which take several forwards anyway
+        assert len(sizes) > 2
+        assert sizes[max(failing)] < sizes[0]
+
+
+@pytest.mark.parametrize("name", ["exact", "short branches", "knockout", "fills"])
+def test_branches_of_one_completion_are_parted_where_they_do_not_fit_together(name, device):
+    (prompt,), (completion,) = tokens(9), tokens(30, seed=5)
+    data = ([prompt], [completion], [[Span(t, t + 3) for t in range(0, 24, 3)]], [Span(26, 29)])
+    expected = CALLS[name](model(), *data)
+    most = {"exact": 150, "short branches": 50, "knockout": 41, "fills": 40}[name]
+    sizes = device(lambda _, rows: rows > most)
+    assert_same(CALLS[name](model(), *data), expected)
+    assert max(sizes) > most
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_cannot_be_parted_is_an_error(name, device):
+    sizes = device(lambda *_: True)
+    with pytest.raises(torch.OutOfMemoryError, match="pretend"):
+        CALLS[name](model(), *batch())
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_works_are_made_one_at_a_time_and_their_parts_done_in_order():
+    made, cut = [], []
+
+    def works():
+        for work in ("abcd", "e"):
+            made.append(work)
+            yield work
+
+    def run(work):
+        if len(work) > 1:
+            raise torch.OutOfMemoryError
+        return work, list(made)
+
+    def smaller(work):
+        cut.append(work)
+        return [work[:1], work[1:]]
+
+    assert list(run_in_memory(works(), run, smaller)) == [*((x, ["abcd"]) for x in "abcd"), ("e", ["abcd", "e"])]
+    assert cut == ["abcd", "bcd", "cd"]
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [("aabbb", ["aa", "bbb"]), ("aaaab", ["aaaa", "b"]), ("aaa", ["a", "aa"]), ("abc", ["a", "bc"]), ("a", [])],
+)
+def test_halves_are_cut_between_rows_where_there_are_several(items, expected):
+    assert halves(items, str) == expected
+
+
+def test_strips_of_logits_stay_within_what_may_exist_at_once():
+    for vocabulary in (300, 151_936, 1 << 25):
+        assert rows_at_once(vocabulary) == 1 or rows_at_once(vocabulary) * vocabulary <= memory.LOGITS_AT_ONCE
+    for device in map(torch.device, ("cpu", "cuda")):
+        for rows in (0, 7, 5000, 10**6):
+            columns = columns_at_once(rows, device)
+            assert columns == 256 or rows * columns <= memory.LOGITS_AT_ONCE
