@@ -4,7 +4,7 @@
 are then read off that one forward. `packed_logprobs` and `packed_policy_loss` are the two usual ways in one call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from .hf import (
     vocab_size,
 )
 from .losses import contributing_rows, linear_policy_loss
+from .memory import halves, run_in_memory
 from .ops.linear_logprob import linear_logprob
 from .ops.upload import upload
 from .outcomes import Outcome, OutcomeReader
@@ -369,15 +370,28 @@ class PackedForward:
         """The values of a plan's queries; those of each unit continue the forward that owns it."""
         if any(one.store is None for one in self.fed):
             raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
-        read = list[Read]()
-        with torch.no_grad(), tree_attention_mode(self.causal):
+
+        def continuing(one: _Fed, numbers: Sequence[int], budget: int) -> Iterator[tuple[_Fed, Sequence[int], Pack]]:
+            for pack in continue_pack(one.pack, [plan.queries[n] for n in numbers], budget):
+                yield one, [numbers[i] for i in pack.units], pack
+
+        def upcoming() -> Iterator[tuple[_Fed, Sequence[int], Pack]]:
             for f, one in enumerate(self.fed):
-                numbers = [n for unit, owner in zip(plan.numbers, owners, strict=True) if owner == f for n in unit]
-                hidden = one.hidden.detach()
-                for pack in continue_pack(one.pack, [plan.queries[n] for n in numbers], budget):
-                    states = pack_states(self.causal, self.head, pack, store=one.store, earlier=hidden)
-                    read.append(read_pack(reader, plan, pack, [numbers[i] for i in pack.units], states))
-        return gather(plan, read)
+                owned = [unit for unit, owner in zip(plan.numbers, owners, strict=True) if owner == f]
+                yield from continuing(one, [n for unit in owned for n in unit], budget)
+
+        def run(work: tuple[_Fed, Sequence[int], Pack]) -> Read:
+            one, numbers, pack = work
+            states = pack_states(self.causal, self.head, pack, store=one.store, earlier=one.hidden.detach())
+            return read_pack(reader, plan, pack, numbers, states)
+
+        def smaller(work: tuple[_Fed, Sequence[int], Pack]) -> list[tuple[_Fed, Sequence[int], Pack]]:
+            one, numbers, pack = work
+            parts = halves(numbers, plan.unit_of.__getitem__)
+            return [made for part in parts for made in continuing(one, part, pack.num_tokens)]
+
+        with torch.no_grad(), tree_attention_mode(self.causal):
+            return gather(plan, list(run_in_memory(upcoming(), run, smaller)))
 
     def scorer(self) -> Callable[..., CounterfactualScores]:
         """`score` as a function with the arguments of `score_counterfactuals`, for some of the rows of this forward.

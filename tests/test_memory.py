@@ -9,6 +9,7 @@ from cfa_kernels import gradient_saliency, interventions, memory, packed_model, 
 from cfa_kernels.gradient_saliency import gradient_saliency as saliency
 from cfa_kernels.interventions import resampled_fills
 from cfa_kernels.memory import columns_at_once, halves, rows_at_once, run_in_memory
+from cfa_kernels.packed_loss import packed_forward
 from cfa_kernels.partial_branches import answer_knockout, short_branches
 from cfa_kernels.proof import prove_supported
 from cfa_kernels.scoring import score_counterfactuals
@@ -25,8 +26,15 @@ def filled(model, prompts, completions, spans, _):
     return [torch.cat([*row, torch.zeros(0)]) for row in fills]
 
 
+def continued(model, prompts, completions, spans, answers):
+    """The branches alone: the forward that they continue has had its memory."""
+    forward = packed_forward(model, prompts, completions, keep_states=True)
+    return forward.score(spans, answers, placeholder_id=PLACEHOLDER).drop
+
+
 CALLS = {
     "exact": masked(score_counterfactuals, placeholder_id=PLACEHOLDER),
+    "continued": continued,
     "short branches": masked(short_branches, placeholder_id=PLACEHOLDER, outcome="mean"),
     "knockout": masked(answer_knockout, outcome="last"),
     "fills": filled,
@@ -77,12 +85,12 @@ def test_a_forward_that_runs_out_of_memory_is_done_in_smaller_ones_to_the_same_r
         assert sizes[max(failing)] < sizes[0]
 
 
-@pytest.mark.parametrize("name", ["exact", "short branches", "knockout", "fills"])
+@pytest.mark.parametrize("name", ["exact", "continued", "short branches", "knockout", "fills"])
 def test_branches_of_one_completion_are_parted_where_they_do_not_fit_together(name, device):
     (prompt,), (completion,) = tokens(9), tokens(30, seed=5)
     data = ([prompt], [completion], [[Span(t, t + 3) for t in range(0, 24, 3)]], [Span(26, 29)])
     expected = CALLS[name](model(), *data)
-    most = {"exact": 150, "short branches": 50, "knockout": 41, "fills": 40}[name]
+    most = {"exact": 150, "continued": 150, "short branches": 50, "knockout": 41, "fills": 40}[name]
     sizes = device(lambda _, rows: rows > most)
     assert_same(CALLS[name](model(), *data), expected)
     assert max(sizes) > most
