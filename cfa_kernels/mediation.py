@@ -80,8 +80,7 @@ def total_effects(
     judged = [_judged(b, row) for b, row in enumerate(rows)]
     order = equal_prompts_together([row.prompt for row in rows])
     asked = [_queries(rows[b], judged[b], placeholder_id) for b in order]
-    lengths = [len(rows[b].prompt) + len(rows[b].completion) for b in order]
-    found, work = query_logprobs(model, asked, lengths=lengths, row_numbers=order, token_budget=token_budget)
+    found, work = query_logprobs(model, asked, row_numbers=order, token_budget=token_budget)
     base = torch.full((len(rows),), float("nan"))
     total, direct = ([torch.full((len(row.spans),), float("nan")) for row in rows] for _ in range(2))
     links = [torch.full((len(row.spans),) * 2, float("nan")) for row in rows]

@@ -14,6 +14,7 @@ from cfa_kernels.scoring import ScoringWork, score_counterfactuals
 from cfa_kernels.spans import Span
 from tests.models import PLACEHOLDER, make_model, tokens
 from tests.small_tokenizers import encode, get_tokenizer
+from tests.test_proof import LONGROPE
 
 RECURRENT = {
     "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_multiple_of": 16,
@@ -123,6 +124,14 @@ def test_the_judged_batch_has_losses_to_clamp_and_totals_that_are_not_the_direct
     assert min(losses) < -0.01 < 0.01 < max(losses)
     _, total, direct, _ = plain_effects(qwen3, prompt, completion, units, answer)
     assert max(abs(total[unit] - direct[unit]) for unit in direct) > 0.01
+
+
+def test_a_row_keeps_the_rotary_frequencies_of_its_whole_length():
+    """Also where its answer stands before the length at which they change, and whatever stands beside it."""
+    model = exact("Phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32)
+    prompts, completions = tokens(5, 6), tokens(60, 12, seed=1)
+    rows = (prompts, completions, [[Span(2, 6), Span(7, 9)], [Span(2, 4), Span(5, 8)]], [Span(12, 14), Span(9, 11)])
+    assert_equal(effects(model, rows), model, rows)
 
 
 @pytest.mark.parametrize("budget", [1, 40])
@@ -257,6 +266,17 @@ def test_lists_of_different_lengths_are_refused(qwen3):
     prompts, completions, units, answers = batch()
     with pytest.raises(ValueError, match="units has 4 rows, prompts has 5"):
         effects(qwen3, (prompts, completions, units[:4], answers))
+
+
+def test_a_model_that_gives_nan_is_refused_by_the_callers_row():
+    prompts, completions, units, answers = batch()
+    completions[2][6] = 210  # the third row is the second of its prompt
+    units[2], answers[2] = [Span(1, 2)], Span(9, 11)
+    model = exact()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[210] = float("nan")
+    with pytest.raises(FloatingPointError, match="completions row 2: the model gave a nan"):
+        effects(model, (prompts, completions, units, answers))
 
 
 # --- As an option of masking --------------------------------------------------------------------------------------
