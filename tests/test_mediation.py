@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig, Probe, counterfactual_credit
-from cfa_kernels.integrations.credit import pad_rows
+from cfa_kernels.integrations.credit import pad_rows, service_obstacles
 from cfa_kernels.mediation import chained_effects, total_effects
 from cfa_kernels.scoring import ScoringWork, score_counterfactuals
 from cfa_kernels.spans import Span
@@ -348,5 +348,9 @@ def test_what_total_effects_cannot_be_combined_with_is_refused_by_name(options, 
 
 
 def test_a_model_that_lies_elsewhere_is_refused_by_name(sampled):
+    config = CounterfactualConfig(effect="total")
     with pytest.raises(NotImplementedError, match="effect='total' needs the model in this process"):
-        credit_of(None, sampled, CounterfactualConfig(effect="total"))
+        credit_of(None, sampled, config)
+    (obstacle,) = service_obstacles(config)
+    assert obstacle.startswith("effect='total': it needs the model in the process that makes the weights")
+    assert not list(service_obstacles(CounterfactualConfig()))
