@@ -27,8 +27,8 @@ class TotalEffects:
     Attributes:
         total: B tensors (K_b,) fp32, the direct effect and what passes through later units.
         direct: B tensors (K_b,) fp32, minus the drop of `CounterfactualScores`.
-        links: B tensors (K_b, K_b) fp32, at [i, j] how much less probable unit j's tokens are with unit i masked, at
-            least 0; 0 where j does not stand behind i and before the answer.
+        links: B tensors (K_b, K_b) fp32, at [i, j] how much less probable unit j's tokens are with unit i masked, by
+            the mean of their log-probs, at least 0; 0 where j does not stand behind i and before the answer.
         base: (B,) fp32 log P(answer | prompt, reasoning).
         work: counts of what was computed.
 
@@ -99,11 +99,11 @@ def total_effects(
 
 
 def chained_effects(direct: np.ndarray, links: np.ndarray) -> np.ndarray:
-    """The total effect of each unit: `T_i = D_i + sum over j > i of -log(exp(-L_ij) + (1 - exp(-L_ij)) exp(-T_j))`.
+    """The total effect of each unit: `T_i = D_i + sum over j > i of -log(exp(-L_ij) + (1 - exp(-L_ij)) exp(-T_j+))`.
 
-    `1 - exp(-L_ij)` is how probably unit j would not have come out as it did without unit i, and with j all is lost
-    that rests on j. So a way through j passes no more than its weaker link: `T_j` where L is large, `L_ij` where `T_j`
-    is, nothing where either is 0.
+    `1 - exp(-L_ij)` is how probably a token of unit j would not have come out as it did without unit i, and with j all
+    is lost that rests on j. So a way through j passes no more than its weaker link: `T_j` where L is large, `L_ij`
+    where `T_j` is, nothing where either is 0. `T_j+` is `T_j` or 0: a unit that hurts the answer passes nothing on.
 
     Args:
         direct: (K,) float64 D, nats, of units in order of position; may be negative.
@@ -117,7 +117,7 @@ def chained_effects(direct: np.ndarray, links: np.ndarray) -> np.ndarray:
         lost = np.log(-np.expm1(-links))
     for i in range(len(total) - 2, -1, -1):
         later = slice(i + 1, None)
-        total[i] -= np.logaddexp(-links[i, later], lost[i, later] - total[later]).sum()
+        total[i] -= np.logaddexp(-links[i, later], lost[i, later] - np.maximum(total[later], 0.0)).sum()
     return total
 
 
@@ -177,4 +177,6 @@ def _effects(units: Sequence[Span], answer: Span, values: Sequence[Tensor]) -> t
     with np.errstate(invalid="ignore"):
         losses = sampled - masked
     # What was impossible as sampled, and is so still, has lost nothing: fmax takes 0 over the nan of -inf - -inf.
-    return float(sampled[-1]), losses[:, -1], np.triu(np.fmax(losses[:, :-1], 0.0), 1)
+    # By the token: without any one unit a long one is as a whole so much less probable that every link would be firm.
+    sizes = np.array([unit.end - unit.start for unit in units], dtype=np.int64)
+    return float(sampled[-1]), losses[:, -1], np.triu(np.fmax(losses[:, :-1] / sizes, 0.0), 1)

@@ -34,7 +34,7 @@ def qwen3():
 def batch():
     """Units that touch, leave gaps, touch the answer, stand behind it, are out of order; equal rows; no answer."""
     first, second = tokens(7, 11)
-    completions = tokens(20, 24, 12, 14, seed=1)
+    completions = tokens(20, 24, 12, 14, seed=15)
     prompts = [first, second, first.clone(), second, first]
     completions.append(completions[0].clone())
     answers = [Span(15, 18), Span(20, 23), Span(0, 2), None, Span(15, 18)]
@@ -72,7 +72,7 @@ def plain_total(direct, links):
     for i in reversed(range(len(direct))):
         for j in range(i + 1, len(direct)):
             kept = math.exp(-links[i][j])
-            total[i] += -math.log(kept + (1 - kept) * math.exp(-total[j]))
+            total[i] += -math.log(kept + (1 - kept) * math.exp(-max(0.0, total[j])))
     return total
 
 
@@ -85,7 +85,10 @@ def plain_effects(model, prompt, completion, units, answer):
 
     lines = {masked: plain_logprobs(model, prompt, completion, masked) for masked in [None, *before]}
     direct = [logprob(None, answer) - logprob(unit, answer) for unit in before]
-    links = [[max(0.0, logprob(None, later) - logprob(unit, later)) for later in before] for unit in before]
+    links = [
+        [max(0.0, logprob(None, later) - logprob(unit, later)) / (later.end - later.start) for later in before]
+        for unit in before
+    ]
     total = plain_total(direct, links)
     pairs = {(before[i], before[j]): links[i][j] for i in range(len(before)) for j in range(i + 1, len(before))}
     return logprob(None, answer), dict(zip(before, total, strict=True)), dict(zip(before, direct, strict=True)), pairs
@@ -122,8 +125,12 @@ def test_the_judged_batch_has_losses_to_clamp_and_totals_that_are_not_the_direct
     sampled, masked = (plain_logprobs(qwen3, prompt, completion, unit) for unit in (None, units[0]))
     losses = [sum(sampled[start:end]) - sum(masked[start:end]) for start, end in units[1:-1]]
     assert min(losses) < -0.01 < 0.01 < max(losses)
-    _, total, direct, _ = plain_effects(qwen3, prompt, completion, units, answer)
-    assert max(abs(total[unit] - direct[unit]) for unit in direct) > 0.01
+    mediated = [0.0]
+    for prompt, completion, units, answer in zip(*batch(), strict=True):
+        if answer is not None:
+            _, total, direct, _ = plain_effects(qwen3, prompt, completion, units, answer)
+            mediated += [total[unit] - direct[unit] for unit in direct]
+    assert max(mediated) > 0.01
 
 
 def test_a_row_keeps_the_rotary_frequencies_of_its_whole_length():
@@ -196,9 +203,9 @@ def test_a_chain_of_three_units_has_the_total_that_was_worked_out_by_hand():
     ("link", "later", "passes"),
     [
         (0.0, 3.0, 0.0), (0.0, 1e6, 0.0), (0.0, -1e3, 0.0),
-        (1e6, 3.0, 3.0), (math.inf, 3.0, 3.0), (1e6, -2.0, -2.0),
+        (1e6, 3.0, 3.0), (math.inf, 3.0, 3.0), (1e6, -2.0, 0.0),
         (3.0, 1e6, 3.0), (3.0, math.inf, 3.0), (1e6, 2e6, 1e6),
-        (1e-9, 40.0, 1e-9), (2.0, 0.0, 0.0), (3.0, -1e3, -1e3 - math.log1p(-math.exp(-3.0))),
+        (1e-9, 40.0, 1e-9), (2.0, 0.0, 0.0), (3.0, -1e3, 0.0),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("error")
