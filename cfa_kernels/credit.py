@@ -38,7 +38,7 @@ class Credit:
         answers: B spans or None.
         spans: B lists of the units that were judged.
         drop: B tensors (K_b,) fp32 on the CPU, minus the importance of each unit; of masking, as the answer's
-            log-prob changes, in nats.
+            log-prob changes, in nats; minus the total effects where those were asked for.
         base: (B,) fp32 on the CPU, log P(answer), nats; nan where it was not scored.
         logprobs: (B, T) fp32 log-probs of the completion tokens, 0 on padding, if asked for.
         work: what the estimator fed; None where it fed nothing.

@@ -9,8 +9,11 @@ from .reshaping import Reshape, check_mode, check_range
 from .spans import Detector, checked_span_options
 
 UNITS = ("spans", "tokens")
+EFFECTS = ("direct", "total")
 FILLS = ("placeholder", "resampled")
 RESHAPINGS = ("range", "bilevel", "top", "identity")
+
+_MASKING_DEFAULTS = {"effect": "direct", "fill": "placeholder", "approximation": None, "preselect": 1.0}
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,10 @@ class CounterfactualConfig:
     """Least weight under "bilevel", before the rescaling."""
     fraction: float = 0.2
     """Share of the tokens of the batch that "top" keeps."""
+    effect: str = "direct"
+    """Of a masked unit: "direct", what the answer loses while all later text stays as it was written, or "total", also
+    what it loses through later units that would not have come out as they did, see `total_effects`. Total effects are
+    exact, of the answer's log-prob, with placeholders."""
     fill: str = "placeholder"
     """What stands in place of a masked unit: "placeholder", or "resampled", what the model itself might have written
     there, see `resampled_fills`."""
@@ -92,7 +99,7 @@ class CounterfactualConfig:
         for name, among in (("units", UNITS), ("outcome", OUTCOMES), ("approximation", APPROXIMATIONS)):
             if getattr(self, name) not in (None, *among):
                 raise ValueError(f"{name} must be one of {', '.join(among)}, got {getattr(self, name)!r}")
-        for name, among in (("fill", FILLS), ("cheap", SELECTORS)):
+        for name, among in (("effect", EFFECTS), ("fill", FILLS), ("cheap", SELECTORS)):
             if getattr(self, name) not in among:
                 raise ValueError(f"{name} must be one of {', '.join(among)}, got {getattr(self, name)!r}")
         if not 0 < self.preselect <= 1:
@@ -111,14 +118,18 @@ class CounterfactualConfig:
             raise ValueError(f"samples must be an integer of at least 1, got {self.samples!r}")
         if self.outcome is not None and "outcome" not in self.kind.options:
             raise ValueError(f"outcome: estimator={self.estimator!r} watches none, got {self.outcome!r}")
-        for name, default in (("fill", "placeholder"), ("approximation", None), ("preselect", 1.0)):
+        for name, default in _MASKING_DEFAULTS.items():
             if getattr(self, name) != default and name not in self.kind.options:
                 raise ValueError(f"{name}: estimator={self.estimator!r} masks nothing, got {getattr(self, name)!r}")
+        if self.effect == "total":
+            for name, needed in {**_MASKING_DEFAULTS, "effect": "total", "outcome": self.outcome and "logprob"}.items():
+                if getattr(self, name) != needed:
+                    raise ValueError(f"{name}={getattr(self, name)!r} cannot be combined with effect='total'")
 
     @property
     def exact(self) -> bool:
-        """Whether masking masks every unit, by placeholders."""
-        return self.fill == "placeholder" and self.approximation is None and self.preselect == 1
+        """Whether masking is one call of `score_counterfactuals`: every unit, by placeholders, the answer alone."""
+        return all(getattr(self, name) == default for name, default in _MASKING_DEFAULTS.items())
 
     @property
     def reads_entropies(self) -> bool:

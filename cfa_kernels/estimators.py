@@ -16,6 +16,7 @@ from .approximations import CHEAP_ESTIMATES, cheap_estimates, preselected_maskin
 from .gradient_saliency import gradient_saliency
 from .group_credit import ktae_values, prefix_tree_values, sibling_edits
 from .interventions import resampled_scores
+from .mediation import total_effects
 from .outcomes import Outcome
 from .partial_branches import answer_knockout, short_branches
 from .prefix_values import own_probe
@@ -85,7 +86,7 @@ class Importances:
         values: B tensors (K_b,) fp32 on the host, one per unit, high where the unit matters.
         signed: the values are added to the advantages of their units' tokens, instead of being reshaped to weights.
         work: what was fed for them; None for nothing.
-        scores: what masking gave, if it was that.
+        scores: what masking gave, if it was that; of total effects the direct ones.
     """
 
     values: list[Tensor]
@@ -114,6 +115,7 @@ def masking(
     batch: CreditBatch,
     *,
     outcome: Outcome = "logprob",
+    effect: str = "direct",
     fill: str = "placeholder",
     samples: int = 1,
     approximation: str | None = None,
@@ -122,8 +124,11 @@ def masking(
 ) -> Importances:
     """Mask each unit and see how the answer moves (CF paper, eq. 3; with tokens for units the OAR paper's OAR-P).
 
-    Exact with placeholders, unless `approximation` or `preselect` says otherwise; see `approximations.py`.
+    Exact with placeholders, unless `approximation` or `preselect` says otherwise; see `approximations.py`. What passes
+    through later units counts where the `effect` is "total", see `mediation.py`.
     """
+    if effect == "total":
+        return _total_masking(model, batch)
     score = _masked_by(batch, fill, samples, approximation)
     options: dict[str, Any] = {"outcome": outcome, "token_budget": batch.token_budget}
     if preselect < 1:
@@ -138,6 +143,19 @@ def masking(
     flat = -torch.cat([torch.zeros(0), *(row.detach().float().cpu() for row in scores.drop)])
     values = list(flat.split([len(row) for row in scores.drop]))
     return Importances(values, work=scores.work, scores=scores)
+
+
+def _total_masking(model: nn.Module, batch: CreditBatch) -> Importances:
+    if batch.elsewhere:
+        raise NotImplementedError("effect='total' needs the model in this process, and it lies in others")
+    assert batch.placeholder_id is not None
+    found = total_effects(
+        model, batch.prompts, batch.completions, batch.units, batch.answers, placeholder_id=batch.placeholder_id,
+        token_budget=batch.token_budget, ask=batch.ask,
+    )  # fmt: skip
+    masked = [base - row for base, row in zip(found.base, found.direct, strict=True)]
+    direct = CounterfactualScores(found.base, masked, [-row for row in found.direct], None, found.work)
+    return Importances(found.total, work=found.work, scores=direct)
 
 
 def _masked_by(
@@ -314,7 +332,7 @@ ESTIMATORS: dict[str, EstimatorKind] = {
         True,
         False,
         True,
-        ("outcome", "fill", "samples", "approximation", "preselect", "cheap"),
+        ("outcome", "effect", "fill", "samples", "approximation", "preselect", "cheap"),
     ),
     "gradient": EstimatorKind(gradient, "tokens", "bilevel", True, False, True, ("outcome", "sigma", "samples")),
     "prefix_gain": EstimatorKind(prefix_gain, "spans", "range", True, False, True),

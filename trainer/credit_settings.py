@@ -36,6 +36,9 @@ class CreditSettings:
     """Least weight under bilevel, before the rescaling."""
     fraction: float = 0.2
     """Share of a micro-batch's tokens that top keeps."""
+    effect: Literal["direct", "total"] = "direct"
+    """Of a masked unit: what the answer loses while all later text stays as it was written, or also what it loses
+    through later units that would not have come out as they did."""
     fill: Literal["placeholder", "resampled"] = "placeholder"
     """What stands in place of a masked unit: placeholders, or what the model itself might have written there."""
     approximation: Literal["none", "short_branches", "knockout"] = "none"
@@ -82,13 +85,14 @@ class CreditSettings:
 
     @property
     def masks_answers(self) -> bool:
-        """Whether they come from masked answers, which a training forward's keys and values can be continued for."""
+        """Whether they come from masked answers alone, for which a training forward's keys and values are continued."""
         return self.estimates and self.estimator == "masking" and self.counterfactual().exact
 
     @property
     def continues_forward(self) -> bool:
         """Whether importances are read from rows that continue a training forward's keys and values."""
-        return self.masks_answers or (self.estimates and self.estimator == "prefix_gain")
+        chained = self.estimator == "masking" and self.effect == "total"
+        return self.masks_answers or (self.estimates and (chained or self.estimator == "prefix_gain"))
 
     @property
     def reads_entropies(self) -> bool:
@@ -107,6 +111,7 @@ class CreditSettings:
             boost=self.boost,
             floor=self.floor,
             fraction=self.fraction,
+            effect=self.effect,
             fill=self.fill,
             approximation=None if self.approximation == "none" else self.approximation,
             preselect=self.preselect,

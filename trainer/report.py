@@ -166,7 +166,9 @@ class Report:
         ids, credit, config = result.rollouts.ids()[b], result.credit, self._config
         answer = credit.answers[b]
         name = {"counterfactual": config.estimator, "inverted": f"{config.estimator}, inverted"}.get(config.credit)
-        drops_logprob = config.estimator == "masking" and config.outcome in ("auto", "logprob", "mean_logprob")
+        unit = f"importance by {config.estimator}"
+        if config.estimator == "masking" and config.outcome in ("auto", "logprob", "mean_logprob"):
+            unit = "nats" if config.effect == "direct" else "total effect in nats"
         signed: dict[str, Any] = {}
         if credit.advantages is not None:
             added = [round(value, 4) for value in credit.advantages[b, : len(ids)].tolist()]
@@ -178,7 +180,7 @@ class Report:
             "advantage": result.advantages[b].item(),
             "truncated": bool(result.rollouts.truncated[b]),
             "credit": name or config.credit,
-            "drops_unit": "nats" if drops_logprob else f"importance by {config.estimator}",
+            "drops_unit": unit,
             "answer": None if answer is None else {"start": answer.start, "end": answer.end},
             "spans": [
                 {

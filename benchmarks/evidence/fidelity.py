@@ -11,7 +11,7 @@ from benchmarks.evidence.agreement import correlation
 from benchmarks.evidence.ledger import Ledger
 from benchmarks.evidence.methods import METHODS
 from benchmarks.evidence.models import Subject
-from benchmarks.evidence.planted import Settings, ask, available, batches
+from benchmarks.evidence.planted import Settings, ask, batches, methods_named
 
 EXACT = "CF"
 
@@ -38,9 +38,9 @@ def run(
         ValueError: an unknown method.
     """
     names = list(dict.fromkeys([EXACT, *(methods or METHODS)]))
-    chosen, absent = available(names, say)
+    chosen = methods_named(names)
     exact_ones = {chosen[name].approximates for name in chosen} - {None, *chosen}
-    chosen |= {name: METHODS[name] for name in METHODS if name in exact_ones and METHODS[name].there}
+    chosen |= {name: METHODS[name] for name in METHODS if name in exact_ones}
     everything = list(batches(settings, subject, settings.problems))
     problems = [problem for batch in everything for problem in batch.problems]
     cases = [case for batch in everything for case in batch.cases]
@@ -76,7 +76,6 @@ def run(
         record["cpu_cost"] = seconds[0] / seconds[1]
     return {
         "settings": asdict(settings),
-        "absent": absent,
         "fingerprint": subject.fingerprint,
         "accuracy": subject.accuracy,
         "plain_tokens": sum(plain) / len(plain),

@@ -5,7 +5,6 @@ Where it stands: between the cases and the judges. A method sees token ids, unit
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +14,12 @@ from torch import Tensor
 from benchmarks.evidence.cases import Case
 from benchmarks.evidence.models import Subject
 from cfa_kernels import ScoringWork, Span, score_counterfactuals
+from cfa_kernels.approximations import preselected_masking, run_units
+from cfa_kernels.gradient_saliency import gradient_saliency
+from cfa_kernels.group_credit import ktae_values, prefix_tree_values, sibling_edits
+from cfa_kernels.mediation import total_effects
+from cfa_kernels.partial_branches import answer_knockout, short_branches
+from cfa_kernels.prefix_values import own_probe, prefix_gain
 from trainer.rewards import final_number
 from trainer.rollouts import generate
 
@@ -82,21 +87,15 @@ class Method:
 
     Attributes:
         run: does it.
-        needs: the module it calls; without it the method is left out and said to be.
         siblings: it reads sampled siblings. It is asked about lines alone, and of a model that solves something.
         approximates: the method that it stands in for.
         costly: a forward's worth of tokens per token; it judges fewer problems.
     """
 
     run: Callable[[Question], Found]
-    needs: str = "cfa_kernels.scoring"
     siblings: bool = False
     approximates: str | None = None
     costly: bool = False
-
-    @property
-    def there(self) -> bool:
-        return find_spec(self.needs) is not None
 
 
 # --- Controls: what numbers say that know nothing of the model --------------------------------------------------
@@ -130,6 +129,15 @@ def _masking(outcome: str) -> Callable[[Question], Found]:
     return run
 
 
+def _total_effect(question: Question) -> Found:
+    """Masking, with what passes through later units."""
+    found = total_effects(
+        question.subject.model, question.prompts, question.completions, question.units, question.answers,
+        placeholder_id=question.placeholder,
+    )  # fmt: skip
+    return _found(found.total, found.work)
+
+
 def _masked_tokens(outcome: str) -> Callable[[Question], Found]:
     """Every token masked alone, as OAR-P does; a unit's importance is the mean over its tokens."""
 
@@ -156,8 +164,6 @@ def _masked_rest(question: Question) -> Found:
 
 def _prefix_gain(measure: str) -> Callable[[Question], Found]:
     def run(question: Question) -> Found:
-        from cfa_kernels.prefix_values import own_probe, prefix_gain
-
         probes = [own_probe(case.completion, case.answer, case.reasoning_end) for case in question.cases]
         values, work = prefix_gain(
             question.subject.model, question.prompts, question.completions, question.units, probes, measure=measure
@@ -169,8 +175,6 @@ def _prefix_gain(measure: str) -> Callable[[Question], Found]:
 
 def _gradient(outcome: str, sigma: float, samples: int = 1) -> Callable[[Question], Found]:
     def run(question: Question) -> Found:
-        from cfa_kernels.gradient_saliency import gradient_saliency
-
         values, work = gradient_saliency(
             question.subject.model, question.prompts, question.completions, question.units, question.answers,
             outcome=outcome, sigma=sigma, samples=samples, generator=question.generator(),
@@ -201,8 +205,6 @@ def _preselected(
     """Only the top share by a cheap estimate is masked: of the units, or of all tokens with the outcome `tokens`."""
 
     def run(question: Question) -> Found:
-        from cfa_kernels.approximations import preselected_masking
-
         judged = replace(question, cases=[case.by_token() for case in question.cases]) if tokens else question
         first = cheap(judged)
         found = preselected_masking(
@@ -220,8 +222,6 @@ def _runs(length: int, outcome: str) -> Callable[[Question], Found]:
     """Runs of tokens masked together, in place of single ones."""
 
     def run(question: Question) -> Found:
-        from cfa_kernels.approximations import run_units
-
         runs = [run_units(case.reasoning_end, length) for case in question.cases]
         cases = [replace(case, units=units) for case, units in zip(question.cases, runs, strict=True)]
         found = _masking(outcome)(replace(question, cases=cases))
@@ -236,8 +236,6 @@ def _runs(length: int, outcome: str) -> Callable[[Question], Found]:
 
 def _knockout(question: Question) -> Found:
     """The answer's own rows are blind to a unit; nothing behind it is computed anew."""
-    from cfa_kernels.partial_branches import answer_knockout
-
     scores = answer_knockout(
         question.subject.model, question.prompts, question.completions, question.units, question.answers,
         blind_from=[case.reasoning_end for case in question.cases],
@@ -247,8 +245,6 @@ def _knockout(question: Question) -> Found:
 
 def _short_branches(question: Question) -> Found:
     """A unit is masked, and of the rows behind it only the marker's and the answer's are computed anew."""
-    from cfa_kernels.partial_branches import short_branches
-
     scores = short_branches(
         question.subject.model, question.prompts, question.completions, question.units, question.answers,
         placeholder_id=question.placeholder, fed_from=[case.reasoning_end for case in question.cases],
@@ -292,21 +288,7 @@ def _of_group(values: Callable[[list[Tensor], Tensor, Tensor], list[Tensor]]) ->
 
 
 def _prefix_tree(completions: list[Tensor], groups: Tensor, correct: Tensor) -> list[Tensor]:
-    from cfa_kernels.group_credit import prefix_tree_values
-
     return prefix_tree_values(completions, groups, correct.float())
-
-
-def _ktae(completions: list[Tensor], groups: Tensor, correct: Tensor) -> list[Tensor]:
-    from cfa_kernels.group_credit import ktae_values
-
-    return ktae_values(completions, groups, correct)
-
-
-def _sibling_edits(completions: list[Tensor], groups: Tensor, correct: Tensor) -> list[Tensor]:
-    from cfa_kernels.group_credit import sibling_edits
-
-    return sibling_edits(completions, groups, correct)
 
 
 # --- Shared by methods ------------------------------------------------------------------------------------------
@@ -325,42 +307,34 @@ def _unit_means(tokens: Sequence[Tensor], units: Sequence[Sequence[Span]]) -> li
     return means
 
 
-_OUTCOMES, _PROBES = "cfa_kernels.outcomes", "cfa_kernels.prefix_values"
-_APPROXIMATIONS, _PARTIAL = "cfa_kernels.approximations", "cfa_kernels.partial_branches"
-_GRADIENTS, _GROUPS = "cfa_kernels.gradient_saliency", "cfa_kernels.group_credit"
-
 METHODS: dict[str, Method] = {
     "random": Method(_random),
     "position": Method(_position),
     "length": Method(_length),
     "CF": Method(_masking("logprob")),
-    "CF, KL of mean": Method(_masking("mean"), _OUTCOMES),
-    "CF, KL of last": Method(_masking("last"), _OUTCOMES),
+    "CF, total effect": Method(_total_effect),
+    "CF, KL of mean": Method(_masking("mean")),
+    "CF, KL of last": Method(_masking("last")),
     "masked rest": Method(_masked_rest),
-    "OAR-P, mean": Method(_masked_tokens("mean"), _OUTCOMES, costly=True),
-    "OAR-P, last": Method(_masked_tokens("last"), _OUTCOMES, costly=True),
+    "OAR-P, mean": Method(_masked_tokens("mean"), costly=True),
+    "OAR-P, last": Method(_masked_tokens("last"), costly=True),
     "OAR-P, log-prob": Method(_masked_tokens("logprob"), costly=True),
-    "OAR-G, 1 draw": Method(_gradient("mean", 1e-3), _GRADIENTS),
-    "OAR-G, 8 draws": Method(_gradient("mean", 1e-3, 8), _GRADIENTS),
-    "gradient x input": Method(_gradient("mean_logprob", 0.0), _GRADIENTS),
-    "prefix gain": Method(_prefix_gain("probability"), _PROBES),
-    "prefix gain, nats": Method(_prefix_gain("mean_logprob"), _PROBES),
+    "OAR-G, 1 draw": Method(_gradient("mean", 1e-3)),
+    "OAR-G, 8 draws": Method(_gradient("mean", 1e-3, 8)),
+    "gradient x input": Method(_gradient("mean_logprob", 0.0)),
+    "prefix gain": Method(_prefix_gain("probability")),
+    "prefix gain, nats": Method(_prefix_gain("mean_logprob")),
     "entropy": Method(_entropy),
-    "prefix tree": Method(_of_group(_prefix_tree), _GROUPS, siblings=True),
-    "KTAE": Method(_of_group(_ktae), _GROUPS, siblings=True),
-    "sibling edits": Method(_of_group(_sibling_edits), _GROUPS, siblings=True),
-    "CF, half by prefix gain": Method(
-        _preselected(_prefix_gain("probability"), 0.5), _APPROXIMATIONS, approximates="CF"
-    ),
-    "CF, half by gradient": Method(
-        _preselected(_gradient("mean_logprob", 0.0), 0.5), _APPROXIMATIONS, approximates="CF"
-    ),
-    "CF, half by position": Method(_preselected(_position, 0.5), _APPROXIMATIONS, approximates="CF"),
-    "answer knockout": Method(_knockout, _PARTIAL, approximates="CF"),
-    "CF, short branches": Method(_short_branches, _PARTIAL, approximates="CF"),
-    "OAR-P, runs of 4": Method(_runs(4, "mean"), _APPROXIMATIONS, approximates="OAR-P, mean", costly=True),
+    "prefix tree": Method(_of_group(_prefix_tree), siblings=True),
+    "KTAE": Method(_of_group(ktae_values), siblings=True),
+    "sibling edits": Method(_of_group(sibling_edits), siblings=True),
+    "CF, half by prefix gain": Method(_preselected(_prefix_gain("probability"), 0.5), approximates="CF"),
+    "CF, half by gradient": Method(_preselected(_gradient("mean_logprob", 0.0), 0.5), approximates="CF"),
+    "CF, half by position": Method(_preselected(_position, 0.5), approximates="CF"),
+    "answer knockout": Method(_knockout, approximates="CF"),
+    "CF, short branches": Method(_short_branches, approximates="CF"),
+    "OAR-P, runs of 4": Method(_runs(4, "mean"), approximates="OAR-P, mean", costly=True),
     "OAR-P, quarter by gradient": Method(
-        _preselected(_gradient("mean_logprob", 0.0), 0.25, tokens="mean"), _APPROXIMATIONS,
-        approximates="OAR-P, mean", costly=True,
+        _preselected(_gradient("mean_logprob", 0.0), 0.25, tokens="mean"), approximates="OAR-P, mean", costly=True
     ),
-}  # fmt: skip
+}

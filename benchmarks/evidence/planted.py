@@ -101,8 +101,7 @@ def run(
 
     Args:
         models: by name the trained model, alone, and random ones, which take turns batch by batch.
-        methods: names out of `METHODS`; by default all that approximate no other. Those whose module is not there are
-            left out and named.
+        methods: names out of `METHODS`; by default all that approximate no other.
         say: is told what is being done.
 
     Returns:
@@ -111,16 +110,16 @@ def run(
     Raises:
         ValueError: an unknown method.
     """
-    chosen, absent = available(methods or [name for name in METHODS if not METHODS[name].approximates], say)
-    document: dict[str, Any] = {"settings": asdict(settings), "absent": absent, "models": {}}
+    chosen = methods_named(methods or [name for name in METHODS if not METHODS[name].approximates])
+    document: dict[str, Any] = {"settings": asdict(settings), "models": {}}
     for name, subjects in models.items():
         say(f"== {name} model")
         document["models"][name] = _judge(subjects, ledger, settings, chosen, say)
     return document
 
 
-def available(names: Sequence[str], say: Callable[[str], None]) -> tuple[dict[str, Method], list[str]]:
-    """The methods of these names whose modules are there, and the names of the others.
+def methods_named(names: Sequence[str]) -> dict[str, Method]:
+    """The methods of these names.
 
     Raises:
         ValueError: an unknown name.
@@ -128,10 +127,7 @@ def available(names: Sequence[str], say: Callable[[str], None]) -> tuple[dict[st
     for name in names:
         if name not in METHODS:
             raise ValueError(f"methods must be among {', '.join(METHODS)}, got {name!r}")
-    absent = [name for name in names if not METHODS[name].there]
-    for name in absent:
-        say(f"{name}: left out, there is no {METHODS[name].needs}")
-    return {name: METHODS[name] for name in names if METHODS[name].there}, absent
+    return {name: METHODS[name] for name in names}
 
 
 def _judge(

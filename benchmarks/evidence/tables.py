@@ -48,8 +48,6 @@ def planted_markdown(document: dict[str, Any]) -> str:
         "AUROC is within a problem and free of position: lines before and lines after count half each, so that a rule "
         "by position alone gets 0.5. In parentheses 95 % bootstrap intervals over problems.\n",
     ]
-    if document["absent"]:
-        parts.append(f"Left out, their modules are not there: {', '.join(document['absent'])}.\n")
     for name, results in models.items():
         accuracy = (
             f"{len(results['fingerprints'])} with random weights"

@@ -136,6 +136,8 @@ def service_obstacles(
         yield f"{name}: it {here}"
     elif (outcome := config.outcome) in DIVERGENCES:
         yield f"outcome={outcome!r}: it compares distributions, and the host gives log-probs of sampled tokens alone"
+    if config.effect == "total":
+        yield f"effect='total': it {here}"
     if config.fill == "resampled":
         yield f"fill='resampled': it {here}"
     if config.approximation is not None:

@@ -25,6 +25,7 @@ IMPOSSIBLE = [
     ({"estimator": "gradient"}, "estimator='gradient': it needs the model"),
     ({"outcome": "last"}, "outcome='last': it compares distributions"),
     ({"outcome": "mean", "units": "tokens"}, "outcome='mean': it compares distributions"),
+    ({"effect": "total"}, "effect='total': it needs the model"),
     ({"fill": "resampled"}, "fill='resampled': it needs the model"),
     ({"approximation": "knockout"}, "approximation='knockout': it needs the model"),
     ({"preselect": 0.5, "cheap": "short_branches"}, "cheap='short_branches': it needs the model"),

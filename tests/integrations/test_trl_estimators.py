@@ -11,9 +11,9 @@ from tests.integrations.trl_training import build, changed, logged, record_gener
 NAMED = ["masking", "gradient", "entropy", "prefix_tree", "ktae", "sibling_edits"]
 
 
-@pytest.mark.parametrize("estimator", NAMED)
-def test_an_estimator_by_name_trains(train, theirs, estimator):
-    mine = train(trainer={"counterfactual": CounterfactualConfig(estimator=estimator)})
+@pytest.mark.parametrize("options", [*({"estimator": name} for name in NAMED), {"effect": "total"}], ids=str)
+def test_an_estimator_by_name_trains(train, theirs, options):
+    mine = train(trainer={"counterfactual": CounterfactualConfig(**options)})
     assert changed(mine, theirs)
     assert torch.isfinite(torch.tensor(logged(mine, "loss"))).all()
     assert logged(mine, "credit/scored_fraction")[0] > 0

@@ -343,7 +343,7 @@ def test_the_configuration_of_the_documentation_is_valid_and_starts_a_trainer_wi
 
 def test_the_configuration_of_the_documentation_has_every_option_that_can_run(config):
     every = {field.name for field in dataclasses.fields(CounterfactualConfig)}
-    need_the_model_at_hand = {"fill", "approximation", "sigma", "samples", "token_budget"}
+    need_the_model_at_hand = {"effect", "fill", "approximation", "sigma", "samples", "token_budget"}
     assert set(config.counterfactual) == every - need_the_model_at_hand
 
 

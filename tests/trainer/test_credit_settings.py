@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig
-from tests.trainer.embedded import advantages_of, settings
+from tests.trainer.embedded import EVERY_OTHER, advantages_of, metrics_of, run, samples_of, settings
 from trainer.config import PRESETS, TrainConfig, parse, preset_names
 from trainer.train import update
 
@@ -25,6 +25,7 @@ def test_every_setting_of_credit_reaches_the_library() -> None:
     masking = settings("--fill=resampled", "--preselect=0.5", "--cheap=last").counterfactual()
     assert masking == CounterfactualConfig(fill="resampled", preselect=0.5, cheap="last")
     assert settings("--approximation=knockout").counterfactual() == CounterfactualConfig(approximation="knockout")
+    assert settings("--effect=total").counterfactual() == CounterfactualConfig(effect="total")
     assert settings(*flags).counterfactual() == CounterfactualConfig(
         mode="inverted", estimator="gradient", units="spans", outcome="last", reshape="bilevel", tau=0.3, boost=1.5,
         floor=0.1, fraction=0.3, sigma=0.01, samples=2, correct_threshold=0.7, normalize="mean",
@@ -108,3 +109,20 @@ def test_prefix_gain_feeds_its_probes_alone_behind_what_the_update_has_fed(fresh
     assert credit.work.tokens_fed < 0.3 * apart.work.tokens_fed
     for ours, theirs in zip(credit.drop, apart.drop, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+
+
+def test_total_effects_keep_the_answers_own_score_and_weigh_otherwise(fresh, rollouts) -> None:
+    direct, _ = credit_under(fresh(), rollouts)
+    total, metrics = credit_under(fresh("--effect=total"), rollouts)
+    assert total.spans == direct.spans
+    torch.testing.assert_close(total.base, direct.base, rtol=0, atol=1e-4, equal_nan=True)
+    assert not torch.allclose(total.weights, direct.weights, atol=1e-2)
+    assert torch.isfinite(torch.tensor(metrics["loss"]))
+    assert total.work.tokens_fed == direct.work.tokens_fed
+
+
+def test_a_run_by_total_effects_logs_what_its_numbers_are(tmp_path) -> None:
+    folder = run(tmp_path / "run", "--effect=total", "--eval_problems=1", EVERY_OTHER)
+    assert [entry["credit/drop_mean"] != 0 for entry in metrics_of(folder) if "loss" in entry] == [True, True]
+    units = {sample["drops_unit"] for sample in samples_of(folder) if sample["spans"]}
+    assert units == {"total effect in nats"}
