@@ -253,7 +253,9 @@ class WarmupConfig(DataConfig):
     """For "generated": learn from a careless pupil, whose last sum often takes its number from an idle sentence. The
     model then can do the arithmetic but is easily misled, a habit that reinforcement corrects in minutes."""
     vocab_size: int = 512
-    """Size of the byte-level BPE vocabulary; digits always stand alone."""
+    """Size of the byte-level BPE vocabulary."""
+    single_digits: bool = True
+    """Every digit is a token; else numbers are words like others, which a small model looks up more easily."""
     hidden_size: int = 128
     """Width of the model."""
     num_hidden_layers: int = 4

@@ -68,12 +68,14 @@ SUITED = {
 }
 
 
-def train_tokenizer(rows: Sequence[Row], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE as in Qwen: digits stand alone, ChatML template, pad and end-of-text are distinct tokens."""
+def train_tokenizer(rows: Sequence[Row], vocab_size: int, *, single_digits: bool = True) -> PreTrainedTokenizerFast:
+    """Byte-level BPE as in Qwen: digits stand alone, ChatML template, pad and end-of-text are distinct tokens.
+
+    Without `single_digits` a number is a word like others, as in GPT-2.
+    """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if single_digits else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
     bpe = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -177,7 +179,7 @@ def warm_up(config: WarmupConfig) -> Path:
         raise FileExistsError(f"output_dir: {folder} is not empty; name another folder or remove it")
     rows, held_out = training_rows(config)
     set_seed(config.seed)
-    tokenizer = train_tokenizer(rows[:TOKENIZER_ROWS], config.vocab_size)
+    tokenizer = train_tokenizer(rows[:TOKENIZER_ROWS], config.vocab_size, single_digits=config.single_digits)
     examples = encode(rows, tokenizer, config.max_position_embeddings)
     model = small_model(config, tokenizer)
     model.to(config.device)  # type: ignore[arg-type]

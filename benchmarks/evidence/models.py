@@ -22,12 +22,17 @@ MODELS = (TRAINED, RANDOM)
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the model is trained: a Qwen3 of four layers, on solutions of `problems.training_rows`."""
+    """How the model is trained: a Qwen3 of four layers, on solutions of `problems.training_rows`.
+
+    Its tokenizer takes a number for one token, and in the problems a number stands right behind its owner: what has
+    been looked up is then what follows the same token elsewhere, which a model of this size learns in minutes.
+    """
 
     steps: int = 3000
     batch_size: int = 32
     rows: int = 96_000
     held_out: int = 200
+    vocab_size: int = 640
     hidden_size: int = 128
     layers: int = 4
     learning_rate: float = 2e-3
@@ -71,6 +76,8 @@ def train(folder: Path, recipe: Recipe) -> Path:
             dataset=str(files["train"]),
             eval_dataset=str(files["test"]),
             output_dir=str(target),
+            vocab_size=recipe.vocab_size,
+            single_digits=False,
             hidden_size=recipe.hidden_size,
             num_hidden_layers=recipe.layers,
             num_attention_heads=max(2, recipe.hidden_size // 32),

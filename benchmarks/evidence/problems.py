@@ -25,10 +25,9 @@ _OWNERS = (
 )  # fmt: skip
 # Lines of words are about as long as steps, so that length tells nothing.
 _HEADERS = (
-    "Now let us see what there is to be worked out next from all that we know, one step after the other, so that we "
-    "have it.",
-    "Here we go on with the next step of it, and then with the one after that, as far as there is one in what we know.",
-    "Then there is the rest of it to be found, and what is known will have to do, so we take it as it is and go on.",
+    "Now let us see what there is to be worked out next from all that we know, one step after the other.",
+    "Here we go on with the next step of it, and then with the one after that, as far as there is one.",
+    "Then there is the rest of it to be found, and what is known will have to do, so we take it.",
 )
 _LARGEST = 60
 
@@ -294,14 +293,14 @@ def _lines(
         at = rng.choice([k for k, line in enumerate(lines) if line.role == STEP])
         again = lines[at].quantity
         assert again is not None
-        text = "So as was worked out above, and it has not changed since then with all that we have found in between,"
-        text = f"{text} {quantities[again].owner} has {values[again]}."
+        text = "So as was worked out above, and it has not changed since then with all that followed after it,"
+        text = f"{text} {quantities[again].owner} {values[again]}."
         lines.insert(rng.randint(at + 1, len(lines)), _Line(REPEAT, again, text))
     facts = [i for i, quantity in enumerate(quantities) if quantity.left is None and i not in needed]
     if facts and rng.random() < 0.4:
         i = rng.choice(facts)
-        text = "We were told in the text above, before there was a question or a step to be worked out, that at first"
-        text = f"{text} {quantities[i].owner} has {values[i]}."
+        text = "We were told in the text above, before there was a question or a step, that at first"
+        text = f"{text} {quantities[i].owner} {values[i]}."
         lines.insert(rng.randint(0, len(lines)), _Line(IDLE_FACT, i, text))
     if header:
         lines.insert(rng.randint(0, len(lines)), _Line(HEADER, None, rng.choice(_HEADERS)))
@@ -313,11 +312,11 @@ def _step(quantities: Sequence[Quantity], values: Sequence[int], i: int) -> str:
     owner, op, left, right, joins = quantities[i]
     assert left is not None
     number = values[right] if joins else right
-    read = f"{quantities[left].owner} has {values[left]}"
+    read = f"{quantities[left].owner} {values[left]}"
     if joins:
-        read += f" and {quantities[right].owner} has {number}"
+        read += f" and {quantities[right].owner} {number}"
     return (
-        f"As {_relation(quantities, i)} and {read} we find {values[left]}{op}{number}={values[i]} so {owner} has "
+        f"As {_relation(quantities, i)}, and {read}, we find {values[left]}{op}{number}={values[i]}, so {owner} "
         f"{values[i]}."
     )
 
@@ -335,7 +334,7 @@ def _relation(quantities: Sequence[Quantity], i: int) -> str:
 def _question(quantities: Sequence[Quantity], target: int) -> str:
     """The facts in an order in which each can be followed, and the question."""
     sentences = [
-        f"{quantity.owner} has {quantity.right}." if quantity.left is None else f"{_relation(quantities, i)}."
+        f"{quantity.owner} {quantity.right}." if quantity.left is None else f"{_relation(quantities, i)}."
         for i, quantity in enumerate(quantities)
     ]
     return " ".join(["Say", *sentences, f"How many coins has {quantities[target].owner}?"])

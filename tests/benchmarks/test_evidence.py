@@ -23,14 +23,14 @@ from trainer.config import WarmupConfig
 from trainer.rewards import final_number
 from trainer.warmup import small_model, train_tokenizer
 
-FACT = re.compile(r"(\w+) (?:has (?P<given>\d+)"
+FACT = re.compile(r"(\w+) (?:(?P<given>\d+)"
                   r"|gets (?P<n>\d+) (?P<how>more than|fewer than|times) (?P<of>\w+)"
                   r"|gets all of (?P<first>\w+) with (?P<second>\w+))\.")  # fmt: skip
 COMPUTATION = re.compile(
-    r"As (\w+) gets (.+?) and (\w+ has \d+(?: and \w+ has \d+)?) we find (\d+)([-+*])(\d+)=(\d+) so (\w+) has (\d+)\.\n"
+    r"As (\w+) gets (.+?), and (\w+ \d+(?: and \w+ \d+)?), we find (\d+)([-+*])(\d+)=(\d+), so (\w+) (\d+)\.\n"
 )
-READ = re.compile(r"(\w+) has (\d+)")
-STATEMENT = re.compile(r"(\w+) has (\d+)\.\n")
+READ = re.compile(r"(\w+) (\d+)")
+STATEMENT = re.compile(r"(\w+) (\d+)\.\n")
 SIGNS = {"more than": "+", "fewer than": "-", "times": "*"}
 
 
@@ -135,7 +135,7 @@ def test_solutions_to_learn_from_are_right_and_some_break_off():
     for row in rows + held_out:
         facts, target = facts_of(row["question"])
         assert final_number(row["answer"]) == solve(facts, target)
-    written = [f"so {facts_of(row['question'])[1]} has " in row["answer"] for row in rows + held_out]
+    written = [f"so {facts_of(row['question'])[1]} " in row["answer"] for row in rows + held_out]
     assert all(written[200:])
     assert 10 < written[:200].count(False) < 50
     assert not {row["question"] for row in rows} & {row["question"] for row in held_out}
