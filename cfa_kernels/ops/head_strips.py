@@ -1,17 +1,15 @@
 """Matrix products between hidden rows and the language-model head, one strip of logits at a time.
 
 A strip is the logits of some rows. Half-precision operands, float32 sums: logits may stay in float32, and the
-head's gradient is summed over strips in float32. On a CPU float32 products are oneDNN's: torch's own are MKL's, which
-take twice as long where the processor is not Intel's.
+head's gradient is summed over strips in float32.
 """
 
 import torch
 from torch import Tensor
 
-_HALVES = (torch.bfloat16, torch.float16)
+from .products import multiply
 
-_BLOCK_ELEMENTS = 2**20
-"""Numbers of a product that exist twice at a time, as oneDNN gave them and where they belong."""
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -72,37 +70,3 @@ def hidden_gradient(by_logits: Tensor, head: Tensor, out: Tensor | None = None) 
 def add_head_gradient(total: Tensor, by_logits: Tensor, hidden: Tensor, *, first: bool) -> None:
     """`total += by_logits.T @ hidden`: (n, V), (n, H) -> (V, H) in `sum_dtype`; `first` overwrites instead."""
     multiply(by_logits.t(), hidden, total, add=not first)
-
-
-def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
-    """`out = left @ right`, or with `add` `out += left @ right`, summed and rounded in the dtype of `out` alone.
-
-    (n, K), (K, M) -> (n, M).
-    """
-    if not out.is_cuda:  # which has products of halves that keep their float32 sums
-        left, right = left.to(out.dtype), right.to(out.dtype)
-    if _has_onednn(out) and left.numel() and out.numel():
-        return _multiply_in_blocks(left, right, out, add)
-    if out.dtype == left.dtype:
-        return torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
-    if add:
-        return torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
-    return torch.mm(left, right, out_dtype=out.dtype, out=out)
-
-
-def _has_onednn(tensor: Tensor) -> bool:
-    enabled = bool(torch.backends.mkldnn.enabled) and torch.backends.mkldnn.is_available()
-    return enabled and tensor.device.type == "cpu" and tensor.dtype == torch.float32
-
-
-def _multiply_in_blocks(left: Tensor, right: Tensor, out: Tensor, add: bool) -> Tensor:
-    """By columns of the result, or by rows where it has more of those: oneDNN gives memory of its own."""
-    size = max(_BLOCK_ELEMENTS // min(out.shape), 64)
-    if len(out) > out.size(1):
-        blocks = [(some, right, place) for some, place in zip(left.split(size), out.split(size), strict=True)]
-    else:
-        blocks = [(left, some, place) for some, place in zip(right.split(size, 1), out.split(size, 1), strict=True)]
-    for one, other, place in blocks:
-        product = torch.ops.mkldnn._linear_pointwise(one, other.t(), None, "none", [], "")
-        place.add_(product) if add else place.copy_(product)
-    return out

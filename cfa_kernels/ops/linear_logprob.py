@@ -20,11 +20,11 @@ from .head_strips import (
     autocast_operands,
     empty_strip,
     hidden_gradient,
-    multiply,
     sum_dtype,
     write_logits,
 )
 from .policy_rows import row_gradients
+from .products import multiply
 from .row_softmax import LOGIT_DTYPES, Softmax, compute_dtype
 
 STATISTICS_ROWS = 32768
