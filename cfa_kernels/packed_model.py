@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from .adapters import one_pass_adapters
 from .fused_modules import fused_modules
 from .hf import Head, attention_implementation, backbone, checkpoints, embedding, evaluation_mode, largest_forward
 from .ops.segment_table import SegmentTable
@@ -218,7 +219,7 @@ def _shape(function: Any) -> object:
 
 @contextmanager
 def tree_attention_mode(model: PreTrainedModel) -> Iterator[None]:
-    """`evaluation_mode` with tree attention in every layer, and fused modules where a GPU runs them."""
+    """`evaluation_mode` with tree attention in every layer, and modules in fewer passes where there are such."""
     with tree_training_mode(model), evaluation_mode(model):
         yield
 
@@ -226,7 +227,7 @@ def tree_attention_mode(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def tree_training_mode(model: PreTrainedModel) -> Iterator[None]:
     """`tree_attention_mode` with modes and gradients as they are."""
-    with attention_implementation(model, ATTENTION), fused_modules(model):
+    with attention_implementation(model, ATTENTION), fused_modules(model), one_pass_adapters(model):
         yield
 
 

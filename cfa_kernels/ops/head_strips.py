@@ -7,6 +7,8 @@ head's gradient is summed over strips in float32.
 import torch
 from torch import Tensor
 
+from .products import multiply
+
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -55,32 +57,16 @@ def empty_strip(
 
 def write_logits(hidden: Tensor, head: Tensor, out: Tensor) -> None:
     """`out = hidden @ head.T`: (n, H), (V, H) -> (n, V), rounded to the dtype of `out` alone."""
-    _product(hidden, head.t(), out)
+    multiply(hidden, head.t(), out)
 
 
 def hidden_gradient(by_logits: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
     """`by_logits @ head`: (n, V), (V, H) -> (n, H)."""
     if by_logits.dtype == torch.bfloat16 and by_logits.device.type == "cpu" and by_logits.size(1) % 2:
         by_logits = by_logits.contiguous()  # oneDNN on AMX multiplies what lies behind rows of odd length, nan as well
-    return torch.mm(by_logits, head, out=out)
+    return multiply(by_logits, head, by_logits.new_empty(len(by_logits), head.size(1)) if out is None else out)
 
 
 def add_head_gradient(total: Tensor, by_logits: Tensor, hidden: Tensor, *, first: bool) -> None:
     """`total += by_logits.T @ hidden`: (n, V), (n, H) -> (V, H) in `sum_dtype`; `first` overwrites instead."""
-    if first:
-        _product(by_logits.t(), hidden, total)
-    elif total.dtype == hidden.dtype:
-        total.addmm_(by_logits.t(), hidden)
-    elif total.is_cuda:
-        torch.addmm(total, by_logits.t(), hidden, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(by_logits.t().to(total.dtype), hidden.to(total.dtype))
-
-
-def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    if out.dtype == left.dtype:
-        torch.mm(left, right, out=out)
-    elif out.is_cuda:
-        torch.mm(left, right, out_dtype=out.dtype, out=out)
-    else:  # a CPU has no product of halves that keeps its float32 sums
-        torch.mm(left.to(out.dtype), right.to(out.dtype), out=out)
+    multiply(by_logits.t(), hidden, total, add=not first)

@@ -24,6 +24,7 @@ from .head_strips import (
     write_logits,
 )
 from .policy_rows import row_gradients
+from .products import multiply
 from .row_softmax import LOGIT_DTYPES, Softmax, compute_dtype
 
 STATISTICS_ROWS = 32768
@@ -170,7 +171,10 @@ def linear_logprob_reference(
         shift = None if bias is None else bias[columns].to(exact)
         for first in range(0, n, height):
             rows = slice(first, first + height)
-            z = hidden[rows] @ head if shift is None else torch.addmm(shift, hidden[rows], head)
+            some = hidden[rows]
+            z = multiply(some, head, some.new_empty(len(some), head.size(1)))
+            if shift is not None:
+                z += shift
             if softmax.softcap:
                 z.div_(softmax.softcap).tanh_().mul_(softmax.softcap)
             if softmax.temperature != 1:

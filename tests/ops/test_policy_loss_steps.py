@@ -16,6 +16,7 @@ from cfa_kernels.losses import (
     linear_policy_loss,
     logits_policy_loss,
 )
+from cfa_kernels.ops import head_strips
 from cfa_kernels.ops.linear_policy_loss import linear_policy_loss_op
 from cfa_kernels.ops.logits_policy_loss import (
     logits_policy_loss_inplace_op,
@@ -95,20 +96,16 @@ def test_logprobs_are_handed_out_where_the_loss_looked(backend, level, device):
 
 
 class Products:
-    """Multiply-adds of every matrix product that runs."""
+    """Multiply-adds of every matrix product with the head that runs."""
 
     def __init__(self, monkeypatch) -> None:
         self.shapes: list[tuple[int, int, int]] = []
-        for name, first in (("mm", 0), ("addmm", 1)):
-            monkeypatch.setattr(torch, name, self._counted(getattr(torch, name), first))
-        method = Tensor.addmm_
-        monkeypatch.setattr(Tensor, "addmm_", self._counted(method, 1))
+        monkeypatch.setattr(head_strips, "multiply", self._counted(head_strips.multiply))
 
-    def _counted(self, function, first):
-        def run(*args, **kwargs):
-            left, right = args[first : first + 2]
+    def _counted(self, function):
+        def run(left, right, *args, **kwargs):
             self.shapes.append((left.size(0), left.size(1), right.size(1)))
-            return function(*args, **kwargs)
+            return function(left, right, *args, **kwargs)
 
         return run
 

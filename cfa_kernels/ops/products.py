@@ -1,0 +1,56 @@
+"""Matrix products of every dtype and device, float32 ones on a CPU by oneDNN.
+
+Torch's own are MKL's there, which take twice as long on a processor of AMD's (Zen 5). Which library multiplies
+changes how a sum of products is rounded and nothing else.
+"""
+
+import torch
+from torch import Tensor
+
+_BLOCK_ELEMENTS = 2**20
+"""Numbers of a product that exist twice at a time, as oneDNN gave them and where they belong."""
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right`, (n, K), (K, M) of one dtype -> (n, M)."""
+    if _has_onednn(left) and left.numel() and right.numel():
+        return _onednn(left, right)
+    return left @ right
+
+
+def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+    """`out = left @ right`, or with `add` `out += left @ right`, summed and rounded in the dtype of `out` alone.
+
+    (n, K), (K, M) -> (n, M).
+    """
+    if not out.is_cuda:  # which has products of halves that keep their float32 sums
+        left, right = left.to(out.dtype), right.to(out.dtype)
+    if _has_onednn(out) and left.numel() and out.numel():
+        return _multiply_in_blocks(left, right, out, add)
+    if out.dtype == left.dtype:
+        return torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
+    if add:
+        return torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+    return torch.mm(left, right, out_dtype=out.dtype, out=out)
+
+
+def _has_onednn(tensor: Tensor) -> bool:
+    enabled = bool(torch.backends.mkldnn.enabled) and torch.backends.mkldnn.is_available()
+    return enabled and tensor.device.type == "cpu" and tensor.dtype == torch.float32
+
+
+def _onednn(left: Tensor, right: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(left, right.t(), None, "none", [], "")
+
+
+def _multiply_in_blocks(left: Tensor, right: Tensor, out: Tensor, add: bool) -> Tensor:
+    """By columns of the result, or by rows where it has more of those: oneDNN gives memory of its own."""
+    size = max(_BLOCK_ELEMENTS // min(out.shape), 64)
+    if len(out) > out.size(1):
+        blocks = [(some, right, place) for some, place in zip(left.split(size), out.split(size), strict=True)]
+    else:
+        blocks = [(left, some, place) for some, place in zip(right.split(size, 1), out.split(size, 1), strict=True)]
+    for one, other, place in blocks:
+        found = _onednn(one, other)
+        place.add_(found) if add else place.copy_(found)
+    return out
