@@ -46,7 +46,14 @@ def _lora_layers(model: PreTrainedModel) -> list[nn.Module]:
     peft = sys.modules.get("peft.tuners.lora.layer")  # not there, no such layers
     if peft is None:
         return []
-    return [module for module in model.modules() if type(module) is peft.Linear and "forward" not in module.__dict__]
+    return [
+        module
+        for module in model.modules()
+        if type(module) is peft.Linear
+        and "forward" not in module.__dict__
+        and type(module.base_layer) is nn.Linear
+        and module.base_layer.weight.device.type == "cpu"
+    ]
 
 
 def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
