@@ -31,7 +31,7 @@ if not torch.cuda.is_available():
 
 from cfa_kernels import losses  # noqa: E402  after the environment is set
 from cfa_kernels.losses import LEVELS  # noqa: E402
-from cfa_kernels.ops import policy_rows  # noqa: E402
+from cfa_kernels.ops import head_strips, policy_rows  # noqa: E402
 from tests import test_losses as on_logprobs  # noqa: E402
 from tests import test_losses_trl as on_trl  # noqa: E402
 from tests.ops import test_policy_loss_kernels as kernels  # noqa: E402
@@ -167,8 +167,10 @@ def loaded(mutant: Mutant) -> Iterator[None]:
             importlib.invalidate_caches()
             names = (*TARGETS, "logits_policy_loss")
             parts = {part: importlib.import_module(f"{name}.{part}") for part in names}
-        # Tests that set small tiles set them on the real module.
+        # Tests that set small tiles, or count products, do so on the real modules.
         parts["policy_rows"].launch_options = lambda *args, **kwargs: policy_rows.launch_options(*args, **kwargs)
+        strips = importlib.import_module(f"{name}.head_strips")
+        strips.multiply = lambda *args, **kwargs: head_strips.multiply(*args, **kwargs)
         with ExitStack() as stack:
             for part in parts.values():
                 for key in set(vars(part)) & set(vars(losses)) & set(REPLACED):
