@@ -28,7 +28,7 @@ class Case:
         completion: (T,) int64, with the end-of-text token.
         units: K spans to be judged, disjoint, in order.
         answer: the number after the marker.
-        reasoning_end: first token of the line with the answer's marker.
+        reasoning_end: first token of the answer's marker.
     """
 
     prompt: Tensor
@@ -44,7 +44,7 @@ class Case:
 
     @property
     def closing(self) -> Tensor:
-        """The last line up to the answer, as it stands in the completion."""
+        """The marker and the answer, as they stand in the completion."""
         return self.completion[self.reasoning_end : self.answer.end]
 
     def by_token(self) -> "Case":
@@ -79,6 +79,5 @@ def _case(prompt: Sequence[int], ids: Sequence[int], units: list[Span], tokenize
     marker = offsets.text.rfind(MARKER)
     if answer is None or marker < 0:
         raise ValueError(f"no answer after {MARKER!r} in {offsets.text!r}")
-    closing = offsets.text.rfind("\n", 0, marker) + 1
-    (end, _), *_ = offsets.tokens([(closing, len(offsets.text))])
+    (end, _), *_ = offsets.tokens([(marker, len(offsets.text))])
     return Case(torch.tensor(prompt), torch.tensor([*ids, tokenizer.eos_token_id]), units, answer, end)

@@ -78,7 +78,7 @@ class PlantedProblem:
 
     Attributes:
         question: the problem's text.
-        solution: lines and the closing `So NAME #### N`, as a completion would be.
+        solution: lines and the closing `#### N`, as a completion would be.
         answer: N, what the solution gives.
         gold: what would be right; differs from `answer` where a step is wrong.
         kind: one of `KINDS`, or "train".
@@ -150,8 +150,8 @@ def training_rows(
             lines = lines[: rng.randrange(len(lines))]
         elif shortened < cut + implicit:
             lines = [line for line in lines if line.quantity != target]
-        text = "".join(f"{line.text}\n" for line in lines) + _closing(quantities[target], values[target])
-        rows.append({"question": _question(quantities, target), "answer": text})
+        text = "".join(f"{line.text}\n" for line in lines)
+        rows.append({"question": _question(quantities, target), "answer": f"{text}#### {values[target]}"})
     return rows
 
 
@@ -377,9 +377,4 @@ def _problem(
                 origin=line.role == STEP and line.quantity == origin,
             )
         )
-    text += _closing(quantities[target], answer)
-    return PlantedProblem(question, text, answer, gold, kind, quantities, target, tuple(units))
-
-
-def _closing(quantity: Quantity, answer: int) -> str:
-    return f"So {quantity.owner} #### {answer}"
+    return PlantedProblem(question, f"{text}#### {answer}", answer, gold, kind, quantities, target, tuple(units))

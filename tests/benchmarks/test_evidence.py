@@ -48,10 +48,6 @@ def facts_of(question):
     return facts, re.search(r"How many coins has (\w+)\?", question)[1]
 
 
-def closing(problem):
-    return f"So {facts_of(problem.question)[1]} #### {problem.answer}"
-
-
 def apply(sign, a, b):
     return {"+": a + b, "-": a - b, "*": a * b}[sign]
 
@@ -120,7 +116,7 @@ def test_planted_roles_follow_from_the_text_alone(kind):
 def test_lines_and_the_closing_make_up_the_solution_and_numbers_tell_owners_apart():
     for problem in itertools.islice(generate("test", 1), 60):
         assert [unit.start for unit in problem.units] == [0, *(unit.end for unit in problem.units)][:-1]
-        assert problem.solution[problem.units[-1].end :] == closing(problem)
+        assert problem.solution[problem.units[-1].end :] == f"#### {problem.answer}"
         assert all(problem.solution[unit.end - 1] == "\n" for unit in problem.units)
         results = [int(match[7]) for match in COMPUTATION.finditer(problem.solution)]
         assert len(set(results)) == len(results)
@@ -176,7 +172,7 @@ def test_units_of_a_case_decode_to_the_lines(subject):
         case, decode = planted_case(problem, subject.tokenizer), subject.tokenizer.decode
         for span, unit in zip(case.units, problem.units, strict=True):
             assert decode(case.completion[span.start : span.end]) == problem.solution[unit.start : unit.end]
-        assert decode(case.closing) == closing(problem)
+        assert decode(case.closing) == f"#### {problem.answer}"
         assert decode(case.completion[case.answer.start : case.answer.end]).strip() == str(problem.answer)
         assert case.boundaries == [*(span.start for span in case.units), case.reasoning_end]
         assert case.completion[-1] == subject.tokenizer.eos_token_id
