@@ -7,8 +7,10 @@ backwards, which on a CPU take longer than the product itself.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from .products import product
 
 
 def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float) -> Tensor:
@@ -36,7 +38,10 @@ class _AdaptedLinear(torch.autograd.Function):
         low = x @ down.t()
         ctx.save_for_backward(x, weight, down, up, low)
         ctx.scale = scale
-        return nn.functional.linear(x, weight, bias).addmm_(low, up.t(), alpha=scale)
+        out = product(x, weight.t())
+        if bias is not None:
+            out += bias
+        return out.addmm_(low, up.t(), alpha=scale)
 
     @staticmethod
     @once_differentiable
@@ -45,7 +50,7 @@ class _AdaptedLinear(torch.autograd.Function):
         by_x = by_weight = by_bias = by_down = by_up = None
         by_low = (by_out @ up).mul_(ctx.scale)
         if ctx.needs_input_grad[0]:
-            by_x = (by_out @ weight).addmm_(by_low, down)
+            by_x = product(by_out, weight).addmm_(by_low, down)
         if ctx.needs_input_grad[1]:
             by_weight = by_out.t() @ x
         if ctx.needs_input_grad[2]:

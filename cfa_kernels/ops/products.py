@@ -11,6 +11,13 @@ _BLOCK_ELEMENTS = 2**20
 """Numbers of a product that exist twice at a time, as oneDNN gave them and where they belong."""
 
 
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right`, (n, K), (K, M) of one dtype -> (n, M)."""
+    if _has_onednn(left) and left.numel() and right.numel():
+        return _onednn(left, right)
+    return left @ right
+
+
 def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
     """`out = left @ right`, or with `add` `out += left @ right`, summed and rounded in the dtype of `out` alone.
 
@@ -32,6 +39,10 @@ def _has_onednn(tensor: Tensor) -> bool:
     return enabled and tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
+def _onednn(left: Tensor, right: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(left, right.t(), None, "none", [], "")
+
+
 def _multiply_in_blocks(left: Tensor, right: Tensor, out: Tensor, add: bool) -> Tensor:
     """By columns of the result, or by rows where it has more of those: oneDNN gives memory of its own."""
     size = max(_BLOCK_ELEMENTS // min(out.shape), 64)
@@ -40,6 +51,6 @@ def _multiply_in_blocks(left: Tensor, right: Tensor, out: Tensor, add: bool) -> 
     else:
         blocks = [(left, some, place) for some, place in zip(right.split(size, 1), out.split(size, 1), strict=True)]
     for one, other, place in blocks:
-        found = torch.ops.mkldnn._linear_pointwise(one, other.t(), None, "none", [], "")
+        found = _onednn(one, other)
         place.add_(found) if add else place.copy_(found)
     return out

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cfa_kernels.ops import products
-from cfa_kernels.ops.products import multiply
+from cfa_kernels.ops.products import multiply, product
 from tests.ops.budget import assert_within_budget
 
 SHAPES = [(1, 5, 3), (7, 33, 65), (70, 16, 9), (40, 131, 40)]
@@ -35,6 +35,8 @@ def test_products_are_within_the_budget_for_any_strides_and_blocks(shape, add, t
     plain = (out if add else 0) + left.float() @ right.float()
     found = multiply(left, right, out, add=add)
     assert found is out
+    if dtype == torch.float32:
+        assert_within_budget(product(left, right), left @ right, left.double() @ right.double())
     assert behind.isnan().all()
     assert_within_budget(out, plain, before + left.double() @ right.double())
 
@@ -44,6 +46,7 @@ def test_empty_products_are_empty(shape):
     rows, inner, columns = shape
     out = torch.empty(rows, columns)
     assert multiply(torch.ones(rows, inner), torch.ones(inner, columns), out) is out
+    assert product(torch.ones(rows, inner), torch.ones(inner, columns)).shape == out.shape
 
 
 def test_float32_products_on_a_cpu_are_onednns_alone_where_it_is_there(monkeypatch):
@@ -57,6 +60,7 @@ def test_float32_products_on_a_cpu_are_onednns_alone_where_it_is_there(monkeypat
     monkeypatch.setattr(torch, "mm", slow)
     monkeypatch.setattr(torch, "addmm", slow)
     left, right, out = torch.ones(2, 3), torch.ones(3, 4), torch.zeros(2, 4)
+    assert (product(left, right) == 3).all()
     assert (multiply(left, right, out) == 3).all()
     assert (multiply(left, right, out, add=True) == 6).all()
     with pytest.raises(AssertionError, match="torch's own"):
