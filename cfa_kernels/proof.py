@@ -24,6 +24,7 @@ from .hf import (
     Head,
     attention_implementation,
     backbone,
+    causal_lm,
     checkpoints,
     embedding,
     evaluation_mode,
@@ -31,7 +32,7 @@ from .hf import (
     structure,
     vocab_size,
 )
-from .packed_model import pack_states, target_logprobs, tree_training_mode
+from .packed_model import pack_states, target_logprobs, tree_attention_mode, tree_training_mode
 from .recurrent import has_cells
 from .tree import Query, pack_units
 
@@ -42,6 +43,7 @@ class _Proof:
     transform: tuple[float | None, float]  # softcap and scale of its logits
     packed: set[bool] = field(default_factory=set)  # whether the tree was proven too, with fused modules or without
     trained: set[bool] = field(default_factory=set)  # and in training mode
+    noise: dict[object, float] = field(default_factory=dict)  # nats per token, by the arithmetic that it was run in
 
 
 _PROOFS: weakref.WeakKeyDictionary[PreTrainedModel, _Proof] = weakref.WeakKeyDictionary()
@@ -55,7 +57,8 @@ _HALVES = (torch.bfloat16, torch.float16)
 _Result = TypeVar("_Result")
 
 _SHARE = 0.02  # of what masking moves
-_NOISE = 3e-5  # of float32 sums, where the two ways happen to agree
+FLOAT32_NOISE = 3e-5  # nats per token, of float32 sums: where two ways happen to agree on the probe, they are not exact
+_DEVIATIONS = 3  # so many root mean squares of rounding errors hold nearly all of them
 _LARGE = 60.0  # the largest logit before scale and cap
 _LENGTH, _SMALL = 24, 5  # tokens of the probe, and the window and chunk that it is run with
 
@@ -102,6 +105,61 @@ def prove_trainable(model: PreTrainedModel) -> Head:
     if runs_fused(model) not in _PROOFS[model].trained and any(module.training for module in model.modules()):
         _prove_layout(model, training=True)
     return head
+
+
+def noise_floor(model: nn.Module) -> float:
+    """Nats per token by which log-probs from a packed tree may differ from the truth by rounding only.
+
+    Three times the root mean square, over the tokens of the probe, of the difference between a packed tree in the
+    arithmetic that the model runs in now (its own dtype, the caller's autocast and TF32) and the model by itself in
+    float32; at least `FLOAT32_NOISE`. Measured once per model and arithmetic, with the weights of that moment, and kept
+    with the proof: a forward each way. Where the model cannot run in float32 (quantised layers), the model by itself
+    in its own dtype stands for the truth, and the figure is too small by what both ways round alike.
+
+    Roundings of different tokens add like independent errors, and those of a likely token shrink with its distance
+    from certainty, 1 - p <= -log p. So the log-prob L (<= 0) of an answer of n tokens has an error of up to
+
+        max(noise_floor(model) * min(sqrt(n), -L), FLOAT32_NOISE)
+
+    nats, and a drop (masked minus base, two such log-probs) up to the root of the sum of both squares, at most
+    `sqrt(2 * n) * noise_floor(model)`. A drop, or a difference of two drops of one answer, below that tells nothing.
+
+    Args:
+        model: a transformers causal model, or what wraps one.
+
+    Raises:
+        NotImplementedError: as `prove_supported`.
+    """
+    model = causal_lm(model)
+    head = prove_supported(model)
+    noise, arithmetic = _PROOFS[model].noise, _arithmetic(model)
+    if arithmetic not in noise:
+        noise[arithmetic] = max(FLOAT32_NOISE, _DEVIATIONS * _rounding(model, head))
+    return noise[arithmetic]
+
+
+def _arithmetic(model: PreTrainedModel) -> object:
+    kind = embedding(model).device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return model.dtype, kind, autocast, torch.get_float32_matmul_precision(), runs_fused(model)
+
+
+def _rounding(model: PreTrainedModel, head: Head) -> float:
+    """Root mean square, over the probe's tokens, of what rounding does to log-probs from a packed tree, nats."""
+    queries = _probe(model)
+    (pack,) = pack_units([queries], token_budget=_LENGTH * len(queries))
+    rows = torch.from_numpy(np.stack([query.tokens for query in queries]))
+    targets = torch.from_numpy(np.stack([query.targets for query in queries]))[..., None]
+
+    def own() -> Tensor:
+        logits = model(input_ids=rows.to(embedding(model).device), use_cache=False).logits[:, queries[0].first :]
+        return logits.float().log_softmax(-1).gather(-1, targets.to(logits.device))[..., 0]
+
+    with _small_windows(model), tree_attention_mode(model):
+        ours = target_logprobs(head, pack_states(model, head, pack))
+    truth = _measured(model, own, moved=False)
+    ours = ours[torch.from_numpy(pack.query_index).to(ours.device)].view_as(truth)
+    return torch.where(ours == truth, 0.0, ours - truth).square().mean().sqrt().item()
 
 
 def _training_obstacle(model: PreTrainedModel) -> str | None:
@@ -211,7 +269,7 @@ def _prove_tree(model: PreTrainedModel, training: bool = False) -> None:
         fed = rows[:, first:].to(targets.device)
         same = (fed == fed[:1]) & (targets == targets[:1])
         mixing = torch.where(same, truth - truth[:1], 0.0).abs().max().item()
-        return _gap(ours.to(truth), truth), max(min(_TOLERANCE, _SHARE * mixing), _ROUNDINGS * rounding, _NOISE)
+        return _gap(ours.to(truth), truth), max(min(_TOLERANCE, _SHARE * mixing), _ROUNDINGS * rounding, FLOAT32_NOISE)
 
     gap, tolerance = _measured(model, measure, training)
     if not gap <= tolerance:
@@ -285,10 +343,13 @@ def _gap(ours: Tensor, theirs: Tensor) -> float:
     return torch.where(ours == theirs, 0.0, ours - theirs).abs().max().item()
 
 
-def _measured(model: PreTrainedModel, measure: Callable[[], _Result], training: bool = False) -> _Result:
+def _measured(
+    model: PreTrainedModel, measure: Callable[[], _Result], training: bool = False, moved: bool = True
+) -> _Result:
     """`measure()` with the model made ready for a probe, in float32 if its layers run in it, else in its own dtype.
 
     In evaluation mode, or for `training` in the modes that its modules are in; the random state is left alone.
+    Trainable adapters are `moved` off what they are.
     """
     halves = any(parameter.dtype in _HALVES for parameter in model.parameters())
     with ExitStack() as stack:
@@ -303,7 +364,7 @@ def _measured(model: PreTrainedModel, measure: Callable[[], _Result], training: 
         stack.enter_context(_small_windows(model))
         stack.enter_context(torch.autocast(embedding(model).device.type, enabled=False))
         try:
-            with _float32(model):
+            with _float32(model, moved):
                 return measure()
         except (NotImplementedError, FloatingPointError):
             raise
@@ -333,13 +394,13 @@ def _small_windows(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _float32(model: PreTrainedModel) -> Iterator[None]:
-    """Half-precision weights in float32, those of one layer at a time while it runs; trainable adapters moved a little.
+def _float32(model: PreTrainedModel, moved: bool) -> Iterator[None]:
+    """Half-precision weights in float32, those of one layer at a time while it runs; trainable adapters `moved` a bit.
 
     A weight is exchanged in its module's dictionary, so the parameter itself is never touched.
     """
     names = {module: name for name, module in model.named_modules()}
-    adapted = any(type(module).__module__.startswith("peft.") for module in names)
+    adapted = moved and any(type(module).__module__.startswith("peft.") for module in names)
     outside, layers = _split(model)
 
     def widen(modules: list[nn.Module]) -> list[tuple[dict, str, Tensor]]:
@@ -349,11 +410,11 @@ def _float32(model: PreTrainedModel) -> Iterator[None]:
                 for name, tensor in list(store.items()):
                     if tensor is None:
                         continue
-                    moved = adapted and tensor.requires_grad
-                    if not moved and tensor.dtype not in _HALVES:
+                    trained = adapted and tensor.requires_grad
+                    if not trained and tensor.dtype not in _HALVES:
                         continue
                     wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
-                    if moved:
+                    if trained:
                         wide = wide + _nudge(wide, f"{names[module]}.{name}")
                     is_parameter = isinstance(tensor, nn.Parameter)
                     store[name] = nn.Parameter(wide, requires_grad=False) if is_parameter else wide  # type: ignore[assignment]
