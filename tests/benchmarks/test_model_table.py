@@ -24,9 +24,12 @@ from benchmarks.model_verdicts import (
     WRONG,
     Plain,
     Verdict,
+    gradient_gap,
     judge_scores,
     judge_training,
+    plain_gradients,
     ragged_batch,
+    rounding_of_gradients,
 )
 from benchmarks.small_models import CONTEXT, WINDOW, Case, build, case, layer_kinds, model_types, what_is_missing
 
