@@ -226,7 +226,7 @@ def document(rows: Sequence[Row], date: str) -> dict[str, Any]:
         "date": date,
         "versions": versions(),
         "tolerance_nats": TOLERANCE,
-        "gradient_tolerance": {"share": GRADIENT_TOLERANCE, "roundings": ROUNDINGS, "most": MOST},
+        "compared": COMPARED,
         "types": len({row.model_type for row in rows}),
         "counts": {column: _counts(rows, column) for column in ("scores", "trains")},
         "rows": [asdict(row) for row in sorted(rows, key=lambda row: row.name)],
@@ -238,18 +238,22 @@ def _counts(rows: Iterable[Row], column: str) -> dict[str, int]:
     return {status: found[status] for status in MEANINGS}
 
 
+# What the columns compare, kept in the result: a page tells of the run that it was written from.
+COMPARED = f"""\
+"Scores" compares `score_counterfactuals` with one full forward of the model per span, over ragged batches of shared
+prompts and prefixes, pieces of one token, equal completions and such as begin alike; "trains" compares what the
+trainer differentiates with the model's own forward and backward of each row: log-probs, and the gradient of every
+parameter by value. That may be off by {GRADIENT_TOLERANCE:g} of its norm, or by {ROUNDINGS} times what the model's own
+moves by when every weight goes to a neighbouring float32 number, at most by {MOST:g}."""
 INTRODUCTION = """\
 # Which models
 
 Written by `python -m benchmarks.model_table`; edit that, not this. Every causal model type of transformers, built
 small with random weights, on the CPU in float32: at least a whole period of the layers of its default
-configuration, windows of {window} tokens under sequences of up to {longest}. "Scores" compares `score_counterfactuals`
-with one full forward of the model per span, over ragged batches of shared prompts and prefixes, pieces of one token,
-equal completions and such as begin alike; "trains" compares what the trainer differentiates with the model's own
-forward and backward of each row: log-probs, and the gradient of every parameter by value. That may be off by
-{gradient_tolerance:g} of its norm, or by {roundings} times what moves the model's own when every weight goes to a
-neighbouring float32 number, at most by {most:g}. A row with a comma is the type with something switched on that its
-default leaves off.
+configuration, windows of {window} tokens under sequences of up to {longest}. A row with
+a comma is the type with something switched on that its default leaves off.
+
+{compared}
 
 {date}: torch {torch}, transformers {transformers}, triton {triton}, cfa_kernels {cfa_kernels}. {types} types,
 {rows} rows.
@@ -286,7 +290,7 @@ def markdown(result: dict[str, Any]) -> str:
     longest = max(len(prompt) + len(completion) for prompt, completion, *_ in ragged_batch(SEEDS[-1]))
     introduction = INTRODUCTION.format(
         window=WINDOW, longest=longest, date=result["date"], **result["versions"], types=result["types"],
-        rows=len(result["rows"]), counts=counts, gradient_tolerance=GRADIENT_TOLERANCE, roundings=ROUNDINGS, most=MOST,
+        rows=len(result["rows"]), counts=counts, compared=result["compared"],
     )  # fmt: skip
     return introduction + "".join(_line(Row.from_json(entry)) for entry in result["rows"])
 
