@@ -1,9 +1,9 @@
 """`python -m benchmarks.model_table`: which model types are scored and trained exactly, and which are refused, why.
 
 Builds every causal model type of the installed transformers small (`small_models.py`), scores ragged batches and
-compares with one full forward per span; takes log-probs as the trainer does and compares with the model's own
-logits. Each type has a process and a time limit of its own and leaves a line in a file, so that a run that broke
-off goes on where it was. Writes `docs/models.md` and `benchmarks/results/models.json`.
+compares with one full forward per span; takes log-probs as the trainer does and compares them, and every gradient,
+with the model's own forwards of each row. Each type has a process and a time limit of its own and leaves a line in a
+file, so that a run that broke off goes on where it was. Writes `docs/models.md` and `benchmarks/results/models.json`.
 """
 
 import argparse
@@ -19,68 +19,42 @@ import multiprocessing
 import re
 import sys
 import time
-import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 import cfa_kernels
-from benchmarks import small_models
-from benchmarks.small_models import TEXT_IDS, WINDOW, Case, build, cases, layer_kinds, model_types, what_is_missing
+from benchmarks import model_verdicts, small_models
+from benchmarks.model_verdicts import (
+    EXACT,
+    GRADIENT_TOLERANCE,
+    MEANINGS,
+    MOST,
+    NOT_BUILDABLE,
+    NOT_JUDGED,
+    NOT_RUNNABLE,
+    ROUNDINGS,
+    TOLERANCE,
+    UNCLEAR,
+    WRONG,
+    Plain,
+    Verdict,
+    judge_scores,
+    judge_training,
+    ragged_batch,
+)
+from benchmarks.small_models import WINDOW, Case, build, cases, layer_kinds, model_types, what_is_missing
 from benchmarks.small_models import case as case_of_name
 from benchmarks.workloads import REPOSITORY
-from cfa_kernels import Span, packed_logprobs, score_counterfactuals
 
-TOLERANCE = 1e-3  # nats, at float32
 SEEDS = (0, 1, 2)
-BUDGETS = (None, 1, 50)
-TEMPERATURE = 0.7
-
-EXACT, REFUSED, WRONG, UNCLEAR = "exact", "refused", "WRONG", "unclear error"
-NOT_RUNNABLE, NOT_BUILDABLE, NOT_JUDGED = "not runnable", "not buildable", "not judged"
-MEANINGS = {
-    EXACT: f"the numbers of one full forward per span, to {TOLERANCE:g} nats in float32",
-    REFUSED: "`NotImplementedError` before the first score, naming the model and the reason",
-    WRONG: "other numbers, without an error: a defect",
-    UNCLEAR: "an error that does not name the model: a defect",
-    NOT_RUNNABLE: "the model's own forward does not take token ids alone, or gives nan",
-    NOT_BUILDABLE: "transformers does not build the type here",
-    NOT_JUDGED: "the process died or ran out of time",
-}
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What came of one comparison: a key of `MEANINGS`, why, and the largest error in nats if numbers came."""
-
-    status: str
-    why: str = ""
-    error: float | None = None
-
-    @staticmethod
-    def of(error: float) -> "Verdict":
-        """`EXACT` within `TOLERANCE`, else `WRONG`."""
-        error = _rounded(error)
-        if error <= TOLERANCE:
-            return Verdict(EXACT, error=error)
-        return Verdict(WRONG, f"off by {error:g} nats", error)
-
-    @staticmethod
-    def refusal(error: Exception, model: PreTrainedModel) -> "Verdict":
-        """`REFUSED` if this package raised `NotImplementedError` with the model's class in it, else `UNCLEAR`."""
-        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        ours = raised_in.is_relative_to(Path(cfa_kernels.__file__).parent)
-        clear = ours and isinstance(error, NotImplementedError) and type(model).__name__ in str(error)
-        return Verdict(REFUSED if clear else UNCLEAR, message)
 
 
 @dataclass(frozen=True)
@@ -102,61 +76,6 @@ class Row:
     @staticmethod
     def from_json(entry: dict[str, Any]) -> "Row":
         return Row(**{**entry, "scores": Verdict(**entry["scores"]), "trains": Verdict(**entry["trains"])})
-
-
-# Batches
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The input of one call of `score_counterfactuals`."""
-
-    prompts: list[Tensor]
-    completions: list[Tensor]
-    spans: list[list[Span]]
-    answers: list[Span | None]
-    placeholder_id: int
-    token_budget: int | None
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, list[Span], Span | None]]:
-        return iter(zip(self.prompts, self.completions, self.spans, self.answers, strict=True))
-
-
-def ragged_batch(seed: int) -> Batch:
-    """Rows that share prompts and prefixes of completions, longer than any window: what a packed tree must get right.
-
-    Spans at the start, up to the answer, over one another, twice and after the answer; answers at the end, in the
-    middle and alone; a prompt that goes on in another row's prompt; a row twice; a short row; a row without an answer.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def ids(length: int) -> Tensor:
-        return torch.randint(TEXT_IDS.start, TEXT_IDS.stop, (length,), generator=generator)
-
-    prompt, shared = ids(34 + seed), ids(20)
-    first = torch.cat([shared, ids(26 + seed)])
-    long = ids(WINDOW * 3)
-    rows: list[tuple[Tensor, Tensor, Span | None, list[tuple[int, int]]]] = [
-        (prompt, first, Span(41, 44), [(0, 3), (5, 20), (12, 25), (12, 25), (40, 41), (44, 46)]),
-        (prompt, torch.cat([shared, ids(12)]), Span(15, 18), [(0, 6), (14, 15), (19, 24)]),
-        (prompt[:17], torch.cat([prompt[17:], shared, ids(4)]), Span(24, 26), [(2, 17), (20, 24)]),
-        (ids(3), long, Span(66, 69), [(0, 66), (1, 2), (30, 60)]),
-        (prompt, torch.cat([shared[:9], ids(11)]), None, [(2, 4)]),
-        (prompt, first, Span(30, 31), [(0, 30), (29, 30)]),
-        (ids(5), ids(20), Span(15, 18), [(2, 9)]),
-        (ids(1), ids(1), Span(0, 1), []),
-    ]
-    return Batch(
-        prompts=[row[0] for row in rows],
-        completions=[row[1] for row in rows],
-        spans=[[Span(*edges) for edges in row[3]] for row in rows],
-        answers=[row[2] for row in rows],
-        placeholder_id=(0, 3, TEXT_IDS.start)[seed % 3],
-        token_budget=BUDGETS[seed % 3],
-    )
-
-
-# Verdicts
 
 
 def judge(of: Case, seeds: Sequence[int] = SEEDS, *, complete: bool = True) -> Row:
@@ -191,104 +110,6 @@ def _row(
 
 def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-class Plain:
-    """The definition: one full forward of the model as it is for each sequence, log-softmax in float64."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._known: dict[tuple[int, ...], Tensor] = {}
-
-    def logits(self, ids: Tensor) -> Tensor:
-        """(L, V) float64 logits of the sequence `ids` (L,). Raises `ArithmeticError` for nan."""
-        key = tuple(ids.tolist())
-        if key not in self._known:
-            with torch.no_grad():
-                logits = self._model(input_ids=ids[None], use_cache=False).logits[0].double()
-            if len(logits) != len(ids):
-                raise ValueError(f"{len(logits)} rows of logits for {len(ids)} tokens")
-            if torch.isnan(logits).any():
-                raise ArithmeticError("the model's own forward gives nan")
-            self._known[key] = logits
-        return self._known[key]
-
-    def logprobs(self, ids: Tensor, temperature: float = 1.0) -> Tensor:
-        """(L - 1,) log-probs of every token but the first."""
-        rows = (self.logits(ids)[:-1] / temperature).log_softmax(-1)
-        return rows.gather(1, ids[1:, None])[:, 0]
-
-
-def judge_scores(model: PreTrainedModel, plain: Plain, batches: Iterable[Batch]) -> tuple[Verdict, float | None]:
-    """Compare `score_counterfactuals` with one forward per span; also the median size of a drop."""
-    worst, drops = 0.0, []
-    for batch in batches:
-        try:
-            scores = score_counterfactuals(
-                model, batch.prompts, batch.completions, batch.spans, batch.answers,
-                placeholder_id=batch.placeholder_id, token_budget=batch.token_budget, logprobs=True,
-            )  # fmt: skip
-        except Exception as error:
-            return Verdict.refusal(error, model), None
-        assert scores.logprobs is not None
-        for b, (prompt, completion, spans, answer) in enumerate(batch):
-            whole = plain.logprobs(torch.cat([prompt, completion]))[len(prompt) - 1 :]
-            pairs = [(scores.logprobs[b], whole)]
-            if answer is None:
-                empty = torch.cat([scores.base[b : b + 1], scores.masked[b], scores.drop[b]])
-                if not torch.isnan(empty).all():
-                    return Verdict(WRONG, "a row without an answer has a score"), None
-            else:
-                base = whole[answer.start : answer.end].sum()
-                masked = [_masked_score(plain, prompt, completion, span, answer, batch) for span in spans]
-                expected = torch.stack([base, *masked])
-                pairs += [(scores.base[b], base), (scores.masked[b], expected[1:])]
-                pairs += [(scores.drop[b], expected[1:] - base)]
-                drops += (expected[1:] - base).abs().tolist()
-            for ours, theirs in pairs:
-                worst = max(worst, _gap(ours, theirs))
-    return Verdict.of(worst), _rounded(float(torch.tensor(drops).median()))
-
-
-def _masked_score(plain: Plain, prompt: Tensor, completion: Tensor, span: Span, answer: Span, batch: Batch) -> Tensor:
-    """Log-prob of the answer by a full forward with `span` replaced."""
-    branch = torch.cat([prompt, completion])
-    branch[len(prompt) + span.start : len(prompt) + span.end] = batch.placeholder_id
-    at = len(prompt) - 1
-    return plain.logprobs(branch)[at + answer.start : at + answer.end].sum()
-
-
-def _rounded(value: float) -> float:
-    """Two digits: the others differ from machine to machine."""
-    return float(f"{value:.2g}")
-
-
-def _gap(ours: Tensor, theirs: Tensor) -> float:
-    """Largest difference; infinity for another shape or a nan."""
-    if ours.shape != theirs.shape:
-        return float("inf")
-    gap = (ours.double() - theirs).abs()
-    return float(gap.nan_to_num(float("inf")).max()) if gap.numel() else 0.0
-
-
-def judge_training(model: PreTrainedModel, plain: Plain, batches: Sequence[Batch]) -> Verdict:
-    """Compare the log-probs that the trainer differentiates with the model's own logits of each row alone."""
-    try:
-        return Verdict.of(max(_training_error(model, plain, of.prompts, of.completions) for of in batches))
-    except Exception as error:
-        return Verdict.refusal(error, model)
-
-
-def _training_error(
-    model: PreTrainedModel, plain: Plain, prompts: Sequence[Tensor], completions: Sequence[Tensor]
-) -> float:
-    ours = packed_logprobs(model, prompts, completions, temperature=TEMPERATURE)
-    sum(row.sum() for row in ours).backward()  # what a model's own code does in place may forbid it
-    worst = 0.0
-    for row, prompt, completion in zip(ours, prompts, completions, strict=True):
-        theirs = plain.logprobs(torch.cat([prompt, completion]), TEMPERATURE)[len(prompt) - 1 :]
-        worst = max(worst, _gap(row.detach(), theirs))
-    return worst
 
 
 # Running
@@ -384,7 +205,11 @@ def versions() -> dict[str, str]:
 def source_digest() -> str:
     """A name for the code that is judged, what judges it and the libraries; rows of another are made anew."""
     files = sorted((REPOSITORY / "cfa_kernels").rglob("*.py"))
-    files += [REPOSITORY / "trainer" / "model.py", Path(small_models.__file__), Path(__file__)]
+    files += [
+        REPOSITORY / "trainer" / "model.py",
+        *(Path(m.__file__) for m in (small_models, model_verdicts)),
+        Path(__file__),
+    ]
     digest = hashlib.sha256(json.dumps(versions()).encode())
     for file in files:
         digest.update(file.read_bytes())
@@ -397,10 +222,11 @@ def source_digest() -> str:
 def document(rows: Sequence[Row], date: str) -> dict[str, Any]:
     """The machine-readable result."""
     return {
-        "schema": 1,
+        "schema": 2,
         "date": date,
         "versions": versions(),
         "tolerance_nats": TOLERANCE,
+        "compared": COMPARED,
         "types": len({row.model_type for row in rows}),
         "counts": {column: _counts(rows, column) for column in ("scores", "trains")},
         "rows": [asdict(row) for row in sorted(rows, key=lambda row: row.name)],
@@ -412,15 +238,22 @@ def _counts(rows: Iterable[Row], column: str) -> dict[str, int]:
     return {status: found[status] for status in MEANINGS}
 
 
+# What the columns compare, kept in the result: a page tells of the run that it was written from.
+COMPARED = f"""\
+"Scores" compares `score_counterfactuals` with one full forward of the model per span, over ragged batches of shared
+prompts and prefixes, pieces of one token, equal completions and such as begin alike; "trains" compares what the
+trainer differentiates with the model's own forward and backward of each row: log-probs, and the gradient of every
+parameter by value. That may be off by {GRADIENT_TOLERANCE:g} of its norm, or by {ROUNDINGS} times what the model's own
+moves by when every weight goes to a neighbouring float32 number, at most by {MOST:g}."""
 INTRODUCTION = """\
 # Which models
 
 Written by `python -m benchmarks.model_table`; edit that, not this. Every causal model type of transformers, built
 small with random weights, on the CPU in float32: at least a whole period of the layers of its default
-configuration, windows of {window} tokens under sequences of up to {longest}. "Scores" compares `score_counterfactuals`
-with one full forward of the model per span, over ragged batches of shared prompts and prefixes; "trains" compares
-the log-probs that the trainer differentiates with the model's own logits of each row alone. A row with a comma is the
-type with something switched on that its default leaves off.
+configuration, windows of {window} tokens under sequences of up to {longest}. A row with
+a comma is the type with something switched on that its default leaves off.
+
+{compared}
 
 {date}: torch {torch}, transformers {transformers}, triton {triton}, cfa_kernels {cfa_kernels}. {types} types,
 {rows} rows.
@@ -442,8 +275,8 @@ ids = torch.arange(8)
 scores = score_counterfactuals(model, [ids[:3]], [ids[3:]], [[Span(0, 2)]], [Span(3, 4)], placeholder_id=0)
 ```
 
-| Type | Model | Layers | Scores | Trains | Off by less than | Why |
-|---|---|---|---|---|--:|---|
+| Type | Model | Layers | Scores | Trains | Off by less than, nats | Gradients, of their norm | Why |
+|---|---|---|---|---|--:|--:|---|
 """
 
 
@@ -457,7 +290,7 @@ def markdown(result: dict[str, Any]) -> str:
     longest = max(len(prompt) + len(completion) for prompt, completion, *_ in ragged_batch(SEEDS[-1]))
     introduction = INTRODUCTION.format(
         window=WINDOW, longest=longest, date=result["date"], **result["versions"], types=result["types"],
-        rows=len(result["rows"]), counts=counts,
+        rows=len(result["rows"]), counts=counts, compared=result["compared"],
     )  # fmt: skip
     return introduction + "".join(_line(Row.from_json(entry)) for entry in result["rows"])
 
@@ -466,7 +299,9 @@ def _line(row: Row) -> str:
     errors = [verdict.error for verdict in (row.scores, row.trains) if verdict.status == EXACT and verdict.error]
     cells = [
         row.name, row.model_class, ", ".join(row.layers), row.scores.status, row.trains.status,
-        _power_of_ten(max(errors)) if errors else "", _why(row),
+        _power_of_ten(max(errors)) if errors else "",
+        _power_of_ten(row.trains.gradient_error) if row.trains.status == EXACT and row.trains.gradient_error else "",
+        _why(row),
     ]  # fmt: skip
     return "| " + " | ".join(cells) + " |\n"
 

@@ -11,28 +11,26 @@ import pytest
 import torch
 
 import cfa_kernels
-from benchmarks import model_table, small_models
-from benchmarks.model_table import (
+from benchmarks import model_table, model_verdicts, small_models
+from benchmarks.model_table import Row, append, document, finished, judge, main, markdown, run
+from benchmarks.model_verdicts import (
     EXACT,
+    MEANINGS,
     NOT_BUILDABLE,
     NOT_JUDGED,
     REFUSED,
+    TOLERANCE,
     UNCLEAR,
     WRONG,
     Plain,
-    Row,
     Verdict,
-    append,
-    document,
-    finished,
-    judge,
+    gradient_gap,
     judge_scores,
     judge_training,
-    main,
-    markdown,
+    plain_gradients,
     ragged_batch,
-    run,
-)  # fmt: skip
+    rounding_of_gradients,
+)
 from benchmarks.small_models import CONTEXT, WINDOW, Case, build, case, layer_kinds, model_types, what_is_missing
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -81,7 +79,7 @@ def test_the_page_is_written_from_the_result():
 
 
 def test_masking_a_span_moves_answers_far_more_than_the_table_allows_for_errors():
-    assert min(row.median_drop for row in ROWS.values() if row.median_drop is not None) > 50 * model_table.TOLERANCE
+    assert min(row.median_drop for row in ROWS.values() if row.median_drop is not None) > 50 * TOLERANCE
 
 
 # Small models
@@ -119,7 +117,7 @@ def test_the_windows_of_a_small_model_change_its_result(name, size):
     ids = torch.cat([batch.prompts[0], batch.completions[0]])
     narrow, wide = (Plain(build(Case(name, changes={size: tokens}))).logprobs(ids) for tokens in (WINDOW, CONTEXT))
     assert torch.equal(narrow[: WINDOW - 1], wide[: WINDOW - 1])
-    assert (narrow - wide)[WINDOW:].abs().max() > 100 * model_table.TOLERANCE
+    assert (narrow - wide)[WINDOW:].abs().max() > 100 * TOLERANCE
 
 
 def test_a_model_is_the_same_each_time_it_is_built(llama):
@@ -134,11 +132,11 @@ def test_scores_of_another_placeholder_are_wrong(llama, monkeypatch):
     def score(*batch, placeholder_id, **options):
         return real(*batch, placeholder_id=placeholder_id + 1, **options)
 
-    real = model_table.score_counterfactuals
-    monkeypatch.setattr(model_table, "score_counterfactuals", score)
+    real = model_verdicts.score_counterfactuals
+    monkeypatch.setattr(model_verdicts, "score_counterfactuals", score)
     verdict, median = judge_scores(llama, Plain(llama), [ragged_batch(0)])
     assert verdict.status == WRONG
-    assert verdict.error > 100 * model_table.TOLERANCE
+    assert verdict.error > 100 * TOLERANCE
     assert median > 0
 
 
@@ -147,15 +145,54 @@ def test_a_nan_score_is_wrong(llama, monkeypatch):
         scores = real(*batch, **options)
         return dataclasses.replace(scores, masked=[masked * torch.nan for masked in scores.masked])
 
-    real = model_table.score_counterfactuals
-    monkeypatch.setattr(model_table, "score_counterfactuals", score)
+    real = model_verdicts.score_counterfactuals
+    monkeypatch.setattr(model_verdicts, "score_counterfactuals", score)
     assert judge_scores(llama, Plain(llama), [ragged_batch(0)])[0].status == WRONG
 
 
 def test_log_probs_of_a_trainer_that_forgets_the_temperature_are_wrong(llama, monkeypatch):
-    real = model_table.packed_logprobs
-    monkeypatch.setattr(model_table, "packed_logprobs", lambda *batch, temperature: real(*batch, temperature=1.0))
+    real = model_verdicts.packed_logprobs
+    monkeypatch.setattr(model_verdicts, "packed_logprobs", lambda *batch, temperature: real(*batch, temperature=1.0))
     assert judge_training(llama, Plain(llama), [ragged_batch(0)]).status == WRONG
+
+
+def test_gradients_that_are_one_percent_off_are_wrong_though_log_probs_are_right(llama, monkeypatch):
+    def logprobs(*batch, temperature):
+        rows = real(*batch, temperature=temperature)
+        return [row + 0.01 * (row - row.detach()) for row in rows]
+
+    real = model_verdicts.packed_logprobs
+    monkeypatch.setattr(model_verdicts, "packed_logprobs", logprobs)
+    verdict = judge_training(llama, Plain(llama), [ragged_batch(0)])
+    assert verdict.status == WRONG
+    assert verdict.error <= TOLERANCE
+    assert verdict.gradient_error == pytest.approx(0.01, rel=0.01)
+
+
+def test_the_rounding_of_gradients_is_found_and_leaves_the_weights_alone(llama):
+    before = [parameter.detach().clone() for parameter in llama.parameters()]
+    assert 1e-8 < rounding_of_gradients(llama, ragged_batch(0)) < model_verdicts.GRADIENT_TOLERANCE
+    assert all(torch.equal(mine, was) for mine, was in zip(llama.parameters(), before, strict=True))
+
+
+def test_a_gradient_that_is_nan_or_missing_is_not_a_small_gap(llama):
+    theirs = plain_gradients(llama, ragged_batch(0))
+    nothing = {name: torch.zeros_like(gradient) for name, gradient in theirs.items()}
+    assert gradient_gap(theirs, theirs) == 0
+    assert gradient_gap(nothing, theirs) == pytest.approx(1)
+    assert gradient_gap({name: gradient * torch.nan for name, gradient in theirs.items()}, theirs) == float("inf")
+
+
+@pytest.mark.parametrize("seed", model_table.SEEDS)
+def test_the_batches_have_what_a_tree_of_short_pieces_has(seed):
+    rows = [(tuple(prompt.tolist()), tuple(completion.tolist())) for prompt, completion, *_ in ragged_batch(seed)]
+    of_one_prompt = [(a, b) for i, (p, a) in enumerate(rows) for j, (q, b) in enumerate(rows) if i != j and p == q]
+    assert any(a == b for a, b in of_one_prompt)
+    assert any(len(a) < len(b) and b[: len(a)] == a for a, b in of_one_prompt)
+    assert any(a[0] == b[0] and a[1:2] != b[1:2] and len(a) > 2 < len(b) for a, b in of_one_prompt)
+    assert any(a[:2] == b[:2] and a[2:3] != b[2:3] and len(a) > 3 < len(b) for a, b in of_one_prompt)
+    assert any(len(completion) == 1 for _, completion in rows)
+    assert sum(len(prompt) == 1 for prompt, _ in rows) > 2
 
 
 def raised(kind: str, message: str, file: Path):
@@ -177,8 +214,8 @@ def raised(kind: str, message: str, file: Path):
 )
 def test_only_a_named_refusal_of_this_package_counts_as_one(llama, monkeypatch, kind, message, folder, status):
     raises = raised(kind, message, folder / "some_file.py")
-    monkeypatch.setattr(model_table, "score_counterfactuals", raises)
-    monkeypatch.setattr(model_table, "packed_logprobs", raises)
+    monkeypatch.setattr(model_verdicts, "score_counterfactuals", raises)
+    monkeypatch.setattr(model_verdicts, "packed_logprobs", raises)
     assert judge_scores(llama, Plain(llama), [ragged_batch(0)]) == (Verdict(status, f"{kind}: {message}"), None)
     assert judge_training(llama, Plain(llama), [ragged_batch(0)]) == Verdict(status, f"{kind}: {message}")
 
@@ -253,15 +290,16 @@ def test_the_page_says_when_with_what_and_how_many():
     result = document(rows, "2020-02-02")
     assert [entry["model_type"] + entry["variant"] for entry in result["rows"]] == ["a", "asliding windows", "b"]
     assert result["types"] == 2
-    assert result["counts"]["scores"] == {**dict.fromkeys(model_table.MEANINGS, 0), EXACT: 2, REFUSED: 1}
+    assert result["counts"]["scores"] == {**dict.fromkeys(MEANINGS, 0), EXACT: 2, REFUSED: 1}
     page = markdown(result)
     assert f"2020-02-02: torch {torch.__version__}, transformers " in page
     assert "2 types,\n3 rows." in page
     assert "| exact | 2 | 3 | the numbers" in page
     assert "WRONG" not in page
-    assert "| a | SomeForCausalLM | full_attention | exact | exact | 1e-5 |  |\n" in page
+    assert "| a | SomeForCausalLM | full_attention | exact | exact | 1e-5 |  |  |\n" in page
     assert (
-        "| a, sliding windows | SomeForCausalLM | full_attention | refused | exact | 1e-5 | A has \\|s\\| |\n" in page
+        "| a, sliding windows | SomeForCausalLM | full_attention | refused | exact | 1e-5 |  | A has \\|s\\| |\n"
+        in page
     )
 
 
@@ -278,7 +316,7 @@ def test_the_page_says_when_with_what_and_how_many():
 )
 def test_a_cell_says_each_reason_once_and_shortly(scores, trains, cell):
     entry = dataclasses.replace(row(), scores=Verdict(REFUSED, scores), trains=Verdict(REFUSED, trains))
-    assert markdown(document([entry], "2020-02-02")).endswith(f"| refused | refused |  | {cell} |\n")
+    assert markdown(document([entry], "2020-02-02")).endswith(f"| refused | refused |  |  | {cell} |\n")
 
 
 def test_every_variant_is_a_case_of_its_type():
