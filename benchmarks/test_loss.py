@@ -483,6 +483,10 @@ def race_from_hidden_states(shape: Shape, device: torch.device, budget: Budget) 
     return race(linear_contenders(make_job(shape, device)), device=device, budget=budget, clock="device")
 
 
+def race_from_logits(shape: Shape, device: torch.device, budget: Budget) -> dict[str, Lap]:
+    return race(logits_contenders(make_logits_job(shape, device)), device=device, budget=budget, clock="device")
+
+
 @pytest.fixture(scope="module")
 def linear_laps(
     request: pytest.FixtureRequest, linear_workload: str, device: torch.device, budget: Budget, figures: Figures
@@ -500,7 +504,7 @@ def logits_laps(
 ) -> Iterator[dict[str, Lap]]:
     shape = LOGITS[workload_set(request.config)][logits_workload]
     _record(figures, f"loss from logits, {logits_workload}", shape)
-    yield race(logits_contenders(make_logits_job(shape, device)), device=device, budget=budget, clock="device")
+    yield race_from_logits(shape, device, budget)
     gc.collect()
     release_memory(device)
 

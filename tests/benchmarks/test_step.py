@@ -193,6 +193,19 @@ def test_a_smoke_run_times_all_that_is_here(monkeypatch):
         assert done.sampled[name].median > done.steps[name].median
 
 
+def test_sampling_has_a_budget_of_its_own_and_none_leaves_it_out(monkeypatch):
+    budgets = []
+    monkeypatch.setattr(benchmark, "race", lambda made, *, device, budget: budgets.append(budget) or {})
+    monkeypatch.setattr(benchmark, "step_contenders", lambda *_: ([], {}))
+    rollouts = shaped_rollouts(1, group=2, prompt=5, completion=20, spans=2, span_tokens=4)
+    replay, steps, sampling = Replay(tiny_policy(True), rollouts), ONE_ROUND, Budget(0.5, 1, 1)
+    benchmark.run_race(replay, None, [PLAIN], (2,), steps, sampling)
+    assert budgets == [steps, sampling]
+    budgets.clear()
+    assert benchmark.run_race(replay, None, [PLAIN], (2,), steps, None).sampled == {}
+    assert budgets == [steps]
+
+
 # Rollouts
 
 
