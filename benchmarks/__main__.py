@@ -108,7 +108,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", help="what to record where git cannot tell")
     options = parser.parse_args(argv)
     parts = [PARTS[name] for name in options.only or PARTS]
-    if options.peers and not all(part.peers for part in parts if options.only):
+    if options.peers and not any(part.peers for part in parts):
         parser.error(f"--peers is for {', '.join(name for name, part in PARTS.items() if part.peers)}")
     if options.tests and options.only != ["tests"]:
         parser.error("--tests is for --only tests")

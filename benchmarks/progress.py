@@ -5,6 +5,7 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +58,5 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--progress")
     if path is not None and not hasattr(config, "workerinput"):  # under pytest-xdist one process writes
         config.pluginmanager.register(Progress(Path(path)))
+        # Shells start what runs in their background with SIGINT ignored; that is how a part is stopped.
+        signal.signal(signal.SIGINT, signal.default_int_handler)

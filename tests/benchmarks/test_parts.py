@@ -93,10 +93,16 @@ def test_a_part_is_stopped_at_its_limit_and_what_it_has_is_merged(run, tmp_path,
     results = tmp_path / "results.json"
     monkeypatch.setattr(parts, "clock", lambda: 1e6 * (results.exists() and "quick" in results.read_text()))
     monkeypatch.setattr(parts, "POLL_SECONDS", 0.1)
-    status, document = run("time.sleep(600)", "--limit", "5000")
+    monkeypatch.setattr(parts, "GRACE_SECONDS", 600.0)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for what it starts in its background
+    try:
+        status, document = run("time.sleep(600)", "--limit", "5000")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert status == command.CUT
     assert_finished_race_is_kept(document)
-    assert document["parts"]["host"]["reason"] == "stopped at its limit"
+    part = document["parts"]["host"]
+    assert (part["reason"], part["exit_status"]) == ("stopped at its limit", pytest.ExitCode.INTERRUPTED)
 
 
 def test_sigterm_is_taken_for_an_interruption():
