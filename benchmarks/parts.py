@@ -85,7 +85,7 @@ def run_part(
                 "tests": _read(files[1], {"tests": 0, "failures": 0, "errors": 0, "skipped": 0, "failed": []}),
                 "started": started.isoformat(timespec="seconds"),
                 "took_seconds": round(clock() - began, 1),
-                "select": selection(options),
+                "select": selection(part, options),
                 "smoke": options.smoke,
             }
             if part.measures:
@@ -110,10 +110,10 @@ def run_part(
         return result("cut" if stopped else "passed" if status == 0 else "failed", status, stopped)
 
 
-def selection(options: argparse.Namespace) -> str | None:
+def selection(part: Part, options: argparse.Namespace) -> str | None:
     """What of its part this run takes; None for all of it."""
     chosen = [*(options.tests or []), *([options.select] if options.select else [])]
-    chosen += [f"peers {options.peers}"] if options.peers else []
+    chosen += [f"peers {options.peers}"] if options.peers and part.peers else []
     return ", ".join(chosen) or None
 
 

@@ -228,7 +228,9 @@ def test_options_reach_pytest():
     assert line[3] == "tests/ops"
     assert {"-n", "3", "--timeout=120", "-k", "not aot"} <= set(line)
     assert parts._environment(PARTS["tests"], CPU, options)["OMP_NUM_THREADS"] == "1"
-    assert parts.selection(options) == "tests/ops, not aot"
+    assert parts.selection(PARTS["tests"], options) == "tests/ops, not aot"
+    options = _options("--only", "loss", "--only", "step", "--peers", "ours")
+    assert [parts.selection(PARTS[name], options) for name in ("loss", "step")] == [None, "peers ours"]
     line = parts._command(PARTS["step"], CPU, _options("--only", "step", "--no-sampling"), 50.0, Path("f"), Path("p"))
     assert {"--bench-sampling-seconds=0.0", "--bench-limit=50.0"} <= set(line)
     assert parts._environment(PARTS["first-light"], CPU, _options())["TRITON_INTERPRET"] == "1"
