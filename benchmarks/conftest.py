@@ -1,14 +1,23 @@
 """Fixtures of the benchmarks: the device, the time budget, and where figures are reported to."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.race import Budget, Figures, Lap, replay_clock, spread
+from benchmarks.race import Absent, Budget, Figures, FiguresFile, Lap, replay_clock, spread
 from benchmarks.selection import add_options, device_name
+
+RESERVE = 0.1
+"""Share of a session's time kept for what is under way when races must end."""
+
+_FIGURES: pytest.StashKey[Figures] = pytest.StashKey()
+_FILE: pytest.StashKey[FiguresFile] = pytest.StashKey()
+_UNTIL: pytest.StashKey[float] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -16,15 +25,37 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--figures")
     config.stash[_FIGURES] = Figures()
+    config.stash[_FILE] = FiguresFile(config.stash[_FIGURES], None if path is None else Path(path))
+    config.stash[_UNTIL] = time.monotonic() + (1 - RESERVE) * config.getoption("--bench-limit")
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Write what there is; where the time is over, end before the next race is prepared."""
+    item.config.stash[_FILE].finish()
+    if time.monotonic() > item.config.stash[_UNTIL] and nextitem is not None and _race(item) != _race(nextitem):
+        item.config.stash[_FIGURES].cut.append({"group": nextitem.nodeid, "name": "and all that comes after it"})
+        item.session.shouldstop = "the time for this part is over"
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if (path := session.config.getoption("--figures")) is not None:
-        session.config.stash[_FIGURES].write(Path(path))
+    session.config.stash[_FILE].write()
 
 
-_FIGURES: pytest.StashKey[Figures] = pytest.StashKey()
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Skip what compares with a contender that could not run."""
+    try:
+        return (yield)
+    except Absent as error:
+        pytest.skip(str(error))
+
+
+def _race(item: pytest.Item) -> dict[str, Any]:
+    """What an item's race is of: its parameters but for the contender's name."""
+    parameters = getattr(item, "callspec", None)
+    return {k: v for k, v in parameters.params.items() if k != "name"} if parameters is not None else {}
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +75,18 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(scope="session")
 def budget(request: pytest.FixtureRequest) -> Budget:
     """Rounds of a race; a single one when pytest-benchmark is switched off, as it is in plain test runs."""
-    if request.config.getoption("benchmark_disable") and not request.config.getoption("benchmark_enable"):
-        return Budget(0.0, 1, 1)
-    return Budget(request.config.getoption("--bench-seconds"), request.config.getoption("--bench-rounds"))
+    config = request.config
+    limits = {"until": config.stash[_UNTIL], "note": config.stash[_FILE].note}
+    if config.getoption("benchmark_disable") and not config.getoption("benchmark_enable"):
+        return Budget(0.0, 1, 1, **limits)
+    return Budget(config.getoption("--bench-seconds"), config.getoption("--bench-rounds"), **limits)
+
+
+@pytest.fixture(scope="session")
+def sampling_budget(request: pytest.FixtureRequest, budget: Budget) -> Budget | None:
+    """Rounds of sampling, which takes far longer than the step after it; None: it is left out."""
+    seconds = request.config.getoption("--bench-sampling-seconds")
+    return replace(budget, seconds=seconds, min_rounds=min(budget.min_rounds, 2)) if seconds > 0 else None
 
 
 @pytest.fixture
@@ -58,6 +98,8 @@ def report(benchmark: Any, figures: Figures) -> Callable[..., None]:
     """
 
     def report_lap(lap: Lap, *, group: str, **facts: Any) -> None:
+        if lap.cut:
+            figures.cut.append({"group": group, "name": lap.name})
         if lap.refused is not None:
             figures.refused.append({"group": group, "name": lap.name, "reason": lap.refused})
             pytest.fail(f"{lap.name} is not timed: {lap.refused}", pytrace=False)
@@ -71,6 +113,7 @@ def report(benchmark: Any, figures: Figures) -> Callable[..., None]:
                 "name": lap.name,
                 "seconds": spread(lap.seconds),
                 "peak_extra_bytes": lap.peak_extra_bytes,
+                **({"cut": True} if lap.cut else {}),
                 **facts,
             }
         )

@@ -11,23 +11,31 @@ fails. One that cannot run here (a package that is missing) is absent: no time e
     report(laps["ours"], group="loss")       # in a test marked `@pytest.mark.benchmark(timer=replay_clock)`
 """
 
+import functools
 import gc
-import json
+import math
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+
+from benchmarks.progress import write_json
 
 CACHE_BYTES = 256 << 20
-"""Written before each device-clocked round: more than the L2 cache of any GPU so far."""
+"""Read before each device-clocked round: more than the L2 cache of any GPU so far."""
 
 SPIN_CYCLES, MAX_SPIN_CYCLES = 4_000_000, 400_000_000
 """How long a device spins before a round, at least and at most: some 2 and 200 ms."""
+
+
+OUT_OF_TIME = "the time for this part was over before its turn"
 
 
 class WrongAnswer(AssertionError):
@@ -68,19 +76,34 @@ class Lap:
     absent: str | None = None
     check_seconds: float = 0.0
     """Of the first run, one-time work and counting included."""
+    cut: bool = False
+    """The budget's time ended before all its rounds, or before its turn came."""
 
     @property
     def median(self) -> float:
+        """Seconds; `Absent` for a contender without a time because it could not run."""
+        if not self.seconds and self.absent is not None:
+            raise Absent(f"{self.name}: {self.absent}")
         return statistics.median(self.seconds)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many rounds a race may take: as many as fit in `seconds`, between two bounds."""
+    """How many rounds a race may take: as many as fit in `seconds`, between two bounds.
+
+    Attributes:
+        until: reading of `time.monotonic` after which no contender is checked and no round begun.
+        note: is given the laps after every check and every round, so that they outlive a killed process.
+    """
 
     seconds: float = 60.0
     min_rounds: int = 5
     max_rounds: int = 30
+    until: float = math.inf
+    note: Callable[[Mapping[str, Lap]], None] = lambda laps: None
+
+    def is_over(self, seconds_needed: float = 0.0) -> bool:
+        return time.monotonic() + seconds_needed > self.until
 
     def rounds(self, seconds_per_round: float) -> int:
         return int(min(max(self.seconds / max(seconds_per_round, 1e-9), self.min_rounds), self.max_rounds))
@@ -101,7 +124,11 @@ def race(
     """
     if len({contender.name for contender in contenders}) != len(contenders):
         raise ValueError(f"contenders must differ by name, got {[contender.name for contender in contenders]}")
-    laps = {contender.name: _checked(contender, device) for contender in contenders}
+    laps: dict[str, Lap] = {}
+    for contender in contenders:
+        late = Lap(contender.name, absent=OUT_OF_TIME, cut=True)
+        laps[contender.name] = late if budget.is_over() else _checked(contender, device)
+        budget.note(laps)
     running = [c for c in contenders if laps[c.name].absent is None and laps[c.name].refused is None]
     if not running:
         return laps
@@ -110,17 +137,25 @@ def race(
         for c in running
     }
     per_round = sum(laps[contender.name].check_seconds for contender in running)
-    if device.type == "cuda" or per_round < budget.seconds / 10:
+    if (device.type == "cuda" or per_round < budget.seconds / 10) and not budget.is_over(per_round):
         # The first run compiled and loaded; a second that does not count shows what a round really takes.
         per_round = sum(clocks[contender.name](contender.run) for contender in running)
     rounds = budget.rounds(per_round)
     for i in range(rounds):
+        if budget.is_over(per_round if i else 0.0):
+            for contender in running:
+                laps[contender.name].cut = True
+            break
         turn = i % len(running)
         for contender in running[turn:] + running[:turn]:
             laps[contender.name].seconds.append(clocks[contender.name](contender.run))
+        budget.note(laps)
     for name, timed in clocks.items():
-        if isinstance(timed, DeviceClock):
-            laps[name].facts |= timed.facts(rounds)
+        lap = laps[name]
+        if not lap.seconds:
+            lap.absent = OUT_OF_TIME
+        elif isinstance(timed, DeviceClock):
+            lap.facts |= timed.facts(len(lap.seconds))
     return laps
 
 
@@ -153,9 +188,10 @@ def _checked(contender: Contender, device: torch.device) -> Lap:
 
 
 def times_ours(laps: dict[str, Lap], ours: str = "ours") -> dict[str, float]:
-    """Every other contender's median over ours; `AssertionError` if ours has no time."""
-    assert laps[ours].seconds, f"{ours} has no time"
-    return {name: lap.median / laps[ours].median for name, lap in laps.items() if lap.seconds and name != ours}
+    """Every other contender's median over ours; `AssertionError` if ours was refused, `Absent` if it could not run."""
+    assert laps[ours].refused is None, f"{ours} has no time: {laps[ours].refused}"
+    own = laps[ours].median
+    return {name: lap.median / own for name, lap in laps.items() if lap.seconds and name != ours}
 
 
 def release_memory(device: torch.device) -> None:
@@ -229,7 +265,13 @@ class DeviceClock:
 
 
 def _clear_cache(device: torch.device) -> None:
-    torch.empty(CACHE_BYTES, dtype=torch.uint8, device=device).zero_()
+    """Fill the L2 cache with what nobody needs, by reading: written lines would be written back in the timed round."""
+    _cache_filler(device, CACHE_BYTES).max()
+
+
+@functools.cache
+def _cache_filler(device: torch.device, size: int) -> Tensor:
+    return torch.zeros(size // 4, dtype=torch.int32, device=device)
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float | int]:
@@ -249,17 +291,54 @@ def spread(seconds: Sequence[float]) -> dict[str, float | int]:
 
 
 class Figures:
-    """Everything one session measured, in the form that result files keep."""
+    """Everything one session measured, in the form that result files keep.
+
+    Attributes:
+        figures, ratios, absent, refused, checks, builds, profiles: entries with a "group" each.
+        workloads: what was measured, by name.
+        cut: group and name of what the time was too short for.
+        unfinished: laps of the race that is going on: what a killed process leaves of it.
+    """
 
     def __init__(self) -> None:
         self.figures: list[dict[str, Any]] = []
         self.ratios: list[dict[str, Any]] = []
         self.absent: list[dict[str, str]] = []
         self.refused: list[dict[str, str]] = []
+        self.checks: list[dict[str, Any]] = []
+        self.builds: list[dict[str, Any]] = []
+        self.profiles: list[dict[str, Any]] = []
         self.workloads: dict[str, dict[str, Any]] = {}
+        self.cut: list[dict[str, str]] = []
+        self.unfinished: list[dict[str, Any]] = []
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(vars(self), indent=1) + "\n")
+
+class FiguresFile:
+    """A session's figures and the file that keeps up with them."""
+
+    def __init__(self, figures: Figures, path: Path | None) -> None:
+        self._figures, self._path, self._noted = figures, path, -math.inf
+
+    def write(self) -> None:
+        if self._path is not None:
+            write_json(self._path, vars(self._figures))
+
+    def finish(self) -> None:
+        """Write after a test, whose race is reported or done."""
+        self._figures.unfinished = []
+        self.write()
+
+    def note(self, laps: Mapping[str, Lap]) -> None:
+        """Keep what a race has so far; written once a second at most."""
+        if (now := time.monotonic()) < self._noted + 1:
+            return
+        self._noted = now
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        self._figures.unfinished = [
+            {"group": test, "name": lap.name, "rounds": lap.seconds, "absent": lap.absent, "refused": lap.refused}
+            for lap in laps.values()
+        ]
+        self.write()
 
 
 class ReplayClock:

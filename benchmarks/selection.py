@@ -1,6 +1,7 @@
 """What a session is to run: on which device, and whether in full or as a smoke run."""
 
 import csv
+import math
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--bench-smoke", action="store_true", help="smallest shapes: shows that all runs, measures nothing")
     group.addoption("--bench-seconds", type=float, default=60.0, help="time for the rounds of one race")
     group.addoption("--bench-rounds", type=int, default=5, help="fewest rounds of one race")
+    group.addoption("--bench-limit", type=float, default=math.inf, help="seconds for the whole session")
+    group.addoption("--bench-sampling-seconds", type=float, default=60.0, help="for the sampling of a step; 0: none")
     group.addoption("--bench-peers", help="contenders to race, comma-separated; default: all")
     group.addoption("--figures", help="JSON file to write every figure to")
 

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from benchmarks.peers import Observed, _aligntune, _attention, _forest, aligntune_batched
 from benchmarks.race import Absent
 from benchmarks.replay import EPSILON, EPSILON_HIGH, Replay, StepPeer, Stopwatch, Weights, trl_update
+from benchmarks.varlen import causal_varlen_attention
 from benchmarks.workloads import Job
 from cfa_kernels import policy_loss, score_counterfactuals, span_weights
 from cfa_kernels.hf import Head, backbone, default_token_budget
@@ -92,14 +93,9 @@ def _per_sequence_attention(
     sequence. Neither looks at a pair of tokens from two sequences.
     """
     if query.is_cuda:
-        from torch.nn.attention.varlen import varlen_attn
-
-        flat = [x[0].transpose(0, 1) for x in (query, key, value)]
-        found = varlen_attn(
-            *flat, cu_seq_lens_q, cu_seq_lens_q, max(lengths), max(lengths), scale=scaling, window_size=(-1, 0),
-            enable_gqa=True,
-        )  # fmt: skip
-        return found[None], None
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        ends, longest = (cu_seq_lens_q, cu_seq_lens_q), (max(lengths), max(lengths))
+        return causal_varlen_attention(q, k, v, ends, longest, scale=scaling)[None], None
     parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     found = [
         functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)

@@ -478,13 +478,22 @@ def _record(figures: Figures, workload: str, shape: Shape) -> None:
     figures.workloads[workload] = {**vars(shape), "dtype": str(shape.dtype).removeprefix("torch."), "seed": SEED}
 
 
+def race_from_hidden_states(shape: Shape, device: torch.device, budget: Budget) -> dict[str, Lap]:
+    """By the device's clock: 2,048 rows take less time than launches from Python do."""
+    return race(linear_contenders(make_job(shape, device)), device=device, budget=budget, clock="device")
+
+
+def race_from_logits(shape: Shape, device: torch.device, budget: Budget) -> dict[str, Lap]:
+    return race(logits_contenders(make_logits_job(shape, device)), device=device, budget=budget, clock="device")
+
+
 @pytest.fixture(scope="module")
 def linear_laps(
     request: pytest.FixtureRequest, linear_workload: str, device: torch.device, budget: Budget, figures: Figures
 ) -> Iterator[dict[str, Lap]]:
     shape = LINEAR[workload_set(request.config)][linear_workload]
     _record(figures, f"loss from hidden states, {linear_workload}", shape)
-    yield race(linear_contenders(make_job(shape, device)), device=device, budget=budget)
+    yield race_from_hidden_states(shape, device, budget)
     gc.collect()
     release_memory(device)
 
@@ -495,7 +504,7 @@ def logits_laps(
 ) -> Iterator[dict[str, Lap]]:
     shape = LOGITS[workload_set(request.config)][logits_workload]
     _record(figures, f"loss from logits, {logits_workload}", shape)
-    yield race(logits_contenders(make_logits_job(shape, device)), device=device, budget=budget, clock="device")
+    yield race_from_logits(shape, device, budget)
     gc.collect()
     release_memory(device)
 
@@ -535,8 +544,8 @@ def test_ours_beats_its_peers_from_hidden_states(
     ratios, floors, short = times_ours(linear_laps), {}, []
     if factor is not None:
         floors = {name: factor for name in PEERS if not name.startswith(OURS)} | {BOUND: 0.88}
-        gain = 1 / ratios[HALF]
-        short = [f"{HALF}: {gain:.2f} x faster, promised 1.8"] if gain < 1.8 else []
+        gain = 1 / ratios[HALF] if HALF in ratios else None
+        short = [f"{HALF}: {gain:.2f} x faster, promised 1.8"] if gain is not None and gain < 1.8 else []
     hold(f"loss from hidden states, {linear_workload}", ratios, floors, short)
 
 

@@ -58,6 +58,7 @@ WORKLOADS: dict[str, dict[str, Workload]] = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    chosen_peers(metafunc.config, [*PEERS, *BEST_PADDED])  # refuses unknown names before anything is made
     if "workload" in metafunc.fixturenames:
         metafunc.parametrize("workload", list(WORKLOADS[workload_set(metafunc.config)]), scope="module")
 

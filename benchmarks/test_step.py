@@ -14,25 +14,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
-from benchmarks.race import (
-    Absent,
-    Budget,
-    Contender,
-    Figures,
-    Lap,
-    WrongAnswer,
-    race,
-    release_memory,
-    replay_clock,
-)
+from benchmarks.race import Absent, Budget, Contender, Figures, Lap, race, release_memory, replay_clock
 from benchmarks.replay import Replay, StepPeer, Stopwatch
+from benchmarks.sampling import sampling_contenders, with_sampling
 from benchmarks.selection import chosen_peers, workload_set
 from benchmarks.step_peers import (
     AUTHORS,
@@ -49,7 +39,6 @@ from benchmarks.step_reference import StepResult, Truth, taken_gradients
 from benchmarks.workloads import SEED, STEP_SEED, Rollouts, gsm8k_rollouts, policy, shaped_rollouts
 from cfa_kernels.hf import backbone, causal_lm
 from cfa_kernels.proof import prove_trainable
-from trainer.rollouts import generate
 
 
 @dataclass(frozen=True)
@@ -290,79 +279,6 @@ def fastest_micro_batch(replay: Replay, sizes: Sequence[int]) -> tuple[int | Non
     return min(seconds, key=seconds.__getitem__), seconds
 
 
-# The sampling before it
-
-
-class _Recorded(LogitsProcessor):
-    """Leaves one token possible for each row: that of its recorded completion, then the end."""
-
-    def __init__(self, completions: Sequence[Tensor], end: int) -> None:
-        self._left = [[*completion.tolist(), end] for completion in completions]
-        self._end, self._position = end, 0
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores (B, V) in; 0 at the recorded token and -inf elsewhere out."""
-        at, self._position = self._position, self._position + 1
-        tokens = torch.tensor([[row[at] if at < len(row) else self._end] for row in self._left], device=scores.device)
-        return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)
-
-
-@contextlib.contextmanager
-def _sampling_what_was_recorded(replay: Replay) -> Iterator[None]:
-    """Whatever samples from the policy gets the recorded completions, at the cost of sampling them."""
-    causal, job = replay.causal, replay.job
-    sample = causal.generate
-
-    def recorded(*args: Any, logits_processor: Any = None, **kwargs: Any) -> Any:
-        forced = _Recorded(job.completions, job.tokenizer.eos_token_id)
-        return sample(*args, logits_processor=LogitsProcessorList([*(logits_processor or []), forced]), **kwargs)
-
-    with mock.patch.object(causal, "generate", recorded):
-        yield
-
-
-def sample_with_trl(replay: Replay) -> list[list[int]]:
-    """TRL's own way to transformers' `generate`."""
-    trainer = replay.trl()
-    prompts = [prompt.tolist() for prompt in replay.job.prompts]
-    with _sampling_what_was_recorded(replay):
-        return trainer._generate_single_turn(prompts, None, {}, replay.rollouts.group)[0]
-
-
-def sample_with_ours(replay: Replay) -> list[list[int]]:
-    """The trainer's `generate`."""
-    job = replay.job
-    with _sampling_what_was_recorded(replay):
-        rollouts = generate(
-            replay.policy,
-            job.tokenizer,
-            [prompt.tolist() for prompt in job.prompts],
-            max_completion_length=max(map(len, job.completions)) + 1,
-            keys=[(SEED, b) for b in range(len(job.prompts))],
-        )
-    return rollouts.ids()
-
-
-def sampling_contenders(replay: Replay) -> list[Contender]:
-    """Both ways to sample, which must give what was recorded."""
-    end = replay.job.tokenizer.eos_token_id
-
-    def check(sampled: list[list[int]]) -> None:
-        if sampled != [[*completion.tolist(), end] for completion in replay.job.completions]:
-            raise WrongAnswer("other completions were sampled than those recorded")
-
-    runs = {"TRL": sample_with_trl, "ours": sample_with_ours}
-    return [Contender(name, functools.partial(run, replay), check) for name, run in runs.items()]
-
-
-def with_sampling(lap: Lap, sampling: Lap) -> Lap:
-    """A step's lap with the median of the sampling before it on top of every round."""
-    if not sampling.seconds or not lap.seconds:
-        return replace(lap, seconds=[], absent=lap.absent or sampling.absent, refused=lap.refused or sampling.refused)
-    seconds = [sampling.median + step for step in lap.seconds]
-    return replace(lap, seconds=seconds, facts={**lap.facts, "sampling_seconds": sampling.median})
-
-
 # Tests
 
 
@@ -375,13 +291,19 @@ class StepRace:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    chosen_peers(metafunc.config, list(STEP_PEERS))  # refuses unknown names before anything is made
     if "workload" in metafunc.fixturenames:
         metafunc.parametrize("workload", list(WORKLOADS[workload_set(metafunc.config)]), scope="module")
 
 
 @pytest.fixture(scope="module")
 def step_race(
-    request: pytest.FixtureRequest, workload: str, device: torch.device, budget: Budget, figures: Figures
+    request: pytest.FixtureRequest,
+    workload: str,
+    device: torch.device,
+    budget: Budget,
+    sampling_budget: Budget | None,
+    figures: Figures,
 ) -> Iterator[StepRace]:
     chosen = WORKLOADS[workload_set(request.config)][workload]
     fresh = functools.partial(policy, chosen.model, lora=chosen.lora, device=device, dtype=chosen.dtype)
@@ -394,15 +316,21 @@ def step_race(
         "seeds": {"model": SEED, "problems": STEP_SEED},
     }
     replay = Replay(fresh(), rollouts)
-    yield run_race(replay, fresh, chosen_peers(request.config, list(STEP_PEERS)), chosen.micro_batches, budget)
+    names = chosen_peers(request.config, list(STEP_PEERS))
+    yield run_race(replay, fresh, names, chosen.micro_batches, budget, sampling_budget)
     del replay
     release_memory(device)
 
 
 def run_race(
-    replay: Replay, fresh: Callable[[], nn.Module], names: Sequence[str], sizes: Sequence[int], budget: Budget
+    replay: Replay,
+    fresh: Callable[[], nn.Module],
+    names: Sequence[str],
+    sizes: Sequence[int],
+    budget: Budget,
+    sampling_budget: Budget | None = None,
 ) -> StepRace:
-    """Check and time the step's contenders and the sampling before it."""
+    """Check and time the step's contenders and, where it has a budget, the sampling before it."""
     contenders, measured = step_contenders(replay, fresh, names)
     # After the references, which copy the policy: TRL changes its forward.
     tried: dict[int, float] = {}
@@ -411,7 +339,7 @@ def run_race(
     laps = race(contenders, device=replay.device, budget=budget)
     timed = [contender for contender in contenders if laps[contender.name].seconds]
     pinned: dict[str, list[float]] = {}
-    if replay.device.type == "cpu" and budget.max_rounds > 1:
+    if replay.device.type == "cpu" and budget.max_rounds > 1 and not budget.is_over():
         pinned = pinned_cpu_seconds(timed, budget.min_rounds)
     for contender in timed:
         lap, notes, on_one_thread = laps[contender.name], measured[contender.name], pinned.get(contender.name, [])
@@ -424,7 +352,9 @@ def run_race(
                 lap.facts[f"{part}_cpu_seconds"] = statistics.median(notes.cpu_seconds[part][-len(on_one_thread) :])
     if tried:
         laps[FASTEST].facts |= {"micro_batch": replay.fastest_micro_batch, "seconds_by_micro_batch": tried}
-    sampling = race(sampling_contenders(replay), device=replay.device, budget=budget)
+    if sampling_budget is None:
+        return StepRace(laps, {})
+    sampling = race(sampling_contenders(replay), device=replay.device, budget=sampling_budget)
     sampled = {name: with_sampling(lap, sampling[STEP_PEERS[name].sampling]) for name, lap in laps.items()}
     return StepRace(laps, sampled)
 
@@ -441,7 +371,7 @@ def test_step_time(step_race: StepRace, workload: str, name: str, report: Callab
 @pytest.mark.parametrize("name", list(STEP_PEERS))
 def test_step_time_with_sampling(step_race: StepRace, workload: str, name: str, report: Callable[..., None]) -> None:
     if name not in step_race.sampled:
-        pytest.skip("not among --peers")
+        pytest.skip("not among --peers" if name not in step_race.steps else "sampling is left out (--no-sampling)")
     report(step_race.sampled[name], group=f"step with sampling, {workload}")
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import test_loss as benchmark
-from benchmarks.race import Absent, WrongAnswer
+from benchmarks.race import Absent, Budget, WrongAnswer
 
 CPU = torch.device("cpu")
 SLOW = {"torch.compile", "Liger chunked"}  # their compilers take longer than the rest of this file
@@ -61,3 +61,12 @@ def test_half_the_groups_at_zero_advantage_is_the_same_job_on_fewer_rows(job):
     contender.check(result)
     assert (result[1][::2] == 0).all()
     assert result[1][1::2].abs().max() > 0
+
+
+def test_both_kinds_of_loss_are_raced_by_the_devices_clock(monkeypatch):
+    """On a GPU the smaller shapes take less time than their launches from Python."""
+    clocks = []
+    monkeypatch.setattr(benchmark, "race", lambda contenders, **options: clocks.append(options["clock"]) or {})
+    benchmark.race_from_hidden_states(benchmark.LINEAR["smoke"]["tiny, head frozen"], CPU, Budget(0.0, 1, 1))
+    benchmark.race_from_logits(benchmark.LOGITS["smoke"]["smoke"], CPU, Budget(0.0, 1, 1))
+    assert clocks == ["device", "device"]

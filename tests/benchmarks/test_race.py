@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import race as module
 from benchmarks.race import Budget, Contender, race
@@ -86,3 +87,27 @@ def test_a_race_by_the_device_clock_says_what_it_hid(device, monkeypatch):
         "host_seconds": pytest.approx(1e-2, abs=1e-5),
         "rounds_with_host_exposed": 0,
     }
+
+
+def test_the_cache_is_cleared_by_reading(monkeypatch):
+    """Written lines would be written back while the job that is clocked runs."""
+    monkeypatch.setattr(module, "CACHE_BYTES", 1 << 12)
+    module._clear_cache(torch.device("cpu"))  # makes what is read
+    with Operators() as seen:
+        module._clear_cache(torch.device("cpu"))
+    assert seen.called == [torch.ops.aten.max.default]
+    (read,) = seen.read
+    assert read.numel() * read.element_size() == 1 << 12
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that are called and their tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.called, self.read = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.called.append(func)
+        self.read += [x for x in args if isinstance(x, torch.Tensor)]
+        return func(*args, **(kwargs or {}))

@@ -12,9 +12,10 @@ from benchmarks import workloads
 from benchmarks.plots import plot_steps
 from benchmarks.race import Absent, Budget, Lap, WrongAnswer, race
 from benchmarks.replay import Replay, Stopwatch
+from benchmarks.sampling import sampling_contenders, with_sampling
 from benchmarks.step_peers import EXACT, PLAIN, SEPARATE, STEP_PEERS, TRL
 from benchmarks.step_reference import StepResult, taken_gradients
-from benchmarks.test_step import Target, compare, sampling_contenders, step_contenders, with_sampling
+from benchmarks.test_step import Target, compare, step_contenders
 from benchmarks.workloads import gsm8k_rollouts, policy, shaped_rollouts
 
 CPU = torch.device("cpu")
@@ -183,13 +184,26 @@ def test_a_smoke_run_times_all_that_is_here(monkeypatch):
     rollouts = shaped_rollouts(1, group=2, prompt=5, completion=20, spans=2, span_tokens=4)
     fresh = functools.partial(policy, workload.model, lora=workload.lora, device=CPU, dtype=workload.dtype)
     names = [PLAIN, SEPARATE, EXACT]
-    done = benchmark.run_race(Replay(fresh(), rollouts), fresh, names, (2,), Budget(0.0, 2, 2))
+    done = benchmark.run_race(Replay(fresh(), rollouts), fresh, names, (2,), Budget(0.0, 2, 2), ONE_ROUND)
     for name in names:
         facts = done.steps[name].facts
         assert len(done.steps[name].seconds) == len(facts["cpu_seconds_rounds"]) == 2
         assert facts["update_seconds"] > 0
         assert (facts["credit_seconds"] > 0) == (name != PLAIN) == (facts["credit_cpu_seconds"] > 0)
         assert done.sampled[name].median > done.steps[name].median
+
+
+def test_sampling_has_a_budget_of_its_own_and_none_leaves_it_out(monkeypatch):
+    budgets = []
+    monkeypatch.setattr(benchmark, "race", lambda made, *, device, budget: budgets.append(budget) or {})
+    monkeypatch.setattr(benchmark, "step_contenders", lambda *_: ([], {}))
+    rollouts = shaped_rollouts(1, group=2, prompt=5, completion=20, spans=2, span_tokens=4)
+    replay, steps, sampling = Replay(tiny_policy(True), rollouts), ONE_ROUND, Budget(0.5, 1, 1)
+    benchmark.run_race(replay, None, [PLAIN], (2,), steps, sampling)
+    assert budgets == [steps, sampling]
+    budgets.clear()
+    assert benchmark.run_race(replay, None, [PLAIN], (2,), steps, None).sampled == {}
+    assert budgets == [steps]
 
 
 # Rollouts

@@ -220,36 +220,6 @@ def test_growth_is_drawn_beside_the_result_file(result_file):
     assert result_file.with_name(f"{result_file.stem}-sweeps.png").stat().st_size > 1000
 
 
-def _piece(select: str, status: int = 0, **lists) -> dict:
-    return {
-        "outcome": "failed" if status else "passed",
-        "exit_status": status,
-        "took_seconds": 1.0,
-        "tests": {"tests": 7, "failed": [select] * status},
-        "select": select,
-        **lists,
-    }
-
-
-def _measured(group: str, status: int = 0) -> dict:
-    figures = [{"group": group, "name": "ours"}]
-    return _piece(group, status, figures=figures, ratios=[], absent=[], refused=[], workloads={group: {}})
-
-
-def test_pieces_of_a_part_add_up_and_a_failed_piece_stays_visible(tmp_path):
-    path = tmp_path / "result.json"
-    for piece in (_measured("a", status=1), _measured("b"), _measured("b")):
-        command.merge_part(path, {"commit": "abc", "dirty": False}, "scoring", piece)
-    for piece in (_piece("one", status=1), _piece("two")):
-        command.merge_part(path, {"commit": "abc", "dirty": False}, "tests", piece)
-    document = json.loads(path.read_text())
-    scoring = document["parts"]["scoring"]
-    assert [figure["group"] for figure in scoring["figures"]] == ["a", "b"]
-    assert scoring["workloads"].keys() == {"a", "b"}
-    assert (scoring["outcome"], scoring["commit"]) == ("failed", "abc")
-    assert document["test_suite"] == {"outcome": "failed", "tests": 14, "failed": ["one"]}
-
-
 def test_a_peer_that_only_ranks_tokens_is_held_to_the_same_budget(job, reference):
     """The budget of a view that stretches drops is stretched as much: an error of one tolerance passes, of 20 not."""
     peer: Peer = PEERS["aligntune"]

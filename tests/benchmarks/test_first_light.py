@@ -1,0 +1,90 @@
+"""First light runs every kernel there is, refuses wrong ones, and reads what Triton's driver says of a build."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from benchmarks import test_first_light as benchmark
+from benchmarks.builds import kernels, loaded_builds, op_modules
+from benchmarks.race import WrongAnswer
+
+CPU = torch.device("cpu")
+CHOSEN = (
+    "attention, D 16, group 2, both ways",
+    "log-probs, bias, softcap, entropy",
+    "loss from hidden states, sequence ratios",
+    "loss from logits",
+)
+
+
+def test_a_few_lights_launch_every_kernel(monkeypatch):
+    """All but the sum over parts, for which a tree has to be too large for the interpreter."""
+    shipped = kernels(op_modules())
+    names, launched = {id(kernel): name for name, kernel in shipped.items()}, set()
+    kind = type(shipped["tree_attention_kernel"])
+    launch = kind.__getitem__
+
+    def noted(kernel, grid):
+        launched.add(names.get(id(kernel)))
+        return launch(kernel, grid)
+
+    monkeypatch.setattr(kind, "__getitem__", noted)
+    for name in CHOSEN:
+        shares = benchmark.shine(benchmark.lights("cpu")[name], benchmark.SIZES["cpu"], CPU)
+        assert max(shares.values()) <= 1
+    assert launched == set(shipped) - {"sum_parts_kernel"}
+
+
+def test_on_a_gpu_both_widths_are_lit_in_bfloat16_with_a_real_vocabulary():
+    size = benchmark.SIZES["cuda"]
+    assert (size.dtype, size.vocabulary, size.rows, size.heads) == (torch.bfloat16, 151_936, 64, (64, 128))
+    names = list(benchmark.lights("cuda"))
+    for dim in size.heads:
+        assert f"attention, D {dim}, sums in parts, both ways" in names
+    assert benchmark.small_tree().num_rows == 64
+    assert benchmark.wide_tree().num_rows == 64 + benchmark.SEERS
+
+
+def test_a_wrong_kernel_is_refused(monkeypatch):
+    light = benchmark.lights("cpu")["attention, D 16, group 2, forward"]
+    right = benchmark.tree_attention
+
+    def wrong(*args, backend, **options):
+        out = right(*args, backend="torch", **options)
+        return out.roll(1, 0) if backend == "triton" else out
+
+    monkeypatch.setattr(benchmark, "tree_attention", wrong)
+    with pytest.raises(WrongAnswer, match="out is off by"):
+        benchmark.shine(light, benchmark.SIZES["cpu"], CPU)
+
+
+def test_builds_are_found_where_triton_keeps_them(monkeypatch):
+    def fake_kernel():
+        pass
+
+    metadata = SimpleNamespace(shared=1024, num_warps=8)
+    build = SimpleNamespace(hash="a" * 64, n_regs=128, n_spills=2, metadata=metadata)
+    never_run = SimpleNamespace(hash="b" * 64, n_regs=None, n_spills=None, metadata=metadata)
+    kernel = JITFunction(fake_kernel)
+    kernel.device_caches[0] = ({"key": build, "other": never_run}, {}, None, None, None)
+    module = SimpleNamespace(__name__=__name__, fake_kernel=kernel)
+    assert loaded_builds([module]) == {
+        f"fake_kernel {'a' * 12}": {
+            "name": "fake_kernel",
+            "registers": 128,
+            "spilled_words": 2,
+            "shared_bytes": 1024,
+            "warps": 8,
+        }
+    }
+
+
+def test_this_triton_still_keeps_builds_there():
+    assert "kernel_cache, kernel_key_cache, target, backend, binder = self.device_caches" in inspect.getsource(
+        JITFunction
+    )
+    assert "self.n_regs, self.n_spills" in inspect.getsource(CompiledKernel)

@@ -1,0 +1,51 @@
+"""A profile sums kernels by class and knows when the device stood idle."""
+
+import pytest
+import torch
+
+from benchmarks.profiles import Event, busy_microseconds, device_events, kernel_class, summarize
+
+
+def test_overlapping_kernels_keep_the_device_busy_once():
+    events = [Event("b", 5.0, 9.0), Event("a", 0.0, 4.0), Event("inside a", 1.0, 2.0), Event("c", 8.0, 10.0)]
+    assert busy_microseconds(events) == 9.0
+    assert busy_microseconds([]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_TNT", "matrix products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "matrix products"),
+        ("tree_attention_kernel", "attention"),
+        ("key_gradient_kernel", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<...>", "attention"),
+        ("policy_rows_kernel", "head and loss"),
+        ("_rms_norm_forward_kernel", "norms, rotary, gates"),
+        ("_swiglu_backward_kernel", "norms, rotary, gates"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "element-wise"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<...>>", "reductions"),
+        ("something else", "other"),
+    ],
+)
+def test_kernels_have_a_class(name, kind):
+    assert kernel_class(name) == kind
+
+
+def test_a_summary_adds_up():
+    events = [Event("gemm", 0.0, 3e5), Event("gemm", 4e5, 5e5), Event("policy_rows_kernel", 5e5, 6e5)]
+    found = summarize(events, seconds=1.0)
+    assert (found["busy_seconds"], found["idle_share"], found["launches"]) == (0.5, 0.5, 3)
+    assert [(line["name"], round(line["share"], 3), line["launches"]) for line in found["classes"]] == [
+        ("matrix products", 0.8, 2),
+        ("head and loss", 0.2, 1),
+    ]
+    assert found["kernels"][0] == {"name": "gemm", "seconds": 0.4, "launches": 2, "share": pytest.approx(0.8)}
+
+
+def test_on_a_cpu_operators_are_what_the_device_does():
+    a = torch.ones(64, 64)
+    events = device_events(lambda: torch.relu(a @ a), torch.device("cpu"))
+    assert [event.name for event in events] == ["aten::matmul", "aten::relu"]  # not what these call in turn
+    assert all(event.end >= event.start for event in events)
