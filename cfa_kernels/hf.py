@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from .ops.linear_logprob import linear_logprob
-from .tree import Query
+from .tree import Query, check_token_budget
 
 _Result = TypeVar("_Result")
 
@@ -254,6 +254,7 @@ def rows_per_forward(model: PreTrainedModel, token_budget: int | None) -> int:
     """`token_budget`, by default `default_token_budget`, within `largest_forward`."""
     if token_budget is None:
         return default_token_budget(model)
+    check_token_budget(token_budget)
     return min(token_budget, largest_forward(model) or token_budget)
 
 
