@@ -106,6 +106,42 @@ def adapted(dropout: float = 0.0):
     return model.train()
 
 
+@pytest.mark.parametrize("padding", [0, 4])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("order", ["packed plain packed", "plain packed plain"])
+def test_one_backward_runs_the_layers_of_plain_and_packed_forwards_again_each_its_own_way(
+    order, reentrant, padding, monkeypatch
+):
+    """The backward goes through what came last first, so each kind is run again before, between and after the other."""
+    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    ids, mask = torch.stack(tokens(9, 9, seed=3)), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :padding] = 0
+
+    def total(model):
+        there = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device) if padding else None}
+
+        def plain():
+            return model(**there, labels=there["input_ids"]).loss
+
+        def packed():
+            return sum(row.square().mean() for row in packed_logprobs(model, PROMPTS[:3], COMPLETIONS[:3]))
+
+        kinds = {"plain": plain, "packed": packed}
+        return sum((i + 1) * kinds[kind]() for i, kind in enumerate(order.split()))
+
+    model = make_model("Qwen3", num_hidden_layers=2).train()
+    expected = gradients(model, total(model))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    before = model.config._attn_implementation, [dict(vars(module)) for module in model.modules()]
+    loss = total(model)
+    for module, old in zip(model.modules(), before[1], strict=True):
+        assert vars(module).keys() == old.keys()
+        assert all(vars(module)[name] is old[name] for name in old)
+    assert_same_gradients(gradients(model, loss), expected)
+    assert model.config._attn_implementation == before[0]
+
+
 def test_so_they_are_under_a_lora_adapter_and_in_a_compiled_wrapper():
     model = adapted()
     assert_packs_like_plain_forwards(model)
