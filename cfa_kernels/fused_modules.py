@@ -159,7 +159,7 @@ def _wanted(change: _Exchange) -> _Exchange | None:
     forward = change.fused.get("forward")
     if _file(forward) not in _FILES:
         return None
-    return None if any(name in forward.__func__.__qualname__ for name in _EXPERTS) else change
+    return None if any(name in getattr(forward, "__qualname__", "") for name in _EXPERTS) else change
 
 
 def _file(forward: Any) -> str | None:

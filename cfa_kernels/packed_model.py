@@ -376,7 +376,7 @@ def _recomputed_on_trees(
 
 def _take_one_backward(hidden: Tensor) -> None:
     """Let the forward that gave `hidden` raise at a second backward, which would be wrong without a word."""
-    taken = []
+    taken = list[bool]()
 
     def once(_: object) -> None:
         if taken:

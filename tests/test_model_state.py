@@ -6,8 +6,9 @@ from peft import LoraConfig, get_peft_model
 
 from cfa_kernels import packed_loss
 from cfa_kernels.hf import causal_lm
+from cfa_kernels.loss_batch import LossBatch
 from cfa_kernels.model_state import ModelState
-from cfa_kernels.packed_loss import LossBatch, packed_forward
+from cfa_kernels.packed_loss import packed_forward
 from cfa_kernels.proof import prove_head
 from cfa_kernels.spans import Span
 from cfa_kernels.tree import Query

@@ -17,8 +17,9 @@ from cfa_kernels import (
     policy_loss,
     score_counterfactuals,
 )
+from cfa_kernels.loss_batch import LossBatch
 from cfa_kernels.losses import LEVELS, LOSS_TYPES
-from cfa_kernels.packed_loss import LossBatch, packed_forward, packed_logprobs, packed_policy_loss
+from cfa_kernels.packed_loss import packed_forward, packed_logprobs, packed_policy_loss
 from cfa_kernels.proof import prove_head
 from cfa_kernels.scoring import query_logprobs
 from cfa_kernels.tree import Query
