@@ -25,8 +25,9 @@ from benchmarks.workloads import Job
 from cfa_kernels import policy_loss, score_counterfactuals, span_weights
 from cfa_kernels.hf import Head, backbone, default_token_budget
 from cfa_kernels.integrations.credit import pad_rows
+from cfa_kernels.loss_batch import LossBatch
 from cfa_kernels.losses import linear_policy_loss
-from cfa_kernels.packed_loss import LossBatch, packed_forward, packed_logprobs, packed_policy_loss
+from cfa_kernels.packed_loss import packed_forward, packed_logprobs, packed_policy_loss
 from cfa_kernels.proof import prove_head
 
 # TRL

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from .ops.adapted_linear import adapted_linear
 
@@ -27,7 +26,7 @@ class _Layer(NamedTuple):
 
 
 @contextmanager
-def one_pass_adapters(model: PreTrainedModel) -> Iterator[None]:
+def one_pass_adapters(model: nn.Module) -> Iterator[None]:
     """Within it LoRA layers of `model` on a CPU run as one op each; their own come back, also after an error.
 
     Modules that somebody else gave a `forward` of its own stay as they are.
@@ -42,7 +41,7 @@ def one_pass_adapters(model: PreTrainedModel) -> Iterator[None]:
             layer.__dict__.pop("forward", None)
 
 
-def _lora_layers(model: PreTrainedModel) -> list[nn.Module]:
+def _lora_layers(model: nn.Module) -> list[nn.Module]:
     peft = sys.modules.get("peft.tuners.lora.layer")  # not there, no such layers
     if peft is None:
         return []

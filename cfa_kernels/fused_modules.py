@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from .hf import structure
 
 # Of what Liger brings: mixtures of experts are left to the model, for they are no module of one token's own.
-_ROOMS = ("liger_kernel.transformers.rms_norm", "liger_kernel.transformers.swiglu", "liger_kernel.transformers.geglu")
+_GATES = ("liger_kernel.transformers.swiglu", "liger_kernel.transformers.geglu")
+_FILES = ("liger_kernel.transformers.rms_norm", *_GATES)
 _EXPERTS = ("Expert", "MoE", "Moe", "SparseTop2")
 
 
@@ -42,6 +43,7 @@ class _Found:
 
 
 _FOUND: weakref.WeakKeyDictionary[PreTrainedModel, _Found] = weakref.WeakKeyDictionary()
+_IN_PLACE: weakref.WeakKeyDictionary[PreTrainedModel, list[_Exchange]] = weakref.WeakKeyDictionary()
 _OWN: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
@@ -63,7 +65,31 @@ def fused_modules(model: PreTrainedModel) -> Iterator[bool]:
     are, and so does every module that somebody else gave a `forward` of its own. Rotary embeddings are a function of
     the model's file: others of its kind share it in the meantime. Yields whether anything is exchanged.
     """
-    exchanges = _exchanges(model)
+    outer, exchanges = _IN_PLACE.get(model), _exchanges(model)
+    _IN_PLACE[model] = exchanges
+    try:
+        with put_in(exchanges):
+            yield bool(exchanges)
+    finally:
+        if outer is None:
+            del _IN_PLACE[model]
+        else:
+            _IN_PLACE[model] = outer
+
+
+def in_place(model: PreTrainedModel) -> list[_Exchange]:
+    """What the `fused_modules` around this call exchanges in `model`, for `put_in`."""
+    return _IN_PLACE.get(model, [])
+
+
+def overwrites(exchanges: list[_Exchange]) -> bool:
+    """Whether any of them overwrites in the backward what its forward has saved, as Liger's gated MLPs do."""
+    return any(_file(exchange.fused.get("forward")) in _GATES for exchange in exchanges)
+
+
+@contextmanager
+def put_in(exchanges: list[_Exchange]) -> Iterator[None]:
+    """Within it `exchanges` are in place. Without a walk over the model, so that single layers can afford it."""
     undo: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
     try:
         for exchange in exchanges:
@@ -73,7 +99,7 @@ def fused_modules(model: PreTrainedModel) -> Iterator[bool]:
             before = {name: place[name] for name in exchange.fused if name in place}
             undo.append((place, before, [name for name in exchange.fused if name not in place]))
             place.update(exchange.fused)
-        yield bool(exchanges)
+        yield
     finally:
         for place, before, added in reversed(undo):
             place.update(before)
@@ -130,10 +156,15 @@ def _wanted(change: _Exchange) -> _Exchange | None:
     if isinstance(change.owner, ModuleType):
         functions = {name: value for name, value in change.fused.items() if isinstance(value, FunctionType)}
         return _Exchange(change.owner, functions) if functions else None
-    forward = getattr(change.fused.get("forward"), "__func__", None)
-    if forward is None or forward.__module__ not in _ROOMS:
+    forward = change.fused.get("forward")
+    if _file(forward) not in _FILES:
         return None
-    return None if any(name in forward.__qualname__ for name in _EXPERTS) else change
+    return None if any(name in getattr(forward, "__qualname__", "") for name in _EXPERTS) else change
+
+
+def _file(forward: Any) -> str | None:
+    """The file that a module's `forward` comes from."""
+    return getattr(getattr(forward, "__func__", None), "__module__", None)
 
 
 def _apply_liger(model: PreTrainedModel) -> None:

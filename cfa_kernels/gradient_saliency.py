@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .fused_modules import runs_fused
 from .hf import (
     Head,
     apart_by_length,
@@ -122,7 +123,7 @@ def gradient_saliency(
 
     with torch.inference_mode(False), tree_attention_mode(causal), _frozen(causal):
         if token_budget is None:
-            budget = default_token_budget(causal, training=True)
+            budget = default_token_budget(causal, training=True, fused=runs_fused(causal))
         else:
             budget = rows_per_forward(causal, token_budget)
         found = list(run_in_memory(together(budget), run, _Fed.halved))

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from .ops.linear_logprob import linear_logprob
-from .tree import Query
+from .tree import Query, check_token_budget
 
 _Result = TypeVar("_Result")
 
@@ -255,30 +255,56 @@ def rows_per_forward(model: PreTrainedModel, token_budget: int | None) -> int:
     """`token_budget`, by default `default_token_budget`, within `largest_forward`."""
     if token_budget is None:
         return default_token_budget(model)
+    check_token_budget(token_budget)
     return min(token_budget, largest_forward(model) or token_budget)
 
 
-def default_token_budget(model: PreTrainedModel, *, training: bool = False) -> int:
+def default_token_budget(model: PreTrainedModel, *, training: bool = False, fused: bool = False) -> int:
     """Tokens per packed forward: on a GPU what half of the free memory holds, at least 1,024.
 
     The estimate counts a layer's widest moment, the MLP's or attention's intermediate results and the residual; for
-    `training` what every layer keeps for the backward, or with checkpointing its input alone.
+    `training` what every layer keeps for the backward (`kept_per_row`), or with checkpointing its input and one layer's
+    all. `fused` says whether Liger's modules run.
     """
     device = embedding(model).device
     largest = min(_LARGEST_BUDGET["cuda" if device.type == "cuda" else "cpu"], largest_forward(model) or 1 << 30)
     if device.type != "cuda":
         return largest
     config = model.config.get_text_config()
-    width = config.hidden_size
-    heads = config.num_attention_heads * (getattr(config, "head_dim", None) or width // config.num_attention_heads)
-    widest = max(4 * (getattr(config, "intermediate_size", None) or 4 * width), 8 * heads)
-    bytes_per_token = model.dtype.itemsize * (widest + 4 * width) + 12 * width
-    if training and checkpoints(model):
-        bytes_per_token += config.num_hidden_layers * width * model.dtype.itemsize
-    elif training:
-        bytes_per_token *= config.num_hidden_layers
+    bytes_per_token = _layer_per_row(model, whole=False)
+    if training:
+        bytes_per_token = kept_per_row(model, fused=fused)
+        if checkpoints(model):
+            bytes_per_token //= config.num_hidden_layers
+            bytes_per_token += config.num_hidden_layers * config.hidden_size * model.dtype.itemsize
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(min(max(free // 2 // bytes_per_token, 1024), largest))
+
+
+def kept_per_row(model: PreTrainedModel, *, fused: bool = False) -> int:
+    """Bytes that all layers keep of a row for a backward, about: results of their own, and what their adapters add.
+
+    A LoRA layer keeps its input in the adapter's dtype, a copy where that is wider than the model's, and the product
+    of low rank. A model's own norms and gates keep float32 copies and every intermediate result; Liger's do not.
+    """
+    layers: int = model.config.get_text_config().num_hidden_layers
+    kept = layers * _layer_per_row(model, whole=not fused)
+    module: Any
+    for module in model.modules():
+        if "_disable_adapters" in vars(module) and not module.disable_adapters:
+            downs = [down for name, down in getattr(module, "lora_A", {}).items() if name in module.active_adapters]
+            weights = [down.weight for down in downs if isinstance(down, nn.Linear) and down.weight.requires_grad]
+            kept += sum(sum(weight.shape) * weight.dtype.itemsize for weight in weights)
+    return kept
+
+
+def _layer_per_row(model: PreTrainedModel, *, whole: bool) -> int:
+    """Bytes of a row in a layer: of the MLP and the attention together if `whole`, else of the wider; the residual."""
+    config = model.config.get_text_config()
+    width = config.hidden_size
+    heads = config.num_attention_heads * (getattr(config, "head_dim", None) or width // config.num_attention_heads)
+    parts = 4 * (getattr(config, "intermediate_size", None) or 4 * width), 8 * heads
+    return model.dtype.itemsize * ((sum(parts) if whole else max(parts)) + 4 * width) + 12 * width
 
 
 def structure(model: nn.Module, *, forwards: bool = False) -> int:

@@ -40,6 +40,19 @@ def columns_at_once(rows: int, device: torch.device) -> int:
     return max(most // max(rows, 1), 256)
 
 
+_SPELLINGS = ("out of memory", "alloc_failed", "not enough memory", "can't allocate memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it says that a device has no memory left: PyTorch's own error, or what cuBLAS, a driver or Triton raise.
+
+    Those are plain `RuntimeError`s ("CUBLAS_STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory").
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(spelling in str(error).lower() for spelling in _SPELLINGS)
+
+
 def run_in_memory(
     works: Iterable[_Work], run: Callable[[_Work], _Result], smaller: Callable[[_Work], Sequence[_Work]]
 ) -> Iterator[_Result]:
@@ -53,7 +66,7 @@ def run_in_memory(
         smaller: works that do the same together, each in less memory; none if there are none.
 
     Raises:
-        torch.OutOfMemoryError: a work that nothing smaller can take the place of does not fit.
+        RuntimeError: the device's own (`is_out_of_memory`), where nothing smaller can take a work's place.
     """
     for work in works:
         todo = [work]
@@ -61,8 +74,8 @@ def run_in_memory(
             one, cut = todo.pop(), list[_Work]()
             try:
                 found = run(one)
-            except torch.OutOfMemoryError:
-                cut = list(smaller(one))
+            except RuntimeError as error:
+                cut = list(smaller(one)) if is_out_of_memory(error) else []
                 if not cut:
                     raise
             if cut:  # here, where the error no longer holds on to what was made before it

@@ -4,6 +4,7 @@
 are then read off that one forward. `packed_logprobs` and `packed_policy_loss` are the two usual ways in one call.
 """
 
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,8 +24,10 @@ from .hf import (
     run_inside,
     vocab_size,
 )
-from .losses import contributing_rows, linear_policy_loss
+from .loss_batch import LossBatch
+from .losses import linear_policy_loss
 from .memory import halves, run_in_memory
+from .model_state import ModelState, Weight
 from .ops.linear_logprob import linear_logprob
 from .ops.upload import upload
 from .outcomes import Outcome, OutcomeReader
@@ -81,7 +84,8 @@ def packed_logprobs(
             over the budget. The result does not depend on it (to rounding).
 
     Returns:
-        B tensors (T_b,) fp32, nats; with `return_entropy` a second list like it.
+        B tensors (T_b,) in nats on the head's device: float32, also from a model in half precision or under autocast,
+        and float64 from a model in float64. With `return_entropy` a second list like it. No rows give an empty list.
 
     Raises:
         ValueError: bad input; the message names argument, row and value.
@@ -168,10 +172,19 @@ def packed_forward(
         needed: for each row, how many of its first tokens will be asked for; 0 feeds nothing. Default all.
         token_budget: as in `packed_logprobs`.
         keep_states: keep the keys and values of every layer, so that `PackedForward.score` can continue the rows.
+
+    Returns:
+        `PackedForward`, which no rows are read off once the weights that they came from have changed. Without any
+        rows it runs nothing. Where Liger's gated MLPs run (`fused_modules.py`) and layers are not checkpointed, its
+        graph takes one backward: a second one raises `RuntimeError`.
+
+    Raises:
+        ValueError: bad input; the message names argument, row and value.
+        NotImplementedError: a model that cannot be run this way, by name and reason.
     """
     check_columns(prompts, completions=completions)
     rows = checked_ids(prompts, completions, vocab_size(causal), context_length(causal))
-    counts = np.array([len(completion) for _, completion in rows] if needed is None else needed, dtype=np.int64)
+    counts = _checked_needed(needed, [len(completion) for _, completion in rows])
     budget = rows_per_forward(causal, token_budget)
     head = prove_trainable(causal)
     order = equal_prompts_together([prompt for prompt, _ in rows])
@@ -185,7 +198,18 @@ def packed_forward(
                 members = [order[i] for g in pack.units for i in groups[g] if part[i]]
                 store = KeyValueStore() if keep_states else None
                 fed.append(_Fed(pack, members, packed_hidden(causal, pack, store=store), store))
-    return PackedForward(causal, head, rows, counts, fed)
+    return PackedForward(causal, head, rows, counts, fed, keep_states=keep_states)
+
+
+def _checked_needed(needed: Sequence[int] | None, lengths: Sequence[int]) -> np.ndarray:
+    """(B,) int64, how many tokens of each completion are to be fed."""
+    if needed is None:
+        return np.array(lengths, dtype=np.int64)
+    check_columns(lengths, needed=needed)
+    for b, (count, length) in enumerate(zip(needed, lengths, strict=True)):
+        if isinstance(count, bool) or not isinstance(count, numbers.Integral) or not 0 <= count <= length:
+            raise ValueError(f"needed row {b}: must be a number of tokens from 0 to {length}, got {count!r}")
+    return np.array(needed, dtype=np.int64)
 
 
 def _sequence(prompt: np.ndarray, completion: np.ndarray, count: int) -> list[Query]:
@@ -209,6 +233,10 @@ def _by_prompt(units: Sequence[Sequence[Query]], prompts: Sequence[np.ndarray]) 
     return groups
 
 
+def _parts(head: Head) -> dict[str, Tensor]:
+    return {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
+
+
 @dataclass
 class _Fed:
     """One pack after its forward."""
@@ -229,9 +257,13 @@ class PackedForward:
         rows: list[tuple[np.ndarray, np.ndarray]],
         counts: np.ndarray,
         fed: list[_Fed],
+        *,
+        keep_states: bool,
     ) -> None:
         self.causal, self.head, self.rows, self.counts, self.fed = causal, head, rows, counts, fed
         self.device = head.weight.device
+        self._head = {name: Weight.of(part) for name, part in _parts(head).items()}
+        self._model = ModelState(causal) if keep_states else None
         # For each batch row the packed row that predicts each of its tokens, packs laid end to end.
         self._predicting = [np.zeros(0, np.int64)] * len(rows)
         offset = 0
@@ -251,7 +283,11 @@ class PackedForward:
     def logprobs(
         self, temperature: float = 1.0, *, return_entropy: bool = False
     ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
-        """Log-probs of the fed tokens of each row, fp32, nats, and if asked for their entropies; differentiable."""
+        """Log-probs of the fed tokens of each row, and if asked for their entropies, nats; differentiable.
+
+        As in `packed_logprobs`. Raises `RuntimeError` if the head's weights have changed since this forward.
+        """
+        self._require_same_head()
         counts = self.counts.tolist()
         targets = [completion[:count] for (_, completion), count in zip(self.rows, counts, strict=True)]
         columns = [np.concatenate([*column, np.zeros(0, np.int64)]) for column in (self._predicting, targets)]
@@ -265,9 +301,20 @@ class PackedForward:
         return list(values.split(counts)), list(entropies.split(counts))
 
     def policy_loss(
-        self, batch: "LossBatch", temperature: float = 1.0, *, compute_entropy: bool = False, **options: Any
+        self, batch: LossBatch, temperature: float = 1.0, *, compute_entropy: bool = False, **options: Any
     ) -> PackedLoss:
-        """The loss of `packed_policy_loss`; `batch` must have been fed as far as its loss needs it."""
+        """The loss of `packed_policy_loss`; `batch` must have been fed as far as its loss needs it.
+
+        Raises:
+            ValueError: a batch of other rows, or with a row that its loss needs more of than was fed.
+            RuntimeError: the head's weights have changed since this forward.
+        """
+        self._require_same_head()
+        if len(batch.mask) != len(self.rows):
+            raise ValueError(f"batch has {len(batch.mask)} rows, this forward has {len(self.rows)}; they must agree")
+        for b, (needed, count) in enumerate(zip(batch.needed(), self.counts.tolist(), strict=True)):
+            if needed > count:
+                raise ValueError(f"batch row {b}: its loss needs {needed} tokens, but {count} were fed (needed[{b}])")
         width = batch.mask.shape[1]
         row, token = np.divmod(batch.rows.numpy(), width)
         starts = np.cumsum(self.counts) - self.counts
@@ -303,16 +350,19 @@ class PackedForward:
     ) -> CounterfactualScores:
         """`score_counterfactuals` of the same rows, from the hidden states and keys and values of this forward.
 
-        Only branches are fed, without gradient; base answers cost nothing. Valid as long as the model's weights are
+        Only branches are fed, without gradient; base answers cost nothing. The model's weights and adapters must be
         those of this forward. Arguments as there. Layers that carry a state, and rotary frequencies that follow a
         forward's longest sequence, take forwards of their own.
 
         Raises:
             ValueError: bad input, as there; a row with an answer that was not fed; states that were not kept.
+            RuntimeError: a weight, or what adapters do, has changed since this forward; the message says which. What
+                is written to a weight through `.data` is not noticed.
         """
+        self._require_same_model()
         options = ScoringOptions(placeholder_id, token_budget, outcome)
         if self._stands_alone:
-            prompts, completions = zip(*(map(torch.from_numpy, row) for row in self.rows), strict=True)
+            prompts, completions = ([torch.from_numpy(row[i]) for row in self.rows] for i in range(2))
             return score_counterfactuals(self.causal, prompts, completions, spans, answers, **vars(options))
         rows = checked_rows(self.causal, self.rows, spans, answers, placeholder_id)
         budget = rows_per_forward(self.causal, token_budget)
@@ -338,11 +388,13 @@ class PackedForward:
         """`scoring.query_logprobs` of the same model, from the hidden states and keys and values of this forward.
 
         Of each query only what this forward has not fed is fed, without gradient. Arguments and errors as there.
-        Valid as long as the model's weights are those of this forward. Takes forwards of its own where `score` does.
+        The model's weights and adapters must be those of this forward. Takes forwards of its own where `score` does.
 
         Raises:
             ValueError: also where states were not kept.
+            RuntimeError: as in `score`.
         """
+        self._require_same_model()
         options: dict[str, Any] = {
             "lengths": lengths, "row_numbers": row_numbers, "token_budget": token_budget, "temperature": temperature,
         }  # fmt: skip
@@ -353,6 +405,25 @@ class PackedForward:
         budget = rows_per_forward(self.causal, token_budget)
         values, work = self._continued(plan, owners, OutcomeReader(self.head, temperature), budget)
         return collect_logprobs(values, plan), work
+
+    def _require_same_model(self) -> None:
+        """Raise unless what is computed now continues the rows of this forward."""
+        if self._model is None:
+            raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
+        if (change := self._model.change(self.causal)) is not None:
+            raise RuntimeError(
+                f"this forward's rows cannot be continued: {change} since it ran, so scores would mix two models; ask "
+                "before the weights or adapters change, or run packed_forward again"
+            )
+
+    def _require_same_head(self) -> None:
+        """Raise `RuntimeError` unless the head is the one that this forward's hidden states were made for."""
+        for name, part in _parts(self.head).items():
+            if (change := self._head[name].change(part)) is not None:
+                raise RuntimeError(
+                    f"this forward's log-probs cannot be read: the head's {name} {change} since it ran, so they would "
+                    "mix two models; ask before the optimizer step, or run packed_forward again"
+                )
 
     @property
     def _stands_alone(self) -> bool:
@@ -368,8 +439,6 @@ class PackedForward:
         self, plan: ScoringPlan, owners: Sequence[int], reader: OutcomeReader, budget: int
     ) -> tuple[Tensor, ScoringWork]:
         """The values of a plan's queries; those of each unit continue the forward that owns it."""
-        if any(one.store is None for one in self.fed):
-            raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
 
         def continuing(one: _Fed, numbers: Sequence[int], budget: int) -> Iterator[tuple[_Fed, Sequence[int], Pack]]:
             for pack in continue_pack(one.pack, [plan.queries[n] for n in numbers], budget):
@@ -450,100 +519,6 @@ class PackedForward:
         # atomically on a CPU of several threads, `index_select` on a GPU.
         rows = nn.functional.embedding(predicting.to(hidden.device), hidden).to(self.device)
         return rows if torch.is_autocast_enabled(rows.device.type) else rows.to(self.head.weight.dtype)
-
-
-@dataclass(frozen=True)
-class LossBatch:
-    """What a loss needs beside the model, as padded tensors on the host."""
-
-    targets: Tensor  # (B, T) int64
-    mask: Tensor  # (B, T) bool
-    advantages: Tensor  # (B,) or (B, T)
-    old_logprobs: Tensor | None  # (B, T)
-    weights: Tensor | None  # (B, T)
-    ref_logprobs: Tensor | None  # (B, T)
-    rows: Tensor  # (M,) int64: the flattened tokens whose log-prob the loss needs
-
-    @staticmethod
-    def of(
-        completions: Sequence[Tensor],
-        old_logprobs: Sequence[Tensor] | None,
-        advantages: Tensor | Sequence[Tensor],
-        *,
-        weights: Sequence[Tensor] | None = None,
-        mask: Sequence[Tensor] | None = None,
-        ref_logprobs: Sequence[Tensor] | None = None,
-        compute_entropy: bool = False,
-        **options: Any,
-    ) -> "LossBatch":
-        """Check the lists row by row and pad them; `options` are those of `policy_loss`."""
-        lengths = [len(completion) for completion in completions]
-        if not lengths:
-            raise ValueError("completions: a loss needs at least one row, got none")
-        given = {"old_logprobs": old_logprobs, "weights": weights, "ref_logprobs": ref_logprobs}
-        padded = {name: None if rows is None else _padded(name, rows, lengths) for name, rows in given.items()}
-        counted = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]  # (B, T)
-        if mask is not None:
-            kept = _padded("mask", mask, lengths)
-            if bad := ((kept != 0) & (kept != 1)).nonzero().tolist():
-                b, t = bad[0]
-                raise ValueError(f"mask row {b}: must be 0 or 1, got {kept[b, t].item()} at token {t}")
-            counted = counted & (kept != 0)
-        if isinstance(advantages, Tensor):
-            if advantages.shape != (len(lengths),):
-                raise ValueError(
-                    f"advantages must be ({len(lengths)},) or a list of rows, got shape {tuple(advantages.shape)}"
-                )
-            signed = advantages.detach().cpu()
-        else:
-            signed = _padded("advantages", advantages, lengths)
-        whole = ref_logprobs is not None or compute_entropy or bool(options.get("entropy_coef"))
-        rows = contributing_rows(
-            counted,
-            signed,
-            weights=padded["weights"],
-            importance_sampling_level=options.get("importance_sampling_level", "token"),
-            all_counted=whole,
-        )
-        old = padded["old_logprobs"]
-        if old is not None:  # tokens that no earlier loss needed were never scored
-            needed = torch.zeros(counted.numel(), dtype=torch.bool).index_fill_(0, rows, True).view_as(counted)
-            old = torch.where(needed, old, 0.0)
-        return LossBatch(
-            targets=_padded("completions", completions, lengths),
-            mask=counted,
-            advantages=signed,
-            old_logprobs=old,
-            weights=padded["weights"],
-            ref_logprobs=padded["ref_logprobs"],
-            rows=rows,
-        )
-
-    def needed(self) -> list[int]:
-        """For each row, how many tokens must be fed: up to the last one whose log-prob the loss needs."""
-        last = torch.zeros(self.mask.shape, dtype=torch.int64)
-        last.view(-1)[self.rows] = self.rows % self.mask.shape[1] + 1
-        return last.amax(1).tolist()
-
-    def to(self, device: torch.device, *others: Tensor) -> tuple["LossBatch", tuple[Tensor, ...]]:
-        """The same on `device`, and other tensors of the host with it, by one copy."""
-        given = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
-        there = upload([*given.values(), *others], device)
-        moved: dict[str, Any] = dict.fromkeys(vars(self)) | dict(zip(given, there, strict=False))
-        return LossBatch(**moved), there[len(given) :]
-
-
-def _padded(name: str, rows: Sequence[Tensor], lengths: list[int]) -> Tensor:
-    """(B, T) on the host from B tensors (T_b,), 0 behind their ends."""
-    if len(rows) != len(lengths):
-        raise ValueError(f"{name} has {len(rows)} rows, completions has {len(lengths)}; they must agree")
-    for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        if not isinstance(row, Tensor) or row.shape != (length,):
-            got = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
-            raise ValueError(f"{name} row {b}: must be a tensor ({length},) like its completion, got {got}")
-    if len({row.device for row in rows}) == 1 and len({row.dtype for row in rows}) == 1:  # one copy for all
-        rows = torch.cat([row.detach() for row in rows]).cpu().split(lengths)
-    return nn.utils.rnn.pad_sequence([row.detach().cpu() for row in rows], batch_first=True)
 
 
 def _check_temperature(temperature: float) -> None:

@@ -3,10 +3,10 @@
 Whether a model computes the same this way as by itself is shown once, by `proof.py`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from .adapters import one_pass_adapters
-from .fused_modules import fused_modules
-from .hf import Head, attention_implementation, backbone, checkpoints, embedding, evaluation_mode, largest_forward
+from .fused_modules import fused_modules, in_place, overwrites, put_in
+from .hf import Head, attention_implementation, backbone, embedding, evaluation_mode, largest_forward
 from .ops.segment_table import SegmentTable
 from .ops.tree_attention import tree_attention
 from .ops.upload import upload
@@ -124,7 +124,7 @@ def _attention(
     if torch.is_autocast_enabled(kind):  # as PyTorch's own attention: norms and rotary embeddings left float32
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     first_row = 0
-    if (running := _FORWARD.get()) is not None:  # else a checkpointed layer is computed again, in the backward
+    if (running := _FORWARD.get()) is not None:  # else the mask has come without a forward of ours
         if running.attended is not None:
             running.attended.append(name)
         first_row = running.first_row
@@ -287,9 +287,11 @@ def packed_hidden(
 ) -> Tensor:
     """Hidden states (N, H) of the rows that a pack feeds, as the head takes them, by one forward.
 
-    Call with tree attention set. `staged` is the pack's index arrays where they are on the device already. `attended`
-    collects the name of every attention layer that ran. `store` takes the keys and values of a pack's rows, or gives
-    those of the rows before the pack's first one.
+    Call with tree attention set; layers that are checkpointed find it again in a backward, whatever else that one runs
+    again. `staged` is the pack's index arrays where they are on the device already. `attended` collects the name of
+    every attention layer that ran. `store` takes the keys and values of a pack's rows, or gives those of the rows
+    before the pack's first one. Where Liger's gated MLPs run and layers are not checkpointed, the graph takes one
+    backward, and a second raises `RuntimeError`.
     """
     staged = staged or _stage(model, pack)
     if (most := largest_forward(model)) is not None and pack.table.num_rows > most:
@@ -299,9 +301,11 @@ def packed_hidden(
         )
     if store is not None:
         store.rewind()
-    token = _FORWARD.set(_PackedForward(pack.table, attended, store, pack.first_row))
+    running = _PackedForward(pack.table, attended, store, pack.first_row)
+    checkpointed = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) and m.training]
+    token = _FORWARD.set(running)
     try:
-        with tree_states(model, pack.table):
+        with tree_states(model, pack.table), _recomputed_on_trees(model, checkpointed, running):
             hidden = backbone(model)(
                 input_ids=staged.input_ids,
                 # A mask, so that position ids that start again are not taken for sequences laid end to end.
@@ -311,18 +315,80 @@ def packed_hidden(
             ).last_hidden_state[0]
     finally:
         _FORWARD.reset(token)
-    if hidden.requires_grad and checkpoints(model):
-        hidden.register_hook(lambda _: _tree_attention_until_backward_ends(model))
+    if hidden.requires_grad and not checkpointed and overwrites(in_place(model)):
+        _take_one_backward(hidden)
     return hidden
 
 
-def _tree_attention_until_backward_ends(model: PreTrainedModel) -> None:
-    """Checkpointed layers run again in the backward, and must find the attention and modules that they ran with."""
-    if model.config._attn_implementation == ATTENTION:
+@contextmanager
+def _recomputed_on_trees(
+    model: PreTrainedModel, checkpointed: Sequence[nn.Module], running: _PackedForward
+) -> Iterator[None]:
+    """Within it what the modules `checkpointed` hand to checkpoints is run again, in a backward, as it runs now.
+
+    Each function for itself takes the attention, the pack and the modules of this forward: the same backward may run
+    layers of other forwards again, packed or plain, before, between and after.
+    """
+    if not checkpointed:
+        yield
         return
-    stack = ExitStack()
-    stack.enter_context(tree_training_mode(model))
-    torch.autograd.Variable._execution_engine.queue_callback(stack.close)  # type: ignore[attr-defined]
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    configs = {key: config for key, config in configs.items() if config._attn_implementation == ATTENTION}
+    exchanges, again = in_place(model), replace(running, attended=None, store=None)
+
+    @contextmanager
+    def as_now(module: nn.Module) -> Iterator[None]:
+        before = [config._attn_implementation for config in configs.values()]
+        token = _FORWARD.set(again)
+        try:
+            for config in configs.values():
+                config._attn_implementation = ATTENTION
+            with put_in(exchanges), one_pass_adapters(module):
+                yield
+        finally:
+            _FORWARD.reset(token)
+            for config, implementation in zip(configs.values(), before, strict=True):
+                config._attn_implementation = implementation
+
+    def checkpointing(module: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def on_trees(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def run(*inputs: Any, **named: Any) -> Any:
+                if _FORWARD.get() is running:
+                    return function(*inputs, **named)
+                with as_now(module):
+                    return function(*inputs, **named)
+
+            return checkpoint(run, *args, **kwargs)
+
+        return on_trees
+
+    own = [module.__dict__.get("_gradient_checkpointing_func") for module in checkpointed]
+    try:
+        for module, checkpoint in zip(checkpointed, own, strict=True):
+            if checkpoint is not None:
+                module.__dict__["_gradient_checkpointing_func"] = checkpointing(module, checkpoint)
+        yield
+    finally:
+        for module, checkpoint in zip(checkpointed, own, strict=True):
+            if checkpoint is not None:
+                module.__dict__["_gradient_checkpointing_func"] = checkpoint
+
+
+def _take_one_backward(hidden: Tensor) -> None:
+    """Let the forward that gave `hidden` raise at a second backward, which would be wrong without a word."""
+    taken = list[bool]()
+
+    def once(_: object) -> None:
+        if taken:
+            raise RuntimeError(
+                "a second backward through one packed forward: in the first, Liger's gated MLPs have written their "
+                "gradients over the activations that this one needs; add the losses up and call backward once, run "
+                "the forward again, or call cfa_kernels.fused_modules.keep_own_modules(model) before it"
+            )
+        taken.append(True)
+
+    assert hidden.grad_fn is not None
+    hidden.grad_fn.register_prehook(once)  # of the node, which gradients at `hidden` itself do not run
 
 
 def pack_states(

@@ -33,6 +33,7 @@ from .hf import (
     read_head,
     vocab_size,
 )
+from .memory import is_out_of_memory
 from .ops.products import float32_precision, ieee_products
 from .packed_model import pack_states, target_logprobs, tree_attention_mode, tree_training_mode
 from .probe_mode import HALVES, float32_weights, small_windows
@@ -317,12 +318,12 @@ def _prove_tree(model: PreTrainedModel, training: bool = False) -> None:
                 attended.clear()
                 probed = replace(head, weight=head.weight * factor)
                 ours = target_logprobs(probed, pack_states(model, probed, pack, attended=attended))
-        except torch.OutOfMemoryError:
-            raise
         except NotImplementedError as error:
             own = str(error) if str(error).startswith("model:") else f"model: {name}: {error}"
             raise NotImplementedError(f"{own}, so it cannot be scored") from error
         except Exception as error:  # whatever a model's own code meets in a sequence that it did not expect
+            if is_out_of_memory(error):
+                raise
             raise NotImplementedError(
                 f"model: {name} cannot run on a packed tree ({type(error).__name__}: {error}), so it cannot be scored"
             ) from error

@@ -5,6 +5,7 @@ prompts, equal completions, equal branches and any longer common prefix are then
 sequence adds one segment: the part of it that no earlier sequence had.
 """
 
+import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -204,7 +205,7 @@ class Limits:
         most_rows: most rows of a pack and the one that it continues together; None for any number.
 
     Raises:
-        ValueError: a token budget below one.
+        ValueError: a token budget that is not a whole number, at least one.
     """
 
     token_budget: int
@@ -212,8 +213,15 @@ class Limits:
     most_rows: int | None = None
 
     def __post_init__(self) -> None:
-        if self.token_budget < 1:
-            raise ValueError(f"token_budget must be at least 1, got {self.token_budget}")
+        check_token_budget(self.token_budget)
+
+
+def check_token_budget(token_budget: int) -> None:
+    """Raise `ValueError` for what is not a whole number of tokens, at least one."""
+    if isinstance(token_budget, bool) or not isinstance(token_budget, numbers.Integral):
+        raise ValueError(f"token_budget must be a whole number of tokens, got {token_budget!r}")
+    if token_budget < 1:
+        raise ValueError(f"token_budget must be at least 1, got {token_budget}")
 
 
 def pack_units(units: Sequence[Sequence[Query]], token_budget: int) -> list[Pack]:

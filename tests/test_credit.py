@@ -130,6 +130,16 @@ def test_a_row_that_is_masked_out_gets_no_credit(scored):
     assert credit.weights[1, 0] == 4.0
 
 
+@pytest.mark.parametrize("estimator", ["masking", "gradient", "prefix_gain", "entropy", "prefix_tree"])
+def test_no_rows_get_no_credit(estimator):
+    nothing = [torch.zeros(0, width, dtype=torch.int64) for width in (4, 4, 6, 6)]
+    config = CounterfactualConfig(estimator=estimator)
+    assert counterfactual_weights(None, Tokenizer(), *nothing, config=config).shape == (0, 6)
+    credit = counterfactual_credit(None, Tokenizer(), *nothing, config=config, logprobs=True)
+    assert (credit.spans, credit.base.shape, credit.work) == ([], (0,), None)
+    assert credit.metrics(nothing[3])["credit/weight_mean"] == 1
+
+
 def test_credit_metrics_describe_the_scored_rows(scored):
     metrics = counterfactual_credit(None, Tokenizer(), *ARRAYS).metrics(COMPLETION_MASK)
     assert metrics["credit/scored_fraction"] == 0.75

@@ -83,6 +83,54 @@ def test_adapters_train_through_fused_modules_also_where_layers_run_again_in_the
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
 
 
+def two_backwards(model):
+    """Of one packed forward; and what one of them should give."""
+    weight = causal_lm(model).model.layers[0].self_attn.q_proj.weight
+    loss = sum(row.square().sum() for row in packed_logprobs(model, *SMALL[:2]))
+    first = torch.autograd.grad(loss, weight, retain_graph=True)[0]
+    return torch.autograd.grad(loss, weight)[0], first
+
+
+def test_a_second_backward_over_activations_that_the_first_has_overwritten_is_refused(monkeypatch):
+    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    model = small_model().train()
+    with (
+        liger_runs(),
+        pytest.raises(RuntimeError, match=r"a second backward through one packed forward.*call backward"),
+    ):
+        two_backwards(model)
+    keep_own_modules(model)
+    second, first = two_backwards(model)
+    torch.testing.assert_close(second, first)
+
+
+@pytest.mark.parametrize("case", ["no gate is exchanged", "layers run again"])
+def test_a_second_backward_is_taken_where_nothing_is_overwritten(case, monkeypatch):
+    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    model = small_model().train()
+    if case == "no gate is exchanged":
+        monkeypatch.setattr("cfa_kernels.fused_modules._FILES", ("liger_kernel.transformers.rms_norm",))
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with liger_runs() as ran:
+        second, first = two_backwards(model)
+    assert ("_swiglu_forward_kernel" in ran) == (case == "layers run again")
+    assert "_triton_rope" in ran
+    torch.testing.assert_close(second, first)
+
+
+def test_gradients_at_the_hidden_states_are_no_backward_through_the_modules(monkeypatch):
+    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    model = small_model().train()
+    with liger_runs():
+        forward = packed_loss.packed_forward(model, *SMALL[:2])
+        loss = sum(row.sum() for row in forward.logprobs())
+        for _ in range(2):
+            torch.autograd.grad(loss, forward.fed[0].hidden, retain_graph=True)
+        loss.backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+
+
 def test_hooks_still_act_and_an_error_leaves_no_trace():
     model = small_model()
     before = traces(model)

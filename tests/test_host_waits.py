@@ -16,7 +16,8 @@ from cfa_kernels import (
     scoring,
     tree,
 )
-from cfa_kernels.packed_loss import LossBatch, packed_forward
+from cfa_kernels.loss_batch import LossBatch
+from cfa_kernels.packed_loss import packed_forward
 from cfa_kernels.partial_branches import answer_knockout, short_branches
 from cfa_kernels.proof import prove_trainable
 from tests.models import PLACEHOLDER, batch, make_model

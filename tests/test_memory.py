@@ -4,14 +4,15 @@ import functools
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import gradient_saliency, interventions, memory, packed_model, scoring
+from cfa_kernels import gradient_saliency, hf, interventions, memory, packed_loss, packed_model, scoring
 from cfa_kernels.gradient_saliency import gradient_saliency as saliency
 from cfa_kernels.interventions import resampled_fills
 from cfa_kernels.memory import columns_at_once, halves, rows_at_once, run_in_memory
 from cfa_kernels.packed_loss import packed_forward
 from cfa_kernels.partial_branches import answer_knockout, short_branches
-from cfa_kernels.proof import prove_supported
+from cfa_kernels.proof import prove_head, prove_supported
 from cfa_kernels.scoring import score_counterfactuals
 from cfa_kernels.spans import Span
 from tests.models import PLACEHOLDER, batch, make_model, tokens
@@ -125,6 +126,36 @@ def test_works_are_made_one_at_a_time_and_their_parts_done_in_order():
     assert cut == ["abcd", "bcd", "cd"]
 
 
+SPELLINGS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"),
+]
+
+
+@pytest.mark.parametrize("error", SPELLINGS, ids=str)
+def test_a_device_without_memory_is_known_by_every_name_that_it_gives(error):
+    def run(work):
+        if len(work) > 1:
+            raise error
+        return work
+
+    assert list(run_in_memory(["ab"], run, list)) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("out of resource: shared memory"), RuntimeError("wrong shape"), ValueError("out of memory")]
+)
+def test_other_errors_are_not_met_with_smaller_works(error):
+    def run(_):
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        list(run_in_memory(["ab"], run, list))
+
+
 @pytest.mark.parametrize(
     ("items", "expected"),
     [("aabbb", ["aa", "bbb"]), ("aaaab", ["aaaa", "b"]), ("aaa", ["a", "aa"]), ("abc", ["a", "bc"]), ("a", [])],
@@ -140,3 +171,37 @@ def test_strips_of_logits_stay_within_what_may_exist_at_once():
         for rows in (0, 7, 5000, 10**6):
             columns = columns_at_once(rows, device)
             assert columns == 256 or rows * columns <= memory.LOGITS_AT_ONCE
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_what_a_training_forward_keeps_is_estimated_within_its_measure_and_a_third_more(adapted, monkeypatch):
+    """Halves, as on a GPU, where PEFT's own layers copy their inputs to the float32 of the adapters."""
+    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    (prompt,), (completion,) = tokens(8), tokens(93, seed=1)
+
+    def made(layers):
+        shape = {"num_hidden_layers": layers, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
+        model = make_model("Qwen3", **shape).cpu().to(torch.bfloat16).train()
+        if adapted:
+            get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+        return model
+
+    def measured(model):
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        kept = {}
+
+        def note(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes(), tensor  # which keeps the address from being used again
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            forward = packed_forward(model, [prompt], [completion])
+        return sum(size for size, _ in kept.values()) / forward.tokens_fed
+
+    one, two = made(1), made(2)
+    estimate = hf.kept_per_row(two) - hf.kept_per_row(one)
+    found = measured(two) - measured(one)
+    assert found <= estimate <= 4 / 3 * found
+    assert hf.kept_per_row(two, fused=True) < hf.kept_per_row(two)

@@ -10,9 +10,17 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import CounterfactualConfig, counterfactual_credit, policy_loss, score_counterfactuals
+from cfa_kernels import (
+    CounterfactualConfig,
+    counterfactual_credit,
+    packed_loss,
+    policy_loss,
+    score_counterfactuals,
+)
+from cfa_kernels.loss_batch import LossBatch
 from cfa_kernels.losses import LEVELS, LOSS_TYPES
-from cfa_kernels.packed_loss import LossBatch, packed_forward, packed_logprobs, packed_policy_loss
+from cfa_kernels.packed_loss import packed_forward, packed_logprobs, packed_policy_loss
+from cfa_kernels.proof import prove_head
 from cfa_kernels.scoring import query_logprobs
 from cfa_kernels.tree import Query
 from tests.models import ARCHITECTURES, PLACEHOLDER, assert_equals_naive, batch, make_model, naive_logprobs, tokens
@@ -97,6 +105,42 @@ def adapted(dropout: float = 0.0):
         make_model("Qwen3"), LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear", init_lora_weights=False)
     )
     return model.train()
+
+
+@pytest.mark.parametrize("padding", [0, 4])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("order", ["packed plain packed", "plain packed plain"])
+def test_one_backward_runs_the_layers_of_plain_and_packed_forwards_again_each_its_own_way(
+    order, reentrant, padding, monkeypatch
+):
+    """The backward goes through what came last first, so each kind is run again before, between and after the other."""
+    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    ids, mask = torch.stack(tokens(9, 9, seed=3)), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :padding] = 0
+
+    def total(model):
+        there = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device) if padding else None}
+
+        def plain():
+            return model(**there, labels=there["input_ids"]).loss
+
+        def packed():
+            return sum(row.square().mean() for row in packed_logprobs(model, PROMPTS[:3], COMPLETIONS[:3]))
+
+        kinds = {"plain": plain, "packed": packed}
+        return sum((i + 1) * kinds[kind]() for i, kind in enumerate(order.split()))
+
+    model = make_model("Qwen3", num_hidden_layers=2).train()
+    expected = gradients(model, total(model))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    before = model.config._attn_implementation, [dict(vars(module)) for module in model.modules()]
+    loss = total(model)
+    for module, old in zip(model.modules(), before[1], strict=True):
+        assert vars(module).keys() == old.keys()
+        assert all(vars(module)[name] is old[name] for name in old)
+    assert_same_gradients(gradients(model, loss), expected)
+    assert model.config._attn_implementation == before[0]
 
 
 def test_so_they_are_under_a_lora_adapter_and_in_a_compiled_wrapper():
@@ -319,6 +363,64 @@ def test_bad_input_is_refused_by_argument_row_and_value(change, message):
     } | change  # fmt: skip
     with pytest.raises(ValueError, match=message):
         packed_policy_loss(make_model("Qwen3"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"needed": [21, *[5] * 6]}, "needed row 0: must be a number of tokens from 0 to 20, got 21"),
+        ({"needed": [5, -1, *[5] * 5]}, "needed row 1: must be a number of tokens from 0 to 33, got -1"),
+        ({"needed": [5, 2.5, *[5] * 5]}, "needed row 1: must be a number of tokens from 0 to 33, got 2.5"),
+        ({"needed": [5]}, "needed has 1 rows, prompts has 7; they must agree"),
+        ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
+        ({"token_budget": -5}, "token_budget must be at least 1, got -5"),
+        ({"token_budget": 1.5}, "token_budget must be a whole number of tokens, got 1.5"),
+        ({"token_budget": True}, "token_budget must be a whole number of tokens, got True"),
+    ],
+)
+def test_a_forward_refuses_what_it_cannot_feed_by_argument_row_and_value(options, message):
+    with pytest.raises(ValueError, match=message):
+        packed_forward(make_model("Qwen3", num_hidden_layers=1), PROMPTS, COMPLETIONS, **options)
+
+
+def test_what_is_asked_of_a_forward_is_refused_by_argument_row_and_value():
+    model = make_model("Qwen3", num_hidden_layers=1)
+    forward = packed_forward(model, PROMPTS, COMPLETIONS, needed=[12] * 7, keep_states=True)
+    for options, message in (
+        ({"placeholder_id": 211}, r"placeholder_id must be an id in \[0, 211\), got 211"),
+        ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
+        ({"token_budget": 1.5}, "token_budget must be a whole number of tokens, got 1.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            forward.score(SPANS, ANSWERS, **{"placeholder_id": PLACEHOLDER} | options)
+    whole = LossBatch.of(COMPLETIONS, None, torch.ones(7))
+    with pytest.raises(ValueError, match=r"batch row 0: its loss needs 20 tokens, but 12 were fed \(needed\[0\]\)"):
+        forward.policy_loss(whole)
+    with pytest.raises(ValueError, match="batch has 2 rows, this forward has 7; they must agree"):
+        forward.policy_loss(LossBatch.of(COMPLETIONS[:2], None, torch.ones(2)))
+
+
+def test_no_rows_give_no_log_probs_and_no_scores_but_an_error_for_a_loss(monkeypatch):
+    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    for own_rotary in ({}, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}):
+        model = make_model("Phi3", num_hidden_layers=1, **own_rotary)  # whose rows are continued, and whose are not
+        forward = packed_forward(model, [], [], keep_states=True)
+        assert forward.tokens_fed == 0
+        assert forward.logprobs() == forward.states() == []
+        assert len(forward.score([], [], placeholder_id=PLACEHOLDER).base) == 0
+        assert forward.query_logprobs(model, [])[0] == []
+    assert packed_logprobs(model, [], []) == []
+    assert packed_logprobs(model, [], [], return_entropy=True) == ([], [])
+    with pytest.raises(ValueError, match="completions: a loss needs at least one row, got none"):
+        packed_policy_loss(model, [], [], None, torch.zeros(0))
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_log_probs_are_at_least_float32(dtype, expected, monkeypatch):
+    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    model = make_model("Qwen3", num_hidden_layers=1).cpu().to(dtype)
+    found = packed_logprobs(model, PROMPTS[:1], COMPLETIONS[:1], return_entropy=True)
+    assert {row.dtype for column in found for row in column} == {expected}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 from cfa_kernels import hf, packed_model, proof, scoring
-from cfa_kernels.scoring import query_logprobs, score_counterfactuals
+from cfa_kernels.scoring import ScoringWork, query_logprobs, score_counterfactuals
 from cfa_kernels.spans import Span
 from cfa_kernels.tree import Query
 from tests.models import (
@@ -387,3 +387,10 @@ def test_bf16_scores_on_a_gpu_stay_within_the_error_budget(name):
     got = torch.tensor([ours.base[b].item() for b in answered])
     allowed = 2 * ((plain - reference).abs().max() + 2**-8 * reference.abs().max())
     assert (got - reference).abs().max() <= allowed
+
+
+def test_no_rows_have_no_scores():
+    scores = score_counterfactuals(make_model("Qwen3"), [], [], [], [], placeholder_id=PLACEHOLDER, logprobs=True)
+    assert scores.base.shape == (0,)
+    assert scores.masked == scores.drop == scores.logprobs == []
+    assert scores.work == ScoringWork()

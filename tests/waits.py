@@ -8,6 +8,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,6 +197,8 @@ def a_device() -> Iterator[Waits]:
         pytest.skip("a GPU is here, which PyTorch itself can watch")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(Tensor, "pin_memory", _pin_memory)
         patch.setattr(torch, "tensor", _tensor(torch.tensor))
         # Gradients are grouped by what C++ takes their device for.

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from cfa_kernels import Credit, ScoringWork, Span, counterfactual_credit
+from cfa_kernels.fused_modules import runs_fused
 from cfa_kernels.hf import causal_lm, default_token_budget
-from cfa_kernels.packed_loss import LossBatch, PackedForward, packed_forward, packed_logprobs
+from cfa_kernels.loss_batch import LossBatch
+from cfa_kernels.memory import halves
+from cfa_kernels.packed_loss import PackedForward, packed_forward, packed_logprobs
 from trainer.config import TrainConfig
 from trainer.rollouts import Rollouts
 
@@ -35,6 +38,7 @@ class MicroBatch:
     token_advantages: list[Tensor] | None = None  # b tensors (t,), where credit is signed
     old_logprobs: list[Tensor] | None = None
     ref_logprobs: list[Tensor] | None = None
+    share: float = 1.0  # of the loss of the micro-batch that it is a part of, where the denominator is its own
 
     @property
     def tokens(self) -> float:
@@ -54,6 +58,23 @@ class MicroBatch:
         return packed_forward(
             causal_lm(policy), self.prompts, self.completions, token_budget=config.token_budget, keep_states=keep_states
         )
+
+    def halved(self, group_size: int) -> list["MicroBatch"]:
+        """The same rows in two micro-batches of whole groups, of `group_size` completions each; none for one group."""
+        groups = (self.rows // group_size).tolist()
+        parts = halves(range(len(groups)), groups.__getitem__) if len(set(groups)) > 1 else []
+
+        def of(part: Sequence[int]) -> "MicroBatch":
+            chosen: dict[str, Any] = {
+                name: column[list(part)] if isinstance(column, Tensor) else [column[i] for i in part]
+                for name, column in vars(self).items()
+                if isinstance(column, (Tensor, list))
+            }
+            made = dataclasses.replace(self, **chosen)
+            made.share = self.share * made.tokens / max(self.tokens, 1.0)
+            return made
+
+        return [of(part) for part in parts]
 
     def logprobs(self, model: nn.Module, config: TrainConfig) -> list[Tensor]:
         """b tensors (t,) fp32, nats, without gradient."""
@@ -123,7 +144,8 @@ def micro_batches(
     """
     if rollouts.logprobs is None:
         raise ValueError("rollouts: must have been sampled; these were decoded greedily")
-    budget = config.token_budget or default_token_budget(causal_lm(policy), training=True)
+    causal = causal_lm(policy)
+    budget = config.token_budget or default_token_budget(causal, training=True, fused=runs_fused(causal))
     skip = config.beta == 0 and config.loss_type != "bnpo"
     rollouts, mask, advantages = rollouts_on_host(rollouts), mask.cpu(), advantages.cpu()
     weights = None if weights is None else weights.cpu()

@@ -18,6 +18,8 @@ from transformers import PreTrainedTokenizerBase, get_scheduler, set_seed
 from cfa_kernels import Credit
 from cfa_kernels.fused_modules import fused_modules
 from cfa_kernels.hf import causal_lm, context_length, refuse_length_dependent_rope
+from cfa_kernels.memory import run_in_memory
+from cfa_kernels.packed_loss import PackedLoss
 from cfa_kernels.proof import prove_trainable
 from trainer.checkpoints import load_policy, save_policy
 from trainer.config import TrainConfig
@@ -127,7 +129,8 @@ def update(
     credit that compares completions reads `rewards` (B,).
 
     Each micro-batch is one packed forward: its log-probs, from its keys and values the scores of masked spans, then
-    its loss with the weights that follow. Rows without advantage are left out where that changes nothing (no KL
+    its loss with the weights that follow. One that the device has no memory for starts again in halves of whole groups,
+    as long as its backward has not begun. Rows without advantage are left out where that changes nothing (no KL
     term, totals given): their tokens still count in the denominators. Raises `FloatingPointError` for a log-prob or
     gradient that is not finite, and for log-probs that are not those the batch was sampled with.
     """
@@ -144,41 +147,52 @@ def update(
         for micro in parts:
             micro.ref_logprobs = [next(rows) for _ in micro.completions]
     metrics, credits, credit_time = Averages(), list[tuple[MicroBatch, Credit]](), 0.0
+    count = len(parts)
+
+    def forward_and_loss(micro: MicroBatch) -> tuple[MicroBatch, PackedLoss]:
+        """All of a micro-batch before its backward, which may start again in halves."""
+        nonlocal credit_time
+        forward = micro.forward(policy, config, keep_states=micro.weights is None and config.continues_forward)
+        if micro.weights is None:
+            began = time.perf_counter()
+            credit = assign_credit(
+                micro, policy, forward, rollouts, mask, config, tokenizer=trainer.tokenizer, generator=generator
+            )
+            if edits is not None:
+                credit = keep_edited(micro, credit, edits, config)
+            credits.append((micro, credit))
+            credit_time += time.perf_counter() - began
+        return micro, forward.policy_loss(
+            micro.loss_batch(config),
+            config.temperature,
+            compute_entropy=True,
+            epsilon=config.epsilon,
+            epsilon_high=config.epsilon_high,
+            delta=config.delta,
+            beta=config.beta,
+            loss_type=config.loss_type,
+            importance_sampling_level=config.importance_sampling_level,
+            num_items_in_batch=int(mask.sum()),
+            num_sequences_in_batch=len(mask),
+            max_completion_length=config.max_completion_length,
+            validate=False,
+        )
+
     for iteration in range(config.num_iterations):
         first = iteration == 0  # the policy is the one that sampled
         trainer.optimizer.zero_grad()  # to None: without a micro-batch the optimizer step below changes nothing
         passes, norm = list[Pass](), torch.zeros(())  # what each micro-batch gave; the norm of all gradients so far
-        for micro in parts:
-            forward = micro.forward(policy, config, keep_states=micro.weights is None and config.continues_forward)
-            if micro.weights is None:
-                began = time.perf_counter()
-                credit = assign_credit(
-                    micro, policy, forward, rollouts, mask, config, tokenizer=trainer.tokenizer, generator=generator
-                )
-                if edits is not None:
-                    credit = keep_edited(micro, credit, edits, config)
-                credits.append((micro, credit))
-                credit_time += time.perf_counter() - began
-            loss, measured, logprobs = forward.policy_loss(
-                micro.loss_batch(config),
-                config.temperature,
-                compute_entropy=True,
-                epsilon=config.epsilon,
-                epsilon_high=config.epsilon_high,
-                delta=config.delta,
-                beta=config.beta,
-                loss_type=config.loss_type,
-                importance_sampling_level=config.importance_sampling_level,
-                num_items_in_batch=int(mask.sum()),
-                num_sequences_in_batch=len(mask),
-                max_completion_length=config.max_completion_length,
-                validate=False,
-            )
+        fitted = list[MicroBatch]()  # those of `parts`, cut where the device had no memory for them
+        for micro, (loss, measured, logprobs) in run_in_memory(
+            parts, forward_and_loss, lambda micro: micro.halved(config.num_generations)
+        ):
             if config.loss_type == "bnpo":  # the one type that normalises by its own micro-batch
-                loss = loss / len(parts)
+                loss = loss * (micro.share / count)
             loss.backward()
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
             passes.append(Pass(loss.detach(), norm, measured, logprobs))
+            fitted.append(micro)
+        parts = fitted
         # The one look at the device, before any weight changes: the passes queue up on it without a wait.
         loss_sum = 0.0
         for micro, done in zip(parts, fetched(passes), strict=True):

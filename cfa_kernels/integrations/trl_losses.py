@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from .. import linear_policy_loss
 from ..hf import backbone
-from ..packed_loss import LossBatch, packed_forward
+from ..loss_batch import LossBatch
+from ..packed_loss import packed_forward
 from ..proof import prove_head, prove_trainable
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .attention_rule import EVERYTHING, Reach
-from .upload import upload
+from .upload import stream_of, upload
 
 
 class Seers(NamedTuple):
@@ -131,12 +131,12 @@ class SegmentTable:
     def on_device(
         self, device: torch.device, tokens_per_tile: int, first_row: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`(work list (W, 2), segments (S, 4), context_rows (C,))` on `device`, copied once and kept.
+        """`(work list (W, 2), segments (S, 4), context_rows (C,))` on `device`, copied once a stream and kept.
 
         The work list is of segments from `first_row` on. A segment's four numbers are row_start, length,
         context_start, context_length.
         """
-        key = (device, tokens_per_tile, first_row)
+        key = (device, stream_of(device), tokens_per_tile, first_row)
         if key not in self._on_device:
             parts = [self.work_list(tokens_per_tile, first_row), self.segments.numpy(), self.context_rows]
             self._on_device[key] = upload(parts, device)
@@ -252,8 +252,8 @@ class SegmentTable:
     def key_work_on_device(
         self, device: torch.device, keys_per_tile: int, queries_per_program: int, reach: Reach = EVERYTHING
     ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """`key_work` on `device`, copied once and kept, and how many partial sums there are."""
-        key = (device, keys_per_tile, queries_per_program, reach)
+        """`key_work` on `device`, copied once for each of its streams and kept, and how many partial sums there are."""
+        key = (device, stream_of(device), keys_per_tile, queries_per_program, reach)
         if key not in self._on_device:
             parts = self.key_work(keys_per_tile, queries_per_program, reach)
             self._on_device[key] = (*upload(parts, device), int(parts[1][:, 3].sum()))

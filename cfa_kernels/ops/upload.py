@@ -10,6 +10,11 @@ ALIGNMENT = 16
 """Bytes of which each array starts at a multiple; Triton compiles wide loads for such pointers."""
 
 
+def stream_of(device: torch.device) -> int | None:
+    """The stream that work on `device` is queued on now, whose copies another need not see yet; None for a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
 def upload(arrays: Sequence[np.ndarray | Tensor], device: torch.device) -> tuple[Tensor, ...]:
     """The arrays on `device`, by one copy for all.
 
@@ -22,7 +27,16 @@ def upload(arrays: Sequence[np.ndarray | Tensor], device: torch.device) -> tuple
 
     Returns:
         Tensors of those shapes and dtypes, each from a multiple of `ALIGNMENT` bytes on.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured: its replay would read a buffer of the host that is long gone.
     """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph cannot capture work on packed trees whose index arrays are still on the host: its replay "
+            "would copy from memory that is gone; run it once before the capture, with the same SegmentTable on the "
+            "stream that will be captured, or leave it out of the graph"
+        )
     host = [torch.from_numpy(array) if isinstance(array, np.ndarray) else array for array in arrays]
     sizes = [part.numel() * part.element_size() for part in host]
     starts, total = list[int](), 0

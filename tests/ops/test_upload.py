@@ -1,8 +1,12 @@
 """Arrays reach a device as they are, all by one copy from pinned memory."""
 
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 import torch
 
+from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.upload import ALIGNMENT, upload
 from tests.waits import DEVICE, OnDevice, a_device
 
@@ -38,3 +42,30 @@ def test_one_copy_from_pinned_memory_takes_them_all(monkeypatch):
         assert not waits.seen
     assert all(isinstance(tensor, OnDevice) for tensor in there)
     assert [tensor.inner.tolist() for tensor in there] == [torch.as_tensor(given).tolist() for given in ARRAYS]
+
+
+def test_nothing_is_sent_while_a_graph_is_captured(monkeypatch):
+    with a_device():
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match=r"a CUDA graph cannot capture.*run it once before the capture"):
+            upload(ARRAYS, DEVICE)
+    upload(ARRAYS, torch.device("cpu"))
+
+
+def test_a_table_is_sent_once_to_each_stream_and_then_found_also_while_a_graph_is_captured(monkeypatch):
+    """A copy on one stream need not be done when a kernel on another reads it."""
+    table = SegmentTable(*(np.array(column, np.int32) for column in ([0, 3], [3, 2], [0, 0], [0, 3], [0, 1, 2])))
+    stream = SimpleNamespace(cuda_stream=1)
+    with a_device():
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+        found = [(table.on_device(DEVICE, 16), table.key_work_on_device(DEVICE, 16, 16))]
+        stream.cuda_stream = 2
+        found.append((table.on_device(DEVICE, 16), table.key_work_on_device(DEVICE, 16, 16)))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for stream.cuda_stream, (work, keys) in enumerate(found, start=1):
+            assert table.on_device(DEVICE, 16) is work
+            assert table.key_work_on_device(DEVICE, 16, 16) is keys
+        assert found[0][0][0] is not found[1][0][0]
+        assert found[0][1][0] is not found[1][1][0]
+        with pytest.raises(RuntimeError, match="a CUDA graph cannot capture"):
+            table.on_device(DEVICE, 32)

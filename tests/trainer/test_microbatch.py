@@ -49,6 +49,49 @@ def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before
     assert len(parts) == 2
 
 
+@pytest.mark.parametrize(("loss_type", "where"), [("dapo", "loss"), ("bnpo", "forward")])
+def test_a_micro_batch_without_memory_is_done_in_halves_to_the_same_update(
+    fresh, rollouts, loss_type, where, monkeypatch
+):
+    """Also where its credit has been assigned before memory runs out, which is then not assigned again."""
+    trainer = fresh(f"--loss_type={loss_type}", "--token_budget=100000", "--max_grad_norm=1e9", "--max_spans=1")
+    trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 0.0)
+
+    def updated(most: int) -> tuple[torch.Tensor, dict[str, float], torch.Tensor, list[int]]:
+        run, loss, sizes = packed_loss.packed_forward, packed_loss.PackedForward.policy_loss, list[int]()
+
+        def checked(rows: int, here: str) -> None:
+            if here == where:
+                sizes.append(rows)
+                if rows > most:
+                    raise torch.OutOfMemoryError("pretend")
+
+        def forward(causal, prompts, *args, **options):
+            checked(len(prompts), "forward")
+            return run(causal, prompts, *args, **options)
+
+        def policy_loss(self, *args, **options):
+            checked(len(self.rows), "loss")
+            return loss(self, *args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("trainer.microbatch.packed_forward", forward)
+            patch.setattr(packed_loss.PackedForward, "policy_loss", policy_loss)
+            credit, metrics = update(trainer, 1, rollouts, rollouts.completion_mask, advantages_of(rollouts))
+        gradient = torch.cat([p.grad.flatten() for p in trainer.policy.parameters() if p.grad is not None])
+        return gradient, metrics, credit.weights, sizes
+
+    expected, metrics, weights, whole = updated(1000)
+    gradient, found, same_weights, sizes = updated(8)
+    assert (whole, sizes) == ([16], [16, 8, 8])
+    assert (gradient - expected).norm() <= 1e-4 * expected.norm()
+    assert (weights != 1).any()
+    torch.testing.assert_close(same_weights, weights, rtol=0, atol=1e-4)
+    assert found["loss"] == pytest.approx(metrics["loss"], rel=1e-3, abs=1e-6)
+    with pytest.raises(torch.OutOfMemoryError, match="pretend"):
+        updated(7)  # a group is never cut
+
+
 def update_on_a_group(trainer) -> dict[str, float]:
     """Sample eight completions of a problem and take the optimizer step on them."""
     config = trainer.config
