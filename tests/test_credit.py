@@ -615,5 +615,7 @@ def test_rounding_of_a_model_is_taken_neither_for_importance_nor_for_distractors
     assert blind.weights[:, :34].eq(1).all()
     seeing = credit(5.0, dtype)
     distractors = torch.stack(truth.drop) > torch.stack(seeing.noise)
-    assert seeing.metrics(mask)["credit/distractor_fraction"] == pytest.approx(distractors.float().mean(), abs=0.1)
+    assert seeing.metrics(mask)["credit/distractor_fraction"] == pytest.approx(
+        distractors.float().mean().item(), abs=0.1
+    )
     assert all(row.aminmax() == (0.5, 4.0) for row in seeing.weights)
