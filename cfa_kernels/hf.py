@@ -1,5 +1,6 @@
 """The one place that knows transformers models as such: what lies in their wrappers, their head, their limits."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -280,9 +281,75 @@ def default_token_budget(model: PreTrainedModel, *, training: bool = False) -> i
     return int(min(max(free // 2 // bytes_per_token, 1024), largest))
 
 
-def structure(model: nn.Module) -> int:
-    """Equal as long as the model has the same modules: an adapter put on, taken off or merged changes it."""
-    return hash(tuple((name, type(module)) for name, module in model.named_modules()))
+def structure(model: nn.Module, *, forwards: bool = False) -> int:
+    """Equal as long as the model has the same modules: an adapter put on, taken off or merged changes it.
+
+    With `forwards` also as long as they run the same `forward`, of their own or of their class.
+    """
+    if not forwards:
+        return hash(tuple((name, type(module)) for name, module in model.named_modules()))
+    return hash(
+        tuple(
+            (name, type(module), _function(module.__dict__.get("forward", type(module).forward)))
+            for name, module in model.named_modules()
+        )
+    )
+
+
+_SHAPES_LOGITS = re.compile("cap|logit|scale|scaling|multiplier|dim_model_base")
+_NOISE = re.compile("drop|jitter|noise")
+_NO_NOISE = re.compile("^(classifier|summary)")  # of heads that a language model does not have
+
+
+def computation(model: PreTrainedModel) -> int:
+    """Equal as long as the model computes by the same code, from the same numbers beside its weights.
+
+    What it looks at: `structure` with forwards; caps and scales of logits, of the model's own or in its configuration;
+    `noise_settings`; the hooks on the model, its body, its embedding and its head. A hook or a number on another
+    module, or a function of the model's file that is exchanged, does not change it.
+    """
+    hooked = [model, backbone(model), model.get_input_embeddings(), model.get_output_embeddings()]
+    return hash(
+        (
+            structure(model, forwards=True),
+            *(item for owner in (model, *_configs(model)) for item in _numbers(owner, _SHAPES_LOGITS)),
+            *noise_settings(model),
+            *(_hook(hook) for module in hooked if module is not None for hook in _hooks(module)),
+        )
+    )
+
+
+def noise_settings(model: PreTrainedModel) -> list[tuple[str, float]]:
+    """What its configuration says about noise in training mode: names and values above 0 of dropout, jitter, noise."""
+    found = dict.fromkeys(item for config in _configs(model) for item in _numbers(config, _NOISE))
+    return [(name, value) for name, value in found if value > 0 and not _NO_NOISE.search(name)]
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    return list({id(config): config for config in (model.config, model.config.get_text_config())}.values())
+
+
+def _numbers(owner: object, names: re.Pattern) -> list[tuple[str, float]]:
+    attributes = [(name, value) for name, value in vars(owner).items() if isinstance(value, (int, float))]
+    return [(name, value) for name, value in attributes if not isinstance(value, bool) and names.search(name)]
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def _hook(hook: Any) -> object:
+    """What a hook is known by: one that the same code makes anew from the same numbers is the same."""
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    if code is None:
+        return id(hook)
+    inside = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    return id(code), *(value for value in inside if isinstance(value, (int, float)))
+
+
+def _function(called: Any) -> int:
+    """What a function is known by, bound or not."""
+    return id(getattr(called, "__func__", called))
 
 
 def checkpoints(model: nn.Module) -> bool:

@@ -243,6 +243,10 @@ def linear_policy_loss(  # type: ignore[misc]
     Gradients are ready when this returns: the head's, a sum in float32, is made only if it trains, so a frozen head
     costs two GEMMs instead of three (one more at the sequence level). Kernels: `ops/linear_policy_loss.py`.
 
+    float32 GEMMs follow torch's TF32 setting and those of `linear_logprob` do not: where TF32 is allowed, log-probs of
+    the two differ by some 0.02 nats, and a ratio of both by 2 %. Take old log-probs from the same function, or train
+    float32 weights with `torch.set_float32_matmul_precision("highest")`.
+
     Tokens that add nothing (mask 0; also advantage or weight 0, if neither ref_logprobs nor the entropy want them)
     need no GEMM. How many they are is known on a CPU only, so there they are dropped by default, and on a GPU not,
     where looking would wait for the device in every step. Pass `rows`, made where the batch is made, or accept the

@@ -7,7 +7,6 @@ What no attribute tells is caught here: layers that mix tokens without attention
 
 import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from .fused_modules import keep_own_modules, runs_fused
@@ -26,20 +26,23 @@ from .hf import (
     backbone,
     causal_lm,
     checkpoints,
+    computation,
     embedding,
     evaluation_mode,
+    noise_settings,
     read_head,
-    structure,
     vocab_size,
 )
+from .ops.products import float32_precision, ieee_products
 from .packed_model import pack_states, target_logprobs, tree_attention_mode, tree_training_mode
+from .probe_mode import HALVES, float32_weights, small_windows
 from .recurrent import has_cells
 from .tree import Query, pack_units
 
 
 @dataclass
 class _Proof:
-    structure: int  # of the model that was proven
+    computation: int  # of the model that was proven
     transform: tuple[float | None, float]  # softcap and scale of its logits
     packed: set[bool] = field(default_factory=set)  # whether the tree was proven too, with fused modules or without
     trained: set[bool] = field(default_factory=set)  # and in training mode
@@ -53,28 +56,30 @@ _PROOFS: weakref.WeakKeyDictionary[PreTrainedModel, _Proof] = weakref.WeakKeyDic
 _TOLERANCE = 1e-3
 _ROUNDINGS = 8  # so many times what the model's own two ways of computing a row differ by
 
-_HALVES = (torch.bfloat16, torch.float16)
 _Result = TypeVar("_Result")
 
 _SHARE = 0.02  # of what masking moves
 FLOAT32_NOISE = 3e-5  # nats per token, of float32 sums: where two ways happen to agree on the probe, they are not exact
 _DEVIATIONS = 3  # so many root mean squares of rounding errors hold nearly all of them
 _LARGE = 60.0  # the largest logit before scale and cap
-_LENGTH, _SMALL = 24, 5  # tokens of the probe, and the window and chunk that it is run with
+_ALMOST_ONE = 1 - 2**-8  # below 1 in every dtype
+_LORA_DROPOUT = "set lora_dropout=0 in its LoraConfig (TRL's own default is 0.05)"
+_LENGTH = 24  # tokens of the probe
 
 
 def prove_head(model: PreTrainedModel) -> Head:
     """The output layer with the scale and cap that the model puts on its logits, shown to give its log-probs.
 
-    Shown anew when the model's structure has changed; the weights are read anew at every call.
+    Shown anew when what `hf.computation` looks at has changed, such as a cap, a `forward` or a hook on the head; the
+    weights are read anew at every call.
 
     Raises:
         NotImplementedError: the head is no plain linear layer, or the model's logits are not its head's output,
             scaled and capped as its configuration says; the message names the model.
     """
     head = read_head(model)
-    proof, now = _PROOFS.get(model), structure(model)
-    if proof is None or proof.structure != now:
+    proof, now = _PROOFS.get(model), computation(model)
+    if proof is None or proof.computation != now:
         proof = _PROOFS[model] = _Proof(now, _proven_transform(model))
     softcap, scale = proof.transform
     return replace(head, softcap=softcap, logit_scale=scale)
@@ -103,6 +108,7 @@ def prove_trainable(model: PreTrainedModel) -> Head:
     if reason := _training_obstacle(model):
         raise NotImplementedError(f"model: {type(model).__name__} {reason}, so it cannot be trained on packed trees")
     if runs_fused(model) not in _PROOFS[model].trained and any(module.training for module in model.modules()):
+        _prove_repeatable(model)
         _prove_layout(model, training=True)
     return head
 
@@ -141,7 +147,7 @@ def noise_floor(model: nn.Module) -> float:
 def _arithmetic(model: PreTrainedModel) -> object:
     kind = embedding(model).device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return model.dtype, kind, autocast, torch.get_float32_matmul_precision(), runs_fused(model)
+    return model.dtype, kind, autocast, float32_precision()
 
 
 def _rounding(model: PreTrainedModel, head: Head) -> float:
@@ -155,7 +161,7 @@ def _rounding(model: PreTrainedModel, head: Head) -> float:
         logits = model(input_ids=rows.to(embedding(model).device), use_cache=False).logits[:, queries[0].first :]
         return logits.float().log_softmax(-1).gather(-1, targets.to(logits.device))[..., 0]
 
-    with _small_windows(model), tree_attention_mode(model):
+    with small_windows(model), tree_attention_mode(model):
         ours = target_logprobs(head, pack_states(model, head, pack))
     truth = _measured(model, own, moved=False)
     ours = ours[torch.from_numpy(pack.query_index).to(ours.device)].view_as(truth)
@@ -165,12 +171,63 @@ def _rounding(model: PreTrainedModel, head: Head) -> float:
 def _training_obstacle(model: PreTrainedModel) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-            return f"has dropout {module.p} in {name}: rows that completions share would get one mask; set it to 0"
+            remedy = _LORA_DROPOUT if "lora_dropout" in name else f"set it to 0{_settings(model)}"
+            return f"has dropout {module.p} in {name}: rows that completions share would get one mask; {remedy}"
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         return "adds a loss of its routers (output_router_logits), which counts shared rows once; switch it off"
     if has_cells(model) and checkpoints(model):
         return "hands states from token to token, which checkpointed layers would not find again; switch that off"
     return None
+
+
+def _settings(model: PreTrainedModel) -> str:
+    """How to load the model without the noise of its configuration, in words; empty if that speaks of none."""
+    found = noise_settings(model)
+    zeros = ", ".join(f"{name}=0" for name, _ in found)
+    values = ", ".join(f"{value:g}" for _, value in found)
+    return f" (from_pretrained takes {zeros}; its configuration has {values})" if found else ""
+
+
+def _prove_repeatable(model: PreTrainedModel) -> None:
+    """Show that two equal calls in the modes that the model is in agree to rounding, whatever is drawn in between."""
+    rows = torch.from_numpy(np.stack([query.tokens for query in _probe(model)]))
+
+    def measure() -> tuple[float, float]:
+        with evaluation_mode(model):
+            hidden = backbone(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
+            factor = _amplification(hidden, read_head(model))
+            _, rounding = _own_logits(model, rows, factor)
+        first, second = (_called(model, rows, factor, share) for share in (0.0, _ALMOST_ONE))
+        return _gap(first.log_softmax(-1), second.log_softmax(-1)), rounding
+
+    gap, rounding = _measured(model, measure, training=True)
+    if not gap <= max(_TOLERANCE, _ROUNDINGS * rounding):
+        remedy = _settings(model) or (
+            " (no dropout, jitter or noise above 0 in its configuration: look for draws in its own code or its hooks, "
+            "such as NEFTune's)"
+        )
+        raise NotImplementedError(
+            f"model: {type(model).__name__} draws at random in training mode (log-probs of two equal calls differ by "
+            f"{gap:.3g} nats), but rows that completions share would get one draw for all of them; switch its noise "
+            f"off{remedy}, so it cannot be trained on packed trees"
+        )
+
+
+class _EveryThreshold(TorchFunctionMode):
+    """Uniform draws, as those that decide whether a layer is left out, all `share`: even a rare event shows."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out.fill_(self.share) if func in (torch.rand, torch.rand_like) else out
+
+
+def _called(model: PreTrainedModel, rows: Tensor, factor: float, share: float) -> Tensor:
+    with _amplified(model, factor), _EveryThreshold(share):
+        return model(input_ids=rows.to(embedding(model).device), use_cache=False).logits.float()
 
 
 def _proven_transform(model: PreTrainedModel) -> tuple[float | None, float]:
@@ -180,6 +237,11 @@ def _proven_transform(model: PreTrainedModel) -> tuple[float | None, float]:
     def measure() -> tuple[float, float, tuple[float | None, float]]:
         hidden = backbone(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
         head = read_head(model)
+        if hidden.shape[-1] != head.weight.shape[-1]:
+            raise NotImplementedError(
+                f"model: {type(model).__name__} has a layer between its body, {hidden.shape[-1]} wide, and its head, "
+                f"{head.weight.shape[-1]} wide, so it can neither be scored nor trained through that head"
+            )
         factor = _amplification(hidden, head)
         theirs, rounding = _own_logits(model, rows, factor)
         linear = functional.linear(hidden.to(head.weight) * factor, head.weight, head.bias).float()
@@ -327,15 +389,21 @@ def _own_logits(model: PreTrainedModel, rows: Tensor, factor: float) -> tuple[Te
     The input of the head is multiplied by `factor`. Rounding shows between the rows in one batch and each alone.
     """
     ids = rows.to(embedding(model).device)
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0] * factor, *args[1:]))
-    try:
+    with _amplified(model, factor):
         together = model(input_ids=ids, use_cache=False).logits.float()
         alone = torch.cat([model(input_ids=row[None], use_cache=False).logits.float() for row in ids[:2]])
-    finally:
-        hook.remove()
     if torch.isnan(together).any():
         raise FloatingPointError(f"model: {type(model).__name__} gives nan logits on an ordinary row of tokens")
     return together, _gap(together[:2].log_softmax(-1), alone.log_softmax(-1))
+
+
+@contextmanager
+def _amplified(model: PreTrainedModel, factor: float) -> Iterator[None]:
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0] * factor, *args[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:
@@ -351,20 +419,21 @@ def _measured(
     In evaluation mode, or for `training` in the modes that its modules are in; the random state is left alone.
     Trainable adapters are `moved` off what they are.
     """
-    halves = any(parameter.dtype in _HALVES for parameter in model.parameters())
+    halves = any(parameter.dtype in HALVES for parameter in model.parameters())
     with ExitStack() as stack:
         if training:
-            device = embedding(model).device
-            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+            stack.enter_context(torch.random.fork_rng(list(devices)))
             stack.enter_context(torch.no_grad())
         else:
             stack.enter_context(evaluation_mode(model))
         if model._can_set_attn_implementation():
             stack.enter_context(attention_implementation(model, "eager"))
-        stack.enter_context(_small_windows(model))
+        stack.enter_context(small_windows(model))
+        stack.enter_context(ieee_products())
         stack.enter_context(torch.autocast(embedding(model).device.type, enabled=False))
         try:
-            with _float32(model, moved):
+            with float32_weights(model, moved):
                 return measure()
         except (NotImplementedError, FloatingPointError):
             raise
@@ -372,94 +441,3 @@ def _measured(
             if not halves:
                 raise
         return measure()
-
-
-@contextmanager
-def _small_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Windows and chunks that matter in a short probe; masks are built from the configuration in each forward."""
-    configs = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
-    configs += [config.get_text_config() for config in configs]
-    changed: list[tuple[Any, str, int]] = []
-    try:
-        for config in {id(config): config for config in configs}.values():
-            for name in ("sliding_window", "attention_chunk_size"):
-                value = getattr(config, name, None)
-                if isinstance(value, int) and value > _SMALL:
-                    setattr(config, name, _SMALL)
-                    changed.append((config, name, value))
-        yield
-    finally:
-        for config, name, value in changed:
-            setattr(config, name, value)
-
-
-@contextmanager
-def _float32(model: PreTrainedModel, moved: bool) -> Iterator[None]:
-    """Half-precision weights in float32, those of one layer at a time while it runs; trainable adapters `moved` a bit.
-
-    A weight is exchanged in its module's dictionary, so the parameter itself is never touched.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    adapted = moved and any(type(module).__module__.startswith("peft.") for module in names)
-    outside, layers = _split(model)
-
-    def widen(modules: list[nn.Module]) -> list[tuple[dict, str, Tensor]]:
-        exchanged: list[tuple[dict, str, Tensor]] = []
-        for module in modules:
-            for store in (module._parameters, module._buffers):
-                for name, tensor in list(store.items()):
-                    if tensor is None:
-                        continue
-                    trained = adapted and tensor.requires_grad
-                    if not trained and tensor.dtype not in _HALVES:
-                        continue
-                    wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
-                    if trained:
-                        wide = wide + _nudge(wide, f"{names[module]}.{name}")
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    store[name] = nn.Parameter(wide, requires_grad=False) if is_parameter else wide  # type: ignore[assignment]
-                    exchanged.append((store, name, tensor))
-        return exchanged
-
-    def restore(exchanged: list[tuple[dict, str, Tensor]]) -> None:
-        while exchanged:
-            store, name, tensor = exchanged.pop()
-            store[name] = tensor
-
-    inside: dict[nn.Module, list[tuple[dict, str, Tensor]]] = {}
-    hooks = []
-    for layer in layers:
-        hooks.append(
-            layer.register_forward_pre_hook(
-                lambda module, _: inside.__setitem__(module, widen(list(module.modules()))), prepend=True
-            )
-        )
-        hooks.append(layer.register_forward_hook(lambda module, *_: restore(inside.pop(module, [])), always_call=True))
-    rest = widen(outside)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for exchanged in (rest, *inside.values()):
-            restore(exchanged)
-
-
-def _split(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The modules outside every list of layers, and the layers."""
-    outside, layers = [model], list[nn.Module]()
-    for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            layers += list(child)
-        else:
-            below = _split(child)
-            outside += below[0]
-            layers += below[1]
-    return outside, list(dict.fromkeys(layers))
-
-
-def _nudge(tensor: Tensor, name: str) -> Tensor:
-    """Repeatable noise, a tenth of the tensor's size, or of an ordinary weight's where it is all zero."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)
-    return noise * tensor.square().mean().sqrt().clamp(min=0.2) * 0.1

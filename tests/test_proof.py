@@ -177,6 +177,95 @@ def test_logits_changed_after_the_head_are_refused_in_every_dtype(dtype, use):
         use(scaled(make_model("Qwen3").to(dtype), 0.99))
 
 
+def capped(model):
+    model.config.final_logit_softcapping = 3.0
+
+
+def uncapped(model):
+    model.config.final_logit_softcapping = None
+
+
+def test_a_cap_changed_after_a_proof_is_read_anew():
+    model = make_model("Gemma2", final_logit_softcapping=30.0)
+    assert proof.prove_head(model).softcap == 30.0
+    capped(model)
+    assert proof.prove_head(model).softcap == 3.0
+    uncapped(model)
+    assert proof.prove_head(model).softcap is None
+
+
+def rescaled(model):
+    model.logit_scale = 0.3
+
+
+def hooked(model):
+    model.lm_head.register_forward_hook(lambda _, args, out: 0.9 * out)
+
+
+def shifted(model):
+    forward = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda x: forward(x + 0.05 * x.roll(1, dims=1))
+
+
+CHANGES = {"scale": rescaled, "hook": hooked, "forward": lambda model: scaled(model, 0.9), "inner forward": shifted}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_changed_after_its_proof_is_proven_again(change):
+    model = make_model("Cohere")
+    proof.prove_supported(model)
+    CHANGES[change](model)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="model: "):
+            proof.prove_supported(model)
+
+
+def test_a_forward_exchanged_in_the_models_class_is_noticed(monkeypatch):
+    model = make_model("Qwen3")
+    proof.prove_head(model)
+    own = type(model).forward
+
+    def louder(self, *args, **kwargs):
+        out = own(self, *args, **kwargs)
+        out.logits = 0.9 * out.logits
+        return out
+
+    monkeypatch.setattr(type(model), "forward", louder)
+    with pytest.raises(NotImplementedError, match="logits of Qwen3ForCausalLM are not its head's"):
+        proof.prove_head(model)
+
+
+def test_a_proof_is_kept_while_nothing_changes_by_one_walk_over_the_modules(monkeypatch):
+    model = make_model("Qwen3")
+
+    def watched():  # made anew, as hooks are where checkpointing goes off and on
+        return model.get_input_embeddings().register_forward_hook(lambda _, args, out: None)
+
+    hook = watched()
+    proof.prove_head(model)
+    monkeypatch.setattr(proof, "_measured", None)
+    walks, walk = [], type(model).named_modules
+
+    def counted(self, *args, **kwargs):
+        walks.append(self)
+        return walk(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "named_modules", counted)
+    hook.remove()
+    hook = watched()
+    proof.prove_head(model)
+    assert len(walks) == 1
+
+
+def test_a_head_of_another_width_than_its_body_is_refused_in_one_line():
+    config = transformers.RemBertConfig(
+        vocab_size=VOCAB, hidden_size=32, input_embedding_size=16, output_embedding_size=48, num_hidden_layers=1,
+        num_attention_heads=4, intermediate_size=48, is_decoder=True,
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match=r"RemBertForCausalLM has a layer between .* 32 wide, .* 48 wide"):
+        score(transformers.RemBertForCausalLM(config))
+
+
 @pytest.mark.parametrize("cap", [None, 30.0])
 def test_a_cap_is_found_before_training_has_made_the_logits_large_enough_to_show_it(cap):
     head = proof.prove_head(make_model("Gemma2", initializer_range=0.001, final_logit_softcapping=cap))

@@ -4,6 +4,10 @@ Torch's own are MKL's there, which take twice as long on a processor of AMD's (Z
 changes how a sum of products is rounded and nothing else.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -54,3 +58,37 @@ def _multiply_in_blocks(left: Tensor, right: Tensor, out: Tensor, add: bool) -> 
         found = _onednn(one, other)
         place.add_(found) if add else place.copy_(found)
     return out
+
+
+def float32_precision() -> tuple[str, str]:
+    """How torch multiplies float32 matrices, by cuBLAS and by oneDNN: `"ieee"` or `"none"` exactly, else rounded."""
+    cublas, onednn = _float32_backends()
+    return cublas.fp32_precision, onednn.fp32_precision
+
+
+def _float32_backends() -> tuple[Any, Any]:
+    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
+
+@contextmanager
+def ieee_products() -> Iterator[None]:
+    """Multiply float32 matrices as such, whatever torch is set to; its setting comes back, also after an error.
+
+    The setting is the process's, so other threads multiply so too in the meantime. torch keeps it twice, by
+    `set_float32_matmul_precision` and by `fp32_precision`, and refuses to be asked where they disagree.
+    """
+    backends, before = _float32_backends(), float32_precision()
+    for backend in backends:
+        backend.fp32_precision = "ieee"
+    older = torch.get_float32_matmul_precision()  # can be asked now
+    try:
+        if older != "highest":
+            torch.set_float32_matmul_precision("highest")
+        yield
+    finally:
+        if older != "highest":
+            torch.set_float32_matmul_precision(older)
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = "none"  # then it follows the setting of all backends
+            if backend.fp32_precision != precision:
+                backend.fp32_precision = precision

@@ -160,7 +160,7 @@ PACKING: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "an adapter's dropout": ({}, {"model": adapter_with_dropout}, GRPOTrainer, None,
                              r"has dropout 0.1 in .*lora_dropout.*leave out packed_loss=True"),
     "attention dropout": ({}, {"model": lambda: tiny_model(attention_dropout=0.1)}, GRPOTrainer, None,
-                          r"Qwen3Attention asks for attention dropout 0.1.*leave out packed_loss=True"),
+                          r"draws at random .*attention_dropout=0.*leave out packed_loss=True"),
     "a loss of routers": ({}, {"model": lambda: Routed(tiny_model().config)}, GRPOTrainer, None,
                           r"adds a loss of its routers \(output_router_logits\).*leave out packed_loss=True"),
     "a state space": ({"gradient_checkpointing": False}, {"model": mamba}, GRPOTrainer, None,

@@ -1,0 +1,104 @@
+"""A model made ready for a short probe: windows that matter in it, float32 weights, adapters off the identity."""
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+HALVES = (torch.bfloat16, torch.float16)
+_SMALL = 5  # the window and chunk that a probe is run with
+
+
+@contextmanager
+def small_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Windows and chunks that matter in a short probe; masks are built from the configuration in each forward."""
+    configs = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
+    configs += [config.get_text_config() for config in configs]
+    changed: list[tuple[Any, str, int]] = []
+    try:
+        for config in {id(config): config for config in configs}.values():
+            for name in ("sliding_window", "attention_chunk_size"):
+                value = getattr(config, name, None)
+                if isinstance(value, int) and value > _SMALL:
+                    setattr(config, name, _SMALL)
+                    changed.append((config, name, value))
+        yield
+    finally:
+        for config, name, value in changed:
+            setattr(config, name, value)
+
+
+@contextmanager
+def float32_weights(model: PreTrainedModel, moved: bool) -> Iterator[None]:
+    """Half-precision weights in float32, those of one layer at a time while it runs; trainable adapters `moved` a bit.
+
+    A weight is exchanged in its module's dictionary, so the parameter itself is never touched.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    adapted = moved and any(type(module).__module__.startswith("peft.") for module in names)
+    outside, layers = _split(model)
+
+    def widen(modules: list[nn.Module]) -> list[tuple[dict, str, Tensor]]:
+        exchanged: list[tuple[dict, str, Tensor]] = []
+        for module in modules:
+            for store in (module._parameters, module._buffers):
+                for name, tensor in list(store.items()):
+                    if tensor is None:
+                        continue
+                    trained = adapted and tensor.requires_grad
+                    if not trained and tensor.dtype not in HALVES:
+                        continue
+                    wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+                    if trained:
+                        wide = wide + _nudge(wide, f"{names[module]}.{name}")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    store[name] = nn.Parameter(wide, requires_grad=False) if is_parameter else wide  # type: ignore[assignment]
+                    exchanged.append((store, name, tensor))
+        return exchanged
+
+    def restore(exchanged: list[tuple[dict, str, Tensor]]) -> None:
+        while exchanged:
+            store, name, tensor = exchanged.pop()
+            store[name] = tensor
+
+    inside: dict[nn.Module, list[tuple[dict, str, Tensor]]] = {}
+    hooks = []
+    for layer in layers:
+        hooks.append(
+            layer.register_forward_pre_hook(
+                lambda module, _: inside.__setitem__(module, widen(list(module.modules()))), prepend=True
+            )
+        )
+        hooks.append(layer.register_forward_hook(lambda module, *_: restore(inside.pop(module, [])), always_call=True))
+    rest = widen(outside)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for exchanged in (rest, *inside.values()):
+            restore(exchanged)
+
+
+def _split(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The modules outside every list of layers, and the layers."""
+    outside, layers = [model], list[nn.Module]()
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            layers += list(child)
+        else:
+            below = _split(child)
+            outside += below[0]
+            layers += below[1]
+    return outside, list(dict.fromkeys(layers))
+
+
+def _nudge(tensor: Tensor, name: str) -> Tensor:
+    """Repeatable noise, a tenth of the tensor's size, or of an ordinary weight's where it is all zero."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)
+    return noise * tensor.square().mean().sqrt().clamp(min=0.2) * 0.1
