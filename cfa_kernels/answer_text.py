@@ -42,11 +42,12 @@ class AnswerText(NamedTuple):
 
 _FILLERS = (
     "the|final|answer|is|option|about|approximately|roughly|around|exactly|precisely|only|just|simply|therefore|thus"
-    "|hence|then|indeed|actually|still|now|clearly|also|equal to|equals|a total of"
+    "|hence|then|indeed|actually|still|now|clearly|also|equals"
 )
 _LEAD = (
     rf"(?:{ANNOTATION}|{BLANK}|{CURRENCY}|[*_`~≈=:：(\[{{<\"'“‘【约]|\\[(\[,;!]|\\approx"
-    rf"|\\(?:boxed|fbox|text|textbf|mathbf|mathrm)\s?\{{|(?i:{_FILLERS})\b|an?\b|[^\W\d]\w{{0,30}}\s?=){{0,30}}"
+    rf"|\\(?:boxed|fbox|text|textbf|mathbf|mathrm)\s?\{{|(?i:equal to|a total of)\b"
+    rf"|(?:(?i:{_FILLERS})|an?)\b(?!\s?=)|[^\W\d]\w{{0,30}}\s?=){{0,30}}"  # "a =" can be read in one way only
 )
 _SIGN = rf"(?:[+{MINUS}]{BLANK}?(?:{CURRENCY}{BLANK}?)?)?"
 _POWER_OF_TEN = (
@@ -143,6 +144,7 @@ _BRACE = re.compile(r"\\(?:boxed|fbox)\s{0,3}(?:\{|(?=[\d\-+.$]))|\\.|[{}]", re.
 
 
 def _boxed_answer(text: str) -> AnswerText | None:
+    """The box that opens last and holds something; its marker is the outermost box around it."""
     if r"\boxed" not in text and r"\fbox" not in text:
         return None
     boxes: list[tuple[int, int, int | None]] = []
@@ -157,7 +159,14 @@ def _boxed_answer(text: str) -> AnswerText | None:
             open_braces.append(brace)
         elif found.startswith((r"\boxed", r"\fbox")):  # "\boxed 5"
             boxes.append((brace.start(), brace.end(), None))
-    for marker, start, end in reversed(boxes):
+    outermost: list[int] = []
+    last = -1
+    boxes.sort()
+    for marker, _, end in boxes:
+        inside = marker < last
+        outermost.append(outermost[-1] if inside else marker)
+        last = last if inside else end or marker
+    for marker, (_, start, end) in reversed(list(zip(outermost, boxes, strict=True))):
         value = _value_after(_LEAD_AND_VALUE, text, start, len(text)) if end is None else _content(text, start, end)
         if value:
             return AnswerText(marker, *value)
@@ -303,9 +312,11 @@ def _stated_answer(text: str) -> AnswerText | None:
     for keyword in _KEYWORD.finditer(text):
         start = max(position, keyword.start() - _BEFORE_KEYWORD)
         reach = 12 if keyword.group() == "答" else _AFTER_KEYWORD
-        if announcement := _ANNOUNCEMENT.search(text, start, keyword.end() + reach):
+        announcement = _ANNOUNCEMENT.search(text, start, keyword.end() + reach)
+        if announcement:
             announcements.append(announcement)
-            position = announcement.end()
+        # An announcement that holds this keyword would have been found: the next begins behind the keyword's start.
+        position = announcement.end() if announcement else keyword.start() + 1
     if any(announcement.lastgroup == "letter" for announcement in announcements) and _OPTION_B.search(text):
         announcements = [announcement for announcement in announcements if announcement.lastgroup != "letter"]
     closing = text.rfind(_CLOSING_TAG)
@@ -473,10 +484,10 @@ def answer_text_span(
     r"""Characters of the final answer in a completion's text, right or wrong; `None` where there is none.
 
     In this order: after the last `####` that an answer follows (not a numbered heading, "#### 2. Add the tips"); else
-    inside the last non-empty balanced `\boxed{}` or `\fbox{}`; else after the last statement: "the answer is 18",
-    "Final Answer: 18", a heading or line "Answer" with 18 below it, "A: 18" at the start of a line,
-    `<answer>18</answer>`, "答案是18", "【答案】18". What stands between `<think>` and `</think>`, or after a `<think>`
-    that nothing closes, is no answer.
+    inside the non-empty balanced `\boxed{}` or `\fbox{}` that opens last, so of nested ones the inner; else after the
+    last statement: "the answer is 18", "Final Answer: 18", a heading or line "Answer" with 18 below it, "A: 18" at the
+    start of a line, `<answer>18</answer>`, "答案是18", "【答案】18". What stands between `<think>` and `</think>`, or
+    after a `<think>` that nothing closes, is no answer.
 
     Currency signs, emphasis, brackets, `\boxed` and "the answer is" may stand between marker and number and are not
     part of it, nor are units and percent signs. The number may carry a sign (ASCII, Unicode minus or en dash, also

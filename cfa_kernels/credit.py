@@ -5,15 +5,17 @@ matter, an estimator of their importance (`estimators.py`), a reshaping to weigh
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .credit_config import CounterfactualConfig
-from .estimators import CreditBatch, Importances, masking
+from .estimators import CreditBatch, Importances, as_numbers, masking
+from .outcomes import DIVERGENCES, rounding
 from .prefix_values import Probe, length_without_eos, with_probes
+from .proof import FLOAT32_NOISE, noise_floor
 from .reshaping import (
     Reshape,
     bilevel_weights,
@@ -27,6 +29,9 @@ from .reshaping import (
 )
 from .scoring import CounterfactualScores, ScoringWork, query_logprobs, score_counterfactuals
 from .spans import Reasoning, Span, find_reasoning
+
+_EQUAL = 1e-6
+"""Importances under "range" that are not in nats count as equal where they lie no further apart."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class Credit:
         work: what the estimator fed; None where it fed nothing.
         advantages: (B, T) fp32, what to train on in place of `advantages`, where the estimator's values are signed;
             else None.
+        added: (B, T) fp32 on the host, what of those was added to the caller's; None where nothing was.
+        noise: B tensors (K_b,) on the CPU, nats that each drop may be off by rounding; None for 0.
     """
 
     weights: Tensor
@@ -54,25 +61,39 @@ class Credit:
     logprobs: Tensor | None
     work: ScoringWork | None
     advantages: Tensor | None = None
+    added: Tensor | None = None
+    noise: list[Tensor] | None = None
 
     def metrics(self, completion_mask: Tensor) -> dict[str, float]:
-        """Figures to log; `completion_mask` is (B, T). Drops are in nats, negative for spans that matter."""
-        tokens = self.weights[completion_mask.bool()].float()
-        drops = torch.cat([drop for drop in self.drop if len(drop)] or [torch.zeros(0)])
+        """Figures to log; `completion_mask` is (B, T). Drops are in nats, negative for spans that matter.
+
+        A drop counts as that of a distractor where it is above `noise`. Of signed credit the figures are those of what
+        is added to the advantages, in place of weights and drops.
+        """
+        counted = completion_mask.bool()
         scored = [i for i, spans in enumerate(self.spans) if spans]
         found = {
-            "credit/weight_mean": tokens.mean().item() if len(tokens) else 1.0,
-            "credit/weight_std": tokens.std(correction=0).item() if len(tokens) else 0.0,
             "credit/scored_fraction": len(scored) / max(len(self.spans), 1),
             "credit/spans_mean": sum(len(self.spans[i]) for i in scored) / max(len(scored), 1),
             "credit/tokens_fed": float(self.work.tokens_fed if self.work else 0),
             "credit/forwards": float(self.work.forwards if self.work else 0),
         }
-        if len(drops):
+        if self.added is not None:
+            added = self.added[counted.cpu()]
+            return found | {
+                "credit/added_abs_mean": added.abs().mean().item() if len(added) else 0.0,
+                "credit/added_fraction": (added != 0).float().mean().item() if len(added) else 0.0,
+            }
+        tokens = self.weights[counted].float()
+        found["credit/weight_mean"] = tokens.mean().item() if len(tokens) else 1.0
+        found["credit/weight_std"] = tokens.std(correction=0).item() if len(tokens) else 0.0
+        if any(map(len, self.drop)):
+            drops = torch.cat(self.drop)
+            noise = torch.zeros(()) if self.noise is None else torch.cat(self.noise)
             found |= {
                 "credit/drop_mean": drops.mean().item(),
                 "credit/drop_min": drops.min().item(),
-                "credit/distractor_fraction": (drops > 0).float().mean().item(),
+                "credit/distractor_fraction": (drops > noise).float().mean().item(),
             }
         return found
 
@@ -118,11 +139,12 @@ def counterfactual_credit(
     score: Callable[..., CounterfactualScores] | None = None,
     ask: Callable[..., tuple[list[list[Tensor]], ScoringWork]] | None = None,
     groups: Tensor | None = None,
-    rewards: Tensor | None = None,
+    rewards: Tensor | Sequence[float] | None = None,
     entropies: Tensor | None = None,
-    external: Sequence[Tensor] | None = None,
+    external: Sequence[Tensor | Sequence[float]] | None = None,
     probes: Sequence[Probe | None] | None = None,
     targets: Sequence[Tensor | None] | None = None,
+    noise: float | None = None,
 ) -> Credit:
     """Find answers and units, judge them, and weigh every token of a batch laid out as TRL does.
 
@@ -143,20 +165,24 @@ def counterfactual_credit(
         ask: called in place of `query_logprobs`, with its arguments, by estimators that read more than answers: that of
             a `PackedForward` which has fed the completions already.
         groups: (B,) int64, equal for completions that are compared with each other; default: equal prompts.
-        rewards: (B,) float, for estimators that compare the completions of a group.
+        rewards: (B,) float, or a list of B numbers, for estimators that compare the completions of a group.
         entropies: (B, T) of each sampled token's distribution, nats, for `entropy`.
-        external: B tensors with a number for each unit or each token of the completion, for `external`.
+        external: B tensors or lists with a number for each unit or each token of the completion, for `external`.
         probes: for each completion tokens that ask it for an answer, or None: they are put behind it, their target is
             scored in place of its own answer, and nothing is trained on them. Gives units to completions without one.
         targets: for each completion 1-D int64 tokens that are scored in the place of its own answer, or None: of a
             wrong completion, say, those of the right answer. Needs an answer whose place they take.
+        noise: nats per answer token by which rounding moves the scores. Importances of a completion that lie no further
+            apart count as equal, and a drop within it is no distractor's. Default: `noise_floor(model)`, or
+            `FLOAT32_NOISE` where `score` scores in the model's place.
 
     Returns:
         `Credit`; `weights` and `advantages` on completion_ids' device.
 
     Raises:
         ValueError: shapes or masks that are not as described, an empty prompt; an estimator that lacks what it reads,
-            or gives values of the wrong number or that are not finite; names the row.
+            or gives values of the wrong number or that are not finite; advantages that are not finite where signed
+            values are added; names the row.
         Also whatever the estimator raises.
     """
     config = config or CounterfactualConfig()
@@ -170,14 +196,20 @@ def counterfactual_credit(
         completion_ids, groups=groups, rewards=rewards, entropies=entropies, external=external, probes=probes,
         targets=targets,
     )  # fmt: skip
+    if rewards is not None:
+        rewards = as_numbers(rewards, "rewards", f"{batch} completions")
     real = [b for b in range(batch) if len(completions[b])]
     credited = [b for b in _rows_with_advantage(advantages, completion_ids) if len(completions[b])]
+    lengths = {b: len(completions[b]) for b in credited}
+    if kind.signed and advantages is not None:
+        _check_finite(advantages, lengths)
     probed = {b for b in credited if probes is not None and probes[b] is not None}
     found = _find_units(config, tokenizer, {b: completions[b].tolist() for b in credited}, probed)
     judged = [b for b in credited if found[b].spans]
     scorer = _Scorer(score or score_counterfactuals, temperature)
     silent = _ids_that_say_nothing(tokenizer)
     elsewhere = model is None  # a host's scorer asks it
+    own = torch.clone if callable(config.estimator) else lambda tensor: tensor  # it may write to what it is given
 
     def laid_out(rows: Sequence[int]) -> CreditBatch:
         asked = [
@@ -188,10 +220,10 @@ def counterfactual_credit(
             for b in rows
         ]  # fmt: skip
         return CreditBatch(
-            prompts=[prompts[b] for b in rows],
-            completions=[completion for completion, _ in asked],
+            prompts=[own(prompts[b]) for b in rows],
+            completions=[own(completion) for completion, _ in asked],
             lengths=[len(completions[b]) for b in rows],
-            units=[row.spans for _, row in asked],
+            units=[row.spans[:] for _, row in asked],
             answers=[row.answer if row.spans else None for _, row in asked],
             reasoning_ends=[row.end for _, row in asked],
             placeholder_id=_placeholder(config, tokenizer) if kind.needs_answer else None,
@@ -202,22 +234,24 @@ def counterfactual_credit(
             correct_threshold=config.correct_threshold,
             ignored_ids=silent,
             advantages=None if advantages is None else advantages.detach().cpu()[list(rows)],
-            entropies=None if entropies is None else [entropies[b, : len(completions[b])] for b in rows],
+            entropies=None if entropies is None else [own(entropies[b, : len(completions[b])]) for b in rows],
             external=None if external is None else [external[b] for b in rows],
             score=scorer,
             ask=ask or query_logprobs,
             elsewhere=elsewhere,
         )
 
-    importances, rows = Importances([]), list[int]()
+    importances, rows, answers = Importances([]), list[int](), list[Span | None]()
     if judged and (config.mode in ("counterfactual", "inverted") or kind.needs_siblings):
         # Where a probe lies behind a completion, its own log-probs take a forward of their own.
         scorer.wants_logprobs = logprobs and kind.run is masking and config.exact and not (probed or targets)
         rows = real if scorer.wants_logprobs or kind.needs_siblings else judged
         given = laid_out(rows)
+        answers = given.answers[:]
         options = {name: getattr(config, name) for name in kind.options if getattr(config, name) is not None}
-        importances = kind.run(model, given, **options)
-        _check_values(importances, given.units, rows)
+        importances = _checked(
+            kind.run(model, given, **options), [found[b].spans if b in found else [] for b in rows], rows
+        )
     if logprobs and real and scorer.logprobs is None:
         scorer.wants_logprobs = True
         scorer(
@@ -225,13 +259,20 @@ def counterfactual_credit(
             [None for _ in real], placeholder_id=_placeholder(config, tokenizer), token_budget=config.token_budget,
         )  # fmt: skip
     values = dict(zip(rows, importances.values, strict=True))
-    lengths = {b: len(completions[b]) for b in credited}
+
+    def noise_of_token() -> float:
+        if noise is not None:
+            return noise
+        return FLOAT32_NOISE if elsewhere or score is not None else noise_floor(model)
+
+    rounded = dict(zip(rows, _roundings(config, importances, answers, noise_of_token), strict=True))
     weights = torch.ones(completion_ids.shape, dtype=torch.float32)
-    signed = None
+    signed = added = None
     if importances.signed:
-        signed = _token_advantages(config, advantages, completion_ids, values, found, generator)
+        added = _added(config, completion_ids.shape, values, found, generator)
+        signed = _with_added(config, advantages, added, lengths)
     elif config.mode != "uniform":
-        for b, row in _reshaped(config, values, found, lengths, generator).items():
+        for b, row in _reshaped(config, values, found, lengths, rounded, generator).items():
             weights[b, : lengths[b]] = row
     scores = importances.scores
     base = torch.full((batch,), float("nan"))
@@ -246,6 +287,8 @@ def counterfactual_credit(
         logprobs=_padded_logprobs(scorer.logprobs, real, completion_ids) if logprobs else None,
         work=importances.work or scorer.work,
         advantages=signed,
+        added=added,
+        noise=[rounded[b].drops if b in rounded else torch.zeros(0) for b in range(batch)],
     )
 
 
@@ -330,6 +373,7 @@ def _reshaped(
     values: Mapping[int, Tensor],
     found: Mapping[int, Reasoning],
     lengths: Mapping[int, int],
+    rounded: Mapping[int, "_Rounding"],
     generator: torch.Generator | None,
 ) -> dict[int, Tensor]:
     """The weights of each credited row, (length,) fp32."""
@@ -346,12 +390,15 @@ def _reshaped(
     weights = {}
     for b, row in found.items():
         place = (values[b], units[b], row.answer, lengths[b])
+        spread = rounded[b].spread if b in rounded and config.mode != "random" else 0.0
         if how == "range" and config.mode == "random":
             line = random_weights(row.answer, lengths[b], generator=generator, **limits)
         elif how == "range":
-            line = range_weights(*place, inverted=inverted, **limits)
+            line = range_weights(*place, noise=spread or _EQUAL, inverted=inverted, **limits)
         elif how == "bilevel":
-            line = bilevel_weights(*place, tau=config.tau, boost=config.boost, floor=config.floor, inverted=inverted)
+            line = bilevel_weights(
+                *place, tau=config.tau, boost=config.boost, floor=config.floor, noise=spread, inverted=inverted
+            )
         elif how == "top":
             line = top_weights(*place, threshold=threshold, inverted=inverted)
         else:
@@ -367,43 +414,104 @@ def _turned(values: Tensor) -> Tensor:
     return values.max() + values.min() - values if len(values) else values
 
 
-def _token_advantages(
+def _check_finite(advantages: Tensor, lengths: Mapping[int, int]) -> None:
+    """Raise `ValueError` naming row, token and value of an advantage that is not finite; padding is not looked at."""
+    for b, length in lengths.items():
+        row = advantages[b].reshape(-1)[:length]
+        if (bad := (~torch.isfinite(row)).nonzero()).numel():
+            token = f", token {int(bad[0])}" if advantages.ndim == 2 else ""
+            raise ValueError(f"advantages row {b}{token}: must be finite, got {row[int(bad[0])].item()}")
+
+
+class _Rounding(NamedTuple):
+    """Nats that a completion's importances may be off by rounding."""
+
+    drops: Tensor  # (K,) of each
+    spread: float = 0.0  # of the largest less the smallest
+
+
+def _roundings(
     config: CounterfactualConfig,
-    advantages: Tensor | None,
-    completion_ids: Tensor,
+    importances: Importances,
+    answers: Sequence[Span | None],
+    noise_of_token: Callable[[], float],
+) -> list[_Rounding]:
+    """That of each row, where importances are differences of an answer's log-probs; 0 where they are not."""
+    scores, mean = importances.scores, config.outcome == "mean_logprob"
+    in_nats = scores is not None and config.outcome not in DIVERGENCES
+    found = []
+    for i, (values, answer) in enumerate(zip(importances.values, answers, strict=True)):
+        if not len(values) or answer is None or not (in_nats or config.estimator == "prefix_gain"):
+            found.append(_Rounding(torch.zeros(len(values))))
+            continue
+        tokens = answer.end - answer.start
+        scale = tokens if mean else 1
+        if in_nats and scores is not None:
+            base = scores.base[i].float().cpu() * scale
+            errors = rounding(torch.cat([base[None], base - values * scale]), tokens, noise_of_token()) / scale
+        else:  # of a probability by the mean over the answer's tokens
+            errors = torch.full((1 + len(values),), noise_of_token() / tokens**0.5)
+        first, last = errors[1 + int(values.argmax())], errors[1 + int(values.argmin())]
+        found.append(_Rounding(torch.hypot(errors[:1], errors[1:]), float(torch.hypot(first, last))))
+    return found
+
+
+def _added(
+    config: CounterfactualConfig,
+    shape: torch.Size,
     values: Mapping[int, Tensor],
     found: Mapping[int, Reasoning],
     generator: torch.Generator | None,
 ) -> Tensor:
-    """(B, T) fp32 advantages with the signed values of each unit added to its tokens' own."""
-    if advantages is None:
-        raise ValueError(f"advantages must be given: estimator={config.estimator!r} adds to them, got None")
-    own = advantages.detach().float()
-    added = torch.zeros(completion_ids.shape)
+    """(B, T) fp32 signed values of each unit, for its tokens; 0 on others."""
+    added = torch.zeros(shape)
     for b, row in found.items():
         line = values[b]
         if config.mode == "inverted":
             line = -line
         elif config.mode == "random":
             line = line[torch.randperm(len(line), generator=generator)]
-        tokens = spread_over_tokens(line, row.spans, completion_ids.shape[1])
+        tokens = spread_over_tokens(line, row.spans, shape[1])
         added[b] = torch.where(tokens.isnan(), 0.0, tokens)
+    return added
+
+
+def _with_added(
+    config: CounterfactualConfig, advantages: Tensor | None, added: Tensor, lengths: Mapping[int, int]
+) -> Tensor:
+    """(B, T) fp32 advantages with `added`; raises `ValueError` naming row and value where one is not finite."""
+    if advantages is None:
+        raise ValueError(f"advantages must be given: estimator={config.estimator!r} adds to them, got None")
+    own = advantages.detach().float()
+    _check_finite(own, lengths)
     return (own[:, None] if own.ndim == 1 else own) + added.to(own.device)
 
 
-def _check_values(importances: Importances, units: Sequence[Sequence[Span]], rows: Sequence[int]) -> None:
-    """Raise `ValueError` naming row, unit and value where an estimator gave what cannot be used."""
-    if len(importances.values) != len(rows):
-        raise ValueError(f"estimator: gave values for {len(importances.values)} rows, asked for {len(rows)}")
-    for b, row, row_units in zip(rows, importances.values, units, strict=True):
-        if row.shape != (len(row_units),):
-            raise ValueError(f"estimator, row {b}: gave shape {tuple(row.shape)} for {len(row_units)} units")
-        if (bad := (~torch.isfinite(row)).nonzero()).numel():
-            raise ValueError(f"estimator, row {b}, unit {int(bad[0])}: must be finite, got {row[int(bad[0])].item()}")
+def _checked(given: Any, units: Sequence[Sequence[Span]], rows: Sequence[int]) -> Importances:
+    """What an estimator gave, or a caller's rows of numbers; raises `ValueError` naming row, unit and value."""
+    found = given if isinstance(given, Importances) else Importances(given)
+    if not isinstance(found.values, list | tuple):
+        raise ValueError(
+            "estimator: must return Importances, or a list with a row of numbers for each of "
+            f"{len(rows)} completions, got {type(found.values).__name__}"
+        )
+    if len(found.values) != len(rows):
+        raise ValueError(f"estimator: gave values for {len(found.values)} rows, asked for {len(rows)}")
+    values = []
+    for b, row, row_units in zip(rows, found.values, units, strict=True):
+        numbers = as_numbers(row, f"estimator, row {b}", f"{len(row_units)} units")
+        if numbers.shape != (len(row_units),):
+            raise ValueError(f"estimator, row {b}: gave shape {tuple(numbers.shape)} for {len(row_units)} units")
+        if (bad := (~torch.isfinite(numbers)).nonzero()).numel():
+            k = int(bad[0])
+            raise ValueError(f"estimator, row {b}, unit {k}: must be finite, got {numbers[k].item()}")
+        values.append(numbers)
+    return replace(found, values=values)
 
 
-def _checked_weights(weights: Tensor, b: int, length: int) -> Tensor:
+def _checked_weights(given: Any, b: int, length: int) -> Tensor:
     """What a caller's reshaping gave for row `b`; raises `ValueError` naming token and value."""
+    weights = as_numbers(given, f"reshape, row {b}", f"{length} tokens")
     if weights.shape != (length,):
         raise ValueError(f"reshape, row {b}: gave shape {tuple(weights.shape)} for {length} tokens")
     if (bad := (~(torch.isfinite(weights) & (weights >= 0))).nonzero()).numel():

@@ -1,10 +1,11 @@
 """How credit is assigned, as one object: the estimator, the units, what is watched, and the way to weights."""
 
 from dataclasses import dataclass
+from numbers import Real
 
 from .answer_text import AnswerFormat, check_answer_options
 from .estimators import APPROXIMATIONS, ESTIMATORS, SELECTORS, Estimator, EstimatorKind
-from .outcomes import OUTCOMES
+from .outcomes import DIVERGENCES, OUTCOMES
 from .reshaping import Reshape, check_mode, check_range
 from .spans import Detector, checked_span_options
 
@@ -13,6 +14,9 @@ EFFECTS = ("direct", "total")
 FILLS = ("placeholder", "resampled")
 RESHAPINGS = ("range", "bilevel", "top", "identity")
 
+_NUMBERS = (
+    "w_min", "w_max", "w_answer", "tau", "boost", "floor", "fraction", "preselect", "sigma", "correct_threshold",
+)  # fmt: skip
 _MASKING_DEFAULTS = {"effect": "direct", "fill": "placeholder", "approximation": None, "preselect": 1.0}
 
 
@@ -88,6 +92,16 @@ class CounterfactualConfig:
     """Most tokens per packed forward; None by free memory."""
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise ValueError(f"{name} must be a number, got {value!r:.60}")
+            if isinstance(value, int) and abs(value) > 10**38:
+                raise ValueError(f"{name} must be a number that float32 holds, got a larger integer")
+        for name, least in (("placeholder_id", 0), ("token_budget", 1)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ValueError(f"{name} must be None or an integer of at least {least}, got {value!r}")
         check_mode(self.mode, self.normalize)
         check_range(self.w_min, self.w_max, self.w_answer)
         checked_span_options(self.detector, self.max_spans, self.selection)
@@ -121,10 +135,25 @@ class CounterfactualConfig:
         for name, default in _MASKING_DEFAULTS.items():
             if getattr(self, name) != default and name not in self.kind.options:
                 raise ValueError(f"{name}: estimator={self.estimator!r} masks nothing, got {getattr(self, name)!r}")
+        if self.reshape == "identity" and self.mode in ("counterfactual", "inverted") and self._may_be_negative:
+            raise ValueError(
+                f"reshape='identity' takes importances for weights, and estimator={self.estimator!r} gives negative "
+                "ones; take 'range', 'bilevel', 'top' or a function"
+            )
+        if self.kind.signed and self.reshape not in (None, "identity"):
+            raise ValueError(
+                f"reshape: estimator={self.estimator!r} adds to the advantages, which nothing reshapes, "
+                f"got {self.reshape!r}"
+            )
         if self.effect == "total":
             for name, needed in {**_MASKING_DEFAULTS, "effect": "total", "outcome": self.outcome and "logprob"}.items():
                 if getattr(self, name) != needed:
                     raise ValueError(f"{name}={getattr(self, name)!r} cannot be combined with effect='total'")
+
+    @property
+    def _may_be_negative(self) -> bool:
+        in_nats = self.estimator == "masking" and self.outcome not in DIVERGENCES
+        return in_nats or self.estimator == "prefix_gain"
 
     @property
     def exact(self) -> bool:

@@ -7,8 +7,10 @@ work itself is done by the rooms below, one for each way of looking at a complet
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -46,7 +48,7 @@ class CreditBatch:
         ignored_ids: tokens that say nothing of a completion: those that end a text and fill a batch.
         advantages: (B,) or (B, T) float.
         entropies: B tensors (T_b,) of each sampled token's distribution, nats.
-        external: B tensors (K_b,) or (T_b,), the caller's own importances.
+        external: B tensors (K_b,) or (T_b,), or lists, the caller's own importances.
         score: stands in for `score_counterfactuals`, with its arguments.
         ask: stands in for `query_logprobs`, with its arguments.
         elsewhere: the model lies in other processes, and `score` alone can ask it.
@@ -67,7 +69,7 @@ class CreditBatch:
     ignored_ids: tuple[int, ...] = ()
     advantages: Tensor | None = None
     entropies: list[Tensor] | None = None
-    external: list[Tensor] | None = None
+    external: list[Tensor | Sequence[float]] | None = None
     score: Callable[..., CounterfactualScores] = field(default=score_counterfactuals)
     ask: Callable[..., tuple[list[list[Tensor]], ScoringWork]] = field(default=query_logprobs)
     elsewhere: bool = False
@@ -95,6 +97,7 @@ class Importances:
     scores: CounterfactualScores | None = None
 
 
+_Column = TypeVar("_Column")
 Estimator = Callable[[nn.Module, CreditBatch], Importances]
 
 
@@ -108,6 +111,7 @@ class EstimatorKind(NamedTuple):
     needs_siblings: bool  # looks at every completion of a group, whatever its advantage
     needs_model: bool  # runs the model, or asks for its log-probs
     options: tuple[str, ...] = ()  # fields of the configuration that it takes
+    signed: bool = False  # its values are added to advantages; a function says so with what it gives
 
 
 def masking(
@@ -294,8 +298,9 @@ def external(model: nn.Module, batch: CreditBatch) -> Importances:
     given = _given("external", batch.external)
     values = []
     for b, (row, units, length) in enumerate(zip(given, batch.units, batch.lengths, strict=True)):
+        row = as_numbers(row, f"external row {b}", f"{len(units)} units or {length} tokens")
         if len(row) == len(units):
-            values.append(row.detach().float().cpu())
+            values.append(row)
         elif len(row) == length:
             values += unit_means([row], batch, rows=[b])
         else:
@@ -304,6 +309,30 @@ def external(model: nn.Module, batch: CreditBatch) -> Importances:
                 f"{len(row)}"
             )
     return Importances(values)
+
+
+def as_numbers(given: Any, what: str, count: str) -> Tensor:
+    """A 1-D tensor, an array or a list of numbers as a tensor, fp32 on the host.
+
+    Raises `ValueError` beginning with `what`: `count` says of what there should be a number each.
+    """
+    if isinstance(given, Tensor | np.ndarray):
+        row = torch.as_tensor(given)
+        if row.ndim == 1 and not row.is_complex():
+            return row.detach().float().cpu()
+        raise ValueError(f"{what}: gave shape {tuple(row.shape)} of {row.dtype}, expected a number for each of {count}")
+    if not isinstance(given, list | tuple):
+        raise ValueError(
+            f"{what}: expected a tensor or a list with a number for each of {count}, got {type(given).__name__}"
+        )
+    for i, number in enumerate(given):
+        try:
+            known: float | None = float(number)
+        except (TypeError, ValueError, OverflowError):
+            known = None
+        if known is None or not isinstance(number, Real | Tensor | np.ndarray):
+            raise ValueError(f"{what}[{i}]: expected a number that a float holds, got a {type(number).__name__}")
+    return torch.tensor([float(number) for number in given], dtype=torch.float32)
 
 
 def unit_means(tokens: Sequence[Tensor], batch: CreditBatch, rows: Sequence[int] | None = None) -> list[Tensor]:
@@ -318,7 +347,7 @@ def unit_means(tokens: Sequence[Tensor], batch: CreditBatch, rows: Sequence[int]
     return means
 
 
-def _given(name: str, column: list[Tensor] | None) -> list[Tensor]:
+def _given(name: str, column: list[_Column] | None) -> list[_Column]:
     if column is None:
         raise ValueError(f"{name} must be given to an estimator that reads them, got None")
     return column
@@ -337,8 +366,8 @@ ESTIMATORS: dict[str, EstimatorKind] = {
     "gradient": EstimatorKind(gradient, "tokens", "bilevel", True, False, True, ("outcome", "sigma", "samples")),
     "prefix_gain": EstimatorKind(prefix_gain, "spans", "range", True, False, True),
     "entropy": EstimatorKind(entropy, "tokens", "top", False, False, False),
-    "prefix_tree": EstimatorKind(prefix_tree, "tokens", "identity", False, True, False),
-    "ktae": EstimatorKind(ktae, "tokens", "identity", False, True, False),
+    "prefix_tree": EstimatorKind(prefix_tree, "tokens", "identity", False, True, False, signed=True),
+    "ktae": EstimatorKind(ktae, "tokens", "identity", False, True, False, signed=True),
     "sibling_edits": EstimatorKind(edits, "tokens", "identity", False, True, False),
     "external": EstimatorKind(external, "spans", "range", False, False, False),
 }

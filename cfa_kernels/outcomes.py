@@ -19,6 +19,7 @@ from .ops.head_strips import sum_dtype, write_logits
 from .ops.row_softmax import LOWEST
 from .ops.upload import upload
 from .packed_model import HeadRows, target_logprobs
+from .proof import FLOAT32_NOISE
 from .tree import Pack, Query
 
 Outcome = Literal["logprob", "mean_logprob", "last", "mean"]
@@ -46,6 +47,15 @@ def checked_outcome(outcome: str) -> Outcome:
     if outcome not in OUTCOMES:
         raise ValueError(f"outcome must be one of {', '.join(OUTCOMES)}, got {outcome!r}")
     return outcome  # type: ignore[return-value]
+
+
+def rounding(logprobs: Tensor, tokens: int, noise: float = FLOAT32_NOISE) -> Tensor:
+    """Nats by which log-probs (<= 0) of an answer of so many tokens may be off by rounding alone.
+
+    `noise` is that of one token, see `noise_floor`: roundings of tokens add like independent errors, and those of a
+    likely answer shrink with its distance from certainty.
+    """
+    return (noise * (-logprobs).clamp(max=tokens**0.5)).clamp(min=FLOAT32_NOISE)
 
 
 class OutcomeReader:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .proof import FLOAT32_NOISE
 from .spans import Span
 
 MODES = ("counterfactual", "inverted", "random", "uniform")
@@ -16,9 +17,6 @@ NORMALIZATIONS = (None, "mean")
 
 Reshape = Callable[[Tensor, Sequence[Span], Span | None, int], Tensor]
 """Importances (K,), their K units, the answer, the completion's length -> its token weights, (length,) fp32."""
-
-# Importances closer than this (nats) count as equal: eq. 6 would blow rounding up to the whole weight range.
-_EQUAL_NATS = 1e-6
 
 
 def span_weights(
@@ -32,14 +30,15 @@ def span_weights(
     w_max: float = 4.0,
     w_answer: float = 1.5,
     normalize: str | None = None,
+    noise: float = FLOAT32_NOISE,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Token weights of one completion from the drops of its spans (CF paper, eqs. 4, 6 and 7).
 
     Importance `-drop` is min-max normalised over the spans and mapped to `[w_min, w_max]`. Tokens outside every
-    span weigh 1, answer tokens `w_answer`. One span, or importances that are all equal, weigh 1: there is
-    nothing to tell apart (eq. 6 would give all of them `w_min`). A token in several spans takes the largest
-    importance among them.
+    span weigh 1, answer tokens `w_answer`. One span, or importances that are equal but for `noise`, weigh 1: there is
+    nothing to tell apart (eq. 6 would blow rounding up to the whole weight range). A token in several spans takes the
+    largest importance among them.
 
     Args:
         drop: (K,) masked minus base log-prob of the answer, nats, one per span.
@@ -51,6 +50,8 @@ def span_weights(
             the answer too).
         w_min, w_max, w_answer: finite weights >= 0, `w_min <= w_max`.
         normalize: `"mean"` rescales the result to mean 1; None leaves it.
+        noise: nats; drops that lie no further apart count as equal. The default is that of scores in float32; for
+            those of a bfloat16 model take `noise_floor(model)` times the root of twice the answer's tokens.
         generator: source of the random mode, on the CPU; default torch's global one.
 
     Returns:
@@ -74,8 +75,9 @@ def span_weights(
         weights = random_weights(answer, length, w_min=w_min, w_max=w_max, w_answer=w_answer, generator=generator)
     else:
         weights = range_weights(
-            -values, spans, answer, length, w_min=w_min, w_max=w_max, w_answer=w_answer, inverted=mode == "inverted"
-        )
+            -values, spans, answer, length, w_min=w_min, w_max=w_max, w_answer=w_answer, noise=noise,
+            inverted=mode == "inverted",
+        )  # fmt: skip
     return normalized_weights(weights, normalize).to(drop.device)
 
 
@@ -88,15 +90,17 @@ def range_weights(
     w_min: float = 0.5,
     w_max: float = 4.0,
     w_answer: float = 1.5,
+    noise: float = FLOAT32_NOISE,
     inverted: bool = False,
 ) -> Tensor:
     """(length,) weights in `[w_min, w_max]` by min-max normalised importance (CF paper, eqs. 6 and 7).
 
     See `span_weights`, which takes drops and checks its input; here `importances` (K,) are high where a unit matters.
+    They count as equal where they lie no further apart than `noise`.
     """
     weights = torch.ones(length, dtype=torch.float32)
     low, high = _bounds(importances)
-    if high - low > _EQUAL_NATS:
+    if high - low > noise:
         share = spread_over_tokens((importances - low) / (high - low), spans, length)
         covered = ~share.isnan()
         weights[covered] = w_min + (1 - share if inverted else share)[covered] * (w_max - w_min)
@@ -126,6 +130,7 @@ def bilevel_weights(
     tau: float = 0.4,
     boost: float = 2.0,
     floor: float = 0.0,
+    noise: float = 0.0,
     inverted: bool = False,
 ) -> Tensor:
     """(length,) weights that suppress what matters least and boost the rest (OAR paper, eqs. 14 to 17).
@@ -143,9 +148,13 @@ def bilevel_weights(
         tau: quantile level of the threshold, in [0, 1]; 0 boosts all, 1 suppresses all but the largest.
         boost: how much more the most important token gets than one at the threshold; >= 0.
         floor: least omega, before the rescaling, in [0, 1]; the authors' code has 0.1.
+        noise: importances that lie no further apart count as equal.
         inverted: take 1 - I^ for I^.
     """
     weights = torch.ones(length, dtype=torch.float32)
+    low, high = _bounds(importances)
+    if high - low <= noise:
+        return weights
     tokens = spread_over_tokens(importances.clamp(min=0).log1p(), units, length)
     covered = ~tokens.isnan()
     values = tokens[covered].double()

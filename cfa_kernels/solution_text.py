@@ -93,8 +93,10 @@ _LEXEMES = {
         ("B", r"\S"),
     ],
 }
+# No lexeme ends in a blank, so none begins behind one: without that the blanks at the end of a text would be read anew
+# from each of them.
 _LEXEME = re.compile(
-    rf"{BLANK}*(?:%s)"
+    rf"(?<!{BLANK}){BLANK}*+(?:%s)"
     % "|".join(f"{guard}(?:{'|'.join(f'({pattern})' for _, pattern in group)})" for guard, group in _LEXEMES.items())
 )
 _KINDS = ["", *(kind for group in _LEXEMES.values() for kind, _ in group)]

@@ -3,6 +3,8 @@
 Positions come from the sampled ids themselves; nothing is ever tokenised again.
 """
 
+import codecs
+import itertools
 import json
 import operator
 import re
@@ -72,6 +74,7 @@ class _Vocabulary:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
         self.pieces: dict[int, bytes] = {}
+        self.single_bytes: set[int] = set()  # ids that spell one fallback byte
         self.strips_blank = False
         self.style = "opaque"
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -113,8 +116,11 @@ class _Vocabulary:
             return _incremental_offsets(ids, self.special, lambda part: self.decode(part, tokenizer))
         offsets = _byte_offsets(pieces, self.strips_blank)
         if self.style == "byte_fallback" and REPLACEMENT in offsets.text:
-            # Fallback bytes that are no UTF-8 are replaced run by run, which the tokenizer alone can redo.
-            return _incremental_offsets(ids, self.special, lambda part: self.decode(part, tokenizer))
+            kept = [t for t, i in enumerate(ids) if i not in self.special]
+            runs = [
+                list(run) for spelled, run in itertools.groupby(kept, lambda t: ids[t] in self.single_bytes) if spelled
+            ]
+            return _offsets_with_broken_runs(pieces, runs, self.strips_blank)
         return offsets
 
     def _piece(self, i: int, position: int, tokenizer: PreTrainedTokenizerBase) -> bytes:
@@ -126,6 +132,8 @@ class _Vocabulary:
                 f"token_ids[{position}] is {i}, outside the tokenizer's vocabulary of {len(tokenizer)} ids"
             )
         self.pieces[i] = b"" if i in self.special or self.style == "opaque" else self._bytes(token)
+        if self.style == "byte_fallback" and _FALLBACK_BYTE.fullmatch(token):
+            self.single_bytes.add(i)
         return self.pieces[i]
 
     def _bytes(self, token: str) -> bytes:
@@ -161,6 +169,58 @@ def _byte_offsets(pieces: list[bytes], strips_blank: bool) -> TokenOffsets:
     shared = np.flatnonzero(~np.append(opens, True)[bounds[:-1]])
     starts[[t for t in shared if text[starts[t] - 1] != REPLACEMENT]] -= 1
     return TokenOffsets(text, starts, ends)
+
+
+def _offsets_with_broken_runs(pieces: list[bytes], runs: list[list[int]], strips_blank: bool) -> TokenOffsets:
+    """Offsets where fallback bytes that are not UTF-8 decode run by run, to one replacement character for each byte.
+
+    Linear in the tokens, where decoding prefix after prefix is not: a run can break its first bytes by its last.
+
+    Args:
+        pieces: T byte strings, one a token.
+        runs: the places of neighbouring tokens that are one fallback byte each.
+        strips_blank: as in `_byte_offsets`.
+    """
+    pieces, broken = pieces[:], list[tuple[list[int], bytes]]()
+    for run in runs:
+        data = b"".join(pieces[t] for t in run)
+        if next(_invalid_utf8(data), None):
+            broken.append((run, data))
+            for t in run:
+                pieces[t] = REPLACEMENT.encode()
+    offsets = _byte_offsets(pieces, strips_blank)
+    opening = next((t for t, piece in enumerate(pieces) if piece), 0)
+    for run, data in broken:
+        first = int(offsets.starts[run[0]])
+        agreed, reached = _broken_run_prefixes(data, strips_blank and run[0] == opening)
+        after = np.searchsorted(run, np.arange(run[0], run[-1] + 2))  # tokens of the run before each token
+        offsets.starts[run[0] : run[-1] + 1] = first + agreed[after[:-1]]
+        offsets.ends[run[0] : run[-1] + 1] = first + reached[after[1:]]
+    return offsets
+
+
+def _broken_run_prefixes(data: bytes, strips_blank: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Characters of a broken run that stay as they are, and that are begun, after each of its bytes and before all.
+
+    A prefix that happens to be UTF-8 shows as such until the next byte breaks it.
+    """
+    decoder, shown, complete = codecs.getincrementaldecoder("utf-8")(), 0, True
+    agreed, reached = [0], [0]
+    for k in range(len(data)):
+        if shown >= 0:
+            try:
+                shown += len(decoder.decode(data[k : k + 1]))
+                complete = not decoder.getstate()[0]
+            except UnicodeDecodeError:
+                shown, complete = -1, False
+        if complete:
+            visible = shown - (strips_blank and data[:1] == b" ")
+            agreed.append(agreed[-1])
+            reached.append(max(reached[-1], agreed[-1] + (visible > agreed[-1])))
+        else:
+            agreed.append(k + 1)
+            reached.append(k + 1)
+    return np.array(agreed), np.array(reached)
 
 
 def _invalid_utf8(data: bytes) -> Iterator[tuple[int, int]]:

@@ -322,3 +322,23 @@ def test_published_solutions_give_their_recorded_answer(gsm8k: Path) -> None:
         for line in (gsm8k / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
             text = json.loads(line)[column]
             assert answer_of(text) == text.split(marker)[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "marker"),
+    [
+        (r"So \boxed{180^\circ - 90^\circ = \boxed{90^\circ}}.", "90", r"\boxed{180"),
+        (r"\boxed{7} then \boxed{\fbox{3} + \boxed{4}}", "4", r"\boxed{\fbox"),
+        (r"\boxed{\boxed{\boxed{x + 1}}}", "x + 1", r"\boxed{\boxed{\boxed"),
+        (r"\boxed{5 \boxed{}}", r"5 \boxed{}", r"\boxed{5"),
+        (r"\boxed{a = \boxed{3}", "3", r"\boxed{3"),
+        (r"\boxed{a = \boxed 3}", "3", r"\boxed{a"),
+    ],
+)
+def test_of_nested_boxes_the_inner_holds_the_answer_and_the_outer_begins_its_marker(
+    text: str, answer: str, marker: str
+) -> None:
+    found = locate_answer(text)
+    assert found is not None
+    assert text[found.start : found.end] == answer
+    assert text[found.marker :].startswith(marker)

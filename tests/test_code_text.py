@@ -1,7 +1,6 @@
 """Statements, comments and docstrings of the program that a text holds."""
 
 import itertools
-import time
 import warnings
 from pathlib import Path
 
@@ -157,26 +156,3 @@ def test_units_are_inside_disjoint_in_order_and_unmoved_by_what_follows_the_bloc
 
     block = f"```python\n{code.replace('`', '')}\n```\n"
     assert ranked_python_intervals(block + "All of it.") == ranked_python_intervals(block)
-
-
-@pytest.mark.parametrize(
-    "unit",
-    [
-        "(", "f(", "-", "a.", "1+", "é=1;", "é=1\n", "#é\n", "'''", "if a:\n ", "if a:\n b\nelif a:\n b\n", "@a\n",
-        "a[", "\\\n", "lambda:", "```\n", "```python\n", "```\nx\n```\n", "f'{", " ", "\t\n", "\r", "match a:\n case ",
-        "x = '''\n'''\n", "not ", "``",
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("opening", ["```python\n", ""])
-def test_degenerate_repetition_is_read_in_linear_time_and_never_raises(opening: str, unit: str) -> None:
-    def seconds(length: int) -> float:
-        text = opening + (unit * length)[:length]
-        times = []
-        for _ in range(2):
-            start = time.process_time()
-            ranked_python_intervals(text)
-            times.append(time.process_time() - start)
-        return min(times)
-
-    # Eight times the text: quadratic reading would take 64 times as long.
-    assert seconds(16_000) < 32 * max(seconds(2_000), 4e-4)

@@ -8,6 +8,7 @@ from cfa_kernels.credit import CounterfactualConfig, counterfactual_credit, coun
 from cfa_kernels.estimators import Importances
 from cfa_kernels.scoring import CounterfactualScores, ScoringWork
 from cfa_kernels.spans import Reasoning, Span
+from tests.models import make_model, tokens
 from tests.small_tokenizers import encode, get_tokenizer
 
 
@@ -32,6 +33,19 @@ from tests.small_tokenizers import encode, get_tokenizer
         ({"boost": -1.0}, r"boost must be finite and not negative, got -1\.0"),
         ({"sigma": -1.0}, r"sigma must be finite and not negative, got -1\.0"),
         ({"samples": 0}, "samples must be an integer of at least 1, got 0"),
+        ({"w_min": "1"}, "w_min must be a number, got '1'"),
+        ({"tau": None}, "tau must be a number, got None"),
+        ({"preselect": "x"}, "preselect must be a number, got 'x'"),
+        ({"correct_threshold": "1"}, "correct_threshold must be a number, got '1'"),
+        ({"sigma": True}, "sigma must be a number, got True"),
+        ({"w_max": 10**400}, "w_max must be a number that float32 holds"),
+        ({"placeholder_id": -1}, "placeholder_id must be None or an integer of at least 0, got -1"),
+        ({"placeholder_id": "x"}, "placeholder_id must be None or an integer of at least 0, got 'x'"),
+        ({"token_budget": 0}, "token_budget must be None or an integer of at least 1, got 0"),
+        ({"token_budget": "x"}, "token_budget must be None or an integer of at least 1, got 'x'"),
+        ({"reshape": "identity"}, "reshape='identity' .* estimator='masking' gives negative ones"),
+        ({"reshape": "identity", "estimator": "prefix_gain"}, "reshape='identity' .* estimator='prefix_gain'"),
+        ({"reshape": "range", "estimator": "ktae"}, "reshape: estimator='ktae' adds to the advantages, .* got 'range'"),
     ],
 )
 def test_a_bad_config_is_refused_when_it_is_made(field, message):
@@ -335,7 +349,8 @@ def stopping(record):
 
 
 @pytest.mark.parametrize(
-    "reshape", ["bilevel", "top", "identity", lambda values, units, answer, length: torch.ones(length)]
+    "reshape",
+    ["bilevel", "top", lambda values, units, answer, length: torch.ones(length), lambda *place: [1] * place[3]],
 )
 @pytest.mark.parametrize("mode", ["counterfactual", "inverted", "random"])
 def test_every_reshaping_runs_under_every_control_and_may_keep_the_mean(scored, mode, reshape):
@@ -377,6 +392,20 @@ def test_log_probs_come_by_a_forward_of_their_own_where_nothing_is_masked(scored
         ({"estimator": "entropy"}, {"entropies": torch.ones(4, 4)}, r"entropies must be \(4, 5\), got \(4, 4\)"),
         ({}, {"rewards": torch.ones(3)}, r"rewards must be \(4,\), got \(3,\)"),
         ({"estimator": importances_of(lambda batch: [])}, {}, "estimator: gave values for 0 rows, asked for 4"),
+        ({"estimator": lambda *_: None}, {}, "estimator: must return Importances, .* 4 completions, got NoneType"),
+        (
+            {"estimator": lambda *_: [None] * 4},
+            {},
+            "estimator, row 0: expected a tensor or a list .* 2 units, got None",
+        ),
+        ({"estimator": lambda *_: [[1.0, "x"]] * 4}, {}, r"estimator, row 0\[1\]: expected a number .* got a str"),
+        ({"estimator": lambda *_: [torch.ones(2, 2)] * 4}, {}, r"estimator, row 0: gave shape \(2, 2\)"),
+        ({"reshape": lambda *_: None}, {}, "reshape, row 0: expected a tensor or a list .* 5 tokens, got NoneType"),
+        ({"reshape": lambda *_: [1.0]}, {}, r"reshape, row 0: gave shape \(1,\) for 5 tokens"),
+        ({}, {"rewards": [0.0, 1.0, None, 0.0]}, r"rewards\[2\]: expected a number that a float holds, got a NoneType"),
+        ({}, {"rewards": [10**400] * 4}, r"rewards\[0\]: expected a number that a float holds, got a int"),
+        ({"estimator": "external"}, {"external": [["x", 1]] * 4}, r"external row 0\[0\]: expected a number"),
+        ({"estimator": "external"}, {"external": [None] * 4}, "external row 0: expected a tensor or a list"),
         (
             {"estimator": importances_of(lambda batch: [[1.0]] * 4)},
             {},
@@ -473,3 +502,130 @@ def test_gradients_judge_every_token_before_the_marker_by_the_model(scored, monk
 def test_what_needs_the_model_here_says_so_where_it_lies_in_other_processes(scored, config):
     with pytest.raises(NotImplementedError, match="needs the model in this process, and it lies in others"):
         counterfactual_credit(None, Tokenizer(), *ARRAYS, config=CounterfactualConfig(**config))
+
+
+def test_lists_of_numbers_do_as_importances_weights_and_columns(scored):
+    def estimate(model, batch):
+        assert batch.rewards.tolist() == [1, 0, 1, 0]
+        return [[2, 1.5][: len(units)] for units in batch.units]
+
+    given = {"rewards": [1, 0.0, True, 0]}
+    credit = counterfactual_credit(
+        None, Tokenizer(), *ARRAYS, config=CounterfactualConfig(estimator=estimate, reshape="identity"), **given
+    )
+    assert credit.weights[0].tolist() == [2, 1.5, 1, 1, 1]
+    outside = counterfactual_credit(
+        None, Tokenizer(), *ARRAYS, config=CounterfactualConfig(estimator="external", reshape="identity"),
+        external=[[2, 1.5], [3.0] * 4, [], [1, 1]],
+    )  # fmt: skip
+    assert outside.weights[:2].tolist() == [[2, 1.5, 1, 1, 1], [3, 3, 1, 1, 1]]
+
+
+def test_an_estimator_of_ones_own_may_write_to_what_it_is_given(scored):
+    before = [tensor.clone() for tensor in ARRAYS]
+    entropies, rewards, advantages = torch.ones(4, 5), torch.ones(4), torch.ones(4, 5)
+
+    def estimate(model, batch):
+        for column in (batch.prompts, batch.completions, batch.entropies, [batch.rewards], [batch.advantages]):
+            for tensor in column:
+                tensor.zero_()
+        for row in batch.units:
+            row.clear()
+        return [[2.0, 1.0] if len(ids) > 3 else [] for ids in batch.completions]
+
+    credit = counterfactual_credit(
+        None, Tokenizer(), *ARRAYS, config=CounterfactualConfig(estimator=estimate), entropies=entropies,
+        rewards=rewards, advantages=advantages,
+    )  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(before, ARRAYS, strict=True))
+    assert all(tensor.eq(1).all() for tensor in (entropies, rewards, advantages))
+    assert credit.weights[0].tolist() == [4.0, 0.5, 1, 1, 1.5]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_signed_values_are_not_added_to_advantages_that_are_not_finite(scored, value):
+    config = CounterfactualConfig(estimator="prefix_tree")
+    given = {"config": config, "rewards": torch.tensor([1.0, 0, 1, 0]), "groups": torch.tensor([0, 0, 1, 1])}
+    with pytest.raises(ValueError, match=f"advantages row 2: must be finite, got {value}"):
+        counterfactual_credit(None, Tokenizer(), *SIBLINGS, advantages=torch.tensor([1.0, 0, value, 1]), **given)
+    by_token = torch.ones(4, 5)
+    by_token[1, 4] = value  # padding
+    counterfactual_credit(None, Tokenizer(), *ARRAYS, advantages=by_token, **given)
+    by_token[1, 3] = value
+    with pytest.raises(ValueError, match=f"advantages row 1, token 3: must be finite, got {value}"):
+        counterfactual_credit(None, Tokenizer(), *ARRAYS, advantages=by_token, **given)
+
+
+def test_figures_of_signed_credit_are_those_of_what_is_added(scored):
+    config = CounterfactualConfig(estimator="prefix_tree")
+    mask, added = SIBLINGS[3], torch.zeros(4, 5)
+    credit = counterfactual_credit(
+        None, Tokenizer(), *SIBLINGS, config=config, advantages=torch.tensor([1.0, -1, 2, -2]),
+        rewards=torch.tensor([1.0, 0, 1, 0]), groups=torch.tensor([0, 0, 1, 1]),
+    )  # fmt: skip
+    added = (credit.advantages - torch.tensor([1.0, -1, 2, -2])[:, None])[mask.bool()]
+    figures = credit.metrics(mask)
+    assert figures["credit/added_abs_mean"] == pytest.approx(added.abs().mean().item())
+    assert figures["credit/added_fraction"] == (added != 0).float().mean().item() > 0
+    assert figures["credit/scored_fraction"] == 1
+    assert not {"credit/weight_mean", "credit/drop_mean", "credit/distractor_fraction"} & set(figures)
+
+
+@pytest.mark.parametrize("outcome", ["logprob", "mean_logprob"])
+def test_drops_within_rounding_weigh_alike_and_make_no_distractors(outcome):
+    def credit(drop, **given):
+        def score(model, prompts, completions, spans, answers, **_):
+            drops = [torch.tensor(drop)[: len(row)] for row in spans]
+            base = torch.full((len(prompts),), -10.0)
+            return CounterfactualScores(base, drops, drops, None, ScoringWork(1, 1, 1, 1))
+
+        return counterfactual_credit(
+            None, get_tokenizer("characters"), *batch, score=score, **given,
+            config=CounterfactualConfig(outcome=outcome, selection="last", max_spans=2),
+        )  # fmt: skip
+
+    ids = torch.tensor([encode(get_tokenizer("characters"), "1 + 1 = 2\n1 + 2 = 3\n#### 18")])
+    batch = (ids[:, :2], torch.ones(1, 2), ids, torch.ones_like(ids))
+    # An answer of two tokens: the roots of 2 (two drops) and of 2 (its tokens), the mean over which halves it.
+    limit = 2.0 if outcome == "logprob" else 1.0
+    for noise in (3e-5, 0.02):
+        within, beyond = (credit([0.0, share * limit * noise], noise=noise) for share in (0.9, 1.1))
+        answer = within.answers[0]
+        assert answer.end - answer.start == 2
+        assert within.metrics(batch[3])["credit/distractor_fraction"] == 0
+        assert beyond.metrics(batch[3])["credit/distractor_fraction"] == 0.5
+        assert within.weights[0, : answer.start].eq(1).all()
+        assert beyond.weights.aminmax() == (0.5, 4.0)
+    assert credit([0.0, -23.6], noise=0.02).weights.aminmax() == (0.5, 4.0)
+
+
+@pytest.mark.parametrize(("dtype", "reach"), [(torch.float32, 3e-6), (torch.bfloat16, 1e-3)])
+def test_rounding_of_a_model_is_taken_neither_for_importance_nor_for_distractors(monkeypatch, dtype, reach):
+    units = [Span(i, i + 1) for i in range(0, 32, 4)]
+
+    def credit(reach, dtype):
+        """Of a model whose tokens see each other by so much of its attention."""
+        model = make_model("Qwen3", initializer_range=0.1)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.data.mul_(reach)
+        return counterfactual_credit(
+            model.to(torch.bfloat16).to(dtype), Tokenizer(), prompts, torch.ones_like(prompts), completions, mask
+        )
+
+    monkeypatch.setattr(
+        module, "find_reasoning", lambda rows, *_, **__: {b: Reasoning(Span(34, 36), 33, units) for b in rows}
+    )
+    prompts, completions = torch.stack(tokens(*[8] * 4)), torch.stack(tokens(*[40] * 4, seed=1))
+    mask = torch.ones_like(completions)
+    blind, truth = credit(reach, dtype), credit(5.0, torch.float64)
+    drops = torch.stack(blind.drop)
+    assert (drops.amax(1) - drops.amin(1)).max() > 1e-6
+    assert (drops > 0).any()
+    assert blind.metrics(mask)["credit/distractor_fraction"] == 0
+    assert blind.weights[:, :34].eq(1).all()
+    seeing = credit(5.0, dtype)
+    distractors = torch.stack(truth.drop) > torch.stack(seeing.noise)
+    assert seeing.metrics(mask)["credit/distractor_fraction"] == pytest.approx(
+        distractors.float().mean().item(), abs=0.1
+    )
+    assert all(row.aminmax() == (0.5, 4.0) for row in seeing.weights)

@@ -69,6 +69,7 @@ def test_offsets_from_bytes_equal_incremental_decoding(name: str, data: st.DataO
     vocabulary = offsets_module._vocabulary(tokenizer)
     assert vocabulary.style == ("byte_level" if "level" in name else "byte_fallback")
     ids = data.draw(completions(name))
+    assume("<0xEF><0xBF><0xBD>" not in "".join(tokenizer.convert_ids_to_tokens(ids)))  # as above
     fast = vocabulary.offsets(ids, tokenizer)
     slow = offsets_module._incremental_offsets(ids, vocabulary.special, lambda part: vocabulary.decode(part, tokenizer))
     assert fast.text == slow.text
@@ -113,6 +114,45 @@ def test_an_unreadable_character_belongs_to_the_token_that_begins_it() -> None:
     assert offsets.text == "a\ufffdb\ufffd"
     assert offsets.starts.tolist() == [0, 1, 2, 2, 3]
     assert offsets.ends.tolist() == [1, 2, 2, 3, 4]
+
+
+BYTES = [b"\xe4\xb8\xad", b"\xe4\xb8", b"\xe4", b"\x80", b"\xff", b"\xf0\x9f", b"\xed\xa0\x80", b" ", b"\n", b"A"]
+
+
+@pytest.mark.parametrize("name", [name for name in FAST if "fallback" in name])
+@property_test
+@given(
+    runs=st.lists(
+        st.tuples(st.lists(st.sampled_from(BYTES), max_size=5), st.sampled_from(["", "<|eos|>", "日本 語", "▁"])),
+        max_size=4,
+    )
+)
+def test_runs_of_fallback_bytes_that_break_are_told_apart_as_by_decoding(
+    name: str, runs: list[tuple[list[bytes], str]]
+) -> None:
+    tokenizer = get_tokenizer(name)
+    names = [[f"<0x{byte:02X}>" for byte in b"".join(run)] + [after] * bool(after) for run, after in runs]
+    ids = tokenizer.convert_tokens_to_ids([token for run in names for token in run])
+    text, intervals = offsets_by_decoding_every_prefix(ids, tokenizer)
+    offsets = token_offsets(ids, tokenizer)
+    assert offsets.text == text
+    assert list(zip(offsets.starts.tolist(), offsets.ends.tolist(), strict=True)) == intervals
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("data", [b"\x80", b"\xe4\xb8", b"\n\xff", b"\xef\xbf\xbd"])
+def test_what_is_no_utf_8_is_read_without_decoding_each_prefix(
+    name: str, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = get_tokenizer(name)
+    byte_names = {byte: character for character, byte in offsets_module._BYTE_OF.items()}
+    tokens = [byte_names[b] if "level" in name else f"<0x{b:02X}>" for b in data]
+    ids = (tokenizer.convert_tokens_to_ids(tokens) * 20_000)[:20_000]
+    expected = offsets_by_decoding_every_prefix(ids[:20], tokenizer)[0]
+    token_offsets(ids[:20], tokenizer)
+    monkeypatch.setattr(type(tokenizer), "decode", lambda *_, **__: pytest.fail("decoded again"))
+    assert token_offsets(ids[:20], tokenizer).text == expected
+    assert len(token_offsets(ids, tokenizer).text) >= 20_000 // 3
 
 
 @pytest.mark.parametrize("name", FAST)

@@ -7,13 +7,14 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import yaml
 
 from trainer.analysis_plots import draw_analysis
 from trainer.analysis_tables import Cell, Table, analyse
+from trainer.config import TrainConfig
 from trainer.page import page_of
 from trainer.samples import Sample, read_samples
 
@@ -26,7 +27,7 @@ _MARKDOWN = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_|[]$~#"} | {"<": 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; what is wrong with the input is one line on stderr and exit code 1."""
+    """Run the program; what is wrong is one line on stderr and exit code 1, or 2 for settings."""
     parser = argparse.ArgumentParser(prog="python -m trainer.analyze", description=DESCRIPTION)
     parser.add_argument("run_or_file", type=Path, metavar="RUN_OR_FILE")
     parser.add_argument("--out", type=Path, help="folder to write to; default: analysis in the run, or NAME-analysis")
@@ -42,9 +43,15 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"argument --noise: must be finite and not negative, got {options.noise}")
     if options.page_completions < 1:
         parser.error(f"argument --page_completions: must be at least 1, got {options.page_completions}")
+    threshold = options.correct_threshold
+    try:
+        threshold = _threshold_of(options.run_or_file) if threshold is None else threshold
+    except (ValueError, OSError) as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     try:
         folder = write_analysis(
-            options.run_or_file, options.out, correct_threshold=options.correct_threshold, noise=options.noise,
+            options.run_or_file, options.out, correct_threshold=threshold, noise=options.noise,
             on_page=options.page_completions,
         )  # fmt: skip
     except (ValueError, OSError) as problem:
@@ -76,7 +83,7 @@ def write_analysis(
         The folder.
 
     Raises:
-        ValueError: as `read_samples`.
+        ValueError: as `read_samples`; a `config.yaml` that is not a run's.
     """
     if correct_threshold is None:
         correct_threshold = _threshold_of(source)
@@ -96,11 +103,23 @@ def write_analysis(
 def _threshold_of(source: Path) -> float:
     """`correct_threshold` of a run's settings, 0.5 where there are none or they do not name it."""
     file = source / "config.yaml"
-    settings = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
-    value = settings.get("correct_threshold", 0.5) if isinstance(settings, dict) else 0.5
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{file}: correct_threshold must be a number, got {value!r}")
-    return float(value)
+    if not file.exists():
+        return 0.5
+    try:
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as problem:
+        raise ValueError(f"{file}: is not YAML ({' '.join(str(problem).split())})") from problem
+    if not isinstance(settings, dict):
+        raise ValueError(f"{file}: must hold the settings of a run, `name: value` a line, got {settings!r:.60}")
+    if unknown := sorted(map(str, settings.keys() - {field.name for field in fields(TrainConfig)})):
+        raise ValueError(f"{file}: unknown setting {unknown[0]!r:.60}; --correct_threshold reads none of the file")
+    value = settings.get("correct_threshold", 0.5)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+        raise ValueError(f"{file}: correct_threshold must be a finite number, got {value!r:.60}")
+    try:
+        return float(value)
+    except OverflowError as problem:
+        raise ValueError(f"{file}: correct_threshold must be a number that a float holds") from problem
 
 
 def _shown(samples: Sequence[Sample], count: int) -> list[Sample]:

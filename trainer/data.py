@@ -163,7 +163,7 @@ def _read_jsonl(path: Path) -> list[Any]:
         for i, line in enumerate(lines):
             try:
                 rows.append(json.loads(line))
-            except json.JSONDecodeError as problem:
+            except (ValueError, RecursionError) as problem:
                 raise ValueError(f"dataset {path}, row {i}: is not JSON: {problem}") from problem
     return rows
 

@@ -19,6 +19,7 @@ from cfa_kernels.hf import causal_lm, default_token_budget
 from cfa_kernels.loss_batch import LossBatch
 from cfa_kernels.memory import halves
 from cfa_kernels.packed_loss import PackedForward, packed_forward, packed_logprobs
+from cfa_kernels.proof import noise_floor
 from trainer.config import TrainConfig
 from trainer.rollouts import Rollouts
 
@@ -250,6 +251,7 @@ def assign_credit(
         groups=part // config.num_generations,
         rewards=micro.rewards,
         entropies=entropies,
+        noise=noise_floor(policy) if config.masks_answers else None,
         **options,
     )
     lengths = [len(ids) for ids in micro.completions]
@@ -267,17 +269,21 @@ def credit_of_batch(shape: torch.Size, parts: Sequence[tuple[MicroBatch, Credit]
     spans: list[list[Span]] = [[] for _ in range(batch)]
     drop = [torch.zeros(0)] * batch
     signed = any(credit.advantages is not None for _, credit in parts)
-    advantages = torch.zeros(shape) if signed else None
+    advantages, added = (torch.zeros(shape), torch.zeros(shape)) if signed else (None, None)
+    noise = drop[:]
     for micro, credit in parts:
         weights[micro.rows] = credit.weights
         base[micro.rows] = credit.base
         if advantages is not None and credit.advantages is not None:
             advantages[micro.rows] = credit.advantages
+        if added is not None and credit.added is not None:
+            added[micro.rows] = credit.added
         for i, b in enumerate(micro.rows.tolist()):
             answers[b], spans[b], drop[b] = credit.answers[i], credit.spans[i], credit.drop[i]
+            noise[b] = torch.zeros(len(drop[b])) if credit.noise is None else credit.noise[i]
     done = [credit.work for _, credit in parts if credit.work is not None]
     work = sum(done, ScoringWork()) if done else None
-    return Credit(weights, answers, spans, drop, base, None, work, advantages)
+    return Credit(weights, answers, spans, drop, base, None, work, advantages, added, noise)
 
 
 # Nats by which rounding moves logits between sampling token by token and one forward over whole rows, on average;

@@ -28,11 +28,12 @@ _DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(rf"([+-]?)\s*(?:(\d+)\s+(?=\d+/))?({_DECIMAL})(?:\s*/\s*({_DECIMAL}))?")
 _FRAC = re.compile(r"\\[dtc]?frac\s?\{\s*([^{}]+?)\s*\}\s?\{\s*([^{}]+?)\s*\}")
 _POWER_OF_TEN = re.compile(
-    r"\s*(?:[×*x·⋅]|\\times|\\cdot)\s*10\^(?:(?P<bare>\d{1,3})|\{(?P<braced>-?\d{1,3})\})\Z"
+    r"(?<!\s)\s*+(?:[×*x·⋅]|\\times|\\cdot)\s*10\^(?:(?P<bare>\d{1,3})|\{(?P<braced>-?\d{1,3})\})\Z"
     r"|[eE](?P<exponent>[+-]?\d{1,3})\Z"
 )
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # no pattern for an answer: it has no group
 _GROUP_BLANK = re.compile(r"(?<=\d)[ \u00a0\u202f](?=\d{3}(?![\d/]))")  # 10 000
+_LONGEST = 1000  # characters of a number: Python reads no integer of more than 4,300 digits
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -46,7 +47,7 @@ def parse_number(text: str) -> Fraction | None:
     power = _POWER_OF_TEN.search(bare.rstrip())
     scale = Fraction(10) ** int(power["bare"] or power["braced"] or power["exponent"]) if power else 1
     match = _NUMBER.fullmatch(_FRAC.sub(r"\1/\2", bare[: power.start()] if power else bare).strip())
-    if match is None:
+    if match is None or len(match.group()) > _LONGEST:
         return None
     sign, whole, numerator, denominator = match.groups()
     below = Fraction(denominator or 1)
@@ -185,7 +186,8 @@ def _real(value: Any, what: str) -> float:
     if not isinstance(number, Real):
         raise ValueError(f"{what} is {value!r}, expected a real number or None")
     if not abs(number) <= torch.finfo(torch.float32).max:  # type: ignore[operator]
-        raise FloatingPointError(f"{what} is {value}")
+        too_long = isinstance(number, int) and abs(number) > 10**20
+        raise FloatingPointError(f"{what} is {'an integer' if too_long else value}, beyond what float32 holds")
     return float(number)
 
 

@@ -15,7 +15,7 @@ Where it stands: read by `trainer.analyze`; `trainer.page` shows what is read he
 """
 
 import json
-import math
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ def read_samples(path: Path, *, correct_threshold: float = 0.5) -> list[Sample]:
             continue
         try:
             entry = json.loads(line)
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             raise ValueError(f"{file}, line {number}: is no JSON ({problem})") from problem
         try:
             samples.append(_sample(number, entry, correct_threshold))
@@ -193,7 +193,7 @@ def _number(name: str, value: Any) -> float | None:
         return None
     if isinstance(value, bool) and name.startswith("estimators"):
         return float(value)  # a mask
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"{name} must be a finite number, got {_shown(value)}")
     return float(value)
 
@@ -201,5 +201,5 @@ def _number(name: str, value: Any) -> float | None:
 def _shown(value: Any) -> str:
     if isinstance(value, list):
         return f"a list of {len(value)}"
-    text = repr(value)
+    text = "an integer too large" if isinstance(value, int) and abs(value) > 10**60 else repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."

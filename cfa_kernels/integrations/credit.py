@@ -17,6 +17,7 @@ from .. import (
 )
 from ..estimators import APPROXIMATIONS
 from ..outcomes import DIVERGENCES
+from ..proof import FLOAT32_NOISE
 
 LogprobsOf = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
 """Prompts and completions, lists of 1-D int64 tensors, to the log-prob (nats) of each completion token, 1-D each."""
@@ -166,6 +167,7 @@ def credit_rows(
     groups: Tensor,
     rewards: Tensor,
     entropies: Sequence[Tensor] | None = None,
+    noise: float = FLOAT32_NOISE,
 ) -> tuple[list[Tensor], dict[str, float]]:
     """Credit for a batch of rows whose model lies in other processes.
 
@@ -179,6 +181,8 @@ def credit_rows(
         groups: (B,) int64, equal for completions that are compared with each other.
         rewards: (B,) float.
         entropies: B tensors (T_b,), nats.
+        noise: nats per answer token by which rounding moves the service's log-probs; the default is that of float32, a
+            model in bfloat16 gives some hundredths.
 
     Returns:
         B tensors (T_b,) in the advantages' dtype, what to train on; tokens that do not count keep theirs. And
@@ -200,6 +204,7 @@ def credit_rows(
         groups=groups,
         rewards=rewards,
         entropies=None if entropies is None else pad_rows(entropies)[0],
+        noise=noise,
     )
     credited = torch.where(mask.bool(), credited_advantages(own, credit), own)
     return [row[: len(mine)] for row, mine in zip(credited, advantages, strict=True)], credit.metrics(mask)

@@ -52,6 +52,7 @@ _HIGHEST = ("credit/seconds", "clip_ratio/high_max")
 _FIGURES = (
     *("credit/weight_mean", "credit/weight_std", "credit/scored_fraction", "credit/spans_mean", "credit/drop_mean"),
     *("credit/drop_min", "credit/distractor_fraction", "credit/tokens_fed", "credit/forwards", "credit/seconds"),
+    *("credit/added_abs_mean", "credit/added_fraction"),
 )
 
 # These modes assign credit without a look at the model.
@@ -81,9 +82,10 @@ class CounterfactualMixin(_Trainer):
 
     Weights are made in training only; evaluation is TRL's. Rows whose advantage is zero are not scored. Logs
     `credit/weight_mean`, `weight_std`, `scored_fraction`, `spans_mean`, `drop_mean`, `drop_min`,
-    `distractor_fraction` (means over the processes), `tokens_fed`, `forwards` (sums) and `seconds` (of the
-    slowest process) among TRL's metrics; `packed_loss` logs `packed/tokens_fed` and, for comparison, what padding
-    would have fed, `packed/tokens_padded` (sums).
+    `distractor_fraction` (means over the processes; of signed credit `added_abs_mean` and `added_fraction` in place of
+    weights and drops), `tokens_fed`, `forwards` (sums) and `seconds` (of the slowest process) among TRL's metrics;
+    `packed_loss` logs `packed/tokens_fed` and, for comparison, what padding would have fed, `packed/tokens_padded`
+    (sums).
 
     Raises:
         ValueError: both losses at once; `log_entropy=False` without one of them.

@@ -157,7 +157,7 @@ def test_a_reward_of_the_runs_threshold_is_correct_unless_the_file_says_itself(t
         tables = json.loads((write_analysis(tmp_path, **options) / "analysis.json").read_text("utf-8"))
         assert dict(tables["overview"]["rows"])["correct"] == correct
     (tmp_path / "config.yaml").write_text("correct_threshold: high")
-    with pytest.raises(ValueError, match="correct_threshold must be a number, got 'high'"):
+    with pytest.raises(ValueError, match="correct_threshold must be a finite number, got 'high'"):
         write_analysis(tmp_path)
 
 
@@ -342,3 +342,41 @@ def test_hostile_text_is_shown_and_never_obeyed(tmp_path) -> None:
     assert "<" not in report
     tables = [line for line in report.split("\n") if line.startswith("|")]
     assert all(len(re.findall(r"(?<!\\)\|", line)) in (3, 4, 5, 6, 7) for line in tables)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("a: [1", "config.yaml: is not YAML"),
+        ("[" * 5000, "config.yaml: is not YAML"),
+        ("", "config.yaml: must hold the settings of a run, .* got None"),
+        ("- 1", "config.yaml: must hold the settings of a run"),
+        ("correct_treshold: 1", "config.yaml: unknown setting 'correct_treshold'"),
+        (f"correct_threshold: {10**400}", "correct_threshold must be a number that a float holds"),
+        ("correct_threshold: .nan", "correct_threshold must be a finite number, got nan"),
+        (None, "config.yaml"),
+    ],
+)
+def test_settings_that_are_no_runs_are_one_line_and_exit_code_2(tmp_path, capsys, settings, message) -> None:
+    example(tmp_path)
+    if settings is None:
+        (tmp_path / "config.yaml").mkdir()
+    else:
+        (tmp_path / "config.yaml").write_text(settings)
+    assert main([str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("[" * 100_000, "line 1: is no JSON"),
+        (f'{{"tokens": [], "reward": {10**400}}}', "reward must be a finite number, got an integer too large"),
+        (f'{{"tokens": ["a"], "weights": [{10**400}]}}', r"weights\[0\] must be a finite number"),
+    ],
+)
+def test_numbers_and_nests_beyond_what_python_holds_are_one_line(tmp_path, capsys, entry, message) -> None:
+    assert main([str(write(tmp_path, entry))]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line)

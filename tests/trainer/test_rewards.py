@@ -255,3 +255,8 @@ def test_a_group_of_equal_rewards_has_advantage_exactly_zero(scale: str) -> None
 def test_an_unknown_scale_is_an_error() -> None:
     with pytest.raises(ValueError, match="scale_rewards must be 'group', 'batch' or 'none', got 'std'"):
         group_advantages(torch.ones(4), 2, "std")
+
+
+def test_a_number_that_python_cannot_read_is_no_answer() -> None:
+    assert parse_number("1" * 20_000) is None
+    assert exact_match(completions=["#### " + "7" * 20_000], answer=["#### 7"]) == [0.0]
