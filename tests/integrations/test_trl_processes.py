@@ -69,7 +69,7 @@ def train_part(processes: int, out: Path) -> dict[str, Any]:
         )  # fmt: skip
         trainer.train()
         log = [entry for entry in trainer.state.log_history if "credit/tokens_fed" in entry]
-        drawn = trainer.accelerator.gather(torch.rand(1, generator=trainer._credit_generator))
+        drawn = trainer.accelerator.gather(torch.rand(1, generator=trainer._draws.of(0)))
         results[loss] = {"state": parameters(trainer), "log": log, "processes": len(drawn), "drawn": drawn}
     return results
 
