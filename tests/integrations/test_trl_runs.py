@@ -143,14 +143,23 @@ DOCUMENTED = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 
 
 @fuses
-def test_the_page_names_what_is_logged_and_no_more(train):
+def test_the_page_names_what_is_logged_and_no_more(train, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
     named = {name for name in DOCUMENTED.findall(page) if name.startswith(("credit/", "packed/"))}
-    found: set[str] = set()
+    found, computed = set[str](), set[str]()
+    figures = integration.Credit.metrics
+
+    def metrics(credit: Any, *args: Any) -> dict[str, float]:
+        made = figures(credit, *args)
+        computed.update(made)
+        return made
+
+    monkeypatch.setattr(integration.Credit, "metrics", metrics)
     for config in (CounterfactualConfig(), CounterfactualConfig(estimator="prefix_tree")):
         trained = train(trainer={"counterfactual": config, "packed_loss": True})
         found |= {name for entry in trained.state.log_history for name in entry}
     assert named == {name for name in found if name.startswith(("credit/", "packed/"))}
+    assert computed - found == set()
 
 
 def test_a_trainer_that_drops_completions_is_told_that_rewards_no_longer_fit(train):
