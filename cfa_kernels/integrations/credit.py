@@ -143,12 +143,17 @@ def pad_rows(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tenso
     """Rows of any length as one tensor.
 
     Args:
-        rows: B tensors of one dtype, 1-D each; an empty list is an error of PyTorch's.
+        rows: B tensors of one dtype, 1-D each, at least one.
         side: where padding goes, `right` or `left`.
 
     Returns:
         (B, longest) padded with 0, and the mask (B, longest) of what is real, both in the rows' dtype.
+
+    Raises:
+        ValueError: there are no rows.
     """
+    if not len(rows):
+        raise ValueError("rows: the batch is empty; expected at least one tensor")
     ids, mask = (
         torch.nn.utils.rnn.pad_sequence(list(tensors), batch_first=True, padding_side=side)
         for tensors in (rows, [torch.ones_like(row) for row in rows])

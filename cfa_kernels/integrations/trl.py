@@ -55,6 +55,11 @@ _FIGURES = (
     *("credit/drop_min", "credit/distractor_fraction", "credit/tokens_fed", "credit/forwards", "credit/seconds"),
 )
 
+_NO_DROPOUT = (
+    "attention_dropout=0 in the model's config ends that of the attention, lora_dropout=0 that of LoRA (TRL's "
+    "ModelConfig sets 0.05), disable_dropout=True the rest"
+)
+
 # These modes assign credit without a look at the model.
 _UNSCORED = ("uniform", "random")
 
@@ -154,6 +159,7 @@ class CounterfactualMixin(_Trainer):
                     try:
                         prove(causal_lm(model))
                     except NotImplementedError as error:
+                        remedy = f"{_NO_DROPOUT}; or {remedy}" if "dropout" in str(error) else remedy
                         raise NotImplementedError(f"{error}; {remedy}") from error
         self._model_is_proven = True
 
