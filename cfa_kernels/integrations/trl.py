@@ -172,7 +172,8 @@ class CounterfactualMixin(_Trainer):
             what = self._own_loss or "counterfactual credit"
             raise NotImplementedError(f"{what} cannot be combined with images (pixel_values)")
         if not credited:
-            self._log_weighed([None] * len(output["completion_ids"]))
+            if self.counterfactual.mode != "uniform":  # the table is filled in evaluation too
+                self._log_weighed([None] * len(output["completion_ids"]))
             return output
         start = time.perf_counter()
         rewards = self._own_rewards(len(output["advantages"]))
@@ -239,7 +240,7 @@ class CounterfactualMixin(_Trainer):
 
     def _log_weighed(self, texts: Sequence[str | None]) -> None:
         """Put a column `weighed` into TRL's table of completions, which has a row for each of every process."""
-        if self.log_completions and self.counterfactual.mode != "uniform" and "extra" in self._logs:
+        if self.log_completions and "extra" in self._logs:
             self._logs["extra"]["weighed"].extend(gather_object(list(texts)))
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
