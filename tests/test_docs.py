@@ -1,6 +1,7 @@
 """Every python block of README.md and docs/ runs, in the order of its page."""
 
 import importlib
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,13 @@ from tests.tiny import PHRASES, tiny_model, tiny_tokenizer
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python(?: requires=(?P<package>\S+))?\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
-NEEDS = {"trl.md": "trl"}
 
 
-def run(page: Path, namespace: dict[str, Any]) -> int:
+def run(page: Path, namespace: dict[str, Any], in_place_of: dict[str, str] | None = None) -> int:
     """Run a page's blocks in one namespace; the number run. Blocks whose package cannot be imported are left out.
+
+    Args:
+        in_place_of: by the name of a variable that a block sets to a string, the string that it is set to here.
 
     (The one that needs OpenRLHF runs in its own tests, which replace the GPU libraries.)
     """
@@ -31,16 +34,42 @@ def run(page: Path, namespace: dict[str, Any]) -> int:
             except ImportError:
                 continue
         line = text[: block.start()].count("\n") + 1
-        exec(compile("\n" * line + block["code"], str(page), "exec"), namespace)
+        code = block["code"]
+        for name, given in (in_place_of or {}).items():
+            code = re.sub(rf'^{name} = ".*"$', f"{name} = {given!r}", code, flags=re.MULTILINE)
+        exec(compile("\n" * line + code, str(page), "exec"), namespace)
         count += 1
     return count
 
 
+def downloads(folder: Path) -> dict[str, str]:
+    """What pages take from the hub, tiny and on disk: a model with its tokenizer, problems, and where to write."""
+    model = tiny_model()
+    model.config.max_position_embeddings = 512  # pages sample as many tokens as they please
+    model.save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    (folder / "data").mkdir()
+    row = json.dumps({"question": "What is 3 + 4 ?", "answer": "3 + 4 = 7\n#### 7"})
+    (folder / "data" / "train.jsonl").write_text(f"{row}\n" * 16)
+    (folder / "data" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: train.jsonl\n---\n"
+    )
+    return {"model": str(folder / "model"), "data": str(folder / "data"), "output_dir": str(folder / "run")}
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_first_block_for_trl_runs_when_it_is_pasted(tmp_path, monkeypatch):
+    pytest.importorskip("trl", reason="trl is not installed")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    namespace: dict[str, Any] = {"__name__": "pasted"}
+    assert run(REPOSITORY / "docs" / "trl.md", namespace, downloads(tmp_path)) == 5
+    trained = dict(namespace["trainer"].model.named_parameters())
+    assert any(not torch.equal(value, trained[name]) for name, value in tiny_model().named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "trl.md"], ids=lambda page: page.name)
 def test_the_examples_of_a_page_run(page, tmp_path):
-    if page.name in NEEDS:
-        pytest.importorskip(NEEDS[page.name], reason=f"{NEEDS[page.name]} is not installed")
     from datasets import Dataset
 
     torch.manual_seed(0)
@@ -59,7 +88,7 @@ def test_the_examples_of_a_page_run(page, tmp_path):
         assert all(block["package"] for block in BLOCK.finditer(page.read_text(encoding="utf-8")))
         pytest.skip(f"what {page.name} needs is not installed")
     moved = any(not torch.equal(a, b) for a, b in zip(before, namespace["model"].parameters(), strict=True))
-    assert moved == (page.name in ("plain_pytorch.md", "trl.md"))
+    assert moved == (page.name == "plain_pytorch.md")
 
 
 def test_links_between_pages_lead_somewhere():

@@ -1,5 +1,6 @@
 """What every trainer needs of credit: folding weights into advantages, and credit where the model is elsewhere."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,11 +17,30 @@ from .. import (
     packed_logprobs,
 )
 from ..estimators import APPROXIMATIONS
+from ..hf import causal_lm, evaluation_mode
 from ..outcomes import DIVERGENCES
 from ..proof import FLOAT32_NOISE
 
 LogprobsOf = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
 """Prompts and completions, lists of 1-D int64 tensors, to the log-prob (nats) of each completion token, 1-D each."""
+
+
+class Draws:
+    """Sources of the numbers that credit draws: of each batch one, which a resumed run finds again.
+
+    They follow from what a run that is resumed knows, so that nothing need be saved: seed, process, step, and how many
+    batches of that step came before.
+    """
+
+    def __init__(self, seed: int, process: int = 0) -> None:
+        self.key, self._step, self._before = (seed, process), -1, 0
+
+    def of(self, step: int) -> torch.Generator:
+        """A generator on the CPU for the next batch of `step`; call it once for each batch."""
+        self._before = self._before + 1 if step == self._step else 0
+        self._step = step
+        text = repr((*self.key, step, self._before)).encode()
+        return torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
 
 
 def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
@@ -76,6 +96,8 @@ def token_entropies(
 ) -> Tensor:
     """Entropy (nats) of the distribution that each token of a padded batch was drawn from, by one packed forward.
 
+    The model runs in evaluation mode, as where answers are scored: dropout and noise of training have no part in it.
+
     Args:
         model: as in `packed_logprobs`.
         prompt_ids, prompt_mask, completion_ids, completion_mask: as in `counterfactual_credit`.
@@ -88,7 +110,7 @@ def token_entropies(
         [row[kept.bool()].cpu() for row, kept in zip(ids, mask, strict=True)]
         for ids, mask in ((prompt_ids, prompt_mask), (completion_ids, completion_mask))
     )
-    with torch.no_grad():
+    with evaluation_mode(causal_lm(model)):
         _, found = packed_logprobs(
             model, prompts, completions, temperature=temperature, return_entropy=True, token_budget=token_budget
         )
@@ -98,16 +120,41 @@ def token_entropies(
     return padded
 
 
+def weighed_text(tokenizer: Any, token_ids: Tensor, values: Tensor, plain: float) -> str:
+    """Describe which tokens of a completion were weighed, for a table that people read.
+
+    Args:
+        tokenizer: the one that sampled the ids.
+        token_ids: (T,) int64.
+        values: (T,) float, what each token was given.
+        plain: what a token is given that was not weighed; such tokens are left out.
+
+    Returns:
+        Runs of neighbours of one value, each with that value behind it: "3 + 4 = 7. (4.00) | #### 7 (1.50)".
+    """
+    found = []
+    kept, counts = values.unique_consecutive(return_counts=True)
+    for value, run in zip(kept.tolist(), token_ids.split(counts.tolist()), strict=True):
+        if value != plain:
+            found.append(f"{tokenizer.decode(run).strip()} ({value:.2f})")
+    return " | ".join(found)
+
+
 def pad_rows(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tensor]:
     """Rows of any length as one tensor.
 
     Args:
-        rows: B tensors of one dtype, 1-D each; an empty list is an error of PyTorch's.
+        rows: B tensors of one dtype, 1-D each, at least one.
         side: where padding goes, `right` or `left`.
 
     Returns:
         (B, longest) padded with 0, and the mask (B, longest) of what is real, both in the rows' dtype.
+
+    Raises:
+        ValueError: there are no rows.
     """
+    if not len(rows):
+        raise ValueError("rows: the batch is empty; expected at least one tensor")
     ids, mask = (
         torch.nn.utils.rnn.pad_sequence(list(tensors), batch_first=True, padding_side=side)
         for tensors in (rows, [torch.ones_like(row) for row in rows])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import CounterfactualConfig, policy_loss
 from . import require
-from .credit import credit_rows, pad_rows, service_obstacles
+from .credit import Draws, credit_rows, pad_rows, service_obstacles
 
 OLDEST = "0.11.2"
 
@@ -122,7 +122,8 @@ class CounterfactualMixin(_Maker):
 
     Answers are scored at the rollout temperature, which OpenRLHF's actor divides its logits by. `credit/*` goes
     into `experience.info` and so into OpenRLHF's log. No model is refused: answers are scored by OpenRLHF's own
-    log-probs.
+    log-probs. What credit draws (random weights) follows from the seed and `global_step`, which a trainer sets before
+    each step, so that a resumed run draws what the run it resumes would have; `trainer_with_credit` does.
 
     Args:
         *args, **kwargs: the experience maker's own.
@@ -142,7 +143,8 @@ class CounterfactualMixin(_Maker):
         require("openrlhf", OLDEST)
         super().__init__(*args, **kwargs)
         self.counterfactual = counterfactual or CounterfactualConfig()
-        self._credit_generator = torch.Generator().manual_seed(self.args.train.seed)
+        self._draws = Draws(self.args.train.seed)
+        self.global_step = 0
         if self.counterfactual.mode == "uniform":
             return
         _refuse_estimator(self.counterfactual, self.args.rollout.n_samples_per_prompt)
@@ -185,7 +187,7 @@ class CounterfactualMixin(_Maker):
             [row.advantages for row in rows],
             self._logprobs,
             config=self.counterfactual,
-            generator=self._credit_generator,
+            generator=self._draws.of(self.global_step),
             groups=index // self.args.rollout.n_samples_per_prompt,  # OpenRLHF counts samples in the order of prompts
             rewards=torch.cat([experience.rewards for experience in experiences]),
         )
@@ -294,6 +296,10 @@ def trainer_with_credit(config: CounterfactualConfig) -> Any:
                 self.tokenizer,
                 counterfactual=config,
             )
+
+        def train_step(self, rollout_samples: Any, global_step: int) -> Any:
+            self.experience_maker.global_step = global_step
+            return super().train_step(rollout_samples, global_step)
 
     return ray.remote(CounterfactualPPOTrainer)
 

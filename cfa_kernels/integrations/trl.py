@@ -6,13 +6,14 @@ training model, and multiplied into the advantages. From there on TRL's own loss
 """
 
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from packaging.version import Version
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ from ..losses import LOSS_TYPES
 from ..proof import prove_head, prove_supported
 from ..recurrent import has_cells
 from . import require
-from .credit import credited_advantages, token_entropies
+from .credit import Draws, credited_advantages, token_entropies, weighed_text
 from .trl_losses import (
     accept_policy_loss,
     loss_of_hidden_states,
@@ -53,6 +54,11 @@ _FIGURES = (
     *("credit/weight_mean", "credit/weight_std", "credit/scored_fraction", "credit/spans_mean", "credit/drop_mean"),
     *("credit/drop_min", "credit/distractor_fraction", "credit/tokens_fed", "credit/forwards", "credit/seconds"),
     *("credit/added_abs_mean", "credit/added_fraction"),
+)
+
+_NO_DROPOUT = (
+    "attention_dropout=0 in the model's config ends that of the attention, lora_dropout=0 that of LoRA (TRL's "
+    "ModelConfig sets 0.05), disable_dropout=True the rest"
 )
 
 # These modes assign credit without a look at the model.
@@ -115,7 +121,7 @@ class CounterfactualMixin(_Trainer):
         super().__init__(*args, **kwargs)
         self.counterfactual = counterfactual or CounterfactualConfig()
         self.fused_loss, self.packed_loss, self.log_entropy = fused_loss, packed_loss, log_entropy
-        self._credit_generator = torch.Generator().manual_seed(self.args.seed + self.accelerator.process_index)
+        self._draws = Draws(self.args.seed, self.accelerator.process_index)
         if self.counterfactual.mode != "uniform":
             _refuse("counterfactual credit", _credit_obstacles(self))
         if fused_loss:
@@ -124,7 +130,7 @@ class CounterfactualMixin(_Trainer):
             _refuse("packed_loss=True", _packing_obstacles(self))
         if self._own_loss:
             accept_policy_loss(causal_lm(self.accelerator.unwrap_model(self.model)))
-        self._model_is_proven = False
+        self._model_is_proven = self._has_warned = False
         if self._model_is_placed():
             self._prove_model()
 
@@ -155,6 +161,7 @@ class CounterfactualMixin(_Trainer):
                     try:
                         prove(causal_lm(model))
                     except NotImplementedError as error:
+                        remedy = f"{_NO_DROPOUT}; or {remedy}" if "dropout" in str(error) else remedy
                         raise NotImplementedError(f"{error}; {remedy}") from error
         self._model_is_proven = True
 
@@ -167,6 +174,8 @@ class CounterfactualMixin(_Trainer):
             what = self._own_loss or "counterfactual credit"
             raise NotImplementedError(f"{what} cannot be combined with images (pixel_values)")
         if not credited:
+            if self.counterfactual.mode != "uniform":  # the table is filled in evaluation too
+                self._log_weighed([None] * len(output["completion_ids"]))
             return output
         start = time.perf_counter()
         rewards = self._own_rewards(len(output["advantages"]))
@@ -181,17 +190,60 @@ class CounterfactualMixin(_Trainer):
                 )
             credit = counterfactual_credit(
                 model,
-                getattr(self.processing_class, "tokenizer", self.processing_class),
+                self._tokenizer_of_ids,
                 *batch,
                 advantages=output["advantages"],
                 config=self.counterfactual,
-                generator=self._credit_generator,
+                generator=self._draws.of(self.state.global_step),
                 rewards=rewards,
                 entropies=entropies,
             )
         self._log_credit(credit, _loss_mask(output), time.perf_counter() - start)
+        self._warn_of_no_credit(credit, output)
+        if self.log_completions:
+            self._log_weighed(self._weighed(credit, output))
         output["advantages"] = credited_advantages(output["advantages"], credit)
         return output
+
+    @property
+    def _tokenizer_of_ids(self) -> Any:
+        return getattr(self.processing_class, "tokenizer", self.processing_class)
+
+    def _warn_of_no_credit(self, credit: Credit, output: dict[str, Any]) -> None:
+        """Warn once where no completion that has an advantage got credit: training is then TRL's, weights of 1."""
+        due = (output["advantages"] != 0).nonzero().flatten().tolist()
+        if self._has_warned or not due or self.counterfactual.mode in _UNSCORED or any(credit.spans):
+            return
+        self._has_warned = True
+        if any(answer is not None for answer in credit.answers):
+            reason = "answers were found, but no span before them; see CounterfactualConfig's detector and units"
+        else:
+            ids = output["completion_ids"][due[0]][output["completion_mask"][due[0]].bool()]
+            reason = (
+                "no answer was found. Answers are read behind ####, in \\boxed{} and behind words such as 'the answer "
+                "is'; for others give CounterfactualConfig(answer_format=...) or answer_fallback='last_number'. The "
+                f"first of these completions ends with {self._tokenizer_of_ids.decode(ids)[-60:]!r}"
+            )
+        warnings.warn(
+            f"credit/scored_fraction is 0: of {len(due)} completions with an advantage none got credit, and their "
+            f"tokens weigh 1: {reason}",
+            stacklevel=2,
+        )
+
+    def _weighed(self, credit: Credit, output: dict[str, Any]) -> list[str]:
+        """The weighed tokens of each completion and their weights, or, where credit is signed, their advantages."""
+        plain = torch.ones(len(credit.weights)) if credit.advantages is None else output["advantages"]
+        values = credit.weights if credit.advantages is None else credit.advantages
+        real = output["completion_mask"].bool()
+        return [
+            weighed_text(self._tokenizer_of_ids, ids[kept], row[kept], float(usual))
+            for ids, kept, row, usual in zip(output["completion_ids"], real, values, plain, strict=True)
+        ]
+
+    def _log_weighed(self, texts: Sequence[str | None]) -> None:
+        """Put a column `weighed` into TRL's table of completions, which has a row for each of every process."""
+        if self.log_completions and "extra" in self._logs:
+            self._logs["extra"]["weighed"].extend(gather_object(list(texts)))
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         self._rewards_by_function = super()._calculate_rewards(*args, **kwargs)
@@ -200,6 +252,11 @@ class CounterfactualMixin(_Trainer):
     def _own_rewards(self, rows: int) -> Tensor:
         """This process's weighted rewards, (rows,); nan where no function gave any."""
         given = self._rewards_by_function
+        if len(given) != rows * self.accelerator.num_processes:
+            raise ValueError(
+                f"rewards: {len(given)} completions were rewarded and {rows * self.accelerator.num_processes} are "
+                f"trained on; credit cannot tell which, so {type(self).__name__} must keep every completion"
+            )
         rewards = (given * self.reward_weights.to(given.device)).nansum(1)
         rewards = rewards.masked_fill(given.isnan().all(1), float("nan"))
         first = self.accelerator.process_index * rows
@@ -355,9 +412,10 @@ def _fusion_obstacles(trainer: Any) -> Iterator[str]:
         yield f"TRL {_TRL}: it normalises losses in another way than TRL 1.10 and later"
     if trainer.loss_type not in LOSS_TYPES:
         yield f"loss_type={trainer.loss_type!r}: it is none of {', '.join(LOSS_TYPES)}"
-    loss = super(CounterfactualMixin, trainer)._compute_loss
-    if getattr(loss, "__func__", None) is not GRPOTrainer._compute_loss:
-        yield f"{type(trainer).__name__}: it has a loss of its own (_compute_loss), which would not run"
+    for what, name in (("a loss", "_compute_loss"), ("log-probs", "_get_per_token_logps_and_entropies")):
+        method = getattr(super(CounterfactualMixin, trainer), name)
+        if getattr(method, "__func__", None) is not getattr(GRPOTrainer, name):
+            yield f"{type(trainer).__name__}: it has {what} of its own ({name}), which would not run"
     if _computes_ligers_loss(trainer):
         yield f"use_liger_kernel=True in TRL {_TRL}: it computes Liger's loss instead; not so in TRL 1.14"
     if args.top_entropy_quantile < 1.0:
@@ -367,7 +425,8 @@ def _fusion_obstacles(trainer: Any) -> Iterator[str]:
     if getattr(trainer, "entropy_coef", 0.0) or getattr(trainer, "use_adaptive_entropy", False):
         yield f"an entropy bonus (entropy_coef={trainer.entropy_coef})"
     if getattr(trainer, "aux_loss_enabled", False):
-        yield "the auxiliary loss of a mixture of experts"
+        usual = f" (None takes the model's {trainer.router_aux_loss_coef})" if args.router_aux_loss_coef is None else ""
+        yield f"the auxiliary loss of a mixture of experts: set router_aux_loss_coef=0.0{usual}"
     for how in _splits_of_the_model(trainer):
         yield f"{how}, which may split the head"
     if _zero_stage(trainer) == 3:
@@ -379,6 +438,11 @@ def _fusion_obstacles(trainer: Any) -> Iterator[str]:
 def _packing_obstacles(trainer: Any) -> Iterator[str]:
     yield from _fusion_obstacles(trainer)
     args = trainer.args
+    if args.neftune_noise_alpha:
+        yield (
+            f"neftune_noise_alpha={args.neftune_noise_alpha}: completions that share a prompt would share its noise; "
+            "leave it out"
+        )
     if not args.gradient_checkpointing:
         return
     model = causal_lm(trainer.accelerator.unwrap_model(trainer.model))

@@ -61,6 +61,7 @@ def loss_of_hidden_states(
         )
 
 
+@torch.compiler.disable  # a tree has its own shape in each micro-batch and is laid out on the host
 def loss_of_packed_rows(
     model: PreTrainedModel, *, inputs: dict[str, Any], options: dict[str, Any], head_in_float32: bool
 ) -> LossAndMetrics:

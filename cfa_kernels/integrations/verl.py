@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import CounterfactualConfig, policy_loss
 from . import require
-from .credit import credit_rows, service_obstacles
+from .credit import Draws, credit_rows, service_obstacles
 
 OLDEST = "0.9.1"
 _VERL = require("verl", OLDEST)
@@ -152,14 +152,14 @@ class CounterfactualMixin(_Trainer):
     tokenizer: Any
     processor: Any
     actor_rollout_wg: Any
+    global_steps: int
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.counterfactual = credit_config(config)
         if self.counterfactual.mode != "uniform":
             _refuse(config)
         super().__init__(config, *args, **kwargs)
-        seed = config.actor_rollout_ref.actor.data_loader_seed
-        self._credit_generator = torch.Generator().manual_seed(seed or 0)
+        self._draws = Draws(config.actor_rollout_ref.actor.data_loader_seed or 0)
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()
@@ -191,7 +191,7 @@ class CounterfactualMixin(_Trainer):
             advantages,
             self._logprobs,
             config=self.counterfactual,
-            generator=self._credit_generator,
+            generator=self._draws.of(self.global_steps),
             groups=_siblings(batch.keys, prompts),
             rewards=_session_rewards(batch.keys, scores),
             entropies=entropies,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from cfa_kernels import CounterfactualConfig, counterfactual_credit
-from cfa_kernels.integrations.credit import credited_advantages, token_entropies
+from cfa_kernels.integrations.credit import Draws, credited_advantages, token_entropies
 from tests.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 PROMPTS = [[3, 4, 5]] * 3 + [[9, 5, 10, 7]] * 3
@@ -62,7 +62,7 @@ def credited(advantages: Tensor, options: dict[str, object], temperature: float 
         *batch,
         advantages=advantages,
         config=config,
-        generator=torch.Generator().manual_seed(0),
+        generator=Draws(0).of(0),
         rewards=torch.tensor(REWARDS),
         entropies=entropies,
     )

@@ -76,6 +76,8 @@ def test_rows_are_padded_on_the_side_asked_for():
     left, right = pad_rows(rows, "left"), pad_rows(rows)
     assert [tensor.tolist() for tensor in left] == [[[0, 5], [6, 7]], [[0, 1], [1, 1]]]
     assert [tensor.tolist() for tensor in right] == [[[5, 0], [6, 7]], [[1, 0], [1, 1]]]
+    with pytest.raises(ValueError, match="rows: the batch is empty; expected at least one tensor"):
+        pad_rows([])
 
 
 @pytest.mark.parametrize(

@@ -301,6 +301,40 @@ def test_random_weights_come_from_the_seed_and_ask_for_nothing(build, openrlhf):
     assert not torch.equal(advantages(1), advantages(2))
 
 
+def test_a_resumed_step_draws_what_it_would_have_drawn_without_the_break(monkeypatch):
+    """OpenRLHF need not be there: what is drawn follows from its seed and step only."""
+    monkeypatch.setattr(integration, "require", lambda *args: None)
+
+    class Host:
+        def __init__(self) -> None:
+            self.args, self.tokenizer = settings(), tiny_tokenizer()
+
+        def compute_advantages_and_returns(self, made: list[Any]) -> list[Any]:
+            return made
+
+    def experience() -> SimpleNamespace:
+        ids = torch.tensor([PROMPTS[0] + completions()[0]])
+        actions = torch.ones(1, ids.shape[1] - 1)
+        actions[:, : len(PROMPTS[0]) - 1] = 0
+        return SimpleNamespace(
+            sequences=ids, attention_mask=torch.ones_like(ids), action_mask=actions,
+            advantages=torch.ones_like(actions), rewards=torch.ones(1), index=[0], info={}, mm_train_inputs=None,
+        )  # fmt: skip
+
+    def drawn(*steps: int) -> list[Tensor]:
+        maker = type("Maker", (CounterfactualMixin, Host), {})(counterfactual=CounterfactualConfig(mode="random"))
+        found = []
+        for step in steps:
+            maker.global_step = step
+            found += [made.advantages for made in maker.compute_advantages_and_returns([experience()])]
+        return found
+
+    first, second, third = drawn(0, 0, 1)
+    assert torch.equal(drawn(1)[0], third)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, third)
+
+
 def test_images_are_refused_where_there_is_credit(build, openrlhf):
     def with_images() -> list[Any]:
         made = experiences(openrlhf)

@@ -110,6 +110,9 @@ def test_loss_and_gradients_are_those_of_trls_padded_batch(pair, monkeypatch, lo
         {"epsilon_low": 0.01, "epsilon_high": 3.0},
         {"use_vllm": True, "vllm_importance_sampling_correction": True},
         {"args.delta": 1.5},
+        {"args.delta": 0.9},
+        {"beta": 0.1, "args.use_bias_correction_kl": True},
+        {"loss_type": "sapo", "args.sapo_temperature_pos": 0.5, "args.sapo_temperature_neg": 2.0},
     ],
     ids=str,
 )

@@ -69,7 +69,7 @@ def train_part(processes: int, out: Path) -> dict[str, Any]:
         )  # fmt: skip
         trainer.train()
         log = [entry for entry in trainer.state.log_history if "credit/tokens_fed" in entry]
-        drawn = trainer.accelerator.gather(torch.rand(1, generator=trainer._credit_generator))
+        drawn = trainer.accelerator.gather(torch.rand(1, generator=trainer._draws.of(0)))
         results[loss] = {"state": parameters(trainer), "log": log, "processes": len(drawn), "drawn": drawn}
     return results
 
@@ -99,6 +99,7 @@ def test_two_processes_train_as_one(processes, tmp_path):
     alone = train_part(1, tmp_path)
     for process in started:
         process.join(timeout=600)
+        process.kill()  # one that has ended keeps its exit code
     assert [process.exitcode for process in started] == [0, 0]
     together = torch.load(tmp_path / "two.pt", weights_only=False)
     for loss in LOSSES:

@@ -17,7 +17,7 @@ integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is
 
 from accelerate.utils import DistributedType  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
+from peft import LoraConfig, PromptTuningConfig, get_peft_model  # noqa: E402
 from transformers import (  # noqa: E402
     BambaConfig,
     BambaForCausalLM,
@@ -158,7 +158,7 @@ def adapter_with_dropout() -> Any:
 
 PACKING: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "an adapter's dropout": ({}, {"model": adapter_with_dropout}, GRPOTrainer, None,
-                             r"has dropout 0.1 in .*lora_dropout.*leave out packed_loss=True"),
+                             r"has dropout 0.1 in .*lora_dropout=0 that of LoRA.*or leave out packed_loss=True"),
     "attention dropout": ({}, {"model": lambda: tiny_model(attention_dropout=0.1)}, GRPOTrainer, None,
                           r"draws at random .*attention_dropout=0.*leave out packed_loss=True"),
     "a loss of routers": ({}, {"model": lambda: Routed(tiny_model().config)}, GRPOTrainer, None,
@@ -228,6 +228,16 @@ def test_what_cannot_be_trained_packed_is_refused_at_construction_and_trains_oth
     with pytest.raises(NotImplementedError, match=message):
         build(with_mixin(base), trainer=uniform | {"packed_loss": True}, **options)
     build(with_mixin(base), trainer=uniform | {"fused_loss": True}, **options)
+
+
+@fuses
+@pytest.mark.parametrize("given", [{}, {"fused_loss": True}, {"packed_loss": True}], ids=str)
+def test_prompt_tuning_is_refused_with_credit_and_with_either_loss(build, given):
+    model = get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    credit = UNIFORM if given else CounterfactualConfig()
+    with pytest.raises(NotImplementedError, match="PROMPT_TUNING adds virtual prompt tokens; use plain LoRA"):
+        build(trainer=given | {"model": model, "counterfactual": credit})
+    build(trainer={"model": model, "counterfactual": UNIFORM})
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from verl.workers.engine.fsdp import transformer_impl  # noqa: E402
 from verl.workers.engine_workers import TrainingWorker  # noqa: E402
 
 import cfa_kernels.integrations.verl as integration  # noqa: E402
+from cfa_kernels.integrations.credit import Draws  # noqa: E402
 from cfa_kernels.integrations.verl import CounterfactualMixin  # noqa: E402
 
 
@@ -111,7 +112,7 @@ def build(config: Any, workers: Workers | None, trainer: type = PPOTrainerSync, 
     built = object.__new__(Trainer)
     built.config, built.tokenizer, built.actor_rollout_wg = config, tiny_tokenizer(), workers
     built.counterfactual = CounterfactualConfig(**credit)
-    built._credit_generator = torch.Generator().manual_seed(0)
+    built._draws, built.global_steps = Draws(0), 0
     return built
 
 
@@ -399,7 +400,7 @@ def test_a_trainer_reads_its_configuration_and_refuses_before_anything_starts(co
 
     trainer = make(counterfactual={"w_max": 3.0}, actor_rollout_ref={"actor": {"data_loader_seed": 5}})
     assert trainer.counterfactual == CounterfactualConfig(w_max=3.0)
-    assert trainer._credit_generator.initial_seed() == 5
+    assert trainer._draws.key == (5, 0)
     with pytest.raises(NotImplementedError, match="use_kl_in_reward"):
         make(algorithm={"use_kl_in_reward": True})
     with pytest.raises(TypeError, match="w_most"):

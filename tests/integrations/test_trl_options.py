@@ -1,0 +1,155 @@
+"""Every option of TRL's configuration: the losses give what TRL's gives, refuse it, or are not touched by it."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cfa_kernels import CounterfactualConfig
+
+integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
+
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+from tests.integrations.trl_training import build, fuses, logged, parameters, rollouts  # noqa: E402
+from tests.tiny import PHRASES, WORDS, tiny_model  # noqa: E402
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), fuses]
+UNIFORM = CounterfactualConfig(mode="uniform")
+
+# Tests compare the losses with TRL's under these: here, in test_trl_packed.py, test_trl_fused.py and test_losses.py.
+EQUAL = {
+    "beta", "cast_lm_head_to_fp32", "delta", "disable_dropout", "epsilon", "epsilon_high", "importance_sampling_level",
+    "loss_type", "mask_truncated_completions", "max_completion_length", "num_iterations", "pad_to_multiple_of",
+    "router_aux_loss_coef", "sapo_temperature_neg", "sapo_temperature_pos", "steps_per_generation", "temperature",
+    "use_bias_correction_kl", "vllm_importance_sampling_correction",
+}  # fmt: skip
+# Refused by name, or only read where something is that is refused: vespo, an entropy bonus, masks.
+REFUSED = {
+    "entropy_coef", "entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target",
+    "ds3_gather_for_generation", "off_policy_mask_threshold", "top_entropy_quantile", "use_adaptive_entropy",
+    "vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos",
+}  # fmt: skip
+# TRL has used these up before the loss is asked for: sampling, rewards, advantages, the reference, ratios, the log.
+BEFORE = {
+    "cache_implementation", "chat_template_kwargs", "generation_batch_size", "generation_kwargs", "log_completions",
+    "log_completions_hub_repo", "log_multimodal", "log_unique_prompts", "max_tool_calling_iterations", "min_p",
+    "model_init_kwargs", "multi_objective_aggregation", "num_completions_to_print", "num_generations",
+    "num_generations_eval", "ref_model_mixup_alpha", "ref_model_sync_steps", "repetition_penalty", "reward_weights",
+    "scale_rewards", "shuffle_dataset", "sync_ref_model", "top_k", "top_p", "transformers_continuous_batching_config",
+    "trust_remote_code", "use_transformers_continuous_batching", "use_transformers_paged", "use_vllm",
+}  # fmt: skip
+
+
+def test_every_option_of_trl_is_judged():
+    """A new field of `GRPOConfig` fails here until somebody has looked at what it does to the loss."""
+    assert not EQUAL & REFUSED
+    assert not (EQUAL | REFUSED) & BEFORE
+    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
+    own = {field.name for field in dataclasses.fields(GRPOConfig)} - inherited
+    sampling = {name for name in own if name.startswith("vllm_") and name not in EQUAL}
+    assert own - sampling - EQUAL - REFUSED - BEFORE == set()
+
+
+def truncated(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """Rollouts of which every fourth has no end, a tool's tokens among them."""
+    made = rollouts(prompts, trainer)
+    for i in range(0, len(prompts), 4):
+        for name in ("completion_ids", "logprobs", "env_mask"):
+            made[name][i] = made[name][i][:4]
+    return made
+
+
+@pytest.mark.parametrize("loss", ["packed_loss", "fused_loss"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cast_lm_head_to_fp32": True},
+        {"pad_to_multiple_of": 8, "loss_type": "dr_grpo"},
+        {"mask_truncated_completions": True, "rollout_func": truncated},
+        {"disable_dropout": True, "model": lambda: tiny_model(attention_dropout=0.0)},
+        {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"},
+        {"activation_checkpointing": True},
+        {"num_iterations": 2, "delta": 1.5, "max_steps": 2},
+    ],
+    ids=str,
+)
+def test_training_is_trls_under(train, options, loss):
+    options = dict(options)
+    names = {field.name for field in dataclasses.fields(GRPOConfig)}
+    given = {name: options.pop(name) for name in ("rollout_func", "model") if name in options}
+    if missing := options.keys() - names:
+        pytest.skip(f"this TRL has no {missing}")
+    made = given.pop("model", tiny_model)
+    settings = {"optim": "sgd", "learning_rate": 0.3} | options
+    stock = train(GRPOTrainer, trainer=given | {"model": made()}, **settings)
+    ours = train(trainer=given | {"model": made(), "counterfactual": UNIFORM, loss: True}, **settings)
+    start = parameters(SimpleNamespace(model=made()))
+    for name, value in parameters(stock).items():
+        torch.testing.assert_close(parameters(ours)[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    assert any(not torch.equal(value, start[name]) for name, value in parameters(stock).items())
+    assert logged(ours, "loss") == pytest.approx(logged(stock, "loss"), rel=1e-4, abs=1e-6)
+
+
+def test_noise_in_the_embeddings_is_refused_for_packs_and_stays_trls_for_the_fused_loss(train, tmp_path):
+    options = {"neftune_noise_alpha": 5.0, "optim": "sgd", "learning_rate": 0.3}
+    with pytest.raises(
+        NotImplementedError, match=r"packed_loss=True cannot be .* neftune_noise_alpha=5.0: completions"
+    ):
+        build(str(tmp_path), trainer={"packed_loss": True}, **options)
+    stock, fused = (
+        train(GRPOTrainer, **options),
+        train(trainer={"counterfactual": UNIFORM, "fused_loss": True}, **options),
+    )
+    for name, value in parameters(stock).items():
+        torch.testing.assert_close(parameters(fused)[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    assert logged(fused, "grad_norm") == pytest.approx(logged(stock, "grad_norm"), rel=1e-4)
+
+
+def test_noise_and_dropout_of_training_have_no_part_in_credit(train):
+    """`entropy` asks the model in training, as TRL leaves it, and reads what the other estimators would."""
+    given = {"counterfactual": CounterfactualConfig(estimator="entropy"), "rollout_func": rollouts}
+    plain = train(trainer=given)
+    for noisy in ({"neftune_noise_alpha": 5.0}, {"model": tiny_model(attention_dropout=0.5)}):
+        model = {name: noisy.pop(name) for name in ("model",) if name in noisy}
+        assert logged(train(trainer=given | model, **noisy), "credit/drop_mean") == logged(plain, "credit/drop_mean")
+
+
+def experts() -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(WORDS) + len(PHRASES), hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4,
+        num_experts_per_tok=2, router_aux_loss_coef=0.001, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config)
+
+
+@pytest.mark.skipif(not hasattr(GRPOConfig, "router_aux_loss_coef"), reason="this TRL has no router_aux_loss_coef")
+@pytest.mark.parametrize("loss", ["packed_loss", "fused_loss"])
+def test_a_mixture_of_experts_is_told_how_to_switch_its_auxiliary_loss_off(train, tmp_path, loss):
+    given = {"counterfactual": UNIFORM, loss: True}
+    for options, usual in (({}, r" \(None takes the model's 0.001\)$"), ({"router_aux_loss_coef": 0.01}, "$")):
+        with pytest.raises(NotImplementedError, match=f"mixture of experts: set router_aux_loss_coef=0.0{usual}"):
+            build(str(tmp_path), trainer=given | {"model": experts()}, **options)
+    settings = {"router_aux_loss_coef": 0.0, "optim": "sgd", "learning_rate": 0.3}
+    stock = train(GRPOTrainer, trainer={"model": experts()}, **settings)
+    ours = train(trainer=given | {"model": experts()}, **settings)
+    for name, value in parameters(stock).items():
+        torch.testing.assert_close(parameters(ours)[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_log_probs_of_a_trainers_own_are_refused_as_they_would_not_be_used(tmp_path):
+    class Other(GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    cls = type("CounterfactualOther", (integration.CounterfactualMixin, Other), {})
+    build(str(tmp_path), cls, trainer={"counterfactual": UNIFORM})
+    for loss in ("packed_loss", "fused_loss"):
+        message = r"Other: it has log-probs of its own \(_get_per_token_logps_and_entropies\), which would not run"
+        with pytest.raises(NotImplementedError, match=message):
+            build(str(tmp_path), cls, trainer={"counterfactual": UNIFORM, loss: True})

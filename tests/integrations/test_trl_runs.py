@@ -1,0 +1,173 @@
+"""Whole runs of TRL with credit: resumed, compiled, and what they tell the people who started them."""
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+import torch
+
+from cfa_kernels import CounterfactualConfig
+
+integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
+
+from trl import GRPOTrainer  # noqa: E402
+
+from cfa_kernels.integrations.credit import Draws, weighed_text  # noqa: E402
+from tests.integrations.trl_training import (  # noqa: E402
+    build,
+    fuses,
+    logged,
+    parameters,
+    record_generations,
+    rollouts,
+)
+from tests.tiny import PHRASES, tiny_tokenizer  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+UNIFORM = CounterfactualConfig(mode="uniform")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CounterfactualConfig(mode="random"),
+        CounterfactualConfig(estimator="gradient", sigma=0.5),
+        CounterfactualConfig(fill="resampled"),
+    ],
+    ids=["random", "gradient", "resampled"],
+)
+def test_a_resumed_run_draws_what_the_run_it_resumes_would_have(tmp_path, config):
+    def run(steps: int, checkpoint: str | None = None) -> tuple[Any, list[torch.Tensor]]:
+        recorded, record = record_generations()
+        options = {"save_strategy": "steps", "save_steps": 2, "max_steps": steps, "gradient_accumulation_steps": 2}
+        options |= {"steps_per_generation": 1, "lr_scheduler_type": "constant"}
+        trainer = build(str(tmp_path), recorded, trainer={"counterfactual": config}, **options)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer, [output["advantages"] for _, output, _ in record]
+
+    whole, drawn = run(3)
+    resumed, again = run(3, str(tmp_path / "checkpoint-2"))
+    assert len(drawn) == 6  # two generations in each step
+    assert len(again) == 2
+    assert any(not torch.equal(a, b) for a, b in zip(drawn[:2], drawn[2:4], strict=True))
+    for expected, given in zip(drawn[4:], again, strict=True):
+        assert torch.equal(given, expected)
+    for expected, given in zip(parameters(whole).values(), parameters(resumed).values(), strict=True):
+        assert torch.equal(given, expected)
+
+
+def test_what_is_drawn_follows_from_seed_process_step_and_the_batch_within_it():
+    def numbers(draws: Draws, *steps: int) -> list[float]:
+        return [torch.rand((), generator=draws.of(step)).item() for step in steps]
+
+    first = numbers(Draws(1), 0, 0, 1, 2)
+    assert len(set(first)) == 4
+    assert numbers(Draws(1), 1, 2) == first[2:]
+    assert not {*numbers(Draws(2), 0, 0, 1, 2), *numbers(Draws(1, process=1), 0, 0, 1, 2)} & set(first)
+
+
+@fuses
+@pytest.mark.parametrize("loss", ["packed_loss", "fused_loss"])
+def test_a_compiled_model_trains_to_the_same_weights(train, loss):
+    options = {"optim": "sgd", "learning_rate": 0.3}
+    given = {"counterfactual": UNIFORM, loss: True}
+    plain = parameters(train(trainer=given, **options))
+    compiled = train(trainer=given, torch_compile=True, torch_compile_backend="eager", **options)
+    assert hasattr(compiled.model_wrapped, "_orig_mod")
+    for name, value in parameters(compiled).items():
+        torch.testing.assert_close(value, plain[name.removeprefix("_orig_mod.")], rtol=1e-5, atol=1e-7)
+
+
+def without_answers(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """Completions of which none gives an answer in a known form."""
+    made = rollouts(prompts, trainer)
+    return (
+        made
+        | {"completion_ids": [[*row[:3], 1] for row in made["completion_ids"]]}
+        | {name: [row[:4] for row in made[name]] for name in ("logprobs", "env_mask")}
+    )
+
+
+def alternate(completions: list[Any], **kwargs: object) -> list[float]:
+    return [float(i % 2) for i in range(len(completions))]
+
+
+def test_training_without_any_credit_warns_once_and_says_which_answers_are_read(train):
+    given = {"rollout_func": without_answers, "reward_funcs": alternate}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained = train(trainer=given, max_steps=2)
+    said = [str(warning.message) for warning in caught if "credit/scored_fraction" in str(warning.message)]
+    assert logged(trained, "credit/scored_fraction") == [0.0, 0.0]
+    assert len(said) == 1
+    for part in ("of 8 completions with an advantage none", "####", r"\boxed{}", "answer_format", "So we add them up."):
+        assert part in said[0], part
+
+
+@pytest.mark.parametrize("config", [CounterfactualConfig(), UNIFORM, CounterfactualConfig(mode="random")], ids=str)
+def test_where_there_is_credit_or_none_is_wanted_nothing_is_warned_of(train, config):
+    given = {"counterfactual": config} | ({} if config.mode == "counterfactual" else {"rollout_func": without_answers})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(trainer=given)
+    assert not [warning for warning in caught if "credit/scored_fraction" in str(warning.message)]
+
+
+def test_the_table_of_completions_shows_which_tokens_were_weighed(tmp_path):
+    trainer = build(str(tmp_path), log_completions=True, max_steps=2)
+    trainer.train()
+    table = pandas.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
+    assert len(table["weighed"]) == len(table["completion"]) == 8
+    scored = [(text, shown) for text, shown in zip(table["completion"], table["weighed"], strict=True) if shown]
+    assert scored
+    for text, shown in scored:
+        for run in shown.split(" | "):
+            phrase = re.fullmatch(r"(.*) \(\d+\.\d\d\)", run)[1]
+            assert phrase in text
+    assert any("#### 7 (1.50)" in shown or "#### 5 (1.50)" in shown for _, shown in scored)
+
+
+def test_weighed_tokens_are_shown_in_runs_of_one_value():
+    tokenizer = tiny_tokenizer()
+    ids = torch.tensor([tokenizer.get_vocab()[text] for text in (*PHRASES[:3], PHRASES[4])])
+    assert weighed_text(tokenizer, ids, torch.tensor([4.0, 4.0, 1.0, 1.5]), 1.0) == (
+        "3 + 4 = 7. 7 - 2 = 5. (4.00) | #### 7 (1.50)"
+    )
+    assert weighed_text(tokenizer, ids, torch.ones(4), 1.0) == ""
+
+
+DOCUMENTED = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
+
+
+@fuses
+def test_the_page_names_what_is_logged_and_no_more(train, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
+    named = {name for name in DOCUMENTED.findall(page) if name.startswith(("credit/", "packed/"))}
+    found, computed = set[str](), set[str]()
+    figures = integration.Credit.metrics
+
+    def metrics(credit: Any, *args: Any) -> dict[str, float]:
+        made = figures(credit, *args)
+        computed.update(made)
+        return made
+
+    monkeypatch.setattr(integration.Credit, "metrics", metrics)
+    for config in (CounterfactualConfig(), CounterfactualConfig(estimator="prefix_tree")):
+        trained = train(trainer={"counterfactual": config, "packed_loss": True})
+        found |= {name for entry in trained.state.log_history for name in entry}
+    assert named == {name for name in found if name.startswith(("credit/", "packed/"))}
+    assert computed - found == set()
+
+
+def test_a_trainer_that_drops_completions_is_told_that_rewards_no_longer_fit(train):
+    class Half(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            output = super()._generate_and_score_completions(inputs)
+            return {name: value[: len(value) // 2] if value.dim() else value for name, value in output.items()}
+
+    cls = type("Filtered", (integration.CounterfactualMixin, Half), {})
+    with pytest.raises(ValueError, match=r"rewards: 8 completions were rewarded and 4 are trained on.*Filtered must"):
+        train(cls)
