@@ -333,18 +333,18 @@ def test_a_method_without_ranks_has_correlation_zero_and_constant_truths_are_lef
 @pytest.mark.parametrize("truth", ["direct", "total"])
 def test_random_scores_of_planted_truths_have_expectation_one_half_and_honest_intervals(truth):
     """Of 100 draws 95 % of the bootstrap intervals hold 0.5; one draw only may well miss it, as 0.45 did."""
-    problems = list(itertools.islice(generate("test", 0), 40))
+    problems = list(itertools.islice(generate("test", 0), 120))
     truths = [[bool(getattr(unit, truth)) for unit in problem.units] for problem in problems]
     rng, found = random.Random(0), []
     for _ in range(100):
         pairs = [ordered_pairs([rng.random() for _ in row], row) for row in truths]
-        found.append(bootstrap_interval(position_free_auroc, pairs, draws=80))
+        found.append(bootstrap_interval(position_free_auroc, pairs, draws=120))
     spread = statistics.stdev(one.value for one in found)
     assert abs(statistics.fmean(one.value for one in found) - 0.5) < 3 * spread / len(found) ** 0.5
-    assert 0.88 <= statistics.fmean(one.low <= 0.5 <= one.high for one in found) <= 0.99
+    assert 0.9 <= statistics.fmean(one.low <= 0.5 <= one.high for one in found) <= 0.99
     # What is reported in their place: the mean of many draws, and where 95 % of them fall.
     reported = chance(ordered_pairs, position_free_auroc, truths)
-    assert abs(reported.value - 0.5) < 0.015
+    assert abs(reported.value - 0.5) < 0.01
     assert reported.high - reported.low == pytest.approx(4 * spread, rel=0.25)
 
 
