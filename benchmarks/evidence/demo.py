@@ -50,13 +50,13 @@ def run(folder: Path, settings: Settings, head: dict[str, Any], results: Path) -
     train(set_up(_config(*flags, f"--log_completions={settings.log_completions}", f"--output_dir={done}")))
     lines = [json.loads(line) for line in (done / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     evaluations = [{"step": one["step"], "accuracy": one["eval_accuracy"]} for one in lines if "eval_accuracy" in one]
+    said = "; ".join(f"{one['accuracy']:.1%} after step {one['step']}" for one in evaluations)
+    note = f"Held-out accuracy, {settings.eval_problems} problems, greedy: {said}."
+    written = _write(done, results / "evidence-analysis", head | {"evaluations": evaluations}, note, picture=True)
     judged = folder / "judged.jsonl"
     policy = set_up(_config(*flags, f"--model={done / 'checkpoint'}"))
     samples = judge(policy, settings.problems, NAMES, flags)
     judged.write_text("".join(json.dumps(sample) + "\n" for sample in samples), encoding="utf-8")
-    said = "; ".join(f"{one['accuracy']:.1%} after step {one['step']}" for one in evaluations)
-    note = f"Held-out accuracy, {settings.eval_problems} problems, greedy: {said}."
-    written = _write(done, results / "evidence-analysis", head | {"evaluations": evaluations}, note, picture=True)
     note = (
         f"{len(samples)} completions with an advantage, of {settings.problems} problems, sampled by that run's policy."
     )
