@@ -1,7 +1,7 @@
 """`python -m benchmarks.credit_cost`: what each estimator of credit costs, beside what a user would run instead.
 
     python -m benchmarks.credit_cost          # cost on real completions; tables beside the other results
-    python -m benchmarks.credit_cost draws    # how many draws of noise the gradient takes
+    python -m benchmarks.credit_cost draws    # how many draws of noise the gradient takes; a table of its own
 
 Every estimator is first held to its definition (`credit_definitions.py`); a wrong answer ends the run without a figure.
 Seconds are those of one processor thread, contenders in turns in one process. Finished pieces are kept in a ledger, so
@@ -11,6 +11,7 @@ that a run broken off goes on where it stopped.
 import argparse
 import itertools
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -25,11 +26,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from benchmarks import credit_definitions as definitions
-from benchmarks.__main__ import describe_environment
 from benchmarks.counting import attention_flops, counted, head_flops, tree_pairs
 from benchmarks.evidence.ledger import Ledger
+from benchmarks.evidence.provenance import describe_source, document_head, made_by
 from benchmarks.evidence.tables import RESULTS, table, write
-from benchmarks.gradient_draws import draws
+from benchmarks.gradient_draws import draws, draws_markdown
 from benchmarks.workloads import Job, gsm8k_job, policy, random_model
 from cfa_kernels import ScoringWork, Span, score_counterfactuals
 from cfa_kernels.gradient_saliency import gradient_saliency
@@ -424,7 +425,7 @@ def markdown(document: Record) -> str:
     rounds = "in one round" if turns == 1 else f"by the median of {turns} rounds"
     lines = [
         "# What credit costs\n",
-        f"Made by `{document['command']}` at commit {document['environment']['commit']}, on one thread of "
+        f"{made_by(document)}, on one thread of "
         f"{machine['name']} ({machine['cores']} cores, shared: load {load:.1f} when this was written). "
         f"Model {settings['model']} with random weights in float32; {job['completions']} completions ({job['source']}) "
         f"of {job['completion_tokens_mean']:.0f} tokens, prompts of {job['prompt_tokens_mean']:.0f}, "
@@ -502,23 +503,24 @@ def main(argv: list[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(given)
     torch.set_num_threads(1)
+    made = describe_source(shlex.join(["python", "-m", "benchmarks.credit_cost", *given]), options.commit)
     if options.what == "draws":
-        print(_plain_table(draws(options.completions, options.sigma)))
-        return 0
+        document: Record = document_head(made) | draws(options.completions, options.sigma)
+        return _told(write(document, draws_markdown(document), options.results, "evidence-draws"))
     settings = Settings(**{one.name: getattr(options, one.name) for one in fields(Settings)})
-    document: Record = {
-        "schema": 1,
-        "command": " ".join(["python -m benchmarks.credit_cost", *given]),
-        "environment": describe_environment(CPU, options.commit),
-    }
+    ledger = Ledger(options.folder / "ledger.jsonl", made, mixed=options.mixed)
     try:
-        document |= run(settings, Ledger(options.folder / "ledger.jsonl"), lambda line: print(line, flush=True))
+        found = run(settings, ledger, lambda line: print(line, flush=True))
     except AssertionError as wrong:
         print(f"error: {wrong}", file=sys.stderr)
         return 1
-    document["load"] = os.getloadavg()[0]
+    document = document_head(made, ledger.used) | found | {"load": os.getloadavg()[0]}
     document["rows"] = compared(document)
-    for path in write(document, markdown(document), options.results, "evidence-cost"):
+    return _told(write(document, markdown(document), options.results, "evidence-cost"))
+
+
+def _told(paths: Sequence[Path]) -> int:
+    for path in paths:
         print(f"== {path}")
     return 0
 
@@ -529,16 +531,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", type=Path, default=Path("runs/cost"), help="of the ledger; default: %(default)s")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the tables")
     parser.add_argument("--commit", help="what to record where git cannot tell")
+    parser.add_argument("--mixed", action="store_true", help="use what other code or machines left in the ledger")
     for one in fields(Settings):
         kind = type(one.default)
         parser.add_argument(f"--{one.name}", type=kind, default=one.default, help="default: %(default)s")
     parser.add_argument("--completions", type=int, default=64, help="completions of the embedded model, for draws")
     parser.add_argument("--sigma", type=float, default=1e-3, help="standard deviation of the noise, for draws")
     return parser
-
-
-def _plain_table(rows: Sequence[dict[str, object]]) -> str:
-    return table([str(name) for name in rows[0]], [[str(cell) for cell in row.values()] for row in rows])
 
 
 if __name__ == "__main__":

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.__main__ import describe_environment
-from benchmarks.evidence import ablation, fidelity, gradient_variance, planted, tables
+from benchmarks.evidence import ablation, demo, fidelity, gradient_variance, placeholders, planted, tables
 from benchmarks.evidence.ledger import Ledger
 from benchmarks.evidence.methods import METHODS
 from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, Recipe, load, train
+from benchmarks.evidence.provenance import Source, code_digest, describe_source, document_head
 
 LEDGER = "ledger.jsonl"
 ABLATION = "evidence-ablation.jsonl"
-"""Lies beside the tables: its runs take hours, and the next ones are paired with them."""
+"""Stands beside the tables and holds their lines: its runs take hours, and the next are paired with them."""
 # What random weights happen to prefer is the same for all problems; several such models even it out.
 COPIES = {TRAINED: 1, RANDOM: 10}
 
@@ -30,9 +30,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; what is wrong with its input is one line on stderr and exit code 1."""
     given = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(given)
+    torch.set_num_threads(1)
     try:
-        return options.run(options, f"python -m benchmarks.evidence {shlex.join(given)}")
-    except (ValueError, OSError, FloatingPointError) as problem:
+        made = describe_source(shlex.join(["python", "-m", "benchmarks.evidence", *given]), options.commit)
+        return int(options.run(options, made))
+    except (ValueError, OSError, FloatingPointError, RuntimeError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
 
@@ -44,34 +46,43 @@ def _parser() -> argparse.ArgumentParser:
         ("planted", _planted, "which methods find planted truths"),
         ("fidelity", _fidelity, "agreement with exact masking and with the truths, against tokens fed"),
     ):
-        _add_options(commands.add_parser(name, help=text, description=text), run)
+        command = _command(commands, name, run, text, "evidence", resumes=True)
+        command.add_argument("--model", type=Path, help="a model folder, in place of one trained here")
+        command.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+        command.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=f"of: {', '.join(METHODS)}")
+        _add_fields(command, planted.Settings, "")
+        _add_fields(command, Recipe, "train-")
     for name, run, text, settings in (
         ("ablation", _ablation, "the training program under every kind of credit, seed by seed", ablation.Settings),
         ("variance", _variance, "how much the gradient depends on the draw of the groups", gradient_variance.Settings),
     ):
-        command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--folder", type=Path, default=Path("runs") / name, help="default: %(default)s")
-        command.add_argument("--results", type=Path, default=tables.RESULTS, help="folder of the tables")
+        command = _command(commands, name, run, text, name, resumes=True)
         names = ", ".join(ablation.ARMS)
         command.add_argument("--arms", nargs="+", choices=ablation.ARMS, metavar="NAME", help=f"of: {names}")
-        command.add_argument("--commit", help="what to record where git cannot tell")
         _add_fields(command, settings, "")
-        command.set_defaults(run=run)
+    command = _command(commands, "demo", _demo, "the demo's run analysed, and its policy judged by estimators", "demo")
+    _add_fields(command, demo.Settings, "")
+    command = _command(commands, "placeholders", _placeholders, "how far the choice of placeholder matters", None)
+    _add_fields(command, placeholders.Settings, "")
     return parser
 
 
-def _add_options(command: argparse.ArgumentParser, run: Callable[[argparse.Namespace, str], int]) -> None:
-    command.add_argument(
-        "--folder", type=Path, default=Path("runs/evidence"), help="model and ledger; default: %(default)s"
-    )
+def _command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace, Source], int], text: str, folder: str | None,
+    *, resumes: bool = False,
+) -> argparse.ArgumentParser:  # fmt: skip
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    if folder is not None:
+        command.add_argument("--folder", type=Path, default=Path("runs") / folder, help="default: %(default)s")
     command.add_argument("--results", type=Path, default=tables.RESULTS, help="folder of the tables")
-    command.add_argument("--model", type=Path, help="a model folder, in place of one trained here")
-    command.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    command.add_argument("--methods", nargs="+", choices=METHODS, metavar="NAME", help=f"of: {', '.join(METHODS)}")
     command.add_argument("--commit", help="what to record where git cannot tell")
-    _add_fields(command, planted.Settings, "")
-    _add_fields(command, Recipe, "train-")
+    if resumes:
+        command.add_argument(
+            "--mixed", action="store_true",
+            help="use what other code or another machine left in the ledger, and say so in the table",
+        )  # fmt: skip
     command.set_defaults(run=run)
+    return command
 
 
 def _add_fields(command: argparse.ArgumentParser, settings: type, prefix: str) -> None:
@@ -82,57 +93,73 @@ def _add_fields(command: argparse.ArgumentParser, settings: type, prefix: str) -
         )  # fmt: skip
 
 
-def _filled(options: argparse.Namespace, settings: type, prefix: str) -> Any:
+def _filled(options: argparse.Namespace, settings: type, prefix: str = "") -> Any:
     return settings(**{field.name: getattr(options, prefix + field.name) for field in fields(settings)})
 
 
-def _planted(options: argparse.Namespace, command: str) -> int:
-    folder = _model(options)
-    document = planted.run(
-        {name: [load(folder, name, seed=i) for i in range(COPIES[name])] for name in options.models},
-        Ledger(options.folder / LEDGER), _filled(options, planted.Settings, ""), methods=options.methods, say=_say,
-    )  # fmt: skip
-    document = _head(options, command) | document
+def _planted(options: argparse.Namespace, made: Source) -> int:
+    settings, ledger, folder = _filled(options, planted.Settings), _ledger(options, made), _model(options)
+    models = {name: [load(folder, name, seed=i) for i in range(COPIES[name])] for name in options.models}
+    found = planted.run(models, ledger, settings, methods=options.methods, say=_say)
+    document = document_head(made, ledger.used) | found
     paths = tables.write(document, tables.planted_markdown(document), options.results, "evidence-planted")
     paths.append(tables.plot_planted(document, options.results / "evidence-planted.png"))
     return _told(paths)
 
 
-def _fidelity(options: argparse.Namespace, command: str) -> int:
-    document = fidelity.run(
-        load(_model(options), TRAINED), Ledger(options.folder / LEDGER), _filled(options, planted.Settings, ""),
-        methods=options.methods, say=_say,
-    )  # fmt: skip
-    document = _head(options, command) | document
+def _fidelity(options: argparse.Namespace, made: Source) -> int:
+    settings, ledger = _filled(options, planted.Settings), _ledger(options, made)
+    found = fidelity.run(load(_model(options), TRAINED), ledger, settings, methods=options.methods, say=_say)
+    document = document_head(made, ledger.used) | found
     paths = tables.write(document, tables.fidelity_markdown(document), options.results, "evidence-fidelity")
     paths.append(tables.plot_fidelity(document, options.results / "evidence-fidelity.png"))
     return _told(paths)
 
 
-def _ablation(options: argparse.Namespace, command: str) -> int:
-    settings = _filled(options, ablation.Settings, "")
-    document = _head(options, command) | ablation.run(
-        Ledger(options.results / ABLATION), options.folder, settings, arms=options.arms, say=_say
-    )
+def _ablation(options: argparse.Namespace, made: Source) -> int:
+    def unchanged() -> None:
+        """A run reads the tree as it is when it starts: a line must not name another."""
+        if code_digest() != made["code"]:
+            raise RuntimeError(
+                "the code has changed since this ablation began; start it again to go on with what it is now"
+            )
+
+    settings, beside = _filled(options, ablation.Settings), options.results / ABLATION
+    ledger = _ledger(options, made, also=[beside])
+    found = ablation.run(ledger, options.folder, settings, arms=options.arms, before_and_after=unchanged, say=_say)
+    document = document_head(made, ledger.used) | found
     paths = tables.write(document, ablation.markdown(document), options.results, "evidence-ablation")
     paths.append(ablation.plot(document, options.results / "evidence-ablation.png"))
-    return _told(paths)
+    ledger.write_used(beside)
+    return _told([*paths, beside])
 
 
-def _variance(options: argparse.Namespace, command: str) -> int:
-    settings = _filled(options, gradient_variance.Settings, "")
-    found = gradient_variance.run(Ledger(options.folder / LEDGER), settings, arms=options.arms, say=_say)
-    document = _head(options, command) | found
+def _variance(options: argparse.Namespace, made: Source) -> int:
+    settings, ledger = _filled(options, gradient_variance.Settings), _ledger(options, made)
+    found = gradient_variance.run(ledger, settings, arms=options.arms, say=_say)
+    document = document_head(made, ledger.used) | found
     return _told(tables.write(document, gradient_variance.markdown(document), options.results, "evidence-variance"))
+
+
+def _demo(options: argparse.Namespace, made: Source) -> int:
+    return _told(demo.run(options.folder, _filled(options, demo.Settings), document_head(made), options.results))
+
+
+def _placeholders(options: argparse.Namespace, made: Source) -> int:
+    document = document_head(made) | placeholders.run(_filled(options, placeholders.Settings))
+    return _told(tables.write(document, placeholders.markdown(document), options.results, "evidence-placeholders"))
+
+
+def _ledger(options: argparse.Namespace, made: Source, also: Sequence[Path] = ()) -> Ledger:
+    ledger = Ledger(options.folder / LEDGER, made, mixed=options.mixed, also=also)
+    if ledger.others:
+        what = "used where there is none of this code" if options.mixed else "left aside (--mixed takes them)"
+        _say(f"{ledger.others} lines of other code, versions or machines are {what}")
+    return ledger
 
 
 def _model(options: argparse.Namespace) -> Path:
     return options.model or train(options.folder, _filled(options, Recipe, "train-"))
-
-
-def _head(options: argparse.Namespace, command: str) -> dict[str, Any]:
-    environment = describe_environment(torch.device("cpu"), options.commit)
-    return {"schema": 1, "command": command, "environment": environment}
 
 
 def _told(paths: Sequence[Path]) -> int:

@@ -22,6 +22,7 @@ import matplotlib
 import numpy as np
 
 from benchmarks.evidence.ledger import Ledger
+from benchmarks.evidence.provenance import made_by
 from benchmarks.evidence.tables import table
 
 matplotlib.use("Agg")
@@ -29,7 +30,9 @@ from matplotlib import pyplot
 
 PLAIN = "plain DAPO"
 
-# Every arm at mean weight 1, else the arms would differ by their step sizes; "as the paper" once without.
+# Every arm at mean weight 1, else the arms would differ by their step sizes; "as the paper" once without. 80/20 is one
+# threshold and one denominator for the batch (arXiv 2506.01939): rescaled completion by completion, those with few open
+# tokens would weigh as much as those with many. Its kept tokens weigh 1, and Adam takes no notice of the smaller sum.
 ARMS: dict[str, tuple[str, ...]] = {
     PLAIN: ("--credit=uniform",),
     "counterfactual": ("--config=cf", "--normalize_weights=mean"),
@@ -39,7 +42,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "OAR-P": ("--config=oar_p", "--normalize_weights=mean"),
     "OAR-G": ("--config=oar_g", "--normalize_weights=mean"),
     "entropy": ("--estimator=entropy", "--reshape=bilevel", "--normalize_weights=mean"),
-    "80/20": ("--config=entropy_80_20", "--normalize_weights=mean"),
+    "80/20": ("--config=entropy_80_20",),
     "prefix_gain": ("--config=prefix_gain", "--normalize_weights=mean"),
     "prefix_tree": ("--config=prefix_tree",),
     "ktae": ("--config=ktae",),
@@ -72,7 +75,7 @@ class Settings:
 
 def run(
     ledger: Ledger, folder: Path, settings: Settings, *, arms: Sequence[str] | None = None, extra: Sequence[str] = (),
-    say: Callable[[str], None] = print,
+    before_and_after: Callable[[], None] = lambda: None, say: Callable[[str], None] = print,
 ) -> dict[str, Any]:  # fmt: skip
     """Run what the ledger lacks, then compare.
 
@@ -82,6 +85,7 @@ def run(
         settings: how much.
         arms: names in `ARMS`; default all.
         extra: flags of the training program for every arm.
+        before_and_after: called around each run; what it raises ends the ablation without a line of that run.
         say: told of progress, a line at a time.
 
     Raises:
@@ -104,7 +108,9 @@ def run(
         arm, seed = run_of
         place, core = folder / f"{_file_name(arm)}-seed{seed}", cores.get()
         try:
+            before_and_after()
             _train(place, [*ARMS[arm], *flags, f"--seed={seed}"], core)
+            before_and_after()
         finally:
             cores.put(core)
         curve = ledger.get(keys[run_of], lambda: _curve(place, settings.steps))
@@ -190,14 +196,25 @@ def markdown(document: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     return "\n".join([
         "# Ablation of credit\n",
-        f"Made by `{document['command']}` at commit {document['environment']['commit']}. The embedded model, "
+        f"{made_by(document)}. The embedded model, "
         f"{settings['steps']} steps, {settings['seeds']} seeds, {settings['eval_problems']} held-out problems decoded "
-        "greedily. All arms at mean weight 1 but the one named otherwise; `prefix_tree` and `ktae` change advantages, "
-        "not weights; compare and correct raises rewards, too. Plus-minus is one standard deviation over seeds; "
+        "greedily. All arms at mean weight 1 but the one named otherwise and 80/20, whose kept tokens weigh 1 and the "
+        "others 0, as in its paper; `prefix_tree` and `ktae` change advantages, "
+        f"not weights; compare and correct raises rewards, too{_corrections(document)}. Plus-minus is one standard "
+        "deviation over seeds; "
         "differences are paired by seed, with their standard error and the p of a paired t-test. Accuracy in "
         "percent.\n",
         table(head, rows),
     ])  # fmt: skip
+
+
+def _corrections(document: Mapping[str, Any]) -> str:
+    """What became of the corrections, where an arm made some."""
+    shares = [c["corrections"] for curves in document["curves"].values() for c in curves if "corrections" in c]
+    if not shares:
+        return ""
+    got, right = (100 * statistics.fmean(share[name] for share in shares) for name in ("fraction", "right_fraction"))
+    return f" ({got:.1f} % of completions got a correction, {right:.1f} % of the corrections were right)"
 
 
 def plot(document: Mapping[str, Any], path: Path) -> Path:
@@ -230,7 +247,8 @@ def _file_name(arm: str) -> str:
 
 # One core each, and a clock of the run's own CPU seconds, which other load on the machine does not stretch.
 _PINNED = (
-    "import os, sys, time; os.sched_setaffinity(0, [{core}]); time.perf_counter = time.process_time; "
+    "import ctypes, os, sys, time; os.sched_setaffinity(0, [{core}]); time.perf_counter = time.process_time; "
+    "ctypes.CDLL(None).prctl(1, 9); "  # PR_SET_PDEATHSIG: a run does not outlive the ablation
     "from trainer.__main__ import main; sys.exit(main())"
 )
 
@@ -246,19 +264,28 @@ def _train(place: Path, flags: list[str], core: int) -> None:
         raise RuntimeError(f"{place.name}: {' '.join(done.stderr.splitlines()[-3:])}")
 
 
-def _curve(place: Path, steps: int) -> dict[str, list[float]]:
-    """Steps, accuracies and CPU seconds of training steps at the evaluations of a finished run."""
+def _curve(place: Path, steps: int) -> dict[str, Any]:
+    """Steps, accuracies and CPU seconds of training steps at the evaluations of a finished run.
+
+    Where completions are corrected also the mean shares, over the steps, of completions that got a correction and of
+    corrections that were right.
+    """
     found: dict[str, list[float]] = {"step": [], "accuracy": [], "seconds": []}
+    corrections: dict[str, list[float]] = {}
     seconds = 0.0
     for line in (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         seconds += entry.get("step_time", 0.0)
+        for name in ("fraction", "right_fraction"):
+            if f"corrections/{name}" in entry:
+                corrections.setdefault(name, []).append(entry[f"corrections/{name}"])
         if "eval_accuracy" in entry:
             for name, value in zip(found, (entry["step"], entry["eval_accuracy"], seconds), strict=True):
                 found[name].append(value)
     if not found["step"] or found["step"][-1] != steps:
         raise RuntimeError(f"{place.name}: left no evaluation after step {steps}")
-    return found
+    means = {name: statistics.fmean(shares) for name, shares in corrections.items()}
+    return found | ({"corrections": means} if means else {})
 
 
 def _area(x: Sequence[float], y: Sequence[float], end: float) -> float:

@@ -4,15 +4,23 @@ Where it stands: between the ledger's numbers and the tables. One problem's unit
 importances of different problems have no common scale.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from cfa_kernels.fidelity import Interval, auroc, bootstrap_interval, recall_at, spearman
 
+Rows = Sequence[Sequence[float]]
 Pairs = tuple[float, int, float, int]
 """Wins over earlier negatives and their number, wins over later ones and their number."""
+
+Measure = Callable[[Any, Any], Any]
+"""From the scores and the truth of one problem to what is summed up over problems."""
+Summary = Callable[[Any], float]
+
+CHANCE_DRAWS = 200
 
 
 def ordered_pairs(scores: Sequence[float], truth: Sequence[bool]) -> Pairs:
@@ -38,12 +46,18 @@ def position_free_auroc(problems: Sequence[Pairs]) -> float:
 
 
 def agreement(
-    scores: Sequence[Sequence[float]], truths: Sequence[Sequence[bool]], *, draws: int = 1000
+    scores: Rows | None, truths: Sequence[Sequence[bool]], *, draws: int = 1000, shares: Sequence[float] = ()
 ) -> dict[str, Any]:
     """AUROC (free of position, and plain), Spearman and recall of binary truths; problems of one class are left out.
 
     A method that gives all units of a problem one number ranks nothing there: its Spearman counts as 0. Recall is among
     as many top units as are true.
+
+    Args:
+        scores: a row for each problem; None for numbers that know nothing (see `chance`).
+        truths: as many rows as long.
+        draws: bootstrap draws.
+        shares: of all units; recall among each of them is added as `recall_at_10%` and so on.
 
     Returns:
         For each figure `value`, `low` and `high` (95 % of bootstrap draws over problems), and the number of `problems`.
@@ -51,34 +65,63 @@ def agreement(
     Raises:
         ValueError: no problem has both classes.
     """
-    both = [(s, t) for s, t in zip(scores, truths, strict=True) if 0 < sum(t) < len(t)]
+    rows: Rows = truths if scores is None else scores
+    both = [(s, t) for s, t in zip(rows, truths, strict=True) if 0 < sum(t) < len(t)]
     if not both:
         raise ValueError("truths: no problem has both classes")
-    pairs = [ordered_pairs(s, t) for s, t in both]
+    known, labels = [s for s, _ in both], [t for _, t in both]
+    wanted = _FIGURES | {
+        f"recall_at_{share:.0%}": (functools.partial(recall_at, share=share), _mean) for share in shares
+    }
     figures = {
-        "auroc": _or_none(lambda: bootstrap_interval(position_free_auroc, pairs, draws=draws)),
-        "plain_auroc": _mean([auroc(s, t) for s, t in both], draws),
-        "spearman": _mean([rank_correlation(s, t) for s, t in both], draws),
-        "recall": _mean([recall_at(s, t, sum(t) / len(t)) for s, t in both], draws),
+        name: _judged(measure, summary, None if scores is None else known, labels, draws)
+        for name, (measure, summary) in wanted.items()
     }
     return {name: interval and interval._asdict() for name, interval in figures.items()} | {"problems": len(both)}
 
 
-def auroc_alone(scores: Sequence[Sequence[float]], truths: Sequence[Sequence[bool]]) -> float | None:
+def auroc_alone(scores: Rows | None, truths: Sequence[Sequence[bool]]) -> float | None:
     """`position_free_auroc` of problems with both classes, without an interval; None where it is not defined."""
+    labels = [t for t in truths if 0 < sum(t) < len(t)]
+    if scores is None:
+        found = chance(ordered_pairs, position_free_auroc, labels) if labels else None
+        return found and found.value
     pairs = [ordered_pairs(s, t) for s, t in zip(scores, truths, strict=True) if 0 < sum(t) < len(t)]
     value = position_free_auroc(pairs) if pairs else float("nan")
     return None if np.isnan(value) else value
 
 
-def correlation(
-    scores: Sequence[Sequence[float]], truths: Sequence[Sequence[float]], *, draws: int = 1000
-) -> dict[str, Any]:
+def correlation(scores: Rows | None, truths: Rows, *, draws: int = 1000) -> dict[str, Any]:
     """Mean Spearman within problems, those with a constant truth left out; `value`, `low`, `high` and `problems`."""
-    ranked = [(s, t) for s, t in zip(scores, truths, strict=True) if len(set(t)) > 1]
+    rows: Rows = truths if scores is None else scores
+    ranked = [(s, t) for s, t in zip(rows, truths, strict=True) if len(set(t)) > 1]
     if not ranked:
         return {"value": None, "low": None, "high": None, "problems": 0}
-    return _mean([rank_correlation(s, t) for s, t in ranked], draws)._asdict() | {"problems": len(ranked)}
+    known = None if scores is None else [s for s, _ in ranked]
+    found = _judged(rank_correlation, _mean, known, [t for _, t in ranked], draws)
+    assert found is not None  # a mean is defined on every resample
+    return found._asdict() | {"problems": len(ranked)}
+
+
+def chance(measure: Measure, summary: Summary, truths: Rows, *, draws: int = CHANCE_DRAWS) -> Interval | None:
+    """What numbers get that know nothing: the mean over many draws of them, and the bounds of 95 % of the draws.
+
+    One draw alone is as likely to miss 0.5 by an interval's width as any method that finds nothing: of 200 problems'
+    total truths the draws' standard deviation is 0.024. None where the figure is not defined.
+    """
+    rng = np.random.default_rng(0)
+    found = [
+        summary([measure(row, truth) for row, truth in zip(_numbers(rng, truths), truths, strict=True)])
+        for _ in range(draws)
+    ]
+    if not np.isfinite(found).all():
+        return None
+    low, high = np.quantile(found, [0.025, 0.975])
+    return Interval(float(np.mean(found)), float(low), float(high))
+
+
+def _numbers(rng: np.random.Generator, truths: Rows) -> Rows:
+    return [rng.random(len(truth)).tolist() for truth in truths]
 
 
 def rank_correlation(scores: Sequence[float], truth: Sequence[float]) -> float:
@@ -86,13 +129,28 @@ def rank_correlation(scores: Sequence[float], truth: Sequence[float]) -> float:
     return spearman(scores, truth) if len(set(scores)) > 1 else 0.0
 
 
-def _mean(values: Sequence[float], draws: int) -> Interval:
-    return bootstrap_interval(lambda drawn: float(np.mean(drawn)), values, draws=draws)
+def recall_among_top(scores: Sequence[float], truth: Sequence[float]) -> float:
+    """Recall among as many top units as are true."""
+    return recall_at(scores, truth, sum(truth) / len(truth))
 
 
-def _or_none(interval: Any) -> Interval | None:
-    """The interval, or None where a resample is not defined: too few problems to say."""
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))
+
+
+_FIGURES: dict[str, tuple[Measure, Summary]] = {
+    "auroc": (ordered_pairs, position_free_auroc),
+    "plain_auroc": (auroc, _mean),
+    "spearman": (rank_correlation, _mean),
+    "recall": (recall_among_top, _mean),
+}
+
+
+def _judged(measure: Measure, summary: Summary, scores: Rows | None, truths: Rows, draws: int) -> Interval | None:
+    """The figure with its interval over problems, or what chance gives; None where a resample is not defined."""
+    if scores is None:
+        return chance(measure, summary, truths, draws=min(draws, CHANCE_DRAWS))
     try:
-        return interval()
+        return bootstrap_interval(summary, [measure(*row) for row in zip(scores, truths, strict=True)], draws=draws)
     except ValueError:
-        return None
+        return None  # too few problems to say

@@ -5,7 +5,7 @@ One policy, the same problems, groups drawn anew again and again: every kind of 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 
 from benchmarks.evidence.ablation import ARMS, PLAIN
 from benchmarks.evidence.ledger import Ledger
-from benchmarks.evidence.tables import table
+from benchmarks.evidence.provenance import made_by
+from benchmarks.evidence.tables import interval, table
 from trainer.config import TrainConfig, parse
 from trainer.corrections import compare_and_correct
 from trainer.rewards import compute_rewards, group_advantages
@@ -63,38 +64,88 @@ def run(
     mean_of_plain = None
     found = {}
     for arm in sorted(wanted, key=lambda name: name != PLAIN):
-        key = ("variance", arm, *size)
-        if key not in ledger:
+        key = ("gradient products", arm, *size)
+        new = key not in ledger
+        if new:
             vectors = _gradients(arm, settings, extra)
             if mean_of_plain is None:
                 plain = vectors if arm == PLAIN else _gradients(PLAIN, settings, extra)
                 mean_of_plain = plain.mean(0)
-            found[arm] = ledger.get(key, lambda v=vectors, m=mean_of_plain: scatter(v) | {"cosine": _cosine(v, m)})
-            say(f"{arm}: noise to signal {found[arm]['ratio']:.2f} ± {found[arm]['error']:.2f}")
-        else:
-            found[arm] = ledger[key]
-    return {"settings": asdict(settings), "arms": {arm: found[arm] for arm in wanted}}
+            cosine = _cosine(vectors, mean_of_plain)
+            ledger.get(key, lambda v=vectors, c=cosine: {"products": products(v).tolist(), "cosine": c})
+        found[arm] = ledger[key]
+        if new:
+            figures = scatter(np.array(found[arm]["products"]))
+            say(f"{arm}: noise to signal {figures['ratio']:.2f} ± {figures['error']:.2f}")
+    arms = {}
+    for arm in wanted:
+        own = np.array(found[arm]["products"])
+        arms[arm] = {**scatter(own), "cosine": found[arm]["cosine"]}
+        if PLAIN in found and arm != PLAIN:
+            arms[arm]["of_plain"] = relative(own, np.array(found[PLAIN]["products"]))
+    return {"settings": asdict(settings), "arms": arms}
 
 
-def scatter(vectors: np.ndarray) -> dict[str, float]:
+def products(vectors: np.ndarray) -> np.ndarray:
+    """(R, R) float64 inner products of (R, D) vectors: all that the figures below need."""
+    doubled = vectors.astype(np.float64)
+    return doubled @ doubled.T
+
+
+def scatter(products: np.ndarray) -> dict[str, float]:
     """How much vectors scatter beside their mean, without the bias of few draws.
 
     Args:
-        vectors: (R, D) independent draws of one random vector, R >= 3.
+        products: (R, R) inner products of independent draws of one random vector, R >= 3.
 
     Returns:
         `variance`, the trace of the covariance; `signal`, the squared norm of the mean, from products of different
-        draws alone; `ratio`, the first by the second, with its jackknife standard `error` (nan where the signal is not
+        draws only; `ratio`, the first by the second, with its jackknife standard `error` (nan where the signal is not
         above 0).
     """
-    products = vectors.astype(np.float64) @ vectors.astype(np.float64).T
     variance, signal = _moments(products)
-    kept = [[i for i in range(len(products)) if i != left] for left in range(len(products))]
-    ratios = [v / s if s > 0 else math.nan for v, s in (_moments(products[np.ix_(keep, keep)]) for keep in kept)]
-    count = len(ratios)
-    error = math.sqrt((count - 1) / count * sum((ratio - sum(ratios) / count) ** 2 for ratio in ratios))
-    ratio = variance / signal if signal > 0 else math.nan
-    return {"variance": variance, "signal": signal, "ratio": ratio, "error": error}
+    return {"variance": variance, "signal": signal, "ratio": _ratio(products),
+            "error": _jackknife([_ratio(some) for some in _one_left_out(products)])}  # fmt: skip
+
+
+def relative(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float | None]:
+    """The ratio of ours over that of theirs, both from the same draws, which are left out together.
+
+    Args:
+        ours, theirs: (R, R) products, as for `scatter`.
+
+    Returns:
+        `value`, and `low` and `high`, 95 % by the jackknife of its logarithm: what both share falls out, so this is
+        narrower than the two errors suggest. None where a signal is not above 0.
+    """
+
+    def difference(a: np.ndarray, b: np.ndarray) -> float:
+        ratios = _ratio(a), _ratio(b)
+        return math.log(ratios[0]) - math.log(ratios[1]) if min(ratios) > 0 else math.nan
+
+    value = difference(ours, theirs)
+    left = zip(_one_left_out(ours), _one_left_out(theirs), strict=True)
+    error = _jackknife([difference(a, b) for a, b in left])
+    if not math.isfinite(value + error):
+        return {"value": None, "low": None, "high": None}
+    return {"value": math.exp(value), "low": math.exp(value - 1.96 * error), "high": math.exp(value + 1.96 * error)}
+
+
+def _ratio(products: np.ndarray) -> float:
+    variance, signal = _moments(products)
+    return variance / signal if signal > 0 else math.nan
+
+
+def _one_left_out(products: np.ndarray) -> Iterator[np.ndarray]:
+    for left in range(len(products)):
+        keep = [i for i in range(len(products)) if i != left]
+        yield products[np.ix_(keep, keep)]
+
+
+def _jackknife(values: Sequence[float]) -> float:
+    """The standard error of a statistic from its values with one draw left out each."""
+    count, mean = len(values), sum(values) / len(values)
+    return math.sqrt((count - 1) / count * sum((value - mean) ** 2 for value in values))
 
 
 def _moments(products: np.ndarray) -> tuple[float, float]:
@@ -149,6 +200,7 @@ def markdown(document: dict[str, Any]) -> str:
         [
             arm,
             f"{f['ratio']:.2f} ± {f['error']:.2f}",
+            interval(f.get("of_plain")),
             f"{f['signal']:.3g}",
             f"{f['variance']:.3g}",
             f"{f['cosine']:.3f}",
@@ -157,9 +209,14 @@ def markdown(document: dict[str, Any]) -> str:
     ]
     return "\n".join([
         "# Variance of the gradient\n",
-        f"Made by `{document['command']}` at commit {document['environment']['commit']}. The embedded model before "
+        f"{made_by(document)}. The embedded model before "
         f"training, {settings['problems']} problems, eight completions each, drawn {settings['draws']} times; each "
         "arm sees the same draws. Noise to signal is the trace of the covariance over the squared norm of the mean, "
-        "with a jackknife standard error. The cosine is that of the arm's mean gradient with plain DAPO's.\n",
-        table(["credit", "noise to signal", "squared norm of the mean", "variance", "cosine with plain"], rows),
+        "with a jackknife standard error; beside plain DAPO's, draw by draw, with 95 % by the jackknife. The cosine is "
+        "that of the arm's mean gradient with plain DAPO's.\n",
+        table(
+            ["credit", "noise to signal", "of plain DAPO's", "squared norm of the mean", "variance",
+             "cosine with plain"],
+            rows,
+        ),
     ])  # fmt: skip

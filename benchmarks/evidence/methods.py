@@ -101,11 +101,6 @@ class Method:
 # --- Controls: what numbers say that know nothing of the model --------------------------------------------------
 
 
-def _random(question: Question) -> Found:
-    generator = question.generator()
-    return Found([torch.rand(len(case.units), generator=generator) for case in question.cases], 0)
-
-
 def _position(question: Question) -> Found:
     return Found([torch.arange(len(case.units)).float() for case in question.cases], 0)
 
@@ -308,7 +303,6 @@ def _unit_means(tokens: Sequence[Tensor], units: Sequence[Sequence[Span]]) -> li
 
 
 METHODS: dict[str, Method] = {
-    "random": Method(_random),
     "position": Method(_position),
     "length": Method(_length),
     "CF": Method(_masking("logprob")),

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence.agreement import agreement, auroc_alone, correlation
+from benchmarks.evidence.agreement import Rows, agreement, auroc_alone, correlation
 from benchmarks.evidence.cases import Case, planted_case, sampled_case
 from benchmarks.evidence.ledger import Ledger
 from benchmarks.evidence.methods import METHODS, Method, Question, Siblings, siblings
@@ -22,10 +22,14 @@ from benchmarks.evidence.models import RANDOM, TRAINED, Subject
 from benchmarks.evidence.problems import KINDS, PlantedProblem, generate
 from benchmarks.evidence.rollouts import right_chains, step_values, substitution_oracle
 from cfa_kernels import score_counterfactuals
-from cfa_kernels.fidelity import bootstrap_interval, recall_at
 
 STEP_VALUES = "Monte Carlo"
 """The step advantage by sampling, judged like a method against the planted truths."""
+CHANCE = "random"
+"""Numbers that know nothing, many draws of them: a row beside the methods."""
+
+Values = dict[str, list[list[float]] | None]
+"""By method a row for each problem; None for `CHANCE`."""
 
 
 @dataclass(frozen=True)
@@ -146,14 +150,16 @@ def _judge(
         "answer_probability": _answer_probability(subjects, ledger, everything),
         "methods": {},
     }
-    values: dict[str, list[list[float]]] = {}
+    values: Values = {CHANCE: None}
+    free = {"problems": len(problems), "tokens_fed": 0, "cpu_seconds": 0.0}
+    results["methods"][CHANCE] = _truths(None, problems, settings) | free
     for name, method in chosen.items():
         if method.siblings and subject.name == RANDOM:
             continue
         say(name)
         found = ask(name, method, subjects, ledger, settings, everything)
-        values[name] = found.pop("values")
-        results["methods"][name] = _truths(values[name], problems[: found["problems"]], settings) | found
+        values[name] = rows = found.pop("values")
+        results["methods"][name] = _truths(rows, problems[: found["problems"]], settings) | found
     if subject.name == TRAINED:
         results |= _step_values(subject, ledger, settings, values, say)
         results["oracle"] = _oracle(subject, ledger, settings, chosen, say)
@@ -229,15 +235,13 @@ def _answer_probability(subjects: Sequence[Subject], ledger: Ledger, everything:
     return float(np.mean([p for record in records for p in record["probability"]]))
 
 
-def _truths(
-    values: Sequence[Sequence[float]], problems: Sequence[PlantedProblem], settings: Settings
-) -> dict[str, Any]:
+def _truths(values: Rows | None, problems: Sequence[PlantedProblem], settings: Settings) -> dict[str, Any]:
     """Agreement with the planted truths, over all problems and kind by kind."""
 
-    def rows(truth: str, kinds: Sequence[str]) -> tuple[list[Sequence[float]], list[list[bool]]]:
-        some = [(problem, row) for problem, row in zip(problems, values, strict=True) if problem.kind in kinds]
-        labels = [[bool(getattr(unit, truth)) for unit in problem.units] for problem, _ in some]
-        return [row for _, row in some], labels
+    def rows(truth: str, kinds: Sequence[str]) -> tuple[Rows | None, list[list[bool]]]:
+        some = [i for i, problem in enumerate(problems) if problem.kind in kinds]
+        labels = [[bool(getattr(unit, truth)) for unit in problems[i].units] for i in some]
+        return _of(values, some), labels
 
     def judged(truth: str, kinds: Sequence[str]) -> dict[str, Any]:
         scores, labels = rows(truth, kinds)
@@ -257,7 +261,7 @@ def _step_values(
     subject: Subject,
     ledger: Ledger,
     settings: Settings,
-    values: dict[str, list[list[float]]],
+    values: Values,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Sampled step advantages: as a truth for every method, and judged as a method themselves."""
@@ -287,8 +291,8 @@ def _step_values(
     def against(truths: Sequence[Sequence[float]], rows: Sequence[int]) -> dict[str, Any]:
         found = {}
         for name, scores in values.items():
-            some = [i for i in rows if i < len(scores)]  # a costly method has judged fewer
-            found[name] = correlation([scores[i] for i in some], [truths[i] for i in some], draws=settings.draws)
+            some = [i for i in rows if scores is None or i < len(scores)]  # a costly method has judged fewer
+            found[name] = correlation(_of(scores, some), [truths[i] for i in some], draws=settings.draws)
         return found
 
     return {
@@ -342,17 +346,14 @@ def _oracle(
     }
     if usable:
         labels = [critical[i] for i in usable]
-        for name, rows_of in values.items():
-            scores = [rows_of[i] for i in usable]
-            summary["methods"][name] = agreement(scores, labels, draws=settings.draws) | {
-                f"recall_at_{share:.0%}": _recall(scores, labels, share, settings.draws) for share in (0.1, 0.2)
-            }
+        for name, rows_of in {CHANCE: None, **values}.items():
+            summary["methods"][name] = agreement(_of(rows_of, usable), labels, draws=settings.draws, shares=(0.1, 0.2))
     return summary
 
 
-def _recall(scores: Any, labels: Any, share: float, draws: int) -> dict[str, float]:
-    rows = [recall_at(s, t, share) for s, t in zip(scores, labels, strict=True)]
-    return bootstrap_interval(lambda drawn: float(np.mean(drawn)), rows, draws=draws)._asdict()
+def _of(rows: Rows | None, some: Sequence[int]) -> Rows | None:
+    """Some of the rows; None of none."""
+    return None if rows is None else [rows[i] for i in some]
 
 
 def _chains(subject: Subject, batch: Batch, settings: Settings) -> dict[str, Any]:

@@ -23,11 +23,13 @@ _OWNERS = (
     "Mia", "Anna", "Lily", "Emma", "Sara", "Nora", "Ruth", "Ella", "Tom", "Ben", "Sam", "Leo", "Max", "Jack", "Paul",
     "Omar",
 )  # fmt: skip
-# Lines of words are about as long as steps, so that length tells nothing.
+# Words and signs of a line that computes one quantity from one other. Every line without a computation has as many, so
+# that length tells nothing: a header one token longer than a step, and never needed, put length at an AUROC of 0.43.
+STEP_WORDS = 23
 _HEADERS = (
-    "Now let us see what there is to be worked out next from all that we know, one step after the other.",
-    "Here we go on with the next step of it, and then with the one after that, as far as there is one.",
-    "Then there is the rest of it to be found, and what is known will have to do, so we take it.",
+    "Now let us see what there is to be worked out next from all that we do know, step after step.",
+    "Here we go on with the next step of it, and then with the one after that, if there is.",
+    "Then there is the rest of it to be found, and what is known will do, so we take it.",
 )
 _LARGEST = 60
 
@@ -293,13 +295,13 @@ def _lines(
         at = rng.choice([k for k, line in enumerate(lines) if line.role == STEP])
         again = lines[at].quantity
         assert again is not None
-        text = "So as was worked out above, and it has not changed since then with all that followed after it,"
+        text = "So as was worked out before, and it has not changed since then with all that followed it,"
         text = f"{text} {quantities[again].owner} {values[again]}."
         lines.insert(rng.randint(at + 1, len(lines)), _Line(REPEAT, again, text))
     facts = [i for i, quantity in enumerate(quantities) if quantity.left is None and i not in needed]
     if facts and rng.random() < 0.4:
         i = rng.choice(facts)
-        text = "We were told in the text above, before there was a question or a step, that at first"
+        text = "We were told in the text, long before there was a question or a step, that at first"
         text = f"{text} {quantities[i].owner} {values[i]}."
         lines.insert(rng.randint(0, len(lines)), _Line(IDLE_FACT, i, text))
     if header:
@@ -327,7 +329,7 @@ def _relation(quantities: Sequence[Quantity], i: int) -> str:
     before = quantities[left].owner
     if joins:
         return f"{owner} gets all of {before} with {quantities[right].owner}"
-    how = {"+": "more than", "-": "fewer than", "*": "times"}[op or ""]
+    how = {"+": "above", "-": "below", "*": "times"}[op or ""]
     return f"{owner} gets {right} {how} {before}"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.evidence.models import RANDOM, TRAINED
 from benchmarks.evidence.problems import KINDS
+from benchmarks.evidence.provenance import made_by
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
@@ -42,11 +43,13 @@ def planted_markdown(document: dict[str, Any]) -> str:
     settings, models = document["settings"], document["models"]
     parts = [
         "# Planted truth\n",
-        f"Made by `{document['command']}` at commit {document['environment']['commit']}. "
+        f"{made_by(document)}. "
         f"{settings['problems']} generated problems with known idle lines, headers, repeated results, wrong steps and "
         "unwritten last computations. *Direct*: the answer's line reads this line. *Total*: the answer rests on it. "
         "AUROC is within a problem and free of position: lines before and lines after count half each, so that a rule "
-        "by position alone gets 0.5. In parentheses 95 % bootstrap intervals over problems.\n",
+        "by position alone gets 0.5; the columns called plain are not. In parentheses 95 % bootstrap intervals over "
+        "problems. *random* is the mean over many draws of numbers that know nothing, and in parentheses where 95 % of "
+        "the draws fall.\n",
     ]
     for name, results in models.items():
         accuracy = (
@@ -67,17 +70,18 @@ def planted_markdown(document: dict[str, Any]) -> str:
 
 def _methods(methods: dict[str, Any]) -> str:
     head = ["method", "AUROC direct", "AUROC total", "AUROC wrong step", "Spearman direct", "Spearman total",
-            "recall direct", "recall total", "plain AUROC direct", "plain AUROC total", "problems",
-            "tokens fed each"]  # fmt: skip
+            "recall direct", "recall total", "plain AUROC direct", "plain AUROC total", "plain AUROC wrong step",
+            "problems", "tokens fed each"]  # fmt: skip
     rows = []
     for name, found in methods.items():
         direct, total = found["direct"], found["total"]
         rows.append(
             [
                 name, interval(direct.get("auroc")), interval(total.get("auroc")),
-                interval(found["origin"].get("plain_auroc")), interval(direct.get("spearman")),
+                interval(found["origin"].get("auroc")), interval(direct.get("spearman")),
                 interval(total.get("spearman")), interval(direct.get("recall")), interval(total.get("recall")),
-                interval(direct.get("plain_auroc")), interval(total.get("plain_auroc")), f"{found['problems']}",
+                interval(direct.get("plain_auroc")), interval(total.get("plain_auroc")),
+                interval(found["origin"].get("plain_auroc")), f"{found['problems']}",
                 f"{found['tokens_fed'] / found['problems']:,.0f}",
             ]
         )  # fmt: skip
@@ -106,14 +110,14 @@ def _step_values(results: dict[str, Any], settings: dict[str, Any]) -> str:
         + ".\n\n"
         + table(["method", *truths], [[name, *(interval(row[name]) for row in truths.values())] for name in names])
         + f"\nThe step advantage judged as a method: AUROC direct {interval(own['direct'].get('auroc'))}, total "
-        f"{interval(own['total'].get('auroc'))}, wrong step {interval(own['origin'].get('plain_auroc'))}.\n"
+        f"{interval(own['total'].get('auroc'))}, wrong step {interval(own['origin'].get('auroc'))}.\n"
     )
 
 
 def _oracle(oracle: dict[str, Any]) -> str:
     rows = [
-        [name, interval(found["plain_auroc"]), interval(found["recall_at_10%"]), interval(found["recall_at_20%"]),
-         interval(found["spearman"])]
+        [name, interval(found["auroc"]), interval(found["plain_auroc"]), interval(found["recall_at_10%"]),
+         interval(found["recall_at_20%"]), interval(found["spearman"])]
         for name, found in oracle["methods"].items()
     ]  # fmt: skip
     return (
@@ -121,7 +125,7 @@ def _oracle(oracle: dict[str, Any]) -> str:
         f"{oracle['tokens']:,} tokens; {oracle['critical_share']:.1%} of the tokens flip the answer when the most "
         f"probable other token takes their place, {oracle['control_share']:.1%} when the token itself is put back (the "
         f"control). {oracle['with_critical_tokens']} chains have both kinds of token.\n\n"
-        + table(["method", "AUROC", "recall at 10 %", "recall at 20 %", "Spearman"], rows)
+        + table(["method", "AUROC", "plain AUROC", "recall at 10 %", "recall at 20 %", "Spearman"], rows)
     )
 
 
@@ -175,7 +179,7 @@ def fidelity_markdown(document: dict[str, Any]) -> str:
     return "\n".join(
         [
             "# Fidelity against cost\n",
-            f"Made by `{document['command']}` at commit {document['environment']['commit']}, on the model that solves "
+            f"{made_by(document)}, on the model that solves "
             f"{document['accuracy']:.1%} of held-out problems. Spearman is the mean over problems of the rank "
             "correlation of unit importances, with 95 % bootstrap intervals. Extra tokens are what a method feeds per "
             "completion beyond one plain forward of prompt and completion, and the two costs are those of exact CF "

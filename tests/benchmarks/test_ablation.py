@@ -1,12 +1,19 @@
 """The ablation runs what is missing, pairs runs by seed and says what a t-test says."""
 
 import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.evidence import ablation
 from benchmarks.evidence.ablation import ARMS, PLAIN, Settings, compare, markdown, paired, plot, run, students_p
 from benchmarks.evidence.ledger import Ledger
+from tests.benchmarks.sources import SOURCE
 from tests.trainer.embedded import SMALL
 
 ENVIRONMENT = {"command": "ablation", "environment": {"commit": "abc"}}
@@ -62,23 +69,73 @@ def test_finished_runs_are_not_run_again_but_those_of_other_settings_are(tmp_pat
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--max_steps", "--device"))]
     said: list[str] = []
     path, arms = tmp_path / "ledger.jsonl", [PLAIN, "ktae"]
-    first = run(Ledger(path), tmp_path, settings, arms=arms, extra=small, say=said.append)
+    first = run(Ledger(path, SOURCE), tmp_path, settings, arms=arms, extra=small, say=said.append)
     assert len(said) == 2
     assert first["curves"]["ktae"][0]["step"] == [0, 1, 2]
     assert np.all(np.diff(first["curves"]["ktae"][0]["seconds"]) > 0)
-    again = run(Ledger(path), tmp_path, settings, arms=arms, extra=small, say=said.append)
+    again = run(Ledger(path, SOURCE), tmp_path, settings, arms=arms, extra=small, say=said.append)
     assert len(said) == 2
     assert again == first == json.loads(json.dumps(first))
     longer = Settings(seeds=1, steps=3, eval_steps=3, eval_problems=8)
-    assert run(Ledger(path), tmp_path, longer, arms=[PLAIN], extra=small, say=said.append)["curves"] != first["curves"]
+    assert (
+        run(Ledger(path, SOURCE), tmp_path, longer, arms=[PLAIN], extra=small, say=said.append)["curves"]
+        != first["curves"]
+    )
     assert len(said) == 3
+
+
+def test_a_run_that_may_have_read_other_code_leaves_no_line(tmp_path, monkeypatch):
+    trained, checks = [], []
+    monkeypatch.setattr(ablation, "_train", lambda *_: trained.append(1))
+
+    def changed():
+        checks.append(1)
+        if trained:
+            raise RuntimeError("the code has changed")
+
+    with pytest.raises(RuntimeError, match="has changed"):
+        run(Ledger(tmp_path / "l.jsonl", SOURCE), tmp_path, Settings(seeds=1), arms=[PLAIN], before_and_after=changed)
+    assert (len(trained), len(checks)) == (1, 2)
+    assert not (tmp_path / "l.jsonl").exists()
+
+
+def test_a_run_does_not_outlive_the_ablation(tmp_path):
+    """Killed outright, it must not leave a training behind that writes where the next one does."""
+    pinned = ablation._PINNED.format(core=min(os.sched_getaffinity(0))).partition("from trainer")[0]
+    child = pinned + "print(os.getpid(), flush=True); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    started = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    pid = int(started.stdout.readline())
+    started.kill()
+    started.wait()
+    for _ in range(500):
+        if not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text():
+            return
+        time.sleep(0.01)
+    raise AssertionError("the run is still there")
+
+
+def test_shares_of_corrections_come_from_the_runs_steps(tmp_path):
+    lines = [
+        {"step": 0, "eval_accuracy": 0.5},
+        {"step": 1, "step_time": 1.0, "corrections/fraction": 0.25, "corrections/right_fraction": 0.0},
+        {"step": 2, "step_time": 1.0, "corrections/fraction": 0.75, "corrections/right_fraction": 0.5,
+         "eval_accuracy": 0.5},
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curve = ablation._curve(tmp_path, 2)
+    assert curve["corrections"] == {"fraction": 0.5, "right_fraction": 0.25}
+    document = {"settings": {"steps": 2, "seeds": 1, "eval_problems": 8}, "curves": {PLAIN: [curve]}} | ENVIRONMENT
+    text = markdown(document | {"arms": compare(document["curves"])})
+    assert "(50.0 % of completions got a correction, 25.0 % of the corrections were right)" in text
 
 
 def test_bad_settings_and_arms_are_named(tmp_path):
     with pytest.raises(ValueError, match="seeds must be at least 1, got 0"):
         Settings(seeds=0)
     with pytest.raises(ValueError, match=r"arms must be among plain DAPO, .* got magic"):
-        run(Ledger(tmp_path / "l.jsonl"), tmp_path, Settings(), arms=["magic"])
+        run(Ledger(tmp_path / "l.jsonl", SOURCE), tmp_path, Settings(), arms=["magic"])
 
 
 def test_every_arm_is_one_that_the_training_program_takes():
@@ -86,7 +143,6 @@ def test_every_arm_is_one_that_the_training_program_takes():
 
     made = {name: settings(*flags) for name, flags in ARMS.items()}
     assert len({str(vars(config)) for config in made.values()}) == len(made)
-    weighed = [
-        c for name, c in made.items() if name not in (PLAIN, "counterfactual, as the paper", "prefix_tree", "ktae")
-    ]
+    unscaled = (PLAIN, "counterfactual, as the paper", "80/20", "prefix_tree", "ktae")
+    weighed = [config for name, config in made.items() if name not in unscaled]
     assert {config.normalize_weights for config in weighed} == {"mean"}

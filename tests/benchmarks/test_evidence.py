@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -12,26 +13,35 @@ from transformers.utils import logging
 
 from benchmarks.evidence import methods, planted, rollouts
 from benchmarks.evidence.__main__ import main
-from benchmarks.evidence.agreement import agreement, auroc_alone, correlation, ordered_pairs, position_free_auroc
+from benchmarks.evidence.agreement import (
+    agreement,
+    auroc_alone,
+    chance,
+    correlation,
+    ordered_pairs,
+    position_free_auroc,
+)
 from benchmarks.evidence.cases import planted_case, sampled_case
 from benchmarks.evidence.ledger import Ledger
 from benchmarks.evidence.methods import METHODS, Question
 from benchmarks.evidence.models import Subject, fingerprint
-from benchmarks.evidence.problems import KINDS, generate, training_rows
+from benchmarks.evidence.problems import KINDS, STEP_WORDS, generate, training_rows
 from benchmarks.evidence.tables import table
+from cfa_kernels.fidelity import bootstrap_interval
+from tests.benchmarks.sources import SOURCE
 from trainer.config import WarmupConfig
 from trainer.rewards import final_number
 from trainer.warmup import small_model, train_tokenizer
 
 FACT = re.compile(r"(\w+) (?:(?P<given>\d+)"
-                  r"|gets (?P<n>\d+) (?P<how>more than|fewer than|times) (?P<of>\w+)"
+                  r"|gets (?P<n>\d+) (?P<how>above|below|times) (?P<of>\w+)"
                   r"|gets all of (?P<first>\w+) with (?P<second>\w+))\.")  # fmt: skip
 COMPUTATION = re.compile(
     r"As (\w+) gets (.+?), and (\w+ \d+(?: and \w+ \d+)?), we find (\d+)([-+*])(\d+)=(\d+), so (\w+) (\d+)\.\n"
 )
 READ = re.compile(r"(\w+) (\d+)")
 STATEMENT = re.compile(r"(\w+) (\d+)\.\n")
-SIGNS = {"more than": "+", "fewer than": "-", "times": "*"}
+SIGNS = {"above": "+", "below": "-", "times": "*"}
 
 
 def facts_of(question):
@@ -120,6 +130,20 @@ def test_lines_and_the_closing_make_up_the_solution_and_numbers_tell_owners_apar
         assert all(problem.solution[unit.end - 1] == "\n" for unit in problem.units)
         results = [int(match[7]) for match in COMPUTATION.finditer(problem.solution)]
         assert len(set(results)) == len(results)
+
+
+def test_a_line_that_computes_nothing_has_as_many_words_and_signs_as_one_that_does():
+    """So length tells nothing: a header was a token longer than a step, and length found the total truth at 0.43."""
+    lengths, totals = [], []
+    for problem in itertools.islice(generate("test", 0), 200):
+        words = [len(re.findall(r"\w+|[^\w\s]", problem.solution[u.start : u.end])) for u in problem.units]
+        for unit, count in zip(problem.units, words, strict=True):
+            adds_two = unit.role in ("step", "idle step") and problem.quantities[unit.quantity].joins
+            assert count == (28 if adds_two else STEP_WORDS), problem.solution[unit.start : unit.end]
+        lengths.append([float(count) for count in words])
+        totals.append([unit.total for unit in problem.units])
+    found = agreement(lengths, totals, draws=200)["auroc"]
+    assert found["low"] < 0.5 < found["high"]
 
 
 def test_equal_seeds_give_equal_problems_and_kinds_take_turns():
@@ -306,6 +330,35 @@ def test_a_method_without_ranks_has_correlation_zero_and_constant_truths_are_lef
         agreement([[1.0]], [[True]])
 
 
+@pytest.mark.parametrize("truth", ["direct", "total"])
+def test_random_scores_of_planted_truths_have_expectation_one_half_and_honest_intervals(truth):
+    """Of 100 draws 95 % of the bootstrap intervals hold 0.5; one draw only may well miss it, as 0.45 did."""
+    problems = list(itertools.islice(generate("test", 0), 120))
+    truths = [[bool(getattr(unit, truth)) for unit in problem.units] for problem in problems]
+    rng, found = random.Random(0), []
+    for _ in range(100):
+        pairs = [ordered_pairs([rng.random() for _ in row], row) for row in truths]
+        found.append(bootstrap_interval(position_free_auroc, pairs, draws=120))
+    spread = statistics.stdev(one.value for one in found)
+    assert abs(statistics.fmean(one.value for one in found) - 0.5) < 3 * spread / len(found) ** 0.5
+    assert 0.9 <= statistics.fmean(one.low <= 0.5 <= one.high for one in found) <= 0.99
+    # What is reported in their place: the mean of many draws, and where 95 % of them fall.
+    reported = chance(ordered_pairs, position_free_auroc, truths)
+    assert abs(reported.value - 0.5) < 0.01
+    assert reported.high - reported.low == pytest.approx(4 * spread, rel=0.25)
+
+
+def test_chance_is_the_same_each_time_and_follows_the_figure_asked_for():
+    truths = [[True, False, False, False]] * 30
+    found = agreement(None, truths, shares=(0.5,), draws=30)
+    assert found == agreement(None, truths, shares=(0.5,), draws=30)
+    assert found["recall"]["value"] == pytest.approx(0.25, abs=0.05)
+    assert found["recall_at_50%"]["value"] == pytest.approx(0.5, abs=0.05)
+    assert found["auroc"] is None  # no positive has an earlier negative
+    assert abs(correlation(None, [[0.0, 1.0, 2.0]] * 40, draws=30)["value"]) < 0.06
+    assert chance(lambda s, _: len(s), sum, [[0.0], [0.0, 1.0]]) == (3.0, 3.0, 3.0)
+
+
 def test_a_table_has_a_rule_and_a_line_for_each_row():
     assert table(["a", "b"], [["x", "1"]]) == "| a | b |\n| --- | ---: |\n| x | 1 |\n"
 
@@ -316,18 +369,18 @@ def test_a_table_has_a_rule_and_a_line_for_each_row():
 def test_a_ledger_goes_on_after_a_line_that_was_cut_off(tmp_path):
     path, calls = tmp_path / "ledger.jsonl", []
     for _ in range(2):
-        ledger = Ledger(path)
+        ledger = Ledger(path, SOURCE)
         assert ledger.get(("a", 1), lambda: calls.append(1) or {"x": (1, 2)}) == {"x": [1, 2]}
     assert len(calls) == 1
     with path.open("a") as lines:
         lines.write('{"key": ["b", 2], "val')
-    ledger = Ledger(path)
+    ledger = Ledger(path, SOURCE)
     assert (("a", 1) in ledger, ("b", 2) in ledger) == (True, False)
     ledger.get(("b", 2), lambda: {"y": 1})
-    assert set(Ledger(path)) == {("a", 1), ("b", 2)}
+    assert set(Ledger(path, SOURCE)) == {("a", 1), ("b", 2)}
     path.write_text("nonsense\n" + path.read_text())
     with pytest.raises(ValueError, match=r"ledger.jsonl, line 1: is not a record"):
-        Ledger(path)
+        Ledger(path, SOURCE)
 
 
 def saved(subject, tmp_path):
@@ -343,11 +396,12 @@ def test_planted_writes_its_tables_and_a_second_run_asks_nothing_again(subject, 
     folder = saved(subject, tmp_path)
     command = ["planted", "--folder", str(tmp_path), "--results", str(tmp_path), "--model", str(folder)]
     command += ["--problems", "8", "--batch", "4", "--valued", "4", "--samples", "1", "--chains", "0", "--room", "4"]
-    command += ["--draws", "5", "--commit", "none", "--methods", "random", "position", "CF"]
+    command += ["--draws", "5", "--commit", "none", "--methods", "position", "CF"]
     assert main(command) == 0
     first = json.loads((tmp_path / "evidence-planted.json").read_text())
     assert first["models"]["trained"]["accuracy"] == 0.25
     assert first["models"]["trained"]["methods"]["CF"]["problems"] == 8
+    assert list(first["models"]["trained"]["methods"]) == ["random", "position", "CF"]
     assert first["models"]["trained"]["methods"]["position"]["total"]["auroc"]["value"] == 0.5
     assert "| CF |" in (tmp_path / "evidence-planted.md").read_text()
     assert (tmp_path / "evidence-planted.png").read_bytes().startswith(b"\x89PNG")
@@ -369,10 +423,10 @@ def test_planted_writes_its_tables_and_a_second_run_asks_nothing_again(subject, 
 def test_fidelity_compares_with_exact_masking_by_what_is_fed_beyond_a_plain_forward(subject, tmp_path):
     command = ["fidelity", "--folder", str(tmp_path), "--results", str(tmp_path)]
     command += ["--model", str(saved(subject, tmp_path)), "--problems", "3", "--batch", "3", "--draws", "5"]
-    assert main([*command, "--commit", "none", "--methods", "random", "masked rest", "entropy"]) == 0
+    assert main([*command, "--commit", "none", "--methods", "position", "masked rest", "entropy"]) == 0
     document = json.loads((tmp_path / "evidence-fidelity.json").read_text())
-    assert list(document["methods"]) == ["CF", "random", "masked rest", "entropy"]
-    exact, free = document["methods"]["CF"], document["methods"]["random"]
+    assert list(document["methods"]) == ["CF", "position", "masked rest", "entropy"]
+    exact, free = document["methods"]["CF"], document["methods"]["position"]
     assert (exact["with_cf"]["value"], exact["token_cost"], exact["cpu_cost"]) == (1.0, 1.0, 1.0)
     assert (free["extra_tokens"], free["token_cost"]) == (0.0, 0.0)
     (batch,) = planted.batches(planted.Settings(problems=3, batch=3), subject, 3)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from benchmarks.evidence.ablation import PLAIN
-from benchmarks.evidence.gradient_variance import Settings, _gradient, markdown, run, scatter
+from benchmarks.evidence.gradient_variance import Settings, _gradient, markdown, products, relative, run, scatter
 from benchmarks.evidence.ledger import Ledger
+from tests.benchmarks.sources import SOURCE
 from tests.trainer.embedded import SMALL, settings
 from tests.trainer.test_corrections import EVEN
 from trainer.train import set_up
@@ -17,34 +18,61 @@ def test_few_draws_do_not_bias_signal_and_variance():
     """Means over many experiments of four draws each are those of the distribution."""
     random = np.random.default_rng(0)
     mean = np.array([1.0, 2.0, 0.0])
-    found = [scatter(mean + random.normal(size=(4, 3))) for _ in range(4000)]
+    found = [scatter(products(mean + random.normal(size=(4, 3)))) for _ in range(4000)]
     assert np.mean([f["signal"] for f in found]) == pytest.approx(5, abs=0.15)
     assert np.mean([f["variance"] for f in found]) == pytest.approx(3, abs=0.1)
 
 
 def test_the_error_of_the_ratio_is_that_of_repeated_experiments():
     random = np.random.default_rng(1)
-    found = [scatter(np.array([3.0, 0.0]) + random.normal(size=(20, 2))) for _ in range(400)]
+    found = [scatter(products(np.array([3.0, 0.0]) + random.normal(size=(20, 2)))) for _ in range(400)]
     assert np.mean([f["error"] for f in found]) == pytest.approx(np.std([f["ratio"] for f in found]), rel=0.2)
 
 
+def test_the_interval_beside_plain_is_that_of_repeated_experiments_and_narrower_than_the_two_errors():
+    """Both see the same draws; a fifth of the noise is one's own. Truth: a noise to signal of 0.74 of the other's."""
+    random, held, widths, unpaired = np.random.default_rng(2), 0, [], []
+    for _ in range(300):
+        shared, own = random.normal(size=(24, 6)), random.normal(size=(24, 6))
+        plain = np.eye(6)[0] * 3 + shared
+        ours = np.eye(6)[0] * 3 + 0.8 * shared + 0.316 * own  # variance 0.74 of the other's
+        found = relative(products(ours), products(plain))
+        held += found["low"] <= 0.64 + 0.316**2 <= found["high"]
+        widths.append(found["high"] - found["low"])
+        errors = [scatter(products(v)) for v in (ours, plain)]
+        unpaired.append(2 * 1.96 * 0.74 * np.hypot(*(f["error"] / f["ratio"] for f in errors)))
+    assert 0.90 <= held / 300 <= 0.99
+    assert np.mean(widths) < 0.7 * np.mean(unpaired)
+
+
+def test_an_arm_beside_itself_or_without_a_signal_has_no_scatter_to_speak_of():
+    draws = np.random.default_rng(3).normal(size=(8, 4)) + 2
+    same = relative(products(3 * draws), products(draws))
+    assert (same["value"], same["low"], same["high"]) == pytest.approx((1, 1, 1))
+    nothing = np.array([[1.0, 0], [-1.0, 0], [0, 1.0], [0, -1.0]])
+    assert relative(products(nothing), products(draws[:4])) == {"value": None, "low": None, "high": None}
+
+
 def test_draws_without_scatter_have_no_noise():
-    found = scatter(np.tile([3.0, 4.0], (3, 1)))
+    found = scatter(products(np.tile([3.0, 4.0], (3, 1))))
     assert (found["signal"], found["ratio"], found["error"]) == pytest.approx((25, 0, 0))
 
 
 def test_every_arm_sees_the_same_draws_and_is_not_computed_twice(tmp_path):
     size, said = Settings(draws=3, problems=2), list[str]()
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--device"))]
-    document = run(Ledger(tmp_path / "l.jsonl"), size, arms=[PLAIN, "ktae"], extra=small, say=said.append)
+    document = run(Ledger(tmp_path / "l.jsonl", SOURCE), size, arms=[PLAIN, "ktae"], extra=small, say=said.append)
     assert len(said) == 2
     assert document["arms"][PLAIN]["cosine"] == pytest.approx(1)
     assert 0 < document["arms"]["ktae"]["cosine"] < 1
-    again = run(Ledger(tmp_path / "l.jsonl"), size, arms=[PLAIN, "ktae"], extra=small, say=said.append)
+    again = run(Ledger(tmp_path / "l.jsonl", SOURCE), size, arms=[PLAIN, "ktae"], extra=small, say=said.append)
     assert len(said) == 2
     assert again == document
     text = markdown(document | {"command": "x", "environment": {"commit": "abc"}})
     assert f"| {PLAIN} |" in text
+    of_plain = document["arms"]["ktae"]["of_plain"]
+    assert of_plain["value"] == pytest.approx(document["arms"]["ktae"]["ratio"] / document["arms"][PLAIN]["ratio"])
+    assert "of_plain" not in document["arms"][PLAIN]
 
 
 def test_corrections_enter_the_gradient_of_an_arm_that_asks_for_them():
@@ -61,4 +89,4 @@ def test_bad_settings_are_named(tmp_path):
     with pytest.raises(ValueError, match="draws must be at least 3, got 2"):
         Settings(draws=2)
     with pytest.raises(ValueError, match=r"arms must be among .* got magic"):
-        run(Ledger(tmp_path / "l.jsonl"), Settings(), arms=["magic"])
+        run(Ledger(tmp_path / "l.jsonl", SOURCE), Settings(), arms=["magic"])
