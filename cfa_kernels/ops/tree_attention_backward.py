@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention_rule import AttentionRule
-from .dispatch import architecture
+from .dispatch import TRITON_BEFORE_3_7, architecture
 from .elementwise import LOG2E, tanh
 from .segment_table import SegmentTable
 
@@ -26,9 +26,6 @@ completions are shared out, so that no program runs for long after the others, a
 PARTIAL_SUM_BYTES = 2**30
 """Most memory of those sums. A pack that asks for more has twice as many rows a program, or four times, and so on.
 Neither number knows the device, so the bits do not depend on it."""
-
-# Before 3.7 Triton gives a row's two numbers to every lane that has a column of the row, once each.
-_COLUMN_LOADS = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
 
 
 def stride_unit(strides: Sequence[int]) -> int:
@@ -378,7 +375,8 @@ def key_options(
     tile = {"BLOCK_M": block_m, "BLOCK_N": block_n}
     compiler = {"num_warps": num_warps, "num_stages": num_stages}
     options = _shared_options(architecture, dtype, group, rule) | blocks | tile | compiler
-    options["COLUMN_LOADS"] = architecture == "sm_90" and _COLUMN_LOADS
+    # The older compiler loads a row's two numbers once for every lane that has a column of the row, and spills them.
+    options["COLUMN_LOADS"] = architecture == "sm_90" and TRITON_BEFORE_3_7
     parts = [(True, False), (False, True)] if widest > 128 else [(True, True)]
     return [options | {"OF_KEYS": of_keys, "OF_VALUES": of_values} for of_keys, of_values in parts]
 
