@@ -22,7 +22,7 @@ PROMPTS, COMPLETIONS, UNITS, ANSWERS = batch()
 @functools.cache
 def double_model(name):
     """In float64, but for what the model itself computes in float32."""
-    return make_model(name, final_logit_softcapping=2.0 if name == "Gemma2" else None).double()
+    return make_model(name, final_logit_softcapping=2.0 if name == "Gemma2" else None).cpu().double()
 
 
 def seeded(seed=7):
@@ -158,7 +158,7 @@ def test_without_noise_a_divergence_has_no_gradient_and_the_mean_log_prob_stands
 @pytest.mark.parametrize("outcome", ["last", "mean"])
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma2"])
 def test_importances_of_a_divergence_are_proportional_to_small_noise(name, outcome):
-    model = make_model(name, initializer_range=0.05).double()
+    model = make_model(name, initializer_range=0.05).cpu().double()
     small, twice = (
         saliency(model, outcome=outcome, sigma=sigma, samples=2, generator=seeded()) for sigma in (1e-4, 2e-4)
     )

@@ -195,7 +195,7 @@ def test_rows_that_end_within_a_vector_are_read_and_written_to_their_last_logit(
     by_logprob, by_entropy = (torch.tensor(x, device=device) for x in ([1.0, 0.0, -0.5], [0.0, 0.0, 0.3]))
     softmax, row = Softmax(temperature=0.7), room[None, :, :vocabulary]
     ours = policy_rows.row_logprobs(
-        row, None, targets, torch.ones(3, dtype=torch.bool), softmax, with_entropy=True, backend="triton"
+        row, None, targets, torch.ones(3, dtype=torch.bool, device=device), softmax, with_entropy=True, backend="triton"
     )
     logp = (exact / 0.7).log_softmax(-1)
     chosen, entropy = logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
