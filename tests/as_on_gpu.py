@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from triton.runtime.interpreter import GridExecutor
 
 from cfa_kernels import losses
 
@@ -51,6 +52,8 @@ class AsOnGpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not AsOnGpu.active:
+            return func(*args, **kwargs)
         special = _SPECIAL.get(func)
         if special is not None:
             return special(func, args, kwargs)
@@ -185,8 +188,21 @@ def _checked(module: ModuleType, check: Callable[[dict[str, Any]], object]) -> C
     return resolved
 
 
+def _launched(launch: Callable[..., None]) -> Callable[..., None]:
+    """The interpreter's launch of a kernel, which takes tensors of the GPU only."""
+
+    def launched(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
+        # Within an operator no mode is active, and nothing is told apart; its own tensors were looked at before.
+        if AsOnGpu.active and torch._C._len_torch_function_stack() and not all(map(on_gpu, _tensors(args))):
+            raise RuntimeError(f"{self.fn}: on a GPU a kernel would refuse a tensor of the host")
+        launch(self, *args, **kwargs)
+
+    return launched
+
+
 def install() -> None:
     """Put the checks into the library, for good."""
+    GridExecutor.__call__ = _launched(GridExecutor.__call__)  # type: ignore[method-assign]
     nn.Parameter.__new__ = _as_its_data(nn.Parameter.__new__)  # type: ignore[method-assign]
     checks = {
         tree_attention: lambda of: tree_attention._check_triton(of["q"], of["k"], of["v"]),

@@ -8,6 +8,8 @@ from torch import nn
 
 from cfa_kernels import linear_policy_loss
 from cfa_kernels.ops.linear_logprob import linear_logprob
+from cfa_kernels.ops.policy_rows import row_logprobs
+from cfa_kernels.ops.row_softmax import Softmax
 from cfa_kernels.ops.tree_attention import tree_attention
 from tests.as_on_gpu import on_gpu
 from tests.models import make_model
@@ -72,6 +74,14 @@ def test_kernels_take_no_tensors_of_the_host():
     table, _ = build([[1, 2]])
     with pytest.raises(RuntimeError, match="would be refused on a GPU"):
         tree_attention(*qkv(2, 2, 1, 16, torch.float32), table, backend="triton")
+
+
+def test_a_kernel_takes_no_mask_of_the_host_beside_rows_of_the_gpu(device):
+    row, targets = torch.randn(1, 2, 64, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    options = {"softmax": Softmax(), "with_entropy": False, "backend": "triton"}
+    row_logprobs(row, None, targets, torch.ones(2, dtype=torch.bool, device=device), **options)
+    with pytest.raises(RuntimeError, match="a kernel would refuse a tensor of the host"):
+        row_logprobs(row, None, targets, torch.ones(2, dtype=torch.bool), **options)
 
 
 def test_the_default_backend_takes_what_its_kernels_take(device):

@@ -22,6 +22,7 @@ from cfa_kernels import fused_modules
 from cfa_kernels.ops.attention_rule import AttentionRule
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention_reference
+from tests.as_on_gpu import AsOnGpu
 
 DEVICE = torch.device("cuda", 0)
 # Operators whose kernels on a GPU copy a number to the host before they return.
@@ -195,6 +196,7 @@ def a_device() -> Iterator[Waits]:
     if torch.cuda.is_available():
         pytest.skip("a GPU is here, which PyTorch itself can watch")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsOnGpu, "active", False)  # one stand-in is enough
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(Tensor, "pin_memory", _pin_memory)
         patch.setattr(torch, "tensor", _tensor(torch.tensor))
