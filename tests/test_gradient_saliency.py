@@ -132,7 +132,7 @@ MORE = {
 
 @pytest.mark.parametrize("name", MORE)
 def test_without_noise_they_are_gradient_times_input_on_every_kind_of_model(name):
-    model = make_model(name, **ARCHITECTURES.get(name, {}) | MORE[name]).eval()
+    model = make_model(name, **ARCHITECTURES.get(name, {}) | MORE[name]).cpu().eval()
     model.set_attn_implementation("eager")
     found = saliency(model, outcome="mean_logprob", sigma=0)
     for b, ours in enumerate(found):
