@@ -272,7 +272,7 @@ def test_the_model_is_left_as_it_was_also_when_it_fails(grad, fails, monkeypatch
 
 
 def test_a_policy_gradient_under_way_goes_on_as_if_nothing_had_been_asked():
-    model = make_model("Qwen3").train()
+    model = make_model("Qwen3").cpu().train()
     ids = torch.cat([PROMPTS[0], COMPLETIONS[0]])[None]
     model(input_ids=ids, labels=ids).loss.backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
@@ -289,7 +289,7 @@ def test_a_policy_gradient_under_way_goes_on_as_if_nothing_had_been_asked():
 
 def test_an_adapter_and_wrappers_are_seen_through_and_checkpointing_is_not_in_the_way():
     model = get_peft_model(
-        make_model("Qwen3"),
+        make_model("Qwen3").cpu(),
         LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
     )
     base = model.get_base_model().eval()

@@ -29,8 +29,8 @@ def score(model, data=None):
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
-    "short_factor": [1.0] * 6,
-    "long_factor": [4.0] * 6,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
     "original_max_position_embeddings": 32,
 }
 
