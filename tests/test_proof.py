@@ -138,7 +138,7 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_gr
 HYBRIDS = {
     "Qwen3Next": {**DELTA, **MOE, "shared_expert_intermediate_size": 16},
     "Qwen3_5Text": DELTA,
-    "Mamba2": {"state_size": 8, "head_dim": 12, "num_heads": 8, "n_groups": 1, "chunk_size": 8},
+    "Mamba2": {"state_size": 8, "head_dim": 16, "num_heads": 8, "n_groups": 1, "chunk_size": 8},
     "Bamba": {"attn_layer_indices": [1], **MAMBA},
     "FalconH1": {"mamba_d_ssm": 128, "lm_head_multiplier": 0.3, "head_dim": 16, "num_hidden_layers": 2, **MAMBA},
     "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
