@@ -4,17 +4,23 @@
 PYTHON ?= python3
 VENV := .venv
 PY ?= $(VENV)/bin/python
+OLDEST := .venv-oldest
+ON_MODELS := tests/test_scoring.py tests/test_packed_loss.py tests/test_proof.py tests/test_fused_modules.py
 ifeq ($(PY),$(VENV)/bin/python)
 SETUP := $(VENV)/installed
 endif
 
-.PHONY: demo test quick lint gpu bench clean
+.PHONY: demo test test-oldest quick lint gpu bench clean
 
 demo: $(SETUP)
 	$(PY) -m trainer
 
 test: $(SETUP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
+
+# With the oldest Triton and transformers that setup.py allows: every kernel is built, and what runs on them is run.
+test-oldest: $(OLDEST)/installed
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 --dist loadfile tests/ops $(ON_MODELS)
 
 quick: $(SETUP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 --dist loadfile
@@ -30,14 +36,23 @@ gpu: $(SETUP)
 bench: $(SETUP)
 	$(PY) -m benchmarks --device cpu
 
+define SET_UP
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+  { echo "Python 3.11 or newer is needed, $(PYTHON) is `$(PYTHON) --version`; try make PYTHON=python3.11"; exit 1; }
+$(PYTHON) -m venv $(1)
+$(1)/bin/python -m pip install --quiet --upgrade pip
+$(1)/bin/python -m pip install --quiet -c constraints.txt torch
+$(1)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+endef
+
 $(VENV)/installed: setup.py constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "Python 3.11 or newer is needed, $(PYTHON) is `$(PYTHON) --version`; try make PYTHON=python3.11"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt torch
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+	$(call SET_UP,$(VENV))
+	touch $@
+
+$(OLDEST)/installed: setup.py constraints.txt constraints-oldest.txt
+	$(call SET_UP,$(OLDEST))
+	$(OLDEST)/bin/python -m pip install --quiet --no-deps -r constraints-oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(OLDEST) build *.egg-info .pytest_cache .ruff_cache .mypy_cache

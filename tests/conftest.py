@@ -1,5 +1,6 @@
 """Shared set-up: Triton's interpreter where there is no GPU, repeatable properties, paths to real data."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -9,6 +10,11 @@ from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+from tests import as_on_gpu
+
+if not torch.cuda.is_available():
+    as_on_gpu.install()
 
 # The same examples in every run, and no stop-watch: a busy machine must not fail a test.
 settings.register_profile("suite", deadline=None, derandomize=True)
@@ -50,10 +56,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """Without a GPU, refuse what one would refuse."""
+    real = torch.cuda.is_available() or item.get_closest_marker("traced")
+    with contextlib.nullcontext() if real else as_on_gpu.AsOnGpu():
+        return (yield)
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where kernels run in this suite: the GPU if there is one, else the CPU through the interpreter."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Where kernels run in this suite: the GPU if there is one, else what stands in for it, by the interpreter."""
+    return as_on_gpu.DEVICE
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,12 @@ import torch
 import transformers
 
 from cfa_kernels.spans import Span
+from tests.as_on_gpu import DEVICE
 
 VOCAB, PLACEHOLDER = 211, 3
 SHAPE = {
     "vocab_size": VOCAB,
-    "hidden_size": 48,
+    "hidden_size": 64,  # heads of 16: kernels take multiples of 8
     "intermediate_size": 80,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -46,7 +47,7 @@ def make_model(name: str, **changes):
     for parameter in model.parameters():
         if parameter.ndim == 1:  # norms and biases that start at one or zero would hide mistakes
             torch.nn.init.normal_(parameter, 1.0, 0.2)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(DEVICE)
 
 
 def tokens(*lengths, seed=0):

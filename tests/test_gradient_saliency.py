@@ -22,7 +22,7 @@ PROMPTS, COMPLETIONS, UNITS, ANSWERS = batch()
 @functools.cache
 def double_model(name):
     """In float64, but for what the model itself computes in float32."""
-    return make_model(name, final_logit_softcapping=2.0 if name == "Gemma2" else None).double()
+    return make_model(name, final_logit_softcapping=2.0 if name == "Gemma2" else None).cpu().double()
 
 
 def seeded(seed=7):
@@ -132,7 +132,7 @@ MORE = {
 
 @pytest.mark.parametrize("name", MORE)
 def test_without_noise_they_are_gradient_times_input_on_every_kind_of_model(name):
-    model = make_model(name, **ARCHITECTURES.get(name, {}) | MORE[name]).eval()
+    model = make_model(name, **ARCHITECTURES.get(name, {}) | MORE[name]).cpu().eval()
     model.set_attn_implementation("eager")
     found = saliency(model, outcome="mean_logprob", sigma=0)
     for b, ours in enumerate(found):
@@ -158,7 +158,7 @@ def test_without_noise_a_divergence_has_no_gradient_and_the_mean_log_prob_stands
 @pytest.mark.parametrize("outcome", ["last", "mean"])
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma2"])
 def test_importances_of_a_divergence_are_proportional_to_small_noise(name, outcome):
-    model = make_model(name, initializer_range=0.05).double()
+    model = make_model(name, initializer_range=0.05).cpu().double()
     small, twice = (
         saliency(model, outcome=outcome, sigma=sigma, samples=2, generator=seeded()) for sigma in (1e-4, 2e-4)
     )
@@ -272,7 +272,7 @@ def test_the_model_is_left_as_it_was_also_when_it_fails(grad, fails, monkeypatch
 
 
 def test_a_policy_gradient_under_way_goes_on_as_if_nothing_had_been_asked():
-    model = make_model("Qwen3").train()
+    model = make_model("Qwen3").cpu().train()
     ids = torch.cat([PROMPTS[0], COMPLETIONS[0]])[None]
     model(input_ids=ids, labels=ids).loss.backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
@@ -289,7 +289,7 @@ def test_a_policy_gradient_under_way_goes_on_as_if_nothing_had_been_asked():
 
 def test_an_adapter_and_wrappers_are_seen_through_and_checkpointing_is_not_in_the_way():
     model = get_peft_model(
-        make_model("Qwen3"),
+        make_model("Qwen3").cpu(),
         LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
     )
     base = model.get_base_model().eval()

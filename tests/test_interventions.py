@@ -49,7 +49,7 @@ def test_every_fill_token_is_drawn_from_the_model_given_what_stands_before_it(na
 
 
 def test_fills_differ_by_seed_and_not_by_batch():
-    model = make_model("Qwen3").double()  # whose rounding moves no draw from one token to the next
+    model = make_model("Qwen3").cpu().double()  # whose rounding moves no draw from one token to the next
     prompts, completions, spans, _ = batch()
     together = resampled_fills(model, prompts, completions, spans, seed=0).tokens
     for b in (0, 4, 6):
@@ -86,7 +86,7 @@ def test_scores_with_fills_equal_one_full_forward_per_filled_span(qwen3):
 
 @pytest.mark.parametrize("outcome", ["logprob", "last"])
 def test_resampled_scores_are_means_over_the_fills(outcome):
-    model = make_model("Qwen3").double()  # whose rounding moves no draw from one token to the next
+    model = make_model("Qwen3").cpu().double()  # whose rounding moves no draw from one token to the next
     prompts, completions, spans, answers = data = batch()
     found = resampled_scores(model, *data, seed=5, samples=3, outcome=outcome)
     once = resampled_scores(model, *data, seed=5, outcome=outcome)

@@ -23,7 +23,7 @@ RECURRENT = {
 
 def exact(name="Qwen3", **changes):
     """In float64, and less sure of anything than the other tests' models: a negative total is exponentiated."""
-    return make_model(name, initializer_range=0.1, **changes).double().eval()
+    return make_model(name, initializer_range=0.1, **changes).cpu().double().eval()
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ CALLS = {
 
 @functools.cache
 def model():
-    made = make_model("Qwen3").double()  # whose rounding moves no draw from one token to the next
+    made = make_model("Qwen3").cpu().double()  # whose rounding moves no draw from one token to the next
     prove_supported(made)
     return made
 

@@ -42,7 +42,7 @@ def lfm2():
 @functools.cache
 def planted(name):
     """A float64 model, two completions of a prompt, and the logits of full forwards, one per span, before it none."""
-    model = make_model(name, **HEADS[name]).double()
+    model = make_model(name, **HEADS[name]).cpu().double()
     (prompt,), completions = tokens(7), tokens(12, 9, seed=1)
     answers = [Span(8, 11), Span(7, 9)]
     spans = [every_token(answer, len(ids)) for answer, ids in zip(answers, completions, strict=True)]

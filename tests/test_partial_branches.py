@@ -159,13 +159,13 @@ def test_a_knockout_costs_the_completion_once_and_the_blind_rows_of_each_span():
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_tree_attention_leaves_out_the_rows_that_a_context_does_not_hold(backend):
+def test_tree_attention_leaves_out_the_rows_that_a_context_does_not_hold(backend, device):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(13, heads, 16, generator=generator) for heads in (4, 2, 2))
     table = SegmentTable(
         *(torch.tensor(x, dtype=torch.int32).numpy() for x in ([0, 10], [10, 3], [0, 0], [0, 6], [0, 1, 2, 7, 8, 9]))
     )
-    out = tree_attention(q, k, v, table, backend=backend)[10:]
+    out = tree_attention(*(x.to(device) for x in (q, k, v)), table, backend=backend)[10:].cpu()
     seen = [0, 1, 2, 7, 8, 9, 10, 11, 12]
     visible = torch.ones(3, 9, dtype=torch.bool).tril(6)
     scores = torch.einsum("qhd,khd->hqk", q[10:].double(), k[seen].double().repeat_interleave(2, 1)) / 4

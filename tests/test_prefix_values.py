@@ -154,7 +154,7 @@ def test_a_probe_from_text_scores_the_target_alone():
 
 def test_rows_with_another_rotary_frequency_are_asked_apart():
     """Beyond 24 tokens this model takes its other set of frequencies: each value is as if it were fed alone."""
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [6.0] * 6}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [6.0] * 8}
     model = make_model("Phi3", original_max_position_embeddings=24, rope_parameters=rope)
     (prompt,), (completion,) = tokens(9), tokens(33, seed=5)
     probe = Probe(torch.tensor([9, 8, 7]), Span(1, 3))

@@ -29,8 +29,8 @@ def score(model, data=None):
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
-    "short_factor": [1.0] * 6,
-    "long_factor": [4.0] * 6,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
     "original_max_position_embeddings": 32,
 }
 
@@ -134,13 +134,13 @@ DELTA = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "num_hidden_layers": 4, "head_dim": 16,
 }  # fmt: skip
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 HYBRIDS = {
     "Qwen3Next": {**DELTA, **MOE, "shared_expert_intermediate_size": 16},
     "Qwen3_5Text": DELTA,
-    "Mamba2": {"state_size": 8, "head_dim": 12, "num_heads": 8, "n_groups": 1, "chunk_size": 8},
+    "Mamba2": {"state_size": 8, "head_dim": 16, "num_heads": 8, "n_groups": 1, "chunk_size": 8},
     "Bamba": {"attn_layer_indices": [1], **MAMBA},
-    "FalconH1": {"mamba_d_ssm": 96, "lm_head_multiplier": 0.3, "head_dim": 16, "num_hidden_layers": 2, **MAMBA},
+    "FalconH1": {"mamba_d_ssm": 128, "lm_head_multiplier": 0.3, "head_dim": 16, "num_hidden_layers": 2, **MAMBA},
     "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
 }
 

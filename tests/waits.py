@@ -23,6 +23,7 @@ from cfa_kernels import fused_modules
 from cfa_kernels.ops.attention_rule import AttentionRule
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention_reference
+from tests.as_on_gpu import AsOnGpu
 
 DEVICE = torch.device("cuda", 0)
 # Operators whose kernels on a GPU copy a number to the host before they return.
@@ -196,6 +197,7 @@ def a_device() -> Iterator[Waits]:
     if torch.cuda.is_available():
         pytest.skip("a GPU is here, which PyTorch itself can watch")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsOnGpu, "active", False)  # one stand-in is enough
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -3,8 +3,12 @@
 import os
 
 import torch
+import triton
 
 BACKENDS = ("triton", "torch")
+
+TRITON_BEFORE_3_7 = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
+"""Whether the compiler is the older of the two that are supported."""
 
 
 def interpreting() -> bool:

@@ -218,12 +218,13 @@ class SegmentTable:
         return np.stack([segment, first, keys, own, seers.start[segment], listed], axis=1)
 
     def key_work(
-        self, keys_per_tile: int, queries_per_program: int, reach: Reach = EVERYTHING
+        self, keys_per_tile: int, queries_per_program: int, reach: Reach = EVERYTHING, most_parts: int | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`(work (W, 9), splits (R, 4), seers (3, E))`, int32: what gradients of keys and values are made from.
 
         A tile's queries are numbered: first its `own` rows, then its seers. Each entry of `work` is a tile and some
-        of its queries, at most so many, those with most first: the tile's first packed row, its rows, that first
+        of its queries, at most so many, or twice, four times ... as many where there would be more than `most_parts`
+        partial sums otherwise, those with most first: the tile's first packed row, its rows, that first
         one's ordinal in its segment and its position; `own`; what to add to a query's number for its seer; the first
         query and the end of them; which partial sum they go to, or -1 where they are all. Each of `splits` is a tile
         with partial sums: its first packed row, its rows, its first partial sum and how many there are. `seers` are
@@ -232,6 +233,9 @@ class SegmentTable:
         seers = self.seers(reach)
         segment, first, keys, own, start, listed = self.key_tiles(keys_per_tile, seers, reach).T
         parts = -(-(own + listed) // queries_per_program)
+        while most_parts is not None and parts[parts > 1].sum() > most_parts:
+            queries_per_program *= 2
+            parts = -(-(own + listed) // queries_per_program)
         tile = np.repeat(np.arange(len(parts)), parts)
         ordinal = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
         begin = ordinal * queries_per_program
@@ -250,12 +254,17 @@ class SegmentTable:
         return work.astype(np.int32), splits.astype(np.int32), lists
 
     def key_work_on_device(
-        self, device: torch.device, keys_per_tile: int, queries_per_program: int, reach: Reach = EVERYTHING
+        self,
+        device: torch.device,
+        keys_per_tile: int,
+        queries_per_program: int,
+        reach: Reach = EVERYTHING,
+        most_parts: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, int]:
         """`key_work` on `device`, copied once for each of its streams and kept, and how many partial sums there are."""
-        key = (device, stream_of(device), keys_per_tile, queries_per_program, reach)
+        key = (device, stream_of(device), keys_per_tile, queries_per_program, reach, most_parts)
         if key not in self._on_device:
-            parts = self.key_work(keys_per_tile, queries_per_program, reach)
+            parts = self.key_work(keys_per_tile, queries_per_program, reach, most_parts)
             self._on_device[key] = (*upload(parts, device), int(parts[1][:, 3].sum()))
         return self._on_device[key]
 

@@ -18,7 +18,7 @@ from .attention_rule import AttentionRule, Reach
 from .dispatch import architecture, resolve_backend
 from .elementwise import LOG2E, tanh
 from .segment_table import SegmentTable
-from .tree_attention_backward import load_columns, tree_attention_backward_triton
+from .tree_attention_backward import load_columns, stride_unit, tree_attention_backward_triton
 
 HEAD_DIM_STEP, WIDEST_HEAD = 8, 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -189,7 +189,7 @@ def tree_attention_kernel(
     p_q, p_k, p_v, p_sinks, p_out, p_lse, p_work, p_segments, p_context,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
     scale, softcap, span, first_query_row,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_REST: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_REST: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -201,7 +201,8 @@ def tree_attention_kernel(
     sliding window or of an attention chunk; rows before `first_query_row` have no query and no result. A head's
     columns are one block, or a block and a narrower one for the rest. Blocks of keys are cut by position alone, never
     by where the rows lie or where a tile starts, so a row's sums are formed in the same order in every pack.
-    WITH_LSE, p_lse (N, H) takes the logarithm, to base 2, of a row's sum of exponentials, sink included.
+    WITH_LSE, p_lse (N, H) takes the logarithm, to base 2, of a row's sum of exponentials, sink included. Strides
+    count STRIDE_UNIT elements.
     """
     i_work = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1).to(tl.int64)
@@ -230,9 +231,9 @@ def tree_attention_kernel(
 
     o_dk = tl.arange(0, KEY_BLOCK)
     o_dv = tl.arange(0, VALUE_BLOCK)
-    p_q += o_row[:, None] * stride_qt + o_head[:, None] * stride_qh
-    p_k += i_head * stride_kh
-    p_v += i_head * stride_vh
+    p_q += (o_row[:, None] * stride_qt + o_head[:, None] * stride_qh) * STRIDE_UNIT
+    p_k += i_head * stride_kh * STRIDE_UNIT
+    p_v += i_head * stride_vh * STRIDE_UNIT
     b_q = load_columns(p_q, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
     b_acc = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
     if KEY_REST:
@@ -257,7 +258,7 @@ def tree_attention_kernel(
         o_next = o_key + BLOCK_N
         b_row = tl.where(o_key < context_length, b_next, shift + tl.minimum(o_key, high - 1)).to(tl.int64)
         b_next = tl.load(p_context + o_next, mask=o_next < context_length, other=0)
-        p_keys = p_k + b_row[:, None] * stride_kt
+        p_keys = p_k + b_row[:, None] * stride_kt * STRIDE_UNIT
         b_k = load_columns(p_keys, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         if KEY_REST:
@@ -277,7 +278,7 @@ def tree_attention_kernel(
         b_p = b_p.to(p_v.dtype.element_ty)
         if WIDEN:
             b_p = b_p.to(tl.float32)
-        p_values = p_v + b_row[:, None] * stride_vt
+        p_values = p_v + b_row[:, None] * stride_vt * STRIDE_UNIT
         b_v = load_columns(p_values, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN)
         b_acc = tl.dot(b_p, b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
         if VALUE_REST:
@@ -293,7 +294,7 @@ def tree_attention_kernel(
         b_sum += tl.exp2(tl.load(p_sinks + o_head).to(tl.float32) * LOG2E - b_max)
     if WITH_LSE:
         tl.store(p_lse + o_row * (tl.num_programs(1) * GROUP) + o_head, b_max + tl.log2(b_sum), mask=m_token)
-    p_out += o_row[:, None] * stride_ot + o_head[:, None] * stride_oh
+    p_out += (o_row[:, None] * stride_ot + o_head[:, None] * stride_oh) * STRIDE_UNIT
     b_share = 1.0 / b_sum
     b_out = (b_acc * b_share[:, None]).to(p_out.dtype.element_ty)
     tl.store(p_out + o_dv[None, :], b_out, mask=m_token[:, None] & (o_dv < VALUE_DIM)[None, :])
@@ -429,11 +430,13 @@ def tree_attention_op(
     work, device_segments, device_rows = table.on_device(q.device, tokens, first_query_row)
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2] if with_lse else (0,), dtype=torch.float32, device=q.device)
+    strides = [stride for x in (q, k, v, out) for stride in x.stride()[:2]]
+    unit = stride_unit(strides)
     with torch.cuda.device_of(q):
         tree_attention_kernel[(work.shape[0], k.shape[1])](
             q, k, v, sinks, out, lse if with_lse else None, work, device_segments, device_rows,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
-            scale, softcap or 0.0, rule.reach.span, first_query_row, **options,
+            *(stride // unit for stride in strides),
+            scale, softcap or 0.0, rule.reach.span, first_query_row, STRIDE_UNIT=unit, **options,
         )  # fmt: skip
     return out, lse
 

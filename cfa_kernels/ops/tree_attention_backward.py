@@ -6,6 +6,7 @@ log-sum-exp gives back, `delta = rowsum(dO * O)` and `dS = P * (dO V^T - delta)`
 and `P^T dO`. `tree_attention.py` registers them as the gradient of its operator.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,13 +15,26 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention_rule import AttentionRule
-from .dispatch import architecture
+from .dispatch import TRITON_BEFORE_3_7, architecture
 from .elementwise import LOG2E, tanh
 from .segment_table import SegmentTable
 
-QUERY_ROWS_PER_PROGRAM = 8192
+QUERY_ROWS_PER_PROGRAM = 2048
 """Rows times heads of a key head that one program adds up for a tile of keys: those of a prompt under many
-completions are shared out, and their sums added in order. A constant, so that the bits do not depend on a device."""
+completions are shared out, so that no program runs for long after the others, and their sums added in order."""
+
+PARTIAL_SUM_BYTES = 2**30
+"""Most memory of those sums. A pack that asks for more has twice as many rows a program, or four times, and so on.
+Neither number knows the device, so the bits do not depend on it."""
+
+
+def stride_unit(strides: Sequence[int]) -> int:
+    """How many elements make one of a kernel's strides.
+
+    Triton is told of a stride whether 16 divides it. Heads 72 or 120 wide have strides that 8 divides, enough for
+    loads of 16 bytes: a kernel that multiplies by 8 itself shows the compiler so.
+    """
+    return 8 if any(x % 16 for x in strides) and not any(x % 8 for x in strides) else 1
 
 
 @triton.jit
@@ -33,6 +47,15 @@ def load_columns(p_rows, o_d, DIM: tl.constexpr, STOP: tl.constexpr, WIDEN: tl.c
     if WIDEN:
         b_x = b_x.to(tl.float32)
     return b_x
+
+
+@triton.jit
+def _load_rows(p_rows, COLUMN: tl.constexpr):
+    """What `p_rows` point to; with COLUMN by way of a column, whose loads are spread over lanes like a matrix's."""
+    if COLUMN:
+        return tl.sum(tl.load(p_rows[:, None]), 1)
+    else:
+        return tl.load(p_rows)
 
 
 @triton.jit
@@ -62,7 +85,7 @@ def query_gradient_kernel(
     p_q, p_k, p_v, p_out, p_by_out, p_lse, p_delta, p_by_q, p_work, p_segments, p_context,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh, n_heads,
     scale, softcap, span,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, LOG2E: tl.constexpr, WIDEN: tl.constexpr,
@@ -70,7 +93,8 @@ def query_gradient_kernel(
     """Gradient of q and delta for one tile of the forward: BLOCK_M // GROUP tokens times the heads of one key head.
 
     Grid, work list and the order of keys are those of `tree_attention_kernel`, so that a row's gradient does not
-    depend on the rest of the pack either. `p_out`, `p_lse`, `p_delta` and `p_by_q` are contiguous.
+    depend on the rest of the pack either. `p_out`, `p_lse`, `p_delta` and `p_by_q` are contiguous. Strides count
+    STRIDE_UNIT elements.
     """
     i_work = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1).to(tl.int64)
@@ -102,11 +126,11 @@ def query_gradient_kernel(
 
     o_dk = tl.arange(0, KEY_BLOCK)
     o_dv = tl.arange(0, VALUE_BLOCK)
-    p_k += i_head * stride_kh
-    p_v += i_head * stride_vh
-    p_rows = p_q + o_row[:, None] * stride_qt + o_head[:, None] * stride_qh
+    p_k += i_head * stride_kh * STRIDE_UNIT
+    p_v += i_head * stride_vh * STRIDE_UNIT
+    p_rows = p_q + (o_row[:, None] * stride_qt + o_head[:, None] * stride_qh) * STRIDE_UNIT
     b_q = load_columns(p_rows, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
-    p_rows = p_by_out + o_row[:, None] * stride_gt + o_head[:, None] * stride_gh
+    p_rows = p_by_out + (o_row[:, None] * stride_gt + o_head[:, None] * stride_gh) * STRIDE_UNIT
     b_by_out = load_columns(p_rows, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN)
     b_out = load_columns(p_out + o_entry[:, None] * VALUE_DIM, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN)
     b_delta = tl.sum(b_by_out.to(tl.float32) * b_out.to(tl.float32), 1)
@@ -123,9 +147,9 @@ def query_gradient_kernel(
         b_own = row_start + (tl.minimum(o_key, high - 1) - context_length)
         b_row = tl.where(o_key < context_length, b_next.to(tl.int64), b_own)
         b_next = tl.load(p_context + o_next, mask=o_next < context_length, other=0)
-        b_k = load_columns(p_k + b_row[:, None] * stride_kt, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
+        b_k = load_columns(p_k + b_row[:, None] * stride_kt * STRIDE_UNIT, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_v = load_columns(p_v + b_row[:, None] * stride_vt, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN)
+        b_v = load_columns(p_v + b_row[:, None] * stride_vt * STRIDE_UNIT, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN)
         b_by_p = tl.dot(b_by_out, tl.trans(b_v), input_precision=PRECISION)
         visible = o_key[None, :] <= o_query[:, None]
         if HAS_WINDOW or HAS_CHUNK:
@@ -146,12 +170,13 @@ def _seers(
 ):  # fmt: skip
     """Packed row of queries `o_query` of a tile, how many of the tile's keys they see, and their position.
 
-    Queries from `end` on see none and have some row there is.
+    Queries from `end` on see none and have the tile's first row: a gradient there that is not finite is in this
+    tile's sums anyway, and must not come, times 0, into those of others.
     """
     m_listed = (o_query >= own) & (o_query < end)
     p_listed = p_seers + (base + o_query)
     b_row = row_start + o_query
-    b_row = tl.where(o_query < own, b_row, tl.load(p_listed, mask=m_listed, other=0))
+    b_row = tl.where(o_query < own, b_row, tl.load(p_listed, mask=m_listed, other=row_start))
     b_limit = tl.load(p_listed + n_seers, mask=m_listed, other=0) - first
     b_limit = tl.where(o_query < own, o_query + 1, b_limit)
     b_limit = tl.where(o_query < end, b_limit, 0)
@@ -166,11 +191,11 @@ def key_gradient_kernel(
     p_q, p_k, p_v, p_by_out, p_lse, p_delta, p_by_k, p_by_v, p_parts, p_work, p_seers, n_seers,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh, n_heads,
     scale, softcap, span,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     OF_KEYS: tl.constexpr, OF_VALUES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, LOG2E: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr, LOG2E: tl.constexpr, WIDEN: tl.constexpr, COLUMN_LOADS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of k, v or both for one tile of BLOCK_N rows of a segment and one key head.
 
@@ -194,11 +219,11 @@ def key_gradient_kernel(
     o_dk = tl.arange(0, KEY_BLOCK)
     o_dv = tl.arange(0, VALUE_BLOCK)
     o_key_row = (row_start + tl.minimum(o_n, keys - 1)).to(tl.int64)
-    b_k = load_columns(p_k + o_key_row[:, None] * stride_kt + i_head * stride_kh, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
+    p_keys = p_k + (o_key_row[:, None] * stride_kt + i_head * stride_kh) * STRIDE_UNIT
+    b_k = load_columns(p_keys, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
     if OF_KEYS:
-        b_v = load_columns(
-            p_v + o_key_row[:, None] * stride_vt + i_head * stride_vh, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN
-        )
+        p_values = p_v + (o_key_row[:, None] * stride_vt + i_head * stride_vh) * STRIDE_UNIT
+        b_v = load_columns(p_values, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN)
         b_by_k = tl.zeros([BLOCK_N, KEY_BLOCK], tl.float32)
     if OF_VALUES:
         b_by_v = tl.zeros([BLOCK_N, VALUE_BLOCK], tl.float32)
@@ -215,22 +240,22 @@ def key_gradient_kernel(
         b_row, b_limit, b_position = _seers(
             p_seers, n_seers, o_next // GROUP, own, base, first, row_start, position, end, HAS_REACH
         )
-        p_rows = p_q + b_seer[:, None] * stride_qt + o_head[:, None] * stride_qh
+        p_rows = p_q + (b_seer[:, None] * stride_qt + o_head[:, None] * stride_qh) * STRIDE_UNIT
         b_q = load_columns(p_rows, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # (keys, queries)
-        p_rows = p_by_out + b_seer[:, None] * stride_gt + o_head[:, None] * stride_gh
+        p_rows = p_by_out + (b_seer[:, None] * stride_gt + o_head[:, None] * stride_gh) * STRIDE_UNIT
         b_by_out = load_columns(p_rows, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN)
         visible = o_n[:, None] < b_sees[None, :]
         if HAS_WINDOW:
             visible = visible & ((position + o_n)[:, None] > (b_at - span)[None, :])
         if HAS_CHUNK:
             visible = visible & ((position + o_n)[:, None] >= (b_at // span * span)[None, :])
-        b_lse = tl.load(p_lse + b_seer * n_heads + o_head)
+        b_lse = _load_rows(p_lse + b_seer * n_heads + o_head, COLUMN_LOADS)
         b_p, b_slope = _probabilities(b_s, b_lse[None, :], visible, scale, softcap, HAS_SOFTCAP, LOG2E)
         if OF_VALUES:
             b_by_v = tl.dot(_round(b_p, p_by_out, WIDEN), b_by_out, b_by_v, input_precision=PRECISION)
         if OF_KEYS:
-            b_delta = tl.load(p_delta + b_seer * n_heads + o_head)
+            b_delta = _load_rows(p_delta + b_seer * n_heads + o_head, COLUMN_LOADS)
             b_by_p = tl.dot(b_v, tl.trans(b_by_out), input_precision=PRECISION)
             b_by_s = b_p * (b_by_p - b_delta[None, :]) * b_slope
             b_by_k = tl.dot(_round(b_by_s, p_q, WIDEN), b_q, b_by_k, input_precision=PRECISION)
@@ -346,10 +371,12 @@ def key_options(
     elif architecture.startswith("sm_8"):
         block_m, block_n, num_warps, num_stages = (64, 64, 8, 2) if widest > 64 else (32, 64, 4, 2)
     else:
-        block_m, block_n, num_warps, num_stages = 64 if architecture == "sm_90" and widest <= 64 else 32, 128, 8, 3
+        block_m, block_n, num_warps, num_stages = 32, 128, 8, 3
     tile = {"BLOCK_M": block_m, "BLOCK_N": block_n}
     compiler = {"num_warps": num_warps, "num_stages": num_stages}
     options = _shared_options(architecture, dtype, group, rule) | blocks | tile | compiler
+    # The older compiler loads a row's two numbers once for every lane that has a column of the row, and spills them.
+    options["COLUMN_LOADS"] = architecture == "sm_90" and TRITON_BEFORE_3_7
     parts = [(True, False), (False, True)] if widest > 128 else [(True, True)]
     return [options | {"OF_KEYS": of_keys, "OF_VALUES": of_values} for of_keys, of_values in parts]
 
@@ -373,22 +400,26 @@ def tree_attention_backward_triton(
     sizes = (architecture(q.device), q.dtype, q.shape[2], v.shape[2], heads // key_heads, rule)
     by_query, by_key = query_options(*sizes), key_options(*sizes)
     keys_per_tile, tokens = by_key[0]["BLOCK_N"], max(QUERY_ROWS_PER_PROGRAM * key_heads // heads, 1)
-    work, segments, context_rows = table.on_device(q.device, by_query["BLOCK_M"] // by_query["GROUP"])
-    key_work, splits, seers, n_parts = table.key_work_on_device(q.device, keys_per_tile, tokens, rule.reach)
     width = by_key[0]["KEY_BLOCK"] + by_key[0]["VALUE_BLOCK"]
+    most_parts = PARTIAL_SUM_BYTES // (4 * key_heads * keys_per_tile * width)
+    work, segments, context_rows = table.on_device(q.device, by_query["BLOCK_M"] // by_query["GROUP"])
+    key_work, splits, seers, n_parts = table.key_work_on_device(q.device, keys_per_tile, tokens, rule.reach, most_parts)
     by_q, by_k, by_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
     parts = lse.new_empty(n_parts, key_heads, keys_per_tile, width)
-    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *by_out.stride()[:2])
+    strides = [stride for x in (q, k, v, by_out) for stride in x.stride()[:2]]
+    unit = stride_unit(strides)
+    strides = [stride // unit for stride in strides]
     numbers = (rule.scale, rule.softcap or 0.0, rule.reach.span)
     with torch.cuda.device_of(q):
         query_gradient_kernel[(work.shape[0], key_heads)](
-            q, k, v, out, by_out, lse, delta, by_q, work, segments, context_rows, *strides, heads, *numbers, **by_query
-        )
+            q, k, v, out, by_out, lse, delta, by_q, work, segments, context_rows, *strides, heads, *numbers,
+            STRIDE_UNIT=unit, **by_query,
+        )  # fmt: skip
         for options in by_key:
             key_gradient_kernel[(key_work.shape[0], key_heads)](
                 q, k, v, by_out, lse, delta, by_k, by_v, parts, key_work, seers, seers.shape[1],
-                *strides, heads, *numbers, **options,
+                *strides, heads, *numbers, STRIDE_UNIT=unit, **options,
             )  # fmt: skip
         if len(splits):
             options = sum_options(by_key[0])

@@ -36,10 +36,12 @@ def case(
         signature |= {"p_lse": "*fp32:16"}
     else:
         constexprs |= {"p_lse": None}
+    wide = all(dim % 16 == 0 for dim in dims)
+    constexprs |= {"STRIDE_UNIT": 1 if wide else 8}
     if ones:
         constexprs |= dict.fromkeys([*STRIDES, "span"], 1)
     else:
-        signature |= dict.fromkeys(STRIDES, "i32:16") | {"span": "i32"}
+        signature |= dict.fromkeys(STRIDES, "i32:16" if wide else "i32") | {"span": "i32"}
     extras = " ".join([*features, *(["ones"] if ones else [])])
     name = f"{NAMES[dtype]} {dims[0]}/{dims[1]} group {group} {extras} for {target}"
     return AotCase(
@@ -64,6 +66,7 @@ CASES = [
     case("sm_90", torch.bfloat16, (128, 128), group=3, window=True, softcap=True, sinks=True, lse=True),
     case("sm_90", torch.bfloat16, (64, 64), group=71),
     case("sm_90", torch.bfloat16, (96, 96), group=3),  # two column blocks each, a group that fills no tile
+    *(case("sm_90", torch.bfloat16, (dim, dim)) for dim in (72, 88, 104, 120)),  # strides that 8 divides, 16 not
     case("sm_90", torch.bfloat16, (256, 256), window=True, softcap=True),  # Gemma 2
     case("sm_90", torch.float32, (64, 64), group=71),  # Falcon
     case("sm_90", torch.bfloat16, (16, 16), ones=True, chunk=True),
@@ -101,7 +104,19 @@ def test_hopper_builds_use_its_matrix_instructions(reports):
 
 def test_programs_share_a_hopper_multiprocessor(reports):
     """The products of one run during the softmax of another."""
-    expected = {"16/16": 5, "64/64": 5, "64/64 group 71": 2, "96/96": 3, "128/128": 2, "192/128": 2, "256/256": 1}
+    expected = {
+        "16/16": 5,
+        "64/64": 5,
+        "64/64 group 71": 2,
+        "96/96": 3,
+        "72/72": 4,
+        "88/88": 3,
+        "104/104": 2,
+        "120/120": 2,
+        "128/128": 2,
+        "192/128": 2,
+        "256/256": 1,
+    }
     for report in hopper(reports):
         dims, _, rest = report.name.removeprefix("bf16 ").partition(" ")
         group = " ".join(rest.split()[:2])
@@ -113,7 +128,9 @@ def test_keys_and_values_are_loaded_sixteen_bytes_at_a_time(reports):
     for report in hopper(reports):
         if "ones" not in report.name:
             assert "cp.async.cg.shared.global" in report.asm["ptx"], report.name
-            assert "cp.async.ca.shared.global" not in report.asm["ptx"], report.name
+            # 16 columns behind 64 are too few for that, where all warps share them.
+            narrow = re.findall(r"cp\.async\.ca\.shared\.global.*?, (0x\w+)(?:, %r\d+)?;", report.asm["ptx"])
+            assert set(narrow) <= ({"0x8"} if report.name.startswith("bf16 72") else set()), report.name
 
 
 def test_probabilities_stay_in_registers_until_their_product_is_done(reports):

@@ -32,7 +32,9 @@ def build(kernel: str, target: str, dtype: torch.dtype, options: dict, label: st
     kinds |= dict.fromkeys(TABLES, "*i32:16") | {"n_seers": "i32"}
     arguments = {name: kinds[name] for name in SIGNATURES[kernel]}
     if kernel != "sum_parts_kernel":
-        arguments |= dict.fromkeys(STRIDES, "i32:16")
+        wide = all(options[name] % 16 == 0 for name in ("KEY_DIM", "VALUE_DIM"))
+        constexprs |= {"STRIDE_UNIT": 1 if wide else 8}
+        arguments |= dict.fromkeys(STRIDES, "i32:16" if wide else "i32")
         arguments |= {"n_heads": "i32", "scale": "fp32", "softcap": "fp32", "span": "i32"}
     name = f"{kernel} {label} for {target}"
     module = "cfa_kernels.ops.tree_attention_backward"
@@ -68,6 +70,7 @@ CASES = (
     ]
     + [
         *cases("sm_90", torch.bfloat16, (64, 64), 5, attention_chunk_size=8),
+        *(case for dim in (72, 120) for case in cases("sm_90", torch.bfloat16, (dim, dim))),
         *cases("sm_90", torch.float32, (64, 64), 71),  # Falcon
         *cases("sm_90", torch.bfloat16, (16, 16), sliding_window=8, ones=True),
         build("sum_parts_kernel", "sm_90", torch.bfloat16, sum_options(key_options(*GEMMA)[0]), "256/256"),
@@ -114,6 +117,7 @@ def test_rows_are_loaded_sixteen_bytes_at_a_time(reports):
     for report in hopper(reports):
         if "ones" not in report.name:
             assert "cp.async.cg.shared.global" in report.asm["ptx"], report.name
+            assert "ld.global.b16" not in report.asm["ptx"], report.name
 
 
 def test_operands_stay_in_registers_until_their_product_is_done(reports):

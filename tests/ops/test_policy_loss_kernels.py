@@ -195,7 +195,7 @@ def test_rows_that_end_within_a_vector_are_read_and_written_to_their_last_logit(
     by_logprob, by_entropy = (torch.tensor(x, device=device) for x in ([1.0, 0.0, -0.5], [0.0, 0.0, 0.3]))
     softmax, row = Softmax(temperature=0.7), room[None, :, :vocabulary]
     ours = policy_rows.row_logprobs(
-        row, None, targets, torch.ones(3, dtype=torch.bool), softmax, with_entropy=True, backend="triton"
+        row, None, targets, torch.ones(3, dtype=torch.bool, device=device), softmax, with_entropy=True, backend="triton"
     )
     logp = (exact / 0.7).log_softmax(-1)
     chosen, entropy = logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
@@ -489,8 +489,8 @@ def test_in_place_leaves_the_logits_alone_without_gradients(device):
         ({"lossy": 1}, TypeError, "unexpected keyword argument 'lossy'"),
     ],
 )
-def test_bad_logits_are_refused(change, error, words):
-    tensors, options = problem()
+def test_bad_logits_are_refused(change, error, words, device):
+    tensors, options = problem(device=device if change.get("backend") == "triton" else "cpu")
     tensors |= {name: value for name, value in change.items() if name in tensors}
     options |= {name: value for name, value in change.items() if name not in tensors}
     with pytest.raises(error, match=words):

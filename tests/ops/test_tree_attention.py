@@ -146,8 +146,7 @@ def test_the_kernel_stays_within_the_error_budget(heads, dims, option, dtype, de
 
 @settings(max_examples=20)
 @given(ragged_trees, st.sampled_from([(5, 5), (6, 2)]), options)
-def test_the_kernel_agrees_with_the_reference_on_ragged_trees(rows, heads, option):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def test_the_kernel_agrees_with_the_reference_on_ragged_trees(device, rows, heads, option):
     table, _ = build(rows)
     q, k, v = qkv(table.num_rows, *heads, 16, torch.float32, device=device)
     ours = tree_attention(q, k, v, table, backend="triton", **with_sinks(option, heads[0], device)).cpu()
@@ -180,8 +179,8 @@ def test_queries_from_a_segment_on_get_the_results_they_get_among_all(option, ba
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_gradients_of_some_rows_alone_are_refused(backend):
-    arguments = valid()
+def test_gradients_of_some_rows_alone_are_refused(backend, device):
+    arguments = valid(device)
     arguments["q"] = arguments["q"][3:].requires_grad_()
     with pytest.raises(NotImplementedError, match="no gradient with first_query_row 3"):
         tree_attention(**arguments, first_query_row=3, backend=backend)
@@ -308,9 +307,9 @@ def test_every_output_is_written(monkeypatch, device):
     assert torch.isfinite(tree_attention(q, k, v, table, backend="triton")).all()
 
 
-def valid():
+def valid(device):
     table, _ = build([[1, 2, 3], [1, 4]])
-    return dict(zip("qkv", qkv(table.num_rows, 4, 2, 16, torch.float32), strict=True), table=table)
+    return dict(zip("qkv", qkv(table.num_rows, 4, 2, 16, torch.float32, device=device), strict=True), table=table)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +333,7 @@ def valid():
         (lambda a: a.update(softcap=0.0), "softcap must be positive, got 0.0"),
         (lambda a: a.update(sinks=torch.zeros(2)), r"sinks must be floats, one per head of q \(4, 16\), got .* \(2,\)"),
         (lambda a: a.update(sinks=torch.zeros(4, dtype=torch.int64)), "sinks must be floats.*got torch.int64"),
-        (lambda a: a.update(sinks=torch.zeros(4, device="meta")), "sinks must be on q's device cpu, got meta"),
+        (lambda a: a.update(sinks=torch.zeros(4, device="meta")), "sinks must be on q's device c.*, got meta"),
         (lambda a: a.update(v=a["v"][:3]), r"takes q \(N, H, D\).* v \(3, 2, 16\)"),
         (lambda a: a.update(backend="cuda"), "backend must be one of"),
         (
@@ -349,14 +348,14 @@ def valid():
         ),
     ],
 )
-def test_unsupported_input_is_refused_by_name(change, message):
-    arguments = valid()
+def test_unsupported_input_is_refused_by_name(change, message, device):
+    arguments = valid(device)
     change(arguments)
     with pytest.raises(ValueError, match=message):
         tree_attention(**arguments)
 
 
-def test_the_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
+def test_the_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch, device):
     """Triton launches on the current device, which need not be theirs."""
     events = []
 
@@ -372,7 +371,7 @@ def test_the_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(module, "tree_attention_kernel", Kernel())
-    arguments = valid()
+    arguments = valid(device)
     tree_attention(**arguments, backend="triton")
     assert events == [arguments["q"].data_ptr(), "launched", "left"]
 

@@ -78,8 +78,7 @@ HEADS = [(1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (6, 2)]
 
 @settings(max_examples=10)
 @given(small_trees, st.sampled_from(HEADS), options, st.sampled_from([1, 32, 4096]))
-def test_the_kernels_agree_with_the_reference_on_ragged_trees(rows, heads, option, per_program):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def test_the_kernels_agree_with_the_reference_on_ragged_trees(device, rows, heads, option, per_program):
     table, _ = build(rows)
     inputs = qkv(table.num_rows, *heads, 16, torch.float32, 8, device=device)
     option = with_sinks(option, heads[0], device)
@@ -247,6 +246,46 @@ def test_every_gradient_is_written(poisoned_memory, device):
             assert torch.isfinite(x).all()
 
 
+def test_what_is_not_finite_in_a_row_stays_out_of_the_tiles_that_do_not_see_it(device):
+    """Tiles that few rows see are filled up with a row, whose probabilities of 0 times infinity would be nan."""
+    table, _ = build([[*range(20)], [*range(16), 50, 51]])
+    inputs = [x.requires_grad_() for x in qkv(table.num_rows, 2, 1, 16, torch.float32, device=device)]
+    out = tree_attention(*inputs, table, backend="triton")
+    upstream = by_out(out).index_fill(0, torch.tensor([0], device=device), 0.0)
+    expected = torch.autograd.grad(out, inputs, upstream, retain_graph=True)
+    upstream[0] = torch.inf
+    for ours, finite in zip(torch.autograd.grad(out, inputs, upstream), expected, strict=True):
+        assert torch.equal(ours[16:], finite[16:])  # segments that the first row does not see
+
+
+def test_partial_sums_stay_within_their_bound_and_the_gradients_are_the_same(monkeypatch, device):
+    table, _ = build(TREES["a prompt under many"])
+    inputs = qkv(table.num_rows, 2, 1, 16, torch.float32, device=device)
+    found, made = [], SegmentTable.key_work_on_device
+
+    def counted(self, *arguments):
+        *work, n_parts = made(self, *arguments)
+        found.append(n_parts)
+        return *work, n_parts
+
+    monkeypatch.setattr(SegmentTable, "key_work_on_device", counted)
+    part = 4 * 16 * (16 + 16)  # bytes of a tile's sums
+    with rows_per_program(8):
+        for most in (2**30, 9 * part, 0):
+            monkeypatch.setattr(module, "PARTIAL_SUM_BYTES", most)
+            assert_exact(gradients(inputs, table, "triton"), exact_gradients(inputs, table))
+    assert found[0] > 9
+    assert 0 < found[1] <= 9
+    assert found[2] == 0
+
+
+@pytest.mark.parametrize(
+    ("strides", "unit"), [((2048, 128), 1), ((16 * 72, 72), 8), ((8, 8), 8), ((72, 20), 1), ((36, 12), 1), ((0, 8), 8)]
+)
+def test_strides_count_eights_where_that_tells_the_compiler_more(strides, unit):
+    assert module.stride_unit(strides) == unit
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2", "ignore:invalid value encountered")
 def test_sinks_far_from_the_logits_have_finite_gradients(device):
     table, _ = build([[1, 2, 3, 4], [1, 2, 5]])
@@ -271,18 +310,18 @@ def int32(*values) -> np.ndarray:
         ((0, 2), "segment 1: its context holds row 2 at position 1"),
     ],
 )
-def test_a_context_that_is_no_beginning_of_a_path_has_no_gradient(context, message):
+def test_a_context_that_is_no_beginning_of_a_path_has_no_gradient(context, message, device):
     table = SegmentTable(int32(0, 3), int32(3, 1), int32(0, 0), int32(0, 2), int32(*context))
-    q, k, v = qkv(4, 2, 1, 16, torch.float32)
+    q, k, v = qkv(4, 2, 1, 16, torch.float32, device=device)
     assert torch.isfinite(tree_attention(q, k, v, table, backend="triton")).all()
     with pytest.raises(ValueError, match=message):
         tree_attention(q.requires_grad_(), k, v, table, backend="triton")
 
 
-def test_the_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
+def test_the_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch, device):
     """Triton launches on the current device, which need not be theirs."""
     table, _ = build(TREES["deep"])
-    q, k, v = qkv(table.num_rows, 4, 2, 16, torch.float32)
+    q, k, v = qkv(table.num_rows, 4, 2, 16, torch.float32, device=device)
     out = tree_attention(q.requires_grad_(), k, v, table, backend="triton")
     inside = []
 
@@ -325,6 +364,7 @@ def test_the_operators_pass_opcheck(sinks, device):
     torch.library.opcheck(tree_attention_backward_op, backward, test_utils=["test_schema", "test_faketensor"])
 
 
+@pytest.mark.traced
 def test_one_compiled_function_serves_every_table(device):
     def attend(q, k, v, table):
         return tree_attention(q * 2.0, k, v, table, sliding_window=9, backend="triton").sin()

@@ -1,0 +1,215 @@
+"""A suite without a GPU that notices what a GPU would refuse.
+
+`DEVICE` is the GPU where there is one. Elsewhere it is host memory by another name, which `AsOnGpu` tells apart from
+the host's: it follows what is made on `DEVICE` or moved there through every function of torch, and what a GPU machine
+refuses is an error here too. Tensors on both sides in one call; `backend="triton"` for tensors of the host; what the
+default backend takes to a kernel that does not take it, such as heads of 12 or float64. Kernels are run as ever: by
+Triton's interpreter where a test asks for them, else as the PyTorch forms.
+"""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from triton.runtime.interpreter import GridExecutor
+
+from cfa_kernels import losses
+
+linear_logprob, tree_attention = (
+    import_module(f"cfa_kernels.ops.{name}") for name in ("linear_logprob", "tree_attention")
+)
+DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu", 0)
+
+# Functions that take tensors of both sides, and give what is where their first one is.
+_BY_FIRST = {Tensor.copy_, Tensor.__getitem__, Tensor.__setitem__, torch._has_compatible_shallow_copy_type}
+_HOST_ARGUMENTS = {"segments", "contexts"}  # of the library's operators
+
+Tensor._as_on_gpu = False  # type: ignore[attr-defined]
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether a tensor would be on the GPU."""
+    return tensor._as_on_gpu  # type: ignore[attr-defined]
+
+
+class AsOnGpu(TorchFunctionMode):
+    """While it is active, `DEVICE` is another device than the host."""
+
+    active = False
+
+    def __enter__(self) -> "AsOnGpu":
+        AsOnGpu.active = True
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        AsOnGpu.active = False
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not AsOnGpu.active:
+            return func(*args, **kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(func, args, kwargs)
+        found = func(*args, **kwargs)
+        device = kwargs.get("device")
+        if device is not None:
+            return _mark(found, torch.device(device) == DEVICE)
+        there = host = False
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, Tensor):
+                if value._as_on_gpu:
+                    there = True
+                elif value.dim():
+                    host = True
+            elif isinstance(value, (list, tuple)):
+                for tensor in _tensors(value):
+                    there, host = there or tensor._as_on_gpu, host or not tensor._as_on_gpu
+        if there and host:
+            _refuse_mixtures(func, args, kwargs)
+        return _mark(found, True) if there else found
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
+
+
+def _mark(found: Any, there: bool) -> Any:
+    if isinstance(found, Tensor):
+        found._as_on_gpu = there  # type: ignore[attr-defined]
+    elif isinstance(found, (list, tuple)):
+        for part in found:
+            _mark(part, there)
+    return found
+
+
+def _device(func: Any, args: Any, _: Any) -> torch.device:
+    return DEVICE if on_gpu(args[0]) else func(*args)
+
+
+def _set_data(func: Any, args: Any, _: Any) -> None:
+    func(*args)
+    _mark(args[0], on_gpu(args[1]))
+
+
+def _by_first(func: Any, args: Any, kwargs: Any) -> Any:
+    return _mark(func(*args, **kwargs), on_gpu(args[0]))
+
+
+def _to_numpy(func: Any, args: Any, kwargs: Any) -> Any:
+    if on_gpu(args[0]):
+        raise TypeError("can't convert a tensor of the GPU to numpy: call .cpu() first")
+    return func(*args, **kwargs)
+
+
+def _to(func: Any, args: Any, kwargs: Any) -> Tensor:
+    there = on_gpu(args[0])
+    if len(args) > 1 and isinstance(args[1], Tensor):
+        there = on_gpu(args[1])
+    else:
+        device = torch._C._nn._parse_to(*args[1:], **{k: v for k, v in kwargs.items() if k != "copy"})[0]
+        there = there if device is None else device == DEVICE
+    return _moved(args[0], func(*args, **kwargs), there)
+
+
+def _grad(func: Any, args: Any, kwargs: Any) -> Any:
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    found = func(*args, **kwargs)
+    for gradient, x in zip(found, _tensors((inputs,)), strict=True):
+        _mark(gradient, on_gpu(x))
+    return found
+
+
+def _moved(source: Tensor, found: Tensor, there: bool) -> Tensor:
+    return found if there == on_gpu(found) else _mark(found.clone() if found is source else found, there)
+
+
+_SPECIAL = {
+    Tensor.device.__get__: _device,
+    Tensor.data.__set__: _set_data,
+    torch.autograd.grad: _grad,
+    Tensor.to: _to,
+    Tensor.cpu: lambda func, args, kwargs: _moved(args[0], func(*args, **kwargs), False),
+    Tensor.cuda: lambda func, args, kwargs: _moved(args[0], args[0], True),
+    **dict.fromkeys((Tensor.numpy, Tensor.__array__), _to_numpy),
+    **dict.fromkeys(_BY_FIRST, _by_first),
+}
+
+
+def _refuse_mixtures(func: Any, args: Any, kwargs: Any) -> None:
+    given = _tensors((*args, *kwargs.values()))
+    schema = getattr(func, "_schema", None)
+    if schema is not None and schema.name.startswith("cfa_kernels::"):
+        named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        given = _tensors(value for name, value in named.items() if name not in _HOST_ARGUMENTS)
+    if len({on_gpu(tensor) for tensor in given if tensor.ndim}) > 1:
+        sides = ", ".join(f"{'GPU' if on_gpu(x) else 'host'} {tuple(x.shape)}" for x in given)
+        raise RuntimeError(f"{func}: on a GPU its tensors would be on different devices: {sides}")
+
+
+def _as_its_data(new: Callable[..., nn.Parameter]) -> Callable[..., nn.Parameter]:
+    """A parameter's constructor, which no mode sees."""
+
+    def made(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:
+        parameter = new(cls, data, requires_grad)
+        return parameter if data is None else _mark(parameter, on_gpu(data))
+
+    return made
+
+
+# The default backend
+
+
+def _checked(module: ModuleType, check: Callable[[dict[str, Any]], object]) -> Callable[[str | None, Tensor], str]:
+    """`resolve_backend` as `module` calls it, which runs `check` on the caller's variables where a GPU would."""
+    resolve = module.resolve_backend
+
+    def resolved(backend: str | None, tensor: Tensor) -> str:
+        chosen = resolve(backend, tensor)
+        if AsOnGpu.active and not torch.compiler.is_compiling():
+            if backend is None and on_gpu(tensor):
+                check(sys._getframe(1).f_locals)
+            if backend == "triton" and not on_gpu(tensor):
+                raise RuntimeError("backend='triton' would be refused on a GPU: a tensor is on the host")
+        return chosen
+
+    return resolved
+
+
+def _launched(launch: Callable[..., None]) -> Callable[..., None]:
+    """The interpreter's launch of a kernel, which takes tensors of the GPU only."""
+
+    def launched(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
+        # Within an operator no mode is active, and nothing is told apart; its own tensors were looked at before.
+        if AsOnGpu.active and torch._C._len_torch_function_stack() and not all(map(on_gpu, _tensors(args))):
+            raise RuntimeError(f"{self.fn}: on a GPU a kernel would refuse a tensor of the host")
+        launch(self, *args, **kwargs)
+
+    return launched
+
+
+def install() -> None:
+    """Put the checks into the library, for good."""
+    GridExecutor.__call__ = _launched(GridExecutor.__call__)  # type: ignore[method-assign]
+    nn.Parameter.__new__ = _as_its_data(nn.Parameter.__new__)  # type: ignore[method-assign]
+    checks = {
+        tree_attention: lambda of: tree_attention._check_triton(of["q"], of["k"], of["v"]),
+        linear_logprob: lambda of: linear_logprob._check(
+            *(of[x] for x in ("hidden", "lm_head", "targets", "bias")), "triton"
+        ),
+        losses: lambda of: losses.check_logits_dtype("", of["logits" if "logits" in of else "hidden"], "triton"),
+    }
+    for module, check in checks.items():
+        module.resolve_backend = _checked(module, check)

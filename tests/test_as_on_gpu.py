@@ -1,0 +1,110 @@
+"""What a GPU would refuse is refused where there is none, so that a suite that is green here is not red there."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from cfa_kernels import linear_policy_loss
+from cfa_kernels.ops.linear_logprob import linear_logprob
+from cfa_kernels.ops.policy_rows import row_logprobs
+from cfa_kernels.ops.row_softmax import Softmax
+from cfa_kernels.ops.tree_attention import tree_attention
+from tests.as_on_gpu import on_gpu
+from tests.models import make_model
+from tests.ops.test_tree_attention import build, qkv
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU says so itself")
+
+
+def there(x):
+    """Where the GPU would say that a tensor is."""
+    assert (x.device == torch.device("cpu")) != on_gpu(x)
+    return on_gpu(x)
+
+
+def test_what_is_made_from_tensors_of_the_gpu_is_there(device):
+    x = torch.randn(3, 4, device=device)
+    model = nn.Linear(4, 2).to(device)
+    found = [
+        x + 1, x.view(12)[2:], torch.cat([x, x]), x.new_zeros(2), torch.zeros_like(x), *x.split(2), nn.Parameter(x),
+        x.max(1).values, torch.zeros(2, device=x.device), torch.tensor([1], device=device), torch.ones(2).to(x),
+        torch.ones(2).to(device, torch.float64), model(x), *model.double().parameters(),
+        *copy.deepcopy(model).parameters(),
+    ]  # fmt: skip
+    assert all(map(there, found))
+    model(x.double()).sum().backward()
+    assert there(model.weight.grad)
+
+
+def test_what_is_fetched_or_made_on_the_host_is_there(device):
+    x = torch.randn(3, 4, device=device)
+    model = nn.Linear(4, 2).to(device).cpu()
+    host = torch.ones(3)
+    found = [x.cpu(), x.to("cpu"), x.to(host), host.copy_(x[:, 0]), torch.zeros(2), torch.zeros_like(x, device="cpu")]
+    assert not any(map(there, (*found, host, *model.parameters())))
+    assert there(x)
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x, y: x + y,
+        lambda x, y: torch.cat([x, y]),
+        lambda x, y: nn.functional.linear(x, y),
+        lambda x, y: x.add_(y),
+        lambda x, y: torch.where(x > 0, x, y),
+        lambda x, y: torch.testing.assert_close(x, x.cpu()),
+        lambda x, y: linear_logprob(x, y, torch.zeros(4, dtype=torch.int64, device=x.device), backend="torch"),
+        lambda x, y: linear_logprob(x, x, torch.zeros(4, dtype=torch.int64), backend="torch"),
+    ],
+)
+def test_tensors_of_both_sides_in_one_call_are_refused(mix, device):
+    with pytest.raises((RuntimeError, ValueError, AssertionError), match="device"):
+        mix(torch.randn(4, 4, device=device), torch.randn(4, 4))
+
+
+def test_a_tensor_of_the_gpu_is_no_array(device):
+    with pytest.raises(TypeError, match=r"call \.cpu"):
+        torch.ones(2, device=device).numpy()
+
+
+def test_kernels_take_no_tensors_of_the_host():
+    table, _ = build([[1, 2]])
+    with pytest.raises(RuntimeError, match="would be refused on a GPU"):
+        tree_attention(*qkv(2, 2, 1, 16, torch.float32), table, backend="triton")
+
+
+def test_a_kernel_takes_no_mask_of_the_host_beside_rows_of_the_gpu(device):
+    row, targets = torch.randn(1, 2, 64, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    options = {"softmax": Softmax(), "with_entropy": False, "backend": "triton"}
+    row_logprobs(row, None, targets, torch.ones(2, dtype=torch.bool, device=device), **options)
+    with pytest.raises(RuntimeError, match="a kernel would refuse a tensor of the host"):
+        row_logprobs(row, None, targets, torch.ones(2, dtype=torch.bool), **options)
+
+
+def test_the_default_backend_takes_what_its_kernels_take(device):
+    table, _ = build([[1, 2]])
+    with pytest.raises(ValueError, match="head dimensions 12 and 12"):
+        tree_attention(*qkv(2, 2, 1, 12, torch.float32, device=device), table)
+    with pytest.raises(ValueError, match=r"dtype torch\.float64"):
+        tree_attention(*qkv(2, 2, 1, 16, device=device), table)
+    x, targets = torch.ones(2, 3, dtype=torch.float64, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    with pytest.raises(TypeError, match="float64"):
+        linear_logprob(x, x, targets)
+    ones = torch.ones(1, 2, device=device)
+    with pytest.raises(TypeError, match="float64"):
+        linear_policy_loss(x[None], x, targets[None], None, ones[:, 0], ones)
+    assert linear_logprob(x.cpu(), x.cpu(), targets.cpu()).dtype == torch.float64
+    tree_attention(*qkv(2, 2, 1, 12), table)
+
+
+@pytest.mark.parametrize(("changes", "message"), [({"head_dim": 12}, "12 and 12"), ({}, "float64")])
+def test_a_model_is_refused_where_its_heads_or_numbers_are_not_the_kernels(changes, message):
+    from cfa_kernels.proof import prove_supported
+
+    model = make_model("Qwen3", num_hidden_layers=1, **changes)
+    with pytest.raises(NotImplementedError, match=message):
+        prove_supported(model if changes else model.double())
+    prove_supported(model.cpu())
