@@ -20,7 +20,7 @@ from cfa_kernels.fused_modules import fused_modules
 from cfa_kernels.hf import causal_lm, context_length, refuse_length_dependent_rope
 from cfa_kernels.memory import run_in_memory
 from cfa_kernels.packed_loss import PackedLoss
-from cfa_kernels.proof import prove_trainable
+from cfa_kernels.proof import noise_floor, prove_trainable
 from trainer.checkpoints import load_policy, save_policy
 from trainer.config import TrainConfig
 from trainer.corrections import compare_and_correct, keep_edited, require_room
@@ -274,6 +274,7 @@ def require_supported(policy: nn.Module, longest: int) -> None:
         prove_trainable(causal)
     finally:
         policy.eval()
+    noise_floor(causal)  # measured here, so that no step waits for it
 
 
 def train(trainer: Trainer) -> Path:

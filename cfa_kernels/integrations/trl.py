@@ -243,7 +243,7 @@ class CounterfactualMixin(_Trainer):
     def _log_weighed(self, texts: Sequence[str | None]) -> None:
         """Put a column `weighed` into TRL's table of completions, which has a row for each of every process."""
         if self.log_completions and "extra" in self._logs:
-            self._logs["extra"]["weighed"].extend(gather_object(list(texts)))
+            self._logs["extra"]["weighed"].extend(gather_object(list(texts)))  # type: ignore[index]
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         self._rewards_by_function = super()._calculate_rewards(*args, **kwargs)

@@ -75,7 +75,7 @@ def truncated(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         {"activation_checkpointing": True},
         {"num_iterations": 2, "delta": 1.5, "max_steps": 2},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_training_is_trls_under(train, options, loss):
     options = dict(options)
