@@ -33,11 +33,12 @@ from benchmarks.evidence.tables import RESULTS, table, write
 from benchmarks.gradient_draws import draws, draws_markdown
 from benchmarks.workloads import Job, gsm8k_job, policy, random_model
 from cfa_kernels import ScoringWork, Span, score_counterfactuals
-from cfa_kernels.gradient_saliency import gradient_saliency
-from cfa_kernels.hf import causal_lm
-from cfa_kernels.partial_branches import answer_knockout, short_branches
-from cfa_kernels.prefix_values import own_probe, prefix_gain
-from cfa_kernels.proof import prove_trainable
+from cfa_kernels.estimators.gradient import gradient_saliency
+from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
+from cfa_kernels.estimators.prefix_gain import prefix_gain
+from cfa_kernels.estimators.probes import own_probe
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.hf.verify import prove_trainable
 
 CPU = torch.device("cpu")
 Record = dict[str, Any]

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.evidence.provenance import made_by
 from benchmarks.evidence.tables import table
 from cfa_kernels import Span, find_answer
+from cfa_kernels.estimators.gradient import gradient_saliency
 from cfa_kernels.fidelity import spearman
-from cfa_kernels.gradient_saliency import gradient_saliency
 from trainer.config import EMBEDDED, model_path
 from trainer.data import encode_prompt, load_rows
 from trainer.rollouts import generate

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.race import Absent
 from benchmarks.workloads import Job, Rollouts
-from cfa_kernels.hf import causal_lm
+from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.integrations.credit import fold_weights, pad_rows
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28

@@ -23,12 +23,14 @@ from benchmarks.replay import EPSILON, EPSILON_HIGH, Replay, StepPeer, Stopwatch
 from benchmarks.varlen import causal_varlen_attention
 from benchmarks.workloads import Job
 from cfa_kernels import policy_loss, score_counterfactuals, span_weights
-from cfa_kernels.hf import Head, backbone, default_token_budget
+from cfa_kernels.hf.head import Head
+from cfa_kernels.hf.limits import default_token_budget
+from cfa_kernels.hf.model import backbone
+from cfa_kernels.hf.verify import prove_head
 from cfa_kernels.integrations.credit import pad_rows
-from cfa_kernels.loss_batch import LossBatch
-from cfa_kernels.losses import linear_policy_loss
-from cfa_kernels.packed_loss import packed_forward, packed_logprobs, packed_policy_loss
-from cfa_kernels.proof import prove_head
+from cfa_kernels.losses.policy import linear_policy_loss
+from cfa_kernels.losses.ragged import LossBatch
+from cfa_kernels.scoring.training_forward import packed_forward, packed_logprobs, packed_policy_loss
 
 # TRL
 

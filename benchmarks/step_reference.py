@@ -12,7 +12,7 @@ from benchmarks.replay import Weights
 from benchmarks.step_peers import authors_weights
 from benchmarks.workloads import Rollouts
 from cfa_kernels import span_weights
-from cfa_kernels.hf import causal_lm
+from cfa_kernels.hf.model import causal_lm
 
 SLACK = 4.0
 """How much larger than that of padded autograd in the policy's own precision a contender's error may be."""

@@ -23,7 +23,7 @@ from benchmarks.reference import max_error
 from benchmarks.selection import device_name
 from benchmarks.workloads import SEED
 from cfa_kernels import linear_logprob
-from cfa_kernels.losses import linear_policy_loss, logits_policy_loss
+from cfa_kernels.losses.policy import linear_policy_loss, logits_policy_loss
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention
 

@@ -15,9 +15,9 @@ from benchmarks.reference import Reference
 from benchmarks.selection import workload_set
 from benchmarks.workloads import SEED, Job, gsm8k_job, random_model
 from cfa_kernels import Span
-from cfa_kernels.scoring import ScoringPlan, plan_scoring
-from cfa_kernels.spans import find_answers_and_spans
-from cfa_kernels.tree import Pack
+from cfa_kernels.packing.prefix_tree import Pack
+from cfa_kernels.scoring.plan import ScoringPlan, plan_scoring
+from cfa_kernels.text.find import find_answers_and_spans
 
 LIMIT = 0.05  # of the scoring time
 CHECKED = 4  # completions whose scores are checked: those of one prompt

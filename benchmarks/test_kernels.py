@@ -31,7 +31,7 @@ from benchmarks.workloads import (
 from cfa_kernels import linear_logprob
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention
-from cfa_kernels.scoring import plan_scoring
+from cfa_kernels.scoring.plan import plan_scoring
 
 OURS, FLASH, GATHERED = "ours", "flash attention, equal lengths", "keys gathered, varlen attention"
 ATTENTION_FLOOR = 0.6  # of the rate of flash attention on as many tokens and pairs in equal causal sequences

@@ -31,7 +31,7 @@ from benchmarks.race import (
 from benchmarks.reference import ErrorBudget, max_error
 from benchmarks.selection import workload_set
 from benchmarks.workloads import HEADS, SEED
-from cfa_kernels.losses import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
+from cfa_kernels.losses.policy import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
 from cfa_kernels.ops.linear_logprob import linear_logprob
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28

@@ -37,8 +37,8 @@ from benchmarks.step_peers import (
 )
 from benchmarks.step_reference import StepResult, Truth, taken_gradients
 from benchmarks.workloads import SEED, STEP_SEED, Rollouts, gsm8k_rollouts, policy, shaped_rollouts
-from cfa_kernels.hf import backbone, causal_lm
-from cfa_kernels.proof import prove_trainable
+from cfa_kernels.hf.model import backbone, causal_lm
+from cfa_kernels.hf.verify import prove_trainable
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,18 @@ Mask a span of the reasoning, measure how the log-probability of the answer move
 loss by that. The names below are the public API; everything else may change.
 """
 
-from .answer_text import answer_text_span
-from .credit import Credit, counterfactual_credit, counterfactual_weights
-from .credit_config import CounterfactualConfig
-from .estimators import CreditBatch, Importances
-from .losses import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
+from .credit.assign import Credit, counterfactual_credit, counterfactual_weights
+from .credit.config import CounterfactualConfig
+from .credit.weights import span_weights
+from .estimators.base import CreditBatch, Importances
+from .estimators.probes import Probe
+from .losses.policy import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
 from .ops.linear_logprob import linear_logprob
-from .packed_loss import PackedLoss, packed_logprobs, packed_policy_loss
-from .prefix_values import Probe
-from .reshaping import span_weights
-from .scoring import CounterfactualScores, ScoringWork, score_counterfactuals
-from .spans import Span, detect_spans, find_answer
+from .scoring.masked import CounterfactualScores, ScoringWork, score_counterfactuals
+from .scoring.training_forward import PackedLoss, packed_logprobs, packed_policy_loss
+from .span import Span
+from .text.answers import answer_text_span
+from .text.find import detect_spans, find_answer
 
 __version__ = "0.1.0"
 

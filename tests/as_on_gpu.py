@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from triton.runtime.interpreter import GridExecutor
 
-from cfa_kernels import losses
+from cfa_kernels.losses import policy as losses
 
 linear_logprob, tree_attention = (
     import_module(f"cfa_kernels.ops.{name}") for name in ("linear_logprob", "tree_attention")

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from triton.runtime import JITFunction, interpreter
 
-from cfa_kernels import fused_modules
+from cfa_kernels.hf import liger as fused_modules
 from cfa_kernels.ops.dispatch import interpreting
-from cfa_kernels.ops.elementwise import tanh
+from cfa_kernels.ops.triton_math import tanh
 
 
 @triton.jit

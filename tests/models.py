@@ -3,7 +3,7 @@
 import torch
 import transformers
 
-from cfa_kernels.spans import Span
+from cfa_kernels.span import Span
 from tests.as_on_gpu import DEVICE
 
 VOCAB, PLACEHOLDER = 211, 3

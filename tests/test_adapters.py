@@ -5,12 +5,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from cfa_kernels import adapters, packed_logprobs, packed_loss, score_counterfactuals
-from cfa_kernels.adapters import one_pass_adapters
-from cfa_kernels.hf import causal_lm
+from cfa_kernels import packed_logprobs, score_counterfactuals
+from cfa_kernels.hf import lora_cpu as adapters
+from cfa_kernels.hf.lora_cpu import one_pass_adapters
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.hf.verify import prove_head
 from cfa_kernels.ops.adapted_linear import adapted_linear
-from cfa_kernels.proof import prove_head
-from cfa_kernels.spans import Span
+from cfa_kernels.scoring import training_forward as packed_loss
+from cfa_kernels.span import Span
 from tests.models import PLACEHOLDER, assert_equals_naive, make_model, tokens
 
 SMALL = ([tokens(4)[0]] * 2, tokens(7, 6, seed=1), [[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cfa_kernels.answer_text import answer_text_span, locate_answer
+from cfa_kernels.text.answers import answer_text_span, locate_answer
 from trainer.rewards import parse_number
 
 

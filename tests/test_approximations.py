@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from cfa_kernels.approximations import (
+from cfa_kernels.estimators.preselection import (
     ImportanceCache,
     cheap_estimates,
     compare_to_exact,
@@ -15,8 +15,8 @@ from cfa_kernels.approximations import (
     run_units,
     top_units,
 )
-from cfa_kernels.scoring import ScoringWork, score_counterfactuals
-from cfa_kernels.spans import Span
+from cfa_kernels.scoring.masked import ScoringWork, score_counterfactuals
+from cfa_kernels.span import Span
 from tests.models import PLACEHOLDER, batch, make_model, naive
 from tests.tiny import tiny_tokenizer
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cfa_kernels
-from cfa_kernels.code_text import ranked_python_intervals
+from cfa_kernels.text.python_code import ranked_python_intervals
 from tests.small_tokenizers import property_test
 
 

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from cfa_kernels import credit as module
-from cfa_kernels.credit import CounterfactualConfig, counterfactual_credit, counterfactual_weights
-from cfa_kernels.estimators import Importances
-from cfa_kernels.scoring import CounterfactualScores, ScoringWork
-from cfa_kernels.spans import Reasoning, Span
+from cfa_kernels.credit import assign as module
+from cfa_kernels.credit.assign import CounterfactualConfig, counterfactual_credit, counterfactual_weights
+from cfa_kernels.estimators.base import Importances
+from cfa_kernels.scoring.masked import CounterfactualScores, ScoringWork
+from cfa_kernels.span import Span
+from cfa_kernels.text.find import Reasoning
 from tests.models import make_model, tokens
 from tests.small_tokenizers import encode, get_tokenizer
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig, Span, counterfactual_credit, score_counterfactuals
+from cfa_kernels.estimators.prefix_gain import prefix_gain
+from cfa_kernels.estimators.probes import Probe, own_probe
 from cfa_kernels.integrations.credit import pad_rows, scorer_from_logprobs
-from cfa_kernels.prefix_values import Probe, own_probe, prefix_gain
 from tests.models import make_model, naive_logprobs
 from tests.small_tokenizers import encode, get_tokenizer
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cfa_kernels import linear_logprob, linear_policy_loss, proof
-from cfa_kernels.ops import head_strips
-from cfa_kernels.ops.products import ieee_products
+from cfa_kernels import linear_logprob, linear_policy_loss
+from cfa_kernels.hf import verify as proof
+from cfa_kernels.ops import head_matmul as head_strips
+from cfa_kernels.ops.matmul import ieee_products
 from tests.models import make_model
 
 WAYS = {

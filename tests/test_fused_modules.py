@@ -10,11 +10,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers.models.qwen3 import modeling_qwen3
 
-from cfa_kernels import packed_logprobs, packed_loss, score_counterfactuals
-from cfa_kernels.fused_modules import fused_modules, keep_own_modules, keeps_own_modules
-from cfa_kernels.hf import causal_lm
-from cfa_kernels.proof import prove_head
-from cfa_kernels.spans import Span
+from cfa_kernels import packed_logprobs, score_counterfactuals
+from cfa_kernels.hf.liger import fused_modules, keep_own_modules, keeps_own_modules
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.hf.verify import prove_head
+from cfa_kernels.scoring import training_forward as packed_loss
+from cfa_kernels.span import Span
 from tests.liger import liger_runs
 from tests.models import PLACEHOLDER, assert_equals_naive, make_model, tokens
 

@@ -8,10 +8,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional
 
-from cfa_kernels.gradient_saliency import gradient_saliency
-from cfa_kernels.proof import prove_supported
-from cfa_kernels.scoring import score_counterfactuals
-from cfa_kernels.spans import Span
+from cfa_kernels.estimators.gradient import gradient_saliency
+from cfa_kernels.hf.verify import prove_supported
+from cfa_kernels.scoring.masked import score_counterfactuals
+from cfa_kernels.span import Span
 from tests.models import ARCHITECTURES, PLACEHOLDER, VOCAB, batch, make_model, tokens
 from tests.test_proof import HYBRIDS, LONGROPE, MASKED, OTHERS
 

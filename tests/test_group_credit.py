@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfa_kernels.group_credit import (
+from cfa_kernels.estimators.edit_distance import edited_tokens
+from cfa_kernels.estimators.siblings import (
     correct_siblings,
-    edited_tokens,
     ktae_values,
     nonzero_share,
     prefix_tree_values,

@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from cfa_kernels import (
-    gradient_saliency,
     linear_policy_loss,
     logits_policy_loss,
-    packed_model,
     packed_policy_loss,
     policy_loss,
     score_counterfactuals,
     scoring,
     tree,
 )
-from cfa_kernels.loss_batch import LossBatch
-from cfa_kernels.packed_loss import packed_forward
-from cfa_kernels.partial_branches import answer_knockout, short_branches
-from cfa_kernels.proof import prove_trainable
+from cfa_kernels.estimators import gradient as gradient_saliency
+from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
+from cfa_kernels.hf import tree_forward as packed_model
+from cfa_kernels.hf.verify import prove_trainable
+from cfa_kernels.losses.ragged import LossBatch
+from cfa_kernels.scoring.training_forward import packed_forward
 from tests.models import PLACEHOLDER, batch, make_model
 from tests.waits import DEVICE, Waits, a_device, put_on_device
 

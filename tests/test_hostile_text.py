@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cfa_kernels.answer_text import answer_text_span
-from cfa_kernels.spans import DETECTORS
+from cfa_kernels.text.answers import answer_text_span
+from cfa_kernels.text.find import DETECTORS
 from tests.small_tokenizers import property_test
 from trainer.rewards import parse_number
 

@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 
-from cfa_kernels.interventions import _Fill, _sampled, resampled_fills, resampled_scores, sufficiency
-from cfa_kernels.scoring import Row, score_counterfactuals
-from cfa_kernels.spans import Span
+from cfa_kernels.estimators.resampling import _Fill, _sampled, resampled_fills, resampled_scores, sufficiency
+from cfa_kernels.scoring.batch import Row
+from cfa_kernels.scoring.masked import score_counterfactuals
+from cfa_kernels.span import Span
 from tests.models import PLACEHOLDER, VOCAB, batch, make_model, naive, tokens
 
 RECURRENT = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cfa_kernels.losses import (
+from cfa_kernels.losses.policy import (
     LEVELS,
     LOSS_TYPES,
     LossOptions,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels.losses import linear_policy_loss, policy_loss
+from cfa_kernels.losses.policy import linear_policy_loss, policy_loss
 
 B, T, V, H = 4, 6, 31, 16
 

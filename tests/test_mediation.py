@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig, Probe, counterfactual_credit
+from cfa_kernels.estimators.total_effects import chained_effects, total_effects
 from cfa_kernels.integrations.credit import pad_rows, service_obstacles
-from cfa_kernels.mediation import chained_effects, total_effects
-from cfa_kernels.scoring import ScoringWork, score_counterfactuals
-from cfa_kernels.spans import Span
+from cfa_kernels.scoring.masked import ScoringWork, score_counterfactuals
+from cfa_kernels.span import Span
 from tests.models import PLACEHOLDER, make_model, tokens
 from tests.small_tokenizers import encode, get_tokenizer
 from tests.test_proof import LONGROPE

@@ -6,15 +6,20 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import gradient_saliency, hf, interventions, memory, packed_loss, packed_model, scoring
-from cfa_kernels.gradient_saliency import gradient_saliency as saliency
-from cfa_kernels.interventions import resampled_fills
-from cfa_kernels.memory import columns_at_once, halves, rows_at_once, run_in_memory
-from cfa_kernels.packed_loss import packed_forward
-from cfa_kernels.partial_branches import answer_knockout, short_branches
-from cfa_kernels.proof import prove_head, prove_supported
-from cfa_kernels.scoring import score_counterfactuals
-from cfa_kernels.spans import Span
+from cfa_kernels import hf, scoring
+from cfa_kernels.estimators import gradient as gradient_saliency
+from cfa_kernels.estimators import resampling as interventions
+from cfa_kernels.estimators.gradient import gradient_saliency as saliency
+from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
+from cfa_kernels.estimators.resampling import resampled_fills
+from cfa_kernels.hf import memory
+from cfa_kernels.hf import tree_forward as packed_model
+from cfa_kernels.hf.memory import columns_at_once, halves, rows_at_once, run_in_memory
+from cfa_kernels.hf.verify import prove_head, prove_supported
+from cfa_kernels.scoring import training_forward as packed_loss
+from cfa_kernels.scoring.masked import score_counterfactuals
+from cfa_kernels.scoring.training_forward import packed_forward
+from cfa_kernels.span import Span
 from tests.models import PLACEHOLDER, batch, make_model, tokens
 
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import packed_loss
-from cfa_kernels.hf import causal_lm
-from cfa_kernels.loss_batch import LossBatch
-from cfa_kernels.model_state import ModelState
-from cfa_kernels.packed_loss import packed_forward
-from cfa_kernels.proof import prove_head
-from cfa_kernels.spans import Span
-from cfa_kernels.tree import Query
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.hf.model_state import ModelState
+from cfa_kernels.hf.verify import prove_head
+from cfa_kernels.losses.ragged import LossBatch
+from cfa_kernels.packing.prefix_tree import Query
+from cfa_kernels.scoring import training_forward as packed_loss
+from cfa_kernels.scoring.training_forward import packed_forward
+from cfa_kernels.span import Span
 from tests.models import PLACEHOLDER, make_model, tokens
 
 PROMPTS, COMPLETIONS = [tokens(4)[0]] * 2, tokens(7, 6, seed=1)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import proof
-from cfa_kernels.proof import FLOAT32_NOISE, noise_floor
-from cfa_kernels.scoring import score_counterfactuals
-from cfa_kernels.spans import Span
+from cfa_kernels.hf import verify as proof
+from cfa_kernels.hf.verify import FLOAT32_NOISE, noise_floor
+from cfa_kernels.scoring.masked import score_counterfactuals
+from cfa_kernels.span import Span
 from tests.models import PLACEHOLDER, make_model, tokens
 
 

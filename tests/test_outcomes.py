@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cfa_kernels.hf import Head
-from cfa_kernels.outcomes import Divergences
-from cfa_kernels.packed_loss import packed_forward
-from cfa_kernels.scoring import score_counterfactuals
-from cfa_kernels.spans import Span
+from cfa_kernels.hf.head import Head
+from cfa_kernels.scoring.masked import score_counterfactuals
+from cfa_kernels.scoring.outcomes import Divergences
+from cfa_kernels.scoring.training_forward import packed_forward
+from cfa_kernels.span import Span
 from tests.models import PLACEHOLDER, batch, make_model, tokens
 
 OUTCOMES = ["logprob", "mean_logprob", "last", "mean"]

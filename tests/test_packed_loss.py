@@ -10,19 +10,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import (
-    CounterfactualConfig,
-    counterfactual_credit,
-    packed_loss,
-    policy_loss,
-    score_counterfactuals,
-)
-from cfa_kernels.loss_batch import LossBatch
-from cfa_kernels.losses import LEVELS, LOSS_TYPES
-from cfa_kernels.packed_loss import packed_forward, packed_logprobs, packed_policy_loss
-from cfa_kernels.proof import prove_head
-from cfa_kernels.scoring import query_logprobs
-from cfa_kernels.tree import Query
+from cfa_kernels import CounterfactualConfig, counterfactual_credit, policy_loss, score_counterfactuals
+from cfa_kernels.hf.verify import prove_head
+from cfa_kernels.losses.policy import LEVELS, LOSS_TYPES
+from cfa_kernels.losses.ragged import LossBatch
+from cfa_kernels.packing.prefix_tree import Query
+from cfa_kernels.scoring import training_forward as packed_loss
+from cfa_kernels.scoring.masked import query_logprobs
+from cfa_kernels.scoring.training_forward import packed_forward, packed_logprobs, packed_policy_loss
 from tests.models import ARCHITECTURES, PLACEHOLDER, assert_equals_naive, batch, make_model, naive_logprobs, tokens
 from tests.test_proof import HYBRIDS, LONGROPE, MASKED, OTHERS
 

@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 
-from cfa_kernels.interventions import resampled_fills
+from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
+from cfa_kernels.estimators.resampling import resampled_fills
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention
-from cfa_kernels.partial_branches import answer_knockout, short_branches
-from cfa_kernels.scoring import score_counterfactuals
-from cfa_kernels.spans import Span
+from cfa_kernels.scoring.masked import score_counterfactuals
+from cfa_kernels.span import Span
 from tests.models import PLACEHOLDER, batch, make_model, tokens
 
 

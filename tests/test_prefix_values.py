@@ -5,17 +5,10 @@ import copy
 import pytest
 import torch
 
-from cfa_kernels.prefix_values import (
-    Probe,
-    length_without_eos,
-    own_probe,
-    prefix_gain,
-    prefix_values,
-    text_probe,
-    with_probes,
-)
-from cfa_kernels.scoring import score_counterfactuals
-from cfa_kernels.spans import Span
+from cfa_kernels.estimators.prefix_gain import prefix_gain, prefix_values
+from cfa_kernels.estimators.probes import Probe, length_without_eos, own_probe, text_probe, with_probes
+from cfa_kernels.scoring.masked import score_counterfactuals
+from cfa_kernels.span import Span
 from tests.models import PLACEHOLDER, VOCAB, make_model, naive, tokens
 from tests.tiny import tiny_tokenizer
 

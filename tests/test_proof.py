@@ -8,9 +8,11 @@ import torch
 import transformers
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
-from cfa_kernels import hf, packed_model, proof
-from cfa_kernels.scoring import score_counterfactuals
-from cfa_kernels.spans import Span
+from cfa_kernels import hf
+from cfa_kernels.hf import tree_forward as packed_model
+from cfa_kernels.hf import verify as proof
+from cfa_kernels.scoring.masked import score_counterfactuals
+from cfa_kernels.span import Span
 from tests.models import (
     MOE,
     PLACEHOLDER,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfa_kernels import policy_loss
-from cfa_kernels.reshaping import (
+from cfa_kernels.credit.weights import (
     MODES,
     NORMALIZATIONS,
     bilevel_weights,
@@ -17,7 +17,7 @@ from cfa_kernels.reshaping import (
     top_threshold,
     top_weights,
 )
-from cfa_kernels.spans import Span
+from cfa_kernels.span import Span
 
 SPANS = [Span(1, 3), Span(4, 6), Span(6, 7)]
 ANSWER = Span(8, 10)

@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import hf, packed_model, proof, scoring
-from cfa_kernels.scoring import ScoringWork, query_logprobs, score_counterfactuals
-from cfa_kernels.spans import Span
-from cfa_kernels.tree import Query
+from cfa_kernels import hf, scoring
+from cfa_kernels.hf import tree_forward as packed_model
+from cfa_kernels.hf import verify as proof
+from cfa_kernels.packing.prefix_tree import Query
+from cfa_kernels.scoring.masked import ScoringWork, query_logprobs, score_counterfactuals
+from cfa_kernels.span import Span
 from tests.models import (
     ARCHITECTURES,
     PLACEHOLDER,

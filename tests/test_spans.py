@@ -13,18 +13,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels.answer_text import answer_text_span
 from cfa_kernels.solution_text import ranked_math_intervals
-from cfa_kernels.spans import (
-    DETECTORS,
-    SELECTIONS,
-    Span,
-    detect_spans,
-    find_answer,
-    find_answers,
-    find_answers_and_spans,
-)
-from cfa_kernels.token_offsets import token_offsets
+from cfa_kernels.span import Span
+from cfa_kernels.text.answers import answer_text_span
+from cfa_kernels.text.find import DETECTORS, SELECTIONS, detect_spans, find_answer, find_answers, find_answers_and_spans
+from cfa_kernels.text.offsets import token_offsets
 from tests.small_tokenizers import (
     ANSWERS,
     CORPUS,

@@ -10,9 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from cfa_kernels import token_offsets as offsets_module
-from cfa_kernels.spans import detect_spans
-from cfa_kernels.token_offsets import token_offsets
+from cfa_kernels.text import offsets as offsets_module
+from cfa_kernels.text.find import detect_spans
+from cfa_kernels.text.offsets import token_offsets
 from tests.small_tokenizers import (
     CORPUS,
     FAST,

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from cfa_kernels import proof
+from cfa_kernels.hf import verify as proof
 from tests.models import MOE, SHAPE, make_model
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}

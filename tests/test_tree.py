@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfa_kernels.ops.segment_table import SegmentTable
-from cfa_kernels.tree import Limits, PrefixTree, Query, chain_units, pack_units
+from cfa_kernels.packing.packs import Limits, chain_units, pack_units
+from cfa_kernels.packing.prefix_tree import PrefixTree, Query
 
 # Few distinct tokens, so that prefixes collide often.
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)

@@ -19,8 +19,8 @@ from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cfa_kernels import fused_modules
-from cfa_kernels.ops.attention_rule import AttentionRule
+from cfa_kernels.hf import liger as fused_modules
+from cfa_kernels.ops.attention_options import AttentionRule
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention_reference
 from tests.as_on_gpu import AsOnGpu

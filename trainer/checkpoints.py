@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from cfa_kernels.fused_modules import keep_own_modules
+from cfa_kernels.hf.liger import keep_own_modules
 from trainer.config import TrainConfig, model_path
 
 _NAMES_SHOWN = 5

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels import Credit
-from cfa_kernels.group_credit import correct_siblings, edited_tokens
-from cfa_kernels.hf import causal_lm, context_length
-from cfa_kernels.reshaping import normalized_weights
+from cfa_kernels.credit.weights import normalized_weights
+from cfa_kernels.estimators.edit_distance import edited_tokens
+from cfa_kernels.estimators.siblings import correct_siblings
+from cfa_kernels.hf.model import causal_lm, context_length
 from trainer.config import TrainConfig
 from trainer.data import Row, encode_prompt, longest_prompt
 from trainer.microbatch import MicroBatch

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers.utils import logging
 
 from cfa_kernels import Credit
-from cfa_kernels.hf import causal_lm
-from cfa_kernels.packed_loss import PackedForward, packed_forward
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.scoring.training_forward import PackedForward, packed_forward
 from trainer.config import PRESETS, TrainConfig, parse, preset_names
 from trainer.microbatch import MicroBatch, assign_credit, micro_batches, rollouts_on_host
 from trainer.rewards import compute_rewards, group_advantages

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from cfa_kernels import Credit, ScoringWork, Span, counterfactual_credit
-from cfa_kernels.fused_modules import runs_fused
-from cfa_kernels.hf import causal_lm, default_token_budget
-from cfa_kernels.loss_batch import LossBatch
-from cfa_kernels.memory import halves
-from cfa_kernels.packed_loss import PackedForward, packed_forward, packed_logprobs
-from cfa_kernels.proof import noise_floor
+from cfa_kernels.hf.liger import runs_fused
+from cfa_kernels.hf.limits import default_token_budget
+from cfa_kernels.hf.memory import halves
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.hf.verify import noise_floor
+from cfa_kernels.losses.ragged import LossBatch
+from cfa_kernels.scoring.training_forward import PackedForward, packed_forward, packed_logprobs
 from trainer.config import TrainConfig
 from trainer.rollouts import Rollouts
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from cfa_kernels.fused_modules import keep_own_modules, keeps_own_modules
-from cfa_kernels.hf import causal_lm
+from cfa_kernels.hf.liger import keep_own_modules, keeps_own_modules
+from cfa_kernels.hf.model import causal_lm
 
 
 class Reference:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cfa_kernels import answer_text_span
-from cfa_kernels.answer_text import AnswerFormat
+from cfa_kernels.text.answers import AnswerFormat
 
 Reward = Callable[..., list[float | None]]
 

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, get_scheduler, set_seed
 
 from cfa_kernels import Credit
-from cfa_kernels.fused_modules import fused_modules
-from cfa_kernels.hf import causal_lm, context_length, refuse_length_dependent_rope
-from cfa_kernels.memory import run_in_memory
-from cfa_kernels.packed_loss import PackedLoss
-from cfa_kernels.proof import noise_floor, prove_trainable
+from cfa_kernels.hf.liger import fused_modules
+from cfa_kernels.hf.limits import refuse_length_dependent_rope
+from cfa_kernels.hf.memory import run_in_memory
+from cfa_kernels.hf.model import causal_lm, context_length
+from cfa_kernels.hf.verify import noise_floor, prove_trainable
+from cfa_kernels.scoring.training_forward import PackedLoss
 from trainer.checkpoints import load_policy, save_policy
 from trainer.config import TrainConfig
 from trainer.corrections import compare_and_correct, keep_edited, require_room

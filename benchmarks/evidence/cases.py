@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from benchmarks.evidence.problems import PlantedProblem
 from cfa_kernels import Span, find_answer
-from cfa_kernels.token_offsets import token_offsets
+from cfa_kernels.text.offsets import token_offsets
 from trainer.data import encode_prompt
 
 MARKER = "#### "

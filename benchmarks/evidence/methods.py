@@ -14,12 +14,13 @@ from torch import Tensor
 from benchmarks.evidence.cases import Case
 from benchmarks.evidence.models import Subject
 from cfa_kernels import ScoringWork, Span, score_counterfactuals
-from cfa_kernels.approximations import preselected_masking, run_units
-from cfa_kernels.gradient_saliency import gradient_saliency
-from cfa_kernels.group_credit import ktae_values, prefix_tree_values, sibling_edits
-from cfa_kernels.mediation import total_effects
-from cfa_kernels.partial_branches import answer_knockout, short_branches
-from cfa_kernels.prefix_values import own_probe, prefix_gain
+from cfa_kernels.estimators.gradient import gradient_saliency
+from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
+from cfa_kernels.estimators.prefix_gain import prefix_gain
+from cfa_kernels.estimators.preselection import preselected_masking, run_units
+from cfa_kernels.estimators.probes import own_probe
+from cfa_kernels.estimators.siblings import ktae_values, prefix_tree_values, sibling_edits
+from cfa_kernels.estimators.total_effects import total_effects
 from trainer.rewards import final_number
 from trainer.rollouts import generate
 

@@ -16,10 +16,11 @@ from .. import (
     counterfactual_credit,
     packed_logprobs,
 )
-from ..estimators import APPROXIMATIONS
-from ..hf import causal_lm, evaluation_mode
-from ..outcomes import DIVERGENCES
-from ..proof import FLOAT32_NOISE
+from ..estimators.registry import APPROXIMATIONS
+from ..hf.model import causal_lm
+from ..hf.modes import evaluation_mode
+from ..hf.verify import FLOAT32_NOISE
+from ..scoring.outcomes import DIVERGENCES
 
 LogprobsOf = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
 """Prompts and completions, lists of 1-D int64 tensors, to the log-prob (nats) of each completion token, 1-D each."""

@@ -18,10 +18,10 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from .. import CounterfactualConfig, Credit, counterfactual_credit
-from ..hf import causal_lm
-from ..losses import LOSS_TYPES
-from ..proof import prove_head, prove_supported
-from ..recurrent import has_cells
+from ..hf.model import causal_lm
+from ..hf.stateful_layers import has_cells
+from ..hf.verify import prove_head, prove_supported
+from ..losses.policy import LOSS_TYPES
 from . import require
 from .credit import Draws, credited_advantages, token_entropies, weighed_text
 from .trl_losses import (

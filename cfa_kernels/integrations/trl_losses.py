@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .. import linear_policy_loss
-from ..hf import backbone
-from ..loss_batch import LossBatch
-from ..packed_loss import packed_forward
-from ..proof import prove_head, prove_trainable
+from ..hf.model import backbone
+from ..hf.verify import prove_head, prove_trainable
+from ..losses.ragged import LossBatch
+from ..scoring.training_forward import packed_forward
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 

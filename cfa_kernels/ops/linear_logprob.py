@@ -14,18 +14,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .dispatch import architecture, resolve_backend
-from .elementwise import LOG2E, minimum, tanh
-from .head_strips import (
-    add_head_gradient,
-    autocast_operands,
-    empty_strip,
-    hidden_gradient,
-    sum_dtype,
-    write_logits,
-)
+from .head_matmul import add_head_gradient, autocast_operands, empty_strip, hidden_gradient, sum_dtype, write_logits
+from .matmul import multiply
 from .policy_rows import row_gradients
-from .products import multiply
 from .row_softmax import LOGIT_DTYPES, Softmax, compute_dtype
+from .triton_math import LOG2E, minimum, tanh
 
 STATISTICS_ROWS = 32768
 """Rows of one launch: the sums of its tiles take rows * V / BLOCK_N * 8 bytes."""

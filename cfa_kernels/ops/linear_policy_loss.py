@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .head_strips import add_head_gradient, empty_strip, hidden_gradient, sum_dtype, write_logits
+from .head_matmul import add_head_gradient, empty_strip, hidden_gradient, sum_dtype, write_logits
 from .logits_policy_loss import scale_rows_op
-from .policy_loss import PolicyOptions, Tokens, refuse_second_derivative
 from .policy_rows import STATS, policy_of_logprobs, policy_rows, row_gradients, row_logprobs, to_unit_scale
 from .row_softmax import RowLogprobs, Softmax, compute_dtype
+from .token_loss import PolicyOptions, Tokens, refuse_second_derivative
 
 DEAD_SHARE = 0.1
 """Rows without gradient are cut out of a strip before its GEMMs if they are at least this share of it."""

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .policy_loss import PolicyOptions, Tokens, refuse_second_derivative
 from .policy_rows import STATS, policy_rows, scale_rows, to_unit_scale
 from .row_softmax import Softmax, compute_dtype
+from .token_loss import PolicyOptions, Tokens, refuse_second_derivative
 
 
 def _run(

@@ -14,8 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .dispatch import interpreting
-from .elementwise import LOG2E
-from .policy_loss import LOG_RATIO_MAX, PolicyOptions, Tokens, policy_terms, token_terms_triton
 from .row_softmax import (
     RowLogprobs,
     Softmax,
@@ -29,6 +27,8 @@ from .row_softmax import (
     write_gradient,
     write_zeros,
 )
+from .token_loss import LOG_RATIO_MAX, PolicyOptions, Tokens, policy_terms, token_terms_triton
+from .triton_math import LOG2E
 
 STATS = ("logprob", "entropy", "ratio", "kl", "clip")
 """What is known of each token after its row was looked at; metrics are made of it."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .elementwise import tanh
+from .triton_math import tanh
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels take; the PyTorch form also takes float64."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .attention_rule import EVERYTHING, Reach
+from .attention_options import EVERYTHING, Reach
 from .upload import stream_of, upload
 
 

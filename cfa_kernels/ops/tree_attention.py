@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from .attention_rule import AttentionRule, Reach
+from .attention_options import AttentionRule, Reach
 from .dispatch import architecture, resolve_backend
-from .elementwise import LOG2E, tanh
 from .segment_table import SegmentTable
 from .tree_attention_backward import load_columns, stride_unit, tree_attention_backward_triton
+from .triton_math import LOG2E, tanh
 
 HEAD_DIM_STEP, WIDEST_HEAD = 8, 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

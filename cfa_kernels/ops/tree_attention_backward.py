@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_rule import AttentionRule
+from .attention_options import AttentionRule
 from .dispatch import TRITON_BEFORE_3_7, architecture
-from .elementwise import LOG2E, tanh
 from .segment_table import SegmentTable
+from .triton_math import LOG2E, tanh
 
 QUERY_ROWS_PER_PROGRAM = 2048
 """Rows times heads of a key head that one program adds up for a tile of keys: those of a prompt under many

@@ -10,7 +10,7 @@ from benchmarks.credit_cost import cheaper, compared, gradients, markdown, maski
 from benchmarks.race import WrongAnswer
 from benchmarks.workloads import Job, random_model
 from cfa_kernels import Span
-from cfa_kernels.scoring import score_counterfactuals
+from cfa_kernels.scoring.masked import score_counterfactuals
 
 CPU = torch.device("cpu")
 PROMPT, LENGTHS, STRIDE = 6, (14, 17), 5

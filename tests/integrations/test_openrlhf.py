@@ -21,7 +21,7 @@ from torch import Tensor
 
 import cfa_kernels.integrations.openrlhf as integration
 from cfa_kernels import CounterfactualConfig, counterfactual_weights, integrations
-from cfa_kernels.estimators import Importances
+from cfa_kernels.estimators.base import Importances
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin, CounterfactualPolicyLoss
 from tests.integrations.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, completions, credited, padded
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig
-from cfa_kernels.estimators import Importances
+from cfa_kernels.estimators.base import Importances
 from cfa_kernels.integrations.credit import credited_advantages
 from tests.integrations.trl_training import build, changed, logged, record_generations
 
@@ -67,7 +67,7 @@ def test_groups_that_are_split_between_processes_and_numbers_that_nobody_gives_a
 
 
 def test_signed_credit_replaces_advantages_and_weights_multiply_them():
-    from cfa_kernels.credit import Credit
+    from cfa_kernels.credit.assign import Credit
 
     def credit(weights, advantages):
         return Credit(weights, [None], [[]], [torch.zeros(0)], torch.zeros(1), None, None, advantages)

@@ -29,9 +29,10 @@ OPS = REPOSITORY / "cfa_kernels" / "ops"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from cfa_kernels import losses  # noqa: E402  after the environment is set
-from cfa_kernels.losses import LEVELS  # noqa: E402
-from cfa_kernels.ops import head_strips, policy_rows  # noqa: E402
+from cfa_kernels.losses import policy as losses  # noqa: E402  after the environment is set
+from cfa_kernels.losses.policy import LEVELS  # noqa: E402
+from cfa_kernels.ops import head_matmul as head_strips  # noqa: E402
+from cfa_kernels.ops import policy_rows
 from tests import test_losses as on_logprobs  # noqa: E402
 from tests import test_losses_trl as on_trl  # noqa: E402
 from tests.ops import test_policy_loss_kernels as kernels  # noqa: E402

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from cfa_kernels.ops.attention_rule import AttentionRule
+from cfa_kernels.ops.attention_options import AttentionRule
 from cfa_kernels.ops.tree_attention_backward import key_options, query_options, sum_options
 from tests.ops.aot import AotCase, compile_cases
 from tests.ops.specialization import with_ones

@@ -7,12 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels.losses import (
-    LEVELS,
-    LOSS_TYPES,
-    linear_policy_loss,
-    logits_policy_loss,
-)
+from cfa_kernels.losses.policy import LEVELS, LOSS_TYPES, linear_policy_loss, logits_policy_loss
 from cfa_kernels.ops import policy_rows
 from cfa_kernels.ops.row_softmax import Softmax
 from tests.ops.budget import assert_within_budget

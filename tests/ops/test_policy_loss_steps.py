@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cfa_kernels.losses import (
-    LEVELS,
-    LOSS_TYPES,
-    contributing_rows,
-    linear_policy_loss,
-    logits_policy_loss,
-)
-from cfa_kernels.ops import head_strips
+from cfa_kernels.losses.policy import LEVELS, LOSS_TYPES, contributing_rows, linear_policy_loss, logits_policy_loss
+from cfa_kernels.ops import head_matmul as head_strips
 from cfa_kernels.ops.linear_policy_loss import linear_policy_loss_op
 from cfa_kernels.ops.logits_policy_loss import (
     logits_policy_loss_inplace_op,
@@ -24,7 +18,7 @@ from cfa_kernels.ops.logits_policy_loss import (
     scale_rows_inplace_op,
     scale_rows_op,
 )
-from cfa_kernels.ops.policy_loss import PolicyOptions
+from cfa_kernels.ops.token_loss import PolicyOptions
 from tests.ops.policy_problem import (
     COUNTED,
     FORM,

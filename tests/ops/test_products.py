@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cfa_kernels.ops import products
-from cfa_kernels.ops.products import multiply, product
+from cfa_kernels.ops import matmul as products
+from cfa_kernels.ops.matmul import multiply, product
 from tests.ops.budget import assert_within_budget
 
 SHAPES = [(1, 5, 3), (7, 33, 65), (70, 16, 9), (40, 131, 40)]

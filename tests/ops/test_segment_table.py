@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfa_kernels.ops.attention_rule import EVERYTHING, Reach
+from cfa_kernels.ops.attention_options import EVERYTHING, Reach
 from cfa_kernels.ops.segment_table import SegmentTable
-from cfa_kernels.tree import PrefixTree
+from cfa_kernels.packing.prefix_tree import PrefixTree
 
 sequences = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=20), min_size=1, max_size=6)
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cfa_kernels.ops import tree_attention as module
-from cfa_kernels.ops.elementwise import LOG2E
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention
-from cfa_kernels.tree import PrefixTree
+from cfa_kernels.ops.triton_math import LOG2E
+from cfa_kernels.packing.prefix_tree import PrefixTree
 from tests.ops.budget import assert_within_budget
 
 ragged_trees = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=1, max_size=6)

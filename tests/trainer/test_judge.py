@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from cfa_kernels.hf import causal_lm
-from cfa_kernels.packed_loss import packed_forward
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.scoring.training_forward import packed_forward
 from tests.trainer.embedded import SMALL
 from trainer.analyze import write_analysis
 from trainer.judge import NAMES, gradient_norms, judge, main

@@ -4,8 +4,8 @@ from types import MethodType
 
 import pytest
 
-from cfa_kernels import fused_modules
-from cfa_kernels.hf import causal_lm
+from cfa_kernels.hf import liger as fused_modules
+from cfa_kernels.hf.model import causal_lm
 from trainer import train
 
 

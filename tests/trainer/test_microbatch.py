@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cfa_kernels import packed_loss
-from cfa_kernels.proof import noise_floor
+from cfa_kernels.hf.verify import noise_floor
+from cfa_kernels.scoring import training_forward as packed_loss
 from tests.trainer.embedded import advantages_of, sample, settings
 from tests.waits import OnDevice, a_device, put_on_device
 from trainer.microbatch import checked_sampling_gap, micro_batches

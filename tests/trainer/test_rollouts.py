@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cfa_kernels.packed_loss import packed_logprobs
+from cfa_kernels.scoring.training_forward import packed_logprobs
 from tests.trainer.embedded import sample
 from trainer.evaluate import evaluate
 from trainer.rollouts import KeyedSampler, keyed_uniforms, mask_after_end

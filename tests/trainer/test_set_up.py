@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from cfa_kernels.packed_loss import packed_logprobs
+from cfa_kernels.scoring.training_forward import packed_logprobs
 from tests.tiny import tiny_tokenizer
 from tests.trainer.embedded import SMALL, settings
 from trainer.__main__ import main

@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cfa_kernels import counterfactual_credit, policy_loss
-from cfa_kernels.packed_loss import PackedForward, PackedLoss
+from cfa_kernels.scoring.training_forward import PackedForward, PackedLoss
 from tests.trainer.embedded import (
     EVERY_OTHER,
     SMALL,

@@ -1,0 +1,279 @@
+"""From importances to token weights, one completion at a time: the ranges and thresholds of the source papers.
+
+An importance says how much a unit, a span of tokens, matters; a reshaping says what its tokens weigh in the loss.
+`inverted` and `random` act in between, so they are controls of every estimator.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..hf.verify import FLOAT32_NOISE
+from ..span import Span
+
+MODES = ("counterfactual", "inverted", "random", "uniform")
+NORMALIZATIONS = (None, "mean")
+
+Reshape = Callable[[Tensor, Sequence[Span], Span | None, int], Tensor]
+"""Importances (K,), their K units, the answer, the completion's length -> its token weights, (length,) fp32."""
+
+
+def span_weights(
+    drop: Tensor,
+    spans: Sequence[Span],
+    answer: Span | None,
+    length: int,
+    *,
+    mode: str = "counterfactual",
+    w_min: float = 0.5,
+    w_max: float = 4.0,
+    w_answer: float = 1.5,
+    normalize: str | None = None,
+    noise: float = FLOAT32_NOISE,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Token weights of one completion from the drops of its spans (CF paper, eqs. 4, 6 and 7).
+
+    Importance `-drop` is min-max normalised over the spans and mapped to `[w_min, w_max]`. Tokens outside every
+    span weigh 1, answer tokens `w_answer`. One span, or importances that are equal but for `noise`, weigh 1: there is
+    nothing to tell apart (eq. 6 would blow rounding up to the whole weight range). A token in several spans takes the
+    largest importance among them.
+
+    Args:
+        drop: (K,) masked minus base log-prob of the answer, nats, one per span.
+        spans: K half-open token spans.
+        answer: the answer's tokens, or None.
+        length: completion tokens.
+        mode: `counterfactual`; `inverted` (one minus the normalised importance); `random` (each token
+            outside the answer uniform in `[w_min, w_max]`; spans and drops are not looked at); `uniform` (all 1,
+            the answer too).
+        w_min, w_max, w_answer: finite weights >= 0, `w_min <= w_max`.
+        normalize: `"mean"` rescales the result to mean 1; None leaves it.
+        noise: nats; drops that lie no further apart count as equal. The default is that of scores in float32; for
+            those of a bfloat16 model take `noise_floor(model)` times the root of twice the answer's tokens.
+        generator: source of the random mode, on the CPU; default torch's global one.
+
+    Returns:
+        (length,) fp32 on drop's device.
+
+    Raises:
+        ValueError: options, shapes, spans outside the completion or non-finite drops; names argument and value.
+    """
+    check_mode(mode, normalize)
+    check_range(w_min, w_max, w_answer)
+    if drop.ndim != 1 or len(drop) != len(spans):
+        raise ValueError(f"drop must hold one value per span: got shape {tuple(drop.shape)} for {len(spans)} spans")
+    check_places(spans, answer, length)
+    values = drop.detach().float().cpu()
+    if mode in ("counterfactual", "inverted") and not torch.isfinite(values).all():
+        k = int((~torch.isfinite(values)).nonzero()[0])
+        raise ValueError(f"drop, span {k}: must be finite, got {values[k].item()}")
+    if mode == "uniform":
+        weights = torch.ones(length)
+    elif mode == "random":
+        weights = random_weights(answer, length, w_min=w_min, w_max=w_max, w_answer=w_answer, generator=generator)
+    else:
+        weights = range_weights(
+            -values, spans, answer, length, w_min=w_min, w_max=w_max, w_answer=w_answer, noise=noise,
+            inverted=mode == "inverted",
+        )  # fmt: skip
+    return normalized_weights(weights, normalize).to(drop.device)
+
+
+def range_weights(
+    importances: Tensor,
+    spans: Sequence[Span],
+    answer: Span | None,
+    length: int,
+    *,
+    w_min: float = 0.5,
+    w_max: float = 4.0,
+    w_answer: float = 1.5,
+    noise: float = FLOAT32_NOISE,
+    inverted: bool = False,
+) -> Tensor:
+    """(length,) weights in `[w_min, w_max]` by min-max normalised importance (CF paper, eqs. 6 and 7).
+
+    See `span_weights`, which takes drops and checks its input; here `importances` (K,) are high where a unit matters.
+    They count as equal where they lie no further apart than `noise`.
+    """
+    weights = torch.ones(length, dtype=torch.float32)
+    low, high = _bounds(importances)
+    if high - low > noise:
+        share = spread_over_tokens((importances - low) / (high - low), spans, length)
+        covered = ~share.isnan()
+        weights[covered] = w_min + (1 - share if inverted else share)[covered] * (w_max - w_min)
+    return _weigh_answer(weights, answer, w_answer)
+
+
+def random_weights(
+    answer: Span | None,
+    length: int,
+    *,
+    w_min: float = 0.5,
+    w_max: float = 4.0,
+    w_answer: float = 1.5,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """(length,) weights drawn per token, uniform in `[w_min, w_max]` outside the answer: the CF paper's control."""
+    weights = torch.empty(length, dtype=torch.float32).uniform_(w_min, w_max, generator=generator)
+    return _weigh_answer(weights, answer, w_answer)
+
+
+def bilevel_weights(
+    importances: Tensor,
+    units: Sequence[Span],
+    answer: Span | None,
+    length: int,
+    *,
+    tau: float = 0.4,
+    boost: float = 2.0,
+    floor: float = 0.0,
+    noise: float = 0.0,
+    inverted: bool = False,
+) -> Tensor:
+    """(length,) weights that suppress what matters least and boost the rest (OAR paper, eqs. 14 to 17).
+
+    Per token of the units: importance I below 0 counts as 0; I^ = log(1 + I), min-max normalised; with tau* the
+    tau-quantile of I^ (linear interpolation), omega = I^ / tau* below it and 1 + boost (I^ - tau*) / (1 - tau*) from
+    it on; omega is rescaled to mean 1 over those tokens. Others, the answer among them, weigh 1. Importances that are
+    all equal weigh 1.
+
+    Args:
+        importances: (K,), one per unit, high where it matters.
+        units: K half-open token spans; a token in several takes the largest importance.
+        answer: not looked at: the answer lies outside the units and weighs 1.
+        length: completion tokens.
+        tau: quantile level of the threshold, in [0, 1]; 0 boosts all, 1 suppresses all but the largest.
+        boost: how much more the most important token gets than one at the threshold; >= 0.
+        floor: least omega, before the rescaling, in [0, 1]; the authors' code has 0.1.
+        noise: importances that lie no further apart count as equal.
+        inverted: take 1 - I^ for I^.
+    """
+    weights = torch.ones(length, dtype=torch.float32)
+    low, high = _bounds(importances)
+    if high - low <= noise:
+        return weights
+    tokens = spread_over_tokens(importances.clamp(min=0).log1p(), units, length)
+    covered = ~tokens.isnan()
+    values = tokens[covered].double()
+    low, high = _bounds(values)
+    if high - low <= torch.finfo(torch.float32).tiny:
+        return weights
+    share = (values - low) / (high - low)
+    share = 1 - share if inverted else share
+    threshold = torch.quantile(share, tau)
+    below = share / threshold if threshold > 0 else share  # with a threshold of 0 nothing lies below it
+    above = 1 + (boost * (share - threshold) / (1 - threshold) if threshold < 1 else torch.zeros_like(share))
+    omega = torch.where(share < threshold, below, above).clamp(min=floor)
+    weights[covered] = (omega * (len(omega) / omega.sum())).float()
+    return weights
+
+
+def top_weights(
+    importances: Tensor,
+    units: Sequence[Span],
+    answer: Span | None,
+    length: int,
+    *,
+    threshold: float,
+    inverted: bool = False,
+) -> Tensor:
+    """(length,) weights 1 where the importance reaches `threshold` and 0 elsewhere in the units ("80/20", 2506.01939).
+
+    Tokens outside every unit weigh 1. `inverted` keeps what lies below. `top_threshold` finds the threshold of a batch.
+    """
+    weights = torch.ones(length, dtype=torch.float32)
+    tokens = spread_over_tokens(importances, units, length)
+    covered = ~tokens.isnan()
+    weights[covered] = ((tokens[covered] >= threshold) ^ inverted).float()
+    return weights
+
+
+def top_threshold(
+    importances: Sequence[Tensor], units: Sequence[Sequence[Span]], lengths: Sequence[int], fraction: float
+) -> float:
+    """The (1 - fraction)-quantile of the importance of every token of a batch's units, linear interpolation.
+
+    -inf if there is none. As TRL's `top_entropy_quantile`, in one process.
+    """
+    rows = [spread_over_tokens(*row) for row in zip(importances, units, lengths, strict=True)]
+    tokens = torch.cat([row[~row.isnan()] for row in rows] or [torch.zeros(0)]).sort().values
+    if not len(tokens):
+        return -torch.inf
+    place = (1 - fraction) * (len(tokens) - 1)  # torch.quantile takes 2**24 values at most
+    below = int(place)
+    above = min(below + 1, len(tokens) - 1)
+    low, high = tokens[below].item(), tokens[above].item()
+    return low + (high - low) * (place - below)
+
+
+def identity_weights(importances: Tensor, units: Sequence[Span], answer: Span | None, length: int) -> Tensor:
+    """(length,) weights that are the importances themselves, 1 outside the units.
+
+    Raises `ValueError` for a negative importance, naming the unit and the value.
+    """
+    weights = spread_over_tokens(importances, units, length)
+    if (negative := (importances < 0).nonzero()).numel():
+        k = int(negative[0])
+        raise ValueError(f"importances, unit {k}: as a weight it must be >= 0, got {importances[k].item()}")
+    return torch.where(weights.isnan(), 1.0, weights)
+
+
+def spread_over_tokens(values: Tensor, units: Sequence[Span], length: int) -> Tensor:
+    """(length,) fp32 value of each token: the largest among its units, nan where it has none."""
+    tokens = torch.full((length,), -torch.inf)
+    if len(units):
+        edges = torch.tensor([tuple(unit) for unit in units])
+        sizes = edges[:, 1] - edges[:, 0]
+        owner = torch.arange(len(units)).repeat_interleave(sizes)
+        place = torch.arange(len(owner)) - (sizes.cumsum(0) - sizes)[owner] + edges[owner, 0]
+        tokens.scatter_reduce_(0, place, values.float()[owner], "amax")
+    return torch.where(tokens == -torch.inf, torch.nan, tokens)
+
+
+def normalized_weights(weights: Tensor, normalize: str | None) -> Tensor:
+    """The weights, with `"mean"` rescaled to mean 1. Raises `ValueError` if all are 0."""
+    if normalize is None or not len(weights):
+        return weights
+    mean = weights.mean()
+    if mean == 0:
+        raise ValueError("normalize='mean' needs a weight above 0, all are 0")
+    return weights / mean
+
+
+def check_places(spans: Sequence[Span], answer: Span | None, length: int) -> None:
+    """Raise `ValueError` naming a span, or the answer, that is empty or not inside a completion of `length` tokens."""
+    for k, (start, end) in enumerate(spans):
+        if not 0 <= start < end <= length:
+            raise ValueError(f"spans, span {k}: {(start, end)} is not inside a completion of {length} tokens")
+    if answer is not None and not 0 <= answer[0] < answer[1] <= length:
+        raise ValueError(f"answer: {tuple(answer)} is not inside a completion of {length} tokens")
+
+
+def check_mode(mode: str, normalize: str | None) -> None:
+    """Raise `ValueError` for an unknown mode or normalisation."""
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
+    if normalize not in NORMALIZATIONS:
+        raise ValueError(f"normalize must be one of {NORMALIZATIONS}, got {normalize!r}")
+
+
+def check_range(w_min: float, w_max: float, w_answer: float) -> None:
+    """Raise `ValueError` for weights that are negative, not finite or out of order."""
+    for name, value in (("w_min", w_min), ("w_max", w_max), ("w_answer", w_answer)):
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name} must be finite and not negative, got {value}")
+    if w_min > w_max:
+        raise ValueError(f"w_min must not exceed w_max, got {w_min} and {w_max}")
+
+
+def _bounds(values: Tensor) -> tuple[Tensor, Tensor]:
+    return (values.min(), values.max()) if len(values) else (torch.zeros(()), torch.zeros(()))
+
+
+def _weigh_answer(weights: Tensor, answer: Span | None, w_answer: float) -> Tensor:
+    if answer is not None:
+        weights[answer[0] : answer[1]] = w_answer
+    return weights

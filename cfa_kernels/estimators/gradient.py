@@ -1,0 +1,439 @@
+"""Gradient times input at the embeddings: how much each unit of the reasoning moves the outcome, to first order.
+
+The estimator that costs a backward instead of a branch for every unit. Completions run packed, prompts once; what
+lies below the embeddings is never asked for a gradient, nor is any weight.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..hf.head import Head
+from ..hf.liger import runs_fused
+from ..hf.limits import apart_by_length, default_token_budget, rows_per_forward
+from ..hf.memory import halves, rows_at_once, run_in_memory
+from ..hf.model import causal_lm, context_length, embedding, vocab_size
+from ..hf.tree_forward import last_layer_on_rows, packed_hidden, tree_attention_mode
+from ..hf.verify import prove_supported
+from ..ops.upload import upload
+from ..packing.packs import lay_out
+from ..packing.prefix_tree import Pack, Query
+from ..scoring.batch import check_columns, checked_ids, checked_rows, equal_prompts_together
+from ..scoring.masked import ScoringWork
+from ..scoring.outcomes import DIVERGENCES, Outcome, checked_outcome, row_means
+from ..span import Span
+
+
+def gradient_saliency(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    units: Sequence[Sequence[Span]],
+    answers: Sequence[Span | None],
+    *,
+    outcome: Outcome = "mean",
+    sigma: float = 1e-3,
+    samples: int = 1,
+    generator: torch.Generator | None = None,
+    token_budget: int | None = None,
+) -> tuple[list[Tensor], ScoringWork]:
+    """Importance of each unit by the gradient of an outcome's change under noise (OAR-G; OAR paper, section 3).
+
+    Noise N(0, sigma^2) is put on the embeddings e of the units' tokens; prompt, answer and tokens of no unit stay
+    clean. J is what it changes, and a token's importance |<dJ/de_t, e_t>| with the clean e_t; a unit's is the sum over
+    its tokens. e is what the input embedding gives out, before whatever the model does to it.
+
+    | outcome | J |
+    |---|---|
+    | `last` | KL(P_0, P_noisy), P what predicts the answer's first token |
+    | `mean` | the same, P the softmax of the mean of the logits that predict the answer's tokens |
+    | `mean_logprob` | mean log-prob of the answer's tokens, clean minus noisy |
+    | `logprob` | their sum, clean minus noisy |
+
+    Near zero noise the gradient of a KL is the outcome's Fisher matrix times the noise: importances of `last` and
+    `mean` are proportional to `sigma`, and one draw scatters by some two thirds of its size; average several `samples`.
+    At `sigma` 0 that gradient vanishes, so there they are those of `mean_logprob`: gradient times input, one
+    deterministic pass.
+
+    Importances are first-order and non-negative: they say how sensitive the outcome is to a token, not in which
+    direction, and small ones of a half-precision model are rounding.
+
+    Args:
+        model: as in `score_counterfactuals`. Left exactly as it was: mode, attention implementation, random state,
+            hooks, every parameter's `.grad` and `requires_grad`; it runs in evaluation mode.
+        prompts: B 1-D int64 tensors of token ids, unpadded.
+        completions: B 1-D int64 tensors, unpadded. Tokens after those that decide the outcome are not fed.
+        units: for each completion, half-open spans of its tokens, K_b of them. They may overlap each other, never the
+            answer; what lies after the rows that decide the outcome has importance 0 by causality.
+        answers: for each completion its answer, or None; then its importances are nan.
+        outcome: see above.
+        sigma: standard deviation of the noise, in the embedding's own scale (that of the authors' code by default).
+        samples: draws to average; each costs a forward and a backward to the embeddings.
+        generator: gives one seed for the call. The noise of a row follows from that seed, its prompt and its
+            completion alone, draw after draw: neither from its neighbours nor from the number of draws. None seeds
+            every call alike. No other random state is read.
+        token_budget: most tokens per forward; default by free memory, with the activations that a backward needs. A
+            completion is never cut. The result does not depend on it (to rounding).
+
+    Returns:
+        B tensors (K_b,) fp32 on the host, and what it took: forwards and the tokens that they fed. KL outcomes take
+        one clean forward for all draws; every draw takes a forward and one backward to the embeddings.
+
+    Raises:
+        ValueError: bad input; the message names argument, row and value.
+        TypeError, NotImplementedError: models that cannot be run this way, or pass no gradient to their embeddings;
+            the message says why.
+        FloatingPointError: a gradient is not finite; the message names the row.
+    """
+    causal = causal_lm(model)
+    _check_options(outcome, sigma, samples, generator)
+    seed = _seed(generator)
+    if sigma == 0:
+        ask = _Ask("mean_logprob" if outcome in DIVERGENCES else outcome, 0.0, 1, seed)
+    else:
+        ask = _Ask(outcome, float(sigma), samples, seed)
+    rows = _checked(causal, prompts, completions, units, answers)
+    order = equal_prompts_together([row.prompt for row in rows])
+    queries = [[rows[b].query(ask.outcome)] if len(rows[b].moving) else [] for b in order]
+    lengths = [len(rows[b].prompt) + len(rows[b].completion) for b in order]
+    head = _widened(prove_supported(causal))
+
+    def together(budget: int) -> Iterator[_Fed]:
+        for part in apart_by_length(causal, queries, lengths, order):
+            for pack in lay_out(part, budget):
+                fed = [i for i in pack.units if part[i]]
+                yield _Fed([order[i] for i in fed], [part[i] for i in fed], pack)
+
+    def run(fed: _Fed) -> _Found:
+        return _PackSaliency(causal, head, fed, [rows[b] for b in fed.members], ask).run()
+
+    with torch.inference_mode(False), tree_attention_mode(causal), _frozen(causal):
+        if token_budget is None:
+            budget = default_token_budget(causal, training=True, fused=runs_fused(causal))
+        else:
+            budget = rows_per_forward(causal, token_budget)
+        found = list(run_in_memory(together(budget), run, _Fed.halved))
+    return _gather(rows, found, ask)
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """What one call wants of every row."""
+
+    outcome: str
+    sigma: float
+    samples: int
+    seed: int
+
+    @property
+    def diverges(self) -> bool:
+        """Whether J is a KL, which needs the clean distribution; the gradient of a difference does not."""
+        return self.outcome in DIVERGENCES
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One completion, checked."""
+
+    prompt: np.ndarray  # (P,) int64
+    completion: np.ndarray  # (T,) int64
+    spans: np.ndarray  # (K, 2) int64: first token and end of each unit
+    answer: Span | None
+
+    @cached_property
+    def moving(self) -> np.ndarray:
+        """(n,) tokens of the units that can move the outcome, ascending."""
+        if self.answer is None:
+            return np.zeros(0, np.int64)
+        steps = np.zeros(len(self.completion) + 1, np.int64)
+        np.add.at(steps, self.spans[:, 0], 1)
+        np.add.at(steps, self.spans[:, 1], -1)
+        return np.flatnonzero(np.cumsum(steps)[: self.answer.start])
+
+    def query(self, outcome: str) -> Query:
+        """The tokens to feed and the rows that decide the outcome."""
+        assert self.answer is not None
+        start, end = self.answer.start, self.answer.start + 1 if outcome == "last" else self.answer.end
+        before = len(self.prompt)
+        fed, beyond = np.split(np.concatenate([self.prompt, self.completion]), [before + end - 1])
+        return Query(fed, before + start - 1, self.completion[start:end], beyond=beyond, alone_from=before)
+
+    def importances(self, tokens: np.ndarray) -> Tensor:
+        """(K,) fp32 sums over each unit of the importances (n,) of the `moving` tokens."""
+        if self.answer is None:
+            return torch.full((len(self.spans),), math.nan)
+        each = np.zeros(len(self.completion) + 1)
+        each[self.moving] = tokens
+        # Sums over [start, end) and over what lies between one end and the next start, of which the former are kept.
+        sums = np.add.reduceat(each, self.spans.ravel())[::2] if len(self.spans) else np.zeros(0)
+        return torch.from_numpy(sums).float()
+
+
+def _check_options(outcome: str, sigma: float, samples: int, generator: torch.Generator | None) -> None:
+    checked_outcome(outcome)
+    if isinstance(sigma, bool) or not isinstance(sigma, (int, float)) or not 0 <= sigma < math.inf:
+        raise ValueError(f"sigma must be a finite number, at least 0, got {sigma!r}")
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"samples must be a whole number, at least 1, got {samples!r}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+
+
+def _seed(generator: torch.Generator | None) -> int:
+    if generator is None:
+        return 0
+    return int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
+
+
+def _checked(
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    units: Sequence[Sequence[Span]],
+    answers: Sequence[Span | None],
+) -> list[_Row]:
+    check_columns(prompts, completions=completions, units=units, answers=answers)
+    ids = checked_ids(prompts, completions, vocab_size(model), context_length(model))
+    rows = []
+    for b, row in enumerate(checked_rows(model, ids, [[] for _ in ids], answers, placeholder_id=0)):
+        length = len(row.completion)
+        spans = np.array([tuple(span) for span in units[b]], dtype=np.int64).reshape(-1, 2)
+        starts, ends = spans.T
+        if len(bad := np.flatnonzero((starts < 0) | (starts >= ends) | (ends > length))):
+            raise ValueError(
+                f"units row {b}, unit {bad[0]}: {tuple(spans[bad[0]].tolist())} is not a non-empty span inside a "
+                f"completion of {length} tokens"
+            )
+        answer = row.answer
+        if answer is not None and len(bad := np.flatnonzero((starts < answer.end) & (answer.start < ends))):
+            raise ValueError(
+                f"units row {b}, unit {bad[0]}: {tuple(spans[bad[0]].tolist())} overlaps the answer {tuple(answer)}"
+            )
+        rows.append(_Row(row.prompt, row.completion, spans, answer))
+    return rows
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter asks for a gradient, so that a backward computes those of activations alone."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@dataclass(frozen=True)
+class _Fed:
+    """Completions that share forwards."""
+
+    members: list[int]  # the caller's number of each
+    units: list[list[Query]]  # theirs
+    pack: Pack
+
+    def halved(self) -> "list[_Fed]":
+        """Two packs of half of the completions each; none where there is one completion."""
+        found = []
+        for some in halves(range(len(self.members)), int):
+            units = [self.units[i] for i in some]
+            (pack,) = lay_out(units, self.pack.num_tokens)
+            found.append(_Fed([self.members[i] for i in some], units, pack))
+        return found
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the draws of a pack gave; nobody has waited for it."""
+
+    members: list[int]
+    sums: Tensor  # (n,) float64 on the device: over draws, of the importances of the members' `moving` tokens
+    work: ScoringWork
+
+
+def _gather(rows: list[_Row], found: list[_Found], ask: _Ask) -> tuple[list[Tensor], ScoringWork]:
+    """Importances (K_b,) of every row, and what it took; one copy to the host, which waits for the device."""
+    tokens, work = [np.zeros(0)] * len(rows), sum((one.work for one in found), ScoringWork())
+    if found:
+        means = torch.cat([one.sums for one in found]).cpu().numpy() / ask.samples
+        members = [b for one in found for b in one.members]
+        ends = np.cumsum([len(rows[b].moving) for b in members])
+        for b, part in zip(members, np.split(means, ends[:-1]), strict=True):
+            if not np.isfinite(part).all():
+                raise FloatingPointError(f"completions row {b}: the model gave a gradient that is not finite")
+            tokens[b] = part
+    return [row.importances(part) for row, part in zip(rows, tokens, strict=True)], work
+
+
+class _PackSaliency:
+    """The forwards and backwards of one pack of completions. Nothing here waits for the device."""
+
+    def __init__(self, model: PreTrainedModel, head: Head, fed: _Fed, rows: list[_Row], ask: _Ask) -> None:
+        self.model, self.head, self.fed, self.rows, self.ask = model, head, fed, rows, ask
+        queries = [row.query(ask.outcome) for row in rows]
+        self.sizes = [len(query.targets) for query in queries]  # rows that decide each outcome
+        read = fed.pack.rows[fed.pack.query_index]  # (R,) those rows, one member after the other
+        first = read[np.cumsum(self.sizes) - self.sizes]
+        # From its first token on a completion's rows are its own, one after the other.
+        own = [row.moving + at + 1 - row.answer.start for row, at in zip(rows, first, strict=True) if row.answer]
+        self.counts = [len(tokens) for tokens in own]
+        member, share = np.arange(len(rows)), [1 / size for size in self.sizes]
+        self.device = embedding(model).device
+        self.noised, self.member_of_token, self.once, self.read = upload(
+            [np.concatenate(own), np.repeat(member, self.counts), np.unique(read), read], self.device
+        )  # (n,) rows of the units' tokens
+        self.targets, self.member_of_row, self.lengths, self.shares = upload(
+            [np.concatenate([query.targets for query in queries]), np.repeat(member, self.sizes), np.array(self.sizes),
+             np.repeat(share, self.sizes)], head.weight.device,
+        )  # fmt: skip
+
+        forwards = ask.samples + ask.diverges
+        averaged = ask.diverges and head.softcap is None
+        self.work = ScoringWork(
+            forwards=forwards,
+            tokens_fed=forwards * fed.pack.num_tokens,
+            tokens_unshared=forwards * sum(len(query.tokens) for query in queries),
+            head_rows=forwards * (len(rows) if averaged else len(read)),
+        )
+
+    def run(self) -> _Found:
+        """All draws."""
+        generators = [_row_generator(self.ask.seed, row, device=self.device) for row in self.rows]
+        clean = self._forward(_EmbeddingTap(self.model)) if self.ask.diverges else None
+        total = self._draw(clean, generators)
+        for _ in range(self.ask.samples - 1):
+            total += self._draw(clean, generators)
+        return _Found(self.fed.members, total, self.work)
+
+    def _draw(self, clean: Tensor | None, generators: list[torch.Generator]) -> Tensor:
+        """(n,) float64 |<dJ/de, e>| under one draw of noise."""
+        noise = None
+        if self.ask.sigma:
+            width = embedding(self.model).shape[1]
+            drawn = [
+                torch.randn(count, width, generator=generator, device=self.device)
+                for count, generator in zip(self.counts, generators, strict=True)
+            ]
+            noise = self.ask.sigma * torch.cat(drawn)
+        tap = _EmbeddingTap(self.model, self.noised, noise)
+        with torch.enable_grad():
+            rows = self._forward(tap)
+            if not rows.requires_grad:
+                raise NotImplementedError(tap.no_gradient)
+            by_rows = self._by_rows(clean, rows.detach())
+            # Each completion's gradient in a size that half precision resolves: a power of two is taken out of it.
+            largest = torch.segment_reduce(by_rows.abs().amax(1), "max", lengths=self.lengths, unsafe=True)
+            unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1])
+            scaled = (by_rows / unit.index_select(0, self.member_of_row)[:, None]).to(rows.dtype)
+            (gradient,) = torch.autograd.grad(rows, [tap.fed], scaled.to(rows.device), allow_unused=True)
+        if gradient is None:
+            raise NotImplementedError(tap.no_gradient)
+        products = gradient[0, self.noised].double() * tap.clean[0, self.noised].double()
+        return products.sum(1).abs() * unit.double().to(self.device).index_select(0, self.member_of_token)
+
+    def _forward(self, tap: "_EmbeddingTap") -> Tensor:
+        """Hidden states (R, H) of the rows that decide the outcomes."""
+        with tap, last_layer_on_rows(self.model, self.once):
+            hidden = packed_hidden(self.model, self.fed.pack)
+        return hidden.index_select(0, self.read.to(hidden.device))
+
+    def _by_rows(self, clean: Tensor | None, noisy: Tensor) -> Tensor:
+        """Gradient (R, H) of the sum of all J by the hidden states `noisy` of the rows that decide them."""
+        weight = self.head.weight
+        with torch.autocast(weight.device.type, enabled=False):
+            if clean is None:
+                leaf = noisy.to(weight, copy=True).requires_grad_()
+                values = self.head.logprobs(leaf, self.targets)
+                mean = self.ask.outcome == "mean_logprob"
+                weights = self.shares.to(values.dtype) if mean else torch.ones_like(values)
+                return torch.autograd.grad(values, leaf, -weights)[0]
+            return _divergence_by_rows(clean, noisy, self.sizes, self.head)
+
+
+def _row_generator(seed: int, row: _Row, *, device: torch.device) -> torch.Generator:
+    """The noise's source for one row: equal rows of calls with equal seeds have equal noise."""
+    digest = hashlib.blake2b(f"{seed} {len(row.prompt)} ".encode(), digest_size=8)
+    digest.update(row.prompt.tobytes())
+    digest.update(row.completion.tobytes())
+    return torch.Generator(device).manual_seed(int.from_bytes(digest.digest(), "little") >> 1)
+
+
+def _widened(head: Head) -> Head:
+    """The same head with float32 weights, or wider ones."""
+    dtype = torch.promote_types(head.weight.dtype, torch.float32)
+    return replace(head, weight=head.weight.to(dtype), bias=None if head.bias is None else head.bias.to(dtype))
+
+
+def _divergence_by_rows(clean: Tensor, noisy: Tensor, sizes: Sequence[int], head: Head) -> Tensor:
+    """Gradient (R, H) by `noisy` of the sum of KL(P_0, P_noisy) over outcomes of `sizes` rows each."""
+    most = rows_at_once(len(head.weight))
+    found, start, i = list[Tensor](), 0, 0
+    while i < len(sizes):
+        taken = [sizes[i]]
+        while i + len(taken) < len(sizes) and sum(taken) + sizes[i + len(taken)] <= most:
+            taken.append(sizes[i + len(taken)])
+        rows = slice(start, start + sum(taken))
+        (counts,) = upload([np.array(taken)], head.weight.device)
+        with torch.no_grad():
+            expected = _outcome_logits(clean[rows].to(head.weight), counts, head).softmax(-1)
+        leaf = noisy[rows].to(head.weight, copy=True).requires_grad_()
+        logits = _outcome_logits(leaf, counts, head)
+        # The KL's gradient by the logits, where it is a small difference of what two forwards gave.
+        by_logits = logits.detach().softmax(-1) - expected
+        found.append(torch.autograd.grad(logits, leaf, by_logits)[0])
+        start, i = rows.stop, i + len(taken)
+    return torch.cat(found)
+
+
+def _outcome_logits(rows: Tensor, counts: Tensor, head: Head) -> Tensor:
+    """(B, V) mean logits of B outcomes that are decided by `counts` (B,) of the `rows` (R, H) each."""
+    if head.softcap is None:  # a linear head takes the mean of its inputs to the mean of its outputs
+        return head.logits(row_means(rows, counts))
+    return row_means(head.logits(rows), counts)
+
+
+class _EmbeddingTap:
+    """Within it, the input embedding gives out a leaf of its own: what it would give, with noise on some rows."""
+
+    clean: Tensor  # (1, N, H) what the embedding gives
+    fed: Tensor  # (1, N, H) what the model is fed, to be differentiated by
+
+    def __init__(self, model: PreTrainedModel, rows: Tensor | None = None, noise: Tensor | None = None) -> None:
+        self.model, self.rows, self.noise, self.calls = model, rows, noise, 0
+
+    @property
+    def no_gradient(self) -> str:
+        """Why a gradient that is missing cannot be had."""
+        return f"model: {type(self.model).__name__} passes no gradient to its embeddings"
+
+    def __enter__(self) -> None:
+        self._hook = self.model.get_input_embeddings().register_forward_hook(self._exchange)
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        self._hook.remove()
+        if failed is None and self.calls != 1:
+            raise NotImplementedError(
+                f"{self.no_gradient}: its forward looks tokens up {self.calls} times in its input embedding, not once"
+            )
+
+    def _exchange(self, _: nn.Module, __: tuple, output: Tensor) -> Tensor:
+        self.calls += 1
+        self.clean = output.detach()
+        self.fed = self.clean.clone()
+        if self.noise is not None and self.rows is not None:
+            noisy = self.clean[0, self.rows] + self.noise.to(output.device)
+            self.fed[0, self.rows] = noisy.to(output.dtype)
+        if torch.is_grad_enabled():
+            self.fed.requires_grad_()
+        # Not the leaf itself: hooks that count or profile what modules are given cannot follow one in `autograd.grad`.
+        return self.fed.view_as(self.fed)

@@ -1,0 +1,355 @@
+"""Approximations of masking that compute a few rows anew instead of all rows behind a span.
+
+A branch of `score_counterfactuals` feeds everything from the span to the answer. Here the rows between the span and the
+last few stay those of the completion as sampled: `short_branches` feeds the masked span and the last rows,
+`answer_knockout` the last rows alone, which then do not see the span. Both show what the last rows read from the span
+themselves; what later reasoning carries over from it is missed.
+"""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..hf.limits import refuse_length_dependent_rope, rows_per_forward
+from ..hf.memory import halves, run_in_memory
+from ..hf.model import causal_lm, context_length, vocab_size
+from ..hf.stateful_layers import has_cells
+from ..hf.tree_forward import TreeMask, Visibility, pack_states, tree_attention_mode
+from ..hf.verify import prove_supported
+from ..ops.segment_table import SegmentTable
+from ..packing.prefix_tree import Pack, PrefixTree, Query
+from ..scoring.batch import Row, check_columns, checked_ids, checked_rows, equal_prompts_together
+from ..scoring.masked import CounterfactualScores, Read, collect_scores, gather, read_pack
+from ..scoring.outcomes import Outcome, OutcomeReader
+from ..scoring.plan import ScoringOptions, ScoringPlan, queries_of
+from ..span import Span
+
+
+def short_branches(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    spans: Sequence[Sequence[Span]],
+    answers: Sequence[Span | None],
+    *,
+    placeholder_id: int,
+    fed_from: Sequence[int] | None = None,
+    fills: Sequence[Sequence[Tensor]] | None = None,
+    outcome: Outcome = "logprob",
+    token_budget: int | None = None,
+) -> CounterfactualScores:
+    """Approximation: mask each span, and compute anew only the rows from `fed_from` on.
+
+    Those rows attend to the masked span and, between it and themselves, to rows that still saw the span. It costs the
+    span and the last rows, wherever the span is; with `fed_from` at or before every span's end it is
+    `score_counterfactuals`.
+
+    Args:
+        model: as in `score_counterfactuals`, without layers that carry a state.
+        prompts, completions, spans, answers, placeholder_id, fills, outcome, token_budget: as there; a completion and
+            its branches stay together, even over the budget, as long as memory holds them.
+        fed_from: for each completion, the first token whose row is computed anew where it lies behind the span; at
+            most, and by default, the one before the answer. The first of the answer's marker, or some tokens earlier,
+            comes nearer to exact masking.
+
+    Returns:
+        `CounterfactualScores`.
+
+    Raises:
+        ValueError: bad input; the message names argument, row and value.
+        TypeError, NotImplementedError, FloatingPointError: as `score_counterfactuals`.
+    """
+    options = ScoringOptions(placeholder_id, token_budget, outcome, fills=fills)
+    return _score(model, prompts, completions, spans, answers, fed_from, options, hidden=False)
+
+
+def answer_knockout(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    spans: Sequence[Sequence[Span]],
+    answers: Sequence[Span | None],
+    *,
+    blind_from: Sequence[int] | None = None,
+    outcome: Outcome = "logprob",
+    token_budget: int | None = None,
+) -> CounterfactualScores:
+    """Approximation: score each answer by rows that do not see one span at a time.
+
+    The rows from `blind_from` on attend to everything but the span, at their own positions; all rows before them are
+    those of the completion as sampled. Equal to one forward per span with a mask that hides the span from those rows,
+    to rounding. It costs the last rows alone.
+
+    Args:
+        model: as in `score_counterfactuals`, with full attention in every layer.
+        prompts, completions, spans, answers, outcome, token_budget: as there; a completion and its branches stay
+            together, even over the budget, as long as memory holds them. A row never loses sight of itself.
+        blind_from: for each completion, the first token whose row is blind; at most, and by default, the one before
+            the answer.
+
+    Returns:
+        `CounterfactualScores`.
+
+    Raises:
+        ValueError: bad input; the message names argument, row and value.
+        NotImplementedError: also a model with windows or chunks of positions.
+        TypeError, FloatingPointError: as `score_counterfactuals`.
+
+    Source: the attention suppression of Thought Anchors (arXiv 2506.19143), from a sentence to the answer alone.
+    """
+    options = ScoringOptions(0, token_budget, outcome)
+    return _score(model, prompts, completions, spans, answers, blind_from, options, hidden=True)
+
+
+def _score(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    spans: Sequence[Sequence[Span]],
+    answers: Sequence[Span | None],
+    fed_from: Sequence[int] | None,
+    options: ScoringOptions,
+    *,
+    hidden: bool,
+) -> CounterfactualScores:
+    causal = causal_lm(model)
+    check_columns(prompts, completions=completions)
+    ids = checked_ids(prompts, completions, vocab_size(causal), context_length(causal))
+    rows = checked_rows(causal, ids, spans, answers, options.placeholder_id, options.fills)
+    first = _first_rows(rows, "blind_from" if hidden else "fed_from", fed_from)
+    if has_cells(causal):
+        raise NotImplementedError(
+            f"model: {type(causal).__name__} has layers that carry a state through rows which are not fed again; use "
+            "score_counterfactuals"
+        )
+    refuse_length_dependent_rope(causal, max((len(row.prompt) + len(row.completion) for row in rows), default=0))
+    order = equal_prompts_together([row.prompt for row in rows])
+    rows = [rows[b] for b in order]
+    plan = ScoringPlan(order, [queries_of(row, options) for row in rows], rows)
+    head = prove_supported(causal)
+    layout = _Layout(plan, [first[b] for b in order], hidden)
+    reader = OutcomeReader(head)
+
+    def read_trunk(trunk: _Trunk) -> Read:
+        pack = trunk.pack()
+        return read_pack(reader, plan, pack, trunk.numbers, pack_states(causal, head, pack))
+
+    with tree_attention_mode(causal), _full_attention(causal, required=hidden):
+        trunks = layout.trunks(rows_per_forward(causal, options.token_budget))
+        read = list(run_in_memory(trunks, read_trunk, layout.halved))
+    values, work = gather(plan, read)
+    return collect_scores(values, plan, options, work)
+
+
+def _first_rows(rows: list[Row], name: str, given: Sequence[int] | None) -> list[int]:
+    """The first token of each completion whose row is computed anew; -1 before an answer that it starts with."""
+    before = [-1 if row.answer is None else row.answer.start - 1 for row in rows]
+    if given is None:
+        return before
+    if len(given) != len(rows):
+        raise ValueError(f"{name} has {len(given)} rows, prompts has {len(rows)}; they must agree")
+    for b, (row, first) in enumerate(zip(rows, given, strict=True)):
+        if row.answer is not None and not 0 <= first <= row.answer.start:
+            raise ValueError(f"{name} row {b}: {first} is outside [0, {row.answer.start}], up to the answer")
+    return [min(first, last) for first, last in zip(given, before, strict=True)]
+
+
+@contextmanager
+def _full_attention(model: PreTrainedModel, *, required: bool) -> Iterator[None]:
+    """Refuse layers with a window or a chunk: where rows are left out, places in a context are no positions."""
+
+    def refuse(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        for mask in (*args, *kwargs.values()):
+            if isinstance(mask, TreeMask) and mask.visibility != Visibility():
+                raise NotImplementedError(
+                    f"model: {type(model).__name__} has layers with a window or chunk of positions, which cannot lose "
+                    "sight of a span alone; use short_branches"
+                )
+
+    modules = model.modules() if required else ()
+    hooks = [module.register_forward_pre_hook(refuse, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows behind the tree, side by side, and what they see before themselves."""
+
+    tokens: np.ndarray
+    start: int  # position of the first
+    seen: np.ndarray  # packed rows; -1, -2, ... for the first, second, ... row of part number `masked`
+    masked: int = -1
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for parts that compute the same."""
+        return self.tokens.tobytes(), self.start, self.seen.tobytes(), self.masked
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """Where the targets of a query are predicted: on the tree, or by the last rows of parts, given by number."""
+
+    query: Query
+    on_tree: np.ndarray  # packed rows
+    parts: list[int]
+
+
+@dataclass
+class _Trunk:
+    """Completions of one forward as a tree, and the rows behind it that are computed anew, equal ones once."""
+
+    numbers: list[int] = field(default_factory=list)  # of the queries that it answers
+    tree: PrefixTree = field(default_factory=PrefixTree)
+    parts: list[_Part] = field(default_factory=list)
+    part_numbers: dict[Hashable, int] = field(default_factory=dict)
+    branches: list[_Branch] = field(default_factory=list)
+    num_anew: int = 0  # rows of the parts
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the forward."""
+        return self.tree.num_tokens + self.num_anew
+
+    def add(self, row: Row, unit: Sequence[Query], asked: Mapping[int, int], first: int, hidden: bool) -> None:
+        """Lay a completion out as sampled, and the last rows behind of those of its branches that are asked for.
+
+        Args:
+            row: the completion.
+            unit: its queries: as sampled, then a branch for each span that matters.
+            asked: places in `unit`, ascending, each with the number that the query has in the plan.
+            first: the first row that is computed anew.
+            hidden: whether those rows do not see the span.
+        """
+        base, matter = unit[0], [span for span in row.spans if row.masks_something(span)]
+        path = self.tree.insert(base.tokens)
+        on_tree = path[base.first : base.first + len(base.targets)]
+        for place, number in asked.items():
+            query = unit[place]
+            parts = self._lay_out(row, query, path, matter[place - 1], first, hidden) if place else []
+            self.branches.append(_Branch(query, on_tree, parts))
+            self.numbers.append(number)
+
+    def _lay_out(self, row: Row, query: Query, path: np.ndarray, span: Span, first: int, hidden: bool) -> list[int]:
+        """The rows of a masked branch that are computed anew: its span's unless hidden, and those from `first` on."""
+        shift, length = len(row.prompt), len(path)
+        start, stop = shift + span.start, min(shift + span.end, length)
+        before, numbers = path[:start], list[int]()
+        if not hidden:
+            numbers.append(self._number(_Part(query.tokens[start:stop], start, before)))
+        elif stop > query.first:  # the span's own last row predicts the first target: it sees itself, as sampled
+            own_row = row.completion[stop - 1 - shift : stop - shift]
+            numbers.append(self._number(_Part(own_row, stop - 1, before)))
+        own = max(shift + first, stop)
+        if own < length:
+            inside = np.zeros(0, np.int64) if hidden else -1 - np.arange(stop - start)
+            seen = np.concatenate([before, inside, path[stop:own]])
+            numbers.append(self._number(_Part(query.tokens[own:length], own, seen, -1 if hidden else numbers[0])))
+        return numbers
+
+    def _number(self, part: _Part) -> int:
+        number = self.part_numbers.setdefault(part.key, len(self.parts))
+        if number == len(self.parts):
+            self.parts.append(part)
+            self.num_anew += len(part.tokens)
+        return number
+
+    def mark(self) -> tuple[int, int, int]:
+        """What to `rollback` to."""
+        return self.tree.checkpoint(), len(self.parts), len(self.branches)
+
+    def rollback(self, mark: tuple[int, int, int]) -> None:
+        """Forget what was added since `mark`."""
+        segments, parts, branches = mark
+        self.tree.rollback(segments)
+        for part in self.parts[parts:]:
+            del self.part_numbers[part.key]
+            self.num_anew -= len(part.tokens)
+        del self.parts[parts:], self.branches[branches:], self.numbers[branches:]
+
+    def pack(self) -> Pack:
+        """The whole forward."""
+        tree = self.tree.table()
+        table = _with_parts(tree, self.parts)
+        first = table.row_start[len(tree.length) :]
+        rows = []
+        for branch in self.branches:
+            anew = [np.arange(len(self.parts[n].tokens)) + first[n] for n in branch.parts] or [branch.on_tree]
+            rows.append(np.concatenate(anew)[-len(branch.query.targets) :])
+        positions = [np.arange(part.start, part.start + len(part.tokens)) for part in self.parts]
+        targets = np.concatenate([branch.query.targets for branch in self.branches])
+        return Pack(
+            input_ids=np.concatenate([self.tree.input_ids(), *(part.tokens for part in self.parts)]),
+            position_ids=np.concatenate([tree.positions(), *positions]),
+            table=table,
+            rows=np.concatenate(rows).astype(np.int64),
+            targets=targets,
+            num_tempered=0,
+            query_index=np.arange(len(targets)),
+            units=range(0),  # `numbers` say whose rows these are
+            tree=self.tree,
+        )
+
+
+def _with_parts(tree: SegmentTable, parts: list[_Part]) -> SegmentTable:
+    """`tree` with a segment behind it for each of `parts`."""
+    length = np.array([len(part.tokens) for part in parts], dtype=np.int32)
+    row = tree.num_rows + np.cumsum(length) - length
+    seen = [np.where(part.seen < 0, row[part.masked] - 1 - part.seen, part.seen) for part in parts]
+    count = np.array([len(rows) for rows in seen], dtype=np.int32)
+    start = len(tree.context_rows) + np.cumsum(count) - count
+    return SegmentTable(
+        row_start=np.concatenate([tree.row_start, row]).astype(np.int32),
+        length=np.concatenate([tree.length, length]).astype(np.int32),
+        context_start=np.concatenate([tree.context_start, start]).astype(np.int32),
+        context_length=np.concatenate([tree.context_length, count]).astype(np.int32),
+        context_rows=np.concatenate([tree.context_rows, *seen]).astype(np.int32),
+    )
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the queries of a plan become trunks."""
+
+    plan: ScoringPlan
+    first: list[int]  # of each unit, the first token whose row is computed anew
+    hidden: bool
+
+    def trunks(self, budget: int) -> Iterator[_Trunk]:
+        """Forwards of at most `budget` rows each; a completion that is over it with its branches has its own."""
+        trunk = _Trunk()
+        for i, numbers in enumerate(self.plan.numbers):
+            if not numbers:
+                continue
+            mark, begun = trunk.mark(), bool(trunk.numbers)
+            self._add(trunk, i, numbers)
+            if begun and trunk.num_tokens > budget:
+                trunk.rollback(mark)
+                yield trunk
+                trunk = _Trunk()
+                self._add(trunk, i, numbers)
+        if trunk.numbers:
+            yield trunk
+
+    def halved(self, trunk: _Trunk) -> list[_Trunk]:
+        """Two with half of its completions each, or with half of the branches of its only one, which both then feed."""
+        return [self._of(numbers) for numbers in halves(trunk.numbers, self.plan.unit_of.__getitem__)]
+
+    def _of(self, numbers: Sequence[int]) -> _Trunk:
+        trunk = _Trunk()
+        for i, some in groupby(numbers, self.plan.unit_of.__getitem__):
+            self._add(trunk, i, list(some))
+        return trunk
+
+    def _add(self, trunk: _Trunk, unit: int, numbers: Sequence[int]) -> None:
+        asked = {number - self.plan.numbers[unit].start: number for number in numbers}
+        trunk.add(self.plan.rows[unit], self.plan.units[unit], asked, self.first[unit], self.hidden)

@@ -1,0 +1,127 @@
+"""cfa_kernels/estimators/probes.py."""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..span import Span
+
+
+class Probe(NamedTuple):
+    """Tokens to append, and which of them are scored."""
+
+    tokens: Tensor  # (L,) int64
+    target: Span  # of `tokens`
+
+
+def text_probe(tokenizer: PreTrainedTokenizerBase, lead_in: str, target: str) -> Probe:
+    """A probe from text: `lead_in`, fed and not scored, then `target`.
+
+    The two are tokenised apart, so that the target's tokens do not depend on what leads to it. "\\n#### " and "18" ask
+    unmarked maths for its answer, "\\n\\nassert f(2, 3) == " and "5" ask code for a value.
+
+    Args:
+        tokenizer: that of the model.
+        lead_in: may be empty.
+        target: what is scored.
+
+    Returns:
+        The probe, ids on the host.
+
+    Raises:
+        ValueError: a target that gives no token.
+    """
+    lead, scored = (tokenizer.encode(text, add_special_tokens=False) if text else [] for text in (lead_in, target))
+    if not scored:
+        raise ValueError(f"target must give at least one token, got {target!r}")
+    return Probe(torch.tensor([*lead, *scored]), Span(len(lead), len(lead) + len(scored)))
+
+
+def own_probe(completion: Tensor, answer: Span, reasoning_end: int) -> Probe:
+    """A completion's own marker and answer: its tokens from `reasoning_end` to the answer's end, the answer scored.
+
+    Args:
+        completion: (T,) int64.
+        answer: its answer.
+        reasoning_end: first token of the answer's marker, at most `answer.start`.
+
+    Raises:
+        ValueError: a reasoning end behind the answer's start, an answer outside the completion.
+    """
+    if not 0 <= reasoning_end <= answer.start < answer.end <= len(completion):
+        raise ValueError(
+            f"reasoning_end and answer must lie in order inside the {len(completion)} tokens, got {reasoning_end} and "
+            f"{tuple(answer)}"
+        )
+    target = Span(answer.start - reasoning_end, answer.end - reasoning_end)
+    return Probe(completion[reasoning_end : answer.end], target)
+
+
+def length_without_eos(completion: Tensor | Sequence[int], eos_ids: Collection[int]) -> int:
+    """Tokens of a completion (T,) before the end-of-text tokens that it ends with, if any."""
+    length, ending = len(completion), set(eos_ids)
+    while length and int(completion[length - 1]) in ending:
+        length -= 1
+    return length
+
+
+def with_probes(
+    completions: Sequence[Tensor],
+    answers: Sequence[Span | None],
+    probes: Sequence[Probe | None],
+    eos_ids: Collection[int],
+    *,
+    spans: Sequence[Sequence[Span]] | None = None,
+) -> tuple[list[Tensor], list[Span | None]]:
+    """Completions with their probes behind them, and the answers that are then scored.
+
+    For `score_counterfactuals` as they are. A row with a probe loses the end-of-text tokens that it ends with and is
+    scored on the probe's target, whatever its own answer; a row without one stays as it is. Token positions of the
+    completions do not move, so spans stay valid and weights, made for the completion's own length, never cover a probe.
+
+    Args:
+        completions: B 1-D int64 tensors, unpadded.
+        answers: for each completion its answer, or None.
+        probes: for each completion its probe, or None.
+        eos_ids: the ids that end a text.
+        spans: if given, B lists of spans that will be masked; those of a row with a probe must end before it.
+
+    Returns:
+        B extended completions, and B answers, None where there is neither answer nor probe.
+
+    Raises:
+        ValueError: lists of different lengths; a probe that is no 1-D int64 tensor, is empty or has its target
+            outside; a span that reaches the probe. The message names row and value.
+    """
+    for name, column in (("answers", answers), ("probes", probes), ("spans", spans)):
+        if column is not None and len(column) != len(completions):
+            raise ValueError(f"{name} has {len(column)} rows, completions has {len(completions)}; they must agree")
+    extended, scored = list[Tensor](), list[Span | None]()
+    for b, (completion, answer, probe) in enumerate(zip(completions, answers, probes, strict=True)):
+        if probe is None:
+            extended.append(completion)
+            scored.append(answer)
+            continue
+        _check_probe(b, probe)
+        kept = length_without_eos(completion, eos_ids)
+        for k, span in enumerate(spans[b] if spans is not None else ()):
+            if span.end > kept:
+                raise ValueError(f"spans row {b}, span {k}: {tuple(span)} reaches the probe, which starts at {kept}")
+        extended.append(torch.cat([completion[:kept], probe.tokens.to(completion.device)]))
+        scored.append(Span(kept + probe.target.start, kept + probe.target.end))
+    return extended, scored
+
+
+def _check_probe(b: int, probe: Probe, vocab: int | None = None) -> None:
+    ids, target = probe.tokens, probe.target
+    if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype != torch.int64:
+        got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"probes row {b}: tokens must be a 1-D int64 tensor of token ids, got {got}")
+    if not 0 <= target[0] < target[1] <= len(ids):
+        raise ValueError(f"probes row {b}: target {tuple(target)} is not a non-empty span of {len(ids)} tokens")
+    if vocab is not None and ((ids < 0) | (ids >= vocab)).any():
+        bad = ids[(ids < 0) | (ids >= vocab)][0]
+        raise ValueError(f"probes row {b}: id {int(bad)} is outside the vocabulary [0, {vocab})")

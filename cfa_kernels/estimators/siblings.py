@@ -1,0 +1,308 @@
+"""Token credit from the completions of one prompt alone: their token ids and how they turned out, no model.
+
+Where it stands: pure functions that an estimator or a trainer calls. A completion that shares its prompt with no other
+has nothing to be compared with and gets the neutral value: 0 where values are added to an advantage, 1 where they
+multiply it.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .edit_distance import _edit_distance, _places, edited_tokens
+
+# KTAE's own code keeps the ratio of two term frequencies finite so; a token of one class alone gets a huge ratio.
+_FREQUENCY_EPSILON = 1e-5
+_SATURATION, _LENGTH_SHARE = 2.0, 0.5  # BM25's k1 and b, as KTAE's code sets them
+
+# Sums of equal rewards in another order differ by rounding; relative to the largest reward this much is no difference.
+_EQUAL = 1e-12
+
+
+def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor | None, rewards: Tensor | None) -> list[Tensor]:
+    """What each token does to the mean reward of the completions that share the prefix (TEMPO / P2T, arXiv 2509.18314).
+
+    The completions of a group form a prefix tree. V(s) is the mean reward of those that begin with s, V of the empty
+    prefix that of the whole group; token t gets V(y_1..y_t) - V(y_1..y_(t-1)). That is 0 wherever nobody leaves the
+    prefix, so only branching tokens get anything, and a completion's values add up to its own leaf's mean reward less
+    the group's. They are signed and to be added to the group's advantage, in whose units they are if `rewards` are (for
+    advantages divided by a standard deviation, divide the rewards by it).
+
+    A completion that is a prefix of another passes through none of the longer one's further nodes: the other's next
+    token is then a branching token, and the end of the shorter one is none, unless an end-of-text token is part of it.
+    Equal completions share one leaf. A group of one gets 0 everywhere.
+
+    Args:
+        completions: B 1-D int64 tensors (T_b,) on the host, unpadded.
+        groups: (B,) int64, equal for completions of one prompt, in any order.
+        rewards: (B,) finite.
+
+    Returns:
+        B tensors (T_b,) fp32 on the host; `nonzero_share` says how much of them the tree speaks of.
+
+    Raises:
+        ValueError: no groups or rewards given, rows that do not agree, a reward that is not finite; names argument, row
+            and value.
+    """
+    ids, members = _checked_groups(completions, groups)
+    scores = _checked_rewards(rewards, len(ids))
+    values = [np.zeros(len(row)) for row in ids]
+    for rows in members:
+        shared = _shared_prefixes([ids[b] for b in rows])  # (G, G)
+        reward = scores[rows]
+        for i, b in enumerate(rows):
+            # Entry t counts, and sums the rewards of, the completions that share at least t tokens with this one.
+            count, total = (
+                np.bincount(shared[i], weights, minlength=len(ids[b]) + 1)[::-1].cumsum()[::-1]
+                for weights in (None, reward)
+            )
+            step = np.diff(total / count)
+            values[b] = np.where(np.abs(step) > _EQUAL * np.abs(reward).max(), step, 0.0)
+    return [torch.from_numpy(row.astype(np.float32)) for row in values]
+
+
+def nonzero_share(values: Sequence[Tensor]) -> float:
+    """Share of all tokens whose value is not 0; 0.0 if there are no tokens."""
+    tokens = sum(len(row) for row in values)
+    return sum(int((row != 0).sum()) for row in values) / tokens if tokens else 0.0
+
+
+def ktae_values(
+    completions: Sequence[Tensor],
+    groups: Tensor | None,
+    correct: Tensor | None,
+    *,
+    fisher_weight: float = 1.0,
+    information_weight: float = 2.0,
+    frequencies: bool = False,
+    top: float = 1.0,
+    ignored: Collection[int] = (),
+) -> list[Tensor]:
+    """How strongly a token's presence goes with correct completions of its group (KTAE, arXiv 2505.16826).
+
+    For each distinct token of a group, a 2x2 table counts the correct and wrong completions with and without it
+    (how often it occurs in one does not matter). From the table, as the authors' published code has it:
+
+    | symbol | what |
+    |---|---|
+    | F | exp(-2 p) with p of Fisher's exact test, two-sided; 0 where p = 1 |
+    | G | information gain of presence about correctness, in bits |
+    | h | asin sqrt(share of correct with it) - asin sqrt(share of wrong with it); Cohen's h is twice that |
+    | x | h (fisher_weight F + information_weight G) / (fisher_weight + information_weight) |
+    | value | 2 top (sigmoid(x) - 1/2), in (-top, top) |
+
+    Every occurrence of the token in the group gets the value: positive if correct completions have it more often.
+    Values are signed and to be added to the group's advantage. A group that is all correct or all wrong, so also a
+    group of one, gets 0 everywhere.
+
+    The defaults of the two weights and of `top` are those of the authors' run scripts. The scripts also add a ratio of
+    term frequencies to h (`frequencies=True`), which neither abstract nor formula names and which is divided by next to
+    nothing where a class lacks the token: every such token then gets -top or top, one chance occurrence included. It is
+    therefore off by default. p comes from exact integers, so that tables of equal probability count as equal.
+
+    Args:
+        completions: B 1-D int64 tensors (T_b,) on the host, unpadded.
+        groups: (B,) int64, equal for completions of one prompt, in any order.
+        correct: (B,) bool.
+        fisher_weight, information_weight: not negative, their sum positive.
+        frequencies: add f_c / (f_w + 1e-5) - f_w / (f_c + 1e-5) to h, f the share of a class's tokens that are this
+            one, saturated as in BM25 (k1 = 2, b = 0.5).
+        top: the bound, positive.
+        ignored: ids whose value is 0 throughout, for example end-of-text, which truncated completions lack.
+
+    Returns:
+        B tensors (T_b,) fp32 on the host.
+
+    Raises:
+        ValueError: no groups or correctness given, rows that do not agree, `correct` not boolean, weights outside their
+            range; names argument, row and value.
+    """
+    for name, value in (("fisher_weight", fisher_weight), ("information_weight", information_weight)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be finite and not negative, got {value}")
+    if fisher_weight + information_weight == 0:
+        raise ValueError("fisher_weight and information_weight must not both be 0")
+    if not 0 < top < math.inf:
+        raise ValueError(f"top must be positive and finite, got {top}")
+    ids, members = _checked_groups(completions, groups)
+    right = _checked_correct(correct, len(ids))
+    values = [np.zeros(len(row)) for row in ids]
+    for rows in members:
+        labels = right[rows]
+        if labels.all() or not labels.any():
+            continue
+        tokens, where = np.unique(np.concatenate([ids[b] for b in rows]), return_inverse=True)
+        parts = np.split(where, np.cumsum([len(ids[b]) for b in rows])[:-1])  # G index arrays (T_b,)
+        occurrences = np.stack([np.bincount(part, minlength=len(tokens)) for part in parts])  # (G, N)
+        with_right, with_wrong = ((occurrences[of] > 0).sum(0) for of in (labels, ~labels))  # (N,) each
+        rights, wrongs = int(labels.sum()), int((~labels).sum())
+        p = _fisher_p(rights, wrongs)[with_right, with_wrong]
+        fisher = np.where(p < 1, np.exp(-2 * p), 0.0)
+        gain = _information_gain(with_right, with_wrong, rights, wrongs)
+        direction = np.arcsin(np.sqrt(with_right / rights)) - np.arcsin(np.sqrt(with_wrong / wrongs))
+        if frequencies:
+            direction = direction + _frequency_ratio(occurrences[labels].sum(0), occurrences[~labels].sum(0))
+        x = direction * (fisher_weight * fisher + information_weight * gain) / (fisher_weight + information_weight)
+        value = top * np.tanh(x / 2)  # 2 top (sigmoid(x) - 1/2), without overflow
+        value[np.isin(tokens, list(ignored))] = 0.0
+        for b, part in zip(rows, parts, strict=True):
+            values[b] = value[part]
+    return [torch.from_numpy(row.astype(np.float32)) for row in values]
+
+
+def sibling_edits(
+    completions: Sequence[Tensor],
+    groups: Tensor | None,
+    correct: Tensor | None,
+    *,
+    siblings: Sequence[Sequence[int]] | None = None,
+) -> list[Tensor]:
+    """1 for the tokens in which a wrong completion differs from its nearest correct sibling, 0 for the others.
+
+    After IBPO (arXiv 2605.16302), without the generated correction: IBPO lets the policy correct a wrong completion
+    and credits the tokens that the correction edits; here the nearest correct completion of the group stands in for it.
+    `edited_tokens` says what counts as edited. Correct completions and those without a correct sibling weigh 1
+    throughout; `correct_siblings` tells which these are.
+
+    Args:
+        completions: B 1-D int64 tensors (T_b,) on the host, unpadded.
+        groups: (B,) int64, equal for completions of one prompt, in any order.
+        correct: (B,) bool.
+        siblings: what `correct_siblings` gave for the same arguments, if it is known.
+
+    Returns:
+        B tensors (T_b,) fp32 on the host. All 0 for a wrong completion with the very tokens of a correct one.
+
+    Raises:
+        ValueError: no groups or correctness given, rows that do not agree, `correct` not boolean; names argument, row
+            and value.
+    """
+    if siblings is None:
+        siblings = correct_siblings(completions, groups, correct)
+    if len(siblings) != len(completions):
+        raise ValueError(f"siblings has {len(siblings)} rows, completions has {len(completions)}; they must agree")
+    return [
+        edited_tokens(row, completions[near[0]]) if near else torch.ones(len(row))
+        for row, near in zip(completions, siblings, strict=True)
+    ]
+
+
+def correct_siblings(completions: Sequence[Tensor], groups: Tensor | None, correct: Tensor | None) -> list[list[int]]:
+    """For each wrong completion the correct ones of its group, by rising edit distance; empty for the others.
+
+    The distance is Levenshtein's over tokens; of equal distances the earlier row comes first. Arguments and errors are
+    those of `sibling_edits`.
+    """
+    ids, members = _checked_groups(completions, groups)
+    right = _checked_correct(correct, len(ids))
+    siblings: list[list[int]] = [[] for _ in ids]
+    for rows in members:
+        sources = [b for b in rows if right[b]]
+        for b in rows:
+            if not right[b]:
+                places = _places(ids[b])
+                distance = {other: _edit_distance(places, len(ids[b]), ids[other]) for other in sources}
+                siblings[b] = sorted(sources, key=distance.__getitem__)
+    return siblings
+
+
+def _checked_groups(completions: Sequence[Tensor], groups: Tensor | None) -> tuple[list[np.ndarray], list[list[int]]]:
+    """Token ids of each row, and the rows of each group."""
+    if groups is None:
+        raise ValueError("groups: none given; which completions share a prompt must be known")
+    rows = []
+    for b, ids in enumerate(completions):
+        if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype != torch.int64:
+            got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise ValueError(f"completions row {b}: must be a 1-D int64 tensor of token ids, got {got}")
+        rows.append(ids.cpu().numpy())
+    if groups.shape != (len(rows),) or groups.is_floating_point() or groups.dtype == torch.bool:
+        raise ValueError(
+            f"groups must hold one integer for each of {len(rows)} completions, got {groups.dtype} of shape "
+            f"{tuple(groups.shape)}"
+        )
+    members: dict[int, list[int]] = {}
+    for b, group in enumerate(groups.tolist()):
+        members.setdefault(group, []).append(b)
+    return rows, list(members.values())
+
+
+def _checked_rewards(rewards: Tensor | None, batch: int) -> np.ndarray:
+    if rewards is None:
+        raise ValueError("rewards: none given; the value of a prefix is the mean reward below it")
+    if rewards.shape != (batch,):
+        raise ValueError(f"rewards must have one value for each of {batch} completions, got {tuple(rewards.shape)}")
+    values = rewards.detach().cpu().double().numpy()
+    if not np.isfinite(values).all():
+        b = int((~np.isfinite(values)).argmax())
+        raise ValueError(f"rewards row {b}: must be finite, got {values[b]}")
+    return values
+
+
+def _checked_correct(correct: Tensor | None, batch: int) -> np.ndarray:
+    if correct is None:
+        raise ValueError("correct: none given; which completions are correct must be known")
+    if correct.dtype != torch.bool:
+        raise ValueError(f"correct must be boolean, got {correct.dtype}")
+    if correct.shape != (batch,):
+        raise ValueError(f"correct must have one value for each of {batch} completions, got {tuple(correct.shape)}")
+    return correct.cpu().numpy()
+
+
+def _shared_prefixes(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """(G, G) how many first tokens each two of G rows have in common."""
+    shared = np.diag([len(row) for row in rows])
+    for i, one in enumerate(rows):
+        for j, other in enumerate(rows[:i]):
+            length = min(len(one), len(other))
+            differs = one[:length] != other[:length]
+            shared[i, j] = shared[j, i] = int(differs.argmax()) if differs.any() else length
+    return shared
+
+
+def _fisher_p(rights: int, wrongs: int) -> np.ndarray:
+    """(rights + 1, wrongs + 1) two-sided p of every table with these margins: all tables that are no likelier."""
+    p = np.empty((rights + 1, wrongs + 1))
+    for holders in range(rights + wrongs + 1):
+        ways = {
+            k: math.comb(rights, k) * math.comb(wrongs, holders - k)
+            for k in range(max(0, holders - wrongs), min(rights, holders) + 1)
+        }
+        total = math.comb(rights + wrongs, holders)
+        below = 0
+        for count, tables in sorted(Counter(ways.values()).items()):
+            below += count * tables
+            for k in (k for k, way in ways.items() if way == count):
+                p[k, holders - k] = below / total
+    return p
+
+
+def _information_gain(with_right: np.ndarray, with_wrong: np.ndarray, rights: int, wrongs: int) -> np.ndarray:
+    """(N,) bits that a token's presence tells about correctness."""
+
+    def entropy(right: np.ndarray, wrong: np.ndarray) -> np.ndarray:
+        """Of a class drawn among `right + wrong`, times that number; 0 where there are none."""
+        total = np.maximum(right + wrong, 1)
+        bits = [-part * np.log2(np.where(part > 0, part / total, 1)) for part in (right, wrong)]
+        return bits[0] + bits[1]
+
+    prior = entropy(np.array(rights), np.array(wrongs))
+    given = entropy(with_right, with_wrong) + entropy(rights - with_right, wrongs - with_wrong)
+    return (prior - given) / (rights + wrongs)
+
+
+def _frequency_ratio(in_right: np.ndarray, in_wrong: np.ndarray) -> np.ndarray:
+    """(N,) term frequencies of one class over the other, less their inverse; the arguments are (N,) counts."""
+    lengths = [counts.sum() for counts in (in_right, in_wrong)]
+    saturated = []
+    for counts, length in zip((in_right, in_wrong), lengths, strict=True):
+        share = counts / max(length, 1)
+        relative = 2 * length / max(sum(lengths), 1)
+        at_half = _SATURATION * (1 - _LENGTH_SHARE + _LENGTH_SHARE * relative)
+        saturated.append(share * (_SATURATION + 1) / (share + at_half))
+    right, wrong = saturated
+    return right / (wrong + _FREQUENCY_EPSILON) - wrong / (right + _FREQUENCY_EPSILON)

@@ -1,0 +1,181 @@
+"""Total effects by masking: what a unit does to the answer directly, and through the units behind it.
+
+Masking a unit while the rest stays as it was written shows its direct effect alone. But every branch of masking feeds
+what stands behind the unit anyhow, so it also tells how much less probable each later unit becomes: the links of a
+chain that ends at the answer. `scoring.py` feeds and reads the branches; the chain is computed here, on the host.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..hf.model import causal_lm, context_length, vocab_size
+from ..packing.prefix_tree import Query
+from ..scoring.batch import Row, check_columns, checked_ids, checked_rows, equal_prompts_together
+from ..scoring.masked import ScoringWork, query_logprobs
+from ..span import Span
+
+
+@dataclass(frozen=True)
+class TotalEffects:
+    """What each unit of B completions does to the answer, in nats, high where it matters.
+
+    Attributes:
+        total: B tensors (K_b,) fp32, the direct effect and what passes through later units.
+        direct: B tensors (K_b,) fp32, minus the drop of `CounterfactualScores`.
+        links: B tensors (K_b, K_b) fp32, at [i, j] how much less probable unit j's tokens are with unit i masked, by
+            the mean of their log-probs, at least 0; 0 where j does not stand behind i and before the answer.
+        base: (B,) fp32 log P(answer | prompt, reasoning).
+        work: counts of what was computed.
+
+    All tensors are on the host. A completion without an answer has nan throughout.
+    """
+
+    total: list[Tensor]
+    direct: list[Tensor]
+    links: list[Tensor]
+    base: Tensor
+    work: ScoringWork
+
+
+def total_effects(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    units: Sequence[Sequence[Span]],
+    answers: Sequence[Span | None],
+    *,
+    placeholder_id: int,
+    token_budget: int | None = None,
+    ask: Callable[..., tuple[list[list[Tensor]], ScoringWork]] = query_logprobs,
+) -> TotalEffects:
+    """Mask each unit, see how the answer and every later unit move, and add up all ways from the unit to the answer.
+
+    It feeds what `score_counterfactuals` feeds for the same units. Only the head has more rows: the tokens of the
+    later units in every branch.
+
+    Args:
+        model, prompts, completions, answers, placeholder_id, token_budget: as in `score_counterfactuals`.
+        units: for each completion, disjoint spans, none of which overlaps the answer, in any order. One behind the
+            answer has effect 0 by causality.
+        ask: stands in for `query_logprobs`: that of a `PackedForward`, which has fed the completions already.
+
+    Returns:
+        `TotalEffects`, units in the caller's order; the rule is that of `chained_effects`.
+
+    Raises:
+        ValueError: bad input, units that overlap among it; the message names argument, row and value.
+        TypeError, NotImplementedError, FloatingPointError: as `score_counterfactuals`.
+
+    Source: direct effects are eq. 3 of the CF paper. Effects of a unit on each later one as in Thought Anchors
+    (arXiv 2506.19143), which suppresses attention to a sentence where a unit is masked here. That the total is the
+    direct and the mediated effect is mediation analysis; the rule by which links are chained is this library's own.
+    """
+    causal = causal_lm(model)
+    check_columns(prompts, completions=completions, units=units, answers=answers)
+    ids = checked_ids(prompts, completions, vocab_size(causal), context_length(causal))
+    rows = checked_rows(causal, ids, units, answers, placeholder_id)
+    judged = [_judged(b, row) for b, row in enumerate(rows)]
+    order = equal_prompts_together([row.prompt for row in rows])
+    asked = [_queries(rows[b], judged[b], placeholder_id) for b in order]
+    found, work = ask(model, asked, row_numbers=order, token_budget=token_budget)
+    base = torch.full((len(rows),), float("nan"))
+    total, direct = ([torch.full((len(row.spans),), float("nan")) for row in rows] for _ in range(2))
+    links = [torch.full((len(row.spans),) * 2, float("nan")) for row in rows]
+    unshared = 0
+    for b, values in zip(order, found, strict=True):
+        row, numbers = rows[b], judged[b]
+        if row.answer is None:
+            continue
+        own, row_direct, row_links = _effects([row.spans[k] for k in numbers], row.answer, values)
+        base[b] = own
+        for every, some in ((total, chained_effects(row_direct, row_links)), (direct, row_direct)):
+            every[b].zero_()[numbers] = torch.from_numpy(some).float()
+        links[b].zero_()[np.ix_(numbers, numbers)] = torch.from_numpy(row_links).float()
+        unshared += (1 + len(numbers)) * (len(row.prompt) + row.answer.end - 1)
+    return TotalEffects(total, direct, links, base, replace(work, tokens_unshared=unshared))
+
+
+def chained_effects(direct: np.ndarray, links: np.ndarray) -> np.ndarray:
+    """The total effect of each unit: `T_i = D_i + sum over j > i of (1 - exp(-L_ij)) max(T_j, 0)`.
+
+    `1 - exp(-L_ij)` is how probably a token of unit j would not have come out as it did without unit i, and with j all
+    is lost that rests on j. A unit that hurts the answer passes nothing on.
+
+    Args:
+        direct: (K,) float64 D, nats, of units in order of position; may be negative.
+        links: (K, K) float64 L, nats, not negative, infinity allowed; read above the diagonal alone.
+
+    Returns:
+        (K,) float64 T, nats.
+    """
+    total, lost = np.array(direct, dtype=np.float64), -np.expm1(-links)
+    for i in range(len(total) - 2, -1, -1):
+        reached = np.flatnonzero(lost[i, i + 1 :]) + i + 1  # nothing is lost of any effect, infinite ones too, without
+        total[i] += lost[i, reached] @ np.maximum(total[reached], 0.0)
+    return total
+
+
+def _judged(b: int, row: Row) -> list[int]:
+    """The numbers of the units of row `b` that can move its answer, in order of position; refuses overlaps."""
+    order = sorted(range(len(row.spans)), key=lambda k: row.spans[k])
+    for k, later in pairwise(order):
+        if row.spans[k].end > row.spans[later].start:
+            raise ValueError(
+                f"units row {b}: must be disjoint for total effects, but unit {k} {tuple(row.spans[k])} overlaps "
+                f"unit {later} {tuple(row.spans[later])}"
+            )
+    return [k for k in order if row.masks_something(row.spans[k])]
+
+
+def _branches(units: Sequence[Span], answer: Span) -> Iterator[tuple[Span | None, list[Span]]]:
+    """None for the completion as sampled, then each unit to mask; with each, the runs of tokens to ask for.
+
+    They are the later units and the answer. Those that touch are one run: gaps are not worth the head's rows, and many
+    short queries not the host's time. Of the completion as sampled no more is asked than any branch asks.
+    """
+    runs = list[Span]()
+    for start, end in (*units, answer):
+        if runs and runs[-1].end == start:
+            start = runs.pop().start
+        runs.append(Span(start, end))
+    first = units[0].end if units else 0
+    for masked, behind in ((None, first), *((unit, unit.end) for unit in units)):
+        yield masked, [Span(max(start, behind), end) for start, end in runs if end > behind]
+
+
+def _queries(row: Row, judged: Sequence[int], placeholder_id: int) -> list[Query]:
+    if row.answer is None:
+        return []
+    prompt = len(row.prompt)
+    fed, beyond = np.split(np.concatenate([row.prompt, row.completion]), [prompt + row.answer.end - 1])
+    queries = []
+    for masked, runs in _branches([row.spans[k] for k in judged], row.answer):
+        tokens = fed.copy()
+        if masked is not None:
+            tokens[prompt + masked.start : prompt + masked.end] = placeholder_id
+        for start, end in runs:
+            queries.append(Query(tokens, prompt + start - 1, row.completion[start:end], beyond=beyond))
+    return queries
+
+
+def _effects(units: Sequence[Span], answer: Span, values: Sequence[Tensor]) -> tuple[float, np.ndarray, np.ndarray]:
+    """The answer's log-prob, direct effects (K,) and links (K, K), float64, from the values of `_queries`."""
+    edges, found = np.array([*units, answer]).ravel(), iter(values)
+    sums = []  # of each branch, (K + 1,) log-probs of the units and of the answer; 0 where nothing was asked
+    for _, runs in _branches(units, answer):
+        logprobs = np.zeros(answer.end + 1)
+        for start, end in runs:
+            logprobs[start:end] = next(found).numpy()
+        sums.append(np.add.reduceat(logprobs, edges)[::2])
+    sampled, masked = sums[0], np.array(sums[1:]).reshape(-1, len(sums[0]))
+    with np.errstate(invalid="ignore"):
+        losses = sampled - masked
+    # What was impossible as sampled, and is so still, has lost nothing: fmax takes 0 over the nan of -inf - -inf.
+    # By the token: without any one unit a long one is as a whole so much less probable that every link would be firm.
+    sizes = np.array([unit.end - unit.start for unit in units], dtype=np.int64)
+    return float(sampled[-1]), losses[:, -1], np.triu(np.fmax(losses[:, :-1] / sizes, 0.0), 1)

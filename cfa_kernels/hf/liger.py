@@ -1,0 +1,173 @@
+"""Liger's fused norms, rotary embeddings and gated MLPs in place of a model's own, for a while.
+
+What lies between a model's matrix products and its attention is half of a forward on a GPU, one small kernel after the
+other. Liger (Hsu et al., arXiv:2410.10989) has one kernel for each norm, rotation and gate. What it would change in a
+model is found once, by letting it; here it is put in, and taken out again as if it had never been there. Weights,
+hooks and adapters stay where they are: a module keeps its own and runs another `forward` over it. `proof.py` shows that
+the model computes the same.
+"""
+
+import importlib.util
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .model import structure
+
+# Of what Liger brings: mixtures of experts are left to the model, for they are no module of one token's own.
+_GATES = ("liger_kernel.transformers.swiglu", "liger_kernel.transformers.geglu")
+_FILES = ("liger_kernel.transformers.rms_norm", *_GATES)
+_EXPERTS = ("Expert", "MoE", "Moe", "SparseTop2")
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """A function of a transformers file, or attributes of a module, that Liger replaces."""
+
+    owner: ModuleType | nn.Module
+    fused: dict[str, Any]
+
+
+@dataclass
+class _Found:
+    structure: int  # of the model when Liger was asked
+    exchanges: list[_Exchange]
+
+
+_FOUND: weakref.WeakKeyDictionary[PreTrainedModel, _Found] = weakref.WeakKeyDictionary()
+_IN_PLACE: weakref.WeakKeyDictionary[PreTrainedModel, list[_Exchange]] = weakref.WeakKeyDictionary()
+_OWN: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
+def keep_own_modules(model: PreTrainedModel) -> None:
+    """From now on `fused_modules` changes nothing in `model`."""
+    _OWN.add(model)
+
+
+def keeps_own_modules(model: PreTrainedModel) -> bool:
+    """Whether `keep_own_modules` was called for it."""
+    return model in _OWN
+
+
+@contextmanager
+def fused_modules(model: PreTrainedModel) -> Iterator[bool]:
+    """Within it `model` runs Liger's norms, rotary embeddings and gated MLPs; its own come back, also after an error.
+
+    For models that Liger knows and that lie on a GPU as a whole, where Liger is installed; all others stay as they
+    are, and so does every module that somebody else gave a `forward` of its own. Rotary embeddings are a function of
+    the model's file: others of its kind share it in the meantime. Yields whether anything is exchanged.
+    """
+    outer, exchanges = _IN_PLACE.get(model), _exchanges(model)
+    _IN_PLACE[model] = exchanges
+    try:
+        with put_in(exchanges):
+            yield bool(exchanges)
+    finally:
+        if outer is None:
+            del _IN_PLACE[model]
+        else:
+            _IN_PLACE[model] = outer
+
+
+def in_place(model: PreTrainedModel) -> list[_Exchange]:
+    """What the `fused_modules` around this call exchanges in `model`, for `put_in`."""
+    return _IN_PLACE.get(model, [])
+
+
+def overwrites(exchanges: list[_Exchange]) -> bool:
+    """Whether any of them overwrites in the backward what its forward has saved, as Liger's gated MLPs do."""
+    return any(_file(exchange.fused.get("forward")) in _GATES for exchange in exchanges)
+
+
+@contextmanager
+def put_in(exchanges: list[_Exchange]) -> Iterator[None]:
+    """Within it `exchanges` are in place. Without a walk over the model, so that single layers can afford it."""
+    undo: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
+    try:
+        for exchange in exchanges:
+            place = exchange.owner.__dict__
+            if "forward" in exchange.fused and "forward" in place:
+                continue  # in place already, or somebody else's
+            before = {name: place[name] for name in exchange.fused if name in place}
+            undo.append((place, before, [name for name in exchange.fused if name not in place]))
+            place.update(exchange.fused)
+        yield
+    finally:
+        for place, before, added in reversed(undo):
+            place.update(before)
+            for name in added:
+                place.pop(name, None)
+
+
+def _on_gpu(model: PreTrainedModel) -> bool:
+    return all(parameter.device.type == "cuda" for parameter in model.parameters())
+
+
+def runs_fused(model: PreTrainedModel) -> bool:
+    """Whether `fused_modules` exchanges anything, as the model lies now."""
+    return bool(_exchanges(model))
+
+
+def _exchanges(model: PreTrainedModel) -> list[_Exchange]:
+    if model in _OWN or not _on_gpu(model):
+        return []
+    found, now = _FOUND.get(model), structure(model)
+    if found is None or found.structure != now:
+        found = _FOUND[model] = _Found(now, _asked(model))
+    return found.exchanges
+
+
+def _asked(model: PreTrainedModel) -> list[_Exchange]:
+    """What Liger changes in `model`, by letting it and putting everything back."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return []
+    files = [file for name, file in list(sys.modules.items()) if name.startswith("transformers.models.")]
+    files = [file for file in files if file.__name__.rpartition(".")[2].startswith("modeling_")]
+    owners: list[ModuleType | nn.Module] = [*files, *model.modules()]
+    before = [dict(owner.__dict__) for owner in owners]
+    try:
+        _apply_liger(model)
+        after = [dict(owner.__dict__) for owner in owners]
+    except Exception as error:  # a version of transformers that this Liger does not know
+        warnings.warn(f"model: {type(model).__name__} runs without Liger's modules: {error}", stacklevel=2)
+        return []
+    finally:
+        for owner, old in zip(owners, before, strict=True):
+            for name in owner.__dict__.keys() - old.keys():
+                del owner.__dict__[name]
+            owner.__dict__.update(old)
+    changes = [
+        _Exchange(owner, {name: value for name, value in new.items() if name not in old or old[name] is not value})
+        for owner, old, new in zip(owners, before, after, strict=True)
+    ]
+    return [kept for change in changes if (kept := _wanted(change))]
+
+
+def _wanted(change: _Exchange) -> _Exchange | None:
+    """Rotary embeddings of a file, norms and gated MLPs; not the classes that models to come are made of."""
+    if isinstance(change.owner, ModuleType):
+        functions = {name: value for name, value in change.fused.items() if isinstance(value, FunctionType)}
+        return _Exchange(change.owner, functions) if functions else None
+    forward = change.fused.get("forward")
+    if _file(forward) not in _FILES:
+        return None
+    return None if any(name in getattr(forward, "__qualname__", "") for name in _EXPERTS) else change
+
+
+def _file(forward: Any) -> str | None:
+    """The file that a module's `forward` comes from."""
+    return getattr(getattr(forward, "__func__", None), "__module__", None)
+
+
+def _apply_liger(model: PreTrainedModel) -> None:
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # needed only on a GPU
+
+    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)

@@ -1,0 +1,154 @@
+"""The one place that knows transformers models as such: what lies in their wrappers, their head, their limits."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..packing.packs import check_token_budget
+from ..packing.prefix_tree import Query
+from .model import embedding
+from .modes import checkpoints
+
+
+def rope_lengths(model: PreTrainedModel) -> tuple[list[int], int | None]:
+    """Where the model's rotary frequencies follow the longest sequence of a forward.
+
+    Returns the lengths beyond which longrope takes its other set of frequencies, ascending, and the length beyond
+    which dynamic scaling recomputes them for each length (None without it).
+    """
+    switches, dynamic = set(), []
+    module: Any
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if kind == "longrope":
+                parameters = module.config.rope_parameters
+                parameters = parameters if layer_type is None else parameters[layer_type]
+                switches.add(int(parameters["original_max_position_embeddings"]))
+            elif isinstance(kind, str) and "dynamic" in kind:
+                dynamic.append(int(module.original_max_seq_len))
+    return sorted(switches), min(dynamic, default=None)
+
+
+def refuse_length_dependent_rope(model: PreTrainedModel, longest: int) -> None:
+    """Raise `NotImplementedError` if rows of up to `longest` tokens, in one batch, change each other's positions.
+
+    For padded batches, whose rotary frequencies follow their longest row; packed scoring keeps such rows apart.
+    """
+    switches, dynamic = rope_lengths(model)
+    for length in [*switches, *([] if dynamic is None else [dynamic])]:
+        if longest > length:
+            raise NotImplementedError(
+                f"model: the rotary frequencies of {type(model).__name__} change for a whole batch once a row is "
+                f"longer than {length} tokens, and rows may reach {longest}: then a row's log-probs would depend on "
+                f"its neighbours; keep prompt and completion within {length} tokens"
+            )
+
+
+def apart_by_length(
+    model: PreTrainedModel, units: Sequence[list[Query]], lengths: Sequence[int], order: Sequence[int]
+) -> list[list[list[Query]]]:
+    """The units cut into parts that must not share a forward, each with every row.
+
+    Rotary frequencies of some models change for a whole forward when its longest sequence passes a length. Each row,
+    of `lengths` tokens in all, then keeps the frequencies that it has when fed alone and whole: rows on both sides
+    are fed apart, and a longer row is fed far enough for its side. `order` holds the caller's number of each row.
+    """
+    switches, dynamic = rope_lengths(model)
+    if dynamic is not None:
+        for unit, length, b in zip(units, lengths, order, strict=True):
+            if unit and length > dynamic:
+                raise NotImplementedError(
+                    f"completions row {b}: has {length} tokens with its prompt, but beyond {dynamic} the dynamic "
+                    f"rotary frequencies of {type(model).__name__} are another set for every length, so rows cannot "
+                    "share a forward"
+                )
+    if not switches:
+        return [list(units)]
+    sides = [sum(length > switch for switch in switches) for length in lengths]
+    parts = []
+    for side in sorted(set(sides)):
+        least = switches[side - 1] + 1 if side else 0
+        parts.append(
+            [
+                [query.fed_to(least) for query in unit] if of == side else []
+                for unit, of in zip(units, sides, strict=True)
+            ]
+        )
+    return parts
+
+
+def largest_forward(model: PreTrainedModel) -> int | None:
+    """Most rows of a forward in which a row's place does not matter; None where it never does.
+
+    Llama 4 scales the queries of layers without rotary embeddings by a row's place, in steps of this many.
+    """
+    steps = [
+        int(module.floor_scale) - 1  # type: ignore[arg-type]
+        for module in model.modules()
+        if getattr(module, "attn_temperature_tuning", False) and hasattr(module, "floor_scale")
+    ]
+    return min(steps, default=None)
+
+
+# Beyond this a forward gains nothing from more rows: matrix products are full, and a CPU's caches overflow.
+_LARGEST_BUDGET = {"cpu": 2048, "cuda": 65536}
+
+
+def rows_per_forward(model: PreTrainedModel, token_budget: int | None) -> int:
+    """`token_budget`, by default `default_token_budget`, within `largest_forward`."""
+    if token_budget is None:
+        return default_token_budget(model)
+    check_token_budget(token_budget)
+    return min(token_budget, largest_forward(model) or token_budget)
+
+
+def default_token_budget(model: PreTrainedModel, *, training: bool = False, fused: bool = False) -> int:
+    """Tokens per packed forward: on a GPU what half of the free memory holds, at least 1,024.
+
+    The estimate counts a layer's widest moment, the MLP's or attention's intermediate results and the residual; for
+    `training` what every layer keeps for the backward (`kept_per_row`), or with checkpointing its input and one layer's
+    all. `fused` says whether Liger's modules run.
+    """
+    device = embedding(model).device
+    largest = min(_LARGEST_BUDGET["cuda" if device.type == "cuda" else "cpu"], largest_forward(model) or 1 << 30)
+    if device.type != "cuda":
+        return largest
+    config = model.config.get_text_config()
+    bytes_per_token = _layer_per_row(model, whole=False)
+    if training:
+        bytes_per_token = kept_per_row(model, fused=fused)
+        if checkpoints(model):
+            bytes_per_token //= config.num_hidden_layers
+            bytes_per_token += config.num_hidden_layers * config.hidden_size * model.dtype.itemsize
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(min(max(free // 2 // bytes_per_token, 1024), largest))
+
+
+def kept_per_row(model: PreTrainedModel, *, fused: bool = False) -> int:
+    """Bytes that all layers keep of a row for a backward, about: results of their own, and what their adapters add.
+
+    A LoRA layer keeps its input in the adapter's dtype, a copy where that is wider than the model's, and the product
+    of low rank. A model's own norms and gates keep float32 copies and every intermediate result; Liger's do not.
+    """
+    layers: int = model.config.get_text_config().num_hidden_layers
+    kept = layers * _layer_per_row(model, whole=not fused)
+    module: Any
+    for module in model.modules():
+        if "_disable_adapters" in vars(module) and not module.disable_adapters:
+            downs = [down for name, down in getattr(module, "lora_A", {}).items() if name in module.active_adapters]
+            weights = [down.weight for down in downs if isinstance(down, nn.Linear) and down.weight.requires_grad]
+            kept += sum(sum(weight.shape) * weight.dtype.itemsize for weight in weights)
+    return kept
+
+
+def _layer_per_row(model: PreTrainedModel, *, whole: bool) -> int:
+    """Bytes of a row in a layer: of the MLP and the attention together if `whole`, else of the wider; the residual."""
+    config = model.config.get_text_config()
+    width = config.hidden_size
+    heads = config.num_attention_heads * (getattr(config, "head_dim", None) or width // config.num_attention_heads)
+    parts = 4 * (getattr(config, "intermediate_size", None) or 4 * width), 8 * heads
+    return model.dtype.itemsize * ((sum(parts) if whole else max(parts)) + 4 * width) + 12 * width

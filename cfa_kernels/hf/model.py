@@ -1,0 +1,186 @@
+"""cfa_kernels/hf/model.py."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+_Result = TypeVar("_Result")
+
+
+def run_inside(model: nn.Module, causal: PreTrainedModel, body: Callable[[], _Result]) -> _Result:
+    """`body()`, run as the forward of whatever wraps `causal` for distributed training, so that it sees it."""
+    wrapper = next((w for w in _wrappers(model) if isinstance(w, DistributedDataParallel)), None)
+    if wrapper is None:
+        return body()
+    own = causal.__dict__.get("forward")
+
+    def redirected(*_: object, **__: object) -> _Result:
+        restore()
+        return body()
+
+    def restore() -> None:
+        if own is None:
+            causal.__dict__.pop("forward", None)
+        else:
+            causal.forward = own
+
+    causal.forward = redirected  # type: ignore[method-assign]
+    try:
+        return wrapper(input_ids=None)
+    finally:
+        restore()
+
+
+def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """`model` and what it wraps, down to the transformers model."""
+    inner: Any = model
+    while not isinstance(inner, PreTrainedModel):
+        yield inner
+        if hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        elif hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        elif isinstance(getattr(inner, "module", None), nn.Module):
+            inner = inner.module
+        else:
+            raise TypeError(f"model must be a transformers causal language model, got {type(model).__name__}")
+    yield inner
+
+
+def causal_lm(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside DDP, torch.compile and PEFT wrappers, adapter layers still in place.
+
+    Raises `NotImplementedError` for PEFT methods that do not act on each token by itself, `TypeError` for anything
+    that is not a transformers causal model, both naming the class.
+    """
+    for inner in _wrappers(model):
+        _refuse_adapters(inner)
+    assert isinstance(inner, PreTrainedModel)
+    embedded = getattr(_input_embeddings(inner), "weight", None)
+    if not isinstance(embedded, Tensor) or embedded.ndim != 2:
+        raise NotImplementedError(f"model: {type(inner).__name__} has no one table of token embeddings")
+    if inner.get_output_embeddings() is None or backbone(inner) is inner:
+        raise NotImplementedError(f"model: {type(inner).__name__} has no language-model head on a body of its own")
+    return inner
+
+
+def _input_embeddings(model: PreTrainedModel) -> nn.Module | None:
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    """Adapters whose layers need more than their own input: extra tokens, or a look at the whole prompt."""
+    configs = getattr(model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        method = str(getattr(config.peft_type, "value", config.peft_type))
+        reason = None
+        if getattr(config, "is_prompt_learning", False):
+            reason = f"{method} adds virtual prompt tokens"
+        elif getattr(config, "is_adaption_prompt", False):
+            reason = f"{method} adds virtual tokens to the attention"
+        elif getattr(config, "alora_invocation_tokens", None):
+            reason = "activated LoRA (alora_invocation_tokens) switches on at a place in each prompt"
+        elif method in ("XLORA", "POLY"):
+            reason = f"{method} mixes adapters by the whole input"
+        if reason:
+            raise NotImplementedError(f"model: {type(model).__name__}: {reason}; use plain LoRA instead")
+
+
+def backbone(model: PreTrainedModel) -> nn.Module:
+    """The part of a causal model below its head, which maps ids to hidden states; the model itself if it has none."""
+    body = model.base_model
+    return body if body is not model else getattr(model, "model", model)
+
+
+def embedding(model: PreTrainedModel) -> Tensor:
+    """(V, H) weight of the input embedding: its device is where ids go in."""
+    return cast(Tensor, model.get_input_embeddings().weight)
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Rows of the input embedding: ids from 0 up to this can be fed."""
+    return len(embedding(model))
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Longest sequence the model was made for, if its configuration says."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else None
+
+
+def structure(model: nn.Module, *, forwards: bool = False) -> int:
+    """Equal as long as the model has the same modules: an adapter put on, taken off or merged changes it.
+
+    With `forwards` also as long as they run the same `forward`, of their own or of their class.
+    """
+    if not forwards:
+        return hash(tuple((name, type(module)) for name, module in model.named_modules()))
+    return hash(
+        tuple(
+            (name, type(module), _function(module.__dict__.get("forward", type(module).forward)))
+            for name, module in model.named_modules()
+        )
+    )
+
+
+_SHAPES_LOGITS = re.compile("cap|logit|scale|scaling|multiplier|dim_model_base")
+_NOISE = re.compile("drop|jitter|noise")
+_NO_NOISE = re.compile("^(classifier|summary)")  # of heads that a language model does not have
+
+
+def computation(model: PreTrainedModel) -> int:
+    """Equal as long as the model computes by the same code, from the same numbers beside its weights.
+
+    What it looks at: `structure` with forwards; caps and scales of logits, of the model's own or in its configuration;
+    `noise_settings`; the hooks on the model, its body, its embedding and its head. A hook or a number on another
+    module, or a function of the model's file that is exchanged, does not change it.
+    """
+    hooked = [model, backbone(model), model.get_input_embeddings(), model.get_output_embeddings()]
+    return hash(
+        (
+            structure(model, forwards=True),
+            *(item for owner in (model, *_configs(model)) for item in _numbers(owner, _SHAPES_LOGITS)),
+            *noise_settings(model),
+            *(_hook(hook) for module in hooked if module is not None for hook in _hooks(module)),
+        )
+    )
+
+
+def noise_settings(model: PreTrainedModel) -> list[tuple[str, float]]:
+    """What its configuration says about noise in training mode: names and values above 0 of dropout, jitter, noise."""
+    found = dict.fromkeys(item for config in _configs(model) for item in _numbers(config, _NOISE))
+    return [(name, value) for name, value in found if value > 0 and not _NO_NOISE.search(name)]
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    return list({id(config): config for config in (model.config, model.config.get_text_config())}.values())
+
+
+def _numbers(owner: object, names: re.Pattern) -> list[tuple[str, float]]:
+    attributes = [(name, value) for name, value in vars(owner).items() if isinstance(value, (int, float))]
+    return [(name, value) for name, value in attributes if not isinstance(value, bool) and names.search(name)]
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def _hook(hook: Any) -> object:
+    """What a hook is known by: one that the same code makes anew from the same numbers is the same."""
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    if code is None:
+        return id(hook)
+    inside = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    return id(code), *(value for value in inside if isinstance(value, (int, float)))
+
+
+def _function(called: Any) -> int:
+    """What a function is known by, bound or not."""
+    return id(getattr(called, "__func__", called))

@@ -1,0 +1,45 @@
+"""cfa_kernels/hf/modes.py."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def checkpoints(model: nn.Module) -> bool:
+    """Whether layers run again in the backward instead of keeping what it needs."""
+    return any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
+
+
+@contextmanager
+def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Every module in evaluation mode and no gradients; each module's own mode comes back, also after an error."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Attention `name` in every layer; each configuration's own comes back, also after an error.
+
+    Raises `NotImplementedError` if the model does not go through transformers' attention interface.
+    """
+    if not model._can_set_attn_implementation():
+        raise NotImplementedError(f"model: {type(model).__name__} does not use transformers' attention interface")
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    implementations = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        for config, implementation in implementations:
+            config._attn_implementation = implementation

@@ -1,0 +1,214 @@
+"""Layers with a state instead of attention (Mamba, gated delta nets, short convolutions) on a packed tree.
+
+Such a cell reads tokens in order. A tree is cut where branches leave it; each piece runs on the model's own cell,
+which is handed the state that its path has reached, as a cache would hand it to a generated token.
+"""
+
+import inspect
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..ops.segment_table import SegmentTable
+
+_CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+_KEEPS_STATE = {"update_conv_state", "update_recurrent_state"}
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows [start, end) of one segment, run on from the state at row `after`, -1 at a root.
+
+    Where the piece before is a single row, `lead` is that row: it is run again, and `after` is the row before it.
+    """
+
+    start: int
+    end: int
+    after: int
+    lead: int | None = None
+
+    @property
+    def num_run(self) -> int:
+        return self.end - self.start + (self.lead is not None)
+
+    def rows(self, hidden_states: Tensor) -> Tensor:
+        """What the cell reads of `hidden_states` (1, N, H): the lead, if any, and the piece."""
+        own = hidden_states[:, self.start : self.end]
+        if self.lead is None:
+            return own
+        return torch.cat([hidden_states[:, self.lead : self.lead + 1], own], dim=1)
+
+    def own(self, out: Tensor) -> Tensor:
+        """Its rows of what the cell gave for the rows that it read, and for what they were padded with."""
+        return out[:, self.num_run - (self.end - self.start) : self.num_run]
+
+
+@dataclass
+class _State:
+    """What a cell carries from token to token, with the methods of transformers' cache that cells call."""
+
+    conv_states: dict[int, Tensor] = field(default_factory=dict)
+    recurrent_states: dict[int, Tensor] = field(default_factory=dict)
+    record_past: ClassVar[bool] = True  # a root of one token then takes a convolution's way for several
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.conv_states.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.recurrent_states.get(state_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return bool(self.conv_states or self.recurrent_states)
+
+    @property
+    def layers(self) -> "dict[int, _State]":
+        """Itself at every index: before transformers 5.21 cells read the fields of their own layer's cache."""
+        return defaultdict(lambda: self)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: object
+    ) -> Tensor:
+        """Remember the last inputs of a convolution; returns them with those before them."""
+        before = self.conv_states.get(state_idx)
+        width = conv_kernel_size or (conv_states if before is None else before).shape[-1]
+        if before is not None:
+            conv_states = torch.cat([before, conv_states], dim=-1)
+        elif conv_states.shape[-1] < width:
+            conv_states = nn.functional.pad(conv_states, (width - conv_states.shape[-1], 0))
+        self.conv_states[state_idx] = conv_states[..., -width:]
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return self.record_past
+
+    def copy(self) -> "_State":
+        """One that can go on without changing this one; no cell writes into a state that it is handed."""
+        return _State(dict(self.conv_states), dict(self.recurrent_states))
+
+    @staticmethod
+    def stack(states: "list[_State]") -> "_State":
+        def joined(columns: list[dict[int, Tensor]]) -> dict[int, Tensor]:
+            return {i: torch.cat([column[i] for column in columns]) for i in columns[0]}
+
+        return _State(joined([s.conv_states for s in states]), joined([s.recurrent_states for s in states]))
+
+
+@dataclass(frozen=True)
+class _Course:
+    """The order in which a tree's pieces run: first those whose state others continue, then the rest in batches.
+
+    No cell is handed one token and a state. It would take its way for a token that is being generated, which may write
+    the state in place, have no backward pass on a GPU, or leave out limits that the way for several tokens keeps.
+    """
+
+    handed_on: list[_Piece]
+    batches: list[list[_Piece]]
+
+    @staticmethod
+    def of(table: SegmentTable) -> "_Course":
+        last_context = table.context_start + table.context_length - 1
+        after = np.where(
+            table.context_length > 0, table.context_rows[last_context] if len(table.context_rows) else 0, -1
+        )
+        cuts = np.unique(after[after >= 0]) + 1  # rows that begin a piece because a branch left before them
+        pieces: dict[int, _Piece] = {}  # by their last row
+        for start, length, before in zip(table.row_start.tolist(), table.length.tolist(), after.tolist(), strict=True):
+            inside = cuts[(cuts > start) & (cuts < start + length)].tolist()
+            edges = [start, *inside, start + length]
+            for a, b in itertools.pairwise(edges):
+                piece = _Piece(a, b, before if a == start else a - 1)
+                earlier = pieces.get(piece.after)
+                if earlier is not None and earlier.after >= 0 and earlier.num_run == 1:
+                    piece = _Piece(a, b, earlier.after, lead=earlier.start)
+                pieces[b - 1] = piece
+        continued = {piece.after for piece in pieces.values()}
+        handed_on = [piece for last, piece in pieces.items() if last in continued]
+        ends = [piece for last, piece in pieces.items() if last not in continued]
+        return _Course(handed_on, _batches(ends))
+
+
+def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
+    """Pieces of like length together, so that padding them costs less than half of what they are."""
+    batches: list[list[_Piece]] = []
+    tokens = 0
+    for piece in sorted(pieces, key=lambda piece: (piece.after < 0, piece.num_run)):
+        length = piece.num_run
+        root = piece.after < 0  # there is no state to stack
+        if not batches or root or length * (len(batches[-1]) + 1) > 1.5 * (tokens + length):
+            batches.append([])
+            tokens = 0
+        batches[-1].append(piece)
+        tokens += length
+    return batches
+
+
+@contextmanager
+def tree_states(model: nn.Module, table: SegmentTable) -> Iterator[None]:
+    """Within it, every cell of `model` runs on the pieces of the packed tree that `table` describes."""
+    cells = [(module, name) for module in model.modules() if (name := _cache_argument(module))]
+    course = _Course.of(table) if cells else None
+    own = [module.__dict__.get("forward") for module, _ in cells]
+    try:
+        for module, name in cells:
+            assert course is not None
+            module.forward = _on_tree(module.forward, name, course)
+        yield
+    finally:
+        for (module, _), forward in zip(cells, own, strict=True):
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = forward
+
+
+def has_cells(model: nn.Module) -> bool:
+    """Whether `model` has layers that carry a state."""
+    return any(_cache_argument(module) for module in model.modules())
+
+
+def _cache_argument(module: nn.Module) -> str | None:
+    """The argument through which `module` is handed a state, if it is a cell that keeps one."""
+    forward = inspect.unwrap(type(module).forward)
+    if not _KEEPS_STATE & set(getattr(getattr(forward, "__code__", None), "co_names", ())):
+        return None
+    return next((name for name in _CACHE_ARGUMENTS if name in inspect.signature(forward).parameters), None)
+
+
+def _on_tree(forward: Callable[..., Any], cache_argument: str, course: _Course) -> Callable[..., Tensor]:
+    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if "attention_mask" in kwargs:  # every row of a tree counts
+            kwargs = {**kwargs, "attention_mask": None}
+
+        def cell(rows: Tensor, state: _State) -> Tensor:
+            out = forward(rows, *args, **{**kwargs, cache_argument: state})
+            return out[0] if isinstance(out, tuple) else out
+
+        states, outputs = dict[int, _State](), list[tuple[int, Tensor]]()
+        for piece in course.handed_on:
+            state = states[piece.after].copy() if piece.after >= 0 else _State()
+            outputs.append((piece.start, piece.own(cell(piece.rows(hidden_states), state))))
+            states[piece.end - 1] = state
+        for batch in course.batches:
+            root = batch[0].after < 0
+            longest = max(1 if root else 2, *(piece.num_run for piece in batch))  # two: see `_Course`
+            rows = hidden_states.new_zeros(len(batch), longest, hidden_states.shape[-1])
+            for i, piece in enumerate(batch):
+                rows[i, : piece.num_run] = piece.rows(hidden_states)[0]
+            out = cell(rows, _State() if root else _State.stack([states[piece.after] for piece in batch]))
+            outputs += [(piece.start, piece.own(out[i : i + 1])) for i, piece in enumerate(batch)]
+        return torch.cat([out for _, out in sorted(outputs, key=lambda pair: pair[0])], dim=1)
+
+    return run

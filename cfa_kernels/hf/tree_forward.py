@@ -1,0 +1,470 @@
+"""A packed tree inside a transformers model: its attention, its masks, and one forward over the tree's rows.
+
+Whether a model computes the same this way as by itself is shown once, by `proof.py`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from ..ops.segment_table import SegmentTable
+from ..ops.tree_attention import tree_attention
+from ..ops.upload import upload
+from ..packing.prefix_tree import Pack
+from .head import Head
+from .liger import fused_modules, in_place, overwrites, put_in
+from .limits import largest_forward
+from .lora_cpu import one_pass_adapters
+from .model import backbone, embedding
+from .modes import attention_implementation, evaluation_mode
+from .stateful_layers import tree_states
+
+ATTENTION = "cfa_tree"
+# Arguments some models hand to their attention that change its result and that tree attention does not implement.
+_UNSUPPORTED_ARGUMENTS = ("position_bias", "cache_position_bias", "head_mask", "block_mask", "score_mod", "indices")
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """What a row may look back at: everything, a window of so many positions, or its own chunk of positions."""
+
+    sliding_window: int | None = None
+    chunk_size: int | None = None
+
+
+class TreeMask:
+    """Stands where a layer expects its attention mask: the pack's segments and what that layer may look back at.
+
+    No dataclass: wrappers that cast what a module is given rebuild those, and would upload the table in every layer.
+    """
+
+    def __init__(self, table: SegmentTable, visibility: Visibility) -> None:
+        self.table = table
+        self.visibility = visibility
+
+
+class KeyValueStore:
+    """Keys and values of a packed forward, layer by layer, for branches that continue its rows later."""
+
+    def __init__(self) -> None:
+        self._kept: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+        self._read: dict[nn.Module, int] = {}
+
+    def write(self, layer: nn.Module, key: Tensor, value: Tensor) -> None:
+        """Keep key and value, (1, Hkv, N, D), of one call of `layer`."""
+        self._kept.setdefault(layer, []).append((key.detach(), value.detach()))
+
+    def rewind(self) -> None:
+        """Read from the first call of each layer again."""
+        self._read.clear()
+
+    def before(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What this call of `layer` kept, followed by `key` and `value`."""
+        call = self._read.get(layer, 0)
+        self._read[layer] = call + 1
+        earlier = self._kept[layer][call]
+        return torch.cat([earlier[0], key], dim=2), torch.cat([earlier[1], value], dim=2)
+
+
+@dataclass
+class _PackedForward:
+    """The packed forward under way."""
+
+    table: SegmentTable
+    attended: list[str] | None  # names of the attention layers that ran, if anyone counts
+    store: KeyValueStore | None
+    first_row: int  # rows before it are in the store
+
+
+_FORWARD: ContextVar[_PackedForward | None] = ContextVar("cfa_packed_forward", default=None)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: TreeMask | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attention in transformers' calling convention: q (1, H, N, D), k, v (1, Hkv, N, D or Dv) -> (1, N, H, Dv)."""
+    name = type(module).__name__
+    if query.shape[0] != 1:
+        raise NotImplementedError(f"{name} runs on a batch of {query.shape[0]}; a packed tree is one sequence")
+    if not isinstance(attention_mask, TreeMask):
+        if attention_mask is not None:
+            raise NotImplementedError(f"{name} is given an attention mask that transformers' mask builder did not make")
+        if sliding_window is not None:
+            raise NotImplementedError(f"{name} has a sliding window and no attention mask that says which")
+        forward = _FORWARD.get()
+        if forward is None:
+            raise RuntimeError(f"{name} runs tree attention outside a packed forward")
+        attention_mask = TreeMask(forward.table, Visibility())
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise NotImplementedError(f"{name} attends in both directions; a causal model is needed")
+    if getattr(module, "indexer", None) is not None:
+        raise NotImplementedError(f"{name} picks keys by an indexer of its own, which tree attention does not have")
+    if dropout:
+        raise NotImplementedError(f"{name} asks for attention dropout {dropout}, which tree attention does not have")
+    for argument in _UNSUPPORTED_ARGUMENTS:
+        if kwargs.get(argument) is not None:
+            raise NotImplementedError(f"{name} uses {argument}, which tree attention does not have")
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # as PyTorch's own attention: norms and rotary embeddings left float32
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+    first_row = 0
+    if (running := _FORWARD.get()) is not None:  # else the mask has come without a forward of ours
+        if running.attended is not None:
+            running.attended.append(name)
+        first_row = running.first_row
+        if running.store is not None and first_row:
+            key, value = running.store.before(module, key, value)
+        elif running.store is not None:
+            running.store.write(module, key, value)
+    out = tree_attention(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        attention_mask.table,
+        scale=scaling,
+        sliding_window=attention_mask.visibility.sliding_window,
+        attention_chunk_size=attention_mask.visibility.chunk_size,
+        softcap=softcap,
+        sinks=s_aux,
+        first_query_row=first_row,
+    )
+    return out.unsqueeze(0), None
+
+
+def _build_mask(
+    *,
+    mask_function: Callable[..., Any],
+    local_size: int | None = None,
+    device: torch.device | None = None,
+    **_: object,
+) -> TreeMask:
+    """What transformers' mask builder calls for a layer's mask; it says by `mask_function` who sees whom."""
+    forward = _FORWARD.get()
+    if forward is None:
+        raise RuntimeError(f"attn_implementation={ATTENTION!r} runs inside a packed forward alone")
+    return TreeMask(forward.table, read_visibility(mask_function, local_size, device))
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _build_mask)
+
+_VISIBILITY: dict[tuple, Visibility] = {}
+
+
+def read_visibility(
+    mask_function: Callable[..., Any], local_size: int | None, device: torch.device | None = None
+) -> Visibility:
+    """The rule that `mask_function(batch, head, query position, key position)` follows, found by asking it.
+
+    Read from the function itself, so that a window which lives in the mask alone is seen. Raises
+    `NotImplementedError` for a rule that is not causal, a causal window or a causal chunk.
+    """
+    key = (local_size, _shape(mask_function))
+    if key not in _VISIBILITY:
+        _VISIBILITY[key] = _ask(mask_function, local_size, device)
+    return _VISIBILITY[key]
+
+
+def _ask(mask_function: Callable[..., Any], local_size: int | None, device: torch.device | None) -> Visibility:
+    size = local_size or 8
+    near = [edge * size + step for edge in range(4) for step in range(-3, 4)]
+    positions = torch.tensor(sorted({p for p in [*near, *range(8)] if p >= 0}))
+    query, key = positions[:, None], positions[None, :]
+    try:
+        try:
+            seen = mask_function(0, 0, query, key)
+        except Exception:  # it holds tensors of its own, on the device
+            seen = mask_function(0, 0, query.to(device), key.to(device))
+    except Exception as error:  # a rule that looks at tokens, or at a table of this very batch
+        raise NotImplementedError(
+            f"its attention mask is no rule of positions ({type(error).__name__}: {error})"
+        ) from error
+    seen = torch.as_tensor(seen).cpu().expand(len(positions), len(positions))
+    causal = key <= query
+    if torch.equal(seen, causal):
+        return Visibility()
+    if local_size is not None and torch.equal(seen, causal & (query - key < local_size)):
+        return Visibility(sliding_window=local_size)
+    if local_size is not None and torch.equal(seen, causal & (query // local_size == key // local_size)):
+        return Visibility(chunk_size=local_size)
+    raise NotImplementedError("its attention mask is neither causal nor a causal window or chunk")
+
+
+def _shape(function: Any) -> object:
+    """A key by which two mask functions that the same code built from the same numbers are equal."""
+    if not callable(function):
+        return function if isinstance(function, (int, float, str, type(None))) else type(function)
+    if not hasattr(function, "__code__"):
+        return object()  # nothing to know it by: equal to no other
+    inside = [cell.cell_contents for cell in function.__closure__ or ()]
+    parts = [part for item in inside for part in (item if isinstance(item, (tuple, list)) else [item])]
+    return (function.__code__, *map(_shape, parts))
+
+
+@contextmanager
+def tree_attention_mode(model: PreTrainedModel) -> Iterator[None]:
+    """`evaluation_mode` with tree attention in every layer, and modules in fewer passes where there are such."""
+    with tree_training_mode(model), evaluation_mode(model):
+        yield
+
+
+@contextmanager
+def tree_training_mode(model: PreTrainedModel) -> Iterator[None]:
+    """`tree_attention_mode` with modes and gradients as they are."""
+    with attention_implementation(model, ATTENTION), fused_modules(model), one_pass_adapters(model):
+        yield
+
+
+class HeadRows(NamedTuple):
+    """What the head reads of a pack, on the head's device."""
+
+    states: Tensor  # (R, H) hidden states, in the head's dtype
+    targets: Tensor  # (R,) int64
+    num_tempered: int = 0  # the last so many of the R are wanted at the sampling temperature
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """The index arrays of a pack on the model's device, sent there by one copy before its forward is launched.
+
+    Of the head's rows, `own` are rows of this forward and `before` rows of the one that it continues; `order` puts the
+    latter, followed by the former, in the pack's order, and is None where the pack continues nothing.
+    """
+
+    input_ids: Tensor  # (1, N)
+    position_ids: Tensor  # (1, N)
+    everywhere: Tensor  # (1, N) ones, of a single number in memory
+    own: Tensor
+    before: Tensor
+    order: Tensor | None  # (R,)
+    last: Tensor  # the rows among `own`, once each and ascending
+    targets: Tensor  # (R,)
+
+
+def _stage(model: PreTrainedModel, pack: Pack) -> _Staged:
+    fed = pack.rows >= pack.first_row
+    own, before = pack.rows[fed] - pack.first_row, pack.rows[~fed]
+    order = np.argsort(np.concatenate([np.flatnonzero(~fed), np.flatnonzero(fed)])) if len(before) else before
+    one = np.ones(1, np.int64)
+    arrays = [pack.input_ids, pack.position_ids, one, own, before, order, np.unique(own), pack.targets]
+    ids, positions, ones, *rest = upload(arrays, embedding(model).device)
+    own_there, before_there, order_there, last, targets = rest
+    return _Staged(
+        input_ids=ids[None],
+        position_ids=positions[None],
+        everywhere=ones.expand(1, pack.num_tokens),
+        own=own_there,
+        before=before_there,
+        order=order_there if len(before) else None,
+        last=last,
+        targets=targets,
+    )
+
+
+def packed_hidden(
+    model: PreTrainedModel,
+    pack: Pack,
+    *,
+    staged: _Staged | None = None,
+    attended: list[str] | None = None,
+    store: KeyValueStore | None = None,
+) -> Tensor:
+    """Hidden states (N, H) of the rows that a pack feeds, as the head takes them, by one forward.
+
+    Call with tree attention set; layers that are checkpointed find it again in a backward, whatever else that one runs
+    again. `staged` is the pack's index arrays where they are on the device already. `attended` collects the name of
+    every attention layer that ran. `store` takes the keys and values of a pack's rows, or gives those of the rows
+    before the pack's first one. Where Liger's gated MLPs run and layers are not checkpointed, the graph takes one
+    backward, and a second raises `RuntimeError`.
+    """
+    staged = staged or _stage(model, pack)
+    if (most := largest_forward(model)) is not None and pack.table.num_rows > most:
+        raise NotImplementedError(
+            f"model: {type(model).__name__} scales queries by their place in a forward of more than {most} rows, and a "
+            f"group of {pack.table.num_rows} rows must share one; take fewer or shorter completions"
+        )
+    if store is not None:
+        store.rewind()
+    running = _PackedForward(pack.table, attended, store, pack.first_row)
+    checkpointed = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) and m.training]
+    token = _FORWARD.set(running)
+    try:
+        with tree_states(model, pack.table), _recomputed_on_trees(model, checkpointed, running):
+            hidden = backbone(model)(
+                input_ids=staged.input_ids,
+                # A mask, so that position ids that start again are not taken for sequences laid end to end.
+                attention_mask=staged.everywhere,
+                position_ids=staged.position_ids,
+                use_cache=False,
+            ).last_hidden_state[0]
+    finally:
+        _FORWARD.reset(token)
+    if hidden.requires_grad and not checkpointed and overwrites(in_place(model)):
+        _take_one_backward(hidden)
+    return hidden
+
+
+@contextmanager
+def _recomputed_on_trees(
+    model: PreTrainedModel, checkpointed: Sequence[nn.Module], running: _PackedForward
+) -> Iterator[None]:
+    """Within it what the modules `checkpointed` hand to checkpoints is run again, in a backward, as it runs now.
+
+    Each function for itself takes the attention, the pack and the modules of this forward: the same backward may run
+    layers of other forwards again, packed or plain, before, between and after.
+    """
+    if not checkpointed:
+        yield
+        return
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    configs = {key: config for key, config in configs.items() if config._attn_implementation == ATTENTION}
+    exchanges, again = in_place(model), replace(running, attended=None, store=None)
+
+    @contextmanager
+    def as_now(module: nn.Module) -> Iterator[None]:
+        before = [config._attn_implementation for config in configs.values()]
+        token = _FORWARD.set(again)
+        try:
+            for config in configs.values():
+                config._attn_implementation = ATTENTION
+            with put_in(exchanges), one_pass_adapters(module):
+                yield
+        finally:
+            _FORWARD.reset(token)
+            for config, implementation in zip(configs.values(), before, strict=True):
+                config._attn_implementation = implementation
+
+    def checkpointing(module: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def on_trees(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def run(*inputs: Any, **named: Any) -> Any:
+                if _FORWARD.get() is running:
+                    return function(*inputs, **named)
+                with as_now(module):
+                    return function(*inputs, **named)
+
+            return checkpoint(run, *args, **kwargs)
+
+        return on_trees
+
+    own = [module.__dict__.get("_gradient_checkpointing_func") for module in checkpointed]
+    try:
+        for module, checkpoint in zip(checkpointed, own, strict=True):
+            if checkpoint is not None:
+                module.__dict__["_gradient_checkpointing_func"] = checkpointing(module, checkpoint)
+        yield
+    finally:
+        for module, checkpoint in zip(checkpointed, own, strict=True):
+            if checkpoint is not None:
+                module.__dict__["_gradient_checkpointing_func"] = checkpoint
+
+
+def _take_one_backward(hidden: Tensor) -> None:
+    """Let the forward that gave `hidden` raise at a second backward, which would be wrong without a word."""
+    taken = list[bool]()
+
+    def once(_: object) -> None:
+        if taken:
+            raise RuntimeError(
+                "a second backward through one packed forward: in the first, Liger's gated MLPs have written their "
+                "gradients over the activations that this one needs; add the losses up and call backward once, run "
+                "the forward again, or call cfa_kernels.fused_modules.keep_own_modules(model) before it"
+            )
+        taken.append(True)
+
+    assert hidden.grad_fn is not None
+    hidden.grad_fn.register_prehook(once)  # of the node, which gradients at `hidden` itself do not run
+
+
+def pack_states(
+    model: PreTrainedModel,
+    head: Head,
+    pack: Pack,
+    *,
+    attended: list[str] | None = None,
+    store: KeyValueStore | None = None,
+    earlier: Tensor | None = None,
+) -> HeadRows:
+    """The rows of `pack` that have a target, by one forward.
+
+    Call inside `tree_attention_mode`, with the `head` that was proven. A pack that continues another takes that
+    one's `store` and hidden states (N, H), `earlier`.
+    """
+    staged = _stage(model, pack)
+    device = head.weight.device  # may be another than the embedding's, where a model's layers are spread out
+    parts = []
+    if staged.order is not None:
+        assert earlier is not None
+        parts.append(earlier.index_select(0, staged.before.to(earlier.device)).to(head.weight))
+    if pack.num_tokens:
+        with last_layer_on_rows(model, staged.last):
+            hidden = packed_hidden(model, pack, staged=staged, attended=attended, store=store)
+        parts.append(hidden.index_select(0, staged.own.to(hidden.device)).to(head.weight))
+    states = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if staged.order is not None:
+        states = states.index_select(0, staged.order.to(device))
+    return HeadRows(states, staged.targets.to(device), pack.num_tempered)
+
+
+def target_logprobs(head: Head, rows: HeadRows, temperature: float = 1.0) -> Tensor:
+    """Log-probs (R,) fp32 of the targets of `rows`, of the tempered ones at `temperature`."""
+    if not rows.num_tempered:
+        return head.logprobs(rows.states, rows.targets)
+    plain = len(rows.targets) - rows.num_tempered
+    first = head.logprobs(rows.states[:plain], rows.targets[:plain])
+    return torch.cat([first, head.logprobs(rows.states[plain:], rows.targets[plain:], temperature)])
+
+
+@contextmanager
+def last_layer_on_rows(model: PreTrainedModel, rows: Tensor) -> Iterator[None]:
+    """Run the last layer's attention output and MLP, which nothing else reads, on `rows` alone.
+
+    Both act on each token by itself, so they are given the rows that the head will see and their results are put
+    back among zeros. Queries stay whole: the attention module norms and rotates them beside the keys, which every
+    row needs. Where a model names its layers otherwise, all rows are computed, to the same result.
+    """
+    layers = getattr(backbone(model), "layers", None)
+    last = layers[-1] if isinstance(layers, nn.ModuleList) and len(layers) else None
+    modules = [getattr(last, "mlp", None), getattr(getattr(last, "self_attn", None), "o_proj", None)]
+    hooks = [hook for module in modules if module is not None for hook in _hook_rows(module, rows)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _hook_rows(module: nn.Module, rows: Tensor) -> list[RemovableHandle]:
+    """Hooks under which `module`, given (1, N, H), computes `rows` and returns zeros elsewhere."""
+    seen: list[tuple[Tensor, int]] = []
+
+    def select(_: nn.Module, args: tuple) -> tuple:
+        index = rows.to(args[0].device)
+        seen.append((index, args[0].shape[1]))
+        return (args[0].index_select(1, index), *args[1:])
+
+    def spread(_: nn.Module, args: tuple, output: Tensor | tuple) -> Tensor | tuple:
+        index, length = seen.pop()
+        some = output[0] if isinstance(output, tuple) else output
+        full = some.new_zeros(1, length, some.shape[-1]).index_copy_(1, index, some)
+        return (full, *output[1:]) if isinstance(output, tuple) else full
+
+    return [module.register_forward_pre_hook(select), module.register_forward_hook(spread)]

@@ -1,0 +1,435 @@
+"""Once per model: does it compute the same through our head and in a packed tree as by itself?
+
+A short branching tree is run both ways in float32, whatever the model's own dtype, so that rounding hides nothing;
+windows and chunks are made small enough to matter in it, and adapters that start as the identity are moved off it.
+What no attribute tells is caught here: layers that mix tokens without attention, logits changed after the head.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from ..ops.matmul import float32_precision, ieee_products
+from ..packing.packs import pack_units
+from ..packing.prefix_tree import Query
+from .head import Head, read_head
+from .liger import keep_own_modules, runs_fused
+from .memory import is_out_of_memory
+from .model import backbone, causal_lm, computation, embedding, noise_settings, vocab_size
+from .modes import attention_implementation, checkpoints, evaluation_mode
+from .probe_mode import HALVES, float32_weights, small_windows
+from .stateful_layers import has_cells
+from .tree_forward import pack_states, target_logprobs, tree_attention_mode, tree_training_mode
+
+
+@dataclass
+class _Proof:
+    computation: int  # of the model that was proven
+    transform: tuple[float | None, float]  # softcap and scale of its logits
+    packed: set[bool] = field(default_factory=set)  # whether the tree was proven too, with fused modules or without
+    trained: set[bool] = field(default_factory=set)  # and in training mode
+    noise: dict[object, float] = field(default_factory=dict)  # nats per token, by the arithmetic that it was run in
+
+
+_PROOFS: weakref.WeakKeyDictionary[PreTrainedModel, _Proof] = weakref.WeakKeyDictionary()
+
+# Log-probs that differ by more than this many nats are wrong, unless the model's own rounding is worse: float32
+# leaves some 1e-5, a wrong mask, position or transform of logits whole nats.
+_TOLERANCE = 1e-3
+_ROUNDINGS = 8  # so many times what the model's own two ways of computing a row differ by
+
+_Result = TypeVar("_Result")
+
+_SHARE = 0.02  # of what masking moves
+FLOAT32_NOISE = 3e-5  # nats per token, of float32 sums: where two ways happen to agree on the probe, they are not exact
+_DEVIATIONS = 3  # so many root mean squares of rounding errors hold nearly all of them
+_LARGE = 60.0  # the largest logit before scale and cap
+_ALMOST_ONE = 1 - 2**-8  # below 1 in every dtype
+_LORA_DROPOUT = "set lora_dropout=0 in its LoraConfig (TRL's own default is 0.05)"
+_LENGTH = 24  # tokens of the probe
+
+
+def prove_head(model: PreTrainedModel) -> Head:
+    """The output layer with the scale and cap that the model puts on its logits, shown to give its log-probs.
+
+    Shown anew when what `hf.computation` looks at has changed, such as a cap, a `forward` or a hook on the head; the
+    weights are read anew at every call.
+
+    Raises:
+        NotImplementedError: the head is no plain linear layer, or the model's logits are not its head's output,
+            scaled and capped as its configuration says; the message names the model.
+    """
+    head = read_head(model)
+    proof, now = _PROOFS.get(model), computation(model)
+    if proof is None or proof.computation != now:
+        proof = _PROOFS[model] = _Proof(now, _proven_transform(model))
+    softcap, scale = proof.transform
+    return replace(head, softcap=softcap, logit_scale=scale)
+
+
+def prove_supported(model: PreTrainedModel) -> Head:
+    """`prove_head`, and that a packed tree gives the model's own log-probs.
+
+    Raises:
+        NotImplementedError: it does not, or cannot be run that way; the message names the model and the reason.
+    """
+    head = prove_head(model)
+    if runs_fused(model) not in _PROOFS[model].packed:
+        _prove_layout(model)
+    return head
+
+
+def prove_trainable(model: PreTrainedModel) -> Head:
+    """`prove_supported` for the mode that the model is in: what training mode changes must not depend on the layout.
+
+    Raises:
+        NotImplementedError: also for dropout above 0 (a row that completions share would get one mask for all of
+            them), losses of routers, noise in training mode, and checkpointed layers that hand on a state.
+    """
+    head = prove_supported(model)
+    if reason := _training_obstacle(model):
+        raise NotImplementedError(f"model: {type(model).__name__} {reason}, so it cannot be trained on packed trees")
+    if runs_fused(model) not in _PROOFS[model].trained and any(module.training for module in model.modules()):
+        _prove_repeatable(model)
+        _prove_layout(model, training=True)
+    return head
+
+
+def noise_floor(model: nn.Module) -> float:
+    """Nats per token by which log-probs from a packed tree may differ from the truth by rounding only.
+
+    Three times the root mean square, over the tokens of the probe, of the difference between a packed tree in the
+    arithmetic that the model runs in now (its own dtype, the caller's autocast and TF32) and the model by itself in
+    float32; at least `FLOAT32_NOISE`. Measured once per model and arithmetic, with the weights of that moment, and kept
+    with the proof: a forward each way. Where the model cannot run in float32 (quantised layers), the model by itself
+    in its own dtype stands for the truth, and the figure is too small by what both ways round alike.
+
+    Roundings of different tokens add like independent errors, and those of a likely token shrink with its distance
+    from certainty, 1 - p <= -log p. So the log-prob L (<= 0) of an answer of n tokens has an error of up to
+
+        max(noise_floor(model) * min(sqrt(n), -L), FLOAT32_NOISE)
+
+    nats, and a drop (masked minus base, two such log-probs) up to the root of the sum of both squares, at most
+    `sqrt(2 * n) * noise_floor(model)`. A drop, or a difference of two drops of one answer, below that tells nothing.
+
+    Args:
+        model: a transformers causal model, or what wraps one.
+
+    Raises:
+        NotImplementedError: as `prove_supported`.
+    """
+    model = causal_lm(model)
+    head = prove_supported(model)
+    noise, arithmetic = _PROOFS[model].noise, _arithmetic(model)
+    if arithmetic not in noise:
+        noise[arithmetic] = max(FLOAT32_NOISE, _DEVIATIONS * _rounding(model, head))
+    return noise[arithmetic]
+
+
+def _arithmetic(model: PreTrainedModel) -> object:
+    kind = embedding(model).device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return model.dtype, kind, autocast, float32_precision()
+
+
+def _rounding(model: PreTrainedModel, head: Head) -> float:
+    """Root mean square, over the probe's tokens, of what rounding does to log-probs from a packed tree, nats."""
+    queries = _probe(model)
+    (pack,) = pack_units([queries], token_budget=_LENGTH * len(queries))
+    rows = torch.from_numpy(np.stack([query.tokens for query in queries]))
+    targets = torch.from_numpy(np.stack([query.targets for query in queries]))[..., None]
+
+    def own() -> Tensor:
+        logits = model(input_ids=rows.to(embedding(model).device), use_cache=False).logits[:, queries[0].first :]
+        return logits.float().log_softmax(-1).gather(-1, targets.to(logits.device))[..., 0]
+
+    with small_windows(model), tree_attention_mode(model):
+        ours = target_logprobs(head, pack_states(model, head, pack))
+    truth = _measured(model, own, moved=False)
+    ours = ours[torch.from_numpy(pack.query_index).to(ours.device)].view_as(truth)
+    return torch.where(ours == truth, 0.0, ours - truth).square().mean().sqrt().item()
+
+
+def _training_obstacle(model: PreTrainedModel) -> str | None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+            remedy = _LORA_DROPOUT if "lora_dropout" in name else f"set it to 0{_settings(model)}"
+            return f"has dropout {module.p} in {name}: rows that completions share would get one mask; {remedy}"
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        return "adds a loss of its routers (output_router_logits), which counts shared rows once; switch it off"
+    if has_cells(model) and checkpoints(model):
+        return "hands states from token to token, which checkpointed layers would not find again; switch that off"
+    return None
+
+
+def _settings(model: PreTrainedModel) -> str:
+    """How to load the model without the noise of its configuration, in words; empty if that speaks of none."""
+    found = noise_settings(model)
+    zeros = ", ".join(f"{name}=0" for name, _ in found)
+    values = ", ".join(f"{value:g}" for _, value in found)
+    return f" (from_pretrained takes {zeros}; its configuration has {values})" if found else ""
+
+
+def _prove_repeatable(model: PreTrainedModel) -> None:
+    """Show that two equal calls in the modes that the model is in agree to rounding, whatever is drawn in between."""
+    rows = torch.from_numpy(np.stack([query.tokens for query in _probe(model)]))
+
+    def measure() -> tuple[float, float]:
+        with evaluation_mode(model):
+            hidden = backbone(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
+            factor = _amplification(hidden, read_head(model))
+            _, rounding = _own_logits(model, rows, factor)
+        first, second = (_called(model, rows, factor, share) for share in (0.0, _ALMOST_ONE))
+        return _gap(first.log_softmax(-1), second.log_softmax(-1)), rounding
+
+    gap, rounding = _measured(model, measure, training=True)
+    if not gap <= max(_TOLERANCE, _ROUNDINGS * rounding):
+        remedy = _settings(model) or (
+            " (no dropout, jitter or noise above 0 in its configuration: look for draws in its own code or its hooks, "
+            "such as NEFTune's)"
+        )
+        raise NotImplementedError(
+            f"model: {type(model).__name__} draws at random in training mode (log-probs of two equal calls differ by "
+            f"{gap:.3g} nats), but rows that completions share would get one draw for all of them; switch its noise "
+            f"off{remedy}, so it cannot be trained on packed trees"
+        )
+
+
+class _EveryThreshold(TorchFunctionMode):
+    """Uniform draws, as those that decide whether a layer is left out, all `share`: even a rare event shows."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out.fill_(self.share) if func in (torch.rand, torch.rand_like) else out
+
+
+def _called(model: PreTrainedModel, rows: Tensor, factor: float, share: float) -> Tensor:
+    with _amplified(model, factor), _EveryThreshold(share):
+        return model(input_ids=rows.to(embedding(model).device), use_cache=False).logits.float()
+
+
+def _proven_transform(model: PreTrainedModel) -> tuple[float | None, float]:
+    """The softcap and scale under which the head gives the model's own log-probs."""
+    rows = torch.from_numpy(np.stack([query.tokens for query in _probe(model)]))
+
+    def measure() -> tuple[float, float, tuple[float | None, float]]:
+        hidden = backbone(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
+        head = read_head(model)
+        if hidden.shape[-1] != head.weight.shape[-1]:
+            raise NotImplementedError(
+                f"model: {type(model).__name__} has a layer between its body, {hidden.shape[-1]} wide, and its head, "
+                f"{head.weight.shape[-1]} wide, so it can neither be scored nor trained through that head"
+            )
+        factor = _amplification(hidden, head)
+        theirs, rounding = _own_logits(model, rows, factor)
+        linear = functional.linear(hidden.to(head.weight) * factor, head.weight, head.bias).float()
+        if linear.shape != theirs.shape:
+            raise NotImplementedError(f"model: {type(model).__name__} gives logits of shape {tuple(theirs.shape)}")
+        truth = theirs.log_softmax(-1)
+        gaps = {
+            transform: _gap(Head(head.weight, head.bias, *transform).transformed(linear).log_softmax(-1), truth)
+            for transform in _transforms(model)
+        }
+        best = min(gaps, key=lambda transform: gaps[transform])
+        return gaps[best], rounding, best
+
+    gap, rounding, transform = _measured(model, measure)
+    if not gap <= max(_TOLERANCE, _ROUNDINGS * rounding):
+        raise NotImplementedError(
+            f"model: the logits of {type(model).__name__} are not its head's output, as scaled and capped by its "
+            f"configuration (log-probs differ by {gap:.3g} nats), so it can neither be scored nor trained through "
+            "that head"
+        )
+    return transform
+
+
+def _transforms(model: PreTrainedModel) -> list[tuple[float | None, float]]:
+    """Softcaps and scales of logits that the configuration speaks of, plain ones first."""
+    config = model.config.get_text_config()
+
+    def numbers(*names: str) -> list[float]:
+        values = [getattr(config, name, None) for name in names]
+        return [float(x) for x in values if isinstance(x, (int, float)) and not isinstance(x, bool) and x > 0]
+
+    caps = numbers("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
+    scales = numbers("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier")
+    if width := numbers("dim_model_base"):
+        scales.append(width[0] / config.hidden_size)
+    scales = [1.0, *scales, *(1 / scale for scale in scales)]
+    return [(cap, scale) for cap in (None, *caps) for scale in dict.fromkeys(scales)]
+
+
+def _prove_layout(model: PreTrainedModel, training: bool = False) -> None:
+    """`_prove_tree` with the fused modules that the model will run; where they are at fault it keeps its own."""
+    proof, fused = _PROOFS[model], runs_fused(model)
+    try:
+        _prove_tree(model, training)
+    except NotImplementedError as error:
+        if not fused:
+            raise
+        keep_own_modules(model)
+        _prove_tree(model)
+        proof.packed.add(False)
+        if training:
+            _prove_tree(model, training)
+        warnings.warn(f"model: {type(model).__name__} keeps its own norms, rotations and gates: {error}", stacklevel=2)
+    (proof.trained if training else proof.packed).add(runs_fused(model))
+
+
+def _prove_tree(model: PreTrainedModel, training: bool = False) -> None:
+    queries = _probe(model)
+    (pack,) = pack_units([queries], token_budget=_LENGTH * len(queries))
+    rows = torch.from_numpy(np.stack([query.tokens for query in queries]))
+    name, attended = type(model).__name__, list[str]()
+
+    def measure() -> tuple[float, float]:
+        head = prove_head(model)
+        hidden = backbone(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
+        factor = _amplification(hidden, head)
+        theirs, rounding = _own_logits(model, rows, factor)
+        targets = torch.from_numpy(np.stack([query.targets for query in queries])).to(theirs.device)
+        first = queries[0].first
+        truth = theirs[:, first:].log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+        try:
+            with tree_training_mode(model):
+                attended.clear()
+                probed = replace(head, weight=head.weight * factor)
+                ours = target_logprobs(probed, pack_states(model, probed, pack, attended=attended))
+        except NotImplementedError as error:
+            own = str(error) if str(error).startswith("model:") else f"model: {name}: {error}"
+            raise NotImplementedError(f"{own}, so it cannot be scored") from error
+        except Exception as error:  # whatever a model's own code meets in a sequence that it did not expect
+            if is_out_of_memory(error):
+                raise
+            raise NotImplementedError(
+                f"model: {name} cannot run on a packed tree ({type(error).__name__}: {error}), so it cannot be scored"
+            ) from error
+        ours = ours[torch.from_numpy(pack.query_index).to(ours.device)].view_as(truth)
+        # What earlier tokens do to later ones is what a tree can get wrong: in an untrained model it is small.
+        fed = rows[:, first:].to(targets.device)
+        same = (fed == fed[:1]) & (targets == targets[:1])
+        mixing = torch.where(same, truth - truth[:1], 0.0).abs().max().item()
+        return _gap(ours.to(truth), truth), max(min(_TOLERANCE, _SHARE * mixing), _ROUNDINGS * rounding, FLOAT32_NOISE)
+
+    gap, tolerance = _measured(model, measure, training)
+    if not gap <= tolerance:
+        raise NotImplementedError(
+            f"model: {name} does not compute the same in a packed tree as by itself{' in training mode' * training} "
+            f"(log-probs differ by {gap:.3g} nats){_other_mixers(model, attended)}, so it cannot be scored"
+        )
+
+
+def _other_mixers(model: PreTrainedModel, attended: list[str]) -> str:
+    """What else than attention may look at other tokens, in words, if it can be told."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    layers = getattr(config, "num_hidden_layers", None)
+    others = sorted({str(kind) for kind in kinds if "linear" in str(kind) or "attention" not in str(kind)})
+    if others:
+        return f": its {' and '.join(others)} layers carry a state that several tokens of a branch cannot take up"
+    if not attended:
+        return ": none of its layers uses attention"
+    if isinstance(layers, int) and len(attended) < layers:
+        return f": {len(attended)} of its {layers} layers use attention, and the others look at other tokens too"
+    return ""
+
+
+def _probe(model: PreTrainedModel) -> list[Query]:
+    """A row and branches that leave it and come back: one of a branch, neighbours one token apart, a last token."""
+    special = {
+        value
+        for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values()
+        for key, value in config.to_dict().items()
+        if isinstance(value, int) and key.endswith(("_id", "_index"))
+    }
+    vocab = vocab_size(model)
+    usual = [i for i in range(vocab) if i not in special][: 4 * _LENGTH] or [0]
+    ids = np.array([usual[(i * 7 + 1) % len(usual)] for i in range(_LENGTH)], dtype=np.int64)
+    other = np.array([usual[(i * 11 + 3) % len(usual)] for i in range(_LENGTH)], dtype=np.int64)
+    rows = [ids]
+    for row, start, end in ((0, 3, 6), (1, 9, 11), (0, 15, 16), (0, 16, 18), (0, _LENGTH - 2, _LENGTH - 1)):
+        branch = rows[row].copy()
+        branch[start:end] = other[start:end]
+        rows.append(branch)
+    first = 7
+    return [Query(row[:-1], first, row[first + 1 :]) for row in rows]
+
+
+def _amplification(hidden: Tensor, head: Head) -> float:
+    """What to multiply the head's input by, for an untrained model's logits to show a cap, or what a token does."""
+    largest = functional.linear(hidden.to(head.weight), head.weight, head.bias).abs().max().item()
+    return max(1.0, _LARGE / largest) if largest > 0 else 1.0
+
+
+def _own_logits(model: PreTrainedModel, rows: Tensor, factor: float) -> tuple[Tensor, float]:
+    """The model's logits of `rows` (n, L) by itself, fp32, and how far its own rounding moves their log-probs, nats.
+
+    The input of the head is multiplied by `factor`. Rounding shows between the rows in one batch and each alone.
+    """
+    ids = rows.to(embedding(model).device)
+    with _amplified(model, factor):
+        together = model(input_ids=ids, use_cache=False).logits.float()
+        alone = torch.cat([model(input_ids=row[None], use_cache=False).logits.float() for row in ids[:2]])
+    if torch.isnan(together).any():
+        raise FloatingPointError(f"model: {type(model).__name__} gives nan logits on an ordinary row of tokens")
+    return together, _gap(together[:2].log_softmax(-1), alone.log_softmax(-1))
+
+
+@contextmanager
+def _amplified(model: PreTrainedModel, factor: float) -> Iterator[None]:
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0] * factor, *args[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _gap(ours: Tensor, theirs: Tensor) -> float:
+    """Largest difference; an excluded token, -inf in both, is none."""
+    return torch.where(ours == theirs, 0.0, ours - theirs).abs().max().item()
+
+
+def _measured(
+    model: PreTrainedModel, measure: Callable[[], _Result], training: bool = False, moved: bool = True
+) -> _Result:
+    """`measure()` with the model made ready for a probe, in float32 if its layers run in it, else in its own dtype.
+
+    In evaluation mode, or for `training` in the modes that its modules are in; the random state is left alone.
+    Trainable adapters are `moved` off what they are.
+    """
+    halves = any(parameter.dtype in HALVES for parameter in model.parameters())
+    with ExitStack() as stack:
+        if training:
+            devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+            stack.enter_context(torch.random.fork_rng(list(devices)))
+            stack.enter_context(torch.no_grad())
+        else:
+            stack.enter_context(evaluation_mode(model))
+        if model._can_set_attn_implementation():
+            stack.enter_context(attention_implementation(model, "eager"))
+        stack.enter_context(small_windows(model))
+        stack.enter_context(ieee_products())
+        stack.enter_context(torch.autocast(embedding(model).device.type, enabled=False))
+        try:
+            with float32_weights(model, moved):
+                return measure()
+        except (NotImplementedError, FloatingPointError):
+            raise
+        except Exception:  # a quantised layer, or a kernel of halves alone
+            if not halves:
+                raise
+        return measure()

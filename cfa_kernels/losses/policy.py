@@ -1,0 +1,430 @@
+"""The weighted clipped policy loss, the last step before the optimizer: log-probs and token weights to a scalar.
+
+The formula of one token is `ops.policy_loss.token_terms`; `loss_input` checks the input; this module sums the tokens
+and reports metrics. Formulas, names and defaults follow TRL 1.16's GRPO trainer.
+"""
+
+import math
+from typing import Any, Literal, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from ..ops.dispatch import resolve_backend
+from ..ops.head_matmul import autocast_operands
+from ..ops.linear_policy_loss import contributing, linear_policy_loss_op
+from ..ops.logits_policy_loss import LogitsPolicyLossInPlace, logits_policy_loss_op
+from ..ops.row_softmax import Softmax, compute_dtype
+from ..ops.token_loss import PolicyOptions, Tokens, policy_terms, refuse_second_derivative
+from .checks import (
+    LEVELS,
+    LOSS_TYPES,
+    Batch,
+    LossOptions,
+    check_batch,
+    check_finite,
+    check_float,
+    check_given_rows,
+    check_level,
+    check_linear,
+    check_logits_dtype,
+    check_targets,
+    check_tensor,
+    counted,
+    should_validate,
+)
+
+Metrics = dict[str, Tensor]
+"""Detached 0-d tensors by name."""
+
+__all__ = [
+    "LEVELS",
+    "LOSS_TYPES",
+    "LossOptions",
+    "contributing_rows",
+    "linear_policy_loss",
+    "logits_policy_loss",
+    "policy_loss",
+]
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    entropies: Tensor | None = None,
+    **options: Unpack[LossOptions],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weighted clipped policy-gradient loss from log-probs; differentiable in `logprobs` and `entropies`, once.
+
+    Args:
+        logprobs: (B, T) log pi(token), nats, any float dtype; float64 is computed in float64, the rest in float32.
+        old_logprobs: (B, T) under the sampling policy; None means on-policy, `logprobs.detach()`.
+        advantages: (B,) or (B, T).
+        mask: (B, T) of 0 and 1, any dtype; tokens with 0 may hold anything, NaN included.
+        entropies: (B, T), nats; `entropy_coef` times their mean over the counted tokens is taken off the loss.
+        **options: the fields of `LossOptions`, which all three losses share:
+
+    | option | default | what it is |
+    |---|---|---|
+    | weights | None | (B, T), finite, >= 0: factors of the clipped policy term, never of the KL term |
+    | ref_logprobs | None | (B, T), needed when `beta != 0`; without beta they give the `kl` metric only |
+    | epsilon, epsilon_high | 0.2, 0.28 | bounds of the ratio: 1 - epsilon, 1 + epsilon_high (cispo: epsilon_high) |
+    | delta | None | caps the ratio outside the clip (two-sided clipping) |
+    | beta | 0.0 | factor of the KL term, k3 |
+    | use_bias_correction_kl | False | multiplies the KL term by the ratio (TRL's default; ours is plain k3) |
+    | loss_type | "dapo" | how tokens are summed, see below |
+    | importance_sampling_level | "token" | "sequence" (GSPO): a token's log-ratio is the mean of its sequence |
+    | num_items_in_batch | None | counted tokens of the whole step: dapo, cispo, entropy bonus |
+    | num_sequences_in_batch | None | sequences of the whole step, in place of B |
+    | max_completion_length | None | tokens, needed by dr_grpo |
+    | sapo_temperature_pos, sapo_temperature_neg | 1.0, 1.05 | of sapo's gate, by the sign of the advantage |
+    | entropy_coef | 0.0 | see `entropies` |
+    | validate | None | whether to look at values; None: where they lie on a CPU, as a GPU would have to be waited for |
+
+    A token of weight 0 stays in every denominator and counts as unclipped. Options and shapes are always checked.
+
+    | loss_type | sum (l = token loss, m = mask, n = m.sum(1)) |
+    |---|---|
+    | grpo, sapo | sum_b( sum_t(l * m) / max(n, 1) ) / B |
+    | bnpo | sum(l * m) / max(sum(m), 1) |
+    | dr_grpo | sum(l * m) / (B * max_completion_length) |
+    | dapo, cispo | sum(l * m) / max(N, 1), N = num_items_in_batch or else sum(m) |
+    | luspo | sum(l * m) / B |
+
+    Gradient accumulation: give every micro-batch the step's totals and add the losses up, and the result does not
+    depend on the split. The totals are `num_items_in_batch` and `num_sequences_in_batch`, numbers or 0-d tensors;
+    with gradients averaged over processes divide both by the number of processes. bnpo normalises by its own
+    micro-batch, by definition. Totals whose values nobody looks at (tensors on a GPU, or in a compiled graph) follow
+    the table: fewer items than 1 count as 1, while 0 sequences give an infinite loss or nan.
+
+    Log-ratios above 40 nats are cut off there: no overflow in float32, and no gradient beyond.
+
+    Returns:
+        The 0-d loss, and metrics as detached 0-d tensors that were never moved to the host: `ratio_mean` (over
+        counted tokens with a non-zero weighted advantage), `kl` (given ref_logprobs), `entropy` (given entropies),
+        `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min`, `/high_max` or, for cispo,
+        `cispo_clip_ratio`. Means are over tokens; those of clip ratios at the sequence level over sequences.
+
+    Raises:
+        ValueError: a wrong option, shape or value (naming row and token).
+        TypeError: a wrong dtype, or an unknown option.
+        RuntimeError: from a backward with `create_graph=True`.
+    """
+    check_float("logprobs", logprobs)
+    if logprobs.dim() != 2:
+        raise ValueError(f"logprobs must be (B, T), got shape {tuple(logprobs.shape)}")
+    dtype, device = compute_dtype(logprobs.dtype), logprobs.device
+    batch = check_batch("policy_loss", logprobs.shape, device, dtype, old_logprobs, advantages, mask, options)
+    if entropies is not None:
+        check_tensor("entropies", entropies, [batch.keep.shape], device)
+    elif batch.entropy_scale is not None:
+        raise ValueError(f"entropy_coef={options['entropy_coef']} needs entropies (B, T), got None")
+    if should_validate(options.get("validate"), logprobs):
+        check_finite("logprobs", logprobs, batch.keep)
+        if entropies is not None:
+            check_finite("entropies", entropies, batch.keep)
+
+    with torch.no_grad():
+        terms, gradient = policy_terms(counted(logprobs, batch.keep, dtype), batch.tokens, batch.options)
+        value = (terms.loss * batch.tokens.scale).sum()
+    loss = _WithGradient.apply(value, logprobs, gradient)
+    entropy = None
+    if entropies is not None:
+        entropy = counted(entropies, batch.keep, dtype)
+        if batch.entropy_scale is not None:
+            loss = loss - entropy.sum() * batch.entropy_scale
+        entropy = entropy.detach()
+    return loss, _metrics(batch, terms.ratio, terms.kl, terms.clip, entropy)
+
+
+def logits_policy_loss(
+    logits: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    compute_entropy: bool = False,
+    inplace: bool = False,
+    backend: str | None = None,
+    **options: Unpack[LossOptions],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`policy_loss` from logits: `log_softmax(softcap * tanh(logit_scale * logits / softcap) / temperature)`.
+
+    The gradient by the logits is made in the forward pass, in one pass over each row at the token level (Triton), in
+    memory of their size. Kernel: `ops/policy_rows.py`.
+
+    Args:
+        logits: (B, T, V) float32, bfloat16 or float16 of any strides (float64 too on the PyTorch backend); the
+            arithmetic is float32. Where the mask is 0 they may hold anything.
+        targets: (B, T) int64. A target outside the vocabulary is an error where values are checked, else the loss is
+            nan.
+        old_logprobs, advantages, mask, **options: as in `policy_loss`; `entropy_coef` needs no entropies here.
+        temperature, logit_scale: > 0.
+        softcap: > 0; without one there is no tanh, as in a model without one.
+        compute_entropy: adds the `entropy` metric.
+        inplace: puts the gradient over the logits themselves, where one is wanted: then the logits are lost, backward
+            runs once, and PyTorch raises its version error if another operation, such as a tanh that made them, needs
+            them for its own backward.
+        backend: `"triton"` or `"torch"`; by default what the device has.
+
+    Returns:
+        As `policy_loss`.
+
+    Raises:
+        As `policy_loss`, and ValueError for a `backend` that the device does not have.
+    """
+    check_float("logits", logits)
+    if logits.dim() != 3:
+        raise ValueError(f"logits must be (B, T, V), got shape {tuple(logits.shape)}")
+    if not logits.size(2):
+        raise ValueError(f"logits must not be empty, got shape {tuple(logits.shape)}")
+    chosen = resolve_backend(backend, logits)
+    check_logits_dtype("logits", logits, chosen)
+    softmax = Softmax.of(temperature, softcap, logit_scale)
+    shape, device, dtype = logits.shape[:2], logits.device, compute_dtype(logits.dtype)
+    batch = check_batch("logits_policy_loss", shape, device, dtype, old_logprobs, advantages, mask, options)
+    checked = should_validate(options.get("validate"), logits)
+    check_targets(targets, batch.keep, logits.size(2), checked)
+    with_gradient = torch.is_grad_enabled() and logits.requires_grad
+    with_entropy = compute_entropy or batch.entropy_scale is not None
+    arguments = (
+        *(_flat(targets), *batch.tokens.map(_flat), batch.entropy_scale),
+        *(batch.options.surrogate, batch.options.level, batch.options.numbers(), list(softmax)),
+    )
+    if inplace and with_gradient:
+        loss, stats = LogitsPolicyLossInPlace.apply(logits, *arguments, with_entropy, chosen)
+    else:
+        loss, stats, _, _ = logits_policy_loss_op(logits, *arguments, with_entropy, with_gradient, chosen)
+    return loss, _metrics_of_rows(batch, stats, with_entropy, checked, "logits")
+
+
+@overload
+def linear_policy_loss(
+    *args: Any, return_logprobs: Literal[True], **options: Any
+) -> tuple[Tensor, Metrics, Tensor]: ...
+
+
+@overload
+def linear_policy_loss(
+    *args: Any, return_logprobs: Literal[False] = False, **options: Any
+) -> tuple[Tensor, Metrics]: ...
+
+
+def linear_policy_loss(  # type: ignore[misc]
+    hidden: Tensor,
+    lm_head: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    compute_entropy: bool = False,
+    rows: Tensor | None = None,
+    return_logprobs: bool = False,
+    drop_inactive: bool | None = None,
+    chunk_size: int | None = None,
+    fp32_logits: bool = True,
+    backend: str | None = None,
+    **options: Unpack[LossOptions],
+) -> tuple[Tensor, Metrics] | tuple[Tensor, Metrics, Tensor]:
+    """`logits_policy_loss` of `hidden @ lm_head.T + bias`, whose logits never exist as a whole.
+
+    Gradients are ready when this returns: the head's, a sum in float32, is made only if it trains, so a frozen head
+    costs two GEMMs instead of three (one more at the sequence level). Kernels: `ops/linear_policy_loss.py`.
+
+    float32 GEMMs follow torch's TF32 setting and those of `linear_logprob` do not: where TF32 is allowed, log-probs of
+    the two differ by some 0.02 nats, and a ratio of both by 2 %. Take old log-probs from the same function, or train
+    float32 weights with `torch.set_float32_matmul_precision("highest")`.
+
+    Tokens that add nothing (mask 0; also advantage or weight 0, if neither ref_logprobs nor the entropy want them)
+    need no GEMM. How many they are is known on a CPU only, so there they are dropped by default, and on a GPU not,
+    where looking would wait for the device in every step. Pass `rows`, made where the batch is made, or accept the
+    wait with `drop_inactive=True`. Loss, gradients and metrics are the same in every case.
+
+    Args:
+        hidden: (B, T, H), or (M, H) for the M tokens of `rows` alone, in their order; float32, bfloat16 or float16
+            (float64 too on the PyTorch backend); under autocast cast to its dtype, as `torch.nn.functional.linear`
+            would.
+        lm_head: (V, H), of that dtype, cast likewise.
+        targets, old_logprobs, advantages, mask, **options: as in `logits_policy_loss`.
+        bias: (V,). It, hidden and head may require gradients.
+        temperature, softcap, logit_scale, compute_entropy, backend: as in `logits_policy_loss`.
+        rows: (M,) flattened indices from `contributing_rows`: the tokens to look at.
+        drop_inactive: looks for those tokens here, and drops clipped ones from the gradients' GEMMs too.
+        chunk_size: rows of logits that exist at a time; by default 4096, on a CPU 512.
+        fp32_logits: True keeps logits in float32 as the GEMM summed them; False rounds them to the dtype of
+            `hidden`, at half the memory traffic.
+
+        return_logprobs: also return the log-probs (B, T) that the loss is made of, detached, in float32 (float64
+            for float64); nan where no token was looked at.
+
+    Returns:
+        As `policy_loss`, and the log-probs if asked for.
+
+    Raises:
+        As `logits_policy_loss`, and ValueError for `rows` that leave out a token, where values are checked.
+    """
+    check_linear(hidden, lm_head, bias, rows)
+    rows_alone = hidden.dim() == 2
+    hidden, lm_head = autocast_operands(hidden, lm_head)
+    if hidden.dtype != lm_head.dtype:
+        raise TypeError(f"hidden and lm_head must share a dtype, got {hidden.dtype} and {lm_head.dtype}")
+    chosen = resolve_backend(backend, hidden)
+    check_logits_dtype("hidden", hidden, chosen)
+    on_cpu = hidden.device.type == "cpu"
+    if chunk_size is None:
+        chunk_size = 512 if on_cpu else 4096
+    if drop_inactive is None:
+        drop_inactive = on_cpu
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    softmax = Softmax.of(temperature, softcap, logit_scale)
+    shape, device, dtype = targets.shape if rows_alone else hidden.shape[:2], hidden.device, compute_dtype(hidden.dtype)
+    batch = check_batch("linear_policy_loss", shape, device, dtype, old_logprobs, advantages, mask, options)
+    checked = should_validate(options.get("validate"), hidden)
+    check_targets(targets, batch.keep, len(lm_head), checked)
+    with_entropy = compute_entropy or batch.entropy_scale is not None
+    if rows is not None:
+        check_given_rows(rows, batch, with_entropy, checked)
+    loss, stats, *_ = linear_policy_loss_op(
+        hidden.reshape(-1, hidden.size(-1)),
+        lm_head,
+        None if bias is None else bias.contiguous(),
+        targets.contiguous(),
+        *batch.tokens.map(torch.Tensor.contiguous),
+        batch.entropy_scale,
+        rows,
+        rows_alone,
+        batch.options.surrogate,
+        batch.options.level,
+        batch.options.numbers(),
+        list(softmax),
+        with_entropy,
+        [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, lm_head, bias)],
+        drop_inactive,
+        chunk_size,
+        fp32_logits,
+        chosen,
+    )
+    metrics = _metrics_of_rows(batch, stats, with_entropy, checked, "hidden and lm_head")
+    if not return_logprobs:
+        return loss, metrics
+    looked_at = batch.keep
+    if rows is not None:
+        looked_at = torch.zeros_like(batch.keep).view(-1).index_fill_(0, rows, True).view_as(batch.keep)
+    elif drop_inactive:
+        all_counted = with_entropy or batch.tokens.ref_logprobs is not None
+        looked_at = contributing(batch.tokens, batch.options, all_counted=all_counted)
+    return loss, metrics, stats[0].view_as(batch.keep).masked_fill(~looked_at, math.nan)
+
+
+def contributing_rows(
+    mask: Tensor,
+    advantages: Tensor,
+    *,
+    weights: Tensor | None = None,
+    importance_sampling_level: str = "token",
+    all_counted: bool = False,
+) -> Tensor:
+    """Flattened indices of the tokens that `linear_policy_loss` has to look at, for its `rows`.
+
+    Waits for the device if the tensors are on a GPU: call it where they are still on the CPU, and copy the result.
+
+    Args:
+        mask: (B, T), as in `policy_loss`.
+        advantages: (B,) or (B, T).
+        weights: (B, T), as in `policy_loss`.
+        importance_sampling_level: that of the loss.
+        all_counted: set it where ref_logprobs or the entropy are used.
+
+    Returns:
+        (M,) int64, ascending.
+
+    Raises:
+        ValueError: a wrong level, shape or device.
+        TypeError: advantages or weights that are no floats.
+    """
+    level = check_level(importance_sampling_level)
+    if mask.dim() != 2:
+        raise ValueError(f"mask must be (B, T), got shape {tuple(mask.shape)}")
+    check_tensor("advantages", advantages, [mask.shape[:1], mask.shape], mask.device)
+    if weights is not None:
+        check_tensor("weights", weights, [mask.shape], mask.device)
+    advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+    tokens = Tokens(None, advantages.expand_as(mask), weights, None, (mask != 0).float())
+    return contributing(tokens, PolicyOptions(level=level), all_counted=all_counted).flatten().nonzero().squeeze(1)
+
+
+def _metrics_of_rows(batch: Batch, stats: Tensor, with_entropy: bool, checked: bool, source: str) -> dict[str, Tensor]:
+    """Metrics from the `STATS` (5, N) that the kernels give; raises where a log-prob is not finite."""
+    logprobs, entropy, ratio, kl, clip = stats.detach().view(-1, *batch.keep.shape)
+    if checked:
+        check_finite(f"the target's log-prob from {source}", logprobs, batch.keep)
+    return _metrics(batch, ratio, kl, clip, entropy if with_entropy else None)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """(N,) contiguous; flattening alone keeps the strides of a single row."""
+    return tensor.contiguous().flatten()
+
+
+class _WithGradient(torch.autograd.Function):
+    """The identity on a loss whose gradient by `source` is already known."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, source: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.dtype = source.dtype
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor, None]:
+        refuse_second_derivative()
+        (gradient,) = ctx.saved_tensors
+        return None, (gradient * upstream).to(ctx.dtype), None
+
+
+@torch.no_grad()
+def _metrics(batch: Batch, ratio: Tensor, kl: Tensor, clip: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
+    """The metrics of `policy_loss` from (B, T) values of the counted tokens."""
+    keep, tokens = batch.keep, batch.tokens
+    per_sequence = keep.sum(1)
+    count = per_sequence.sum().clamp(min=1)
+    moving = keep & (tokens.advantages != 0)
+    if tokens.weights is not None:
+        moving = moving & (tokens.weights != 0)
+    metrics = {"ratio_mean": torch.where(moving, ratio, 0).sum() / moving.sum().clamp(min=1)}
+    if tokens.ref_logprobs is not None:
+        metrics["kl"] = torch.where(keep, kl, 0).sum() / count
+    if entropy is not None:
+        metrics["entropy"] = torch.where(keep, entropy, 0).sum() / count
+
+    def clip_ratio(flag: Tensor) -> tuple[Tensor, Tensor]:
+        """Overall mean, and share of each sequence (B,)."""
+        clipped = (flag & keep).sum(1)
+        share = clipped / per_sequence.clamp(min=1)
+        return (share.mean() if batch.options.level == "sequence" else clipped.sum() / count), share
+
+    high_mean, high = clip_ratio(clip > 0)
+    if batch.options.surrogate == "cispo":
+        metrics["cispo_clip_ratio"] = high_mean
+    elif batch.options.surrogate == "clip":
+        low_mean, low = clip_ratio(clip < 0)
+        nonempty = per_sequence > 0
+        metrics["clip_ratio/low_mean"] = low_mean
+        metrics["clip_ratio/high_mean"] = high_mean
+        metrics["clip_ratio/region_mean"] = clip_ratio(clip != 0)[0]
+        metrics["clip_ratio/low_min"] = torch.where(nonempty, low, low.max()).min()
+        metrics["clip_ratio/high_max"] = high.max()
+    return metrics

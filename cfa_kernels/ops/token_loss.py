@@ -1,0 +1,228 @@
+"""The clipped policy-gradient loss of a token and its derivative, stated once for every form of the loss.
+
+`token_terms` is the formula; `policy_terms` adds the two levels of the ratio. `policy_loss` on log-probs uses them
+directly. `token_terms_triton` mirrors the formula for kernels that go from logits to gradient in one program.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_math import minimum
+
+LOG_RATIO_MAX = 40.0
+"""Log-ratios (nats) are cut off here from above, so that no ratio overflows float32; the gradient beyond is 0."""
+
+SURROGATES = ("clip", "cispo", "sapo")
+
+
+class PolicyOptions(NamedTuple):
+    """Hyper-parameters of the loss of a token, under TRL's names.
+
+    `surrogate` is `"clip"` (grpo, bnpo, dr_grpo, dapo, luspo), `"cispo"` or `"sapo"`; `level` is `"token"`
+    or `"sequence"`; `delta` is infinite when there is no upper clip; `use_bias_correction_kl` multiplies the KL
+    term by the ratio.
+    """
+
+    surrogate: str = "clip"
+    level: str = "token"
+    epsilon: float = 0.2
+    epsilon_high: float = 0.28
+    delta: float = float("inf")
+    beta: float = 0.0
+    use_bias_correction_kl: bool = False
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+
+    def numbers(self) -> list[float]:
+        """All but the names, as an operator takes them."""
+        return [float(value) for value in self[2:]]
+
+    @classmethod
+    def of(cls, surrogate: str, level: str, numbers: Sequence[float]) -> "PolicyOptions":
+        """The options whose names and `numbers` these are."""
+        return cls._make((surrogate, level, *numbers))
+
+
+class Tokens(NamedTuple):
+    """What the loss of each token depends on besides its log-prob: tensors of one shape and dtype.
+
+    `scale` is the factor of the token's loss in the sum that is the loss: > 0 where the token counts, else 0.
+    """
+
+    old_logprobs: Tensor | None
+    advantages: Tensor
+    weights: Tensor | None
+    ref_logprobs: Tensor | None
+    scale: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
+        """`change` applied to every tensor that is there."""
+        return Tokens._make(None if tensor is None else change(tensor) for tensor in self)
+
+
+class TokenTerms(NamedTuple):
+    """What `token_terms` returns, all in the shape of the log-probs.
+
+    `loss` is the token's loss before aggregation. Its derivative by the token's log-prob has two parts: `direct`,
+    at a fixed ratio, and `via_ratio`, by the log-ratio, which the sequence level spreads over the sequence.
+    `kl` is the (possibly bias-corrected) k3 estimate, nats; `clip` is -1 / +1 where the lower / upper clip bites.
+    """
+
+    loss: Tensor
+    direct: Tensor
+    via_ratio: Tensor
+    ratio: Tensor
+    kl: Tensor
+    clip: Tensor
+
+
+def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: PolicyOptions) -> TokenTerms:
+    """Loss of each token and its two partial derivatives.
+
+    Surrogates (c = exp(log_ratio), A = advantage, w = weight):
+    `clip`   -w * min(min(c, delta) * A, clamp(c, 1 - epsilon, 1 + epsilon_high) * A)   PPO / DAPO (eq. 8 of CF)
+    `cispo`  -w * stop_gradient(min(c, epsilon_high)) * A * logprob
+    `sapo`   -w * 4 / tau * sigmoid(tau * (c - 1)) * A, tau by the sign of A
+    and then, unweighted, `+ beta * k3` with k3 = exp(ref - logprob) - (ref - logprob) - 1.
+
+    Args:
+        logprobs: of any shape, nats.
+        log_ratio: of that shape: `logprobs - old_logprobs`, or its mean over a sequence.
+        tokens: fields of that shape; the old log-probs and the scale are not read.
+        options: all but the level, which `log_ratio` contains.
+
+    Returns:
+        Terms of that shape.
+
+    Raises:
+        ValueError: a surrogate that is none of `SURROGATES`.
+    """
+    inside = log_ratio <= LOG_RATIO_MAX
+    ratio = log_ratio.clamp(max=LOG_RATIO_MAX).exp()
+    weighted = tokens.advantages if tokens.weights is None else tokens.weights * tokens.advantages
+    zero = torch.zeros_like(ratio)
+    direct, via_ratio = zero, zero
+    clipped_low = clipped_high = torch.zeros_like(inside)
+
+    if options.surrogate == "clip":
+        low, high = 1 - options.epsilon, 1 + options.epsilon_high
+        capped = ratio.clamp(max=options.delta)
+        first, second = capped * weighted, ratio.clamp(low, high) * weighted
+        loss = -torch.minimum(first, second)
+        passes = torch.where(first <= second, ratio <= options.delta, (ratio >= low) & (ratio <= high))
+        via_ratio = torch.where(passes & inside, -ratio * weighted, zero)
+        clipped_low, clipped_high = (capped < low) & (weighted < 0), (capped > high) & (weighted > 0)
+    elif options.surrogate == "cispo":
+        direct = -ratio.clamp(max=options.epsilon_high) * weighted
+        loss = direct * logprobs
+        clipped_high = (ratio > options.epsilon_high) & (weighted > 0)
+    elif options.surrogate == "sapo":
+        # float32 constants in every dtype, as in TRL and in the kernel
+        tau = torch.where(tokens.advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
+        tau = tau.to(ratio.dtype)
+        gate = torch.sigmoid(tau * (ratio - 1))
+        loss = -4 / tau * gate * weighted
+        via_ratio = -4 * gate * (1 - gate) * weighted * ratio  # 0 at the cut-off, where the gate is 1
+    else:
+        raise ValueError(f"surrogate must be one of {SURROGATES}, got {options.surrogate!r}")
+
+    kl = zero
+    if tokens.ref_logprobs is not None:
+        gap = (tokens.ref_logprobs - logprobs).clamp(max=LOG_RATIO_MAX)
+        kl = gap.exp() - gap - 1
+        kl_slope = torch.where(gap < LOG_RATIO_MAX, 1 - gap.exp(), zero)
+        if options.use_bias_correction_kl:
+            kl, kl_slope = kl * ratio, kl_slope * ratio
+            via_ratio = via_ratio + options.beta * torch.where(inside, kl, zero)
+        if options.beta != 0:
+            loss = loss + options.beta * kl
+            direct = direct + options.beta * kl_slope
+
+    return TokenTerms(loss, direct, via_ratio, ratio, kl, clipped_high.to(ratio.dtype) - clipped_low.to(ratio.dtype))
+
+
+def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tuple[TokenTerms, Tensor]:
+    """Terms of a batch at either level of the ratio, and the derivative by its log-probs.
+
+    At the sequence level a token's log-ratio is the mean over the counted tokens of its sequence (GSPO).
+
+    Args:
+        logprobs: (B, T), nats, 0 where a token does not count.
+        tokens: fields (B, T), likewise.
+        options: of the loss.
+
+    Returns:
+        The terms, and the derivative (B, T) of `sum(loss * scale)` by each log-prob.
+    """
+    counted = tokens.scale > 0
+    log_ratio = logprobs - (logprobs if tokens.old_logprobs is None else tokens.old_logprobs)
+    if options.level == "sequence":
+        length = counted.sum(1, keepdim=True).clamp(min=1)
+        log_ratio = (log_ratio.sum(1, keepdim=True) / length).expand_as(logprobs)
+    terms = token_terms(logprobs, log_ratio, tokens, options)
+    direct, via_ratio = terms.direct * tokens.scale, terms.via_ratio * tokens.scale
+    if options.level == "sequence":
+        via_ratio = via_ratio.sum(1, keepdim=True) / length * counted
+    return terms, direct + via_ratio
+
+
+def refuse_second_derivative() -> None:
+    """For a backward whose gradient was stored: to a second derivative it would be a constant, silently.
+
+    Raises RuntimeError if the backward runs with `create_graph=True`.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError("the policy loss has first derivatives only: run its backward without create_graph=True")
+
+
+@triton.jit
+def token_terms_triton(
+    logprob, old_logprob, advantage, weight, ref_logprob,
+    low, high, delta, beta, sapo_pos, sapo_neg, log_ratio_max,
+    SURROGATE: tl.constexpr, HAS_REF: tl.constexpr, CORRECT_KL: tl.constexpr,
+):  # fmt: skip
+    """`token_terms` at the token level for one token: (loss, d loss / d logprob, ratio, kl, clip), fp32 scalars.
+
+    low and high bound the ratio: 1 - epsilon, 1 + epsilon_high, or epsilon_high itself for cispo.
+    """
+    log_ratio = logprob - old_logprob
+    inside = log_ratio <= log_ratio_max
+    ratio = tl.exp(minimum(log_ratio, log_ratio_max))
+    weighted = weight * advantage
+    clip = 0.0
+    if SURROGATE == "clip":
+        capped = minimum(ratio, delta)
+        first = capped * weighted
+        second = minimum(tl.maximum(ratio, low), high) * weighted
+        loss = -minimum(first, second)
+        unclipped = (ratio >= low) & (ratio <= high)
+        passes = ((first <= second) & (ratio <= delta)) | ((first > second) & unclipped)
+        slope = tl.where(passes & inside, -ratio * weighted, 0.0)
+        clip = tl.where((capped > high) & (weighted > 0), 1.0, 0.0)
+        clip = tl.where((capped < low) & (weighted < 0), -1.0, clip)
+    elif SURROGATE == "cispo":
+        slope = -minimum(ratio, high) * weighted
+        loss = slope * logprob
+        clip = tl.where((ratio > high) & (weighted > 0), 1.0, 0.0)
+    else:
+        tau = tl.where(advantage > 0, sapo_pos, sapo_neg)
+        gate = 1.0 / (1.0 + tl.exp(-tau * (ratio - 1.0)))
+        loss = -4.0 / tau * gate * weighted
+        slope = -4.0 * gate * (1.0 - gate) * weighted * ratio
+    kl = 0.0
+    if HAS_REF:
+        gap = minimum(ref_logprob - logprob, log_ratio_max)
+        excess = tl.exp(gap)
+        kl = excess - gap - 1.0
+        kl_slope = tl.where(gap < log_ratio_max, 1.0 - excess, 0.0)
+        if CORRECT_KL:
+            kl = kl * ratio
+            kl_slope = kl_slope * ratio + tl.where(inside, kl, 0.0)
+        loss += beta * kl
+        slope += beta * kl_slope
+    return loss, slope, ratio, kl, clip

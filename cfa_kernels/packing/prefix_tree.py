@@ -1,0 +1,189 @@
+"""cfa_kernels/packing/prefix_tree.py."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ..ops.segment_table import SegmentTable
+
+
+@dataclass(frozen=True)
+class Query:
+    """One sequence to feed and the targets whose log-probs are wanted along it.
+
+    `targets[i]` is the token predicted at position `first + i`; `tokens` ends at or after the last such
+    position, so the last target itself need not be fed. `tempered` asks for log-probs at the sampling temperature
+    instead of at 1. `divergence` asks for one number instead: how far the outcome over the rows of those positions is
+    from that of the row's first such query (`outcomes.py`).
+    """
+
+    tokens: np.ndarray  # (L,) int64
+    first: int
+    targets: np.ndarray  # (A,) int64
+    tempered: bool = False
+    beyond: np.ndarray | None = None  # tokens that may be fed after these, where a model needs a longer sequence
+    divergence: bool = False
+    alone_from: int | None = None  # from this position on, its rows are its own even where another's are equal
+
+    @property
+    def num_values(self) -> int:
+        """How many numbers are read for it."""
+        return 1 if self.divergence else len(self.targets)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence, with those beyond."""
+        return len(self.tokens) + (0 if self.beyond is None else len(self.beyond))
+
+    def fed_to(self, length: int) -> "Query":
+        """The same, fed up to `length` tokens at least, as far as there are some."""
+        if length <= len(self.tokens) or self.beyond is None:
+            return self
+        missing = self.beyond[: length - len(self.tokens)]
+        return replace(self, tokens=np.concatenate([self.tokens, missing]), beyond=None)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.first + len(self.targets) <= len(self.tokens):
+            raise ValueError(
+                f"targets at positions [{self.first}, {self.first + len(self.targets)}) do not lie on a sequence "
+                f"of {len(self.tokens)} tokens"
+            )
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One packed forward: N rows to feed, R of them with a target for the head, and where each query's are."""
+
+    input_ids: np.ndarray  # (N,) int64
+    position_ids: np.ndarray  # (N,) int64
+    table: SegmentTable
+    rows: np.ndarray  # (R,) int64: rows whose hidden state the head needs, no (row, target, tempered) twice
+    targets: np.ndarray  # (R,) int64
+    num_tempered: int  # the last so many of the R are wanted at the sampling temperature
+    query_index: np.ndarray  # (sum A,) int64: into rows / targets, the pack's queries one after the other
+    units: range  # the units this pack covers
+    tree: "PrefixTree" = field(repr=False)  # that of all its rows
+    first_row: int = 0  # of the rows fed: those before it were fed by the pack that this one continues
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows fed."""
+        return len(self.input_ids)
+
+
+@dataclass
+class _Segment:
+    key: tuple[int, int, int]  # under which it is found
+    tokens: np.ndarray  # own tokens
+    start: int  # position of the first of them
+    row: int  # packed row of the first of them
+    path: np.ndarray  # packed row of every position from 0 to the segment's end
+    has_children: bool = False
+
+
+class PrefixTree:
+    """A radix tree whose segments are the rows of one packed sequence, in order of insertion."""
+
+    def __init__(self) -> None:
+        self._segments: list[_Segment] = []
+        # (segment, position, token) -> segment; one that is shared with nobody has a negative number for its token.
+        self._branches: dict[tuple[int, int, int], int] = {}
+        self._parents: list[int] = []
+        self.num_tokens = 0
+
+    def insert(self, tokens: np.ndarray, alone_from: int | None = None) -> np.ndarray:
+        """Add a sequence; return the packed row of each of its tokens, shared ones included, (L,) int32.
+
+        From position `alone_from` on, it shares no row with any sequence before or after it.
+        """
+        common = tokens[:alone_from]
+        current, depth = self._find(common)
+        if depth < len(common):
+            current, depth = self._append(current, depth, common, int(common[depth])), len(common)
+        if depth < len(tokens):
+            current = self._append(current, depth, tokens, -1 - len(self._segments))
+        return self._segments[current].path[: len(tokens)]
+
+    def common_prefix(self, tokens: np.ndarray) -> int:
+        """How many tokens of a sequence, from its first on, have a row here already."""
+        return self._find(tokens)[1]
+
+    def _find(self, tokens: np.ndarray) -> tuple[int, int]:
+        """The segment that holds the end of the longest prefix of `tokens` here, -1 for none, and its length."""
+        current, depth = -1, 0
+        while depth < len(tokens):
+            child = self._branches.get((current, depth, int(tokens[depth])), -1)
+            if child < 0:
+                break
+            segment, current = self._segments[child], child
+            depth += _common_prefix(tokens[depth:], segment.tokens)
+        return current, depth
+
+    def _append(self, parent: int, start: int, tokens: np.ndarray, token: int) -> int:
+        """A new segment for `tokens[start:]`, found below `parent` under `token`."""
+        own = tokens[start:]
+        rows = np.arange(self.num_tokens, self.num_tokens + len(own), dtype=np.int32)
+        path = rows
+        if parent >= 0:
+            self._segments[parent].has_children = True
+            path = np.concatenate([self._segments[parent].path[:start], rows])
+        key = (parent, start, token)
+        self._branches[key] = len(self._segments)
+        self._segments.append(_Segment(key, own, start, self.num_tokens, path))
+        self._parents.append(parent)
+        self.num_tokens += len(own)
+        return len(self._segments) - 1
+
+    def insert_within(self, queries: Sequence[Query], most: int) -> list[np.ndarray] | None:
+        """Add the sequences of all `queries`, or of none, and return None, if that makes more than `most` rows."""
+        mark, rows_of = self.checkpoint(), []
+        for query in queries:
+            rows_of.append(self.insert(query.tokens, query.alone_from))
+            if self.num_tokens > most:
+                self.rollback(mark)
+                return None
+        return rows_of
+
+    def checkpoint(self) -> int:
+        """A mark to `rollback` to."""
+        return len(self._segments)
+
+    def rollback(self, mark: int) -> None:
+        """Forget every segment added since `mark`."""
+        while len(self._segments) > mark:
+            segment = self._segments.pop()
+            self._parents.pop()
+            del self._branches[segment.key]
+            self.num_tokens = segment.row
+
+    def input_ids(self) -> np.ndarray:
+        """(N,) int64 tokens in packed order."""
+        return np.concatenate([segment.tokens for segment in self._segments])
+
+    def table(self) -> SegmentTable:
+        """The segments with their contexts; a path is stored once for all that branch off it."""
+        stored: dict[int, int] = {}
+        paths, size = [], 0
+        for i, segment in enumerate(self._segments):
+            if segment.has_children:
+                stored[i] = size
+                paths.append(segment.path)
+                size += len(segment.path)
+        return SegmentTable(
+            row_start=_int32([segment.row for segment in self._segments]),
+            length=_int32([len(segment.tokens) for segment in self._segments]),
+            context_start=_int32([stored.get(parent, 0) for parent in self._parents]),
+            context_length=_int32([segment.start for segment in self._segments]),
+            context_rows=np.concatenate(paths) if paths else np.zeros(0, np.int32),
+        )
+
+
+def _int32(values: list[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens two sequences share that begin with the same one."""
+    n = min(len(a), len(b))
+    return int((a[:n] != b[:n]).argmax()) or n

@@ -1,0 +1,290 @@
+"""Counterfactual scores: how much an answer's log-prob drops when a span of the reasoning is masked.
+
+Completions and their masked branches become packed trees (`tree.py`); one forward per pack (`packed_model.py`) yields
+all answer log-probs and, when asked, the log-prob of every completion token. `outcomes.py` says what else than a
+log-prob may drop. The host lays out a pack while the device runs the one before, and looks at values once, at the end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..hf.head import Head
+from ..hf.memory import run_in_memory
+from ..hf.model import causal_lm
+from ..hf.tree_forward import HeadRows, KeyValueStore, pack_states, packed_hidden, tree_attention_mode
+from ..hf.verify import prove_supported
+from ..packing.packs import Chain, chain_units
+from ..packing.prefix_tree import Pack, Query
+from ..span import Span
+from .outcomes import Outcome, OutcomeReader
+from .plan import ScoringOptions, ScoringPlan, _plan, plan_queries
+
+
+@dataclass(frozen=True)
+class ScoringWork:
+    """What scoring did, for accounting: compare `tokens_fed` with `tokens_unshared`."""
+
+    forwards: int = 0
+    tokens_fed: int = 0
+    tokens_unshared: int = 0  # if every query (log-probs, base answer, each branch) took a forward of its own
+    head_rows: int = 0
+
+    def __add__(self, other: "ScoringWork") -> "ScoringWork":
+        """The sum of two counts."""
+        return ScoringWork(
+            self.forwards + other.forwards,
+            self.tokens_fed + other.tokens_fed,
+            self.tokens_unshared + other.tokens_unshared,
+            self.head_rows + other.head_rows,
+        )
+
+
+@dataclass(frozen=True)
+class CounterfactualScores:
+    """What each span does to the answers of B completions, in nats.
+
+    Where the outcome is a log-prob, `base` and `masked` are that of the answer; where it is a distribution (`last`,
+    `mean`), they are minus its KL divergence from the unmasked one, so `base` is 0. Either way a span matters the
+    more the lower its drop is: its importance is `-drop`.
+
+    Attributes:
+        base: (B,) fp32 log P(answer | prompt, reasoning), or its mean over tokens, or 0; nan where there is no answer.
+        masked: B tensors (K_b,) fp32, the same with span k replaced by placeholders; or minus the divergence.
+        drop: B tensors (K_b,) fp32, `masked - base`; of log-probs, positive marks a distractor (CF paper, eq. 3);
+            minus a divergence is never positive.
+        logprobs: B tensors (T_b,) fp32 of every completion token, if asked for.
+        work: counts of what was computed.
+
+    All tensors are on the host.
+    """
+
+    base: Tensor
+    masked: list[Tensor]
+    drop: list[Tensor]
+    logprobs: list[Tensor] | None
+    work: ScoringWork
+
+
+def score_counterfactuals(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    spans: Sequence[Sequence[Span]],
+    answers: Sequence[Span | None],
+    *,
+    placeholder_id: int,
+    fills: Sequence[Sequence[Tensor]] | None = None,
+    token_budget: int | None = None,
+    outcome: Outcome = "logprob",
+    logprobs: bool = False,
+    temperature: float = 1.0,
+) -> CounterfactualScores:
+    """Score the answer of each completion as sampled and with each span masked (CF paper, eqs. 3 and 5).
+
+    Exact: the same numbers as one full forward per span, to rounding, from far fewer tokens. Prompts, completions,
+    branches and any longer prefixes that are equal are computed once. With spans of one token each and a divergence
+    for outcome this is OAR-P (OAR paper).
+
+    Args:
+        model: a transformers causal model that uses the attention interface, bare or under PEFT (LoRA), DDP or
+            torch.compile. Left exactly as it was: mode, attention implementation, random state.
+        prompts: B 1-D int64 tensors of token ids, unpadded.
+        completions: B 1-D int64 tensors, unpadded. Tokens after the answer are allowed and not fed.
+        spans: for each completion, spans to mask one at a time. They may overlap each other, never the answer; a
+            span after the answer has drop 0 by causality.
+        answers: for each completion its answer, or None; then it has no scores (`base` nan, `drop` nan).
+        placeholder_id: the id that replaces each token of a masked span, so positions do not move.
+        fills: if given, the int64 ids that replace each span instead, as many as it has tokens; see `resampled_fills`.
+        token_budget: most tokens per forward; default by free memory. Where a completion and its branches are over
+            it, the completion is fed first and its branches, in several forwards, continue its keys and values;
+            layers that carry a state begin again with what branches have in common. The result does not depend on
+            the budget (to rounding).
+        outcome: what is compared, of `Outcome`: the answer's log-prob (`logprob`), its mean over tokens
+            (`mean_logprob`), or by KL divergence the distribution of the answer's first token (`last`) or that of
+            the mean logits over its tokens (`mean`).
+        logprobs: also return the log-prob of every completion token, from the same forward.
+        temperature: divides the logits of `logprobs` alone (the sampling temperature, for old log-probs as TRL
+            defines them); answers are always scored at 1.
+
+    Raises:
+        ValueError: bad input; the message names argument, row and value.
+        TypeError, NotImplementedError: models that cannot be scored; the message says why.
+        FloatingPointError: the model gave a nan log-prob; the message names the row.
+    """
+    causal = causal_lm(model)
+    options = ScoringOptions(placeholder_id, token_budget, outcome, logprobs, temperature, fills)
+    plan = _plan(causal, prompts, completions, spans, answers, options)
+    values, work = _run(causal, plan, options.temperature)
+    return collect_scores(values, plan, options, work)
+
+
+def query_logprobs(
+    model: nn.Module,
+    units: Sequence[Sequence[Query]],
+    *,
+    lengths: Sequence[int] | None = None,
+    row_numbers: Sequence[int] | None = None,
+    token_budget: int | None = None,
+    temperature: float = 1.0,
+) -> tuple[list[list[Tensor]], ScoringWork]:
+    """Log-probs of every query's targets, without gradient, from packed trees: what queries have in common is fed once.
+
+    Args:
+        model: as in `score_counterfactuals`.
+        units: U sequences of queries, each those of one row; a row may ask nothing. Neighbours share their common
+            prefixes, so put rows of one prompt side by side. A query feeds at least one token; its ids are trusted.
+        lengths: (U,) tokens of each row fed alone and whole, by which models whose rotary frequencies follow a
+            sequence's length choose them; default the longest query of the row with what lies beyond it.
+        row_numbers: (U,) what errors call each row; default its place in `units`.
+        token_budget: as in `score_counterfactuals`.
+        temperature: divides the logits of the queries that are `tempered`.
+
+    Returns:
+        For each unit a list with, for each of its queries, fp32 log-probs (A,) in nats on the host; and what it took.
+
+    Raises:
+        ValueError: `lengths` or `row_numbers` of another number than `units`, a token budget below 1, a temperature
+            that is not positive.
+        TypeError, NotImplementedError: models that cannot be scored; the message says why.
+        FloatingPointError: the model gave a nan log-prob; the message names the row.
+    """
+    causal = causal_lm(model)
+    plan = plan_queries(
+        causal, units, lengths=lengths, row_numbers=row_numbers, token_budget=token_budget, temperature=temperature
+    )
+    values, work = _run(causal, plan, temperature)
+    return collect_logprobs(values, plan), work
+
+
+class Read(NamedTuple):
+    """A pack that was fed, and what the queries that it answers read of it."""
+
+    pack: Pack
+    numbers: Sequence[int]  # of those queries
+    values: Tensor  # on the device
+    places: np.ndarray  # int64: of the queries' values among `values`, one query after the other
+
+
+def _run(model: PreTrainedModel, plan: ScoringPlan, temperature: float) -> tuple[Tensor, ScoringWork]:
+    """The values of every query in order, fp32 on the host, and what it took."""
+    head = prove_supported(model)
+    reader = OutcomeReader(head, temperature)
+    with tree_attention_mode(model):
+        found = run_in_memory(
+            plan.chains(), partial(_read_chain, model, head, plan, reader), partial(_smaller_chains, plan)
+        )
+        read = [one for chain in found for one in chain]
+    return gather(plan, read)
+
+
+def gather(plan: ScoringPlan, read: Sequence[Read]) -> tuple[Tensor, ScoringWork]:
+    """The values of all queries of `plan` in order, on the host, and what it took.
+
+    One copy for all of them, which waits for the device.
+    """
+    work = ScoringWork(
+        forwards=len([one for one in read if one.pack.num_tokens]),
+        tokens_fed=sum(one.pack.num_tokens for one in read),
+        tokens_unshared=sum(len(query.tokens) for query in plan.queries),
+        head_rows=sum(len(one.pack.rows) for one in read),
+    )
+    if not read:
+        return torch.zeros(0), work
+    ends = np.cumsum([len(one.values) for one in read])
+    places = np.concatenate([one.places + end - len(one.values) for one, end in zip(read, ends, strict=True)])
+    order = _in_order([n for one in read for n in one.numbers], [query.num_values for query in plan.queries])
+    return torch.cat([one.values for one in read]).cpu()[torch.from_numpy(places[order])], work
+
+
+def _in_order(answered: list[int], sizes: list[int]) -> np.ndarray:
+    """Index that puts the values of queries `answered` one after the other in the order of their numbers."""
+    size, numbers = np.array(sizes), np.array(answered)
+    starts = np.empty(len(sizes), dtype=np.int64)
+    starts[numbers] = np.cumsum(size[numbers]) - size[numbers]
+    return np.repeat(starts - (np.cumsum(size) - size), size) + np.arange(size.sum())
+
+
+def _read_chain(
+    model: PreTrainedModel, head: Head, plan: ScoringPlan, reader: OutcomeReader, chain: Chain
+) -> list[Read]:
+    """What a chain's packs say."""
+    store, hidden, read = None, None, list[Read]()
+    for pack, numbers in chain.packs(plan.queries):
+        if chain.continued and hidden is None:
+            store = KeyValueStore()
+            hidden = packed_hidden(model, pack, store=store)
+            read.append(Read(pack, [], hidden.new_zeros(0), np.zeros(0, np.int64)))
+        else:
+            rows = pack_states(model, head, pack, store=store, earlier=hidden)
+            read.append(read_pack(reader, plan, pack, numbers, rows))
+    return read
+
+
+def read_pack(reader: OutcomeReader, plan: ScoringPlan, pack: Pack, numbers: Sequence[int], rows: HeadRows) -> Read:
+    """What the queries `numbers` of `plan`, those of `pack`, read of its rows."""
+    queries, units = [plan.queries[n] for n in numbers], [plan.unit_of[n] for n in numbers]
+    return Read(pack, numbers, *reader.read(pack, queries, units, rows))
+
+
+def _smaller_chains(plan: ScoringPlan, chain: Chain) -> list[Chain]:
+    """The queries of a chain in more packs, of half the rows or of one query each; none if that is what it has."""
+    sizes = [pack.num_tokens for pack, _ in chain.packs(plan.queries)]
+    for budget in (max(sizes[1:] or sizes) // 2, 1):
+        limits = replace(chain.limits, token_budget=max(budget, 1))
+        chains = list(chain_units(plan.queries, chain.units, limits))
+        if sum(1 for one in chains for _ in one.packs(plan.queries)) > len(sizes):
+            return chains
+    return []
+
+
+def collect_logprobs(values: Tensor, plan: ScoringPlan) -> list[list[Tensor]]:
+    """Values, as from `gather`, by unit and query."""
+    _reject_nan(values, plan)
+    each = iter(values.split([query.num_values for query in plan.queries]))
+    return [[next(each) for _ in unit] for unit in plan.units]
+
+
+def collect_scores(
+    values: Tensor, plan: ScoringPlan, options: ScoringOptions, work: ScoringWork
+) -> CounterfactualScores:
+    """Put values, as from `gather`, together to answer scores and hand all back in the caller's order of rows."""
+    _reject_nan(values, plan)
+    sizes = [query.num_values for query in plan.queries]
+    reduction = "mean" if options.outcome == "mean_logprob" else "sum"
+    scores = torch.segment_reduce(values, reduction, lengths=torch.tensor(sizes)) if sizes else values
+    tokens = iter(values.split(sizes))
+    base = values.new_full((len(plan.rows),), float("nan"))
+    masked, drop, per_token = ([values.new_empty(0)] * len(plan.rows) for _ in range(3))
+    start = 0
+    for unit, row, b in zip(plan.units, plan.rows, plan.order, strict=True):
+        token_values = [next(tokens) for _ in unit]
+        answered = scores[start + options.logprobs : start + len(unit)]  # the base, then a branch per span that matters
+        start += len(unit)
+        if options.logprobs:
+            per_token[b] = token_values[0]
+        if row.answer is None:
+            masked[b] = drop[b] = base.new_full((len(row.spans),), float("nan"))
+            continue
+        base[b] = answered[0]
+        # A span after the answer masks nothing that the answer depends on: it scores as the base itself.
+        matters = [row.masks_something(span) for span in row.spans]
+        source = np.where(matters, np.cumsum(matters), 0) if matters else np.zeros(0, np.int64)
+        masked[b] = answered[torch.from_numpy(source)]
+        drop[b] = masked[b] - base[b]
+    return CounterfactualScores(base, masked, drop, per_token if options.logprobs else None, work)
+
+
+def _reject_nan(values: Tensor, plan: ScoringPlan) -> None:
+    if not torch.isnan(values).any():
+        return
+    position = int(torch.isnan(values).nonzero()[0])
+    ends = np.cumsum([sum(query.num_values for query in unit) for unit in plan.units])
+    row = plan.order[int(np.searchsorted(ends, position, side="right"))]
+    raise FloatingPointError(f"completions row {row}: the model gave a nan log-prob")

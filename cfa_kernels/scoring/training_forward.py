@@ -1,0 +1,516 @@
+"""Log-probs and the policy loss of whole completions, with gradients, from packed trees: prompts once, no padding.
+
+`packed_forward` runs the model; log-probs, the loss and, from the keys and values that it kept, counterfactual scores
+are then read off that one forward. `packed_logprobs` and `packed_policy_loss` are the two usual ways in one call.
+"""
+
+import numbers
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..hf.head import Head
+from ..hf.limits import apart_by_length, rope_lengths, rows_per_forward
+from ..hf.memory import halves, run_in_memory
+from ..hf.model import causal_lm, context_length, run_inside, vocab_size
+from ..hf.model_state import ModelState, Weight
+from ..hf.stateful_layers import has_cells
+from ..hf.tree_forward import KeyValueStore, pack_states, packed_hidden, tree_attention_mode, tree_training_mode
+from ..hf.verify import prove_trainable
+from ..losses.policy import linear_policy_loss
+from ..losses.ragged import LossBatch
+from ..ops.linear_logprob import linear_logprob
+from ..ops.upload import upload
+from ..packing.packs import continue_pack, lay_out
+from ..packing.prefix_tree import Pack, Query
+from ..span import Span
+from .batch import check_columns, checked_ids, checked_rows, equal_prompts_together
+from .masked import (
+    CounterfactualScores,
+    Read,
+    ScoringWork,
+    collect_logprobs,
+    collect_scores,
+    gather,
+    query_logprobs,
+    read_pack,
+    score_counterfactuals,
+)
+from .outcomes import Outcome, OutcomeReader
+from .plan import ScoringOptions, ScoringPlan, plan_queries, queries_of
+
+
+class PackedLoss(NamedTuple):
+    """What `packed_policy_loss` gives."""
+
+    loss: Tensor  # (), differentiable
+    metrics: dict[str, Tensor]  # as from `policy_loss`
+    logprobs: list[Tensor]  # B tensors (T_b,) fp32, detached; nan for tokens that the loss did not need
+
+
+def packed_logprobs(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    *,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    token_budget: int | None = None,
+) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+    """Log-probs of every completion token by one prompt-shared, padding-free forward, differentiable by the model.
+
+    Args:
+        model: as in `score_counterfactuals`, in any mode without dropout. DDP sees the forward.
+        prompts: B 1-D int64 tensors of token ids, unpadded. Equal ones, and longer common prefixes, are fed once.
+        completions: B 1-D int64 tensors, unpadded.
+        temperature: divides the logits.
+        return_entropy: also return the entropy of the distribution that each token was drawn from.
+        token_budget: most tokens per forward; default by free memory. Completions of one prompt stay together, even
+            over the budget. The result does not depend on it (to rounding).
+
+    Returns:
+        B tensors (T_b,) in nats on the head's device: float32, also from a model in half precision or under autocast,
+        and float64 from a model in float64. With `return_entropy` a second list like it. No rows give an empty list.
+
+    Raises:
+        ValueError: bad input; the message names argument, row and value.
+        NotImplementedError: a model that cannot be run this way, by name and reason.
+    """
+    causal = causal_lm(model)
+    _check_temperature(temperature)
+
+    def body() -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+        forward = packed_forward(causal, prompts, completions, token_budget=token_budget)
+        return forward.logprobs(temperature, return_entropy=return_entropy)
+
+    return run_inside(model, causal, body)
+
+
+def packed_policy_loss(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    old_logprobs: Sequence[Tensor] | None,
+    advantages: Tensor | Sequence[Tensor],
+    *,
+    weights: Sequence[Tensor] | None = None,
+    mask: Sequence[Tensor] | None = None,
+    ref_logprobs: Sequence[Tensor] | None = None,
+    temperature: float = 1.0,
+    compute_entropy: bool = False,
+    token_budget: int | None = None,
+    **options: Any,
+) -> PackedLoss:
+    """`policy_loss` from token ids, in one prompt-shared, padding-free forward with the head fused into the loss.
+
+    The loss is that of the unshared batch: denominators, and what equal completions or common prefixes count for,
+    do not depend on what is shared. Completions, and ends of completions, that the loss does not need (no advantage,
+    weight or mask there, and neither KL nor entropy wanted) are not fed; their tokens stay in the denominators.
+
+    Args:
+        model, prompts, completions, temperature, token_budget: as in `packed_logprobs`.
+        old_logprobs: B tensors (T_b,) under the sampling policy; None means on-policy.
+        advantages: (B,), or B tensors (T_b,).
+        weights: B tensors (T_b,), finite and >= 0, on the clipped policy term; None for 1.
+        mask: B tensors (T_b,) of 0 and 1, the tokens that the loss counts; None for all.
+        ref_logprobs: B tensors (T_b,), needed when `beta != 0`.
+        compute_entropy: add the `entropy` metric.
+        **options: those of `policy_loss`.
+
+    Returns:
+        `PackedLoss`: the loss, its metrics, and the log-probs, which are the old ones of later iterations.
+
+    Raises:
+        ValueError: bad input; the message names argument, row and value.
+        NotImplementedError: a model that cannot be run this way, by name and reason.
+    """
+    causal = causal_lm(model)
+    _check_temperature(temperature)
+
+    check_columns(prompts, completions=completions)
+    batch = LossBatch.of(
+        completions, old_logprobs, advantages, weights=weights, mask=mask, ref_logprobs=ref_logprobs,
+        compute_entropy=compute_entropy, **options,
+    )  # fmt: skip
+
+    def body() -> PackedLoss:
+        forward = packed_forward(causal, prompts, completions, needed=batch.needed(), token_budget=token_budget)
+        return forward.policy_loss(batch, temperature, compute_entropy=compute_entropy, **options)
+
+    return run_inside(model, causal, body)
+
+
+def packed_forward(
+    causal: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    *,
+    needed: Sequence[int] | None = None,
+    token_budget: int | None = None,
+    keep_states: bool = False,
+) -> "PackedForward":
+    """Run `causal` on the packed trees of a batch, with gradients.
+
+    Args:
+        causal: what `causal_lm` finds.
+        prompts, completions: as in `packed_logprobs`.
+        needed: for each row, how many of its first tokens will be asked for; 0 feeds nothing. Default all.
+        token_budget: as in `packed_logprobs`.
+        keep_states: keep the keys and values of every layer, so that `PackedForward.score` can continue the rows.
+
+    Returns:
+        `PackedForward`, which no rows are read off once the weights that they came from have changed. Without any
+        rows it runs nothing. Where Liger's gated MLPs run (`fused_modules.py`) and layers are not checkpointed, its
+        graph takes one backward: a second one raises `RuntimeError`.
+
+    Raises:
+        ValueError: bad input; the message names argument, row and value.
+        NotImplementedError: a model that cannot be run this way, by name and reason.
+    """
+    check_columns(prompts, completions=completions)
+    rows = checked_ids(prompts, completions, vocab_size(causal), context_length(causal))
+    counts = _checked_needed(needed, [len(completion) for _, completion in rows])
+    budget = rows_per_forward(causal, token_budget)
+    head = prove_trainable(causal)
+    order = equal_prompts_together([prompt for prompt, _ in rows])
+    fed: list[_Fed] = []
+    with tree_training_mode(causal):
+        units = [_sequence(*rows[b], int(counts[b])) for b in order]
+        lengths = [len(rows[b][0]) + len(rows[b][1]) for b in order]
+        for part in apart_by_length(causal, units, lengths, order):
+            groups = _by_prompt(part, [rows[b][0] for b in order])
+            for pack in lay_out([[query for i in group for query in part[i]] for group in groups], budget):
+                members = [order[i] for g in pack.units for i in groups[g] if part[i]]
+                store = KeyValueStore() if keep_states else None
+                fed.append(_Fed(pack, members, packed_hidden(causal, pack, store=store), store))
+    return PackedForward(causal, head, rows, counts, fed, keep_states=keep_states)
+
+
+def _checked_needed(needed: Sequence[int] | None, lengths: Sequence[int]) -> np.ndarray:
+    """(B,) int64, how many tokens of each completion are to be fed."""
+    if needed is None:
+        return np.array(lengths, dtype=np.int64)
+    check_columns(lengths, needed=needed)
+    for b, (count, length) in enumerate(zip(needed, lengths, strict=True)):
+        if isinstance(count, bool) or not isinstance(count, numbers.Integral) or not 0 <= count <= length:
+            raise ValueError(f"needed row {b}: must be a number of tokens from 0 to {length}, got {count!r}")
+    return np.array(needed, dtype=np.int64)
+
+
+def _sequence(prompt: np.ndarray, completion: np.ndarray, count: int) -> list[Query]:
+    """The first `count` tokens of a completion; nothing for none."""
+    if count == 0:
+        return []
+    tokens = np.concatenate([prompt, completion[: count - 1]])
+    return [Query(tokens, len(prompt) - 1, completion[:count], beyond=completion[count - 1 :])]
+
+
+def _by_prompt(units: Sequence[Sequence[Query]], prompts: Sequence[np.ndarray]) -> list[list[int]]:
+    """Numbers of the units that ask something, those of equal prompts together; equal prompts are neighbours."""
+    groups: list[list[int]] = []
+    for i, unit in enumerate(units):
+        if not unit:
+            continue
+        if groups and np.array_equal(prompts[groups[-1][-1]], prompts[i]):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def _parts(head: Head) -> dict[str, Tensor]:
+    return {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
+
+
+@dataclass
+class _Fed:
+    """One pack after its forward."""
+
+    pack: Pack
+    members: list[int]  # batch row of each of its queries
+    hidden: Tensor  # (N, H), with gradient
+    store: KeyValueStore | None
+
+
+class PackedForward:
+    """The hidden states of a batch's completions, and everything that is read off them."""
+
+    def __init__(
+        self,
+        causal: PreTrainedModel,
+        head: Head,
+        rows: list[tuple[np.ndarray, np.ndarray]],
+        counts: np.ndarray,
+        fed: list[_Fed],
+        *,
+        keep_states: bool,
+    ) -> None:
+        self.causal, self.head, self.rows, self.counts, self.fed = causal, head, rows, counts, fed
+        self.device = head.weight.device
+        self._head = {name: Weight.of(part) for name, part in _parts(head).items()}
+        self._model = ModelState(causal) if keep_states else None
+        # For each batch row the packed row that predicts each of its tokens, packs laid end to end.
+        self._predicting = [np.zeros(0, np.int64)] * len(rows)
+        offset = 0
+        for one in fed:
+            inside = (one.pack.rows[one.pack.query_index] + offset).tolist()
+            start = 0
+            for b in one.members:
+                self._predicting[b] = np.array(inside[start : start + counts[b]], dtype=np.int64)
+                start += counts[b]
+            offset += one.pack.num_tokens
+
+    @property
+    def tokens_fed(self) -> int:
+        """Rows that went through the model."""
+        return sum(one.pack.num_tokens for one in self.fed)
+
+    def logprobs(
+        self, temperature: float = 1.0, *, return_entropy: bool = False
+    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+        """Log-probs of the fed tokens of each row, and if asked for their entropies, nats; differentiable.
+
+        As in `packed_logprobs`. Raises `RuntimeError` if the head's weights have changed since this forward.
+        """
+        self._require_same_head()
+        counts = self.counts.tolist()
+        targets = [completion[:count] for (_, completion), count in zip(self.rows, counts, strict=True)]
+        columns = [np.concatenate([*column, np.zeros(0, np.int64)]) for column in (self._predicting, targets)]
+        predicting, predicted = upload(columns, self.device)
+        hidden = self._hidden(predicting)
+        if not return_entropy:
+            return list(self.head.logprobs(hidden, predicted, temperature).split(counts))
+        values, entropies = linear_logprob(
+            hidden, self.head.weight, predicted, temperature=temperature, return_entropy=True, **self.head.options
+        )
+        return list(values.split(counts)), list(entropies.split(counts))
+
+    def policy_loss(
+        self, batch: LossBatch, temperature: float = 1.0, *, compute_entropy: bool = False, **options: Any
+    ) -> PackedLoss:
+        """The loss of `packed_policy_loss`; `batch` must have been fed as far as its loss needs it.
+
+        Raises:
+            ValueError: a batch of other rows, or with a row that its loss needs more of than was fed.
+            RuntimeError: the head's weights have changed since this forward.
+        """
+        self._require_same_head()
+        if len(batch.mask) != len(self.rows):
+            raise ValueError(f"batch has {len(batch.mask)} rows, this forward has {len(self.rows)}; they must agree")
+        for b, (needed, count) in enumerate(zip(batch.needed(), self.counts.tolist(), strict=True)):
+            if needed > count:
+                raise ValueError(f"batch row {b}: its loss needs {needed} tokens, but {count} were fed (needed[{b}])")
+        width = batch.mask.shape[1]
+        row, token = np.divmod(batch.rows.numpy(), width)
+        starts = np.cumsum(self.counts) - self.counts
+        predicting = np.concatenate([*self._predicting, np.zeros(0, np.int64)])[starts[row] + token]
+        on_device, (index,) = batch.to(self.device, torch.from_numpy(predicting))
+        loss, metrics, logprobs = linear_policy_loss(
+            self._hidden(index),
+            self.head.weight,
+            on_device.targets,
+            on_device.old_logprobs,
+            on_device.advantages,
+            on_device.mask,
+            temperature=temperature,
+            weights=on_device.weights,
+            ref_logprobs=on_device.ref_logprobs,
+            rows=on_device.rows,
+            compute_entropy=compute_entropy,
+            return_logprobs=True,
+            **self.head.options,
+            **options,
+        )
+        lengths = [len(completion) for _, completion in self.rows]
+        return PackedLoss(loss, metrics, [line[:length] for line, length in zip(logprobs, lengths, strict=True)])
+
+    def score(
+        self,
+        spans: Sequence[Sequence[Span]],
+        answers: Sequence[Span | None],
+        *,
+        placeholder_id: int,
+        token_budget: int | None = None,
+        outcome: Outcome = "logprob",
+    ) -> CounterfactualScores:
+        """`score_counterfactuals` of the same rows, from the hidden states and keys and values of this forward.
+
+        Only branches are fed, without gradient; base answers cost nothing. The model's weights and adapters must be
+        those of this forward. Arguments as there. Layers that carry a state, and rotary frequencies that follow a
+        forward's longest sequence, take forwards of their own.
+
+        Raises:
+            ValueError: bad input, as there; a row with an answer that was not fed; states that were not kept.
+            RuntimeError: a weight, or what adapters do, has changed since this forward; the message says which. What
+                is written to a weight through `.data` is not noticed.
+        """
+        self._require_same_model()
+        options = ScoringOptions(placeholder_id, token_budget, outcome)
+        if self._stands_alone:
+            prompts, completions = ([torch.from_numpy(row[i]) for row in self.rows] for i in range(2))
+            return score_counterfactuals(self.causal, prompts, completions, spans, answers, **vars(options))
+        rows = checked_rows(self.causal, self.rows, spans, answers, placeholder_id)
+        budget = rows_per_forward(self.causal, token_budget)
+        plan = ScoringPlan(list(range(len(rows))), [queries_of(row, options) for row in rows], rows)
+        for b, (unit, count) in enumerate(zip(plan.units, self.counts, strict=True)):
+            if unit and not count:
+                raise ValueError(f"answers row {b}: its completion was not fed (needed[{b}] was 0)")
+        forward_of = {b: f for f, one in enumerate(self.fed) for b in one.members}
+        owners = [forward_of.get(b, 0) for b in range(len(rows))]
+        values, work = self._continued(plan, owners, OutcomeReader(self.head), budget)
+        return collect_scores(values, plan, options, work)
+
+    def query_logprobs(
+        self,
+        model: nn.Module,
+        units: Sequence[Sequence[Query]],
+        *,
+        lengths: Sequence[int] | None = None,
+        row_numbers: Sequence[int] | None = None,
+        token_budget: int | None = None,
+        temperature: float = 1.0,
+    ) -> tuple[list[list[Tensor]], ScoringWork]:
+        """`scoring.query_logprobs` of the same model, from the hidden states and keys and values of this forward.
+
+        Of each query only what this forward has not fed is fed, without gradient. Arguments and errors as there.
+        The model's weights and adapters must be those of this forward. Takes forwards of its own where `score` does.
+
+        Raises:
+            ValueError: also where states were not kept.
+            RuntimeError: as in `score`.
+        """
+        self._require_same_model()
+        options: dict[str, Any] = {
+            "lengths": lengths, "row_numbers": row_numbers, "token_budget": token_budget, "temperature": temperature,
+        }  # fmt: skip
+        if not self.fed or self._stands_alone:
+            return query_logprobs(model, units, **options)
+        plan = plan_queries(self.causal, units, **options)
+        owners = [self._nearest(unit[0].tokens) if unit else 0 for unit in plan.units]
+        budget = rows_per_forward(self.causal, token_budget)
+        values, work = self._continued(plan, owners, OutcomeReader(self.head, temperature), budget)
+        return collect_logprobs(values, plan), work
+
+    def _require_same_model(self) -> None:
+        """Raise unless what is computed now continues the rows of this forward."""
+        if self._model is None:
+            raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
+        if (change := self._model.change(self.causal)) is not None:
+            raise RuntimeError(
+                f"this forward's rows cannot be continued: {change} since it ran, so scores would mix two models; ask "
+                "before the weights or adapters change, or run packed_forward again"
+            )
+
+    def _require_same_head(self) -> None:
+        """Raise `RuntimeError` unless the head is the one that this forward's hidden states were made for."""
+        for name, part in _parts(self.head).items():
+            if (change := self._head[name].change(part)) is not None:
+                raise RuntimeError(
+                    f"this forward's log-probs cannot be read: the head's {name} {change} since it ran, so they would "
+                    "mix two models; ask before the optimizer step, or run packed_forward again"
+                )
+
+    @property
+    def _stands_alone(self) -> bool:
+        """Whether no later rows can continue this forward's."""
+        return has_cells(self.causal) or bool(rope_lengths(self.causal)[0])
+
+    def _nearest(self, tokens: np.ndarray) -> int:
+        """The forward that has fed most of a sequence."""
+        shared = [one.pack.tree.common_prefix(tokens) for one in self.fed]
+        return shared.index(max(shared))
+
+    def _continued(
+        self, plan: ScoringPlan, owners: Sequence[int], reader: OutcomeReader, budget: int
+    ) -> tuple[Tensor, ScoringWork]:
+        """The values of a plan's queries; those of each unit continue the forward that owns it."""
+
+        def continuing(one: _Fed, numbers: Sequence[int], budget: int) -> Iterator[tuple[_Fed, Sequence[int], Pack]]:
+            for pack in continue_pack(one.pack, [plan.queries[n] for n in numbers], budget):
+                yield one, [numbers[i] for i in pack.units], pack
+
+        def upcoming() -> Iterator[tuple[_Fed, Sequence[int], Pack]]:
+            for f, one in enumerate(self.fed):
+                owned = [unit for unit, owner in zip(plan.numbers, owners, strict=True) if owner == f]
+                yield from continuing(one, [n for unit in owned for n in unit], budget)
+
+        def run(work: tuple[_Fed, Sequence[int], Pack]) -> Read:
+            one, numbers, pack = work
+            states = pack_states(self.causal, self.head, pack, store=one.store, earlier=one.hidden.detach())
+            return read_pack(reader, plan, pack, numbers, states)
+
+        def smaller(work: tuple[_Fed, Sequence[int], Pack]) -> list[tuple[_Fed, Sequence[int], Pack]]:
+            one, numbers, pack = work
+            parts = halves(numbers, plan.unit_of.__getitem__)
+            return [made for part in parts for made in continuing(one, part, pack.num_tokens)]
+
+        with torch.no_grad(), tree_attention_mode(self.causal):
+            return gather(plan, list(run_in_memory(upcoming(), run, smaller)))
+
+    def scorer(self) -> Callable[..., CounterfactualScores]:
+        """`score` as a function with the arguments of `score_counterfactuals`, for some of the rows of this forward.
+
+        For `counterfactual_credit(..., score=...)`. The rows must come in the order of this forward.
+        """
+
+        def score(
+            _: nn.Module,
+            prompts: Sequence[Tensor],
+            completions: Sequence[Tensor],
+            spans: Sequence[Sequence[Span]],
+            answers: Sequence[Span | None],
+            *,
+            logprobs: bool = False,
+            temperature: float = 1.0,
+            **options: Any,
+        ) -> CounterfactualScores:
+            if logprobs:
+                raise ValueError("logprobs: a forward hands out its own, by PackedForward.logprobs")
+            chosen = self._rows_of(prompts, completions)
+            all_spans: list[Sequence[Span]] = [[] for _ in self.rows]
+            all_answers: list[Span | None] = [None] * len(self.rows)
+            for b, given, answer in zip(chosen, spans, answers, strict=True):
+                all_spans[b], all_answers[b] = given, answer
+            found = self.score(all_spans, all_answers, **options)
+            masked, drop = ([column[b] for b in chosen] for column in (found.masked, found.drop))
+            return CounterfactualScores(found.base[chosen], masked, drop, None, found.work)
+
+        return score
+
+    def _rows_of(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[int]:
+        """Which rows of this forward these are, each after the one before."""
+        chosen, b = list[int](), -1
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            wanted = prompt.cpu().numpy(), completion.cpu().numpy()
+            b += 1
+            while b < len(self.rows) and not all(map(np.array_equal, wanted, self.rows[b])):
+                b += 1
+            if b == len(self.rows):
+                raise ValueError(f"completions row {i}: was not fed by this forward, or not in this order")
+            chosen.append(b)
+        return chosen
+
+    def states(self) -> list[Tensor]:
+        """For each row the hidden states (T_b, H) that predict its fed tokens; differentiable."""
+        (predicting,) = upload([np.concatenate([*self._predicting, np.zeros(0, np.int64)])], self.device)
+        return list(self._hidden(predicting).split(self.counts.tolist()))
+
+    def _hidden(self, predicting: Tensor) -> Tensor:
+        """(R, H), with gradient, of packed rows (R,), which may repeat."""
+        if not self.fed:
+            return self.head.weight.new_zeros(0, self.head.weight.shape[1])
+        hidden = self.fed[0].hidden if len(self.fed) == 1 else torch.cat([one.hidden for one in self.fed])
+        # As an embedding: where completions share a row, its gradient is a sum in a fixed order. Indexing adds
+        # atomically on a CPU of several threads, `index_select` on a GPU.
+        rows = nn.functional.embedding(predicting.to(hidden.device), hidden).to(self.device)
+        return rows if torch.is_autocast_enabled(rows.device.type) else rows.to(self.head.weight.dtype)
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
