@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import describe_environment, slug
-from benchmarks.parts import INTERRUPTED, PARTS, Result, missing_plugins, read_results, run_part, with_part
-from benchmarks.plots import plot_results
-from benchmarks.progress import write_json
-from benchmarks.workloads import REPOSITORY
+from benchmarks.harness.environment import describe_environment, slug
+from benchmarks.harness.parts import INTERRUPTED, PARTS, Result, missing_plugins, read_results, run_part, with_part
+from benchmarks.harness.plots import plot_results
+from benchmarks.harness.progress import write_json
+from benchmarks.harness.workloads import REPOSITORY
 
 FAILED, NO_DEVICE, CUT = 1, 2, 3
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parts import read_results
+from benchmarks.harness.parts import read_results
 
 Document = dict[str, Any]
 

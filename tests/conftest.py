@@ -11,7 +11,7 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from tests import as_on_gpu
+from tests.support import as_on_gpu
 
 if not torch.cuda.is_available():
     as_on_gpu.install()

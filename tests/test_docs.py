@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cfa_kernels import counterfactual_weights
-from tests.tiny import PHRASES, tiny_model, tiny_tokenizer
+from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]

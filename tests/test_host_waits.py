@@ -20,8 +20,8 @@ from cfa_kernels.hf import tree_forward as packed_model
 from cfa_kernels.hf.verify import prove_trainable
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.scoring.training_forward import packed_forward
-from tests.models import PLACEHOLDER, batch, make_model
-from tests.waits import DEVICE, Waits, a_device, put_on_device
+from tests.support.models import PLACEHOLDER, batch, make_model
+from tests.support.waits import DEVICE, Waits, a_device, put_on_device
 
 
 def proven(name, **options):

@@ -4,8 +4,9 @@ import sys
 
 from transformers.utils import logging
 
-from trainer.config import TrainConfig, parse
-from trainer.train import set_up, train
+from trainer.cli import parse
+from trainer.config import TrainConfig
+from trainer.run import set_up, train
 
 DESCRIPTION = """Train a language model by reinforcement with counterfactual credit assignment. With no setting it
 trains the embedded model on generated word problems in a few minutes on a CPU; with --model <hub name or folder> and

@@ -15,8 +15,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import GENERATED, DataConfig, TrainConfig
-from trainer.problems import generate
-from trainer.rewards import gold_number
+from trainer.embedded.problems import generate
+from trainer.numbers import gold_number
 
 Row = dict[str, Any]
 

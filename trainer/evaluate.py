@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data import Row
 from trainer.rewards import Reward, exact_match
-from trainer.rollouts import generate
+from trainer.rollouts.sampling import generate
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from cfa_kernels.hf.verify import noise_floor
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.scoring.training_forward import PackedForward, packed_forward, packed_logprobs
 from trainer.config import TrainConfig
-from trainer.rollouts import Rollouts
+from trainer.rollouts.sampling import Rollouts
 
 
 @dataclass

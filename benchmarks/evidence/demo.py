@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.provenance import made_by
-from trainer.analyze import write_analysis
-from trainer.config import TrainConfig, parse
-from trainer.judge import NAMES, judge
-from trainer.train import set_up, train
+from trainer.analyze.analysis import write_analysis
+from trainer.analyze.judge import NAMES, judge
+from trainer.cli import parse
+from trainer.config import TrainConfig
+from trainer.run import set_up, train
 
 
 @dataclass(frozen=True)

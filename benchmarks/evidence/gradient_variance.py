@@ -16,11 +16,13 @@ from benchmarks.evidence.ablation import ARMS, PLAIN
 from benchmarks.evidence.ledger import Ledger
 from benchmarks.evidence.provenance import made_by
 from benchmarks.evidence.tables import interval, table
-from trainer.config import TrainConfig, parse
-from trainer.corrections import compare_and_correct
+from trainer.cli import parse
+from trainer.config import TrainConfig
+from trainer.experimental.compare_and_correct import compare_and_correct
 from trainer.rewards import compute_rewards, group_advantages
-from trainer.rollouts import generate
-from trainer.train import Trainer, set_up, update
+from trainer.rollouts.sampling import generate
+from trainer.run import set_up
+from trainer.step import Trainer, update
 
 
 @dataclass(frozen=True)

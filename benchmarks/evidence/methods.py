@@ -21,8 +21,8 @@ from cfa_kernels.estimators.preselection import preselected_masking, run_units
 from cfa_kernels.estimators.probes import own_probe
 from cfa_kernels.estimators.siblings import ktae_values, prefix_tree_values, sibling_edits
 from cfa_kernels.estimators.total_effects import total_effects
-from trainer.rewards import final_number
-from trainer.rollouts import generate
+from trainer.numbers import final_number
+from trainer.rollouts.sampling import generate
 
 
 class Siblings(NamedTuple):

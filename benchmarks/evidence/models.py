@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from benchmarks.evidence.problems import training_rows
 from trainer.config import WarmupConfig
-from trainer.warmup import warm_up
+from trainer.embedded.warmup import warm_up
 
 TRAINED, RANDOM = "trained", "random"
 MODELS = (TRAINED, RANDOM)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.__main__ import describe_environment
-from benchmarks.workloads import REPOSITORY
+from benchmarks.harness.workloads import REPOSITORY
 
 Source = dict[str, Any]
 """What made a line: `commit` and whether the tree was `dirty` (None where git cannot tell), `code`, a digest of all

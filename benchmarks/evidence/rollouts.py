@@ -11,8 +11,8 @@ import torch
 from benchmarks.evidence.cases import Case, sampled_case
 from benchmarks.evidence.models import Subject
 from trainer.data import encode_prompt
-from trainer.rewards import final_number
-from trainer.rollouts import generate
+from trainer.numbers import final_number
+from trainer.rollouts.sampling import generate
 
 _ROWS = 256  # continuations decoded together
 

@@ -13,8 +13,8 @@ import pytest
 from benchmarks.evidence import ablation
 from benchmarks.evidence.ablation import ARMS, PLAIN, Settings, compare, markdown, paired, plot, run, students_p
 from benchmarks.evidence.ledger import Ledger
-from tests.benchmarks.sources import SOURCE
-from tests.trainer.embedded import SMALL
+from tests.support.embedded import SMALL
+from tests.support.sources import SOURCE
 
 ENVIRONMENT = {"command": "ablation", "environment": {"commit": "abc"}}
 
@@ -139,7 +139,7 @@ def test_bad_settings_and_arms_are_named(tmp_path):
 
 
 def test_every_arm_is_one_that_the_training_program_takes():
-    from tests.trainer.embedded import settings
+    from tests.support.embedded import settings
 
     made = {name: settings(*flags) for name, flags in ARMS.items()}
     assert len({str(vars(config)) for config in made.values()}) == len(made)

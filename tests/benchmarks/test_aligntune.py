@@ -5,9 +5,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.peers import aligntune_batched, aligntune_unbatched
-from benchmarks.race import Absent
-from benchmarks.workloads import Job
+from benchmarks.harness.race import Absent
+from benchmarks.harness.workloads import Job
+from benchmarks.speed.peers import aligntune_batched, aligntune_unbatched
 from cfa_kernels import Span, score_counterfactuals
 
 WORDS = ["<pad>", "<eos>", *"abcdefgh", "3", "4", "7", "+", "=", "\n", "####", "##", " Final", " answer", ":"]

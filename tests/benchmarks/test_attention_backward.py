@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from benchmarks import test_attention_backward as benchmark
-from benchmarks import test_kernels
-from benchmarks.race import Absent, WrongAnswer
+from benchmarks.harness.race import Absent, WrongAnswer
+from benchmarks.speed import bench_attention_backward as benchmark
+from benchmarks.speed import bench_kernels as test_kernels
 
 CPU = torch.device("cpu")
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import credit_cost, credit_definitions
-from benchmarks.credit_cost import cheaper, compared, gradients, markdown, masking, reached, token_units
-from benchmarks.race import WrongAnswer
-from benchmarks.workloads import Job, random_model
+from benchmarks.evidence import cost as credit_cost
+from benchmarks.evidence import definitions as credit_definitions
+from benchmarks.evidence.cost import cheaper, compared, gradients, markdown, masking, reached, token_units
+from benchmarks.harness.race import WrongAnswer
+from benchmarks.harness.workloads import Job, random_model
 from cfa_kernels import Span
 from cfa_kernels.scoring.masked import score_counterfactuals
 

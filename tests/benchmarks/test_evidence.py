@@ -28,10 +28,10 @@ from benchmarks.evidence.models import Subject, fingerprint
 from benchmarks.evidence.problems import KINDS, STEP_WORDS, generate, training_rows
 from benchmarks.evidence.tables import table
 from cfa_kernels.fidelity import bootstrap_interval
-from tests.benchmarks.sources import SOURCE
+from tests.support.sources import SOURCE
 from trainer.config import WarmupConfig
-from trainer.rewards import final_number
-from trainer.warmup import small_model, train_tokenizer
+from trainer.embedded.warmup import small_model, train_tokenizer
+from trainer.numbers import final_number
 
 FACT = re.compile(r"(\w+) (?:(?P<given>\d+)"
                   r"|gets (?P<n>\d+) (?P<how>above|below|times) (?P<of>\w+)"

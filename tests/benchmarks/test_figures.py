@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.quoted_figures import Results, blocks
+from tests.support.quoted_figures import Results, blocks
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 # models.md is itself what its command writes; what spans.md counts on GSM8K has no result file.

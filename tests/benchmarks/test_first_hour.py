@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import first_hour, parts
-from benchmarks.environment import REPOSITORY
+from benchmarks import first_hour
+from benchmarks.harness import parts
+from benchmarks.harness.environment import REPOSITORY
 
 SCRIPT = REPOSITORY / "benchmarks" / "first_hour.sh"
 
@@ -159,7 +160,21 @@ def test_without_a_result_file_only_predictions_are_told(capsys, tmp_path):
 
 def test_what_is_looked_up_is_what_the_benchmarks_record():
     """Groups of the predictions are groups that a GPU's workloads have."""
-    from benchmarks import test_attention_backward, test_kernels, test_loss, test_scoring, test_step
+    from benchmarks.speed import (
+        bench_attention_backward as test_attention_backward,
+    )
+    from benchmarks.speed import (
+        bench_kernels as test_kernels,
+    )
+    from benchmarks.speed import (
+        bench_loss as test_loss,
+    )
+    from benchmarks.speed import (
+        bench_scoring as test_scoring,
+    )
+    from benchmarks.speed import (
+        bench_step as test_step,
+    )
 
     groups = {f"attention {name}" for name in test_kernels.ATTENTION["cuda"]}
     groups |= {f"attention backward {name}" for name in test_attention_backward.BACKWARD["cuda"]}

@@ -8,9 +8,9 @@ import torch
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from benchmarks import test_first_light as benchmark
-from benchmarks.builds import kernels, loaded_builds, op_modules
-from benchmarks.race import WrongAnswer
+from benchmarks.harness.race import WrongAnswer
+from benchmarks.speed import bench_first_light as benchmark
+from benchmarks.speed.builds import kernels, loaded_builds, op_modules
 
 CPU = torch.device("cpu")
 CHOSEN = (

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from benchmarks import test_loss as benchmark
-from benchmarks.race import Absent, Budget, WrongAnswer
+from benchmarks.harness.race import Absent, Budget, WrongAnswer
+from benchmarks.speed import bench_loss as benchmark
 
 CPU = torch.device("cpu")
 SLOW = {"torch.compile", "Liger chunked"}  # their compilers take longer than the rest of this file

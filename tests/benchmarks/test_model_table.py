@@ -11,9 +11,12 @@ import pytest
 import torch
 
 import cfa_kernels
-from benchmarks import model_table, model_verdicts, small_models
-from benchmarks.model_table import Row, append, document, finished, judge, main, markdown, run
-from benchmarks.model_verdicts import (
+from benchmarks.models import small_models
+from benchmarks.models import table as model_table
+from benchmarks.models import verdicts as model_verdicts
+from benchmarks.models.small_models import CONTEXT, WINDOW, Case, build, case, layer_kinds, model_types, what_is_missing
+from benchmarks.models.table import Row, append, document, finished, judge, main, markdown, run
+from benchmarks.models.verdicts import (
     EXACT,
     MEANINGS,
     NOT_BUILDABLE,
@@ -31,7 +34,6 @@ from benchmarks.model_verdicts import (
     ragged_batch,
     rounding_of_gradients,
 )
-from benchmarks.small_models import CONTEXT, WINDOW, Case, build, case, layer_kinds, model_types, what_is_missing
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 TABLE = json.loads((REPOSITORY / "benchmarks" / "results" / "models.json").read_text())

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import parts
-from benchmarks.environment import find_commit
-from benchmarks.parts import PARTS, Part, merge_part
-from benchmarks.progress import write_json
-from benchmarks.race import OUT_OF_TIME, Absent, Budget, Contender, Figures, FiguresFile, Lap, race, times_ours
+from benchmarks.harness import parts
+from benchmarks.harness.environment import find_commit
+from benchmarks.harness.parts import PARTS, Part, merge_part
+from benchmarks.harness.progress import write_json
+from benchmarks.harness.race import OUT_OF_TIME, Absent, Budget, Contender, Figures, FiguresFile, Lap, race, times_ours
 
 CPU = torch.device("cpu")
 ENVIRONMENT = {"commit": "abc", "dirty": False}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.profiles import Event, busy_microseconds, device_events, kernel_class, summarize
+from benchmarks.speed.profiles import Event, busy_microseconds, device_events, kernel_class, summarize
 
 
 def test_overlapping_kernels_keep_the_device_busy_once():

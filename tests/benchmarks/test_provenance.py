@@ -8,7 +8,7 @@ import pytest
 from benchmarks.evidence import provenance
 from benchmarks.evidence.ledger import Ledger
 from benchmarks.evidence.provenance import counted, describe_source, document_head, made_by
-from tests.benchmarks.sources import SOURCE
+from tests.support.sources import SOURCE
 
 OTHER = SOURCE | {"commit": "def", "dirty": True, "code": "0ther"}
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import race as module
-from benchmarks.race import Budget, Contender, race
+from benchmarks.harness import race as module
+from benchmarks.harness.race import Budget, Contender, race
 
 CYCLES_PER_SECOND = 1.5e9
 

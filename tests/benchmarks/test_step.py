@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import test_step as benchmark
-from benchmarks import workloads
-from benchmarks.plots import plot_steps
-from benchmarks.race import Absent, Budget, Lap, WrongAnswer, race
-from benchmarks.replay import Replay, Stopwatch
-from benchmarks.sampling import sampling_contenders, with_sampling
-from benchmarks.step_peers import EXACT, PLAIN, SEPARATE, STEP_PEERS, TRL
-from benchmarks.step_reference import StepResult, taken_gradients
-from benchmarks.test_step import Target, compare, step_contenders
-from benchmarks.workloads import gsm8k_rollouts, policy, shaped_rollouts
+from benchmarks.harness import workloads
+from benchmarks.harness.plots import plot_steps
+from benchmarks.harness.race import Absent, Budget, Lap, WrongAnswer, race
+from benchmarks.harness.workloads import gsm8k_rollouts, policy, shaped_rollouts
+from benchmarks.speed import bench_step as benchmark
+from benchmarks.speed.bench_step import Target, compare, step_contenders
+from benchmarks.speed.replay import Replay, Stopwatch
+from benchmarks.speed.sampling import sampling_contenders, with_sampling
+from benchmarks.speed.step_peers import EXACT, PLAIN, SEPARATE, STEP_PEERS, TRL
+from benchmarks.speed.step_reference import StepResult, taken_gradients
 
 CPU = torch.device("cpu")
 ONE_ROUND = Budget(0.0, 1, 1)

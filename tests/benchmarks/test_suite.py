@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import workloads
-from benchmarks.counting import attention_flops, counted, tree_pairs
-from benchmarks.peers import PEERS, REFERENCE, Peer, _forest, per_span
-from benchmarks.race import Absent, Budget, Contender, WrongAnswer, race, spread
-from benchmarks.reference import Reference
-from benchmarks.workloads import Job, Span, gsm8k_job, long_job, random_model, shaped_job
+from benchmarks.harness import workloads
+from benchmarks.harness.counting import attention_flops, counted, tree_pairs
+from benchmarks.harness.race import Absent, Budget, Contender, WrongAnswer, race, spread
+from benchmarks.harness.workloads import Job, Span, gsm8k_job, long_job, random_model, shaped_job
+from benchmarks.speed.peers import PEERS, REFERENCE, Peer, _forest, per_span
+from benchmarks.speed.reference import Reference
 
 CPU = torch.device("cpu")
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from benchmarks import step_peers, varlen
-from benchmarks import test_kernels as benchmark
-from benchmarks.race import Absent
+from benchmarks.harness.race import Absent
+from benchmarks.speed import bench_kernels as benchmark
+from benchmarks.speed import step_peers, varlen
 
 ENDS = torch.tensor([0, 2, 5], dtype=torch.int32)
 LENGTHS = (2, 3)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cfa_kernels import CounterfactualConfig, Span, score_counterfactuals
 from cfa_kernels.integrations.credit import credit_rows, fold_weights, pad_rows, scorer_from_logprobs
-from tests.tiny import PHRASES, tiny_model, tiny_tokenizer
+from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 IDS = [tiny_tokenizer().get_vocab()[phrase] for phrase in PHRASES]
 PROMPTS = [torch.tensor([3, 4, 5]), torch.tensor([9, 5, 10, 7]), torch.tensor([3, 4, 5]), torch.tensor([6, 3])]

@@ -23,8 +23,8 @@ import cfa_kernels.integrations.openrlhf as integration
 from cfa_kernels import CounterfactualConfig, counterfactual_weights, integrations
 from cfa_kernels.estimators.base import Importances
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin, CounterfactualPolicyLoss
-from tests.integrations.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, completions, credited, padded
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, completions, credited, padded
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 UNIFORM = CounterfactualConfig(mode="uniform")
 GPU_LIBRARIES = ("deepspeed", "flash_attn", "vllm", "bitsandbytes", "optree", "pynvml", "torchmetrics")

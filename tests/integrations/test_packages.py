@@ -7,7 +7,7 @@ from importlib import metadata
 import pytest
 
 from cfa_kernels import integrations
-from tests.integrations import library_alone
+from tests.support import library_alone
 
 
 @pytest.mark.parametrize(("installed", "found"), [(None, "which is not here"), ("0.8.2", "found 0.8.2")])

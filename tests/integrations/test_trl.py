@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig, counterfactual_weights, policy_loss
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
@@ -16,7 +16,7 @@ from datasets import Dataset  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer  # noqa: E402
-from tests.integrations.trl_training import (  # noqa: E402
+from tests.support.trl_training import (
     LORA,
     PROMPT,
     RELEASE,

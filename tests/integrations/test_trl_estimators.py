@@ -6,7 +6,7 @@ import torch
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.estimators.base import Importances
 from cfa_kernels.integrations.credit import credited_advantages
-from tests.integrations.trl_training import build, changed, logged, record_generations
+from tests.support.trl_training import build, changed, logged, record_generations
 
 NAMED = ["masking", "gradient", "entropy", "prefix_tree", "ktae", "sibling_edits"]
 

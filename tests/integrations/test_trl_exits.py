@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
-from tests.integrations.trl_training import fuses
+from tests.support.trl_training import fuses
 
 
 @fuses

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig
-from tests.tiny import PHRASES, WORDS, tiny_model
+from tests.support.tiny import PHRASES, WORDS, tiny_model
 
 pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
 from datasets import Dataset
 from transformers import GraniteConfig, GraniteForCausalLM
 
-from tests.integrations.trl_training import LORA, PROMPT, fuses, logged, parameters, rollouts
+from tests.support.trl_training import LORA, PROMPT, fuses, logged, parameters, rollouts
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), fuses]
 

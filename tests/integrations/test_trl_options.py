@@ -14,8 +14,8 @@ integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from tests.integrations.trl_training import build, fuses, logged, parameters, rollouts  # noqa: E402
-from tests.tiny import PHRASES, WORDS, tiny_model  # noqa: E402
+from tests.support.tiny import PHRASES, WORDS, tiny_model  # noqa: E402
+from tests.support.trl_training import build, fuses, logged, parameters, rollouts  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), fuses]
 UNIFORM = CounterfactualConfig(mode="uniform")

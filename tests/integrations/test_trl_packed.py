@@ -15,16 +15,7 @@ from datasets import Dataset
 from cfa_kernels.integrations import trl_losses
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
 from cfa_kernels.integrations.trl_losses import prompts_together
-from tests.integrations.trl_training import (
-    LORA,
-    PROMPT,
-    build,
-    fuses,
-    logged,
-    parameters,
-    rollouts,
-    seven,
-)
+from tests.support.trl_training import LORA, PROMPT, build, fuses, logged, parameters, rollouts, seven
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), fuses]
 UNIFORM = CounterfactualConfig(mode="uniform")

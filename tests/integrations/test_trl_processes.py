@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import PHRASES, tiny_model, tiny_tokenizer
+from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
@@ -16,7 +16,7 @@ from datasets import Dataset
 from trl import GRPOConfig
 
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
-from tests.integrations.trl_training import LORA, PROMPT, fuses, parameters, seven
+from tests.support.trl_training import LORA, PROMPT, fuses, parameters, seven
 
 
 def same_rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 
 from cfa_kernels import CounterfactualConfig
-from tests.tiny import PHRASES, WORDS, tiny_model
+from tests.support.tiny import PHRASES, WORDS, tiny_model
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
@@ -28,8 +28,8 @@ from transformers import (  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer, CounterfactualMixin  # noqa: E402
-from tests.integrations import trl_training  # noqa: E402
-from tests.integrations.trl_training import PROMPT, RELEASE, changed, fuses, logged  # noqa: E402
+from tests.support import trl_training  # noqa: E402
+from tests.support.trl_training import PROMPT, RELEASE, changed, fuses, logged  # noqa: E402
 
 try:
     from trl.experimental.gmpo import GMPOTrainer

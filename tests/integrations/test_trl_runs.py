@@ -16,15 +16,8 @@ integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is
 from trl import GRPOTrainer  # noqa: E402
 
 from cfa_kernels.integrations.credit import Draws, weighed_text  # noqa: E402
-from tests.integrations.trl_training import (  # noqa: E402
-    build,
-    fuses,
-    logged,
-    parameters,
-    record_generations,
-    rollouts,
-)
-from tests.tiny import PHRASES, tiny_tokenizer  # noqa: E402
+from tests.support.tiny import PHRASES, tiny_tokenizer  # noqa: E402
+from tests.support.trl_training import build, fuses, logged, parameters, record_generations, rollouts
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 UNIFORM = CounterfactualConfig(mode="uniform")

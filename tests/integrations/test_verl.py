@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from cfa_kernels import CounterfactualConfig, counterfactual_weights
-from tests.integrations.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, completions, credited, padded
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, completions, credited, padded
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 REASON = "verl (with ray, TransferQueue and tensordict) is not installed"
 pytest.importorskip("verl.trainer.ppo.v1.trainer_base", reason=REASON, exc_type=ImportError)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cfa_kernels.ops import policy_rows
-from tests.ops.policy_problem import tiles_of_32
+from tests.support.policy_problem import tiles_of_32
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import torch
 
 from cfa_kernels.ops.dispatch import TRITON_BEFORE_3_7
 from cfa_kernels.ops.policy_rows import launch_options
-from tests.ops.aot import TARGETS, AotCase, compile_cases
-from tests.ops.specialization import with_ones
+from tests.support.aot import TARGETS, AotCase, compile_cases
+from tests.support.specialization import with_ones
 
 VOCABULARY, ODD_VOCABULARY = 151_936, 100_278
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cfa_kernels.ops.tree_attention import launch_options
-from tests.ops.aot import AotCase, compile_cases
-from tests.ops.wgmma import overwritten_inputs
+from tests.support.aot import AotCase, compile_cases
+from tests.support.wgmma import overwritten_inputs
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")

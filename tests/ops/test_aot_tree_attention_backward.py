@@ -7,9 +7,9 @@ import torch
 
 from cfa_kernels.ops.attention_options import AttentionRule
 from cfa_kernels.ops.tree_attention_backward import key_options, query_options, sum_options
-from tests.ops.aot import AotCase, compile_cases
-from tests.ops.specialization import with_ones
-from tests.ops.wgmma import overwritten_inputs
+from tests.support.aot import AotCase, compile_cases
+from tests.support.specialization import with_ones
+from tests.support.wgmma import overwritten_inputs
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")

@@ -15,7 +15,7 @@ from cfa_kernels.ops.linear_logprob import (
     linear_logprob_triton,
 )
 from cfa_kernels.ops.row_softmax import Softmax
-from tests.ops.budget import assert_within_budget
+from tests.support.budget import assert_within_budget
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

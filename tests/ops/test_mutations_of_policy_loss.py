@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ops import mutate_policy_loss as mutation
+from tests.support import mutate_policy_loss as mutation
 
 MUTANTS = mutation.mutants()
 SAMPLE = [mutant for mutant in MUTANTS[7::43] if mutant.key not in mutation.EQUIVALENT]

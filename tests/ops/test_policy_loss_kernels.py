@@ -10,8 +10,8 @@ from torch import Tensor
 from cfa_kernels.losses.policy import LEVELS, LOSS_TYPES, linear_policy_loss, logits_policy_loss
 from cfa_kernels.ops import policy_rows
 from cfa_kernels.ops.row_softmax import Softmax
-from tests.ops.budget import assert_within_budget
-from tests.ops.policy_problem import (
+from tests.support.budget import assert_within_budget
+from tests.support.policy_problem import (
     COUNTED,
     FEATURES,
     FORM,

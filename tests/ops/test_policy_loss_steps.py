@@ -19,7 +19,7 @@ from cfa_kernels.ops.logits_policy_loss import (
     scale_rows_op,
 )
 from cfa_kernels.ops.token_loss import PolicyOptions
-from tests.ops.policy_problem import (
+from tests.support.policy_problem import (
     COUNTED,
     FORM,
     LENGTHS,

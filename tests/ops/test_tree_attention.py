@@ -13,7 +13,7 @@ from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention
 from cfa_kernels.ops.triton_math import LOG2E
 from cfa_kernels.packing.prefix_tree import PrefixTree
-from tests.ops.budget import assert_within_budget
+from tests.support.budget import assert_within_budget
 
 ragged_trees = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=1, max_size=6)
 spans = st.sampled_from([1, 3, 17, 2**40])

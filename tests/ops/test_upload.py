@@ -8,7 +8,7 @@ import torch
 
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.upload import ALIGNMENT, upload
-from tests.waits import DEVICE, OnDevice, a_device
+from tests.support.waits import DEVICE, OnDevice, a_device
 
 ARRAYS = [
     np.arange(3, dtype=np.int64),

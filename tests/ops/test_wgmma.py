@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ops.wgmma import overwritten_inputs, parse, products_with_register_input
+from tests.support.wgmma import overwritten_inputs, parse, products_with_register_input
 
 PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, R120, gdesc[UR8].tnspB, R24"
 LAST = f"{PRODUCT}, gsb0"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.trainer.embedded import sample, settings
-from trainer.train import set_up
+from tests.support.embedded import sample, settings
+from trainer.run import set_up
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tiny import tiny_model, tiny_tokenizer
-from tests.trainer.embedded import SMALL, settings
+from tests.support.embedded import SMALL, settings
+from tests.support.tiny import tiny_model, tiny_tokenizer
 from trainer.__main__ import main
 from trainer.checkpoints import load_policy, save_policy
 

@@ -5,7 +5,8 @@ from dataclasses import fields
 import pytest
 import yaml
 
-from trainer.config import TrainConfig, WarmupConfig, field_docs, parse, to_yaml
+from trainer.cli import field_docs, parse, to_yaml
+from trainer.config import TrainConfig, WarmupConfig
 
 
 def settings(*argv: str, kind=TrainConfig):

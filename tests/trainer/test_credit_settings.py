@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig
-from tests.trainer.embedded import EVERY_OTHER, advantages_of, metrics_of, run, samples_of, settings
-from trainer.config import PRESETS, TrainConfig, parse, preset_names
-from trainer.train import update
+from tests.support.embedded import EVERY_OTHER, advantages_of, metrics_of, run, samples_of, settings
+from trainer.cli import parse, preset_names
+from trainer.config import PRESETS, TrainConfig
+from trainer.step import update
 
 REWARDS = torch.tensor([1.0, 0, 0, 0, 0, 1, 0, 0] + [0.0] * 8 + [1.0] * 8 + [1.0, 1, 1, 0, 1, 1, 1, 1])
 

@@ -7,10 +7,10 @@ import torch
 
 from cfa_kernels.hf.verify import noise_floor
 from cfa_kernels.scoring import training_forward as packed_loss
-from tests.trainer.embedded import advantages_of, sample, settings
-from tests.waits import OnDevice, a_device, put_on_device
+from tests.support.embedded import advantages_of, sample, settings
+from tests.support.waits import OnDevice, a_device, put_on_device
 from trainer.microbatch import checked_sampling_gap, micro_batches
-from trainer.train import update
+from trainer.step import update
 
 
 def test_rows_without_advantage_are_not_fed_unless_the_kl_term_needs_them(trainer, rollouts) -> None:

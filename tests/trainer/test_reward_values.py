@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.metrics import reward_metrics
+from trainer.report.metrics import reward_metrics
 from trainer.rewards import compute_rewards, load_rewards
 
 

@@ -10,16 +10,9 @@ import torch
 from cfa_kernels import answer_text_span
 from trainer.config import TrainConfig
 from trainer.evaluate import evaluate
-from trainer.rewards import (
-    compute_rewards,
-    exact_match,
-    final_number,
-    gold_number,
-    group_advantages,
-    load_reward,
-    parse_number,
-)
-from trainer.train import set_up, train
+from trainer.numbers import final_number, gold_number, parse_number
+from trainer.rewards import compute_rewards, exact_match, group_advantages, load_reward
+from trainer.run import set_up, train
 
 FORMS_OF_18 = [
     "#### 18",

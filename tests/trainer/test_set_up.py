@@ -5,10 +5,10 @@ import torch
 import transformers
 
 from cfa_kernels.scoring.training_forward import packed_logprobs
-from tests.tiny import tiny_tokenizer
-from tests.trainer.embedded import SMALL, settings
+from tests.support.embedded import SMALL, settings
+from tests.support.tiny import tiny_tokenizer
 from trainer.__main__ import main
-from trainer.train import set_up
+from trainer.run import set_up
 
 SIZE = {
     "vocab_size": len(tiny_tokenizer()), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,

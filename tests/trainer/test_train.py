@@ -11,21 +11,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from cfa_kernels import counterfactual_credit, policy_loss
 from cfa_kernels.scoring.training_forward import PackedForward, PackedLoss
-from tests.trainer.embedded import (
-    EVERY_OTHER,
-    SMALL,
-    advantages_of,
-    metrics_of,
-    run,
-    samples_of,
-    settings,
-)
+from tests.support.embedded import EVERY_OTHER, SMALL, advantages_of, metrics_of, run, samples_of, settings
 from trainer.__main__ import main
 from trainer.config import EMBEDDED, model_path
 from trainer.evaluate import Evaluation
-from trainer.report import paired_gain
+from trainer.report.run_report import paired_gain
 from trainer.rewards import group_advantages
-from trainer.train import problem_batches, train, training_step, update
+from trainer.run import train
+from trainer.step import problem_batches, training_step, update
 
 
 def gradient_after(trainer, rollouts, advantages, weights) -> torch.Tensor:

@@ -1,0 +1,42 @@
+"""What this device can do at most, measured: copy bandwidth and matrix-product rate."""
+
+from typing import Any
+
+import torch
+
+from benchmarks.harness.race import Budget, Contender, race, spread
+
+
+def measure_ceilings(device: torch.device, *, smoke: bool = False) -> dict[str, Any]:
+    """GB/s of a large copy within the device (bytes read plus written) and TFLOP/s of a large matrix product.
+
+    On a GPU: 4 GiB and bf16 8192 x 8192 x 8192. On a CPU: 256 MiB and fp32 2048 x 2048 x 2048, on the threads torch
+    uses. Operands are random: zeros run faster. `smoke`: far smaller, no ceiling at all.
+    """
+    on_gpu = device.type == "cuda"
+    count, side, dtype = (1 << 30, 8192, torch.bfloat16) if on_gpu else (1 << 26, 2048, torch.float32)
+    if smoke:
+        count, side = 1 << 16, 256
+    torch.manual_seed(0)
+    source = torch.randn(count, device=device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty(side, side, device=device, dtype=dtype)
+    laps = race(
+        [
+            Contender("copy", lambda: target.copy_(source), lambda _: None),
+            Contender("gemm", lambda: torch.mm(a, b, out=product), lambda _: None),
+        ],
+        device=device,
+        budget=Budget(seconds=5.0, min_rounds=10),
+        clock="device",
+    )
+    copied, flops = 2.0 * source.numel() * source.element_size(), 2.0 * side**3
+    return {
+        "copy_gb_per_s": copied / laps["copy"].median / 1e9,
+        "copy_seconds": spread(laps["copy"].seconds),
+        "copy_bytes": copied,
+        "gemm_tflop_per_s": flops / laps["gemm"].median / 1e12,
+        "gemm_seconds": spread(laps["gemm"].seconds),
+        "gemm": f"{side} x {side} x {side} {str(dtype).removeprefix('torch.')}",
+    }

@@ -1,0 +1,95 @@
+"""Where figures come from: device, driver, versions, commit."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness.workloads import REPOSITORY, SEED, gsm8k_folder
+
+PACKAGES = ("torch", "triton", "transformers", "peft", "liger-kernel", "numpy", "trl", "captum", "lm-eval", "aligntune")
+
+
+def describe_environment(device: torch.device, commit: str | None) -> dict[str, Any]:
+    """Device, driver, versions, commit and seeds."""
+    recorded, dirty = find_commit(commit)
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "absent"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": _describe_gpu() if device.type == "cuda" else _describe_cpu(),
+        "driver": _driver() if device.type == "cuda" else platform.platform(),
+        "versions": versions,
+        "commit": recorded,
+        "dirty": dirty,
+        "seeds": {"workloads": SEED, "models": SEED},
+        "data": "real" if gsm8k_folder() is not None else "generated",
+    }
+
+
+def _describe_gpu() -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "kind": "hip" if torch.version.hip else "cuda",
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}",
+        "runtime": torch.version.hip or torch.version.cuda,
+    }
+
+
+def _describe_cpu() -> dict[str, Any]:
+    listing = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", listing.read_text()) if listing.exists() else None
+    name = found.group(1) if found else platform.processor() or platform.machine()
+    return {"kind": "cpu", "name": name, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+
+
+def _driver() -> str:
+    for program, arguments in (
+        ("nvidia-smi", ["--query-gpu=driver_version", "--format=csv,noheader"]),
+        ("rocm-smi", ["--showdriverversion"]),
+    ):
+        if shutil.which(program):
+            answer = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+            if answer.returncode == 0:
+                return answer.stdout.strip().splitlines()[0]
+    return "unknown"
+
+
+def find_commit(given: str | None, repository: Path = REPOSITORY) -> tuple[str, bool | None]:
+    """The commit of `repository` and whether its files differ from it; `given` and None where git cannot tell.
+
+    A checkout that is only somewhere inside another repository has no commit of its own.
+    """
+
+    def git(*arguments: str) -> str | None:
+        try:
+            answer = subprocess.run(["git", *arguments], cwd=repository, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return None
+        return answer.stdout.strip() if answer.returncode == 0 else None
+
+    top, commit = git("rev-parse", "--show-toplevel"), git("rev-parse", "--short=12", "HEAD")
+    if top is None or commit is None or Path(top).resolve() != repository.resolve():
+        return given or "unknown", None
+    return commit, bool(git("status", "--porcelain", "--", ".", ":!benchmarks/results"))
+
+
+def slug(environment: dict[str, Any]) -> str:
+    """Name of the device and the commit, for a file's name."""
+    device = re.sub(r"[^a-z0-9]+", "-", environment["device"]["name"].lower()).strip("-")
+    device = device if environment["device"]["kind"] != "cpu" else f"cpu{environment['device']['threads']}-{device}"
+    return f"{device[:40].strip('-')}-{environment['commit']}" + ("-dirty" if environment["dirty"] else "")

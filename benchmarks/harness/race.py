@@ -1,0 +1,367 @@
+"""How everything here is timed: contenders are checked, then take turns, so that drift of the machine hits all alike.
+
+A benchmark builds `Contender` values that do the same job, calls `race` and reports each lap with the `report`
+fixture of `conftest.py`. A contender with a wrong answer, or that raises, is refused: it gets no time and its test
+fails. One that cannot run here (a package that is missing) is absent: no time either, and its test is skipped.
+
+    def check(result):                       # raises WrongAnswer
+        assert_close(result, reference)
+
+    laps = race([Contender("ours", run, check), ...], device=device, budget=budget)
+    report(laps["ours"], group="loss")       # in a test marked `@pytest.mark.benchmark(timer=replay_clock)`
+"""
+
+import functools
+import gc
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.progress import write_json
+
+CACHE_BYTES = 256 << 20
+"""Read before each device-clocked round: more than the L2 cache of any GPU so far."""
+
+SPIN_CYCLES, MAX_SPIN_CYCLES = 4_000_000, 400_000_000
+"""How long a device spins before a round, at least and at most: some 2 and 200 ms."""
+
+
+OUT_OF_TIME = "the time for this part was over before its turn"
+
+
+class WrongAnswer(AssertionError):
+    """A contender's result differs from the reference by more than the error budget."""
+
+
+class Absent(Exception):
+    """A contender cannot run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the job.
+
+    Attributes:
+        name: how results call it.
+        run: does the whole job once and returns its result.
+        check: raises `WrongAnswer` on a wrong result; may return facts to record (numbers or strings by name).
+        absent: why it cannot run here; then `run` is never called.
+    """
+
+    name: str
+    run: Callable[[], Any]
+    check: Callable[[Any], dict[str, Any] | None]
+    absent: str | None = None
+
+
+@dataclass
+class Lap:
+    """What one contender did: seconds of each round, or the reason for having none."""
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    peak_extra_bytes: int | None = None
+    """Most device memory above what was allocated before, in the checking run; None on a CPU."""
+    refused: str | None = None
+    absent: str | None = None
+    check_seconds: float = 0.0
+    """Of the first run, one-time work and counting included."""
+    cut: bool = False
+    """The budget's time ended before all its rounds, or before its turn came."""
+
+    @property
+    def median(self) -> float:
+        """Seconds; `Absent` for a contender without a time because it could not run."""
+        if not self.seconds and self.absent is not None:
+            raise Absent(f"{self.name}: {self.absent}")
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many rounds a race may take: as many as fit in `seconds`, between two bounds.
+
+    Attributes:
+        until: reading of `time.monotonic` after which no contender is checked and no round begun.
+        note: is given the laps after every check and every round, so that they outlive a killed process.
+    """
+
+    seconds: float = 60.0
+    min_rounds: int = 5
+    max_rounds: int = 30
+    until: float = math.inf
+    note: Callable[[Mapping[str, Lap]], None] = lambda laps: None
+
+    def is_over(self, seconds_needed: float = 0.0) -> bool:
+        return time.monotonic() + seconds_needed > self.until
+
+    def rounds(self, seconds_per_round: float) -> int:
+        return int(min(max(self.seconds / max(seconds_per_round, 1e-9), self.min_rounds), self.max_rounds))
+
+
+def race(
+    contenders: Sequence[Contender],
+    *,
+    device: torch.device,
+    budget: Budget,
+    clock: Literal["wall", "device"] = "wall",
+) -> dict[str, Lap]:
+    """Check every contender once, then time the sound ones in rounds, each round starting one further along.
+
+    `clock="wall"` times what a caller waits for: launches and work, to the last synchronisation.
+    `clock="device"` times the device alone, see `DeviceClock`, whose facts a lap then has; on a CPU it is the wall
+    clock.
+    """
+    if len({contender.name for contender in contenders}) != len(contenders):
+        raise ValueError(f"contenders must differ by name, got {[contender.name for contender in contenders]}")
+    laps: dict[str, Lap] = {}
+    for contender in contenders:
+        late = Lap(contender.name, absent=OUT_OF_TIME, cut=True)
+        laps[contender.name] = late if budget.is_over() else _checked(contender, device)
+        budget.note(laps)
+    running = [c for c in contenders if laps[c.name].absent is None and laps[c.name].refused is None]
+    if not running:
+        return laps
+    clocks: dict[str, Callable[[Callable[[], Any]], float]] = {
+        c.name: DeviceClock(device) if clock == "device" and device.type == "cuda" else partial(_wall_seconds, device)
+        for c in running
+    }
+    per_round = sum(laps[contender.name].check_seconds for contender in running)
+    if (device.type == "cuda" or per_round < budget.seconds / 10) and not budget.is_over(per_round):
+        # The first run compiled and loaded; a second that does not count shows what a round really takes.
+        per_round = sum(clocks[contender.name](contender.run) for contender in running)
+    rounds = budget.rounds(per_round)
+    for i in range(rounds):
+        if budget.is_over(per_round if i else 0.0):
+            for contender in running:
+                laps[contender.name].cut = True
+            break
+        turn = i % len(running)
+        for contender in running[turn:] + running[:turn]:
+            laps[contender.name].seconds.append(clocks[contender.name](contender.run))
+        budget.note(laps)
+    for name, timed in clocks.items():
+        lap = laps[name]
+        if not lap.seconds:
+            lap.absent = OUT_OF_TIME
+        elif isinstance(timed, DeviceClock):
+            lap.facts |= timed.facts(len(lap.seconds))
+    return laps
+
+
+def _checked(contender: Contender, device: torch.device) -> Lap:
+    lap = Lap(contender.name, absent=contender.absent)
+    if lap.absent is not None:
+        return lap
+    release_memory(device)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    start = time.perf_counter()
+    try:
+        result = contender.run()
+        lap.check_seconds = time.perf_counter() - start
+        if on_gpu:
+            torch.cuda.synchronize(device)
+            lap.peak_extra_bytes = torch.cuda.max_memory_allocated(device) - before
+        lap.facts = dict(contender.check(result) or {})
+    except WrongAnswer as error:
+        lap.refused = str(error)
+    except Absent as error:
+        lap.absent = str(error)
+    except torch.OutOfMemoryError:
+        lap.absent = "does not fit in the device's memory"
+    except Exception as error:  # of somebody else's package, say: the others still get their time
+        lap.refused = f"raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return lap
+
+
+def times_ours(laps: dict[str, Lap], ours: str = "ours") -> dict[str, float]:
+    """Every other contender's median over ours; `AssertionError` if ours was refused, `Absent` if it could not run."""
+    assert laps[ours].refused is None, f"{ours} has no time: {laps[ours].refused}"
+    own = laps[ours].median
+    return {name: lap.median / own for name, lap in laps.items() if lap.seconds and name != ours}
+
+
+def release_memory(device: torch.device) -> None:
+    """Hand unused memory back, so that one contender's peak is not another's."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _wall_seconds(device: torch.device, run: Callable[[], Any]) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    result = run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    del result  # freed outside the timed region
+    return seconds
+
+
+class DeviceClock:
+    """Seconds that a device takes for one contender's job, by events, with a cold L2 cache.
+
+    Events around launches that are slower than their kernels would time the host. So the device spins until the host
+    has launched the whole job, and each round shows that it did: a round whose spin was too short is run again with a
+    longer one. A job that waits for the device itself outlasts any spin; its time includes what the host then adds,
+    and `facts` counts its rounds.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cycles = SPIN_CYCLES
+        self._host: list[float] = []
+        self._exposed: list[bool] = []
+
+    def __call__(self, run: Callable[[], Any]) -> float:
+        """Clock one round."""
+        before = self._cycles
+        seconds, spun, host = self._round(run)
+        if host > spun:
+            self._cycles = min(int(before * 2 * host / spun), MAX_SPIN_CYCLES)
+            seconds, spun, host = self._round(run)
+        if host > spun:
+            self._cycles = before
+        self._host.append(host)
+        self._exposed.append(host > spun)
+        return seconds
+
+    def facts(self, rounds: int) -> dict[str, float]:
+        """Of the last `rounds`: the median of what the host took, and in how many of them it was not hidden."""
+        return {
+            "host_seconds": statistics.median(self._host[-rounds:]),
+            "rounds_with_host_exposed": sum(self._exposed[-rounds:]),
+        }
+
+    def _round(self, run: Callable[[], Any]) -> tuple[float, float, float]:
+        """Seconds of the job and of the spin on the device, and of the launches of both on the host."""
+        spin, start, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        _clear_cache(self._device)
+        launched = time.perf_counter()
+        spin.record()
+        torch.cuda._sleep(self._cycles)
+        start.record()
+        result = run()
+        end.record()
+        host = time.perf_counter() - launched
+        torch.cuda.synchronize(self._device)
+        del result
+        return start.elapsed_time(end) / 1e3, spin.elapsed_time(start) / 1e3, host
+
+
+def _clear_cache(device: torch.device) -> None:
+    """Fill the L2 cache with what nobody needs, by reading: written lines would be written back in the timed round."""
+    _cache_filler(device, CACHE_BYTES).max()
+
+
+@functools.cache
+def _cache_filler(device: torch.device, size: int) -> Tensor:
+    return torch.zeros(size // 4, dtype=torch.int32, device=device)
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float | int]:
+    """Median and spread of the rounds, in seconds."""
+    if len(seconds) > 1:
+        first, _, third = statistics.quantiles(seconds, n=4, method="inclusive")
+    else:
+        first = third = seconds[0]
+    return {
+        "median": statistics.median(seconds),
+        "iqr": third - first,
+        "min": min(seconds),
+        "max": max(seconds),
+        "mean": statistics.fmean(seconds),
+        "rounds": len(seconds),
+    }
+
+
+class Figures:
+    """Everything one session measured, in the form that result files keep.
+
+    Attributes:
+        figures, ratios, absent, refused, checks, builds, profiles: entries with a "group" each.
+        workloads: what was measured, by name.
+        cut: group and name of what the time was too short for.
+        unfinished: laps of the race that is going on: what a killed process leaves of it.
+    """
+
+    def __init__(self) -> None:
+        self.figures: list[dict[str, Any]] = []
+        self.ratios: list[dict[str, Any]] = []
+        self.absent: list[dict[str, str]] = []
+        self.refused: list[dict[str, str]] = []
+        self.checks: list[dict[str, Any]] = []
+        self.builds: list[dict[str, Any]] = []
+        self.profiles: list[dict[str, Any]] = []
+        self.workloads: dict[str, dict[str, Any]] = {}
+        self.cut: list[dict[str, str]] = []
+        self.unfinished: list[dict[str, Any]] = []
+
+
+class FiguresFile:
+    """A session's figures and the file that keeps up with them."""
+
+    def __init__(self, figures: Figures, path: Path | None) -> None:
+        self._figures, self._path, self._noted = figures, path, -math.inf
+
+    def write(self) -> None:
+        if self._path is not None:
+            write_json(self._path, vars(self._figures))
+
+    def finish(self) -> None:
+        """Write after a test, whose race is reported or done."""
+        self._figures.unfinished = []
+        self.write()
+
+    def note(self, laps: Mapping[str, Lap]) -> None:
+        """Keep what a race has so far; written once a second at most."""
+        if (now := time.monotonic()) < self._noted + 1:
+            return
+        self._noted = now
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        self._figures.unfinished = [
+            {"group": test, "name": lap.name, "rounds": lap.seconds, "absent": lap.absent, "refused": lap.refused}
+            for lap in laps.values()
+        ]
+        self.write()
+
+
+class ReplayClock:
+    """A clock that moves only when a round measured earlier is replayed.
+
+    Races take turns, which pytest-benchmark cannot do by itself; replaying the rounds to it keeps its table,
+    its comparison and its JSON.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        return self._now
+
+    def rounds(self, seconds: Sequence[float]) -> Callable[[], None]:
+        """A target for `benchmark.pedantic` that takes each of `seconds` in turn."""
+        left = iter(seconds)
+
+        def one_round() -> None:
+            self._now += next(left)
+
+        return one_round
+
+
+replay_clock = ReplayClock()

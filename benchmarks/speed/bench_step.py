@@ -1,0 +1,426 @@
+"""What a training step costs: credit and update on recorded rollouts, ours against what trainers do today.
+
+Table 8 of the CF paper, side by side in one run. Every contender replays the same completions with their own rewards
+and leaves a gradient, which is held to padded autograd in higher precision before anything is timed. No optimizer
+steps; a second table adds the sampling that comes before.
+"""
+
+import contextlib
+import copy
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from benchmarks.harness.options import chosen_peers, workload_set
+from benchmarks.harness.race import Absent, Budget, Contender, Figures, Lap, race, release_memory, replay_clock
+from benchmarks.harness.workloads import SEED, STEP_SEED, Rollouts, gsm8k_rollouts, policy, shaped_rollouts
+from benchmarks.speed.replay import Replay, StepPeer, Stopwatch
+from benchmarks.speed.sampling import sampling_contenders, with_sampling
+from benchmarks.speed.step_peers import AUTHORS, DEFAULTS, EXACT, FASTEST, PLAIN, SEPARATE, STEP_PEERS, TRL, VARLEN
+from benchmarks.speed.step_reference import StepResult, Truth, taken_gradients
+from cfa_kernels.hf.model import backbone, causal_lm
+from cfa_kernels.hf.verify import prove_trainable
+
+
+@dataclass(frozen=True)
+class Target:
+    """`of` is to cost at most `ceiling` times `to`; without a ceiling the ratio is reported alone."""
+
+    of: str
+    to: str
+    ceiling: float | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, how it is trained, the rollouts, and what the step is to reach there."""
+
+    model: str
+    lora: bool
+    rollouts: Callable[[], Rollouts]
+    dtype: torch.dtype
+    micro_batches: tuple[int, ...]
+    """Tried for TRL's fastest."""
+    targets: tuple[Target, ...] = ()
+    fewer_rows: float = 0.0
+    """Share of the rows of separate scoring that scoring from the training forward is to save at least."""
+
+
+_PLAIN_AND_EXACT = (Target(PLAIN, TRL), Target(EXACT, TRL), Target(EXACT, AUTHORS))
+_BESIDE = tuple(Target(of, to) for to in (FASTEST, DEFAULTS) for of in (PLAIN, EXACT))
+# Promises by what trains and whether all groups are mixed.
+_CPU = {
+    ("LoRA", "all mixed"): (
+        Target(PLAIN, TRL, 0.22),
+        Target(EXACT, TRL, 0.35),
+        Target(EXACT, AUTHORS, 0.20),
+        Target(PLAIN, VARLEN, 0.75),
+    ),
+    ("LoRA", "as they come"): (Target(EXACT, TRL, 0.20), Target(EXACT, AUTHORS, 0.20)),
+    ("full", "all mixed"): _PLAIN_AND_EXACT,
+    ("full", "as they come"): _PLAIN_AND_EXACT,
+}
+_GPU = dict.fromkeys(_CPU, (Target(EXACT, TRL, 1.0),))
+_GPU_LONG = (Target(PLAIN, VARLEN, 1 / 1.6), Target(PLAIN, TRL, 1 / 2.5), Target(EXACT, TRL, 1.0), *_BESIDE)
+
+
+def _gsm8k(
+    model: str,
+    problems: int,
+    dtype: torch.dtype,
+    micro_batches: tuple[int, ...],
+    targets: dict[tuple[str, str], tuple[Target, ...]],
+) -> dict[str, Workload]:
+    """Adapters and full training, all groups mixed and groups as they come."""
+    return {
+        f"{model} {trains}, {groups}": Workload(
+            model,
+            trains == "LoRA",
+            functools.partial(gsm8k_rollouts, problems, mixed=groups == "all mixed"),
+            dtype,
+            micro_batches,
+            held + _BESIDE,
+            0.25,
+        )
+        for (trains, groups), held in targets.items()
+    }
+
+
+WORKLOADS: dict[str, dict[str, Workload]] = {
+    "smoke": {
+        "qwen3-tiny LoRA": Workload(
+            "qwen3-tiny", True, functools.partial(gsm8k_rollouts, 2, mixed=False), torch.float32, (4,)
+        )
+    },
+    "cpu": _gsm8k("qwen3-40m", 4, torch.float32, (2, 4, 8, 16), _CPU),
+    "cuda": {
+        **{
+            name: workload
+            for model in ("Qwen3-1.7B", "Qwen2.5-3B", "Llama-3.2-3B")
+            for name, workload in _gsm8k(model, 8, torch.bfloat16, (8, 16, 32), _GPU).items()
+        },
+        "Qwen3-1.7B LoRA, G = 8, P = T = 512": Workload(
+            "Qwen3-1.7B",
+            True,
+            functools.partial(shaped_rollouts, 4, group=8, prompt=512, completion=512, spans=6),
+            torch.bfloat16,
+            (8, 16, 32),
+            _GPU_LONG,
+        ),
+    },
+}
+
+
+# Contenders
+
+
+@dataclass
+class Measured:
+    """What a contender's runs took beside the race's own clock, and what the first of them fed."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {"credit": [], "update": []})
+    cpu_seconds: dict[str, list[float]] = field(default_factory=lambda: {"credit": [], "update": []})
+    fed: dict[str, float] = field(default_factory=dict)
+
+
+def step_contenders(
+    replay: Replay, fresh: Callable[[], nn.Module], names: Sequence[str]
+) -> tuple[list[Contender], dict[str, Measured]]:
+    """The peers as contenders, each checked against padded autograd in higher precision.
+
+    `fresh` makes the same policy anew. The references are made here, of a policy that TRL has not yet changed.
+    """
+    if "forward" in vars(replay.causal):
+        raise ValueError("replay: its policy's forward has been replaced; references need a fresh policy")
+    dtype = next(replay.policy.parameters()).dtype
+    prove_trainable(replay.causal)  # once per model; not to be counted, nor timed
+    exact = copy.deepcopy(replay.policy)
+    exact.to(torch.float64 if dtype == torch.float32 else torch.float32)
+    truths = {}
+    for kind in dict.fromkeys(STEP_PEERS[name].kind for name in names):
+        with contextlib.suppress(Absent):  # the authors' package, whose contender will say so
+            truths[kind] = Truth.of(kind, replay.policy, exact, replay.rollouts)
+    del exact
+    release_memory(replay.device)
+    eps = torch.finfo(dtype).eps
+    measured = {name: Measured() for name in names}
+
+    def contender(name: str) -> Contender:
+        peer, notes = STEP_PEERS[name], measured[name]
+        # Made before anything runs, so that it counts to nobody's peak memory.
+        used = Replay(fresh(), replay.rollouts) if peer.own_policy else replay
+
+        def run() -> StepResult:
+            stopwatch = Stopwatch(replay.device)
+            if notes.fed:
+                loss, weights = peer.run(used, stopwatch)
+                for part in ("credit", "update"):
+                    notes.seconds[part].append(stopwatch.seconds[part])
+                    notes.cpu_seconds[part].append(stopwatch.cpu_seconds[part])
+            else:
+                with rows_fed(causal_lm(used.policy)) as fed:
+                    loss, weights = peer.run(used, stopwatch)
+                notes.fed.update(fed | operations(used, peer, fed))
+            return StepResult(loss.item(), weights, taken_gradients(used.policy))
+
+        def check(result: StepResult) -> dict[str, Any]:
+            return truths[peer.kind].check(result, eps) | notes.fed
+
+        return Contender(name, run, check)
+
+    return [contender(name) for name in names], measured
+
+
+@contextlib.contextmanager
+def rows_fed(causal: PreTrainedModel) -> Iterator[dict[str, float]]:
+    """Count the rows that go through the model, padding included, with and without gradient."""
+    fed = {"rows_with_gradient": 0, "rows_without_gradient": 0, "head_rows_without_gradient": 0}
+
+    def body(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = args[0] if args else kwargs["input_ids"]
+        fed["rows_with_gradient" if torch.is_grad_enabled() else "rows_without_gradient"] += ids.numel()
+
+    def head(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
+        fed["head_rows_without_gradient"] += 0 if torch.is_grad_enabled() else output.numel() // module.out_features
+
+    hooks = [
+        backbone(causal).register_forward_pre_hook(body, with_kwargs=True),
+        causal.get_output_embeddings().register_forward_hook(head),
+    ]
+    try:
+        yield fed
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def operations(replay: Replay, peer: StepPeer, fed: dict[str, float]) -> dict[str, float]:
+    """Multiply-adds, twice, in the linear layers: what a step's time should go by. Attention is left out.
+
+    A row with gradient goes through a layer forwards and back, and once more for the weight if that trains.
+    """
+    causal = replay.causal
+    head = causal.get_output_embeddings()
+    head_trains = head.weight.requires_grad
+    passes_back = 2 if head_trains else 1
+    inside = sum(m.weight.numel() for m in backbone(causal).modules() if isinstance(m, nn.Linear))
+    job = replay.job
+    rows = {
+        "active": sum(len(job.completions[b]) for b in replay.rollouts.active),
+        "tokens": replay.rollouts.tokens,
+        "positions": fed["rows_with_gradient"] if replay.device.type == "cpu" else replay.rollouts.tokens,
+    }
+    body = fed["rows_without_gradient"] + (1 + peer.recomputes + passes_back) * fed["rows_with_gradient"]
+    through_head = fed["head_rows_without_gradient"] + (peer.head_products + head_trains) * rows[peer.head_rows]
+    return {"flops": 2.0 * inside * body + 2.0 * head.weight.numel() * through_head}
+
+
+@contextlib.contextmanager
+def one_pinned_thread() -> Iterator[None]:
+    """A single thread that stays on one core."""
+    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
+    try:
+        torch.set_num_threads(1)
+        os.sched_setaffinity(0, {min(cores)})
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
+
+
+def pinned_cpu_seconds(contenders: Sequence[Contender], rounds: int) -> dict[str, list[float]]:
+    """The processor's seconds of each contender on one pinned thread, in turns: what other work hardly changes."""
+    found: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    with one_pinned_thread():
+        for i in range(rounds):
+            turn = i % max(len(contenders), 1)
+            for contender in [*contenders[turn:], *contenders[:turn]]:
+                start = time.process_time()
+                contender.run()
+                found[contender.name].append(time.process_time() - start)
+    return found
+
+
+def fastest_micro_batch(replay: Replay, sizes: Sequence[int]) -> tuple[int | None, dict[int, float]]:
+    """Rows per micro-batch with which TRL's step is fastest, and the seconds of each that fits in memory."""
+    seconds: dict[int, float] = {}
+    for size in sizes:
+        tried = replace(replay, fastest_micro_batch=size)
+        try:
+            for _ in range(2):  # the first makes the trainer
+                stopwatch = Stopwatch(replay.device)
+                STEP_PEERS[FASTEST].run(tried, stopwatch)
+                seconds[size] = stopwatch.seconds["update"]
+                taken_gradients(replay.policy)
+        except Absent:
+            return None, {}
+        except torch.OutOfMemoryError:
+            seconds.pop(size, None)
+            release_memory(replay.device)
+    return min(seconds, key=seconds.__getitem__), seconds
+
+
+# Tests
+
+
+@dataclass
+class StepRace:
+    """What one workload's contenders took, without and with the sampling before it."""
+
+    steps: dict[str, Lap]
+    sampled: dict[str, Lap]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    chosen_peers(metafunc.config, list(STEP_PEERS))  # refuses unknown names before anything is made
+    if "workload" in metafunc.fixturenames:
+        metafunc.parametrize("workload", list(WORKLOADS[workload_set(metafunc.config)]), scope="module")
+
+
+@pytest.fixture(scope="module")
+def step_race(
+    request: pytest.FixtureRequest,
+    workload: str,
+    device: torch.device,
+    budget: Budget,
+    sampling_budget: Budget | None,
+    figures: Figures,
+) -> Iterator[StepRace]:
+    chosen = WORKLOADS[workload_set(request.config)][workload]
+    fresh = functools.partial(policy, chosen.model, lora=chosen.lora, device=device, dtype=chosen.dtype)
+    rollouts = chosen.rollouts().to(device)
+    figures.workloads[f"step, {workload}"] = {
+        **rollouts.describe(),
+        "model": chosen.model,
+        "trains": "LoRA r = 32" if chosen.lora else "all",
+        "dtype": str(chosen.dtype).removeprefix("torch."),
+        "seeds": {"model": SEED, "problems": STEP_SEED},
+    }
+    replay = Replay(fresh(), rollouts)
+    names = chosen_peers(request.config, list(STEP_PEERS))
+    yield run_race(replay, fresh, names, chosen.micro_batches, budget, sampling_budget)
+    del replay
+    release_memory(device)
+
+
+def run_race(
+    replay: Replay,
+    fresh: Callable[[], nn.Module],
+    names: Sequence[str],
+    sizes: Sequence[int],
+    budget: Budget,
+    sampling_budget: Budget | None = None,
+) -> StepRace:
+    """Check and time the step's contenders and, where it has a budget, the sampling before it."""
+    contenders, measured = step_contenders(replay, fresh, names)
+    # After the references, which copy the policy: TRL changes its forward.
+    tried: dict[int, float] = {}
+    if FASTEST in names:
+        replay.fastest_micro_batch, tried = fastest_micro_batch(replay, sizes)
+    laps = race(contenders, device=replay.device, budget=budget)
+    timed = [contender for contender in contenders if laps[contender.name].seconds]
+    pinned: dict[str, list[float]] = {}
+    if replay.device.type == "cpu" and budget.max_rounds > 1 and not budget.is_over():
+        pinned = pinned_cpu_seconds(timed, budget.min_rounds)
+    for contender in timed:
+        lap, notes, on_one_thread = laps[contender.name], measured[contender.name], pinned.get(contender.name, [])
+        if on_one_thread:
+            lap.facts |= {"cpu_seconds": statistics.median(on_one_thread), "cpu_seconds_rounds": on_one_thread}
+        for part in ("credit", "update"):  # the pinned rounds come last, what only warmed up first
+            wall = notes.seconds[part][: len(notes.seconds[part]) - len(on_one_thread)]
+            lap.facts[f"{part}_seconds"] = statistics.median(wall[-len(lap.seconds) :])
+            if on_one_thread:
+                lap.facts[f"{part}_cpu_seconds"] = statistics.median(notes.cpu_seconds[part][-len(on_one_thread) :])
+    if tried:
+        laps[FASTEST].facts |= {"micro_batch": replay.fastest_micro_batch, "seconds_by_micro_batch": tried}
+    if sampling_budget is None:
+        return StepRace(laps, {})
+    sampling = race(sampling_contenders(replay), device=replay.device, budget=sampling_budget)
+    sampled = {name: with_sampling(lap, sampling[STEP_PEERS[name].sampling]) for name, lap in laps.items()}
+    return StepRace(laps, sampled)
+
+
+@pytest.mark.benchmark(timer=replay_clock)
+@pytest.mark.parametrize("name", list(STEP_PEERS))
+def test_step_time(step_race: StepRace, workload: str, name: str, report: Callable[..., None]) -> None:
+    if name not in step_race.steps:
+        pytest.skip("not among --peers")
+    report(step_race.steps[name], group=f"step, {workload}")
+
+
+@pytest.mark.benchmark(timer=replay_clock)
+@pytest.mark.parametrize("name", list(STEP_PEERS))
+def test_step_time_with_sampling(step_race: StepRace, workload: str, name: str, report: Callable[..., None]) -> None:
+    if name not in step_race.sampled:
+        pytest.skip("not among --peers" if name not in step_race.steps else "sampling is left out (--no-sampling)")
+    report(step_race.sampled[name], group=f"step with sampling, {workload}")
+
+
+def compare(laps: dict[str, Lap], targets: Sequence[Target], fewer_rows: float) -> list[dict[str, Any]]:
+    """Each target with what was measured: `ratio`, whether it is `met` (None without a promise), and what explains it.
+
+    Beside the ratio of median wall seconds stand that of processor seconds on one pinned thread and that of counted
+    operations. A target without times for both of its contenders is left out, and so is one on rows without counts.
+    """
+    found = []
+    for target in targets:
+        if not all(name in laps and laps[name].seconds for name in (target.of, target.to)):
+            continue
+        of, to = laps[target.of], laps[target.to]
+        ratio = of.median / to.median
+        line: dict[str, Any] = {"of": target.of, "to": target.to, "ratio": ratio, "ceiling": target.ceiling}
+        line["met"] = None if target.ceiling is None else ratio <= target.ceiling
+        for name, fact in (("cpu_ratio", "cpu_seconds"), ("operations_ratio", "flops")):
+            if fact in of.facts and fact in to.facts:
+                line[name] = of.facts[fact] / to.facts[fact]
+        found.append(line)
+    if fewer_rows and all(name in laps and laps[name].seconds for name in (EXACT, SEPARATE)):
+        ratio = laps[EXACT].facts["rows_without_gradient"] / laps[SEPARATE].facts["rows_without_gradient"]
+        ceiling = 1 - fewer_rows
+        found.append(
+            {
+                "of": f"rows fed to score, {EXACT}",
+                "to": f"rows fed to score, {SEPARATE}",
+                "ratio": ratio,
+                "ceiling": ceiling,
+                "met": ratio <= ceiling,
+            }
+        )
+    return found
+
+
+def describe(line: dict[str, Any]) -> str:
+    """A line of `compare` in words."""
+    parts = [f"{line['of']}: {line['ratio']:.3f} of {line['to']}"]
+    if line["met"] is not None:
+        parts.append(f"{'met' if line['met'] else 'missed'} the promised {line['ceiling']:.3g}")
+    parts += [
+        f"{name.removesuffix('_ratio')} {line[name]:.3f}" for name in ("cpu_ratio", "operations_ratio") if name in line
+    ]
+    return ", ".join(parts)
+
+
+def test_steps_cost_what_was_promised(
+    pytestconfig: pytest.Config, step_race: StepRace, workload: str, budget: Budget, figures: Figures
+) -> None:
+    chosen = WORKLOADS[workload_set(pytestconfig)][workload]
+    missed = []
+    for line in compare(step_race.steps, chosen.targets, chosen.fewer_rows):
+        figures.ratios.append({"group": f"step, {workload}", **line})
+        text = describe(line)
+        print(f"step, {workload}: {text}")
+        if line["met"] is False:
+            missed.append(text)
+    if budget.max_rounds == 1:
+        pytest.skip("one round is no measurement")
+    if missed:
+        pytest.fail("; ".join(missed), pytrace=False)

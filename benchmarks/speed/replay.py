@@ -1,0 +1,219 @@
+"""Recorded rollouts replayed to a training step: what a contender is given, how it is clocked, and TRL's trainer.
+
+`step_peers.py` holds the contenders themselves.
+"""
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from benchmarks.harness.race import Absent
+from benchmarks.harness.workloads import Job, Rollouts
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.integrations.credit import fold_weights, pad_rows
+
+EPSILON, EPSILON_HIGH = 0.2, 0.28
+
+Weights = list[Tensor]
+"""For each completion (T_b,) fp32."""
+
+
+@dataclass
+class Replay:
+    """What a contender is given.
+
+    Attributes:
+        policy: the model to train, whose trainable parameters take the gradient.
+        rollouts: with ids on the policy's device.
+        fastest_micro_batch: rows per micro-batch with which TRL is fastest here; None before it is known.
+    """
+
+    policy: nn.Module
+    rollouts: Rollouts
+    fastest_micro_batch: int | None = None
+    _trl: dict[tuple[tuple[str, Any], ...], Any] = field(default_factory=dict)
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows per padded micro-batch: TRL's default."""
+        return min(8, len(self.job.completions))
+
+    @property
+    def job(self) -> Job:
+        return self.rollouts.job
+
+    @property
+    def causal(self) -> PreTrainedModel:
+        return causal_lm(self.policy)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.policy.parameters()).device
+
+    def advantages(self, rows: Sequence[int]) -> Tensor:
+        """Those of some rows, on the device."""
+        return self.rollouts.advantages[list(rows)].to(self.device)
+
+    def trl(self, *, micro_batch: int | None = None, **settings: bool) -> Any:
+        """TRL's trainer around the policy, with `use_liger_kernel` or `gradient_checkpointing`, made once for each."""
+        size = micro_batch or self.micro_batch
+        key = (("micro_batch", size), *sorted(settings.items()))
+        if key not in self._trl:
+            self._trl[key] = _trl_trainer(self.policy, self.rollouts, size, **settings)
+        return self._trl[key]
+
+
+class Stopwatch:
+    """Seconds by the wall and of the processor, of credit and of update, of one step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds = {"credit": 0.0, "update": 0.0}
+        self.cpu_seconds = {"credit": 0.0, "update": 0.0}
+
+    def credit(self) -> contextlib.AbstractContextManager[None]:
+        return self._part("credit")
+
+    def update(self) -> contextlib.AbstractContextManager[None]:
+        return self._part("update")
+
+    @contextlib.contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        wall, cpu = self._now()
+        yield
+        end_wall, end_cpu = self._now()
+        self.seconds[name] += end_wall - wall
+        self.cpu_seconds[name] += end_cpu - cpu
+
+    def _now(self) -> tuple[float, float]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter(), time.process_time()
+
+
+Step = Callable[[Replay, Stopwatch], tuple[Tensor, Weights | None]]
+"""Loss (detached, of the whole batch) and the weights it used, None for 1 throughout."""
+
+
+@dataclass(frozen=True)
+class StepPeer:
+    """A contender for the step.
+
+    Attributes:
+        run: does it.
+        kind: which weights it is to use: "plain" (1), "counterfactual" (the CF paper's) or "authors" (their code's).
+        head_products: products of a row with the head in the update while the head is frozen; one more if it trains.
+        head_rows: which rows those are: "active" tokens (with an advantage), all "tokens", or, of padded batches
+            and on a CPU alone, all "positions".
+        sampling: whose comes before it, "TRL" or "ours".
+        own_policy: it changes the policy's layers, so it works on a policy of its own.
+        recomputes: layers run forwards twice (activation checkpointing).
+    """
+
+    run: Step
+    kind: str
+    head_products: int
+    head_rows: str
+    sampling: str
+    own_policy: bool = False
+    recomputes: bool = False
+
+
+def _trl_trainer(
+    policy: nn.Module,
+    rollouts: Rollouts,
+    micro_batch: int,
+    *,
+    use_liger_kernel: bool = False,
+    gradient_checkpointing: bool = False,
+) -> Any:
+    """A `GRPOTrainer` that finds `recorded` where it would sample and score completions.
+
+    It is never asked to `train`, so what that does to the model first is done here.
+    """
+    try:
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer
+    except ImportError as error:
+        raise Absent(f"TRL does not import: {error}") from error
+
+    class Replaying(GRPOTrainer):
+        recorded: dict[str, Tensor]
+        folder: tempfile.TemporaryDirectory[str]
+
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
+            return dict(self.recorded)
+
+    device, dtype = next(policy.parameters()).device, next(policy.parameters()).dtype
+    rows = len(rollouts.job.completions)
+    if rows % micro_batch or micro_batch > rows:
+        raise ValueError(f"micro_batch must divide the {rows} rows, got {micro_batch}")
+    folder = tempfile.TemporaryDirectory()  # TRL makes one, and nothing is ever put there
+    settings = GRPOConfig(
+        folder.name,
+        use_cpu=device.type == "cpu",
+        bf16=dtype == torch.bfloat16,
+        gradient_checkpointing=gradient_checkpointing,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=rows // micro_batch,
+        num_generations=rollouts.group,
+        max_completion_length=max(map(len, rollouts.job.completions)) + 1,
+        loss_type="dapo",
+        epsilon=EPSILON,
+        epsilon_high=EPSILON_HIGH,
+        beta=0.0,
+        temperature=1.0,
+        use_liger_kernel=use_liger_kernel,
+        report_to=[],
+    )
+    trainer = Replaying(
+        model=policy,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": ["replayed"] * rows}),
+        processing_class=rollouts.job.tokenizer,
+    )
+    if use_liger_kernel:
+        from transformers.integrations.liger import apply_liger_kernel
+
+        apply_liger_kernel(trainer.model, settings.liger_kernel_config)
+    if gradient_checkpointing:
+        trainer.model.gradient_checkpointing_enable(settings.gradient_checkpointing_kwargs)
+    trainer.current_gradient_accumulation_steps = settings.gradient_accumulation_steps
+    trainer.recorded, trainer.folder = padded_layout(rollouts), folder
+    return trainer
+
+
+def padded_layout(rollouts: Rollouts) -> dict[str, Tensor]:
+    """The batch as TRL lays it out: prompts padded on the left, completions on the right."""
+    device = rollouts.job.prompts[0].device
+    prompt_ids, prompt_mask = pad_rows(rollouts.job.prompts, side="left")
+    completion_ids, completion_mask = pad_rows(rollouts.job.completions)
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "advantages": rollouts.advantages.to(device),
+        "num_items_in_batch": completion_mask.sum(),
+    }
+
+
+def trl_update(replay: Replay, trainer: Any, weights: Weights | None) -> Tensor:
+    """One optimizer step's worth of `GRPOTrainer.training_step`, the optimizer left out."""
+    advantages = replay.rollouts.advantages.to(replay.device)
+    if weights is not None:
+        padded = nn.utils.rnn.pad_sequence(weights, batch_first=True, padding_value=1.0).to(replay.device)
+        advantages = fold_weights(advantages, padded)
+    trainer.recorded["advantages"] = advantages
+    trainer._buffered_inputs, trainer._step = None, 0
+    steps = trainer.args.gradient_accumulation_steps
+    # Each loss comes back divided by the number of micro-batches, for the log alone.
+    return torch.stack([trainer.training_step(trainer.model, None, None) for _ in range(steps)]).sum()

@@ -1,0 +1,466 @@
+"""Every way to do the credit and the update of one training step, one function each, all with one signature.
+
+A contender takes a `Replay` (a policy and recorded rollouts) and a `Stopwatch`, does its work inside
+`with stopwatch.credit()` and `with stopwatch.update()`, leaves its gradient on the policy's parameters and returns
+the loss and the token weights it used. The loss is dapo's, on-policy, at temperature 1; no optimizer steps. Spans
+and answers are given: finding them costs every contender the same.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface, PreTrainedModel
+
+from benchmarks.harness.race import Absent
+from benchmarks.harness.workloads import Job
+from benchmarks.speed.peers import Observed, _aligntune, _attention, _forest, aligntune_batched
+from benchmarks.speed.replay import EPSILON, EPSILON_HIGH, Replay, StepPeer, Stopwatch, Weights, trl_update
+from benchmarks.speed.varlen import causal_varlen_attention
+from cfa_kernels import policy_loss, score_counterfactuals, span_weights
+from cfa_kernels.hf.head import Head
+from cfa_kernels.hf.limits import default_token_budget
+from cfa_kernels.hf.model import backbone
+from cfa_kernels.hf.verify import prove_head
+from cfa_kernels.integrations.credit import pad_rows
+from cfa_kernels.losses.policy import linear_policy_loss
+from cfa_kernels.losses.ragged import LossBatch
+from cfa_kernels.scoring.training_forward import packed_forward, packed_logprobs, packed_policy_loss
+
+# TRL
+
+
+def trl_plain(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
+    """TRL's dapo step: padded, with its chunked head and its metrics; without activation checkpointing, as all here."""
+    trainer = replay.trl()
+    with stopwatch.update():
+        return trl_update(replay, trainer, None), None
+
+
+def trl_fastest(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
+    """The same in the micro-batches that are fastest here."""
+    trainer = replay.trl(micro_batch=replay.fastest_micro_batch)
+    with stopwatch.update():
+        return trl_update(replay, trainer, None), None
+
+
+def trl_defaults(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
+    """The same with activation checkpointing, which TRL's default settings switch on."""
+    trainer = replay.trl(gradient_checkpointing=True)
+    with stopwatch.update():
+        return trl_update(replay, trainer, None), None
+
+
+def trl_liger(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
+    """The same with `use_liger_kernel=True`: Liger's norms, rotary embeddings and gated MLPs."""
+    if replay.device.type != "cuda":
+        raise Absent("Liger's layers run on a GPU")
+    trainer = replay.trl(use_liger_kernel=True)
+    with stopwatch.update():
+        return trl_update(replay, trainer, None), None
+
+
+# Without padding, without sharing
+
+
+def _sequences(replay: Replay) -> list[tuple[Tensor, int]]:
+    """Each row as it is fed, without its last token, and the length of its prompt."""
+    pairs = zip(replay.job.prompts, replay.job.completions, strict=True)
+    return [(torch.cat([prompt, completion[:-1]]), len(prompt)) for prompt, completion in pairs]
+
+
+def _in_budget(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Neighbours up to `budget` tokens together."""
+    part, total = list[int](), 0
+    for i, length in enumerate(lengths):
+        if part and total + length > budget:
+            yield part
+            part, total = [], 0
+        part.append(i)
+        total += length
+    yield part
+
+
+def _per_sequence_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *,
+    scaling: float, cu_seq_lens_q: Tensor, lengths: list[int], **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Causal attention within each of the sequences laid end to end; q (1, H, N, D) -> (1, N, H, D).
+
+    On a GPU one call of FlashAttention's variable-length kernel; on a CPU PyTorch's own causal kernel once per
+    sequence. Neither looks at a pair of tokens from two sequences.
+    """
+    if query.is_cuda:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        ends, longest = (cu_seq_lens_q, cu_seq_lens_q), (max(lengths), max(lengths))
+        return causal_varlen_attention(q, k, v, ends, longest, scale=scaling)[None], None
+    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    found = [
+        functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        for q, k, v in parts
+    ]
+    return torch.cat(found, dim=2).transpose(1, 2), None
+
+
+AttentionInterface.register("benchmark_per_sequence", _per_sequence_attention)
+
+
+def _forward(causal: PreTrainedModel, ids: Tensor, positions: Tensor, **attention: Any) -> Tensor:
+    """Hidden states (N, H) of one packed row."""
+    return backbone(causal)(
+        input_ids=ids[None], position_ids=positions[None], use_cache=False, **attention
+    ).last_hidden_state[0]
+
+
+def _fused_loss(replay: Replay, head: Head, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+    """The loss of some completions from the hidden states (R, H) that predict their tokens, one after the other.
+
+    The fused head and loss that ours runs, so that only what is fed differs.
+    """
+    completions = [replay.job.completions[b] for b in rows]
+    lengths = torch.tensor([len(completion) for completion in completions], device=replay.device)
+    targets = torch.cat(completions)[None]
+    loss, _ = linear_policy_loss(
+        hidden[None], head.weight, targets, None, replay.advantages(rows).repeat_interleave(lengths)[None],
+        torch.ones_like(targets, dtype=torch.bool), bias=head.bias, softcap=head.softcap,
+        logit_scale=head.logit_scale, epsilon=EPSILON, epsilon_high=EPSILON_HIGH,
+        num_items_in_batch=replay.rollouts.tokens,
+    )[:2]  # fmt: skip
+    return loss
+
+
+def varlen(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
+    """Padding-free, every completion with its own prompt: sequences end to end, positions that start again."""
+    causal, head, total = replay.causal, prove_head(replay.causal), torch.zeros((), device=replay.device)
+    with stopwatch.update(), _attention(causal, "benchmark_per_sequence"):
+        sequences = _sequences(replay)
+        for rows in _in_budget([len(ids) for ids, _ in sequences], default_token_budget(causal)):
+            lengths = [len(sequences[b][0]) for b in rows]
+            ends = torch.tensor([0, *lengths]).cumsum(0)
+            hidden = _forward(
+                causal,
+                torch.cat([sequences[b][0] for b in rows]),
+                torch.cat([torch.arange(length, device=replay.device) for length in lengths]),
+                cu_seq_lens_q=ends.to(replay.device, torch.int32),
+                lengths=lengths,
+            )
+            predicting = [
+                hidden[start + sequences[b][1] - 1 : end]
+                for b, start, end in zip(rows, ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+            ]
+            loss = _fused_loss(replay, head, torch.cat(predicting), rows)
+            loss.backward()
+            total += loss.detach()
+    return total, None
+
+
+# The prompt once, its keys and values repeated
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One prompt and its completions in a packed row."""
+
+    prompt: slice
+    completions: list[slice]
+
+
+def _repeated_prompt_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *,
+    scaling: float, groups: list[_Group], **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Two calls per group: the prompt on itself; each completion on the repeated prompt and itself, padded.
+
+    Autograd adds up what comes back to the repeated keys and values.
+    """
+    found = []
+    attend = functools.partial(functional.scaled_dot_product_attention, scale=scaling, enable_gqa=True)
+    for group in groups:
+        q, k, v = (x[:, :, group.prompt] for x in (query, key, value))
+        found.append(attend(q, k, v, is_causal=True)[0].transpose(0, 1))
+        lengths = [part.stop - part.start for part in group.completions]
+        padded = [
+            nn.utils.rnn.pad_sequence([x[0, :, part].transpose(0, 1) for part in group.completions], batch_first=True)
+            for x in (query, key, value)
+        ]
+        q_own, k_own, v_own = (x.transpose(1, 2) for x in padded)  # (G, heads, longest, D)
+        k_all, v_all = (
+            torch.cat([prompt.expand(len(lengths), -1, -1, -1), own], dim=2) for prompt, own in ((k, k_own), (v, v_own))
+        )
+        rule = causal_lower_right(q_own.shape[2], k_all.shape[2])
+        out = attend(q_own, k_all, v_all, attn_mask=rule).transpose(1, 2)
+        found += [row[:length] for row, length in zip(out, lengths, strict=True)]
+    return torch.cat(found)[None], None
+
+
+AttentionInterface.register("benchmark_repeated_prompt", _repeated_prompt_attention)
+
+
+def repeated_prompt(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
+    """PrefixGrouper's way, without padding outside the attention."""
+    causal, head, total = replay.causal, prove_head(replay.causal), torch.zeros((), device=replay.device)
+    job, size = replay.job, replay.rollouts.group
+    with stopwatch.update(), _attention(causal, "benchmark_repeated_prompt"):
+        firsts = range(0, len(job.prompts), size)
+        fed = [len(job.prompts[b]) + sum(len(c) - 1 for c in job.completions[b : b + size]) for b in firsts]
+        for part in _in_budget(fed, default_token_budget(causal)):
+            ids, positions, predicting, groups, rows = [], [], [], [], list[int]()
+            at = 0
+            for first in (firsts[i] for i in part):
+                prompt = job.prompts[first]
+                ids.append(prompt)
+                positions.append(torch.arange(len(prompt)))
+                last = at + len(prompt) - 1
+                group = _Group(slice(at, at := at + len(prompt)), [])
+                for b in range(first, first + size):
+                    own = job.completions[b][:-1]
+                    ids.append(own)
+                    positions.append(torch.arange(len(prompt), len(prompt) + len(own)))
+                    group.completions.append(slice(at, at := at + len(own)))
+                    predicting.append(torch.tensor([last, *range(at - len(own), at)]))
+                    rows.append(b)
+                groups.append(group)
+            hidden = _forward(causal, torch.cat(ids), torch.cat(positions).to(replay.device), groups=groups)
+            loss = _fused_loss(replay, head, hidden[torch.cat(predicting).to(replay.device)], rows)
+            loss.backward()
+            total += loss.detach()
+    return total, None
+
+
+# The same tree under FlexAttention
+
+
+def flex_tree(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
+    """Prompts and completions as one tree under a FlexAttention block mask, compiled."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    if replay.device.type == "cpu":
+        raise Absent("FlexAttention has no backward on a CPU (torch raises NotImplementedError)")
+    causal, head, job = replay.causal, prove_head(replay.causal), replay.job
+    bare = Job(**{**vars(job), "spans": [[] for _ in job.spans]})
+    with stopwatch.update():
+        forest = _forest(bare)
+        segment, offset, visible = forest.segment, forest.offset, forest.visible
+
+        def sees(batch: Tensor, heads: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            causal_inside = (segment[query] == segment[key]) & (key <= query)
+            return causal_inside | (offset[key] < visible[segment[query], segment[key]])
+
+        size = len(forest.ids)
+        mask = create_block_mask(
+            sees, None, None, size, size, device=replay.device, _compile=replay.device.type == "cuda"
+        )
+        with _attention(causal, "flex_attention"), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            hidden = _forward(causal, forest.ids, forest.positions, attention_mask=mask)
+            loss = _fused_loss(replay, head, hidden[_predicting(bare, segment)], range(len(job.completions)))
+            loss.backward()
+    return loss.detach(), None
+
+
+def _predicting(job: Job, segment: Tensor) -> Tensor:
+    """Rows of the forest that predict each completion's tokens; segments are prompts at first sight, completions."""
+    starts = torch.searchsorted(segment, torch.arange(int(segment[-1]) + 1, device=segment.device)).tolist()
+    rows, last, number = [], dict[tuple[int, ...], int](), 0
+    for prompt, completion in zip(job.prompts, job.completions, strict=True):
+        key = tuple(prompt.tolist())
+        if key not in last:
+            last[key] = starts[number] + len(prompt) - 1
+            number += 1
+        rows.append(torch.tensor([last[key], *range(starts[number], starts[number] + len(completion) - 1)]))
+        number += 1
+    return torch.cat(rows).to(segment.device)
+
+
+# Ours
+
+
+def ours_plain(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
+    """`packed_policy_loss`: one tree, the head fused into the loss."""
+    with stopwatch.update():
+        return _packed_update(replay, None), None
+
+
+def _packed_update(replay: Replay, weights: Weights | None) -> Tensor:
+    job = replay.job
+    loss = packed_policy_loss(
+        replay.policy, job.prompts, job.completions, None, replay.rollouts.advantages, weights=weights,
+        epsilon=EPSILON, epsilon_high=EPSILON_HIGH,
+    ).loss  # fmt: skip
+    loss.backward()
+    return loss.detach()
+
+
+def _separate_credit(replay: Replay, rows: Sequence[int]) -> Weights:
+    """Weights from a scoring call of some rows; 1 for the others."""
+    job = replay.job.part(rows)
+    scores = score_counterfactuals(
+        replay.policy, job.prompts, job.completions, job.spans, job.answers, placeholder_id=job.placeholder_id
+    )
+    return _weights(replay.job, dict(zip(rows, scores.drop, strict=True)))
+
+
+def _weights(job: Job, drops: dict[int, Tensor]) -> Weights:
+    """The CF paper's, on the host, for the rows that have drops; 1 for the others."""
+    weights = [torch.ones(len(completion)) for completion in job.completions]
+    for b, drop in drops.items():
+        weights[b] = span_weights(drop.cpu(), job.spans[b], job.answers[b], len(weights[b]))
+    return weights
+
+
+def _padded_update(replay: Replay, weights: Weights, rows: Sequence[int]) -> Tensor:
+    """Micro-batches of rows of like length, padded, the head on counted rows alone; log-probs, then `policy_loss`."""
+    job, head = replay.job, prove_head(replay.causal)
+    total = torch.zeros((), device=replay.device)
+    ordered = sorted(rows, key=lambda b: len(job.completions[b]))
+    for start in range(0, len(ordered), replay.micro_batch):
+        part = ordered[start : start + replay.micro_batch]
+        prompt_ids, prompt_mask = pad_rows([job.prompts[b] for b in part], side="left")
+        completion_ids, completion_mask = pad_rows([job.completions[b] for b in part])
+        mask = torch.cat([prompt_mask, completion_mask], 1)
+        hidden = backbone(replay.causal)(
+            input_ids=torch.cat([prompt_ids, completion_ids], 1),
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            use_cache=False,
+        ).last_hidden_state[:, prompt_ids.shape[1] - 1 : -1]
+        counted = completion_mask.bool()
+        logprobs = torch.zeros(counted.shape, device=replay.device).masked_scatter(
+            counted, head.logprobs(hidden[counted], completion_ids[counted])
+        )
+        loss = _policy_loss(replay, logprobs, counted, weights, part)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _policy_loss(replay: Replay, logprobs: Tensor, mask: Tensor, weights: Weights, rows: Sequence[int]) -> Tensor:
+    padded = nn.utils.rnn.pad_sequence([weights[b] for b in rows], batch_first=True).to(replay.device)
+    return policy_loss(
+        logprobs, None, replay.advantages(rows), mask, weights=padded, epsilon=EPSILON, epsilon_high=EPSILON_HIGH,
+        num_items_in_batch=replay.rollouts.tokens,
+    )[0]  # fmt: skip
+
+
+def _tree_update(replay: Replay, weights: Weights, rows: Sequence[int]) -> Tensor:
+    """`packed_logprobs`, then `policy_loss`."""
+    job = replay.job.part(rows)
+    found = packed_logprobs(replay.policy, job.prompts, job.completions)
+    logprobs = nn.utils.rnn.pad_sequence(found, batch_first=True)
+    lengths = torch.tensor([len(row) for row in found], device=replay.device)
+    mask = torch.arange(logprobs.shape[1], device=replay.device) < lengths[:, None]
+    loss = _policy_loss(replay, logprobs, mask, weights, rows)
+    loss.backward()
+    return loss.detach()
+
+
+def counterfactual_all_rows(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
+    """A separate scoring of all rows, then a padded update of all rows."""
+    return _padded_counterfactual(replay, stopwatch, range(len(replay.job.completions)))
+
+
+def counterfactual_skip(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
+    """The same without the rows whose advantage is zero."""
+    return _padded_counterfactual(replay, stopwatch, replay.rollouts.active)
+
+
+def _padded_counterfactual(replay: Replay, stopwatch: Stopwatch, rows: Sequence[int]) -> tuple[Tensor, Weights]:
+    with stopwatch.credit():
+        weights = _separate_credit(replay, rows)
+    with stopwatch.update():
+        return _padded_update(replay, weights, rows), weights
+
+
+def counterfactual_tree(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
+    """Skipping, and the update on a packed tree."""
+    rows = replay.rollouts.active
+    with stopwatch.credit():
+        weights = _separate_credit(replay, rows)
+    with stopwatch.update():
+        return _tree_update(replay, weights, rows), weights
+
+
+def counterfactual_fused(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
+    """And the head fused into the loss."""
+    with stopwatch.credit():
+        weights = _separate_credit(replay, replay.rollouts.active)
+    with stopwatch.update():
+        return _packed_update(replay, weights), weights
+
+
+def counterfactual_one_pass(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
+    """And the scores read off the training forward, whose keys and values the masked branches continue."""
+    job, advantages, options = (
+        replay.job,
+        replay.rollouts.advantages,
+        {"epsilon": EPSILON, "epsilon_high": EPSILON_HIGH},
+    )
+    active = set(replay.rollouts.active)
+    with stopwatch.update():
+        needed = LossBatch.of(job.completions, None, advantages, **options).needed()
+        forward = packed_forward(replay.causal, job.prompts, job.completions, needed=needed, keep_states=True)
+    with stopwatch.credit():
+        rows = range(len(job.completions))
+        scores = forward.score(
+            [job.spans[b] if b in active else [] for b in rows],
+            [job.answers[b] if b in active else None for b in rows],
+            placeholder_id=job.placeholder_id,
+        )
+        weights = _weights(job, {b: scores.drop[b] for b in replay.rollouts.active})
+    with stopwatch.update():
+        batch = LossBatch.of(job.completions, None, advantages, weights=weights, **options)
+        loss = forward.policy_loss(batch, **options).loss
+        loss.backward()
+    return loss.detach(), weights
+
+
+# The authors' scoring
+
+
+def authors_then_trl(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
+    """aligntune's batched importance and its weights for every row, then TRL's update."""
+    trainer = replay.trl()
+    with stopwatch.credit():
+        weights = authors_weights(replay.job, aligntune_batched(replay.causal, replay.job))
+    with stopwatch.update():
+        return trl_update(replay, trainer, weights), weights
+
+
+def authors_weights(job: Job, importance: Observed) -> Weights:
+    """aligntune's `compute_soft_weights` of what it reports per completion token."""
+    soften = _aligntune().compute_soft_weights
+    found = []
+    for b, values in enumerate(importance):
+        ids = torch.cat([job.prompts[b], job.completions[b]]).cpu()
+        length = len(job.prompts[b])
+        padded = torch.cat([torch.zeros(length, dtype=torch.float64), values.double().cpu()]).numpy()
+        weights = soften(padded, length, tokenizer=job.tokenizer, input_ids=ids[None])
+        found.append(torch.from_numpy(weights[length:]).float())
+    return found
+
+
+TRL, PLAIN, EXACT, AUTHORS = "TRL", "ours", "ours counterfactual, one pass", "authors' scoring, TRL"
+VARLEN = "varlen without sharing"
+FASTEST, DEFAULTS = "TRL, fastest micro-batch", "TRL, its defaults (checkpointing)"
+SEPARATE = "ours counterfactual, fused loss"
+
+STEP_PEERS: dict[str, StepPeer] = {
+    TRL: StepPeer(trl_plain, "plain", 3, "positions", "TRL"),
+    FASTEST: StepPeer(trl_fastest, "plain", 3, "positions", "TRL"),
+    DEFAULTS: StepPeer(trl_defaults, "plain", 3, "positions", "TRL", own_policy=True, recomputes=True),
+    "TRL with Liger": StepPeer(trl_liger, "plain", 3, "positions", "TRL", own_policy=True),
+    VARLEN: StepPeer(varlen, "plain", 2, "active", "TRL"),
+    "repeated prompt (PrefixGrouper)": StepPeer(repeated_prompt, "plain", 2, "active", "TRL"),
+    "FlexAttention tree": StepPeer(flex_tree, "plain", 2, "active", "TRL"),
+    PLAIN: StepPeer(ours_plain, "plain", 2, "active", "ours"),
+    "ours counterfactual, padded, all rows": StepPeer(counterfactual_all_rows, "counterfactual", 3, "tokens", "ours"),
+    "ours counterfactual, skip": StepPeer(counterfactual_skip, "counterfactual", 3, "active", "ours"),
+    "ours counterfactual, tree": StepPeer(counterfactual_tree, "counterfactual", 3, "active", "ours"),
+    SEPARATE: StepPeer(counterfactual_fused, "counterfactual", 2, "active", "ours"),
+    EXACT: StepPeer(counterfactual_one_pass, "counterfactual", 2, "active", "ours"),
+    AUTHORS: StepPeer(authors_then_trl, "authors", 3, "positions", "TRL"),
+}

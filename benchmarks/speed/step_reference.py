@@ -1,0 +1,160 @@
+"""What a training step is to leave behind, by its definition in higher precision, and by how much one may miss it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness.race import WrongAnswer
+from benchmarks.harness.workloads import Rollouts
+from benchmarks.speed.peers import Observed, aligntune_importance, per_span_logits_to_keep
+from benchmarks.speed.replay import Weights
+from benchmarks.speed.step_peers import authors_weights
+from cfa_kernels import span_weights
+from cfa_kernels.hf.model import causal_lm
+
+SLACK = 4.0
+"""How much larger than that of padded autograd in the policy's own precision a contender's error may be."""
+
+Gradients = dict[str, Tensor]
+"""By parameter."""
+
+
+@dataclass
+class StepResult:
+    """What a contender leaves behind."""
+
+    loss: float
+    weights: Weights | None
+    gradients: Gradients
+
+
+def padded_autograd(model: nn.Module, rollouts: Rollouts, weights: Weights | None) -> tuple[float, Gradients]:
+    """Loss and gradients by their definition: one padded forward per group, every logit, autograd.
+
+    Sequences are padded behind their ends, which causality hides from them.
+    """
+    causal, job = causal_lm(model), rollouts.job
+    loss_sum = 0.0
+    model.zero_grad()
+    for first in range(0, len(job.prompts), rollouts.group):
+        rows = range(first, first + rollouts.group)
+        ids = [torch.cat([job.prompts[b], job.completions[b]]) for b in rows]
+        logits = causal(nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False).logits
+        loss = torch.zeros((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+        for line, b in zip(logits, rows, strict=True):
+            completion, start = job.completions[b], len(job.prompts[b]) - 1
+            lines = line[start : start + len(completion)].to(loss.dtype)
+            logprobs = lines.log_softmax(-1).gather(-1, completion[:, None])[:, 0]
+            ratio = (logprobs - logprobs.detach()).exp()  # on-policy: 1, and no clip
+            weight = ratio.new_ones(()) if weights is None else weights[b].to(ratio)
+            loss = loss - (ratio * weight).sum() * rollouts.advantages[b].to(ratio)
+        loss = loss / rollouts.tokens
+        loss.backward()
+        loss_sum += loss.item()
+    return loss_sum, taken_gradients(model)
+
+
+def taken_gradients(model: nn.Module) -> Gradients:
+    """Every trainable parameter's gradient, taken off it."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = None
+    return found
+
+
+def weights_of_kind(kind: str, model: nn.Module, rollouts: Rollouts) -> Weights | None:
+    """The weights a kind of contender should use, from one full forward per span in the model's precision."""
+    if kind == "plain":
+        return None
+    job = rollouts.job
+    scores = per_span_logits_to_keep(causal_lm(model), job)
+    if kind == "authors":
+        return authors_weights(job, _authors_importance(scores, rollouts))
+    drops = [(row[1:] - row[0]).cpu() for row in scores]
+    active = set(rollouts.active)
+    return [
+        span_weights(drops[b], job.spans[b], job.answers[b], len(completion)) if b in active
+        else torch.ones(len(completion))
+        for b, completion in enumerate(job.completions)
+    ]  # fmt: skip
+
+
+def _authors_importance(scores: Observed, rollouts: Rollouts) -> Observed:
+    return [aligntune_importance(row.double().cpu(), rollouts.job, b) for b, row in enumerate(scores)]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Loss, weights and gradients of one kind of step in higher precision, and how far the policy's own is off."""
+
+    loss: float
+    weights: Weights | None
+    gradients: Gradients
+    loss_error: float
+    weight_error: float
+    gradient_error: float  # the worst parameter's
+    active: list[int]  # the rows whose weights matter
+
+    @staticmethod
+    def of(kind: str, model: nn.Module, exact: nn.Module, rollouts: Rollouts) -> "Truth":
+        """By the definition, in `model`'s precision and with `exact`, the same model in a higher one."""
+        weights, low_weights = (weights_of_kind(kind, m, rollouts) for m in (exact, model))
+        loss, gradients = padded_autograd(exact, rollouts, weights)
+        low_loss, low = padded_autograd(model, rollouts, low_weights)
+        errors = {name: relative_error(low[name], gradient) for name, gradient in gradients.items()}
+        if not max(errors.values()) < 0.5:
+            worst = max(errors, key=errors.__getitem__)
+            raise ValueError(
+                f"the reference is none: gradients of {worst} in two precisions are {errors[worst]:.2g} apart"
+            )
+        return Truth(
+            loss,
+            weights,
+            gradients,
+            abs(low_loss - loss),
+            largest_difference(low_weights, weights, rollouts.active),
+            max(errors.values()),
+            rollouts.active,
+        )
+
+    def check(self, result: StepResult, eps: float) -> dict[str, float]:
+        """Hold a step to this; `eps` is the rounding step of the policy's precision."""
+        if result.gradients.keys() != self.gradients.keys():
+            raise WrongAnswer(f"gradients of {sorted(self.gradients.keys() ^ result.gradients.keys())[:3]} differ")
+        weight_error = largest_difference(result.weights, self.weights, self.active)
+        allowed_weight = SLACK * (self.weight_error + 4 * eps)
+        if not weight_error <= allowed_weight:
+            raise WrongAnswer(f"a token weight is off by {weight_error:.2g}, allowed are {allowed_weight:.2g}")
+        allowed = SLACK * (self.gradient_error + eps)
+        errors = {name: relative_error(result.gradients[name], truth) for name, truth in self.gradients.items()}
+        worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else torch.inf)
+        if not errors[worst] <= allowed:
+            raise WrongAnswer(
+                f"gradient of {worst} is off by {errors[worst]:.2g} of its norm, allowed are {allowed:.2g}"
+            )
+        # A sum of terms of both signs: what it may miss goes by the size of the terms, not by the sum's.
+        allowed_loss = SLACK * (self.loss_error + 8 * eps)
+        if not abs(result.loss - self.loss) <= allowed_loss:
+            raise WrongAnswer(f"loss is {result.loss:.6g}, expected {self.loss:.6g} within {allowed_loss:.2g}")
+        return {"gradient_error": errors[worst], "gradient_error_allowed": allowed, "weight_error": weight_error}
+
+
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    """Norm of the difference over the norm of the truth; infinite where only the truth is zero."""
+    if found.shape != truth.shape:
+        raise WrongAnswer(f"shape {tuple(truth.shape)} expected, got {tuple(found.shape)}")
+    norm = truth.norm().item()
+    off = (found.to(truth.dtype) - truth).norm().item()
+    return off / norm if norm else torch.inf if off else 0.0
+
+
+def largest_difference(found: Weights | None, truth: Weights | None, rows: Sequence[int]) -> float:
+    """Between two sets of token weights, in some rows; infinite if one has none."""
+    if found is None or truth is None:
+        return 0.0 if found is truth else torch.inf
+    differences = [(found[b].double().cpu() - truth[b].double().cpu()).abs().max().item() for b in rows]
+    return max(differences, default=0.0)

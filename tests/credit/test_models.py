@@ -1,0 +1,178 @@
+"""Credit of a small model by every estimator that runs it: probes, targets, fills, approximations, hosts."""
+
+import pytest
+import torch
+
+from cfa_kernels import CounterfactualConfig, Span, counterfactual_credit, score_counterfactuals
+from cfa_kernels.estimators.prefix_gain import prefix_gain
+from cfa_kernels.estimators.probes import Probe, own_probe
+from cfa_kernels.integrations.credit import pad_rows, scorer_from_logprobs
+from tests.support.models import make_model, naive_logprobs
+from tests.support.small_tokenizers import encode, get_tokenizer
+
+TOKENIZER = get_tokenizer("byte-level, single digits")
+TEXTS = ["3 + 4 = 7. Then 7 - 3 = 4.\n#### 4", "4 + 4 = 8. Then 8 - 3 = 5.\n#### 5", "3 + 4 = 7. Then 7 - 3 = 4."]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("Qwen3", vocab_size=len(TOKENIZER)).eval()
+
+
+@pytest.fixture(scope="module")
+def batch():
+    prompts = [torch.tensor(encode(TOKENIZER, "What is 3 + 4, less 3?"))] * len(TEXTS)
+    completions = [torch.tensor([*encode(TOKENIZER, text), TOKENIZER.eos_token_id]) for text in TEXTS]
+    return prompts, completions, (*pad_rows(prompts, "left"), *pad_rows(completions))
+
+
+def credit_of(model, batch, config=None, **given):
+    return counterfactual_credit(model, TOKENIZER, *batch[2], config=config or CounterfactualConfig(), **given)
+
+
+def test_the_tokenizer_gives_answers_and_spans(model, batch):
+    credit = credit_of(model, batch)
+    assert [answer is not None for answer in credit.answers] == [True, True, False]
+    assert [len(spans) > 1 for spans in credit.spans] == [True, True, False]
+
+
+def test_prefix_gain_asks_each_completions_own_answer_behind_every_unit(model, batch):
+    prompts, completions, _ = batch
+    credit = credit_of(model, batch, CounterfactualConfig(estimator="prefix_gain"))
+    for b in (0, 1):
+        end = len(encode(TOKENIZER, TEXTS[b].split("####")[0]))
+        probe = own_probe(completions[b], credit.answers[b], end)
+        (expected,), _ = prefix_gain(model, prompts[:1], completions[b : b + 1], [credit.spans[b]], [probe])
+        torch.testing.assert_close(-credit.drop[b], expected)
+
+
+def test_a_host_that_gives_log_probs_alone_finds_the_same_prefix_gains_and_mean_drops(model, batch):
+    def logprobs_of(prompts, completions):
+        found = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            values = naive_logprobs(model, torch.cat([prompt, completion]))
+            found.append(values[len(prompt) - 1 :])
+        return found
+
+    score = scorer_from_logprobs(logprobs_of)
+    for config in (
+        CounterfactualConfig(estimator="prefix_gain"),
+        CounterfactualConfig(outcome="mean_logprob"),
+        CounterfactualConfig(),
+    ):
+        there = counterfactual_credit(None, TOKENIZER, *batch[2], config=config, score=score)
+        here = credit_of(model, batch, config)
+        for theirs, ours in zip(there.drop, here.drop, strict=True):
+            torch.testing.assert_close(theirs, ours, rtol=0, atol=2e-5)
+    with pytest.raises(NotImplementedError, match="outcome='mean'"):
+        counterfactual_credit(None, TOKENIZER, *batch[2], config=CounterfactualConfig(outcome="mean"), score=score)
+
+
+def test_a_probe_gives_an_answer_to_a_completion_without_one(model, batch):
+    prompts, completions, _ = batch
+    ids = torch.tensor(encode(TOKENIZER, "#### 4"))
+    probe = Probe(ids, Span(len(ids) - 1, len(ids)))
+    credit = credit_of(model, batch, probes=[None, None, probe])
+    assert len(credit.spans[2]) > 1
+    assert credit.answers[2] is None
+    kept = completions[2][:-1]  # without its end of text
+    asked = torch.cat([kept, ids])
+    expected = score_counterfactuals(
+        model, prompts[:1], [asked], [credit.spans[2]], [Span(len(asked) - 1, len(asked))],
+        placeholder_id=TOKENIZER.pad_token_id,
+    )  # fmt: skip
+    torch.testing.assert_close(credit.drop[2], expected.drop[0])
+    assert credit.weights[2].shape == (batch[2][2].shape[1],)
+    assert credit.weights[2].max() == 4
+    assert torch.equal(credit.weights[:2], credit_of(model, batch).weights[:2])
+
+
+def test_prefix_gain_asks_the_probe_alone_also_of_a_completion_with_an_answer_of_its_own(model, batch):
+    prompts, completions, _ = batch
+    ids = torch.tensor(encode(TOKENIZER, "\n#### 8"))
+    probe = Probe(ids, Span(len(ids) - 1, len(ids)))
+    credit = credit_of(model, batch, CounterfactualConfig(estimator="prefix_gain"), probes=[probe, None, None])
+    (expected,), _ = prefix_gain(model, prompts[:1], completions[:1], [credit.spans[0]], [probe])
+    torch.testing.assert_close(-credit.drop[0], expected)
+
+
+def test_a_target_is_scored_in_the_place_of_the_answer(model, batch):
+    prompts, completions, _ = batch
+    right = torch.tensor(encode(TOKENIZER, "8"))
+    credit = credit_of(model, batch, targets=[right, None, None])
+    answer = credit.answers[0]
+    other = torch.cat([completions[0][: answer.start], right])
+    expected = score_counterfactuals(
+        model, prompts[:1], [other], [credit.spans[0]], [Span(answer.start, answer.start + len(right))],
+        placeholder_id=TOKENIZER.pad_token_id,
+    )  # fmt: skip
+    torch.testing.assert_close(credit.drop[0], expected.drop[0])
+    assert not torch.equal(credit.drop[0], credit_of(model, batch).drop[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"targets": [torch.ones(1)] + [None] * 2}, r"targets row 0: must be a 1-D int64 tensor .* got torch.float32"),
+        (
+            {"targets": [torch.ones(1).long()] * 3, "probes": [Probe(torch.ones(1).long(), Span(0, 1))] + [None] * 2},
+            "targets row 0: has a probe too",
+        ),
+        ({"probes": [None, Probe(torch.ones(1).long(), Span(0, 2)), None]}, "probes row 1: target"),
+        ({"probes": [None]}, "probes has 1 rows, completion_ids has 3"),
+    ],
+)
+def test_bad_probes_and_targets_are_refused_by_row(model, batch, given, message):
+    with pytest.raises(ValueError, match=message):
+        credit_of(model, batch, **given)
+
+
+@pytest.mark.parametrize("outcome", ["mean_logprob", "last", "mean"])
+@pytest.mark.parametrize("units", ["spans", "tokens"])
+def test_outcomes_and_token_units_reach_the_scoring(model, batch, outcome, units):
+    prompts, completions, _ = batch
+    credit = credit_of(model, batch, CounterfactualConfig(outcome=outcome, units=units, reshape="bilevel"))
+    expected = score_counterfactuals(
+        model, prompts, completions, credit.spans, [a if s else None for a, s in zip(credit.answers, credit.spans)],  # noqa: B905
+        placeholder_id=TOKENIZER.pad_token_id, outcome=outcome,
+    )  # fmt: skip
+    for ours, theirs in zip(credit.drop[:2], expected.drop[:2], strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert all(len(unit) == 2 and unit.end == unit.start + 1 for unit in credit.spans[0]) == (units == "tokens")
+
+
+def test_resampled_fills_follow_the_generator(model, batch):
+    config = CounterfactualConfig(fill="resampled", samples=2)
+    first, again, other = (
+        credit_of(model, batch, config, generator=torch.Generator().manual_seed(seed)).drop[0] for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("config", [{"approximation": "knockout"}, {"approximation": "short_branches"}])
+def test_approximations_feed_less_and_say_something(model, batch, config):
+    exact, near = (credit_of(model, batch, CounterfactualConfig(**options)) for options in ({}, config))
+    assert near.work.tokens_fed < exact.work.tokens_fed
+    assert [len(row) for row in near.drop] == [len(row) for row in exact.drop]
+    assert near.drop[0].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    "cheap", ["length", "last", "knockout", "short_branches", "prefix_gain", "gradient", "entropy"]
+)
+def test_the_top_share_by_a_cheap_estimate_is_masked_exactly(model, batch, cheap):
+    entropies = torch.rand(batch[2][2].shape, generator=torch.Generator().manual_seed(0))
+    exact = credit_of(model, batch)
+    some = credit_of(model, batch, CounterfactualConfig(preselect=0.5, cheap=cheap), entropies=entropies)
+    for few, all_of_them in zip(some.drop[:2], exact.drop[:2], strict=True):
+        masked = few != 0
+        assert 0 < masked.sum() < len(few)
+        torch.testing.assert_close(few[masked], all_of_them[masked])
+
+
+def test_log_probs_are_those_of_the_sampled_tokens_whatever_is_probed(model, batch):
+    ids = torch.tensor(encode(TOKENIZER, "#### 4"))
+    probes = [Probe(ids, Span(len(ids) - 1, len(ids)))] * 3
+    plain, probed = (credit_of(model, batch, logprobs=True, probes=some).logprobs for some in (None, probes))
+    torch.testing.assert_close(plain, probed)

@@ -1,0 +1,397 @@
+"""gradient_saliency equals plain forwards and autograd, row by row, and leaves the model and its gradients alone."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional
+
+from cfa_kernels.estimators.gradient import gradient_saliency
+from cfa_kernels.hf.verify import prove_supported
+from cfa_kernels.scoring.masked import score_counterfactuals
+from cfa_kernels.span import Span
+from tests.hf.test_verify import HYBRIDS, LONGROPE, MASKED, OTHERS
+from tests.support.models import ARCHITECTURES, PLACEHOLDER, VOCAB, batch, make_model, tokens
+
+OUTCOMES = ["last", "mean", "mean_logprob", "logprob"]
+PROMPTS, COMPLETIONS, UNITS, ANSWERS = batch()
+
+
+@functools.cache
+def double_model(name):
+    """In float64, but for what the model itself computes in float32."""
+    return make_model(name, final_logit_softcapping=2.0 if name == "Gemma2" else None).cpu().double()
+
+
+def seeded(seed=7):
+    return torch.Generator().manual_seed(seed)
+
+
+def saliency(model, rows=None, **options):
+    rows = range(len(PROMPTS)) if rows is None else rows
+    columns = ([column[b] for b in rows] for column in (PROMPTS, COMPLETIONS, UNITS, ANSWERS))
+    return gradient_saliency(model, *columns, **options)[0]
+
+
+@contextlib.contextmanager
+def first_layer_inputs(model):
+    """What the first layer is given in each forward: (rows, H)."""
+    seen = []
+    hook = model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()[0]))
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def noise_of_row(model, b, **options):
+    """(tokens fed, H) of each draw, and the noise's tokens, by watching the model run on one row alone."""
+    ids = torch.cat([PROMPTS[b], COMPLETIONS[b]])
+    clean = model.get_input_embeddings()(ids).detach()
+    with first_layer_inputs(model) as plain, torch.no_grad():
+        model(input_ids=ids[None])
+    scale = plain[0].norm() / clean.norm()
+    with first_layer_inputs(model) as fed:
+        saliency(model, [b], **options)
+    noises = [(one - plain[0][: len(one)]) / scale for one in fed]
+    return [noise for noise in noises if noise.abs().max() > 1e-9]
+
+
+def reference(model, b, outcome, noises):
+    """(K,) importances in float64 by plain forwards of one whole row: the definition."""
+    prompt, completion, answer = PROMPTS[b], COMPLETIONS[b], ANSWERS[b]
+    first = len(prompt) + answer.start - 1
+    rows = slice(first, first + 1) if outcome == "last" else slice(first, first + answer.end - answer.start)
+    targets = completion[answer.start : answer.end]
+    clean = model.get_input_embeddings()(torch.cat([prompt, completion])[None]).detach()
+
+    def logits(embeds):
+        return model(inputs_embeds=embeds).logits[0, rows].double()
+
+    with torch.no_grad():
+        base = logits(clean)
+    total = torch.zeros(len(completion), dtype=torch.float64)
+    for noise in noises:
+        fed = clean.clone()
+        fed[0, : len(noise)] += noise
+        fed.requires_grad_()
+        found = logits(fed)
+        if outcome in ("last", "mean"):
+            p, q = base.mean(0).log_softmax(-1), found.mean(0).log_softmax(-1)
+            change = (p.exp() * (p - q)).sum()
+        else:
+            change = sum(
+                base[i].log_softmax(-1)[target] - found[i].log_softmax(-1)[target] for i, target in enumerate(targets)
+            )
+            change = change / len(targets) if outcome == "mean_logprob" else change
+        (gradient,) = torch.autograd.grad(change, fed)
+        total += (gradient * clean).sum(-1).abs()[0, len(prompt) :] / len(noises)
+    return torch.stack([total[start:end].sum() for start, end in UNITS[b]]) if UNITS[b] else torch.zeros(0)
+
+
+def assert_close(ours, theirs, tolerance=1e-4):
+    """Beside what models compute in float32 whatever their dtype, which shows where hardly anything moves."""
+    assert ours.dtype == torch.float32
+    assert ours.device.type == "cpu"
+    torch.testing.assert_close(
+        ours, theirs.float(), rtol=tolerance, atol=1e-8 + tolerance * float(max(theirs, default=0))
+    )
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma2"])
+def test_importances_are_those_of_plain_forwards_under_the_same_noise(name, outcome):
+    model, options = double_model(name), {"outcome": outcome, "sigma": 0.03, "samples": 3}
+    found = saliency(model, generator=seeded(), **options)
+    for b, ours in enumerate(found):
+        if ANSWERS[b] is not None and UNITS[b]:
+            noises = noise_of_row(model, b, generator=seeded(), **options)
+            assert len(noises) == 3
+            assert_close(ours, reference(model, b, outcome, noises))
+
+
+@pytest.mark.parametrize("sigma", [0.0, 1e-3])
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_units_of_a_row_without_an_answer_have_no_importance_as_under_masking(outcome, sigma):
+    model = double_model("Qwen3")
+    found = saliency(model, outcome=outcome, sigma=sigma)
+    masked = score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER, outcome=outcome)
+    assert [row.isnan().tolist() for row in found] == [row.isnan().tolist() for row in masked.drop]
+    assert found[3].isnan().all()
+    assert len(found[3]) == 1
+
+
+MORE = {
+    "Gemma3Text": {}, "Cohere": {}, "Granite": {}, "Qwen3Moe": {}, "Qwen2": {"tie_word_embeddings": True},
+    "Phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+    **{name: (OTHERS | MASKED | HYBRIDS)[name] for name in ("DeepseekV3", "GptOss", "Llama4Text", "Bamba", "Lfm2")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_without_noise_they_are_gradient_times_input_on_every_kind_of_model(name):
+    model = make_model(name, **ARCHITECTURES.get(name, {}) | MORE[name]).cpu().eval()
+    model.set_attn_implementation("eager")
+    found = saliency(model, outcome="mean_logprob", sigma=0)
+    for b, ours in enumerate(found):
+        if ANSWERS[b] is not None and UNITS[b]:
+            assert_close(ours, reference(model, b, "mean_logprob", [torch.zeros(1, 1)]), 1e-3)
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_without_noise_a_divergence_has_no_gradient_and_the_mean_log_prob_stands_in(outcome):
+    model = double_model("Qwen3")
+    found, work = gradient_saliency(
+        model, PROMPTS, COMPLETIONS, UNITS, ANSWERS, outcome=outcome, sigma=0.0, samples=5, generator=seeded()
+    )
+    assert work.forwards == 1
+    judged = "logprob" if outcome == "logprob" else "mean_logprob"
+    for b, ours in enumerate(found):
+        if ANSWERS[b] is None:
+            assert ours.isnan().all()
+        elif UNITS[b]:
+            assert_close(ours, reference(model, b, judged, [torch.zeros(1, 1)]))
+
+
+@pytest.mark.parametrize("outcome", ["last", "mean"])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma2"])
+def test_importances_of_a_divergence_are_proportional_to_small_noise(name, outcome):
+    model = make_model(name, initializer_range=0.05).cpu().double()
+    small, twice = (
+        saliency(model, outcome=outcome, sigma=sigma, samples=2, generator=seeded()) for sigma in (1e-4, 2e-4)
+    )
+    assert_close(twice[1], 2 * small[1], 0.05)
+    assert small[1].min() > 0
+
+
+@pytest.mark.parametrize("budget", [None, 1, 60])
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_a_row_depends_neither_on_its_neighbours_and_their_order_nor_on_the_budget(outcome, budget):
+    model, options = double_model("Qwen3"), {"outcome": outcome, "samples": 2, "sigma": 0.01}
+    apart = [saliency(model, [b], generator=seeded(), **options)[0] for b in range(len(PROMPTS))]
+    order = [4, 6, 2, 0, 3, 1, 5]
+    together = saliency(model, order, generator=seeded(), token_budget=budget, **options)
+    for b, ours in zip(order, together, strict=True):
+        if ANSWERS[b] is not None:
+            assert_close(ours, apart[b])
+
+
+def test_noise_is_normal_on_the_units_tokens_alone_anew_in_every_draw_and_the_same_for_every_number_of_draws():
+    model = double_model("Llama")
+    three = noise_of_row(model, 1, sigma=0.5, samples=3, generator=seeded())
+    inside = torch.zeros(len(PROMPTS[1]) + len(COMPLETIONS[1]), dtype=torch.bool)
+    for start, end in UNITS[1]:
+        inside[len(PROMPTS[1]) + start : len(PROMPTS[1]) + end] = True
+    for noise in three:
+        assert noise[~inside[: len(noise)]].abs().max() < 1e-9
+    drawn = torch.stack([noise[inside[: len(noise)]] for noise in three])
+    assert abs(drawn.std() - 0.5) < 0.05
+    assert abs(drawn.mean()) < 0.05
+    assert (drawn[0] - drawn[1]).abs().mean() > 0.3
+    (one,) = noise_of_row(model, 1, sigma=0.5, samples=1, generator=seeded())
+    torch.testing.assert_close(one, three[0])
+    (other,) = noise_of_row(model, 1, sigma=0.5, samples=1, generator=seeded(8))
+    assert (other - one).abs().max() > 0.3
+
+
+def test_a_generator_goes_on_from_call_to_call_and_without_one_calls_repeat():
+    model, generator = double_model("Llama"), seeded()
+    first, second = (saliency(model, [0], generator=generator)[0] for _ in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(first, saliency(model, [0], generator=seeded())[0])
+    state = torch.get_rng_state()
+    first, second = (saliency(model, [0])[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "end", "forwards", "head_rows"), [("last", 16, 4, 2), ("mean", 18, 4, 2), ("logprob", 18, 3, 6)]
+)
+def test_prompts_are_fed_once_and_each_completion_by_itself_up_to_the_rows_that_decide_its_outcome(
+    outcome, end, forwards, head_rows
+):
+    model = double_model("Qwen3")
+    (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
+    values, work = gradient_saliency(
+        model, [prompt] * 2, [completion] * 2, [[Span(2, 5)]] * 2, [Span(16, 19)] * 2, outcome=outcome, samples=3
+    )
+    assert torch.equal(values[0], values[1])
+    assert (work.forwards, work.tokens_fed) == (forwards, forwards * (9 + 2 * end))
+    assert work.tokens_unshared == forwards * 2 * (9 + end)
+    assert work.head_rows == forwards * head_rows
+
+
+def test_rows_on_which_nothing_can_depend_are_not_fed():
+    (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
+    units, answers = [[Span(10, 12)], [], [Span(1, 3)]], [Span(4, 8), Span(4, 8), None]
+    values, work = gradient_saliency(double_model("Qwen3"), [prompt] * 3, [completion] * 3, units, answers)
+    assert values[0].tolist() == [0.0]
+    assert values[1].shape == (0,)
+    assert values[2].isnan().all()
+    assert (work.forwards, work.tokens_fed) == (0, 0)
+
+
+def fingerprint(model):
+    return {
+        "modes": [module.training for module in model.modules()],
+        "flags": [parameter.requires_grad for parameter in model.parameters()],
+        "gradients": [None if p.grad is None else (id(p.grad), p.grad.tolist()) for p in model.parameters()],
+        "versions": [parameter._version for parameter in model.parameters()],
+        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()],
+        "attention": model.config._attn_implementation,
+        "random": torch.get_rng_state(),
+    }
+
+
+def assert_same(one, other):
+    for key, value in one.items():
+        equal = torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
+        assert equal, key
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("grad", ["enabled", "no_grad", "inference_mode"])
+def test_the_model_is_left_as_it_was_also_when_it_fails(grad, fails, monkeypatch):
+    model = make_model("Qwen3").train()
+    model.model.layers[1].eval()
+    model.model.norm.weight.requires_grad_(False)
+    prove_supported(model)
+    for i, parameter in enumerate(model.parameters()):
+        if i % 2 and parameter.requires_grad:
+            parameter.grad = torch.randn_like(parameter)
+    before = fingerprint(model)
+    if fails:
+        monkeypatch.setattr("cfa_kernels.gradient_saliency._divergence_by_rows", lambda *_: 1 / 0)
+    context = {"enabled": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[grad]
+    with context(), pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        assert saliency(model)[0].max() > 0
+    assert_same(before, fingerprint(model))
+
+
+def test_a_policy_gradient_under_way_goes_on_as_if_nothing_had_been_asked():
+    model = make_model("Qwen3").cpu().train()
+    ids = torch.cat([PROMPTS[0], COMPLETIONS[0]])[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    told = []
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda _: told.append(1))
+    loss = model(input_ids=ids, labels=ids).loss
+    saliency(model, [0, 1])
+    loss.backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+    assert told == [1]
+
+
+def test_an_adapter_and_wrappers_are_seen_through_and_checkpointing_is_not_in_the_way():
+    model = get_peft_model(
+        make_model("Qwen3").cpu(),
+        LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+    )
+    base = model.get_base_model().eval()
+    found = saliency(model, outcome="mean_logprob", sigma=0)
+    assert_close(found[1], reference(base, 1, "mean_logprob", [torch.zeros(1, 1)]), 1e-3)
+    with model.disable_adapter():
+        assert (saliency(model, outcome="mean_logprob", sigma=0)[1] - found[1]).abs().max() > 1e-3
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train().enable_input_require_grads()
+    for wrapped in (model, torch.compile(model), torch.nn.DataParallel(model)):
+        again = saliency(wrapped, outcome="mean_logprob", sigma=0)
+        torch.testing.assert_close(again[1], found[1])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_near_the_same_weights_in_float32(dtype):
+    model = make_model("Qwen3", initializer_range=0.05).to(dtype)
+    halves = saliency(model, outcome="mean_logprob", sigma=0)
+    exact = saliency(model.float(), outcome="mean_logprob", sigma=0)
+    for b in (0, 1, 4):
+        torch.testing.assert_close(halves[b], exact[b], rtol=0.1, atol=0.05 * exact[b].max().item())
+
+
+def test_gradients_below_what_float16_resolves_are_not_lost():
+    model = make_model("Qwen3", initializer_range=0.05)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e-6)
+    exact = saliency(model, outcome="mean_logprob", sigma=0)[1]
+    model.half()
+    with torch.no_grad():  # what float16 holds of so small a head is another one
+        model.lm_head.float()
+    halves = saliency(model, outcome="mean_logprob", sigma=0)[1]
+    assert 0 < exact.max() < 1e-6
+    torch.testing.assert_close(halves, exact, rtol=0.1, atol=0.05 * exact.max().item())
+
+
+def changed(position, row, value):
+    data = [list(column) for column in batch()]
+    data[position][row] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (changed(0, 2, torch.zeros(0, dtype=torch.int64)), "prompts row 2: is empty"),
+        (changed(1, 0, torch.tensor([VOCAB] * 20)), "completions row 0: id 211 at position 0 is outside"),
+        (changed(1, 0, torch.full((250,), 5)), "completions row 0: prompt of 7 and completion of 250 .* of 256"),
+        (changed(2, 2, [Span(0, 1), Span(16, 18)]), r"units row 2, unit 1: \(16, 18\) is not a non-empty span inside"),
+        (changed(2, 1, [Span(4, 4)]), r"units row 1, unit 0: \(4, 4\) is not a non-empty span"),
+        (changed(2, 1, [Span(-1, 4)]), r"units row 1, unit 0: \(-1, 4\) is not a non-empty span"),
+        (changed(2, 0, [Span(1, 2), Span(2, 16)]), r"units row 0, unit 1: \(2, 16\) overlaps the answer .*15.*18"),
+        (changed(3, 2, Span(10, 18)), r"answers row 2: \(10, 18\) is not a non-empty span"),
+        ([*batch()[:2], [[]], batch()[3]], "units has 1 rows, prompts has 7"),
+    ],
+)
+def test_bad_rows_are_refused_by_argument_row_and_value(data, message):
+    with pytest.raises(ValueError, match=message):
+        gradient_saliency(double_model("Qwen3"), *data)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"outcome": "first"}, "outcome must be one of logprob, mean_logprob, last, mean, got 'first'"),
+        ({"sigma": -1e-3}, "sigma must be a finite number, at least 0, got -0.001"),
+        ({"sigma": float("nan")}, "sigma must be a finite number, at least 0, got nan"),
+        ({"samples": 0}, "samples must be a whole number, at least 1, got 0"),
+        ({"samples": 1.5}, "samples must be a whole number, at least 1, got 1.5"),
+        ({"generator": 3}, "generator must be a torch.Generator or None, got int"),
+        ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
+    ],
+)
+def test_bad_options_are_refused_by_name(option, message):
+    with pytest.raises(ValueError, match=message):
+        saliency(double_model("Qwen3"), **option)
+
+
+def test_a_model_that_passes_no_gradient_to_its_embeddings_is_refused_by_name(monkeypatch):
+    model = make_model("Qwen3")
+    prove_supported(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[0], "forward", torch.no_grad()(model.model.layers[0].forward))
+        with pytest.raises(NotImplementedError, match="Qwen3ForCausalLM passes no gradient to its embeddings"):
+            saliency(model)
+    own = model.model.forward
+
+    def looks_up_by_itself(input_ids, **options):
+        return own(inputs_embeds=functional.embedding(input_ids, model.model.embed_tokens.weight), **options)
+
+    monkeypatch.setattr(model.model, "forward", looks_up_by_itself)
+    with pytest.raises(NotImplementedError, match="looks tokens up 0 times in its input embedding, not once"):
+        saliency(model)
+
+
+def test_a_gradient_that_is_not_finite_is_an_error_that_names_the_row():
+    model = make_model("Qwen3")
+    prove_supported(model)
+    completions = [row.clone() for row in COMPLETIONS]
+    completions[4][20] = 210
+    with torch.no_grad():
+        model.get_input_embeddings().weight[210] = float("nan")
+    with pytest.raises(FloatingPointError, match="completions row 4: the model gave a gradient that is not finite"):
+        gradient_saliency(model, PROMPTS, completions, UNITS, ANSWERS)

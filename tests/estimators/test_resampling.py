@@ -1,0 +1,187 @@
+"""Resampled fills follow the model's own distribution in the span's place; sufficiency is one full forward a row."""
+
+import copy
+
+import pytest
+import torch
+
+from cfa_kernels.estimators.resampling import _Fill, _sampled, resampled_fills, resampled_scores, sufficiency
+from cfa_kernels.scoring.batch import Row
+from cfa_kernels.scoring.masked import score_counterfactuals
+from cfa_kernels.span import Span
+from tests.support.models import PLACEHOLDER, VOCAB, batch, make_model, naive, tokens
+
+RECURRENT = {
+    "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_multiple_of": 16,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    return make_model("Qwen3")
+
+
+def chances(model, ids, temperature):
+    """(V,) float64 distribution of the token after `ids`, by one plain forward."""
+    exact = copy.deepcopy(model).double().eval()
+    with torch.no_grad():
+        return (exact(input_ids=ids[None].to(exact.device)).logits[0, -1].double().cpu() / temperature).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "temperature"),
+    [("Qwen3", {}, 1.0), ("Qwen3", {}, 0.6), ("Gemma2", {}, 1.0), ("Cohere", {}, 2.0), ("Lfm2", RECURRENT, 1.0)],
+)
+def test_every_fill_token_is_drawn_from_the_model_given_what_stands_before_it(name, changes, temperature):
+    model = make_model(name, initializer_range=0.1, **changes)
+    prompts, completions = tokens(7, 7), tokens(9, 12, seed=1)
+    spans = [[Span(4, 7), Span(0, 2)], [Span(10, 12)]]
+    fills = resampled_fills(model, prompts, completions, spans, seed=3, temperature=temperature).tokens
+    for prompt, completion, row, row_fills in zip(prompts, completions, spans, fills, strict=True):
+        for span, fill in zip(row, row_fills, strict=True):
+            context = torch.cat([prompt, completion[: span.start]])
+            draws = _Fill(0, Row(prompt.numpy(), completion.numpy(), [], None), span, "3/0").draws
+            assert fill.dtype == torch.int64
+            assert len(fill) == len(draws) == span.end - span.start
+            for i, (token, draw) in enumerate(zip(fill.tolist(), draws.tolist(), strict=True)):
+                p = chances(model, torch.cat([context, fill[:i]]), temperature)
+                before = p[:token].sum()
+                assert before - 1e-4 <= draw <= before + p[token] + 1e-4
+
+
+def test_fills_differ_by_seed_and_not_by_batch():
+    model = make_model("Qwen3").cpu().double()  # whose rounding moves no draw from one token to the next
+    prompts, completions, spans, _ = batch()
+    together = resampled_fills(model, prompts, completions, spans, seed=0).tokens
+    for b in (0, 4, 6):
+        alone = resampled_fills(model, prompts[b : b + 1], completions[b : b + 1], spans[b : b + 1], seed=0).tokens[0]
+        assert all(map(torch.equal, alone, together[b]))
+    small = resampled_fills(model, prompts, completions, spans, seed=0, token_budget=1).tokens
+    for row, alone in zip(together, small, strict=True):
+        assert all(map(torch.equal, row, alone))
+    other = resampled_fills(model, prompts, completions, spans, seed=1).tokens
+    assert not any(map(torch.equal, other[1], together[1]))
+
+
+def test_fills_cost_the_completion_once_and_a_row_per_token(qwen3):
+    (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
+    found = resampled_fills(qwen3, [prompt], [completion], [[Span(3, 8), Span(10, 13)]], seed=0)
+    # The last token of a fill is not fed; the completion is, up to the last span. A fill token that happens to be the
+    # completion's own, or another fill's, is shared.
+    assert 9 + 10 + 4 + 2 - 2 <= found.work.tokens_fed <= 9 + 10 + 4 + 2
+    assert found.work.forwards == 5
+    assert found.work.head_rows == 5 + 3
+
+
+def test_scores_with_fills_equal_one_full_forward_per_filled_span(qwen3):
+    prompts, completions, spans, answers = batch()
+    fills = resampled_fills(qwen3, prompts, completions, spans, seed=0).tokens
+    scores = score_counterfactuals(qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER, fills=fills)
+    for b, answer in enumerate(answers):
+        for k, span in enumerate(spans[b] if answer else []):
+            filled = completions[b].clone()
+            filled[span.start : span.end] = fills[b][k]
+            if span.start < answer.start:
+                assert abs(scores.masked[b][k].item() - naive(qwen3, prompts[b], filled, answer)) < 2e-5
+
+
+@pytest.mark.parametrize("outcome", ["logprob", "last"])
+def test_resampled_scores_are_means_over_the_fills(outcome):
+    model = make_model("Qwen3").cpu().double()  # whose rounding moves no draw from one token to the next
+    prompts, completions, spans, answers = data = batch()
+    found = resampled_scores(model, *data, seed=5, samples=3, outcome=outcome)
+    once = resampled_scores(model, *data, seed=5, outcome=outcome)
+    fills = resampled_fills(model, prompts, completions, spans, seed=5)
+    first = score_counterfactuals(model, *data, placeholder_id=0, fills=fills.tokens, outcome=outcome)
+    tripled = [row * 3 for row in spans]
+    drawn = _sampled(model, prompts, completions, spans, 5, 3, 1.0, None).tokens
+    every = score_counterfactuals(
+        model, prompts, completions, tripled, answers, placeholder_id=0, fills=drawn, outcome=outcome
+    )
+    for b, row in enumerate(spans):
+        torch.testing.assert_close(once.drop[b], first.drop[b], rtol=0, atol=2e-5, equal_nan=True)
+        assert all(map(torch.equal, drawn[b][: len(row)], fills.tokens[b]))
+        means = [every.drop[b][k :: len(row)].mean() for k in range(len(row))]
+        for mine, mean in zip(found.drop[b], means, strict=True):
+            torch.testing.assert_close(mine, mean, rtol=0, atol=2e-5, equal_nan=True)
+    assert not torch.equal(drawn[1][0], drawn[1][3])
+    assert once.work == first.work + fills.work
+    assert found.work.tokens_fed > once.work.tokens_fed
+
+
+@pytest.mark.parametrize(
+    ("row", "fill", "message"),
+    [
+        (1, [torch.zeros(5, dtype=torch.long)], "fills row 1: has 1 fills for 3 spans"),
+        (2, [torch.zeros(2, dtype=torch.long)], r"fills row 2, span 0: must be an int64 tensor \(1,\), got .* \(2,\)"),
+        (2, [torch.zeros(1)], r"fills row 2, span 0: must be an int64 tensor \(1,\), got torch.float32"),
+        (2, [torch.tensor([VOCAB])], "fills row 2, span 0: id 211 is outside the vocabulary"),
+    ],
+)
+def test_bad_fills_are_refused_by_row_and_span(qwen3, row, fill, message):
+    prompts, completions, spans, answers = batch()
+    fills = [[torch.zeros(end - start, dtype=torch.long) for start, end in row_spans] for row_spans in spans]
+    fills[row] = fill
+    with pytest.raises(ValueError, match=message):
+        score_counterfactuals(qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER, fills=fills)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.0}, "temperature must be positive and finite, got 0.0"),
+        ({"seed": None}, "seed must be an integer, got None"),
+        ({"seed": True}, "seed must be an integer, got True"),
+        ({"spans": [[Span(0, 99)]] + [[]] * 6}, r"spans row 0, span 0: \(0, 99\) is not a non-empty span"),
+    ],
+)
+def test_bad_resampling_is_refused_by_name(qwen3, options, message):
+    prompts, completions, spans, _ = batch()
+    given = {"spans": spans, "seed": 0, **options}
+    with pytest.raises(ValueError, match=message):
+        resampled_fills(qwen3, prompts, completions, **given)
+
+
+def test_a_nan_distribution_names_its_row():
+    model = make_model("Qwen3")
+    prompts, completions, spans, _ = batch()
+    resampled_fills(model, prompts, completions, spans, seed=0)
+    completions[4][2] = 210
+    with torch.no_grad():
+        model.get_input_embeddings().weight[210] = float("nan")
+    with pytest.raises(FloatingPointError, match="completions row 4: the model gave a nan"):
+        resampled_fills(model, prompts, completions, spans, seed=0)
+
+
+@pytest.mark.parametrize("budget", [None, 1])
+def test_sufficiency_equals_one_full_forward_with_all_other_units_masked(qwen3, budget):
+    prompts, completions, spans, answers = batch()
+    keep = [[1, 3], [0], [], [0], [1], [], [0, 1]]
+    found = sufficiency(
+        qwen3, prompts, completions, spans, answers, keep, placeholder_id=PLACEHOLDER, token_budget=budget
+    )
+    for b, answer in enumerate(answers):
+        if answer is None:
+            assert torch.isnan(torch.stack([found.base[b], found.kept[b], found.drop[b]])).all()
+            continue
+        ids = completions[b].clone()
+        kept = {t for k in keep[b] for t in range(*spans[b][k])}
+        for span in spans[b]:
+            for t in set(range(*span)) - kept:
+                ids[t] = PLACEHOLDER
+        whole = naive(qwen3, prompts[b], completions[b], answer)
+        left = naive(qwen3, prompts[b], ids, answer)
+        assert abs(found.base[b].item() - whole) < 2e-5
+        assert abs(found.kept[b].item() - left) < 2e-5
+        assert abs(found.drop[b].item() - (left - whole)) < 4e-5
+
+
+def test_a_unit_that_is_kept_has_a_number(qwen3):
+    prompts, completions, spans, answers = batch()
+    with pytest.raises(ValueError, match="keep row 2: 1 is no number of one of its 1 units"):
+        sufficiency(qwen3, prompts, completions, spans, answers, [[], [], [1], [], [], [], []], placeholder_id=0)
+
+
+def test_a_span_is_filled_at_least_once(qwen3):
+    with pytest.raises(ValueError, match="samples must be an integer of at least 1, got 0"):
+        resampled_scores(qwen3, *batch(), seed=0, samples=0)

@@ -1,0 +1,319 @@
+"""Token credit from groups of completions, against definitions written out and worked by hand."""
+
+import math
+import time
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cfa_kernels.estimators.edit_distance import edited_tokens
+from cfa_kernels.estimators.siblings import (
+    correct_siblings,
+    ktae_values,
+    nonzero_share,
+    prefix_tree_values,
+    sibling_edits,
+)
+from tests.support.edit_table import edits_by_table, table
+
+ROW = st.lists(st.integers(0, 2), max_size=7)
+BATCH = st.lists(st.tuples(ROW, st.integers(0, 1), st.booleans(), st.sampled_from([0.0, 0.1, 0.5, 1.0])), max_size=8)
+
+
+def columns(batch):
+    """Completions, groups, correctness and rewards of (row, group, correct, reward) tuples."""
+    rows, groups, correct, rewards = zip(*batch, strict=True) if batch else ((), (), (), ())
+    return (
+        [torch.tensor(row, dtype=torch.int64) for row in rows],
+        torch.tensor(groups, dtype=torch.int64),
+        torch.tensor(correct, dtype=torch.bool),
+        torch.tensor(rewards, dtype=torch.float64),
+    )
+
+
+def ids(text: str) -> torch.Tensor:
+    return torch.tensor([ord(letter) for letter in text], dtype=torch.int64)
+
+
+# Prefix tree
+
+
+def values_by_definition(batch) -> list[list[float]]:
+    """V(s) as the mean of exact rewards over the group's rows that begin with s, for every prefix s."""
+
+    def value(prefix, group) -> Fraction:
+        below = [Fraction(r) for row, g, _, r in batch if g == group and row[: len(prefix)] == prefix]
+        return sum(below, Fraction()) / len(below)
+
+    return [
+        [float(value(row[: t + 1], group) - value(row[:t], group)) for t in range(len(row))]
+        for row, group, _, _ in batch
+    ]
+
+
+@given(BATCH)
+def test_a_token_is_worth_the_change_of_the_mean_reward_below_its_prefix(batch) -> None:
+    completions, groups, _, rewards = columns(batch)
+    for found, expected in zip(
+        prefix_tree_values(completions, groups, rewards), values_by_definition(batch), strict=True
+    ):
+        assert found.dtype == torch.float32
+        assert found.tolist() == pytest.approx(expected, abs=1e-7)
+        assert (found == 0).tolist() == [abs(value) < 1e-12 for value in expected]
+
+
+def test_prefix_values_of_a_tree_worked_by_hand() -> None:
+    # the -> cat (1) | dog (0, 1); V = 2/3 at the root, 1 after "c", 1/2 after "d", then 0 and 1.
+    texts, rewards = ["tc", "tdx", "tdy"], [1.0, 0.0, 1.0]
+    found = prefix_tree_values([ids(t) for t in texts], torch.zeros(3, dtype=torch.int64), torch.tensor(rewards))
+    expected = [[0, 1 / 3], [0, -1 / 6, -1 / 2], [0, -1 / 6, 1 / 2]]
+    assert [row.tolist() for row in found] == [pytest.approx(row) for row in expected]
+    assert nonzero_share(found) == 5 / 8
+
+
+@pytest.mark.parametrize(
+    ("texts", "rewards", "expected"),
+    [
+        (["ab", "ab"], [1.0, 0.0], [[0, 0], [0, 0]]),  # equal ids share a leaf, whatever they earned
+        (["ab", "abc"], [1.0, 0.0], [[0, 0], [0, 0, -0.5]]),  # the longer one leaves the shorter at its next token
+        (["ab.", "abc."], [1.0, 0.0], [[0, 0, 0.5], [0, 0, -0.5, 0]]),  # unless an end-of-text token is there
+        (["abc"], [1.0], [[0, 0, 0]]),
+        (["a", "b", "c"], [0.1, 0.1, 0.1], [[0], [0], [0]]),  # 0.1 + 0.1 + 0.1 is not 3 x 0.1 in binary
+        (["", "a"], [1.0, 0.0], [[], [-0.5]]),
+    ],
+)
+def test_prefix_values_at_the_edges(texts, rewards, expected) -> None:
+    groups = torch.full((len(texts),), 7)
+    found = prefix_tree_values([ids(t) for t in texts], groups, torch.tensor(rewards))
+    assert [row.tolist() for row in found] == expected
+
+
+def test_the_share_of_no_tokens_is_zero() -> None:
+    assert nonzero_share([]) == nonzero_share([torch.zeros(0)]) == 0.0
+
+
+# KTAE
+
+
+def fisher_p(a: int, b: int, c: int, d: int) -> Fraction:
+    """Two-sided p of [[a, b], [c, d]], by going through all tables with its margins."""
+
+    def ways(k: int) -> int:
+        return math.comb(a + c, k) * math.comb(b + d, a + b - k)
+
+    possible = [ways(k) for k in range(a + b + 1) if k <= a + c and a + b - k <= b + d]
+    return Fraction(sum(w for w in possible if w <= ways(a)), sum(possible))
+
+
+def ktae_by_definition(batch, alpha: float, beta: float, top: float) -> list[list[float]]:
+    values = []
+    for row, group, _, _ in batch:
+        right = [set(r) for r, g, c, _ in batch if g == group and c]
+        wrong = [set(r) for r, g, c, _ in batch if g == group and not c]
+        found = []
+        for token in row:
+            if not right or not wrong:
+                found.append(0.0)
+                continue
+            a, b = sum(token in r for r in right), sum(token in r for r in wrong)
+            c, d = len(right) - a, len(wrong) - b
+            p = fisher_p(a, b, c, d)
+            fisher = 0.0 if p == 1 else math.exp(-2 * p)
+            gain = 0.0
+            n = a + b + c + d
+            for cell, of_class, of_presence in (
+                (a, a + c, a + b),
+                (b, b + d, a + b),
+                (c, a + c, c + d),
+                (d, b + d, c + d),
+            ):
+                if cell:
+                    gain += cell / n * math.log2(cell * n / (of_class * of_presence))  # mutual information
+            h = math.asin(math.sqrt(a / (a + c))) - math.asin(math.sqrt(b / (b + d)))
+            x = (alpha * fisher + beta * gain) * h / (alpha + beta)
+            found.append(2 * top * (1 / (1 + math.exp(-x)) - 0.5))
+        values.append(found)
+    return values
+
+
+@given(BATCH, st.sampled_from([(1.0, 2.0, 1.0), (1.0, 0.0, 0.5), (0.0, 3.0, 2.0)]))
+def test_ktae_is_its_formula_for_every_token_of_every_group(batch, options) -> None:
+    completions, groups, correct, _ = columns(batch)
+    alpha, beta, top = options
+    found = ktae_values(completions, groups, correct, fisher_weight=alpha, information_weight=beta, top=top)
+    for row, expected in zip(found, ktae_by_definition(batch, *options), strict=True):
+        assert row.dtype == torch.float32
+        assert row.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_ktae_of_a_group_worked_by_hand() -> None:
+    # "g" in both correct and no wrong one: table [[2, 0], [0, 2]], p = 2/6, 1 bit, h = pi/2.
+    texts, correct = ["gx", "gx", "bx", "bxb"], torch.tensor([True, True, False, False])
+    found = ktae_values([ids(t) for t in texts], torch.zeros(4, dtype=torch.int64), correct)
+    x = math.pi / 2 * (math.exp(-2 / 3) + 2 * 1) / 3
+    good = 2 / (1 + math.exp(-x)) - 1
+    expected = [[good, 0], [good, 0], [-good, 0], [-good, 0, -good]]
+    assert [row.tolist() for row in found] == [pytest.approx(row) for row in expected]
+
+
+def test_mirrored_tables_are_equally_likely_to_the_last_bit() -> None:
+    """Held by 2 of 3 right and 1 of 3 wrong, or the other way round: both count for either, so p = 1 and F = 0."""
+    texts, correct = ["a", "a", "b", "a", "b", "b"], torch.tensor([True] * 3 + [False] * 3)
+    found = ktae_values(
+        [ids(t) for t in texts], torch.zeros(6, dtype=torch.int64), correct, fisher_weight=1.0, information_weight=0.0
+    )
+    assert fisher_p(2, 1, 1, 2) == 1
+    assert all((row == 0).all() for row in found)
+
+
+@pytest.mark.parametrize("correct", [[True, True], [False, False]])
+def test_ktae_has_nothing_to_say_where_all_turned_out_alike(correct) -> None:
+    found = ktae_values([ids("ab"), ids("cd")], torch.tensor([3, 3]), torch.tensor(correct))
+    assert all((row == 0).all() for row in found)
+
+
+def test_ktae_passes_over_ignored_ids() -> None:
+    completions, groups, correct = [ids("g."), ids("b")], torch.tensor([0, 0]), torch.tensor([True, False])
+    plain = ktae_values(completions, groups, correct)
+    without = ktae_values(completions, groups, correct, ignored=[ord(".")])
+    assert plain[0][1] > 0
+    assert without[0].tolist() == [plain[0][0].item(), 0]
+
+
+def test_term_frequencies_saturate_a_token_of_one_class_and_weigh_one_of_both() -> None:
+    texts, correct = ["gxxx", "bx"], torch.tensor([True, False])
+    values = ktae_values([ids(t) for t in texts], torch.tensor([0, 0]), correct, frequencies=True, top=2.0)
+    assert values[0][0] == pytest.approx(2.0)
+    assert values[1][0] == pytest.approx(-2.0)
+
+    # "x" is in every completion: p = 1, no information, and no ratio can change that.
+    assert values[0][1] == values[1][1] == 0
+    three = ktae_values([ids("x"), ids("xyyy"), ids("y")], torch.zeros(3, dtype=torch.int64),
+                        torch.tensor([True, True, False]), frequencies=True)  # fmt: skip
+    f_right, f_wrong = ((s := 3 / 5) * 3 / (s + 2 * (0.5 + 0.5 * 5 / 3))), (1 * 3 / (1 + 2 * (0.5 + 0.5 * 1 / 3)))
+    h = math.asin(math.sqrt(1 / 2)) - math.pi / 2 + f_right / (f_wrong + 1e-5) - f_wrong / (f_right + 1e-5)
+    gain = math.log2(3) - 2 / 3 - 2 / 3  # H(1/3) - 2/3 H(1/2)
+    x = 2 * gain * h / 3  # p = 1
+    assert three[1][1].item() == pytest.approx(math.tanh(x / 2), rel=1e-5)
+
+
+# Edits
+
+
+@given(st.lists(st.integers(0, 2), max_size=9), st.lists(st.integers(0, 2), max_size=9))
+def test_edited_tokens_are_those_of_the_full_table(ours, theirs) -> None:
+    found = edited_tokens(torch.tensor(ours, dtype=torch.int64), torch.tensor(theirs, dtype=torch.int64))
+    assert found.dtype == torch.float32
+    assert found.tolist() == edits_by_table(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "edited"),
+    [
+        ("3+4=8.", "3+4=7.", "000010"),
+        ("so 7.", "so 17.", "00010"),  # an insertion marks the token before which it goes
+        ("so 7", "so 7!", "0001"),  # at the end, the last token
+        ("so 117.", "so 17.", "0000100"),  # of equal tokens the later one goes
+        ("ab", "ab", "00"),
+        ("ab", "", "11"),
+        ("", "ab", ""),
+        ("ab", "xab", "10"),
+        ("abc", "xyz", "111"),
+    ],
+)
+def test_edits_worked_by_hand(ours, theirs, edited) -> None:
+    assert edited_tokens(ids(ours), ids(theirs)).tolist() == [float(mark) for mark in edited]
+
+
+@given(BATCH)
+def test_siblings_are_the_correct_ones_by_edit_distance(batch) -> None:
+    completions, groups, correct, _ = columns(batch)
+    expected = [
+        []
+        if right
+        else sorted(
+            (other for other, (_, g, c, _) in enumerate(batch) if g == group and c),
+            key=lambda other: table(row, batch[other][0])[-1][-1],
+        )
+        for row, group, right, _ in batch
+    ]
+    assert correct_siblings(completions, groups, correct) == expected
+    edits = sibling_edits(completions, groups, correct)
+    for (row, *_), near, found in zip(batch, expected, edits, strict=True):
+        assert found.tolist() == (edits_by_table(row, batch[near[0]][0]) if near else [1.0] * len(row))
+
+
+def test_siblings_found_before_are_taken_as_they_are() -> None:
+    completions, groups = [ids("ax"), ids("ay"), ids("bx")], torch.zeros(3, dtype=torch.int64)
+    correct = torch.tensor([False, True, True])
+    assert sibling_edits(completions, groups, correct)[0].tolist() == [0, 1]
+    assert sibling_edits(completions, groups, correct, siblings=[[2], [], []])[0].tolist() == [1, 0]
+    with pytest.raises(ValueError, match="siblings has 2 rows, completions has 3"):
+        sibling_edits(completions, groups, correct, siblings=[[2], []])
+
+
+def test_long_groups_are_aligned_in_time_linear_in_their_length() -> None:
+    """16 completions of 1,000 tokens: tables of 64 million cells in all would take most of a minute."""
+    generator = torch.Generator().manual_seed(0)
+    completions = list(torch.randint(0, 50, (16, 1000), generator=generator))
+    correct = torch.arange(16) % 2 == 0
+    began = time.process_time()
+    sibling_edits(completions, torch.zeros(16, dtype=torch.int64), correct)
+    assert time.process_time() - began < 5  # seconds of this process alone; it takes 0.2
+
+
+# Bad input
+
+THREE = [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([1])]
+GROUPS = torch.tensor([0, 0, 1])
+RIGHT = torch.tensor([True, False, True])
+
+
+@pytest.mark.parametrize("function", [ktae_values, sibling_edits, correct_siblings])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"groups": None}, "groups: none given"),
+        ({"groups": torch.tensor([0, 0])}, r"groups must hold one integer for each of 3 completions, got .* \(2,\)"),
+        ({"groups": torch.tensor([0.0, 0, 1])}, "one integer .* got torch.float32"),
+        ({"completions": [THREE[0], THREE[1].float(), THREE[2]]}, "completions row 1: must be a 1-D int64 tensor"),
+        ({"completions": [THREE[0], THREE[1], [4]]}, "completions row 2: must be a 1-D int64 tensor .* got list"),
+        ({"correct": None}, "correct: none given"),
+        ({"correct": torch.tensor([1, 0, 1])}, "correct must be boolean, got torch.int64"),
+        ({"correct": torch.tensor([True])}, r"correct must have one value for each of 3 completions, got \(1,\)"),
+    ],
+)
+def test_bad_groups_and_correctness_are_named(function, change, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        function(**{"completions": THREE, "groups": GROUPS, "correct": RIGHT} | change)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        (None, "rewards: none given"),
+        (torch.ones(2), r"rewards must have one value for each of 3 completions, got \(2,\)"),
+        (torch.tensor([1, math.nan, 0]), "rewards row 1: must be finite, got nan"),
+        (torch.tensor([1, 0, math.inf]), "rewards row 2: must be finite, got inf"),
+    ],
+)
+def test_bad_rewards_are_named(rewards, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        prefix_tree_values(THREE, GROUPS, rewards)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fisher_weight": -1.0}, "fisher_weight must be finite and not negative, got -1.0"),
+        ({"information_weight": math.nan}, "information_weight must be finite and not negative, got nan"),
+        ({"fisher_weight": 0.0, "information_weight": 0.0}, "must not both be 0"),
+        ({"top": 0.0}, "top must be positive and finite, got 0.0"),
+    ],
+)
+def test_bad_ktae_options_are_named(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        ktae_values(THREE, GROUPS, RIGHT, **options)

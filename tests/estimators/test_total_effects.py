@@ -1,0 +1,359 @@
+"""Total effects by masking equal full forwards and plain sums, and see what direct effects do not."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from cfa_kernels import CounterfactualConfig, Probe, counterfactual_credit
+from cfa_kernels.estimators.total_effects import chained_effects, total_effects
+from cfa_kernels.integrations.credit import pad_rows, service_obstacles
+from cfa_kernels.scoring.masked import ScoringWork, score_counterfactuals
+from cfa_kernels.span import Span
+from tests.hf.test_verify import LONGROPE
+from tests.support.models import PLACEHOLDER, make_model, tokens
+from tests.support.small_tokenizers import encode, get_tokenizer
+
+RECURRENT = {
+    "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_multiple_of": 16,
+}  # fmt: skip
+
+
+def exact(name="Qwen3", **changes):
+    """In float64, and less sure of anything than the other tests' models: a negative total is exponentiated."""
+    return make_model(name, initializer_range=0.1, **changes).cpu().double().eval()
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    return exact()
+
+
+def batch():
+    """Units that touch, leave gaps, touch the answer, stand behind it, are out of order; equal rows; no answer."""
+    first, second = tokens(7, 11)
+    completions = tokens(20, 24, 12, 14, seed=15)
+    prompts = [first, second, first.clone(), second, first]
+    completions.append(completions[0].clone())
+    answers = [Span(15, 18), Span(20, 23), Span(0, 2), None, Span(15, 18)]
+    units = [
+        [Span(1, 4), Span(4, 9), Span(11, 12), Span(14, 15), Span(18, 20)],
+        [Span(9, 16), Span(0, 5), Span(6, 7)],
+        [Span(5, 8)],
+        [Span(1, 4), Span(6, 7)],
+        [Span(1, 4), Span(5, 15)],
+    ]
+    return prompts, completions, units, answers
+
+
+def effects(model, rows, **options):
+    return total_effects(model, *rows, placeholder_id=PLACEHOLDER, **options)
+
+
+# --- The definition, slowly ---------------------------------------------------------------------------------------
+
+
+def plain_logprobs(model, prompt, completion, masked=None):
+    """Log-prob of each token of the completion, by one full forward, with `masked` replaced."""
+    ids = torch.cat([prompt, completion]).clone()
+    if masked is not None:
+        ids[len(prompt) + masked.start : len(prompt) + masked.end] = PLACEHOLDER
+    with torch.no_grad():
+        logits = copy.deepcopy(model).double().eval()(input_ids=ids[None].to(model.device)).logits[0].cpu()
+    logprobs = logits.double().log_softmax(-1)
+    return [logprobs[len(prompt) + t - 1, token].item() for t, token in enumerate(completion.tolist())]
+
+
+def plain_total(direct, links):
+    """From the last unit to the first, each later unit a way to the answer."""
+    total = list(direct)
+    for i in reversed(range(len(direct))):
+        for j in range(i + 1, len(direct)):
+            total[i] += (1 - math.exp(-links[i][j])) * max(0.0, total[j])
+    return total
+
+
+def plain_effects(model, prompt, completion, units, answer):
+    """The answer's log-prob, totals and direct effects of all units, and links by pairs of units, by position."""
+    before = sorted(unit for unit in units if unit.start < answer.start)
+
+    def logprob(masked, span):
+        return sum(lines[masked][span.start : span.end])
+
+    lines = {masked: plain_logprobs(model, prompt, completion, masked) for masked in [None, *before]}
+    direct = [logprob(None, answer) - logprob(unit, answer) for unit in before]
+    links = [
+        [max(0.0, logprob(None, later) - logprob(unit, later)) / (later.end - later.start) for later in before]
+        for unit in before
+    ]
+    total = plain_total(direct, links)
+    pairs = {(before[i], before[j]): links[i][j] for i in range(len(before)) for j in range(i + 1, len(before))}
+    return logprob(None, answer), dict(zip(before, total, strict=True)), dict(zip(before, direct, strict=True)), pairs
+
+
+def assert_equal(found, model, rows, tolerance=2e-5):
+    for b, (prompt, completion, units, answer) in enumerate(zip(*rows, strict=True)):
+        if answer is None:
+            assert found.base[b].isnan()
+            assert all(values[b].isnan().all() for values in (found.total, found.direct, found.links))
+            assert found.total[b].shape == (len(units),)
+            continue
+        base, total, direct, links = plain_effects(model, prompt, completion, units, answer)
+        assert found.base[b].item() == pytest.approx(base, abs=tolerance)
+        for k, unit in enumerate(units):
+            assert found.total[b][k].item() == pytest.approx(total.get(unit, 0.0), abs=tolerance)
+            assert found.direct[b][k].item() == pytest.approx(direct.get(unit, 0.0), abs=tolerance)
+            for other, later in enumerate(units):
+                expected = links.get((unit, later), 0.0)
+                assert found.links[b][k, other].item() == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.mark.parametrize(("name", "changes"), [("Qwen3", {}), ("Gemma2", {}), ("Lfm2", RECURRENT)])
+def test_effects_equal_full_forwards_summed_up_by_hand(name, changes):
+    model, rows = exact(name, **changes), batch()
+    found = effects(model, rows)
+    assert_equal(found, model, rows)
+    assert all(values.dtype == torch.float32 for values in (found.base, *found.total, *found.direct, *found.links))
+
+
+def test_the_judged_batch_has_losses_to_clamp_and_totals_that_are_not_the_direct_effects(qwen3):
+    """Else the comparison above would not see a missing clamp or chain."""
+    prompt, completion, units, answer = (column[0] for column in batch())
+    sampled, masked = (plain_logprobs(qwen3, prompt, completion, unit) for unit in (None, units[0]))
+    losses = [sum(sampled[start:end]) - sum(masked[start:end]) for start, end in units[1:-1]]
+    assert min(losses) < -0.01 < 0.01 < max(losses)
+    mediated = [0.0]
+    for prompt, completion, units, answer in zip(*batch(), strict=True):
+        if answer is not None:
+            _, total, direct, _ = plain_effects(qwen3, prompt, completion, units, answer)
+            mediated += [total[unit] - direct[unit] for unit in direct]
+    assert max(mediated) > 0.01
+
+
+def test_a_row_keeps_the_rotary_frequencies_of_its_whole_length():
+    """Also where its answer stands before the length at which they change, and whatever stands beside it."""
+    model = exact("Phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32)
+    prompts, completions = tokens(5, 6), tokens(60, 12, seed=1)
+    rows = (prompts, completions, [[Span(2, 6), Span(7, 9)], [Span(2, 4), Span(5, 8)]], [Span(12, 14), Span(9, 11)])
+    assert_equal(effects(model, rows), model, rows)
+
+
+@pytest.mark.parametrize("budget", [1, 40])
+def test_effects_do_not_depend_on_the_budget(qwen3, budget):
+    rows = batch()
+    whole, cut = effects(qwen3, rows), effects(qwen3, rows, token_budget=budget)
+    assert cut.work.forwards > whole.work.forwards
+    for name in ("total", "direct", "links"):
+        for ours, theirs in zip(getattr(cut, name), getattr(whole, name), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5, equal_nan=True)
+
+
+def test_nothing_is_fed_that_masking_does_not_feed_and_direct_effects_are_its_drops(qwen3):
+    rows = batch()
+    found, masking = effects(qwen3, rows), score_counterfactuals(qwen3, *rows, placeholder_id=PLACEHOLDER)
+    assert found.work == ScoringWork(
+        masking.work.forwards, masking.work.tokens_fed, masking.work.tokens_unshared, found.work.head_rows
+    )
+    for direct, drop in zip(found.direct, masking.drop, strict=True):
+        torch.testing.assert_close(direct, -drop.float(), rtol=0, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(found.base, masking.base.float(), rtol=0, atol=1e-5, equal_nan=True)
+
+
+def test_the_head_reads_later_units_and_the_answer_alone(qwen3):
+    (prompt,), (completion,) = tokens(6), tokens(30, seed=4)
+    found = effects(qwen3, ([prompt], [completion], [[Span(2, 4), Span(7, 10), Span(10, 15)]], [Span(20, 22)]))
+    # As sampled and behind the first unit: 3 + 5 tokens of units and 2 of the answer; then 5 + 2; then 2.
+    assert found.work.head_rows == 10 + 10 + 7 + 2
+
+
+def test_units_out_of_order_keep_the_callers_numbers(qwen3):
+    rows = batch()
+    turned = (*rows[:2], [row[::-1] for row in rows[2]], rows[3])
+    forth, back = effects(qwen3, rows), effects(qwen3, turned)
+    for b in range(len(rows[0])):
+        torch.testing.assert_close(forth.total[b], back.total[b].flip(0), equal_nan=True)
+        torch.testing.assert_close(forth.links[b], back.links[b].flip(0, 1), equal_nan=True)
+
+
+def test_rows_without_units_or_answers_have_a_base_or_nothing(qwen3):
+    prompts, completions, _, answers = batch()
+    found = effects(qwen3, (prompts, completions, [[] for _ in prompts], answers))
+    assert [len(row) for row in found.total] == [0] * 5
+    assert found.base.isnan().tolist() == [False, False, False, True, False]
+    assert effects(qwen3, ([], [], [], [])).total == []
+
+
+# --- The rule -----------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_of_three_units_has_the_total_that_was_worked_out_by_hand():
+    """A half of the second unit is lost without the first, three quarters of the third without either."""
+    links = np.zeros((3, 3))
+    links[0, 1], links[1, 2], links[0, 2] = math.log(2), math.log(4), math.log(4)
+    links[2, 0] = 99.0  # below the diagonal: not read
+    total = chained_effects(np.array([0.25, -1.0, 8.0]), links)
+    assert total == pytest.approx([0.25 + 5 / 2 + 6, 5, 8])
+
+
+@pytest.mark.parametrize(
+    ("link", "later", "passes"),
+    [
+        (0.0, 3.0, 0.0), (0.0, math.inf, 0.0), (0.0, -1e3, 0.0),
+        (1e6, 3.0, 3.0), (math.inf, 3.0, 3.0), (1e6, -2.0, 0.0), (math.inf, math.inf, math.inf),
+        (1e-9, 40.0, 4e-8), (2.0, 0.0, 0.0), (3.0, -1e3, 0.0), (math.log(2), 3.0, 1.5),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("error")
+def test_a_way_passes_what_is_lost_of_the_later_unit(link, later, passes):
+    total = chained_effects(np.array([0.5, later]), np.array([[0.0, link], [0.0, 0.0]]))
+    assert total[1] == later
+    assert total[0] == pytest.approx(0.5 + passes, rel=1e-9, abs=1e-12)
+
+
+def test_chains_of_many_units_equal_plain_sums():
+    generator = np.random.default_rng(0)
+    direct, links = generator.normal(size=6), generator.exponential(size=(6, 6))
+    assert chained_effects(direct, links) == pytest.approx(plain_total(direct, links))
+    assert chained_effects(np.zeros(0), np.zeros((0, 0))).shape == (0,)
+
+
+def test_a_step_that_matters_only_through_the_next_has_no_direct_effect_and_a_total_one(qwen3):
+    """A language in which a token is sure as long as the token that it was copied from still stands."""
+    prompt, completion = torch.tensor([5]), torch.tensor([20, 7, 20, 8, 20, 9, 30])
+    sources = {2: 0, 4: 2}  # of positions in the completion: the step, its repetition, the answer
+
+    def logprobs_of(model, units, **_):
+        def of(query):
+            places = range(query.first, query.first + len(query.targets))
+            kept = [t not in sources or query.tokens[1 + sources[t]] == completion[sources[t]] for t in places]
+            return torch.tensor([math.log(0.9 if one else 0.01) for one in kept])
+
+        return [[of(query) for query in unit] for unit in units], ScoringWork()
+
+    units = [Span(0, 1), Span(1, 2), Span(2, 3), Span(3, 4)]  # step, filler, repetition, filler
+    found = effects(qwen3, ([prompt], [completion], [units], [Span(4, 5)]), ask=logprobs_of)
+    lost = math.log(90)
+    assert found.direct[0].tolist() == pytest.approx([0, 0, lost, 0], abs=1e-6)
+    assert found.total[0].tolist() == pytest.approx([89 / 90 * lost, 0, lost, 0], abs=1e-6)
+
+
+# --- Bad input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"units": [Span(3, 6), Span(0, 4)]},
+            r"units row 1: must be disjoint .* but unit 1 \(0, 4\) overlaps unit 0 \(3, 6\)",
+        ),
+        ({"units": [Span(0, 4), Span(0, 4)]}, "units row 1: must be disjoint"),
+        ({"units": [Span(0, 99)]}, r"row 1, span 0: \(0, 99\) is not a non-empty span"),
+        ({"units": [Span(19, 21)]}, r"row 1, span 0: \(19, 21\) overlaps the answer"),
+        ({"answer": Span(20, 99)}, r"answers row 1: \(20, 99\) is not a non-empty span"),
+        ({"placeholder": -1}, r"placeholder_id must be an id in \[0, 211\), got -1"),
+        ({"budget": 0}, "token_budget must be at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_refused_by_row_and_unit(qwen3, change, message):
+    prompts, completions, units, answers = batch()
+    units[1], answers[1] = change.get("units", units[1]), change.get("answer", answers[1])
+    options = {"placeholder_id": change.get("placeholder", PLACEHOLDER), "token_budget": change.get("budget")}
+    with pytest.raises(ValueError, match=message):
+        total_effects(qwen3, prompts, completions, units, answers, **options)
+
+
+def test_lists_of_different_lengths_are_refused(qwen3):
+    prompts, completions, units, answers = batch()
+    with pytest.raises(ValueError, match="units has 4 rows, prompts has 5"):
+        effects(qwen3, (prompts, completions, units[:4], answers))
+
+
+def test_a_model_that_gives_nan_is_refused_by_the_callers_row():
+    prompts, completions, units, answers = batch()
+    completions[2][6] = 210  # the third row is the second of its prompt
+    units[2], answers[2] = [Span(1, 2)], Span(9, 11)
+    model = exact()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[210] = float("nan")
+    with pytest.raises(FloatingPointError, match="completions row 2: the model gave a nan"):
+        effects(model, (prompts, completions, units, answers))
+
+
+# --- As an option of masking --------------------------------------------------------------------------------------
+
+
+TOKENIZER = get_tokenizer("byte-level, single digits")
+TEXTS = ["3 + 4 = 7. Then 7 - 3 = 4.\n#### 4", "4 + 4 = 8. Then 8 - 3 = 5.\n#### 5", "3 + 4 = 7. Then 7 - 3 = 4."]
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return exact(vocab_size=len(TOKENIZER))
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    prompts = [torch.tensor(encode(TOKENIZER, "What is 3 + 4, less 3?"))] * len(TEXTS)
+    return prompts, [torch.tensor([*encode(TOKENIZER, text), TOKENIZER.eos_token_id]) for text in TEXTS]
+
+
+def credit_of(model, sampled, config, **given):
+    arrays = (*pad_rows(sampled[0], "left"), *pad_rows(sampled[1]))
+    return counterfactual_credit(model, TOKENIZER, *arrays, config=config, **given)
+
+
+@pytest.mark.parametrize("units", ["spans", "tokens"])
+def test_credit_by_total_effects_weighs_by_them_and_keeps_the_answers_own_score(policy, sampled, units):
+    direct, total = (
+        credit_of(policy, sampled, CounterfactualConfig(units=units, effect=effect), logprobs=True)
+        for effect in ("direct", "total")
+    )
+    expected = total_effects(policy, *sampled, total.spans, total.answers, placeholder_id=TOKENIZER.pad_token_id)
+    assert direct.spans == total.spans
+    for b in (0, 1):
+        torch.testing.assert_close(total.drop[b], -expected.total[b])
+        most = total.spans[b][int(expected.total[b].argmax())]
+        assert total.weights[b, most.start] == 4
+    assert units == "spans" or not torch.allclose(total.drop[0], direct.drop[0], atol=1e-3)  # of spans, few have links
+    torch.testing.assert_close(total.base, direct.base, equal_nan=True)
+    torch.testing.assert_close(total.logprobs, direct.logprobs)
+    assert total.work == expected.work
+
+
+def test_total_effects_go_with_probes_and_controls(policy, sampled):
+    ids = torch.tensor(encode(TOKENIZER, "#### 4"))
+    probes = [None, None, Probe(ids, Span(len(ids) - 1, len(ids)))]
+    credit = credit_of(policy, sampled, CounterfactualConfig(effect="total", mode="inverted"), probes=probes)
+    assert len(credit.drop[2]) > 1
+    assert credit.drop[2].isfinite().all()
+    assert credit.weights[0, credit.spans[0][int(credit.drop[0].argmin())].start] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"effect": "mediated"}, "effect must be one of direct, total, got 'mediated'"),
+        ({"estimator": "gradient"}, "effect: estimator='gradient' masks nothing, got 'total'"),
+        ({"outcome": "mean"}, "outcome='mean' cannot be combined with effect='total'"),
+        ({"outcome": "mean_logprob"}, "outcome='mean_logprob' cannot be combined with effect='total'"),
+        ({"approximation": "knockout"}, "approximation='knockout' cannot be combined with effect='total'"),
+        ({"fill": "resampled"}, "fill='resampled' cannot be combined with effect='total'"),
+        ({"preselect": 0.5}, "preselect=0.5 cannot be combined with effect='total'"),
+    ],
+)
+def test_what_total_effects_cannot_be_combined_with_is_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        CounterfactualConfig(**{"effect": "total", **options})
+    CounterfactualConfig(effect="total", outcome="logprob")
+
+
+def test_a_model_that_lies_elsewhere_is_refused_by_name(sampled):
+    config = CounterfactualConfig(effect="total")
+    with pytest.raises(NotImplementedError, match="effect='total' needs the model in this process"):
+        credit_of(None, sampled, config)
+    (obstacle,) = service_obstacles(config)
+    assert obstacle.startswith("effect='total': it needs the model in the process that makes the weights")
+    assert not list(service_obstacles(CounterfactualConfig()))

@@ -1,0 +1,212 @@
+"""Where a device has no memory for a forward, smaller ones take its place, to the same result."""
+
+import functools
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from cfa_kernels import hf, scoring
+from cfa_kernels.estimators import gradient as gradient_saliency
+from cfa_kernels.estimators import resampling as interventions
+from cfa_kernels.estimators.gradient import gradient_saliency as saliency
+from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
+from cfa_kernels.estimators.resampling import resampled_fills
+from cfa_kernels.hf import memory
+from cfa_kernels.hf import tree_forward as packed_model
+from cfa_kernels.hf.memory import columns_at_once, halves, rows_at_once, run_in_memory
+from cfa_kernels.hf.verify import prove_head, prove_supported
+from cfa_kernels.scoring import training_forward as packed_loss
+from cfa_kernels.scoring.masked import score_counterfactuals
+from cfa_kernels.scoring.training_forward import packed_forward
+from cfa_kernels.span import Span
+from tests.support.models import PLACEHOLDER, batch, make_model, tokens
+
+
+def masked(score, **options):
+    return lambda model, *data: score(model, *data, **options).drop
+
+
+def filled(model, prompts, completions, spans, _):
+    fills = resampled_fills(model, prompts, completions, spans, seed=0).tokens
+    return [torch.cat([*row, torch.zeros(0)]) for row in fills]
+
+
+def continued(model, prompts, completions, spans, answers):
+    """The branches alone: the forward that they continue has had its memory."""
+    forward = packed_forward(model, prompts, completions, keep_states=True)
+    return forward.score(spans, answers, placeholder_id=PLACEHOLDER).drop
+
+
+CALLS = {
+    "exact": masked(score_counterfactuals, placeholder_id=PLACEHOLDER),
+    "continued": continued,
+    "short branches": masked(short_branches, placeholder_id=PLACEHOLDER, outcome="mean"),
+    "knockout": masked(answer_knockout, outcome="last"),
+    "fills": filled,
+    "gradient": lambda *call: saliency(*call, samples=2, sigma=0.01)[0],
+}
+
+
+@functools.cache
+def model():
+    made = make_model("Qwen3").cpu().double()  # whose rounding moves no draw from one token to the next
+    prove_supported(made)
+    return made
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A function that says when a forward, by its number and rows, runs out of memory; it gives their sizes."""
+    forward, sizes = packed_model.packed_hidden, []
+
+    def limit(fails):
+        def small_device(model, pack, **options):
+            sizes.append(pack.table.num_rows)
+            if fails(len(sizes), sizes[-1]):
+                raise torch.OutOfMemoryError("pretend")
+            return forward(model, pack, **options)
+
+        for module in (packed_model, scoring, interventions, gradient_saliency):
+            monkeypatch.setattr(module, "packed_hidden", small_device)
+        return sizes
+
+    return limit
+
+
+def assert_same(ours, theirs):
+    assert any(row.nan_to_num().abs().max() > 1e-6 for row in theirs if len(row))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("failing", [{1}, {1, 2}, {2, 3}])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_forward_that_runs_out_of_memory_is_done_in_smaller_ones_to_the_same_result(name, failing, device):
+    expected = CALLS[name](model(), *batch())
+    sizes = device(lambda number, _: number in failing)
+    assert_same(CALLS[name](model(), *batch()), expected)
+    if failing != {2, 3} or name in ("fills", "gradient"):  # which take several forwards anyway
+        assert len(sizes) > 2
+        assert sizes[max(failing)] < sizes[0]
+
+
+@pytest.mark.parametrize("name", ["exact", "continued", "short branches", "knockout", "fills"])
+def test_branches_of_one_completion_are_parted_where_they_do_not_fit_together(name, device):
+    (prompt,), (completion,) = tokens(9), tokens(30, seed=5)
+    data = ([prompt], [completion], [[Span(t, t + 3) for t in range(0, 24, 3)]], [Span(26, 29)])
+    expected = CALLS[name](model(), *data)
+    most = {"exact": 150, "continued": 150, "short branches": 50, "knockout": 41, "fills": 40}[name]
+    sizes = device(lambda _, rows: rows > most)
+    assert_same(CALLS[name](model(), *data), expected)
+    assert max(sizes) > most
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_cannot_be_parted_is_an_error(name, device):
+    sizes = device(lambda *_: True)
+    with pytest.raises(torch.OutOfMemoryError, match="pretend"):
+        CALLS[name](model(), *batch())
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_works_are_made_one_at_a_time_and_their_parts_done_in_order():
+    made, cut = [], []
+
+    def works():
+        for work in ("abcd", "e"):
+            made.append(work)
+            yield work
+
+    def run(work):
+        if len(work) > 1:
+            raise torch.OutOfMemoryError
+        return work, list(made)
+
+    def smaller(work):
+        cut.append(work)
+        return [work[:1], work[1:]]
+
+    assert list(run_in_memory(works(), run, smaller)) == [*((x, ["abcd"]) for x in "abcd"), ("e", ["abcd", "e"])]
+    assert cut == ["abcd", "bcd", "cd"]
+
+
+SPELLINGS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"),
+]
+
+
+@pytest.mark.parametrize("error", SPELLINGS, ids=str)
+def test_a_device_without_memory_is_known_by_every_name_that_it_gives(error):
+    def run(work):
+        if len(work) > 1:
+            raise error
+        return work
+
+    assert list(run_in_memory(["ab"], run, list)) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("out of resource: shared memory"), RuntimeError("wrong shape"), ValueError("out of memory")]
+)
+def test_other_errors_are_not_met_with_smaller_works(error):
+    def run(_):
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        list(run_in_memory(["ab"], run, list))
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [("aabbb", ["aa", "bbb"]), ("aaaab", ["aaaa", "b"]), ("aaa", ["a", "aa"]), ("abc", ["a", "bc"]), ("a", [])],
+)
+def test_halves_are_cut_between_rows_where_there_are_several(items, expected):
+    assert halves(items, str) == expected
+
+
+def test_strips_of_logits_stay_within_what_may_exist_at_once():
+    for vocabulary in (300, 151_936, 1 << 25):
+        assert rows_at_once(vocabulary) == 1 or rows_at_once(vocabulary) * vocabulary <= memory.LOGITS_AT_ONCE
+    for device in map(torch.device, ("cpu", "cuda")):
+        for rows in (0, 7, 5000, 10**6):
+            columns = columns_at_once(rows, device)
+            assert columns == 256 or rows * columns <= memory.LOGITS_AT_ONCE
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_what_a_training_forward_keeps_is_estimated_within_its_measure_and_a_third_more(adapted, monkeypatch):
+    """Halves, as on a GPU, where PEFT's own layers copy their inputs to the float32 of the adapters."""
+    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    (prompt,), (completion,) = tokens(8), tokens(93, seed=1)
+
+    def made(layers):
+        shape = {"num_hidden_layers": layers, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
+        model = make_model("Qwen3", **shape).cpu().to(torch.bfloat16).train()
+        if adapted:
+            get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+        return model
+
+    def measured(model):
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        kept = {}
+
+        def note(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes(), tensor  # which keeps the address from being used again
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            forward = packed_forward(model, [prompt], [completion])
+        return sum(size for size, _ in kept.values()) / forward.tokens_fed
+
+    one, two = made(1), made(2)
+    estimate = hf.kept_per_row(two) - hf.kept_per_row(one)
+    found = measured(two) - measured(one)
+    assert found <= estimate <= 4 / 3 * found
+    assert hf.kept_per_row(two, fused=True) < hf.kept_per_row(two)

@@ -1,0 +1,174 @@
+"""A forward whose model has changed since is not continued: its rows and later ones would come from two models."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.hf.model_state import ModelState
+from cfa_kernels.hf.verify import prove_head
+from cfa_kernels.losses.ragged import LossBatch
+from cfa_kernels.packing.prefix_tree import Query
+from cfa_kernels.scoring import training_forward as packed_loss
+from cfa_kernels.scoring.training_forward import packed_forward
+from cfa_kernels.span import Span
+from tests.support.models import PLACEHOLDER, make_model, tokens
+
+PROMPTS, COMPLETIONS = [tokens(4)[0]] * 2, tokens(7, 6, seed=1)
+ASKED = ([[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
+
+
+@pytest.fixture(autouse=True)
+def without_proofs(monkeypatch):
+    """Of models that other tests prove."""
+    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+
+
+def small_model(**changes):
+    return make_model("Qwen3", num_hidden_layers=1, hidden_size=32, intermediate_size=48, head_dim=8, **changes)
+
+
+def adapted():
+    torch.manual_seed(3)
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(small_model(), config).train()
+
+
+def forward_of(model):
+    return packed_forward(causal_lm(model), PROMPTS, COMPLETIONS, keep_states=True)
+
+
+def drops(forward):
+    return torch.cat(forward.score(*ASKED, placeholder_id=PLACEHOLDER).drop)
+
+
+def optimizer_step(model, forward):
+    sum(row.sum() for row in forward.logprobs()).backward()
+    torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1).step()
+
+
+def first_layer(model):
+    return causal_lm(model).model.layers[0]
+
+
+def exchanged(model, _):
+    norm = first_layer(model).input_layernorm
+    norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
+
+
+def moved(model, _):
+    weight = first_layer(model).mlp.up_proj.weight
+    weight.data = weight.data.clone()
+
+
+def scaled(model, _):
+    first_layer(model).mlp.down_proj.set_scale("default", 3.0)
+
+
+def other_adapter(model, _):
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    model.set_adapter("other")
+
+
+CHANGES = {
+    "an optimizer step": (small_model, optimizer_step, r"embed_tokens.weight has been written to since it ran"),
+    "an adapter's step": (adapted, optimizer_step, r"q_proj.lora_A.default.weight has been written to"),
+    "a checkpoint": (small_model, lambda model, _: model.load_state_dict(small_model().state_dict()), "written to"),
+    "a weight put in": (small_model, exchanged, r"layers.0.input_layernorm.weight has been exchanged"),
+    "a weight moved": (small_model, moved, r"layers.0.mlp.up_proj.weight has been moved"),
+    "an adapter off": (
+        adapted,
+        lambda model, _: model.base_model.disable_adapter_layers(),
+        r"q_proj have changed \(disabled: False then, True now",
+    ),
+    "an adapter merged": (adapted, lambda model, _: model.merge_adapter(), r"merged: \[\] then, \['default'\] now"),
+    "an adapter's factor": (adapted, scaled, r"mlp.down_proj have changed \(scaling: "),
+    "another adapter": (adapted, other_adapter, r"active: \['default'\] then, \['other'\] now"),
+    "an adapter put on": (
+        small_model,
+        lambda model, _: get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])),
+        "q_proj.weight has been taken out",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_forward_whose_model_has_changed_since_is_not_continued(change):
+    make, do, message = CHANGES[change]
+    model = make()
+    forward = forward_of(model)
+    before = drops(forward)
+    do(model, forward)
+    causal = causal_lm(model)
+    query = Query(torch.cat([PROMPTS[0], COMPLETIONS[0]]).numpy(), 8, COMPLETIONS[0][:2].numpy())
+    for ask in (lambda: drops(forward), lambda: forward.query_logprobs(causal, [[query]])):
+        with pytest.raises(RuntimeError, match=f"cannot be continued: .*{message}"):
+            ask()
+    with pytest.raises(RuntimeError, match="cannot be continued"):
+        forward.scorer()(causal, PROMPTS, COMPLETIONS, *ASKED, placeholder_id=PLACEHOLDER)
+    if change == "an optimizer step":  # so that before and now are not the same model
+        assert (drops(forward_of(model)) - before).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
+@pytest.mark.parametrize("make", [small_model, adapted])
+def test_what_leaves_the_weights_alone_leaves_a_forward_valid(make, checkpointing):
+    model = make().train()
+    if checkpointing is not None:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+    first, forward = forward_of(model), forward_of(model)
+    before = drops(forward)
+    sum(row.sum() for row in first.logprobs()).backward()  # gradients of micro-batches add up
+    batch = LossBatch.of(COMPLETIONS, None, torch.tensor([1.0, -1.0]))
+    forward.policy_loss(batch).loss.backward()
+    model.zero_grad()
+    model.eval()
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for flag in (False, True):
+        for parameter in trainable:
+            parameter.requires_grad_(flag)
+    if make is adapted:
+        with model.disable_adapter():
+            forward_of(model)
+    with torch.autocast(model.device.type, torch.bfloat16):
+        forward_of(model)
+    torch.testing.assert_close(drops(forward), before, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["an optimizer step", "a checkpoint"])
+def test_log_probs_and_loss_are_not_read_by_a_head_that_has_changed_since(change):
+    model = small_model()
+    forward = packed_forward(model, PROMPTS, COMPLETIONS)
+    CHANGES[change][1](model, forward)
+    for read in (forward.logprobs, lambda: forward.policy_loss(LossBatch.of(COMPLETIONS, None, torch.ones(2)))):
+        with pytest.raises(RuntimeError, match=r"the head's weight has been written to since it ran.*two models"):
+            read()
+
+
+def test_under_a_head_that_stays_they_are_those_of_the_forward_however_its_adapters_go_on():
+    model = adapted()
+    forward = packed_forward(causal_lm(model), PROMPTS, COMPLETIONS)
+    before = forward.logprobs()
+    sum(row.sum() for row in before).backward()
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1.0).step()
+    assert all(map(torch.equal, forward.logprobs(), before))
+
+
+def test_buffers_that_a_checkpoint_holds_count_and_others_do_not():
+    layer = torch.nn.Module()
+    layer.register_buffer("kept", torch.zeros(2))
+    layer.register_buffer("scratch", torch.zeros(2), persistent=False)
+    state = ModelState(layer)
+    layer.scratch += 1
+    assert state.change(layer) is None
+    layer.kept += 1
+    assert state.change(layer) == "kept has been written to"
+    layer.more = torch.nn.Parameter(torch.zeros(1))
+    assert ModelState(torch.nn.Linear(2, 2)).change(layer) == "weight has been taken out"
+
+
+def test_weights_made_in_inference_mode_are_taken_as_they_are():
+    with torch.inference_mode():
+        layer = torch.nn.Linear(2, 2)
+    assert ModelState(layer).change(layer) is None

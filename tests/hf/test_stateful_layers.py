@@ -1,0 +1,61 @@
+"""Layers with a state on a packed tree: log-probs and gradients of plain forwards, whatever lengths the pieces have."""
+
+import pytest
+import torch
+
+from cfa_kernels import packed_logprobs
+from tests.hf.test_verify import HYBRIDS
+from tests.support.models import make_model, tokens
+
+PROMPT, OTHER, LONG, MORE, LESS = tokens(5, 1, 7, 5, 3, seed=5)
+END, LAST = tokens(1, 1, seed=6)
+COMPLETIONS = {
+    "pieces of one token, one after the other": (
+        [PROMPT] * 4,
+        [LONG, torch.cat([LONG[:1], MORE]), torch.cat([LONG[:2], LESS]), torch.cat([LONG[:3], END, LAST])],
+    ),
+    "equal": ([PROMPT], [LONG]),
+    "prefixes of another": ([PROMPT] * 2, [LONG[:4], LONG[:2]]),
+    "a piece of one token that nothing follows": ([PROMPT], [torch.cat([END, LAST])]),
+    "of one token": ([PROMPT] * 2, [END, LAST]),
+    "after a prompt of one token": ([OTHER] * 3, [LONG, torch.cat([LONG[:1], MORE]), END]),
+    "after a prompt that another row begins with": ([torch.cat([PROMPT, LONG[:2]])], [MORE]),
+}
+BATCH = tuple([row for kind in COMPLETIONS.values() for row in kind[side]] for side in (0, 1))
+
+
+def factors(completions: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What each log-prob of a batch is multiplied by, all of them different."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.empty(len(row)).uniform_(-1, 1, generator=generator) for row in completions]
+
+
+def row_by_row(model, prompts, completions) -> list[torch.Tensor]:
+    """Log-probs of each completion by a full forward of its own, with gradient."""
+    found = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = torch.cat([prompt, completion]).to(model.device)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
+        found.append(logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
+    return found
+
+
+def gradients(model, logprobs, completions) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    sum((row * factor.to(row)).sum() for row, factor in zip(logprobs, factors(completions), strict=True)).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_pieces_of_one_token_train_as_plain_forwards_do(name, training):
+    model = make_model(name, **HYBRIDS[name]).train(training)
+    ours, theirs = packed_logprobs(model, *BATCH), row_by_row(model, *BATCH)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=5e-4)
+    found, expected = (gradients(model, logprobs, BATCH[1]) for logprobs in (ours, theirs))
+    assert found.keys() == expected.keys()
+    largest = max(gradient.norm() for gradient in expected.values())
+    for parameter, gradient in expected.items():
+        off = (found[parameter] - gradient).norm() / max(gradient.norm(), 1e-3 * largest)
+        assert off <= 1e-3, f"{parameter}: {off:.2g}"

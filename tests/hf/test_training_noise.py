@@ -1,0 +1,88 @@
+"""Noise of training mode that no dropout module holds, and models that draw without making any."""
+
+import random
+
+import pytest
+import torch
+
+from cfa_kernels.hf import verify as proof
+from tests.support.models import MOE, SHAPE, make_model
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+OPT = {"ffn_dim": 80, "word_embed_proj_dim": 48}
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+WHISPER = {"d_model": 48, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 80}
+
+NOISY = {
+    "functional dropout": ("OPT", OPT, r"dropout=0; its configuration has 0\.1"),
+    "dropout of activations": ("BioGpt", QUIET | {"activation_dropout": 0.1}, "activation_dropout=0"),
+    "layers left out": ("BioGpt", QUIET | {"layerdrop": 0.5}, "layerdrop=0"),
+    "layers hardly ever left out": ("OPT", OPT | {"dropout": 0.0, "layerdrop": 1e-6}, r"layerdrop=0; .* 1e-06"),
+    "a decoder's dropout": ("Whisper", WHISPER | {"dropout": 0.1, "init_std": 0.2}, "dropout=0"),
+    "jitter of routers": ("Mixtral", EXPERTS | {"router_jitter_noise": 0.3}, "router_jitter_noise=0"),
+    "jitter of routers and their input": ("Phimoe", EXPERTS | {"input_jitter_noise": 0.1}, "input_jitter_noise=0"),
+    "dropout of residuals": ("Starcoder2", {"residual_dropout": 0.2}, "residual_dropout=0"),
+    "dropout of attention": ("Qwen3", {"head_dim": 16, "attention_dropout": 0.1}, "attention_dropout=0"),
+}
+
+
+@pytest.mark.parametrize("kind", NOISY)
+def test_noise_of_training_mode_is_refused_with_what_to_set(kind):
+    name, options, remedy = NOISY[kind]
+    model = make_model(name, **options).train()
+    states = torch.get_rng_state(), random.getstate()
+    with pytest.raises(NotImplementedError, match=rf"model: {type(model).__name__} draws at random .*{remedy}"):
+        proof.prove_trainable(model)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    proof.prove_trainable(model.eval())
+
+
+QUIET_MODELS = {
+    "OPT": OPT | {"dropout": 0.0},
+    "BioGpt": QUIET | {"activation_dropout": 0.0, "layerdrop": 0.0},
+    "Mixtral": EXPERTS,
+    "Phimoe": EXPERTS | {"input_jitter_noise": 0.0, "router_jitter_noise": 0.0},
+    "Qwen3Moe": MOE,
+    "Starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "Bamba": {
+        "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 8, "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUIET_MODELS)
+def test_models_without_noise_are_trained(name):
+    proof.prove_trainable(make_model(name, **QUIET_MODELS[name]).train())
+
+
+def test_draws_that_change_nothing_are_no_noise():
+    model = make_model("Qwen3").train()
+    draws = []
+    model.model.layers[0].register_forward_hook(lambda *_: draws.append(torch.rand([])))
+    proof.prove_trainable(model)
+    assert draws
+
+
+def test_noise_that_a_hook_on_the_embedding_adds_later_is_noticed():
+    model = make_model("Qwen3").train()
+    proof.prove_trainable(model)
+
+    def noisy(module, args, out):
+        return out + 0.1 * torch.rand_like(out) if module.training else None
+
+    hook = model.get_input_embeddings().register_forward_hook(noisy)
+    with pytest.raises(NotImplementedError, match=r"draws at random .* or its hooks, such as NEFTune's"):
+        proof.prove_trainable(model)
+    hook.remove()
+    proof.prove_trainable(model)
+
+
+def test_dropout_modules_are_refused_with_the_setting_that_puts_them_to_zero():
+    model = make_model("Persimmon", **{key: SHAPE[key] for key in SHAPE if key != "num_key_value_heads"})
+    assert model.config.hidden_dropout == 0
+    proof.prove_trainable(model.train())
+    model = make_model("Persimmon", hidden_dropout=0.2).train()
+    with pytest.raises(NotImplementedError, match=r"has dropout 0\.2 in .* set it to 0 \(from_pretrained takes hidden"):
+        proof.prove_trainable(model)

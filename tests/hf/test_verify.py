@@ -1,0 +1,451 @@
+"""Which models are scored and trained through our head, and which are refused, by name, before anything is wrong."""
+
+import functools
+
+import peft
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+from cfa_kernels import hf
+from cfa_kernels.hf import tree_forward as packed_model
+from cfa_kernels.hf import verify as proof
+from cfa_kernels.scoring.masked import score_counterfactuals
+from cfa_kernels.span import Span
+from tests.support.models import MOE, PLACEHOLDER, VOCAB, assert_equals_naive, batch, make_model, tokens
+
+
+def score(model, data=None):
+    return score_counterfactuals(model, *(data or batch()), placeholder_id=PLACEHOLDER)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize("budget", [None, 1])
+def test_a_row_does_not_depend_on_longer_neighbours_where_rotary_frequencies_follow_the_longest(budget):
+    model = make_model("Phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32)
+    prompts, completions = tokens(5, 6), tokens(16, 60, seed=1)
+    spans, answers = [[Span(2, 6)], [Span(3, 8), Span(20, 30)]], [Span(12, 14), Span(50, 52)]
+    data = (prompts, completions, spans, answers)
+    scores = score_counterfactuals(model, *data, placeholder_id=PLACEHOLDER, token_budget=budget)
+    assert_equals_naive(scores, model, *data)
+    assert scores.work.forwards >= 2
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_row_keeps_the_frequencies_of_its_whole_length_also_where_its_answer_stands_before_the_switch(logprobs):
+    model = make_model("Phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32)
+    prompts, completions = tokens(5, 6), tokens(60, 12, seed=1)
+    data = (prompts, completions, [[Span(2, 6)], [Span(2, 6)]], [Span(12, 14), Span(9, 11)])
+    scores = score_counterfactuals(model, *data, placeholder_id=PLACEHOLDER, logprobs=logprobs)
+    assert_equals_naive(scores, model, *data)
+    if logprobs:
+        torch.testing.assert_close(scores.base[0], scores.logprobs[0][12:14].sum(), rtol=0, atol=2e-5)
+
+
+def test_a_forward_in_which_a_rows_place_would_matter_is_kept_small_or_refused():
+    """Llama 4 scales queries by the place of their row, in steps of `floor_scale`."""
+    model = make_model("Llama4Text", **MASKED["Llama4Text"] | {"floor_scale": 100, "attn_temperature_tuning": True})
+    model.set_attn_implementation("eager")
+    assert hf.default_token_budget(model) == 99
+    data = [list(column) for column in batch()]
+    assert_equals_naive(score(model, data), model, *data)
+    data[1][1] = torch.cat([data[1][1]] * 4)
+    data[3][1] = Span(128, 131)
+    with pytest.raises(NotImplementedError, match="Llama4ForCausalLM scales queries by their place in a forward of"):
+        score(model, data)
+
+
+def test_dynamic_rotary_frequencies_are_refused_by_row_beyond_their_length_and_exact_within():
+    model = make_model("Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    model.model.rotary_emb.original_max_seq_len = model.model.rotary_emb.max_seq_len_cached = 64
+    data = batch()
+    assert_equals_naive(score(model), model, *data)
+    data[1][1] = torch.cat([data[1][1]] * 3)
+    data[3][1] = Span(90, 93)
+    with pytest.raises(
+        NotImplementedError, match="completions row 1: has 119 tokens with its prompt, but beyond 64 the dynamic"
+    ):
+        score(model, data)
+
+
+def test_a_padded_batch_that_may_cross_a_switch_of_rotary_frequencies_is_refused():
+    model = make_model("Phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32)
+    hf.refuse_length_dependent_rope(model, 32)
+    with pytest.raises(NotImplementedError, match=r"Phi3ForCausalLM .* longer than 32 tokens, and rows may reach 33"):
+        hf.refuse_length_dependent_rope(model, 33)
+    hf.refuse_length_dependent_rope(make_model("Qwen3"), 10_000)
+
+
+MASKED = {
+    "Qwen2Moe": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3, **MOE},
+    "Phimoe": {"sliding_window": 9, "num_local_experts": 4},
+    "Llama4Text": {
+        "head_dim": 16, "attention_chunk_size": 8, "num_hidden_layers": 4, "num_local_experts": 2,
+        "intermediate_size_mlp": 64,
+    },
+    "Exaone4": {"head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_windows_and_chunks_that_only_the_mask_knows_of_are_scored_exactly(name):
+    model = make_model(name, **MASKED[name])
+    model.set_attn_implementation("eager")
+    assert_equals_naive(score(model), model, *batch())
+
+
+MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+OTHERS = {
+    "StableLm": {"hidden_size": 64},
+    "Nemotron": {},
+    "GptOss": {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 9},
+    "DeepseekV3": {
+        **MLA, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    },
+    "MiniCPM3": {**MLA, "num_key_value_heads": 4, "dim_model_base": 16},
+    "HyperCLOVAX": {"logits_scaling": 1.5, "head_dim": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_sinks_latent_attention_and_scaled_heads_are_scored_exactly(name):
+    model = make_model(name, **OTHERS[name])
+    model.set_attn_implementation("eager")
+    assert_equals_naive(score(model), model, *batch())
+
+
+DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "num_hidden_layers": 4, "head_dim": 16,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+HYBRIDS = {
+    "Qwen3Next": {**DELTA, **MOE, "shared_expert_intermediate_size": 16},
+    "Qwen3_5Text": DELTA,
+    "Mamba2": {"state_size": 8, "head_dim": 16, "num_heads": 8, "n_groups": 1, "chunk_size": 8},
+    "Bamba": {"attn_layer_indices": [1], **MAMBA},
+    "FalconH1": {"mamba_d_ssm": 128, "lm_head_multiplier": 0.3, "head_dim": 16, "num_hidden_layers": 2, **MAMBA},
+    "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_layers_with_a_state_take_it_up_where_their_branch_leaves(name):
+    model = make_model(name, **HYBRIDS[name])
+    model.set_attn_implementation("eager")
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    assert_equals_naive(score(model), model, *batch(), tolerance=5e-4)  # chunked sums of delta rules round more
+    assert [module.__dict__.get("forward") for module in model.modules()] == forwards
+
+
+def scaled(model, factor):
+    """The model with every logit times `factor`, after its head."""
+    forward = model.forward
+
+    def louder(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = out.logits * factor
+        return out
+
+    model.forward = louder
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("use", [proof.prove_head, proof.prove_supported])
+def test_logits_changed_after_the_head_are_refused_in_every_dtype(dtype, use):
+    use(make_model("Qwen3").to(dtype))
+    with pytest.raises(
+        NotImplementedError, match=r"logits of Qwen3ForCausalLM are not its head's .* differ by \d\.\d+"
+    ):
+        use(scaled(make_model("Qwen3").to(dtype), 0.99))
+
+
+def capped(model):
+    model.config.final_logit_softcapping = 3.0
+
+
+def uncapped(model):
+    model.config.final_logit_softcapping = None
+
+
+def test_a_cap_changed_after_a_proof_is_read_anew():
+    model = make_model("Gemma2", final_logit_softcapping=30.0)
+    assert proof.prove_head(model).softcap == 30.0
+    capped(model)
+    assert proof.prove_head(model).softcap == 3.0
+    uncapped(model)
+    assert proof.prove_head(model).softcap is None
+
+
+def rescaled(model):
+    model.logit_scale = 0.3
+
+
+def hooked(model):
+    model.lm_head.register_forward_hook(lambda _, args, out: 0.9 * out)
+
+
+def shifted(model):
+    forward = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda x: forward(x + 0.05 * x.roll(1, dims=1))
+
+
+CHANGES = {"scale": rescaled, "hook": hooked, "forward": lambda model: scaled(model, 0.9), "inner forward": shifted}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_changed_after_its_proof_is_proven_again(change):
+    model = make_model("Cohere")
+    proof.prove_supported(model)
+    CHANGES[change](model)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="model: "):
+            proof.prove_supported(model)
+
+
+def test_a_forward_exchanged_in_the_models_class_is_noticed(monkeypatch):
+    model = make_model("Qwen3")
+    proof.prove_head(model)
+    own = type(model).forward
+
+    def louder(self, *args, **kwargs):
+        out = own(self, *args, **kwargs)
+        out.logits = 0.9 * out.logits
+        return out
+
+    monkeypatch.setattr(type(model), "forward", louder)
+    with pytest.raises(NotImplementedError, match="logits of Qwen3ForCausalLM are not its head's"):
+        proof.prove_head(model)
+
+
+def test_a_proof_is_kept_while_nothing_changes_by_one_walk_over_the_modules(monkeypatch):
+    model = make_model("Qwen3")
+
+    def watched():  # made anew, as hooks are where checkpointing goes off and on
+        return model.get_input_embeddings().register_forward_hook(lambda _, args, out: None)
+
+    hook = watched()
+    proof.prove_head(model)
+    monkeypatch.setattr(proof, "_measured", None)
+    walks, walk = [], type(model).named_modules
+
+    def counted(self, *args, **kwargs):
+        walks.append(self)
+        return walk(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "named_modules", counted)
+    hook.remove()
+    hook = watched()
+    proof.prove_head(model)
+    assert len(walks) == 1
+
+
+def test_a_head_of_another_width_than_its_body_is_refused_in_one_line():
+    config = transformers.RemBertConfig(
+        vocab_size=VOCAB, hidden_size=32, input_embedding_size=16, output_embedding_size=48, num_hidden_layers=1,
+        num_attention_heads=4, intermediate_size=48, is_decoder=True,
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match=r"RemBertForCausalLM has a layer between .* 32 wide, .* 48 wide"):
+        score(transformers.RemBertForCausalLM(config))
+
+
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_a_cap_is_found_before_training_has_made_the_logits_large_enough_to_show_it(cap):
+    head = proof.prove_head(make_model("Gemma2", initializer_range=0.001, final_logit_softcapping=cap))
+    assert head.softcap == cap
+    assert head.logit_scale == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_that_looks_at_other_tokens_without_attention_is_refused(dtype):
+    model = make_model("Qwen3").to(dtype)
+
+    class ShiftsALittle(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x + 0.05 * x.roll(1, dims=1))
+
+    model.model.layers[1].mlp = ShiftsALittle(model.model.layers[1].mlp)
+    proof.prove_head(model)
+    with pytest.raises(NotImplementedError, match="Qwen3ForCausalLM does not compute the same in a packed tree"):
+        proof.prove_supported(model)
+
+
+def test_right_models_in_low_precision_pass_the_proof():
+    for name in ("Qwen2", "Gemma2", "Granite", "Cohere", "Qwen3Moe"):
+        head = proof.prove_supported(make_model(name, initializer_range=0.3).bfloat16())
+        assert head.weight.dtype == torch.bfloat16
+
+
+ADAPTERS = {
+    "IA3": lambda: peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]),
+    "LoRA": lambda: LoraConfig(target_modules=["lm_head"]),
+    "LoHa": lambda: peft.LoHaConfig(r=2, target_modules=["lm_head"]),
+    "LoKr": lambda: peft.LoKrConfig(r=2, target_modules=["lm_head"]),
+    "OFT": lambda: peft.OFTConfig(oft_block_size=4, target_modules=["lm_head"], use_cayley_neumann=False),
+    "VeRA": lambda: peft.VeraConfig(r=2, target_modules=["lm_head"]),
+    "HRA": lambda: peft.HRAConfig(r=2, target_modules=["lm_head"]),
+}
+
+
+@pytest.mark.parametrize("method", ADAPTERS)
+def test_an_adapter_on_the_head_is_refused_even_while_it_changes_nothing(method):
+    model = get_peft_model(make_model("Qwen3"), ADAPTERS[method]())
+    with pytest.raises(NotImplementedError, match=r"output layer of Qwen3ForCausalLM is peft.* leave lm_head out"):
+        score(model)
+
+
+def test_an_adapter_put_on_the_head_after_a_proof_is_refused_too():
+    model = make_model("Qwen3")
+    score(model)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(NotImplementedError, match="not a plain linear layer"):
+        score(adapted)
+    adapted.unload()
+    score(model)
+
+
+class OnlyFirstTokens(torch.nn.Module):
+    """What an adapter that starts as the identity may turn into: a look at the row's first token."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.gate = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.inner(x) + self.gate * x.mean(1, keepdim=True)
+
+
+OnlyFirstTokens.__module__ = "peft.tuners.invented"
+
+
+def test_an_adapter_in_the_body_that_starts_as_the_identity_is_proven_as_it_may_become():
+    model = make_model("Qwen3")
+    model.model.layers[0].mlp = OnlyFirstTokens(model.model.layers[0].mlp)
+    with pytest.raises(NotImplementedError, match="does not compute the same in a packed tree"):
+        proof.prove_supported(model)
+
+
+@pytest.mark.parametrize("kind", ["loha", "ia3", "lora", "oft"])
+def test_adapters_on_other_layers_are_scored_exactly(kind):
+    targets = ["q_proj", "v_proj", "down_proj"]
+    config = {
+        "loha": peft.LoHaConfig(r=2, target_modules=targets),
+        "ia3": peft.IA3Config(target_modules=targets, feedforward_modules=["down_proj"]),
+        "lora": LoraConfig(r=2, target_modules=targets, modules_to_save=["lm_head"]),
+        "oft": peft.OFTConfig(oft_block_size=4, target_modules=targets, use_cayley_neumann=False),
+    }[kind]
+    model = get_peft_model(make_model("Qwen3", tie_word_embeddings=False), config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += (0.05 * torch.randn(parameter.shape, generator=generator)).to(parameter)
+    assert_equals_naive(score(model), model, *batch())
+    with model.disable_adapter():  # a head that was saved beside the adapter goes back to the original one
+        assert_equals_naive(score(model), model, *batch())
+
+
+REFUSED = [
+    (lambda: torch.nn.Linear(2, 2), TypeError, "must be a transformers causal language model, got Linear"),
+    (lambda: make_model("Qwen3").model, NotImplementedError, "Qwen3Model has no language-model head"),
+    (
+        lambda: transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_head=2)),
+        NotImplementedError,
+        "BloomForCausalLM does not use transformers' attention interface",
+    ),
+    (
+        lambda: transformers.MambaForCausalLM(
+            transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1)
+        ),
+        NotImplementedError,
+        "MambaForCausalLM .*linear_attention layers carry a state that several tokens of a branch cannot take up",
+    ),
+    (
+        lambda: get_peft_model(make_model("Qwen3"), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")),
+        NotImplementedError,
+        "PROMPT_TUNING adds virtual prompt tokens",
+    ),
+    (
+        lambda: get_peft_model(
+            make_model("Qwen3"),
+            LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[5, 6]),
+        ),
+        NotImplementedError,
+        "activated LoRA",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED)
+def test_models_that_cannot_be_scored_are_refused_by_name(make, error, message):
+    with pytest.raises(error, match=message):
+        score(make())
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-4])
+def test_a_model_is_refused_also_while_it_is_so_little_trained_that_its_tokens_hardly_matter(scale):
+    model = make_model("Mamba")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(scale)
+    with pytest.raises(NotImplementedError, match="MambaForCausalLM does not compute the same"):
+        proof.prove_supported(model)
+
+
+def test_the_head_of_a_model_that_cannot_be_scored_can_still_be_proven():
+    config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_heads=4)
+    head = proof.prove_head(transformers.MambaForCausalLM(config))
+    assert head.weight.shape == (VOCAB, 32)
+
+
+def test_a_model_that_emits_nan_is_no_unsupported_model():
+    model = make_model("Qwen3")
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(FloatingPointError, match="Qwen3ForCausalLM gives nan logits"):
+        score(model)
+
+
+def visibility(function, size):
+    return packed_model.read_visibility(function, size)
+
+
+def test_masks_are_read_from_the_function_that_builds_them():
+    def causal(b, h, q, k):
+        return k <= q
+
+    for size in (4, 9, 4096):
+        assert visibility(causal, size) == packed_model.Visibility()
+        window = functools.partial(lambda n, b, h, q, k: (k <= q) & (q - k < n), size)
+        assert visibility(window, size) == packed_model.Visibility(sliding_window=size)
+        chunk = functools.partial(lambda n, b, h, q, k: (k <= q) & (q // n == k // n), size)
+        assert visibility(chunk, size) == packed_model.Visibility(chunk_size=size)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda b, h, q, k: k >= 0,
+        lambda b, h, q, k: (k <= q) & (q - k < 6),
+        lambda b, h, q, k: (k <= q) | (k < 3),
+        lambda b, h, q, k: torch.zeros(4, dtype=torch.bool)[q],
+    ],
+)
+def test_a_mask_of_any_other_rule_is_refused(rule):
+    with pytest.raises(NotImplementedError, match="its attention mask is"):
+        visibility(rule, 5)

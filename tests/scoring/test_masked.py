@@ -1,0 +1,398 @@
+"""score_counterfactuals equals one full forward per span, on every architecture, and leaves the model as it was."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+
+from cfa_kernels import hf, scoring
+from cfa_kernels.hf import tree_forward as packed_model
+from cfa_kernels.hf import verify as proof
+from cfa_kernels.packing.prefix_tree import Query
+from cfa_kernels.scoring.masked import ScoringWork, query_logprobs, score_counterfactuals
+from cfa_kernels.span import Span
+from tests.support.models import (
+    ARCHITECTURES,
+    PLACEHOLDER,
+    TREE,
+    VOCAB,
+    assert_equals_naive,
+    batch,
+    make_model,
+    naive,
+    naive_logprobs,
+    tokens,
+)
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    return make_model("Qwen3")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_scores_equal_one_full_forward_per_span(name):
+    model = make_model(name)
+    data = batch()
+    scores = score_counterfactuals(model, *data, placeholder_id=PLACEHOLDER)
+    assert_equals_naive(scores, model, *data)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Mistral", "Gemma2"])
+def test_scores_equal_one_full_forward_per_span_under_a_lora_adapter(name):
+    model = make_model(name)
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "v_proj", "down_proj"]))
+    for parameter_name, parameter in adapted.named_parameters():
+        if "lora_B" in parameter_name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.train()
+    data = batch()
+    scores = score_counterfactuals(adapted, *data, placeholder_id=PLACEHOLDER)
+    assert_equals_naive(scores, adapted, *data)
+    with adapted.disable_adapter():
+        without = score_counterfactuals(adapted, *data, placeholder_id=PLACEHOLDER)
+        assert_equals_naive(without, adapted, *data)
+    assert (scores.base - without.base).abs().nan_to_num().max() > 0.1
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_the_comparison_can_fail_when_a_span_is_shifted_by_one(name):
+    model = make_model(name)
+    prompts, completions, spans, answers = batch()
+    scores = score_counterfactuals(model, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER)
+    shifted = naive(model, prompts[0], completions[0], answers[0], Span(3, 9), shift=1)
+    assert abs(scores.masked[0][1].item() - shifted) > 1e-2
+
+
+@pytest.mark.parametrize("budget", [1, 60, 150])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_scores_do_not_depend_on_the_token_budget(qwen3, budget, logprobs):
+    data = batch()
+    scores = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER, token_budget=budget, logprobs=logprobs)
+    assert scores.work.forwards > 1
+    assert_equals_naive(scores, qwen3, *data)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_one_forward_also_yields_every_tokens_logprob_at_the_sampling_temperature(qwen3, temperature):
+    prompts, completions, spans, answers = batch()
+    scores = score_counterfactuals(
+        qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER, logprobs=True, temperature=temperature
+    )
+    assert scores.work.forwards == 1
+    assert_equals_naive(scores, qwen3, prompts, completions, spans, answers)  # answers stay at temperature 1
+    for prompt, completion, ours in zip(prompts, completions, scores.logprobs, strict=True):
+        ids = torch.cat([prompt, completion])
+        expected = naive_logprobs(qwen3, ids, temperature)[len(prompt) - 1 :]
+        torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=2e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_scores_equal_naive_forwards_on_random_ragged_batches(qwen3, data):
+    shared = tokens(2, 5, seed=3)
+    prompts, completions, spans, answers = [], [], [], []
+    for _ in range(data.draw(st.integers(1, 4))):
+        length = data.draw(st.integers(1, 14))
+        prompts.append(shared[data.draw(st.integers(0, 1))])
+        completions.append(torch.tensor(data.draw(st.lists(st.integers(4, 6), min_size=length, max_size=length))))
+        start = data.draw(st.integers(0, length - 1))
+        answers.append(Span(start, data.draw(st.integers(start + 1, length))))
+        edges = st.integers(0, max(start - 1, 0))
+        drawn = data.draw(st.lists(st.tuples(edges, edges), max_size=3)) if start else []
+        spans.append([Span(min(pair), max(pair) + 1) for pair in drawn])
+    scores = score_counterfactuals(qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER)
+    assert_equals_naive(scores, qwen3, prompts, completions, spans, answers)
+
+
+@pytest.mark.parametrize("budget", [None, 1, 25])
+def test_queries_of_any_sequences_get_the_logprobs_of_their_targets(qwen3, budget):
+    one, two = tokens(20, 30, seed=4)
+    two[:9] = one[:9]
+    asked = [(one, 5, 11, False), (one, 0, 2, True), (two, 8, 29, False), (two, 28, 29, True)]
+    first, second, third, fourth = (
+        Query(ids[:stop].numpy(), start, ids[start + 1 : stop + 1].numpy(), tempered)
+        for ids, start, stop, tempered in asked
+    )
+    found, work = query_logprobs(qwen3, [[first, second], [], [third, fourth]], token_budget=budget, temperature=0.7)
+    assert [len(unit) for unit in found] == [2, 0, 2]
+    assert work.tokens_unshared == 11 + 2 + 29 + 29
+    if budget is None:
+        assert work.tokens_fed == 11 + 29 - 9
+    for values, (ids, start, stop, tempered) in zip([*found[0], *found[2]], asked, strict=True):
+        expected = naive_logprobs(qwen3, ids, 0.7 if tempered else 1.0)[start:stop]
+        torch.testing.assert_close(values.cpu(), expected, rtol=0, atol=2e-5)
+
+
+def test_lengths_of_queries_that_do_not_fit_their_units_are_refused(qwen3):
+    with pytest.raises(ValueError, match="lengths has 1 rows, units has 2; they must agree"):
+        query_logprobs(qwen3, [[], []], lengths=[3])
+
+
+def count_tokens(monkeypatch):
+    fed = []
+    forward = packed_model.packed_hidden
+
+    def counted(model, pack, **options):
+        fed.append(pack.num_tokens)
+        return forward(model, pack, **options)
+
+    for module in (packed_model, scoring):
+        monkeypatch.setattr(module, "packed_hidden", counted)
+    return fed
+
+
+def test_equal_completions_and_branches_are_fed_once(qwen3, monkeypatch):
+    proof.prove_supported(qwen3)
+    fed = count_tokens(monkeypatch)
+    (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
+    span, answer = Span(4, 8), Span(16, 19)
+    once = score_counterfactuals(qwen3, [prompt], [completion], [[span]], [answer], placeholder_id=PLACEHOLDER)
+    again = score_counterfactuals(
+        qwen3, [prompt] * 3, [completion] * 3, [[span, span]] * 3, [answer] * 3, placeholder_id=PLACEHOLDER
+    )
+    # Prompt, then the completion up to the last row needed (18 of 20), then the branch from its span on (18 - 4).
+    assert fed == [9 + 18 + 14] * 2
+    assert once.work.tokens_fed == again.work.tokens_fed == fed[0]
+    assert once.work.head_rows == again.work.head_rows == 6
+    assert torch.equal(once.base.expand(3), again.base)
+
+
+def test_completions_share_their_common_prefix_beyond_the_prompt(qwen3):
+    (prompt,), (one, two) = tokens(9), tokens(20, 20, seed=5)
+    two[:12] = one[:12]
+    answers = [Span(16, 19)] * 2
+    scores = score_counterfactuals(qwen3, [prompt] * 2, [one, two], [[], []], answers, placeholder_id=PLACEHOLDER)
+    assert scores.work.tokens_fed == 9 + 18 + 6
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_the_last_layer_computes_its_output_and_mlp_for_answer_rows_alone(name):
+    """And on those rows to the same numbers: the comparison with full forwards is above."""
+    model, rows = make_model(name), []
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(lambda _, args, out: rows.append(args[0].shape[-2]))
+        layer.self_attn.o_proj.register_forward_hook(lambda _, args, out: rows.append(out.shape[-2]))
+    (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
+    proof.prove_supported(model)
+    rows.clear()
+    score_counterfactuals(model, [prompt], [completion], [[Span(4, 8)]], [Span(16, 19)], placeholder_id=PLACEHOLDER)
+    fed = 9 + 18 + 14
+    assert rows == [fed] * 4 + [6] * 2
+
+
+def test_nothing_is_computed_for_rows_without_an_answer(qwen3, monkeypatch):
+    proof.prove_supported(qwen3)
+    fed = count_tokens(monkeypatch)
+    scores = score_counterfactuals(qwen3, *([x] for x in (*tokens(5, 9), [Span(1, 2)], None)), placeholder_id=0)
+    assert fed == []
+    assert scores.work.forwards == scores.work.tokens_fed == 0
+    assert torch.isnan(scores.base).all()
+
+
+def test_an_empty_batch_scores_nothing(qwen3):
+    scores = score_counterfactuals(qwen3, [], [], [], [], placeholder_id=0, logprobs=True)
+    assert scores.base.shape == (0,)
+    assert scores.masked == scores.drop == scores.logprobs == []
+
+
+def test_a_span_after_the_answer_has_drop_zero(qwen3):
+    prompts, completions, spans, answers = batch()
+    scores = score_counterfactuals(qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER)
+    assert scores.drop[0][3] == 0
+    assert scores.masked[0][3] == scores.base[0]
+
+
+class Fails(Exception):
+    pass
+
+
+def state_of(model):
+    module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return (
+        [m.training for m in model.modules()],
+        module.config._attn_implementation,
+        torch.is_grad_enabled(),
+        torch.get_rng_state().tolist(),
+        [(name, id(p), p.dtype, p.requires_grad) for name, p in model.named_parameters()],
+        [(name, id(b)) for name, b in model.named_buffers()],
+        [p.grad for p in model.parameters()],
+        sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()),
+    )
+
+
+@pytest.mark.parametrize("fails", ["never", "in the proof", "in scoring"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_model_is_as_before_afterwards_also_after_an_exception(implementation, fails, dtype, monkeypatch):
+    model = make_model("Qwen3", attention_dropout=0.5).to(dtype)
+    model.set_attn_implementation(implementation)
+    model = get_peft_model(model, LoraConfig(r=2, lora_dropout=0.5, target_modules=["q_proj"]))
+    model.train()
+    model.base_model.model.model.layers[1].eval()  # a mixed state, which train() and eval() alone would lose
+    if fails == "in scoring":
+        score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER)
+    before = state_of(model)
+    if fails == "never":
+        score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER)
+    else:
+        monkeypatch.setattr(hf.Head, "logprobs", lambda *_: (_ for _ in ()).throw(Fails()))
+        with pytest.raises((Fails, NotImplementedError)):
+            score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER)
+    assert state_of(model) == before
+
+
+def test_a_pack_that_runs_out_of_memory_is_halved_and_the_result_is_the_same(qwen3, monkeypatch):
+    data = batch()
+    expected = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+    forward, sizes = packed_model.packed_hidden, []
+
+    def small_device(model, pack, **options):
+        sizes.append(pack.num_tokens)
+        if pack.num_tokens > 120:
+            raise torch.OutOfMemoryError("pretend")
+        return forward(model, pack, **options)
+
+    for module in (packed_model, scoring):
+        monkeypatch.setattr(module, "packed_hidden", small_device)
+    scores = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+    assert max(sizes) > 120 >= min(sizes)
+    torch.testing.assert_close(scores.base, expected.base, rtol=0, atol=2e-5, equal_nan=True)
+    for ours, theirs in zip(scores.drop, expected.drop, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5, equal_nan=True)
+
+
+def test_one_completion_that_runs_out_of_memory_with_its_branches_continues_in_smaller_packs(qwen3, monkeypatch):
+    (prompt,), (completion,) = tokens(9), tokens(40, seed=5)
+    spans = [Span(t, t + 1) for t in range(30)]
+    data = ([prompt], [completion], [spans], [Span(36, 39)])
+    expected = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+    forward, sizes = packed_model.packed_hidden, []
+
+    def small_device(model, pack, **options):
+        sizes.append(pack.num_tokens)
+        if pack.num_tokens > 200:
+            raise torch.OutOfMemoryError("pretend")
+        return forward(model, pack, **options)
+
+    for module in (packed_model, scoring):
+        monkeypatch.setattr(module, "packed_hidden", small_device)
+    scores = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+    assert max(sizes) > 200
+    assert scores.work.tokens_fed == expected.work.tokens_fed
+    torch.testing.assert_close(scores.drop[0], expected.drop[0], rtol=0, atol=3e-5)
+
+
+def test_one_completion_that_does_not_fit_in_memory_is_an_error(qwen3, monkeypatch):
+    def no_memory(*_, **__):
+        raise torch.OutOfMemoryError("pretend")
+
+    proof.prove_supported(qwen3)
+    for module in (packed_model, scoring):
+        monkeypatch.setattr(module, "packed_hidden", no_memory)
+    with pytest.raises(torch.OutOfMemoryError, match="pretend"):
+        score_counterfactuals(qwen3, *batch(), placeholder_id=PLACEHOLDER)
+
+
+def changed(position, row, value):
+    data = [list(column) for column in batch()]
+    data[position][row] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (changed(0, 2, torch.zeros(0, dtype=torch.int64)), "prompts row 2: is empty"),
+        (changed(1, 3, torch.zeros(0, dtype=torch.int64)), "completions row 3: is empty"),
+        (
+            changed(1, 1, torch.zeros(2, 2, dtype=torch.int64)),
+            r"completions row 1: must be a 1-D int64 tensor .* \(2, 2\)",
+        ),
+        (changed(1, 1, torch.zeros(2)), "completions row 1: must be a 1-D int64 tensor .* torch.float32"),
+        (changed(1, 1, [1, 2]), "completions row 1: must be a 1-D int64 tensor of token ids, got list"),
+        (changed(0, 1, torch.tensor([5, VOCAB])), "prompts row 1: id 211 at position 1 is outside the vocabulary"),
+        (changed(1, 0, torch.tensor([-1] * 20)), "completions row 0: id -1 at position 0 is outside"),
+        (
+            changed(1, 0, torch.full((250,), 5)),
+            "completions row 0: prompt of 7 and completion of 250 .* context of 256",
+        ),
+        (changed(2, 2, [Span(0, 1), Span(16, 18)]), r"spans row 2, span 1: \(16, 18\) is not a non-empty span inside"),
+        (changed(2, 1, [Span(4, 4)]), r"spans row 1, span 0: \(4, 4\) is not a non-empty span"),
+        (changed(2, 1, [Span(5, 4)]), r"spans row 1, span 0: \(5, 4\) is not a non-empty span"),
+        (changed(2, 1, [Span(-1, 4)]), r"spans row 1, span 0: \(-1, 4\) is not a non-empty span"),
+        (changed(2, 0, [Span(2, 16)]), r"spans row 0, span 0: \(2, 16\) overlaps the answer \(15, 18\)"),
+        (changed(3, 2, Span(10, 18)), r"answers row 2: \(10, 18\) is not a non-empty span"),
+        ([*batch()[:3], [None]], "answers has 1 rows, prompts has 7"),
+    ],
+)
+def test_bad_rows_are_refused_by_argument_row_and_value(qwen3, data, message):
+    with pytest.raises(ValueError, match=message):
+        score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"placeholder_id": VOCAB}, r"placeholder_id must be an id in \[0, 211\), got 211"),
+        ({"placeholder_id": None}, "placeholder_id must be an id .* got None"),
+        ({"placeholder_id": 1.0}, "placeholder_id must be an id .* got 1.0"),
+        ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
+        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+    ],
+)
+def test_bad_options_are_refused_by_name(qwen3, option, message):
+    with pytest.raises(ValueError, match=message):
+        score_counterfactuals(qwen3, *batch(), **{"placeholder_id": PLACEHOLDER, **option})
+
+
+def test_nan_logprobs_from_the_model_are_an_error_that_names_the_row():
+    model = make_model("Qwen3")
+    score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER)
+    prompts, completions, spans, answers = batch()
+    completions[4][20] = 210
+    with torch.no_grad():
+        model.get_input_embeddings().weight[210] = float("nan")
+    with pytest.raises(FloatingPointError, match="completions row 4: the model gave a nan"):
+        score_counterfactuals(model, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER)
+
+
+def test_wrapped_models_are_scored_like_the_bare_one(qwen3):
+    data = batch()
+    expected = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    for wrapped in (Wrapper(qwen3), torch.compile(qwen3)):
+        scores = score_counterfactuals(wrapped, *data, placeholder_id=PLACEHOLDER)
+        assert torch.equal(scores.base.nan_to_num(), expected.base.nan_to_num())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", TREE)
+def test_bf16_scores_on_a_gpu_stay_within_the_error_budget(name):
+    """Against the float32 model, ours may be at most twice as far off as plain bf16 forwards are."""
+    model = make_model(name, initializer_range=0.05)
+    data = batch()
+    exact = score_counterfactuals(model, *data, placeholder_id=PLACEHOLDER)
+    model = model.bfloat16()
+    ours = score_counterfactuals(model, *data, placeholder_id=PLACEHOLDER)
+    prompts, completions, _, answers = data
+    answered = [b for b, answer in enumerate(answers) if answer is not None]
+    reference = torch.tensor([exact.base[b].item() for b in answered])
+    plain = torch.tensor([naive(model, prompts[b], completions[b], answers[b]) for b in answered])
+    got = torch.tensor([ours.base[b].item() for b in answered])
+    allowed = 2 * ((plain - reference).abs().max() + 2**-8 * reference.abs().max())
+    assert (got - reference).abs().max() <= allowed
+
+
+def test_no_rows_have_no_scores():
+    scores = score_counterfactuals(make_model("Qwen3"), [], [], [], [], placeholder_id=PLACEHOLDER, logprobs=True)
+    assert scores.base.shape == (0,)
+    assert scores.masked == scores.drop == scores.logprobs == []
+    assert scores.work == ScoringWork()

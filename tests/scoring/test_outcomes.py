@@ -1,0 +1,218 @@
+"""Outcomes of masked scoring: each equals its definition by full forwards and full logits in float64."""
+
+import functools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cfa_kernels.hf.head import Head
+from cfa_kernels.scoring.masked import score_counterfactuals
+from cfa_kernels.scoring.outcomes import Divergences
+from cfa_kernels.scoring.training_forward import packed_forward
+from cfa_kernels.span import Span
+from tests.support.models import PLACEHOLDER, batch, make_model, tokens
+
+OUTCOMES = ["logprob", "mean_logprob", "last", "mean"]
+HEADS = {
+    "Qwen3": {},
+    "Gemma2": {"final_logit_softcapping": 4.0},
+    "Cohere": {"logit_scale": 0.7},
+    "Phi": {},  # a head with bias
+}
+
+
+def every_token(answer, length):
+    """A span for each token of a completion but those of its answer."""
+    return [Span(t, t + 1) for t in range(length) if answer is None or not answer.start <= t < answer.end]
+
+
+@functools.cache
+def qwen3():
+    return make_model("Qwen3")
+
+
+@functools.cache
+def lfm2():
+    return make_model("Lfm2", layer_types=["conv", "full_attention", "conv"])
+
+
+@functools.cache
+def planted(name):
+    """A float64 model, two completions of a prompt, and the logits of full forwards, one per span, before it none."""
+    model = make_model(name, **HEADS[name]).cpu().double()
+    (prompt,), completions = tokens(7), tokens(12, 9, seed=1)
+    answers = [Span(8, 11), Span(7, 9)]
+    spans = [every_token(answer, len(ids)) for answer, ids in zip(answers, completions, strict=True)]
+    logits = []
+    for completion, answer, masks in zip(completions, answers, spans, strict=True):
+        rows = torch.cat([prompt, completion]).repeat(1 + len(masks), 1)
+        for row, span in zip(rows[1:], masks, strict=True):
+            row[len(prompt) + span.start : len(prompt) + span.end] = PLACEHOLDER
+        first = len(prompt) + answer.start - 1
+        with torch.no_grad():
+            whole = model(input_ids=rows.to(model.device)).logits.cpu()
+        logits.append(whole[:, first : first + answer.end - answer.start])
+    return model, ([prompt] * 2, completions, spans, answers), logits
+
+
+def importances(logits, targets, outcome):
+    """(K,) from logits (1 + K, A, V) at the rows that predict the answer's targets (A,)."""
+    if outcome in ("last", "mean"):
+        z = logits[:, 0] if outcome == "last" else logits.mean(1)
+        return kl(z[:1], z[1:])
+    chosen = logits.log_softmax(-1)[:, range(len(targets)), targets]
+    score = chosen.sum(1) if outcome == "logprob" else chosen.mean(1)
+    return score[0] - score[1:]
+
+
+def kl(p, q):
+    return (p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum(-1)
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+@pytest.mark.parametrize("name", HEADS)
+def test_the_importance_of_every_token_equals_its_definition_by_full_forwards(name, outcome):
+    model, data, logits = planted(name)
+    scores = score_counterfactuals(model, *data, placeholder_id=PLACEHOLDER, outcome=outcome)
+    for b, answer in enumerate(data[3]):
+        expected = importances(logits[b], data[1][b][answer.start : answer.end], outcome)
+        assert expected.abs().max() > 0.01  # far above the tolerance
+        # Gemma 2's own attention takes its softmax in float32, whatever the model's dtype.
+        tolerance = {"rtol": 1e-5, "atol": 5e-6} if name == "Gemma2" else {"rtol": 1e-7, "atol": 1e-9}
+        torch.testing.assert_close(-scores.drop[b].cpu(), expected, **tolerance)
+    if outcome in ("last", "mean"):
+        assert scores.base.tolist() == [0, 0]
+        assert all((drop <= 0).all() for drop in scores.drop)
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_an_outcome_comes_with_every_tokens_logprob_from_the_same_forward(outcome):
+    model, (prompts, completions, spans, answers) = qwen3(), batch()
+    options = {"placeholder_id": PLACEHOLDER, "temperature": 0.6}
+    alone = score_counterfactuals(model, prompts, completions, spans, answers, **options, outcome=outcome)
+    both = score_counterfactuals(model, prompts, completions, spans, answers, **options, outcome=outcome, logprobs=True)
+    only = score_counterfactuals(model, prompts, completions, spans, answers, **options, logprobs=True)
+    assert both.work.forwards == 1
+    for b in range(len(prompts)):
+        torch.testing.assert_close(both.drop[b], alone.drop[b], rtol=0, atol=2e-5, equal_nan=True)
+        torch.testing.assert_close(both.logprobs[b], only.logprobs[b], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("budget", [1, 40, 100])
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_a_completion_over_the_token_budget_is_split_to_the_same_result_and_fed_once(outcome, budget):
+    model = qwen3()
+    (prompt,), (completion,), answer = tokens(9), tokens(20, seed=5), Span(16, 19)
+    spans = every_token(answer, len(completion))
+    arguments = (model, [prompt], [completion], [spans], [answer])
+    whole = score_counterfactuals(*arguments, placeholder_id=PLACEHOLDER, outcome=outcome)
+    split = score_counterfactuals(*arguments, placeholder_id=PLACEHOLDER, outcome=outcome, token_budget=budget)
+    fed = 18 if outcome != "last" else 16  # rows of the completion that any prediction of the answer needs
+    assert whole.work.tokens_fed == split.work.tokens_fed == 9 + fed + sum(fed - t for t in range(16))
+    assert whole.work.forwards == 1
+    assert split.work.forwards == 17 if budget == 1 else 17 > split.work.forwards > 1
+    torch.testing.assert_close(split.drop[0], whole.drop[0], rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("outcome", ["logprob", "mean"])
+def test_layers_with_a_state_are_split_by_feeding_what_branches_share_again(outcome):
+    model = lfm2()
+    (prompt,), (completion,), answer = tokens(9), tokens(20, seed=5), Span(16, 19)
+    arguments = (model, [prompt], [completion], [every_token(answer, 20)], [answer])
+    whole = score_counterfactuals(*arguments, placeholder_id=PLACEHOLDER, outcome=outcome)
+    split = score_counterfactuals(*arguments, placeholder_id=PLACEHOLDER, outcome=outcome, token_budget=60)
+    assert split.work.tokens_fed > whole.work.tokens_fed
+    assert split.work.forwards > 1
+    torch.testing.assert_close(split.drop[0], whole.drop[0], rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_a_forward_that_kept_its_states_scores_every_outcome_from_branches_alone(outcome):
+    model, (prompts, completions, spans, answers) = qwen3(), batch()
+    forward = packed_forward(model, prompts, completions, keep_states=True)
+    found = forward.score(spans, answers, placeholder_id=PLACEHOLDER, outcome=outcome)
+    expected = score_counterfactuals(
+        model, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER, outcome=outcome
+    )
+    assert found.work.tokens_fed < expected.work.tokens_fed - sum(map(len, completions[:3]))
+    torch.testing.assert_close(found.base, expected.base, rtol=0, atol=2e-5, equal_nan=True)
+    for ours, theirs in zip(found.drop, expected.drop, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-5, equal_nan=True)
+
+
+@settings(max_examples=6)
+@given(st.data())
+def test_masking_moves_no_answers_probability_by_more_than_pinskers_bound(data):
+    """|P(S) - P_t(S)| <= sqrt(KL / 2) for every set S of answers (OAR paper, appendix A.1.3); here S is one token."""
+    model = qwen3()
+    length = data.draw(st.integers(2, 12))
+    completion = torch.tensor(data.draw(st.lists(st.integers(4, 12), min_size=length, max_size=length)))
+    (prompt,), answer = tokens(5), Span(length - 1, length)
+    arguments = (model, [prompt], [completion], [every_token(answer, length)], [answer])
+    by_logprob, by_kl = (
+        score_counterfactuals(*arguments, placeholder_id=PLACEHOLDER, outcome=outcome)
+        for outcome in ("logprob", "last")
+    )
+    moved = (by_logprob.masked[0].exp() - by_logprob.base.exp()).abs()
+    assert (moved <= (-by_kl.drop[0] / 2).sqrt() + 1e-5).all()
+
+
+def head_and_rows(rows, width=24, vocabulary=151_936, **options):
+    generator = torch.Generator().manual_seed(rows)
+    weight, states = (torch.randn(n, width, generator=generator) for n in (vocabulary, rows))
+    # Branches from far off to hardly different from the first rows.
+    scale = torch.logspace(-3, 0, rows)[:, None]
+    states = states[:1] + scale * states
+    bias = torch.randn(vocabulary, generator=generator)
+    return Head(weight, bias, **options), states
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("softcap", [None, 8.0])
+def test_a_divergence_over_a_large_vocabulary_is_within_2e_5_nats_of_float64(softcap, count, dtype, device):
+    head, states = head_and_rows(4 * count, softcap=softcap, logit_scale=0.7)
+    head = Head(head.weight.to(device, dtype), head.bias.to(device, dtype), softcap, 0.7)
+    states = states.to(device, dtype)
+    found = Divergences(head).read(states, torch.full((4,), count).numpy(), torch.full((4,), 5).to(device), [0] * 4)
+    z = 0.7 * (states.double() @ head.weight.double().t() + head.bias.double())
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    z = z.view(4, count, -1).mean(1)
+    expected = kl(z[:1], z)
+    assert expected.max() > 0.05
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 8.0])
+def test_divergences_of_a_later_call_are_from_the_first_query_of_their_own_row(softcap):
+    head, states = head_and_rows(6, vocabulary=300, softcap=softcap)
+    reader, counts, chosen = Divergences(head), torch.ones(3, dtype=torch.long).numpy(), torch.tensor([7, 9, 7])
+    first = reader.read(states[:3], counts, chosen, [0, 1, 0])
+    later = reader.read(states[3:], counts, chosen, [0, 1, 0])
+    z = states.double() @ head.weight.double().t() + head.bias.double()
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    expected = torch.stack([kl(z[i], z[j]) for i, j in ((0, 0), (1, 1), (0, 2), (0, 3), (1, 4), (0, 5))])
+    assert first[0] == pytest.approx(0, abs=1e-6)
+    torch.testing.assert_close(torch.cat([first, later]).double(), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 8.0])
+def test_a_token_that_a_bias_forbids_adds_nothing_to_a_divergence(softcap):
+    head, states = head_and_rows(2, vocabulary=300)
+    bias = head.bias.clone()
+    bias[:10] = -math.inf
+    ids, cap = torch.tensor([20, 20]), softcap and 1e4  # a cap that leaves -inf far below every other logit
+    found = Divergences(Head(head.weight, bias, cap)).read(states, torch.ones(2).long().numpy(), ids, [0, 0])
+    z = (states.double() @ head.weight.double().t() + head.bias.double())[:, 10:]
+    torch.testing.assert_close(found[1].double(), kl(z[0], z[1]), rtol=1e-4, atol=2e-5)
+
+
+def test_an_outcome_that_is_none_is_refused_by_name():
+    model, (prompt,), (completion,) = qwen3(), tokens(5), tokens(9)
+    with pytest.raises(ValueError, match="outcome must be one of logprob, mean_logprob, last, mean, got 'median'"):
+        score_counterfactuals(
+            model, [prompt], [completion], [[]], [Span(7, 8)], placeholder_id=PLACEHOLDER, outcome="median"
+        )

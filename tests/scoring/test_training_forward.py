@@ -1,0 +1,508 @@
+"""One packed forward with gradients equals padded forwards with autograd: log-probs, losses, scores, gradients."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from cfa_kernels import CounterfactualConfig, counterfactual_credit, policy_loss, score_counterfactuals
+from cfa_kernels.hf.verify import prove_head
+from cfa_kernels.losses.policy import LEVELS, LOSS_TYPES
+from cfa_kernels.losses.ragged import LossBatch
+from cfa_kernels.packing.prefix_tree import Query
+from cfa_kernels.scoring import training_forward as packed_loss
+from cfa_kernels.scoring.masked import query_logprobs
+from cfa_kernels.scoring.training_forward import packed_forward, packed_logprobs, packed_policy_loss
+from tests.hf.test_verify import HYBRIDS, LONGROPE, MASKED, OTHERS
+from tests.support.models import (
+    ARCHITECTURES,
+    PLACEHOLDER,
+    assert_equals_naive,
+    batch,
+    make_model,
+    naive_logprobs,
+    tokens,
+)
+
+PROMPTS, COMPLETIONS, SPANS, ANSWERS = batch()
+
+
+def drawn(seed: int, *, low=-1.0, high=1.0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.empty(len(row)).uniform_(low, high, generator=generator) for row in COMPLETIONS]
+
+
+def padded(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def plain_logprobs(model, temperature=1.0) -> list[torch.Tensor]:
+    """Log-probs of each completion by a full forward of its own, with gradient."""
+    found = []
+    for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
+        ids = torch.cat([prompt, completion]).to(model.device)
+        logits = model(input_ids=ids[None]).logits[0].float() / temperature
+        found.append(logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
+    return found
+
+
+def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def weighted(logprobs: list[torch.Tensor]) -> torch.Tensor:
+    """A scalar that every log-prob enters with a factor of its own."""
+    return sum((row * factor.to(row.device)).sum() for row, factor in zip(logprobs, drawn(0), strict=True))
+
+
+def assert_same_gradients(ours, theirs, tolerance=1e-5):
+    assert ours.keys() == theirs.keys()
+    largest = max(g.norm() for g in theirs.values())
+    assert largest > 0
+    for name, theirs_of in theirs.items():
+        # The key's bias moves no softmax: what it gets is rounding alone.
+        assert (ours[name] - theirs_of).norm() <= tolerance * max(theirs_of.norm(), 1e-3 * largest), name
+
+
+def assert_packs_like_plain_forwards(model, *, tolerance=1e-5, **options):
+    theirs = plain_logprobs(model, 0.7)
+    ours = packed_logprobs(model, PROMPTS, COMPLETIONS, temperature=0.7, **options)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=max(tolerance, 2e-5))
+    assert_same_gradients(gradients(model, weighted(ours)), gradients(model, weighted(theirs)), tolerance)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logprobs_and_gradients_are_those_of_full_forwards(name):
+    assert_packs_like_plain_forwards(make_model(name))
+
+
+@pytest.mark.parametrize("name", ["GptOss", "DeepseekV3", "Llama4Text", "Qwen2Moe", "Bamba", "Lfm2"])
+def test_so_they_are_with_sinks_latent_attention_chunks_windows_and_states(name):
+    model = make_model(name, **(OTHERS | MASKED | HYBRIDS)[name])
+    model.set_attn_implementation("eager")
+    assert_packs_like_plain_forwards(model.train())
+
+
+@pytest.mark.parametrize("budget", [1, 60])
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_so_they_are_in_several_packs_and_with_checkpointed_layers(budget, reentrant):
+    model = make_model("Qwen3").train()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    before = model.config._attn_implementation
+    assert_packs_like_plain_forwards(model, token_budget=budget)
+    assert model.config._attn_implementation == before
+
+
+def adapted(dropout: float = 0.0):
+    model = get_peft_model(
+        make_model("Qwen3"), LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear", init_lora_weights=False)
+    )
+    return model.train()
+
+
+@pytest.mark.parametrize("padding", [0, 4])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("order", ["packed plain packed", "plain packed plain"])
+def test_one_backward_runs_the_layers_of_plain_and_packed_forwards_again_each_its_own_way(
+    order, reentrant, padding, monkeypatch
+):
+    """The backward goes through what came last first, so each kind is run again before, between and after the other."""
+    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    ids, mask = torch.stack(tokens(9, 9, seed=3)), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :padding] = 0
+
+    def total(model):
+        there = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device) if padding else None}
+
+        def plain():
+            return model(**there, labels=there["input_ids"]).loss
+
+        def packed():
+            return sum(row.square().mean() for row in packed_logprobs(model, PROMPTS[:3], COMPLETIONS[:3]))
+
+        kinds = {"plain": plain, "packed": packed}
+        return sum((i + 1) * kinds[kind]() for i, kind in enumerate(order.split()))
+
+    model = make_model("Qwen3", num_hidden_layers=2).train()
+    expected = gradients(model, total(model))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    before = model.config._attn_implementation, [dict(vars(module)) for module in model.modules()]
+    loss = total(model)
+    for module, old in zip(model.modules(), before[1], strict=True):
+        assert vars(module).keys() == old.keys()
+        assert all(vars(module)[name] is old[name] for name in old)
+    assert_same_gradients(gradients(model, loss), expected)
+    assert model.config._attn_implementation == before[0]
+
+
+def test_so_they_are_under_a_lora_adapter_and_in_a_compiled_wrapper():
+    model = adapted()
+    assert_packs_like_plain_forwards(model)
+    theirs = gradients(model, weighted(plain_logprobs(model)))
+    ours = packed_logprobs(torch.compile(model), PROMPTS, COMPLETIONS)
+    assert_same_gradients(gradients(model, weighted(ours)), theirs)
+
+
+def test_autocast_applies_as_it_does_to_full_forwards():
+    model = make_model("Qwen3", initializer_range=0.05)
+    exact = plain_logprobs(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = plain_logprobs(model)
+        ours = packed_logprobs(model, PROMPTS, COMPLETIONS)
+    worst = max((a - b).abs().max() for a, b in zip(theirs, exact, strict=True))
+    assert 0 < max((a - b).abs().max() for a, b in zip(ours, exact, strict=True)) <= 2 * worst
+
+
+def test_entropies_come_with_the_logprobs():
+    model = make_model("Qwen3")
+    _, entropies = packed_logprobs(model, PROMPTS, COMPLETIONS, temperature=0.7, return_entropy=True)
+    ids = torch.cat([PROMPTS[0], COMPLETIONS[0]])
+    logits = model(input_ids=ids[None]).logits[0, len(PROMPTS[0]) - 1 : -1] / 0.7
+    expected = torch.distributions.Categorical(logits=logits).entropy()
+    torch.testing.assert_close(entropies[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, level):
+    model = make_model("Qwen3")
+    advantages = torch.tensor([1.0, -0.5, 0.0, 0.7, -1.2, 0.3, 0.0])
+    weights, mask = drawn(1, low=0, high=3), [(row > -0.6).long() for row in drawn(2)]
+    with torch.no_grad():
+        current = plain_logprobs(model, 0.8)
+    old = [row + 0.3 * noise for row, noise in zip(current, drawn(3), strict=True)]
+    options = {"loss_type": loss_type, "importance_sampling_level": level, "max_completion_length": 50}
+    ours = packed_policy_loss(
+        model, PROMPTS, COMPLETIONS, old, advantages, weights=weights, mask=mask, temperature=0.8, token_budget=60,
+        **options,
+    )  # fmt: skip
+    found = gradients(model, ours.loss)
+    theirs, metrics = policy_loss(
+        padded(plain_logprobs(model, 0.8)), padded(old), advantages, padded(mask), weights=padded(weights), **options
+    )
+    assert_same_gradients(found, gradients(model, theirs))
+    torch.testing.assert_close(ours.loss, theirs, rtol=1e-4, atol=1e-6)
+    for name, value in metrics.items():
+        torch.testing.assert_close(ours.metrics[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    for b, row in enumerate(ours.logprobs):
+        looked = row.isfinite()
+        assert not looked.any() or advantages[b] != 0
+        torch.testing.assert_close(row[looked], current[b][looked], rtol=0, atol=2e-5)
+
+
+def test_kl_and_entropy_are_those_of_the_padded_batch():
+    model = make_model("Qwen3")
+    advantages = torch.tensor([1.0, 0.0, 0.0, 0.7, -1.2, 0.3, 0.0])
+    reference = drawn(4, low=-3, high=0)
+    options = {"beta": 0.1}
+    ours = packed_policy_loss(
+        model, PROMPTS, COMPLETIONS, None, advantages, ref_logprobs=reference, compute_entropy=True, **options
+    )
+    theirs, metrics = policy_loss(
+        padded(plain_logprobs(model)), None, advantages, padded([torch.ones(len(c)) for c in COMPLETIONS]),
+        ref_logprobs=padded(reference), **options,
+    )  # fmt: skip
+    assert_same_gradients(gradients(model, ours.loss), gradients(model, theirs))
+    torch.testing.assert_close(ours.metrics["kl"], metrics["kl"], rtol=1e-4, atol=1e-5)
+    assert ours.metrics["entropy"] > 0
+
+
+def test_what_the_loss_does_not_need_is_not_fed():
+    model = make_model("Qwen3")
+    (prompt,), rows = tokens(9), tokens(20, 20, 20, seed=5)
+    mask = [torch.ones(20), torch.arange(20) < 12, torch.ones(20)]
+    given = LossBatch.of(rows, None, torch.tensor([0.0, 1.0, -1.0]), mask=mask)
+    assert given.needed() == [0, 12, 20]
+    forward = packed_forward(model, [prompt] * 3, rows, needed=given.needed())
+    assert forward.tokens_fed == 9 + 11 + 19
+    whole = LossBatch.of(rows, None, torch.tensor([0.0, 1.0, -1.0]), mask=mask, compute_entropy=True)
+    assert whole.needed() == [20, 12, 20]
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma2", "Qwen3Moe"])
+@pytest.mark.parametrize("budget", [None, 25])
+def test_scores_read_off_the_training_forward_are_those_of_separate_scoring(name, budget):
+    model = make_model(name).train()
+    forward = packed_forward(model, PROMPTS, COMPLETIONS, keep_states=True, token_budget=budget)
+    found = forward.score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER, token_budget=budget)
+    assert_equals_naive(found, model.eval(), PROMPTS, COMPLETIONS, SPANS, ANSWERS)
+    apart = score_counterfactuals(model, PROMPTS, COMPLETIONS, SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
+    assert found.work.tokens_fed < apart.work.tokens_fed
+    if budget is None:
+        assert found.work.tokens_fed + packed_forward(model, PROMPTS, COMPLETIONS).tokens_fed >= apart.work.tokens_fed
+    weighted(forward.logprobs()).backward()  # scoring has left the graph whole
+
+
+@pytest.mark.parametrize("name", ["Bamba", "Phi3"])
+def test_models_whose_forwards_cannot_be_continued_are_scored_apart(name):
+    options = HYBRIDS.get(name, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32})
+    model = make_model(name, **options)
+    forward = packed_forward(model, PROMPTS, COMPLETIONS, keep_states=True)
+    found = forward.score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
+    assert_equals_naive(found, model, PROMPTS, COMPLETIONS, SPANS, ANSWERS, tolerance=5e-5)
+    assert_packs_like_plain_forwards(model)
+
+
+def test_a_branch_that_equals_what_was_fed_is_scored_from_it():
+    model = make_model("Qwen3")
+    (prompt,), (one,) = tokens(9), tokens(20, seed=5)
+    two = one.clone()
+    two[4:8] = PLACEHOLDER  # what masking the span in `one` gives
+    data = ([prompt] * 2, [one, two], [[Span4to8], []], [Answer16to19] * 2)
+    forward = packed_forward(model, *data[:2], keep_states=True)
+    found = forward.score(*data[2:], placeholder_id=PLACEHOLDER)
+    assert found.work.tokens_fed == 0
+    assert_equals_naive(found, model, *data)
+
+
+Span4to8, Answer16to19 = SPANS[0][0]._replace(start=4, end=8), SPANS[0][0]._replace(start=16, end=19)
+
+
+def test_a_forward_that_cannot_be_continued_says_why():
+    model = make_model("Qwen3")
+    with pytest.raises(ValueError, match="keep_states must be True"):
+        packed_forward(model, PROMPTS, COMPLETIONS).score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
+    forward = packed_forward(model, PROMPTS, COMPLETIONS, needed=[0, 33, 17, 41, 30, 12, 20], keep_states=True)
+    with pytest.raises(ValueError, match=r"answers row 0: its completion was not fed \(needed\[0\] was 0\)"):
+        forward.score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
+
+
+def test_an_answer_beyond_what_was_fed_is_fed_with_the_branches():
+    model = make_model("Qwen3")
+    forward = packed_forward(model, PROMPTS, COMPLETIONS, needed=[5] * 7, keep_states=True)
+    found = forward.score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
+    assert_equals_naive(found, model, PROMPTS, COMPLETIONS, SPANS, ANSWERS)
+
+
+@pytest.mark.parametrize("budget", [None, 60])
+@pytest.mark.parametrize("architecture", ["Qwen3", "Gemma2", "Qwen3Next"])
+def test_queries_that_continue_a_forward_are_those_of_forwards_of_their_own(architecture, budget):
+    """What a forward has fed is not fed again, in whichever of several packs; Qwen3Next's states go no further."""
+    model = make_model(architecture)
+    rows = [torch.cat([p, c]).numpy() for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    beginnings = [row[: len(row) // share] for row in rows for share in (1, 2)]
+    asked = np.array([5, 6, 7])
+    units = [[], *([Query(np.append(row, asked[:2]), len(row) - 1, asked, tempered=True)] for row in beginnings)]
+    apart, separate = query_logprobs(model, units, temperature=0.7)
+    forward = packed_forward(model, PROMPTS, COMPLETIONS, token_budget=budget, keep_states=True)
+    found, work = forward.query_logprobs(model, units, temperature=0.7)
+    assert [len(unit) for unit in found] == [len(unit) for unit in units]
+    for ours, theirs in zip(found, apart, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+    if architecture == "Qwen3Next":
+        assert work.tokens_fed == separate.tokens_fed
+    else:
+        assert (len(forward.fed) > 1) == (budget is not None)
+        assert 0 < work.tokens_fed <= 2 * len(beginnings) + len(rows)  # and of each row the last token at most
+
+
+def test_credit_takes_its_probes_from_a_forward():
+    from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
+
+    tokenizer, model = tiny_tokenizer(), tiny_model()
+    ids = torch.tensor([[len(WORDS) + PHRASES.index(p) for p in ("3 + 4 = 7. ", "7 - 2 = 5. ", "#### 5")]] * 2)
+    prompt = torch.tensor([[3, 4, 5], [3, 4, 6]])
+    arguments = (model, tokenizer, prompt, torch.ones_like(prompt), ids, torch.ones_like(ids))
+    config = CounterfactualConfig(estimator="prefix_gain")
+    apart = counterfactual_credit(*arguments, config=config)
+    forward = packed_forward(model, list(prompt), list(ids), keep_states=True)
+    found = counterfactual_credit(*arguments, config=config, ask=forward.query_logprobs)
+    assert any(found.spans)
+    torch.testing.assert_close(found.weights, apart.weights, rtol=0, atol=1e-4)
+    assert found.work.tokens_fed <= apart.work.tokens_fed - len(prompt[0])
+    with pytest.raises(ValueError, match="keep_states must be True"):
+        counterfactual_credit(
+            *arguments, config=config, ask=packed_forward(model, list(prompt), list(ids)).query_logprobs
+        )
+
+
+def test_credit_takes_its_scores_from_a_forward():
+    from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
+
+    tokenizer, model = tiny_tokenizer(), tiny_model()
+    ids = torch.tensor([[len(WORDS) + PHRASES.index(p) for p in ("3 + 4 = 7. ", "7 - 2 = 5. ", "#### 5")]] * 2)
+    prompt = torch.tensor([[3, 4, 5], [3, 4, 6]])
+    arguments = (model, tokenizer, prompt, torch.ones_like(prompt), ids, torch.ones_like(ids))
+    apart = counterfactual_credit(*arguments, config=CounterfactualConfig())
+    forward = packed_forward(model, list(prompt), list(ids), keep_states=True)
+    found = counterfactual_credit(*arguments, config=CounterfactualConfig(), score=forward.scorer())
+    assert found.spans == apart.spans
+    assert any(found.spans)
+    torch.testing.assert_close(found.weights, apart.weights, rtol=0, atol=1e-4)
+    other = packed_forward(model, list(prompt.flip(0)), list(ids), keep_states=True)
+    with pytest.raises(ValueError, match="completions row 1: was not fed by this forward, or not in this order"):
+        counterfactual_credit(*arguments, config=CounterfactualConfig(), score=other.scorer())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"old_logprobs": [torch.zeros(3)] * 7}, r"old_logprobs row 0: must be a tensor \(20,\).*shape \(3,\)"),
+        ({"weights": drawn(0)[:3]}, "weights has 3 rows, completions has 7"),
+        ({"mask": [*drawn(0)[:6], None]}, r"mask row 6: must be a tensor \(20,\) like its completion, got NoneType"),
+        ({"mask": [row * 0 + 2 for row in drawn(0)]}, "mask row 0: must be 0 or 1, got 2.0 at token 0"),
+        ({"advantages": torch.zeros(3)}, r"advantages must be \(7,\) or a list of rows, got shape \(3,\)"),
+        ({"prompts": PROMPTS[:2]}, "completions has 7 rows, prompts has 2"),
+        ({"prompts": [*PROMPTS[:6], torch.zeros(0, dtype=torch.int64)]}, "prompts row 6: is empty"),
+        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
+        ({"loss_type": "ppo"}, "loss_type must be one of"),
+    ],
+)
+def test_bad_input_is_refused_by_argument_row_and_value(change, message):
+    arguments = {
+        "prompts": PROMPTS, "completions": COMPLETIONS, "old_logprobs": None, "advantages": torch.ones(7),
+    } | change  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        packed_policy_loss(make_model("Qwen3"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"needed": [21, *[5] * 6]}, "needed row 0: must be a number of tokens from 0 to 20, got 21"),
+        ({"needed": [5, -1, *[5] * 5]}, "needed row 1: must be a number of tokens from 0 to 33, got -1"),
+        ({"needed": [5, 2.5, *[5] * 5]}, "needed row 1: must be a number of tokens from 0 to 33, got 2.5"),
+        ({"needed": [5]}, "needed has 1 rows, prompts has 7; they must agree"),
+        ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
+        ({"token_budget": -5}, "token_budget must be at least 1, got -5"),
+        ({"token_budget": 1.5}, "token_budget must be a whole number of tokens, got 1.5"),
+        ({"token_budget": True}, "token_budget must be a whole number of tokens, got True"),
+    ],
+)
+def test_a_forward_refuses_what_it_cannot_feed_by_argument_row_and_value(options, message):
+    with pytest.raises(ValueError, match=message):
+        packed_forward(make_model("Qwen3", num_hidden_layers=1), PROMPTS, COMPLETIONS, **options)
+
+
+def test_what_is_asked_of_a_forward_is_refused_by_argument_row_and_value():
+    model = make_model("Qwen3", num_hidden_layers=1)
+    forward = packed_forward(model, PROMPTS, COMPLETIONS, needed=[12] * 7, keep_states=True)
+    for options, message in (
+        ({"placeholder_id": 211}, r"placeholder_id must be an id in \[0, 211\), got 211"),
+        ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
+        ({"token_budget": 1.5}, "token_budget must be a whole number of tokens, got 1.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            forward.score(SPANS, ANSWERS, **{"placeholder_id": PLACEHOLDER} | options)
+    whole = LossBatch.of(COMPLETIONS, None, torch.ones(7))
+    with pytest.raises(ValueError, match=r"batch row 0: its loss needs 20 tokens, but 12 were fed \(needed\[0\]\)"):
+        forward.policy_loss(whole)
+    with pytest.raises(ValueError, match="batch has 2 rows, this forward has 7; they must agree"):
+        forward.policy_loss(LossBatch.of(COMPLETIONS[:2], None, torch.ones(2)))
+
+
+def test_no_rows_give_no_log_probs_and_no_scores_but_an_error_for_a_loss(monkeypatch):
+    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    for own_rotary in ({}, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}):
+        model = make_model("Phi3", num_hidden_layers=1, **own_rotary)  # whose rows are continued, and whose are not
+        forward = packed_forward(model, [], [], keep_states=True)
+        assert forward.tokens_fed == 0
+        assert forward.logprobs() == forward.states() == []
+        assert len(forward.score([], [], placeholder_id=PLACEHOLDER).base) == 0
+        assert forward.query_logprobs(model, [])[0] == []
+    assert packed_logprobs(model, [], []) == []
+    assert packed_logprobs(model, [], [], return_entropy=True) == ([], [])
+    with pytest.raises(ValueError, match="completions: a loss needs at least one row, got none"):
+        packed_policy_loss(model, [], [], None, torch.zeros(0))
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_log_probs_are_at_least_float32(dtype, expected, monkeypatch):
+    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    model = make_model("Qwen3", num_hidden_layers=1).cpu().to(dtype)
+    found = packed_logprobs(model, PROMPTS[:1], COMPLETIONS[:1], return_entropy=True)
+    assert {row.dtype for column in found for row in column} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: adapted(dropout=0.1), r"has dropout 0.1 in .*lora_dropout.*: rows that completions share would get"),
+        (lambda: make_model("Qwen3", attention_dropout=0.1).train(), r"draws at random .*attention_dropout=0"),
+        (lambda: make_model("Qwen3Moe", output_router_logits=True), "adds a loss of its routers"),
+    ],
+)
+def test_what_training_cannot_share_is_refused_by_name(make, message):
+    model = make()
+    state = torch.get_rng_state()
+    with pytest.raises(NotImplementedError, match=message):
+        packed_logprobs(model, PROMPTS, COMPLETIONS)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+DDP = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from tests.models import make_model
+from tests.test_packed_loss import PROMPTS, COMPLETIONS, gradients
+from cfa_kernels.packed_loss import packed_policy_loss
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+torch.set_num_threads(1)
+advantages = torch.tensor([1.0, -0.5, 0.2, 0.7, -1.2, 0.3, 0.4])
+halves = [0, 2, 4, 6], [1, 3, 5]
+def loss(model, rows, processes):
+    total = sum(map(len, COMPLETIONS))
+    return packed_policy_loss(model, [PROMPTS[b] for b in rows], [COMPLETIONS[b] for b in rows], None,
+                              advantages[rows], num_items_in_batch=total / processes).loss
+model = make_model("Qwen3")
+alone = gradients(model, loss(model, list(range(7)), 1))
+wrapped = DistributedDataParallel(model)
+shared = gradients(model, loss(wrapped, halves[rank], 2))
+worst = max(((shared[n] - g).norm() / g.norm().clamp(min=1e-3)).item() for n, g in alone.items())
+assert worst < 1e-4, worst
+assert model.forward.__func__ is type(model).forward
+"""
+
+
+@pytest.mark.slow
+def test_gradients_of_two_processes_under_ddp_are_those_of_one(tmp_path):
+    command = [sys.executable, "-c", DDP]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "meet")],
+            cwd=Path(__file__).resolve().parents[1], env=environment, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for process in processes:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+
+
+def test_nothing_to_feed_gives_a_loss_of_zero():
+    model = make_model("Qwen3")
+    out = packed_policy_loss(model, PROMPTS, COMPLETIONS, None, torch.zeros(7))
+    assert out.loss == 0
+    assert all(row.isnan().all() for row in out.logprobs)
+    assert torch.equal(naive_logprobs(model, PROMPTS[0]), naive_logprobs(model, PROMPTS[0]))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_gradient_of_a_shared_row_is_the_same_bits_every_time(threads):
+    """However many completions add to it, they do so in a fixed order, whatever the threads."""
+    forward = packed_forward(make_model("Llama"), PROMPTS[:1], COMPLETIONS[:1])
+    (hidden,) = (one.hidden for one in forward.fed)
+    factors = torch.randn(4000, hidden.shape[1], generator=torch.Generator().manual_seed(0)).to(hidden.device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        loss = (forward._hidden(torch.full((4000,), 3)) * factors).sum()
+        first, *others = (torch.autograd.grad(loss, hidden, retain_graph=True)[0] for _ in range(20))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(first, again) for again in others)

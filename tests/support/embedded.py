@@ -1,0 +1,55 @@
+"""The embedded model, set up small: settings, samples and runs that several tests use."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from trainer.cli import parse
+from trainer.config import TrainConfig
+from trainer.rewards import group_advantages
+from trainer.rollouts.sampling import Rollouts, generate
+from trainer.run import set_up, train
+from trainer.step import Trainer
+
+SMALL = [
+    "--device=cpu", "--train_problems=16", "--eval_problems=8", "--per_device_train_batch_size=8",
+    "--gradient_accumulation_steps=2", "--max_steps=2",
+]  # fmt: skip
+
+
+def settings(*argv: str) -> TrainConfig:
+    return parse(TrainConfig, [*SMALL, *argv], prog="python -m trainer", description="")
+
+
+def run(folder: Path, *argv: str) -> Path:
+    return train(set_up(settings("--output_dir", str(folder), *argv)))
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def samples_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "completions.jsonl").read_text("utf-8").splitlines()]
+
+
+def sample(trainer: Trainer, problems: list[int], **options) -> Rollouts:
+    """Eight completions of each problem."""
+    pairs = [(i, g) for i in problems for g in range(8)]
+    options = {"max_completion_length": 80, "keys": [(0, 1, i, g) for i, g in pairs]} | options
+    return generate(trainer.policy, trainer.tokenizer, [trainer.prompts[i] for i, _ in pairs], **options)
+
+
+def advantages_of(rollouts: Rollouts) -> torch.Tensor:
+    """Made-up rewards of four groups: two mixed, one all wrong, one all right."""
+    rewards = torch.tensor([1.0, 0, 0, 0, 0, 1, 0, 0] + [0.0] * 8 + [1.0] * 8 + [1.0, 1, 1, 0, 1, 1, 1, 1])
+    return group_advantages(rewards, 8)[: len(rollouts.texts)]
+
+
+def reward_every_other(completions, **_):
+    """A reward under which every group has advantages."""
+    return [i % 2 for i in range(len(completions))]
+
+
+EVERY_OTHER = f"--reward_funcs={__name__}:reward_every_other"

@@ -1,0 +1,109 @@
+"""Small language models of many architectures, ragged batches, and scores by one plain forward per span."""
+
+import torch
+import transformers
+
+from cfa_kernels.span import Span
+from tests.support.as_on_gpu import DEVICE
+
+VOCAB, PLACEHOLDER = 211, 3
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,  # heads of 16: kernels take multiples of 8
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    # Weights large enough that a masked span moves the answer by whole nats.
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+TREE = ["Qwen2", "Qwen3", "Llama", "Mistral", "Gemma2", "Gemma3Text", "Phi3", "Olmo2"]
+ARCHITECTURES = {
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 16},
+    "Llama": {},
+    "Mistral": {"sliding_window": 9},
+    # Eager: some versions of transformers leave Gemma 2's softcap out of their default attention.
+    "Gemma2": {"head_dim": 16, "sliding_window": 9, "attn_implementation": "eager"},
+    "Gemma3Text": {"head_dim": 16, "sliding_window": 9},
+    "Phi3": {},
+    "Olmo2": {},
+    # Heads that scale their logits, and mixtures of experts.
+    "Granite": {"logits_scaling": 3.0},
+    "Cohere": {"logit_scale": 0.25},
+    "Qwen3Moe": {"head_dim": 16, **MOE},
+}
+
+
+def make_model(name: str, **changes):
+    config = getattr(transformers, f"{name}Config")(**{**SHAPE, **ARCHITECTURES.get(name, {}), **changes})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # norms and biases that start at one or zero would hide mistakes
+            torch.nn.init.normal_(parameter, 1.0, 0.2)
+    return model.to(DEVICE)
+
+
+def tokens(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(4, VOCAB, (n,), generator=generator) for n in lengths]
+
+
+def batch():
+    """Ragged groups: shared and single prompts, a shared completion prefix, a repeated row, a row without answer."""
+    first, second = tokens(7, 20)
+    completions = tokens(20, 33, 17, 41, 30, 12, seed=1)
+    completions[4][:12] = completions[0][:12]
+    prompts = [first, second, first.clone(), second, first, tokens(3, seed=2)[0], first]
+    completions.append(completions[0].clone())
+    answers = [Span(15, 18), Span(30, 33), Span(10, 12), None, Span(25, 28), Span(0, 2), Span(15, 18)]
+    spans = [
+        [Span(1, 4), Span(3, 9), Span(14, 15), Span(18, 20)],
+        [Span(0, 5), Span(20, 30), Span(20, 30)],
+        [Span(0, 1)],
+        [Span(2, 3)],
+        [Span(5, 12), Span(12, 20)],
+        [],
+        [Span(1, 4), Span(0, 15)],
+    ]
+    return prompts, completions, spans, answers
+
+
+def naive(model, prompt, completion, answer, span=None, shift=0):
+    """Log P(answer) by one plain full forward with `span` replaced."""
+    ids = torch.cat([prompt, completion]).clone()
+    if span is not None:
+        ids[len(prompt) + span.start + shift : len(prompt) + span.end + shift] = PLACEHOLDER
+    logprobs = naive_logprobs(model, ids)
+    return sum(logprobs[len(prompt) + t - 1].item() for t in range(*answer))
+
+
+def naive_logprobs(model, ids, temperature=1.0):
+    """(len - 1,) log-prob of every token but the first."""
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=ids[None].to(model.device)).logits[0].float().cpu() / temperature
+    model.train(training)
+    return logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+def assert_equals_naive(scores, model, prompts, completions, spans, answers, tolerance=2e-5):
+    for b, answer in enumerate(answers):
+        assert len(scores.masked[b]) == len(scores.drop[b]) == len(spans[b])
+        if answer is None:
+            assert torch.isnan(scores.base[b])
+            assert torch.isnan(scores.drop[b]).all()
+            continue
+        base = naive(model, prompts[b], completions[b], answer)
+        assert abs(scores.base[b].item() - base) <= tolerance
+        for k, span in enumerate(spans[b]):
+            masked = naive(model, prompts[b], completions[b], answer, span)
+            assert abs(scores.masked[b][k].item() - masked) <= tolerance
+            assert abs(scores.drop[b][k].item() - (masked - base)) <= 2 * tolerance

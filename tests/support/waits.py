@@ -1,0 +1,228 @@
+"""A GPU that is not there: tensors that say they lie on it, and a count of what would make the host wait for it.
+
+Values are computed on the CPU, by the operators' PyTorch forms, so whatever is run goes on after a wait and its result
+can be looked at. Tensors on both sides are told apart as a GPU would: mixing them is an error.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._library.custom_ops import OPDEFS
+from torch.nn.utils import clip_grad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from cfa_kernels.hf import liger as fused_modules
+from cfa_kernels.ops.attention_options import AttentionRule
+from cfa_kernels.ops.segment_table import SegmentTable
+from cfa_kernels.ops.tree_attention import tree_attention_reference
+from tests.support.as_on_gpu import AsOnGpu
+
+DEVICE = torch.device("cuda", 0)
+# Operators whose kernels on a GPU copy a number to the host before they return.
+_WAIT_ALWAYS = {
+    "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
+    "aten::unique_consecutive", "aten::equal", "aten::is_nonzero", "aten::bincount",
+}  # fmt: skip
+_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_CPU_FORMS = {"row_softmax.py"}  # on a GPU a kernel runs in its place
+_REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on `DEVICE`; `inner` holds it."""
+
+    inner: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "OnDevice":
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype
+        )
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} runs on a device tensor outside of `Waits`")
+
+    device = property(lambda self: DEVICE)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As `Tensor.to`; the way to the CPU is a wait."""
+        if args and isinstance(args[0], Tensor):
+            args, kwargs = (), {"device": args[0].device, "dtype": args[0].dtype}
+        kwargs.pop("copy", None)
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        same = self if dtype in (None, self.dtype) else super().to(dtype)
+        return same if device is None or device.type == "cuda" else _fetched("to(cpu)", same)
+
+    def cpu(self) -> Tensor:
+        """A wait."""
+        return _fetched("cpu", self)
+
+    def numpy(self, **_: Any) -> Any:
+        """An error, as on a GPU."""
+        raise TypeError("can't convert a device tensor to numpy")
+
+    def tolist(self) -> Any:
+        """A wait."""
+        return _fetched("tolist", self).tolist()
+
+
+def _fetched(what: str, tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, OnDevice)
+    Waits.current.note(what)
+    return tensor.inner.detach().clone()
+
+
+class Waits(TorchDispatchMode):
+    """Within it the device exists. `seen` says of each wait what caused it and where."""
+
+    current: "Waits"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self._pinned: dict[int, Tensor] = {}
+
+    def note(self, what: str) -> None:
+        """Count a wait, by the nearest lines of this repository that caused it."""
+        files = [(Path(frame.filename), frame.lineno) for frame in inspect.stack()[1:]]
+        own = [(path, line) for path, line in files if path.is_relative_to(_REPOSITORY) and path.name != "waits.py"]
+        own = [(path, line) for path, line in own if "site-packages" not in path.parts]
+        if own[0][0].name not in _CPU_FORMS:
+            self.seen.append(f"{what} at {' < '.join(f'{path.name}:{line}' for path, line in own[:3])}")
+
+    def upload(self, host: Tensor, non_blocking: bool) -> OnDevice:
+        """A copy from the host, which waits unless it comes from pinned memory and may be left to itself."""
+        if not (non_blocking and host.untyped_storage().data_ptr() in self._pinned):
+            self.note("upload from pageable memory" if non_blocking else "blocking upload")
+        return OnDevice(host.clone())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name, leaves = func._schema.name, tree_leaves((args, kwargs))
+        device, pinned = kwargs.get("device"), kwargs.pop("pin_memory", None)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        ours = [x for x in tensors if isinstance(x, OnDevice)]
+        made_there = device is not None and torch.device(device).type == "cuda"
+        if not ours and not made_there:
+            made = func(*args, **kwargs)
+            if pinned:
+                self._pinned[made.untyped_storage().data_ptr()] = made
+            return made
+        if name.startswith("cfa_kernels::"):
+            with self:
+                return _run_op(name.removeprefix("cfa_kernels::"), args, kwargs)
+        if name == "aten::_to_copy" and not ours:
+            found = self.upload(args[0], kwargs.get("non_blocking", False))
+            return found if kwargs.get("dtype") is None else OnDevice(found.inner.to(kwargs["dtype"]))
+        if name == "aten::copy_" and len(ours) == 1:
+            self.note("upload by copy_" if isinstance(args[0], OnDevice) else "download by copy_")
+        elif name in _WAIT_ALWAYS or _waits_by_its_options(func, args, kwargs):
+            self.note(name)
+        elif name in _INDEXING:
+            for index in [x for x in args[1] if x is not None]:
+                if index.dtype == torch.bool or not isinstance(index, OnDevice):
+                    self.note("boolean index" if index.dtype == torch.bool else "upload of an index")
+        elif any(x.ndim and not isinstance(x, OnDevice) for x in tensors) and ours:
+            raise RuntimeError(f"{func}: expected all tensors on one device")
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        inner_args, inner_kwargs = tree_map_only(OnDevice, lambda x: x.inner, (args, kwargs))
+        out = func(*inner_args, **inner_kwargs)
+        if func._schema.is_mutable:
+            written = [
+                args[i] if i < len(args) else kwargs[argument.name]
+                for i, argument in enumerate(func._schema.arguments)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            return written[0] if len(func._schema.returns) == 1 else tuple(written[: len(func._schema.returns)])
+        return tree_map_only(Tensor, OnDevice, out)
+
+
+def _waits_by_its_options(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether this call looks at numbers: how many rows to make, lengths that it is to check."""
+    if func._schema.name == "aten::repeat_interleave":
+        return kwargs.get("output_size") is None
+    return func._schema.name == "aten::segment_reduce" and not kwargs.get("unsafe")
+
+
+def _run_op(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """One of our operators: what its launcher does on the host, then its PyTorch form."""
+    if name == "tree_attention":
+        q, k, v, sinks, segments, contexts, scale, softcap, window, chunk, first, with_lse = args
+        table = SegmentTable.of(segments, contexts)
+        table.on_device(q.device, 16, first)
+        rule = AttentionRule(scale, window, chunk, softcap, None if sinks is None else sinks.inner)
+        out = tree_attention_reference(q.inner, k.inner, v.inner, table, rule, first)
+        return OnDevice(out), OnDevice(torch.zeros(q.shape[:2] if with_lse else (0,)))
+    if name == "tree_attention_backward":  # its gradients are zeros: nobody looks at them
+        q, k, v, _, _, _, segments, contexts, scale, softcap, window, chunk = args[1:]
+        table, rule = SegmentTable.of(segments, contexts), AttentionRule(scale, window, chunk, softcap, None)
+        table.on_device(q.device, 16)
+        table.key_work_on_device(q.device, 16, 16, rule.reach)
+        return *(torch.zeros_like(x) for x in (q, k, v)), q.new_zeros(0)
+    as_torch = tree_map_only(str, lambda x: "torch" if x == "triton" else x, (args, kwargs))
+    return OPDEFS[f"cfa_kernels::{name}"]._init_fn(*as_torch[0], **as_torch[1])
+
+
+def put_on_device(model: nn.Module) -> nn.Module:
+    """Move the weights and buffers of `model`, in place."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                there = OnDevice(parameter.detach())
+                module._parameters[name] = nn.Parameter(there, requires_grad=parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = OnDevice(buffer)
+    return model
+
+
+@contextlib.contextmanager
+def a_device() -> Iterator[Waits]:
+    """The device, for a while; what makes the host wait is in `seen`. Skips the test where there is a real one."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here, which PyTorch itself can watch")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsOnGpu, "active", False)  # one stand-in is enough
+        patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(Tensor, "pin_memory", _pin_memory)
+        patch.setattr(torch, "tensor", _tensor(torch.tensor))
+        # Gradients are grouped by what C++ takes their device for.
+        patch.setattr(clip_grad, "_group_tensors_by_device_and_dtype", lambda lists: {(DEVICE, None): (lists, None)})
+        patch.setattr(fused_modules, "_apply_liger", lambda model: None)  # its kernels need a real one
+        waits = Waits()
+        patch.setattr(Waits, "current", waits, raising=False)
+        with waits:
+            yield waits
+
+
+def _tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.tensor`, whose copy to a device no mode sees."""
+
+    def tensor(data: Any, *, device: torch.device | str | None = None, **options: Any) -> Tensor:
+        made = make(data, **options)
+        on_device = device is not None and torch.device(device).type == "cuda"
+        return Waits.current.upload(made, non_blocking=False) if on_device else made
+
+    return tensor
+
+
+def _pin_memory(tensor: Tensor) -> Tensor:
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor)

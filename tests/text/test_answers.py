@@ -1,0 +1,344 @@
+"""Where a text gives its answer, in the many forms that models write."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from cfa_kernels.text.answers import answer_text_span, locate_answer
+from trainer.numbers import parse_number
+
+
+def answer_of(text: str, **options: object) -> str | None:
+    span = answer_text_span(text, **options)
+    return None if span is None else text[slice(*span)]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("#### 18", "18"),
+        ("#### $18", "18"),
+        ("#### **18**", "18"),
+        (r"#### \boxed{18}", "18"),
+        ("#### 18.", "18"),
+        ("#### 18.00", "18.00"),
+        ("#### -5", "-5"),
+        ("#### \u22125", "\u22125"),
+        ("#### -$5", "-$5"),
+        ("#### $-5", "-5"),
+        ("#### 16\nNo, that is wrong.\n#### 18", "18"),
+        ("#### 18\n#### ", "18"),
+        ("#### 18 eggs are left for the next 7 days", "18"),
+        ("#### 1,234,567 dollars", "1,234,567"),
+        ("#### 10 000", "10 000"),
+        ("#### 18, 20 or 22", "18"),
+        ("#### The answer is: 18", "18"),
+        ("####\n18", "18"),
+        ("#### 3/4", "3/4"),
+        ("#### 1 1/2 cups", "1 1/2"),
+        (r"#### \frac{3}{4}", r"\frac{3}{4}"),
+        ("#### 3 * 6 = 18", "18"),
+        ("#### 3*6=$<<3*6=18>>18", "18"),
+        ("#### 36+36", "36+36"),
+        (r"\boxed{7} but then #### 18", "18"),
+        ("#### Janet sells eggs", None),
+        ("####", None),
+        ("#### 1. Count the eggs\n#### 2. Sell them\nso \\boxed{18}", "18"),
+        ("#### 2. Nothing boxed below", "2"),
+        (r"\boxed{18}", "18"),
+        (r"First \boxed{16}, no: $\boxed{18}$", "18"),
+        (r"\boxed{18} and \boxed{19 which never ends", "18"),
+        (r"\boxed{18} and \boxed{ }", "18"),
+        (r"\boxed{\text{18}}", "18"),
+        (r"\boxed{18 \text{ eggs}}", "18"),
+        (r"\boxed{\$18.50}", "18.50"),
+        (r"\boxed{50\%}", "50"),
+        (r"\boxed{1{,}234}", "1{,}234"),
+        (r"\boxed{x = 18}", "18"),
+        (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{ x^{2} + {y} }", "x^{2} + {y}"),
+        (r"\boxed{36+36}", "36+36"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\boxed{18}}", "18"),
+        (r"The answer is 7. So \boxed{18}.", "18"),
+        ("The answer is 18...", "18"),
+        ("THE FINAL ANSWER IS: $1,018.50.", "1,018.50"),
+        ("The answer is therefore 18 eggs.", "18"),
+        ("The answer is 5. Wait, the answer is 7.", "7"),
+        ("The answer is 16 - 7 = 9 eggs", "9"),
+        ("The answer is no. There are 5 eggs.", None),
+        ("The answer is eighteen", "eighteen"),
+        ("She makes 18 dollars.", None),
+        ("", None),
+    ],
+)
+def test_the_answer_is_the_number_that_the_marker_announces(text: str, answer: str | None) -> None:
+    assert answer_of(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("A: 18", "18"),
+        ("She makes 18 dollars.\nA: $18 a day", "18"),
+        ("Final Answer: 18", "18"),
+        ("**Answer:** 18", "18"),
+        ("**Answer**: 18", "18"),
+        ("Answer: 18\n", "18"),
+        ("Answer: 18 (since 9 * 2 = 18)", "18"),
+        ("Answer:\n- 18", "18"),
+        ("Answer:\n```\n18\n```", "18"),
+        ("# Answer\n\n12", "12"),
+        ("**Final Answer**\n\n18 apples", "18"),
+        ("## Final Answer\nJanet makes **$18** every 1 day.", "18"),
+        ("## Answer\n\nThe rope is 20 centimeters long.", "20"),
+        ("#### Final Answer\n\n18", "18"),
+        ("The answer is\n\n18", "18"),
+        ("The answer is:\n$$18$$", "18"),
+        ("The answer is:\n\\[\n18\n\\]", "18"),
+        ("The answer is $2x+3$.", "2x+3"),
+        (r"The answer is \(\frac{1}{2}\).", r"\frac{1}{2}"),
+        ("The answer is $18 a day, $126 a week", "18"),
+        ("The final answer is 18 apples.", "18"),
+        ("The answer to this problem is 18.", "18"),
+        ("The answer should be approximately 3.14.", "3.14"),
+        ("The answer is 16 eggs - 7 eggs = 9 eggs", "9"),
+        ("The answer is 15 gallons * 8 pints / gallon = <<15*8=120>>120 pints", "120"),
+        ("The answer is twelve.", "twelve"),
+        ("The answer is one hundred and five dollars.", "one hundred and five"),
+        ("The answer is (C).", "C"),
+        ("The answer is C", "C"),
+        ("The correct answer is **B**.", "B"),
+        ("The correct answer is option (D): 18", "D"),
+        ("Answer: A. 18", "A"),
+        ("#### B", "B"),
+        (r"\boxed{\text{(C)}}", "(C)"),
+        ("<answer>18</answer>", "18"),
+        ("<answer>\n18 dollars\n</answer>", "18"),
+        ("<answer>x^2</answer>", "x^2"),
+        ("<answer>18", "18"),
+        ("所以答案是18。", "18"),
+        ("最终答案为 $18$ 元。", "18"),
+        ("答案：18个苹果", "18"),
+        ("答案是C。", "C"),
+        ("答：小明有18个苹果。", "18"),
+        ("【答案】1.96", "1.96"),
+        (r"\boxed 5", "5"),
+        (r"so $\boxed18$", "18"),
+        (r"\fbox{5}", "5"),
+        (r"\boxed{\text{Friday}}", "Friday"),
+        ("### 18\n", "18"),
+    ],
+)
+def test_every_usual_form_of_a_final_answer_is_found(text: str, answer: str) -> None:
+    assert answer_of(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("#### 1e6", "1e6"),
+        ("#### 1.5e-3", "1.5e-3"),
+        (r"\boxed{1.5 \times 10^{3}}", r"1.5 \times 10^{3}"),
+        ("#### 5:30", "5:30"),
+        ("#### 12:30 pm", "12:30"),
+        ("#### $1,234.50", "1,234.50"),
+        ("#### 10 %", "10"),
+        ("#### x = 5", "5"),
+        ("#### 18 million", "18"),
+        ("#### 5 km", "5"),
+        (r"\boxed{18\ \text{cm}^2}", "18"),
+        (r"\boxed{18^2}", "18^2"),
+    ],
+)
+def test_an_answer_takes_signs_and_powers_with_it_and_leaves_units(text: str, answer: str) -> None:
+    assert answer_of(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("#### 1. Find the cost\n2*3=6\n#### 2. Add\n6+1=7\nThe answer is 7.", "7"),
+        ("#### **1. Find**\n2*3=6\n#### **2. Add**\n6+1=7", None),
+        ("#### 1: Find\n2*3=6\n#### 7", "7"),
+        ("#### 5. Then the answer is 7", "7"),
+        ("#### 18. That is all", "18"),
+        ("Answer:\n1. Find the cost\n2. Add", None),
+        ("Answer: 5 + 3 = 8 apples.\nThen 8 * 2 = 16.", None),
+        ("Answer: Janet has 16 eggs. She eats 3, so 13 are left.", None),
+        ("A: 5\nB: 6\nC: 7", None),
+        ("The answer is not 5 but 7.", "7"),
+        ("The answer is 5. No, the answer is not 6.", "5"),
+        ("I think the answer is 5. Is the answer 6? The answer is no.", "5"),
+        ("The answer is 5. So the answer is 6? No.", "5"),
+        ("The answer is 5. If the answer is 6, x = 2.", "5"),
+        ("So the answer is 5. Yes, the answer is correct since 2+3=5.", "5"),
+        ("The answer is the sum of 5 and 6, which is 11.", "11"),
+        ("The answer is one of these.", None),
+        ("The answer is A good one.", None),
+        ("The answer is between 5 and 6.", None),
+        ("24 answers * 2 points/answer = <<24*2=48>>48 points.", None),
+        ("#### Step 3\nSo 5.", None),
+        ("### 18 apples\nand 5 more", None),
+    ],
+)
+def test_what_only_looks_like_an_answer_is_none(text: str, answer: str | None) -> None:
+    assert answer_of(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"<think>So \boxed{5}, wait, check again", None),
+        (r"<think>try \boxed{5}? no</think>The answer is 7.", "7"),
+        (r"I try \boxed{5}.</think>So 18.", None),
+        ("I try 5.</think>\n<answer>18</answer>", "18"),
+        ("#### 4\n<think>#### 5</think>\n<think>#### 6", "4"),
+        ("<thinking>A: 5</thinking>\nA: 6", "6"),
+    ],
+)
+def test_a_thought_holds_no_answer(text: str, answer: str | None) -> None:
+    assert answer_of(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "marker"),
+    [
+        ("So it is.\n**Final Answer**\n\n$\\boxed{18}$", "**Final"),
+        ("Final Answer: The final answer is $18$.", "Final Answer:"),
+        ("It is.\n### Answer: 18", "### Answer"),
+        ("It is. <answer>18</answer>", "<answer>"),
+        ("<think>hm</think>\n\n\\boxed{18}", "\\boxed"),
+        ("是。所以答案是18", "所以"),
+        ("It is. So the answer is 18", "So the"),
+    ],
+)
+def test_the_marker_begins_with_the_words_that_announce_it(text: str, marker: str) -> None:
+    located = locate_answer(text)
+    assert located is not None
+    assert text[located.marker :].startswith(marker)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Therefore, the rope is 20 centimeters.", "20"),
+        ("She has 3 + 4 = <<3+4=7>>7 eggs. That is all.", "7"),
+        ("There are 16 eggs and $-2.50 of debt", "-2.50"),
+        ("She sells 9.\n2. That is all.", "9"),
+        ("The area is 12 cm^2", "12"),
+        ("<think>It is 5.</think>So it is.", None),
+        ("The answer is 18. She has 5 left.", "18"),
+        ("None at all", None),
+    ],
+)
+def test_the_last_number_counts_only_when_asked_for_and_nothing_is_marked(text: str, answer: str | None) -> None:
+    assert answer_of(text, answer_fallback="last_number") == answer
+    assert answer_of(text) == (answer if "answer" in text else None)
+
+
+def in_braces(text: str) -> tuple[int, int] | None:
+    return (text.rindex("{") + 1, text.rindex("}")) if "{" in text else None
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "text", "answer"),
+    [
+        (r"RESULT=(\w+)", "RESULT=5 RESULT=18 #### 7", "18"),
+        (r"(RESULT|TOTAL)=(?P<answer>\w+)", "TOTAL=18", "18"),
+        (re.compile(r"result=(\w*)", re.IGNORECASE), "RESULT=18 RESULT=", "18"),
+        (r"RESULT=(\w+)", "#### 7", None),
+        (r"RESULT=(\w+)", "RESULT=18 <think>RESULT=5</think>", "18"),
+        (in_braces, "{5} {18}", "18"),
+        (in_braces, "#### 7", None),
+    ],
+)
+def test_a_runs_own_format_replaces_the_usual_forms(answer_format: object, text: str, answer: str | None) -> None:
+    assert answer_of(text, answer_format=answer_format) == answer
+    assert answer_of(text + " 9", answer_format=answer_format, answer_fallback="last_number") == (answer or "9")
+
+
+def test_a_patterns_match_begins_the_marker() -> None:
+    located = locate_answer("so RESULT=18", answer_format=r"RESULT=(\w+)")
+    assert located == (3, 10, 12)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"answer_format": "(18"}, ValueError, r"answer_format: the pattern '\(18' does not compile"),
+        ({"answer_format": "18"}, ValueError, "answer_format: the pattern '18' must have one group.* it has 0"),
+        ({"answer_format": "(1)(8)"}, ValueError, "must have one group, or one named 'answer', it has 2"),
+        ({"answer_format": 18}, TypeError, "answer_format must be a pattern, a function or None, got 18"),
+        ({"answer_format": lambda text: "18"}, TypeError, r"answer_format must return .* \(start, end\), got '18'"),
+        ({"answer_format": lambda text: (0, True)}, TypeError, r"answer_format must return .*, got \(0, True\)"),
+        ({"answer_format": lambda text: (2, 9)}, ValueError, r"answer_format returned \(2, 9\): .* the text's 7 char"),
+        ({"answer_format": lambda text: (2, 2)}, ValueError, r"answer_format returned \(2, 2\): empty"),
+        ({"answer_fallback": "first"}, ValueError, "answer_fallback must be one of .*, got 'first'"),
+    ],
+)
+def test_a_bad_format_is_named(options: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        answer_text_span("#### 18", **options)
+
+
+FORMS = [
+    "A: {}",
+    "#### {}",
+    "Final Answer: {}",
+    "**Answer:** ${}.",
+    "The answer is {}.",
+    "so $\\boxed{{{}}}$",
+    "答案是{}。",
+]
+
+
+def test_real_solutions_give_their_recorded_answer_in_every_form(gsm8k: Path) -> None:
+    recorded = by_last_number = 0
+    for line in (gsm8k / "model_solutions.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        for key in row:
+            if not key.startswith(("6b_", "175b_")):
+                continue
+            text = row[key]["solution"].rstrip()
+            final = re.search(r"\nA: ?(-?[\d.,]*\d)[^\d\n]*\Z", text)
+            if final is None:
+                assert answer_of(text) is None
+                continue
+            recorded += 1
+            assert answer_of(text) == final[1]
+            work = text[: final.start() + 1]
+            assert {answer_of(work + form.format(final[1])) for form in FORMS} == {final[1]}
+            assert answer_of(work) is None
+            last = answer_of(work, answer_fallback="last_number")
+            by_last_number += last is not None and parse_number(last) == parse_number(final[1])
+    assert (recorded, by_last_number) == (2633, 2508)  # as docs/spans.md says
+
+
+def test_published_solutions_give_their_recorded_answer(gsm8k: Path) -> None:
+    for name, column, marker in (("model_solutions", "ground_truth", "A: "), ("test", "answer", "#### ")):
+        for line in (gsm8k / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
+            text = json.loads(line)[column]
+            assert answer_of(text) == text.split(marker)[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "marker"),
+    [
+        (r"So \boxed{180^\circ - 90^\circ = \boxed{90^\circ}}.", "90", r"\boxed{180"),
+        (r"\boxed{7} then \boxed{\fbox{3} + \boxed{4}}", "4", r"\boxed{\fbox"),
+        (r"\boxed{\boxed{\boxed{x + 1}}}", "x + 1", r"\boxed{\boxed{\boxed"),
+        (r"\boxed{5 \boxed{}}", r"5 \boxed{}", r"\boxed{5"),
+        (r"\boxed{a = \boxed{3}", "3", r"\boxed{3"),
+        (r"\boxed{a = \boxed 3}", "3", r"\boxed{a"),
+    ],
+)
+def test_of_nested_boxes_the_inner_holds_the_answer_and_the_outer_begins_its_marker(
+    text: str, answer: str, marker: str
+) -> None:
+    found = locate_answer(text)
+    assert found is not None
+    assert text[found.start : found.end] == answer
+    assert text[found.marker :].startswith(marker)

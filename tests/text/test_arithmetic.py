@@ -1,0 +1,263 @@
+"""Arithmetic, formulas and sentences in a text."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cfa_kernels.solution_text import (
+    math_intervals,
+    ranked_latex_intervals,
+    ranked_math_intervals,
+    sentence_intervals,
+)
+from tests.support.small_tokenizers import property_test
+
+
+@pytest.mark.parametrize(
+    ("text", "expressions"),
+    [
+        ("Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs", ["16 - 3 - 4 = <<16-3-4=9>>9"]),
+        ("She makes 9 * 2 = $<<9*2=18>>18 and 48/2=24", ["9 * 2 = $<<9*2=18>>18", "48/2=24"]),
+        ("He has <<5+3=8>>8 eggs", ["<<5+3=8>>8"]),
+        ("16 eggs - 3 eggs = 13 eggs left", ["16 eggs - 3 eggs = 13"]),
+        ("15 cups of lemonade per hour * 4 hours", ["15 cups of lemonade per hour * 4"]),
+        ("$200 + $5/person = $205", ["$200 + $5/person = $205"]),
+        ("Renée’s 25€ × 3 = 75€ total", ["25€ × 3 = 75€"]),
+        ("12 ÷ 4 · 2 = 6", ["12 ÷ 4 · 2 = 6"]),
+        ("$1,250.50 + $.50 = $1,251", ["$1,250.50 + $.50 = $1,251"]),
+        ("costs $350 000 x 5/100 = 17 500.", ["$350 000 x 5/100 = 17 500"]),
+        ("20% of 50 = 10 and 5 boxes of 12 = 60", ["20% of 50 = 10", "5 boxes of 12 = 60"]),
+        (r"\frac{1}{6} \times 36 = 6", [r"\frac{1}{6} \times 36 = 6"]),
+        (r"16 \div 4 \cdot 2 = 8", [r"16 \div 4 \cdot 2 = 8"]),
+        (r"16 \text{ eggs} - 3 \text{ eggs} = 13", [r"16 \text{ eggs} - 3 \text{ eggs} = 13"]),
+        ("so x + 2x = 36, then 3x = 36", ["x + 2x = 36", "3x = 36"]),
+        ("2 * (3 + 4) = 14", ["2 * (3 + 4) = 14"]),
+        ("2x3 and 4 x 5", ["2x3", "4 x 5"]),
+        ("3 times 4 equals 12", ["3 times 4 equals 12"]),
+        ("16-3-4 eggs", ["16-3-4"]),
+        ("4455-4545 = -90", ["4455-4545 = -90"]),
+        ("5 + 3\n= 8\n5 eggs", ["5 + 3\n= 8"]),
+        ("16 − 3 = 13 个，3 苹果 + 4 苹果 = 7", ["16 − 3 = 13", "3 苹果 + 4 苹果 = 7"]),
+        ("- 16 - 3 = 13", ["16 - 3 = 13"]),
+        ("the rest, 16 - 7 =", ["16 - 7 ="]),
+        ("half, 1/2, in 3-4 days on 12/05", []),
+        ("He has 16 eggs and eats 3", []),
+        ("a - b = c is no number, nor A/B", []),
+        ("a 3-D printer, 5 T-shirts", []),
+    ],
+)
+def test_arithmetic_is_found_as_models_write_it(text: str, expressions: list[str]) -> None:
+    found = [text[slice(*interval)] for interval in math_intervals(text)]
+    sentences = [text[slice(*interval)] for interval in sentence_intervals(text)]
+    assert [part for part in found if part not in sentences or part in expressions] == expressions
+
+
+def arithmetic(text: str) -> list[str]:
+    return [text[slice(*interval)] for interval in ranked_math_intervals(text)[0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "expressions"),
+    [
+        ("so C(6,2) = 15 ways", ["C(6,2) = 15"]),
+        ("2 * C(6,2) = 30", ["2 * C(6,2) = 30"]),
+        ("so max(3, 5) = 5", ["max(3, 5) = 5"]),
+        ("f(x) = 3x + 2", ["f(x) = 3x + 2"]),
+        ("C((1+2),2) = 3", ["C((1+2),2) = 3"]),
+        (r"\sqrt{16} = 4", [r"\sqrt{16} = 4"]),
+        (r"2 + \sqrt[3]{27} = 5", [r"2 + \sqrt[3]{27} = 5"]),
+        (r"\binom{6}{2} = 15", [r"\binom{6}{2} = 15"]),
+        (r"\log_{2} 8 = 3 and log_2(8) = 3", [r"\log_{2} 8 = 3", "log_2(8) = 3"]),
+        ("√16 = 4 and 5! = 120", ["√16 = 4", "5! = 120"]),
+        ("|3 - 5| = 2", ["|3 - 5| = 2"]),
+        ("10 % 3 = 1, 17 mod 5 = 2", ["10 % 3 = 1", "17 mod 5 = 2"]),
+        ("2(3 + 4) = 14, x=2(28-2x)", ["2(3 + 4) = 14", "x=2(28-2x)"]),
+        (r"2\left(3+4\right) = 14", [r"2\left(3+4\right) = 14"]),
+        ("3 miles * (5280 feet/1 mile) = 15840", ["3 miles * (5280 feet/1 mile) = 15840"]),
+        ("(so 3 + 4) * 2 = 14", ["(so 3 + 4) * 2 = 14"]),
+        ("twice (3 + 4 = 7) is it, or 3 + 5) too", ["(3 + 4 = 7)", "3 + 5"]),
+        ("more than Cindy (4+2=6 pets)", ["4+2=6"]),
+        ("5 * 3 * (2 + 1", ["5 * 3 * (2 + 1"]),
+        ("5:00 - 1:00 = <<5-1=4>>4", ["5:00 - 1:00 = <<5-1=4>>4"]),
+        ("３×４＝１２ and 3 ✕ 4 = 12", ["３×４＝１２", "3 ✕ 4 = 12"]),
+    ],
+)
+def test_an_expression_is_taken_whole(text: str, expressions: list[str]) -> None:
+    assert arithmetic(text) == expressions
+
+
+def test_an_expression_that_begins_in_a_bracket_too_far_away_is_left_alone() -> None:
+    words = " ".join(["1,"] * 60)
+    assert arithmetic(f"(over {words} 3 + 4) * 2 = 14") == []
+    assert arithmetic(f"2 * (3 + x {words}) = 14") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "From 2010-2012 we saw 3-4 people, or 2010 - 2012, or 3 - 4 people",
+        "call 555-123-4567 or 1-800-555-1234 now, 555-12-3456",
+        "On 12/25/2024, 2024-05-01, 25-12-2024 or 2024/05/01",
+        "from 5:30 - 6:45, or 5 pm - 6 pm",
+        "pages 10-20, pages 10 - 20, Chapter 3 - 2 dogs, step 5 - 2 eggs",
+        "10.0.0.1 - 10.0.0.255 is no sum, nor 3.11.2 - 3.11.1",
+        "covid-19 = bad, an F-16 too",
+        "2 x 4 lumber and 8x10 frames",
+        "1. First - 2. Second",
+        "https://a.b/c=5&d=6+7",
+        "margin-left: 5px - 3px",
+        "def f(a=1, b=2):",
+        "3/4 of 8",
+    ],
+)
+def test_dates_ranges_labels_and_names_are_no_arithmetic(text: str) -> None:
+    assert arithmetic(text) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "12-5=7",
+        "12 - 5",
+        "3 - 5 = -2",
+        "16-3-4",
+        "2000-50-25",
+        "3 x 4",
+        "2010-2012 = -2",
+        "12/25/2024 = 0.0002",
+        "7:30 + 2:15 = 9:45",
+        "2 x 4 = 8",
+        "100/5/2",
+    ],
+)
+def test_an_equals_sign_or_a_clear_operator_makes_it_arithmetic(text: str) -> None:
+    assert arithmetic(f"so {text} eggs") == [text]
+
+
+def test_real_solutions_keep_every_calculator_annotation_inside_arithmetic(gsm8k: Path) -> None:
+    annotations = 0
+    for line in (gsm8k / "test.jsonl").read_text(encoding="utf-8").splitlines():
+        text = json.loads(line)["answer"]
+        intervals = ranked_math_intervals(text)[0]
+        for annotation in re.finditer(r"<<[^<>]*>>", text):
+            annotations += 1
+            assert any(start <= annotation.start() and annotation.end() <= end for start, end in intervals)
+    assert annotations > 4000
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("Mr. Lee has 3.5 kg. He eats! Why?\nNo end", ["Mr. Lee has 3.5 kg.", "He eats!", "Why?", "No end"]),
+        ("1. Count. 2. Sell.\n3. Stop", ["1. Count.", "2. Sell.", "3. Stop"]),
+        ('He said "Yes." Then... nothing', ['He said "Yes."', "Then...", "nothing"]),
+        ("她有16个。他呢？没有", ["她有16个。", "他呢？", "没有"]),
+        ("  \n---\n* lead. \n", ["* lead."]),
+        ("", []),
+    ],
+)
+def test_sentences_end_at_full_stops_and_line_breaks(text: str, sentences: list[str]) -> None:
+    assert [text[slice(*interval)] for interval in sentence_intervals(text)] == sentences
+
+
+def latex(text: str) -> list[list[str]]:
+    return [[text[slice(*interval)] for interval in rank] for rank in ranked_latex_intervals(text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "equations", "others", "sentences"),
+    [
+        (r"So \[ x^2 = 5, \] now.", ["x^2 = 5,"], [], []),
+        ("We go.\n$$\nx = 5\n$$\nDone.", ["x = 5"], [], ["We go.", "Done."]),
+        ("\\[\r\n\r\na + b\r\n\r\n\\]\r\nDone.", ["a + b"], [], ["Done."]),
+        (
+            "\\begin{align*}\nx &= 1 \\\\\n &= 2 \\\\[2pt]\n&\\le y + \\$3\n\\end{align*}",
+            ["x &= 1", "&= 2", r"&\le y + \$3"],
+            [],
+            [],
+        ),
+        (r"\begin{alignat}{2} a &= b \\* c &= d \end{alignat}", ["a &= b", "c &= d"], [], []),
+        (r"\[ A = \begin{aligned} a &= b \\ c &= d \end{aligned} \]", ["A =", "a &= b", "c &= d"], [], []),
+        (
+            r"\[ A = \begin{pmatrix} 1 \\ 2 \end{pmatrix} \\ B \]",
+            [r"A = \begin{pmatrix} 1 \\ 2 \end{pmatrix}", "B"],
+            [],
+            [],
+        ),
+        (r"\[ f = \begin{cases} 1 \\ 2 \end{cases} \] \[ g \]", [r"f = \begin{cases} 1 \\ 2 \end{cases}", "g"], [], []),
+        (r"Let \(a + b\) be, $ c = d $ too. No $x$, \(y\).", ["c = d"], ["a + b"], [r"No $x$, \(y\)."]),
+        (r"$n \equiv 1 \pmod{5}$, $\frac{1}{2}$, $-5$, $x^2$", [r"n \equiv 1 \pmod{5}"], [], []),
+        (r"$a \ne b$, $\text{a = b}$, $(a)-1$, $x \in S$", [], [r"a \ne b", "(a)-1", r"x \in S"], []),
+        (r"$90^\circ$, $45^{\circ}$, $f \circ g$", [], [r"f \circ g"], []),
+        (r"$\$5 + \$6 = \$11$ in all", [r"\$5 + \$6 = \$11"], [], []),
+        (r"Then $16 - 7 =", ["16 - 7 ="], [], []),
+        (r"Then \(16 - 7 =", ["16 - 7 ="], [], []),
+        ("Cut $$ x = 5\n\nNo. $$ y = 6 $$", ["x = 5", "y = 6"], [], ["No."]),
+        ("Cut \\( x = 5\n\nNo \\(y + 6\\).", [], ["y + 6"], [r"Cut \( x = 5"]),
+        (
+            "\\begin{itemize}\n\\item One.\n\\end{itemize}\n[asy] draw(1); label(\"$x=1$\"); [/asy]\nTwo.",
+            [],
+            [],
+            [r"\item One.", "Two."],
+        ),
+        ("", [], [], []),
+    ],
+)  # fmt: skip
+def test_formulas_are_found_as_models_write_them_in_latex(
+    text: str, equations: list[str], others: list[str], sentences: list[str]
+) -> None:
+    assert latex(text) == [equations, others, sentences]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It costs $5 and $6 for each",
+        "She pays $5 + $6 = $11",
+        "Sum: $9*2=$18, or $16-$3 and $5/person = $205",
+        "He has $ 5 + $ 6 in cash",
+        "It is $7 each so 5*7=$<<5*7=35>>35 now",
+        "They are $20 x 5 =$ <<20*5=100>>100 in all",
+        "That makes $5 or 6$ more",
+        r"A price of \$5 + \$6 = \$11",
+        "He lost $16 and 3 + 4 more",
+        "First $5 a day\nthen 3 + 4 =",
+        "In total = $$<<3+4=7>>7 and $$8",
+    ],
+)
+def test_prices_are_no_formulas(text: str) -> None:
+    assert latex(text) == [[], [], text.split("\n")]
+
+
+def test_prices_in_real_problems_and_solutions_are_no_formulas(gsm8k: Path) -> None:
+    rows = [json.loads(line) for line in (gsm8k / "test.jsonl").read_text(encoding="utf-8").splitlines()]
+    texts = [row["answer"] for row in rows]
+    assert sum(text.count("$") for text in texts) > 2000
+    assert [text for text in texts if any(ranked_latex_intervals(text)[:2])] == []
+
+
+PIECES = [
+    "$", "$$", r"\[", r"\]", r"\(", r"\)", r"\begin{align}", r"\end{align}", r"\begin{cases}", r"\end{cases}", "\\\\",
+    "\\", "\n", "\n\n", "\r\n", " ", "x", "=", "+", "5", "and", ". ", "[asy]", "[/asy]", r"\$", r"\frac{1}{2}",
+    r"\text{a}", "🦆é",
+]  # fmt: skip
+
+
+@property_test
+@given(pieces=st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=16))
+def test_formulas_are_inside_disjoint_in_order_and_unmoved_by_a_paragraph_after_them(pieces: list[str]) -> None:
+    text = "".join(pieces).replace("[asy]", "" if "[/asy]" not in pieces else "[asy]") + "\n\nA\n\n"
+    ranks = ranked_latex_intervals(text)
+    assert all(rank == sorted(rank) for rank in ranks)
+    edges = [edge for interval in sorted(interval for rank in ranks for interval in rank) for edge in interval]
+    assert edges == sorted(edges)
+    assert all(0 <= edge <= len(text) for edge in edges)
+    assert all(start < end and text[start:end] == text[start:end].strip() for rank in ranks for start, end in rank)
+    if "[asy]" not in text:
+        added = (len(text), len(text) + 7)
+        assert ranked_latex_intervals(text + "So 1 it.")[:2] == ranks[:2]
+        assert ranked_latex_intervals(text + "So a is")[2] == [*ranks[2], added]

@@ -1,0 +1,416 @@
+"""From sampled ids to the answer and the spans, on small tokenizers of each family and on real model output."""
+
+import functools
+import json
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from cfa_kernels.solution_text import ranked_math_intervals
+from cfa_kernels.span import Span
+from cfa_kernels.text.answers import answer_text_span
+from cfa_kernels.text.find import DETECTORS, SELECTIONS, detect_spans, find_answer, find_answers, find_answers_and_spans
+from cfa_kernels.text.offsets import token_offsets
+from tests.support.small_tokenizers import (
+    ANSWERS,
+    CORPUS,
+    FAST,
+    FRAGMENTS,
+    MARKERS,
+    MULTI_BYTE,
+    TOKENIZERS,
+    byte_level,
+    completions,
+    encode,
+    get_tokenizer,
+    property_test,
+    wrap,
+)
+
+
+def span_texts(text: str, tokenizer: PreTrainedTokenizerBase, **options: object) -> list[str]:
+    ids = encode(tokenizer, text)
+    offsets = token_offsets(ids, tokenizer)
+    return [
+        offsets.text[offsets.starts[s] : offsets.ends[e - 1]].strip()
+        for s, e in detect_spans(ids, tokenizer, **options)
+    ]
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize(
+    ("text", "spans"),
+    [
+        (
+            "Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs a day.\nShe is rich.\n"
+            "She makes 9 * 2 = $<<9*2=18>>18 every day.\n#### 18",
+            ["16 - 3 - 4 = <<16-3-4=9>>9", "She is rich.", "9 * 2 = $<<9*2=18>>18"],
+        ),
+        (r"We know $16 - 7 = \boxed{9}$ and stop at 3 + 3 = 6.", ["$16 - 7 ="]),
+        ("First 2 + 3 = 5. So the final answer is: **$5** 1 + 1 = 2", ["2 + 3 = 5"]),
+        ("Renée’s 25€ × 3 = 75€. 她有苹果。🦆 quack\n#### 75", ["25€ × 3 = 75€", "她有苹果。", "🦆 quack"]),
+        ("#### 16\nNo. 16 + 2 = 18\n#### 18", ["#### 16", "No.", "16 + 2 = 18"]),
+        ("#### 18", []),
+        ("One. Two! 3 + 4 = 7", ["One.", "Two!", "3 + 4 = 7"]),
+    ],
+)
+def test_spans_are_the_arithmetic_and_the_other_sentences_before_the_marker(
+    name: str, text: str, spans: list[str]
+) -> None:
+    # Digits and letters decide; where a token boundary falls differently, signs at the edge may be cut or added.
+    bare = functools.partial(re.sub, r"^\W+|[^\w€。]+$", "")
+    expected = [bare(span) for span in spans]
+    assert [bare(span) for span in span_texts(text, get_tokenizer(name))] == expected
+
+
+@pytest.mark.parametrize(
+    ("detector", "name"),
+    [(detector, name) for detector in DETECTORS for name in (TOKENIZERS if detector == "math" else TOKENIZERS[::3])],
+)
+@property_test
+@given(data=st.data())
+def test_spans_are_sorted_disjoint_inside_and_clear_of_the_answer(
+    detector: str, name: str, data: st.DataObject
+) -> None:
+    tokenizer = get_tokenizer(name)
+    ids = data.draw(completions(name))
+    max_spans = data.draw(st.integers(1, 6))
+    selection = data.draw(st.sampled_from(SELECTIONS))
+    answer = find_answer(ids, tokenizer)
+    spans = detect_spans(ids, tokenizer, detector=detector, max_spans=max_spans, selection=selection)
+    assert len(spans) <= max_spans
+    assert all(span.start < span.end for span in spans)
+    bounds = [edge for span in spans for edge in span]
+    assert bounds == sorted(bounds)
+    assert all(0 <= edge <= len(ids) for edge in bounds)
+    if answer:
+        assert all(span.end <= answer.start for span in spans)
+    options = {"detector": detector, "max_spans": max_spans, "selection": selection}
+    assert spans == detect_spans(ids, tokenizer, answer=answer, **options)
+    assert find_answers_and_spans({4: ids, 2: []}, tokenizer, **options) == {
+        4: (answer, spans if answer else []),
+        2: (None, []),
+    }
+
+
+@pytest.mark.parametrize("name", MULTI_BYTE)
+@property_test
+@given(
+    reasoning=st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join),
+    marker=st.sampled_from(MARKERS),
+    number=st.sampled_from(ANSWERS),
+)
+def test_no_span_touches_the_marker(name: str, reasoning: str, marker: tuple[str, str], number: str) -> None:
+    tokenizer = get_tokenizer(name)
+    ids = encode(tokenizer, reasoning + " " + marker[0] + number + marker[1])
+    offsets = token_offsets(ids, tokenizer)
+    answer = find_answer(ids, tokenizer)
+    assert answer is not None
+    assert offsets.text[slice(*answer_text_span(offsets.text))] == number
+    start = offsets.text.rindex(marker[0].strip(), 0, offsets.starts[answer.start] + len(marker[0]))
+    assert all(offsets.ends[span.end - 1] <= start for span in detect_spans(ids, tokenizer))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@property_test
+@given(data=st.data())
+def test_the_answer_tokens_spell_the_answer_and_no_token_more(name: str, data: st.DataObject) -> None:
+    tokenizer = get_tokenizer(name)
+    ids = data.draw(completions(name))
+    answer = find_answer(ids, tokenizer)
+    assume(answer is not None)
+    offsets = token_offsets(ids, tokenizer)
+    start, end = answer_text_span(offsets.text)
+    if "\ufffd" not in offsets.text:
+        text = tokenizer.decode(ids[slice(*answer)], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert offsets.text[start:end] in text
+    touching = [t for t in range(len(ids)) if offsets.starts[t] < end and offsets.ends[t] > start]
+    assert answer == Span(touching[0], touching[-1] + 1)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@property_test
+@given(data=st.data())
+def test_appended_eos_and_padding_change_nothing(name: str, data: st.DataObject) -> None:
+    tokenizer = get_tokenizer(name)
+    ids = data.draw(completions(name))
+    padded = [*ids, tokenizer.eos_token_id, *[tokenizer.pad_token_id] * data.draw(st.integers(0, 3))]
+    assert find_answer(padded, tokenizer) == find_answer(ids, tokenizer)
+    assert detect_spans(padded, tokenizer) == detect_spans(ids, tokenizer)
+
+
+def test_errors_about_one_completion_of_many_name_its_row() -> None:
+    tokenizer = get_tokenizer("byte-level, single digits")
+    ids = encode(tokenizer, CORPUS[0])
+    with pytest.raises(ValueError, match=r"row 7: token_ids\[1\] is 99999999, outside"):
+        find_answers_and_spans({3: ids, 7: [ids[0], 99_999_999]}, tokenizer)
+    with pytest.raises(TypeError, match=r"row 7: token_ids\[0\] must be an integer, got 1.5"):
+        find_answers_and_spans({3: ids, 7: [1.5]}, tokenizer)
+    with pytest.raises(TypeError, match=r"row 3: answer_format must return None or .*, got 1"):
+        find_answers({3: ids}, tokenizer, answer_format=lambda text: 1)
+    with pytest.raises(ValueError, match=r"row 3: answer_format returned \(1, 999\): .* characters"):
+        find_answers_and_spans({3: ids}, tokenizer, answer_format=lambda text: (1, 999))
+    with pytest.raises(ValueError, match=r"row 3: detector's interval 0 is \[5, 5\)"):
+        find_answers_and_spans({3: ids}, tokenizer, detector=lambda text: [(5, 5)])
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_tensors_and_numpy_integers_are_read_like_lists(name: str) -> None:
+    tokenizer = get_tokenizer(name)
+    ids = encode(tokenizer, CORPUS[0])
+    for same in (tuple(ids), torch.tensor(ids), torch.tensor(ids, dtype=torch.int32), np.array(ids)):
+        assert find_answer(same, tokenizer) == find_answer(ids, tokenizer)
+        assert detect_spans(same, tokenizer) == detect_spans(ids, tokenizer)
+
+
+def test_an_empty_completion_has_neither_answer_nor_spans() -> None:
+    for name in TOKENIZERS:
+        assert find_answer([], get_tokenizer(name)) is None
+        assert detect_spans([], get_tokenizer(name)) == []
+
+
+def test_first_prefers_arithmetic_and_longest_prefers_length() -> None:
+    tokenizer = get_tokenizer("byte-level, single digits")
+    text = "Short.\n1 + 2 = 3\nA sentence that is by far the longest one of them all.\n4 * 5 = 20 - 0\n#### 20"
+    assert span_texts(text, tokenizer, max_spans=2) == ["1 + 2 = 3", "4 * 5 = 20 - 0"]
+    assert span_texts(text, tokenizer, max_spans=2, detector="sentence") == ["Short.", "1 + 2 = 3"]
+    longest = span_texts(text, tokenizer, max_spans=2, selection="longest")
+    assert longest == ["A sentence that is by far the longest one of them all.", "4 * 5 = 20 - 0"]
+
+
+@pytest.mark.parametrize(
+    ("selection", "max_spans", "kept"),
+    [
+        ("first", 3, "1 2 3"),
+        ("last", 3, "5 6 7"),
+        ("even", 3, "1 4 7"),
+        ("even", 2, "1 7"),
+        ("even", 1, "4"),
+        ("even", 6, "1 2 3 5 6 7"),
+        ("last", 8, "1 2 3 4 5 6 7 e"),
+        ("even", 9, "a 1 2 3 4 5 6 7 e"),
+        ("even", 99, "a 1 b 2 3 c 4 5 d 6 7 e"),
+    ],
+)
+def test_last_and_even_prefer_arithmetic_and_even_keeps_both_ends(selection: str, max_spans: int, kept: str) -> None:
+    tokenizer = get_tokenizer("byte-level, single digits")
+    text = "\n".join(f"{part} + 0 = {part}" if part.isdigit() else f"{part} word." for part in "a1b23c45d67e")
+    found = span_texts(text + "\n#### 7", tokenizer, selection=selection, max_spans=max_spans)
+    assert [span[0] for span in found] == kept.split()
+
+
+@pytest.mark.parametrize(
+    ("detector", "text", "kept"),
+    [
+        ("latex", r"Let $a$ be. \(b + 1\) Then $c = 2$. \[ d \] #### 2", ["c = 2", "d", "b + 1", r"Let $a$ be."]),
+        ("python", "No.\n```py\n# why\nif x: y = 1\n```\n", ["if x:", "y = 1", "# why"]),
+    ],
+)
+def test_latex_and_python_prefer_formulas_and_statements(detector: str, text: str, kept: list[str]) -> None:
+    tokenizer = get_tokenizer("byte-level, single digits")
+    for count in range(1, len(kept) + 1):
+        found = span_texts(text, tokenizer, detector=detector, max_spans=count)
+        assert sorted(found) == sorted(kept[:count])
+    assert span_texts(text, tokenizer, detector=detector) == sorted(kept, key=text.index)
+
+
+def test_last_and_even_take_any_other_detectors_spans_by_position() -> None:
+    tokenizer = get_tokenizer("byte-level, single digits")
+    options = {"detector": lambda text: [(6, 7), (2, 3), (4, 5), (0, 1)], "max_spans": 2}
+    for selection, kept in (("first", "bd"), ("last", "cd"), ("even", "ad")):
+        assert span_texts("a b c d", tokenizer, selection=selection, **options) == list(kept)
+
+
+@pytest.mark.parametrize("answer_format", [r"RESULT=(\d+)", lambda text: (text.index("=") + 1, text.index("=") + 3)])
+def test_answer_and_spans_follow_the_runs_own_format(answer_format: object) -> None:
+    tokenizer = get_tokenizer("byte-level, single digits")
+    ids = encode(tokenizer, "#### 5 eggs. Then RESULT=18")
+    for row in (find_answer(ids, tokenizer, answer_format=answer_format),
+                find_answers({3: ids}, tokenizer, answer_format=answer_format)[3],
+                find_answers_and_spans({3: ids}, tokenizer, answer_format=answer_format)[3][0]):  # fmt: skip
+        assert tokenizer.decode(ids[slice(*row)]) == "18"
+    spans = detect_spans(ids, tokenizer, answer_format=answer_format)
+    assert tokenizer.decode(ids[slice(*spans[0])]).strip() == "#### 5 eggs."
+
+
+def test_answer_and_spans_fall_back_to_the_last_number_when_asked() -> None:
+    tokenizer = get_tokenizer("byte-level, single digits")
+    ids = encode(tokenizer, "She has 3 + 4 = 7 eggs. Therefore, she has 7 eggs.")
+    assert find_answers_and_spans({0: ids}, tokenizer) == {0: (None, [])}
+    ((answer, spans),) = find_answers_and_spans({0: ids}, tokenizer, answer_fallback="last_number").values()
+    assert answer == find_answer(ids, tokenizer, answer_fallback="last_number")
+    assert spans == detect_spans(ids, tokenizer, answer_fallback="last_number")
+    assert [tokenizer.decode(ids[slice(*span)]).strip() for span in [*spans, answer]] == [
+        "3 + 4 = 7", "Therefore, she has", "7",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "spans"),
+    [
+        ("We get 1 + 2 = 3. Then 4 + 5 = 9. Done", "9", ["1 + 2 = 3", "4 + 5 ="]),
+        ("We get 1 + 2 = 3. #### 8", "8", ["1 + 2 = 3"]),
+        ("#### 5\nCheck 2 + 3 = 5, so 7", "7", ["#### 5", "2 + 3 = 5"]),
+    ],
+)
+def test_a_given_answer_bounds_the_reasoning_whatever_the_text_marks(text: str, answer: str, spans: list[str]) -> None:
+    tokenizer = get_tokenizer("byte-level, single digits")
+    start = text.index(answer)
+    tokens = token_offsets(encode(tokenizer, text), tokenizer).tokens([(start, start + 1)])[0]
+    assert span_texts(text, tokenizer, answer=Span(*tokens)) == spans
+
+
+def test_detectors_of_ones_own_see_the_reasoning_and_rank_their_spans() -> None:
+    tokenizer = get_tokenizer("byte-level, single digits")
+    text = "alpha beta gamma delta\n#### 4"
+    seen = []
+
+    def words(reasoning: str) -> list[tuple[int, int]]:
+        seen.append(reasoning)
+        starts = [reasoning.index(word) for word in ("gamma", "alpha", "beta", "delta")]
+        return [(start, start + 5) for start in starts]
+
+    assert span_texts(text, tokenizer, detector=words, max_spans=2) == ["alpha", "gamma"]
+    assert seen == ["alpha beta gamma delta\n"]
+
+
+@pytest.mark.parametrize(
+    ("intervals", "expected"),
+    [
+        ([(0, 2), (1, 4)], [Span(0, 1), Span(1, 2)]),  # shares its first token: cut
+        ([(2, 4), (0, 3)], [Span(0, 1), Span(1, 2)]),  # shares its last token: cut
+        ([(2, 3), (0, 8)], [Span(1, 2)]),  # holds an earlier interval: dropped
+        ([(0, 1), (1, 2)], [Span(0, 1)]),  # nothing left of the second
+        ([(2, 3), (3, 5)], [Span(1, 2)]),  # only a sign would be left of the second
+        ([(0, 8)], [Span(0, 4)]),
+    ],
+)
+def test_overlaps_after_widening_are_settled_in_the_detectors_order(
+    intervals: list[tuple[int, int]], expected: list[Span]
+) -> None:
+    tokenizer = wrap(byte_level(None))
+    tokenizer.add_tokens(["ab", "cd", "--", "ef"])
+    ids = tokenizer.convert_tokens_to_ids(["ab", "cd", "--", "ef"])
+    assert detect_spans(ids, tokenizer, detector=lambda _: intervals) == expected
+
+
+def test_a_token_that_also_holds_the_marker_is_cut_from_the_span() -> None:
+    tokenizer = wrap(byte_level(None))
+    tokenizer.add_tokens(["egg", ".####", "18"])
+    ids = tokenizer.convert_tokens_to_ids(["egg", "egg", ".####", "18"])
+    assert find_answer(ids, tokenizer) == Span(3, 4)
+    assert detect_spans(ids, tokenizer) == [Span(0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "error", "message"),
+    [
+        ([5, 1.5], {}, TypeError, r"token_ids\[1\] must be an integer, got 1\.5"),
+        ([5, True], {}, TypeError, r"token_ids\[1\] must be an integer, got True"),
+        ([[5]], {}, TypeError, r"token_ids\[0\] must be an integer, got \[5\]"),
+        (torch.tensor([[5, 6]]), {}, ValueError, r"token_ids must be 1-D, got a tensor of shape \(1, 2\)"),
+        (torch.tensor([1.0]), {}, TypeError, "token_ids must be integers, got a tensor of torch.float32"),
+        (torch.tensor([True]), {}, TypeError, "token_ids must be integers, got a tensor of torch.bool"),
+        ([5, 6, 99_999], {}, ValueError, r"token_ids\[2\] is 99999, outside the tokenizer's vocabulary of \d+ ids"),
+        ([5, -100], {}, ValueError, r"token_ids\[1\] is -100, outside"),
+        ([5, 2**40], {}, ValueError, r"token_ids\[1\] is 1099511627776, outside"),
+        (
+            [5, 6],
+            {"detector": "code"},
+            ValueError,
+            "detector must be a function or one of math, .*, python, got 'code'",
+        ),
+        ([5, 6], {"detector": 3}, TypeError, "detector must be a name or a function, got 3"),
+        ([5, 6], {"selection": "best"}, ValueError, "selection must be one of first, longest, even, last, got 'best'"),
+        ([5, 6], {"max_spans": 0}, ValueError, "max_spans must be at least 1, got 0"),
+        ([5, 6], {"max_spans": 2.0}, TypeError, r"max_spans must be an integer, got 2\.0"),
+        ([5, 6], {"answer": Span(1, 3)}, ValueError, r"answer must be .* inside the 2 tokens, got \[1, 3\)"),
+        ([5, 6], {"answer": Span(1, 1)}, ValueError, r"answer must be a non-empty span .* got \[1, 1\)"),
+        ([5, 6], {"answer": Span(-1, 1)}, ValueError, r"got \[-1, 1\)"),
+        ([5, 6], {"detector": lambda text: [(0, 1), (1, 9)]}, ValueError, r"detector's interval 1 is \[1, 9\)"),
+        ([5, 6], {"detector": lambda text: [(1, 1)]}, ValueError, r"detector's interval 0 is \[1, 1\)"),
+    ],
+)
+@pytest.mark.parametrize("name", ["byte-level, merged digits", "characters"])
+def test_bad_input_is_named(name: str, ids: object, options: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        detect_spans(ids, get_tokenizer(name), **options)
+
+
+# --- Real model output ----------------------------------------------------------------------------------------------
+
+
+def real_completions(folder: Path) -> list[str]:
+    """Four models' solutions to 660 problems, right and wrong, with the answer line in GSM8K's own format."""
+    texts = []
+    for line in (folder / "model_solutions.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        texts += [row[key]["solution"] for key in row if key.startswith(("6b_", "175b_"))]
+    return [re.sub(r"\nA: ?([^\n]*)\Z", r"\n#### \1", text.rstrip()) for text in texts]
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_real_solutions_have_answers_and_disjoint_spans(
+    name: str, gsm8k: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = get_tokenizer(name)
+    texts = real_completions(gsm8k)
+    assert len(texts) == 2640
+    completion_ids = [encode(tokenizer, text) for text in texts]
+    start = time.process_time()
+    answers = [find_answer(ids, tokenizer) for ids in completion_ids]
+    spans = [detect_spans(ids, tokenizer, answer=answer) for ids, answer in zip(completion_ids, answers, strict=True)]
+    seconds = time.process_time() - start
+
+    overlapping_answer = overlapping_each_other = wrong = 0
+    for text, ids, answer, row in zip(texts, completion_ids, answers, spans, strict=True):
+        taken = np.zeros(len(ids), int)
+        for span in row:
+            taken[slice(*span)] += 1
+        overlapping_each_other += int(taken.max(initial=0) > 1)
+        marked = re.search(r"#### (-?[\d.,]*\d)", text)
+        if answer is None:
+            wrong += marked is not None
+            continue
+        overlapping_answer += int(taken[answer.start :].any())
+        wrong += marked is None or marked[1] not in tokenizer.decode(ids[slice(*answer)])
+    counts = np.array([len(row) for row in spans])
+    tokens = sum(map(len, completion_ids))
+    with capsys.disabled():
+        print(
+            f"\n{name}: {len(texts)} completions of {tokens / len(texts):.0f} tokens, "
+            f"{sum(a is not None for a in answers) / len(texts):.2%} with an answer, "
+            f"{counts.mean():.2f} spans each (0: {(counts == 0).sum()}, 10: {(counts == 10).sum()}), "
+            f"overlapping the answer: {overlapping_answer}, each other: {overlapping_each_other}, "
+            f"{seconds / len(texts) * 128 * 1e3:.1f} ms per 128 completions"
+        )
+    assert (overlapping_answer, overlapping_each_other, wrong) == (0, 0, 0)
+    assert sum(answer is not None for answer in answers) >= 0.99 * len(texts)
+    assert counts.mean() >= 3.3
+    assert (counts >= 1).mean() >= 0.99
+
+
+def test_selections_leave_out_of_real_solutions_what_the_docs_say(gsm8k: Path) -> None:
+    tokenizer = get_tokenizer("byte-level, single digits")
+    out = dict.fromkeys(SELECTIONS, 0)
+    near_out = dict.fromkeys(SELECTIONS, 0)
+    total = near_total = 0
+    for line in (gsm8k / "test.jsonl").read_text(encoding="utf-8").splitlines():
+        ids = encode(tokenizer, json.loads(line)["answer"])
+        arithmetic = detect_spans(ids, tokenizer, max_spans=99, detector=lambda text: ranked_math_intervals(text)[0])
+        near = arithmetic[-max(1, len(arithmetic) // 4) :]
+        total, near_total = total + len(arithmetic), near_total + len(near)
+        for selection in SELECTIONS:
+            chosen = set(detect_spans(ids, tokenizer, max_spans=3, selection=selection))
+            out[selection] += len(set(arithmetic) - chosen)
+            near_out[selection] += len(set(near) - chosen)
+    cells = [f"{out[name] / total:.1%}, {near_out[name] / near_total:.1%}".replace("%", " %") for name in SELECTIONS]
+    page = (Path(__file__).parent.parent / "docs" / "spans.md").read_text(encoding="utf-8")
+    assert f"| GSM8K, published | 3 | {' | '.join(cells)} |" in page

@@ -1,0 +1,81 @@
+"""Text that no one writes but a model may sample: every reader of text is linear in it."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cfa_kernels.text.answers import answer_text_span
+from cfa_kernels.text.find import DETECTORS
+from tests.support.small_tokenizers import property_test
+from trainer.numbers import parse_number
+
+Read = Callable[[str], object]
+
+READERS: dict[str, Read] = {
+    **DETECTORS,
+    "answer": lambda text: answer_text_span(text, answer_fallback="last_number"),
+    "number": parse_number,
+}
+LENGTH = 20_000
+UNITS = [
+    " ", "\t", "\r", "\u3000", "\n", " \n", "1", "1 ", "1,", "1,11,", ".", "1.", "(", ")", "[", "{", "}", "((1", "(1+",
+    "f(1", "$", "$$", "$a$", "<<1", "<<1>>", "#### ", "#### 1. a\n", "+", "-", "1+", "1 a + 1 ", "=", "a=", "**", "\\",
+    "\\\\", "\\boxed{", "\\boxed{}", "\\boxed 5", "\\frac{", "\\frac{1}{", "\\text{a}", "\\[", "\\(", "\\begin{align}",
+    "\\end{align}", "[asy]", "a ", "ab-", "1 of ", "answer is ", "The answer to ", "nswer", "</answer>", "<answer>1",
+    "答案", "A: x\nB: 1\n", "<think>", "'", '"', "'''", "```\n", "```python\n", "x=1;", "if a:\n ", "@a\n", "f'{", "!1",
+    "1/2/", "1e5", "1:2", "www.", "\ud800", "a =", "the final ", "x x ",
+]  # fmt: skip
+SURROUNDINGS = [("", ""), ("She has 3 + 4 = 7 eggs.", ""), ("1", "1"), ("The answer is ", "}")]
+
+
+def seconds(read: Read, text: str) -> float:
+    """The least of three readings, of this process only; a short one is not measured again."""
+    times = []
+    for _ in range(3):
+        start = time.process_time()
+        read(text)
+        times.append(time.process_time() - start)
+        if times[-1] < 0.2:
+            break
+    return min(times)
+
+
+def check_linear(read: Read, before: str, unit: str, after: str) -> None:
+    def text(length: int) -> str:
+        return before + (unit * length)[:length] + after
+
+    # What is linear takes 8 times as long, what is quadratic 64 times. Idle machines take below 0.1 s for the whole.
+    eighth = seconds(read, text(LENGTH // 8))
+    assert eighth < 0.5, f"{LENGTH // 8} characters take {eighth:.2f} s"
+    whole = seconds(read, text(LENGTH))
+    assert whole < max(0.5, 24 * eighth), f"{LENGTH} characters take {whole:.2f} s, an eighth of them {eighth:.2f} s"
+    assert whole < 2
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("unit", UNITS)
+def test_repetition_is_read_in_linear_time(name: str, unit: str) -> None:
+    before, after = SURROUNDINGS[UNITS.index(unit) % len(SURROUNDINGS)]
+    check_linear(READERS[name], before, unit, after)
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(("before", "after"), SURROUNDINGS)
+def test_blanks_are_read_in_linear_time(name: str, before: str, after: str) -> None:
+    check_linear(READERS[name], before, " ", after)
+
+
+def test_words_with_equals_signs_can_be_read_in_one_way_only() -> None:
+    check_linear(READERS["answer"], "#### ", "a=", "")
+    check_linear(READERS["answer"], "The answer is ", "the =", "")
+
+
+@pytest.mark.parametrize("name", READERS)
+@settings(property_test, max_examples=25)
+@given(pieces=st.tuples(*[st.lists(st.sampled_from(UNITS), max_size=2).map("".join)] * 3))
+def test_any_repetition_is_read_in_linear_time(name: str, pieces: tuple[str, str, str]) -> None:
+    before, unit, after = pieces
+    check_linear(READERS[name], before, unit or "x", after)

@@ -1,0 +1,197 @@
+"""Sampled ids to text and to the characters that each token spells, on small tokenizers of each family."""
+
+import gc
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from cfa_kernels.text import offsets as offsets_module
+from cfa_kernels.text.find import detect_spans
+from cfa_kernels.text.offsets import token_offsets
+from tests.support.small_tokenizers import (
+    CORPUS,
+    FAST,
+    MULTI_BYTE,
+    TOKENIZERS,
+    byte_level,
+    completions,
+    encode,
+    get_tokenizer,
+    property_test,
+    wrap,
+)
+
+
+def offsets_by_decoding_every_prefix(
+    ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, list[tuple[int, int]]]:
+    """The definition: a token holds what its arrival changes in the decoding of the tokens so far."""
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    texts = [
+        tokenizer.decode(ids[:n], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        for n in range(len(ids) + 1)
+    ]
+    final = texts[-1]
+    agreed, reached = [], []
+    for text in texts:
+        common = next(
+            (k for k, (a, b) in enumerate(zip(text, final, strict=False)) if a != b), min(len(text), len(final))
+        )
+        agreed.append(max([common, *agreed]))
+        reached.append(max([min(agreed[-1] + (len(text) > agreed[-1]), len(final)), *reached]))
+    return final, [(agreed[n], reached[n]) if i in special else (agreed[n], reached[n + 1]) for n, i in enumerate(ids)]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@property_test
+@given(data=st.data())
+def test_offsets_are_those_of_decoding_every_prefix(name: str, data: st.DataObject) -> None:
+    tokenizer = get_tokenizer(name)
+    ids = data.draw(completions(name))
+    # U+FFFD spelled in fallback bytes looks like their failure: what its prefixes show depends on the bytes before.
+    assume("<0xEF><0xBF><0xBD>" not in "".join(tokenizer.convert_ids_to_tokens(ids)))
+    text, intervals = offsets_by_decoding_every_prefix(ids, tokenizer)
+    offsets = token_offsets(ids, tokenizer)
+    assert offsets.text == text
+    assert list(zip(offsets.starts.tolist(), offsets.ends.tolist(), strict=True)) == intervals
+
+
+@pytest.mark.parametrize("name", FAST)
+@property_test
+@given(data=st.data())
+def test_offsets_from_bytes_equal_incremental_decoding(name: str, data: st.DataObject) -> None:
+    tokenizer = get_tokenizer(name)
+    vocabulary = offsets_module._vocabulary(tokenizer)
+    assert vocabulary.style == ("byte_level" if "level" in name else "byte_fallback")
+    ids = data.draw(completions(name))
+    assume("<0xEF><0xBF><0xBD>" not in "".join(tokenizer.convert_ids_to_tokens(ids)))  # as above
+    fast = vocabulary.offsets(ids, tokenizer)
+    slow = offsets_module._incremental_offsets(ids, vocabulary.special, lambda part: vocabulary.decode(part, tokenizer))
+    assert fast.text == slow.text
+    np.testing.assert_array_equal(fast.starts, slow.starts)
+    np.testing.assert_array_equal(fast.ends, slow.ends)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@property_test
+@given(data=st.data())
+def test_every_character_is_held_by_a_token_and_offsets_never_go_back(name: str, data: st.DataObject) -> None:
+    tokenizer = get_tokenizer(name)
+    offsets = token_offsets(data.draw(completions(name)), tokenizer)
+    held = np.zeros(len(offsets.text), bool)
+    for start, end in zip(offsets.starts, offsets.ends, strict=True):
+        held[start:end] = True
+    assert held.all()
+    assert (np.diff(offsets.starts) >= 0).all()
+    assert (np.diff(offsets.ends) >= 0).all()
+    assert (offsets.starts <= offsets.ends).all()
+
+
+@pytest.mark.parametrize("name", MULTI_BYTE)
+@pytest.mark.parametrize("text", ["Renée’s 25€ × 3 = 75€", "她有16个苹果", "quack 🦆👩‍👩‍👧!"])
+def test_tokens_that_share_a_multi_byte_character_all_hold_it(name: str, text: str) -> None:
+    tokenizer = get_tokenizer(name)
+    # One token per byte, whatever merges exist.
+    byte_names = {byte: character for character, byte in offsets_module._BYTE_OF.items()}
+    tokens = [byte_names[b] if "level" in name else f"<0x{b:02X}>" for b in text.encode()]
+    offsets = token_offsets(tokenizer.convert_tokens_to_ids(tokens), tokenizer)
+    characters = [n for n, character in enumerate(text) for _ in character.encode()]
+    assert offsets.text == text
+    assert offsets.starts.tolist() == characters
+    assert offsets.ends.tolist() == [n + 1 for n in characters]
+
+
+def test_an_unreadable_character_belongs_to_the_token_that_begins_it() -> None:
+    tokenizer = get_tokenizer("byte-level, merged digits")
+    byte_names = {byte: character for character, byte in offsets_module._BYTE_OF.items()}
+    ids = tokenizer.convert_tokens_to_ids([byte_names[b] for b in b"a\xe4\xb8b\xff"])
+    offsets = token_offsets(ids, tokenizer)
+    assert offsets.text == "a\ufffdb\ufffd"
+    assert offsets.starts.tolist() == [0, 1, 2, 2, 3]
+    assert offsets.ends.tolist() == [1, 2, 2, 3, 4]
+
+
+BYTES = [b"\xe4\xb8\xad", b"\xe4\xb8", b"\xe4", b"\x80", b"\xff", b"\xf0\x9f", b"\xed\xa0\x80", b" ", b"\n", b"A"]
+
+
+@pytest.mark.parametrize("name", [name for name in FAST if "fallback" in name])
+@property_test
+@given(
+    runs=st.lists(
+        st.tuples(st.lists(st.sampled_from(BYTES), max_size=5), st.sampled_from(["", "<|eos|>", "日本 語", "▁"])),
+        max_size=4,
+    )
+)
+def test_runs_of_fallback_bytes_that_break_are_told_apart_as_by_decoding(
+    name: str, runs: list[tuple[list[bytes], str]]
+) -> None:
+    tokenizer = get_tokenizer(name)
+    names = [[f"<0x{byte:02X}>" for byte in b"".join(run)] + [after] * bool(after) for run, after in runs]
+    ids = tokenizer.convert_tokens_to_ids([token for run in names for token in run])
+    text, intervals = offsets_by_decoding_every_prefix(ids, tokenizer)
+    offsets = token_offsets(ids, tokenizer)
+    assert offsets.text == text
+    assert list(zip(offsets.starts.tolist(), offsets.ends.tolist(), strict=True)) == intervals
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("data", [b"\x80", b"\xe4\xb8", b"\n\xff", b"\xef\xbf\xbd"])
+def test_what_is_no_utf_8_is_read_without_decoding_each_prefix(
+    name: str, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = get_tokenizer(name)
+    byte_names = {byte: character for character, byte in offsets_module._BYTE_OF.items()}
+    tokens = [byte_names[b] if "level" in name else f"<0x{b:02X}>" for b in data]
+    ids = (tokenizer.convert_tokens_to_ids(tokens) * 20_000)[:20_000]
+    expected = offsets_by_decoding_every_prefix(ids[:20], tokenizer)[0]
+    token_offsets(ids[:20], tokenizer)
+    monkeypatch.setattr(type(tokenizer), "decode", lambda *_, **__: pytest.fail("decoded again"))
+    assert token_offsets(ids[:20], tokenizer).text == expected
+    assert len(token_offsets(ids, tokenizer).text) >= 20_000 // 3
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_detection_calls_no_decode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = get_tokenizer(name)
+    ids = [encode(tokenizer, text) for text in CORPUS]
+    expected = [detect_spans(row, tokenizer) for row in ids]
+    calls: list[object] = []
+    for method in ("decode", "_decode", "batch_decode", "convert_ids_to_tokens"):
+        monkeypatch.setattr(type(tokenizer), method, lambda *a, **k: calls.append(a))
+    assert [detect_spans(row, tokenizer) for row in ids] == expected
+    assert any(expected)
+    assert calls == []
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_is_believed() -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, *args: object, **kwargs: object) -> str:
+            return super()._decode(*args, **kwargs).upper()
+
+    tokenizer = wrap(byte_level(None), Shouting)
+    assert token_offsets(encode(tokenizer, "She has 3 eggs"), tokenizer).text == "SHE HAS 3 EGGS"
+
+
+def test_tokens_added_later_are_known() -> None:
+    tokenizer = wrap(byte_level(None))
+    ids = encode(tokenizer, "She has 3")
+    with pytest.raises(ValueError, match="outside the tokenizer's vocabulary"):
+        token_offsets([*ids, len(tokenizer)], tokenizer)
+    tokenizer.add_tokens(["<extra>"])
+    assert token_offsets([*ids, len(tokenizer) - 1], tokenizer).text == "She has 3<extra>"
+    tokenizer.add_special_tokens({"bos_token": "<extra>"})
+    assert token_offsets([*ids, len(tokenizer) - 1], tokenizer).text == "She has 3"
+
+
+def test_a_used_tokenizer_can_be_collected() -> None:
+    tokenizer = wrap(byte_level(None))
+    detect_spans(encode(tokenizer, CORPUS[0]), tokenizer)
+    alive = weakref.ref(tokenizer)
+    del tokenizer
+    gc.collect()
+    assert alive() is None

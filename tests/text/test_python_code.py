@@ -1,0 +1,158 @@
+"""Statements, comments and docstrings of the program that a text holds."""
+
+import itertools
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cfa_kernels
+from cfa_kernels.text.python_code import ranked_python_intervals
+from tests.support.small_tokenizers import property_test
+
+
+def units(text: str) -> tuple[list[str], list[str]]:
+    statements, remarks = ranked_python_intervals(text)
+    return [text[slice(*unit)] for unit in statements], [text[slice(*unit)] for unit in remarks]
+
+
+def fenced(code: str) -> str:
+    return f"Here is x = 1:\n```python\n{code}\n```\nand y = 2\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "statements"),
+    [
+        ("x = 1; y = 2;z = 3", ["x = 1", "y = 2", "z = 3"]),
+        ("def f(a, b={1: 2}) -> 'a:b':\n    return a", ["def f(a, b={1: 2}) -> 'a:b':", "return a"]),
+        (
+            "if x[1:2]: y: int = 3\nelif z:\n  a\nelse :\n  b",
+            ["if x[1:2]:", "y: int = 3", "elif z:", "a", "else :", "b"],
+        ),
+        ("if x:\n  a\nelse:\n  if y:\n    b", ["if x:", "a", "else:", "if y:", "b"]),
+        ("for i in x:\n\tf(i)\nelse:\n\tg()", ["for i in x:", "f(i)", "else:", "g()"]),
+        ("while f(lambda: 0): g()", ["while f(lambda: 0):", "g()"]),
+        (
+            "try:\n  a\nexcept (A, B) as e: b\nelse: c\nfinally:\n  d",
+            ["try:", "a", "except (A, B) as e:", "b", "else:", "c", "finally:", "d"],
+        ),
+        (
+            "match x[1:]:\n  case {'a': 1} if y: a\n  case (1 |\n      2):\n    b\n  case _: pass",
+            ["match x[1:]:", "case {'a': 1} if y:", "a", "case (1 |\n      2):", "b", "case _:", "pass"],
+        ),
+        (
+            "@cache\n@ d(lambda: {1: 2})\nasync def f():\n  async with a as b: await b",
+            ["@cache\n@ d(lambda: {1: 2})\nasync def f():", "async with a as b:", "await b"],
+        ),
+        ("class A(B):\n  @property\n  def f(self): ...", ["class A(B):", "@property\n  def f(self):", "..."]),
+        ("x = [1,\n     2]\ny = '''a\n  b'''", ["x = [1,\n     2]", "y = '''a\n  b'''"]),
+        ("x = 1 + \\\n  2\ny", ["x = 1 + \\\n  2", "y"]),
+        ("é, 名 = 'é🦆'; y = 2", ["é, 名 = 'é🦆'", "y = 2"]),
+        ("\x0cx = 1\n\x0c\ny = 2", ["x = 1", "y = 2"]),
+        ("x = 1\r\nif x:\r\n  y = '''a\r\n'''\r\n  z", ["x = 1", "if x:", "y = '''a\r\n'''", "z"]),
+        ("x = 1 \\\r\n  + 2\r\ny\rz", ["x = 1 \\\r\n  + 2", "y", "z"]),
+        ("x = '\\d' + f'{y:>3}'", ["x = '\\d' + f'{y:>3}'"]),
+        ("x = 1\n\n\n", ["x = 1"]),
+        ("", []),
+    ],
+)
+def test_statements_and_headers_are_the_units_of_a_program(code: str, statements: list[str]) -> None:
+    assert units(fenced(code)) == (statements, [])
+    assert units(f"```\n{code}\n```") == (statements, [])
+
+
+def test_comments_and_docstrings_come_after_the_statements() -> None:
+    code = "# one\n#----\n'''Doc\nté.'''\ndef f():  # two\n  'three'\n  # four\n  x = [  # five\n  ]\n  return 'six'"
+    statements = ["def f():", "x = [  # five\n  ]", "return 'six'"]
+    assert units(fenced(code)) == (statements, ["# one", "'''Doc\nté.'''", "# two", "'three'", "# four"])
+
+
+@pytest.mark.parametrize(
+    ("text", "statements"),
+    [
+        ("```text\na = 0\n```\n``` py title='b.py'\nb = 1\n```\n```python\nc = 2\n```", ["b = 1"]),
+        ("```\nno program\n```\n~~~\na = 0\n```\n~~~\n```\nb = 1\n```", ["b = 1"]),
+        ("```\na = 0\n```\n```python3\nb = 1\n```", ["b = 1"]),
+        ("```{.python}\nb = 1\n```", ["b = 1"]),
+        ("```pycon\n>>> a\n```\n```python2\na\n```", []),
+        ("````python\nb = '''\n```\n'''\n````", ["b = '''\n```\n'''"]),
+        ("1. Do:\n   ```python\n   if b:\n       c\n   d\n   ```\n", ["if b:", "c", "d"]),
+        ("    b = 1\n    return b\n\ndef f(): pass\n", ["b = 1", "return b", "def f():", "pass"]),
+        ("b = 1\nc = 2", ["b = 1", "c = 2"]),
+        ("Then b = 1", []),
+        ("Say ```python x = 1``` here, or `y = 2`", []),
+        ("```python", []),
+        ("", []),
+    ],
+)
+def test_the_program_is_the_first_python_block_or_what_parses(text: str, statements: list[str]) -> None:
+    assert units(text) == (statements, [])
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("def f(x):\n\n    y = (x +\n", (["def f(x):", "y = (x +"], [])),
+        ("def f(x):\r\n  # why\r\n  print 'a'\r\n  )", (["def f(x):", "print 'a'"], ["# why"])),
+        (
+            "def f(x):\n  '''Doc\n  # more'''\n  s = '''\n  in\n  '''\n  return (s",
+            (["def f(x):", "s = '''", "in", "return (s"], ["'''Doc", "# more'''"]),
+        ),
+        ("x = 1\x00\ny = 2", (["x = 1\x00", "y = 2"], [])),
+        ("x = '\ud800'\ny = 2", (["x = '\ud800'", "y = 2"], [])),
+        ("  a\nelse:\n  b", (["a", "else:", "b"], [])),
+    ],
+)
+def test_a_program_that_does_not_parse_is_taken_by_lines(code: str, expected: tuple[list[str], list[str]]) -> None:
+    assert units(f"So:\n```python\n{code}") == expected
+
+
+def test_an_escape_that_python_warns_of_is_nobodys_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert units(fenced("x = '\\d'\nif 1 is 1or 2: y")) == (["x = '\\d'", "if 1 is 1or 2:", "y"], [])
+
+
+@pytest.mark.parametrize("module", ["code_text", "spans", "proof"])
+def test_every_letter_and_digit_of_a_real_program_is_in_one_unit(module: str) -> None:
+    code = (Path(cfa_kernels.__file__).parent / f"{module}.py").read_text(encoding="utf-8")
+    statements, remarks = ranked_python_intervals(fenced(code))
+    assert len(statements) > 100 < 20 * len(remarks)
+    place, outside = fenced("").index("\n```\n"), ""
+    for start, end in sorted([*statements, *remarks]):
+        assert place <= start < end
+        outside += fenced(code)[place:start]
+        place = end
+    assert {line.strip() for line in outside.split("\n")} <= {"", ";"}
+
+
+@pytest.mark.parametrize("change", [lambda line: line + "\r", lambda line: "   " + line if line else line])
+def test_a_real_program_has_the_same_units_with_other_line_ends_and_indented_as_a_whole(change: object) -> None:
+    code = (Path(cfa_kernels.__file__).parent / "code_text.py").read_text(encoding="utf-8")
+    changed = "\n".join(map(change, code.split("\n")))
+    for found, expected in zip(units(fenced(changed)), units(fenced(code)), strict=True):
+        assert ["".join(unit.split()) for unit in found] == ["".join(unit.split()) for unit in expected]
+
+
+PIECES = [
+    "```python\n", "```\n", "\n", "\r\n", "\r", "\x0c", "\x00", "\ud800", "    ", "\t", "x = 1", "; ", "é🦆", "# why",
+    "'''", '"a"', "def f(x):", "if x:", "elif y:", "else:", "try:", "match x:", "case 1:", "@a", "lambda: 0", "(", "]",
+    "{1: 2}", "\\", "return x",
+]  # fmt: skip
+
+
+@property_test
+@given(pieces=st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=14))
+def test_units_are_inside_disjoint_in_order_and_unmoved_by_what_follows_the_block(pieces: list[str]) -> None:
+    code = "".join(pieces)
+    ranks = ranked_python_intervals(code)
+    assert all(rank == sorted(rank) for rank in ranks)
+    edges = list(itertools.chain.from_iterable(sorted([*ranks[0], *ranks[1]])))
+    assert edges == sorted(edges)
+    assert all(0 <= edge <= len(code) for edge in edges)
+    assert all(text == text.strip() for text in itertools.chain(*units(code)) if text.isascii())
+
+    block = f"```python\n{code.replace('`', '')}\n```\n"
+    assert ranked_python_intervals(block + "All of it.") == ranked_python_intervals(block)

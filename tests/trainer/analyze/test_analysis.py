@@ -1,0 +1,382 @@
+"""Tables, figures and the page that tell what credit found: against hand examples, bad input and a real run."""
+
+import json
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.embedded import EVERY_OTHER, run
+from trainer.analyze.analysis import main, write_analysis
+from trainer.analyze.page import page_of
+from trainer.analyze.tables import analyse, classes_of, kind_of, patterns_of
+from trainer.report.samples import Sample, TokenCredit, read_samples
+
+
+def write(folder: Path, *entries: object) -> Path:
+    lines = [entry if isinstance(entry, str) else json.dumps(entry) for entry in entries]
+    file = folder / "completions.jsonl"
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+def example(folder: Path) -> list[Sample]:
+    """A correct completion of ten tokens and a wrong one of four, with hand-made drops."""
+    return read_samples(
+        write(
+            folder,
+            {
+                "tokens": list("Step1=2+3.") , "answer": {"start": 9, "end": 10}, "reward": 1.0, "advantage": 1.0,
+                "spans": [[0, 2], [4, 7], [7, 9]], "drops": [0.5, -4.0, -2.0], "credit": "masking",
+                "weights": [1, 1, 1, 1, 4, 4, 4, 2, 2, 1.5],
+                "estimators": {"entropy": {"importances": [0, 1, 2, 3, 4, 5, 6, 7, 8, None]}},
+                "gradient_norms": [1, 1, 1, 1, 1, 1, 1, 3, 3, 0],
+            },
+            {
+                "tokens": ["a ", "1+1=2 ", "c ", "d"], "reward": 0.0, "advantage": -1.0,
+                "spans": [{"start": 1, "end": 2, "drop": -6.0, "text": "1+1=2"}, {"start": 2, "end": 3, "drop": 0.0}],
+                "weights": [1, 3, 0, 1], "credit": "masking",
+            },
+            {"tokens": ["cut"], "truncated": True, "weights": [9], "credit": "masking", "reward": 0.0},
+            {"tokens": ["idle"], "advantage": 0.0, "weights": [9], "credit": "masking", "reward": 0.0},
+        )
+    )  # fmt: skip
+
+
+def rows(tables: dict, name: str) -> dict[object, list]:
+    return {row[0]: row[1:] for row in tables[name].rows}
+
+
+def test_tables_of_a_hand_made_example_hold_the_numbers_worked_out_by_hand(tmp_path) -> None:
+    tables = analyse(example(tmp_path))
+    overview = rows(tables, "overview")
+    for name, count in (("completions", 4), ("tokens", 16), ("correct", 1), ("masked spans", 5)):
+        assert overview[name] == [count]
+
+    drops = np.array([0.5, -4.0, -2.0, -6.0, 0.0])
+    distribution = rows(tables, "distribution")
+    assert distribution["mean"] == [pytest.approx(-2.3)]
+    z = (drops - drops.mean()) / drops.std()
+    assert distribution["skewness"] == [pytest.approx((z**3).mean())]
+    assert distribution["excess kurtosis"] == [pytest.approx((z**4).mean() - 3)]
+    assert distribution["quantile 0.5"] == [-2.0]
+
+    # Of the drops that matter, -6, -4 and -2, the 0.1, 0.4 and 0.9 quantiles are -5.6, -4.4 and -2.4.
+    counts = {name: row[1] for name, row in rows(tables, "classes").items()}
+    assert counts == {"critical": 1, "important": 0, "moderate": 1, "low": 1, "no effect": 1, "distractor": 1}
+
+    thirds = rows(tables, "thirds")  # of 9 tokens before the answer, and of 4
+    assert {name: (row[0], pytest.approx(row[1])) for name, row in thirds.items()} == {
+        "early": (1, 0.5), "middle": (3, -10 / 3), "late": (1, -2.0),
+    }  # fmt: skip
+    length = rows(tables, "length")
+    assert length["Pearson's r of length and drop"] == [pytest.approx(np.corrcoef([2, 3, 2, 1, 1], drops)[0, 1])]
+    correctness = rows(tables, "correctness")
+    assert {name: row[:2] for name, row in correctness.items()} == {
+        "correct": [3, pytest.approx(-5.5 / 3)],
+        "wrong": [2, -3.0],
+    }
+    assert rows(tables, "distractors") == {0.5: ["statement", "correct", "St"]}
+    assert "1 of 5 spans (20.0%)" in tables["distractors"].note
+    assert [row[0] for row in tables["example"].rows] == ["St", "1=2", "+3"]
+
+
+def test_concentration_and_gradient_count_only_completions_that_train(tmp_path) -> None:
+    tables = analyse(example(tmp_path))
+    found = rows(tables, "concentration")["masking"]
+    first, second = [1, 1, 1, 1, 4, 4, 4, 2, 2, 1.5], [1, 3, 0, 1]
+    ess = np.mean([sum(w) ** 2 / (len(w) * sum(x * x for x in w)) for w in (first, second)])
+    assert found[1] == 2
+    assert found[2:] == pytest.approx([26.5 / 14, 0, 1 / 14, 4, 3 / 14, ess, (4 / 21.5 + 3 / 5) / 2])
+
+    # Importances of the first completion are 0 (two tokens), 1 (three), 5/9 (two); of the second 1 and 0.
+    gradient = {row[1]: row[2:] for row in tables["gradient"].rows}
+    tokens, plain, weighted = 14, 7 + 6 + 4, (2 + 12 + 12 + 2) + (1 + 3 + 0 + 1)
+    for level, count, before, after in (
+        ("high", 4, 4, 15), ("medium", 2, 6, 12), ("low", 3, 3, 2), ("outside spans", 5, 4, 4),
+    ):  # fmt: skip
+        shares = [count / tokens, before / plain, after / weighted]
+        assert gradient[level] == pytest.approx([*shares, shares[2] / shares[1]])
+
+
+def test_agreement_is_taken_over_tokens_that_both_estimators_speak_of(tmp_path) -> None:
+    (row,) = analyse(example(tmp_path))["agreement"].rows
+    ranks = [2.5, 2.5, 2.5, 2.5, 8, 8, 8, 5.5, 5.5]
+    assert row == ["masking", "entropy", 1, pytest.approx(np.corrcoef(ranks, range(9))[0, 1])]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "patterns"),
+    [
+        ("3 * 4 = 12 = 6 + 6", "calculation", {"calculation chain", "multiplication or division", "total or sum"}),
+        ("48/2 = <<48/2=24>>24", "calculation", {"multiplication or division"}),
+        ("x = 5", "calculation", set()),
+        ("Step 2: Calculate the total", "step header", {"total or sum", "step header"}),
+        ("### Rest", "step header", {"step header"}),
+        ("Let x be the price per egg", "set-up", {"equation set-up", "proportion or rate"}),
+        ("Therefore she has none left", "conclusion", {"conclusion", "difference or rest"}),
+        ("Humans have two legs", "statement", set()),
+    ],
+)  # fmt: skip
+def test_content_is_told_apart_by_kind_and_pattern(text: str, kind: str, patterns: set[str]) -> None:
+    assert kind_of(text) == kind
+    assert {name.split(" (")[0] for name in patterns_of(text)} == patterns
+
+
+def test_enrichment_is_the_share_in_critical_spans_over_that_in_low_ones(tmp_path) -> None:
+    texts = ["3*4=12"] * 3 + ["total"] + ["x"] * 6
+    spans = [{"start": 2 * i, "end": 2 * i + 2, "drop": i - 10.0, "text": text} for i, text in enumerate(texts)]
+    spans += [{"start": 20, "end": 22, "drop": 0.0, "text": "5*5=25"}]
+    found = rows(analyse(read_samples(write(tmp_path, {"tokens": ["t"] * 22, "spans": spans}))), "patterns")
+    # One critical span (-10), one low (-1) and one without effect.
+    assert found["multiplication or division"] == [1, 1.0, 1, 0.5, 2.0]
+    assert found["total or sum"] == [0, 0.0, 0, 0.0, None]
+
+
+def test_single_tokens_are_not_judged_by_content_and_units_are_not_mixed(tmp_path) -> None:
+    entry = {"tokens": ["a", "b"], "spans": [[0, 1], [1, 2]], "drops": [-0.5, -1e-5], "drops_unit": "gradient x input"}
+    tables = analyse(read_samples(write(tmp_path, entry)))
+    assert rows(tables, "overview")["unit of drops"] == ["gradient x input"]
+    assert rows(tables, "classes")["no effect"][1] == 0  # nothing is rounding in a unit of its own
+    assert not {"kinds", "patterns", "length", "example"} & set(tables)
+    with pytest.raises(ValueError, match="drops must be in one unit, got gradient x input, nats"):
+        analyse(read_samples(write(tmp_path, entry, {**entry, "drops_unit": "nats"})))
+
+
+def test_a_reward_of_the_runs_threshold_is_correct_unless_the_file_says_itself(tmp_path) -> None:
+    write(tmp_path, *({"tokens": [], "reward": reward} for reward in (0.4, 0.5, 0.9)), {"tokens": [], "correct": True})
+    for settings, options, correct in (
+        ("{}", {}, 3),
+        ("correct_threshold: 0.9", {}, 2),
+        ("", {"correct_threshold": 0.4}, 4),
+    ):
+        (tmp_path / "config.yaml").write_text(settings)
+        tables = json.loads((write_analysis(tmp_path, **options) / "analysis.json").read_text("utf-8"))
+        assert dict(tables["overview"]["rows"])["correct"] == correct
+    (tmp_path / "config.yaml").write_text("correct_threshold: high")
+    with pytest.raises(ValueError, match="correct_threshold must be a finite number, got 'high'"):
+        write_analysis(tmp_path)
+
+
+def test_rounding_counts_neither_for_nor_against_a_span() -> None:
+    assert classes_of(np.array([-2e-3, -1e-3, 0, 1e-3, 2e-3]), 1e-3)[0] == [
+        "low", "no effect", "no effect", "no effect", "distractor",
+    ]  # fmt: skip
+
+
+def test_a_run_of_the_embedded_model_is_analysed_end_to_end(tmp_path, capsys) -> None:
+    folder = run(tmp_path / "run", "--max_steps=1", "--log_completions=8", "--eval_problems=1", EVERY_OTHER)
+    capsys.readouterr()
+    start = time.process_time()
+    assert main([str(folder)]) == 0
+    assert time.process_time() - start < 3
+    out = folder / "analysis"
+    assert capsys.readouterr().out.split() == [str(out / "analysis.md"), str(out / "page.html")]
+    tables = json.loads((out / "analysis.json").read_text("utf-8"))
+    assert dict(tables["overview"]["rows"])["completions"] == 8
+    assert [row[0] for row in tables["concentration"]["rows"]] == ["masking"]
+    assert "## Drops of masked spans" in (out / "analysis.md").read_text("utf-8")
+    assert (out / "analysis.png").read_bytes().startswith(b"\x89PNG")
+    page = Page((out / "page.html").read_text("utf-8"))
+    texts = {tuple(sample.tokens): 1 + bool(sample.spans) for sample in read_samples(folder)}
+    assert len(page.blocks) == sum(texts.values())
+
+
+def test_a_run_with_signed_credit_logs_the_advantages_it_trained_on(tmp_path) -> None:
+    options = ("--estimator=prefix_tree", "--max_steps=1", "--eval_problems=1", "--log_completions=8", EVERY_OTHER)
+    samples = read_samples(run(tmp_path / "run", *options))
+    advantages = [sample.credit["prefix_tree, advantages"].values for sample in samples]
+    assert any(len(set(row)) > 1 for row in advantages)
+    tables = analyse(samples)
+    assert [row[0] for row in tables["concentration"].rows] == ["prefix_tree", "prefix_tree, advantages"]
+    assert rows(tables, "overview")["unit of drops"] == ["importance by prefix_tree"]
+
+
+# --- Bad input ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("{", "is no JSON"),
+        ([], "must be an object, got a list of 0"),
+        ({}, "tokens must be a list of strings, got None"),
+        ({"tokens": [1]}, "tokens must be a list of strings, got a list of 1"),
+        ({"tokens": ["a"], "weights": [1, 2]}, "weights must hold one number per token, got a list of 2 for 1 tokens"),
+        ({"tokens": ["a"], "weights": [None]}, r"weights\[0\] must be a finite number, got null"),
+        ({"tokens": ["a"], "weights": [-1]}, r"weights\[0\]: a weight must not be negative, got -1.0"),
+        (
+            {"tokens": ["a"], "spans": [[0, 2]], "drops": [0]},
+            r"spans\[0\] must be a non-empty span inside the 1 tokens",
+        ),
+        ({"tokens": ["a"], "spans": [[0, 1]]}, r"drop of spans\[0\] must be a finite number, got None"),
+        (
+            {"tokens": ["a"], "spans": [[0, 1]], "drops": []},
+            "drops must hold one number per span, got a list of 0 for 1",
+        ),
+        (
+            '{"tokens": ["a"], "spans": [{"start": 0, "end": 1, "drop": NaN}]}',
+            r"drop of spans\[0\] .* finite .* got nan",
+        ),
+        ({"tokens": ["a"], "answer": [0]}, "answer must have a start and an end"),
+        ({"tokens": ["a"], "reward": "good"}, "reward must be a finite number, got 'good'"),
+        ({"tokens": ["a"], "estimators": {"x": {}}}, "estimators.x must hold one of weights, advantages, importances"),
+        ({"tokens": ["a"], "estimators": [1]}, "estimators must be an object, got a list of 1"),
+    ],
+)
+def test_a_bad_field_is_named_with_its_line(tmp_path, capsys, entry, message) -> None:
+    file = write(tmp_path, {"tokens": ["fine"]}, "", entry)
+    assert main([str(file)]) == 1
+    assert re.search(f"^error: {re.escape(str(file))}, line 3: .*{message}", capsys.readouterr().err)
+
+
+def test_an_empty_run_and_a_missing_file_are_named(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"completions\.jsonl: there is no such file"):
+        write_analysis(tmp_path)
+    write(tmp_path)
+    with pytest.raises(ValueError, match=r"completions\.jsonl: holds no completion"):
+        write_analysis(tmp_path)
+    with pytest.raises(ValueError, match="samples: is empty"):
+        analyse([])
+
+
+def test_completions_without_spans_weights_or_tokens_are_analysed_as_far_as_they_go(tmp_path) -> None:
+    file = write(tmp_path, {"tokens": []}, {"tokens": ["a"]}, {"tokens": ["b"], "weights": [0]})
+    out = write_analysis(file, tmp_path / "out", on_page=3)
+    assert set(json.loads((out / "analysis.json").read_text("utf-8"))) == {"overview", "concentration"}
+    assert len(Page((out / "page.html").read_text("utf-8")).blocks) == 3
+
+
+# --- The page -----------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """What a browser would make of the page: blocks of tokens with their numbers, and every element."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict]] = []
+        self.blocks: list[tuple[str, list[tuple[str, str]]]] = []
+        self.open = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs) -> None:
+        attributes = dict(attrs)
+        self.elements.append((tag, attributes))
+        if attributes.get("class") == "tokens":
+            self.blocks.append((attributes["aria-label"], []))
+        self.open = tag
+        if tag == "span" and "title" in attributes:
+            self.blocks[-1][1].append((attributes["title"], ""))
+
+    def handle_data(self, data) -> None:
+        if self.open == "span" and self.blocks and self.blocks[-1][1]:
+            number, text = self.blocks[-1][1].pop()
+            self.blocks[-1][1].append((number, text + data))
+
+    def handle_endtag(self, tag) -> None:
+        self.open = ""
+
+
+def test_the_page_shows_every_estimator_with_numbers_scales_and_the_keyboard(tmp_path) -> None:
+    page = page_of(example(tmp_path)[:1], "Example")
+    read = Page(page)
+    assert [name for name, _ in read.blocks] == ["masking", "entropy", "importance of the span"]
+    assert read.blocks[0][1] == list(zip(["1"] * 4 + ["4"] * 3 + ["2"] * 2 + ["1.5"], "Step1=2+3.", strict=True))
+    assert [number for number, _ in read.blocks[1][1]][-2:] == ["8", "none"]
+    assert [number for number, _ in read.blocks[2][1]][:5] == ["-0.5", "-0.5", "none", "none", "4"]
+    assert sum(attributes.get("tabindex") == "0" for _, attributes in read.elements) == 3
+    assert sum(attributes.get("class") == "scale" for _, attributes in read.elements) == 3
+    shades = [attributes.get("class") for tag, attributes in read.elements if tag == "span" and "title" in attributes]
+    assert shades[:10] == [None] * 4 + ["w8"] * 3 + ["w3"] * 2 + ["w1 answer"]
+    assert "prefers-color-scheme: dark" in page
+    assert 'name="viewport"' in page
+
+
+def test_the_page_loads_nothing() -> None:
+    page = page_of([Sample(1, ["a"])], "Example")
+    read = Page(page)
+    assert not any({"src", "href", "action", "srcset"} & set(attributes) for _, attributes in read.elements)
+    assert not re.search(r"https?:|@import|url\(", page)
+    (policy,) = [attributes["content"] for _, attributes in read.elements if "http-equiv" in attributes]
+    assert policy.startswith("default-src 'none'")
+
+
+HOSTILE = [
+    "</script><script>alert(1)</script>", "<!--", "\"'><img src=x onerror=alert(2)>", "&lt;b&gt;",
+    "👩‍👩‍👧 é", "\u202eevil\u2066",
+    "\u05e9\u05dc\u05d5\u05dd", "\x00", "\x1b[31m\x85\r", "\n\t", "\ud800", "", "]]>", "${x}`",
+]  # fmt: skip
+
+
+def test_hostile_text_is_shown_and_never_obeyed(tmp_path) -> None:
+    credit = {name: TokenCredit("weights", [1.0] * len(HOSTILE)) for name in ("</div><b>", '" onclick="x')}
+    sample = Sample(1, HOSTILE, credit=credit, problem="</p><i>", answer=(0, 3))
+    page = page_of([sample], "</title><script>")
+    read = Page(page)
+    plain = Page(
+        page_of(
+            [Sample(1, ["a"] * len(HOSTILE), credit=dict(zip("xy", credit.values(), strict=True)), answer=(0, 3))], ""
+        )
+    )
+    signs = sum(attributes.get("class") == "sign" for _, attributes in read.elements)
+    assert signs == 2 * 3  # the line's end, the tab and the empty token, in each block
+    shape = [(tag, sorted(attributes)) for tag, attributes in read.elements if attributes.get("class") != "sign"]
+    assert shape == [(tag, sorted(attributes)) for tag, attributes in plain.elements]
+    assert [name for name, _ in read.blocks] == list(credit)
+    texts = [text for _, text in read.blocks[0][1]]
+    assert texts[:5] == HOSTILE[:5]
+    assert texts[5] == "[U+202E]evil[U+2066]"
+    assert texts[6] == HOSTILE[6]
+    assert texts[7:9] == ["\u2400", "\u241b[31m\u2424\u240d"]
+    assert not set(page) & set("\x00\x1b\x85\r\u202e\u2066\ud800")
+    page.encode()
+
+    file = write(tmp_path, {"tokens": HOSTILE, "spans": [[i, i + 1] for i in range(len(HOSTILE))],
+                            "drops": [float(i) for i in range(len(HOSTILE))]})  # fmt: skip
+    out = write_analysis(file, tmp_path / "out")
+    report = (out / "analysis.md").read_text("utf-8")
+    assert "<" not in report
+    tables = [line for line in report.split("\n") if line.startswith("|")]
+    assert all(len(re.findall(r"(?<!\\)\|", line)) in (3, 4, 5, 6, 7) for line in tables)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("a: [1", "config.yaml: is not YAML"),
+        ("[" * 5000, "config.yaml: is not YAML"),
+        ("", "config.yaml: must hold the settings of a run, .* got None"),
+        ("- 1", "config.yaml: must hold the settings of a run"),
+        ("correct_treshold: 1", "config.yaml: unknown setting 'correct_treshold'"),
+        (f"correct_threshold: {10**400}", "correct_threshold must be a number that a float holds"),
+        ("correct_threshold: .nan", "correct_threshold must be a finite number, got nan"),
+        (None, "config.yaml"),
+    ],
+)
+def test_settings_that_are_no_runs_are_one_line_and_exit_code_2(tmp_path, capsys, settings, message) -> None:
+    example(tmp_path)
+    if settings is None:
+        (tmp_path / "config.yaml").mkdir()
+    else:
+        (tmp_path / "config.yaml").write_text(settings)
+    assert main([str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("[" * 100_000, "line 1: is no JSON"),
+        (f'{{"tokens": [], "reward": {10**400}}}', "reward must be a finite number, got an integer too large"),
+        (f'{{"tokens": ["a"], "weights": [{10**400}]}}', r"weights\[0\] must be a finite number"),
+    ],
+)
+def test_numbers_and_nests_beyond_what_python_holds_are_one_line(tmp_path, capsys, entry, message) -> None:
+    assert main([str(write(tmp_path, entry))]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line)

@@ -1,0 +1,59 @@
+"""Several estimators judge the same completions, in a file that the analysis reads."""
+
+import json
+
+import pytest
+import torch
+
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.scoring.training_forward import packed_forward
+from tests.support.embedded import SMALL
+from trainer.analyze.analysis import write_analysis
+from trainer.analyze.judge import NAMES, gradient_norms, judge, main
+from trainer.report.samples import read_samples
+
+
+@pytest.fixture(scope="module")
+def judged(trainer):
+    return judge(trainer, 3, NAMES)
+
+
+def test_every_estimator_judges_every_completion_with_an_advantage(judged, trainer):
+    assert judged
+    for sample in judged:
+        assert sample["advantage"] != 0
+        assert set(sample["estimators"]) == set(NAMES)
+        for credit in sample["estimators"].values():
+            (values,) = credit.values()
+            assert len(values) == len(sample["tokens"]) == len(sample["gradient_norms"])
+    assert {next(iter(judged[0]["estimators"][name])) for name in ("ktae", "prefix_tree")} == {"advantages"}
+    assert any(sample["spans"] for sample in judged)
+
+
+def test_norms_are_those_of_autograd_through_full_logits(trainer):
+    prompts = [torch.tensor(trainer.prompts[0])]
+    completion = torch.tensor([17, 21, 12, 30])
+    model = causal_lm(trainer.policy)
+    (norms,) = gradient_norms(packed_forward(model, prompts, [completion]), temperature=0.7)
+    hidden = model.model(input_ids=torch.cat([prompts[0], completion])[None]).last_hidden_state[0]
+    leaf = hidden[len(prompts[0]) - 1 : -1].detach().double().requires_grad_()
+    logprobs = (leaf @ model.lm_head.weight.detach().double().t() / 0.7).log_softmax(-1)
+    logprobs.gather(1, completion[:, None]).sum().backward()
+    torch.testing.assert_close(norms.double(), leaf.grad.norm(dim=1), rtol=1e-4, atol=1e-5)
+
+
+def test_the_program_writes_what_the_analysis_reads(tmp_path, capsys):
+    small = [flag for flag in SMALL if not flag.startswith("--max_steps")]
+    out = tmp_path / "judged.jsonl"
+    assert main([str(out), "--problems", "2", "--presets", "cf", "ktae", *small]) == 0
+    samples = read_samples(out)
+    assert set(samples[0].credit) == {"cf", "ktae"}
+    page = (write_analysis(out) / "page.html").read_text("utf-8")
+    assert "ktae" in page
+    assert json.loads(out.read_text("utf-8").splitlines()[0])["estimators"].keys() == {"cf", "ktae"}
+
+
+def test_too_many_problems_are_an_error_in_one_line(tmp_path, capsys):
+    small = [flag for flag in SMALL if not flag.startswith("--max_steps")]
+    assert main([str(tmp_path / "x.jsonl"), "--problems", "99", *small]) == 1
+    assert "problems must be at most the 16 there are, got 99" in capsys.readouterr().err

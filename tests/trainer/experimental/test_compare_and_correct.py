@@ -1,0 +1,269 @@
+"""Compare and correct in the trainer: who is corrected, what it earns, and where credit then falls."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+
+from tests.support.edit_table import edits_by_table, table
+from tests.support.embedded import metrics_of, run, samples_of, settings
+from trainer.cli import parse, to_yaml
+from trainer.config import TrainConfig
+from trainer.experimental import compare_and_correct as corrections
+from trainer.experimental.compare_and_correct import compare_and_correct, correction_prompt
+from trainer.rewards import group_advantages
+from trainer.rollouts.sampling import Rollouts
+from trainer.run import set_up
+from trainer.step import training_step, update
+
+
+def even(completions, **_):
+    """1 for texts whose characters add up to an even number: completions and corrections are often either."""
+    return [float(sum(map(ord, text)) % 2 == 0) for text in completions]
+
+
+EVEN = f"--reward_funcs={__name__}:even"
+SHORT = ("--max_completion_length=24", "--no_mask_truncated_completions", "--temperature=1.5")
+ON = ("--compare_and_correct", "--credit=uniform", EVEN, *SHORT)
+BARE = "--correction_template={question}{attempt}{references}"
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Every batch of corrections that is generated, with what it was asked for."""
+    batches = []
+    generate = corrections.generate
+
+    def recorded(policy, tokenizer, prompts, **options):
+        batches.append((prompts, options, generate(policy, tokenizer, prompts, **options)))
+        return batches[-1][2]
+
+    monkeypatch.setattr(corrections, "generate", recorded)
+    return batches
+
+
+def parameters(trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
+
+
+def by_hand(trainer, config, monkeypatch, rewards, corrected, *, truncated=()) -> corrections.Corrections:
+    """Corrections of one group of "a 0", "a 1", ... by given texts; "right" in a text is what earns a reward."""
+    tokenizer = trainer.tokenizer
+    texts = [f"a {i}" for i in range(len(rewards))]
+
+    def batch(texts: list[str]) -> Rollouts:
+        padded = tokenizer.pad(
+            {"input_ids": [tokenizer(text)["input_ids"] for text in texts]}, return_tensors="pt", padding_side="right"
+        )
+        ids, mask = padded["input_ids"], padded["attention_mask"]
+        cut = torch.tensor([i in truncated for i in range(len(texts))])
+        return Rollouts(ids[:, :1], mask[:, :1], ids, mask, cut, texts, torch.zeros(ids.shape))
+
+    monkeypatch.setattr(corrections, "generate", lambda *_, **__: batch(corrected))
+
+    def judge(prompts, completions, completion_ids, question):
+        wrong = [f"q {b}" for b in range(len(rewards)) if rewards[b] < config.correct_threshold]
+        assert question == prompts == wrong[: len(completions)]
+        assert completion_ids == [tokenizer(text)["input_ids"] for text in completions]
+        return [None if text == "?" else float("right" in text) for text in completions]
+
+    return compare_and_correct(
+        trainer.policy, tokenizer, {"judge": judge}, config, batch(texts), torch.tensor(rewards),
+        {"question": [f"q {b}" for b in range(len(texts))]}, [(0, 0, 0, g) for g in range(len(texts))],
+    )  # fmt: skip
+
+
+def test_a_right_correction_raises_its_attempt_before_the_group_is_compared(trainer, monkeypatch) -> None:
+    config = settings("--compare_and_correct", "--num_generations=4")
+    found = by_hand(trainer, config, monkeypatch, [1.0, 0.0, 0.0, 1.0], ["right", "no"])
+    assert found.rewards.tolist() == pytest.approx([1, 0.6 * 0.5, 0, 1])
+    assert found.texts == {1: "right", 2: "no"}
+    assert found.right == {1: True, 2: False}
+    advantages = group_advantages(found.rewards, 4)
+    mean, std = 2.3 / 4, math.sqrt((0.425**2 + 0.275**2 + 0.575**2 + 0.425**2) / 3)
+    expected = [(r - mean) / (std + 1e-4) for r in (1, 0.3, 0, 1)]
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_lambda_rho_and_what_counts_as_correct_are_settings(trainer, monkeypatch) -> None:
+    config = settings(
+        "--compare_and_correct", "--num_generations=4", "--correction_reward=0.8", "--correction_score=0.25",
+        "--correct_threshold=1",
+    )  # fmt: skip
+    found = by_hand(trainer, config, monkeypatch, [1.0, 0.5, 0.0, 1.0], ["right", "right"])
+    assert found.rewards.tolist() == pytest.approx([1, 0.7, 0.2, 1])
+
+
+@pytest.mark.parametrize(("credit", "gated"), [("right", [1]), ("all", [1, 2])])
+def test_only_tokens_that_a_correction_edits_keep_credit(trainer, monkeypatch, credit, gated) -> None:
+    config = settings("--compare_and_correct", "--num_generations=4", f"--correction_credit={credit}")
+    found = by_hand(trainer, config, monkeypatch, [1.0, 0.0, 0.0, 1.0], ["a 1 right", "a 3"])
+    ids = [trainer.tokenizer(text)["input_ids"] for text in ("a 0", "a 1", "a 2", "a 3")]
+    corrected = {1: trainer.tokenizer("a 1 right")["input_ids"], 2: ids[3]}
+    for b, row in enumerate(ids):
+        expected = edits_by_table(row, corrected[b]) if b in gated else [1.0] * len(row)
+        assert found.edits[b, : len(row)].tolist() == expected
+        assert (b in gated) == (0 in expected)
+    of = [len(ids[b]) for b in gated]
+    edited = sum(found.edits[b, : len(ids[b])].sum().item() for b in gated)
+    assert found.metrics["corrections/edited_fraction"] == pytest.approx(edited / sum(of))
+    assert found.metrics["corrections/fraction"] == 2 / 4
+    assert found.metrics["corrections/right_fraction"] == 1 / 2
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_truncated_attempt_is_corrected_only_if_the_loss_counts_it(trainer, monkeypatch, masked) -> None:
+    config = settings("--compare_and_correct", "--num_generations=4", f"--mask_truncated_completions={masked}")
+    corrected = ["right"] if masked else ["right", "right"]
+    found = by_hand(trainer, config, monkeypatch, [1.0, 0.0, 0.0, 1.0], corrected, truncated=[2])
+    assert list(found.texts) == ([1] if masked else [1, 2])
+
+
+@pytest.mark.parametrize("rewards", [[0.0] * 4, [1.0] * 4])
+def test_without_a_wrong_and_a_correct_sibling_nothing_is_generated(trainer, monkeypatch, rewards) -> None:
+    found = by_hand(trainer, settings("--compare_and_correct", "--num_generations=4"), monkeypatch, rewards, None)
+    assert found.rewards.tolist() == rewards
+    assert (found.edits == 1).all()
+    assert found.metrics == {"corrections/fraction": 0, "corrections/too_long": 0, "corrections/tokens": 0}
+
+
+def test_a_reward_that_fails_on_corrections_names_their_samples(trainer, monkeypatch) -> None:
+    config = settings("--compare_and_correct", "--num_generations=4")
+    with pytest.raises(
+        ValueError, match=r"corrections of samples \[1, 2\], counted from 0: sample 1: every reward func"
+    ):
+        by_hand(trainer, config, monkeypatch, [1.0, 0.0, 0.0, 1.0], ["right", "?"])
+
+
+def test_the_prompt_shows_the_attempt_and_its_nearest_correct_siblings(fresh, written) -> None:
+    trainer = fresh(*ON, "--correction_references=2")
+    result = training_step(trainer, 1, [0, 1, 2])
+    (prompts, options, _), *rest = written
+    assert not rest
+    texts, rows = result.rollouts.texts, result.rollouts.ids()
+    assert len(prompts) == len(result.corrections.texts) > 2
+    for b, prompt, key in zip(result.corrections.texts, prompts, options["keys"], strict=True):
+        group = range(b // 8 * 8, b // 8 * 8 + 8)
+        nearest = sorted((o for o in group if result.rewards[o]), key=lambda o: table(rows[b], rows[o])[-1][-1])
+        references = [texts[o] for o in nearest[:2]]
+        question = trainer.rows[result.problems[b]]["question"]
+        assert prompt == correction_prompt(question, texts[b], references, trainer.tokenizer, trainer.config)
+        shown = trainer.tokenizer.decode(prompt)
+        places = [shown.index(text) for text in (question, f"wrong:\n{texts[b]}", f"correct:\n{references[0]}")]
+        assert places == sorted(places)
+        assert key == (0, 1, result.problems[b], b % 8, 1)
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--num_iterations=2",), ("--credit=random",), ("--credit=random", "--normalize_weights=mean")]
+)
+def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_as_they_were(
+    fresh, written, options
+) -> None:
+    trainer, twin = fresh(*ON, *options), fresh(*ON, *options)
+    result = training_step(trainer, 1, [0, 1, 2])
+    fixed = dict(zip(result.corrections.texts, written[0][2].ids(), strict=True))
+    right = [b for b, is_right in result.corrections.right.items() if is_right]
+    assert 0 < len(right) < len(fixed)
+    gate = torch.ones_like(result.credit.weights)
+    for b in right:
+        row = result.rollouts.ids()[b]
+        gate[b, : len(row)] = torch.tensor(edits_by_table(row, fixed[b]))
+    shaped = result.rewards + 0.3 * torch.tensor([float(b in right) for b in range(24)])
+    advantages = group_advantages(shaped, 8)
+    assert torch.equal(result.advantages, advantages)
+
+    mask = result.rollouts.completion_mask
+    credit, _ = update(twin, 1, result.rollouts, mask, advantages)
+    expected = credit.weights * gate
+    if "--normalize_weights=mean" in options:
+        for b in right:
+            own = expected[b, : len(result.rollouts.ids()[b])]
+            own /= own.mean() or 1
+    assert torch.equal(result.credit.weights, expected)
+    assert (result.credit.weights[right] == 0).any()
+    third = fresh(*ON, *options)
+    update(third, 1, result.rollouts, mask, advantages, weights=expected)
+    assert torch.equal(parameters(trainer), parameters(third))
+    assert not torch.equal(parameters(trainer), parameters(twin))
+
+
+def test_off_by_default_and_nobody_correct_is_the_same_to_the_bit(fresh) -> None:
+    plain, unused = fresh(EVEN, *SHORT), fresh(EVEN, *SHORT, "--compare_and_correct", "--correct_threshold=2")
+    assert not plain.config.compare_and_correct
+    results = [training_step(trainer, 1, [0, 1]) for trainer in (plain, unused)]
+    assert results[0].corrections is None
+    assert torch.equal(parameters(plain), parameters(unused))
+    extra = results[1].metrics.keys() - results[0].metrics.keys()
+    assert extra == {"time/correct", "corrections/fraction", "corrections/too_long", "corrections/tokens"}
+
+
+def test_what_is_sampled_does_not_depend_on_corrections(fresh) -> None:
+    with_, without = training_step(fresh(*ON), 1, [0, 1]), training_step(fresh(EVEN, *SHORT), 1, [0, 1])
+    assert with_.corrections.texts
+    assert with_.rollouts.texts == without.rollouts.texts
+
+
+def test_a_prompt_that_is_too_long_leaves_its_sample_uncorrected_and_is_counted(fresh, written) -> None:
+    free, limited = fresh(*ON), fresh(*ON)
+    everyone = training_step(free, 1, [0, 1, 2]).corrections
+    lengths = {b: len(prompt) for b, prompt in zip(everyone.texts, written[0][0], strict=True)}
+    limit = sorted(lengths.values())[len(lengths) // 2]
+    limited.config = dataclasses.replace(limited.config, max_prompt_length=limit)
+    found = training_step(limited, 1, [0, 1, 2]).corrections
+    fit = [b for b, length in lengths.items() if length <= limit]
+    assert found.texts == {b: everyone.texts[b] for b in fit}
+    assert found.metrics["corrections/too_long"] == len(lengths) - len(fit) > 0
+    assert found.metrics["corrections/fraction"] == len(fit) / 24
+    assert all((found.edits[b] == 1).all() for b in range(24) if b not in fit)
+
+
+def test_a_run_in_which_no_correction_could_be_asked_for_ends_before_it_starts(fresh) -> None:
+    trainer = fresh()
+    longest = max(map(len, trainer.prompts + trainer.held_out_prompts))
+    with pytest.raises(ValueError, match=rf"compare_and_correct: .* only {longest} fit \(max_prompt_length {longest};"):
+        set_up(settings("--compare_and_correct", f"--max_prompt_length={longest}"))
+    set_up(settings("--compare_and_correct", f"--max_prompt_length={longest}", BARE))
+
+
+def test_a_run_reports_its_corrections(tmp_path) -> None:
+    folder = run(tmp_path / "run", *ON, "--eval_problems=1", "--max_steps=1", "--log_completions=16")
+    (step,) = [entry for entry in metrics_of(folder) if "reward" in entry]
+    assert 0 < step["corrections/fraction"] < 1
+    assert 0 <= step["corrections/right_fraction"] <= 1
+    assert step["corrections/tokens"] > 0
+    parts = [step[f"time/{name}"] for name in ("generate", "correct", "credit", "update")]
+    assert min(parts[:2]) > 0
+    assert sum(parts) == pytest.approx(step["step_time"])
+    shown = [sample["correction"] for sample in samples_of(folder) if "correction" in sample]
+    assert len(shown) == round(step["corrections/fraction"] * 16)
+    assert sum(entry["right"] for entry in shown) == round(step["corrections/right_fraction"] * len(shown))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--num_generations=1"], "num_generations must be at least 2 for a group to compare, got 1"),
+        (["--correction_reward=-1"], "correction_reward must be at least 0, got -1.0"),
+        (["--correction_reward=inf"], "correction_reward must be finite, got inf"),
+        (["--correct_threshold=nan"], "correct_threshold must be finite, got nan"),
+        (["--correction_score=1.5"], r"correction_score must be in \[0, 1\], got 1.5"),
+        (["--correction_references=8"], r"less than num_generations \(8\), got 8"),
+        (["--correction_references=0"], "correction_references must be at least 1"),
+        (["--correction_template={question} {attempt}"], r"correction_template must hold .* got \['attempt', 'que"),
+        (["--correction_template={question} {attempt} {references} {x}"], "no other field, got .*'x'"),
+        (["--correction_template={question"], "correction_template: .*write literal braces twice"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_be_are_named(argv, message, capsys) -> None:
+    with pytest.raises(SystemExit):
+        settings("--compare_and_correct", *argv)
+    assert re.search(message, " ".join(capsys.readouterr().err.split()))
+
+
+def test_settings_survive_the_way_through_yaml(tmp_path) -> None:
+    config = dataclasses.replace(settings(), compare_and_correct=True)
+    (tmp_path / "c.yaml").write_text(to_yaml(config))
+    assert parse(TrainConfig, ["--config", str(tmp_path / "c.yaml")], prog="", description="") == config

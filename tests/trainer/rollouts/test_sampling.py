@@ -1,0 +1,114 @@
+"""Sampling: keyed draws, the nucleus, ends of completions, and logits that are not finite."""
+
+import math
+
+import pytest
+import torch
+
+from cfa_kernels.scoring.training_forward import packed_logprobs
+from tests.support.embedded import sample
+from trainer.evaluate import evaluate
+from trainer.rollouts.sampling import KeyedSampler, keyed_uniforms, mask_after_end
+
+
+def test_a_sampled_completion_does_not_depend_on_the_rest_of_the_batch(trainer, rollouts) -> None:
+    alone = sample(trainer, [2])
+    assert alone.texts == rollouts.texts[16:24]
+    assert len(set(alone.texts)) > 1
+
+
+def test_another_step_or_seed_samples_other_completions(trainer, rollouts) -> None:
+    other = sample(trainer, [2], keys=[(0, 2, 2, g) for g in range(8)])
+    assert other.texts != rollouts.texts[16:24]
+
+
+def draws(scores: torch.Tensor, top_p: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens that 20,000 keyed draws pick from one row of scores, and the log-probs the sampler notes for them."""
+    sampler = KeyedSampler(keyed_uniforms([(b,) for b in range(20_000)], 1), temperature=0.7, top_p=top_p)
+    picked = sampler(torch.zeros(20_000, 1, dtype=torch.long), scores.repeat(20_000, 1))
+    assert ((picked == 0).sum(1) == 1).all()
+    assert (picked.isinf().sum(1) == len(scores) - 1).all()
+    return picked.argmax(1), sampler.logprobs[0]
+
+
+def test_the_sampler_draws_each_token_as_often_as_its_probability_says() -> None:
+    scores = torch.tensor([-torch.inf, 2.0, 1.0, 0.0, -1.0, -torch.inf])
+    expected = torch.softmax(scores / 0.7, 0)
+    tokens, logprobs = draws(scores)
+    shares = torch.bincount(tokens, minlength=6) / 20_000
+    assert ((shares - expected).abs() <= 4 * (expected * (1 - expected) / 20_000).sqrt()).all()
+    torch.testing.assert_close(logprobs.exp(), expected[tokens])
+
+
+def test_nucleus_sampling_never_leaves_the_nucleus_and_notes_the_probability_before_it() -> None:
+    scores = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    expected = torch.softmax(scores / 0.7, 0)  # 0.77, 0.18, 0.04, 0.01
+    tokens, logprobs = draws(scores, top_p=0.9)
+    assert set(tokens.tolist()) == {0, 1}
+    torch.testing.assert_close(logprobs.exp(), expected[tokens])
+
+
+def test_a_completion_counts_up_to_its_first_end_even_where_padding_is_the_end_token() -> None:
+    ids = torch.tensor([[5, 6, 2, 2, 2], [5, 6, 7, 8, 9], [2, 2, 2, 2, 2], [5, 3, 7, 2, 2]])
+    mask, truncated = mask_after_end(ids, [2, 3])
+    assert mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0]]
+    assert truncated.tolist() == [False, True, False, False]
+
+
+def test_generation_and_training_see_the_same_log_probs(trainer, rollouts) -> None:
+    prompts = [ids[mask.bool()] for ids, mask in zip(rollouts.prompt_ids, rollouts.prompt_mask, strict=True)]
+    completions = [
+        ids[mask.bool()] for ids, mask in zip(rollouts.completion_ids, rollouts.completion_mask, strict=True)
+    ]
+    with torch.no_grad():
+        found = packed_logprobs(trainer.policy, prompts, completions, return_entropy=True)
+    logprobs, entropies = map(torch.cat, found)
+    sampled = rollouts.logprobs[rollouts.completion_mask.bool()]
+    assert (logprobs - sampled).abs().max() < 1e-4
+    assert ((entropies >= 0) & (entropies <= math.log(512))).all()
+
+
+@pytest.fixture
+def poison(trainer):
+    """Makes the logits of one row of a batch, from some token on, what a broken model's are."""
+    hooks = []
+
+    def put(row: int, value: float, start: int = 0) -> None:
+        seen = []
+
+        def spoil(_module, _inputs, logits):
+            seen.append(1)
+            rows = torch.arange(len(logits))[:, None, None]
+            return logits.masked_fill((rows == row) & (len(seen) > start), value)
+
+        hooks.append(trainer.policy.lm_head.register_forward_hook(spoil))
+
+    yield put
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("how", [{}, {"keys": None}], ids=["sampled", "greedy"])
+def test_logits_that_are_not_finite_name_the_sample_and_the_token(trainer, poison, value, how) -> None:
+    poison(3, value, start=2)
+    with pytest.raises(FloatingPointError, match=r"^sample 3 \(1 of 8\): .* \(in sample 3 from token 2 on\)"):
+        sample(trainer, [0], max_completion_length=4, **how)
+
+
+def test_what_the_model_gives_after_a_completion_has_ended_is_nobodys_matter(trainer, rollouts, poison) -> None:
+    lengths = rollouts.completion_mask.sum(1)
+    first = int(lengths.argmin())
+    assert lengths[first] < lengths.max()
+    poison(first, torch.nan, start=int(lengths[first]))
+    assert sample(trainer, [0, 1, 2, 3]).texts == rollouts.texts
+
+
+def test_evaluation_names_the_problem_whose_logits_are_not_finite(trainer, poison) -> None:
+    poison(0, torch.nan)
+    order = sorted(range(8), key=lambda i: len(trainer.held_out_prompts[i]))
+    with pytest.raises(FloatingPointError, match=rf"^held-out problem {order[0]} \(1 of 8\)"):
+        evaluate(
+            trainer.policy, trainer.tokenizer, trainer.held_out, trainer.held_out_prompts, batch_size=8,
+            max_completion_length=2,
+        )  # fmt: skip

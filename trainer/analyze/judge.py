@@ -1,0 +1,162 @@
+"""`python -m trainer.judge OUT.jsonl`: the same completions judged by several estimators, for `trainer.analyze`.
+
+Where it stands: beside a run. It samples groups as a training step does and asks every estimator about them; nothing is
+trained.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from cfa_kernels import Credit
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.scoring.training_forward import PackedForward, packed_forward
+from trainer.cli import parse, preset_names
+from trainer.config import PRESETS, TrainConfig
+from trainer.microbatch import MicroBatch, assign_credit, micro_batches, rollouts_on_host
+from trainer.rewards import compute_rewards, group_advantages
+from trainer.rollouts.sampling import Rollouts, generate
+from trainer.run import set_up
+from trainer.step import Trainer
+
+DESCRIPTION = """Sample groups of completions from a model and let several estimators judge them. What is written is
+read by python -m trainer.analyze, whose page shades the tokens by each of them. Further flags are those of
+python -m trainer; --model names the model."""
+
+NAMES = ("cf", "oar_p", "oar_g", "prefix_gain", "entropy_80_20", "prefix_tree", "ktae")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; what is wrong with its input is one line on stderr and exit code 1 or 2."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.judge", description=DESCRIPTION)
+    parser.add_argument("out", type=Path, help="file to write, one JSON object a completion")
+    parser.add_argument("--problems", type=int, default=8, help="training problems, num_generations completions each")
+    parser.add_argument(
+        "--presets", nargs="+", default=list(NAMES), choices=preset_names(), metavar="NAME",
+        help=f"settings of credit, of: {', '.join(preset_names())}; default: {' '.join(NAMES)}",
+    )  # fmt: skip
+    options, flags = parser.parse_known_args(argv)
+    if options.problems < 1:
+        parser.error(f"argument --problems: must be at least 1, got {options.problems}")
+    config = parse(TrainConfig, flags, prog="python -m trainer.judge", description=DESCRIPTION)
+    logging.disable_progress_bar()
+    try:
+        samples = judge(set_up(config), options.problems, options.presets, flags)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text("".join(json.dumps(sample) + "\n" for sample in samples), encoding="utf-8")
+    except (ValueError, OSError, FloatingPointError, NotImplementedError) as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+    print(f"{len(samples)} completions; python -m trainer.analyze {options.out}")
+    return 0
+
+
+def judge(trainer: Trainer, problems: int, presets: Sequence[str], flags: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Completions of the first `problems` training problems, as `trainer.samples` reads them.
+
+    Args:
+        trainer: set up; its policy is not changed.
+        problems: how many.
+        presets: names of settings that ship with the program.
+        flags: further flags of the training program; they win over the presets.
+
+    Returns:
+        A record for each completion that has an advantage: tokens, reward, advantage, answer, masked spans with drops,
+        weights (or advantages) by each estimator, and the norm of each token's gradient at the last hidden state.
+
+    Raises:
+        ValueError: no group has completions of different rewards, or more problems than there are.
+    """
+    config = trainer.config
+    if problems > len(trainer.rows):
+        raise ValueError(f"problems must be at most the {len(trainer.rows)} there are, got {problems}")
+    rollouts, rewards, advantages = _sampled(trainer, problems)
+    parts = micro_batches(config, rollouts, rollouts.completion_mask, advantages, trainer.policy, None, rewards)
+    if not parts:
+        raise ValueError(f"problems: in none of {problems} groups do rewards differ, so nothing has an advantage")
+    samples: dict[int, dict[str, Any]] = {}
+    for micro in parts:
+        forward = packed_forward(
+            causal_lm(trainer.policy), micro.prompts, micro.completions, token_budget=config.token_budget,
+            keep_states=True,
+        )  # fmt: skip
+        norms = gradient_norms(forward, config.temperature)
+        for i, b in enumerate(micro.rows.tolist()):
+            ids = micro.completions[i].tolist()
+            samples[b] = {
+                "problem": b // config.num_generations,
+                "completion": rollouts.texts[b],
+                "tokens": [trainer.tokenizer.decode([token]) for token in ids],
+                "reward": rewards[b].item(),
+                "advantage": advantages[b].item(),
+                "truncated": bool(rollouts.truncated[b]),
+                "gradient_norms": _rounded(norms[i]),
+                "estimators": {},
+            }
+        for name in presets:
+            settings = parse(TrainConfig, ["--config", str(PRESETS / f"{name}.yaml"), *flags], prog="", description="")
+            credit = assign_credit(
+                micro, trainer.policy, forward, rollouts, rollouts.completion_mask, settings,
+                tokenizer=trainer.tokenizer, generator=torch.Generator().manual_seed(config.seed),
+            )  # fmt: skip
+            for i, b in enumerate(micro.rows.tolist()):
+                _add(samples[b], name, credit, i, micro, masks=settings.masks_answers and settings.units != "tokens")
+    return [samples[b] for b in sorted(samples)]
+
+
+def gradient_norms(forward: PackedForward, temperature: float) -> list[Tensor]:
+    """Norm of each token's log-prob gradient at the hidden state that predicts it: b tensors (t,) fp32."""
+    head = dataclasses.replace(forward.head, weight=forward.head.weight.detach().float())
+    norms = []
+    for state, (_, completion) in zip(forward.states(), forward.rows, strict=True):
+        leaf = state.detach().float().requires_grad_()
+        logprobs = head.logprobs(leaf, torch.from_numpy(completion).to(leaf.device), temperature)
+        (gradient,) = torch.autograd.grad(logprobs.sum(), leaf)
+        norms.append(gradient.norm(dim=1).cpu())
+    return norms
+
+
+def _sampled(trainer: Trainer, problems: int) -> tuple[Rollouts, Tensor, Tensor]:
+    config = trainer.config
+    pairs = [(i, g) for i in range(problems) for g in range(config.num_generations)]
+    rollouts = generate(
+        trainer.policy, trainer.tokenizer, [trainer.prompts[i] for i, _ in pairs],
+        max_completion_length=config.max_completion_length, keys=[(config.seed, 0, i, g) for i, g in pairs],
+        temperature=config.temperature, top_p=config.top_p,
+    )  # fmt: skip
+    rows = [trainer.rows[i] for i, _ in pairs]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    rewards, _ = compute_rewards(trainer.rewards, columns["question"], rollouts.texts, rollouts.ids(), columns)
+    advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
+    return rollouts_on_host(rollouts), rewards, advantages
+
+
+def _add(sample: dict[str, Any], name: str, credit: Credit, i: int, micro: MicroBatch, *, masks: bool) -> None:
+    length = len(sample["tokens"])
+    if credit.advantages is not None:
+        sample["estimators"][name] = {"advantages": _rounded(credit.advantages[i, :length])}
+    else:
+        sample["estimators"][name] = {"weights": _rounded(credit.weights[i, :length])}
+    if masks and "spans" not in sample:
+        answer = credit.answers[i]
+        sample["answer"] = None if answer is None else {"start": answer.start, "end": answer.end}
+        sample["spans"] = [
+            {"start": span.start, "end": span.end, "drop": drop}
+            for span, drop in zip(credit.spans[i], credit.drop[i].tolist(), strict=True)
+        ]
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 4) for value in values.tolist()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

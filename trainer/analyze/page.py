@@ -1,0 +1,266 @@
+"""One page of HTML on which completions are shaded by the credit of their tokens, an estimator beside the other.
+
+Where it stands: written by `trainer.analyze` from the samples of `trainer.samples`. The page needs nothing but itself:
+its style and its few lines of script stand in it, and it forbids itself to load anything. Every text is escaped, and
+what does not print is shown as a sign.
+"""
+
+import html
+from collections.abc import Sequence
+
+from cfa_kernels.fidelity import ess_ratio, top_mass
+from trainer.report.samples import KINDS, Sample
+
+_STEPS = 8
+"""Shades above and below the neutral value."""
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d2228; --paper: #fcfcfa; --line: #c9ccd1; --soft: #5b636d;
+  --warm: 222 98 0; --cool: 32 108 196; --mark: #7a3cc2; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e9ebee; --paper: #15181c; --line: #3d444d; --soft: #a3abb5;
+  --warm: 230 112 16; --cool: 62 138 232; --mark: #c79bff; } }
+* { box-sizing: border-box; }
+html { scroll-padding-bottom: 6rem; }
+body { margin: 0 auto; padding: 1rem clamp(.75rem, 2vw, 2rem) 6rem; max-width: 110rem; background: var(--paper);
+  color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.4rem; margin: .2rem 0; } h2 { font-size: 1.05rem; margin: 0; }
+p { margin: .3rem 0; } .soft, figcaption small { color: var(--soft); }
+article { border-top: 1px solid var(--line); padding: 1rem 0; }
+.row { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
+figure { margin: 0; min-width: 0; }
+figcaption { display: flex; flex-wrap: wrap; gap: .1rem .8rem; align-items: center; margin: .4rem 0; }
+.scale { display: inline-flex; align-items: center; gap: .35rem; font-size: .85rem; white-space: nowrap; }
+.scale i { display: inline-block; width: .7rem; height: .9rem; border: solid var(--line); border-width: 1px 0; }
+.tokens { font: 15px/1.75 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; padding: .4rem;
+  border: 1px solid var(--line); border-radius: 4px; }
+.tokens span { unicode-bidi: isolate; border-radius: 2px; }
+.tokens .answer { border-bottom: 3px solid var(--mark); }
+.tokens .none { color: var(--soft); }
+.tokens .sign { opacity: .65; font-size: .85em; font-weight: normal; }
+.tokens span.here, .tokens span:hover { outline: 2px solid var(--ink); outline-offset: 0; }
+:focus-visible { outline: 3px solid var(--mark); outline-offset: 1px; }
+table { border-collapse: collapse; font-size: .9rem; } .wide { overflow-x: auto; max-width: 100%; }
+td, th { border-bottom: 1px solid var(--line); padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top;
+  overflow-wrap: anywhere; unicode-bidi: isolate; }
+td.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+#reading { position: fixed; inset: auto 0 0 0; background: var(--paper); border-top: 2px solid var(--line);
+  padding: .4rem clamp(.75rem, 2vw, 2rem); min-height: 2.6rem; max-height: 40vh; overflow: auto; font-size: .9rem;
+  overflow-wrap: anywhere; unicode-bidi: isolate; }
+"""
+
+_SCRIPT = """
+const reading = document.getElementById('reading');
+const rest = reading.textContent;
+let current = null;
+function token(block, index) { return block.querySelectorAll('span[title]')[index]; }
+function show(block, index) {
+  const article = block.closest('article');
+  for (const old of document.querySelectorAll('.here')) old.classList.remove('here');
+  const parts = [];
+  for (const other of article.querySelectorAll('.tokens')) {
+    const found = token(other, index);
+    if (!found) continue;
+    found.classList.add('here');
+    parts.push(other.getAttribute('aria-label') + ' ' + found.title);
+  }
+  const text = '\\u2068' + token(block, index).textContent + '\\u2069';
+  reading.textContent = 'Token ' + index + ' \\u201c' + text + '\\u201d: ' + parts.join(' \\u00b7 ');
+  current = [block, index];
+}
+for (const block of document.querySelectorAll('.tokens')) {
+  const all = block.querySelectorAll('span[title]');
+  const places = new Map([...all].map((found, index) => [found, index]));
+  block.addEventListener('mouseover', event => {
+    const found = event.target.closest('span[title]');
+    if (places.has(found)) show(block, places.get(found));
+  });
+  block.addEventListener('focus', () => {
+    if (all.length) show(block, current && current[0].closest('article') === block.closest('article') ? current[1] : 0);
+  });
+  block.addEventListener('keydown', event => {
+    const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -1e9, End: 1e9 }[event.key];
+    if (by === undefined || !all.length) return;
+    event.preventDefault();
+    const from = current && current[0] === block ? current[1] : 0;
+    show(block, Math.max(0, Math.min(all.length - 1, from + by)));
+    all[current[1]].scrollIntoView({ block: 'nearest' });
+  });
+}
+addEventListener('keydown', event => {
+  if (event.key !== 'Escape') return;
+  for (const old of document.querySelectorAll('.here')) old.classList.remove('here');
+  reading.textContent = rest;
+  current = null;
+});
+"""
+
+
+def page_of(samples: Sequence[Sample], title: str) -> str:
+    """The page: a block of tokens per completion and estimator, with scales, numbers and the completion's spans.
+
+    Blocks stand side by side where there is room and below each other where there is none. A token's number shows on
+    hover, or with the arrow keys once its block has the focus, for all estimators at once.
+
+    Args:
+        samples: what is shown, in order.
+        title: of the page.
+
+    Returns:
+        The page, to be written as UTF-8.
+    """
+    rules = "".join(
+        f".{name}{step} {{ background: rgb(var(--{colour}) / {0.62 * step / _STEPS:.3f}); }}\n"
+        for name, colour in (("w", "warm"), ("c", "cool"))
+        for step in range(1, _STEPS + 1)
+    )
+    weights = [
+        value
+        for sample in samples
+        for given in sample.credit.values()
+        if given.kind == "weights"
+        for value in given.values
+        if value is not None
+    ]
+    bounds = min(weights, default=1.0), max(weights, default=1.0)
+    articles = "".join(_article(number, sample, bounds) for number, sample in enumerate(samples, start=1))
+    name = _escaped(title)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
+script-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{name}</title>
+<style>{_STYLE}{rules}</style>
+</head>
+<body>
+<h1>{name}</h1>
+<p class="soft">Each token is shaded by what an estimator gives it: orange above, blue below the neutral value.
+The answer is underlined. Hover over a token, or step through a block with the arrow keys, to read its numbers.</p>
+<main>
+{articles}</main>
+<div id="reading" role="status" aria-live="polite">No token chosen.</div>
+<script>{_SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def _article(number: int, sample: Sample, bounds: tuple[float, float]) -> str:
+    facts = [
+        f"step {sample.step}" if sample.step is not None else "",
+        f"problem {sample.problem}" if sample.problem is not None else "",
+        f"reward {sample.reward:g}" if sample.reward is not None else "",
+        f"advantage {sample.advantage:+.3g}" if sample.advantage is not None else "",
+        {True: "correct", False: "wrong", None: ""}[sample.correct],
+        "truncated" if sample.truncated else "",
+    ]
+    columns: list[tuple[str, str, list[float | None]]] = [
+        (name, given.kind, given.values) for name, given in sample.credit.items()
+    ]
+    if sample.spans:
+        importances: list[float | None] = [None] * len(sample.tokens)
+        for span in sample.spans:
+            for place in range(span.start, span.end):
+                before = importances[place]
+                importances[place] = -span.drop if before is None else max(before, -span.drop)
+        columns.append(("importance of the span", sample.drops_unit, importances))
+    if not columns:
+        columns = [("tokens", "without credit", [None] * len(sample.tokens))]
+    figures = "".join(_figure(sample, *column, bounds) for column in columns)
+    return (
+        f'<article aria-labelledby="c{number}">\n<h2 id="c{number}">Completion {number}</h2>\n'
+        f'<p class="soft">{_escaped(" · ".join(fact for fact in facts if fact))}</p>\n'
+        f'<div class="row">\n{figures}</div>\n{_span_table(sample)}</article>\n'
+    )
+
+
+def _figure(sample: Sample, name: str, kind: str, values: list[float | None], bounds: tuple[float, float]) -> str:
+    known = [value for value in values if value is not None]
+    neutral = 1.0 if kind == "weights" else 0.0
+    low, high = bounds if kind == "weights" else (min(known, default=0.0), max(known, default=0.0))
+    low, high = min(low, neutral), max(high, neutral)
+    # Weights have room on either side of 1; other numbers are as strong below 0 as above, so rounding stays pale.
+    rooms = (neutral - low, high - neutral) if kind == "weights" else (max(-low, high),) * 2
+    notes = [kind]
+    if kind == "weights" and any(known):
+        notes.append(f"ESS ratio {ess_ratio(known):.3f}")
+    if kind in KINDS and any(known):
+        notes.append(f"top 10 % mass {top_mass(known):.3f}")
+    first, last = sample.answer or (0, 0)
+    tokens = "".join(
+        _token(text, value, _shade(value, neutral, rooms), first <= place < last)
+        for place, (text, value) in enumerate(zip(sample.tokens, values, strict=True))
+    )
+    label = _escaped(name)
+    return (
+        f"<figure><figcaption><strong><bdi>{label}</bdi></strong> <small>{_escaped(', '.join(notes))}</small>"
+        f'{_scale(low, neutral, high, rooms)}</figcaption>\n<div class="tokens" tabindex="0" role="group" '
+        f'aria-label="{label}">{tokens}</div></figure>\n'
+    )
+
+
+def _scale(low: float, neutral: float, high: float, rooms: tuple[float, float]) -> str:
+    """The shades from the lowest to the highest value, in steps of two, with the numbers at both ends."""
+    down, up = (_step(value, neutral, rooms) for value in (low, high))
+    below = "".join(f'<i class="c{step}"></i>' for step in range(down, 0, -2))
+    above = "".join(f'<i class="w{step}"></i>' for step in range(2 - up % 2, up + 1, 2))
+    ends = [f"{value:.3g} " if value != neutral else "" for value in (low, high)]
+    return f'<span class="scale">{ends[0]}{below}<i></i>{neutral:g}<i></i>{above} {ends[1]}</span>'
+
+
+def _step(value: float, neutral: float, rooms: tuple[float, float]) -> int:
+    room = rooms[value > neutral]
+    return round(_STEPS * abs(value - neutral) / room) if room > 0 else 0
+
+
+def _shade(value: float | None, neutral: float, rooms: tuple[float, float]) -> str:
+    """The class of a token: w1 to w8 above the neutral value, c1 to c8 below it."""
+    if value is None:
+        return "none"
+    step = _step(value, neutral, rooms)
+    return f"{'w' if value > neutral else 'c'}{step}" if step else ""
+
+
+def _token(text: str, value: float | None, shade: str, in_answer: bool) -> str:
+    classes = " ".join(name for name in (shade, "answer" if in_answer else "") if name)
+    number = "none" if value is None else f"{value:.4g}"
+    return f'<span title="{number}"{f" class={chr(34)}{classes}{chr(34)}" if classes else ""}>{_shown(text)}</span>'
+
+
+def _span_table(sample: Sample) -> str:
+    if not sample.spans:
+        return ""
+    rows = "".join(
+        f'<tr><td class="number">{span.start}–{span.end - 1}</td><td class="number">{span.drop:+.3f}</td>'
+        f"<td>{_escaped(span.text)}</td></tr>\n"
+        for span in sample.spans
+    )
+    return (
+        f"<details><summary>{len(sample.spans)} masked spans</summary><div class='wide'><table>\n<tr><th>tokens</th>"
+        f"<th>drop ({_escaped(sample.drops_unit)})</th><th>text</th></tr>\n{rows}</table></div></details>\n"
+    )
+
+
+_SIGNS = {code: chr(0x2400 + code) for code in range(32) if code not in (9, 10)} | {
+    0x7F: "\u2421", 0x85: "\u2424", 0x2028: "\u2424", 0x2029: "\u2424",
+}  # fmt: skip
+# Marks that turn the direction of what follows them are named; isolated right-to-left text itself is left alone.
+_SIGNS |= {code: f"[U+{code:04X}]" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F)}
+_SIGNS |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
+_SIGNS |= {code: "\ufffd" for code in range(0x80, 0xA0) if code != 0x85}
+
+
+def _escaped(text: str) -> str:
+    return html.escape(text.translate(_SIGNS), quote=True)
+
+
+def _shown(text: str) -> str:
+    """A token's text, with signs for line ends and tabs before them."""
+    if not text:
+        return '<b class="sign">∅</b>'
+    shown = _escaped(text)
+    for blank, sign in (("\t", "→"), ("\n", "↵")):
+        shown = shown.replace(blank, f'<b class="sign">{sign}</b>{blank}')
+    return shown

@@ -1,0 +1,55 @@
+"""trainer/numbers.py."""
+
+import re
+from fractions import Fraction
+
+from cfa_kernels import answer_text_span
+from cfa_kernels.text.answers import AnswerFormat
+from trainer.rewards import _LONGEST
+
+_MINUS = str.maketrans({"−": "-", "–": "-", "－": "-"})
+_DRESS = re.compile(r"\\?[$€£¥₹]|\{,\}|\\,|(?<=\d),(?=\d)")
+_DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
+_NUMBER = re.compile(rf"([+-]?)\s*(?:(\d+)\s+(?=\d+/))?({_DECIMAL})(?:\s*/\s*({_DECIMAL}))?")
+_FRAC = re.compile(r"\\[dtc]?frac\s?\{\s*([^{}]+?)\s*\}\s?\{\s*([^{}]+?)\s*\}")
+_POWER_OF_TEN = re.compile(
+    r"(?<!\s)\s*+(?:[×*x·⋅]|\\times|\\cdot)\s*10\^(?:(?P<bare>\d{1,3})|\{(?P<braced>-?\d{1,3})\})\Z"
+    r"|[eE](?P<exponent>[+-]?\d{1,3})\Z"
+)
+_REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # no pattern for an answer: it has no group
+_GROUP_BLANK = re.compile(r"(?<=\d)[ \u00a0\u202f](?=\d{3}(?![\d/]))")  # 10 000
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The exact value of a written number, or None if `text` is anything else.
+
+    Understands signs (also Unicode), currency signs, thousands separators, decimals, powers of ten (`1.5e3`,
+    `1.5 × 10^3`), `3/4`, `1 1/2` and `\\frac{3}{4}`. A rational holds every decimal exactly, so that 18 and 18.00 are
+    one number and 0.1 is not rounded.
+    """
+    bare = _GROUP_BLANK.sub("", _DRESS.sub("", text.translate(_MINUS)))
+    power = _POWER_OF_TEN.search(bare.rstrip())
+    scale = Fraction(10) ** int(power["bare"] or power["braced"] or power["exponent"]) if power else 1
+    match = _NUMBER.fullmatch(_FRAC.sub(r"\1/\2", bare[: power.start()] if power else bare).strip())
+    if match is None or len(match.group()) > _LONGEST:
+        return None
+    sign, whole, numerator, denominator = match.groups()
+    below = Fraction(denominator or 1)
+    if below == 0:
+        return None
+    value = (Fraction(whole or 0) + Fraction(numerator) / below) * scale
+    return -value if sign == "-" else value
+
+
+def final_number(
+    text: str, answer_format: AnswerFormat | None = None, answer_fallback: str | None = None
+) -> Fraction | None:
+    """The number a completion gives as its answer, or None if it gives none; the options are `answer_text_span`'s."""
+    span = answer_text_span(text, answer_format=answer_format, answer_fallback=answer_fallback)
+    return None if span is None else parse_number(text[slice(*span)])
+
+
+def gold_number(answer: str) -> Fraction | None:
+    """The number of a data set's answer column: that of a worked solution, or the bare number."""
+    number = final_number(answer)
+    return parse_number(answer) if number is None else number

@@ -1,0 +1,79 @@
+"""What a training step did, in figures under TRL's names where TRL has one.
+
+Where it stands: computed by the training step, written by the report.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cfa_kernels import Credit
+from trainer.experimental.compare_and_correct import Corrections
+from trainer.rollouts.sampling import Rollouts
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did: metrics under TRL's names plus `credit/*`, and the batch of B samples they came from."""
+
+    metrics: dict[str, float]
+    problems: list[int]  # of each sample, its number in the training set
+    rollouts: Rollouts
+    rewards: Tensor  # (B,)
+    advantages: Tensor  # (B,)
+    credit: Credit
+    corrections: Corrections | None = None
+
+
+class Averages:
+    """Means over micro-batches, weighted by tokens; metrics named `.../max` or `..._max` keep the largest."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, metrics: Mapping[str, Tensor | float], weight: float = 1.0) -> None:
+        """Take in the metrics of one micro-batch that stands for `weight` tokens."""
+        for name, value in metrics.items():
+            extreme = {"max": max, "min": min}.get(name[-3:])
+            if extreme:
+                self._sums[name] = extreme(self._sums.get(name, float(value)), float(value))
+                self._weights[name] = 1.0
+            else:
+                self._sums[name] = self._sums.get(name, 0.0) + float(value) * weight
+                self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def values(self) -> dict[str, float]:
+        """The figures so far."""
+        return {name: total / self._weights[name] for name, total in self._sums.items() if self._weights[name]}
+
+
+def reward_metrics(
+    rewards: Tensor, by_function: Mapping[str, list[float | None]], num_generations: int
+) -> dict[str, float]:
+    """Of (B,) rewards with groups side by side: mean, spread within groups, share of groups without any."""
+    groups = rewards.view(-1, num_generations)
+    metrics = {
+        "reward": rewards.mean().item(),
+        "reward_std": groups.std(1).mean().item(),
+        "frac_reward_zero_std": (groups.amax(1) == groups.amin(1)).float().mean().item(),
+    }
+    for name, values in by_function.items():
+        given = torch.tensor([value for value in values if value is not None])
+        if len(given):
+            metrics[f"rewards/{name}/mean"] = given.mean().item()
+            metrics[f"rewards/{name}/std"] = given.std(correction=0).item()
+    return metrics
+
+
+def length_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """Tokens per completion, and the share cut off at the limit."""
+    lengths = rollouts.completion_mask.sum(1).float()
+    return {
+        "completions/mean_length": lengths.mean().item(),
+        "completions/min_length": lengths.min().item(),
+        "completions/max_length": lengths.max().item(),
+        "completions/clipped_ratio": rollouts.truncated.float().mean().item(),
+    }

@@ -1,0 +1,263 @@
+"""What a run shows and leaves behind: progress on the console, and the run folder's files.
+
+Where it stands: fed by the training loop, feeds nothing back. The folder holds `config.yaml`,
+`metrics.jsonl` (one object per step), `completions.jsonl` (samples with their tokens and weights),
+`curves.png` and `summary.json`.
+"""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from trainer.cli import to_yaml
+from trainer.config import TrainConfig
+from trainer.evaluate import Evaluation
+from trainer.report.curves import draw_curves
+from trainer.report.metrics import Step
+from trainer.report.trackers import open_tracker
+
+_ROWS_SHOWN = 10
+
+
+class Report:
+    """Console and run folder of one run; a context manager, so that files are whole even after an error."""
+
+    def __init__(self, folder: Path, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.console = Console(highlight=False)
+        self._folder, self._config, self._tokenizer = folder, config, tokenizer
+        self._started = time.perf_counter()
+        self._evaluations: list[tuple[int, Evaluation]] = []
+        self._history: list[dict[str, float]] = []
+        self._tokens = 0
+        self._without_advantage = 0
+        self._last: Step | None = None
+
+    def __enter__(self) -> "Report":
+        """Open the files, the back-ends and the progress bar."""
+        (self._folder / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
+        self._stack = contextlib.ExitStack()
+        self._metrics_file = self._stack.enter_context((self._folder / "metrics.jsonl").open("w", encoding="utf-8"))
+        self._completions_file = self._stack.enter_context(
+            (self._folder / "completions.jsonl").open("w", encoding="utf-8")
+        )
+        self._trackers = []
+        for name in self._config.report_to:
+            log, close = open_tracker(name, self._folder, asdict(self._config))
+            self._trackers.append(log)
+            self._stack.callback(close)
+        self._progress = self._stack.enter_context(
+            Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+        )
+        self._bar = self._progress.add_task("training", total=self._config.max_steps, note="", visible=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close everything; draw what there is to draw."""
+        self._stack.close()
+        if self._history:
+            draw_curves(self._folder / "curves.png", self._history, self._title())
+
+    def opening(self, policy: nn.Module, train_problems: int, held_out: int) -> None:
+        """Say what is about to happen."""
+        config = self._config
+        total = sum(p.numel() for p in policy.parameters())
+        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+        first = next(policy.parameters())
+        kind = f"LoRA r={config.lora_r}, {trained:,} of {total:,}" if config.use_peft else f"all {total:,}"
+        self.console.print(f"[bold]{self._title()}[/bold]")
+        self.console.print(
+            f"  model    {escape(config.model)} ({kind} parameters train, {str(first.dtype)[6:]}, {first.device})\n"
+            f"  data     {escape(config.dataset)}: {train_problems:,} problems to train on, {held_out:,} held out\n"
+            f"  step     {config.generation_batch_size // config.num_generations} problems x "
+            f"{config.num_generations} completions, temperature {config.temperature}, top-p {config.top_p}, "
+            f"{config.max_steps} steps\n"
+            f"  results  {escape(str(self._folder))}\n",
+            soft_wrap=True,
+        )
+
+    def _title(self) -> str:
+        name = {"counterfactual": "Counterfactual ", "uniform": "", "inverted": "Inverted ", "random": "Random-weight "}
+        return f"{name[self._config.credit]}{self._config.loss_type.upper()}, seed {self._config.seed}"
+
+    @contextlib.contextmanager
+    def evaluating(self, step: int, problems: int) -> Iterator[Callable[[int], None]]:
+        """Show a bar for an evaluation; yields the function that advances it."""
+        task = self._progress.add_task(f"held-out, step {step}", total=problems, note="")
+        yield lambda n: self._progress.advance(task, n)
+        self._progress.remove_task(task)
+
+    def evaluated(self, step: int, result: Evaluation) -> None:
+        """Take in held-out accuracy after `step` steps."""
+        self._evaluations.append((step, result))
+        figures = {"eval_accuracy": result.accuracy, "eval_completions/mean_length": result.mean_length}
+        self._record(step, figures)
+        self.console.print(
+            f"  step {step:>4}   [bold]held-out accuracy {result.accuracy:6.1%}[/bold]  "
+            f"({sum(result.correct)} of {len(result.correct)}, greedy)"
+        )
+
+    def stepped(self, step: int, result: Step) -> None:
+        """Take in a training step: files, bar, and a line now and then."""
+        self._last = result
+        self._tokens += int(result.rollouts.prompt_mask.sum() + result.rollouts.completion_mask.sum())
+        self._record(step, result.metrics | {"num_tokens": self._tokens})
+        self._log_completions(step, result)
+        metrics = result.metrics
+        self._progress.update(self._bar, advance=1, visible=True, note=f"reward {metrics['reward']:.2f}")
+        if step % math.ceil(self._config.max_steps / _ROWS_SHOWN) == 0:
+            self.console.print(
+                f"  step {step:>4}   reward {metrics['reward']:.2f}   "
+                f"mixed groups {1 - metrics['frac_reward_zero_std']:4.0%}   "
+                f"spans {metrics['credit/spans_mean']:.1f}   {metrics['step_time']:4.1f} s, "
+                f"credit {metrics['time/credit'] / metrics['step_time']:.0%}"
+            )
+        self._watch_advantages(step, metrics)
+
+    def _watch_advantages(self, step: int, metrics: dict[str, float]) -> None:
+        self._without_advantage = self._without_advantage + 1 if metrics["frac_reward_zero_std"] == 1 else 0
+        if self._without_advantage == self._config.no_advantage_patience:
+            self.console.print(
+                f"[bold yellow]warning[/bold yellow]: step {step}: no group had an advantage for "
+                f"{self._without_advantage} steps in a row (mean reward {metrics['reward']:.2f}), so nothing is "
+                "learnt; the problems are too hard or too easy for the model, or the temperature is too low",
+                soft_wrap=True,
+            )
+
+    def _record(self, step: int, metrics: dict[str, float]) -> None:
+        entry = {"step": step, **metrics}
+        self._history.append(entry)
+        self._metrics_file.write(json.dumps(entry) + "\n")
+        self._metrics_file.flush()
+        for log in self._trackers:
+            log(metrics, step)
+
+    def _log_completions(self, step: int, result: Step) -> None:
+        """Write some samples, those with spans first: what was masked, what it did, what each token weighs."""
+        order = sorted(range(len(result.problems)), key=lambda b: -bool(result.credit.spans[b]))
+        for b in order[: self._config.log_completions]:
+            entry = {"step": step, **self._sample(result, b)}
+            if result.corrections is not None and b in result.corrections.texts:
+                entry["correction"] = {"completion": result.corrections.texts[b], "right": result.corrections.right[b]}
+            self._completions_file.write(json.dumps(entry) + "\n")
+        self._completions_file.flush()
+
+    def _sample(self, result: Step, b: int) -> dict[str, Any]:
+        ids, credit, config = result.rollouts.ids()[b], result.credit, self._config
+        answer = credit.answers[b]
+        name = {"counterfactual": config.estimator, "inverted": f"{config.estimator}, inverted"}.get(config.credit)
+        unit = f"importance by {config.estimator}"
+        if config.estimator == "masking" and config.outcome in ("auto", "logprob", "mean_logprob"):
+            unit = "nats" if config.effect == "direct" else "total effect in nats"
+        signed: dict[str, Any] = {}
+        if credit.advantages is not None:
+            added = [round(value, 4) for value in credit.advantages[b, : len(ids)].tolist()]
+            signed = {"estimators": {config.estimator: {"advantages": added}}}
+        return {
+            "problem": result.problems[b],
+            "completion": result.rollouts.texts[b],
+            "reward": result.rewards[b].item(),
+            "advantage": result.advantages[b].item(),
+            "truncated": bool(result.rollouts.truncated[b]),
+            "credit": name or config.credit,
+            "drops_unit": unit,
+            "answer": None if answer is None else {"start": answer.start, "end": answer.end},
+            "spans": [
+                {
+                    "start": span.start,
+                    "end": span.end,
+                    "text": self._tokenizer.decode(ids[span.start : span.end]),
+                    "drop": drop,
+                    "weight": credit.weights[b, span.start].item(),
+                }
+                for span, drop in zip(credit.spans[b], credit.drop[b].tolist(), strict=True)
+            ],
+            "tokens": [self._tokenizer.decode([i]) for i in ids],
+            "weights": [round(w, 4) for w in credit.weights[b, : len(ids)].tolist()],
+            **signed,
+        }
+
+    def closing(self) -> None:
+        """Say by how much held-out accuracy moved, and where everything is."""
+        (_, before), (_, after) = self._evaluations[0], self._evaluations[-1]
+        seconds = time.perf_counter() - self._started
+        gain, error = paired_gain(before, after)
+        summary = {
+            "accuracy_before": before.accuracy,
+            "accuracy_after": after.accuracy,
+            "gain": gain,
+            "gain_standard_error": error,
+            "held_out_problems": len(after.correct),
+            "steps": self._config.max_steps,
+            "seconds": round(seconds, 1),
+        }
+        (self._folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        self._progress.update(self._bar, visible=False)
+        self._show_weights()
+        self.console.print(
+            f"\n[bold]Held-out accuracy {before.accuracy:.1%} -> {after.accuracy:.1%}, "
+            f"{100 * gain:+.1f} points[/bold] (standard error {100 * error:.1f}; {len(after.correct)} problems, "
+            f"greedy decoding; {seconds:.0f} s)\nCurves, metrics, samples and weights: {escape(str(self._folder))}",
+            soft_wrap=True,
+        )
+
+    def _show_weights(self) -> None:
+        """Print one sampled completion: its spans with their drops, and its token weights as colour."""
+        result = self._last
+        if result is None or not any(result.credit.spans):
+            return
+        sample = self._sample(result, max(range(len(result.problems)), key=lambda b: len(result.credit.spans[b])))
+        text = Text()
+        for token, weight in zip(sample["tokens"], sample["weights"], strict=True):
+            text.append(token, style=_weight_style(weight))
+        unit = sample["drops_unit"]
+        header = "answer log-prob drop (nats)" if unit == "nats" else f"minus {unit}"
+        table = Table("masked span", header, "weight", box=None, header_style="dim")
+        strongest = sorted(sample["spans"], key=lambda span: span["drop"])[:_ROWS_SHOWN]
+        for span in sorted(strongest, key=lambda span: span["start"]):
+            row = (
+                escape(span["text"]),
+                f"{span['drop']:.3f}" if unit == "nats" else f"{span['drop']:.3g}",
+                Text(f"{span['weight']:.2f}", _weight_style(span["weight"])),
+            )
+            table.add_row(*row)
+        self.console.print(f"\nA completion of the last step, reward {sample['reward']:g}, coloured by token weight:\n")
+        self.console.print(Padding(text, (0, 2)))
+        self.console.print(Padding(table, (0, 1)))
+
+
+def _weight_style(weight: float) -> str:
+    """Grey below 1, plain at 1, then warmer."""
+    for bound, style in ((0.99, "grey50"), (1.01, "default"), (2.0, "black on khaki1"), (3.0, "black on orange1")):
+        if weight < bound:
+            return style
+    return "white on red3"
+
+
+def paired_gain(before: Evaluation, after: Evaluation) -> tuple[float, float]:
+    """Mean and standard error of the change in correctness, problem by problem."""
+    changes = [float(b) - float(a) for a, b in zip(before.correct, after.correct, strict=True)]
+    mean = sum(changes) / len(changes)
+    variance = sum((change - mean) ** 2 for change in changes) / max(len(changes) - 1, 1)
+    return mean, math.sqrt(variance / len(changes))

@@ -1,0 +1,136 @@
+"""Counterfactual DAPO: sample, reward, compare within groups, assign credit, update.
+
+Where it stands: the program's centre. `train` sets a run up and evaluates around it; `training_step` is one
+step from top to bottom; `update` is its optimizer step.
+"""
+
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import get_scheduler, set_seed
+
+from cfa_kernels.hf.liger import fused_modules
+from cfa_kernels.hf.limits import refuse_length_dependent_rope
+from cfa_kernels.hf.model import causal_lm, context_length
+from cfa_kernels.hf.verify import noise_floor, prove_trainable
+from trainer.checkpoints import load_policy, save_policy
+from trainer.config import TrainConfig
+from trainer.data import encode_prompts, train_and_eval_rows
+from trainer.evaluate import evaluate
+from trainer.experimental.compare_and_correct import require_room
+from trainer.model import Reference
+from trainer.report.run_report import Report
+from trainer.rewards import load_reward, load_rewards
+from trainer.step import Trainer, problem_batches, training_step
+
+
+def set_up(config: TrainConfig) -> Trainer:
+    """Everything a run needs, checked before it starts.
+
+    Raises:
+        ValueError, OSError, ImportError: a setting, a row of data, a checkpoint or a reward function is not what it
+            must be; the message names it.
+        FloatingPointError: a weight of the model is not finite.
+        NotImplementedError: the model's log-probs cannot be taken or its answers not scored; the message names the
+            model and the reason.
+    """
+    _require_unused(run_folder(config))
+    rewards = load_rewards(config.reward_funcs, **config.answer_options())
+    rows, held_out = train_and_eval_rows(config)
+    set_seed(config.seed)
+    policy, tokenizer = load_policy(config)
+    limit = context_length(causal_lm(policy))
+    prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit) for part in (rows, held_out))
+    longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
+    require_supported(policy, longest)
+    if config.compare_and_correct:
+        require_room(rows, prompts, tokenizer, config, limit)
+    optimizer = torch.optim.AdamW(
+        [p for p in policy.parameters() if p.requires_grad], config.learning_rate, weight_decay=config.weight_decay
+    )
+    return Trainer(
+        config=config,
+        policy=policy,
+        tokenizer=tokenizer,
+        optimizer=optimizer,
+        scheduler=get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, config.max_steps),
+        reference=Reference(policy) if config.beta else None,
+        rewards=rewards,
+        rows=rows,
+        prompts=prompts,
+        held_out=held_out,
+        held_out_prompts=held_out_prompts,
+    )
+
+
+def require_supported(policy: nn.Module, longest: int) -> None:
+    """Raise `NotImplementedError` naming the model if what a run computes of rows of up to `longest` tokens is wrong.
+
+    Every run samples rows padded to a batch and trains on packed trees.
+    """
+    causal = causal_lm(policy)
+    refuse_length_dependent_rope(causal, longest)
+    policy.train()
+    try:
+        prove_trainable(causal)
+    finally:
+        policy.eval()
+    noise_floor(causal)  # measured here, so that no step waits for it
+
+
+def train(trainer: Trainer) -> Path:
+    """Run it all: evaluate, train, evaluate again, save. Returns the run folder.
+
+    Raises:
+        FloatingPointError: log-probs, gradients, rewards or weights cannot be trusted; the message names step and
+            samples. No model is saved then.
+    """
+    config, folder = trainer.config, run_folder(trainer.config)
+    _require_unused(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with Report(folder, config, trainer.tokenizer) as report:
+        report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out))
+
+        def evaluate_at(step: int) -> None:
+            shown = report.evaluating(step, len(trainer.held_out))
+            with fused_modules(causal_lm(trainer.policy)), shown as advance:
+                result = evaluate(
+                    trainer.policy,
+                    trainer.tokenizer,
+                    trainer.held_out,
+                    trainer.held_out_prompts,
+                    batch_size=config.eval_batch_size,
+                    max_completion_length=config.max_completion_length,
+                    match=load_reward("exact_match", **config.answer_options()),
+                    advance=advance,
+                )
+            report.evaluated(step, result)
+
+        per_step = config.generation_batch_size // config.num_generations
+        batches, step = problem_batches(len(trainer.rows), per_step, config.seed), 0
+        try:
+            evaluate_at(0)
+            for step in range(1, config.max_steps + 1):
+                report.stepped(step, training_step(trainer, step, next(batches)))
+                if step == config.max_steps or (config.eval_steps and step % config.eval_steps == 0):
+                    evaluate_at(step)
+            save_policy(trainer.policy, trainer.tokenizer, folder / ("adapter" if config.use_peft else "checkpoint"))
+        except FloatingPointError as problem:
+            raise FloatingPointError(f"step {step}, {problem}; nothing was saved") from problem
+        report.closing()
+    return folder
+
+
+def run_folder(config: TrainConfig) -> Path:
+    """Where a run leaves its files: `output_dir`, or a folder of its own under `runs`."""
+    if config.output_dir is not None:
+        return Path(config.output_dir)
+    started = time.strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{started}-{Path(config.model).name}-{config.credit}-seed{config.seed}"
+
+
+def _require_unused(folder: Path) -> None:
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"output_dir: {folder} is not empty; name another folder or remove it")
