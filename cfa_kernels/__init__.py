@@ -7,10 +7,11 @@ loss by that. The names below are the public API; everything else may change.
 from .credit.assign import Credit, counterfactual_credit, counterfactual_weights
 from .credit.config import CounterfactualConfig
 from .credit.weights import span_weights
-from .estimators.base import CreditBatch, Importances
+from .estimators.base import Importances
 from .estimators.probes import Probe
 from .losses.policy import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
 from .ops.linear_logprob import linear_logprob
+from .scoring.batch import ScoredBatch
 from .scoring.masked import CounterfactualScores, ScoringWork, score_counterfactuals
 from .scoring.training_forward import PackedLoss, packed_logprobs, packed_policy_loss
 from .span import Span
@@ -23,10 +24,10 @@ __all__ = [
     "CounterfactualConfig",
     "CounterfactualScores",
     "Credit",
-    "CreditBatch",
     "Importances",
     "PackedLoss",
     "Probe",
+    "ScoredBatch",
     "ScoringWork",
     "Span",
     "answer_text_span",

@@ -1,70 +1,56 @@
-"""trainer/cli.py."""
+"""Fill a dataclass of settings from its defaults, the model folder's file, `--config` and flags, by tyro."""
 
-import ast
+import argparse
 import difflib
-import inspect
-import itertools
-import textwrap
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, make_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
+import tyro
 import yaml
-from transformers import HfArgumentParser
 
 from trainer.config import DEFAULTS_FILE, PRESETS, model_path
+from trainer.credit_settings import OLDER_NAMES
 
-Config = TypeVar("Config")
 
-
-def parse(kind: type[Config], argv: Sequence[str], *, prog: str, description: str) -> Config:
+def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any:
     """Fill the dataclass `kind` from, in rising order: its defaults, the model folder's, `--config`, flags.
 
     Unknown settings, values of the wrong type or outside their range end the program with exit code 2 and a
     message that names them.
     """
-    # A short usage line: with sixty settings the full one would bury the error it is printed with.
-    parser = HfArgumentParser(
-        kind,  # type: ignore[arg-type]
-        prog=prog,
-        description=description,
-        allow_abbrev=False,
-        usage=f"{prog} [--setting value ...]",
+    where = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    where.add_argument("--config")
+    where.add_argument(
+        "--model", default=next((entry.default for entry in fields(kind) if entry.name == "model"), None)
+    )  # type: ignore[arg-type]
+    text = f"YAML file of settings, or one that ships with the program: {', '.join(preset_names())}. Flags win over it."
+    command = make_dataclass(
+        "Command",
+        [
+            ("settings", Annotated[kind, tyro.conf.arg(name="")]),
+            ("config", Annotated[str | None, tyro.conf.arg(help=text)], None),
+        ],
     )
-    parser.add_argument(
-        "--config",
-        default=None,
-        help="YAML file of settings, or one that ships with the program: "
-        f"{', '.join(preset_names())}. Flags win over it.",
-    )
-    texts = field_docs(kind)
-    for action in parser._actions:
-        if action.dest in texts:
-            negated = any(option.startswith("--no_") for option in action.option_strings)
-            action.help = f"Same as --{action.dest} false." if negated else texts[action.dest].replace("%", "%%")
-
-    def read(layers: dict[str, Any]) -> Any:
-        values, unknown = parser.parse_known_args([*_as_flags(layers), *argv])
-        for flag in unknown:
-            name = flag.split("=")[0]
-            close = difflib.get_close_matches(name, parser._option_string_actions, n=1)
-            parser.error(f"unknown option {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
-        return values
-
     try:
-        given = read({}).config
-        settings = _read_yaml(_config_file(given), kind) if given else {}
-        model = getattr(read(settings), "model", None)
-        if model is not None:
-            suited = Path(model_path(model)) / DEFAULTS_FILE
-            if suited.is_file():
-                settings = _read_yaml(suited, kind) | settings
-        values = vars(read(settings))
-        values.pop("config")
-        return kind(**values)
-    except (ValueError, OSError) as problem:
-        parser.error(str(problem))
+        found, _ = where.parse_known_args(argv)
+        settings = _read_yaml(_config_file(found.config), kind) if found.config else {}
+        model = settings.get("model") or found.model
+        if f"--model={found.model}" in argv or "--model" in argv:
+            model = found.model
+        if model is not None and (suited := Path(model_path(model)) / DEFAULTS_FILE).is_file():
+            settings = _read_yaml(suited, kind) | settings
+        flags = [*_as_flags(settings), *argv]
+        given = tyro.cli(
+            command, args=flags, prog=prog, description=description, use_underscores=True,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )  # fmt: skip
+    except (ValueError, OSError, yaml.YAMLError) as problem:
+        print(f"{prog}: error: {problem}", file=sys.stderr)
+        sys.exit(2)
+    return given.settings  # type: ignore[attr-defined]
 
 
 def preset_names() -> list[str]:
@@ -77,17 +63,6 @@ def _config_file(given: str) -> Path:
     return preset if given in preset_names() and not Path(given).exists() else Path(given)
 
 
-def field_docs(kind: type) -> dict[str, str]:
-    """The string under each field of a dataclass, on one line: its documentation and `--help` text."""
-    texts = {}
-    for base in [base for base in kind.__mro__ if is_dataclass(base)]:
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
-        for entry, following in itertools.pairwise(body):
-            if isinstance(entry, ast.AnnAssign) and isinstance(following, ast.Expr):
-                texts[entry.target.id] = " ".join(following.value.value.split())  # type: ignore[union-attr, attr-defined]
-    return texts
-
-
 def to_yaml(config: Any) -> str:
     """The settings of a dataclass as a YAML document that `--config` reads back."""
     return yaml.safe_dump(asdict(config), sort_keys=False)
@@ -98,18 +73,23 @@ def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: must hold settings as 'name: value', got {type(settings).__name__}")
     names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
-    for name in settings:
+    named = {}
+    for name, value in settings.items():
+        name = OLDER_NAMES.get(name, name)
         if name not in names:
             close = difflib.get_close_matches(str(name), names, n=1)
             raise ValueError(f"{path}: unknown setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
-    return settings
+        named[name] = value
+    return named
 
 
 def _as_flags(settings: dict[str, Any]) -> list[str]:
     """Settings as flags, so that types and choices are checked in one place; null and [] mean the class default."""
     flags = []
     for name, value in settings.items():
-        if isinstance(value, list):
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no_{name}")
+        elif isinstance(value, list):
             flags += [f"--{name}", *map(str, value)] if value else []
         elif value is not None:
             flags.append(f"--{name}={value}")

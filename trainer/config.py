@@ -175,7 +175,7 @@ class TrainConfig(CreditSettings, DataConfig):
             if tracker not in TRACKERS:
                 raise ValueError(f"report_to must be among {TRACKERS}, got {tracker!r}")
         for name in (
-            "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_spans",
+            "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations",
             "max_completion_length", "eval_batch_size", "lora_r", "no_advantage_patience",
         ):  # fmt: skip
             if getattr(self, name) < 1:

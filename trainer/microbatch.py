@@ -18,8 +18,8 @@ from cfa_kernels.hf.liger import runs_fused
 from cfa_kernels.hf.limits import default_token_budget
 from cfa_kernels.hf.memory import halves
 from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.verify import noise_floor
 from cfa_kernels.losses.ragged import LossBatch
+from cfa_kernels.scoring.access import TrainingForward
 from cfa_kernels.scoring.training_forward import PackedForward, packed_forward, packed_logprobs
 from trainer.config import TrainConfig
 from trainer.rollouts.sampling import Rollouts
@@ -240,19 +240,16 @@ def assign_credit(
         for row, line in zip(on_host(found), entropies, strict=True):
             line[: len(row)] = row
     credit = counterfactual_credit(
-        policy,
+        TrainingForward(forward),
         prompt_ids=rollouts.prompt_ids[part],
         prompt_mask=rollouts.prompt_mask[part],
         completion_ids=rollouts.completion_ids[part],
         completion_mask=mask[part],
         advantages=micro.advantages,
         config=config.counterfactual(),
-        score=forward.scorer() if config.masks_answers else None,
-        ask=forward.query_logprobs if config.continues_forward else None,
         groups=part // config.num_generations,
         rewards=micro.rewards,
         entropies=entropies,
-        noise=noise_floor(policy) if config.masks_answers else None,
         **options,
     )
     lengths = [len(ids) for ids in micro.completions]
@@ -284,7 +281,7 @@ def credit_of_batch(shape: torch.Size, parts: Sequence[tuple[MicroBatch, Credit]
             noise[b] = torch.zeros(len(drop[b])) if credit.noise is None else credit.noise[i]
     done = [credit.work for _, credit in parts if credit.work is not None]
     work = sum(done, ScoringWork()) if done else None
-    return Credit(weights, answers, spans, drop, base, None, work, advantages, added, noise)
+    return Credit(weights, answers, spans, drop, base, work, advantages, added, noise)
 
 
 # Nats by which rounding moves logits between sampling token by token and one forward over whole rows, on average;

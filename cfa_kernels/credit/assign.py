@@ -4,36 +4,23 @@
 matter, an estimator of their importance (`estimators.py`), a reshaping to weights (`reshaping.py`).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from ..estimators.base import CreditBatch, Importances
+from ..estimators.base import ANSWER, Importances, as_numbers
 from ..estimators.probes import Probe, length_without_eos, with_probes
-from ..estimators.registry import as_numbers, masking
-from ..hf.verify import FLOAT32_NOISE, noise_floor
-from ..scoring.masked import CounterfactualScores, ScoringWork, query_logprobs, score_counterfactuals
-from ..scoring.outcomes import DIVERGENCES, rounding
+from ..scoring.access import CAPABILITIES, MODEL, ModelAccess, as_access
+from ..scoring.batch import ScoredBatch
+from ..scoring.masked import ScoringWork
+from ..scoring.outcomes import rounding
 from ..span import Span
 from ..text.find import Reasoning, find_reasoning
 from .config import CounterfactualConfig
-from .weights import (
-    Reshape,
-    bilevel_weights,
-    identity_weights,
-    normalized_weights,
-    random_weights,
-    range_weights,
-    spread_over_tokens,
-    top_threshold,
-    top_weights,
-)
-
-_EQUAL = 1e-6
-"""Importances under "range" that are not in nats count as equal where they lie no further apart."""
+from .weights import Judged, Range, normalized_weights, random_weights, spread_over_tokens
 
 
 @dataclass(frozen=True)
@@ -47,7 +34,6 @@ class Credit:
         drop: B tensors (K_b,) fp32 on the CPU, minus the importance of each unit; of masking, as the answer's
             log-prob changes, in nats; minus the total effects where those were asked for.
         base: (B,) fp32 on the CPU, log P(answer), nats; nan where it was not scored.
-        logprobs: (B, T) fp32 log-probs of the completion tokens, 0 on padding, if asked for.
         work: what the estimator fed; None where it fed nothing.
         advantages: (B, T) fp32, what to train on in place of `advantages`, where the estimator's values are signed;
             else None.
@@ -60,7 +46,6 @@ class Credit:
     spans: list[list[Span]]
     drop: list[Tensor]
     base: Tensor
-    logprobs: Tensor | None
     work: ScoringWork | None
     advantages: Tensor | None = None
     added: Tensor | None = None
@@ -125,8 +110,27 @@ def counterfactual_weights(
     return credit.weights
 
 
+class Known(TypedDict, total=False):
+    """What else may be known of a batch; an estimator says by its `needs` what it reads."""
+
+    groups: Tensor | None
+    """(B,) int64, equal for completions that are compared with each other; by default those of equal prompts."""
+    rewards: Tensor | Sequence[float] | None
+    """(B,) float, or a list of B numbers, for estimators that compare the completions of a group."""
+    entropies: Tensor | None
+    """(B, T) of each sampled token's distribution, nats, for `entropy`."""
+    external: Sequence[Tensor | Sequence[float]] | None
+    """B tensors or lists with a number for each unit or each token of the completion, for `external`."""
+    probes: Sequence[Probe | None] | None
+    """For each completion tokens that ask it for an answer, or None: they are put behind it, their target is scored in
+    place of its own answer, and nothing is trained on them. Gives units to completions without one."""
+    targets: Sequence[Tensor | None] | None
+    """For each completion 1-D int64 tokens that are scored in place of its own answer, or None: of a wrong completion,
+    say, those of the right answer. Needs an answer whose place they take."""
+
+
 def counterfactual_credit(
-    model: nn.Module,
+    model: nn.Module | ModelAccess,
     tokenizer: Any,
     prompt_ids: Tensor,
     prompt_mask: Tensor,
@@ -136,22 +140,14 @@ def counterfactual_credit(
     advantages: Tensor | None = None,
     config: CounterfactualConfig | None = None,
     generator: torch.Generator | None = None,
-    logprobs: bool = False,
-    temperature: float = 1.0,
-    score: Callable[..., CounterfactualScores] | None = None,
-    ask: Callable[..., tuple[list[list[Tensor]], ScoringWork]] | None = None,
-    groups: Tensor | None = None,
-    rewards: Tensor | Sequence[float] | None = None,
-    entropies: Tensor | None = None,
-    external: Sequence[Tensor | Sequence[float]] | None = None,
-    probes: Sequence[Probe | None] | None = None,
-    targets: Sequence[Tensor | None] | None = None,
     noise: float | None = None,
+    **known: Unpack[Known],
 ) -> Credit:
     """Find answers and units, judge them, and weigh every token of a batch laid out as TRL does.
 
     Args:
-        model: as in `score_counterfactuals`; estimators that compare completions alone do not look at it.
+        model: as in `score_counterfactuals`, or how it may be asked otherwise: `TrainingForward`, `LogprobService`.
+            Estimators that only compare completions do not look at it.
         tokenizer: the one that sampled the ids.
         prompt_ids, prompt_mask: (B, P), left-padded; the mask is 1 on real tokens.
         completion_ids, completion_mask: (B, T), right-padded. A row masked out altogether (a truncated completion,
@@ -159,24 +155,11 @@ def counterfactual_credit(
         advantages: (B,) or (B, T). Rows that are zero throughout contribute nothing to the loss, so they are not
             judged and weigh 1. Needed where the estimator's values are signed.
         config: default `CounterfactualConfig()`.
-        generator: source of the random mode and of what an estimator draws, on the CPU.
-        logprobs: also return the log-prob of every completion token of every row; with masking from the same forwards.
-        temperature: divides the logits of those log-probs (not of the answer scores).
-        score: called in place of `score_counterfactuals`, with its arguments; for a host whose
-            model lies in other processes (`model` is then only handed on).
-        ask: called in place of `query_logprobs`, with its arguments, by estimators that read more than answers: that of
-            a `PackedForward` which has fed the completions already.
-        groups: (B,) int64, equal for completions that are compared with each other; default: equal prompts.
-        rewards: (B,) float, or a list of B numbers, for estimators that compare the completions of a group.
-        entropies: (B, T) of each sampled token's distribution, nats, for `entropy`.
-        external: B tensors or lists with a number for each unit or each token of the completion, for `external`.
-        probes: for each completion tokens that ask it for an answer, or None: they are put behind it, their target is
-            scored in place of its own answer, and nothing is trained on them. Gives units to completions without one.
-        targets: for each completion 1-D int64 tokens that are scored in the place of its own answer, or None: of a
-            wrong completion, say, those of the right answer. Needs an answer whose place they take.
-        noise: nats per answer token by which rounding moves the scores. Importances of a completion that lie no further
-            apart count as equal, and a drop within it is no distractor's. Default: `noise_floor(model)`, or
-            `FLOAT32_NOISE` where `score` scores in the model's place.
+        generator: source of the random control and of what an estimator draws, on the CPU.
+        noise: nats per answer token by which rounding moves the scores. Importances of a completion that are no further
+            apart count as equal, and a drop within it is not a distractor's. By default that of `model`, measured once.
+        **known: what else is known of the completions, of `Known`: `groups` (B,), `rewards` (B,), `entropies` (B, T),
+            `external`, `probes`, `targets` (B tensors or None each).
 
     Returns:
         `Credit`; `weights` and `advantages` on completion_ids' device.
@@ -185,127 +168,294 @@ def counterfactual_credit(
         ValueError: shapes or masks that are not as described, an empty prompt; an estimator that lacks what it reads,
             or gives values of the wrong number or that are not finite; advantages that are not finite where signed
             values are added; names the row.
+        NotImplementedError: an estimator that asks the model for what it cannot be asked for here.
         Also whatever the estimator raises.
     """
-    config = config or CounterfactualConfig()
-    kind = config.kind
-    prompts = _unpad("prompt", prompt_ids, prompt_mask, left=True)
-    completions = _unpad("completion", completion_ids, completion_mask, left=False)
-    batch = len(prompts)
-    if len(completions) != batch:
-        raise ValueError(f"completion_ids has {len(completions)} rows, prompt_ids has {batch}")
-    _check_columns(
-        completion_ids, groups=groups, rewards=rewards, entropies=entropies, external=external, probes=probes,
-        targets=targets,
-    )  # fmt: skip
-    if rewards is not None:
-        rewards = as_numbers(rewards, "rewards", f"{batch} completions")
-    real = [b for b in range(batch) if len(completions[b])]
-    credited = [b for b in _rows_with_advantage(advantages, completion_ids) if len(completions[b])]
-    lengths = {b: len(completions[b]) for b in credited}
-    if kind.signed and advantages is not None:
-        _check_finite(advantages, lengths)
-    probed = {b for b in credited if probes is not None and probes[b] is not None}
-    found = _find_units(config, tokenizer, {b: completions[b].tolist() for b in credited}, probed)
-    judged = [b for b in credited if found[b].spans]
-    scorer = _Scorer(score or score_counterfactuals, temperature)
-    silent = _ids_that_say_nothing(tokenizer)
-    elsewhere = model is None  # a host's scorer asks it
-    own = torch.clone if callable(config.estimator) else lambda tensor: tensor  # it may write to what it is given
+    config, access = config or CounterfactualConfig(), as_access(model)
+    given = _Given.of(prompt_ids, prompt_mask, completion_ids, completion_mask, advantages, known)
+    found = _find_units(config, tokenizer, given)
+    judged = _judge(config, access, tokenizer, given, found, generator, noise)
+    weights, added = _weigh(config, given, found, judged, generator)
+    return _credit(config, given, found, judged, weights, added)
 
-    def laid_out(rows: Sequence[int]) -> CreditBatch:
-        asked = [
-            _scored_as(
-                completions[b], found.get(b, Reasoning(None, 0, [])), probes[b] if probes and b in probed else None,
-                targets[b] if targets else None, b, silent,
-            )
-            for b in rows
-        ]  # fmt: skip
-        return CreditBatch(
-            prompts=[own(prompts[b]) for b in rows],
-            completions=[own(completion) for completion, _ in asked],
-            lengths=[len(completions[b]) for b in rows],
-            units=[row.spans[:] for _, row in asked],
-            answers=[row.answer if row.spans else None for _, row in asked],
-            reasoning_ends=[row.end for _, row in asked],
-            placeholder_id=_placeholder(config, tokenizer) if kind.needs_answer else None,
-            token_budget=config.token_budget,
-            generator=generator,
-            groups=(_equal_prompts(prompts) if groups is None else groups.cpu())[list(rows)],
-            rewards=None if rewards is None else rewards.detach().cpu()[list(rows)],
-            correct_threshold=config.correct_threshold,
-            ignored_ids=silent,
-            advantages=None if advantages is None else advantages.detach().cpu()[list(rows)],
-            entropies=None if entropies is None else [own(entropies[b, : len(completions[b])]) for b in rows],
-            external=None if external is None else [external[b] for b in rows],
-            score=scorer,
-            ask=ask or query_logprobs,
-            elsewhere=elsewhere,
+
+@dataclass(frozen=True)
+class _Given:
+    """The batch without padding, on the host."""
+
+    prompts: list[Tensor]
+    completions: list[Tensor]
+    padded: Tensor  # (B, T) completion_ids, for shape and device
+    advantages: Tensor | None
+    known: Known
+    credited: list[int]  # rows with an advantage and tokens
+
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+        advantages: Tensor | None,
+        known: Known,
+    ) -> "_Given":
+        """Check shapes and take padding off."""
+        prompts = unpad("prompt", prompt_ids, prompt_mask, left=True)
+        completions = unpad("completion", completion_ids, completion_mask, left=False)
+        if len(completions) != len(prompts):
+            raise ValueError(f"completion_ids has {len(completions)} rows, prompt_ids has {len(prompts)}")
+        if unknown := set(known) - set(Known.__annotations__):
+            raise TypeError(f"counterfactual_credit takes no {sorted(unknown)[0]!r}; see `Known` for what it takes")
+        _check_columns(completion_ids, **known)
+        if (rewards := known.get("rewards")) is not None:
+            known = {**known, "rewards": as_numbers(rewards, "rewards", f"{len(prompts)} completions")}
+        credited = [b for b in _rows_with_advantage(advantages, completion_ids) if len(completions[b])]
+        return cls(prompts, completions, completion_ids, advantages, known, credited)
+
+    @property
+    def probed(self) -> set[int]:
+        """Credited rows with a probe."""
+        probes = self.known.get("probes")
+        return {b for b in self.credited if probes is not None and probes[b] is not None}
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """What an estimator found, by row of the padded batch."""
+
+    values: dict[int, Tensor]  # (K,) importances
+    roundings: dict[int, "_Rounding"]
+    importances: Importances  # in the batch's order
+    numbers: list[int]
+
+
+class _Rounding(NamedTuple):
+    """Nats that a completion's importances may be off by rounding."""
+
+    drops: Tensor  # (K,) of each
+    spread: float = 0.0  # of the largest less the smallest
+
+
+def _judge(
+    config: CounterfactualConfig,
+    access: ModelAccess,
+    tokenizer: Any,
+    given: _Given,
+    found: Mapping[int, Reasoning],
+    generator: torch.Generator | None,
+    noise: float | None,
+) -> _Judged:
+    """The importances of the units that were found."""
+    if not config.runs_estimator or not any(found[b].spans for b in given.credited):
+        return _Judged({}, {}, Importances([]), [])
+    if missing := sorted(config.estimator.needs & set(CAPABILITIES) - access.capabilities):
+        raise NotImplementedError(
+            f"estimator={config.estimator.name!r} needs {CAPABILITIES[missing[0]]}, and the model is asked through "
+            f"{type(access).__name__}"
         )
+    if config.compares:
+        rows = [b for b, completion in enumerate(given.completions) if len(completion)]
+    else:
+        rows = [b for b in given.credited if found[b].spans]
+    batch = _scored_batch(config, access, tokenizer, given, found, rows, generator)
+    units, answers = [found[b].spans if b in found else [] for b in batch.numbers], batch.answers
+    importances = _checked(config.estimator(access, batch), units, batch.numbers)
+    roundings = _roundings(importances, answers, lambda: access.noise if noise is None else noise)
+    by_row = dict(zip(batch.numbers, importances.values, strict=True))
+    return _Judged(by_row, dict(zip(batch.numbers, roundings, strict=True)), importances, batch.numbers)
 
-    importances, rows, answers = Importances([]), list[int](), list[Span | None]()
-    if judged and (config.mode in ("counterfactual", "inverted") or kind.needs_siblings):
-        # Where a probe lies behind a completion, its own log-probs take a forward of their own.
-        scorer.wants_logprobs = logprobs and kind.run is masking and config.exact and not (probed or targets)
-        rows = real if scorer.wants_logprobs or kind.needs_siblings else judged
-        given = laid_out(rows)
-        answers = given.answers[:]
-        options = {name: getattr(config, name) for name in kind.options if getattr(config, name) is not None}
-        importances = _checked(
-            kind.run(model, given, **options), [found[b].spans if b in found else [] for b in rows], rows
+
+def _roundings(
+    importances: Importances, answers: Sequence[Span | None], noise_of_token: Callable[[], float]
+) -> list[_Rounding]:
+    """What rounding does to each row's importances where they are changes of an answer's log-prob; else nothing."""
+    found = []
+    for i, (values, answer) in enumerate(zip(importances.values, answers, strict=True)):
+        if not len(values) or answer is None or importances.change_of is None:
+            found.append(_Rounding(torch.zeros(len(values))))
+            continue
+        tokens = answer.end - answer.start
+        scale = tokens if importances.change_of == "mean_logprob" else 1
+        if importances.base is not None:
+            base = importances.base[i].float().cpu() * scale
+            errors = rounding(torch.cat([base[None], base - values * scale]), tokens, noise_of_token()) / scale
+        else:  # of a probability by the mean over the answer's tokens
+            errors = torch.full((1 + len(values),), noise_of_token() / tokens**0.5)
+        first, last = errors[1 + int(values.argmax())], errors[1 + int(values.argmin())]
+        found.append(_Rounding(torch.hypot(errors[:1], errors[1:]), float(torch.hypot(first, last))))
+    return found
+
+
+def _scored_batch(
+    config: CounterfactualConfig,
+    access: ModelAccess,
+    tokenizer: Any,
+    given: _Given,
+    found: Mapping[int, Reasoning],
+    rows: Sequence[int],
+    generator: torch.Generator | None,
+) -> ScoredBatch:
+    """What the estimator is given of `rows`, in packing order."""
+    special, probed, known = special_ids(tokenizer), given.probed, given.known
+    asked = {
+        b: _scored_as(
+            given.completions[b], found.get(b, Reasoning(None, 0, [])), (known.get("probes") or {b: None})[b]
+            if b in probed else None, (known.get("targets") or {b: None})[b], b, special,
         )
-    if logprobs and real and scorer.logprobs is None:
-        scorer.wants_logprobs = True
-        scorer(
-            model, [prompts[b] for b in real], [completions[b] for b in real], [[] for _ in real],
-            [None for _ in real], placeholder_id=_placeholder(config, tokenizer), token_budget=config.token_budget,
-        )  # fmt: skip
-    values = dict(zip(rows, importances.values, strict=True))
-
-    def noise_of_token() -> float:
-        if noise is not None:
-            return noise
-        return FLOAT32_NOISE if elsewhere or score is not None else noise_floor(model)
-
-    rounded = dict(zip(rows, _roundings(config, importances, answers, noise_of_token), strict=True))
-    weights = torch.ones(completion_ids.shape, dtype=torch.float32)
-    signed = added = None
-    if importances.signed:
-        added = _added(config, completion_ids.shape, values, found, generator)
-        signed = _with_added(config, advantages, added, lengths)
-    elif config.mode != "uniform":
-        for b, row in _reshaped(config, values, found, lengths, rounded, generator).items():
-            weights[b, : lengths[b]] = row
-    scores = importances.scores
-    base = torch.full((batch,), float("nan"))
-    if scores is not None:
-        base[rows] = scores.base.float().cpu()
-    return Credit(
-        weights=weights.to(completion_ids.device),
-        answers=[found[b].answer if b in found else None for b in range(batch)],
-        spans=[found[b].spans if b in found else [] for b in range(batch)],
-        drop=[-values[b] if b in values else torch.zeros(0) for b in range(batch)],
-        base=base,
-        logprobs=_padded_logprobs(scorer.logprobs, real, completion_ids) if logprobs else None,
-        work=importances.work or scorer.work,
-        advantages=signed,
-        added=added,
-        noise=[rounded[b].drops if b in rounded else torch.zeros(0) for b in range(batch)],
+        for b in rows
+    }  # fmt: skip
+    batch = ScoredBatch.of(
+        access.model if MODEL in access.capabilities and config.needs & set(CAPABILITIES) else None,
+        [given.prompts[b] for b in rows],
+        [asked[b][0] for b in rows],
+        [asked[b][1].spans for b in rows],
+        [asked[b][1].answer if asked[b][1].spans else None for b in rows],
+        placeholder_id=_placeholder(config, tokenizer) if ANSWER in config.estimator.needs else None,
+        token_budget=config.token_budget,
+        numbers=rows,
+        apart=ANSWER in config.estimator.needs,
+    )
+    order = batch.numbers
+    groups = known.get("groups")
+    rewards, entropies, external = known.get("rewards"), known.get("entropies"), known.get("external")
+    return replace(
+        batch,
+        lengths=[len(given.completions[b]) for b in batch.numbers],
+        reasoning_ends=[asked[b][1].end for b in batch.numbers],
+        generator=generator,
+        groups=(_equal_prompts(given.prompts) if groups is None else groups.cpu())[order],
+        rewards=None if rewards is None else rewards[order],  # type: ignore[call-overload]
+        advantages=None if given.advantages is None else given.advantages.detach().cpu()[order],
+        entropies=None
+        if entropies is None
+        else [entropies[b, : len(given.completions[b])].clone() for b in batch.numbers],
+        external=None if external is None else [external[b] for b in batch.numbers],
+        special_ids=special,
     )
 
 
-class _Scorer:
-    """`score`, asked for the log-probs of whole completions on the way where they are wanted."""
+def _weigh(
+    config: CounterfactualConfig,
+    given: _Given,
+    found: Mapping[int, Reasoning],
+    judged: _Judged,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The weights (B, T), and where importances are signed what they add to the advantages (B, T)."""
+    weights = torch.ones(given.padded.shape, dtype=torch.float32)
+    if judged.importances.signed:
+        return weights, _added(config, given, judged.values, found, generator)
+    rule = config.weights
+    if config.control == "off" or rule is None:
+        return weights, None
+    lengths = {b: len(given.completions[b]) for b in found}
+    if config.control == "random" and isinstance(rule, Range):
+        rows = [random_weights(row.answer, lengths[b], generator=generator, **rule.limits) for b, row in found.items()]
+    else:
+        values, roundings = judged.values, judged.roundings
+        if config.control == "random":
+            values, roundings = {b: torch.rand(len(row.spans), generator=generator) for b, row in found.items()}, {}
+        asked = [
+            Judged(
+                values.get(b, torch.zeros(0)), row.spans if b in values else [], row.answer, lengths[b],
+                roundings[b].spread if b in roundings else 0.0,
+            )
+            for b, row in found.items()
+        ]  # fmt: skip
+        rows = rule(asked, inverted=config.control == "inverted")
+    for b, row in zip(found, rows, strict=True):
+        weights[b, : lengths[b]] = normalized_weights(row, config.normalize) if row.any() else row
+    return weights, None
 
-    def __init__(self, score: Callable[..., CounterfactualScores], temperature: float) -> None:
-        self.score, self.temperature, self.wants_logprobs = score, temperature, False
-        self.logprobs: list[Tensor] | None = None
-        self.work: ScoringWork | None = None
 
-    def __call__(self, *args: Any, **options: Any) -> CounterfactualScores:
-        scores = self.score(*args, logprobs=self.wants_logprobs, temperature=self.temperature, **options)
-        self.logprobs, self.work = scores.logprobs, scores.work
-        return scores
+def _added(
+    config: CounterfactualConfig,
+    given: _Given,
+    values: Mapping[int, Tensor],
+    found: Mapping[int, Reasoning],
+    generator: torch.Generator | None,
+) -> Tensor:
+    """(B, T) fp32 signed values of each unit, for its tokens; 0 on others."""
+    added = torch.zeros(given.padded.shape)
+    for b, row in found.items():
+        line = values[b]
+        if config.control == "inverted":
+            line = -line
+        elif config.control == "random":
+            line = line[torch.randperm(len(line), generator=generator)]
+        tokens = spread_over_tokens(line, row.spans, given.padded.shape[1])
+        added[b] = torch.where(tokens.isnan(), 0.0, tokens)
+    return added
+
+
+def _credit(
+    config: CounterfactualConfig,
+    given: _Given,
+    found: Mapping[int, Reasoning],
+    judged: _Judged,
+    weights: Tensor,
+    added: Tensor | None,
+) -> Credit:
+    """Everything in the order of the padded batch."""
+    rows, none = range(len(given.prompts)), torch.zeros(0)
+    base = torch.full((len(given.prompts),), float("nan"))
+    if judged.importances.base is not None:
+        base[judged.numbers] = judged.importances.base.float().cpu()
+    signed = None
+    if added is not None:
+        if given.advantages is None:
+            raise ValueError(f"advantages must be given: estimator={config.estimator.name!r} adds to them, got None")
+        own = given.advantages.detach().float()
+        _check_finite(own, {b: len(given.completions[b]) for b in given.credited})
+        signed = (own[:, None] if own.ndim == 1 else own) + added.to(own.device)
+    return Credit(
+        weights=weights.to(given.padded.device),
+        answers=[found[b].answer if b in found else None for b in rows],
+        spans=[found[b].spans if b in found else [] for b in rows],
+        drop=[-judged.values[b] if b in judged.values else none for b in rows],
+        base=base,
+        work=judged.importances.work,
+        advantages=signed,
+        added=added,
+        noise=[judged.roundings[b].drops if b in judged.roundings else none for b in rows],
+    )
+
+
+def _check_finite(advantages: Tensor, lengths: Mapping[int, int]) -> None:
+    """Raise `ValueError` naming row, token and value of an advantage that is not finite; padding is not looked at."""
+    for b, length in lengths.items():
+        row = advantages[b].reshape(-1)[:length]
+        if (bad := (~torch.isfinite(row)).nonzero()).numel():
+            token = f", token {int(bad[0])}" if advantages.ndim == 2 else ""
+            raise ValueError(f"advantages row {b}{token}: must be finite, got {row[int(bad[0])].item()}")
+
+
+def _find_units(config: CounterfactualConfig, tokenizer: Any, given: _Given) -> dict[int, Reasoning]:
+    """Answer, end of the reasoning and units of credited rows by number; no more than control and estimator need.
+
+    Rows with a probe have units without an answer too.
+    """
+    ids, probed = {b: given.completions[b].tolist() for b in given.credited}, given.probed
+    if config.control == "off":
+        return {b: Reasoning(None, len(row), []) for b, row in ids.items()}
+    needs_answer = ANSWER in config.estimator.needs
+    drawn = config.draws_by_token
+    tokens = config.units == "tokens"
+    found = find_reasoning(
+        ids, tokenizer, detector=None if tokens or drawn else config.spans.detector,
+        max_spans=config.spans.max_spans, selection=config.spans.selection,
+        unanswered=not needs_answer or bool(probed), answer_format=config.answers.answer_format,
+        answer_fallback=config.answers.answer_fallback,
+    )  # fmt: skip
+    asks = {b for b, row in found.items() if row.answer or b in probed or not needs_answer}
+    if not tokens or drawn:
+        return {b: row if b in asks else row._replace(spans=[]) for b, row in found.items()}
+    special = special_ids(tokenizer)
+    judged = dict.fromkeys(found, 0)  # tokens of each row
+    for b in asks:
+        judged[b] = len(ids[b]) if not needs_answer else min(found[b].end, length_without_eos(ids[b], special))
+    return {b: row._replace(spans=[Span(t, t + 1) for t in range(judged[b])]) for b, row in found.items()}
 
 
 def _scored_as(
@@ -335,160 +485,6 @@ def _scored_as(
     return other, found._replace(answer=Span(start, start + len(target)))
 
 
-def _find_units(
-    config: CounterfactualConfig, tokenizer: Any, ids: Mapping[int, list[int]], probed: Collection[int]
-) -> dict[int, Reasoning]:
-    """Answer, end of the reasoning and units of completions by row number; no more than the mode and estimator need.
-
-    Rows that are `probed` have units without an answer too.
-    """
-    if config.mode == "uniform":
-        return {b: Reasoning(None, len(row), []) for b, row in ids.items()}
-    kind = config.kind
-    tokens = (config.units or kind.units) == "tokens"
-    found = find_reasoning(
-        ids, tokenizer, detector=None if tokens or _drawn_by_token(config) else config.detector,
-        max_spans=config.max_spans, selection=config.selection, unanswered=not kind.needs_answer or bool(probed),
-        answer_format=config.answer_format, answer_fallback=config.answer_fallback,
-    )  # fmt: skip
-    asks = {b for b, row in found.items() if row.answer or b in probed or not kind.needs_answer}
-    if not tokens or _drawn_by_token(config):
-        return {b: row if b in asks else row._replace(spans=[]) for b, row in found.items()}
-    silent = _ids_that_say_nothing(tokenizer)
-    judged = dict.fromkeys(found, 0)  # tokens of each row
-    for b in asks:
-        judged[b] = len(ids[b]) if not kind.needs_answer else min(found[b].end, length_without_eos(ids[b], silent))
-    return {b: row._replace(spans=[Span(t, t + 1) for t in range(judged[b])]) for b, row in found.items()}
-
-
-def _drawn_by_token(config: CounterfactualConfig) -> bool:
-    """Whether weights are drawn as the CF paper draws them, which needs no units."""
-    return config.mode == "random" and _reshaping(config) == "range" and not config.kind.needs_siblings
-
-
-def _reshaping(config: CounterfactualConfig) -> str | Reshape:
-    return config.reshape or config.kind.reshape
-
-
-def _reshaped(
-    config: CounterfactualConfig,
-    values: Mapping[int, Tensor],
-    found: Mapping[int, Reasoning],
-    lengths: Mapping[int, int],
-    rounded: Mapping[int, "_Rounding"],
-    generator: torch.Generator | None,
-) -> dict[int, Tensor]:
-    """The weights of each credited row, (length,) fp32."""
-    how, inverted = _reshaping(config), config.mode == "inverted"
-    limits: dict[str, Any] = {"w_min": config.w_min, "w_max": config.w_max, "w_answer": config.w_answer}
-    if config.mode == "random" and how != "range":
-        values = {b: torch.rand(len(row.spans), generator=generator) for b, row in found.items()}
-    values = {b: values.get(b, torch.zeros(0)) for b in found}
-    units = {b: row.spans if len(values[b]) else [] for b, row in found.items()}
-    rows = list(found)
-    threshold = top_threshold(
-        [values[b] for b in rows], [units[b] for b in rows], [lengths[b] for b in rows], config.fraction
-    )
-    weights = {}
-    for b, row in found.items():
-        place = (values[b], units[b], row.answer, lengths[b])
-        spread = rounded[b].spread if b in rounded and config.mode != "random" else 0.0
-        if how == "range" and config.mode == "random":
-            line = random_weights(row.answer, lengths[b], generator=generator, **limits)
-        elif how == "range":
-            line = range_weights(*place, noise=spread or _EQUAL, inverted=inverted, **limits)
-        elif how == "bilevel":
-            line = bilevel_weights(
-                *place, tau=config.tau, boost=config.boost, floor=config.floor, noise=spread, inverted=inverted
-            )
-        elif how == "top":
-            line = top_weights(*place, threshold=threshold, inverted=inverted)
-        else:
-            reshape = identity_weights if how == "identity" else how
-            assert callable(reshape)
-            line = _checked_weights(reshape(_turned(values[b]) if inverted else values[b], *place[1:]), b, lengths[b])
-        weights[b] = normalized_weights(line, config.normalize) if line.any() else line
-    return weights
-
-
-def _turned(values: Tensor) -> Tensor:
-    """The same range of values with the order reversed."""
-    return values.max() + values.min() - values if len(values) else values
-
-
-def _check_finite(advantages: Tensor, lengths: Mapping[int, int]) -> None:
-    """Raise `ValueError` naming row, token and value of an advantage that is not finite; padding is not looked at."""
-    for b, length in lengths.items():
-        row = advantages[b].reshape(-1)[:length]
-        if (bad := (~torch.isfinite(row)).nonzero()).numel():
-            token = f", token {int(bad[0])}" if advantages.ndim == 2 else ""
-            raise ValueError(f"advantages row {b}{token}: must be finite, got {row[int(bad[0])].item()}")
-
-
-class _Rounding(NamedTuple):
-    """Nats that a completion's importances may be off by rounding."""
-
-    drops: Tensor  # (K,) of each
-    spread: float = 0.0  # of the largest less the smallest
-
-
-def _roundings(
-    config: CounterfactualConfig,
-    importances: Importances,
-    answers: Sequence[Span | None],
-    noise_of_token: Callable[[], float],
-) -> list[_Rounding]:
-    """That of each row, where importances are differences of an answer's log-probs; 0 where they are not."""
-    scores, mean = importances.scores, config.outcome == "mean_logprob"
-    in_nats = scores is not None and config.outcome not in DIVERGENCES
-    found = []
-    for i, (values, answer) in enumerate(zip(importances.values, answers, strict=True)):
-        if not len(values) or answer is None or not (in_nats or config.estimator == "prefix_gain"):
-            found.append(_Rounding(torch.zeros(len(values))))
-            continue
-        tokens = answer.end - answer.start
-        scale = tokens if mean else 1
-        if in_nats and scores is not None:
-            base = scores.base[i].float().cpu() * scale
-            errors = rounding(torch.cat([base[None], base - values * scale]), tokens, noise_of_token()) / scale
-        else:  # of a probability by the mean over the answer's tokens
-            errors = torch.full((1 + len(values),), noise_of_token() / tokens**0.5)
-        first, last = errors[1 + int(values.argmax())], errors[1 + int(values.argmin())]
-        found.append(_Rounding(torch.hypot(errors[:1], errors[1:]), float(torch.hypot(first, last))))
-    return found
-
-
-def _added(
-    config: CounterfactualConfig,
-    shape: torch.Size,
-    values: Mapping[int, Tensor],
-    found: Mapping[int, Reasoning],
-    generator: torch.Generator | None,
-) -> Tensor:
-    """(B, T) fp32 signed values of each unit, for its tokens; 0 on others."""
-    added = torch.zeros(shape)
-    for b, row in found.items():
-        line = values[b]
-        if config.mode == "inverted":
-            line = -line
-        elif config.mode == "random":
-            line = line[torch.randperm(len(line), generator=generator)]
-        tokens = spread_over_tokens(line, row.spans, shape[1])
-        added[b] = torch.where(tokens.isnan(), 0.0, tokens)
-    return added
-
-
-def _with_added(
-    config: CounterfactualConfig, advantages: Tensor | None, added: Tensor, lengths: Mapping[int, int]
-) -> Tensor:
-    """(B, T) fp32 advantages with `added`; raises `ValueError` naming row and value where one is not finite."""
-    if advantages is None:
-        raise ValueError(f"advantages must be given: estimator={config.estimator!r} adds to them, got None")
-    own = advantages.detach().float()
-    _check_finite(own, lengths)
-    return (own[:, None] if own.ndim == 1 else own) + added.to(own.device)
-
-
 def _checked(given: Any, units: Sequence[Sequence[Span]], rows: Sequence[int]) -> Importances:
     """What an estimator gave, or a caller's rows of numbers; raises `ValueError` naming row, unit and value."""
     found = given if isinstance(given, Importances) else Importances(given)
@@ -511,38 +507,19 @@ def _checked(given: Any, units: Sequence[Sequence[Span]], rows: Sequence[int]) -
     return replace(found, values=values)
 
 
-def _checked_weights(given: Any, b: int, length: int) -> Tensor:
-    """What a caller's reshaping gave for row `b`; raises `ValueError` naming token and value."""
-    weights = as_numbers(given, f"reshape, row {b}", f"{length} tokens")
-    if weights.shape != (length,):
-        raise ValueError(f"reshape, row {b}: gave shape {tuple(weights.shape)} for {length} tokens")
-    if (bad := (~(torch.isfinite(weights) & (weights >= 0))).nonzero()).numel():
-        t = int(bad[0])
-        raise ValueError(f"reshape, row {b}, token {t}: must be finite and not negative, got {weights[t].item()}")
-    return weights
-
-
-def _padded_logprobs(logprobs: Sequence[Tensor] | None, rows: Sequence[int], completion_ids: Tensor) -> Tensor | None:
-    if logprobs is None:
-        return None
-    padded = torch.zeros(completion_ids.shape, dtype=torch.float32)
-    for b, row in zip(rows, logprobs, strict=True):
-        padded[b, : len(row)] = row
-    return padded.to(completion_ids.device)
-
-
 def _equal_prompts(prompts: Sequence[Tensor]) -> Tensor:
     """(B,) int64, the same for rows with the same prompt."""
     numbers: dict[tuple[int, ...], int] = {}
     return torch.tensor([numbers.setdefault(tuple(row.tolist()), len(numbers)) for row in prompts])
 
 
-def _ids_that_say_nothing(tokenizer: Any) -> tuple[int, ...]:
+def special_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that say nothing of a completion: those that end a text and fill a batch."""
     ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
     return tuple(token for token in ids if token is not None)
 
 
-def _check_columns(completion_ids: Tensor, **columns: Tensor | Sequence[Any] | None) -> None:
+def _check_columns(completion_ids: Tensor, **columns: Any) -> None:
     batch = len(completion_ids)
     for name, column in columns.items():
         if column is None:
@@ -555,7 +532,7 @@ def _check_columns(completion_ids: Tensor, **columns: Tensor | Sequence[Any] | N
             raise ValueError(f"{name} has {len(column)} rows, completion_ids has {batch}")
 
 
-def _unpad(name: str, ids: Tensor, mask: Tensor, *, left: bool) -> list[Tensor]:
+def unpad(name: str, ids: Tensor, mask: Tensor, *, left: bool) -> list[Tensor]:
     """The real tokens of each row, as views on the host; one copy for the whole batch."""
     if ids.ndim != 2 or mask.shape != ids.shape:
         raise ValueError(
@@ -588,7 +565,7 @@ def _rows_with_advantage(advantages: Tensor | None, completion_ids: Tensor) -> l
 
 
 def _placeholder(config: CounterfactualConfig, tokenizer: Any) -> int:
-    for token in (config.placeholder_id, tokenizer.pad_token_id, tokenizer.eos_token_id):
+    for token in (getattr(config.estimator, "placeholder_id", None), tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
             return token
     raise ValueError("placeholder_id: the tokenizer has neither a pad nor an end-of-text token; name one")

@@ -1,175 +1,280 @@
-"""How credit is assigned, as one object: the estimator, the units, what is watched, and the way to weights."""
+"""Say how credit is assigned, in parts that cannot contradict each other.
 
-from dataclasses import dataclass
-from numbers import Real
+The parts are dataclasses: an estimator with its options, a rule for weights, rules for spans and for answers. A part's
+fields are declared once, there; flags, YAML, hosts and `docs/credit.md` take them from it by their flat names.
+"""
 
-from ..estimators.base import Estimator, EstimatorKind
-from ..estimators.registry import APPROXIMATIONS, ESTIMATORS, SELECTORS
-from ..scoring.outcomes import DIVERGENCES, OUTCOMES
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from ..estimators.base import ENTROPIES, SIBLINGS, Estimator, OwnFunction
+from ..estimators.masking import Masking
+from ..estimators.options import Count, check_fields
+from ..estimators.registry import ESTIMATORS
 from ..text.answers import AnswerFormat, check_answer_options
 from ..text.find import Detector, checked_span_options
-from .weights import Reshape, check_mode, check_range
+from .weights import WEIGHTS, Identity, OwnWeights, WeightRule
 
-UNITS = ("spans", "tokens")
-EFFECTS = ("direct", "total")
-FILLS = ("placeholder", "resampled")
-RESHAPINGS = ("range", "bilevel", "top", "identity")
-
-_NUMBERS = (
-    "w_min", "w_max", "w_answer", "tau", "boost", "floor", "fraction", "preselect", "sigma", "correct_threshold",
-)  # fmt: skip
-_MASKING_DEFAULTS = {"effect": "direct", "fill": "placeholder", "approximation": None, "preselect": 1.0}
+Control = Literal["inverted", "random", "off"]
+CONTROLS: tuple[Control, ...] = ("inverted", "random", "off")
+_MODES: dict[str, Control | None] = {
+    "counterfactual": None,
+    "inverted": "inverted",
+    "random": "random",
+    "uniform": "off",
+}
 
 
 @dataclass(frozen=True)
-class CounterfactualConfig:
-    """How credit is assigned; the defaults are the CF paper's. Raises `ValueError` naming a bad field."""
+class SpanRules:
+    """What counts as a span of a completion."""
 
-    mode: str = "counterfactual"
-    """counterfactual, or a control: inverted (high importance gets low weight), random, uniform (all weights 1)."""
-    estimator: str | Estimator = "masking"
-    """What finds the importance of a unit: a name in `ESTIMATORS`, or a function (model, `CreditBatch`) ->
-    `Importances`."""
-    units: str | None = None
-    """What is judged as one: "spans" (of `detector`), or "tokens", each by itself: those before the answer's marker
-    where an answer is needed, else all. None takes what the estimator's source does."""
-    outcome: str | None = None
-    """What masking and gradient watch: "logprob" or "mean_logprob" of the answer, or the distribution of its first
-    token ("last") or of its mean logits ("mean"). None takes what the estimator's source does."""
-    reshape: str | Reshape | None = None
-    """How importances become weights: "range" (w_min, w_max, w_answer), "bilevel" (tau, boost, floor), "top"
-    (fraction), "identity", or a function. None takes what the estimator's source does."""
-    w_min: float = 0.5
-    """Weight of the least important span of a completion."""
-    w_max: float = 4.0
-    """Weight of its most important span."""
-    w_answer: float = 1.5
-    """Weight of the answer's tokens under "range"."""
-    tau: float = 0.4
-    """Quantile of a completion's importances below which "bilevel" suppresses."""
-    boost: float = 2.0
-    """How much more than at the threshold the most important token weighs under "bilevel", before the rescaling."""
-    floor: float = 0.0
-    """Least weight under "bilevel", before the rescaling."""
-    fraction: float = 0.2
-    """Share of the tokens of the batch that "top" keeps."""
-    effect: str = "direct"
-    """Of a masked unit: "direct", what the answer loses while all later text stays as it was written, or "total", also
-    what it loses through later units that would not have come out as they did, see `total_effects`. Total effects are
-    exact, of the answer's log-prob, with placeholders."""
-    fill: str = "placeholder"
-    """What stands in place of a masked unit: "placeholder", or "resampled", what the model itself might have written
-    there, see `resampled_fills`."""
-    approximation: str | None = None
-    """Of masking: None masks exactly, "short_branches" computes anew only the unit and the rows from the marker on,
-    "knockout" hides the unit from the rows from the marker on. They say less of effects that pass through later steps.
-    """
-    preselect: float = 1.0
-    """Share of each completion's units that masking masks, at least one; the others count as 0. 1 masks all."""
-    cheap: str = "length"
-    """What chooses that share: "length", "first", "last", one of the approximations, or another estimator that needs
-    an answer, or "entropy"."""
-    sigma: float = 1e-3
-    """Standard deviation of the noise under "gradient", in the embeddings' own scale; 0 for plain gradient x input."""
-    samples: int = 1
-    """Draws to average, of that noise or of "resampled" units."""
-    correct_threshold: float = 0.5
-    """A completion with at least this reward counts as correct, for "ktae" and "sibling_edits"."""
-    normalize: str | None = None
-    """\"mean\" rescales each completion's weights to mean 1, unless all are 0; None, as in the CF paper, does not."""
     detector: str | Detector = "math"
     """What counts as a span, see `detect_spans`."""
-    max_spans: int = 10
+    max_spans: Count = 10
     """Most spans per completion (K_max)."""
     selection: str = "first"
     """Which spans stay when there are more, see `detect_spans`."""
+
+    def __post_init__(self) -> None:
+        checked_span_options(self.detector, self.max_spans, self.selection)
+
+
+@dataclass(frozen=True)
+class AnswerRules:
+    """What counts as the answer of a completion."""
+
     answer_format: AnswerFormat | None = None
     """The run's own form of answers, a pattern or a function, see `answer_text_span`; None knows the usual forms."""
     answer_fallback: str | None = None
     """\"last_number\" takes the last number where no answer is marked; None takes nothing."""
-    placeholder_id: int | None = None
-    """Id that replaces masked tokens; None takes the tokenizer's pad token, else its end-of-text token."""
-    token_budget: int | None = None
-    """Most tokens per packed forward; None by free memory."""
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise ValueError(f"{name} must be a number, got {value!r:.60}")
-            if isinstance(value, int) and abs(value) > 10**38:
-                raise ValueError(f"{name} must be a number that float32 holds, got a larger integer")
-        for name, least in (("placeholder_id", 0), ("token_budget", 1)):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ValueError(f"{name} must be None or an integer of at least {least}, got {value!r}")
-        check_mode(self.mode, self.normalize)
-        check_range(self.w_min, self.w_max, self.w_answer)
-        checked_span_options(self.detector, self.max_spans, self.selection)
         check_answer_options(self.answer_format, self.answer_fallback)
-        for name, among in (("estimator", tuple(ESTIMATORS)), ("reshape", RESHAPINGS)):
-            value = getattr(self, name)
-            if not callable(value) and value not in among and (name == "estimator" or value is not None):
-                raise ValueError(f"{name} must be a function or one of {', '.join(among)}, got {value!r}")
-        for name, among in (("units", UNITS), ("outcome", OUTCOMES), ("approximation", APPROXIMATIONS)):
-            if getattr(self, name) not in (None, *among):
-                raise ValueError(f"{name} must be one of {', '.join(among)}, got {getattr(self, name)!r}")
-        for name, among in (("effect", EFFECTS), ("fill", FILLS), ("cheap", SELECTORS)):
-            if getattr(self, name) not in among:
-                raise ValueError(f"{name} must be one of {', '.join(among)}, got {getattr(self, name)!r}")
-        if not 0 < self.preselect <= 1:
-            raise ValueError(f"preselect must be in (0, 1], got {self.preselect}")
-        if self.approximation is not None and self.fill != "placeholder":
-            raise ValueError(f"fill={self.fill!r} cannot be combined with approximation={self.approximation!r}")
-        for name in ("tau", "floor", "fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
-        if not abs(self.correct_threshold) < float("inf"):
-            raise ValueError(f"correct_threshold must be finite, got {self.correct_threshold}")
-        for name in ("boost", "sigma"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
-        if isinstance(self.samples, bool) or not isinstance(self.samples, int) or self.samples < 1:
-            raise ValueError(f"samples must be an integer of at least 1, got {self.samples!r}")
-        if self.outcome is not None and "outcome" not in self.kind.options:
-            raise ValueError(f"outcome: estimator={self.estimator!r} watches none, got {self.outcome!r}")
-        for name, default in _MASKING_DEFAULTS.items():
-            if getattr(self, name) != default and name not in self.kind.options:
-                raise ValueError(f"{name}: estimator={self.estimator!r} masks nothing, got {getattr(self, name)!r}")
-        if self.reshape == "identity" and self.mode in ("counterfactual", "inverted") and self._may_be_negative:
+
+
+@dataclass(frozen=True, init=False)
+class CounterfactualConfig:
+    """How credit is assigned; the defaults are the CF paper's.
+
+    Each part is an object, or a name with the part's options as flat keywords, as YAML and flags give them:
+    `CounterfactualConfig(Gradient(sigma=0.01))` is `CounterfactualConfig(estimator="gradient", sigma=0.01)`. Older
+    names are `mode` ("counterfactual", "inverted", "random", "uniform") for `control`, `reshape` for `weights` and
+    `cheap` for `preselect_by`.
+
+    Raises `ValueError` for a value that an option does not take and for an option that none of the chosen parts reads;
+    the message names the option, what reads it, and what was expected.
+    """
+
+    estimator: Estimator
+    """What finds the importance of a unit: a part or name of `ESTIMATORS`, or a function (model, `ScoredBatch`) ->
+    `Importances`."""
+    weights: WeightRule | None
+    """How importances become weights: a part or name of `WEIGHTS`, or a function. By default what the estimator's
+    source does; None where the estimator's values are added to the advantages instead."""
+    control: Control | None
+    """A control of a comparison: "inverted", high importance gets low weight; "random", draws of the same scale take
+    the place of what the estimator finds; "off", all weights are 1. None for credit as it is."""
+    units: Literal["spans", "tokens"]
+    """What is judged as one: spans, or tokens, each by itself: those before the answer's marker where an answer is
+    needed, else all. By default what the estimator's source does."""
+    spans: SpanRules
+    """What counts as a span."""
+    answers: AnswerRules
+    """What counts as the answer."""
+    normalize: Literal["mean"] | None
+    """\"mean\" rescales each completion's weights to mean 1, unless all are 0; None, as in the CF paper, does not."""
+    token_budget: Count | None
+    """Most packed tokens per forward; None derives it from free memory."""
+
+    def __init__(
+        self,
+        estimator: str | Estimator | Callable[..., Any] = "masking",
+        weights: str | WeightRule | Callable[..., Any] | None = None,
+        control: Control | None = None,
+        *,
+        units: Literal["spans", "tokens"] | None = None,
+        spans: SpanRules | None = None,
+        answers: AnswerRules | None = None,
+        normalize: Literal["mean"] | None = None,
+        token_budget: int | None = None,
+        **flat: Any,
+    ) -> None:
+        flat = _renamed(flat)
+        chosen = _named("estimator", estimator, ESTIMATORS, OwnFunction, flat)
+        weights = _one_of("weights", weights, flat.pop("weights", None), "reshape")
+        control = _one_of("control", control, flat.pop("control", None), "mode")
+        rule = _weight_rule(weights, chosen, flat)
+        judged = chosen.judges if units is None else units
+        parts: dict[str, Any] = {
+            "estimator": chosen,
+            "weights": rule,
+            "control": control,
+            "units": judged,
+            "spans": _part(SpanRules, spans, flat if judged == "spans" else {}),
+            "answers": _part(AnswerRules, answers, flat),
+            "normalize": normalize,
+            "token_budget": token_budget,
+        }
+        for name, value in parts.items():
+            object.__setattr__(self, name, value)
+        check_fields(self)
+        if isinstance(rule, Identity) and chosen.negative and control in (None, "inverted"):
             raise ValueError(
-                f"reshape='identity' takes importances for weights, and estimator={self.estimator!r} gives negative "
-                "ones; take 'range', 'bilevel', 'top' or a function"
+                f"weights='identity' takes importances for weights, and estimator={chosen.name!r} gives negative ones; "
+                "take 'range', 'bilevel', 'top' or a function"
             )
-        if self.kind.signed and self.reshape not in (None, "identity"):
-            raise ValueError(
-                f"reshape: estimator={self.estimator!r} adds to the advantages, which nothing reshapes, "
-                f"got {self.reshape!r}"
-            )
-        if self.effect == "total":
-            for name, needed in {**_MASKING_DEFAULTS, "effect": "total", "outcome": self.outcome and "logprob"}.items():
-                if getattr(self, name) != needed:
-                    raise ValueError(f"{name}={getattr(self, name)!r} cannot be combined with effect='total'")
+        if flat:
+            raise ValueError(_unread(next(iter(flat)), parts))
+
+    @classmethod
+    def from_flat(cls, settings: Mapping[str, Any]) -> "CounterfactualConfig":
+        """Build a configuration from flat names and values, as YAML, flags and Hydra give them.
+
+        Raises:
+            ValueError: as the class.
+        """
+        return cls(**settings)
+
+    def to_flat(self) -> dict[str, Any]:
+        """Give every option that is read under its flat name; `from_flat` takes it back."""
+        flat: dict[str, Any] = {"estimator": _wire_name(self.estimator), "units": self.units, "control": self.control}
+        if self.weights is not None:
+            flat["weights"] = _wire_name(self.weights)
+        parts = [self.estimator, self.weights, self.spans if self.units == "spans" else None, self.answers]
+        for part in parts:
+            if part is not None and not isinstance(part, (OwnFunction, OwnWeights)):
+                flat |= {entry.name: getattr(part, entry.name) for entry in fields(part)}  # type: ignore[arg-type]
+        unread = {"samples": "fill", "preselect_by": "preselect"} if isinstance(self.estimator, Masking) else {}
+        for name, decides in unread.items():
+            if flat[decides] in ("placeholder", 1):
+                del flat[name]
+        return flat | {"normalize": self.normalize, "token_budget": self.token_budget}
 
     @property
-    def _may_be_negative(self) -> bool:
-        in_nats = self.estimator == "masking" and self.outcome not in DIVERGENCES
-        return in_nats or self.estimator == "prefix_gain"
+    def runs_estimator(self) -> bool:
+        """Whether importances are looked for: not where weights are drawn or all 1."""
+        if self.control == "random":  # signed values, which are dealt out anew, may come of it
+            return self.weights is None or isinstance(self.estimator, OwnFunction)
+        return self.control != "off"
 
     @property
-    def exact(self) -> bool:
-        """Whether masking is one call of `score_counterfactuals`: every unit, by placeholders, the answer alone."""
-        return all(getattr(self, name) == default for name, default in _MASKING_DEFAULTS.items())
+    def draws_by_token(self) -> bool:
+        """Whether weights are drawn for each token as the CF paper draws them, which needs no units."""
+        rule, own = self.weights, isinstance(self.estimator, OwnFunction)
+        return self.control == "random" and rule is not None and rule.draws_by_token and not own
+
+    @property
+    def continues(self) -> bool:
+        """Whether the estimator asks what continues completions that a training forward has fed already."""
+        return self.runs_estimator and self.estimator.continues
+
+    @property
+    def compares(self) -> bool:
+        """Whether the estimator is given every completion of a group, whatever its advantage."""
+        return SIBLINGS in self.estimator.needs or isinstance(self.estimator, OwnFunction)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What of `NEEDS` a host must offer for this configuration; nothing where no estimator runs."""
+        return self.estimator.needs if self.runs_estimator else frozenset()
 
     @property
     def reads_entropies(self) -> bool:
         """Whether the entropies of sampled tokens must be given."""
-        read = "entropy" in (self.estimator, self.cheap if self.preselect < 1 else None)
-        return read and self.mode in ("counterfactual", "inverted")
+        return ENTROPIES in self.needs
 
-    @property
-    def kind(self) -> EstimatorKind:
-        """How the estimator is called; a function judges spans, and is given every completion of the batch."""
-        if callable(self.estimator):
-            return EstimatorKind(self.estimator, "spans", "range", False, True, True)
-        return ESTIMATORS[self.estimator]
+
+def flat_options() -> Iterator[tuple[str, type, Any]]:
+    """Yield every option under its flat name, with the part that declares it and the field.
+
+    Where two parts share a name (`outcome`, `samples`, `correct_threshold`) each is given.
+    """
+    for part in (*ESTIMATORS.values(), *WEIGHTS.values(), SpanRules, AnswerRules):
+        for entry in fields(part):  # type: ignore[arg-type]
+            yield entry.name, part, entry
+
+
+def _renamed(flat: dict[str, Any]) -> dict[str, Any]:
+    """Older names of options under their own."""
+    flat = dict(flat)
+    if "mode" in flat:
+        mode = flat.pop("mode")
+        if mode not in _MODES:
+            raise ValueError(f"mode must be one of {', '.join(_MODES)}, got {mode!r}")
+        flat["control"] = _MODES[mode]
+    for old, new in (("reshape", "weights"), ("cheap", "preselect_by")):
+        if old in flat:
+            if new in flat:
+                raise ValueError(f"{old} and {new} are one option; give {new}")
+            flat[new] = flat.pop(old)
+    return flat
+
+
+def _one_of(name: str, value: Any, older: Any, older_name: str) -> Any:
+    if value is not None and older is not None:
+        raise ValueError(f"{older_name} and {name} are one option; give {name}")
+    return older if value is None else value
+
+
+def _part(kind: type, given: Any, flat: dict[str, Any]) -> Any:
+    """The part as given, or made from its flat options, which are taken out of `flat`."""
+    own = {entry.name: flat.pop(entry.name) for entry in fields(kind) if entry.name in flat}
+    if given is None:
+        return kind(**own)
+    if own:
+        raise ValueError(f"{next(iter(own))}: {kind.__name__} is given as an object; set the option there")
+    return given
+
+
+def _named(option: str, given: Any, among: Mapping[str, type], own: type, flat: dict[str, Any]) -> Any:
+    """A part by name or as an object; a function becomes an `own` part."""
+    if isinstance(given, str) and given in among:
+        return _part(among[given], None, flat)
+    if isinstance(given, tuple(among.values())):
+        return _part(type(given), given, flat)
+    if isinstance(given, type) and given in among.values():
+        return _part(given, None, flat)
+    if callable(given):
+        return given if isinstance(given, own) else own(given)
+    near = _near(given, among) if isinstance(given, str) else ""
+    raise ValueError(f"{option} must be a function or one of {', '.join(among)}, got {given!r}{near}")
+
+
+def _weight_rule(given: Any, estimator: Estimator, flat: dict[str, Any]) -> WeightRule | None:
+    if estimator.weights is not None:
+        return _named("weights", estimator.weights if given is None else given, WEIGHTS, OwnWeights, flat)
+    if given is not None:
+        raise ValueError(
+            f"weights={given!r} is not read: estimator={estimator.name!r} is signed, its values are added to the "
+            "advantages"
+        )
+    return None
+
+
+def _wire_name(part: Any) -> Any:
+    return part.function if isinstance(part, (OwnFunction, OwnWeights)) else part.name
+
+
+def _near(name: str, among: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, among, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _unread(name: str, parts: Mapping[str, Any]) -> str:
+    """Why an option is refused that none of the chosen parts reads."""
+    owners = [part for option, part, _ in flat_options() if option == name]
+    if not owners:
+        known = {option: None for option, _, _ in flat_options()} | dict.fromkeys(parts)
+        return f"unknown option {name!r}{_near(name, known)}"
+    if SpanRules in owners:
+        return f"{name} is not read: with units={parts['units']!r} no spans are looked for"
+    readers = " or ".join(
+        f"{'weights' if part in WEIGHTS.values() else 'estimator'}={getattr(part, 'name', '')!r}"
+        for part in owners  # type: ignore[attr-defined]
+    )
+    rule = parts["weights"]
+    chosen = f"estimator={parts['estimator'].name!r}" + (f" with weights={rule.name!r}" if rule is not None else "")
+    return f"{name} is not read: it is an option of {readers}, and the configuration has {chosen}"

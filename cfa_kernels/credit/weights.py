@@ -5,15 +5,22 @@ An importance says how much a unit, a span of tokens, matters; a reshaping says 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..estimators.base import as_numbers
+from ..estimators.options import NotNegative, Share, check_fields
 from ..hf.verify import FLOAT32_NOISE
 from ..span import Span
 
 MODES = ("counterfactual", "inverted", "random", "uniform")
 NORMALIZATIONS = (None, "mean")
+
+_EQUAL = 1e-6
+"""Importances under "range" that are not in nats count as equal where they are no further apart."""
 
 Reshape = Callable[[Tensor, Sequence[Span], Span | None, int], Tensor]
 """Importances (K,), their K units, the answer, the completion's length -> its token weights, (length,) fp32."""
@@ -60,8 +67,11 @@ def span_weights(
     Raises:
         ValueError: options, shapes, spans outside the completion or non-finite drops; names argument and value.
     """
-    check_mode(mode, normalize)
-    check_range(w_min, w_max, w_answer)
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
+    if normalize not in NORMALIZATIONS:
+        raise ValueError(f"normalize must be one of {NORMALIZATIONS}, got {normalize!r}")
+    limits = Range(w_min, w_max, w_answer).limits
     if drop.ndim != 1 or len(drop) != len(spans):
         raise ValueError(f"drop must hold one value per span: got shape {tuple(drop.shape)} for {len(spans)} spans")
     check_places(spans, answer, length)
@@ -72,12 +82,9 @@ def span_weights(
     if mode == "uniform":
         weights = torch.ones(length)
     elif mode == "random":
-        weights = random_weights(answer, length, w_min=w_min, w_max=w_max, w_answer=w_answer, generator=generator)
+        weights = random_weights(answer, length, generator=generator, **limits)
     else:
-        weights = range_weights(
-            -values, spans, answer, length, w_min=w_min, w_max=w_max, w_answer=w_answer, noise=noise,
-            inverted=mode == "inverted",
-        )  # fmt: skip
+        weights = range_weights(-values, spans, answer, length, noise=noise, inverted=mode == "inverted", **limits)
     return normalized_weights(weights, normalize).to(drop.device)
 
 
@@ -252,23 +259,6 @@ def check_places(spans: Sequence[Span], answer: Span | None, length: int) -> Non
         raise ValueError(f"answer: {tuple(answer)} is not inside a completion of {length} tokens")
 
 
-def check_mode(mode: str, normalize: str | None) -> None:
-    """Raise `ValueError` for an unknown mode or normalisation."""
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
-    if normalize not in NORMALIZATIONS:
-        raise ValueError(f"normalize must be one of {NORMALIZATIONS}, got {normalize!r}")
-
-
-def check_range(w_min: float, w_max: float, w_answer: float) -> None:
-    """Raise `ValueError` for weights that are negative, not finite or out of order."""
-    for name, value in (("w_min", w_min), ("w_max", w_max), ("w_answer", w_answer)):
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"{name} must be finite and not negative, got {value}")
-    if w_min > w_max:
-        raise ValueError(f"w_min must not exceed w_max, got {w_min} and {w_max}")
-
-
 def _bounds(values: Tensor) -> tuple[Tensor, Tensor]:
     return (values.min(), values.max()) if len(values) else (torch.zeros(()), torch.zeros(()))
 
@@ -276,4 +266,155 @@ def _bounds(values: Tensor) -> tuple[Tensor, Tensor]:
 def _weigh_answer(weights: Tensor, answer: Span | None, w_answer: float) -> Tensor:
     if answer is not None:
         weights[answer[0] : answer[1]] = w_answer
+    return weights
+
+
+class Judged(NamedTuple):
+    """One completion with the importances of its units."""
+
+    importances: Tensor  # (K,) fp32, high where the unit matters
+    units: Sequence[Span]
+    answer: Span | None
+    length: int
+    noise: float = 0.0  # importances that are no further apart count as equal
+
+
+class WeightRule(Protocol):
+    """How importances become weights: a frozen dataclass whose fields are its options.
+
+    Attributes:
+        name: what configurations call it.
+        draws_by_token: whether the control `random` draws a weight per token, for which no units are looked for.
+    """
+
+    name: ClassVar[str]
+    draws_by_token: ClassVar[bool]
+
+    def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
+        """Weigh the tokens of every completion of a batch, (T_b,) fp32 each."""
+        ...
+
+
+@dataclass(frozen=True)
+class Range:
+    """Min-max normalised importance, mapped to a range of weights (CF paper, eqs. 6 and 7)."""
+
+    name: ClassVar[str] = "range"
+    draws_by_token: ClassVar[bool] = True
+
+    w_min: NotNegative = 0.5
+    """Weight of the least important span of a completion."""
+    w_max: NotNegative = 4.0
+    """Weight of its most important span."""
+    w_answer: NotNegative = 1.5
+    """Weight of the answer's tokens."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.w_min > self.w_max:
+            raise ValueError(f"w_min must not exceed w_max, got {self.w_min} and {self.w_max}")
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Its options by name."""
+        return {"w_min": self.w_min, "w_max": self.w_max, "w_answer": self.w_answer}
+
+    def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
+        """Weigh every completion by itself."""
+        return [
+            range_weights(*row[:4], noise=row.noise or _EQUAL, inverted=inverted, **self.limits)  # type: ignore[arg-type]
+            for row in rows
+        ]
+
+
+@dataclass(frozen=True)
+class Bilevel:
+    """Suppression below a quantile of the importances and a boost above it (OAR paper, eqs. 14 to 17)."""
+
+    name: ClassVar[str] = "bilevel"
+    draws_by_token: ClassVar[bool] = False
+
+    tau: Share = 0.4
+    """Quantile of a completion's importances below which weights are suppressed."""
+    boost: NotNegative = 2.0
+    """How much more than at the threshold the most important token weighs, before the rescaling."""
+    floor: Share = 0.0
+    """Least weight, before the rescaling."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
+        """Weigh every completion by itself."""
+        options = {"tau": self.tau, "boost": self.boost, "floor": self.floor}
+        return [bilevel_weights(*row[:4], noise=row.noise, inverted=inverted, **options) for row in rows]  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class TopShare:
+    """Weight 1 for the most important share of a batch's tokens and 0 for the others ("80/20", arXiv 2506.01939)."""
+
+    name: ClassVar[str] = "top"
+    draws_by_token: ClassVar[bool] = False
+
+    fraction: Share = 0.2
+    """Share of the tokens of the batch that keep their weight."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
+        """Weigh all completions by one threshold."""
+        values, units, _, lengths = ([row[i] for row in rows] for i in range(4))
+        threshold = top_threshold(values, units, lengths, self.fraction)  # type: ignore[arg-type]
+        return [top_weights(*row[:4], threshold=threshold, inverted=inverted) for row in rows]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Importances that are weights already."""
+
+    name: ClassVar[str] = "identity"
+    draws_by_token: ClassVar[bool] = False
+
+    def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
+        """Take every importance as its unit's weight."""
+        return [identity_weights(*_inverted(row, inverted)[:4]) for row in rows]
+
+
+@dataclass(frozen=True)
+class OwnWeights:
+    """A caller's own rule: a function of importances (K,), units, answer and length -> weights (length,)."""
+
+    function: Reshape
+
+    draws_by_token: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The function's own name."""
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
+        """Call the function for every completion and check what it gives."""
+        return [_checked(self.function(*_inverted(row, inverted)[:4]), b, row.length) for b, row in enumerate(rows)]
+
+
+WEIGHTS: dict[str, type[WeightRule]] = {rule.name: rule for rule in (Range, Bilevel, TopShare, Identity)}
+
+
+def _inverted(row: Judged, inverted: bool) -> Judged:
+    """The same range of values with the order reversed."""
+    values = row.importances
+    return row._replace(importances=values.max() + values.min() - values) if inverted and len(values) else row
+
+
+def _checked(given: Any, b: int, length: int) -> Tensor:
+    """What a caller's function gave for completion `b`; raises `ValueError` naming token and value."""
+    weights = as_numbers(given, f"weights, row {b}", f"{length} tokens")
+    if weights.shape != (length,):
+        raise ValueError(f"weights, row {b}: gave shape {tuple(weights.shape)} for {length} tokens")
+    if (bad := (~(torch.isfinite(weights) & (weights >= 0))).nonzero()).numel():
+        t = int(bad[0])
+        raise ValueError(f"weights, row {b}, token {t}: must be finite and not negative, got {weights[t].item()}")
     return weights

@@ -1,67 +1,31 @@
-"""cfa_kernels/estimators/base.py."""
+"""What every estimator of importance takes, gives and says of itself."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, ClassVar, Literal, Protocol
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..scoring.masked import CounterfactualScores, ScoringWork, query_logprobs, score_counterfactuals
-from ..span import Span
+from ..scoring.access import CAPABILITIES, ModelAccess
+from ..scoring.batch import ScoredBatch
+from ..scoring.masked import ScoringWork
 
-
-@dataclass(frozen=True)
-class CreditBatch:
-    """B completions, unpadded, and what is known of them. What an estimator does not read may be None.
-
-    Attributes:
-        prompts: B 1-D int64 tensors on the host.
-        completions: B 1-D int64 tensors on the host, as scored: the sampled tokens and, where the answer is asked for
-            by a probe or is another than the sampled one, what was put behind the reasoning.
-        lengths: B ints, sampled tokens; units lie inside these.
-        units: B lists of K_b spans of tokens, each judged as one.
-        answers: B spans of `completions`, or None.
-        reasoning_ends: B ints, where the answer's marker begins; the length where there is no answer.
-        placeholder_id: the id that stands for a masked token; None for estimators that mask nothing.
-        token_budget: most tokens per forward; None by free memory.
-        generator: source of what is drawn, on the CPU; None for torch's own.
-        groups: (B,) int64, equal for the completions of one prompt.
-        rewards: (B,) float.
-        correct_threshold: a completion with at least this reward counts as correct.
-        ignored_ids: tokens that say nothing of a completion: those that end a text and fill a batch.
-        advantages: (B,) or (B, T) float.
-        entropies: B tensors (T_b,) of each sampled token's distribution, nats.
-        external: B tensors (K_b,) or (T_b,), or lists, the caller's own importances.
-        score: stands in for `score_counterfactuals`, with its arguments.
-        ask: stands in for `query_logprobs`, with its arguments.
-        elsewhere: the model lies in other processes, and `score` alone can ask it.
-    """
-
-    prompts: list[Tensor]
-    completions: list[Tensor]
-    lengths: list[int]
-    units: list[list[Span]]
-    answers: list[Span | None]
-    reasoning_ends: list[int]
-    placeholder_id: int | None
-    token_budget: int | None = None
-    generator: torch.Generator | None = None
-    groups: Tensor | None = None
-    rewards: Tensor | None = None
-    correct_threshold: float = 0.5
-    ignored_ids: tuple[int, ...] = ()
-    advantages: Tensor | None = None
-    entropies: list[Tensor] | None = None
-    external: list[Tensor | Sequence[float]] | None = None
-    score: Callable[..., CounterfactualScores] = field(default=score_counterfactuals)
-    ask: Callable[..., tuple[list[list[Tensor]], ScoringWork]] = field(default=query_logprobs)
-    elsewhere: bool = False
-
-    @property
-    def sampled(self) -> list[Tensor]:
-        """B 1-D int64 tensors: the completions as they were sampled."""
-        return [row[:length] for row, length in zip(self.completions, self.lengths, strict=True)]
+ANSWER = "answer"
+SIBLINGS = "siblings"
+REWARDS = "rewards"
+ENTROPIES = "entropies"
+EXTERNAL = "external"
+NEEDS = CAPABILITIES | {
+    ANSWER: "an answer in the completion",
+    SIBLINGS: "several completions of one prompt",
+    REWARDS: "the rewards of completions",
+    ENTROPIES: "the entropy of each sampled token's distribution",
+    EXTERNAL: "importances that the caller hands in",
+}
+"""What an estimator may need of a batch and of a model, in words; a host says which of them it offers."""
 
 
 @dataclass(frozen=True)
@@ -69,29 +33,123 @@ class Importances:
     """What an estimator found.
 
     Attributes:
-        values: B tensors (K_b,) fp32 on the host, one per unit, high where the unit matters.
-        signed: the values are added to the advantages of their units' tokens, instead of being reshaped to weights.
+        values: B tensors (K_b,) fp32 on the host, one per unit in the batch's order, high where the unit matters.
+        signed: the values are added to the advantages of their units' tokens, instead of becoming weights.
+        base: (B,) fp32 log P(answer), nats, nan where there is no answer; None where answers were not scored.
         work: what was fed for them; None for nothing.
-        scores: what masking gave, if it was that; of total effects the direct ones.
+        change_of: what of the answer the values are changes of, by which their rounding is known: its "logprob", its
+            "mean_logprob", or the "probability" by that mean; None for all else.
+        details: what else was found, by name; each estimator's docstring says what.
     """
 
     values: list[Tensor]
     signed: bool = False
+    base: Tensor | None = None
     work: ScoringWork | None = None
-    scores: CounterfactualScores | None = None
+    change_of: Literal["logprob", "mean_logprob", "probability"] | None = None
+    details: dict[str, Any] | None = None
 
 
-Estimator = Callable[[nn.Module, CreditBatch], Importances]
+class Estimator(Protocol):
+    """A way to find the importance of units: a frozen dataclass whose fields are its options.
+
+    Attributes:
+        name: what configurations call it.
+        judges: what it judges unless told otherwise, "spans" or "tokens".
+        weights: how its importances become weights unless told otherwise; None where they are signed.
+        needs: of `NEEDS`, what it cannot do without; may depend on its options.
+        continues: whether what it asks continues completions that a training forward has fed already.
+    """
+
+    name: ClassVar[str]
+    judges: ClassVar[str]
+    weights: ClassVar[str | None]
+
+    @property
+    def negative(self) -> bool:
+        """Whether importances may be below 0."""
+        ...
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What it cannot do without."""
+        ...
+
+    @property
+    def continues(self) -> bool:
+        """Whether it continues completions that are fed already."""
+        ...
+
+    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+        """Judge the units of a batch."""
+        ...
 
 
-class EstimatorKind(NamedTuple):
-    """How an estimator by name is called."""
+@dataclass(frozen=True)
+class OwnFunction:
+    """A caller's own estimator: a function (model, `ScoredBatch`) -> `Importances`.
 
-    run: Callable[..., Importances]  # (model, batch, **options)
-    units: str  # what it judges unless told otherwise: "spans" or "tokens"
-    reshape: str  # how its importances become weights unless told otherwise
-    needs_answer: bool  # judges reasoning alone, in rows with an answer
-    needs_siblings: bool  # looks at every completion of a group, whatever its advantage
-    needs_model: bool  # runs the model, or asks for its log-probs
-    options: tuple[str, ...] = ()  # fields of the configuration that it takes
-    signed: bool = False  # its values are added to advantages; a function says so with what it gives
+    It is given every completion of the batch, whatever its advantage, and None for a model that is in other processes.
+    """
+
+    function: Callable[..., Importances]
+
+    judges: ClassVar[str] = "spans"
+    weights: ClassVar[str | None] = "range"
+    needs: ClassVar[frozenset[str]] = frozenset()
+    negative: ClassVar[bool] = False  # that is for its weights to find out
+    continues: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The function's own name."""
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+        """Call the function."""
+        return self.function(access.module, batch)
+
+
+def as_numbers(given: Any, what: str, count: str) -> Tensor:
+    """A 1-D tensor, an array or a list of numbers as a tensor, fp32 on the host.
+
+    Raises `ValueError` beginning with `what`: `count` says of what there should be a number each.
+    """
+    if isinstance(given, Tensor | np.ndarray):
+        row = torch.as_tensor(given)
+        if row.ndim == 1 and not row.is_complex():
+            return row.detach().float().cpu()
+        raise ValueError(f"{what}: gave shape {tuple(row.shape)} of {row.dtype}, expected a number for each of {count}")
+    if not isinstance(given, list | tuple):
+        raise ValueError(
+            f"{what}: expected a tensor or a list with a number for each of {count}, got {type(given).__name__}"
+        )
+    for i, number in enumerate(given):
+        try:
+            known: float | None = float(number)
+        except (TypeError, ValueError, OverflowError):
+            known = None
+        if known is None or not isinstance(number, Real | Tensor | np.ndarray):
+            raise ValueError(f"{what}[{i}]: expected a number that a float holds, got a {type(number).__name__}")
+    return torch.tensor([float(number) for number in given], dtype=torch.float32)
+
+
+def unit_means(tokens: Sequence[Tensor], batch: ScoredBatch, rows: Sequence[int] | None = None) -> list[Tensor]:
+    """Average values of tokens, (T_b,) a completion, over each unit: (K_b,). `rows` are their places; default all."""
+    means = []
+    for b, row in zip(range(len(batch)) if rows is None else rows, tokens, strict=True):
+        if row.shape != (batch.lengths[b],):
+            raise ValueError(
+                f"row {batch.numbers[b]}: needs a number for each of {batch.lengths[b]} tokens, got {tuple(row.shape)}"
+            )
+        sums = torch.cat([torch.zeros(1, dtype=torch.float64), row.detach().double().cpu().cumsum(0)])
+        edges = torch.tensor([tuple(unit) for unit in batch.units[b]], dtype=torch.int64).reshape(-1, 2)
+        means.append(((sums[edges[:, 1]] - sums[edges[:, 0]]) / (edges[:, 1] - edges[:, 0])).float())
+    return means
+
+
+def given(name: str, column: Any) -> Any:
+    """Take a column of the batch that an estimator reads; raise `ValueError` naming it if it was not given."""
+    if column is None:
+        raise ValueError(f"{name} must be given to an estimator that reads them, got None")
+    return column

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -20,31 +21,51 @@ from ..hf.head import Head
 from ..hf.liger import runs_fused
 from ..hf.limits import apart_by_length, default_token_budget, rows_per_forward
 from ..hf.memory import halves, rows_at_once, run_in_memory
-from ..hf.model import causal_lm, context_length, embedding, vocab_size
+from ..hf.model import embedding
 from ..hf.tree_forward import last_layer_on_rows, packed_hidden, tree_attention_mode
 from ..hf.verify import prove_supported
 from ..ops.upload import upload
 from ..packing.packs import lay_out
 from ..packing.prefix_tree import Pack, Query
-from ..scoring.batch import check_columns, checked_ids, checked_rows, equal_prompts_together
+from ..scoring.access import MODEL, ModelAccess
+from ..scoring.batch import Row, ScoredBatch
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import DIVERGENCES, Outcome, checked_outcome, row_means
 from ..span import Span
+from .base import ANSWER, Importances
+from .options import Count, NotNegative, check_fields
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Gradient of the outcome's change under noise, times the embeddings (OAR paper, OAR-G)."""
+
+    name: ClassVar[str] = "gradient"
+    judges: ClassVar[str] = "tokens"
+    negative: ClassVar[bool] = False
+    weights: ClassVar[str | None] = "bilevel"
+    needs: ClassVar[frozenset[str]] = frozenset({ANSWER, MODEL})
+    continues: ClassVar[bool] = False
+
+    outcome: Outcome = "mean"
+    """What is watched: "logprob" or "mean_logprob" of the answer, or by KL divergence the distribution of its first
+    token ("last") or of its mean logits ("mean")."""
+    sigma: NotNegative = 1e-3
+    """Standard deviation of the noise, in the embeddings' own scale; 0 for plain gradient x input."""
+    samples: Count = 1
+    """Draws to average."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+        """Judge the units of a batch."""
+        return gradient_saliency(access, batch, outcome=self.outcome, sigma=self.sigma, samples=self.samples)
 
 
 def gradient_saliency(
-    model: nn.Module,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
-    units: Sequence[Sequence[Span]],
-    answers: Sequence[Span | None],
-    *,
-    outcome: Outcome = "mean",
-    sigma: float = 1e-3,
-    samples: int = 1,
-    generator: torch.Generator | None = None,
-    token_budget: int | None = None,
-) -> tuple[list[Tensor], ScoringWork]:
+    access: ModelAccess, batch: ScoredBatch, *, outcome: Outcome = "mean", sigma: float = 1e-3, samples: int = 1
+) -> Importances:
     """Importance of each unit by the gradient of an outcome's change under noise (OAR-G; OAR paper, section 3).
 
     Noise N(0, sigma^2) is put on the embeddings e of the units' tokens; prompt, answer and tokens of no unit stay
@@ -67,25 +88,22 @@ def gradient_saliency(
     direction, and small ones of a half-precision model are rounding.
 
     Args:
-        model: as in `score_counterfactuals`. Left exactly as it was: mode, attention implementation, random state,
-            hooks, every parameter's `.grad` and `requires_grad`; it runs in evaluation mode.
-        prompts: B 1-D int64 tensors of token ids, unpadded.
-        completions: B 1-D int64 tensors, unpadded. Tokens after those that decide the outcome are not fed.
-        units: for each completion, half-open spans of its tokens, K_b of them. They may overlap each other, never the
-            answer; what lies after the rows that decide the outcome has importance 0 by causality.
-        answers: for each completion its answer, or None; then its importances are nan.
+        access: how the model may be asked; the model itself must be at hand. It is left exactly as it was: mode,
+            attention implementation, random state, hooks, every parameter's `.grad` and `requires_grad`; it runs in
+            evaluation mode.
+        batch: completions, units and answers. Tokens after those that decide the outcome are not fed. Units may overlap
+            each other, never the answer; what is behind the rows that decide the outcome has importance 0 by causality.
+            Its `generator` gives one seed for the call: the noise of a row follows only from that seed, its prompt and
+            its completion, draw after draw, neither from its neighbours nor from the number of draws. None seeds every
+            call alike. No other random state is read. Without a token budget it is what free memory holds with the
+            activations that a backward needs. A completion is never cut.
         outcome: see above.
         sigma: standard deviation of the noise, in the embedding's own scale (that of the authors' code by default).
         samples: draws to average; each costs a forward and a backward to the embeddings.
-        generator: gives one seed for the call. The noise of a row follows from that seed, its prompt and its
-            completion alone, draw after draw: neither from its neighbours nor from the number of draws. None seeds
-            every call alike. No other random state is read.
-        token_budget: most tokens per forward; default by free memory, with the activations that a backward needs. A
-            completion is never cut. The result does not depend on it (to rounding).
 
     Returns:
-        B tensors (K_b,) fp32 on the host, and what it took: forwards and the tokens that they fed. KL outcomes take
-        one clean forward for all draws; every draw takes a forward and one backward to the embeddings.
+        Importances, nan in completions without an answer, and what they took. KL outcomes take one clean forward for
+        all draws; every draw takes a forward and one backward to the embeddings.
 
     Raises:
         ValueError: bad input; the message names argument, row and value.
@@ -93,35 +111,34 @@ def gradient_saliency(
             the message says why.
         FloatingPointError: a gradient is not finite; the message names the row.
     """
-    causal = causal_lm(model)
-    _check_options(outcome, sigma, samples, generator)
-    seed = _seed(generator)
+    _check_options(outcome, sigma, samples, batch.generator)
+    seed = _seed(batch.generator)
     if sigma == 0:
         ask = _Ask("mean_logprob" if outcome in DIVERGENCES else outcome, 0.0, 1, seed)
     else:
         ask = _Ask(outcome, float(sigma), samples, seed)
-    rows = _checked(causal, prompts, completions, units, answers)
-    order = equal_prompts_together([row.prompt for row in rows])
-    queries = [[rows[b].query(ask.outcome)] if len(rows[b].moving) else [] for b in order]
-    lengths = [len(rows[b].prompt) + len(rows[b].completion) for b in order]
-    head = _widened(prove_supported(causal))
+    model = access.model
+    rows = [_Row.of(row) for row in batch.rows]
+    queries = [[row.query(ask.outcome)] if len(row.moving) else [] for row in rows]
+    lengths = [len(row.prompt) + len(row.completion) for row in rows]
+    head = _widened(prove_supported(model))
 
     def together(budget: int) -> Iterator[_Fed]:
-        for part in apart_by_length(causal, queries, lengths, order):
+        for part in apart_by_length(model, queries, lengths, batch.numbers):
             for pack in lay_out(part, budget):
                 fed = [i for i in pack.units if part[i]]
-                yield _Fed([order[i] for i in fed], [part[i] for i in fed], pack)
+                yield _Fed(fed, [part[i] for i in fed], pack)
 
     def run(fed: _Fed) -> _Found:
-        return _PackSaliency(causal, head, fed, [rows[b] for b in fed.members], ask).run()
+        return _PackSaliency(model, head, fed, [rows[i] for i in fed.members], ask).run()
 
-    with torch.inference_mode(False), tree_attention_mode(causal), _frozen(causal):
-        if token_budget is None:
-            budget = default_token_budget(causal, training=True, fused=runs_fused(causal))
+    with torch.inference_mode(False), tree_attention_mode(model), _frozen(model):
+        if batch.token_budget is None:
+            budget = default_token_budget(model, training=True, fused=runs_fused(model))
         else:
-            budget = rows_per_forward(causal, token_budget)
+            budget = rows_per_forward(model, batch.token_budget)
         found = list(run_in_memory(together(budget), run, _Fed.halved))
-    return _gather(rows, found, ask)
+    return _gather(rows, batch.numbers, found, ask)
 
 
 @dataclass(frozen=True)
@@ -147,6 +164,11 @@ class _Row:
     completion: np.ndarray  # (T,) int64
     spans: np.ndarray  # (K, 2) int64: first token and end of each unit
     answer: Span | None
+
+    @classmethod
+    def of(cls, row: Row) -> "_Row":
+        """Take units as an array."""
+        return cls(row.prompt, row.completion, np.array(row.spans, dtype=np.int64).reshape(-1, 2), row.answer)
 
     @cached_property
     def moving(self) -> np.ndarray:
@@ -193,34 +215,6 @@ def _seed(generator: torch.Generator | None) -> int:
     return int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
 
 
-def _checked(
-    model: PreTrainedModel,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
-    units: Sequence[Sequence[Span]],
-    answers: Sequence[Span | None],
-) -> list[_Row]:
-    check_columns(prompts, completions=completions, units=units, answers=answers)
-    ids = checked_ids(prompts, completions, vocab_size(model), context_length(model))
-    rows = []
-    for b, row in enumerate(checked_rows(model, ids, [[] for _ in ids], answers, placeholder_id=0)):
-        length = len(row.completion)
-        spans = np.array([tuple(span) for span in units[b]], dtype=np.int64).reshape(-1, 2)
-        starts, ends = spans.T
-        if len(bad := np.flatnonzero((starts < 0) | (starts >= ends) | (ends > length))):
-            raise ValueError(
-                f"units row {b}, unit {bad[0]}: {tuple(spans[bad[0]].tolist())} is not a non-empty span inside a "
-                f"completion of {length} tokens"
-            )
-        answer = row.answer
-        if answer is not None and len(bad := np.flatnonzero((starts < answer.end) & (answer.start < ends))):
-            raise ValueError(
-                f"units row {b}, unit {bad[0]}: {tuple(spans[bad[0]].tolist())} overlaps the answer {tuple(answer)}"
-            )
-        rows.append(_Row(row.prompt, row.completion, spans, answer))
-    return rows
-
-
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
     """No parameter asks for a gradient, so that a backward computes those of activations alone."""
@@ -238,7 +232,7 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 class _Fed:
     """Completions that share forwards."""
 
-    members: list[int]  # the caller's number of each
+    members: list[int]  # the place of each in the batch
     units: list[list[Query]]  # theirs
     pack: Pack
 
@@ -261,18 +255,18 @@ class _Found:
     work: ScoringWork
 
 
-def _gather(rows: list[_Row], found: list[_Found], ask: _Ask) -> tuple[list[Tensor], ScoringWork]:
-    """Importances (K_b,) of every row, and what it took; one copy to the host, which waits for the device."""
+def _gather(rows: list[_Row], numbers: Sequence[int], found: list[_Found], ask: _Ask) -> Importances:
+    """Importances of every row; one copy to the host, which waits for the device."""
     tokens, work = [np.zeros(0)] * len(rows), sum((one.work for one in found), ScoringWork())
     if found:
         means = torch.cat([one.sums for one in found]).cpu().numpy() / ask.samples
-        members = [b for one in found for b in one.members]
-        ends = np.cumsum([len(rows[b].moving) for b in members])
-        for b, part in zip(members, np.split(means, ends[:-1]), strict=True):
+        members = [i for one in found for i in one.members]
+        ends = np.cumsum([len(rows[i].moving) for i in members])
+        for i, part in zip(members, np.split(means, ends[:-1]), strict=True):
             if not np.isfinite(part).all():
-                raise FloatingPointError(f"completions row {b}: the model gave a gradient that is not finite")
-            tokens[b] = part
-    return [row.importances(part) for row, part in zip(rows, tokens, strict=True)], work
+                raise FloatingPointError(f"completions row {numbers[i]}: the model gave a gradient that is not finite")
+            tokens[i] = part
+    return Importances([row.importances(part) for row, part in zip(rows, tokens, strict=True)], work=work)
 
 
 class _PackSaliency:

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..hf.limits import refuse_length_dependent_rope, rows_per_forward
 from ..hf.memory import halves, run_in_memory
-from ..hf.model import causal_lm, context_length, vocab_size
 from ..hf.stateful_layers import has_cells
 from ..hf.tree_forward import TreeMask, Visibility, pack_states, tree_attention_mode
 from ..hf.verify import prove_supported
 from ..ops.segment_table import SegmentTable
 from ..packing.prefix_tree import Pack, PrefixTree, Query
-from ..scoring.batch import Row, check_columns, checked_ids, checked_rows, equal_prompts_together
+from ..scoring.access import ModelAccess
+from ..scoring.batch import Row, ScoredBatch
 from ..scoring.masked import CounterfactualScores, Read, collect_scores, gather, read_pack
 from ..scoring.outcomes import Outcome, OutcomeReader
 from ..scoring.plan import ScoringOptions, ScoringPlan, queries_of
@@ -31,129 +31,105 @@ from ..span import Span
 
 
 def short_branches(
-    model: nn.Module,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
-    spans: Sequence[Sequence[Span]],
-    answers: Sequence[Span | None],
-    *,
-    placeholder_id: int,
-    fed_from: Sequence[int] | None = None,
-    fills: Sequence[Sequence[Tensor]] | None = None,
-    outcome: Outcome = "logprob",
-    token_budget: int | None = None,
+    access: ModelAccess, batch: ScoredBatch, *, fed_from: Sequence[int] | None = None, outcome: Outcome = "logprob"
 ) -> CounterfactualScores:
-    """Approximation: mask each span, and compute anew only the rows from `fed_from` on.
+    """Mask each unit and compute anew only the unit and the rows from `fed_from` on: an approximation.
 
-    Those rows attend to the masked span and, between it and themselves, to rows that still saw the span. It costs the
-    span and the last rows, wherever the span is; with `fed_from` at or before every span's end it is
+    Those rows attend to the masked unit and, between it and themselves, to rows that still saw the unit. It costs the
+    unit and the last rows, wherever the unit is; with `fed_from` at or before every unit's end it is
     `score_counterfactuals`.
 
     Args:
-        model: as in `score_counterfactuals`, without layers that carry a state.
-        prompts, completions, spans, answers, placeholder_id, fills, outcome, token_budget: as there; a completion and
-            its branches stay together, even over the budget, as long as memory holds them.
-        fed_from: for each completion, the first token whose row is computed anew where it lies behind the span; at
-            most, and by default, the one before the answer. The first of the answer's marker, or some tokens earlier,
-            comes nearer to exact masking.
+        access: how the model may be asked; the model itself must be at hand, without layers that carry a state.
+        batch: completions, units and answers, with a placeholder or fills. A completion and its branches stay together,
+            even over the token budget, as long as memory holds them.
+        fed_from: for each completion, the first token whose row is computed anew where it is behind the unit; at most,
+            and by default, the one before the answer. The first of the answer's marker, or some tokens earlier, comes
+            nearer to exact masking.
+        outcome: as in `score_counterfactuals`.
 
     Returns:
-        `CounterfactualScores`.
+        `CounterfactualScores`, in the batch's order.
 
     Raises:
-        ValueError: bad input; the message names argument, row and value.
+        ValueError: a `fed_from` behind the answer's start; the message names row and value.
         TypeError, NotImplementedError, FloatingPointError: as `score_counterfactuals`.
     """
-    options = ScoringOptions(placeholder_id, token_budget, outcome, fills=fills)
-    return _score(model, prompts, completions, spans, answers, fed_from, options, hidden=False)
+    return _score(access.model, batch, "fed_from", fed_from, ScoringOptions(outcome), hidden=False)
 
 
 def answer_knockout(
-    model: nn.Module,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
-    spans: Sequence[Sequence[Span]],
-    answers: Sequence[Span | None],
-    *,
-    blind_from: Sequence[int] | None = None,
-    outcome: Outcome = "logprob",
-    token_budget: int | None = None,
+    access: ModelAccess, batch: ScoredBatch, *, blind_from: Sequence[int] | None = None, outcome: Outcome = "logprob"
 ) -> CounterfactualScores:
-    """Approximation: score each answer by rows that do not see one span at a time.
+    """Score each answer by rows that do not see one unit at a time: an approximation of masking.
 
-    The rows from `blind_from` on attend to everything but the span, at their own positions; all rows before them are
-    those of the completion as sampled. Equal to one forward per span with a mask that hides the span from those rows,
-    to rounding. It costs the last rows alone.
+    The rows from `blind_from` on attend to everything but the unit, at their own positions; all rows before them are
+    those of the completion as sampled. Equal to one forward per unit with a mask that hides the unit from those rows,
+    to rounding. It costs only the last rows.
 
     Args:
-        model: as in `score_counterfactuals`, with full attention in every layer.
-        prompts, completions, spans, answers, outcome, token_budget: as there; a completion and its branches stay
-            together, even over the budget, as long as memory holds them. A row never loses sight of itself.
+        access: how the model may be asked; the model itself must be at hand, with full attention in every layer.
+        batch: completions, units and answers; a completion and its branches stay together, even over the token budget,
+            as long as memory holds them. A row never loses sight of itself.
         blind_from: for each completion, the first token whose row is blind; at most, and by default, the one before
             the answer.
+        outcome: as in `score_counterfactuals`.
 
     Returns:
-        `CounterfactualScores`.
+        `CounterfactualScores`, in the batch's order.
 
     Raises:
-        ValueError: bad input; the message names argument, row and value.
+        ValueError: a `blind_from` behind the answer's start; the message names row and value.
         NotImplementedError: also a model with windows or chunks of positions.
         TypeError, FloatingPointError: as `score_counterfactuals`.
 
-    Source: the attention suppression of Thought Anchors (arXiv 2506.19143), from a sentence to the answer alone.
+    Source: the attention suppression of Thought Anchors (arXiv 2506.19143), from a sentence to the answer only.
     """
-    options = ScoringOptions(0, token_budget, outcome)
-    return _score(model, prompts, completions, spans, answers, blind_from, options, hidden=True)
+    return _score(access.model, batch, "blind_from", blind_from, ScoringOptions(outcome), hidden=True)
 
 
 def _score(
-    model: nn.Module,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
-    spans: Sequence[Sequence[Span]],
-    answers: Sequence[Span | None],
+    model: PreTrainedModel,
+    batch: ScoredBatch,
+    name: str,
     fed_from: Sequence[int] | None,
     options: ScoringOptions,
     *,
     hidden: bool,
 ) -> CounterfactualScores:
-    causal = causal_lm(model)
-    check_columns(prompts, completions=completions)
-    ids = checked_ids(prompts, completions, vocab_size(causal), context_length(causal))
-    rows = checked_rows(causal, ids, spans, answers, options.placeholder_id, options.fills)
-    first = _first_rows(rows, "blind_from" if hidden else "fed_from", fed_from)
-    if has_cells(causal):
+    first = _first_rows(batch, name, fed_from)
+    if has_cells(model):
         raise NotImplementedError(
-            f"model: {type(causal).__name__} has layers that carry a state through rows which are not fed again; use "
+            f"model: {type(model).__name__} has layers that carry a state through rows which are not fed again; use "
             "score_counterfactuals"
         )
-    refuse_length_dependent_rope(causal, max((len(row.prompt) + len(row.completion) for row in rows), default=0))
-    order = equal_prompts_together([row.prompt for row in rows])
-    rows = [rows[b] for b in order]
-    plan = ScoringPlan(order, [queries_of(row, options) for row in rows], rows)
-    head = prove_supported(causal)
-    layout = _Layout(plan, [first[b] for b in order], hidden)
+    refuse_length_dependent_rope(model, batch.longest)
+    units = [queries_of(row, options, batch.placeholder_id) for row in batch.rows]
+    plan = ScoringPlan(batch.numbers, units, batch.rows)
+    head = prove_supported(model)
+    layout = _Layout(plan, first, hidden)
     reader = OutcomeReader(head)
 
     def read_trunk(trunk: _Trunk) -> Read:
         pack = trunk.pack()
-        return read_pack(reader, plan, pack, trunk.numbers, pack_states(causal, head, pack))
+        return read_pack(reader, plan, pack, trunk.numbers, pack_states(model, head, pack))
 
-    with tree_attention_mode(causal), _full_attention(causal, required=hidden):
-        trunks = layout.trunks(rows_per_forward(causal, options.token_budget))
+    with tree_attention_mode(model), _full_attention(model, required=hidden):
+        trunks = layout.trunks(rows_per_forward(model, batch.token_budget))
         read = list(run_in_memory(trunks, read_trunk, layout.halved))
     values, work = gather(plan, read)
     return collect_scores(values, plan, options, work)
 
 
-def _first_rows(rows: list[Row], name: str, given: Sequence[int] | None) -> list[int]:
+def _first_rows(batch: ScoredBatch, name: str, given: Sequence[int] | None) -> list[int]:
     """The first token of each completion whose row is computed anew; -1 before an answer that it starts with."""
+    rows = batch.rows
     before = [-1 if row.answer is None else row.answer.start - 1 for row in rows]
     if given is None:
         return before
     if len(given) != len(rows):
-        raise ValueError(f"{name} has {len(given)} rows, prompts has {len(rows)}; they must agree")
-    for b, (row, first) in enumerate(zip(rows, given, strict=True)):
+        raise ValueError(f"{name} has {len(given)} rows, the batch has {len(rows)}; they must agree")
+    for b, row, first in zip(batch.numbers, rows, given, strict=True):
         if row.answer is not None and not 0 <= first <= row.answer.start:
             raise ValueError(f"{name} row {b}: {first} is outside [0, {row.answer.start}], up to the answer")
     return [min(first, last) for first, last in zip(given, before, strict=True)]
@@ -327,7 +303,7 @@ class _Layout:
     def trunks(self, budget: int) -> Iterator[_Trunk]:
         """Forwards of at most `budget` rows each; a completion that is over it with its branches has its own."""
         trunk = _Trunk()
-        for i, numbers in enumerate(self.plan.numbers):
+        for i, numbers in enumerate(self.plan.query_numbers):
             if not numbers:
                 continue
             mark, begun = trunk.mark(), bool(trunk.numbers)
@@ -351,5 +327,5 @@ class _Layout:
         return trunk
 
     def _add(self, trunk: _Trunk, unit: int, numbers: Sequence[int]) -> None:
-        asked = {number - self.plan.numbers[unit].start: number for number in numbers}
+        asked = {number - self.plan.query_numbers[unit].start: number for number in numbers}
         trunk.add(self.plan.rows[unit], self.plan.units[unit], asked, self.first[unit], self.hidden)

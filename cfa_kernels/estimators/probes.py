@@ -1,12 +1,12 @@
-"""cfa_kernels/estimators/probes.py."""
+"""Probes: tokens that ask for an answer, put behind a completion or behind its steps."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
+from ..scoring.batch import token_ids
 from ..span import Span
 
 
@@ -15,29 +15,6 @@ class Probe(NamedTuple):
 
     tokens: Tensor  # (L,) int64
     target: Span  # of `tokens`
-
-
-def text_probe(tokenizer: PreTrainedTokenizerBase, lead_in: str, target: str) -> Probe:
-    """A probe from text: `lead_in`, fed and not scored, then `target`.
-
-    The two are tokenised apart, so that the target's tokens do not depend on what leads to it. "\\n#### " and "18" ask
-    unmarked maths for its answer, "\\n\\nassert f(2, 3) == " and "5" ask code for a value.
-
-    Args:
-        tokenizer: that of the model.
-        lead_in: may be empty.
-        target: what is scored.
-
-    Returns:
-        The probe, ids on the host.
-
-    Raises:
-        ValueError: a target that gives no token.
-    """
-    lead, scored = (tokenizer.encode(text, add_special_tokens=False) if text else [] for text in (lead_in, target))
-    if not scored:
-        raise ValueError(f"target must give at least one token, got {target!r}")
-    return Probe(torch.tensor([*lead, *scored]), Span(len(lead), len(lead) + len(scored)))
 
 
 def own_probe(completion: Tensor, answer: Span, reasoning_end: int) -> Probe:
@@ -105,7 +82,7 @@ def with_probes(
             extended.append(completion)
             scored.append(answer)
             continue
-        _check_probe(b, probe)
+        check_probe(b, probe)
         kept = length_without_eos(completion, eos_ids)
         for k, span in enumerate(spans[b] if spans is not None else ()):
             if span.end > kept:
@@ -115,13 +92,9 @@ def with_probes(
     return extended, scored
 
 
-def _check_probe(b: int, probe: Probe, vocab: int | None = None) -> None:
-    ids, target = probe.tokens, probe.target
-    if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype != torch.int64:
-        got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"probes row {b}: tokens must be a 1-D int64 tensor of token ids, got {got}")
+def check_probe(b: int, probe: Probe, vocab: int | None = None) -> None:
+    """Raise `ValueError` naming row `b` and what is wrong with its probe."""
+    ids = token_ids(f"probes row {b}", probe.tokens, vocab)
+    target = probe.target
     if not 0 <= target[0] < target[1] <= len(ids):
         raise ValueError(f"probes row {b}: target {tuple(target)} is not a non-empty span of {len(ids)} tokens")
-    if vocab is not None and ((ids < 0) | (ids >= vocab)).any():
-        bad = ids[(ids < 0) | (ids >= vocab)][0]
-        raise ValueError(f"probes row {b}: id {int(bad)} is outside the vocabulary [0, {vocab})")

@@ -1,7 +1,7 @@
-"""What takes the place of a masked span, and what is left when all but some units are masked.
+"""Put in the place of a masked unit what the model itself might have written there.
 
-Placeholders are the default of `score_counterfactuals`. `resampled_fills` writes in each span's place what the model
-itself might have written there, and `resampled_scores` scores that; `sufficiency` masks all but the units to keep.
+Placeholders are the default of `score_counterfactuals`. `resampled_fills` samples what replaces each unit, and
+`resampled_scores` scores the answers behind it.
 """
 
 import hashlib
@@ -17,158 +17,113 @@ from transformers import PreTrainedModel
 from ..hf.head import Head
 from ..hf.limits import refuse_length_dependent_rope, rows_per_forward
 from ..hf.memory import halves, rows_at_once, run_in_memory
-from ..hf.model import causal_lm, context_length, vocab_size
+from ..hf.model import vocab_size
 from ..hf.stateful_layers import has_cells
 from ..hf.tree_forward import KeyValueStore, packed_hidden, tree_attention_mode
 from ..hf.verify import prove_supported
 from ..ops.head_matmul import empty_strip, write_logits
 from ..ops.row_softmax import Softmax, compute_dtype, probabilities
-from ..packing.prefix_tree import Pack, PrefixTree, Query
-from ..scoring.batch import Row, check_columns, checked_ids, checked_rows, equal_prompts_together
-from ..scoring.masked import CounterfactualScores, ScoringWork, query_logprobs, score_counterfactuals
+from ..packing.prefix_tree import Pack, PrefixTree
+from ..scoring.access import ModelAccess
+from ..scoring.batch import Row, ScoredBatch
+from ..scoring.masked import CounterfactualScores, ScoringWork, score_batch
 from ..scoring.outcomes import Outcome
+from ..scoring.plan import ScoringOptions
 from ..span import Span
 
 
-@dataclass(frozen=True)
-class Fills:
-    """What the model writes in place of spans.
-
-    Attributes:
-        tokens: B lists of K_b int64 tensors on the host, as many ids as the span has tokens.
-        work: counts of what was computed.
-    """
-
-    tokens: list[list[Tensor]]
-    work: ScoringWork
-
-
 def resampled_fills(
-    model: nn.Module,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
-    spans: Sequence[Sequence[Span]],
-    *,
-    seed: int,
-    temperature: float = 1.0,
-    token_budget: int | None = None,
-) -> Fills:
-    """Sample, for every span, as many tokens as it has from the model's own distribution in its place.
+    access: ModelAccess, batch: ScoredBatch, *, seed: int, samples: int = 1, temperature: float = 1.0
+) -> tuple[list[list[np.ndarray]], ScoringWork]:
+    """Sample, for every unit, as many tokens as it has from the model's own distribution in its place.
 
-    Each token is drawn given the prompt, the completion before the span and the fill so far; what stands behind the
-    span is not seen. All spans of all completions advance together, one token each per forward, on the keys and values
-    of one packed tree; prompts and completions are fed once. Hand the tokens to `score_counterfactuals` as `fills`.
+    Each token is drawn given the prompt, the completion before the unit and the fill so far; what is behind the unit
+    is not seen. All units of all completions advance together, one token each per forward, on the keys and values of
+    one packed tree; prompts and completions are fed once. Hand the ids to `ScoredBatch.with_units`.
 
-    A fill depends on the seed, the prompt, the completion before the span, the temperature and the model alone, not on
-    what else is in the batch (to rounding, which can move a draw that falls on an edge between two tokens). Spans that
+    A fill depends only on the seed, the prompt, the completion before the unit, the temperature and the model, not on
+    what else is in the batch (to rounding, which can move a draw that falls on an edge between two tokens). Units that
     start at one place share their draws.
 
     Args:
-        model: as in `score_counterfactuals`.
-        prompts, completions: B 1-D int64 tensors, unpadded.
-        spans: for each completion, spans to fill.
+        access: how the model may be asked; the model itself must be at hand.
+        batch: completions and the units to fill. A completion and its fills stay together, even over the token budget,
+            as long as memory holds them.
         seed: of the draws, an integer.
+        samples: fills of each unit, at least 1.
         temperature: divides the logits.
-        token_budget: most rows of a tree, fills included; default by free memory. A completion and its fills stay
-            together, even over the budget, as long as memory holds them.
 
     Returns:
-        `Fills`.
+        For each completion the ids, int64, of all its units draw by draw, as many as the unit has tokens; and what it
+        took.
 
     Raises:
-        ValueError: bad input; the message names argument, row and value.
+        ValueError: bad options; the message names argument and value.
         TypeError, NotImplementedError: models that cannot be scored, or whose rotary frequencies would change inside a
             batch this long; the message says why.
         FloatingPointError: the model gave no distribution; the message names the row.
     """
-    return _sampled(model, prompts, completions, spans, seed, 1, temperature, token_budget)
-
-
-def resampled_scores(
-    model: nn.Module,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
-    spans: Sequence[Sequence[Span]],
-    answers: Sequence[Span | None],
-    *,
-    seed: int,
-    samples: int = 1,
-    temperature: float = 1.0,
-    outcome: Outcome = "logprob",
-    token_budget: int | None = None,
-) -> CounterfactualScores:
-    """`score_counterfactuals` with what the model itself might have written in place of each span.
-
-    The mean over `samples` fills of each span, all of them branches of the same trees. A span scores low where its own
-    words matter to the answer, not merely that something stands in its place.
-
-    Args:
-        model, prompts, completions, spans, answers, outcome: as in `score_counterfactuals`.
-        seed, temperature, token_budget: as in `resampled_fills`; the first fills are the ones that it gives.
-        samples: fills of each span, at least 1.
-
-    Returns:
-        `CounterfactualScores`: `masked` and `drop` are means over the fills, `work` includes the sampling.
-
-    Raises:
-        As `resampled_fills` and `score_counterfactuals`; also `ValueError` for `samples` below 1.
-
-    Source: resampling as in Thought Anchors (arXiv 2506.19143), the rest of the completion held fixed.
-    """
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"samples must be an integer of at least 1, got {samples!r}")
-    fills = _sampled(model, prompts, completions, spans, seed, samples, temperature, token_budget)
-    scores = score_counterfactuals(
-        model, prompts, completions, [list(row) * samples for row in spans], answers, placeholder_id=0,
-        fills=fills.tokens, outcome=outcome, token_budget=token_budget,
-    )  # fmt: skip
-    masked = [row.view(samples, -1).mean(0) for row in scores.masked]
-    drop = [row - base for row, base in zip(masked, scores.base, strict=True)]
-    return CounterfactualScores(scores.base, masked, drop, None, scores.work + fills.work)
-
-
-def _sampled(
-    model: nn.Module,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
-    spans: Sequence[Sequence[Span]],
-    seed: int,
-    samples: int,
-    temperature: float,
-    token_budget: int | None,
-) -> Fills:
-    """`samples` fills of every span, those of a row draw by draw."""
-    causal = causal_lm(model)
+    model = access.model
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"seed must be an integer, got {seed!r}")
-    check_columns(prompts, completions=completions, spans=spans)
-    ids = checked_ids(prompts, completions, vocab_size(causal), context_length(causal))
-    rows = checked_rows(causal, ids, spans, [None] * len(ids), 0)
-    refuse_length_dependent_rope(causal, max((len(row.prompt) + len(row.completion) for row in rows), default=0))
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"samples must be an integer of at least 1, got {samples!r}")
+    refuse_length_dependent_rope(model, batch.longest)
     drawn = [
         [_Fill(b, row, span, f"{seed}/{draw}") for draw in range(samples) for span in row.spans]
-        for b, row in enumerate(rows)
+        for b, row in zip(batch.numbers, batch.rows, strict=True)
     ]
-    head = prove_supported(causal)
+    head = prove_supported(model)
 
     def write(fills: Sequence[_Fill]) -> ScoringWork:
         for fill in fills:
             fill.tokens.clear()  # what was drawn before memory ran out
-        writer = _Writer(causal, head, _tree_of(fills))
+        writer = _Writer(model, head, _tree_of(fills))
         writer.write(fills, temperature)
         return ScoringWork(writer.forwards, writer.tokens_fed)
 
     work = ScoringWork()
-    with tree_attention_mode(causal):
-        together = _in_budget(rows, drawn, rows_per_forward(causal, token_budget))
+    with tree_attention_mode(model):
+        together = _in_budget(drawn, rows_per_forward(model, batch.token_budget))
         for done in run_in_memory(together, write, lambda fills: halves(fills, lambda fill: fill.row)):
             work += done
     every = [fill for row in drawn for fill in row]
     unshared = sum(fill.length * len(fill.context) + fill.length * (fill.length - 1) // 2 for fill in every)
     work += ScoringWork(tokens_unshared=unshared, head_rows=sum(fill.length for fill in every))
-    return Fills([[torch.tensor(fill.tokens) for fill in row] for row in drawn], work)
+    return [[np.array(fill.tokens, dtype=np.int64) for fill in row] for row in drawn], work
+
+
+def resampled_scores(
+    access: ModelAccess, batch: ScoredBatch, *, seed: int, samples: int = 1, outcome: Outcome = "logprob"
+) -> CounterfactualScores:
+    """Score answers with what the model itself might have written in place of each unit.
+
+    The mean over `samples` fills of each unit, all of them branches of the same trees. A unit scores low where its own
+    words matter to the answer, not merely that something is in its place.
+
+    Args:
+        access: how the model may be asked; the model itself must be at hand.
+        batch: completions, units and answers.
+        seed, samples: as in `resampled_fills`.
+        outcome: as in `score_counterfactuals`.
+
+    Returns:
+        `CounterfactualScores`, in the batch's order: `masked` and `drop` are means over the fills, `work` includes the
+        sampling.
+
+    Raises:
+        As `resampled_fills` and `score_counterfactuals`.
+
+    Source: resampling as in Thought Anchors (arXiv 2506.19143), the rest of the completion held fixed.
+    """
+    fills, work = resampled_fills(access, batch, seed=seed, samples=samples)
+    filled = batch.with_units([row.spans * samples for row in batch.rows], fills)
+    scores = score_batch(access.model, filled, ScoringOptions(outcome))
+    masked = [row.view(samples, -1).mean(0) for row in scores.masked]
+    drop = [row - base for row, base in zip(masked, scores.base, strict=True)]
+    return CounterfactualScores(scores.base, masked, drop, None, scores.work + work)
 
 
 class _Fill:
@@ -189,20 +144,20 @@ class _Fill:
         return self.draws[len(self.tokens)]
 
 
-def _in_budget(rows: list[Row], drawn: list[list[_Fill]], budget: int) -> Iterator[Sequence[_Fill]]:
+def _in_budget(drawn: list[list[_Fill]], budget: int) -> Iterator[Sequence[_Fill]]:
     """Fills to write together, whole rows of them, at most `budget` rows of a tree in the end."""
     members, growth, tree = list[_Fill](), 0, PrefixTree()
-    for b in equal_prompts_together([row.prompt for row in rows]):
-        if not drawn[b]:
+    for fills in drawn:
+        if not fills:
             continue
-        longest = _longest_context(drawn[b])
-        own = sum(fill.length - 1 for fill in drawn[b])
+        longest = _longest_context(fills)
+        own = sum(fill.length - 1 for fill in fills)
         tree.insert(longest)
         if members and tree.num_tokens + growth + own > budget:
             yield members
             members, growth, tree = list[_Fill](), 0, PrefixTree()
             tree.insert(longest)
-        members += drawn[b]
+        members += fills
         growth += own
     if members:
         yield members
@@ -296,82 +251,3 @@ class _Writer:
                 bad = len(chosen[:-1]) * height + int((~torch.isfinite(cumulated[:, -1])).nonzero()[0])
                 raise FloatingPointError(f"completions row {fills[bad].row}: the model gave a nan log-prob")
         return torch.cat(chosen).cpu()
-
-
-@dataclass(frozen=True)
-class Sufficiency:
-    """Answer log-probs in nats, whole and with only some units left, of B completions.
-
-    Attributes:
-        base: (B,) fp32 log P(answer | prompt, reasoning); nan where there is no answer.
-        kept: (B,) fp32, the same with every unit masked but the kept ones.
-        drop: (B,) fp32, `kept - base`: near 0 where what is kept suffices.
-        work: counts of what was computed.
-    """
-
-    base: Tensor
-    kept: Tensor
-    drop: Tensor
-    work: ScoringWork
-
-
-def sufficiency(
-    model: nn.Module,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
-    units: Sequence[Sequence[Span]],
-    answers: Sequence[Span | None],
-    keep: Sequence[Sequence[int]],
-    *,
-    placeholder_id: int,
-    token_budget: int | None = None,
-) -> Sufficiency:
-    """How probable the answer stays when only the kept units are left and all others are masked: one branch per row.
-
-    Text that belongs to no unit stays. A token that a kept unit holds stays, whatever other units hold it.
-
-    Args:
-        model, prompts, completions, answers, placeholder_id, token_budget: as in `score_counterfactuals`.
-        units: for each completion, spans; none may overlap the answer.
-        keep: for each completion, the numbers of the units to keep, as from `top_units`.
-
-    Returns:
-        `Sufficiency`.
-
-    Raises:
-        ValueError: bad input; the message names argument, row and value.
-        TypeError, NotImplementedError, FloatingPointError: as `score_counterfactuals`.
-
-    Source: ERASER (DeYoung et al. 2020); `drop` is the negative of its sufficiency, in log-probs.
-    """
-    causal = causal_lm(model)
-    check_columns(prompts, completions=completions, units=units, answers=answers, keep=keep)
-    ids = checked_ids(prompts, completions, vocab_size(causal), context_length(causal))
-    rows = checked_rows(causal, ids, units, answers, placeholder_id)
-    order = equal_prompts_together([row.prompt for row in rows])
-    asked = [_whole_and_kept(b, rows[b], keep[b], placeholder_id) for b in order]
-    lengths = [len(rows[b].prompt) + len(rows[b].completion) for b in order]
-    found, work = query_logprobs(model, asked, lengths=lengths, row_numbers=order, token_budget=token_budget)
-    both = torch.full((len(rows), 2), float("nan"))
-    for b, values in zip(order, found, strict=True):
-        if values:
-            both[b] = torch.stack([value.sum() for value in values])
-    base, kept = both.unbind(1)
-    return Sufficiency(base, kept, kept - base, work)
-
-
-def _whole_and_kept(b: int, row: Row, keep: Sequence[int], placeholder_id: int) -> list[Query]:
-    masked = np.zeros(len(row.completion), dtype=bool)
-    for span in row.spans:
-        masked[span.start : span.end] = True
-    for number in keep:
-        if not 0 <= number < len(row.spans):
-            raise ValueError(f"keep row {b}: {number} is no number of one of its {len(row.spans)} units")
-        masked[row.spans[number].start : row.spans[number].end] = False
-    if row.answer is None:
-        return []
-    start, end = (len(row.prompt) + edge for edge in row.answer)
-    whole = np.concatenate([row.prompt, row.completion])
-    kept = np.concatenate([row.prompt, np.where(masked, placeholder_id, row.completion)])
-    targets, beyond = whole[start:end], whole[end - 1 :]
-    return [Query(tokens[: end - 1], start - 1, targets, beyond=beyond) for tokens in (whole, kept)]

@@ -1,6 +1,6 @@
-"""Token credit from the completions of one prompt alone: their token ids and how they turned out, no model.
+"""Judge tokens by comparing the completions of one prompt: their token ids and how they turned out, no model.
 
-Where it stands: pure functions that an estimator or a trainer calls. A completion that shares its prompt with no other
+A completion that shares its prompt with no other
 has nothing to be compared with and gets the neutral value: 0 where values are added to an advantage, 1 where they
 multiply it.
 """
@@ -8,12 +8,18 @@ multiply it.
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..scoring.access import ModelAccess
+from ..scoring.batch import ScoredBatch
+from .base import REWARDS, SIBLINGS, Importances, given, unit_means
 from .edit_distance import _edit_distance, _places, edited_tokens
+from .options import Finite, check_fields
 
 # KTAE's own code keeps the ratio of two term frequencies finite so; a token of one class alone gets a huge ratio.
 _FREQUENCY_EPSILON = 1e-5
@@ -21,6 +27,108 @@ _SATURATION, _LENGTH_SHARE = 2.0, 0.5  # BM25's k1 and b, as KTAE's code sets th
 
 # Sums of equal rewards in another order differ by rounding; relative to the largest reward this much is no difference.
 _EQUAL = 1e-12
+
+
+@dataclass(frozen=True)
+class PrefixTreeValues:
+    """What each token does to the mean reward of those who share the prefix (TEMPO / P2T, 2509.18314); signed.
+
+    In the units of the advantages where those are (B,): rewards that a group's standard deviation has divided there
+    are divided by it here. Else in the units of the rewards.
+    """
+
+    name: ClassVar[str] = "prefix_tree"
+    judges: ClassVar[str] = "tokens"
+    negative: ClassVar[bool] = True
+    weights: ClassVar[str | None] = None
+    needs: ClassVar[frozenset[str]] = frozenset({SIBLINGS, REWARDS})
+    continues: ClassVar[bool] = False
+
+    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+        """Judge the units of a batch; asks nothing of the model."""
+        groups, rewards = _siblings(batch), given("rewards", batch.rewards)
+        values = prefix_tree_values(batch.sampled, groups, rewards)
+        scales = _scales(groups, rewards, batch.advantages)
+        scaled = [row * scale for row, scale in zip(values, scales, strict=True)]
+        return Importances(unit_means(scaled, batch), signed=True)
+
+
+@dataclass(frozen=True)
+class KTAE:
+    """How strongly a token goes with correct completions of its group (KTAE); signed."""
+
+    name: ClassVar[str] = "ktae"
+    judges: ClassVar[str] = "tokens"
+    negative: ClassVar[bool] = True
+    weights: ClassVar[str | None] = None
+    needs: ClassVar[frozenset[str]] = frozenset({SIBLINGS, REWARDS})
+    continues: ClassVar[bool] = False
+
+    correct_threshold: Finite = 0.5
+    """A completion with at least this reward counts as correct."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+        """Judge the units of a batch; asks nothing of the model."""
+        correct = _correct(batch, self.correct_threshold)
+        values = ktae_values(batch.sampled, _siblings(batch), correct, ignored=batch.special_ids)
+        return Importances(unit_means(values, batch), signed=True)
+
+
+@dataclass(frozen=True)
+class SiblingEdits:
+    """1 where a wrong completion differs from its nearest correct sibling; after IBPO, without a correction of its own.
+
+    Completions that are correct, or have no correct sibling, get 1 throughout.
+    """
+
+    name: ClassVar[str] = "sibling_edits"
+    judges: ClassVar[str] = "tokens"
+    negative: ClassVar[bool] = False
+    weights: ClassVar[str | None] = "identity"
+    needs: ClassVar[frozenset[str]] = frozenset({SIBLINGS, REWARDS})
+    continues: ClassVar[bool] = False
+
+    correct_threshold: Finite = 0.5
+    """A completion with at least this reward counts as correct."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+        """Judge the units of a batch; asks nothing of the model."""
+        values = sibling_edits(batch.sampled, _siblings(batch), _correct(batch, self.correct_threshold))
+        return Importances(unit_means(values, batch))
+
+
+def _siblings(batch: ScoredBatch) -> Tensor:
+    """The groups; raises `ValueError` where no completion has another one to be compared with."""
+    if batch.groups is None or len(batch.groups.unique()) == len(batch.groups):
+        raise ValueError("groups: no two completions are of one group, so there is nothing to compare them with")
+    return batch.groups
+
+
+def _correct(batch: ScoredBatch, threshold: float) -> Tensor:
+    rewards = given("rewards", batch.rewards)
+    if (bad := (~torch.isfinite(rewards)).nonzero()).numel():
+        b = int(bad[0])
+        raise ValueError(f"rewards row {batch.numbers[b]}: must be finite, got {rewards[b].item()}")
+    return rewards >= threshold
+
+
+def _scales(groups: Tensor, rewards: Tensor, advantages: Tensor | None) -> list[float]:
+    """For each row how much wider its group's advantages (B,) are than its rewards; 1 where that cannot be told."""
+    scales = torch.ones(len(groups), dtype=torch.float64)
+    if advantages is None or advantages.ndim != 1:
+        return scales.tolist()
+    for group in groups.unique():
+        inside = groups == group
+        wide, narrow = (x[inside].double().max() - x[inside].double().min() for x in (advantages, rewards))
+        if narrow > 0 and wide > 0:
+            scales[inside] = wide / narrow
+    return scales.tolist()
 
 
 def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor | None, rewards: Tensor | None) -> list[Tensor]:
@@ -63,12 +171,6 @@ def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor | None, rew
             step = np.diff(total / count)
             values[b] = np.where(np.abs(step) > _EQUAL * np.abs(reward).max(), step, 0.0)
     return [torch.from_numpy(row.astype(np.float32)) for row in values]
-
-
-def nonzero_share(values: Sequence[Tensor]) -> float:
-    """Share of all tokens whose value is not 0; 0.0 if there are no tokens."""
-    tokens = sum(len(row) for row in values)
-    return sum(int((row != 0).sum()) for row in values) / tokens if tokens else 0.0
 
 
 def ktae_values(

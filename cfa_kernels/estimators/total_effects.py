@@ -5,90 +5,55 @@ what stands behind the unit anyhow, so it also tells how much less probable each
 chain that ends at the answer. `scoring.py` feeds and reads the branches; the chain is computed here, on the host.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..hf.model import causal_lm, context_length, vocab_size
 from ..packing.prefix_tree import Query
-from ..scoring.batch import Row, check_columns, checked_ids, checked_rows, equal_prompts_together
-from ..scoring.masked import ScoringWork, query_logprobs
+from ..scoring.access import ModelAccess
+from ..scoring.batch import Row, ScoredBatch
 from ..span import Span
+from .base import Importances
 
 
-@dataclass(frozen=True)
-class TotalEffects:
-    """What each unit of B completions does to the answer, in nats, high where it matters.
-
-    Attributes:
-        total: B tensors (K_b,) fp32, the direct effect and what passes through later units.
-        direct: B tensors (K_b,) fp32, minus the drop of `CounterfactualScores`.
-        links: B tensors (K_b, K_b) fp32, at [i, j] how much less probable unit j's tokens are with unit i masked, by
-            the mean of their log-probs, at least 0; 0 where j does not stand behind i and before the answer.
-        base: (B,) fp32 log P(answer | prompt, reasoning).
-        work: counts of what was computed.
-
-    All tensors are on the host. A completion without an answer has nan throughout.
-    """
-
-    total: list[Tensor]
-    direct: list[Tensor]
-    links: list[Tensor]
-    base: Tensor
-    work: ScoringWork
-
-
-def total_effects(
-    model: nn.Module,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
-    units: Sequence[Sequence[Span]],
-    answers: Sequence[Span | None],
-    *,
-    placeholder_id: int,
-    token_budget: int | None = None,
-    ask: Callable[..., tuple[list[list[Tensor]], ScoringWork]] = query_logprobs,
-) -> TotalEffects:
+def total_effects(access: ModelAccess, batch: ScoredBatch) -> Importances:
     """Mask each unit, see how the answer and every later unit move, and add up all ways from the unit to the answer.
 
     It feeds what `score_counterfactuals` feeds for the same units. Only the head has more rows: the tokens of the
     later units in every branch.
 
     Args:
-        model, prompts, completions, answers, placeholder_id, token_budget: as in `score_counterfactuals`.
-        units: for each completion, disjoint spans, none of which overlaps the answer, in any order. One behind the
-            answer has effect 0 by causality.
-        ask: stands in for `query_logprobs`: that of a `PackedForward`, which has fed the completions already.
+        access: how the model may be asked; the model itself must be at hand.
+        batch: completions with disjoint units, none of which overlaps the answer, in any order. One behind the answer
+            has effect 0 by causality.
 
     Returns:
-        `TotalEffects`, units in the caller's order; the rule is that of `chained_effects`.
+        Total effects by the rule of `chained_effects`, with `base`. Details, of each completion:
+            `direct` (K_b,) fp32, minus the drop of `CounterfactualScores`; `links` (K_b, K_b) fp32, at [i, j] how much
+            less probable unit j's tokens are with unit i masked, by the mean of their log-probs, at least 0; 0 where j
+            is not behind i and before the answer. A completion without an answer has nan throughout.
 
     Raises:
-        ValueError: bad input, units that overlap among it; the message names argument, row and value.
-        TypeError, NotImplementedError, FloatingPointError: as `score_counterfactuals`.
+        ValueError: units that overlap; the message names row and units.
+        NotImplementedError, FloatingPointError: as `score_counterfactuals`.
 
     Source: direct effects are eq. 3 of the CF paper. Effects of a unit on each later one as in Thought Anchors
     (arXiv 2506.19143), which suppresses attention to a sentence where a unit is masked here. That the total is the
     direct and the mediated effect is mediation analysis; the rule by which links are chained is this library's own.
     """
-    causal = causal_lm(model)
-    check_columns(prompts, completions=completions, units=units, answers=answers)
-    ids = checked_ids(prompts, completions, vocab_size(causal), context_length(causal))
-    rows = checked_rows(causal, ids, units, answers, placeholder_id)
-    judged = [_judged(b, row) for b, row in enumerate(rows)]
-    order = equal_prompts_together([row.prompt for row in rows])
-    asked = [_queries(rows[b], judged[b], placeholder_id) for b in order]
-    found, work = ask(model, asked, row_numbers=order, token_budget=token_budget)
+    rows = batch.rows
+    judged = [_judged(b, row) for b, row in zip(batch.numbers, rows, strict=True)]
+    asked = [_queries(row, numbers, batch.placeholder_id) for row, numbers in zip(rows, judged, strict=True)]
+    found, work = access.query(asked, row_numbers=batch.numbers, token_budget=batch.token_budget)
     base = torch.full((len(rows),), float("nan"))
     total, direct = ([torch.full((len(row.spans),), float("nan")) for row in rows] for _ in range(2))
     links = [torch.full((len(row.spans),) * 2, float("nan")) for row in rows]
     unshared = 0
-    for b, values in zip(order, found, strict=True):
-        row, numbers = rows[b], judged[b]
+    for b, (row, numbers, values) in enumerate(zip(rows, judged, found, strict=True)):
         if row.answer is None:
             continue
         own, row_direct, row_links = _effects([row.spans[k] for k in numbers], row.answer, values)
@@ -97,7 +62,8 @@ def total_effects(
             every[b].zero_()[numbers] = torch.from_numpy(some).float()
         links[b].zero_()[np.ix_(numbers, numbers)] = torch.from_numpy(row_links).float()
         unshared += (1 + len(numbers)) * (len(row.prompt) + row.answer.end - 1)
-    return TotalEffects(total, direct, links, base, replace(work, tokens_unshared=unshared))
+    work = replace(work, tokens_unshared=unshared)
+    return Importances(total, base=base, work=work, change_of="logprob", details={"direct": direct, "links": links})
 
 
 def chained_effects(direct: np.ndarray, links: np.ndarray) -> np.ndarray:
@@ -148,7 +114,7 @@ def _branches(units: Sequence[Span], answer: Span) -> Iterator[tuple[Span | None
         yield masked, [Span(max(start, behind), end) for start, end in runs if end > behind]
 
 
-def _queries(row: Row, judged: Sequence[int], placeholder_id: int) -> list[Query]:
+def _queries(row: Row, judged: Sequence[int], placeholder_id: int | None) -> list[Query]:
     if row.answer is None:
         return []
     prompt = len(row.prompt)

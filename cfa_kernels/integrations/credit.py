@@ -1,29 +1,19 @@
 """What every trainer needs of credit: folding weights into advantages, and credit where the model is elsewhere."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import (
-    CounterfactualConfig,
-    CounterfactualScores,
-    Credit,
-    ScoringWork,
-    Span,
-    counterfactual_credit,
-    packed_logprobs,
-)
-from ..estimators.registry import APPROXIMATIONS
+from .. import CounterfactualConfig, Credit, counterfactual_credit, packed_logprobs
+from ..estimators.base import ANSWER, NEEDS, REWARDS, SIBLINGS
 from ..hf.model import causal_lm
 from ..hf.modes import evaluation_mode
 from ..hf.verify import FLOAT32_NOISE
-from ..scoring.outcomes import DIVERGENCES
-
-LogprobsOf = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
-"""Prompts and completions, lists of 1-D int64 tensors, to the log-prob (nats) of each completion token, 1-D each."""
+from ..scoring.access import LOGPROBS, LogprobService, LogprobsOf
 
 
 class Draws:
@@ -163,43 +153,25 @@ def pad_rows(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tenso
     return ids, mask
 
 
-def service_obstacles(
-    config: CounterfactualConfig, *, group_size: int | None = None, entropies: bool = False
-) -> Iterator[str]:
-    """What of `config` cannot run where a service gives log-probs of sampled tokens and nothing else of the model.
+OFFERED_BY_A_SERVICE = frozenset({ANSWER, SIBLINGS, REWARDS, LOGPROBS})
+"""What of `NEEDS` a host offers that gives log-probs of sampled tokens and nothing else of its model."""
+
+
+def obstacles(config: CounterfactualConfig, offers: Collection[str]) -> Iterator[str]:
+    """Yield a sentence for each thing that `config` needs and a host does not offer, beginning with what needs it.
 
     Args:
         config: how credit is to be assigned.
-        group_size: completions of one prompt, if that is known.
-        entropies: the host has those of the sampled tokens.
-
-    Yields:
-        A sentence for each option that cannot, beginning with its name and value.
+        offers: of `NEEDS`, what the host offers.
     """
-    kind, name = config.kind, f"estimator={config.estimator!r}"
-    if config.mode == "uniform" or (config.mode == "random" and not kind.needs_siblings):
-        return  # no estimator runs
-    here = "needs the model in the process that makes the weights, and it lies in others"
-    cheap = config.cheap if config.preselect < 1 else None
-    if config.estimator == "gradient":
-        yield f"{name}: it {here}"
-    elif (outcome := config.outcome) in DIVERGENCES:
-        yield f"outcome={outcome!r}: it compares distributions, and the host gives log-probs of sampled tokens alone"
-    if config.effect == "total":
-        yield f"effect='total': it {here}"
-    if config.fill == "resampled":
-        yield f"fill='resampled': it {here}"
-    if config.approximation is not None:
-        yield f"approximation={config.approximation!r}: it {here}"
-    if cheap in (*APPROXIMATIONS, "gradient"):
-        yield f"cheap={cheap!r}: it {here}"
-    if config.reads_entropies and not entropies:
-        reader = name if config.estimator == "entropy" else f"cheap={cheap!r}"
-        yield f"{reader}: the host's workers give no entropies"
-    if config.estimator == "external":
-        yield f"{name}: nobody hands its numbers in; give a function (model, CreditBatch) -> Importances"
-    if kind.needs_siblings and not callable(config.estimator) and group_size == 1:
-        yield f"{name}: it compares the completions of a prompt, and there is one of each"
+    options = {
+        entry.name: getattr(config.estimator, entry.name)
+        for entry in fields(config.estimator)  # type: ignore[arg-type]
+        if getattr(config.estimator, entry.name) != entry.default and entry.name != "function"
+    }
+    said = ", ".join(f"{name}={value!r}" for name, value in {"estimator": config.estimator.name, **options}.items())
+    for missing in sorted(config.needs - set(offers)):
+        yield f"{said}: it needs {NEEDS[missing]}, which is not to be had here"
 
 
 def credit_rows(
@@ -241,18 +213,16 @@ def credit_rows(
     """
     mask, own = pad_rows(counted)[0], pad_rows(advantages)[0]
     credit = counterfactual_credit(
-        None,  # type: ignore[arg-type]  # the model is where log-probs are asked for
+        LogprobService(logprobs_of, noise=noise),
         tokenizer,
         *pad_rows(prompts, "left"),
         *pad_rows(completions),
         advantages=_of_rows(own * mask, mask.long()),
         config=config,
         generator=generator,
-        score=scorer_from_logprobs(logprobs_of),
         groups=groups,
         rewards=rewards,
         entropies=None if entropies is None else pad_rows(entropies)[0],
-        noise=noise,
     )
     credited = torch.where(mask.bool(), credited_advantages(own, credit), own)
     return [row[: len(mine)] for row, mine in zip(credited, advantages, strict=True)], credit.metrics(mask)
@@ -262,69 +232,3 @@ def _of_rows(advantages: Tensor, mask: Tensor) -> Tensor:
     """(B, T) advantages that are 0 outside of `mask` as (B,), if inside of it each row has one value; else as given."""
     first = advantages.gather(1, mask.argmax(1, keepdim=True))
     return first[:, 0] if torch.equal(advantages, first * mask) else advantages
-
-
-def scorer_from_logprobs(logprobs_of: LogprobsOf) -> Callable[..., CounterfactualScores]:
-    """Scoring by a host's own log-prob service, for `counterfactual_credit(..., score=...)`.
-
-    A model that is sharded over processes cannot run the packed tree, which needs it whole. So each answer, and each
-    answer with a span masked, becomes an ordinary sequence, cut after the answer; all go out in one request. The
-    scores are those of `score_counterfactuals` to rounding, at the service's temperature; the
-    work is not shared between sequences (`work.tokens_fed` says how much it was).
-
-    Args:
-        logprobs_of: the service; called at most once for a batch that is scored.
-
-    Returns:
-        What stands in for `score_counterfactuals`; scores are on the CPU. It raises `ValueError` if the service gives
-        another number of sequences or tokens than it was asked for, or if log-probs of whole completions or a
-        temperature are asked for, and `NotImplementedError` for an outcome that log-probs do not tell.
-    """
-
-    def score(
-        model: object,
-        prompts: Sequence[Tensor],
-        completions: Sequence[Tensor],
-        spans: Sequence[Sequence[Span]],
-        answers: Sequence[Span | None],
-        *,
-        placeholder_id: int,
-        **options: Any,
-    ) -> CounterfactualScores:
-        if options.get("logprobs") or options.get("temperature", 1.0) != 1.0:
-            raise ValueError("log-probs of whole completions and temperatures are the host's own business here")
-        outcome = options.get("outcome", "logprob")
-        if outcome not in ("logprob", "mean_logprob"):
-            raise NotImplementedError(f"outcome={outcome!r} needs distributions, and the host gives log-probs alone")
-        asked_prompts: list[Tensor] = []
-        asked: list[Tensor] = []
-        for prompt, completion, row_spans, answer in zip(prompts, completions, spans, answers, strict=True):
-            if answer is None:
-                continue
-            base = completion[: answer.end]
-            branches = [base.clone() for _ in row_spans]
-            for branch, (start, end) in zip(branches, row_spans, strict=True):
-                branch[start:end] = placeholder_id
-            asked += [base, *branches]
-            asked_prompts += [prompt] * (1 + len(branches))
-        given = list(logprobs_of(asked_prompts, asked)) if asked else []
-        if [len(row) for row in given] != [len(row) for row in asked]:
-            raise ValueError(f"asked for log-probs of {len(asked)} sequences, got {len(given)} or other lengths")
-        scores = iter(given)
-        base_scores = torch.full((len(prompts),), float("nan"))
-        masked: list[Tensor] = []
-        for b, (row_spans, answer) in enumerate(zip(spans, answers, strict=True)):
-            if answer is None:
-                masked.append(torch.full((len(row_spans),), float("nan")))
-                continue
-            answered = [next(scores)[answer.start :].float().sum().cpu() for _ in range(1 + len(row_spans))]
-            if outcome == "mean_logprob":
-                answered = [value / (answer.end - answer.start) for value in answered]
-            base_scores[b] = answered[0]
-            masked.append(torch.stack(answered[1:]) if row_spans else torch.zeros(0))
-        drop = [row - base for row, base in zip(masked, base_scores, strict=True)]
-        fed = sum(len(row) for row in asked_prompts) + sum(len(row) for row in asked)
-        head_rows = sum(len(row) for row in asked)
-        return CounterfactualScores(base_scores, masked, drop, None, ScoringWork(len(asked), fed, fed, head_rows))
-
-    return score

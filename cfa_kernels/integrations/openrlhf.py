@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import CounterfactualConfig, policy_loss
+from ..estimators.base import SIBLINGS
 from . import require
-from .credit import Draws, credit_rows, pad_rows, service_obstacles
+from .credit import OFFERED_BY_A_SERVICE, Draws, credit_rows, obstacles, pad_rows
 
 OLDEST = "0.11.2"
 
@@ -145,7 +146,7 @@ class CounterfactualMixin(_Maker):
         self.counterfactual = counterfactual or CounterfactualConfig()
         self._draws = Draws(self.args.train.seed)
         self.global_step = 0
-        if self.counterfactual.mode == "uniform":
+        if self.counterfactual.control == "off":
             return
         _refuse_estimator(self.counterfactual, self.args.rollout.n_samples_per_prompt)
         if self.args.algo.kl.init_coef > 0 and not self.args.algo.kl.use_loss:
@@ -172,7 +173,7 @@ class CounterfactualMixin(_Maker):
             NotImplementedError: images among the inputs.
         """
         experiences = super().compute_advantages_and_returns(experiences)
-        if self.counterfactual.mode == "uniform":
+        if self.counterfactual.control == "off":
             return experiences
         if any(inputs for experience in experiences for inputs in experience.mm_train_inputs or ()):
             raise NotImplementedError("counterfactual credit cannot be combined with images (mm_train_inputs)")
@@ -261,7 +262,8 @@ def _rows(experience: Any) -> list[_Row]:
 
 
 def _refuse_estimator(config: CounterfactualConfig, group_size: int | None = None) -> None:
-    if found := list(service_obstacles(config, group_size=group_size)):
+    offers = OFFERED_BY_A_SERVICE - ({SIBLINGS} if group_size == 1 else set())
+    if found := list(obstacles(config, offers)):
         raise NotImplementedError("counterfactual credit cannot be combined with " + "; nor with ".join(found))
 
 
@@ -317,11 +319,11 @@ def main() -> None:
     parser.add_argument("--counterfactual", type=json.loads, default={})
     ours, theirs = parser.parse_known_args()
     config = CounterfactualConfig(**ours.counterfactual)
-    if config.mode != "uniform" and any(option.startswith("--train.as") for option in theirs):  # abbreviations count
+    if config.control != "off" and any(option.startswith("--train.as") for option in theirs):  # abbreviations count
         raise NotImplementedError("counterfactual credit cannot be combined with --train.async_enable")
     _refuse_estimator(config)
     require("openrlhf", OLDEST)
-    if config.mode != "uniform":
+    if config.control != "off":
         from openrlhf.trainer import ppo_trainer
 
         ppo_trainer.PPOTrainer = trainer_with_credit(config)

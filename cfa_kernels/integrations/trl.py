@@ -18,12 +18,14 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from .. import CounterfactualConfig, Credit, counterfactual_credit
+from ..estimators.base import ENTROPIES, EXTERNAL, NEEDS, OwnFunction
 from ..hf.model import causal_lm
 from ..hf.stateful_layers import has_cells
 from ..hf.verify import prove_head, prove_supported
 from ..losses.policy import LOSS_TYPES
+from ..scoring.access import CAPABILITIES
 from . import require
-from .credit import Draws, credited_advantages, token_entropies, weighed_text
+from .credit import Draws, credited_advantages, obstacles, token_entropies, weighed_text
 from .trl_losses import (
     accept_policy_loss,
     loss_of_hidden_states,
@@ -61,8 +63,8 @@ _NO_DROPOUT = (
     "ModelConfig sets 0.05), disable_dropout=True the rest"
 )
 
-# These modes assign credit without a look at the model.
-_UNSCORED = ("uniform", "random")
+# TRL has no way to hand the caller's own numbers in.
+_OFFERS = frozenset(NEEDS) - {EXTERNAL}
 
 # The processes hold the whole model (DeepSpeed's stage 3 can gather it).
 _WHOLE_MODEL = {DistributedType.NO, DistributedType.DEEPSPEED} | {
@@ -122,7 +124,7 @@ class CounterfactualMixin(_Trainer):
         self.counterfactual = counterfactual or CounterfactualConfig()
         self.fused_loss, self.packed_loss, self.log_entropy = fused_loss, packed_loss, log_entropy
         self._draws = Draws(self.args.seed, self.accelerator.process_index)
-        if self.counterfactual.mode != "uniform":
+        if self.counterfactual.control != "off":
             _refuse("counterfactual credit", _credit_obstacles(self))
         if fused_loss:
             _refuse("fused_loss=True", _fusion_obstacles(self))
@@ -149,8 +151,9 @@ class CounterfactualMixin(_Trainer):
         """Refuse a model that cannot be scored (credit that scores), or that the loss cannot be computed of."""
         proofs: list[tuple[Any, str]] = []
         config = self.counterfactual
-        if config.mode not in _UNSCORED and (config.kind.needs_model or config.reads_entropies):
-            proofs.append((prove_supported, "CounterfactualConfig(mode='uniform') trains it as TRL does"))
+        asks_model = bool(config.needs & {*CAPABILITIES, ENTROPIES}) or isinstance(config.estimator, OwnFunction)
+        if asks_model and config.control not in ("off", "random"):
+            proofs.append((prove_supported, "CounterfactualConfig(control='off') trains it as TRL does"))
         if self.fused_loss:
             proofs.append((prove_head, "leave out fused_loss=True"))
         if self.packed_loss:
@@ -169,12 +172,12 @@ class CounterfactualMixin(_Trainer):
         if not self._model_is_proven:
             self._prove_model()
         output = super()._generate_and_score_completions(inputs)
-        credited = self.model.training and self.counterfactual.mode != "uniform"
+        credited = self.model.training and self.counterfactual.control != "off"
         if "pixel_values" in output and (credited or self._own_loss):
             what = self._own_loss or "counterfactual credit"
             raise NotImplementedError(f"{what} cannot be combined with images (pixel_values)")
         if not credited:
-            if self.counterfactual.mode != "uniform":  # the table is filled in evaluation too
+            if self.counterfactual.control != "off":  # the table is filled in evaluation too
                 self._log_weighed([None] * len(output["completion_ids"]))
             return output
         start = time.perf_counter()
@@ -212,7 +215,7 @@ class CounterfactualMixin(_Trainer):
     def _warn_of_no_credit(self, credit: Credit, output: dict[str, Any]) -> None:
         """Warn once where no completion that has an advantage got credit: training is then TRL's, weights of 1."""
         due = (output["advantages"] != 0).nonzero().flatten().tolist()
-        if self._has_warned or not due or self.counterfactual.mode in _UNSCORED or any(credit.spans):
+        if self._has_warned or not due or not self.counterfactual.runs_estimator or any(credit.spans):
             return
         self._has_warned = True
         if any(answer is not None for answer in credit.answers):
@@ -391,13 +394,12 @@ def _credit_obstacles(trainer: Any) -> Iterator[str]:
         yield f"use_liger_kernel=True in TRL {_TRL}: Liger's loss takes one advantage per sequence; not so in TRL 1.14"
     config, args = trainer.counterfactual, trainer.args
     rows = args.per_device_train_batch_size * args.steps_per_generation
-    if config.kind.needs_siblings and trainer.accelerator.num_processes > 1 and rows % trainer.num_generations:
+    if config.compares and trainer.accelerator.num_processes > 1 and rows % trainer.num_generations:
         yield (
-            f"estimator={config.estimator!r} on {trainer.accelerator.num_processes} processes of {rows} completions: "
-            f"groups of {trainer.num_generations} are split between them; give each process whole groups"
+            f"estimator={config.estimator.name!r} on {trainer.accelerator.num_processes} processes of {rows} "
+            f"completions: groups of {trainer.num_generations} are split between them; give each process whole groups"
         )
-    if config.estimator == "external":
-        yield "estimator='external': nobody hands its numbers in; give a function (model, CreditBatch) -> Importances"
+    yield from obstacles(config, _OFFERS)
     for how in _splits_of_the_model(trainer):
         yield f"{how}: scoring needs the whole model and whole sequences in each process; use DDP or DeepSpeed"
     if _zero_stage(trainer) == 3 and not trainer.args.ds3_gather_for_generation:

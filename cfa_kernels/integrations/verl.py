@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from .. import CounterfactualConfig, policy_loss
+from ..estimators.base import ENTROPIES, SIBLINGS
 from . import require
-from .credit import Draws, credit_rows, service_obstacles
+from .credit import OFFERED_BY_A_SERVICE, Draws, credit_rows, obstacles
 
 OLDEST = "0.9.1"
 _VERL = require("verl", OLDEST)
@@ -135,7 +136,7 @@ def credit_config(config: Any) -> CounterfactualConfig:
         TypeError: a field that does not exist.
         ValueError: a value that cannot be.
     """
-    return CounterfactualConfig(**dict(config.get("counterfactual") or {}))
+    return CounterfactualConfig.from_flat(dict(config.get("counterfactual") or {}))
 
 
 class CounterfactualMixin(_Trainer):
@@ -156,19 +157,19 @@ class CounterfactualMixin(_Trainer):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.counterfactual = credit_config(config)
-        if self.counterfactual.mode != "uniform":
+        if self.counterfactual.control != "off":
             _refuse(config)
         super().__init__(config, *args, **kwargs)
         self._draws = Draws(config.actor_rollout_ref.actor.data_loader_seed or 0)
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()
-        if self.processor is not None and self.counterfactual.mode != "uniform":
+        if self.processor is not None and self.counterfactual.control != "off":
             raise NotImplementedError("counterfactual credit cannot be combined with images (a processor) in verl")
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_advantage(batch, metrics)
-        if self.counterfactual.mode == "uniform":
+        if self.counterfactual.control == "off":
             return batch
         import transfer_queue as queue
         from tensordict import TensorDict
@@ -176,7 +177,7 @@ class CounterfactualMixin(_Trainer):
         start = time.perf_counter()
         where = {"keys": batch.keys, "partition_id": batch.partition_id}
         fields = ["prompts", "responses", "response_mask", "advantages", "rm_scores"]
-        reads = self.counterfactual.reads_entropies and self.counterfactual.mode != "random"  # drawn, not looked for
+        reads = self.counterfactual.reads_entropies
         data = queue.kv_batch_get(**where, select_fields=[*fields, *["entropy"] * reads])
         prompts, responses, masks, advantages, scores = (list(data[name].unbind()) for name in fields)
         entropies = None
@@ -284,7 +285,8 @@ def _session_rewards(keys: Sequence[str], scores: Sequence[Tensor]) -> Tensor:
 def _refuse(config: Any) -> None:
     actor = config.actor_rollout_ref.actor
     completions = config.actor_rollout_ref.rollout.n
-    found = list(service_obstacles(credit_config(config), group_size=completions, entropies=True))
+    offers = (OFFERED_BY_A_SERVICE | {ENTROPIES}) - ({SIBLINGS} if completions == 1 else set())
+    found = list(obstacles(credit_config(config), offers))
     if actor.policy_loss.loss_mode in INEXACT_LOSSES:
         found.append(f"policy_loss.loss_mode={actor.policy_loss.loss_mode}: it uses advantages beyond a product")
     if config.algorithm.use_kl_in_reward:
@@ -317,7 +319,7 @@ def run(config: Any) -> None:
     Raises:
         NotImplementedError: settings that credit cannot be combined with, each by its name.
     """
-    if credit_config(config).mode == "uniform":
+    if credit_config(config).control == "off":
         from verl.trainer.main_ppo import main
 
         main(config)

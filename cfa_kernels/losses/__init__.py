@@ -1,1 +1,5 @@
-"""losses"""
+"""Policy losses: sums of token losses, and the checks of what goes into them."""
+
+from .policy import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss
+
+__all__ = ["contributing_rows", "linear_policy_loss", "logits_policy_loss", "policy_loss"]

@@ -1,14 +1,15 @@
-"""Rows of token ids as callers hand them over: checked, on the host, equal prompts side by side."""
+"""Check completions, units and answers once, on the host, and put them into packing order: `ScoredBatch`."""
 
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..hf.model import vocab_size
+from ..hf.model import context_length, vocab_size
 from ..span import Span
 
 
@@ -27,34 +28,159 @@ class Row:
         return self.answer is not None and span.start < self.answer.start
 
 
-def checked_rows(
-    model: PreTrainedModel,
-    ids: Sequence[tuple[np.ndarray, np.ndarray]],
-    spans: Sequence[Sequence[Span]],
-    answers: Sequence[Span | None],
-    placeholder_id: int,
-    fills: Sequence[Sequence[Tensor]] | None = None,
-) -> list[Row]:
-    """Checked prompts and completions with spans, answers and fills, checked too; see `score_counterfactuals`."""
-    check_columns(ids, spans=spans, answers=answers, **({} if fills is None else {"fills": fills}))
-    vocab = vocab_size(model)
-    if isinstance(placeholder_id, bool) or not isinstance(placeholder_id, int) or not 0 <= placeholder_id < vocab:
-        raise ValueError(f"placeholder_id must be an id in [0, {vocab}), got {placeholder_id!r}")
-    rows = []
-    for b, (prompt, completion) in enumerate(ids):
-        given = answers[b]
-        answer = None if given is None else _checked_span(f"answers row {b}", given, len(completion))
-        row_spans = []
-        for k, span in enumerate(spans[b]):
-            row_spans.append(_checked_span(f"spans row {b}, span {k}", span, len(completion)))
-            if answer is not None and row_spans[-1].start < answer.end and answer.start < row_spans[-1].end:
-                raise ValueError(f"spans row {b}, span {k}: {tuple(span)} overlaps the answer {tuple(answer)}")
-        row_fills = None if fills is None else _checked_fills(b, fills[b], row_spans, vocab)
-        rows.append(Row(prompt, completion, row_spans, answer, row_fills))
-    return rows
+@dataclass(frozen=True)
+class ScoredBatch:
+    """B completions, their units and answers: checked once, on the host, completions of equal prompts side by side.
+
+    What an estimator is given. Columns behind `token_budget` are what else is known of the completions, in their order;
+    what an estimator does not read may be None.
+
+    Attributes:
+        rows: B completions with their prompts, units and answers, as numpy arrays.
+        numbers: (B,) the caller's number of each completion, by which errors name it.
+        placeholder_id: the id that replaces a masked token; None where nothing is masked by it.
+        token_budget: most packed tokens per forward; None derives it from free memory.
+        lengths: (B,) sampled tokens of each completion; a probe or another answer may stand behind them.
+        reasoning_ends: (B,) where the answer's marker begins; the length where there is no answer.
+        generator: source of what is drawn, on the CPU; None for a fixed one.
+        groups: (B,) int64, equal for the completions of one prompt.
+        rewards: (B,) float.
+        advantages: (B,) or (B, T) float.
+        entropies: B tensors (T_b,) of each sampled token's distribution, nats.
+        external: B tensors (K_b,) or (T_b,), the caller's own importances.
+        special_ids: tokens that say nothing of a completion: those that end a text and fill a batch.
+    """
+
+    rows: list[Row]
+    numbers: list[int]
+    placeholder_id: int | None = None
+    token_budget: int | None = None
+    lengths: list[int] = field(default_factory=list)
+    reasoning_ends: list[int] | None = None
+    generator: torch.Generator | None = None
+    groups: Tensor | None = None
+    rewards: Tensor | None = None
+    advantages: Tensor | None = None
+    entropies: list[Tensor] | None = None
+    external: list[Tensor | Sequence[float]] | None = None
+    special_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel | None,
+        prompts: Sequence[Tensor],
+        completions: Sequence[Tensor],
+        units: Sequence[Sequence[Span]] | None = None,
+        answers: Sequence[Span | None] | None = None,
+        *,
+        placeholder_id: int | None = None,
+        token_budget: int | None = None,
+        fills: Sequence[Sequence[Tensor]] | None = None,
+        numbers: Sequence[int] | None = None,
+        apart: bool = True,
+    ) -> "ScoredBatch":
+        """Check columns of one completion each and put them into packing order.
+
+        Args:
+            model: what `causal_lm` finds; its vocabulary and context bound the ids. None where it is not at hand.
+            prompts, completions, units, answers, placeholder_id, token_budget, fills: as in `score_counterfactuals`
+                (its `spans` are `units` here); without units or answers there are none.
+            numbers: what errors call each completion; default its place.
+            apart: whether a unit that overlaps the answer is an error, as where units are masked.
+
+        Raises:
+            ValueError: bad input; the message names argument, row and value.
+        """
+        check_columns(prompts, completions=completions)
+        for name, column in (("spans", units), ("answers", answers), ("fills", fills), ("numbers", numbers)):
+            if column is not None:
+                check_columns(prompts, **{name: column})
+        named = list(range(len(prompts)) if numbers is None else numbers)
+        vocab, longest = (None, None) if model is None else (vocab_size(model), context_length(model))
+        if placeholder_id is not None or fills is not None:
+            _check_placeholder(placeholder_id, vocab)
+        rows = []
+        for i, (prompt, completion) in enumerate(_checked_ids(prompts, completions, vocab, longest, named)):
+            b, answer = named[i], None if answers is None else answers[i]
+            row = _checked_row(b, prompt, completion, () if units is None else units[i], answer, apart)
+            if fills is not None:
+                row = replace(row, fills=_checked_fills(b, fills[i], row.spans, vocab))
+            rows.append(row)
+        order = packing_order([row.prompt for row in rows])
+        sizes = [len(rows[i].completion) for i in order]
+        return cls([rows[i] for i in order], [named[i] for i in order], placeholder_id, token_budget, sizes)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def prompts(self) -> list[Tensor]:
+        """B 1-D int64 tensors on the host."""
+        return [torch.from_numpy(row.prompt) for row in self.rows]
+
+    @property
+    def completions(self) -> list[Tensor]:
+        """B 1-D int64 tensors on the host, as scored: with what stands behind the sampled tokens."""
+        return [torch.from_numpy(row.completion) for row in self.rows]
+
+    @property
+    def sampled(self) -> list[Tensor]:
+        """B 1-D int64 tensors: the completions as they were sampled."""
+        return [row[:length] for row, length in zip(self.completions, self.lengths, strict=True)]
+
+    @property
+    def units(self) -> list[list[Span]]:
+        """B lists of K_b spans of completion tokens, each judged as one."""
+        return [row.spans for row in self.rows]
+
+    @property
+    def answers(self) -> list[Span | None]:
+        """B spans of `completions`, or None."""
+        return [row.answer for row in self.rows]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and completion; 0 for an empty batch."""
+        return max((len(row.prompt) + len(row.completion) for row in self.rows), default=0)
+
+    def with_units(
+        self, units: Sequence[Sequence[Span]], fills: Sequence[Sequence[np.ndarray]] | None = None
+    ) -> "ScoredBatch":
+        """Copy the batch with other units, taken from its own, and the ids that replace them."""
+        replaced = [None] * len(self.rows) if fills is None else [list(row) for row in fills]
+        rows = [
+            replace(row, spans=list(spans), fills=of_row)
+            for row, spans, of_row in zip(self.rows, units, replaced, strict=True)
+        ]
+        return replace(self, rows=rows)
+
+    def to_callers_order(self, column: Sequence[Any]) -> list[Any]:
+        """Put a column of this batch into the order of `numbers`."""
+        return [column[i] for i in np.argsort(self.numbers, kind="stable")]
 
 
-def _checked_fills(b: int, fills: Sequence[Tensor], spans: list[Span], vocab: int) -> list[np.ndarray]:
+def _check_placeholder(placeholder_id: int | None, vocab: int | None) -> None:
+    whole = isinstance(placeholder_id, int) and not isinstance(placeholder_id, bool)
+    if not whole or placeholder_id < 0 or (vocab is not None and placeholder_id >= vocab):  # type: ignore[operator]
+        raise ValueError(
+            f"placeholder_id must be an id in [0, {'vocabulary' if vocab is None else vocab}), got {placeholder_id!r}"
+        )
+
+
+def _checked_row(
+    b: int, prompt: np.ndarray, completion: np.ndarray, units: Sequence[Span], given: Span | None, apart: bool
+) -> Row:
+    answer = None if given is None else _checked_span(f"answers row {b}", given, len(completion))
+    spans = []
+    for k, unit in enumerate(units):
+        spans.append(_checked_span(f"spans row {b}, span {k}", unit, len(completion)))
+        if apart and answer is not None and spans[-1].start < answer.end and answer.start < spans[-1].end:
+            raise ValueError(f"spans row {b}, span {k}: {tuple(unit)} overlaps the answer {tuple(answer)}")
+    return Row(prompt, completion, spans, answer)
+
+
+def _checked_fills(b: int, fills: Sequence[Tensor], spans: list[Span], vocab: int | None) -> list[np.ndarray]:
     if len(fills) != len(spans):
         raise ValueError(f"fills row {b}: has {len(fills)} fills for {len(spans)} spans")
     checked = []
@@ -63,7 +189,7 @@ def _checked_fills(b: int, fills: Sequence[Tensor], spans: list[Span], vocab: in
             got = f"{fill.dtype} of shape {tuple(fill.shape)}" if isinstance(fill, Tensor) else type(fill).__name__
             raise ValueError(f"fills row {b}, span {k}: must be an int64 tensor ({end - start},), got {got}")
         ids = fill.cpu().numpy()
-        if (bad := (ids < 0) | (ids >= vocab)).any():
+        if vocab is not None and (bad := (ids < 0) | (ids >= vocab)).any():
             raise ValueError(f"fills row {b}, span {k}: id {ids[bad][0]} is outside the vocabulary [0, {vocab})")
         checked.append(ids)
     return checked
@@ -84,16 +210,30 @@ def check_columns(prompts: Sized, **columns: Sized) -> None:
 
 
 def checked_ids(
-    prompts: Sequence[Tensor], completions: Sequence[Tensor], vocab: int, longest: int | None
+    model: PreTrainedModel, prompts: Sequence[Tensor], completions: Sequence[Tensor]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Prompt and completion of each row, (P,) and (T,) int64, by one copy to the host for each column.
+    """Copy prompt (P,) and completion (T,) of each row to the host, int64, by one copy for each column.
 
-    Raises `ValueError` naming argument, row and value: no 1-D int64 tensor, empty, an id outside `[0, vocab)`, or
-    more than `longest` tokens together.
+    Raises `ValueError` naming argument, row and value: not a 1-D int64 tensor, empty, an id outside the vocabulary, or
+    more tokens together than the context of `model`.
     """
-    prompt_ids, completion_ids = _token_ids("prompts", prompts, vocab), _token_ids("completions", completions, vocab)
+    check_columns(prompts, completions=completions)
+    return _checked_ids(prompts, completions, vocab_size(model), context_length(model), range(len(prompts)))
+
+
+def _checked_ids(
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    vocab: int | None,
+    longest: int | None,
+    numbers: Sequence[int],
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    prompt_ids, completion_ids = (
+        _token_ids(name, column, vocab, numbers)
+        for name, column in (("prompts", prompts), ("completions", completions))
+    )
     rows = list(zip(prompt_ids, completion_ids, strict=True))
-    for b, (prompt, completion) in enumerate(rows):
+    for b, (prompt, completion) in zip(numbers, rows, strict=True):
         if longest is not None and len(prompt) + len(completion) > longest:
             raise ValueError(
                 f"completions row {b}: prompt of {len(prompt)} and completion of {len(completion)} tokens exceed "
@@ -102,29 +242,37 @@ def checked_ids(
     return rows
 
 
-def equal_prompts_together(prompts: Sequence[np.ndarray]) -> list[int]:
-    """Row numbers, equal prompts side by side, otherwise in the caller's order."""
+def packing_order(prompts: Sequence[np.ndarray]) -> list[int]:
+    """Order completions so that equal prompts are side by side, otherwise as they come."""
     first: dict[bytes, int] = {}
     groups = [first.setdefault(prompt.tobytes(), b) for b, prompt in enumerate(prompts)]
     return sorted(range(len(prompts)), key=lambda b: groups[b])
 
 
-def _token_ids(name: str, column: Sequence[Tensor], vocab: int) -> list[np.ndarray]:
-    for b, ids in enumerate(column):
-        if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype != torch.int64:
-            got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-            raise ValueError(f"{name} row {b}: must be a 1-D int64 tensor of token ids, got {got}")
-        if len(ids) == 0:
-            raise ValueError(f"{name} row {b}: is empty")
+def token_ids(where: str, ids: Any, vocab: int | None = None) -> Tensor:
+    """Check one row of token ids: a 1-D int64 tensor, not empty, inside the vocabulary. Names `where` and the value."""
+    if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype != torch.int64:
+        got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"{where}: must be a 1-D int64 tensor of token ids, got {got}")
+    if len(ids) == 0:
+        raise ValueError(f"{where}: is empty")
+    if vocab is not None and (bad := (ids < 0) | (ids >= vocab)).any():
+        t = int(bad.nonzero()[0])
+        raise ValueError(
+            f"{where}: id {int(ids[t])} at position {t} is outside the vocabulary [0, {vocab}) "
+            f"({int(bad.sum())} such ids in all)"
+        )
+    return ids
+
+
+def _token_ids(name: str, column: Sequence[Tensor], vocab: int | None, numbers: Sequence[int]) -> list[np.ndarray]:
+    for b, ids in zip(numbers, column, strict=True):
+        token_ids(f"{name} row {b}", ids)
     if not column:
         return []
-    flat = torch.cat(list(column)).cpu().numpy()
-    split = np.split(flat, np.cumsum([len(ids) for ids in column])[:-1])
-    if (bad := (flat < 0) | (flat >= vocab)).any():
-        b = next(b for b, ids in enumerate(split) if ((ids < 0) | (ids >= vocab)).any())
-        t = int(((split[b] < 0) | (split[b] >= vocab)).argmax())
-        raise ValueError(
-            f"{name} row {b}: id {split[b][t]} at position {t} is outside the vocabulary [0, {vocab})"
-            f" ({int(bad.sum())} such ids in all)"
-        )
-    return split
+    flat = torch.cat(list(column)).cpu()
+    split = flat.split([len(ids) for ids in column])
+    if vocab is not None and ((flat < 0) | (flat >= vocab)).any():
+        for b, ids in zip(numbers, split, strict=True):
+            token_ids(f"{name} row {b}", ids, vocab)
+    return [ids.numpy() for ids in split]

@@ -23,8 +23,9 @@ from ..hf.verify import prove_supported
 from ..packing.packs import Chain, chain_units
 from ..packing.prefix_tree import Pack, Query
 from ..span import Span
+from .batch import ScoredBatch
 from .outcomes import Outcome, OutcomeReader
-from .plan import ScoringOptions, ScoringPlan, _plan, plan_queries
+from .plan import ScoringOptions, ScoringPlan, plan_queries, plan_scoring
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,13 @@ class CounterfactualScores:
     drop: list[Tensor]
     logprobs: list[Tensor] | None
     work: ScoringWork
+
+    def in_callers_order(self, batch: ScoredBatch) -> "CounterfactualScores":
+        """Put the scores of `batch` back into the order that its completions came in."""
+        order = batch.to_callers_order
+        logprobs = None if self.logprobs is None else order(self.logprobs)
+        base = self.base[order(range(len(self.base)))]
+        return CounterfactualScores(base, order(self.masked), order(self.drop), logprobs, self.work)
 
 
 def score_counterfactuals(
@@ -119,9 +127,21 @@ def score_counterfactuals(
         FloatingPointError: the model gave a nan log-prob; the message names the row.
     """
     causal = causal_lm(model)
-    options = ScoringOptions(placeholder_id, token_budget, outcome, logprobs, temperature, fills)
-    plan = _plan(causal, prompts, completions, spans, answers, options)
-    values, work = _run(causal, plan, options.temperature)
+    options = ScoringOptions(outcome, logprobs, temperature)
+    batch = ScoredBatch.of(
+        causal, prompts, completions, spans, answers, placeholder_id=placeholder_id, token_budget=token_budget,
+        fills=fills,
+    )  # fmt: skip
+    return score_batch(causal, batch, options).in_callers_order(batch)
+
+
+def score_batch(
+    model: PreTrainedModel, batch: ScoredBatch, options: ScoringOptions | None = None
+) -> CounterfactualScores:
+    """Score a checked batch as `score_counterfactuals` does, in the batch's order."""
+    options = options or ScoringOptions()
+    plan = plan_scoring(model, batch, options)
+    values, work = _run(model, plan, options.temperature)
     return collect_scores(values, plan, options, work)
 
 
@@ -254,30 +274,32 @@ def collect_logprobs(values: Tensor, plan: ScoringPlan) -> list[list[Tensor]]:
 def collect_scores(
     values: Tensor, plan: ScoringPlan, options: ScoringOptions, work: ScoringWork
 ) -> CounterfactualScores:
-    """Put values, as from `gather`, together to answer scores and hand all back in the caller's order of rows."""
+    """Put values, as from `gather`, together to answer scores, in the order of the plan's rows."""
     _reject_nan(values, plan)
     sizes = [query.num_values for query in plan.queries]
     reduction = "mean" if options.outcome == "mean_logprob" else "sum"
     scores = torch.segment_reduce(values, reduction, lengths=torch.tensor(sizes)) if sizes else values
     tokens = iter(values.split(sizes))
     base = values.new_full((len(plan.rows),), float("nan"))
-    masked, drop, per_token = ([values.new_empty(0)] * len(plan.rows) for _ in range(3))
+    masked, drop, per_token = (list[Tensor]() for _ in range(3))
     start = 0
-    for unit, row, b in zip(plan.units, plan.rows, plan.order, strict=True):
+    for b, (unit, row) in enumerate(zip(plan.units, plan.rows, strict=True)):
         token_values = [next(tokens) for _ in unit]
         answered = scores[start + options.logprobs : start + len(unit)]  # the base, then a branch per span that matters
         start += len(unit)
         if options.logprobs:
-            per_token[b] = token_values[0]
+            per_token.append(token_values[0])
         if row.answer is None:
-            masked[b] = drop[b] = base.new_full((len(row.spans),), float("nan"))
+            none = base.new_full((len(row.spans),), float("nan"))
+            masked.append(none)
+            drop.append(none)
             continue
         base[b] = answered[0]
         # A span after the answer masks nothing that the answer depends on: it scores as the base itself.
         matters = [row.masks_something(span) for span in row.spans]
         source = np.where(matters, np.cumsum(matters), 0) if matters else np.zeros(0, np.int64)
-        masked[b] = answered[torch.from_numpy(source)]
-        drop[b] = masked[b] - base[b]
+        masked.append(answered[torch.from_numpy(source)])
+        drop.append(masked[b] - base[b])
     return CounterfactualScores(base, masked, drop, per_token if options.logprobs else None, work)
 
 
@@ -286,5 +308,5 @@ def _reject_nan(values: Tensor, plan: ScoringPlan) -> None:
         return
     position = int(torch.isnan(values).nonzero()[0])
     ends = np.cumsum([sum(query.num_values for query in unit) for unit in plan.units])
-    row = plan.order[int(np.searchsorted(ends, position, side="right"))]
+    row = plan.numbers[int(np.searchsorted(ends, position, side="right"))]
     raise FloatingPointError(f"completions row {row}: the model gave a nan log-prob")

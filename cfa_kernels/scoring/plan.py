@@ -1,38 +1,31 @@
-"""cfa_kernels/scoring/plan.py."""
+"""Lay out what one call asks of the model: queries of each completion, and the forwards that answer them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..hf.limits import apart_by_length, largest_forward, rows_per_forward
-from ..hf.model import context_length, vocab_size
 from ..hf.stateful_layers import has_cells
 from ..packing.packs import Chain, Limits, chain_units
 from ..packing.prefix_tree import Pack, Query
-from ..span import Span
-from .batch import Row, check_columns, checked_ids, checked_rows, equal_prompts_together
+from .batch import Row, ScoredBatch
 from .outcomes import DIVERGENCES, Outcome, checked_outcome
 
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """The keyword options of `score_counterfactuals`, which see.
+    """Options of a scoring call, documented in `score_counterfactuals`.
 
     Raises:
-        ValueError: a temperature that is not positive, an outcome that is none.
+        ValueError: a temperature that is not positive, an unknown outcome.
     """
 
-    placeholder_id: int
-    token_budget: int | None = None
     outcome: Outcome = "logprob"
     logprobs: bool = False
     temperature: float = 1.0
-    fills: Sequence[Sequence[Tensor]] | None = None
 
     def __post_init__(self) -> None:
         checked_outcome(self.outcome)
@@ -52,9 +45,9 @@ class _Part:
 class ScoringPlan:
     """What is asked in one call, and what may be fed together."""
 
-    order: list[int]  # the caller's number of each row
+    numbers: list[int]  # what errors call each row
     units: list[list[Query]]  # of each row
-    rows: list[Row] = field(default_factory=list)  # equal prompts side by side; none where queries alone are given
+    rows: list[Row] = field(default_factory=list)  # equal prompts side by side; none where only queries are given
     parts: list[_Part] = field(default_factory=list)
 
     @cached_property
@@ -63,7 +56,7 @@ class ScoringPlan:
         return [query for unit in self.units for query in unit]
 
     @cached_property
-    def numbers(self) -> list[range]:
+    def query_numbers(self) -> list[range]:
         """The numbers of each unit's queries."""
         stops = np.cumsum([len(unit) for unit in self.units]).tolist()
         return [range(stop - len(unit), stop) for unit, stop in zip(self.units, stops, strict=True)]
@@ -76,7 +69,7 @@ class ScoringPlan:
     def chains(self) -> Iterator[Chain]:
         """Every chain of packs, in order, made when it is asked for."""
         for part in self.parts:
-            yield from chain_units(self.queries, [self.numbers[i] for i in part.units], part.limits)
+            yield from chain_units(self.queries, [self.query_numbers[i] for i in part.units], part.limits)
 
     @property
     def packs(self) -> list[Pack]:
@@ -84,19 +77,11 @@ class ScoringPlan:
         return [pack for chain in self.chains() for pack, _ in chain.packs(self.queries)]
 
 
-def plan_scoring(
-    model: PreTrainedModel,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
-    spans: Sequence[Sequence[Span]],
-    answers: Sequence[Span | None],
-    **options: Any,
-) -> ScoringPlan:
-    """Check the input of `score_counterfactuals`; nothing runs on a device. `options` are those of `ScoringOptions`.
-
-    Packs are laid out when they are asked for.
-    """
-    return _plan(model, prompts, completions, spans, answers, ScoringOptions(**options))
+def plan_scoring(model: PreTrainedModel, batch: ScoredBatch, options: ScoringOptions) -> ScoringPlan:
+    """Plan the scores of a batch; nothing runs on a device. Packs are laid out when they are asked for."""
+    units = [queries_of(row, options, batch.placeholder_id) for row in batch.rows]
+    lengths = [len(row.prompt) + len(row.completion) for row in batch.rows]
+    return _lay_out(model, batch.numbers, units, lengths, batch.token_budget, batch.rows)
 
 
 def plan_queries(
@@ -121,27 +106,9 @@ def plan_queries(
     return _lay_out(model, numbers, asked, lengths, token_budget, rows=[])
 
 
-def _plan(
-    model: PreTrainedModel,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
-    spans: Sequence[Sequence[Span]],
-    answers: Sequence[Span | None],
-    options: ScoringOptions,
-) -> ScoringPlan:
-    check_columns(prompts, completions=completions)
-    ids = checked_ids(prompts, completions, vocab_size(model), context_length(model))
-    rows = checked_rows(model, ids, spans, answers, options.placeholder_id, options.fills)
-    order = equal_prompts_together([row.prompt for row in rows])
-    rows = [rows[b] for b in order]
-    units = [queries_of(row, options) for row in rows]
-    lengths = [len(row.prompt) + len(row.completion) for row in rows]
-    return _lay_out(model, order, units, lengths, options.token_budget, rows)
-
-
 def _lay_out(
     model: PreTrainedModel,
-    order: list[int],
+    numbers: list[int],
     units: list[list[Query]],
     lengths: Sequence[int],
     token_budget: int | None,
@@ -152,16 +119,16 @@ def _lay_out(
         continues=not has_cells(model),  # layers that carry a state keep none for branches of a later forward
         most_rows=largest_forward(model),
     )
-    parts = apart_by_length(model, units, lengths, order)
+    parts = apart_by_length(model, units, lengths, numbers)
     return ScoringPlan(
-        order,
+        numbers,
         [max(unit, key=len) for unit in zip(*parts, strict=True)],  # each asks in one part at most
         rows,
         [_Part([i for i, unit in enumerate(part) if unit], limits) for part in parts],
     )
 
 
-def queries_of(row: Row, options: ScoringOptions) -> list[Query]:
+def queries_of(row: Row, options: ScoringOptions, placeholder_id: int | None) -> list[Query]:
     """What to ask for one completion: every token's log-prob if wanted, the base answer, then a branch per span."""
     prompt_length = len(row.prompt)
     tokens = np.concatenate([row.prompt, row.completion])
@@ -181,7 +148,7 @@ def queries_of(row: Row, options: ScoringOptions) -> list[Query]:
     for k, span in enumerate(row.spans):
         if row.masks_something(span):
             branch = fed.copy()
-            filler = options.placeholder_id if row.fills is None else row.fills[k]
+            filler = placeholder_id if row.fills is None else row.fills[k]
             branch[prompt_length + span.start : prompt_length + span.end] = filler
             queries.append(Query(branch, first, targets, beyond=beyond, divergence=divergence))
     return queries

@@ -5,7 +5,7 @@ are then read off that one forward. `packed_logprobs` and `packed_policy_loss` a
 """
 
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..hf.head import Head
 from ..hf.limits import apart_by_length, rope_lengths, rows_per_forward
 from ..hf.memory import halves, run_in_memory
-from ..hf.model import causal_lm, context_length, run_inside, vocab_size
+from ..hf.model import causal_lm, run_inside
 from ..hf.model_state import ModelState, Weight
 from ..hf.stateful_layers import has_cells
 from ..hf.tree_forward import KeyValueStore, pack_states, packed_hidden, tree_attention_mode, tree_training_mode
@@ -29,7 +29,7 @@ from ..ops.upload import upload
 from ..packing.packs import continue_pack, lay_out
 from ..packing.prefix_tree import Pack, Query
 from ..span import Span
-from .batch import check_columns, checked_ids, checked_rows, equal_prompts_together
+from .batch import ScoredBatch, check_columns, checked_ids, packing_order
 from .masked import (
     CounterfactualScores,
     Read,
@@ -39,7 +39,7 @@ from .masked import (
     gather,
     query_logprobs,
     read_pack,
-    score_counterfactuals,
+    score_batch,
 )
 from .outcomes import Outcome, OutcomeReader
 from .plan import ScoringOptions, ScoringPlan, plan_queries, queries_of
@@ -172,12 +172,11 @@ def packed_forward(
         ValueError: bad input; the message names argument, row and value.
         NotImplementedError: a model that cannot be run this way, by name and reason.
     """
-    check_columns(prompts, completions=completions)
-    rows = checked_ids(prompts, completions, vocab_size(causal), context_length(causal))
+    rows = checked_ids(causal, prompts, completions)
     counts = _checked_needed(needed, [len(completion) for _, completion in rows])
     budget = rows_per_forward(causal, token_budget)
     head = prove_trainable(causal)
-    order = equal_prompts_together([prompt for prompt, _ in rows])
+    order = packing_order([prompt for prompt, _ in rows])
     fed: list[_Fed] = []
     with tree_training_mode(causal):
         units = [_sequence(*rows[b], int(counts[b])) for b in order]
@@ -349,21 +348,38 @@ class PackedForward:
             RuntimeError: a weight, or what adapters do, has changed since this forward; the message says which. What
                 is written to a weight through `.data` is not noticed.
         """
+        prompts, completions = ([torch.from_numpy(row[i]) for row in self.rows] for i in range(2))
+        batch = ScoredBatch.of(
+            self.causal, prompts, completions, spans, answers, placeholder_id=placeholder_id, token_budget=token_budget
+        )
+        return self.score_batch(batch, ScoringOptions(outcome)).in_callers_order(batch)
+
+    def score_batch(self, batch: ScoredBatch, options: ScoringOptions) -> CounterfactualScores:
+        """Score a batch of this forward's completions as `score` does, some or all of them, in the batch's order.
+
+        Raises:
+            ValueError: also a completion that this forward has not fed.
+        """
         self._require_same_model()
-        options = ScoringOptions(placeholder_id, token_budget, outcome)
         if self._stands_alone:
-            prompts, completions = ([torch.from_numpy(row[i]) for row in self.rows] for i in range(2))
-            return score_counterfactuals(self.causal, prompts, completions, spans, answers, **vars(options))
-        rows = checked_rows(self.causal, self.rows, spans, answers, placeholder_id)
-        budget = rows_per_forward(self.causal, token_budget)
-        plan = ScoringPlan(list(range(len(rows))), [queries_of(row, options) for row in rows], rows)
-        for b, (unit, count) in enumerate(zip(plan.units, self.counts, strict=True)):
-            if unit and not count:
-                raise ValueError(f"answers row {b}: its completion was not fed (needed[{b}] was 0)")
+            return score_batch(self.causal, batch, options)
+        places = self._places_of(batch)
+        order = np.argsort(places, kind="stable").tolist()  # as fed, for packs that do not depend on the batch's order
+        rows = [batch.rows[i] for i in order]
+        units = [queries_of(row, options, batch.placeholder_id) for row in rows]
+        plan = ScoringPlan([batch.numbers[i] for i in order], units, rows)
+        for i, unit in zip(order, units, strict=True):
+            if unit and not self.counts[places[i]]:
+                b = batch.numbers[i]
+                raise ValueError(f"answers row {b}: its completion was not fed (needed[{places[i]}] was 0)")
         forward_of = {b: f for f, one in enumerate(self.fed) for b in one.members}
-        owners = [forward_of.get(b, 0) for b in range(len(rows))]
+        owners = [forward_of.get(places[i], 0) for i in order]
+        budget = rows_per_forward(self.causal, batch.token_budget)
         values, work = self._continued(plan, owners, OutcomeReader(self.head), budget)
-        return collect_scores(values, plan, options, work)
+        found = collect_scores(values, plan, options, work)
+        back = np.argsort(order).tolist()
+        masked, drop = ([column[i] for i in back] for column in (found.masked, found.drop))
+        return CounterfactualScores(found.base[back], masked, drop, None, work)
 
     def query_logprobs(
         self,
@@ -436,7 +452,7 @@ class PackedForward:
 
         def upcoming() -> Iterator[tuple[_Fed, Sequence[int], Pack]]:
             for f, one in enumerate(self.fed):
-                owned = [unit for unit, owner in zip(plan.numbers, owners, strict=True) if owner == f]
+                owned = [unit for unit, owner in zip(plan.query_numbers, owners, strict=True) if owner == f]
                 yield from continuing(one, [n for unit in owned for n in unit], budget)
 
         def run(work: tuple[_Fed, Sequence[int], Pack]) -> Read:
@@ -452,48 +468,19 @@ class PackedForward:
         with torch.no_grad(), tree_attention_mode(self.causal):
             return gather(plan, list(run_in_memory(upcoming(), run, smaller)))
 
-    def scorer(self) -> Callable[..., CounterfactualScores]:
-        """`score` as a function with the arguments of `score_counterfactuals`, for some of the rows of this forward.
-
-        For `counterfactual_credit(..., score=...)`. The rows must come in the order of this forward.
-        """
-
-        def score(
-            _: nn.Module,
-            prompts: Sequence[Tensor],
-            completions: Sequence[Tensor],
-            spans: Sequence[Sequence[Span]],
-            answers: Sequence[Span | None],
-            *,
-            logprobs: bool = False,
-            temperature: float = 1.0,
-            **options: Any,
-        ) -> CounterfactualScores:
-            if logprobs:
-                raise ValueError("logprobs: a forward hands out its own, by PackedForward.logprobs")
-            chosen = self._rows_of(prompts, completions)
-            all_spans: list[Sequence[Span]] = [[] for _ in self.rows]
-            all_answers: list[Span | None] = [None] * len(self.rows)
-            for b, given, answer in zip(chosen, spans, answers, strict=True):
-                all_spans[b], all_answers[b] = given, answer
-            found = self.score(all_spans, all_answers, **options)
-            masked, drop = ([column[b] for b in chosen] for column in (found.masked, found.drop))
-            return CounterfactualScores(found.base[chosen], masked, drop, None, found.work)
-
-        return score
-
-    def _rows_of(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[int]:
-        """Which rows of this forward these are, each after the one before."""
-        chosen, b = list[int](), -1
-        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            wanted = prompt.cpu().numpy(), completion.cpu().numpy()
-            b += 1
-            while b < len(self.rows) and not all(map(np.array_equal, wanted, self.rows[b])):
-                b += 1
-            if b == len(self.rows):
-                raise ValueError(f"completions row {i}: was not fed by this forward, or not in this order")
-            chosen.append(b)
-        return chosen
+    def _places_of(self, batch: ScoredBatch) -> list[int]:
+        """Which completion of this forward each of the batch is; equal ones in order."""
+        fed: dict[tuple[bytes, bytes], list[int]] = {}
+        for place in reversed(range(len(self.rows))):
+            prompt, completion = self.rows[place]
+            fed.setdefault((prompt.tobytes(), completion.tobytes()), []).append(place)
+        places = []
+        for number, row in zip(batch.numbers, batch.rows, strict=True):
+            found = fed.get((row.prompt.tobytes(), row.completion.tobytes()))
+            if not found:
+                raise ValueError(f"completions row {number}: was not fed by this forward")
+            places.append(found.pop())
+        return places
 
     def states(self) -> list[Tensor]:
         """For each row the hidden states (T_b, H) that predict its fed tokens; differentiable."""

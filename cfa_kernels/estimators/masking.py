@@ -1,0 +1,161 @@
+"""Mask each unit and see how the answer moves: the estimator that the others are held to."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..scoring.access import DISTRIBUTIONS, LOGPROBS, MODEL, ModelAccess
+from ..scoring.batch import ScoredBatch
+from ..scoring.masked import CounterfactualScores, ScoringWork
+from ..scoring.outcomes import DIVERGENCES, Outcome
+from .base import ANSWER, Importances
+from .entropy import Entropy
+from .gradient import Gradient
+from .options import Count, PositiveShare, TokenId, check_fields
+from .partial_branches import answer_knockout, short_branches
+from .prefix_gain import PrefixGain
+from .preselection import POSITION_RULES, position_estimates, top_units
+from .resampling import resampled_scores
+from .total_effects import total_effects
+
+Preselector = Literal["length", "first", "last", "short_branches", "knockout", "prefix_gain", "gradient", "entropy"]
+_ESTIMATORS = {kind.name: kind for kind in (PrefixGain, Gradient, Entropy)}
+
+
+@dataclass(frozen=True)
+class Masking:
+    """Mask each unit and see how the answer moves (CF paper, eq. 3; with tokens for units the OAR paper's OAR-P).
+
+    Exact with placeholders, unless `approximation` or `preselect` says otherwise. Details with `preselect`: `exact`, B
+    bool tensors (K_b,), the units that were masked.
+    """
+
+    name: ClassVar[str] = "masking"
+    judges: ClassVar[str] = "spans"
+    weights: ClassVar[str | None] = "range"
+
+    outcome: Outcome = "logprob"
+    """What is watched: "logprob" or "mean_logprob" of the answer, or by KL divergence the distribution of its first
+    token ("last") or of its mean logits ("mean")."""
+    effect: Literal["direct", "total"] = "direct"
+    """"direct", what the answer loses while all later text stays as it was written, or "total", also what it loses
+    through later units that would not have come out as they did, see `total_effects`. Total effects are exact, of the
+    answer's log-prob, with placeholders."""
+    fill: Literal["placeholder", "resampled"] = "placeholder"
+    """What replaces a masked unit: "placeholder", or "resampled", what the model itself might have written there, see
+    `resampled_fills`."""
+    samples: Count = 1
+    """Draws of resampled units to average."""
+    approximation: Literal["short_branches", "knockout"] | None = None
+    """None masks exactly; "short_branches" computes anew only the unit and the rows from the marker on, "knockout"
+    hides the unit from the rows from the marker on. They miss effects that pass through later steps."""
+    preselect: PositiveShare = 1.0
+    """Share of each completion's units that is masked, at least one; the others count as 0. 1 masks all."""
+    preselect_by: Preselector = "length"
+    """What chooses that share: "length", "first", "last", one of the approximations, or another estimator."""
+    placeholder_id: TokenId | None = None
+    """Id that replaces masked tokens; None takes the tokenizer's pad token, else its end-of-text token."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        defaults = {"fill": "placeholder", "approximation": None, "preselect": 1.0}
+        if self.effect == "total":
+            for name, default in {**defaults, "outcome": "logprob"}.items():
+                if getattr(self, name) != default:
+                    raise ValueError(f"{name}={getattr(self, name)!r} cannot be combined with effect='total'")
+        if self.approximation is not None and self.fill != "placeholder":
+            raise ValueError(f"fill={self.fill!r} cannot be combined with approximation={self.approximation!r}")
+        if self.samples != 1 and self.fill != "resampled":
+            raise ValueError(f"samples={self.samples} is not read: only fill='resampled' draws, fill is {self.fill!r}")
+        if self.preselect_by != "length" and self.preselect == 1:
+            raise ValueError(f"preselect_by={self.preselect_by!r} is not read: preselect is 1, which masks every unit")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """An answer, and what the way of masking and the preselector ask of the model."""
+        if self.effect == "total" or self.fill == "resampled" or self.approximation is not None:
+            asked = {MODEL}
+        else:
+            asked = {DISTRIBUTIONS if self.outcome in DIVERGENCES else LOGPROBS}
+        if self.preselect < 1 and self.preselect_by not in POSITION_RULES:
+            other = _ESTIMATORS.get(self.preselect_by)
+            asked |= other.needs if other is not None else {MODEL}
+        return frozenset({ANSWER, *asked})
+
+    @property
+    def negative(self) -> bool:
+        """Whether importances may be below 0: a divergence is not."""
+        return self.outcome not in DIVERGENCES
+
+    @property
+    def continues(self) -> bool:
+        """Whether branches are those of completions as sampled, not fills or parts of rows."""
+        return self.fill == "placeholder" and self.approximation is None
+
+    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+        """Judge the units of a batch; approximations read its `reasoning_ends`."""
+        if self.effect == "total":
+            return total_effects(access, batch)
+        score = self._scoring(batch)
+        if self.preselect == 1:
+            scores = score(access, batch)
+            return Importances(_importances(scores.drop), base=scores.base, work=scores.work, change_of=self._change_of)
+        estimate = self._estimate(access, batch)
+        chosen = []
+        for b, row in zip(batch.numbers, estimate.values, strict=True):
+            try:
+                chosen.append(top_units(row.abs(), self.preselect))
+            except ValueError as error:
+                raise ValueError(f"preselect_by={self.preselect_by!r}, row {b}: {error}") from error
+        some = batch.with_units([[units[k] for k in row] for units, row in zip(batch.units, chosen, strict=True)])
+        scores = score(access, some)
+        exact = [torch.zeros(len(row), dtype=torch.bool) for row in batch.units]
+        for masked, numbers in zip(exact, chosen, strict=True):
+            masked[numbers] = True
+        found = _importances(scores.drop)
+        values = [
+            torch.zeros(len(masked)).masked_scatter(masked, row) for masked, row in zip(exact, found, strict=True)
+        ]
+        work = scores.work + (estimate.work or ScoringWork())
+        return Importances(values, base=scores.base, work=work, change_of=self._change_of, details={"exact": exact})
+
+    @property
+    def _change_of(self) -> Literal["logprob", "mean_logprob"] | None:
+        return None if self.outcome in DIVERGENCES else self.outcome  # type: ignore[return-value]
+
+    def _scoring(self, batch: ScoredBatch) -> Callable[[ModelAccess, ScoredBatch], CounterfactualScores]:
+        """What masks and scores."""
+        if self.approximation == "short_branches":
+            return partial(short_branches, fed_from=batch.reasoning_ends, outcome=self.outcome)
+        if self.approximation == "knockout":
+            return partial(answer_knockout, blind_from=batch.reasoning_ends, outcome=self.outcome)
+        if self.fill == "resampled":
+            seed = 0 if batch.generator is None else int(torch.randint(2**62, (), generator=batch.generator))
+            return partial(resampled_scores, seed=seed, samples=self.samples, outcome=self.outcome)
+        return lambda access, some: access.score(some, outcome=self.outcome)
+
+    def _estimate(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+        """What chooses the units that are worth masking."""
+        if self.preselect_by in POSITION_RULES:
+            return Importances(position_estimates(self.preselect_by, batch.units))
+        if self.preselect_by in _ESTIMATORS:
+            return _ESTIMATORS[self.preselect_by]()(access, batch)
+        return replace(
+            self,
+            approximation=self.preselect_by,  # type: ignore[arg-type]
+            preselect=1.0,
+            preselect_by="length",
+            fill="placeholder",
+            samples=1,
+            outcome="logprob",
+        )(access, batch)
+
+
+def _importances(drop: list[Tensor]) -> list[Tensor]:
+    """Minus the drops (K_b,), fp32 on the host by one copy."""
+    flat = -torch.cat([torch.zeros(0), *(row.detach().float().cpu() for row in drop)])
+    return list(flat.split([len(row) for row in drop]))

@@ -1,0 +1,84 @@
+"""Check the options of a part of the configuration against their own declaration: type, choices and range."""
+
+import ast
+import inspect
+import itertools
+import math
+import textwrap
+import types
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+_LARGEST = 1e38  # that float32 holds
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Numbers from `low` to `high` that float32 holds; infinite and nan ones never belong to it."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above_low: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        if abs(value) > _LARGEST:
+            return False
+        return math.isfinite(value) and self.low <= value <= self.high and not (self.above_low and value == self.low)
+
+    def __str__(self) -> str:
+        if self.low == -math.inf:
+            return "a finite number"
+        if self.high == math.inf:
+            return f"finite and {'above' if self.above_low else 'at least'} {self.low:g}"
+        return f"in {'(' if self.above_low else '['}{self.low:g}, {self.high:g}]"
+
+
+Finite = Annotated[float, Interval()]
+NotNegative = Annotated[float, Interval(0.0)]
+Share = Annotated[float, Interval(0.0, 1.0)]
+PositiveShare = Annotated[float, Interval(0.0, 1.0, above_low=True)]
+Count = Annotated[int, Interval(1)]
+TokenId = Annotated[int, Interval(0)]
+
+
+def check_fields(part: Any) -> None:
+    """Raise `ValueError` naming the first field of a dataclass whose value is not what its annotation says."""
+    hints = get_type_hints(type(part), include_extras=True)
+    for entry in fields(part):
+        value = getattr(part, entry.name)
+        if (wanted := _mismatch(value, hints[entry.name])) is not None:
+            raise ValueError(f"{entry.name} must be {wanted}, got {value!r}")
+
+
+def option_docs(part: type) -> dict[str, str]:
+    """Read the string under each field of a dataclass, on one line, from which flags and pages are made."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0].body  # type: ignore[attr-defined]
+    texts = {}
+    for entry, following in itertools.pairwise(body):
+        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and isinstance(following, ast.Expr):
+            texts[entry.target.id] = " ".join(ast.literal_eval(following.value).split())
+    return texts
+
+
+def _mismatch(value: Any, hint: Any) -> str | None:
+    """What `value` should be, in words, if it is not that."""
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        wanted = [_mismatch(value, choice) for choice in inside]
+        return None if None in wanted else " or ".join(dict.fromkeys(filter(None, wanted)))
+    if origin is Literal:
+        return (
+            None
+            if any(value is choice or value == choice for choice in inside)
+            else f"one of {', '.join(map(repr, inside))}"
+        )
+    if origin is Annotated:
+        kind, interval = inside[0], inside[1]
+        number = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
+        words = str(interval) if kind is float else f"an integer, {interval}".replace("finite and ", "")
+        return None if number and value in interval else words
+    if hint is type(None):
+        return None if value is None else "None"
+    if isinstance(hint, type) and not getattr(hint, "_is_protocol", False):
+        return None if isinstance(value, hint) else f"a {hint.__name__}"
+    return None if callable(value) else "a function"

@@ -1,0 +1,201 @@
+"""Say how a model may be asked: in this process, from its training forward, or by a host's log-prob service."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..hf.model import causal_lm
+from ..hf.verify import FLOAT32_NOISE, noise_floor
+from ..packing.prefix_tree import Query
+from .batch import ScoredBatch
+from .masked import CounterfactualScores, ScoringWork, query_logprobs, score_batch
+from .outcomes import DIVERGENCES, Outcome
+from .plan import ScoringOptions
+from .training_forward import PackedForward
+
+LogprobsOf = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
+"""Prompts and completions, lists of 1-D int64 tensors, to the log-prob (nats) of each completion token, 1-D each."""
+
+LOGPROBS = "logprobs"
+DISTRIBUTIONS = "distributions"
+MODEL = "model"
+CAPABILITIES = {
+    LOGPROBS: "log-probs of given tokens",
+    DISTRIBUTIONS: "distributions over the vocabulary, not only log-probs of given tokens",
+    MODEL: "the model itself in this process",
+}
+"""What a `ModelAccess` may be capable of, in words."""
+
+_EVERYTHING = frozenset(CAPABILITIES)
+
+
+class ModelAccess(Protocol):
+    """How a model may be asked.
+
+    Attributes:
+        capabilities: of `CAPABILITIES`, what it can be asked for.
+        module: the model as the caller has it, perhaps wrapped; None where it is not at hand.
+    """
+
+    capabilities: frozenset[str]
+    module: nn.Module | None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model itself, as `causal_lm` finds it; needs the capability `model`."""
+        ...
+
+    @property
+    def noise(self) -> float:
+        """Nats per answer token by which rounding moves what it gives, see `noise_floor`."""
+        ...
+
+    def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
+        """Score the answers of a batch as sampled and with each unit masked, in the batch's order."""
+        ...
+
+    def query(self, groups: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
+        """Answer queries as `query_logprobs` does; needs the capability `model`."""
+        ...
+
+
+class InProcess:
+    """A model in this process, bare or wrapped as in `score_counterfactuals`."""
+
+    capabilities = _EVERYTHING
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.module = module
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The causal model inside its wrappers."""
+        if self.module is None:
+            raise ValueError("model: must be given to an estimator that asks it, got None")
+        return causal_lm(self.module)
+
+    @property
+    def noise(self) -> float:
+        """As measured for this model in its own arithmetic."""
+        return noise_floor(self.model)
+
+    def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
+        """Feed the batch as packed trees of its own."""
+        return score_batch(self.model, batch, ScoringOptions(outcome))
+
+    def query(self, groups: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
+        """Feed the queries as packed trees of their own."""
+        return query_logprobs(self.model, groups, **options)
+
+
+class TrainingForward:
+    """The model of a `PackedForward`, whose completions are fed already: answers and queries continue its rows.
+
+    What continues nothing (gradients, fills, partial branches) asks the forward's model itself.
+    """
+
+    capabilities = _EVERYTHING
+
+    def __init__(self, forward: PackedForward) -> None:
+        self._forward = forward
+        self.module: nn.Module | None = forward.causal
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The forward's model."""
+        return self._forward.causal
+
+    @property
+    def noise(self) -> float:
+        """As measured for this model in its own arithmetic."""
+        return noise_floor(self.model)
+
+    def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
+        """Feed only the masked branches."""
+        return self._forward.score_batch(batch, ScoringOptions(outcome))
+
+    def query(self, groups: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
+        """Feed only what the forward has not fed."""
+        return self._forward.query_logprobs(self.model, groups, **options)
+
+
+class LogprobService:
+    """A host's own log-prob service, for models that are spread over other processes.
+
+    Each answer, and each answer with a unit masked, becomes an ordinary sequence, cut after the answer; all go out in
+    one request. Scores are those of `score_counterfactuals` to rounding, at the service's temperature. No work is
+    shared between sequences; `work.tokens_fed` says how much it was.
+
+    Args:
+        logprobs_of: the service; called at most once for a batch that is scored.
+        noise: nats per answer token by which rounding moves its log-probs; the default is that of float32.
+    """
+
+    capabilities = frozenset({LOGPROBS})
+
+    def __init__(self, logprobs_of: LogprobsOf, *, noise: float = FLOAT32_NOISE) -> None:
+        self._logprobs_of, self._noise = logprobs_of, noise
+        self.module: nn.Module | None = None
+
+    @property
+    def noise(self) -> float:
+        """As the host says."""
+        return self._noise
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """Refuse: the model is elsewhere."""
+        raise NotImplementedError("model: it is in other processes, and only its log-probs can be asked for")
+
+    def query(self, groups: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
+        """Refuse: a service takes whole sequences."""
+        raise NotImplementedError("model: it is in other processes, which take whole completions and not queries")
+
+    def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
+        """Ask for each sequence; scores are on the host.
+
+        Raises:
+            ValueError: the service gives another number of sequences or tokens than it was asked for.
+            NotImplementedError: an outcome that log-probs do not tell.
+        """
+        if outcome in DIVERGENCES:
+            raise NotImplementedError(f"outcome={outcome!r} needs {CAPABILITIES[DISTRIBUTIONS]}")
+        asked_prompts: list[Tensor] = []
+        asked: list[Tensor] = []
+        for row in batch.rows:
+            if row.answer is None:
+                continue
+            base = torch.from_numpy(row.completion[: row.answer.end])
+            branches = [base.clone() for _ in row.spans]
+            for branch, (start, end) in zip(branches, row.spans, strict=True):
+                assert batch.placeholder_id is not None
+                branch[start:end] = batch.placeholder_id
+            asked += [base, *branches]
+            asked_prompts += [torch.from_numpy(row.prompt)] * (1 + len(branches))
+        given = list(self._logprobs_of(asked_prompts, asked)) if asked else []
+        if [len(row) for row in given] != [len(row) for row in asked]:
+            raise ValueError(f"asked for log-probs of {len(asked)} sequences, got {len(given)} or other lengths")
+        scores = iter(given)
+        base_scores = torch.full((len(batch),), float("nan"))
+        masked: list[Tensor] = []
+        for b, row in enumerate(batch.rows):
+            if row.answer is None:
+                masked.append(torch.full((len(row.spans),), float("nan")))
+                continue
+            answered = [next(scores)[row.answer.start :].float().sum().cpu() for _ in range(1 + len(row.spans))]
+            if outcome == "mean_logprob":
+                answered = [value / (row.answer.end - row.answer.start) for value in answered]
+            base_scores[b] = answered[0]
+            masked.append(torch.stack(answered[1:]) if row.spans else torch.zeros(0))
+        drop = [row - base for row, base in zip(masked, base_scores, strict=True)]
+        fed = sum(len(row) for row in asked_prompts) + sum(len(row) for row in asked)
+        head_rows = sum(len(row) for row in asked)
+        return CounterfactualScores(base_scores, masked, drop, None, ScoringWork(len(asked), fed, fed, head_rows))
+
+
+def as_access(model: nn.Module | ModelAccess | None) -> ModelAccess:
+    """Take a module, or None for one that nobody will ask, as `InProcess`, and every other access as it is."""
+    return InProcess(model) if model is None or isinstance(model, nn.Module) else model
