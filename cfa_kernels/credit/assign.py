@@ -251,9 +251,11 @@ def _judge(
         return _Judged({}, {}, Importances([]), [])
     if missing := sorted(config.estimator.needs & set(CAPABILITIES) - access.capabilities):
         raise NotImplementedError(
-            f"estimator={config.estimator.name!r} needs {CAPABILITIES[missing[0]]}, and the model is asked through "
+            f"{config.asked_for}: it needs {CAPABILITIES[missing[0]]}, and the model is asked through "
             f"{type(access).__name__}"
         )
+    if config.weights is None and given.advantages is not None:  # its values are scaled by them and added to them
+        _check_finite(given.advantages, {b: len(given.completions[b]) for b in given.credited})
     if config.compares:
         rows = [b for b, completion in enumerate(given.completions) if len(completion)]
     else:

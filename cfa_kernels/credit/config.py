@@ -154,6 +154,16 @@ class CounterfactualConfig:
         return flat | {"normalize": self.normalize, "token_budget": self.token_budget}
 
     @property
+    def asked_for(self) -> str:
+        """The estimator and its options that are not the default, as they are written."""
+        options = {
+            entry.name: value
+            for entry in fields(self.estimator)  # type: ignore[arg-type]
+            if (value := getattr(self.estimator, entry.name)) != entry.default and entry.name != "function"
+        }
+        return ", ".join(f"{name}={value!r}" for name, value in {"estimator": self.estimator.name, **options}.items())
+
+    @property
     def runs_estimator(self) -> bool:
         """Whether importances are looked for: not where weights are drawn or all 1."""
         if self.control == "random":  # signed values, which are dealt out anew, may come of it

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -164,14 +163,8 @@ def obstacles(config: CounterfactualConfig, offers: Collection[str]) -> Iterator
         config: how credit is to be assigned.
         offers: of `NEEDS`, what the host offers.
     """
-    options = {
-        entry.name: getattr(config.estimator, entry.name)
-        for entry in fields(config.estimator)  # type: ignore[arg-type]
-        if getattr(config.estimator, entry.name) != entry.default and entry.name != "function"
-    }
-    said = ", ".join(f"{name}={value!r}" for name, value in {"estimator": config.estimator.name, **options}.items())
     for missing in sorted(config.needs - set(offers)):
-        yield f"{said}: it needs {NEEDS[missing]}, which is not to be had here"
+        yield f"{config.asked_for}: it needs {NEEDS[missing]}, which is not to be had here"
 
 
 def credit_rows(
