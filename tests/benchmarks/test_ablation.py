@@ -16,6 +16,8 @@ from benchmarks.evidence.ledger import Ledger
 from tests.support.embedded import SMALL
 from tests.support.sources import SOURCE
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENT = {"command": "ablation", "environment": {"commit": "abc"}}
 
 

@@ -7,6 +7,8 @@ from benchmarks.harness.race import Absent, WrongAnswer
 from benchmarks.speed import bench_attention_backward as benchmark
 from benchmarks.speed import bench_kernels as test_kernels
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -33,6 +33,8 @@ from trainer.config import WarmupConfig
 from trainer.embedded.warmup import small_model, train_tokenizer
 from trainer.numbers import final_number
 
+pytestmark = pytest.mark.slow
+
 FACT = re.compile(r"(\w+) (?:(?P<given>\d+)"
                   r"|gets (?P<n>\d+) (?P<how>above|below|times) (?P<of>\w+)"
                   r"|gets all of (?P<first>\w+) with (?P<second>\w+))\.")  # fmt: skip

@@ -13,6 +13,8 @@ from benchmarks import first_hour
 from benchmarks.harness import parts
 from benchmarks.harness.environment import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = REPOSITORY / "benchmarks" / "first_hour.sh"
 
 

@@ -13,6 +13,8 @@ from tests.support.sources import SOURCE
 from tests.trainer.experimental.test_compare_and_correct import EVEN
 from trainer.run import set_up
 
+pytestmark = pytest.mark.slow
+
 
 def test_few_draws_do_not_bias_signal_and_variance():
     """Means over many experiments of four draws each are those of the distribution."""

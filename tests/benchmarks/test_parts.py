@@ -17,6 +17,8 @@ from benchmarks.harness.parts import PARTS, Part, merge_part
 from benchmarks.harness.progress import write_json
 from benchmarks.harness.race import OUT_OF_TIME, Absent, Budget, Contender, Figures, FiguresFile, Lap, race, times_ours
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 ENVIRONMENT = {"commit": "abc", "dirty": False}
 

@@ -10,6 +10,8 @@ from benchmarks.evidence.ledger import Ledger
 from benchmarks.evidence.provenance import counted, describe_source, document_head, made_by
 from tests.support.sources import SOURCE
 
+pytestmark = pytest.mark.slow
+
 OTHER = SOURCE | {"commit": "def", "dirty": True, "code": "0ther"}
 
 

@@ -18,6 +18,8 @@ from benchmarks.speed.sampling import sampling_contenders, with_sampling
 from benchmarks.speed.step_peers import EXACT, PLAIN, SEPARATE, STEP_PEERS, TRL
 from benchmarks.speed.step_reference import StepResult, taken_gradients
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 ONE_ROUND = Budget(0.0, 1, 1)
 

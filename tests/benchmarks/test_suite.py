@@ -13,6 +13,8 @@ from benchmarks.harness.workloads import Job, Span, gsm8k_job, long_job, random_
 from benchmarks.speed.peers import PEERS, REFERENCE, Peer, _forest, per_span
 from benchmarks.speed.reference import Reference
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

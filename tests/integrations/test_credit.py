@@ -8,6 +8,8 @@ from cfa_kernels import CounterfactualConfig, Span, score_counterfactuals
 from cfa_kernels.integrations.credit import credit_rows, fold_weights, pad_rows, scorer_from_logprobs
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
+pytestmark = pytest.mark.slow
+
 IDS = [tiny_tokenizer().get_vocab()[phrase] for phrase in PHRASES]
 PROMPTS = [torch.tensor([3, 4, 5]), torch.tensor([9, 5, 10, 7]), torch.tensor([3, 4, 5]), torch.tensor([6, 3])]
 COMPLETIONS = [torch.tensor([IDS[i] for i in row] + [1]) for row in ([0, 1, 2, 4], [2, 0, 1, 3, 5], [1, 3], [3, 4])]

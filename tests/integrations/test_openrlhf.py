@@ -26,6 +26,8 @@ from cfa_kernels.integrations.openrlhf import CounterfactualMixin, Counterfactua
 from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, completions, credited, padded
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
+pytestmark = pytest.mark.slow
+
 UNIFORM = CounterfactualConfig(mode="uniform")
 GPU_LIBRARIES = ("deepspeed", "flash_attn", "vllm", "bitsandbytes", "optree", "pynvml", "torchmetrics")
 

@@ -29,7 +29,7 @@ from tests.support.trl_training import (
     with_vllm,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 ONES = CounterfactualConfig(w_min=1.0, w_max=1.0, w_answer=1.0)
 
 

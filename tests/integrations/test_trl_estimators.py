@@ -8,6 +8,8 @@ from cfa_kernels.estimators.base import Importances
 from cfa_kernels.integrations.credit import credited_advantages
 from tests.support.trl_training import build, changed, logged, record_generations
 
+pytestmark = pytest.mark.slow
+
 NAMED = ["masking", "gradient", "entropy", "prefix_tree", "ktae", "sibling_edits"]
 
 

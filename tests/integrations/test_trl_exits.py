@@ -10,6 +10,8 @@ pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed
 
 from tests.support.trl_training import fuses
 
+pytestmark = pytest.mark.slow
+
 
 @fuses
 @pytest.mark.parametrize("kind", ["credit", "packed"])

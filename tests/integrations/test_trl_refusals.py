@@ -42,7 +42,7 @@ except ImportError:
             return super()._compute_loss(model, inputs)
 
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 UNIFORM = CounterfactualConfig(mode="uniform")
 
 

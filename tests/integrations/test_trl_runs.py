@@ -19,7 +19,7 @@ from cfa_kernels.integrations.credit import Draws, weighed_text  # noqa: E402
 from tests.support.tiny import PHRASES, tiny_tokenizer  # noqa: E402
 from tests.support.trl_training import build, fuses, logged, parameters, record_generations, rollouts
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 UNIFORM = CounterfactualConfig(mode="uniform")
 
 

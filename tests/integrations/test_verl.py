@@ -40,6 +40,8 @@ import cfa_kernels.integrations.verl as integration  # noqa: E402
 from cfa_kernels.integrations.credit import Draws  # noqa: E402
 from cfa_kernels.integrations.verl import CounterfactualMixin  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def config() -> Any:

@@ -35,7 +35,7 @@ from tests.support.policy_problem import (
     problem,
 )
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("poisoned_memory")]
 
 
 # Chunks, dropped rows, frozen parts

@@ -15,6 +15,8 @@ from trainer.analyze.page import page_of
 from trainer.analyze.tables import analyse, classes_of, kind_of, patterns_of
 from trainer.report.samples import Sample, TokenCredit, read_samples
 
+pytestmark = pytest.mark.slow
+
 
 def write(folder: Path, *entries: object) -> Path:
     lines = [entry if isinstance(entry, str) else json.dumps(entry) for entry in entries]

@@ -12,6 +12,8 @@ from trainer.analyze.analysis import write_analysis
 from trainer.analyze.judge import NAMES, gradient_norms, judge, main
 from trainer.report.samples import read_samples
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def judged(trainer):
