@@ -20,9 +20,8 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
-from tests.integrations.test_trl_processes import same_rollouts
 from tests.support.tiny import tiny_model, tiny_tokenizer
-from tests.support.trl_training import PROMPT, seven
+from tests.support.trl_training import PROMPT, same_rollouts, seven
 
 KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "stock": (GRPOTrainer, {}),
