@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from benchmarks.harness.race import Absent
 from benchmarks.harness.workloads import Job
-from benchmarks.speed.peers import Observed, _aligntune, _attention, _forest, aligntune_batched
+from benchmarks.speed.peers import Observed, aligntune_batched, authors_package, packed_forest, using_attention
 from benchmarks.speed.replay import EPSILON, EPSILON_HIGH, Replay, StepPeer, Stopwatch, Weights, trl_update
 from benchmarks.speed.varlen import causal_varlen_attention
 from cfa_kernels import policy_loss, score_counterfactuals, span_weights
@@ -137,7 +137,7 @@ def _fused_loss(replay: Replay, head: Head, hidden: Tensor, rows: Sequence[int])
 def varlen(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     """Padding-free, every completion with its own prompt: sequences end to end, positions that start again."""
     causal, head, total = replay.causal, prove_head(replay.causal), torch.zeros((), device=replay.device)
-    with stopwatch.update(), _attention(causal, "benchmark_per_sequence"):
+    with stopwatch.update(), using_attention(causal, "benchmark_per_sequence"):
         sequences = _sequences(replay)
         for rows in _in_budget([len(ids) for ids, _ in sequences], default_token_budget(causal)):
             lengths = [len(sequences[b][0]) for b in rows]
@@ -205,7 +205,7 @@ def repeated_prompt(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]
     """PrefixGrouper's way, without padding outside the attention."""
     causal, head, total = replay.causal, prove_head(replay.causal), torch.zeros((), device=replay.device)
     job, size = replay.job, replay.rollouts.group
-    with stopwatch.update(), _attention(causal, "benchmark_repeated_prompt"):
+    with stopwatch.update(), using_attention(causal, "benchmark_repeated_prompt"):
         firsts = range(0, len(job.prompts), size)
         fed = [len(job.prompts[b]) + sum(len(c) - 1 for c in job.completions[b : b + size]) for b in firsts]
         for part in _in_budget(fed, default_token_budget(causal)):
@@ -244,7 +244,7 @@ def flex_tree(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     causal, head, job = replay.causal, prove_head(replay.causal), replay.job
     bare = Job(**{**vars(job), "spans": [[] for _ in job.spans]})
     with stopwatch.update():
-        forest = _forest(bare)
+        forest = packed_forest(bare)
         segment, offset, visible = forest.segment, forest.offset, forest.visible
 
         def sees(batch: Tensor, heads: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ def flex_tree(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
         mask = create_block_mask(
             sees, None, None, size, size, device=replay.device, _compile=replay.device.type == "cuda"
         )
-        with _attention(causal, "flex_attention"), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        with using_attention(causal, "flex_attention"), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             hidden = _forward(causal, forest.ids, forest.positions, attention_mask=mask)
             loss = _fused_loss(replay, head, hidden[_predicting(bare, segment)], range(len(job.completions)))
             loss.backward()
@@ -432,7 +432,7 @@ def authors_then_trl(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weig
 
 def authors_weights(job: Job, importance: Observed) -> Weights:
     """aligntune's `compute_soft_weights` of what it reports per completion token."""
-    soften = _aligntune().compute_soft_weights
+    soften = authors_package().compute_soft_weights
     found = []
     for b, values in enumerate(importance):
         ids = torch.cat([job.prompts[b], job.completions[b]]).cpu()
