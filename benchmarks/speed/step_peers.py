@@ -18,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, PreTrainedModel
 
 from benchmarks.harness.race import Absent
-from benchmarks.harness.workloads import Job
+from benchmarks.harness.workloads import Job, Rollouts
 from benchmarks.speed.peers import Observed, aligntune_batched, authors_package, packed_forest, using_attention
 from benchmarks.speed.replay import EPSILON, EPSILON_HIGH, Replay, StepPeer, Stopwatch, Weights, trl_update
 from benchmarks.speed.varlen import causal_varlen_attention
@@ -63,6 +63,24 @@ def trl_liger(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     trainer = replay.trl(use_liger_kernel=True)
     with stopwatch.update():
         return trl_update(replay, trainer, None), None
+
+
+def trl_credited(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
+    """`CounterfactualGRPOTrainer(packed_loss=True)` as a TRL user has it: it finds spans and answers, and credits."""
+    trainer = replay.trl(credited=True)
+    trainer.stopwatch = stopwatch
+    with stopwatch.update():
+        loss = trl_update(replay, trainer, None)
+    return loss, _weights_of(trainer.credited.cpu(), replay.rollouts)
+
+
+def _weights_of(credited: Tensor, rollouts: Rollouts) -> Weights:
+    """The token weights by which advantages were multiplied to `credited`, (B,) or (B, T); 1 where they are 0."""
+    weights = []
+    for row, advantage, completion in zip(credited, rollouts.advantages, rollouts.job.completions, strict=True):
+        found = row.expand(len(completion)) if not row.dim() else row[: len(completion)]
+        weights.append(found / advantage if advantage else torch.ones(len(completion)))
+    return weights
 
 
 # Without padding, without sharing
@@ -447,12 +465,14 @@ TRL, PLAIN, EXACT, AUTHORS = "TRL", "ours", "ours counterfactual, one pass", "au
 VARLEN = "varlen without sharing"
 FASTEST, DEFAULTS = "TRL, fastest micro-batch", "TRL, its defaults (checkpointing)"
 SEPARATE = "ours counterfactual, fused loss"
+CREDITED = "CounterfactualGRPOTrainer, packed loss"
 
 STEP_PEERS: dict[str, StepPeer] = {
     TRL: StepPeer(trl_plain, "plain", 3, "positions", "TRL"),
     FASTEST: StepPeer(trl_fastest, "plain", 3, "positions", "TRL"),
     DEFAULTS: StepPeer(trl_defaults, "plain", 3, "positions", "TRL", own_policy=True, recomputes=True),
     "TRL with Liger": StepPeer(trl_liger, "plain", 3, "positions", "TRL", own_policy=True),
+    CREDITED: StepPeer(trl_credited, "found", 2, "tokens", "TRL", own_policy=True),
     VARLEN: StepPeer(varlen, "plain", 2, "active", "TRL"),
     "repeated prompt (PrefixGrouper)": StepPeer(repeated_prompt, "plain", 2, "active", "TRL"),
     "FlexAttention tree": StepPeer(flex_tree, "plain", 2, "active", "TRL"),

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks.evidence.command import main
 from transformers.utils import logging
 
 from benchmarks.evidence import methods, planted, rollouts
@@ -22,6 +21,7 @@ from benchmarks.evidence.agreement import (
     position_free_auroc,
 )
 from benchmarks.evidence.cases import planted_case, sampled_case
+from benchmarks.evidence.command import main
 from benchmarks.evidence.methods import METHODS, Question
 from benchmarks.evidence.models import Subject, fingerprint
 from benchmarks.evidence.problems import KINDS, STEP_WORDS, generate, training_rows

@@ -62,10 +62,12 @@ class Collected:
 
 
 @pytest.mark.parametrize("arguments", [a for a in benchmark_options() if "tests" not in a], ids=" ".join)
-def test_what_is_selected_exists(arguments, capsys):
+def test_what_is_selected_exists(arguments, tmp_path, capsys):
     options, collected = command.parse_options(arguments), Collected()
     (name,) = options.only
-    line = parts._command(parts.PARTS[name], torch.device("cuda"), options, None, "unused", "unused")
+    line = parts._command(
+        parts.PARTS[name], torch.device("cuda"), options, None, tmp_path / "figures", tmp_path / "tests"
+    )
     assert pytest.main([*line[3:], "--collect-only", "-q"], plugins=[collected]) == 0
     assert collected.count > 0
 
