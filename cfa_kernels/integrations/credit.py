@@ -12,7 +12,7 @@ from .. import CounterfactualConfig, Credit, counterfactual_credit, packed_logpr
 from ..estimators.base import ANSWER, NEEDS, REWARDS, SIBLINGS
 from ..hf.model import causal_lm
 from ..hf.modes import evaluation_mode
-from ..hf.verify import FLOAT32_NOISE
+from ..ops.row_softmax import FLOAT32_NOISE
 from ..scoring.access import LOGPROBS, LogprobService, LogprobsOf
 
 
