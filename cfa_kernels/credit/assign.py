@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..estimators.base import ANSWER, Importances, as_numbers
+from ..estimators.base import ANSWER, Importances
 from ..estimators.probes import Probe, length_without_eos, with_probes
+from ..options import as_numbers
 from ..scoring.access import CAPABILITIES, MODEL, ModelAccess, as_access
 from ..scoring.batch import ScoredBatch
 from ..scoring.masked import ScoringWork

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from ..estimators.base import ENTROPIES, SIBLINGS, Estimator, OwnFunction
 from ..estimators.masking import Masking
-from ..estimators.options import Count, check_fields
 from ..estimators.registry import ESTIMATORS
+from ..options import Count, check_fields
 from ..text.answers import AnswerFormat, check_answer_options
 from ..text.find import Detector, checked_span_options
 from .weights import WEIGHTS, Identity, OwnWeights, WeightRule

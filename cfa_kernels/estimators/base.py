@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, ClassVar, Literal, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,30 +107,6 @@ class OwnFunction:
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Call the function."""
         return self.function(access.module if MODEL in access.capabilities else access, batch)
-
-
-def as_numbers(given: Any, what: str, count: str) -> Tensor:
-    """A 1-D tensor, an array or a list of numbers as a tensor, fp32 on the host.
-
-    Raises `ValueError` beginning with `what`: `count` says of what there should be a number each.
-    """
-    if isinstance(given, Tensor | np.ndarray):
-        row = torch.as_tensor(given)
-        if row.ndim == 1 and not row.is_complex():
-            return row.detach().float().cpu()
-        raise ValueError(f"{what}: gave shape {tuple(row.shape)} of {row.dtype}, expected a number for each of {count}")
-    if not isinstance(given, list | tuple):
-        raise ValueError(
-            f"{what}: expected a tensor or a list with a number for each of {count}, got {type(given).__name__}"
-        )
-    for i, number in enumerate(given):
-        try:
-            known: float | None = float(number)
-        except (TypeError, ValueError, OverflowError):
-            known = None
-        if known is None or not isinstance(number, Real | Tensor | np.ndarray):
-            raise ValueError(f"{what}[{i}]: expected a number that a float holds, got a {type(number).__name__}")
-    return torch.tensor([float(number) for number in given], dtype=torch.float32)
 
 
 def unit_means(tokens: Sequence[Tensor], batch: ScoredBatch, rows: Sequence[int] | None = None) -> list[Tensor]:

@@ -14,7 +14,7 @@ from ..estimators.base import ANSWER, EXTERNAL, NEEDS, REWARDS, SIBLINGS, Estima
 from ..estimators.registry import ESTIMATORS
 from ..hf.model import causal_lm
 from ..hf.modes import evaluation_mode
-from ..hf.verify import FLOAT32_NOISE
+from ..ops.row_softmax import FLOAT32_NOISE
 from ..scoring.access import LOGPROBS, LogprobService, LogprobsOf
 
 
