@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .. import CounterfactualConfig, policy_loss
 from ..estimators.base import SIBLINGS
 from . import require
-from .credit import OFFERED_BY_A_SERVICE, Draws, credit_rows, obstacles, pad_rows
+from .credit import OFFERS, Draws, credit_rows, obstacles, pad_rows
 
 OLDEST = "0.11.2"
 
@@ -262,7 +262,7 @@ def _rows(experience: Any) -> list[_Row]:
 
 
 def _refuse_estimator(config: CounterfactualConfig, group_size: int | None = None) -> None:
-    offers = OFFERED_BY_A_SERVICE - ({SIBLINGS} if group_size == 1 else set())
+    offers = OFFERS["OpenRLHF"] - ({SIBLINGS} if group_size == 1 else set())
     if found := list(obstacles(config, offers)):
         raise NotImplementedError("counterfactual credit cannot be combined with " + "; nor with ".join(found))
 

@@ -18,14 +18,14 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from .. import CounterfactualConfig, Credit, counterfactual_credit
-from ..estimators.base import ENTROPIES, EXTERNAL, NEEDS, OwnFunction
+from ..estimators.base import ENTROPIES, OwnFunction
 from ..hf.model import causal_lm
 from ..hf.stateful_layers import has_cells
 from ..hf.verify import prove_head, prove_supported
 from ..losses.policy import LOSS_TYPES
 from ..scoring.access import CAPABILITIES
 from . import require
-from .credit import Draws, credited_advantages, obstacles, token_entropies, weighed_text
+from .credit import OFFERS, Draws, credited_advantages, obstacles, token_entropies, weighed_text
 from .trl_losses import (
     accept_policy_loss,
     loss_of_hidden_states,
@@ -62,9 +62,6 @@ _NO_DROPOUT = (
     "attention_dropout=0 in the model's config ends that of the attention, lora_dropout=0 that of LoRA (TRL's "
     "ModelConfig sets 0.05), disable_dropout=True the rest"
 )
-
-# TRL has no way to hand the caller's own numbers in.
-_OFFERS = frozenset(NEEDS) - {EXTERNAL}
 
 # The processes hold the whole model (DeepSpeed's stage 3 can gather it).
 _WHOLE_MODEL = {DistributedType.NO, DistributedType.DEEPSPEED} | {
@@ -399,7 +396,7 @@ def _credit_obstacles(trainer: Any) -> Iterator[str]:
             f"estimator={config.estimator.name!r} on {trainer.accelerator.num_processes} processes of {rows} "
             f"completions: groups of {trainer.num_generations} are split between them; give each process whole groups"
         )
-    yield from obstacles(config, _OFFERS)
+    yield from obstacles(config, OFFERS["TRL"])
     for how in _splits_of_the_model(trainer):
         yield f"{how}: scoring needs the whole model and whole sequences in each process; use DDP or DeepSpeed"
     if _zero_stage(trainer) == 3 and not trainer.args.ds3_gather_for_generation:

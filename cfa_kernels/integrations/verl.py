@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from .. import CounterfactualConfig, policy_loss
-from ..estimators.base import ENTROPIES, SIBLINGS
+from ..estimators.base import SIBLINGS
 from . import require
-from .credit import OFFERED_BY_A_SERVICE, Draws, credit_rows, obstacles
+from .credit import OFFERS, Draws, credit_rows, obstacles
 
 OLDEST = "0.9.1"
 _VERL = require("verl", OLDEST)
@@ -284,7 +284,7 @@ def _session_rewards(keys: Sequence[str], scores: Sequence[Tensor]) -> Tensor:
 def _refuse(config: Any) -> None:
     actor = config.actor_rollout_ref.actor
     completions = config.actor_rollout_ref.rollout.n
-    offers = (OFFERED_BY_A_SERVICE | {ENTROPIES}) - ({SIBLINGS} if completions == 1 else set())
+    offers = OFFERS["verl"] - ({SIBLINGS} if completions == 1 else set())
     found = list(obstacles(credit_config(config), offers))
     if actor.policy_loss.loss_mode in INEXACT_LOSSES:
         found.append(f"policy_loss.loss_mode={actor.policy_loss.loss_mode}: it uses advantages beyond a product")
