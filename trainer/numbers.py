@@ -1,4 +1,4 @@
-"""trainer/numbers.py."""
+"""Parse the numbers that completions and data sets write as answers, exactly."""
 
 import re
 from fractions import Fraction
