@@ -29,7 +29,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Give the type of the weights; `auto` is bfloat16 for a frozen base on a GPU; float32 on a CPU or where all weights train.
+    """Give the type of weights; `auto` is bfloat16 for a frozen base on a GPU, else float32.
 
     Weights that train need float32: a step of AdamW is smaller than the gap between neighbouring bfloat16 numbers.
     """

@@ -68,16 +68,14 @@ def sampling_metrics(done: Pass) -> dict[str, Tensor]:
     }
 
 
-def checked_sampling_gap(
-    logprobs: Sequence[tuple[MicroBatch, Sequence[Tensor]]], policy: nn.Module, config: TrainConfig
-) -> float:
+def checked_sampling_gap(passes: Sequence[Pass], policy: nn.Module, config: TrainConfig) -> float:
     """Measure how far log-probs are from those a batch was sampled with, nats, and hold it to `sampling_gap_limit`.
 
     To be asked before the first optimizer step on the batch, while the policy is the one that sampled. The gap is the
     mean of |sampled - found| over counted tokens, each weighed by how probably it could have come out otherwise.
 
     Args:
-        logprobs: micro-batches of b rows with b tensors (t,) each, nats.
+        passes: those of the batch, on the host.
         policy: the model they are of.
         config: the run's settings.
 
@@ -87,8 +85,9 @@ def checked_sampling_gap(
     limit = sampling_gap_limit(config, policy)
     by_row: dict[int, float] = {}
     gap_sum = choice_sum = 0.0
-    for micro, found in logprobs:
-        for row, gap, choice in zip(micro.rows.tolist(), _gaps(micro, found), _open_choice(micro), strict=True):
+    for done in passes:
+        micro, gaps = done.micro, _gaps(done.micro, done.logprobs)
+        for row, gap, choice in zip(micro.rows.tolist(), gaps, _open_choice(micro), strict=True):
             gap_sum += float(gap.sum())
             choice_sum += float(choice.sum())
             by_row[row] = float(gap.sum() / choice.sum())

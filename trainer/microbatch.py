@@ -115,7 +115,7 @@ class Pass(NamedTuple):
 def micro_batches(
     config: TrainConfig, rollouts: Rollouts, mask: Tensor, advantages: Tensor, policy: nn.Module
 ) -> list[MicroBatch]:
-    """Cut a batch on the host into micro-batches of whole groups, as many as fit `token_budget` tree rows, at least one.
+    """Cut a batch on the host into micro-batches of whole groups, as many as fit `token_budget`, at least one.
 
     Rows the mask leaves out are dropped, and rows without advantage too, unless the KL term or `bnpo`'s
     denominator (its own micro-batch) needs them. `mask` is (B, T), `advantages` (B,).

@@ -137,15 +137,12 @@ def update(
             metrics.add(done.metrics, done.micro.tokens)
         parts = [done.micro for done in passes]  # cut where the device had no memory for them
         if iteration == 0 and passes:
-            metrics.add(
-                {"sampling/gap": checked_sampling_gap([(done.micro, done.logprobs) for done in passes], policy, config)}
-            )
+            metrics.add({"sampling/gap": checked_sampling_gap(passes, policy, config)})
             old |= by_row(parts, [row for done in passes for row in done.logprobs])
         torch.nn.utils.clip_grads_with_norm_(trained(trainer), config.max_grad_norm, norm)
         trainer.optimizer.step()
-        metrics.add(
-            {"loss": sum((done.loss.item() for done in passes), 0.0), "grad_norm": passes[-1].norm if passes else norm}
-        )
+        loss = sum((done.loss.item() for done in passes), 0.0)
+        metrics.add({"loss": loss, "grad_norm": passes[-1].norm if passes else norm})
     policy.eval()
     rate = float(trainer.scheduler.get_last_lr()[0])
     trainer.scheduler.step()
