@@ -1,4 +1,4 @@
-"""Parse the numbers that completions and data sets write as answers, exactly."""
+"""Read the numbers that completions and data sets give as answers."""
 
 import re
 from fractions import Fraction
@@ -6,6 +6,7 @@ from fractions import Fraction
 from cfa_kernels import answer_text_span
 from cfa_kernels.text.answers import AnswerFormat
 
+_LONGEST = 1000  # characters of a number: Python reads no integer of more than 4,300 digits
 _MINUS = str.maketrans({"−": "-", "–": "-", "－": "-"})
 _DRESS = re.compile(r"\\?[$€£¥₹]|\{,\}|\\,|(?<=\d),(?=\d)")
 _DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
@@ -15,7 +16,6 @@ _POWER_OF_TEN = re.compile(
     r"(?<!\s)\s*+(?:[×*x·⋅]|\\times|\\cdot)\s*10\^(?:(?P<bare>\d{1,3})|\{(?P<braced>-?\d{1,3})\})\Z"
     r"|[eE](?P<exponent>[+-]?\d{1,3})\Z"
 )
-_LONGEST = 1000  # characters of a number: Python reads no integer of more than 4,300 digits
 _GROUP_BLANK = re.compile(r"(?<=\d)[ \u00a0\u202f](?=\d{3}(?![\d/]))")  # 10 000
 
 

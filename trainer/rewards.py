@@ -1,6 +1,6 @@
-"""From completions to rewards and advantages.
+"""Reward completions and turn rewards into advantages.
 
-Where it stands: after the rollouts, before credit. A reward function follows TRL's contract
+A reward function follows TRL's contract
 `f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]`, where None abstains.
 """
 

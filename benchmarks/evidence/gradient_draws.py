@@ -16,7 +16,7 @@ from benchmarks.harness.provenance import made_by
 from benchmarks.harness.tables import table
 from cfa_kernels import Span, find_answer
 from cfa_kernels.estimators.gradient import gradient_saliency
-from cfa_kernels.fidelity import spearman
+from trainer.analyze.statistics import spearman
 from trainer.config import EMBEDDED, model_path
 from trainer.data import encode_prompt, load_rows
 from trainer.rollouts.sampling import generate

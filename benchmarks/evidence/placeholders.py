@@ -15,7 +15,7 @@ from benchmarks.evidence.agreement import rank_correlation
 from benchmarks.harness.provenance import made_by
 from benchmarks.harness.tables import table
 from cfa_kernels import Span, detect_spans, find_answer, score_counterfactuals
-from cfa_kernels.fidelity import bootstrap_interval
+from trainer.analyze.statistics import bootstrap_interval
 from trainer.config import EMBEDDED, model_path
 from trainer.data import encode_prompt, load_rows
 from trainer.rollouts.sampling import generate

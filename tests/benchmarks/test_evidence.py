@@ -27,8 +27,8 @@ from benchmarks.evidence.models import Subject, fingerprint
 from benchmarks.evidence.problems import KINDS, STEP_WORDS, generate, training_rows
 from benchmarks.harness.ledger import Ledger
 from benchmarks.harness.tables import table
-from cfa_kernels.fidelity import bootstrap_interval
 from tests.support.sources import SOURCE
+from trainer.analyze.statistics import bootstrap_interval
 from trainer.config import WarmupConfig
 from trainer.embedded.warmup import small_model, train_tokenizer
 from trainer.numbers import final_number

@@ -1,6 +1,6 @@
-"""What a run shows and leaves behind: progress on the console, and the run folder's files.
+"""Show a run's progress on the console and write the run folder's files.
 
-Where it stands: fed by the training loop, feeds nothing back. The folder holds `config.yaml`,
+The folder holds `config.yaml`,
 `metrics.jsonl` (one object per step), `completions.jsonl` (samples with their tokens and weights),
 `curves.png` and `summary.json`.
 """
@@ -158,9 +158,7 @@ class Report:
         """Write some samples, those with spans first: what was masked, what it did, what each token weighs."""
         order = sorted(range(len(result.problems)), key=lambda b: -bool(result.credit.spans[b]))
         for b in order[: self._config.log_completions]:
-            entry = {"step": step, **self._sample(result, b)}
-            if result.corrections is not None and b in result.corrections.texts:
-                entry["correction"] = {"completion": result.corrections.texts[b], "right": result.corrections.right[b]}
+            entry = {"step": step, **self._sample(result, b), **result.notes.get(b, {})}
             self._completions_file.write(json.dumps(entry) + "\n")
         self._completions_file.flush()
 
