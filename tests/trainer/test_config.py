@@ -32,7 +32,8 @@ def test_the_paper_run_is_one_line_and_has_the_paper_settings() -> None:
     expected = {
         "credit": "counterfactual", "loss_type": "dapo", "num_generations": 8, "use_peft": True, "lora_r": 32,
         "lora_alpha": 32, "learning_rate": 2.5e-5, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4,
-        "max_steps": 500, "temperature": 0.6, "top_p": 0.95, "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0, "reward_funcs": ["exact_match"],
+        "max_steps": 500, "temperature": 0.6, "top_p": 0.95,
+        "epsilon": 0.2, "epsilon_high": 0.28, "beta": 0.0, "reward_funcs": ["exact_match"],
     }  # fmt: skip
     assert {name: getattr(config, name) for name in expected} == expected
     credit = config.counterfactual()
