@@ -231,8 +231,8 @@ def assign_credit(
     policy themselves. Valid before the first optimizer step on a batch, while the policy is the one that sampled.
     `options` are those of `counterfactual_credit`; all tensors are on the host.
     """
-    part, entropies = micro.rows, None
-    if config.reads_entropies:
+    part, entropies, settings = micro.rows, None, config.counterfactual()
+    if settings.reads_entropies:
         with torch.no_grad():
             _, found = forward.logprobs(config.temperature, return_entropy=True)
         assert isinstance(found, list)
@@ -246,7 +246,7 @@ def assign_credit(
         completion_ids=rollouts.completion_ids[part],
         completion_mask=mask[part],
         advantages=micro.advantages,
-        config=config.counterfactual(),
+        config=settings,
         groups=part // config.num_generations,
         rewards=micro.rewards,
         entropies=entropies,

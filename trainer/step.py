@@ -138,12 +138,12 @@ def update(
         for micro in parts:
             micro.ref_logprobs = [next(rows) for _ in micro.completions]
     metrics, credits, credit_time = Averages(), list[tuple[MicroBatch, Credit]](), 0.0
-    count = len(parts)
+    count, continues = len(parts), config.counterfactual().continues
 
     def forward_and_loss(micro: MicroBatch) -> tuple[MicroBatch, PackedLoss]:
         """All of a micro-batch before its backward, which may start again in halves."""
         nonlocal credit_time
-        forward = micro.forward(policy, config, keep_states=micro.weights is None and config.continues_forward)
+        forward = micro.forward(policy, config, keep_states=micro.weights is None and continues)
         if micro.weights is None:
             began = time.perf_counter()
             credit = assign_credit(

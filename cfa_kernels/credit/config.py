@@ -131,12 +131,13 @@ class CounterfactualConfig:
 
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> "CounterfactualConfig":
-        """Build a configuration from flat names and values, as YAML, flags and Hydra give them.
+        """Build a configuration from flat names and values, as YAML, flags and Hydra give them; None is not set.
 
         Raises:
             ValueError: as the class.
         """
-        return cls(**settings)
+        known = {name for name, _, _ in flat_options()} | {entry.name for entry in fields(cls)}
+        return cls(**{name: value for name, value in settings.items() if value is not None or name not in known})
 
     def to_flat(self) -> dict[str, Any]:
         """Give every option that is read under its flat name; `from_flat` takes it back."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..scoring.access import CAPABILITIES, ModelAccess
+from ..scoring.access import CAPABILITIES, MODEL, ModelAccess
 from ..scoring.batch import ScoredBatch
 from ..scoring.masked import ScoringWork
 
@@ -89,7 +89,8 @@ class Estimator(Protocol):
 class OwnFunction:
     """A caller's own estimator: a function (model, `ScoredBatch`) -> `Importances`.
 
-    It is given every completion of the batch, whatever its advantage, and None for a model that is in other processes.
+    It is given every completion of the batch, whatever its advantage. Where the model is in other processes, it is
+    given the access that answers for it: `access.score(replace(batch, placeholder_id=0))`.
     """
 
     function: Callable[..., Importances]
@@ -107,7 +108,7 @@ class OwnFunction:
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Call the function."""
-        return self.function(access.module, batch)
+        return self.function(access.module if MODEL in access.capabilities else access, batch)
 
 
 def as_numbers(given: Any, what: str, count: str) -> Tensor:

@@ -133,8 +133,7 @@ def credit_config(config: Any) -> CounterfactualConfig:
         `CounterfactualConfig` with the section's fields; the defaults without it.
 
     Raises:
-        TypeError: a field that does not exist.
-        ValueError: a value that cannot be.
+        ValueError: an option that does not exist or that nothing reads, a value that cannot be.
     """
     return CounterfactualConfig.from_flat(dict(config.get("counterfactual") or {}))
 

@@ -16,7 +16,7 @@ from datasets import Dataset  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer  # noqa: E402
-from tests.support.trl_training import (
+from tests.support.trl_training import (  # noqa: E402
     LORA,
     PROMPT,
     RELEASE,

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from cfa_kernels import Credit
+from cfa_kernels import CounterfactualConfig, Credit
+from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.scoring.training_forward import PackedForward, packed_forward
 from trainer.cli import parse, preset_names
@@ -103,12 +104,13 @@ def judge(trainer: Trainer, problems: int, presets: Sequence[str], flags: Sequen
             }
         for name in presets:
             settings = parse(TrainConfig, ["--config", str(PRESETS / f"{name}.yaml"), *flags], prog="", description="")
+            masks = _masks_spans(settings.counterfactual())
             credit = assign_credit(
                 micro, trainer.policy, forward, rollouts, rollouts.completion_mask, settings,
                 tokenizer=trainer.tokenizer, generator=torch.Generator().manual_seed(config.seed),
             )  # fmt: skip
             for i, b in enumerate(micro.rows.tolist()):
-                _add(samples[b], name, credit, i, micro, masks=settings.masks_answers and settings.units != "tokens")
+                _add(samples[b], name, credit, i, micro, masks=masks)
     return [samples[b] for b in sorted(samples)]
 
 
@@ -137,6 +139,13 @@ def _sampled(trainer: Trainer, problems: int) -> tuple[Rollouts, Tensor, Tensor]
     rewards, _ = compute_rewards(trainer.rewards, columns["question"], rollouts.texts, rollouts.ids(), columns)
     advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
     return rollouts_on_host(rollouts), rewards, advantages
+
+
+def _masks_spans(config: CounterfactualConfig) -> bool:
+    """Whether drops are those of spans that were masked exactly, each by itself."""
+    estimator = config.estimator
+    exact = isinstance(estimator, Masking) and estimator.effect == "direct" and estimator.preselect == 1
+    return exact and config.continues and config.units == "spans"
 
 
 def _add(sample: dict[str, Any], name: str, credit: Credit, i: int, micro: MicroBatch, *, masks: bool) -> None:

@@ -23,6 +23,7 @@ from rich.text import Text
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from cfa_kernels.estimators.masking import Masking
 from trainer.cli import to_yaml
 from trainer.config import TrainConfig
 from trainer.evaluate import Evaluation
@@ -167,9 +168,9 @@ class Report:
         ids, credit, config = result.rollouts.ids()[b], result.credit, self._config
         answer = credit.answers[b]
         name = {"counterfactual": config.estimator, "inverted": f"{config.estimator}, inverted"}.get(config.credit)
-        unit = f"importance by {config.estimator}"
-        if config.estimator == "masking" and config.outcome in ("auto", "logprob", "mean_logprob"):
-            unit = "nats" if config.effect == "direct" else "total effect in nats"
+        unit, estimator = f"importance by {config.estimator}", config.counterfactual().estimator
+        if isinstance(estimator, Masking) and estimator.outcome in ("logprob", "mean_logprob"):
+            unit = "nats" if estimator.effect == "direct" else "total effect in nats"
         signed: dict[str, Any] = {}
         if credit.advantages is not None:
             added = [round(value, 4) for value in credit.advantages[b, : len(ids)].tolist()]
