@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import CounterfactualConfig, Credit, counterfactual_credit, packed_logprobs
-from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, NEEDS, REWARDS, SIBLINGS
+from ..estimators.base import ANSWER, NEEDS, REWARDS, SIBLINGS
 from ..hf.model import causal_lm
 from ..hf.modes import evaluation_mode
 from ..hf.verify import FLOAT32_NOISE
-from ..scoring.access import DISTRIBUTIONS, LOGPROBS, MODEL, LogprobService, LogprobsOf
+from ..scoring.access import LOGPROBS, LogprobService, LogprobsOf
 
 
 class Draws:
@@ -155,15 +155,6 @@ def pad_rows(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tenso
 
 OFFERED_BY_A_SERVICE = frozenset({ANSWER, SIBLINGS, REWARDS, LOGPROBS})
 """What of `NEEDS` a host offers that gives log-probs of sampled tokens and nothing else of its model."""
-
-OFFERS = {
-    "TRL": frozenset(NEEDS) - {EXTERNAL},
-    "verl": OFFERED_BY_A_SERVICE | {ENTROPIES},
-    "OpenRLHF": OFFERED_BY_A_SERVICE,
-    "your loop, `InProcess` or `TrainingForward`": frozenset(NEEDS),
-    "your loop, `LogprobService`": frozenset(NEEDS) - {DISTRIBUTIONS, MODEL},
-}
-"""By host, what of `NEEDS` it offers; what is refused and the table in docs/other_trainers.md follow from it."""
 
 
 def obstacles(config: CounterfactualConfig, offers: Collection[str]) -> Iterator[str]:

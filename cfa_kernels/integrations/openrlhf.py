@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from .. import CounterfactualConfig, policy_loss
 from ..estimators.base import SIBLINGS
 from . import require
-from .credit import OFFERS, Draws, credit_rows, obstacles, pad_rows
+from .credit import Draws, credit_rows, obstacles, pad_rows
+from .offers import OFFERS
 
 OLDEST = "0.11.2"
 

@@ -25,7 +25,8 @@ from ..hf.verify import prove_head, prove_supported
 from ..losses.policy import LOSS_TYPES
 from ..scoring.access import CAPABILITIES
 from . import require
-from .credit import OFFERS, Draws, credited_advantages, obstacles, token_entropies, weighed_text
+from .credit import Draws, credited_advantages, obstacles, token_entropies, weighed_text
+from .offers import OFFERS
 from .trl_losses import (
     accept_policy_loss,
     loss_of_hidden_states,

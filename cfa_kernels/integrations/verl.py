@@ -17,7 +17,8 @@ from torch import Tensor
 from .. import CounterfactualConfig, policy_loss
 from ..estimators.base import SIBLINGS
 from . import require
-from .credit import OFFERS, Draws, credit_rows, obstacles
+from .credit import Draws, credit_rows, obstacles
+from .offers import OFFERS
 
 OLDEST = "0.9.1"
 _VERL = require("verl", OLDEST)
