@@ -1,4 +1,4 @@
-"""Draw the README's picture from a run of the trainer: `python -m docs.picture RUN`, which writes docs/completion.png."""
+"""Draw the picture of the README from a run of the trainer, `python -m docs.picture RUN`: docs/completion.png."""
 
 import json
 import sys
