@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 PY ?= $(VENV)/bin/python
 OLDEST := .venv-oldest
-ON_MODELS := tests/test_scoring.py tests/test_packed_loss.py tests/test_proof.py tests/test_fused_modules.py
+ON_MODELS := tests/scoring/test_masked.py tests/scoring/test_training_forward.py tests/hf/test_verify.py tests/hf/test_liger.py
 ifeq ($(PY),$(VENV)/bin/python)
 SETUP := $(VENV)/installed
 endif

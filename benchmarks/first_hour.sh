@@ -47,13 +47,13 @@ versions() {
   run timeout 120 "$PY" -c 'import sys, torch, triton, transformers; print(sys.version.split()[0], torch.__version__, triton.__version__, transformers.__version__, torch.version.cuda)'
 }
 
-step_peers='TRL,"TRL, fastest micro-batch",varlen without sharing,ours,"ours counterfactual, fused loss","ours counterfactual, one pass"'
+step_peers='TRL,"TRL, fastest micro-batch",varlen without sharing,"CounterfactualGRPOTrainer, packed loss",ours,"ours counterfactual, fused loss","ours counterfactual, one pass"'
 
 step_1() { versions; bench --only first-light; }
 step_2() { tests --tests tests/ops --select "not aot and not mutations and not wgmma"; }
 step_3() {
-  tests --tests tests/test_scoring.py --tests tests/test_packed_loss.py --tests tests/test_proof.py \
-    --tests tests/test_fused_modules.py --tests tests/test_host_waits.py --tests tests/test_outcomes.py
+  tests --tests tests/scoring --tests tests/hf/test_verify.py --tests tests/hf/test_liger.py \
+    --tests tests/test_host_waits.py
 }
 step_4() {
   bench --only kernels --seconds 20 --select "not backward"

@@ -20,40 +20,8 @@ if not torch.cuda.is_available():
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 
-# Files that compile ahead of time, start processes, drive other packages, train, or run the interpreter for long:
-# `slow` as a whole.
-SLOW = (
-    "ops/test_aot_",
-    "ops/test_mutations_",
-    "ops/test_policy_loss_",
-    "ops/test_tree_attention",
-    "ops/test_wgmma",
-    "test_fused_modules",
-    "test_gradient_saliency",
-    "test_host_waits",
-    "test_interventions",
-    "test_outcomes",
-    "test_partial_branches",
-    "integrations/",
-    "benchmarks/",
-    "trainer/test_analyze",
-    "trainer/test_corrections",
-    "trainer/test_credit_settings",
-    "trainer/test_judge",
-    "trainer/test_train",
-    "trainer/test_warmup",
-)
-
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_GSM8K = REPOSITORY.parent / "shared" / "gsm8k"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the files in `SLOW`; `make quick` leaves marked tests out."""
-    tests = Path(__file__).parent
-    for item in items:
-        if item.path.relative_to(tests).as_posix().startswith(SLOW):
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)

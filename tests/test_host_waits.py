@@ -11,17 +11,20 @@ from cfa_kernels import (
     packed_policy_loss,
     policy_loss,
     score_counterfactuals,
-    scoring,
-    tree,
 )
-from cfa_kernels.estimators import gradient as gradient_saliency
+from cfa_kernels.estimators import gradient
 from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
-from cfa_kernels.hf import tree_forward as packed_model
+from cfa_kernels.hf import tree_forward
 from cfa_kernels.hf.verify import prove_trainable
 from cfa_kernels.losses.ragged import LossBatch
+from cfa_kernels.packing import packs
+from cfa_kernels.scoring import masked
+from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.training_forward import packed_forward
-from tests.support.models import PLACEHOLDER, batch, make_model
+from tests.support.models import PLACEHOLDER, batch, batch_of, make_model
 from tests.support.waits import DEVICE, Waits, a_device, put_on_device
+
+pytestmark = pytest.mark.slow
 
 
 def proven(name, **options):
@@ -99,21 +102,23 @@ def test_scoring_looks_once_however_many_packs_there_are(outcome, softcap, budge
 
 @pytest.mark.parametrize("outcome", ["last", "mean", "mean_logprob", "logprob"])
 def test_gradients_at_the_embeddings_look_once_however_many_packs_and_draws_there_are(outcome, monkeypatch):
-    model, noise = proven("Gemma2", final_logit_softcapping=4.0), gradient_saliency._row_generator
+    model, noise = proven("Gemma2", final_logit_softcapping=4.0), gradient._row_generator
     # A device that is not there has no random numbers of its own.
-    monkeypatch.setattr(gradient_saliency, "_row_generator", lambda *of, device: noise(*of, device=torch.device("cpu")))
+    monkeypatch.setattr(gradient, "_row_generator", lambda *of, device: noise(*of, device=torch.device("cpu")))
     with a_device() as waits:
         put_on_device(model)
-        _, work = gradient_saliency.gradient_saliency(model, *batch(), outcome=outcome, samples=2, token_budget=60)
-        assert work.forwards >= 6
+        rows = batch_of(model, *batch(), token_budget=60)
+        found = gradient.gradient_saliency(InProcess(model), rows, outcome=outcome, samples=2)
+        assert found.work.forwards >= 6
         assert_waits(waits, "cpu")
 
 
 @pytest.mark.parametrize("partial", [short_branches, answer_knockout])
 def test_branches_of_a_few_rows_look_once_however_many_packs_there_are(partial):
-    model, options = proven("Qwen3"), {"placeholder_id": PLACEHOLDER} if partial is short_branches else {}
+    model = proven("Qwen3")
     with a_device() as waits:
-        scores = partial(put_on_device(model), *batch(), outcome="mean", token_budget=60, **options)
+        rows = batch_of(put_on_device(model), *batch(), token_budget=60)
+        scores = partial(InProcess(model), rows, outcome="mean")
         assert scores.work.forwards >= 4
         assert_waits(waits, "cpu")
 
@@ -166,7 +171,7 @@ def test_losses_on_a_device_never_look(level):
 @pytest.mark.parametrize("budget", [60, 120])  # with packs that continue others, and without
 def test_a_pack_is_laid_out_after_the_one_before_was_launched(budget, monkeypatch):
     events = []
-    model, launch, finish = proven("Qwen3"), packed_model.packed_hidden, tree._finish
+    model, launch, finish = proven("Qwen3"), tree_forward.packed_hidden, packs._finish
 
     def launched(*args, **options):
         events.append("launched")
@@ -176,9 +181,9 @@ def test_a_pack_is_laid_out_after_the_one_before_was_launched(budget, monkeypatc
         events.append("laid out")
         return finish(*args)
 
-    for module in (packed_model, scoring):
+    for module in (tree_forward, masked):
         monkeypatch.setattr(module, "packed_hidden", launched)
-    monkeypatch.setattr(tree, "_finish", laid_out)
+    monkeypatch.setattr(packs, "_finish", laid_out)
     score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER, token_budget=budget)
     assert len(events) > 4
     assert events == ["laid out", "launched"] * (len(events) // 2)

@@ -1,9 +1,11 @@
-"""What a run starts from and what it leaves: the policy with its tokenizer, loaded whole and saved finite.
+"""Load the policy with its tokenizer, keep its reference, and save it.
 
-Where it stands: first and last in a run, and the trainer's one contact with PEFT and with files of weights.
+This is the trainer's one contact with PEFT and with files of weights.
 """
 
-from collections.abc import Sequence
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +13,23 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from cfa_kernels.hf.liger import keep_own_modules
+from cfa_kernels.hf.liger import keep_own_modules, keeps_own_modules
+from cfa_kernels.hf.model import causal_lm
+from trainer.checks import require_finite_parameters
 from trainer.config import TrainConfig, model_path
 
 _NAMES_SHOWN = 5
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` is the first GPU if there is one, else the CPU."""
+    """Give the device that `device` names; `auto` is the first GPU if there is one, else the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(device)
 
 
 def resolve_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 for a frozen base on a GPU; float32 on a CPU or where all weights train.
+    """Give the type of weights; `auto` is bfloat16 for a frozen base on a GPU, else float32.
 
     Weights that train need float32: a step of AdamW is smaller than the gap between neighbouring bfloat16 numbers.
     """
@@ -35,7 +39,7 @@ def resolve_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
 
 
 def load_policy(config: TrainConfig) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """The model to train, on its device and in eval mode, and its tokenizer with a pad token and left padding.
+    """Load the model to train, on its device and in eval mode, and its tokenizer with a pad token and left padding.
 
     Raises:
         ValueError: the checkpoint does not hold exactly the model's tensors, or the tokenizer has no token to pad
@@ -108,13 +112,6 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
 
 
-def require_finite_parameters(model: nn.Module) -> None:
-    """Raise `FloatingPointError` naming the first parameter of `model` that holds a nan or an infinity."""
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            raise FloatingPointError(f"model: parameter {name} is not finite")
-
-
 def save_policy(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the adapter, or all weights, and the tokenizer.
 
@@ -124,3 +121,22 @@ def save_policy(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) ->
     require_finite_parameters(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+class Reference:
+    """The model as it was loaded, for the KL term: the policy with its adapter off, or a frozen copy."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        self._policy = policy
+        self._copy = None if hasattr(policy, "disable_adapter") else copy.deepcopy(policy).requires_grad_(False)
+        if self._copy is not None and keeps_own_modules(causal_lm(policy)):
+            keep_own_modules(causal_lm(self._copy))
+
+    @contextlib.contextmanager
+    def model(self) -> Iterator[nn.Module]:
+        """Give the reference while the context lasts."""
+        if self._copy is not None:
+            yield self._copy
+        else:
+            with self._policy.disable_adapter():  # type: ignore[operator]
+                yield self._policy

@@ -43,14 +43,14 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any
         if model is not None and (suited := Path(model_path(model)) / DEFAULTS_FILE).is_file():
             settings = _read_yaml(suited, kind) | settings
         flags = [*_as_flags(settings), *argv]
-        given = tyro.cli(
+        given: Any = tyro.cli(
             command, args=flags, prog=prog, description=description, use_underscores=True,
             config=(tyro.conf.OmitArgPrefixes,),
         )  # fmt: skip
     except (ValueError, OSError, yaml.YAMLError) as problem:
         print(f"{prog}: error: {problem}", file=sys.stderr)
         sys.exit(2)
-    return given.settings  # type: ignore[attr-defined]
+    return given.settings
 
 
 def preset_names() -> list[str]:

@@ -1,20 +1,20 @@
-"""Every setting of the training program as one flat dataclass, and how flags and YAML fill one.
+"""Declare every setting of the training program, as one flat dataclass.
 
-Where it stands: read first, by both programs. Names are TRL's where TRL has one. Class defaults are the CF
-paper's run; a model folder may carry `defaults.yaml` with settings that suit it better.
+Names are TRL's where TRL has one. Class defaults are the CF paper's run; a model folder may hold a `defaults.yaml` with
+settings that suit it better. `trainer.cli` fills the dataclass from YAML and flags.
 """
 
-import string
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from trainer.credit_settings import CreditSettings
-from trainer.report.trackers import TRACKERS
+from trainer.experimental.settings import CorrectionSettings
 
 EMBEDDED = "embedded"
 GENERATED = "generated"
-ASSETS = Path(__file__).parent / "assets"
+TRACKERS = ("tensorboard", "wandb", "trackio")
+ASSETS = Path(__file__).parent / "embedded" / "assets"
 PRESETS = Path(__file__).parent / "presets"
 DEFAULTS_FILE = "defaults.yaml"
 
@@ -51,7 +51,7 @@ class DataConfig:
 
 
 @dataclass
-class TrainConfig(CreditSettings, DataConfig):
+class TrainConfig(CorrectionSettings, CreditSettings, DataConfig):
     """One run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
 
     model: str = EMBEDDED
@@ -101,23 +101,6 @@ class TrainConfig(CreditSettings, DataConfig):
     reward_funcs: list[str] = field(default_factory=lambda: ["exact_match"])
     """Reward functions, added up: "exact_match", or "module:function" with TRL's signature
     f(prompts=, completions=, completion_ids=, **columns) -> list of float or None."""
-
-    compare_and_correct: bool = False
-    """After IBPO: the policy rewrites wrong completions beside correct siblings; what it gets right raises their reward
-    before the group is compared, and only tokens that the correction edits get credit. One more generation a step."""
-    correction_reward: float = 0.6
-    """IBPO's lambda: a wrong completion's reward rises by lambda times the score of its correction."""
-    correction_score: float = 0.5
-    """IBPO's rho: score of a correction that is correct, from 0 to 1; others score 0."""
-    correction_references: int = 1
-    """Most correct siblings shown beside a wrong completion, nearest by edit distance first."""
-    correction_credit: Literal["right", "all"] = "right"
-    """Whose unedited tokens lose credit: of completions whose correction is right, or of all that were corrected."""
-    correction_template: str = (
-        "{question}\n\nThis attempt is wrong:\n{attempt}\n\nThis is correct:\n{references}\n\n"
-        "Write the attempt again, corrected. Keep what is right in it and change only what is wrong."
-    )
-    """How a correction is asked for, in place of the question; holds {question}, {attempt} and {references}."""
 
     temperature: float = 0.6
     """Sampling temperature; log-probs in the loss are taken at the same one."""
@@ -187,6 +170,8 @@ class TrainConfig(CreditSettings, DataConfig):
         for name in ("epsilon", "epsilon_high", "beta", "weight_decay", "warmup_steps", "log_completions"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not abs(self.correct_threshold) < float("inf"):
+            raise ValueError(f"correct_threshold must be finite, got {self.correct_threshold}")
         for name in ("learning_rate", "temperature", "max_grad_norm", "max_sampling_gap"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
@@ -201,83 +186,27 @@ class TrainConfig(CreditSettings, DataConfig):
                 f"{self.num_generations}"
             )
         self.counterfactual()  # checks the settings of credit
-        self._check_corrections()
-
-    def _check_corrections(self) -> None:
-        for name in ("correction_reward", "correct_threshold"):
-            if not abs(getattr(self, name)) < float("inf"):
-                raise ValueError(f"{name} must be finite, got {getattr(self, name)}")
-        if self.correction_reward < 0:
-            raise ValueError(f"correction_reward must be at least 0, got {self.correction_reward}")
-        if not 0 <= self.correction_score <= 1:
-            raise ValueError(f"correction_score must be in [0, 1], got {self.correction_score}")
-        if not 1 <= self.correction_references < self.num_generations:
-            raise ValueError(
-                f"correction_references must be at least 1 and less than num_generations ({self.num_generations}), "
-                f"got {self.correction_references}"
-            )
-        try:
-            held = {name for _, name, _, _ in string.Formatter().parse(self.correction_template) if name is not None}
-        except ValueError as problem:
-            raise ValueError(f"correction_template: {problem}; write literal braces twice") from problem
-        if held != {"question", "attempt", "references"}:
-            raise ValueError(
-                "correction_template must hold {question}, {attempt} and {references} and no other field, "
-                f"got {sorted(held)}"
-            )
+        self.check_corrections(self.num_generations)
 
     @property
     def generation_batch_size(self) -> int:
         """Completions sampled per set of rollouts."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
-
-@dataclass
-class WarmupConfig(DataConfig):
-    """One warm-up run; the defaults made the embedded checkpoint."""
-
-    output_dir: str = "runs/warmup"
-    """Model folder to write; it must not exist or be empty."""
-    careless: bool = True
-    """For "generated": learn from a careless pupil, whose last sum often takes its number from an idle sentence. The
-    model then can do the arithmetic but is easily misled, a habit that reinforcement corrects in minutes."""
-    vocab_size: int = 512
-    """Size of the byte-level BPE vocabulary."""
-    single_digits: bool = True
-    """Every digit is a token; else numbers are words like others, which a small model looks up more easily."""
-    hidden_size: int = 128
-    """Width of the model."""
-    num_hidden_layers: int = 4
-    """Layers of the model."""
-    num_attention_heads: int = 4
-    """Attention heads, of 32 dimensions each; half as many key-value heads."""
-    intermediate_size: int = 384
-    """Width of the MLP."""
-    max_position_embeddings: int = 1024
-    """Context of the model, tokens."""
-    max_steps: int = 1600
-    """Optimizer steps."""
-    batch_size: int = 32
-    """Sequences per step."""
-    learning_rate: float = 2e-3
-    """Peak learning rate of AdamW, reached after warmup_steps and decayed to a tenth along a cosine."""
-    warmup_steps: int = 100
-    """Steps over which the learning rate rises from 0."""
-    device: str = "cpu"
-    """Device to train on, for example "cuda"."""
-    seed: int = 0
-    """Seed of problems, weights and order."""
-
-    def __post_init__(self) -> None:
-        """Reject values outside their range, naming the setting."""
-        super().__post_init__()
-        for name in ("vocab_size", "num_hidden_layers", "max_steps", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_attention_heads < 2 or self.num_attention_heads % 2:
-            raise ValueError(f"num_attention_heads must be even, got {self.num_attention_heads}")
+    @property
+    def loss_options(self) -> dict[str, Any]:
+        """The options of the policy loss, by the names it takes."""
+        return {
+            "epsilon": self.epsilon,
+            "epsilon_high": self.epsilon_high,
+            "delta": self.delta,
+            "beta": self.beta,
+            "loss_type": self.loss_type,
+            "importance_sampling_level": self.importance_sampling_level,
+            "max_completion_length": self.max_completion_length,
+        }
 
 
 def model_path(model: str) -> str:
     """Folder of the embedded model, or `model` itself (a folder or hub name)."""
-    return str(ASSETS / EMBEDDED) if model == EMBEDDED else model
+    return str(ASSETS) if model == EMBEDDED else model

@@ -11,8 +11,8 @@ import tyro
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.config import flat_options
 from cfa_kernels.credit.weights import WEIGHTS
-from cfa_kernels.estimators.options import option_docs
 from cfa_kernels.estimators.registry import ESTIMATORS
+from cfa_kernels.options import option_docs
 from trainer.rewards import load_answer_format
 
 OLDER_NAMES = {

@@ -1,7 +1,6 @@
-"""Problems to train and evaluate on, checked row by row before anything runs.
+"""Load problems to train and evaluate on from a file, the hub or the generator, and check them row by row.
 
-Where it stands: between a file, the hub or the generator, and the prompts that rollouts start from. A row is a
-dict with at least `question` and `answer`, both text; other columns are passed on to reward functions.
+A row is a dict with at least `question` and `answer`, both text; other columns are passed on to reward functions.
 """
 
 import functools

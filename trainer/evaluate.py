@@ -1,7 +1,4 @@
-"""Greedy accuracy on held-out problems.
-
-Where it stands: before and after training, and every `eval_steps` in between.
-"""
+"""Measure greedy accuracy on held-out problems."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.data import Row
 from trainer.rewards import Reward, exact_match
-from trainer.rollouts.sampling import generate
+from trainer.rollouts import generate
 
 
 @dataclass(frozen=True)

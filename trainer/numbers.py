@@ -1,12 +1,12 @@
-"""trainer/numbers.py."""
+"""Read the numbers that completions and data sets give as answers."""
 
 import re
 from fractions import Fraction
 
 from cfa_kernels import answer_text_span
 from cfa_kernels.text.answers import AnswerFormat
-from trainer.rewards import _LONGEST
 
+_LONGEST = 1000  # characters of a number: Python reads no integer of more than 4,300 digits
 _MINUS = str.maketrans({"−": "-", "–": "-", "－": "-"})
 _DRESS = re.compile(r"\\?[$€£¥₹]|\{,\}|\\,|(?<=\d),(?=\d)")
 _DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
@@ -16,7 +16,6 @@ _POWER_OF_TEN = re.compile(
     r"(?<!\s)\s*+(?:[×*x·⋅]|\\times|\\cdot)\s*10\^(?:(?P<bare>\d{1,3})|\{(?P<braced>-?\d{1,3})\})\Z"
     r"|[eE](?P<exponent>[+-]?\d{1,3})\Z"
 )
-_REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # no pattern for an answer: it has no group
 _GROUP_BLANK = re.compile(r"(?<=\d)[ \u00a0\u202f](?=\d{3}(?![\d/]))")  # 10 000
 
 

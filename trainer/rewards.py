@@ -1,11 +1,12 @@
-"""From completions to rewards and advantages.
+"""Reward completions and turn rewards into advantages.
 
-Where it stands: after the rollouts, before credit. A reward function follows TRL's contract
+A reward function follows TRL's contract
 `f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]`, where None abstains.
 """
 
 import functools
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
@@ -14,12 +15,12 @@ import torch
 from torch import Tensor
 
 from cfa_kernels.text.answers import AnswerFormat
-from trainer.numbers import _REFERENCE, final_number, gold_number
+from trainer.numbers import final_number, gold_number
 
 Reward = Callable[..., list[float | None]]
 
 STD_EPSILON = 1e-4  # TRL's, so that advantages agree with its own
-_LONGEST = 1000  # characters of a number: Python reads no integer of more than 4,300 digits
+_REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # no pattern for an answer: it has no group
 
 
 def exact_match(

@@ -1,33 +1,27 @@
-"""Counterfactual DAPO: sample, reward, compare within groups, assign credit, update.
-
-Where it stands: the program's centre. `train` sets a run up and evaluates around it; `training_step` is one
-step from top to bottom; `update` is its optimizer step.
-"""
+"""Set a run up, train with evaluations around it, and save what comes out."""
 
 import time
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import get_scheduler, set_seed
 
 from cfa_kernels.hf.liger import fused_modules
-from cfa_kernels.hf.limits import refuse_length_dependent_rope
 from cfa_kernels.hf.model import causal_lm, context_length
-from cfa_kernels.hf.verify import noise_floor, prove_trainable
-from trainer.checkpoints import load_policy, save_policy
+from trainer.checkpoints import Reference, load_policy, save_policy
+from trainer.checks import require_supported
 from trainer.config import TrainConfig
 from trainer.data import encode_prompts, train_and_eval_rows
 from trainer.evaluate import evaluate
-from trainer.experimental.compare_and_correct import require_room
-from trainer.model import Reference
-from trainer.report.run_report import Report
+from trainer.experimental.hook import check_experiments
+from trainer.report import Report
 from trainer.rewards import load_reward, load_rewards
-from trainer.step import Trainer, problem_batches, training_step
+from trainer.state import Trainer
+from trainer.step import problem_batches, training_step
 
 
 def set_up(config: TrainConfig) -> Trainer:
-    """Everything a run needs, checked before it starts.
+    """Set up everything a run needs, checked before it starts.
 
     Raises:
         ValueError, OSError, ImportError: a setting, a row of data, a checkpoint or a reward function is not what it
@@ -45,12 +39,10 @@ def set_up(config: TrainConfig) -> Trainer:
     prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit) for part in (rows, held_out))
     longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
     require_supported(policy, longest)
-    if config.compare_and_correct:
-        require_room(rows, prompts, tokenizer, config, limit)
     optimizer = torch.optim.AdamW(
         [p for p in policy.parameters() if p.requires_grad], config.learning_rate, weight_decay=config.weight_decay
     )
-    return Trainer(
+    trainer = Trainer(
         config=config,
         policy=policy,
         tokenizer=tokenizer,
@@ -63,25 +55,12 @@ def set_up(config: TrainConfig) -> Trainer:
         held_out=held_out,
         held_out_prompts=held_out_prompts,
     )
-
-
-def require_supported(policy: nn.Module, longest: int) -> None:
-    """Raise `NotImplementedError` naming the model if what a run computes of rows of up to `longest` tokens is wrong.
-
-    Every run samples rows padded to a batch and trains on packed trees.
-    """
-    causal = causal_lm(policy)
-    refuse_length_dependent_rope(causal, longest)
-    policy.train()
-    try:
-        prove_trainable(causal)
-    finally:
-        policy.eval()
-    noise_floor(causal)  # measured here, so that no step waits for it
+    check_experiments(trainer)
+    return trainer
 
 
 def train(trainer: Trainer) -> Path:
-    """Run it all: evaluate, train, evaluate again, save. Returns the run folder.
+    """Evaluate, train, evaluate again, save; give the run folder.
 
     Raises:
         FloatingPointError: log-probs, gradients, rewards or weights cannot be trusted; the message names step and
@@ -124,7 +103,7 @@ def train(trainer: Trainer) -> Path:
 
 
 def run_folder(config: TrainConfig) -> Path:
-    """Where a run leaves its files: `output_dir`, or a folder of its own under `runs`."""
+    """Name the folder for a run's files: `output_dir`, or a folder of its own under `runs`."""
     if config.output_dir is not None:
         return Path(config.output_dir)
     started = time.strftime("%Y%m%d-%H%M%S")

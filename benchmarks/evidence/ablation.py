@@ -1,4 +1,4 @@
-"""`python -m benchmarks.evidence ablation`: kinds of credit from the same start, on the same problems, seed by seed.
+"""`python -m benchmarks evidence ablation`: kinds of credit from the same start, on the same problems, seed by seed.
 
 Each run is the training program in a process of its own, and a line of the ledger once it is done, so a broken-off
 ablation goes on where it stopped. Arms are paired by seed: a seed fixes problems and samples until the policies part.
@@ -21,9 +21,9 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from benchmarks.evidence.ledger import Ledger
-from benchmarks.evidence.provenance import made_by
-from benchmarks.evidence.tables import table
+from benchmarks.harness.ledger import Ledger
+from benchmarks.harness.provenance import made_by
+from benchmarks.harness.tables import table
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

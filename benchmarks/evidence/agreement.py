@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cfa_kernels.fidelity import Interval, auroc, bootstrap_interval, recall_at, spearman
+from trainer.analyze.statistics import Interval, auroc, bootstrap_interval, recall_at, spearman
 
 Rows = Sequence[Sequence[float]]
 Pairs = tuple[float, int, float, int]

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.credit_cost`: what each estimator of credit costs, beside what a user would run instead.
+"""`python -m benchmarks cost`: what each estimator of credit costs, beside what a user would run instead.
 
-    python -m benchmarks.credit_cost          # cost on real completions; tables beside the other results
-    python -m benchmarks.credit_cost draws    # how many draws of noise the gradient takes; a table of its own
+    python -m benchmarks cost          # cost on real completions; tables beside the other results
+    python -m benchmarks cost draws    # how many draws of noise the gradient takes; a table of its own
 
-Every estimator is first held to its definition (`credit_definitions.py`); a wrong answer ends the run without a figure.
+Every estimator is first held to its definition (`definitions.py`); a wrong answer ends the run without a figure.
 Seconds are those of one processor thread, contenders in turns in one process. Finished pieces are kept in a ledger, so
 that a run broken off goes on where it stopped.
 """
@@ -27,10 +27,10 @@ from transformers import PreTrainedModel
 
 from benchmarks.evidence import definitions
 from benchmarks.evidence.gradient_draws import draws, draws_markdown
-from benchmarks.evidence.ledger import Ledger
-from benchmarks.evidence.provenance import describe_source, document_head, made_by
-from benchmarks.evidence.tables import RESULTS, table, write
 from benchmarks.harness.counting import attention_flops, counted, head_flops, tree_pairs
+from benchmarks.harness.ledger import Ledger
+from benchmarks.harness.provenance import describe_source, document_head, made_by
+from benchmarks.harness.tables import RESULTS, table, write
 from benchmarks.harness.workloads import Job, gsm8k_job, policy, random_model
 from cfa_kernels import ScoringWork, Span, score_counterfactuals
 from cfa_kernels.estimators.gradient import gradient_saliency
@@ -504,7 +504,7 @@ def main(argv: list[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(given)
     torch.set_num_threads(1)
-    made = describe_source(shlex.join(["python", "-m", "benchmarks.credit_cost", *given]), options.commit)
+    made = describe_source(shlex.join(["python", "-m", "benchmarks", "cost", *given]), options.commit)
     if options.what == "draws":
         document: Record = document_head(made) | draws(options.completions, options.sigma)
         return _told(write(document, draws_markdown(document), options.results, "evidence-draws"))
@@ -527,7 +527,7 @@ def _told(paths: Sequence[Path]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.credit_cost", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks cost", description=__doc__)
     parser.add_argument("what", nargs="?", choices=("cost", "draws"), default="cost")
     parser.add_argument("--folder", type=Path, default=Path("runs/cost"), help="of the ledger; default: %(default)s")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the tables")
@@ -539,7 +539,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--completions", type=int, default=64, help="completions of the embedded model, for draws")
     parser.add_argument("--sigma", type=float, default=1e-3, help="standard deviation of the noise, for draws")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.evidence demo`: the demo's run analysed, and a batch of its policy judged by all estimators.
+"""`python -m benchmarks evidence demo`: the demo's run analysed, and a batch of its policy judged by all estimators.
 
 The training program and its own analysis, under one command that the results can name.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.provenance import made_by
+from benchmarks.harness.provenance import made_by
 from trainer.analyze.analysis import write_analysis
 from trainer.analyze.judge import NAMES, judge
 from trainer.cli import parse
@@ -65,7 +65,7 @@ def run(folder: Path, settings: Settings, head: dict[str, Any], results: Path) -
 
 
 def _config(*flags: str) -> TrainConfig:
-    return parse(TrainConfig, list(flags), prog="python -m benchmarks.evidence demo", description="")
+    return parse(TrainConfig, list(flags), prog="python -m benchmarks evidence demo", description="")
 
 
 def _write(source: Path, target: Path, head: dict[str, Any], note: str, *, picture: bool) -> list[Path]:

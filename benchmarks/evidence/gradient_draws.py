@@ -1,4 +1,4 @@
-"""`python -m benchmarks.credit_cost draws`: how many draws of noise gradient saliency takes.
+"""`python -m benchmarks cost draws`: how many draws of noise gradient saliency takes.
 
 The order of tokens from some draws against that from many others, by Spearman's rank correlation per completion of the
 trainer's embedded model, on its own solutions of generated problems, in float32 and with the same weights in bfloat16.
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.evidence.provenance import made_by
-from benchmarks.evidence.tables import table
+from benchmarks.harness.provenance import made_by
+from benchmarks.harness.tables import table
 from cfa_kernels import Span, find_answer
 from cfa_kernels.estimators.gradient import gradient_saliency
-from cfa_kernels.fidelity import spearman
+from trainer.analyze.statistics import spearman
 from trainer.config import EMBEDDED, model_path
 from trainer.data import encode_prompt, load_rows
 from trainer.rollouts.sampling import generate

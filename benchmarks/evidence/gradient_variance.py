@@ -1,4 +1,4 @@
-"""`python -m benchmarks.evidence variance`: how much an update's gradient depends on which completions were drawn.
+"""`python -m benchmarks evidence variance`: how much an update's gradient depends on which completions were drawn.
 
 One policy, the same problems, groups drawn anew again and again: every kind of credit sees the same draws. IBPO
 (arXiv 2605.16302) claims that credit on what matters lowers this variance.
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from benchmarks.evidence.ablation import ARMS, PLAIN
-from benchmarks.evidence.ledger import Ledger
-from benchmarks.evidence.provenance import made_by
-from benchmarks.evidence.tables import interval, table
+from benchmarks.harness.ledger import Ledger
+from benchmarks.harness.provenance import made_by
+from benchmarks.harness.tables import interval, table
 from trainer.cli import parse
 from trainer.config import TrainConfig
 from trainer.experimental.compare_and_correct import compare_and_correct

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.evidence placeholders`: how far the ranking of spans depends on what masks them.
+"""`python -m benchmarks evidence placeholders`: how far the ranking of spans depends on what masks them.
 
 The embedded model's own solutions of generated problems, their spans masked by one token or another.
 """
@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.evidence.agreement import rank_correlation
-from benchmarks.evidence.provenance import made_by
-from benchmarks.evidence.tables import table
+from benchmarks.harness.provenance import made_by
+from benchmarks.harness.tables import table
 from cfa_kernels import Span, detect_spans, find_answer, score_counterfactuals
-from cfa_kernels.fidelity import bootstrap_interval
+from trainer.analyze.statistics import bootstrap_interval
 from trainer.config import EMBEDDED, model_path
 from trainer.data import encode_prompt, load_rows
 from trainer.rollouts.sampling import generate

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.evidence planted`: which methods find what was planted, and what matters for learning.
+"""`python -m benchmarks evidence planted`: which methods find what was planted, and what matters for learning.
 
-Where it stands: the work and its sums; `tables.py` writes them down. Every piece of work is a line of the ledger.
+The work and its sums; `planted_tables.py` writes them down. Every piece of work is a line of the ledger.
 """
 
 import functools
@@ -16,11 +16,11 @@ import numpy as np
 
 from benchmarks.evidence.agreement import Rows, agreement, auroc_alone, correlation
 from benchmarks.evidence.cases import Case, planted_case, sampled_case
-from benchmarks.evidence.ledger import Ledger
 from benchmarks.evidence.methods import METHODS, Method, Question, Siblings, siblings
 from benchmarks.evidence.models import RANDOM, TRAINED, Subject
 from benchmarks.evidence.problems import KINDS, PlantedProblem, generate
 from benchmarks.evidence.rollouts import right_chains, step_values, substitution_oracle
+from benchmarks.harness.ledger import Ledger
 from cfa_kernels import score_counterfactuals
 
 STEP_VALUES = "Monte Carlo"
@@ -109,7 +109,7 @@ def run(
         say: is told what is being done.
 
     Returns:
-        The document that `tables.py` writes.
+        The document that `planted_tables.py` writes.
 
     Raises:
         ValueError: an unknown method.

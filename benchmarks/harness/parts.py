@@ -44,15 +44,15 @@ class Part:
 
 
 PARTS = {
-    "first-light": Part(("benchmarks/test_first_light.py",), ceilings=False, interprets=True),
+    "first-light": Part(("benchmarks/speed/bench_first_light.py",), ceilings=False, interprets=True),
     "tests": Part(("tests",), measures=False, ceilings=False),
-    "kernels": Part(("benchmarks/test_kernels.py", "benchmarks/test_attention_backward.py")),
-    "scoring": Part(("benchmarks/test_scoring.py",), peers=True),
-    "host": Part(("benchmarks/test_host_share.py",)),
-    "sweeps": Part(("benchmarks/test_sweeps.py",)),
-    "loss": Part(("benchmarks/test_loss.py",)),
-    "step": Part(("benchmarks/test_step.py",), peers=True),
-    "profile": Part(("benchmarks/test_profile.py",), ceilings=False, peers=True),
+    "kernels": Part(("benchmarks/speed/bench_kernels.py", "benchmarks/speed/bench_attention_backward.py")),
+    "scoring": Part(("benchmarks/speed/bench_scoring.py",), peers=True),
+    "host": Part(("benchmarks/speed/bench_host.py",)),
+    "sweeps": Part(("benchmarks/speed/bench_sweeps.py",)),
+    "loss": Part(("benchmarks/speed/bench_loss.py",)),
+    "step": Part(("benchmarks/speed/bench_step.py",), peers=True),
+    "profile": Part(("benchmarks/speed/bench_profile.py",), ceilings=False, peers=True),
 }
 POLL_SECONDS, GRACE_SECONDS = 1.0, 20.0
 """How often a result file follows its part, and how long a part has to end once it is asked to."""
@@ -122,7 +122,7 @@ def _command(
 ) -> list[str]:
     targets = part.targets if part.measures else options.tests or part.targets
     command = [sys.executable, "-m", "pytest", *targets, "-p", "no:cacheprovider"]
-    command += ["-p", "benchmarks.progress", f"--progress={progress}"]
+    command += ["-p", "benchmarks.harness.progress", f"--progress={progress}"]
     if part.measures:
         command += ["--benchmark-enable", f"--bench-device={device.type}", f"--figures={figures}", "-s"]
         command += [f"--bench-seconds={options.seconds}", f"--bench-rounds={options.rounds}"]

@@ -1,7 +1,7 @@
-"""Pictures of a result file: `python -m benchmarks.plots benchmarks/results/FILE.json` writes PNGs beside it."""
+"""Pictures of a result file: `python -m benchmarks plots benchmarks/results/FILE.json` writes PNGs beside it."""
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,16 @@ def plot_results(results: Path) -> list[Path]:
     return written
 
 
-if __name__ == "__main__":
-    for picture in plot_results(Path(sys.argv[1])):
-        print(picture)
+def main(argv: list[str]) -> int:
+    """Draw the pictures of each file named; 1 where one holds no figures to draw."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks plots", description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a result file of `speed`")
+    status = 0
+    for file in parser.parse_args(argv).files:
+        pictures = plot_results(file)
+        for picture in pictures:
+            print(f"== {picture}")
+        if not pictures:
+            print(f"{file}: it holds no figures of sweeps, scoring or steps, so there is nothing to draw")
+            status = 1
+    return status

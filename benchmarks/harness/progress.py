@@ -1,6 +1,6 @@
 """pytest plug-in that writes after every test how many have run and which failed.
 
-`python -m pytest -p benchmarks.progress --progress FILE`; works under pytest-xdist, too.
+`python -m pytest -p benchmarks.harness.progress --progress FILE`; works under pytest-xdist, too.
 """
 
 import json

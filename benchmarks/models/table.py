@@ -1,4 +1,4 @@
-"""`python -m benchmarks.model_table`: which model types are scored and trained exactly, and which are refused, why.
+"""`python -m benchmarks models`: which model types are scored and trained exactly, and which are refused, why.
 
 Builds every causal model type of the installed transformers small (`small_models.py`), scores ragged batches and
 compares with one full forward per span; takes log-probs as the trainer does and compares them, and every gradient,
@@ -17,7 +17,6 @@ import logging
 import math
 import multiprocessing
 import re
-import sys
 import time
 import warnings
 from collections import Counter
@@ -31,6 +30,7 @@ import torch
 from transformers import PreTrainedModel
 
 import cfa_kernels
+from benchmarks.harness.tables import RESULTS
 from benchmarks.harness.workloads import REPOSITORY
 from benchmarks.models import small_models
 from benchmarks.models import verdicts as model_verdicts
@@ -136,7 +136,7 @@ def run(
 ) -> None:
     """Judge each case by `worker` in a process of its own and append a line for each to `lines`."""
     context: Any = multiprocessing.get_context(start_method)
-    context.set_forkserver_preload(["benchmarks.small_models", "trainer.model"])  # what takes seconds to import
+    context.set_forkserver_preload(["benchmarks.models.small_models", "trainer.model"])  # what takes seconds to import
     waiting = list(reversed(todo))
     running: dict[Connection, tuple[Case, Any, float]] = {}
     while waiting or running:
@@ -249,7 +249,7 @@ moves by when every weight goes to a neighbouring float32 number, at most by {MO
 INTRODUCTION = """\
 # Which models
 
-Written by `python -m benchmarks.model_table`; edit that, not this. Every causal model type of transformers, built
+Written by `python -m benchmarks models`; edit that, not this. Every causal model type of transformers, built
 small with random weights, on the CPU in float32: at least a whole period of the layers of its default
 configuration, windows of {window} tokens under sequences of up to {longest}. A row with
 a comma is the type with something switched on that its default leaves off.
@@ -328,14 +328,14 @@ def _short(why: str, most: int = 200) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Judge what is not judged yet and write the table once all of it is; 1 if there is a defect in it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.model_table", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks models", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="judge these again, by type or by row")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=120.0, help="most that one row may take")
     parser.add_argument("--fresh", action="store_true", help="forget what earlier runs judged")
     parser.add_argument("--date", default=datetime.datetime.now(datetime.UTC).date().isoformat())
     parser.add_argument("--lines", type=Path, default=REPOSITORY / "build" / "models.jsonl", help="rows so far")
-    parser.add_argument("--json", type=Path, default=REPOSITORY / "benchmarks" / "results" / "models.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / "models.json")
     parser.add_argument("--markdown", type=Path, default=REPOSITORY / "docs" / "models.md")
     options = parser.parse_args(argv)
     if options.fresh:
@@ -360,7 +360,3 @@ def main(argv: list[str] | None = None) -> int:
     print(json.dumps(result["counts"]))
     defects = [row.name for row in rows.values() if {row.scores.status, row.trains.status} & {WRONG, UNCLEAR}]
     return 1 if defects else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

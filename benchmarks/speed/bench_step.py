@@ -25,7 +25,18 @@ from benchmarks.harness.race import Absent, Budget, Contender, Figures, Lap, rac
 from benchmarks.harness.workloads import SEED, STEP_SEED, Rollouts, gsm8k_rollouts, policy, shaped_rollouts
 from benchmarks.speed.replay import Replay, StepPeer, Stopwatch
 from benchmarks.speed.sampling import sampling_contenders, with_sampling
-from benchmarks.speed.step_peers import AUTHORS, DEFAULTS, EXACT, FASTEST, PLAIN, SEPARATE, STEP_PEERS, TRL, VARLEN
+from benchmarks.speed.step_peers import (
+    AUTHORS,
+    CREDITED,
+    DEFAULTS,
+    EXACT,
+    FASTEST,
+    PLAIN,
+    SEPARATE,
+    STEP_PEERS,
+    TRL,
+    VARLEN,
+)
 from benchmarks.speed.step_reference import StepResult, Truth, taken_gradients
 from cfa_kernels.hf.model import backbone, causal_lm
 from cfa_kernels.hf.verify import prove_trainable
@@ -56,7 +67,10 @@ class Workload:
 
 
 _PLAIN_AND_EXACT = (Target(PLAIN, TRL), Target(EXACT, TRL), Target(EXACT, AUTHORS))
-_BESIDE = tuple(Target(of, to) for to in (FASTEST, DEFAULTS) for of in (PLAIN, EXACT))
+_BESIDE = (
+    Target(CREDITED, TRL),
+    *(Target(of, to) for to in (FASTEST, DEFAULTS) for of in (PLAIN, EXACT, CREDITED)),
+)
 # Promises by what trains and whether all groups are mixed.
 _CPU = {
     ("LoRA", "all mixed"): (
@@ -145,10 +159,13 @@ def step_contenders(
     prove_trainable(replay.causal)  # once per model; not to be counted, nor timed
     exact = copy.deepcopy(replay.policy)
     exact.to(torch.float64 if dtype == torch.float32 else torch.float32)
-    truths = {}
+    truths: dict[str, Truth] = {}
+    absent: dict[str, str] = {}
     for kind in dict.fromkeys(STEP_PEERS[name].kind for name in names):
-        with contextlib.suppress(Absent):  # the authors' package, whose contender will say so
+        try:
             truths[kind] = Truth.of(kind, replay.policy, exact, replay.rollouts)
+        except Absent as error:
+            absent[kind] = str(error)
     del exact
     release_memory(replay.device)
     eps = torch.finfo(dtype).eps
@@ -157,7 +174,8 @@ def step_contenders(
     def contender(name: str) -> Contender:
         peer, notes = STEP_PEERS[name], measured[name]
         # Made before anything runs, so that it counts to nobody's peak memory.
-        used = Replay(fresh(), replay.rollouts) if peer.own_policy else replay
+        own = peer.own_policy and peer.kind not in absent
+        used = Replay(fresh(), replay.rollouts) if own else replay
 
         def run() -> StepResult:
             stopwatch = Stopwatch(replay.device)
@@ -175,7 +193,7 @@ def step_contenders(
         def check(result: StepResult) -> dict[str, Any]:
             return truths[peer.kind].check(result, eps) | notes.fed
 
-        return Contender(name, run, check)
+        return Contender(name, run, check, absent.get(peer.kind))
 
     return [contender(name) for name in names], measured
 

@@ -222,7 +222,7 @@ def _cut(cache: DynamicCache, length: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Forest:
+class Forest:
     """Trees of one job as one packed row of N tokens in S segments."""
 
     ids: Tensor  # (N,)
@@ -234,7 +234,7 @@ class _Forest:
     targets: Tensor
 
 
-def _forest(job: Job) -> _Forest:
+def packed_forest(job: Job) -> Forest:
     ids: list[Tensor] = []
     positions: list[Tensor] = []
     lineage: list[dict[int, int]] = []  # of each segment: visible tokens by segment
@@ -274,7 +274,7 @@ def _forest(job: Job) -> _Forest:
     segment = torch.repeat_interleave(torch.arange(len(ids)), lengths)
     offset = torch.arange(total) - torch.repeat_interleave(torch.tensor(starts), lengths)
     targets = [_targets(job, b) for b in range(len(job.completions)) for _ in range(1 + len(job.spans[b]))]
-    return _Forest(
+    return Forest(
         torch.cat(ids),
         torch.cat(positions).to(device),
         segment.to(device),
@@ -293,7 +293,7 @@ def flex_tree(model: PreTrainedModel, job: Job) -> Observed:
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    forest = _forest(job)
+    forest = packed_forest(job)
     device = forest.ids.device
     segment, offset, visible = forest.segment, forest.offset, forest.visible
 
@@ -303,7 +303,7 @@ def flex_tree(model: PreTrainedModel, job: Job) -> Observed:
 
     total = len(forest.ids)
     mask = create_block_mask(sees, None, None, total, total, device=device, _compile=device.type == "cuda")
-    with _attention(model, "flex_attention"), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+    with using_attention(model, "flex_attention"), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
         hidden = model.base_model(
             forest.ids[None], attention_mask=mask, position_ids=forest.positions[None], use_cache=False
         ).last_hidden_state[0]
@@ -316,7 +316,7 @@ def flex_tree(model: PreTrainedModel, job: Job) -> Observed:
 
 
 @contextlib.contextmanager
-def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+def using_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Switch a model's attention implementation, and back."""
     before = model.config._attn_implementation
     model.set_attn_implementation(name)
@@ -330,7 +330,7 @@ def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 @functools.cache
-def _aligntune() -> ModuleType:
+def authors_package() -> ModuleType:
     """The module with its two importance functions, loaded alone: the package itself imports far more."""
     spec = importlib.util.find_spec("aligntune")
     if spec is None or not spec.submodule_search_locations:
@@ -360,7 +360,9 @@ def _aligntune_rows(model: PreTrainedModel, job: Job, importance: Callable[[Tens
     for b, prompt in enumerate(job.prompts):
         ids = torch.cat([prompt, job.completions[b]])[None]
         spans = [(len(prompt) + span.start, len(prompt) + span.end) for span in job.spans[b]]
-        with mock.patch.object(_aligntune(), "detect_calculation_spans", lambda *args, found=spans, **kwargs: found):
+        with mock.patch.object(
+            authors_package(), "detect_calculation_spans", lambda *args, found=spans, **kwargs: found
+        ):
             values = importance(ids, len(prompt))
         observed.append(torch.as_tensor(values)[len(prompt) :])
     return observed
@@ -368,13 +370,13 @@ def _aligntune_rows(model: PreTrainedModel, job: Job, importance: Callable[[Tens
 
 def aligntune_unbatched(model: PreTrainedModel, job: Job) -> Observed:
     """`compute_counterfactual_importance`: one full forward per span, full-vocabulary log-softmax of every row."""
-    run = _aligntune().compute_counterfactual_importance
+    run = authors_package().compute_counterfactual_importance
     return _aligntune_rows(model, job, lambda ids, length: run(model, job.tokenizer, ids, length))
 
 
 def aligntune_batched(model: PreTrainedModel, job: Job) -> Observed:
     """`compute_batched_counterfactual_importance`: the same in chunks of 8."""
-    run = _aligntune().compute_batched_counterfactual_importance
+    run = authors_package().compute_batched_counterfactual_importance
     return _aligntune_rows(model, job, lambda ids, length: run(model, job.tokenizer, ids, length)[0][0])
 
 

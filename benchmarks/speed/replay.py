@@ -62,7 +62,7 @@ class Replay:
         return self.rollouts.advantages[list(rows)].to(self.device)
 
     def trl(self, *, micro_batch: int | None = None, **settings: bool) -> Any:
-        """TRL's trainer around the policy, with `use_liger_kernel` or `gradient_checkpointing`, made once for each."""
+        """TRL's trainer around the policy, made once for each of the settings that `_trl_trainer` takes."""
         size = micro_batch or self.micro_batch
         key = (("micro_batch", size), *sorted(settings.items()))
         if key not in self._trl:
@@ -71,12 +71,17 @@ class Replay:
 
 
 class Stopwatch:
-    """Seconds by the wall and of the processor, of credit and of update, of one step."""
+    """Seconds by the wall and of the processor, of credit and of update, of one step.
+
+    What runs within a part within another counts to the inner one only.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.seconds = {"credit": 0.0, "update": 0.0}
         self.cpu_seconds = {"credit": 0.0, "update": 0.0}
+        self._running: str | None = None
+        self._since = (0.0, 0.0)
 
     def credit(self) -> contextlib.AbstractContextManager[None]:
         return self._part("credit")
@@ -86,11 +91,18 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def _part(self, name: str) -> Iterator[None]:
-        wall, cpu = self._now()
+        outer = self._run(name)
         yield
-        end_wall, end_cpu = self._now()
-        self.seconds[name] += end_wall - wall
-        self.cpu_seconds[name] += end_cpu - cpu
+        self._run(outer)
+
+    def _run(self, name: str | None) -> str | None:
+        """Credit the time since the last change to the part that was running; returns that part."""
+        now, before = self._now(), self._running
+        if before is not None:
+            self.seconds[before] += now[0] - self._since[0]
+            self.cpu_seconds[before] += now[1] - self._since[1]
+        self._running, self._since = name, now
+        return before
 
     def _now(self) -> tuple[float, float]:
         if self._device.type == "cuda":
@@ -108,7 +120,8 @@ class StepPeer:
 
     Attributes:
         run: does it.
-        kind: which weights it is to use: "plain" (1), "counterfactual" (the CF paper's) or "authors" (their code's).
+        kind: which weights it is to use: "plain" (1), "counterfactual" (the CF paper's), "found" (the same, of spans
+            and answers that it finds itself) or "authors" (their code's).
         head_products: products of a row with the head in the update while the head is frozen; one more if it trains.
         head_rows: which rows those are: "active" tokens (with an advantage), all "tokens", or, of padded batches
             and on a CPU alone, all "positions".
@@ -133,10 +146,12 @@ def _trl_trainer(
     *,
     use_liger_kernel: bool = False,
     gradient_checkpointing: bool = False,
+    credited: bool = False,
 ) -> Any:
     """A `GRPOTrainer` that finds `recorded` where it would sample and score completions.
 
-    It is never asked to `train`, so what that does to the model first is done here.
+    It is never asked to `train`, so what that does to the model first is done here. With `credited` it is a
+    `CounterfactualGRPOTrainer(packed_loss=True)`, which assigns credit to what was recorded by its defaults.
     """
     try:
         from datasets import Dataset
@@ -149,7 +164,11 @@ def _trl_trainer(
         folder: tempfile.TemporaryDirectory[str]
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
+            self._calculate_rewards()
             return dict(self.recorded)
+
+        def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+            return rollouts.rewards.to(self.accelerator.device)[:, None]
 
     device, dtype = next(policy.parameters()).device, next(policy.parameters()).dtype
     rows = len(rollouts.job.completions)
@@ -173,7 +192,7 @@ def _trl_trainer(
         use_liger_kernel=use_liger_kernel,
         report_to=[],
     )
-    trainer = Replaying(
+    trainer = (_credited(Replaying) if credited else Replaying)(
         model=policy,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=settings,
@@ -189,6 +208,31 @@ def _trl_trainer(
     trainer.current_gradient_accumulation_steps = settings.gradient_accumulation_steps
     trainer.recorded, trainer.folder = padded_layout(rollouts), folder
     return trainer
+
+
+def _credited(replaying: type) -> type:
+    """A class of `CounterfactualGRPOTrainer(packed_loss=True)` that credits what `replaying` recorded."""
+    try:
+        from cfa_kernels.integrations.trl import CounterfactualMixin
+    except ImportError as error:  # this TRL is older than it takes
+        raise Absent(str(error)) from error
+
+    class Crediting(CounterfactualMixin, replaying):
+        """Its `stopwatch` clocks the credit; `credited` are the advantages that it then trains on."""
+
+        stopwatch: Stopwatch
+        credited: Tensor
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options, packed_loss=True)
+
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
+            with self.stopwatch.credit():
+                output = super()._generate_and_score_completions(inputs)
+            self.credited = output["advantages"]
+            return output
+
+    return Crediting
 
 
 def padded_layout(rollouts: Rollouts) -> dict[str, Tensor]:

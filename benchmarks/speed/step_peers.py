@@ -18,8 +18,8 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, PreTrainedModel
 
 from benchmarks.harness.race import Absent
-from benchmarks.harness.workloads import Job
-from benchmarks.speed.peers import Observed, _aligntune, _attention, _forest, aligntune_batched
+from benchmarks.harness.workloads import Job, Rollouts
+from benchmarks.speed.peers import Observed, aligntune_batched, authors_package, packed_forest, using_attention
 from benchmarks.speed.replay import EPSILON, EPSILON_HIGH, Replay, StepPeer, Stopwatch, Weights, trl_update
 from benchmarks.speed.varlen import causal_varlen_attention
 from cfa_kernels import policy_loss, score_counterfactuals, span_weights
@@ -63,6 +63,24 @@ def trl_liger(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     trainer = replay.trl(use_liger_kernel=True)
     with stopwatch.update():
         return trl_update(replay, trainer, None), None
+
+
+def trl_credited(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
+    """`CounterfactualGRPOTrainer(packed_loss=True)` as a TRL user has it: it finds spans and answers, and credits."""
+    trainer = replay.trl(credited=True)
+    trainer.stopwatch = stopwatch
+    with stopwatch.update():
+        loss = trl_update(replay, trainer, None)
+    return loss, _weights_of(trainer.credited.cpu(), replay.rollouts)
+
+
+def _weights_of(credited: Tensor, rollouts: Rollouts) -> Weights:
+    """The token weights by which advantages were multiplied to `credited`, (B,) or (B, T); 1 where they are 0."""
+    weights = []
+    for row, advantage, completion in zip(credited, rollouts.advantages, rollouts.job.completions, strict=True):
+        found = row.expand(len(completion)) if not row.dim() else row[: len(completion)]
+        weights.append(found / advantage if advantage else torch.ones(len(completion)))
+    return weights
 
 
 # Without padding, without sharing
@@ -137,7 +155,7 @@ def _fused_loss(replay: Replay, head: Head, hidden: Tensor, rows: Sequence[int])
 def varlen(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     """Padding-free, every completion with its own prompt: sequences end to end, positions that start again."""
     causal, head, total = replay.causal, prove_head(replay.causal), torch.zeros((), device=replay.device)
-    with stopwatch.update(), _attention(causal, "benchmark_per_sequence"):
+    with stopwatch.update(), using_attention(causal, "benchmark_per_sequence"):
         sequences = _sequences(replay)
         for rows in _in_budget([len(ids) for ids, _ in sequences], default_token_budget(causal)):
             lengths = [len(sequences[b][0]) for b in rows]
@@ -205,7 +223,7 @@ def repeated_prompt(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]
     """PrefixGrouper's way, without padding outside the attention."""
     causal, head, total = replay.causal, prove_head(replay.causal), torch.zeros((), device=replay.device)
     job, size = replay.job, replay.rollouts.group
-    with stopwatch.update(), _attention(causal, "benchmark_repeated_prompt"):
+    with stopwatch.update(), using_attention(causal, "benchmark_repeated_prompt"):
         firsts = range(0, len(job.prompts), size)
         fed = [len(job.prompts[b]) + sum(len(c) - 1 for c in job.completions[b : b + size]) for b in firsts]
         for part in _in_budget(fed, default_token_budget(causal)):
@@ -244,7 +262,7 @@ def flex_tree(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     causal, head, job = replay.causal, prove_head(replay.causal), replay.job
     bare = Job(**{**vars(job), "spans": [[] for _ in job.spans]})
     with stopwatch.update():
-        forest = _forest(bare)
+        forest = packed_forest(bare)
         segment, offset, visible = forest.segment, forest.offset, forest.visible
 
         def sees(batch: Tensor, heads: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -255,7 +273,7 @@ def flex_tree(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
         mask = create_block_mask(
             sees, None, None, size, size, device=replay.device, _compile=replay.device.type == "cuda"
         )
-        with _attention(causal, "flex_attention"), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        with using_attention(causal, "flex_attention"), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             hidden = _forward(causal, forest.ids, forest.positions, attention_mask=mask)
             loss = _fused_loss(replay, head, hidden[_predicting(bare, segment)], range(len(job.completions)))
             loss.backward()
@@ -432,7 +450,7 @@ def authors_then_trl(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weig
 
 def authors_weights(job: Job, importance: Observed) -> Weights:
     """aligntune's `compute_soft_weights` of what it reports per completion token."""
-    soften = _aligntune().compute_soft_weights
+    soften = authors_package().compute_soft_weights
     found = []
     for b, values in enumerate(importance):
         ids = torch.cat([job.prompts[b], job.completions[b]]).cpu()
@@ -447,12 +465,14 @@ TRL, PLAIN, EXACT, AUTHORS = "TRL", "ours", "ours counterfactual, one pass", "au
 VARLEN = "varlen without sharing"
 FASTEST, DEFAULTS = "TRL, fastest micro-batch", "TRL, its defaults (checkpointing)"
 SEPARATE = "ours counterfactual, fused loss"
+CREDITED = "CounterfactualGRPOTrainer, packed loss"
 
 STEP_PEERS: dict[str, StepPeer] = {
     TRL: StepPeer(trl_plain, "plain", 3, "positions", "TRL"),
     FASTEST: StepPeer(trl_fastest, "plain", 3, "positions", "TRL"),
     DEFAULTS: StepPeer(trl_defaults, "plain", 3, "positions", "TRL", own_policy=True, recomputes=True),
     "TRL with Liger": StepPeer(trl_liger, "plain", 3, "positions", "TRL", own_policy=True),
+    CREDITED: StepPeer(trl_credited, "found", 2, "tokens", "TRL", own_policy=True),
     VARLEN: StepPeer(varlen, "plain", 2, "active", "TRL"),
     "repeated prompt (PrefixGrouper)": StepPeer(repeated_prompt, "plain", 2, "active", "TRL"),
     "FlexAttention tree": StepPeer(flex_tree, "plain", 2, "active", "TRL"),

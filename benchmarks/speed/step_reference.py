@@ -1,17 +1,17 @@
 """What a training step is to leave behind, by its definition in higher precision, and by how much one may miss it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.race import WrongAnswer
-from benchmarks.harness.workloads import Rollouts
+from benchmarks.harness.race import Absent, WrongAnswer
+from benchmarks.harness.workloads import Job, Rollouts
 from benchmarks.speed.peers import Observed, aligntune_importance, per_span_logits_to_keep
 from benchmarks.speed.replay import Weights
 from benchmarks.speed.step_peers import authors_weights
-from cfa_kernels import span_weights
+from cfa_kernels import Span, detect_spans, find_answer, span_weights
 from cfa_kernels.hf.model import causal_lm
 
 SLACK = 4.0
@@ -70,7 +70,7 @@ def weights_of_kind(kind: str, model: nn.Module, rollouts: Rollouts) -> Weights 
     """The weights a kind of contender should use, from one full forward per span in the model's precision."""
     if kind == "plain":
         return None
-    job = rollouts.job
+    job = as_found(rollouts.job) if kind == "found" else rollouts.job
     scores = per_span_logits_to_keep(causal_lm(model), job)
     if kind == "authors":
         return authors_weights(job, _authors_importance(scores, rollouts))
@@ -81,6 +81,24 @@ def weights_of_kind(kind: str, model: nn.Module, rollouts: Rollouts) -> Weights 
         else torch.ones(len(completion))
         for b, completion in enumerate(job.completions)
     ]  # fmt: skip
+
+
+def as_found(job: Job) -> Job:
+    """The job with the spans and answers that a trainer finds in its text.
+
+    Raises:
+        Absent: a completion without an answer or without a span before it, as random words are.
+    """
+    answers, spans = list[Span](), list[list[Span]]()
+    for b, completion in enumerate(job.completions):
+        ids = completion.cpu()
+        answer = find_answer(ids, job.tokenizer)
+        found = [] if answer is None else detect_spans(ids, job.tokenizer, answer=answer)
+        if answer is None or not found:
+            raise Absent(f"completion {b} has no answer, or no span before it, that could be found")
+        answers.append(answer)
+        spans.append(found)
+    return replace(job, spans=spans, answers=answers)
 
 
 def _authors_importance(scores: Observed, rollouts: Rollouts) -> Observed:

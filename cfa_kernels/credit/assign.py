@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..estimators.base import ANSWER, Importances, as_numbers
+from ..estimators.base import ANSWER, Importances
 from ..estimators.probes import Probe, length_without_eos, with_probes
+from ..options import as_numbers
 from ..scoring.access import CAPABILITIES, MODEL, ModelAccess, as_access
 from ..scoring.batch import ScoredBatch
 from ..scoring.masked import ScoringWork
@@ -251,9 +252,11 @@ def _judge(
         return _Judged({}, {}, Importances([]), [])
     if missing := sorted(config.estimator.needs & set(CAPABILITIES) - access.capabilities):
         raise NotImplementedError(
-            f"estimator={config.estimator.name!r} needs {CAPABILITIES[missing[0]]}, and the model is asked through "
+            f"{config.asked_for}: it needs {CAPABILITIES[missing[0]]}, and the model is asked through "
             f"{type(access).__name__}"
         )
+    if config.weights is None and given.advantages is not None:  # its values are scaled by them and added to them
+        _check_finite(given.advantages, {b: len(given.completions[b]) for b in given.credited})
     if config.compares:
         rows = [b for b, completion in enumerate(given.completions) if len(completion)]
     else:

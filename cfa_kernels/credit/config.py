@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from ..estimators.base import ENTROPIES, SIBLINGS, Estimator, OwnFunction
 from ..estimators.masking import Masking
-from ..estimators.options import Count, check_fields
 from ..estimators.registry import ESTIMATORS
+from ..options import Count, check_fields
 from ..text.answers import AnswerFormat, check_answer_options
 from ..text.find import Detector, checked_span_options
 from .weights import WEIGHTS, Identity, OwnWeights, WeightRule
@@ -132,12 +132,13 @@ class CounterfactualConfig:
 
     @classmethod
     def from_flat(cls, settings: Mapping[str, Any]) -> "CounterfactualConfig":
-        """Build a configuration from flat names and values, as YAML, flags and Hydra give them.
+        """Build a configuration from flat names and values, as YAML, flags and Hydra give them; None is not set.
 
         Raises:
             ValueError: as the class.
         """
-        return cls(**settings)
+        known = {name for name, _, _ in flat_options()} | {entry.name for entry in fields(cls)}
+        return cls(**{name: value for name, value in settings.items() if value is not None or name not in known})
 
     def to_flat(self) -> dict[str, Any]:
         """Give every option that is read under its flat name; `from_flat` takes it back."""
@@ -153,6 +154,16 @@ class CounterfactualConfig:
             if flat[decides] in ("placeholder", 1):
                 del flat[name]
         return flat | {"normalize": self.normalize, "token_budget": self.token_budget}
+
+    @property
+    def asked_for(self) -> str:
+        """The estimator and its options that are not the default, as they are written."""
+        options = {
+            entry.name: value
+            for entry in fields(self.estimator)  # type: ignore[arg-type]
+            if (value := getattr(self.estimator, entry.name)) != entry.default and entry.name != "function"
+        }
+        return ", ".join(f"{name}={value!r}" for name, value in {"estimator": self.estimator.name, **options}.items())
 
     @property
     def runs_estimator(self) -> bool:

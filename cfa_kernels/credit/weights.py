@@ -11,9 +11,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..estimators.base import as_numbers
-from ..estimators.options import NotNegative, Share, check_fields
-from ..hf.verify import FLOAT32_NOISE
+from ..ops.row_softmax import FLOAT32_NOISE
+from ..options import NotNegative, Share, as_numbers, check_fields
 from ..span import Span
 
 MODES = ("counterfactual", "inverted", "random", "uniform")

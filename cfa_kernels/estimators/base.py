@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, ClassVar, Literal, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..scoring.access import CAPABILITIES, ModelAccess
+from ..scoring.access import CAPABILITIES, MODEL, ModelAccess
 from ..scoring.batch import ScoredBatch
 from ..scoring.masked import ScoringWork
 
@@ -89,7 +87,8 @@ class Estimator(Protocol):
 class OwnFunction:
     """A caller's own estimator: a function (model, `ScoredBatch`) -> `Importances`.
 
-    It is given every completion of the batch, whatever its advantage, and None for a model that is in other processes.
+    It is given every completion of the batch, whatever its advantage; for a model that is in other processes, the access
+    that answers in its place: `access.score(replace(batch, placeholder_id=0))`.
     """
 
     function: Callable[..., Importances]
@@ -107,31 +106,7 @@ class OwnFunction:
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Call the function."""
-        return self.function(access.module, batch)
-
-
-def as_numbers(given: Any, what: str, count: str) -> Tensor:
-    """A 1-D tensor, an array or a list of numbers as a tensor, fp32 on the host.
-
-    Raises `ValueError` beginning with `what`: `count` says of what there should be a number each.
-    """
-    if isinstance(given, Tensor | np.ndarray):
-        row = torch.as_tensor(given)
-        if row.ndim == 1 and not row.is_complex():
-            return row.detach().float().cpu()
-        raise ValueError(f"{what}: gave shape {tuple(row.shape)} of {row.dtype}, expected a number for each of {count}")
-    if not isinstance(given, list | tuple):
-        raise ValueError(
-            f"{what}: expected a tensor or a list with a number for each of {count}, got {type(given).__name__}"
-        )
-    for i, number in enumerate(given):
-        try:
-            known: float | None = float(number)
-        except (TypeError, ValueError, OverflowError):
-            known = None
-        if known is None or not isinstance(number, Real | Tensor | np.ndarray):
-            raise ValueError(f"{what}[{i}]: expected a number that a float holds, got a {type(number).__name__}")
-    return torch.tensor([float(number) for number in given], dtype=torch.float32)
+        return self.function(access.module if MODEL in access.capabilities else access, batch)
 
 
 def unit_means(tokens: Sequence[Tensor], batch: ScoredBatch, rows: Sequence[int] | None = None) -> list[Tensor]:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..options import as_numbers
 from ..scoring.access import ModelAccess
 from ..scoring.batch import ScoredBatch
-from .base import EXTERNAL, Importances, as_numbers, given, unit_means
+from .base import EXTERNAL, Importances, given, unit_means
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from ..hf.model import embedding
 from ..hf.tree_forward import last_layer_on_rows, packed_hidden, tree_attention_mode
 from ..hf.verify import prove_supported
 from ..ops.upload import upload
+from ..options import Count, NotNegative, check_fields
 from ..packing.packs import lay_out
 from ..packing.prefix_tree import Pack, Query
 from ..scoring.access import MODEL, ModelAccess
@@ -33,7 +34,6 @@ from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import DIVERGENCES, Outcome, checked_outcome, row_means
 from ..span import Span
 from .base import ANSWER, Importances
-from .options import Count, NotNegative, check_fields
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..options import Count, PositiveShare, TokenId, check_fields
 from ..scoring.access import DISTRIBUTIONS, LOGPROBS, MODEL, ModelAccess
 from ..scoring.batch import ScoredBatch
 from ..scoring.masked import CounterfactualScores, ScoringWork
@@ -15,7 +16,6 @@ from ..scoring.outcomes import DIVERGENCES, Outcome
 from .base import ANSWER, Importances
 from .entropy import Entropy
 from .gradient import Gradient
-from .options import Count, PositiveShare, TokenId, check_fields
 from .partial_branches import answer_knockout, short_branches
 from .prefix_gain import PrefixGain
 from .preselection import POSITION_RULES, position_estimates, top_units

@@ -104,7 +104,8 @@ def _score(
             "score_counterfactuals"
         )
     refuse_length_dependent_rope(model, batch.longest)
-    units = [queries_of(row, options, batch.placeholder_id) for row in batch.rows]
+    placeholder_id = 0 if hidden else batch.placeholder_id  # nothing replaces what is hidden
+    units = [queries_of(row, options, placeholder_id) for row in batch.rows]
     plan = ScoringPlan(batch.numbers, units, batch.rows)
     head = prove_supported(model)
     layout = _Layout(plan, first, hidden)

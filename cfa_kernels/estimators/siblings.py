@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..options import Finite, check_fields
 from ..scoring.access import ModelAccess
 from ..scoring.batch import ScoredBatch
 from .base import REWARDS, SIBLINGS, Importances, given, unit_means
 from .edit_distance import _edit_distance, _places, edited_tokens
-from .options import Finite, check_fields
 
 # KTAE's own code keeps the ratio of two term frequencies finite so; a token of one class alone gets a huge ratio.
 _FREQUENCY_EPSILON = 1e-5

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from .model import structure
+from .model import causal_lm, structure
 
 # Of what Liger brings: mixtures of experts are left to the model, for they are no module of one token's own.
 _GATES = ("liger_kernel.transformers.swiglu", "liger_kernel.transformers.geglu")
@@ -47,9 +47,9 @@ _IN_PLACE: weakref.WeakKeyDictionary[PreTrainedModel, list[_Exchange]] = weakref
 _OWN: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
-def keep_own_modules(model: PreTrainedModel) -> None:
-    """From now on `fused_modules` changes nothing in `model`."""
-    _OWN.add(model)
+def keep_own_modules(model: nn.Module) -> None:
+    """Keep a model as it is from now on: `fused_modules` changes nothing in it."""
+    _OWN.add(causal_lm(model))
 
 
 def keeps_own_modules(model: PreTrainedModel) -> bool:

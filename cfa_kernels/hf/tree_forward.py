@@ -386,7 +386,7 @@ def _take_one_backward(hidden: Tensor) -> None:
             raise RuntimeError(
                 "a second backward through one packed forward: in the first, Liger's gated MLPs have written their "
                 "gradients over the activations that this one needs; add the losses up and call backward once, run "
-                "the forward again, or call cfa_kernels.fused_modules.keep_own_modules(model) before it"
+                "the forward again, or call cfa_kernels.keep_own_modules(model) before it"
             )
         taken.append(True)
 

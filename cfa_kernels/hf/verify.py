@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ..ops.matmul import float32_precision, ieee_products
+from ..ops.row_softmax import FLOAT32_NOISE
 from ..packing.packs import pack_units
 from ..packing.prefix_tree import Query
 from .head import Head, read_head
@@ -51,7 +52,6 @@ _ROUNDINGS = 8  # so many times what the model's own two ways of computing a row
 _Result = TypeVar("_Result")
 
 _SHARE = 0.02  # of what masking moves
-FLOAT32_NOISE = 3e-5  # nats per token, of float32 sums: where two ways happen to agree on the probe, they are not exact
 _DEVIATIONS = 3  # so many root mean squares of rounding errors hold nearly all of them
 _LARGE = 60.0  # the largest logit before scale and cap
 _ALMOST_ONE = 1 - 2**-8  # below 1 in every dtype
@@ -103,6 +103,21 @@ def prove_trainable(model: PreTrainedModel) -> Head:
         _prove_repeatable(model)
         _prove_layout(model, training=True)
     return head
+
+
+def check_model(model: nn.Module) -> None:
+    """Check that a model can be scored and trained on packed trees, in the mode that it is in; once per structure.
+
+    Scoring and training check by themselves: call it before a run, so that what is refused is refused at once.
+
+    Args:
+        model: a transformers causal model, or what wraps one.
+
+    Raises:
+        NotImplementedError: it cannot; names the model, the reason and, where there is one, the remedy.
+        TypeError: it is not a transformers causal model.
+    """
+    prove_trainable(causal_lm(model))
 
 
 def noise_floor(model: nn.Module) -> float:

@@ -2,18 +2,20 @@
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import CounterfactualConfig, Credit, counterfactual_credit, packed_logprobs
-from ..estimators.base import ANSWER, NEEDS, REWARDS, SIBLINGS
+from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, NEEDS, REWARDS, SIBLINGS, Estimator
+from ..estimators.registry import ESTIMATORS
 from ..hf.model import causal_lm
 from ..hf.modes import evaluation_mode
-from ..hf.verify import FLOAT32_NOISE
-from ..scoring.access import LOGPROBS, LogprobService, LogprobsOf
+from ..ops.row_softmax import FLOAT32_NOISE
+from ..scoring.access import DISTRIBUTIONS, LOGPROBS, MODEL, LogprobService, LogprobsOf
 
 
 class Draws:
@@ -156,22 +158,56 @@ def pad_rows(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tenso
 OFFERED_BY_A_SERVICE = frozenset({ANSWER, SIBLINGS, REWARDS, LOGPROBS})
 """What of `NEEDS` a host offers that gives log-probs of sampled tokens and nothing else of its model."""
 
+OFFERS = {
+    "TRL": frozenset(NEEDS) - {EXTERNAL},
+    "verl": OFFERED_BY_A_SERVICE | {ENTROPIES},
+    "OpenRLHF": OFFERED_BY_A_SERVICE,
+    "your loop, `InProcess` or `TrainingForward`": frozenset(NEEDS),
+    "your loop, `LogprobService`": frozenset(NEEDS) - {DISTRIBUTIONS, MODEL},
+}
+"""By host, what of `NEEDS` it offers; what is refused and the table in docs/other_trainers.md follow from it."""
+
 
 def obstacles(config: CounterfactualConfig, offers: Collection[str]) -> Iterator[str]:
-    """Yield a sentence for each thing that `config` needs and a host does not offer, beginning with what needs it.
+    """Yield a sentence for each thing that `config` needs and a host does not offer.
+
+    Each begins with the option that needs it and its value, and ends with what to do.
 
     Args:
         config: how credit is to be assigned.
         offers: of `NEEDS`, what the host offers.
     """
-    options = {
-        entry.name: getattr(config.estimator, entry.name)
-        for entry in fields(config.estimator)  # type: ignore[arg-type]
-        if getattr(config.estimator, entry.name) != entry.default and entry.name != "function"
-    }
-    said = ", ".join(f"{name}={value!r}" for name, value in {"estimator": config.estimator.name, **options}.items())
     for missing in sorted(config.needs - set(offers)):
-        yield f"{said}: it needs {NEEDS[missing]}, which is not to be had here"
+        causes = _options_that_need(missing, config.estimator)
+        does, instead = ("each needs", "leave them out") if len(causes) > 1 else ("it needs", "leave it out")
+        if not causes:
+            causes = [f"estimator={config.estimator.name!r}"]
+            able = [name for name, kind in ESTIMATORS.items() if kind().needs <= set(offers)]
+            instead = _INSTEAD.get(missing, f"take one of {', '.join(able)}")
+        yield f"{' and '.join(causes)}: {does} {NEEDS[missing]}, which this trainer does not give; {instead}"
+
+
+_INSTEAD = {
+    EXTERNAL: "give a function (model, ScoredBatch) -> Importances for estimator",
+    SIBLINGS: "sample more than one completion of each prompt",
+}
+"""What to do about a need of an estimator that another estimator is no answer to."""
+
+
+def _options_that_need(missing: str, estimator: Estimator) -> list[str]:
+    """Find the fewest options of an estimator without which it would not need `missing`; none where it always does."""
+    kind: Any = type(estimator)
+    usual = {entry.name: entry.default for entry in fields(kind)}
+    changed = [name for name in usual if getattr(estimator, name) != usual[name]]
+    for size in range(1, len(changed) + 1):
+        for names in combinations(changed, size):
+            try:
+                without: Any = replace(estimator, **{name: usual[name] for name in names})  # type: ignore[type-var]
+            except ValueError:  # another option is read only with this one
+                continue
+            if missing not in without.needs:
+                return [f"{name}={getattr(estimator, name)!r}" for name in names]
+    return []
 
 
 def credit_rows(
@@ -189,7 +225,7 @@ def credit_rows(
     entropies: Sequence[Tensor] | None = None,
     noise: float = FLOAT32_NOISE,
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """Credit for a batch of rows whose model lies in other processes.
+    """Credit for a batch of rows whose model is in other processes.
 
     Args:
         tokenizer, config, generator: as in `counterfactual_credit`.

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from .. import CounterfactualConfig, policy_loss
 from ..estimators.base import SIBLINGS
 from . import require
-from .credit import Draws, credit_rows, obstacles, pad_rows
-from .offers import OFFERS
+from .credit import OFFERS, Draws, credit_rows, obstacles, pad_rows
 
 OLDEST = "0.11.2"
 
@@ -319,7 +318,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--counterfactual", type=json.loads, default={})
     ours, theirs = parser.parse_known_args()
-    config = CounterfactualConfig(**ours.counterfactual)
+    config = CounterfactualConfig.from_flat(ours.counterfactual)
     if config.control != "off" and any(option.startswith("--train.as") for option in theirs):  # abbreviations count
         raise NotImplementedError("counterfactual credit cannot be combined with --train.async_enable")
     _refuse_estimator(config)

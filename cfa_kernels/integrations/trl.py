@@ -25,8 +25,7 @@ from ..hf.verify import prove_head, prove_supported
 from ..losses.policy import LOSS_TYPES
 from ..scoring.access import CAPABILITIES
 from . import require
-from .credit import Draws, credited_advantages, obstacles, token_entropies, weighed_text
-from .offers import OFFERS
+from .credit import OFFERS, Draws, credited_advantages, obstacles, token_entropies, weighed_text
 from .trl_losses import (
     accept_policy_loss,
     loss_of_hidden_states,

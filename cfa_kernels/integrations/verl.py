@@ -17,8 +17,7 @@ from torch import Tensor
 from .. import CounterfactualConfig, policy_loss
 from ..estimators.base import SIBLINGS
 from . import require
-from .credit import Draws, credit_rows, obstacles
-from .offers import OFFERS
+from .credit import OFFERS, Draws, credit_rows, obstacles
 
 OLDEST = "0.9.1"
 _VERL = require("verl", OLDEST)
@@ -134,8 +133,7 @@ def credit_config(config: Any) -> CounterfactualConfig:
         `CounterfactualConfig` with the section's fields; the defaults without it.
 
     Raises:
-        TypeError: a field that does not exist.
-        ValueError: a value that cannot be.
+        ValueError: an option that does not exist or that nothing reads, a value that cannot be.
     """
     return CounterfactualConfig.from_flat(dict(config.get("counterfactual") or {}))
 

@@ -16,6 +16,9 @@ from .triton_math import tanh
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels take; the PyTorch form also takes float64."""
 
+FLOAT32_NOISE = 3e-5
+"""Nats by which a token's log-prob from float32 sums may be off; two that happen to agree are not exact either."""
+
 LOWEST = -1.0e30
 """Stands in for -inf in `p * log p`, so that a forbidden token adds 0 and not nan."""
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..hf.model import causal_lm
-from ..hf.verify import FLOAT32_NOISE, noise_floor
+from ..hf.verify import noise_floor
+from ..ops.row_softmax import FLOAT32_NOISE
 from ..packing.prefix_tree import Query
 from .batch import ScoredBatch
 from .masked import CounterfactualScores, ScoringWork, query_logprobs, score_batch

@@ -16,9 +16,8 @@ from torch import Tensor
 from ..hf.head import Head
 from ..hf.memory import columns_at_once
 from ..hf.tree_forward import HeadRows, target_logprobs
-from ..hf.verify import FLOAT32_NOISE
 from ..ops.head_matmul import sum_dtype, write_logits
-from ..ops.row_softmax import LOWEST
+from ..ops.row_softmax import FLOAT32_NOISE, LOWEST
 from ..ops.upload import upload
 from ..packing.prefix_tree import Pack, Query
 

@@ -12,9 +12,11 @@ import pytest
 
 from benchmarks.evidence import ablation
 from benchmarks.evidence.ablation import ARMS, PLAIN, Settings, compare, markdown, paired, plot, run, students_p
-from benchmarks.evidence.ledger import Ledger
+from benchmarks.harness.ledger import Ledger
 from tests.support.embedded import SMALL
 from tests.support.sources import SOURCE
+
+pytestmark = pytest.mark.slow
 
 ENVIRONMENT = {"command": "ablation", "environment": {"commit": "abc"}}
 

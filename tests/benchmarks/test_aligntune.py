@@ -10,6 +10,8 @@ from benchmarks.harness.workloads import Job
 from benchmarks.speed.peers import aligntune_batched, aligntune_unbatched
 from cfa_kernels import Span, score_counterfactuals
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["<pad>", "<eos>", *"abcdefgh", "3", "4", "7", "+", "=", "\n", "####", "##", " Final", " answer", ":"]
 IDS = {word: i for i, word in enumerate(WORDS)}
 PAD = IDS["<pad>"]

@@ -5,14 +5,16 @@ import torch
 
 from benchmarks.harness.race import Absent, WrongAnswer
 from benchmarks.speed import bench_attention_backward as benchmark
-from benchmarks.speed import bench_kernels as test_kernels
+from benchmarks.speed import bench_kernels
+
+pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def job():
-    return test_kernels.make_attention_job(benchmark.BACKWARD["smoke"]["tiny"], CPU)
+    return bench_kernels.make_attention_job(benchmark.BACKWARD["smoke"]["tiny"], CPU)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,7 @@ def test_gradients_a_segment_at_a_time_are_autograds(job):
     inputs = [x.double() for x in (job.q, job.k, job.v)]
     by_out = torch.randn(job.q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     leaves = [x.requires_grad_() for x in inputs]
-    out = test_kernels.tree_attention(*leaves, job.table, backend="torch")
+    out = bench_kernels.tree_attention(*leaves, job.table, backend="torch")
     expected = torch.autograd.grad(out, leaves, by_out)
     found = benchmark.gradients_along_each_segment(job, by_out, *inputs)
     for mine, right in zip(found, expected, strict=True):
@@ -32,7 +34,7 @@ def test_gradients_a_segment_at_a_time_are_autograds(job):
 
 
 def test_right_gradients_pass_again_and_again_and_wrong_ones_are_refused(contenders):
-    for name in (test_kernels.OURS, test_kernels.FLASH):
+    for name in (bench_kernels.OURS, bench_kernels.FLASH):
         contender = contenders[name]
         first, second = contender.run(), contender.run()
         contender.check(first)
@@ -42,4 +44,4 @@ def test_right_gradients_pass_again_and_again_and_wrong_ones_are_refused(contend
             with pytest.raises(WrongAnswer):
                 contender.check(tuple(wrong))
     with pytest.raises(Absent):
-        contenders[test_kernels.GATHERED].run()
+        contenders[bench_kernels.GATHERED].run()

@@ -13,6 +13,8 @@ from benchmarks.harness.workloads import Job, random_model
 from cfa_kernels import Span
 from cfa_kernels.scoring.masked import score_counterfactuals
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 PROMPT, LENGTHS, STRIDE = 6, (14, 17), 5
 

@@ -12,7 +12,6 @@ import torch
 from transformers.utils import logging
 
 from benchmarks.evidence import methods, planted, rollouts
-from benchmarks.evidence.__main__ import main
 from benchmarks.evidence.agreement import (
     agreement,
     auroc_alone,
@@ -22,16 +21,19 @@ from benchmarks.evidence.agreement import (
     position_free_auroc,
 )
 from benchmarks.evidence.cases import planted_case, sampled_case
-from benchmarks.evidence.ledger import Ledger
+from benchmarks.evidence.command import main
 from benchmarks.evidence.methods import METHODS, Question
 from benchmarks.evidence.models import Subject, fingerprint
 from benchmarks.evidence.problems import KINDS, STEP_WORDS, generate, training_rows
-from benchmarks.evidence.tables import table
-from cfa_kernels.fidelity import bootstrap_interval
+from benchmarks.harness.ledger import Ledger
+from benchmarks.harness.tables import table
 from tests.support.sources import SOURCE
+from trainer.analyze.statistics import bootstrap_interval
 from trainer.config import WarmupConfig
 from trainer.embedded.warmup import small_model, train_tokenizer
 from trainer.numbers import final_number
+
+pytestmark = pytest.mark.slow
 
 FACT = re.compile(r"(\w+) (?:(?P<given>\d+)"
                   r"|gets (?P<n>\d+) (?P<how>above|below|times) (?P<of>\w+)"
@@ -412,7 +414,7 @@ def test_planted_writes_its_tables_and_a_second_run_asks_nothing_again(subject, 
     monkeypatch.setattr(planted, "_asked", asked_again)
     monkeypatch.setattr(planted, "step_values", asked_again)
     monkeypatch.setattr(planted, "score_counterfactuals", asked_again)
-    monkeypatch.setattr("benchmarks.evidence.__main__.tables.plot_planted", lambda _, path: path)
+    monkeypatch.setattr("benchmarks.evidence.command.planted_tables.plot", lambda _, path: path)
     assert main(command) == 0
     second = json.loads((tmp_path / "evidence-planted.json").read_text())
     assert first["models"] == second["models"]

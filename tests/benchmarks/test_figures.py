@@ -7,6 +7,8 @@ import pytest
 
 from tests.support.quoted_figures import Results, blocks
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 # models.md is itself what its command writes; what spans.md counts on GSM8K has no result file.
 ELSEWHERE = {"models.md", "spans.md"}

@@ -8,10 +8,12 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks import __main__ as command
 from benchmarks import first_hour
 from benchmarks.harness import parts
 from benchmarks.harness.environment import REPOSITORY
+from benchmarks.speed import command
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = REPOSITORY / "benchmarks" / "first_hour.sh"
 
@@ -39,14 +41,14 @@ def test_every_command_ends_within_nine_minutes_and_its_part_before_that():
         kill = sum(int(n) for n in re.findall(r"--kill-after=(\d+)", " ".join(line)))
         assert limit + kill < 540
     for arguments in benchmark_options():
-        assert command._options(arguments).limit + parts.GRACE_SECONDS < 510
+        assert command.parse_options(arguments).limit + parts.GRACE_SECONDS < 510
 
 
 def test_steps_run_one_by_one_with_what_the_caller_names():
     (before, work, after) = dry_run("6", PY="/some/python", R="r.json", COMMIT="abc", DEVICE="cpu")
     assert before[-2:] == ["benchmarks.first_hour", "6"]
     assert after[-3:] == ["benchmarks.first_hour", "6", "r.json"]
-    options = command._options(work[work.index("benchmarks") + 1 :])
+    options = command.parse_options(work[work.index("benchmarks") + 1 :])
     assert (str(options.into), options.commit, options.device, options.only) == ("r.json", "abc", "cpu", ["profile"])
     wrong = subprocess.run(["bash", str(SCRIPT), "12"], capture_output=True, text=True, check=False)
     assert (wrong.returncode, wrong.stderr.strip()) == (2, "steps are 1 to 9, got 12")
@@ -62,16 +64,18 @@ class Collected:
 
 
 @pytest.mark.parametrize("arguments", [a for a in benchmark_options() if "tests" not in a], ids=" ".join)
-def test_what_is_selected_exists(arguments, capsys):
-    options, collected = command._options(arguments), Collected()
+def test_what_is_selected_exists(arguments, tmp_path, capsys):
+    options, collected = command.parse_options(arguments), Collected()
     (name,) = options.only
-    line = parts._command(parts.PARTS[name], torch.device("cuda"), options, None, "unused", "unused")
+    line = parts._command(
+        parts.PARTS[name], torch.device("cuda"), options, None, tmp_path / "figures", tmp_path / "tests"
+    )
     assert pytest.main([*line[3:], "--collect-only", "-q"], plugins=[collected]) == 0
     assert collected.count > 0
 
 
 def test_files_of_tests_exist():
-    chosen = [command._options(arguments) for arguments in benchmark_options() if "tests" in arguments]
+    chosen = [command.parse_options(arguments) for arguments in benchmark_options() if "tests" in arguments]
     assert len(chosen) == 2
     assert all((REPOSITORY / path).exists() for options in chosen for path in options.tests)
 
@@ -160,30 +164,16 @@ def test_without_a_result_file_only_predictions_are_told(capsys, tmp_path):
 
 def test_what_is_looked_up_is_what_the_benchmarks_record():
     """Groups of the predictions are groups that a GPU's workloads have."""
-    from benchmarks.speed import (
-        bench_attention_backward as test_attention_backward,
-    )
-    from benchmarks.speed import (
-        bench_kernels as test_kernels,
-    )
-    from benchmarks.speed import (
-        bench_loss as test_loss,
-    )
-    from benchmarks.speed import (
-        bench_scoring as test_scoring,
-    )
-    from benchmarks.speed import (
-        bench_step as test_step,
-    )
+    from benchmarks.speed import bench_attention_backward, bench_kernels, bench_loss, bench_scoring, bench_step
 
-    groups = {f"attention {name}" for name in test_kernels.ATTENTION["cuda"]}
-    groups |= {f"attention backward {name}" for name in test_attention_backward.BACKWARD["cuda"]}
-    groups |= {f"log-probs {name}" for name in test_kernels.LOGPROB["cuda"]}
-    groups |= {f"step, {name}" for name in test_step.WORKLOADS["cuda"]}
-    groups |= {f"profile, {name}" for name in test_step.WORKLOADS["cuda"]}
-    groups |= {f"loss from hidden states, {name}" for name in test_loss.LINEAR["cuda"]}
-    groups |= {f"loss from logits, {name}" for name in test_loss.LOGITS["cuda"]}
-    groups |= {f"scoring {name}" for name in test_scoring.WORKLOADS["cuda"]}
+    groups = {f"attention {name}" for name in bench_kernels.ATTENTION["cuda"]}
+    groups |= {f"attention backward {name}" for name in bench_attention_backward.BACKWARD["cuda"]}
+    groups |= {f"log-probs {name}" for name in bench_kernels.LOGPROB["cuda"]}
+    groups |= {f"step, {name}" for name in bench_step.WORKLOADS["cuda"]}
+    groups |= {f"profile, {name}" for name in bench_step.WORKLOADS["cuda"]}
+    groups |= {f"loss from hidden states, {name}" for name in bench_loss.LINEAR["cuda"]}
+    groups |= {f"loss from logits, {name}" for name in bench_loss.LOGITS["cuda"]}
+    groups |= {f"scoring {name}" for name in bench_scoring.WORKLOADS["cuda"]}
     asked = set()
 
     class Asked(dict):

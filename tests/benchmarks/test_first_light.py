@@ -12,6 +12,8 @@ from benchmarks.harness.race import WrongAnswer
 from benchmarks.speed import bench_first_light as benchmark
 from benchmarks.speed.builds import kernels, loaded_builds, op_modules
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 CHOSEN = (
     "attention, D 16, group 2, both ways",

@@ -7,6 +7,8 @@ import torch
 from benchmarks.harness.race import WrongAnswer
 from benchmarks.speed import bench_kernels as benchmark
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

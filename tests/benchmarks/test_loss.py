@@ -6,6 +6,8 @@ import torch
 from benchmarks.harness.race import Absent, Budget, WrongAnswer
 from benchmarks.speed import bench_loss as benchmark
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SLOW = {"torch.compile", "Liger chunked"}  # their compilers take longer than the rest of this file
 PEERS = [name for name in benchmark.PEERS if name not in SLOW]

@@ -35,6 +35,8 @@ from benchmarks.models.verdicts import (
     rounding_of_gradients,
 )
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 TABLE = json.loads((REPOSITORY / "benchmarks" / "results" / "models.json").read_text())
 ROWS = {row.name: row for row in map(Row.from_json, TABLE["rows"])}

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import __main__ as command
 from benchmarks.harness import parts
 from benchmarks.harness.environment import find_commit
 from benchmarks.harness.parts import PARTS, Part, merge_part
 from benchmarks.harness.progress import write_json
 from benchmarks.harness.race import OUT_OF_TIME, Absent, Budget, Contender, Figures, FiguresFile, Lap, race, times_ours
+from benchmarks.speed import command
+
+pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 ENVIRONMENT = {"commit": "abc", "dirty": False}
@@ -26,7 +28,7 @@ import os, pathlib, signal, time
 import pytest
 import torch
 
-from benchmarks.race import Contender, Lap, race, replay_clock
+from benchmarks.harness.race import Contender, Lap, race, replay_clock
 
 
 def test_a_failure():
@@ -58,7 +60,7 @@ def run(tmp_path, monkeypatch):
     def run_file(ending: str, *options: str):
         path, results = tmp_path / "test_file.py", tmp_path / "results.json"
         path.write_text(FILE.replace("{ending}", ending))
-        monkeypatch.setitem(PARTS, "host", Part(("-p", "benchmarks.conftest", str(path)), ceilings=False))
+        monkeypatch.setitem(PARTS, "host", Part(("-p", "benchmarks.speed.conftest", str(path)), ceilings=False))
         arguments = ["--device", "cpu", "--only", "host", "--into", str(results), "--rounds", "1", "--seconds", "0"]
         return command.main([*arguments, *options]), json.loads(results.read_text())
 
@@ -116,8 +118,8 @@ def test_sigterm_is_taken_for_an_interruption():
 
 def test_a_race_ends_with_the_rounds_that_fit_and_says_so(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("benchmarks.race.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("benchmarks.race.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("benchmarks.harness.race.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("benchmarks.harness.race.time.perf_counter", lambda: now[0])
 
     def run(seconds):
         now[0] += seconds
@@ -219,7 +221,7 @@ def test_a_run_that_was_cut_takes_nothing_from_a_whole_one(tmp_path):
 
 
 def _options(*arguments: str):
-    return command._options(["--device", "cpu", *arguments])
+    return command.parse_options(["--device", "cpu", *arguments])
 
 
 def test_options_reach_pytest():
@@ -250,7 +252,7 @@ def test_options_that_a_part_does_not_take_are_refused(arguments, message, capsy
 
 
 def test_plugins_that_are_missing_are_named(monkeypatch):
-    monkeypatch.setattr("benchmarks.parts.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("benchmarks.harness.parts.importlib.util.find_spec", lambda name: None)
     options = argparse.Namespace(processes=2, timeout=None)
     assert parts.missing_plugins(options) == ["pytest-benchmark", "pytest-xdist"]
 

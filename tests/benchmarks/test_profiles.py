@@ -5,6 +5,8 @@ import torch
 
 from benchmarks.speed.profiles import Event, busy_microseconds, device_events, kernel_class, summarize
 
+pytestmark = pytest.mark.slow
+
 
 def test_overlapping_kernels_keep_the_device_busy_once():
     events = [Event("b", 5.0, 9.0), Event("a", 0.0, 4.0), Event("inside a", 1.0, 2.0), Event("c", 8.0, 10.0)]

@@ -5,10 +5,12 @@ import subprocess
 
 import pytest
 
-from benchmarks.evidence import provenance
-from benchmarks.evidence.ledger import Ledger
-from benchmarks.evidence.provenance import counted, describe_source, document_head, made_by
+from benchmarks.harness import provenance
+from benchmarks.harness.ledger import Ledger
+from benchmarks.harness.provenance import counted, describe_source, document_head, made_by
 from tests.support.sources import SOURCE
+
+pytestmark = pytest.mark.slow
 
 OTHER = SOURCE | {"commit": "def", "dirty": True, "code": "0ther"}
 

@@ -9,6 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.harness import race as module
 from benchmarks.harness.race import Budget, Contender, race
 
+pytestmark = pytest.mark.slow
+
 CYCLES_PER_SECOND = 1.5e9
 
 

@@ -15,8 +15,10 @@ from benchmarks.speed import bench_step as benchmark
 from benchmarks.speed.bench_step import Target, compare, step_contenders
 from benchmarks.speed.replay import Replay, Stopwatch
 from benchmarks.speed.sampling import sampling_contenders, with_sampling
-from benchmarks.speed.step_peers import EXACT, PLAIN, SEPARATE, STEP_PEERS, TRL
+from benchmarks.speed.step_peers import CREDITED, EXACT, PLAIN, SEPARATE, STEP_PEERS, TRL
 from benchmarks.speed.step_reference import StepResult, taken_gradients
+
+pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 ONE_ROUND = Budget(0.0, 1, 1)
@@ -57,12 +59,59 @@ def forgetful():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", STEP_PEERS)
 def test_each_contender_leaves_the_gradient_of_padded_autograd(name, contenders):
+    if contenders[name].absent is not None:
+        pytest.skip(contenders[name].absent)
     try:
         result = contenders[name].run()
     except Absent as error:
         pytest.skip(str(error))
     facts = contenders[name].check(result)
     assert facts["gradient_error"] <= facts["gradient_error_allowed"] < 1e-3
+
+
+@pytest.fixture(scope="module")
+def credited():
+    """A contender that finds its spans by itself, on completions that have some."""
+    replay = Replay(tiny_policy(True), gsm8k_rollouts(1, mixed=True))
+    (made,), measured = step_contenders(replay, lambda: tiny_policy(True), [CREDITED])
+    return made, measured[CREDITED]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_trl_trainer_credits_what_it_finds_and_is_held_to_it(credited):
+    contender, measured = credited
+    try:
+        result = contender.run()
+    except Absent as error:
+        pytest.skip(str(error))
+    facts = contender.check(result)
+    assert facts["gradient_error"] <= facts["gradient_error_allowed"] < 1e-3
+    assert facts["rows_without_gradient"] > 0
+    assert max(float((row - 1).abs().max()) for row in result.weights) > 0.1
+    with pytest.raises(WrongAnswer, match="weight is off"):
+        contender.check(replace(result, weights=[torch.ones_like(row) for row in result.weights]))
+    contender.run()
+    assert min(measured.seconds["credit"][0], measured.seconds["update"][0]) > 0
+
+
+def test_words_without_an_answer_are_nothing_to_credit(contenders):
+    assert "no answer, or no span" in contenders[CREDITED].absent
+
+
+def test_a_part_within_a_part_counts_to_itself_only(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(Stopwatch, "_now", lambda self: (now[0], 2 * now[0]))
+    stopwatch = Stopwatch(CPU)
+    with stopwatch.update():
+        now[0] += 1
+        with stopwatch.credit():
+            now[0] += 10
+        now[0] += 2
+    now[0] += 100
+    with stopwatch.credit():
+        now[0] += 5
+    assert stopwatch.seconds == {"credit": 15, "update": 3}
+    assert stopwatch.cpu_seconds == {"credit": 30, "update": 6}
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,15 @@ import json
 import pytest
 import torch
 
-from benchmarks import __main__ as command
 from benchmarks.harness import workloads
 from benchmarks.harness.counting import attention_flops, counted, tree_pairs
 from benchmarks.harness.race import Absent, Budget, Contender, WrongAnswer, race, spread
 from benchmarks.harness.workloads import Job, Span, gsm8k_job, long_job, random_model, shaped_job
-from benchmarks.speed.peers import PEERS, REFERENCE, Peer, _forest, per_span
+from benchmarks.speed import command
+from benchmarks.speed.peers import PEERS, REFERENCE, Peer, packed_forest, per_span
 from benchmarks.speed.reference import Reference
+
+pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 
@@ -115,7 +117,7 @@ def test_counted_work_of_full_forwards_is_what_their_lengths_say(model):
 
 
 def test_visible_pairs_of_the_tree_are_those_of_its_mask(job):
-    forest = _forest(job)
+    forest = packed_forest(job)
     same = forest.segment[:, None] == forest.segment[None, :]
     causal = same & (forest.offset[None, :] <= forest.offset[:, None])
     inherited = forest.offset[None, :] < forest.visible[forest.segment][:, forest.segment]

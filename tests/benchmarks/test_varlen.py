@@ -7,6 +7,8 @@ from benchmarks.harness.race import Absent
 from benchmarks.speed import bench_kernels as benchmark
 from benchmarks.speed import step_peers, varlen
 
+pytestmark = pytest.mark.slow
+
 ENDS = torch.tensor([0, 2, 5], dtype=torch.int32)
 LENGTHS = (2, 3)
 

@@ -3,9 +3,13 @@
 import pytest
 import torch
 
-from cfa_kernels.credit import assign as module
-from cfa_kernels.credit.assign import CounterfactualConfig, counterfactual_credit, counterfactual_weights
+from cfa_kernels.credit import assign
+from cfa_kernels.credit.assign import counterfactual_credit, counterfactual_weights
+from cfa_kernels.credit.config import CounterfactualConfig
+from cfa_kernels.estimators import gradient
 from cfa_kernels.estimators.base import Importances
+from cfa_kernels.hf.verify import FLOAT32_NOISE
+from cfa_kernels.scoring.access import CAPABILITIES, LOGPROBS, LogprobService
 from cfa_kernels.scoring.masked import CounterfactualScores, ScoringWork
 from cfa_kernels.span import Span
 from cfa_kernels.text.find import Reasoning
@@ -13,55 +17,28 @@ from tests.support.models import make_model, tokens
 from tests.support.small_tokenizers import encode, get_tokenizer
 
 
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [
-        ({"mode": "x"}, "mode must be"),
-        ({"max_spans": 0}, "max_spans must be at least 1"),
-        ({"w_max": 0.1}, "w_min must"),
-        ({"detector": "code"}, "detector must be a function or one of math, sentence, latex, python, got 'code'"),
-        ({"selection": "best"}, "selection must be one of first, longest, even, last, got 'best'"),
-        ({"answer_format": "(18"}, r"answer_format: the pattern '\(18' does not compile"),
-        ({"answer_format": "18"}, "answer_format: the pattern '18' must have one group"),
-        ({"answer_fallback": "first"}, "answer_fallback must be one of .*, got 'first'"),
-        ({"estimator": "mask"}, "estimator must be a function or one of masking, .* got 'mask'"),
-        ({"estimator": None}, "estimator must be a function or one of masking, .* got None"),
-        ({"units": "words"}, "units must be one of spans, tokens, got 'words'"),
-        ({"outcome": "kl"}, "outcome must be one of logprob, mean_logprob, last, mean, got 'kl'"),
-        ({"estimator": "entropy", "outcome": "mean"}, "outcome: estimator='entropy' watches none, got 'mean'"),
-        ({"reshape": "softmax"}, "reshape must be a function or one of range, .* got 'softmax'"),
-        ({"tau": 1.5}, r"tau must be in \[0, 1\], got 1.5"),
-        ({"boost": -1.0}, r"boost must be finite and not negative, got -1\.0"),
-        ({"sigma": -1.0}, r"sigma must be finite and not negative, got -1\.0"),
-        ({"samples": 0}, "samples must be an integer of at least 1, got 0"),
-        ({"w_min": "1"}, "w_min must be a number, got '1'"),
-        ({"tau": None}, "tau must be a number, got None"),
-        ({"preselect": "x"}, "preselect must be a number, got 'x'"),
-        ({"correct_threshold": "1"}, "correct_threshold must be a number, got '1'"),
-        ({"sigma": True}, "sigma must be a number, got True"),
-        ({"w_max": 10**400}, "w_max must be a number that float32 holds"),
-        ({"placeholder_id": -1}, "placeholder_id must be None or an integer of at least 0, got -1"),
-        ({"placeholder_id": "x"}, "placeholder_id must be None or an integer of at least 0, got 'x'"),
-        ({"token_budget": 0}, "token_budget must be None or an integer of at least 1, got 0"),
-        ({"token_budget": "x"}, "token_budget must be None or an integer of at least 1, got 'x'"),
-        ({"reshape": "identity"}, "reshape='identity' .* estimator='masking' gives negative ones"),
-        ({"reshape": "identity", "estimator": "prefix_gain"}, "reshape='identity' .* estimator='prefix_gain'"),
-        ({"reshape": "range", "estimator": "ktae"}, "reshape: estimator='ktae' adds to the advantages, .* got 'range'"),
-    ],
-)
-def test_a_bad_config_is_refused_when_it_is_made(field, message):
-    with pytest.raises(ValueError, match=message):
-        CounterfactualConfig(**field)
-
-
 class Tokenizer:
     pad_token_id, eos_token_id = None, 2
 
 
+class Scored:
+    """An access to no model, that gives drops as they are wanted and keeps the batches that it is asked to score."""
+
+    module = model = None
+    noise = FLOAT32_NOISE
+
+    def __init__(self, drops=(-2.0, -1.0), base=0.0, capabilities=(LOGPROBS,)):
+        self.drops, self.base, self.capabilities, self.batches = torch.tensor(drops), base, frozenset(capabilities), []
+
+    def score(self, batch, *, outcome="logprob"):
+        self.batches.append(batch)
+        drop = [self.drops[: len(row)] for row in batch.units]
+        return CounterfactualScores(torch.full((len(batch),), self.base), drop, drop, None, ScoringWork(1, 1, 1, 1))
+
+
 @pytest.fixture
 def scored(monkeypatch):
-    """Stand-ins for detection and scoring, with a record of what was scored."""
-    calls = []
+    """A stand-in for detection, and an access that scores without a model."""
 
     def find_reasoning(rows, tokenizer, *, detector, **options):
         found = {}
@@ -71,15 +48,8 @@ def scored(monkeypatch):
             found[b] = Reasoning(answer, len(ids) - 1 if answer else len(ids), spans)
         return found
 
-    def score(model, prompts, completions, spans, answers, *, placeholder_id, token_budget, logprobs, temperature):
-        calls.append((prompts, completions, spans, answers, placeholder_id))
-        drop = [torch.tensor([-2.0, -1.0])[: len(row)] for row in spans]
-        tokens = [row.float() / 10 for row in completions] if logprobs else None
-        return CounterfactualScores(torch.zeros(len(prompts)), drop, drop, tokens, ScoringWork(1, 1, 1, 1))
-
-    monkeypatch.setattr(module, "find_reasoning", find_reasoning)
-    monkeypatch.setattr(module, "score_counterfactuals", score)
-    return calls
+    monkeypatch.setattr(assign, "find_reasoning", find_reasoning)
+    return Scored()
 
 
 PROMPTS = torch.tensor([[0, 5, 6], [4, 5, 6], [0, 0, 6], [4, 4, 4]])
@@ -90,14 +60,14 @@ ARRAYS = (PROMPTS, PROMPT_MASK, COMPLETIONS, COMPLETION_MASK)
 
 
 def test_a_padded_batch_is_unpadded_scored_and_weighed_row_by_row(scored):
-    weights = counterfactual_weights(None, Tokenizer(), *ARRAYS)
+    weights = counterfactual_weights(scored, Tokenizer(), *ARRAYS)
     expected = [[4.0, 0.5, 1, 1, 1.5], [4.0, 0.5, 1, 1.5, 1], [1] * 5, [4.0, 0.5, 1, 1, 1.5]]
     torch.testing.assert_close(weights, torch.tensor(expected))
-    ((prompts, completions, _, answers, placeholder),) = scored
-    assert [row.tolist() for row in prompts] == [[5, 6], [4, 5, 6], [4, 4, 4]]
-    assert [row.tolist() for row in completions] == [[7, 8, 9, 10, 2], [7, 8, 9, 11], [7, 8, 9, 10, 2]]
-    assert answers == [Span(4, 5), Span(3, 4), Span(4, 5)]
-    assert placeholder == Tokenizer.eos_token_id
+    (batch,) = scored.batches
+    assert [row.tolist() for row in batch.prompts] == [[5, 6], [4, 5, 6], [4, 4, 4]]
+    assert [row.tolist() for row in batch.completions] == [[7, 8, 9, 10, 2], [7, 8, 9, 11], [7, 8, 9, 10, 2]]
+    assert batch.answers == [Span(4, 5), Span(3, 4), Span(4, 5)]
+    assert batch.placeholder_id == Tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize("two_dimensional", [False, True])
@@ -105,18 +75,18 @@ def test_rows_without_advantage_are_not_scored_and_weigh_one(scored, two_dimensi
     advantages = torch.tensor([0.0, -1.0, 0.5, 0.0])
     if two_dimensional:
         advantages = advantages[:, None].expand(4, 5)
-    weights = counterfactual_weights(None, Tokenizer(), *ARRAYS, advantages=advantages)
+    weights = counterfactual_weights(scored, Tokenizer(), *ARRAYS, advantages=advantages)
     assert weights[[0, 2, 3]].eq(1).all()
     assert weights[1].tolist() == [4.0, 0.5, 1, 1.5, 1]
-    assert [len(call[0]) for call in scored] == [1]
+    assert [batch.numbers for batch in scored.batches] == [[1]]
 
 
 @pytest.mark.parametrize("mode", ["uniform", "random"])
 def test_modes_that_ignore_the_drops_score_nothing(scored, mode):
     generator = torch.Generator().manual_seed(0)
     config = CounterfactualConfig(mode=mode)
-    credit = counterfactual_credit(None, Tokenizer(), *ARRAYS, config=config, generator=generator)
-    assert scored == []
+    credit = counterfactual_credit(scored, Tokenizer(), *ARRAYS, config=config, generator=generator)
+    assert scored.batches == []
     assert credit.work is None
     assert credit.weights[COMPLETION_MASK == 0].eq(1).all()
     if mode == "uniform":
@@ -126,22 +96,11 @@ def test_modes_that_ignore_the_drops_score_nothing(scored, mode):
         assert credit.weights[2, :2].ne(1).all()
 
 
-def test_logprobs_cover_every_row_while_branches_cover_those_with_advantage(scored):
-    advantages = torch.tensor([0.0, -1.0, 0.0, 0.0])
-    credit = counterfactual_credit(None, Tokenizer(), *ARRAYS, advantages=advantages, logprobs=True)
-    torch.testing.assert_close(credit.logprobs, COMPLETIONS * COMPLETION_MASK / 10)
-    ((_, _, spans, answers, _),) = scored
-    assert [len(row) for row in spans] == [0, 2, 0, 0]
-    assert answers == [None, Span(3, 4), None, None]
-    assert credit.weights[[0, 2, 3]].eq(1).all()
-
-
 def test_a_row_that_is_masked_out_gets_no_credit(scored):
     mask = COMPLETION_MASK.clone()
     mask[0] = 0
-    credit = counterfactual_credit(None, Tokenizer(), PROMPTS, PROMPT_MASK, COMPLETIONS, mask, logprobs=True)
+    credit = counterfactual_credit(scored, Tokenizer(), PROMPTS, PROMPT_MASK, COMPLETIONS, mask)
     assert credit.weights[0].eq(1).all()
-    assert credit.logprobs[0].eq(0).all()
     assert credit.weights[1, 0] == 4.0
 
 
@@ -150,13 +109,13 @@ def test_no_rows_get_no_credit(estimator):
     nothing = [torch.zeros(0, width, dtype=torch.int64) for width in (4, 4, 6, 6)]
     config = CounterfactualConfig(estimator=estimator)
     assert counterfactual_weights(None, Tokenizer(), *nothing, config=config).shape == (0, 6)
-    credit = counterfactual_credit(None, Tokenizer(), *nothing, config=config, logprobs=True)
+    credit = counterfactual_credit(None, Tokenizer(), *nothing, config=config)
     assert (credit.spans, credit.base.shape, credit.work) == ([], (0,), None)
     assert credit.metrics(nothing[3])["credit/weight_mean"] == 1
 
 
 def test_credit_metrics_describe_the_scored_rows(scored):
-    metrics = counterfactual_credit(None, Tokenizer(), *ARRAYS).metrics(COMPLETION_MASK)
+    metrics = counterfactual_credit(scored, Tokenizer(), *ARRAYS).metrics(COMPLETION_MASK)
     assert metrics["credit/scored_fraction"] == 0.75
     assert metrics["credit/spans_mean"] == 2
     assert metrics["credit/drop_mean"] == -1.5
@@ -178,7 +137,7 @@ def test_credit_metrics_describe_the_scored_rows(scored):
 )  # fmt: skip
 def test_bad_batches_are_refused_by_name_and_row(scored, arrays, advantages, message):
     with pytest.raises(ValueError, match=message):
-        counterfactual_weights(None, Tokenizer(), *arrays, advantages=advantages)
+        counterfactual_weights(scored, Tokenizer(), *arrays, advantages=advantages)
 
 
 def test_a_tokenizer_without_pad_or_end_of_text_needs_a_placeholder(scored):
@@ -186,24 +145,17 @@ def test_a_tokenizer_without_pad_or_end_of_text_needs_a_placeholder(scored):
         pad_token_id = eos_token_id = None
 
     with pytest.raises(ValueError, match="placeholder_id: the tokenizer has neither"):
-        counterfactual_weights(None, Bare(), *ARRAYS)
-    counterfactual_weights(None, Bare(), *ARRAYS, config=CounterfactualConfig(placeholder_id=9))
-    assert scored[0][4] == 9
+        counterfactual_weights(scored, Bare(), *ARRAYS)
+    counterfactual_weights(scored, Bare(), *ARRAYS, config=CounterfactualConfig(placeholder_id=9))
+    assert scored.batches[0].placeholder_id == 9
 
 
 @pytest.mark.parametrize("mode", ["counterfactual", "random"])
-def test_credit_finds_the_answer_by_the_configs_own_format_and_fallback(monkeypatch, mode):
+def test_credit_finds_the_answer_by_the_configs_own_format_and_fallback(mode):
     tokenizer = get_tokenizer("byte-level, single digits")
-    monkeypatch.setattr(
-        module, "score_counterfactuals",
-        lambda model, prompts, completions, spans, answers, **_: CounterfactualScores(
-            torch.zeros(len(prompts)), [torch.zeros(len(row)) for row in spans],
-            [torch.zeros(len(row)) for row in spans], None, ScoringWork(1, 1, 1, 1),
-        ),
-    )  # fmt: skip
     ids = torch.tensor([encode(tokenizer, "So #### 5. RESULT=8 or 9")])
     ones, prompt = torch.ones_like(ids), torch.tensor([[3]])
-    arrays = (None, tokenizer, prompt, torch.ones_like(prompt), ids, ones)
+    arrays = (Scored(drops=[0.0] * 9), tokenizer, prompt, torch.ones_like(prompt), ids, ones)
     for options, expected in (
         ({}, "5"),
         ({"answer_format": r"RESULT=(\d)"}, "8"),
@@ -235,7 +187,7 @@ def test_a_function_as_estimator_sees_every_completion_with_its_group_and_its_va
     config = CounterfactualConfig(estimator=estimate)
     advantages, rewards = torch.tensor([1.0, -1.0, 0.0, 0.5]), torch.tensor([1.0, 0.0, 0.5, 1.0])
     credit = counterfactual_credit(
-        None,
+        scored,
         Tokenizer(),
         *ARRAYS,
         advantages=advantages,
@@ -243,7 +195,7 @@ def test_a_function_as_estimator_sees_every_completion_with_its_group_and_its_va
         config=config,
         groups=torch.tensor([0, 0, 1, 1]),
     )
-    assert scored == []
+    assert scored.batches == []
     batch = estimate.batch
     assert [len(row) for row in batch.completions] == batch.lengths == [5, 4, 2, 5]
     assert [len(row) for row in batch.units] == [2, 2, 0, 2]  # the third row has no advantage
@@ -259,9 +211,10 @@ def test_siblings_are_the_completions_of_equal_prompts_unless_groups_are_given(s
     prompts, mask = PROMPTS[[0, 1, 0, 1]], PROMPT_MASK[[0, 1, 0, 1]]
     estimate = importances_of(lambda batch: [[0.0] * len(units) for units in batch.units])
     counterfactual_credit(
-        None, Tokenizer(), prompts, mask, *ARRAYS[2:], config=CounterfactualConfig(estimator=estimate)
+        scored, Tokenizer(), prompts, mask, *ARRAYS[2:], config=CounterfactualConfig(estimator=estimate)
     )
-    assert estimate.batch.groups.tolist() == [0, 1, 0, 1]
+    assert estimate.batch.numbers == [0, 2, 1, 3]
+    assert estimate.batch.groups.tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("per_row", [True, False])
@@ -272,7 +225,7 @@ def test_signed_values_are_added_to_the_advantages_of_their_units(scored, mode, 
     own = torch.tensor([1.0, -1.0, 0.0, 0.5])
     advantages = own if per_row else own[:, None].expand(4, 5)
     credit = counterfactual_credit(
-        None, Tokenizer(), *ARRAYS, advantages=advantages, config=config, generator=torch.Generator().manual_seed(0)
+        scored, Tokenizer(), *ARRAYS, advantages=advantages, config=config, generator=torch.Generator().manual_seed(0)
     )
     assert credit.weights.eq(1).all()
     if mode == "uniform":
@@ -292,14 +245,14 @@ def test_signed_values_are_added_to_the_advantages_of_their_units(scored, mode, 
 def test_signed_values_need_advantages_to_be_added_to(scored):
     estimate = importances_of(lambda batch: [[2.0, -1.0][: len(units)] for units in batch.units], signed=True)
     with pytest.raises(ValueError, match=r"advantages must be given: estimator=.* adds to them, got None"):
-        counterfactual_credit(None, Tokenizer(), *ARRAYS, config=CounterfactualConfig(estimator=estimate))
+        counterfactual_credit(scored, Tokenizer(), *ARRAYS, config=CounterfactualConfig(estimator=estimate))
 
 
 def test_signed_values_are_not_lost_where_weights_alone_are_asked_for(scored):
     estimate = importances_of(lambda batch: [[2.0, -1.0][: len(units)] for units in batch.units], signed=True)
     with pytest.raises(ValueError, match="config: its estimator is signed"):
         counterfactual_weights(
-            None, Tokenizer(), *ARRAYS, advantages=torch.ones(4), config=CounterfactualConfig(estimator=estimate)
+            scored, Tokenizer(), *ARRAYS, advantages=torch.ones(4), config=CounterfactualConfig(estimator=estimate)
         )
 
 
@@ -308,13 +261,13 @@ def test_entropies_are_read_where_they_are_judged_or_choose_what_is_masked(mode)
     reads = mode in ("counterfactual", "inverted")
     assert CounterfactualConfig(mode=mode, estimator="entropy").reads_entropies == reads
     assert CounterfactualConfig(mode=mode, preselect=0.5, cheap="entropy").reads_entropies == reads
-    assert not CounterfactualConfig(mode=mode, cheap="entropy").reads_entropies
+    assert not CounterfactualConfig(mode=mode, preselect=0.5, cheap="last").reads_entropies
 
 
 def test_entropies_judge_every_token_and_the_top_share_of_the_batch_is_kept(scored):
     entropies = torch.tensor([[1.0, 2, 3, 4, 5], [6, 7, 8, 9, 99], [10, 11, 99, 99, 99], [12, 13, 14, 15, 16]])
     config = CounterfactualConfig(estimator="entropy", fraction=0.25)
-    credit = counterfactual_credit(None, Tokenizer(), *ARRAYS, entropies=entropies, config=config)
+    credit = counterfactual_credit(scored, Tokenizer(), *ARRAYS, entropies=entropies, config=config)
     kept = entropies >= torch.quantile(entropies[COMPLETION_MASK.bool()], 0.75)
     expected = torch.where(COMPLETION_MASK.bool(), kept.float(), 1.0)
     assert torch.equal(credit.weights, expected)
@@ -328,25 +281,16 @@ def test_numbers_from_outside_are_taken_per_unit_or_per_token(scored, form):
         rows = [[1.0, 2.0, 0, 0, 0], [2.0, 1.0, 0, 0], [0.0, 0], [1.0, 1.0, 0, 0, 0]]
     config = CounterfactualConfig(estimator="external")
     credit = counterfactual_credit(
-        None, Tokenizer(), *ARRAYS, external=[torch.tensor(row) for row in rows], config=config
+        scored, Tokenizer(), *ARRAYS, external=[torch.tensor(row) for row in rows], config=config
     )
     assert credit.weights[:, :2].tolist() == [[0.5, 4.0], [4.0, 0.5], [1, 1], [1, 1]]
 
 
 def test_units_may_be_tokens_up_to_the_marker(scored):
     config = CounterfactualConfig(units="tokens")
-    with pytest.raises(RuntimeError, match="stop"):
-        counterfactual_credit(None, Tokenizer(), *ARRAYS, config=config, score=stopping(spans := []))
-    assert [len(row) for row in spans] == [4, 3, 4]
-    assert spans[0] == [Span(t, t + 1) for t in range(4)]
-
-
-def stopping(record):
-    def score(model, prompts, completions, spans, answers, **_):
-        record.extend(spans)
-        raise RuntimeError("stop")
-
-    return score
+    credit = counterfactual_credit(Scored(drops=[-1.0] * 4), Tokenizer(), *ARRAYS, config=config)
+    assert [len(row) for row in credit.spans] == [4, 3, 0, 4]
+    assert credit.spans[0] == [Span(t, t + 1) for t in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -357,26 +301,15 @@ def stopping(record):
 def test_every_reshaping_runs_under_every_control_and_may_keep_the_mean(scored, mode, reshape):
     config = CounterfactualConfig(mode=mode, reshape=reshape, normalize="mean")
     credit = counterfactual_credit(
-        None, Tokenizer(), *ARRAYS, config=config, generator=torch.Generator().manual_seed(1)
+        scored, Tokenizer(), *ARRAYS, config=config, generator=torch.Generator().manual_seed(1)
     )
-    assert len(scored) == (mode != "random")
+    assert len(scored.batches) == (mode != "random")
     for weights, mask in zip(credit.weights, COMPLETION_MASK, strict=True):
         assert weights[mask.bool()].mean() == pytest.approx(1)
         assert weights[~mask.bool()].eq(1).all()
     if reshape == "bilevel" and mode != "random":
         first, second = credit.weights[0, :2].tolist()
         assert (first > second) == (mode == "counterfactual")
-
-
-def test_log_probs_come_by_a_forward_of_their_own_where_nothing_is_masked(scored):
-    config = CounterfactualConfig(estimator="external")
-    external = [torch.arange(len(row)) * 1.0 for row in COMPLETIONS]
-    external = [row[: int(mask.sum())] for row, mask in zip(external, COMPLETION_MASK, strict=True)]
-    credit = counterfactual_credit(None, Tokenizer(), *ARRAYS, external=external, config=config, logprobs=True)
-    torch.testing.assert_close(credit.logprobs, COMPLETIONS * COMPLETION_MASK / 10)
-    ((_, _, spans, answers, _),) = scored
-    assert spans == [[]] * 4
-    assert answers == [None] * 4
 
 
 @pytest.mark.parametrize(
@@ -401,8 +334,8 @@ def test_log_probs_come_by_a_forward_of_their_own_where_nothing_is_masked(scored
         ),
         ({"estimator": lambda *_: [[1.0, "x"]] * 4}, {}, r"estimator, row 0\[1\]: expected a number .* got a str"),
         ({"estimator": lambda *_: [torch.ones(2, 2)] * 4}, {}, r"estimator, row 0: gave shape \(2, 2\)"),
-        ({"reshape": lambda *_: None}, {}, "reshape, row 0: expected a tensor or a list .* 5 tokens, got NoneType"),
-        ({"reshape": lambda *_: [1.0]}, {}, r"reshape, row 0: gave shape \(1,\) for 5 tokens"),
+        ({"reshape": lambda *_: None}, {}, "weights, row 0: expected a tensor or a list .* 5 tokens, got NoneType"),
+        ({"reshape": lambda *_: [1.0]}, {}, r"weights, row 0: gave shape \(1,\) for 5 tokens"),
         ({}, {"rewards": [0.0, 1.0, None, 0.0]}, r"rewards\[2\]: expected a number that a float holds, got a NoneType"),
         ({}, {"rewards": [10**400] * 4}, r"rewards\[0\]: expected a number that a float holds, got a int"),
         ({"estimator": "external"}, {"external": [["x", 1]] * 4}, r"external row 0\[0\]: expected a number"),
@@ -417,17 +350,17 @@ def test_log_probs_come_by_a_forward_of_their_own_where_nothing_is_masked(scored
             {},
             "estimator, row 0, unit 1: must be finite, got nan",
         ),
-        ({"reshape": lambda *_: torch.ones(2)}, {}, r"reshape, row 0: gave shape \(2,\) for 5 tokens"),
+        ({"reshape": lambda *_: torch.ones(2)}, {}, r"weights, row 0: gave shape \(2,\) for 5 tokens"),
         (
             {"reshape": lambda *place: -torch.ones(place[3])},
             {},
-            "reshape, row 0, token 0: must be finite and not negative",
+            "weights, row 0, token 0: must be finite and not negative",
         ),
     ],
 )
 def test_estimators_and_reshapings_that_cannot_be_used_say_why(scored, config, given, message):
     with pytest.raises(ValueError, match=message):
-        counterfactual_credit(None, Tokenizer(), *ARRAYS, config=CounterfactualConfig(**config), **given)
+        counterfactual_credit(scored, Tokenizer(), *ARRAYS, config=CounterfactualConfig(**config), **given)
 
 
 SIBLINGS = (PROMPTS[[1, 1, 3, 3]], PROMPT_MASK[[1, 1, 3, 3]], *ARRAYS[2:])
@@ -439,8 +372,8 @@ def test_a_prefix_tree_adds_to_the_advantage_where_siblings_part(scored):
     Their advantages lie twice as wide as their rewards.
     """
     credit = counterfactual_credit(
-        None, Tokenizer(), *SIBLINGS, advantages=torch.tensor([1.0, -1.0, 0, 0]), rewards=torch.tensor([1.0, 0, 1, 1]),
-        config=CounterfactualConfig(estimator="prefix_tree"),
+        scored, Tokenizer(), *SIBLINGS, advantages=torch.tensor([1.0, -1.0, 0, 0]),
+        rewards=torch.tensor([1.0, 0, 1, 1]), config=CounterfactualConfig(estimator="prefix_tree"),
     )  # fmt: skip
     assert credit.weights.eq(1).all()
     assert credit.advantages[:2].tolist() == [[1, 1, 1, 2, 1], [-1, -1, -1, -2, -1]]
@@ -449,8 +382,8 @@ def test_a_prefix_tree_adds_to_the_advantage_where_siblings_part(scored):
 
 def test_ktae_adds_to_tokens_that_go_with_correct_completions_and_ignores_the_end_of_text(scored):
     credit = counterfactual_credit(
-        None, Tokenizer(), *SIBLINGS, advantages=torch.tensor([1.0, -1.0, 0, 0]), rewards=torch.tensor([1.0, 0, 1, 1]),
-        config=CounterfactualConfig(estimator="ktae"),
+        scored, Tokenizer(), *SIBLINGS, advantages=torch.tensor([1.0, -1.0, 0, 0]),
+        rewards=torch.tensor([1.0, 0, 1, 1]), config=CounterfactualConfig(estimator="ktae"),
     )  # fmt: skip
     right, wrong = credit.advantages[0] - 1, credit.advantages[1] + 1
     assert right[:3].eq(0).all()
@@ -461,7 +394,7 @@ def test_ktae_adds_to_tokens_that_go_with_correct_completions_and_ignores_the_en
 @pytest.mark.parametrize("normalize", [None, "mean"])
 def test_a_wrong_completion_is_weighed_where_it_differs_from_a_correct_sibling(scored, normalize):
     config = CounterfactualConfig(estimator="sibling_edits", normalize=normalize)
-    credit = counterfactual_credit(None, Tokenizer(), *SIBLINGS, rewards=torch.tensor([1.0, 0, 1, 1]), config=config)
+    credit = counterfactual_credit(scored, Tokenizer(), *SIBLINGS, rewards=torch.tensor([1.0, 0, 1, 1]), config=config)
     assert credit.weights[1].tolist() == [0, 0, 0, 4 if normalize else 1, 1]
     assert credit.weights[[0, 2, 3]].eq(1).all()
 
@@ -469,11 +402,11 @@ def test_a_wrong_completion_is_weighed_where_it_differs_from_a_correct_sibling(s
 @pytest.mark.parametrize("name", ["prefix_tree", "ktae", "sibling_edits"])
 def test_estimators_of_groups_need_siblings_and_rewards(scored, name):
     config, advantages = CounterfactualConfig(estimator=name), torch.ones(4)
-    with pytest.raises(ValueError, match="rewards must be given to an estimator that compares completions, got None"):
-        counterfactual_credit(None, Tokenizer(), *SIBLINGS, advantages=advantages, config=config)
+    with pytest.raises(ValueError, match="rewards must be given to an estimator that reads them, got None"):
+        counterfactual_credit(scored, Tokenizer(), *SIBLINGS, advantages=advantages, config=config)
     with pytest.raises(ValueError, match="groups: no two completions are of one group"):
         counterfactual_credit(
-            None, Tokenizer(), *SIBLINGS, advantages=advantages, config=config, rewards=torch.ones(4),
+            scored, Tokenizer(), *SIBLINGS, advantages=advantages, config=config, rewards=torch.ones(4),
             groups=torch.arange(4),
         )  # fmt: skip
 
@@ -481,13 +414,13 @@ def test_estimators_of_groups_need_siblings_and_rewards(scored, name):
 def test_gradients_judge_every_token_before_the_marker_by_the_model(scored, monkeypatch):
     seen = {}
 
-    def saliency(model, prompts, completions, units, answers, **options):
-        seen.update(options, units=units)
-        return [torch.arange(len(row)) * 1.0 for row in units], ScoringWork(2, 20, 20, 3)
+    def saliency(access, batch, **options):
+        seen.update(options, units=batch.units)
+        return Importances([torch.arange(len(row)) * 1.0 for row in batch.units], work=ScoringWork(2, 20, 20, 3))
 
-    monkeypatch.setattr("cfa_kernels.estimators.gradient_saliency", saliency)
+    monkeypatch.setattr(gradient, "gradient_saliency", saliency)
     config = CounterfactualConfig(estimator="gradient", outcome="last", sigma=0.5, samples=3, tau=0.0)
-    credit = counterfactual_credit(object(), Tokenizer(), *ARRAYS, config=config)
+    credit = counterfactual_credit(Scored(capabilities=CAPABILITIES), Tokenizer(), *ARRAYS, config=config)
     assert (seen["outcome"], seen["sigma"], seen["samples"]) == ("last", 0.5, 3)
     assert [len(row) for row in seen["units"]] == [4, 3, 4]
     assert credit.weights[0, :4].mean() == pytest.approx(1)
@@ -501,8 +434,9 @@ def test_gradients_judge_every_token_before_the_marker_by_the_model(scored, monk
     ids=lambda c: next(iter(c)),
 )
 def test_what_needs_the_model_here_says_so_where_it_lies_in_other_processes(scored, config):
-    with pytest.raises(NotImplementedError, match="needs the model in this process, and it lies in others"):
-        counterfactual_credit(None, Tokenizer(), *ARRAYS, config=CounterfactualConfig(**config))
+    service, (name, value) = LogprobService(lambda *_: []), next(iter(config.items()))
+    with pytest.raises(NotImplementedError, match=f"{name}='{value}': it needs the model itself in this process"):
+        counterfactual_credit(service, Tokenizer(), *ARRAYS, config=CounterfactualConfig(**config))
 
 
 def test_lists_of_numbers_do_as_importances_weights_and_columns(scored):
@@ -512,11 +446,11 @@ def test_lists_of_numbers_do_as_importances_weights_and_columns(scored):
 
     given = {"rewards": [1, 0.0, True, 0]}
     credit = counterfactual_credit(
-        None, Tokenizer(), *ARRAYS, config=CounterfactualConfig(estimator=estimate, reshape="identity"), **given
+        scored, Tokenizer(), *ARRAYS, config=CounterfactualConfig(estimator=estimate, reshape="identity"), **given
     )
     assert credit.weights[0].tolist() == [2, 1.5, 1, 1, 1]
     outside = counterfactual_credit(
-        None, Tokenizer(), *ARRAYS, config=CounterfactualConfig(estimator="external", reshape="identity"),
+        scored, Tokenizer(), *ARRAYS, config=CounterfactualConfig(estimator="external", reshape="identity"),
         external=[[2, 1.5], [3.0] * 4, [], [1, 1]],
     )  # fmt: skip
     assert outside.weights[:2].tolist() == [[2, 1.5, 1, 1, 1], [3, 3, 1, 1, 1]]
@@ -535,7 +469,7 @@ def test_an_estimator_of_ones_own_may_write_to_what_it_is_given(scored):
         return [[2.0, 1.0] if len(ids) > 3 else [] for ids in batch.completions]
 
     credit = counterfactual_credit(
-        None, Tokenizer(), *ARRAYS, config=CounterfactualConfig(estimator=estimate), entropies=entropies,
+        scored, Tokenizer(), *ARRAYS, config=CounterfactualConfig(estimator=estimate), entropies=entropies,
         rewards=rewards, advantages=advantages,
     )  # fmt: skip
     assert all(torch.equal(a, b) for a, b in zip(before, ARRAYS, strict=True))
@@ -548,20 +482,20 @@ def test_signed_values_are_not_added_to_advantages_that_are_not_finite(scored, v
     config = CounterfactualConfig(estimator="prefix_tree")
     given = {"config": config, "rewards": torch.tensor([1.0, 0, 1, 0]), "groups": torch.tensor([0, 0, 1, 1])}
     with pytest.raises(ValueError, match=f"advantages row 2: must be finite, got {value}"):
-        counterfactual_credit(None, Tokenizer(), *SIBLINGS, advantages=torch.tensor([1.0, 0, value, 1]), **given)
+        counterfactual_credit(scored, Tokenizer(), *SIBLINGS, advantages=torch.tensor([1.0, 0, value, 1]), **given)
     by_token = torch.ones(4, 5)
     by_token[1, 4] = value  # padding
-    counterfactual_credit(None, Tokenizer(), *ARRAYS, advantages=by_token, **given)
+    counterfactual_credit(scored, Tokenizer(), *ARRAYS, advantages=by_token, **given)
     by_token[1, 3] = value
     with pytest.raises(ValueError, match=f"advantages row 1, token 3: must be finite, got {value}"):
-        counterfactual_credit(None, Tokenizer(), *ARRAYS, advantages=by_token, **given)
+        counterfactual_credit(scored, Tokenizer(), *ARRAYS, advantages=by_token, **given)
 
 
 def test_figures_of_signed_credit_are_those_of_what_is_added(scored):
     config = CounterfactualConfig(estimator="prefix_tree")
     mask, added = SIBLINGS[3], torch.zeros(4, 5)
     credit = counterfactual_credit(
-        None, Tokenizer(), *SIBLINGS, config=config, advantages=torch.tensor([1.0, -1, 2, -2]),
+        scored, Tokenizer(), *SIBLINGS, config=config, advantages=torch.tensor([1.0, -1, 2, -2]),
         rewards=torch.tensor([1.0, 0, 1, 0]), groups=torch.tensor([0, 0, 1, 1]),
     )  # fmt: skip
     added = (credit.advantages - torch.tensor([1.0, -1, 2, -2])[:, None])[mask.bool()]
@@ -575,13 +509,8 @@ def test_figures_of_signed_credit_are_those_of_what_is_added(scored):
 @pytest.mark.parametrize("outcome", ["logprob", "mean_logprob"])
 def test_drops_within_rounding_weigh_alike_and_make_no_distractors(outcome):
     def credit(drop, **given):
-        def score(model, prompts, completions, spans, answers, **_):
-            drops = [torch.tensor(drop)[: len(row)] for row in spans]
-            base = torch.full((len(prompts),), -10.0)
-            return CounterfactualScores(base, drops, drops, None, ScoringWork(1, 1, 1, 1))
-
         return counterfactual_credit(
-            None, get_tokenizer("characters"), *batch, score=score, **given,
+            Scored(drop, base=-10.0), get_tokenizer("characters"), *batch, **given,
             config=CounterfactualConfig(outcome=outcome, selection="last", max_spans=2),
         )  # fmt: skip
 
@@ -609,12 +538,11 @@ def test_rounding_of_a_model_is_taken_neither_for_importance_nor_for_distractors
         model = make_model("Qwen3", initializer_range=0.1)
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.data.mul_(reach)
-        return counterfactual_credit(
-            model.to(torch.bfloat16).to(dtype), Tokenizer(), prompts, torch.ones_like(prompts), completions, mask
-        )
+        model = model.to(torch.bfloat16).to("cpu" if dtype == torch.float64 else model.device, dtype)
+        return counterfactual_credit(model, Tokenizer(), prompts, torch.ones_like(prompts), completions, mask)
 
     monkeypatch.setattr(
-        module, "find_reasoning", lambda rows, *_, **__: {b: Reasoning(Span(34, 36), 33, units) for b in rows}
+        assign, "find_reasoning", lambda rows, *_, **__: {b: Reasoning(Span(34, 36), 33, units) for b in rows}
     )
     prompts, completions = torch.stack(tokens(*[8] * 4)), torch.stack(tokens(*[40] * 4, seed=1))
     mask = torch.ones_like(completions)

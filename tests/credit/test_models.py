@@ -6,8 +6,9 @@ import torch
 from cfa_kernels import CounterfactualConfig, Span, counterfactual_credit, score_counterfactuals
 from cfa_kernels.estimators.prefix_gain import prefix_gain
 from cfa_kernels.estimators.probes import Probe, own_probe
-from cfa_kernels.integrations.credit import pad_rows, scorer_from_logprobs
-from tests.support.models import make_model, naive_logprobs
+from cfa_kernels.integrations.credit import pad_rows
+from cfa_kernels.scoring.access import InProcess, LogprobService
+from tests.support.models import batch_of, make_model, naive_logprobs
 from tests.support.small_tokenizers import encode, get_tokenizer
 
 TOKENIZER = get_tokenizer("byte-level, single digits")
@@ -26,6 +27,11 @@ def batch():
     return prompts, completions, (*pad_rows(prompts, "left"), *pad_rows(completions))
 
 
+def gain_of(model, prompt, completion, units, probe):
+    (values,) = prefix_gain(InProcess(model), batch_of(model, [prompt], [completion], [units]), [probe]).values
+    return values
+
+
 def credit_of(model, batch, config=None, **given):
     return counterfactual_credit(model, TOKENIZER, *batch[2], config=config or CounterfactualConfig(), **given)
 
@@ -42,7 +48,7 @@ def test_prefix_gain_asks_each_completions_own_answer_behind_every_unit(model, b
     for b in (0, 1):
         end = len(encode(TOKENIZER, TEXTS[b].split("####")[0]))
         probe = own_probe(completions[b], credit.answers[b], end)
-        (expected,), _ = prefix_gain(model, prompts[:1], completions[b : b + 1], [credit.spans[b]], [probe])
+        expected = gain_of(model, prompts[b], completions[b], credit.spans[b], probe)
         torch.testing.assert_close(-credit.drop[b], expected)
 
 
@@ -54,18 +60,18 @@ def test_a_host_that_gives_log_probs_alone_finds_the_same_prefix_gains_and_mean_
             found.append(values[len(prompt) - 1 :])
         return found
 
-    score = scorer_from_logprobs(logprobs_of)
+    service = LogprobService(logprobs_of)
     for config in (
         CounterfactualConfig(estimator="prefix_gain"),
         CounterfactualConfig(outcome="mean_logprob"),
         CounterfactualConfig(),
     ):
-        there = counterfactual_credit(None, TOKENIZER, *batch[2], config=config, score=score)
+        there = counterfactual_credit(service, TOKENIZER, *batch[2], config=config)
         here = credit_of(model, batch, config)
         for theirs, ours in zip(there.drop, here.drop, strict=True):
             torch.testing.assert_close(theirs, ours, rtol=0, atol=2e-5)
     with pytest.raises(NotImplementedError, match="outcome='mean'"):
-        counterfactual_credit(None, TOKENIZER, *batch[2], config=CounterfactualConfig(outcome="mean"), score=score)
+        counterfactual_credit(service, TOKENIZER, *batch[2], config=CounterfactualConfig(outcome="mean"))
 
 
 def test_a_probe_gives_an_answer_to_a_completion_without_one(model, batch):
@@ -92,7 +98,7 @@ def test_prefix_gain_asks_the_probe_alone_also_of_a_completion_with_an_answer_of
     ids = torch.tensor(encode(TOKENIZER, "\n#### 8"))
     probe = Probe(ids, Span(len(ids) - 1, len(ids)))
     credit = credit_of(model, batch, CounterfactualConfig(estimator="prefix_gain"), probes=[probe, None, None])
-    (expected,), _ = prefix_gain(model, prompts[:1], completions[:1], [credit.spans[0]], [probe])
+    expected = gain_of(model, prompts[0], completions[0], credit.spans[0], probe)
     torch.testing.assert_close(-credit.drop[0], expected)
 
 
@@ -169,10 +175,3 @@ def test_the_top_share_by_a_cheap_estimate_is_masked_exactly(model, batch, cheap
         masked = few != 0
         assert 0 < masked.sum() < len(few)
         torch.testing.assert_close(few[masked], all_of_them[masked])
-
-
-def test_log_probs_are_those_of_the_sampled_tokens_whatever_is_probed(model, batch):
-    ids = torch.tensor(encode(TOKENIZER, "#### 4"))
-    probes = [Probe(ids, Span(len(ids) - 1, len(ids)))] * 3
-    plain, probed = (credit_of(model, batch, logprobs=True, probes=some).logprobs for some in (None, probes))
-    torch.testing.assert_close(plain, probed)

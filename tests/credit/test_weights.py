@@ -106,9 +106,9 @@ def test_only_the_order_and_spacing_of_drops_matter(drop, factor, shift):
     [
         ({"mode": "causal"}, "mode must be one of .* got 'causal'"),
         ({"normalize": "sum"}, "normalize must be one of .* got 'sum'"),
-        ({"w_min": -1.0}, "w_min must be finite and not negative, got -1.0"),
-        ({"w_max": float("inf")}, "w_max must be finite and not negative, got inf"),
-        ({"w_answer": float("nan")}, "w_answer must be finite and not negative, got nan"),
+        ({"w_min": -1.0}, "w_min must be finite and at least 0, got -1.0"),
+        ({"w_max": float("inf")}, "w_max must be finite and at least 0, got inf"),
+        ({"w_answer": float("nan")}, "w_answer must be finite and at least 0, got nan"),
         ({"w_min": 5.0}, "w_min must not exceed w_max, got 5.0 and 4.0"),
         ({"drop": DROP[:2]}, r"drop must hold one value per span: got shape \(2,\) for 3 spans"),
         ({"drop": torch.tensor([0.0, float("nan"), 1.0])}, "drop, span 1: must be finite, got nan"),

@@ -8,12 +8,26 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional
 
+from cfa_kernels.estimators import gradient
 from cfa_kernels.estimators.gradient import gradient_saliency
 from cfa_kernels.hf.verify import prove_supported
+from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
-from tests.hf.test_verify import HYBRIDS, LONGROPE, MASKED, OTHERS
-from tests.support.models import ARCHITECTURES, PLACEHOLDER, VOCAB, batch, make_model, tokens
+from tests.support.models import (
+    ARCHITECTURES,
+    HYBRIDS,
+    LONGROPE,
+    MASKED,
+    OTHERS,
+    PLACEHOLDER,
+    batch,
+    batch_of,
+    make_model,
+    tokens,
+)
+
+pytestmark = pytest.mark.slow
 
 OUTCOMES = ["last", "mean", "mean_logprob", "logprob"]
 PROMPTS, COMPLETIONS, UNITS, ANSWERS = batch()
@@ -32,7 +46,13 @@ def seeded(seed=7):
 def saliency(model, rows=None, **options):
     rows = range(len(PROMPTS)) if rows is None else rows
     columns = ([column[b] for b in rows] for column in (PROMPTS, COMPLETIONS, UNITS, ANSWERS))
-    return gradient_saliency(model, *columns, **options)[0]
+    return saliency_and_work(model, *columns, **options)[0]
+
+
+def saliency_and_work(model, *columns, generator=None, token_budget=None, **options):
+    given = batch_of(model, *columns, generator=generator, token_budget=token_budget)
+    found = gradient_saliency(InProcess(model), given, **options)
+    return given.to_callers_order(found.values), found.work
 
 
 @contextlib.contextmanager
@@ -143,7 +163,7 @@ def test_without_noise_they_are_gradient_times_input_on_every_kind_of_model(name
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_without_noise_a_divergence_has_no_gradient_and_the_mean_log_prob_stands_in(outcome):
     model = double_model("Qwen3")
-    found, work = gradient_saliency(
+    found, work = saliency_and_work(
         model, PROMPTS, COMPLETIONS, UNITS, ANSWERS, outcome=outcome, sigma=0.0, samples=5, generator=seeded()
     )
     assert work.forwards == 1
@@ -215,7 +235,7 @@ def test_prompts_are_fed_once_and_each_completion_by_itself_up_to_the_rows_that_
 ):
     model = double_model("Qwen3")
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
-    values, work = gradient_saliency(
+    values, work = saliency_and_work(
         model, [prompt] * 2, [completion] * 2, [[Span(2, 5)]] * 2, [Span(16, 19)] * 2, outcome=outcome, samples=3
     )
     assert torch.equal(values[0], values[1])
@@ -227,7 +247,7 @@ def test_prompts_are_fed_once_and_each_completion_by_itself_up_to_the_rows_that_
 def test_rows_on_which_nothing_can_depend_are_not_fed():
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
     units, answers = [[Span(10, 12)], [], [Span(1, 3)]], [Span(4, 8), Span(4, 8), None]
-    values, work = gradient_saliency(double_model("Qwen3"), [prompt] * 3, [completion] * 3, units, answers)
+    values, work = saliency_and_work(double_model("Qwen3"), [prompt] * 3, [completion] * 3, units, answers)
     assert values[0].tolist() == [0.0]
     assert values[1].shape == (0,)
     assert values[2].isnan().all()
@@ -264,7 +284,7 @@ def test_the_model_is_left_as_it_was_also_when_it_fails(grad, fails, monkeypatch
             parameter.grad = torch.randn_like(parameter)
     before = fingerprint(model)
     if fails:
-        monkeypatch.setattr("cfa_kernels.gradient_saliency._divergence_by_rows", lambda *_: 1 / 0)
+        monkeypatch.setattr(gradient, "_divergence_by_rows", lambda *_: 1 / 0)
     context = {"enabled": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[grad]
     with context(), pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         assert saliency(model)[0].max() > 0
@@ -282,8 +302,8 @@ def test_a_policy_gradient_under_way_goes_on_as_if_nothing_had_been_asked():
     loss = model(input_ids=ids, labels=ids).loss
     saliency(model, [0, 1])
     loss.backward()
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+    for parameter, own in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, own, rtol=0, atol=0)
     assert told == [1]
 
 
@@ -327,31 +347,6 @@ def test_gradients_below_what_float16_resolves_are_not_lost():
     torch.testing.assert_close(halves, exact, rtol=0.1, atol=0.05 * exact.max().item())
 
 
-def changed(position, row, value):
-    data = [list(column) for column in batch()]
-    data[position][row] = value
-    return data
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (changed(0, 2, torch.zeros(0, dtype=torch.int64)), "prompts row 2: is empty"),
-        (changed(1, 0, torch.tensor([VOCAB] * 20)), "completions row 0: id 211 at position 0 is outside"),
-        (changed(1, 0, torch.full((250,), 5)), "completions row 0: prompt of 7 and completion of 250 .* of 256"),
-        (changed(2, 2, [Span(0, 1), Span(16, 18)]), r"units row 2, unit 1: \(16, 18\) is not a non-empty span inside"),
-        (changed(2, 1, [Span(4, 4)]), r"units row 1, unit 0: \(4, 4\) is not a non-empty span"),
-        (changed(2, 1, [Span(-1, 4)]), r"units row 1, unit 0: \(-1, 4\) is not a non-empty span"),
-        (changed(2, 0, [Span(1, 2), Span(2, 16)]), r"units row 0, unit 1: \(2, 16\) overlaps the answer .*15.*18"),
-        (changed(3, 2, Span(10, 18)), r"answers row 2: \(10, 18\) is not a non-empty span"),
-        ([*batch()[:2], [[]], batch()[3]], "units has 1 rows, prompts has 7"),
-    ],
-)
-def test_bad_rows_are_refused_by_argument_row_and_value(data, message):
-    with pytest.raises(ValueError, match=message):
-        gradient_saliency(double_model("Qwen3"), *data)
-
-
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -378,7 +373,7 @@ def test_a_model_that_passes_no_gradient_to_its_embeddings_is_refused_by_name(mo
             saliency(model)
     own = model.model.forward
 
-    def looks_up_by_itself(input_ids, **options):
+    def looks_up_by_itself(input_ids, inputs_embeds=None, **options):
         return own(inputs_embeds=functional.embedding(input_ids, model.model.embed_tokens.weight), **options)
 
     monkeypatch.setattr(model.model, "forward", looks_up_by_itself)
@@ -394,4 +389,4 @@ def test_a_gradient_that_is_not_finite_is_an_error_that_names_the_row():
     with torch.no_grad():
         model.get_input_embeddings().weight[210] = float("nan")
     with pytest.raises(FloatingPointError, match="completions row 4: the model gave a gradient that is not finite"):
-        gradient_saliency(model, PROMPTS, completions, UNITS, ANSWERS)
+        saliency_and_work(model, PROMPTS, completions, UNITS, ANSWERS)

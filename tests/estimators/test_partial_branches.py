@@ -9,9 +9,20 @@ from cfa_kernels.estimators.partial_branches import answer_knockout, short_branc
 from cfa_kernels.estimators.resampling import resampled_fills
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention
+from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, batch, make_model, tokens
+from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, tokens
+
+pytestmark = pytest.mark.slow
+
+
+def scores_of(partial, model, *data, first=None, outcome="logprob", **options):
+    """Scores in the order of `data`; rows are computed anew, or blind, from the tokens `first` on."""
+    given = batch_of(model, *data, **options)
+    start = None if first is None else [first[b] for b in given.numbers]
+    place = {"fed_from" if partial is short_branches else "blind_from": start}
+    return partial(InProcess(model), given, outcome=outcome, **place).in_callers_order(given)
 
 
 def dense_logprobs(model, ids, position, seen):
@@ -83,12 +94,9 @@ def test_branches_of_a_few_rows_equal_dense_forwards(name, judge, budget, marker
     model = make_model(name)
     prompts, completions, spans, answers = batch()
     first = [max(0, answer.start - marker) if answer else 0 for answer in answers]
-    place = "fed_from" if judge is anew else "blind_from"
-    options = {place: first if marker else None, "token_budget": budget, "outcome": outcome}
-    if judge is anew:
-        found = short_branches(model, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER, **options)
-    else:
-        found = answer_knockout(model, prompts, completions, spans, answers, **options)
+    options = {"first": first if marker else None, "token_budget": budget, "outcome": outcome}
+    partial = short_branches if judge is anew else answer_knockout
+    found = scores_of(partial, model, prompts, completions, spans, answers, **options)
     assert (found.work.forwards == 1) == (budget is None)
     for b, answer in enumerate(answers):
         assert len(found.masked[b]) == len(found.drop[b]) == len(spans[b])
@@ -113,11 +121,15 @@ def test_branches_of_a_few_rows_equal_dense_forwards(name, judge, budget, marker
 @pytest.mark.parametrize("filled", [False, True])
 def test_branches_that_compute_all_rows_behind_the_span_are_exact(outcome, filled):
     model = make_model("Mistral")
-    prompts, completions, spans, _ = data = batch()
-    fills = resampled_fills(model, prompts, completions, spans, seed=0).tokens if filled else None
+    data = batch()
+    rows = batch_of(model, *data)
+    fills = None
+    if filled:
+        drawn = rows.to_callers_order(resampled_fills(InProcess(model), rows, seed=0)[0])
+        fills = [list(map(torch.from_numpy, row)) for row in drawn]
     options = {"placeholder_id": PLACEHOLDER, "outcome": outcome, "fills": fills}
     exact = score_counterfactuals(model, *data, **options)
-    found = short_branches(model, *data, fed_from=[0] * len(prompts), **options)
+    found = scores_of(short_branches, model, *data, first=[0] * len(data[0]), **options)
     for ours, theirs in zip(found.drop, exact.drop, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=4e-5, equal_nan=True)
     torch.testing.assert_close(found.base, exact.base, rtol=0, atol=2e-5, equal_nan=True)
@@ -126,9 +138,7 @@ def test_branches_that_compute_all_rows_behind_the_span_are_exact(outcome, fille
 def test_a_short_branch_costs_the_span_and_the_last_rows():
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
     model, spans, answer = make_model("Qwen3"), [Span(2, 6), Span(8, 10)], Span(16, 19)
-    work = short_branches(
-        model, [prompt], [completion], [spans], [answer], placeholder_id=PLACEHOLDER, fed_from=[14]
-    ).work
+    work = scores_of(short_branches, model, [prompt], [completion], [spans], [answer], first=[14]).work
     assert (work.tokens_fed, work.head_rows, work.forwards) == (9 + 18 + (4 + 4) + (2 + 4), 3 * 3, 1)
     assert work.tokens_unshared == 3 * 27
 
@@ -140,10 +150,10 @@ def test_equal_rows_of_branches_are_computed_once(hidden):
     model, span, answer = make_model("Qwen3"), Span(2, 6), Span(16, 19)
     columns = [prompt] * 3, [completion, completion, other], [[span, span], [span], [span]], [answer] * 3
     if hidden:
-        found = answer_knockout(model, *columns)
+        found = scores_of(answer_knockout, model, *columns)
         assert found.work.tokens_fed == 9 + 18 + 5 + 3 + 3
     else:
-        found = short_branches(model, *columns, placeholder_id=PLACEHOLDER)
+        found = scores_of(short_branches, model, *columns)
         assert found.work.tokens_fed == 9 + 18 + 5 + 4 + 3 + 3
     assert found.drop[0][0] == found.drop[0][1] == found.drop[1] != found.drop[2]
 
@@ -151,9 +161,9 @@ def test_equal_rows_of_branches_are_computed_once(hidden):
 def test_a_knockout_costs_the_completion_once_and_the_blind_rows_of_each_span():
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
     model, spans, answer = make_model("Qwen3"), [Span(2, 6), Span(8, 12)], Span(16, 19)
-    alone = answer_knockout(model, [prompt], [completion], [spans], [answer]).work
+    alone = scores_of(answer_knockout, model, [prompt], [completion], [spans], [answer]).work
     assert (alone.tokens_fed, alone.head_rows, alone.forwards) == (9 + 18 + 2 * 3, 3 * 3, 1)
-    marked = answer_knockout(model, [prompt], [completion], [spans], [answer], blind_from=[14]).work
+    marked = scores_of(answer_knockout, model, [prompt], [completion], [spans], [answer], first=[14]).work
     assert marked.tokens_fed == 9 + 18 + 2 * 4
     assert marked.tokens_unshared == 3 * 27
 
@@ -189,29 +199,44 @@ def test_tree_attention_leaves_out_the_rows_that_a_context_does_not_hold(backend
 def test_models_that_see_past_the_mask_are_refused_by_name(name, changes, message):
     model = make_model(name, **changes)
     with pytest.raises(NotImplementedError, match=message):
-        answer_knockout(model, *batch())
+        scores_of(answer_knockout, model, *batch())
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize(
     ("blind_from", "message"),
     [
-        ([0, 0], "blind_from has 2 rows, prompts has 7"),
         ([16] + [0] * 6, r"blind_from row 0: 16 is outside \[0, 15\]"),
         ([0, -1] + [0] * 5, r"blind_from row 1: -1 is outside \[0, 30\]"),
     ],
 )
 def test_blind_rows_start_before_the_answer(blind_from, message):
     with pytest.raises(ValueError, match=message):
-        answer_knockout(make_model("Qwen3"), *batch(), blind_from=blind_from)
+        scores_of(answer_knockout, make_model("Qwen3"), *batch(), first=blind_from)
+
+
+def test_every_completion_has_a_first_blind_row():
+    model = make_model("Qwen3")
+    with pytest.raises(ValueError, match="blind_from has 2 rows, the batch has 7"):
+        answer_knockout(InProcess(model), batch_of(model, *batch()), blind_from=[0, 0])
+
+
+def test_what_hides_a_unit_needs_no_placeholder_and_what_replaces_it_does():
+    model = make_model("Qwen3")
+    with_one, without = (
+        scores_of(answer_knockout, model, *batch(), placeholder_id=token) for token in (PLACEHOLDER, None)
+    )
+    assert all(map(torch.equal, without.drop[:3], with_one.drop[:3]))
+    with pytest.raises(ValueError, match="placeholder_id: must be given where units are masked"):
+        scores_of(short_branches, model, *batch(), placeholder_id=None)
 
 
 def test_a_nan_names_the_callers_row():
     model = make_model("Qwen3")
     prompts, completions, spans, answers = batch()
-    answer_knockout(model, prompts, completions, spans, answers)
+    scores_of(answer_knockout, model, prompts, completions, spans, answers)
     completions[4][20] = 210
     with torch.no_grad():
         model.get_input_embeddings().weight[210] = float("nan")
     with pytest.raises(FloatingPointError, match="completions row 4: the model gave a nan"):
-        answer_knockout(model, prompts, completions, spans, answers)
+        scores_of(answer_knockout, model, prompts, completions, spans, answers)

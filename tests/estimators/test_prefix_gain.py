@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from cfa_kernels.estimators.prefix_gain import prefix_gain, prefix_values
-from cfa_kernels.estimators.probes import Probe, length_without_eos, own_probe, text_probe, with_probes
+from cfa_kernels.estimators.probes import Probe, length_without_eos, own_probe, with_probes
+from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, VOCAB, make_model, naive, tokens
-from tests.support.tiny import tiny_tokenizer
+from tests.support.models import PLACEHOLDER, VOCAB, batch_of, make_model, naive, tokens
 
 EOS = 2
 
@@ -35,6 +35,22 @@ def problem():
     return [first, second, first.clone(), second], completions, boundaries, probes
 
 
+def values_of(model, prompts, completions, boundaries, probes, *, token_budget=None, **options):
+    """Values in the order of `completions`, and what they took."""
+    rows = batch_of(model, prompts, completions, token_budget=token_budget)
+    asked = (
+        [column[b] for b in rows.numbers] if len(column) == len(rows) else column for column in (boundaries, probes)
+    )
+    values, work = prefix_values(InProcess(model), rows, *asked, **options)
+    return rows.to_callers_order(values), work
+
+
+def gains_of(model, prompts, completions, units, probes):
+    rows = batch_of(model, prompts, completions, units)
+    found = prefix_gain(InProcess(model), rows, [probes[b] for b in rows.numbers])
+    return rows.to_callers_order(found.values), found.work
+
+
 def judged_mean(model, prompt, completion, boundary, probe):
     """Mean log-prob of the probe's target by one plain float64 forward."""
     exact = copy.deepcopy(model).double().eval()
@@ -51,8 +67,8 @@ def judged_mean(model, prompt, completion, boundary, probe):
 def test_values_equal_one_plain_forward_per_boundary(name, budget):
     model = make_model(name)
     data = problem()
-    means = prefix_values(model, *data, measure="mean_logprob", token_budget=budget).values
-    chances = prefix_values(model, *data, token_budget=budget).values
+    means, _ = values_of(model, *data, measure="mean_logprob", token_budget=budget)
+    chances, _ = values_of(model, *data, token_budget=budget)
     for mean, chance, prompt, completion, boundaries, probe in zip(means, chances, *data, strict=True):
         judged = [judged_mean(model, prompt, completion, t, probe) for t in boundaries]
         torch.testing.assert_close(mean, torch.tensor(judged), rtol=0, atol=2e-5)
@@ -62,26 +78,26 @@ def test_values_equal_one_plain_forward_per_boundary(name, budget):
 def test_a_completion_and_its_probes_are_fed_once(qwen3):
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
     probe = Probe(torch.tensor([9, 8, 7]), Span(1, 3))
-    found = prefix_values(qwen3, [prompt], [completion], [[4, 10, 16]], [probe])
+    _, work = values_of(qwen3, [prompt], [completion], [[4, 10, 16]], [probe])
     # Prompt, the completion up to the last boundary, and of each probe all but the last token.
-    assert found.work.tokens_fed == 9 + 16 + 3 * 2
-    assert found.work.forwards == 1
+    assert work.tokens_fed == 9 + 16 + 3 * 2
+    assert work.forwards == 1
 
 
 def test_the_own_marker_and_answer_behind_the_whole_reasoning_are_the_completion_itself(qwen3):
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
     answer = Span(16, 19)
-    found = prefix_values(
+    ((value,),), work = values_of(
         qwen3, [prompt], [completion], [[14]], [own_probe(completion, answer, 14)], measure="mean_logprob"
     )
-    assert found.work.tokens_fed == 9 + 18
-    assert abs(found.values[0].item() * 3 - naive(qwen3, prompt, completion, answer)) < 2e-5
+    assert work.tokens_fed == 9 + 18
+    assert abs(value.item() * 3 - naive(qwen3, prompt, completion, answer)) < 2e-5
 
 
 def test_gains_are_differences_from_one_unit_to_the_next_and_sum_to_the_whole(qwen3):
     prompts, completions, _, probes = problem()
     units = [[Span(2, 5), Span(7, 12)], [Span(0, 33)], [], []]
-    gains, work = prefix_gain(qwen3, prompts, completions, units, probes)
+    gains, work = gains_of(qwen3, prompts, completions, units, probes)
     values = [
         torch.tensor([judged_mean(qwen3, prompts[b], completions[b], t, probes[b]) for t in places]).exp()
         for b, places in enumerate([[2, 5, 12], [0, 33]])
@@ -97,7 +113,7 @@ def test_gains_feed_less_than_a_quarter_of_what_masked_branches_do(qwen3):
     (prompt,), (completion,) = tokens(108), tokens(145, seed=5)
     units, answer = [Span(12, 33), Span(45, 60), Span(70, 92), Span(110, 135)], Span(142, 145)
     probe = own_probe(completion, answer, 141)
-    _, work = prefix_gain(qwen3, [prompt], [completion], [units], [probe])
+    _, work = gains_of(qwen3, [prompt], [completion], [units], [probe])
     masking = [
         score_counterfactuals(qwen3, [prompt], [completion], [row], [answer], placeholder_id=PLACEHOLDER).work
         for row in ([], units)
@@ -109,9 +125,9 @@ def test_gains_feed_less_than_a_quarter_of_what_masked_branches_do(qwen3):
 
 def test_a_batch_without_boundaries_costs_nothing(qwen3):
     prompts, completions, _, _ = problem()
-    found = prefix_values(qwen3, prompts, completions, [[]] * 4, [None] * 4)
-    assert found.work.forwards == 0
-    assert [len(values) for values in found.values] == [0] * 4
+    values, work = values_of(qwen3, prompts, completions, [[]] * 4, [None] * 4)
+    assert work.forwards == 0
+    assert [len(row) for row in values] == [0] * 4
 
 
 def test_a_probe_scores_a_completion_up_to_its_end_of_text(qwen3):
@@ -135,16 +151,6 @@ def test_only_the_end_of_text_tokens_at_the_end_are_left_out(ids, kept):
     assert length_without_eos(torch.tensor(ids), {2, 3}) == kept
 
 
-def test_a_probe_from_text_scores_the_target_alone():
-    tokenizer = tiny_tokenizer()
-    probe = text_probe(tokenizer, "Add 3 + 4", "is 4")
-    assert tokenizer.convert_ids_to_tokens(probe.tokens.tolist()) == ["Add", "3", "+", "4", "is", "4"]
-    assert probe.target == Span(4, 6)
-    assert text_probe(tokenizer, "", "4").target == Span(0, 1)
-    with pytest.raises(ValueError, match="target must give at least one token, got ''"):
-        text_probe(tokenizer, "Add", "")
-
-
 def test_rows_with_another_rotary_frequency_are_asked_apart():
     """Beyond 24 tokens this model takes its other set of frequencies: each value is as if it were fed alone."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [6.0] * 8}
@@ -152,18 +158,24 @@ def test_rows_with_another_rotary_frequency_are_asked_apart():
     (prompt,), (completion,) = tokens(9), tokens(33, seed=5)
     probe = Probe(torch.tensor([9, 8, 7]), Span(1, 3))
     boundaries = [5, 20, 11, 12, 13]
-    found = prefix_values(model, [prompt], [completion], [boundaries], [probe], measure="mean_logprob")
+    (values,), _ = values_of(model, [prompt], [completion], [boundaries], [probe], measure="mean_logprob")
     judged = [judged_mean(model, prompt, completion, t, probe) for t in boundaries]
-    torch.testing.assert_close(found.values[0], torch.tensor(judged), rtol=0, atol=2e-5)
+    torch.testing.assert_close(values, torch.tensor(judged), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"probes": [None] * 4}, "probes row 0: is None, but the row has 3 boundaries"),
-        ({"probes": [Probe(torch.zeros(2), Span(0, 1))] * 4}, "probes row 0: tokens must be .* torch.float32"),
+        (
+            {"probes": [Probe(torch.zeros(2), Span(0, 1))] * 4},
+            "probes row 0: must be a 1-D int64 tensor .* torch.float32",
+        ),
         ({"probes": [Probe(torch.tensor([3]), Span(0, 2))] * 4}, r"probes row 0: target \(0, 2\) is not a non-empty"),
-        ({"probes": [Probe(torch.tensor([VOCAB]), Span(0, 1))] * 4}, "probes row 0: id 211 is outside the vocabulary"),
+        (
+            {"probes": [Probe(torch.tensor([VOCAB]), Span(0, 1))] * 4},
+            "probes row 0: id 211 at position 0 is outside",
+        ),
         ({"boundaries": [[3], [34], [], []]}, r"boundaries row 1: 34 is outside \[0, 33\]"),
         ({"boundaries": [[3], [-1], [], []]}, r"boundaries row 1: -1 is outside"),
         ({"probes": [Probe(torch.full((250,), 3), Span(0, 1))] * 4}, "probes row 0: .* are 257 tokens, more than"),
@@ -175,20 +187,20 @@ def test_bad_boundaries_and_probes_are_refused_by_row_and_value(qwen3, change, m
     prompts, completions, boundaries, probes = problem()
     options = {"boundaries": boundaries, "probes": probes, **change}
     with pytest.raises(ValueError, match=message):
-        prefix_values(qwen3, prompts, completions, **options)
+        values_of(qwen3, prompts, completions, **options)
 
 
 @pytest.mark.parametrize(
     ("units", "message"),
     [
         ([[Span(2, 5), Span(4, 6)]], r"units row 0, unit 1: \(4, 6\) is empty or starts before 5"),
-        ([[Span(2, 2)]], r"units row 0, unit 0: \(2, 2\) is empty"),
+        ([[Span(7, 9), Span(2, 4)]], r"units row 0, unit 1: \(2, 4\) is empty or starts before 9"),
     ],
 )
 def test_units_out_of_order_have_no_gain(qwen3, units, message):
     prompts, completions, _, probes = problem()
     with pytest.raises(ValueError, match=message):
-        prefix_gain(qwen3, prompts, completions, [*units, [], [], []], probes)
+        gains_of(qwen3, prompts, completions, [*units, [], [], []], probes)
 
 
 @pytest.mark.parametrize(
@@ -214,9 +226,9 @@ def test_an_own_probe_lies_inside_its_completion(end, answer):
 def test_a_nan_names_the_callers_row():
     model = make_model("Qwen3")
     prompts, completions, boundaries, probes = problem()
-    prefix_values(model, prompts, completions, boundaries, probes)
+    values_of(model, prompts, completions, boundaries, probes)
     completions[2][14] = 210
     with torch.no_grad():
         model.get_input_embeddings().weight[210] = float("nan")
     with pytest.raises(FloatingPointError, match="completions row 2: the model gave a nan"):
-        prefix_values(model, prompts, completions, boundaries, probes)
+        values_of(model, prompts, completions, boundaries, probes)

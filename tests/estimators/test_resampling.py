@@ -1,15 +1,19 @@
-"""Resampled fills follow the model's own distribution in the span's place; sufficiency is one full forward a row."""
+"""Resampled fills follow the model's own distribution in the unit's place, and score as full forwards would."""
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
-from cfa_kernels.estimators.resampling import _Fill, _sampled, resampled_fills, resampled_scores, sufficiency
+from cfa_kernels.estimators.resampling import _Fill, resampled_fills, resampled_scores
+from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.batch import Row
 from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, VOCAB, batch, make_model, naive, tokens
+from tests.support.models import PLACEHOLDER, VOCAB, batch, batch_of, make_model, naive, tokens
+
+pytestmark = pytest.mark.slow
 
 RECURRENT = {
     "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_multiple_of": 16,
@@ -19,6 +23,19 @@ RECURRENT = {
 @pytest.fixture(scope="module")
 def qwen3():
     return make_model("Qwen3")
+
+
+def fills_of(model, prompts, completions, spans, *, token_budget=None, **options):
+    """Ids as tensors, in the order of `completions`, and what they took."""
+    rows = batch_of(model, prompts, completions, spans, token_budget=token_budget)
+    fills, work = resampled_fills(InProcess(model), rows, **options)
+    assert all(ids.dtype == np.int64 for row in fills for ids in row)
+    return [list(map(torch.from_numpy, row)) for row in rows.to_callers_order(fills)], work
+
+
+def scores_of(model, *data, **options):
+    rows = batch_of(model, *data)
+    return resampled_scores(InProcess(model), rows, **options).in_callers_order(rows)
 
 
 def chances(model, ids, temperature):
@@ -36,12 +53,11 @@ def test_every_fill_token_is_drawn_from_the_model_given_what_stands_before_it(na
     model = make_model(name, initializer_range=0.1, **changes)
     prompts, completions = tokens(7, 7), tokens(9, 12, seed=1)
     spans = [[Span(4, 7), Span(0, 2)], [Span(10, 12)]]
-    fills = resampled_fills(model, prompts, completions, spans, seed=3, temperature=temperature).tokens
+    fills, _ = fills_of(model, prompts, completions, spans, seed=3, temperature=temperature)
     for prompt, completion, row, row_fills in zip(prompts, completions, spans, fills, strict=True):
         for span, fill in zip(row, row_fills, strict=True):
             context = torch.cat([prompt, completion[: span.start]])
             draws = _Fill(0, Row(prompt.numpy(), completion.numpy(), [], None), span, "3/0").draws
-            assert fill.dtype == torch.int64
             assert len(fill) == len(draws) == span.end - span.start
             for i, (token, draw) in enumerate(zip(fill.tolist(), draws.tolist(), strict=True)):
                 p = chances(model, torch.cat([context, fill[:i]]), temperature)
@@ -52,30 +68,30 @@ def test_every_fill_token_is_drawn_from_the_model_given_what_stands_before_it(na
 def test_fills_differ_by_seed_and_not_by_batch():
     model = make_model("Qwen3").cpu().double()  # whose rounding moves no draw from one token to the next
     prompts, completions, spans, _ = batch()
-    together = resampled_fills(model, prompts, completions, spans, seed=0).tokens
+    together, _ = fills_of(model, prompts, completions, spans, seed=0)
     for b in (0, 4, 6):
-        alone = resampled_fills(model, prompts[b : b + 1], completions[b : b + 1], spans[b : b + 1], seed=0).tokens[0]
+        (alone,), _ = fills_of(model, prompts[b : b + 1], completions[b : b + 1], spans[b : b + 1], seed=0)
         assert all(map(torch.equal, alone, together[b]))
-    small = resampled_fills(model, prompts, completions, spans, seed=0, token_budget=1).tokens
+    small, _ = fills_of(model, prompts, completions, spans, seed=0, token_budget=1)
     for row, alone in zip(together, small, strict=True):
         assert all(map(torch.equal, row, alone))
-    other = resampled_fills(model, prompts, completions, spans, seed=1).tokens
+    other, _ = fills_of(model, prompts, completions, spans, seed=1)
     assert not any(map(torch.equal, other[1], together[1]))
 
 
 def test_fills_cost_the_completion_once_and_a_row_per_token(qwen3):
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
-    found = resampled_fills(qwen3, [prompt], [completion], [[Span(3, 8), Span(10, 13)]], seed=0)
+    _, work = fills_of(qwen3, [prompt], [completion], [[Span(3, 8), Span(10, 13)]], seed=0)
     # The last token of a fill is not fed; the completion is, up to the last span. A fill token that happens to be the
     # completion's own, or another fill's, is shared.
-    assert 9 + 10 + 4 + 2 - 2 <= found.work.tokens_fed <= 9 + 10 + 4 + 2
-    assert found.work.forwards == 5
-    assert found.work.head_rows == 5 + 3
+    assert 9 + 10 + 4 + 2 - 2 <= work.tokens_fed <= 9 + 10 + 4 + 2
+    assert work.forwards == 5
+    assert work.head_rows == 5 + 3
 
 
 def test_scores_with_fills_equal_one_full_forward_per_filled_span(qwen3):
     prompts, completions, spans, answers = batch()
-    fills = resampled_fills(qwen3, prompts, completions, spans, seed=0).tokens
+    fills, _ = fills_of(qwen3, prompts, completions, spans, seed=0)
     scores = score_counterfactuals(qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER, fills=fills)
     for b, answer in enumerate(answers):
         for k, span in enumerate(spans[b] if answer else []):
@@ -89,23 +105,23 @@ def test_scores_with_fills_equal_one_full_forward_per_filled_span(qwen3):
 def test_resampled_scores_are_means_over_the_fills(outcome):
     model = make_model("Qwen3").cpu().double()  # whose rounding moves no draw from one token to the next
     prompts, completions, spans, answers = data = batch()
-    found = resampled_scores(model, *data, seed=5, samples=3, outcome=outcome)
-    once = resampled_scores(model, *data, seed=5, outcome=outcome)
-    fills = resampled_fills(model, prompts, completions, spans, seed=5)
-    first = score_counterfactuals(model, *data, placeholder_id=0, fills=fills.tokens, outcome=outcome)
+    found = scores_of(model, *data, seed=5, samples=3, outcome=outcome)
+    once = scores_of(model, *data, seed=5, outcome=outcome)
+    fills, work = fills_of(model, prompts, completions, spans, seed=5)
+    first = score_counterfactuals(model, *data, placeholder_id=0, fills=fills, outcome=outcome)
     tripled = [row * 3 for row in spans]
-    drawn = _sampled(model, prompts, completions, spans, 5, 3, 1.0, None).tokens
+    drawn, _ = fills_of(model, prompts, completions, spans, seed=5, samples=3)
     every = score_counterfactuals(
         model, prompts, completions, tripled, answers, placeholder_id=0, fills=drawn, outcome=outcome
     )
     for b, row in enumerate(spans):
         torch.testing.assert_close(once.drop[b], first.drop[b], rtol=0, atol=2e-5, equal_nan=True)
-        assert all(map(torch.equal, drawn[b][: len(row)], fills.tokens[b]))
+        assert all(map(torch.equal, drawn[b][: len(row)], fills[b]))
         means = [every.drop[b][k :: len(row)].mean() for k in range(len(row))]
         for mine, mean in zip(found.drop[b], means, strict=True):
             torch.testing.assert_close(mine, mean, rtol=0, atol=2e-5, equal_nan=True)
     assert not torch.equal(drawn[1][0], drawn[1][3])
-    assert once.work == first.work + fills.work
+    assert once.work == first.work + work
     assert found.work.tokens_fed > once.work.tokens_fed
 
 
@@ -139,49 +155,20 @@ def test_bad_resampling_is_refused_by_name(qwen3, options, message):
     prompts, completions, spans, _ = batch()
     given = {"spans": spans, "seed": 0, **options}
     with pytest.raises(ValueError, match=message):
-        resampled_fills(qwen3, prompts, completions, **given)
+        fills_of(qwen3, prompts, completions, **given)
 
 
 def test_a_nan_distribution_names_its_row():
     model = make_model("Qwen3")
     prompts, completions, spans, _ = batch()
-    resampled_fills(model, prompts, completions, spans, seed=0)
+    fills_of(model, prompts, completions, spans, seed=0)
     completions[4][2] = 210
     with torch.no_grad():
         model.get_input_embeddings().weight[210] = float("nan")
     with pytest.raises(FloatingPointError, match="completions row 4: the model gave a nan"):
-        resampled_fills(model, prompts, completions, spans, seed=0)
-
-
-@pytest.mark.parametrize("budget", [None, 1])
-def test_sufficiency_equals_one_full_forward_with_all_other_units_masked(qwen3, budget):
-    prompts, completions, spans, answers = batch()
-    keep = [[1, 3], [0], [], [0], [1], [], [0, 1]]
-    found = sufficiency(
-        qwen3, prompts, completions, spans, answers, keep, placeholder_id=PLACEHOLDER, token_budget=budget
-    )
-    for b, answer in enumerate(answers):
-        if answer is None:
-            assert torch.isnan(torch.stack([found.base[b], found.kept[b], found.drop[b]])).all()
-            continue
-        ids = completions[b].clone()
-        kept = {t for k in keep[b] for t in range(*spans[b][k])}
-        for span in spans[b]:
-            for t in set(range(*span)) - kept:
-                ids[t] = PLACEHOLDER
-        whole = naive(qwen3, prompts[b], completions[b], answer)
-        left = naive(qwen3, prompts[b], ids, answer)
-        assert abs(found.base[b].item() - whole) < 2e-5
-        assert abs(found.kept[b].item() - left) < 2e-5
-        assert abs(found.drop[b].item() - (left - whole)) < 4e-5
-
-
-def test_a_unit_that_is_kept_has_a_number(qwen3):
-    prompts, completions, spans, answers = batch()
-    with pytest.raises(ValueError, match="keep row 2: 1 is no number of one of its 1 units"):
-        sufficiency(qwen3, prompts, completions, spans, answers, [[], [], [1], [], [], [], []], placeholder_id=0)
+        fills_of(model, prompts, completions, spans, seed=0)
 
 
 def test_a_span_is_filled_at_least_once(qwen3):
     with pytest.raises(ValueError, match="samples must be an integer of at least 1, got 0"):
-        resampled_scores(qwen3, *batch(), seed=0, samples=0)
+        scores_of(qwen3, *batch(), seed=0, samples=0)

@@ -13,7 +13,6 @@ from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.estimators.siblings import (
     correct_siblings,
     ktae_values,
-    nonzero_share,
     prefix_tree_values,
     sibling_edits,
 )
@@ -71,7 +70,6 @@ def test_prefix_values_of_a_tree_worked_by_hand() -> None:
     found = prefix_tree_values([ids(t) for t in texts], torch.zeros(3, dtype=torch.int64), torch.tensor(rewards))
     expected = [[0, 1 / 3], [0, -1 / 6, -1 / 2], [0, -1 / 6, 1 / 2]]
     assert [row.tolist() for row in found] == [pytest.approx(row) for row in expected]
-    assert nonzero_share(found) == 5 / 8
 
 
 @pytest.mark.parametrize(
@@ -89,10 +87,6 @@ def test_prefix_values_at_the_edges(texts, rewards, expected) -> None:
     groups = torch.full((len(texts),), 7)
     found = prefix_tree_values([ids(t) for t in texts], groups, torch.tensor(rewards))
     assert [row.tolist() for row in found] == expected
-
-
-def test_the_share_of_no_tokens_is_zero() -> None:
-    assert nonzero_share([]) == nonzero_share([torch.zeros(0)]) == 0.0
 
 
 # KTAE

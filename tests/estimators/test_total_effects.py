@@ -2,18 +2,20 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig, Probe, counterfactual_credit
+from cfa_kernels.estimators.base import ANSWER
 from cfa_kernels.estimators.total_effects import chained_effects, total_effects
-from cfa_kernels.integrations.credit import pad_rows, service_obstacles
+from cfa_kernels.integrations.credit import obstacles, pad_rows
+from cfa_kernels.scoring.access import LOGPROBS, InProcess, LogprobService
 from cfa_kernels.scoring.masked import ScoringWork, score_counterfactuals
 from cfa_kernels.span import Span
-from tests.hf.test_verify import LONGROPE
-from tests.support.models import PLACEHOLDER, make_model, tokens
+from tests.support.models import LONGROPE, PLACEHOLDER, batch_of, make_model, tokens
 from tests.support.small_tokenizers import encode, get_tokenizer
 
 RECURRENT = {
@@ -48,8 +50,15 @@ def batch():
     return prompts, completions, units, answers
 
 
-def effects(model, rows, **options):
-    return total_effects(model, *rows, placeholder_id=PLACEHOLDER, **options)
+def effects(model, rows, *, access=None, **options):
+    """What was found, with the columns of its details, in the order of `rows`."""
+    given = batch_of(model, *rows, **options)
+    found = total_effects(access or InProcess(model), given)
+    order = given.to_callers_order
+    return SimpleNamespace(
+        total=order(found.values), base=torch.tensor(order(found.base.tolist())), work=found.work,
+        direct=order(found.details["direct"]), links=order(found.details["links"]),
+    )  # fmt: skip
 
 
 # --- The definition, slowly ---------------------------------------------------------------------------------------
@@ -224,7 +233,7 @@ def test_a_step_that_matters_only_through_the_next_has_no_direct_effect_and_a_to
     prompt, completion = torch.tensor([5]), torch.tensor([20, 7, 20, 8, 20, 9, 30])
     sources = {2: 0, 4: 2}  # of positions in the completion: the step, its repetition, the answer
 
-    def logprobs_of(model, units, **_):
+    def logprobs_of(units, **_):
         def of(query):
             places = range(query.first, query.first + len(query.targets))
             kept = [t not in sources or query.tokens[1 + sources[t]] == completion[sources[t]] for t in places]
@@ -233,7 +242,8 @@ def test_a_step_that_matters_only_through_the_next_has_no_direct_effect_and_a_to
         return [[of(query) for query in unit] for unit in units], ScoringWork()
 
     units = [Span(0, 1), Span(1, 2), Span(2, 3), Span(3, 4)]  # step, filler, repetition, filler
-    found = effects(qwen3, ([prompt], [completion], [units], [Span(4, 5)]), ask=logprobs_of)
+    access = SimpleNamespace(query=logprobs_of)
+    found = effects(qwen3, ([prompt], [completion], [units], [Span(4, 5)]), access=access)
     lost = math.log(90)
     assert found.direct[0].tolist() == pytest.approx([0, 0, lost, 0], abs=1e-6)
     assert found.total[0].tolist() == pytest.approx([89 / 90 * lost, 0, lost, 0], abs=1e-6)
@@ -250,25 +260,14 @@ def test_a_step_that_matters_only_through_the_next_has_no_direct_effect_and_a_to
             r"units row 1: must be disjoint .* but unit 1 \(0, 4\) overlaps unit 0 \(3, 6\)",
         ),
         ({"units": [Span(0, 4), Span(0, 4)]}, "units row 1: must be disjoint"),
-        ({"units": [Span(0, 99)]}, r"row 1, span 0: \(0, 99\) is not a non-empty span"),
-        ({"units": [Span(19, 21)]}, r"row 1, span 0: \(19, 21\) overlaps the answer"),
-        ({"answer": Span(20, 99)}, r"answers row 1: \(20, 99\) is not a non-empty span"),
-        ({"placeholder": -1}, r"placeholder_id must be an id in \[0, 211\), got -1"),
         ({"budget": 0}, "token_budget must be at least 1, got 0"),
     ],
 )
 def test_bad_input_is_refused_by_row_and_unit(qwen3, change, message):
     prompts, completions, units, answers = batch()
-    units[1], answers[1] = change.get("units", units[1]), change.get("answer", answers[1])
-    options = {"placeholder_id": change.get("placeholder", PLACEHOLDER), "token_budget": change.get("budget")}
+    units[1] = change.get("units", units[1])
     with pytest.raises(ValueError, match=message):
-        total_effects(qwen3, prompts, completions, units, answers, **options)
-
-
-def test_lists_of_different_lengths_are_refused(qwen3):
-    prompts, completions, units, answers = batch()
-    with pytest.raises(ValueError, match="units has 4 rows, prompts has 5"):
-        effects(qwen3, (prompts, completions, units[:4], answers))
+        effects(qwen3, (prompts, completions, units, answers), token_budget=change.get("budget"))
 
 
 def test_a_model_that_gives_nan_is_refused_by_the_callers_row():
@@ -308,10 +307,9 @@ def credit_of(model, sampled, config, **given):
 @pytest.mark.parametrize("units", ["spans", "tokens"])
 def test_credit_by_total_effects_weighs_by_them_and_keeps_the_answers_own_score(policy, sampled, units):
     direct, total = (
-        credit_of(policy, sampled, CounterfactualConfig(units=units, effect=effect), logprobs=True)
-        for effect in ("direct", "total")
+        credit_of(policy, sampled, CounterfactualConfig(units=units, effect=effect)) for effect in ("direct", "total")
     )
-    expected = total_effects(policy, *sampled, total.spans, total.answers, placeholder_id=TOKENIZER.pad_token_id)
+    expected = effects(policy, (*sampled, total.spans, total.answers), placeholder_id=TOKENIZER.pad_token_id)
     assert direct.spans == total.spans
     for b in (0, 1):
         torch.testing.assert_close(total.drop[b], -expected.total[b])
@@ -319,7 +317,6 @@ def test_credit_by_total_effects_weighs_by_them_and_keeps_the_answers_own_score(
         assert total.weights[b, most.start] == 4
     assert units == "spans" or not torch.allclose(total.drop[0], direct.drop[0], atol=1e-3)  # of spans, few have links
     torch.testing.assert_close(total.base, direct.base, equal_nan=True)
-    torch.testing.assert_close(total.logprobs, direct.logprobs)
     assert total.work == expected.work
 
 
@@ -335,8 +332,8 @@ def test_total_effects_go_with_probes_and_controls(policy, sampled):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"effect": "mediated"}, "effect must be one of direct, total, got 'mediated'"),
-        ({"estimator": "gradient"}, "effect: estimator='gradient' masks nothing, got 'total'"),
+        ({"effect": "mediated"}, "effect must be one of 'direct', 'total', got 'mediated'"),
+        ({"estimator": "gradient"}, "effect is not read: it is an option of estimator='masking'"),
         ({"outcome": "mean"}, "outcome='mean' cannot be combined with effect='total'"),
         ({"outcome": "mean_logprob"}, "outcome='mean_logprob' cannot be combined with effect='total'"),
         ({"approximation": "knockout"}, "approximation='knockout' cannot be combined with effect='total'"),
@@ -352,8 +349,8 @@ def test_what_total_effects_cannot_be_combined_with_is_refused_by_name(options, 
 
 def test_a_model_that_lies_elsewhere_is_refused_by_name(sampled):
     config = CounterfactualConfig(effect="total")
-    with pytest.raises(NotImplementedError, match="effect='total' needs the model in this process"):
-        credit_of(None, sampled, config)
-    (obstacle,) = service_obstacles(config)
-    assert obstacle.startswith("effect='total': it needs the model in the process that makes the weights")
-    assert not list(service_obstacles(CounterfactualConfig()))
+    with pytest.raises(NotImplementedError, match="effect='total': it needs the model itself in this process"):
+        credit_of(LogprobService(lambda *_: []), sampled, config)
+    (obstacle,) = obstacles(config, {ANSWER, LOGPROBS})
+    assert obstacle.startswith("estimator='masking', effect='total': it needs the model itself in this process")
+    assert not list(obstacles(CounterfactualConfig(), {ANSWER, LOGPROBS}))

@@ -24,18 +24,19 @@ def processes() -> BaseContext:
     """Starts processes by forking one that has imported the library alone and then TRL, once for all of them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["tests.integrations.library_alone", "cfa_kernels.integrations.trl", "datasets", "peft"]
+        ["tests.support.library_alone", "cfa_kernels.integrations.trl", "datasets", "peft"]
     )
     return context
 
 
 @pytest.fixture(scope="package")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """`tests.integrations.trl_training.train` into a folder of its own."""
-    training = pytest.importorskip("tests.integrations.trl_training", exc_type=ImportError)
+    """`tests.support.trl_training.train` into a folder of its own."""
+    pytest.importorskip("trl", reason="TRL is not installed")
+    from tests.support import trl_training
 
     def run(*args: Any, **options: Any) -> Any:
-        return training.train(str(tmp_path_factory.mktemp("run")), *args, **options)
+        return trl_training.train(str(tmp_path_factory.mktemp("run")), *args, **options)
 
     gc.freeze()  # every training collects garbage; without this it looks at all that was ever imported
     yield run

@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels import CounterfactualConfig, Span, score_counterfactuals
-from cfa_kernels.integrations.credit import credit_rows, fold_weights, pad_rows, scorer_from_logprobs
+from cfa_kernels import CounterfactualConfig, ScoredBatch, Span, score_counterfactuals
+from cfa_kernels.integrations.credit import credit_rows, fold_weights, pad_rows
+from cfa_kernels.scoring.access import LogprobService
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.slow
 
 IDS = [tiny_tokenizer().get_vocab()[phrase] for phrase in PHRASES]
 PROMPTS = [torch.tensor([3, 4, 5]), torch.tensor([9, 5, 10, 7]), torch.tensor([3, 4, 5]), torch.tensor([6, 3])]
@@ -24,19 +27,23 @@ def service(prompts: list[Tensor], completions: list[Tensor]) -> list[Tensor]:
     return given
 
 
+BATCH = ScoredBatch.of(None, PROMPTS, COMPLETIONS, SPANS, ANSWERS, placeholder_id=0)
+
+
 def score(logprobs_of=service, **options):
-    return scorer_from_logprobs(logprobs_of)(None, PROMPTS, COMPLETIONS, SPANS, ANSWERS, placeholder_id=0, **options)
+    return LogprobService(logprobs_of).score(BATCH, **options)
 
 
 def test_a_log_prob_service_scores_as_the_packed_tree_does():
     before = [row.clone() for row in COMPLETIONS]
-    given = score(token_budget=None, logprobs=False, temperature=1.0)
+    given = score()
     expected = score_counterfactuals(tiny_model().eval(), PROMPTS, COMPLETIONS, SPANS, ANSWERS, placeholder_id=0)
-    torch.testing.assert_close(given.base, expected.base, rtol=1e-5, atol=1e-5, equal_nan=True)
+    base = torch.stack(BATCH.to_callers_order(given.base))
+    torch.testing.assert_close(base, expected.base, rtol=1e-5, atol=1e-5, equal_nan=True)
     for name in ("masked", "drop"):
-        for a, b in zip(getattr(given, name), getattr(expected, name), strict=True):
+        for a, b in zip(BATCH.to_callers_order(getattr(given, name)), getattr(expected, name), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
-    assert given.base.isnan().tolist() == [False, False, True, False]
+    assert base.isnan().tolist() == [False, False, True, False]
     assert all(torch.equal(a, b) for a, b in zip(before, COMPLETIONS, strict=True))
 
 
@@ -54,10 +61,17 @@ def test_a_service_that_answers_something_else_is_an_error(spoiled):
         score(lambda prompts, completions: spoiled(service(prompts, completions)))
 
 
-@pytest.mark.parametrize("option", [{"logprobs": True}, {"temperature": 0.6}])
-def test_what_a_service_cannot_give_is_refused(option):
-    with pytest.raises(ValueError, match="the host's own business"):
-        score(**option)
+@pytest.mark.parametrize("outcome", ["last", "mean"])
+def test_an_outcome_that_log_probs_do_not_tell_is_refused(outcome):
+    with pytest.raises(NotImplementedError, match=f"outcome='{outcome}' needs distributions over the vocabulary"):
+        score(outcome=outcome)
+
+
+def test_a_service_has_no_model_and_answers_no_queries():
+    with pytest.raises(NotImplementedError, match="model: it is in other processes"):
+        _ = LogprobService(service).model
+    with pytest.raises(NotImplementedError, match="whole completions and not queries"):
+        LogprobService(service).query([])
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (4, 2, 1)])

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,8 @@ from cfa_kernels.estimators.base import Importances
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin, CounterfactualPolicyLoss
 from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, completions, credited, padded
 from tests.support.tiny import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.slow
 
 UNIFORM = CounterfactualConfig(mode="uniform")
 GPU_LIBRARIES = ("deepspeed", "flash_attn", "vllm", "bitsandbytes", "optree", "pynvml", "torchmetrics")
@@ -196,9 +199,7 @@ def test_an_estimator_of_the_callers_sees_openrlhfs_groups_and_rewards_and_asks_
     seen = []
 
     def estimate(model: Any, batch: Any) -> Importances:
-        assert model is None
-        rows = (batch.prompts, batch.completions, batch.units, batch.answers)
-        scores = batch.score(model, *rows, placeholder_id=0)
+        scores = model.score(replace(batch, placeholder_id=0))
         seen.append((batch.groups.tolist(), batch.rewards.tolist(), batch.advantages.shape, scores.base.isfinite()))
         return Importances([torch.ones(len(units)) for units in batch.units], signed=True)
 
@@ -215,8 +216,8 @@ def test_an_estimator_of_the_callers_sees_openrlhfs_groups_and_rewards_and_asks_
 
 
 NO_ENTROPIES = [
-    ({"estimator": "entropy"}, "estimator='entropy': the host's workers give no entropies"),
-    ({"preselect": 0.5, "cheap": "entropy"}, "cheap='entropy': the host's workers give no entropies"),
+    ({"estimator": "entropy"}, "estimator='entropy': it needs the entropy of each"),
+    ({"preselect": 0.5, "cheap": "entropy"}, "preselect_by='entropy': it needs the entropy of each"),
 ]
 
 
@@ -234,7 +235,7 @@ def test_an_estimator_that_needs_the_model_at_hand_is_refused_at_the_start(build
 
 
 def test_an_estimator_that_compares_completions_is_refused_where_a_prompt_has_one(build):
-    with pytest.raises(NotImplementedError, match="estimator='sibling_edits': it compares the completions of a prompt"):
+    with pytest.raises(NotImplementedError, match="estimator='sibling_edits': it needs several completions of one prompt"):
         build(CounterfactualConfig(estimator="sibling_edits"), samples=1)
     build(CounterfactualConfig(), samples=1)
 

@@ -9,6 +9,8 @@ import pytest
 from cfa_kernels import integrations
 from tests.support import library_alone
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("installed", "found"), [(None, "which is not here"), ("0.8.2", "found 0.8.2")])
 @pytest.mark.parametrize("package", ["trl", "verl"])

@@ -17,6 +17,8 @@ from cfa_kernels import policy_loss
 from cfa_kernels.integrations.credit import fold_weights
 from cfa_kernels.integrations.openrlhf import CounterfactualPolicyLoss
 
+pytestmark = pytest.mark.slow
+
 B, T = 6, 7
 BETA = 0.1
 DUAL_CLIP = 1.6

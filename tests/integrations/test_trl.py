@@ -16,7 +16,7 @@ from datasets import Dataset  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer  # noqa: E402
-from tests.support.trl_training import (
+from tests.support.trl_training import (  # noqa: E402
     LORA,
     PROMPT,
     RELEASE,
@@ -29,7 +29,7 @@ from tests.support.trl_training import (
     with_vllm,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 ONES = CounterfactualConfig(w_min=1.0, w_max=1.0, w_answer=1.0)
 
 

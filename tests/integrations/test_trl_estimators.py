@@ -8,6 +8,8 @@ from cfa_kernels.estimators.base import Importances
 from cfa_kernels.integrations.credit import credited_advantages
 from tests.support.trl_training import build, changed, logged, record_generations
 
+pytestmark = pytest.mark.slow
+
 NAMED = ["masking", "gradient", "entropy", "prefix_tree", "ktae", "sibling_edits"]
 
 
@@ -49,13 +51,13 @@ def test_rows_that_no_function_rewards_are_no_siblings(train):
         seen.append(batch)
         return Importances([torch.zeros(len(units)) for units in batch.units])
 
-    config = CounterfactualConfig(estimator=estimate, units="tokens", reshape="identity")
+    config = CounterfactualConfig(estimator=estimate, units="tokens", weights="identity")
     train(trainer={"counterfactual": config, "reward_funcs": some})
     assert seen[0].rewards.tolist() == [0.0, 1.0] * 3
 
 
 def test_groups_that_are_split_between_processes_and_numbers_that_nobody_gives_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(NotImplementedError, match="estimator='external': nobody hands its numbers in"):
+    with pytest.raises(NotImplementedError, match="estimator='external': it needs importances that the caller hands in"):
         build(str(tmp_path), trainer={"counterfactual": CounterfactualConfig(estimator="external")})
     import cfa_kernels.integrations.trl as integration
 

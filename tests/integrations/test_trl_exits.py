@@ -10,12 +10,14 @@ pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed
 
 from tests.support.trl_training import fuses
 
+pytestmark = pytest.mark.slow
+
 
 @fuses
 @pytest.mark.parametrize("kind", ["credit", "packed"])
 def test_processes_end_after_training_and_saving(kind):
     """Three exits of each kind; `two_process_exits` watches as many as are wanted."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.two_process_exits", "3", kind]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.two_process_exits", "3", kind]
     root = Path(__file__).parents[2]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=900, check=False)
     assert "3 pairs of processes, 0 did not end well" in ended.stdout, ended.stdout[-500:] + ended.stderr[-2000:]

@@ -15,7 +15,7 @@ from transformers import GraniteConfig, GraniteForCausalLM
 
 from tests.support.trl_training import LORA, PROMPT, fuses, logged, parameters, rollouts
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), fuses]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), fuses]
 
 
 def train_both(train: Any, **options: Any) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from tests.support.tiny import PHRASES, WORDS, tiny_model  # noqa: E402
 from tests.support.trl_training import build, fuses, logged, parameters, rollouts  # noqa: E402
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), fuses]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), fuses]
 UNIFORM = CounterfactualConfig(mode="uniform")
 
 # Tests compare the losses with TRL's under these: here, in test_trl_packed.py, test_trl_fused.py and test_losses.py.

@@ -17,7 +17,7 @@ from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
 from cfa_kernels.integrations.trl_losses import prompts_together
 from tests.support.trl_training import LORA, PROMPT, build, fuses, logged, parameters, rollouts, seven
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), fuses]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), fuses]
 UNIFORM = CounterfactualConfig(mode="uniform")
 PROMPT_LENGTHS, LENGTHS = [6, 6, 6, 6, 3, 3, 3, 3], [5, 9, 7, 9, 1, 8, 0, 4]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
@@ -16,23 +16,7 @@ from datasets import Dataset
 from trl import GRPOConfig
 
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
-from tests.support.trl_training import LORA, PROMPT, fuses, parameters, seven
-
-
-def same_rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-    """The same eight completions, however many processes they are split over."""
-    tokenizer = tiny_tokenizer()
-    vocabulary = tokenizer.get_vocab()
-    made = []
-    for i in range(len(prompts)):
-        i += trainer.accelerator.process_index * len(prompts)
-        reasoning = [PHRASES[(i + k) % 4] for k in range(2 + i % 3)]
-        made.append([vocabulary[text] for text in [*reasoning, "#### 7" if i % 3 else "#### 5"]] + [1])
-    return {
-        "prompt_ids": [tokenizer(PROMPT)["input_ids"]] * len(made),
-        "completion_ids": made,
-        "logprobs": [[-1.0] * len(row) for row in made],
-    }
+from tests.support.trl_training import LORA, PROMPT, fuses, parameters, same_rollouts, seven
 
 
 def first_half(completions: list[Any], trainer_state: Any, **kwargs: object) -> list[float]:

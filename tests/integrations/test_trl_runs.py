@@ -17,9 +17,9 @@ from trl import GRPOTrainer  # noqa: E402
 
 from cfa_kernels.integrations.credit import Draws, weighed_text  # noqa: E402
 from tests.support.tiny import PHRASES, tiny_tokenizer  # noqa: E402
-from tests.support.trl_training import build, fuses, logged, parameters, record_generations, rollouts
+from tests.support.trl_training import build, fuses, logged, parameters, record_generations, rollouts  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 UNIFORM = CounterfactualConfig(mode="uniform")
 
 
@@ -102,7 +102,7 @@ def test_training_without_any_credit_warns_once_and_says_which_answers_are_read(
 
 @pytest.mark.parametrize("config", [CounterfactualConfig(), UNIFORM, CounterfactualConfig(mode="random")], ids=str)
 def test_where_there_is_credit_or_none_is_wanted_nothing_is_warned_of(train, config):
-    given = {"counterfactual": config} | ({} if config.mode == "counterfactual" else {"rollout_func": without_answers})
+    given = {"counterfactual": config} | ({} if config.control is None else {"rollout_func": without_answers})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(trainer=given)

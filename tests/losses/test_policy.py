@@ -261,6 +261,7 @@ def test_no_gradient_is_recorded_under_no_grad_and_upstream_gradients_scale_it()
     torch.testing.assert_close(thrice, 3 * once)
 
 
+@pytest.mark.traced
 @LEVEL
 def test_compiles_to_one_graph(importance_sampling_level):
     data = make(torch.float32)

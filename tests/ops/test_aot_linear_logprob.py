@@ -9,6 +9,8 @@ from cfa_kernels.ops.linear_logprob import MERGE_OPTIONS, launch_options
 from tests.support.aot import TARGETS, AotCase, compile_cases
 from tests.support.specialization import with_ones
 
+pytestmark = pytest.mark.slow
+
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 EVERY_FEATURE = ("bias", "softcap", "entropy")
 

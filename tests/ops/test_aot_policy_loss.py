@@ -10,6 +10,8 @@ from cfa_kernels.ops.policy_rows import launch_options
 from tests.support.aot import TARGETS, AotCase, compile_cases
 from tests.support.specialization import with_ones
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY, ODD_VOCABULARY = 151_936, 100_278
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FLAGS = (

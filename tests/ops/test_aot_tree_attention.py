@@ -9,6 +9,8 @@ from cfa_kernels.ops.tree_attention import launch_options
 from tests.support.aot import AotCase, compile_cases
 from tests.support.wgmma import overwritten_inputs
 
+pytestmark = pytest.mark.slow
+
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 STRIDES = [f"stride_{tensor}{axis}" for tensor in "qkvo" for axis in "th"]

@@ -11,6 +11,8 @@ from tests.support.aot import AotCase, compile_cases
 from tests.support.specialization import with_ones
 from tests.support.wgmma import overwritten_inputs
 
+pytestmark = pytest.mark.slow
+
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 STRIDES = [f"stride_{tensor}{axis}" for tensor in "qkvg" for axis in "th"]

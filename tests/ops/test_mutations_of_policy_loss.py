@@ -4,6 +4,8 @@ import pytest
 
 from tests.support import mutate_policy_loss as mutation
 
+pytestmark = pytest.mark.slow
+
 MUTANTS = mutation.mutants()
 SAMPLE = [mutant for mutant in MUTANTS[7::43] if mutant.key not in mutation.EQUIVALENT]
 

@@ -29,7 +29,7 @@ from tests.support.policy_problem import (
     start_of_names,
 )
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("poisoned_memory")]
 
 
 # The PyTorch form is the truth

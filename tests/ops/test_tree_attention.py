@@ -15,6 +15,8 @@ from cfa_kernels.ops.triton_math import LOG2E
 from cfa_kernels.packing.prefix_tree import PrefixTree
 from tests.support.budget import assert_within_budget
 
+pytestmark = pytest.mark.slow
+
 ragged_trees = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=1, max_size=6)
 spans = st.sampled_from([1, 3, 17, 2**40])
 options = st.builds(

@@ -23,6 +23,8 @@ from cfa_kernels.ops.tree_attention import tree_attention, tree_attention_backwa
 from tests.ops.test_tree_attention import build, options, qkv, realistic_rows, with_sinks
 from tests.support.budget import assert_within_budget
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("out", "q", "k", "v", "sinks")
 
 # Float32 tiles have 16 keys: cuts before, at and behind the edge of one, one-row segments, branches of branches.

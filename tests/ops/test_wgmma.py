@@ -4,6 +4,8 @@ import pytest
 
 from tests.support.wgmma import overwritten_inputs, parse, products_with_register_input
 
+pytestmark = pytest.mark.slow
+
 PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, R120, gdesc[UR8].tnspB, R24"
 LAST = f"{PRODUCT}, gsb0"
 OTHER = "HGMMA.64x64x16.F32.BF16 R88, gdesc[UR8], RZ, !UPT, gsb0"

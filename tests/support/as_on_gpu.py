@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from triton.runtime.interpreter import GridExecutor
 
-from cfa_kernels.losses import policy as losses
+from cfa_kernels.losses import policy
 
 linear_logprob, tree_attention = (
     import_module(f"cfa_kernels.ops.{name}") for name in ("linear_logprob", "tree_attention")
@@ -209,7 +209,7 @@ def install() -> None:
         linear_logprob: lambda of: linear_logprob._check(
             *(of[x] for x in ("hidden", "lm_head", "targets", "bias")), "triton"
         ),
-        losses: lambda of: losses.check_logits_dtype("", of["logits" if "logits" in of else "hidden"], "triton"),
+        policy: lambda of: policy.check_logits_dtype("", of["logits" if "logits" in of else "hidden"], "triton"),
     }
     for module, check in checks.items():
         module.resolve_backend = _checked(module, check)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.runtime import JITFunction, interpreter
 
-from cfa_kernels.hf import liger as fused_modules
+from cfa_kernels.hf import liger
 from cfa_kernels.ops.dispatch import interpreting
 from cfa_kernels.ops.triton_math import tanh
 
@@ -47,5 +47,5 @@ def liger_runs() -> Iterator[list[str]]:
             patch.setattr(interpreter, "_implicit_cvt", lambda x: _Number(x) if isinstance(x, float) else convert(x))
             patch.setattr(rms_norm, "rsqrt", rsqrt)
             patch.setattr(geglu, "tanh", tanh)
-        patch.setattr(fused_modules, "_on_gpu", lambda model: True)
+        patch.setattr(liger, "_on_gpu", lambda model: True)
         yield ran

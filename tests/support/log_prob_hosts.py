@@ -23,15 +23,20 @@ CREDIT = [
 
 IMPOSSIBLE = [
     ({"estimator": "gradient"}, "estimator='gradient': it needs the model"),
-    ({"outcome": "last"}, "outcome='last': it compares distributions"),
-    ({"outcome": "mean", "units": "tokens"}, "outcome='mean': it compares distributions"),
+    ({"estimator": "gradient", "sigma": 0.1}, "estimator='gradient': it needs the model"),
+    ({"outcome": "last"}, "outcome='last': it needs distributions"),
+    ({"outcome": "mean", "units": "tokens"}, "outcome='mean': it needs distributions"),
     ({"effect": "total"}, "effect='total': it needs the model"),
     ({"fill": "resampled"}, "fill='resampled': it needs the model"),
     ({"approximation": "knockout"}, "approximation='knockout': it needs the model"),
-    ({"preselect": 0.5, "cheap": "short_branches"}, "cheap='short_branches': it needs the model"),
-    ({"preselect": 0.5, "cheap": "gradient"}, "cheap='gradient': it needs the model"),
-    ({"estimator": "external"}, "estimator='external': nobody hands its numbers in"),
-    ({"estimator": "ktae", "mode": "random", "outcome": None}, None),
+    ({"preselect": 0.5, "cheap": "short_branches"}, "preselect_by='short_branches': it needs the model"),
+    ({"preselect": 0.5, "cheap": "gradient"}, "preselect_by='gradient': it needs the model"),
+    (
+        {"approximation": "knockout", "preselect": 0.5, "cheap": "gradient"},
+        "approximation='knockout' and preselect_by='gradient': each needs the model",
+    ),
+    ({"estimator": "external"}, "estimator='external': it needs importances that the caller hands in"),
+    ({"estimator": "ktae", "mode": "random"}, None),
     ({"estimator": "gradient", "mode": "random"}, None),
     ({"estimator": "external", "mode": "uniform"}, None),
 ]

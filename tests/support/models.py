@@ -1,8 +1,12 @@
 """Small language models of many architectures, ragged batches, and scores by one plain forward per span."""
 
+from dataclasses import replace
+
 import torch
 import transformers
 
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.scoring.batch import ScoredBatch
 from cfa_kernels.span import Span
 from tests.support.as_on_gpu import DEVICE
 
@@ -39,6 +43,48 @@ ARCHITECTURES = {
     "Qwen3Moe": {"head_dim": 16, **MOE},
 }
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 32,
+}
+MASKED = {
+    "Qwen2Moe": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3, **MOE},
+    "Phimoe": {"sliding_window": 9, "num_local_experts": 4},
+    "Llama4Text": {
+        "head_dim": 16, "attention_chunk_size": 8, "num_hidden_layers": 4, "num_local_experts": 2,
+        "intermediate_size_mlp": 64,
+    },
+    "Exaone4": {"head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 2},
+}  # fmt: skip
+MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+OTHERS = {
+    "StableLm": {"hidden_size": 64},
+    "Nemotron": {},
+    "GptOss": {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 9},
+    "DeepseekV3": {
+        **MLA, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    },
+    "MiniCPM3": {**MLA, "num_key_value_heads": 4, "dim_model_base": 16},
+    "HyperCLOVAX": {"logits_scaling": 1.5, "head_dim": 16},
+}  # fmt: skip
+DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "num_hidden_layers": 4, "head_dim": 16,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+HYBRIDS = {
+    "Qwen3Next": {**DELTA, **MOE, "shared_expert_intermediate_size": 16},
+    "Qwen3_5Text": DELTA,
+    "Mamba2": {"state_size": 8, "head_dim": 16, "num_heads": 8, "n_groups": 1, "chunk_size": 8},
+    "Bamba": {"attn_layer_indices": [1], **MAMBA},
+    "FalconH1": {"mamba_d_ssm": 128, "lm_head_multiplier": 0.3, "head_dim": 16, "num_hidden_layers": 2, **MAMBA},
+    "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+}
+
 
 def make_model(name: str, **changes):
     config = getattr(transformers, f"{name}Config")(**{**SHAPE, **ARCHITECTURES.get(name, {}), **changes})
@@ -73,6 +119,19 @@ def batch():
         [Span(1, 4), Span(0, 15)],
     ]
     return prompts, completions, spans, answers
+
+
+def batch_of(
+    model, prompts, completions, units=None, answers=None, *, placeholder_id=PLACEHOLDER, token_budget=None, fills=None,
+    **known,
+):  # fmt: skip
+    """The rows as estimators take them, in packing order; what else is `known` of each is in the caller's order."""
+    found = ScoredBatch.of(
+        causal_lm(model), prompts, completions, units, answers, placeholder_id=placeholder_id,
+        token_budget=token_budget, fills=fills,
+    )  # fmt: skip
+    ordered = {name: [x[b] for b in found.numbers] if isinstance(x, list) else x for name, x in known.items()}
+    return replace(found, **ordered)
 
 
 def naive(model, prompt, completion, answer, span=None, shift=0):

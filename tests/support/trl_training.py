@@ -97,6 +97,22 @@ def rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     }
 
 
+def same_rollouts(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """The same eight completions, however many processes they are split over."""
+    tokenizer = tiny_tokenizer()
+    vocabulary = tokenizer.get_vocab()
+    made = []
+    for i in range(len(prompts)):
+        i += trainer.accelerator.process_index * len(prompts)
+        reasoning = [PHRASES[(i + k) % 4] for k in range(2 + i % 3)]
+        made.append([vocabulary[text] for text in [*reasoning, "#### 7" if i % 3 else "#### 5"]] + [1])
+    return {
+        "prompt_ids": [tokenizer(PROMPT)["input_ids"]] * len(made),
+        "completion_ids": made,
+        "logprobs": [[-1.0] * len(row) for row in made],
+    }
+
+
 class SampledElsewhere:
     """In place of vLLM: completions, and log-probs of another policy than the trainer's."""
 

@@ -1,4 +1,4 @@
-"""Exits of two processes that trained with credit; by hand `python -m tests.integrations.two_process_exits 30 credit`.
+"""Exits of two processes that trained with credit; by hand `python -m tests.support.two_process_exits 30 credit`.
 
 The interpreter's end is part of what is watched: the process group of gloo is taken down there, and its threads may
 need the interpreter meanwhile. So processes are forked from one that has imported everything, and end as scripts do.
@@ -20,9 +20,8 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
-from tests.integrations.test_trl_processes import same_rollouts
 from tests.support.tiny import tiny_model, tiny_tokenizer
-from tests.support.trl_training import PROMPT, seven
+from tests.support.trl_training import PROMPT, same_rollouts, seven
 
 KINDS: dict[str, tuple[type, dict[str, Any]]] = {
     "stock": (GRPOTrainer, {}),

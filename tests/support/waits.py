@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cfa_kernels.hf import liger as fused_modules
+from cfa_kernels.hf import liger
 from cfa_kernels.ops.attention_options import AttentionRule
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention_reference
@@ -33,7 +33,7 @@ _WAIT_ALWAYS = {
 }  # fmt: skip
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _CPU_FORMS = {"row_softmax.py"}  # on a GPU a kernel runs in its place
-_REPOSITORY = Path(__file__).resolve().parent.parent
+_REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class OnDevice(torch.Tensor):
@@ -205,7 +205,7 @@ def a_device() -> Iterator[Waits]:
         patch.setattr(torch, "tensor", _tensor(torch.tensor))
         # Gradients are grouped by what C++ takes their device for.
         patch.setattr(clip_grad, "_group_tensors_by_device_and_dtype", lambda lists: {(DEVICE, None): (lists, None)})
-        patch.setattr(fused_modules, "_apply_liger", lambda model: None)  # its kernels need a real one
+        patch.setattr(liger, "_apply_liger", lambda model: None)  # its kernels need a real one
         waits = Waits()
         patch.setattr(Waits, "current", waits, raising=False)
         with waits:

@@ -10,9 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from cfa_kernels.text import offsets as offsets_module
 from cfa_kernels.text.find import detect_spans
-from cfa_kernels.text.offsets import token_offsets
+from cfa_kernels.text.offsets import _BYTE_OF, _incremental_offsets, _vocabulary, token_offsets
 from tests.support.small_tokenizers import (
     CORPUS,
     FAST,
@@ -66,12 +65,12 @@ def test_offsets_are_those_of_decoding_every_prefix(name: str, data: st.DataObje
 @given(data=st.data())
 def test_offsets_from_bytes_equal_incremental_decoding(name: str, data: st.DataObject) -> None:
     tokenizer = get_tokenizer(name)
-    vocabulary = offsets_module._vocabulary(tokenizer)
+    vocabulary = _vocabulary(tokenizer)
     assert vocabulary.style == ("byte_level" if "level" in name else "byte_fallback")
     ids = data.draw(completions(name))
     assume("<0xEF><0xBF><0xBD>" not in "".join(tokenizer.convert_ids_to_tokens(ids)))  # as above
     fast = vocabulary.offsets(ids, tokenizer)
-    slow = offsets_module._incremental_offsets(ids, vocabulary.special, lambda part: vocabulary.decode(part, tokenizer))
+    slow = _incremental_offsets(ids, vocabulary.special, lambda part: vocabulary.decode(part, tokenizer))
     assert fast.text == slow.text
     np.testing.assert_array_equal(fast.starts, slow.starts)
     np.testing.assert_array_equal(fast.ends, slow.ends)
@@ -97,7 +96,7 @@ def test_every_character_is_held_by_a_token_and_offsets_never_go_back(name: str,
 def test_tokens_that_share_a_multi_byte_character_all_hold_it(name: str, text: str) -> None:
     tokenizer = get_tokenizer(name)
     # One token per byte, whatever merges exist.
-    byte_names = {byte: character for character, byte in offsets_module._BYTE_OF.items()}
+    byte_names = {byte: character for character, byte in _BYTE_OF.items()}
     tokens = [byte_names[b] if "level" in name else f"<0x{b:02X}>" for b in text.encode()]
     offsets = token_offsets(tokenizer.convert_tokens_to_ids(tokens), tokenizer)
     characters = [n for n, character in enumerate(text) for _ in character.encode()]
@@ -108,7 +107,7 @@ def test_tokens_that_share_a_multi_byte_character_all_hold_it(name: str, text: s
 
 def test_an_unreadable_character_belongs_to_the_token_that_begins_it() -> None:
     tokenizer = get_tokenizer("byte-level, merged digits")
-    byte_names = {byte: character for character, byte in offsets_module._BYTE_OF.items()}
+    byte_names = {byte: character for character, byte in _BYTE_OF.items()}
     ids = tokenizer.convert_tokens_to_ids([byte_names[b] for b in b"a\xe4\xb8b\xff"])
     offsets = token_offsets(ids, tokenizer)
     assert offsets.text == "a\ufffdb\ufffd"
@@ -145,7 +144,7 @@ def test_what_is_no_utf_8_is_read_without_decoding_each_prefix(
     name: str, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = get_tokenizer(name)
-    byte_names = {byte: character for character, byte in offsets_module._BYTE_OF.items()}
+    byte_names = {byte: character for character, byte in _BYTE_OF.items()}
     tokens = [byte_names[b] if "level" in name else f"<0x{b:02X}>" for b in data]
     ids = (tokenizer.convert_tokens_to_ids(tokens) * 20_000)[:20_000]
     expected = offsets_by_decoding_every_prefix(ids[:20], tokenizer)[0]

@@ -115,7 +115,7 @@ def test_an_escape_that_python_warns_of_is_nobodys_warning() -> None:
         assert units(fenced("x = '\\d'\nif 1 is 1or 2: y")) == (["x = '\\d'", "if 1 is 1or 2:", "y"], [])
 
 
-@pytest.mark.parametrize("module", ["code_text", "spans", "proof"])
+@pytest.mark.parametrize("module", ["text/python_code", "text/find", "hf/verify"])
 def test_every_letter_and_digit_of_a_real_program_is_in_one_unit(module: str) -> None:
     code = (Path(cfa_kernels.__file__).parent / f"{module}.py").read_text(encoding="utf-8")
     statements, remarks = ranked_python_intervals(fenced(code))
@@ -130,7 +130,7 @@ def test_every_letter_and_digit_of_a_real_program_is_in_one_unit(module: str) ->
 
 @pytest.mark.parametrize("change", [lambda line: line + "\r", lambda line: "   " + line if line else line])
 def test_a_real_program_has_the_same_units_with_other_line_ends_and_indented_as_a_whole(change: object) -> None:
-    code = (Path(cfa_kernels.__file__).parent / "code_text.py").read_text(encoding="utf-8")
+    code = (Path(cfa_kernels.__file__).parent / "text" / "python_code.py").read_text(encoding="utf-8")
     changed = "\n".join(map(change, code.split("\n")))
     for found, expected in zip(units(fenced(changed)), units(fenced(code)), strict=True):
         assert ["".join(unit.split()) for unit in found] == ["".join(unit.split()) for unit in expected]

@@ -9,6 +9,8 @@ from trainer.cli import parse, preset_names
 from trainer.config import PRESETS, TrainConfig
 from trainer.step import update
 
+pytestmark = pytest.mark.slow
+
 REWARDS = torch.tensor([1.0, 0, 0, 0, 0, 1, 0, 0] + [0.0] * 8 + [1.0] * 8 + [1.0, 1, 1, 0, 1, 1, 1, 1])
 
 

@@ -20,6 +20,8 @@ from trainer.rewards import group_advantages
 from trainer.run import train
 from trainer.step import problem_batches, training_step, update
 
+pytestmark = pytest.mark.slow
+
 
 def gradient_after(trainer, rollouts, advantages, weights) -> torch.Tensor:
     """The gradient that `update` leaves behind, before clipping, as one vector."""

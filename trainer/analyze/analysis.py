@@ -1,6 +1,6 @@
-"""`python -m trainer.analyze RUN_OR_FILE`: what credit found, in tables, figures and a page of shaded completions.
+"""Write what credit found as tables, figures and a page of shaded completions: `python -m trainer.analyze RUN_OR_FILE`.
 
-Where it stands: after a run, beside it; reads what `trainer.report` wrote, or any file of its form (`trainer.samples`).
+It reads what `trainer.report` wrote, or any file of that form (`samples.py`).
 """
 
 import argparse
@@ -14,9 +14,9 @@ import yaml
 
 from trainer.analyze.page import page_of
 from trainer.analyze.plots import draw_analysis
+from trainer.analyze.samples import Sample, read_samples
 from trainer.analyze.tables import Cell, Table, analyse
 from trainer.config import TrainConfig
-from trainer.report.samples import Sample, read_samples
 
 DESCRIPTION = """Analyse the credit of logged completions: how much masked spans matter, which contents do, where weight
 and gradient gather. RUN_OR_FILE is a folder that the training program wrote (log more with --log_completions) or a file
@@ -149,7 +149,3 @@ def _cell(value: Cell) -> str:
     text = " ".join("".join(character if character.isprintable() else " " for character in value).split())
     text = text if len(text) <= 100 else f"{text[:99]}…"
     return text.translate(_MARKDOWN)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

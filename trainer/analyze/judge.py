@@ -1,7 +1,6 @@
-"""`python -m trainer.judge OUT.jsonl`: the same completions judged by several estimators, for `trainer.analyze`.
+"""Judge the same completions by several estimators, for `trainer.analyze`: `python -m trainer.judge OUT.jsonl`.
 
-Where it stands: beside a run. It samples groups as a training step does and asks every estimator about them; nothing is
-trained.
+Groups are sampled as a training step samples them, and every estimator is asked about them; nothing is trained.
 """
 
 import argparse
@@ -16,16 +15,17 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from cfa_kernels import Credit
+from cfa_kernels import CounterfactualConfig, Credit
+from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.scoring.training_forward import PackedForward, packed_forward
 from trainer.cli import parse, preset_names
 from trainer.config import PRESETS, TrainConfig
-from trainer.microbatch import MicroBatch, assign_credit, micro_batches, rollouts_on_host
-from trainer.rewards import compute_rewards, group_advantages
-from trainer.rollouts.sampling import Rollouts, generate
+from trainer.microbatch import assign_credit, micro_batches, rollouts_on_host
+from trainer.rewards import group_advantages
 from trainer.run import set_up
-from trainer.step import Trainer
+from trainer.state import Trainer
+from trainer.step import draw, rewarded
 
 DESCRIPTION = """Sample groups of completions from a model and let several estimators judge them. What is written is
 read by python -m trainer.analyze, whose page shades the tokens by each of them. Further flags are those of
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def judge(trainer: Trainer, problems: int, presets: Sequence[str], flags: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Completions of the first `problems` training problems, as `trainer.samples` reads them.
+    """Sample completions of the first `problems` training problems and judge them, as `read_samples` reads them.
 
     Args:
         trainer: set up; its policy is not changed.
@@ -78,8 +78,15 @@ def judge(trainer: Trainer, problems: int, presets: Sequence[str], flags: Sequen
     config = trainer.config
     if problems > len(trainer.rows):
         raise ValueError(f"problems must be at most the {len(trainer.rows)} there are, got {problems}")
-    rollouts, rewards, advantages = _sampled(trainer, problems)
-    parts = micro_batches(config, rollouts, rollouts.completion_mask, advantages, trainer.policy, None, rewards)
+    keys = [(config.seed, 0, i, g) for i in range(problems) for g in range(config.num_generations)]
+    batch = rewarded(trainer, keys, draw(trainer, keys))
+    rollouts, rewards = rollouts_on_host(batch.rollouts), batch.rewards
+    advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
+    settings = {
+        name: parse(TrainConfig, ["--config", str(PRESETS / f"{name}.yaml"), *flags], prog="", description="")
+        for name in presets
+    }
+    parts = micro_batches(config, rollouts, rollouts.completion_mask, advantages, trainer.policy)
     if not parts:
         raise ValueError(f"problems: in none of {problems} groups do rewards differ, so nothing has an advantage")
     samples: dict[int, dict[str, Any]] = {}
@@ -101,19 +108,18 @@ def judge(trainer: Trainer, problems: int, presets: Sequence[str], flags: Sequen
                 "gradient_norms": _rounded(norms[i]),
                 "estimators": {},
             }
-        for name in presets:
-            settings = parse(TrainConfig, ["--config", str(PRESETS / f"{name}.yaml"), *flags], prog="", description="")
+        for name, setting in settings.items():
             credit = assign_credit(
-                micro, trainer.policy, forward, rollouts, rollouts.completion_mask, settings,
+                micro, forward, rollouts, rollouts.completion_mask, setting, rewards=rewards,
                 tokenizer=trainer.tokenizer, generator=torch.Generator().manual_seed(config.seed),
             )  # fmt: skip
             for i, b in enumerate(micro.rows.tolist()):
-                _add(samples[b], name, credit, i, micro, masks=settings.masks_answers and settings.units != "tokens")
+                _add(samples[b], name, credit, i, masks=_masks_spans(setting.counterfactual()))
     return [samples[b] for b in sorted(samples)]
 
 
 def gradient_norms(forward: PackedForward, temperature: float) -> list[Tensor]:
-    """Norm of each token's log-prob gradient at the hidden state that predicts it: b tensors (t,) fp32."""
+    """Compute the norm of each token's log-prob gradient at the hidden state that predicts it: b tensors (t,) fp32."""
     head = dataclasses.replace(forward.head, weight=forward.head.weight.detach().float())
     norms = []
     for state, (_, completion) in zip(forward.states(), forward.rows, strict=True):
@@ -124,22 +130,14 @@ def gradient_norms(forward: PackedForward, temperature: float) -> list[Tensor]:
     return norms
 
 
-def _sampled(trainer: Trainer, problems: int) -> tuple[Rollouts, Tensor, Tensor]:
-    config = trainer.config
-    pairs = [(i, g) for i in range(problems) for g in range(config.num_generations)]
-    rollouts = generate(
-        trainer.policy, trainer.tokenizer, [trainer.prompts[i] for i, _ in pairs],
-        max_completion_length=config.max_completion_length, keys=[(config.seed, 0, i, g) for i, g in pairs],
-        temperature=config.temperature, top_p=config.top_p,
-    )  # fmt: skip
-    rows = [trainer.rows[i] for i, _ in pairs]
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    rewards, _ = compute_rewards(trainer.rewards, columns["question"], rollouts.texts, rollouts.ids(), columns)
-    advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
-    return rollouts_on_host(rollouts), rewards, advantages
+def _masks_spans(config: CounterfactualConfig) -> bool:
+    """Whether drops are those of spans that were masked exactly, each by itself."""
+    estimator = config.estimator
+    exact = isinstance(estimator, Masking) and estimator.effect == "direct" and estimator.preselect == 1
+    return exact and config.continues and config.units == "spans"
 
 
-def _add(sample: dict[str, Any], name: str, credit: Credit, i: int, micro: MicroBatch, *, masks: bool) -> None:
+def _add(sample: dict[str, Any], name: str, credit: Credit, i: int, *, masks: bool) -> None:
     length = len(sample["tokens"])
     if credit.advantages is not None:
         sample["estimators"][name] = {"advantages": _rounded(credit.advantages[i, :length])}
@@ -156,7 +154,3 @@ def _add(sample: dict[str, Any], name: str, credit: Credit, i: int, micro: Micro
 
 def _rounded(values: Tensor) -> list[float]:
     return [round(value, 4) for value in values.tolist()]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
-"""One page of HTML on which completions are shaded by the credit of their tokens, an estimator beside the other.
+"""Write one page of HTML on which completions are shaded by the credit of their tokens, estimators side by side.
 
-Where it stands: written by `trainer.analyze` from the samples of `trainer.samples`. The page needs nothing but itself:
+The page needs nothing but itself:
 its style and its few lines of script stand in it, and it forbids itself to load anything. Every text is escaped, and
 what does not print is shown as a sign.
 """
@@ -8,8 +8,8 @@ what does not print is shown as a sign.
 import html
 from collections.abc import Sequence
 
-from cfa_kernels.fidelity import ess_ratio, top_mass
-from trainer.report.samples import KINDS, Sample
+from trainer.analyze.samples import KINDS, Sample
+from trainer.analyze.statistics import ess_ratio, top_mass
 
 _STEPS = 8
 """Shades above and below the neutral value."""

@@ -1,7 +1,4 @@
-"""The figure of an analysis: its tables at a glance.
-
-Where it stands: drawn once by `trainer.analyze`.
-"""
+"""Draw the figure of an analysis: its tables at a glance."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,6 +1,6 @@
-r"""What credit finds, in tables: drops of masked spans by content, place, length and correctness; where weight gathers.
+r"""Tabulate drops of masked spans by content, place, length and correctness, and where weight gathers.
 
-Where it stands: computed by `trainer.analyze` from the samples of `trainer.samples`. Drops are negative for spans that
+Drops are negative for spans that
 matter, and in nats unless the file names another unit. The tables follow section 4.3 of "Beyond Uniform Credit" (its
 Tables 4 to 6), with classes cut at quantiles, because the paper's cuts are in units of its own, and the metrics of
 "Outcome-Grounded Advantage Reshaping".
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cfa_kernels.fidelity import bootstrap_interval, ess_ratio, spearman, top_mass
 from cfa_kernels.solution_text import ranked_math_intervals
-from trainer.report.samples import MaskedSpan, Sample, TokenCredit
+from trainer.analyze.samples import MaskedSpan, Sample, TokenCredit
+from trainer.analyze.statistics import bootstrap_interval, ess_ratio, spearman, top_mass
 
 Cell = str | int | float | None
 

@@ -1,7 +1,6 @@
-"""Compare and correct, after IBPO: the policy rewrites its wrong completions beside correct siblings.
+"""Let the policy rewrite its wrong completions beside correct siblings, after IBPO.
 
-Where it stands: in a training step between rewards and advantages, when `compare_and_correct` is set. What comes out
-shapes the rewards before they are compared within groups, and says which tokens credit may fall on.
+The rewards are shaped before they are compared within groups, and credit falls only on tokens that corrections edit.
 
 This is our reading of IBPO (arXiv 2605.16302), of which the abstract and public notes are known, no code:
 
@@ -15,46 +14,23 @@ The notes do not say what a correction that is wrong itself does to m. By defaul
 its wrong attempt edits no token, and an empty m would spare the attempt every gradient (`correction_credit`).
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels import Credit
-from cfa_kernels.credit.weights import normalized_weights
 from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.estimators.siblings import correct_siblings
 from cfa_kernels.hf.model import causal_lm, context_length
 from trainer.config import TrainConfig
-from trainer.data import Row, encode_prompt, longest_prompt
-from trainer.microbatch import MicroBatch
+from trainer.data import encode_prompt, longest_prompt
 from trainer.rewards import Reward, compute_rewards
-from trainer.rollouts.sampling import Rollouts, generate
+from trainer.rollouts import generate
+from trainer.state import Batch, Shaped, Trainer
 
 _STREAM = 1  # at the end of a sample's key: its correction draws numbers of its own
-
-
-@dataclass(frozen=True)
-class Corrections:
-    """What was corrected among B completions of T tokens at most.
-
-    Attributes:
-        rewards: (B,) fp32, shaped.
-        edits: (B, T) fp32 on the completions' device: 0 on tokens that get no credit, 1 on all others.
-        texts: of each corrected sample, what the policy made of it.
-        right: of each corrected sample, whether that is correct.
-        metrics: `corrections/*`.
-    """
-
-    rewards: Tensor
-    edits: Tensor
-    texts: dict[int, str]
-    right: dict[int, bool]
-    metrics: dict[str, float]
 
 
 def compare_and_correct(
@@ -62,11 +38,8 @@ def compare_and_correct(
     tokenizer: PreTrainedTokenizerBase,
     functions: dict[str, Reward],
     config: TrainConfig,
-    rollouts: Rollouts,
-    rewards: Tensor,
-    columns: Mapping[str, Sequence[Any]],
-    keys: Sequence[Sequence[int]],
-) -> Corrections:
+    batch: Batch,
+) -> Shaped:
     """Let the policy correct the wrong completions of groups that hold a correct one, in one batch.
 
     A completion is correct if its reward is at least `correct_threshold`. Left as they are: completions that the loss
@@ -77,18 +50,20 @@ def compare_and_correct(
         policy, tokenizer: as in `generate`.
         functions: what says how good a correction is, as it did for the completions.
         config: the run's settings.
-        rollouts: B completions, groups side by side.
-        rewards: (B,) theirs.
-        columns: B values of each column of the data, `question` among them.
-        keys: of each sample the integers it was drawn with.
+        batch: B completions, of which what is wrong is corrected.
+
+    Returns:
+        The shaped rewards and the edits; `corrections/*` as metrics; of each corrected
+        sample a note `correction` with the text and whether it is `right`.
 
     Raises:
         FloatingPointError: logits of the policy or rewards of corrections are not finite; the message names them.
         ValueError: a reward function gave something else than rewards.
     """
+    rollouts, columns = batch.rollouts, batch.columns
     ids = [torch.tensor(row, dtype=torch.int64) for row in rollouts.ids()]
     groups = torch.arange(len(ids)) // config.num_generations
-    siblings = correct_siblings(ids, groups, rewards >= config.correct_threshold)
+    siblings = correct_siblings(ids, groups, batch.rewards >= config.correct_threshold)
     left_out = rollouts.truncated.tolist() if config.mask_truncated_completions else [False] * len(ids)
     prompts = {
         b: correction_prompt(
@@ -104,49 +79,45 @@ def compare_and_correct(
     limit = longest_prompt(config, context_length(causal_lm(policy)))
     fitting = [b for b, prompt in prompts.items() if limit is None or len(prompt) <= limit]
 
-    shaped, edits = rewards.clone(), torch.ones(rollouts.completion_ids.shape)
+    shaped, edits = batch.rewards.clone(), torch.ones(rollouts.completion_ids.shape)
     metrics = {
         "corrections/fraction": len(fitting) / len(ids),
         "corrections/too_long": float(len(prompts) - len(fitting)),
         "corrections/tokens": 0.0,
     }
-    if not fitting:
-        return Corrections(shaped, edits.to(rollouts.completion_ids.device), {}, {}, metrics)
-    corrected = generate(
-        policy,
-        tokenizer,
-        [prompts[b] for b in fitting],
-        max_completion_length=config.max_completion_length,
-        keys=[(*keys[b], _STREAM) for b in fitting],
-        temperature=config.temperature,
-        top_p=config.top_p,
-        names=[f"the correction of sample {b}" for b in fitting],
-    )
-    corrected_ids = corrected.ids()
-    right = _are_right(functions, config, columns, fitting, corrected.texts, corrected_ids)
-    gated = []
-    for b, is_right, row in zip(fitting, right, corrected_ids, strict=True):
-        if is_right:
-            shaped[b] += config.correction_reward * config.correction_score
-        if is_right or config.correction_credit == "all":
-            gated.append(b)
-            edits[b, : len(ids[b])] = edited_tokens(ids[b], torch.tensor(row, dtype=torch.int64))
-    metrics |= {
-        "corrections/tokens": float(corrected.prompt_mask.sum() + corrected.completion_mask.sum()),
-        "corrections/right_fraction": sum(right) / len(right),
-        "corrections/clipped_ratio": corrected.truncated.float().mean().item(),
-    }
-    if gated:
-        metrics["corrections/edited_fraction"] = sum(float(edits[b, : len(ids[b])].sum()) for b in gated) / sum(
-            len(ids[b]) for b in gated
+    notes: dict[int, dict[str, Any]] = {}
+    if fitting:
+        corrected = generate(
+            policy,
+            tokenizer,
+            [prompts[b] for b in fitting],
+            max_completion_length=config.max_completion_length,
+            keys=[(*batch.keys[b], _STREAM) for b in fitting],
+            temperature=config.temperature,
+            top_p=config.top_p,
+            names=[f"the correction of sample {b}" for b in fitting],
         )
-    return Corrections(
-        shaped,
-        edits.to(rollouts.completion_ids.device),
-        dict(zip(fitting, corrected.texts, strict=True)),
-        dict(zip(fitting, right, strict=True)),
-        metrics,
-    )
+        corrected_ids = corrected.ids()
+        right = _are_right(functions, config, columns, fitting, corrected.texts, corrected_ids)
+        gated = []
+        for b, is_right, row in zip(fitting, right, corrected_ids, strict=True):
+            if is_right:
+                shaped[b] += config.correction_reward * config.correction_score
+            if is_right or config.correction_credit == "all":
+                gated.append(b)
+                edits[b, : len(ids[b])] = edited_tokens(ids[b], torch.tensor(row, dtype=torch.int64))
+        metrics |= {
+            "corrections/tokens": float(corrected.prompt_mask.sum() + corrected.completion_mask.sum()),
+            "corrections/right_fraction": sum(right) / len(right),
+            "corrections/clipped_ratio": corrected.truncated.float().mean().item(),
+        }
+        if gated:
+            metrics["corrections/edited_fraction"] = sum(float(edits[b, : len(ids[b])].sum()) for b in gated) / sum(
+                len(ids[b]) for b in gated
+            )
+        for b, text, is_right in zip(fitting, corrected.texts, right, strict=True):
+            notes[b] = {"correction": {"completion": text, "right": is_right}}
+    return Shaped(shaped, edits.to(rollouts.completion_ids.device), metrics, notes)
 
 
 def correction_prompt(
@@ -157,38 +128,18 @@ def correction_prompt(
     return encode_prompt(asked, tokenizer, instruction=config.instruction, enable_thinking=config.enable_thinking)
 
 
-def require_room(
-    rows: Sequence[Row],
-    prompts: Sequence[Sequence[int]],
-    tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
-    context: int | None,
-) -> None:
+def require_fitting_prompt(trainer: Trainer) -> None:
     """Raise `ValueError` if not even an empty attempt at the shortest problem could be corrected within the limits."""
+    config, context = trainer.config, context_length(causal_lm(trainer.policy))
     limit = longest_prompt(config, context)
-    shortest = min(range(len(rows)), key=lambda i: len(prompts[i]))
-    least = len(correction_prompt(rows[shortest]["question"], "", [], tokenizer, config))
+    shortest = min(range(len(trainer.rows)), key=lambda i: len(trainer.prompts[i]))
+    least = len(correction_prompt(trainer.rows[shortest]["question"], "", [], trainer.tokenizer, config))
     if limit is not None and least > limit:
         raise ValueError(
             f"compare_and_correct: a prompt for correction has at least {least} tokens before attempt and references, "
             f"and only {limit} fit (max_prompt_length {config.max_prompt_length}; context {context} less "
             f"max_completion_length {config.max_completion_length})"
         )
-
-
-def keep_edited(micro: MicroBatch, credit: Credit, edits: Tensor, config: TrainConfig) -> Credit:
-    """Credit of a micro-batch on edited tokens alone, (B, T) `edits` times its weights; sets the weights too.
-
-    What is left of a completion is rescaled as `normalize_weights` says; where nothing is left it stays without credit.
-    """
-    gate = edits[micro.rows.to(edits.device)].to(credit.weights)  # (b, T)
-    kept = dataclasses.replace(credit, weights=credit.weights * gate)
-    for line, edited, ids in zip(kept.weights, gate, micro.completions, strict=True):
-        own = line[: len(ids)]
-        if not edited.all() and own.any():
-            own.copy_(normalized_weights(own, config.counterfactual().normalize))
-    micro.weights = [row[: len(ids)] for row, ids in zip(kept.weights, micro.completions, strict=True)]
-    return kept
 
 
 def _are_right(

@@ -1,7 +1,4 @@
-"""The run folder's `curves.png`.
-
-Where it stands: drawn once by the report when a run ends.
-"""
+"""Draw the run folder's `curves.png`."""
 
 from pathlib import Path
 

@@ -1,17 +1,14 @@
-"""What a training step did, in figures under TRL's names where TRL has one.
-
-Where it stands: computed by the training step, written by the report.
-"""
+"""Measure what a training step did, in figures under TRL's names where TRL has one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cfa_kernels import Credit
-from trainer.experimental.compare_and_correct import Corrections
-from trainer.rollouts.sampling import Rollouts
+from trainer.rollouts import Rollouts
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class Step:
     rewards: Tensor  # (B,)
     advantages: Tensor  # (B,)
     credit: Credit
-    corrections: Corrections | None = None
+    notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # by sample, what is logged with it
 
 
 class Averages:
@@ -53,7 +50,7 @@ class Averages:
 def reward_metrics(
     rewards: Tensor, by_function: Mapping[str, list[float | None]], num_generations: int
 ) -> dict[str, float]:
-    """Of (B,) rewards with groups side by side: mean, spread within groups, share of groups without any."""
+    """Summarize (B,) rewards with groups side by side: mean, spread within groups, share of groups without any."""
     groups = rewards.view(-1, num_generations)
     metrics = {
         "reward": rewards.mean().item(),
@@ -69,7 +66,7 @@ def reward_metrics(
 
 
 def length_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Tokens per completion, and the share cut off at the limit."""
+    """Summarize tokens per completion, and the share cut off at the limit."""
     lengths = rollouts.completion_mask.sum(1).float()
     return {
         "completions/mean_length": lengths.mean().item(),

@@ -1,6 +1,6 @@
-"""What a run shows and leaves behind: progress on the console, and the run folder's files.
+"""Show a run's progress on the console and write the run folder's files.
 
-Where it stands: fed by the training loop, feeds nothing back. The folder holds `config.yaml`,
+The folder holds `config.yaml`,
 `metrics.jsonl` (one object per step), `completions.jsonl` (samples with their tokens and weights),
 `curves.png` and `summary.json`.
 """
@@ -23,6 +23,7 @@ from rich.text import Text
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from cfa_kernels.estimators.masking import Masking
 from trainer.cli import to_yaml
 from trainer.config import TrainConfig
 from trainer.evaluate import Evaluation
@@ -157,9 +158,7 @@ class Report:
         """Write some samples, those with spans first: what was masked, what it did, what each token weighs."""
         order = sorted(range(len(result.problems)), key=lambda b: -bool(result.credit.spans[b]))
         for b in order[: self._config.log_completions]:
-            entry = {"step": step, **self._sample(result, b)}
-            if result.corrections is not None and b in result.corrections.texts:
-                entry["correction"] = {"completion": result.corrections.texts[b], "right": result.corrections.right[b]}
+            entry = {"step": step, **self._sample(result, b), **result.notes.get(b, {})}
             self._completions_file.write(json.dumps(entry) + "\n")
         self._completions_file.flush()
 
@@ -167,9 +166,9 @@ class Report:
         ids, credit, config = result.rollouts.ids()[b], result.credit, self._config
         answer = credit.answers[b]
         name = {"counterfactual": config.estimator, "inverted": f"{config.estimator}, inverted"}.get(config.credit)
-        unit = f"importance by {config.estimator}"
-        if config.estimator == "masking" and config.outcome in ("auto", "logprob", "mean_logprob"):
-            unit = "nats" if config.effect == "direct" else "total effect in nats"
+        unit, estimator = f"importance by {config.estimator}", config.counterfactual().estimator
+        if isinstance(estimator, Masking) and estimator.outcome in ("logprob", "mean_logprob"):
+            unit = "nats" if estimator.effect == "direct" else "total effect in nats"
         signed: dict[str, Any] = {}
         if credit.advantages is not None:
             added = [round(value, 4) for value in credit.advantages[b, : len(ids)].tolist()]

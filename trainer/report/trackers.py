@@ -1,16 +1,13 @@
-"""Optional logging back-ends, each by its own library, imported only when asked for.
-
-Where it stands: beside the run folder's `metrics.jsonl`, which is always written.
-"""
+"""Log to optional back-ends, each by its own library, imported only when asked for."""
 
 import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Log = Callable[[dict[str, float], int], None]
+from trainer.config import TRACKERS
 
-TRACKERS = ("tensorboard", "wandb", "trackio")
+Log = Callable[[dict[str, float], int], None]
 
 
 def open_tracker(name: str, folder: Path, settings: dict[str, Any]) -> tuple[Log, Callable[[], None]]:

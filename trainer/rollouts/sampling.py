@@ -1,7 +1,7 @@
 """Sample completions with transformers' `generate`, every draw keyed by run seed, step, problem and sample.
 
-Where it stands: the first stop of a training step, and the whole of greedy evaluation. A keyed draw does not
-depend on what else is in the batch nor on what was drawn before, so a run repeats exactly from its seed.
+A keyed draw does not depend on what else is in the batch nor on what was drawn before, so a run repeats exactly from its
+seed.
 """
 
 from collections.abc import Sequence

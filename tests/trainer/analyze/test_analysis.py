@@ -12,8 +12,10 @@ import pytest
 from tests.support.embedded import EVERY_OTHER, run
 from trainer.analyze.analysis import main, write_analysis
 from trainer.analyze.page import page_of
+from trainer.analyze.samples import Sample, TokenCredit, read_samples
 from trainer.analyze.tables import analyse, classes_of, kind_of, patterns_of
-from trainer.report.samples import Sample, TokenCredit, read_samples
+
+pytestmark = pytest.mark.slow
 
 
 def write(folder: Path, *entries: object) -> Path:

@@ -10,7 +10,9 @@ from cfa_kernels.scoring.training_forward import packed_forward
 from tests.support.embedded import SMALL
 from trainer.analyze.analysis import write_analysis
 from trainer.analyze.judge import NAMES, gradient_norms, judge, main
-from trainer.report.samples import read_samples
+from trainer.analyze.samples import read_samples
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfa_kernels.fidelity import (
+from trainer.analyze.statistics import (
     auroc,
     average_ranks,
     bootstrap_interval,

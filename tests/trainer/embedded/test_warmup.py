@@ -15,6 +15,8 @@ from trainer.data import encode_prompt, load_rows
 from trainer.embedded.warmup import warm_up
 from trainer.run import set_up, train
 
+pytestmark = pytest.mark.slow
+
 HELD_OUT = 4
 
 

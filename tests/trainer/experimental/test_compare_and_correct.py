@@ -18,6 +18,8 @@ from trainer.rollouts.sampling import Rollouts
 from trainer.run import set_up
 from trainer.step import training_step, update
 
+pytestmark = pytest.mark.slow
+
 
 def even(completions, **_):
     """1 for texts whose characters add up to an even number: completions and corrections are often either."""

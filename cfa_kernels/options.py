@@ -1,4 +1,7 @@
-"""Check the options of a part of the configuration against their own declaration: type, choices and range."""
+"""Check what a caller sets or hands in, before any model is asked.
+
+Options of a part are checked against their own declaration: type, choices and range. Rows of numbers become tensors.
+"""
 
 import ast
 import inspect
@@ -7,7 +10,12 @@ import math
 import textwrap
 import types
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+import torch
+from torch import Tensor
 
 _LARGEST = 1e38  # that float32 holds
 
@@ -48,6 +56,30 @@ def check_fields(part: Any) -> None:
         value = getattr(part, entry.name)
         if (wanted := _mismatch(value, hints[entry.name])) is not None:
             raise ValueError(f"{entry.name} must be {wanted}, got {value!r}")
+
+
+def as_numbers(given: Any, what: str, count: str) -> Tensor:
+    """A 1-D tensor, an array or a list of numbers as a tensor, fp32 on the host.
+
+    Raises `ValueError` beginning with `what`: `count` says of what there should be a number each.
+    """
+    if isinstance(given, Tensor | np.ndarray):
+        row = torch.as_tensor(given)
+        if row.ndim == 1 and not row.is_complex():
+            return row.detach().float().cpu()
+        raise ValueError(f"{what}: gave shape {tuple(row.shape)} of {row.dtype}, expected a number for each of {count}")
+    if not isinstance(given, list | tuple):
+        raise ValueError(
+            f"{what}: expected a tensor or a list with a number for each of {count}, got {type(given).__name__}"
+        )
+    for i, number in enumerate(given):
+        try:
+            known: float | None = float(number)
+        except (TypeError, ValueError, OverflowError):
+            known = None
+        if known is None or not isinstance(number, Real | Tensor | np.ndarray):
+            raise ValueError(f"{what}[{i}]: expected a number that a float holds, got a {type(number).__name__}")
+    return torch.tensor([float(number) for number in given], dtype=torch.float32)
 
 
 def option_docs(part: type) -> dict[str, str]:

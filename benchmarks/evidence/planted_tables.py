@@ -1,44 +1,16 @@
-"""What was found, as Markdown and as a picture.
+"""Write what `planted.py` found as Markdown and as a picture."""
 
-Where it stands: last; the document it is given is also written as JSON.
-"""
-
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.models import RANDOM, TRAINED
 from benchmarks.evidence.problems import KINDS
-from benchmarks.evidence.provenance import made_by
-
-RESULTS = Path(__file__).resolve().parent.parent / "results"
-
-
-def write(document: dict[str, Any], markdown: str, folder: Path, name: str) -> list[Path]:
-    """`name`.json and `name`.md in `folder`; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.json", folder / f"{name}.md"]
-    paths[0].write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    paths[1].write_text(markdown, encoding="utf-8")
-    return paths
+from benchmarks.harness.provenance import made_by
+from benchmarks.harness.tables import interval, table
 
 
-def interval(figure: dict[str, Any] | None, digits: int = 2) -> str:
-    """`0.93 (0.91 to 0.95)`, or a dash where there is none."""
-    if not figure or figure.get("value") is None:
-        return "–"
-    value, low, high = (f"{figure[key]:.{digits}f}" for key in ("value", "low", "high"))
-    return f"{value} ({low} to {high})"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first column is text, the others figures."""
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows)) + "\n"
-
-
-def planted_markdown(document: dict[str, Any]) -> str:
+def markdown(document: dict[str, Any]) -> str:
     """The tables of `planted`."""
     settings, models = document["settings"], document["models"]
     parts = [
@@ -129,7 +101,7 @@ def _oracle(oracle: dict[str, Any]) -> str:
     )
 
 
-def plot_planted(document: dict[str, Any], path: Path) -> Path:
+def plot(document: dict[str, Any], path: Path) -> Path:
     """AUROC of every method against both truths, on both models, with intervals; and Spearman with step values."""
     import matplotlib
 
@@ -160,58 +132,6 @@ def plot_planted(document: dict[str, Any], path: Path) -> Path:
     axes[0].set_yticks(range(len(names)), names)
     axes[0].invert_yaxis()
     axes[0].legend(fontsize=8)
-    canvas.tight_layout()
-    canvas.savefig(path, dpi=120)
-    pyplot.close(canvas)
-    return path
-
-
-def fidelity_markdown(document: dict[str, Any]) -> str:
-    """The table of `fidelity`."""
-    rows = [
-        [
-            name, found["approximates"] or "", interval(found["with_cf"]), interval(found["with_exact"]),
-            interval(found["direct"]), interval(found["total"]), f"{found['extra_tokens']:,.0f}",
-            f"{found['token_cost']:.2f}", f"{found['cpu_cost']:.2f}", f"{found['problems']}",
-        ]
-        for name, found in document["methods"].items()
-    ]  # fmt: skip
-    return "\n".join(
-        [
-            "# Fidelity against cost\n",
-            f"{made_by(document)}, on the model that solves "
-            f"{document['accuracy']:.1%} of held-out problems. Spearman is the mean over problems of the rank "
-            "correlation of unit importances, with 95 % bootstrap intervals. Extra tokens are what a method feeds per "
-            "completion beyond one plain forward of prompt and completion, and the two costs are those of exact CF "
-            "as 1: extra tokens, and all seconds of the processor (which other work on the machine disturbs).\n",
-            table(
-                ["method", "approximates", "Spearman with CF", "Spearman with what it approximates", "direct truth",
-                 "total truth", "extra tokens", "token cost", "CPU cost", "problems"],
-                rows,
-            ),
-        ]
-    )  # fmt: skip
-
-
-def plot_fidelity(document: dict[str, Any], path: Path) -> Path:
-    """Agreement with exact CF, and AUROC against both truths, over extra tokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    canvas, axes = pyplot.subplots(1, 3, figsize=(15, 4.6))
-    panels = [("with_cf", "Spearman with exact CF"), ("direct", "Spearman with the direct truth"),
-              ("total", "Spearman with the total truth")]  # fmt: skip
-    for axis, (key, title) in zip(axes, panels, strict=True):
-        for i, (name, found) in enumerate(document["methods"].items()):
-            if found[key].get("value") is not None:
-                x, y = max(found["token_cost"], 0.01), found[key]["value"]
-                axis.plot(x, y, "o", color=f"C{i % 10}", markersize=4)
-                axis.annotate(name, (x, y), fontsize=6, xytext=(3, 3), textcoords="offset points")
-        axis.set_xscale("log")
-        axis.set_xlabel("extra tokens fed, exact CF = 1 (nothing is drawn at 0.01)")
-        axis.set_ylabel(title)
     canvas.tight_layout()
     canvas.savefig(path, dpi=120)
     pyplot.close(canvas)

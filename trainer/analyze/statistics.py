@@ -1,8 +1,7 @@
-"""How concentrated credit is, and how well importances agree with a truth or with each other.
+"""Measure how concentrated credit is, and how well importances agree with a truth or with each other.
 
-Pure functions on numbers that are already there: 1-D tensors, arrays or sequences in, a float out. Nothing here runs a
-model. Equal values count as equal: ranks are averaged, pairs count half, and only `recall_at`, which has to choose,
-takes the earlier token first.
+1-D tensors, arrays or sequences in, a float out. Equal values count as equal: ranks are averaged, pairs count half, and
+only `recall_at`, which has to choose, takes the earlier token first. Ranks and resampling are scipy's.
 """
 
 import math
@@ -11,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from scipy import stats
 from torch import Tensor
 
 Numbers = Tensor | np.ndarray | Sequence[float] | Sequence[bool]
@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
 
 def ess_ratio(weights: Numbers) -> float:
-    """Effective sample size of token weights over their number: `(sum w)^2 / (T sum w^2)`.
+    """Compute the effective sample size of token weights over their number: `(sum w)^2 / (T sum w^2)`.
 
     Args:
         weights: (T,) finite and not negative, at least one above 0.
@@ -55,7 +55,7 @@ def ess_ratio(weights: Numbers) -> float:
 
 
 def top_mass(values: Numbers, share: float = 0.1) -> float:
-    """Share of `sum |x|` that the largest `|x|` hold, for a top `share` of the tokens, at least one.
+    """Compute the share of `sum |x|` that the largest `|x|` hold, for a top `share` of the tokens, at least one.
 
     Args:
         values: (T,) finite, at least one not 0; advantages, weights or gradient norms of tokens.
@@ -77,7 +77,7 @@ def top_mass(values: Numbers, share: float = 0.1) -> float:
 
 
 def recall_at(importances: Numbers, truth: Numbers, share: float) -> float:
-    """Share of the true tokens that lie among the most important `share` of all tokens.
+    """Compute the share of the true tokens that are among the most important `share` of all tokens.
 
     Args:
         importances: (T,) finite, high = matters. Of equal ones the earlier token comes first.
@@ -99,7 +99,7 @@ def recall_at(importances: Numbers, truth: Numbers, share: float) -> float:
 
 
 def auroc(scores: Numbers, labels: Numbers) -> float:
-    """Probability that a positive scores above a negative, pairs of equal scores counted half.
+    """Compute the probability that a positive scores above a negative, pairs of equal scores counted half.
 
     Args:
         scores: (N,) finite.
@@ -117,23 +117,12 @@ def auroc(scores: Numbers, labels: Numbers) -> float:
     zeros = len(positive) - ones
     if not ones or not zeros:
         raise ValueError(f"labels: must hold both classes, all {len(positive)} are {bool(ones)}")
-    # Mann and Whitney's U from the positives' ranks.
-    return float((average_ranks(values)[positive].sum() - ones * (ones + 1) / 2) / (ones * zeros))
-
-
-def average_ranks(values: Numbers) -> np.ndarray:
-    """(N,) float64 ranks from 1 on; equal values share the mean of their ranks.
-
-    Raises:
-        ValueError: empty or non-finite values.
-    """
-    _, inverse, counts = np.unique(_vector("values", values), return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[inverse]
+    # Mann and Whitney's U from the positives' ranks; scipy's own test would also compute a p-value.
+    return float((stats.rankdata(values)[positive].sum() - ones * (ones + 1) / 2) / (ones * zeros))
 
 
 def spearman(a: Numbers, b: Numbers) -> float:
-    """Spearman's rank correlation: Pearson's of the average ranks.
+    """Compute Spearman's rank correlation: Pearson's of the average ranks.
 
     Args:
         a, b: (N,) finite, N at least 2, neither constant.
@@ -149,8 +138,9 @@ def spearman(a: Numbers, b: Numbers) -> float:
     for name, values in (("a", first), ("b", second)):
         if (values == values[0]).all():
             raise ValueError(f"{name}: all {len(values)} values are {values[0]}, a constant has no rank correlation")
-    # Twice the centred ranks are whole numbers, so these sums are exact and a perfect agreement is exactly 1.
-    x, y = (2 * average_ranks(values) - (len(values) + 1) for values in (first, second))
+    # Twice the centred ranks are whole numbers, so these sums are exact and a perfect agreement is exactly 1, which it
+    # is not in scipy's own correlation.
+    x, y = (2 * stats.rankdata(values) - (len(values) + 1) for values in (first, second))
     return float(np.clip((x @ y) / math.sqrt((x @ x) * (y @ y)), -1.0, 1.0))
 
 
@@ -162,7 +152,7 @@ def bootstrap_interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """A statistic of independent groups (problems, say) with its percentile bootstrap interval.
+    """Give a statistic of independent groups (problems, say) its percentile bootstrap interval.
 
     Whole groups are drawn with replacement, so what is dependent within a group (the tokens of one completion) stays
     together.
@@ -190,15 +180,25 @@ def bootstrap_interval(
         raise ValueError(f"draws must be at least 1, got {draws}")
     if not 0 < level < 1:
         raise ValueError(f"level must be between 0 and 1, got {level}")
-    rng = np.random.default_rng(seed)
-    value, found = float(statistic(list(groups))), []
-    for _ in range(draws):
-        found.append(float(statistic([groups[i] for i in rng.integers(len(groups), size=len(groups))])))
-    for name, number in (("the groups", value), *((f"draw {i}", number) for i, number in enumerate(found))):
-        if not math.isfinite(number):
-            raise ValueError(f"statistic: must be finite, got {number} for {name}")
-    low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(value, float(low), float(high))
+    value = float(statistic(list(groups)))
+    if not math.isfinite(value):
+        raise ValueError(f"statistic: must be finite, got {value} for the groups")
+    if len(groups) == 1:  # every resample is the group itself
+        return Interval(value, value, value)
+    found = stats.bootstrap(
+        (np.arange(len(groups)),),
+        lambda chosen: float(statistic([groups[i] for i in chosen])),
+        n_resamples=draws,
+        vectorized=False,
+        confidence_level=level,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    )
+    drawn = found.bootstrap_distribution
+    if not np.isfinite(drawn).all():
+        i = int((~np.isfinite(drawn)).argmax())
+        raise ValueError(f"statistic: must be finite, got {drawn[i]} for draw {i}")
+    return Interval(value, float(found.confidence_interval.low), float(found.confidence_interval.high))
 
 
 def _top_count(length: int, share: float) -> int:

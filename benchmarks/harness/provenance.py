@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.__main__ import describe_environment
+from benchmarks.harness.environment import describe_environment
 from benchmarks.harness.workloads import REPOSITORY
 
 Source = dict[str, Any]

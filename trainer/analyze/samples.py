@@ -1,6 +1,6 @@
-"""Completions with their credit, as `trainer.report` and the evidence write them: one JSON object a line.
+"""Read completions with their credit, one JSON object a line, as `trainer.report` and the evidence write them.
 
-Where it stands: read by `trainer.analyze`; `trainer.page` shows what is read here. The fields of an object:
+The fields of an object:
 
 | field | what |
 |---|---|

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.evidence planted`: evidence on what credit finds, resumable, with tables beside the results.
+"""`python -m benchmarks evidence NAME`: evidence on what credit finds, resumable, with tables beside the results.
 
 The model is trained once and kept in the folder; so is every result. A run broken off goes on where it stopped.
 """
@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.evidence import ablation, demo, fidelity, gradient_variance, placeholders, planted, tables
-from benchmarks.evidence.ledger import Ledger
+from benchmarks.evidence import ablation, demo, fidelity, gradient_variance, placeholders, planted, planted_tables
 from benchmarks.evidence.methods import METHODS
 from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, Recipe, load, train
-from benchmarks.evidence.provenance import Source, code_digest, describe_source, document_head
+from benchmarks.harness.ledger import Ledger
+from benchmarks.harness.provenance import Source, code_digest, describe_source, document_head
+from benchmarks.harness.tables import RESULTS, write
 
 LEDGER = "ledger.jsonl"
 ABLATION = "evidence-ablation.jsonl"
@@ -32,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(given)
     torch.set_num_threads(1)
     try:
-        made = describe_source(shlex.join(["python", "-m", "benchmarks.evidence", *given]), options.commit)
+        made = describe_source(shlex.join(["python", "-m", "benchmarks", "evidence", *given]), options.commit)
         return int(options.run(options, made))
     except (ValueError, OSError, FloatingPointError, RuntimeError) as problem:
         print(f"error: {problem}", file=sys.stderr)
@@ -40,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.evidence", description=__doc__)
-    commands = parser.add_subparsers(required=True)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks evidence", description=__doc__)
+    commands = parser.add_subparsers(metavar="NAME", required=True)
     for name, run, text in (
         ("planted", _planted, "which methods find planted truths"),
         ("fidelity", _fidelity, "agreement with exact masking and with the truths, against tokens fed"),
@@ -74,7 +75,7 @@ def _command(
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     if folder is not None:
         command.add_argument("--folder", type=Path, default=Path("runs") / folder, help="default: %(default)s")
-    command.add_argument("--results", type=Path, default=tables.RESULTS, help="folder of the tables")
+    command.add_argument("--results", type=Path, default=RESULTS, help="folder of the tables")
     command.add_argument("--commit", help="what to record where git cannot tell")
     if resumes:
         command.add_argument(
@@ -102,8 +103,8 @@ def _planted(options: argparse.Namespace, made: Source) -> int:
     models = {name: [load(folder, name, seed=i) for i in range(COPIES[name])] for name in options.models}
     found = planted.run(models, ledger, settings, methods=options.methods, say=_say)
     document = document_head(made, ledger.used) | found
-    paths = tables.write(document, tables.planted_markdown(document), options.results, "evidence-planted")
-    paths.append(tables.plot_planted(document, options.results / "evidence-planted.png"))
+    paths = write(document, planted_tables.markdown(document), options.results, "evidence-planted")
+    paths.append(planted_tables.plot(document, options.results / "evidence-planted.png"))
     return _told(paths)
 
 
@@ -111,8 +112,8 @@ def _fidelity(options: argparse.Namespace, made: Source) -> int:
     settings, ledger = _filled(options, planted.Settings), _ledger(options, made)
     found = fidelity.run(load(_model(options), TRAINED), ledger, settings, methods=options.methods, say=_say)
     document = document_head(made, ledger.used) | found
-    paths = tables.write(document, tables.fidelity_markdown(document), options.results, "evidence-fidelity")
-    paths.append(tables.plot_fidelity(document, options.results / "evidence-fidelity.png"))
+    paths = write(document, fidelity.markdown(document), options.results, "evidence-fidelity")
+    paths.append(fidelity.plot(document, options.results / "evidence-fidelity.png"))
     return _told(paths)
 
 
@@ -128,7 +129,7 @@ def _ablation(options: argparse.Namespace, made: Source) -> int:
     ledger = _ledger(options, made, also=[beside])
     found = ablation.run(ledger, options.folder, settings, arms=options.arms, before_and_after=unchanged, say=_say)
     document = document_head(made, ledger.used) | found
-    paths = tables.write(document, ablation.markdown(document), options.results, "evidence-ablation")
+    paths = write(document, ablation.markdown(document), options.results, "evidence-ablation")
     paths.append(ablation.plot(document, options.results / "evidence-ablation.png"))
     ledger.write_used(beside)
     return _told([*paths, beside])
@@ -138,7 +139,7 @@ def _variance(options: argparse.Namespace, made: Source) -> int:
     settings, ledger = _filled(options, gradient_variance.Settings), _ledger(options, made)
     found = gradient_variance.run(ledger, settings, arms=options.arms, say=_say)
     document = document_head(made, ledger.used) | found
-    return _told(tables.write(document, gradient_variance.markdown(document), options.results, "evidence-variance"))
+    return _told(write(document, gradient_variance.markdown(document), options.results, "evidence-variance"))
 
 
 def _demo(options: argparse.Namespace, made: Source) -> int:
@@ -147,7 +148,7 @@ def _demo(options: argparse.Namespace, made: Source) -> int:
 
 def _placeholders(options: argparse.Namespace, made: Source) -> int:
     document = document_head(made) | placeholders.run(_filled(options, placeholders.Settings))
-    return _told(tables.write(document, placeholders.markdown(document), options.results, "evidence-placeholders"))
+    return _told(write(document, placeholders.markdown(document), options.results, "evidence-placeholders"))
 
 
 def _ledger(options: argparse.Namespace, made: Source, also: Sequence[Path] = ()) -> Ledger:
@@ -170,7 +171,3 @@ def _told(paths: Sequence[Path]) -> int:
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

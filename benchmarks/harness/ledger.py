@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.provenance import UNKNOWN, Source, same_conditions
+from benchmarks.harness.provenance import UNKNOWN, Source, same_conditions
 
 Key = tuple[str | int, ...]
 

@@ -1,0 +1,129 @@
+"""Stop a run whose numbers cannot be trusted, before they change a weight or are saved."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cfa_kernels.hf.limits import refuse_length_dependent_rope
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.hf.verify import noise_floor, prove_trainable
+from trainer.config import TrainConfig
+from trainer.microbatch import MicroBatch, Pass
+
+# Nats by which rounding moves logits between sampling token by token and one forward over whole rows, on average;
+# several times what was seen on models of 4 to 24 layers (float32 6e-6, bfloat16 0.07).
+_ROUNDING = {torch.float64: 0.02, torch.float32: 0.02, torch.float16: 0.05}
+_ROUNDING_OF_OTHERS = 0.3  # bfloat16 and what is coarser
+
+
+def require_supported(policy: nn.Module, longest: int) -> None:
+    """Raise `NotImplementedError` naming the model if what a run computes of rows of up to `longest` tokens is wrong.
+
+    Every run samples rows padded to a batch and trains on packed trees.
+    """
+    causal = causal_lm(policy)
+    refuse_length_dependent_rope(causal, longest)
+    policy.train()
+    try:
+        prove_trainable(causal)
+    finally:
+        policy.eval()
+    noise_floor(causal)  # measured here, so that no step waits for it
+
+
+def require_finite_parameters(model: nn.Module) -> None:
+    """Raise `FloatingPointError` naming the first parameter of `model` that holds a nan or an infinity."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise FloatingPointError(f"model: parameter {name} is not finite")
+
+
+def require_finite(done: Pass, policy: nn.Module) -> None:
+    """Raise `FloatingPointError` naming the samples whose counted log-probs, or whose gradients, are not finite.
+
+    Of gradients it also names the first parameter.
+    """
+    micro = done.micro
+    bad = [
+        int(row)
+        for row, found, mask in zip(micro.rows, done.logprobs, micro.mask, strict=True)
+        if not found[mask.bool()].isfinite().all()
+    ]
+    if bad:
+        raise FloatingPointError(f"samples {bad}: log-prob is not finite")
+    if not done.norm.isfinite():
+        names = [n for n, p in policy.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+        where = f" of {names[0]}" if names else ""
+        raise FloatingPointError(f"samples {micro.rows.tolist()}: gradient{where} is not finite")
+
+
+def sampling_metrics(done: Pass) -> dict[str, Tensor]:
+    """Measure how far generation's log-probs are from those of a pass, under TRL's names."""
+    gap = torch.cat(_gaps(done.micro, done.logprobs))[torch.cat(done.micro.mask).bool()]
+    return {
+        "sampling/sampling_logp_difference/mean": gap.mean(),
+        "sampling/sampling_logp_difference/max": gap.max(),
+    }
+
+
+def checked_sampling_gap(passes: Sequence[Pass], policy: nn.Module, config: TrainConfig) -> float:
+    """Measure how far log-probs are from those a batch was sampled with, nats, and hold it to `sampling_gap_limit`.
+
+    To be asked before the first optimizer step on the batch, while the policy is the one that sampled. The gap is the
+    mean of |sampled - found| over counted tokens, each weighed by how probably it could have come out otherwise.
+
+    Args:
+        passes: those of the batch, on the host.
+        policy: the model they are of.
+        config: the run's settings.
+
+    Raises:
+        FloatingPointError: rounding cannot explain the gap; the message names the samples and how large it is.
+    """
+    limit = sampling_gap_limit(config, policy)
+    by_row: dict[int, float] = {}
+    gap_sum = choice_sum = 0.0
+    for done in passes:
+        micro, gaps = done.micro, _gaps(done.micro, done.logprobs)
+        for row, gap, choice in zip(micro.rows.tolist(), gaps, _open_choice(micro), strict=True):
+            gap_sum += float(gap.sum())
+            choice_sum += float(choice.sum())
+            by_row[row] = float(gap.sum() / choice.sum())
+    mean = gap_sum / choice_sum
+    if mean <= limit:
+        return mean
+    worst = max(by_row, key=lambda row: by_row[row] if by_row[row] == by_row[row] else math.inf)
+    raise FloatingPointError(
+        f"samples {sorted(row for row, gap in by_row.items() if not gap <= limit)}: their log-probs in the update are "
+        f"not those they were sampled with, though no weight has changed: {mean:.3g} nats apart over the batch, "
+        f"{by_row[worst]:.3g} in sample {worst}, and max_sampling_gap is {limit:.3g}. The model computes "
+        "something else over whole rows than token by token, so the update would follow a wrong gradient"
+    )
+
+
+def sampling_gap_limit(config: TrainConfig, model: nn.Module) -> float:
+    """Give `max_sampling_gap`, or what the coarsest type of weights explains at this temperature, nats."""
+    if config.max_sampling_gap is not None:
+        return config.max_sampling_gap
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return max(_ROUNDING.get(dtype, _ROUNDING_OF_OTHERS) for dtype in dtypes) / min(config.temperature, 1.0)
+
+
+def _gaps(micro: MicroBatch, logprobs: Sequence[Tensor]) -> list[Tensor]:
+    """b tensors (t,): how far `logprobs` are from those sampled with, nats; 0 where nothing counts."""
+    return [
+        torch.where(mask.bool(), (sampled - found).abs(), 0.0)
+        for sampled, found, mask in zip(micro.sampled_logprobs, logprobs, micro.mask, strict=True)
+    ]
+
+
+def _open_choice(micro: MicroBatch) -> list[Tensor]:
+    """b tensors (t,): how probably each counted token could have come out otherwise, and a little more.
+
+    Logits that are off by x move a token's log-prob by some x (1 - p): near-certain tokens hide any error. The
+    little keeps those of probability 1 from dividing rounding by nothing.
+    """
+    pairs = zip(micro.sampled_logprobs, micro.mask, strict=True)
+    return [(1 - sampled.exp() + 1e-3) * mask for sampled, mask in pairs]

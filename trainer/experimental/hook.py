@@ -1,0 +1,27 @@
+"""Shape the rewards of a training step by the experiment that its settings ask for.
+
+The step calls `shape_rewards` once, between rewards and advantages, and knows of no experiment by name. An experiment
+brings its settings (`settings.py`) and one function from sampled completions to `Shaped`.
+"""
+
+import dataclasses
+import time
+
+from trainer.experimental.compare_and_correct import compare_and_correct, require_fitting_prompt
+from trainer.state import Batch, Shaped, Trainer
+
+
+def shape_rewards(trainer: Trainer, batch: Batch) -> Shaped:
+    """Shape the rewards of a batch as the settings ask; without an experiment they stay as they are."""
+    if not trainer.config.compare_and_correct:
+        return Shaped(batch.rewards)
+    began = time.perf_counter()
+    shaped = compare_and_correct(trainer.policy, trainer.tokenizer, trainer.rewards, trainer.config, batch)
+    seconds = time.perf_counter() - began
+    return dataclasses.replace(shaped, metrics={**shaped.metrics, "time/correct": seconds}, seconds=seconds)
+
+
+def check_experiments(trainer: Trainer) -> None:
+    """Raise `ValueError` for an experiment that a run's problems and limits leave nothing to do."""
+    if trainer.config.compare_and_correct:
+        require_fitting_prompt(trainer)
