@@ -8,7 +8,7 @@ from typing import Any
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.config import AnswerRules, SpanRules, flat_options
 from cfa_kernels.credit.weights import WEIGHTS
-from cfa_kernels.estimators.options import option_docs
+from cfa_kernels.options import option_docs
 from cfa_kernels.estimators.registry import ESTIMATORS
 from cfa_kernels.integrations.credit import OFFERS
 
@@ -49,7 +49,9 @@ def hosts() -> str:
     lines = [f"| | {' | '.join(OFFERS)} |", "|---|" + "---|" * len(OFFERS)]
     for label, flat in ROWS.items():
         needs = CounterfactualConfig.from_flat(flat).needs
-        lines.append(f"| {label} | " + " | ".join("no" if needs - offered else "yes" for offered in OFFERS.values()) + " |")
+        lines.append(
+            f"| {label} | " + " | ".join("no" if needs - offered else "yes" for offered in OFFERS.values()) + " |"
+        )
     return "\n".join(lines)
 
 
@@ -63,7 +65,9 @@ def pages() -> Iterator[tuple[Path, str, str]]:
         begin, end = f"<!-- {name}: by python -m docs.options -->\n", f"\n<!-- end of {name} -->"
         found = re.search(re.escape(begin) + ".*?" + re.escape(end), text, flags=re.DOTALL)
         if found is None:
-            raise ValueError(f"{page.name}: has no place for the table {name!r}; put {begin.strip()} and {end.strip()} there")
+            raise ValueError(
+                f"{page.name}: has no place for the table {name!r}; put {begin.strip()} and {end.strip()} there"
+            )
         yield page, text, text[: found.start()] + begin + "\n" + table() + "\n" + end + text[found.end() :]
 
 

@@ -1,4 +1,4 @@
-"""Draw the README's picture from a run of the trainer: `python -m docs.picture RUN`, which writes docs/completion.png."""
+"""Draw the picture of the README from a run of the trainer, `python -m docs.picture RUN`: docs/completion.png."""
 
 import json
 import sys
@@ -45,7 +45,7 @@ def draw(completion: dict[str, Any], path: Path) -> None:
     axes.axis("off")
     header = {"color": _SOFT, "fontsize": 8.5, "va": "center"}
     axes.text(1, -1, "completion", **header)
-    axes.text(value, -1, "log P(answer) without the span", ha="center", **header)
+    axes.text(value, -1, "change of log P(answer)", ha="center", **header)
     axes.text(weight_at, -1, "weight", ha="center", **header)
     norm = TwoSlopeNorm(1.0, 0.0, max(*completion["weights"], 2.0))
     largest = max(abs(span["drop"]) for span in completion["spans"])

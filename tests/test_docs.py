@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from cfa_kernels import counterfactual_weights
+from cfa_kernels.estimators.registry import ESTIMATORS
+from docs import options
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -69,11 +71,13 @@ def test_the_first_block_for_trl_runs_when_it_is_pasted(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "trl.md"], ids=lambda page: page.name)
-def test_the_examples_of_a_page_run(page, tmp_path):
+def test_the_examples_of_a_page_run(page, tmp_path, request):
     from datasets import Dataset
 
+    known = dict(ESTIMATORS)
+    request.addfinalizer(lambda: (ESTIMATORS.clear(), ESTIMATORS.update(known)))  # a page may add one
     torch.manual_seed(0)
-    namespace = {
+    namespace = padded_rollouts() | {
         "model": tiny_model(),
         "tokenizer": tiny_tokenizer(),
         "prompt": "What is 3 + 4 ?",
@@ -91,10 +95,38 @@ def test_the_examples_of_a_page_run(page, tmp_path):
     assert moved == (page.name == "plain_pytorch.md")
 
 
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", prose):
+            there = page.parent / target if target else page
+            assert there.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in headings(there), f"{page.name}: {target}#{anchor}"
+
+
+def test_tables_of_options_and_hosts_are_those_of_the_code():
+    for page, written, made in options.pages():
+        assert written == made, f"{page.name}: run python -m docs.options"
+
+
+def padded_rollouts() -> dict[str, torch.Tensor]:
+    """Two completions of a prompt as a padded batch, with spans, answers and an advantage each."""
+    vocabulary = tiny_tokenizer().get_vocab()
+    a, b, _, _, seven, five = (vocabulary[phrase] for phrase in PHRASES)
+    completions = torch.tensor([[a, b, seven, 1], [b, five, 1, 0]])
+    return {
+        "prompt_ids": torch.tensor([[3, 4, 5], [3, 4, 5]]),
+        "prompt_mask": torch.ones(2, 3).long(),
+        "completion_ids": completions,
+        "completion_mask": (completions != 0).long(),
+        "advantages": torch.tensor([1.0, -1.0]),
+    }
 
 
 def rollouts() -> dict[str, torch.Tensor]:

@@ -106,6 +106,7 @@ class CounterfactualConfig:
         chosen = _named("estimator", estimator, ESTIMATORS, OwnFunction, flat)
         weights = _one_of("weights", weights, flat.pop("weights", None), "reshape")
         control = _one_of("control", control, flat.pop("control", None), "mode")
+        control = "off" if control is False else control  # as YAML reads an unquoted off
         rule = _weight_rule(weights, chosen, flat)
         judged = chosen.judges if units is None else units
         parts: dict[str, Any] = {
