@@ -4,7 +4,7 @@ import re
 from fractions import Fraction
 
 from cfa_kernels import answer_text_span
-from cfa_kernels.text.answers import AnswerFormat
+from cfa_kernels.text.rules import AnswerFormat
 
 _MINUS = str.maketrans({"−": "-", "–": "-", "－": "-"})
 _DRESS = re.compile(r"\\?[$€£¥₹]|\{,\}|\\,|(?<=\d),(?=\d)")

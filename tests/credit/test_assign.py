@@ -63,12 +63,12 @@ def scored(monkeypatch):
     """Stand-ins for detection and scoring, with a record of what was scored."""
     calls = []
 
-    def find_reasoning(rows, tokenizer, *, detector, **options):
+    def find_reasoning(rows, tokenizer, *, spans, **options):
         found = {}
         for b, ids in rows.items():
             answer = Span(len(ids) - 1, len(ids)) if len(ids) > 3 else None
-            spans = [Span(0, 1), Span(1, 2)] if answer and detector else []
-            found[b] = Reasoning(answer, len(ids) - 1 if answer else len(ids), spans)
+            found_spans = [Span(0, 1), Span(1, 2)] if answer and spans else []
+            found[b] = Reasoning(answer, len(ids) - 1 if answer else len(ids), found_spans)
         return found
 
     def score(model, prompts, completions, spans, answers, *, placeholder_id, token_budget, logprobs, temperature):

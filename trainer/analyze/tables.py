@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cfa_kernels.fidelity import bootstrap_interval, ess_ratio, spearman, top_mass
-from cfa_kernels.solution_text import ranked_math_intervals
+from cfa_kernels.text.arithmetic import ranked_math_intervals
 from trainer.report.samples import MaskedSpan, Sample, TokenCredit
 
 Cell = str | int | float | None
