@@ -4,7 +4,7 @@ import re
 from fractions import Fraction
 
 from cfa_kernels import answer_text_span
-from cfa_kernels.text.answers import AnswerFormat
+from cfa_kernels.text.rules import AnswerFormat
 
 _LONGEST = 1000  # characters of a number: Python reads no integer of more than 4,300 digits
 _MINUS = str.maketrans({"−": "-", "–": "-", "－": "-"})

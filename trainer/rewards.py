@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cfa_kernels.text.answers import AnswerFormat
+from cfa_kernels.text.rules import AnswerFormat
 from trainer.numbers import final_number, gold_number
 
 Reward = Callable[..., list[float | None]]

@@ -15,7 +15,7 @@ from ..estimators.base import ANSWER, Importances
 from ..estimators.probes import Probe, length_without_eos, with_probes
 from ..options import as_numbers
 from ..scoring.access import CAPABILITIES, MODEL, ModelAccess, as_access
-from ..scoring.batch import ScoredBatch
+from ..scoring.batch import ScoredBatch, token_ids
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import rounding
 from ..span import Span
@@ -446,10 +446,8 @@ def _find_units(config: CounterfactualConfig, tokenizer: Any, given: _Given) -> 
     drawn = config.draws_by_token
     tokens = config.units == "tokens"
     found = find_reasoning(
-        ids, tokenizer, detector=None if tokens or drawn else config.spans.detector,
-        max_spans=config.spans.max_spans, selection=config.spans.selection,
-        unanswered=not needs_answer or bool(probed), answer_format=config.answers.answer_format,
-        answer_fallback=config.answers.answer_fallback,
+        ids, tokenizer, spans=None if tokens or drawn else config.spans, answers=config.answers,
+        unanswered=not needs_answer or bool(probed),
     )  # fmt: skip
     asks = {b for b, row in found.items() if row.answer or b in probed or not needs_answer}
     if not tokens or drawn:
@@ -478,11 +476,7 @@ def _scored_as(
     assert target is not None
     if found.answer is None:
         raise ValueError(f"targets row {b}: no answer was found whose place it could take; give a probe")
-    if target.ndim != 1 or target.dtype != torch.int64 or not len(target):
-        raise ValueError(
-            f"targets row {b}: must be a 1-D int64 tensor of at least one token, got {target.dtype} of shape "
-            f"{tuple(target.shape)}"
-        )
+    token_ids(f"targets row {b}", target)
     start = found.answer.start
     other = torch.cat([completion[:start], target.cpu()])
     return other, found._replace(answer=Span(start, start + len(target)))

@@ -355,7 +355,7 @@ def test_credit_takes_its_scores_from_a_forward():
         ({"advantages": torch.zeros(3)}, r"advantages must be \(7,\) or a list of rows, got shape \(3,\)"),
         ({"prompts": PROMPTS[:2]}, "completions has 7 rows, prompts has 2"),
         ({"prompts": [*PROMPTS[:6], torch.zeros(0, dtype=torch.int64)]}, "prompts row 6: is empty"),
-        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ({"temperature": 0.0}, "temperature must be positive and finite, got 0.0"),
         ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
         ({"loss_type": "ppo"}, "loss_type must be one of"),
     ],

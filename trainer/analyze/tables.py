@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cfa_kernels.solution_text import ranked_math_intervals
+from cfa_kernels.text.arithmetic import ranked_math_intervals
 from trainer.analyze.samples import MaskedSpan, Sample, TokenCredit
 from trainer.analyze.statistics import bootstrap_interval, ess_ratio, spearman, top_mass
 
