@@ -62,10 +62,7 @@ def require_finite(done: Pass, policy: nn.Module) -> None:
 def sampling_metrics(done: Pass) -> dict[str, Tensor]:
     """Measure how far generation's log-probs are from those of a pass, under TRL's names."""
     gap = torch.cat(_gaps(done.micro, done.logprobs))[torch.cat(done.micro.mask).bool()]
-    return {
-        "sampling/sampling_logp_difference/mean": gap.mean(),
-        "sampling/sampling_logp_difference/max": gap.max(),
-    }
+    return {"sampling/sampling_logp_difference/mean": gap.mean(), "sampling/sampling_logp_difference/max": gap.max()}
 
 
 def checked_sampling_gap(passes: Sequence[Pass], policy: nn.Module, config: TrainConfig) -> float:

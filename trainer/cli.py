@@ -23,17 +23,10 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any
     """
     where = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     where.add_argument("--config")
-    where.add_argument(
-        "--model", default=next((entry.default for entry in fields(kind) if entry.name == "model"), None)
-    )  # type: ignore[arg-type]
+    where.add_argument("--model", default=getattr(kind, "model", None))
     text = f"YAML file of settings, or one that ships with the program: {', '.join(preset_names())}. Flags win over it."
-    command = make_dataclass(
-        "Command",
-        [
-            ("settings", Annotated[kind, tyro.conf.arg(name="")]),
-            ("config", Annotated[str | None, tyro.conf.arg(help=text)], None),
-        ],
-    )
+    settings_flags, file_flag = Annotated[kind, tyro.conf.arg(name="")], Annotated[str | None, tyro.conf.arg(help=text)]
+    command = make_dataclass("Command", [("settings", settings_flags), ("config", file_flag, None)])
     try:
         found, _ = where.parse_known_args(argv)
         settings = _read_yaml(_config_file(found.config), kind) if found.config else {}

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels import Credit, ScoringWork, Span, counterfactual_credit
+from cfa_kernels import Credit, counterfactual_credit
 from cfa_kernels.credit.weights import normalized_weights
 from cfa_kernels.hf.liger import runs_fused
 from cfa_kernels.hf.limits import default_token_budget
@@ -64,15 +63,10 @@ class MicroBatch:
     def loss_batch(self, credited: "Credited", old: ByRow, reference: ByRow, config: TrainConfig) -> LossBatch:
         """Collect what the loss needs beside the model; without `old` log-probs the policy is the one that sampled."""
         return LossBatch.of(
-            self.completions,
-            self.of(old),
-            credited.advantages,
-            weights=credited.weights,
-            mask=self.mask,
-            ref_logprobs=self.of(reference),
-            compute_entropy=True,
+            self.completions, self.of(old), credited.advantages, weights=credited.weights, mask=self.mask,
+            ref_logprobs=self.of(reference), compute_entropy=True,
             importance_sampling_level=config.importance_sampling_level,
-        )
+        )  # fmt: skip
 
     def of(self, by_row: ByRow) -> list[Tensor] | None:
         """Pick b tensors (t,) of those of a batch; None where there are none."""
@@ -158,12 +152,10 @@ class Credits:
     """Credit of the micro-batches of a batch, each assigned once, in the first forward over its rows."""
 
     config: TrainConfig
-    tokenizer: PreTrainedTokenizerBase
     rollouts: Rollouts  # B completions of T tokens at most, on the host
     mask: Tensor  # (B, T): what the loss counts
-    rewards: Tensor | None  # (B,), for credit that compares completions
+    known: Mapping[str, Any]  # options of `assign_credit`
     edits: Tensor | None  # (B, T), multiplies the weights that are assigned
-    generator: torch.Generator
     weights: ByRow = dataclasses.field(default_factory=dict)
     advantages: ByRow = dataclasses.field(default_factory=dict)  # of rows with signed credit
     assigned: list[tuple[MicroBatch, Credit, float]] = dataclasses.field(default_factory=list)  # with seconds
@@ -185,16 +177,7 @@ class Credits:
 
     def _assign(self, micro: MicroBatch, forward: PackedForward) -> None:
         began = time.perf_counter()
-        credit = assign_credit(
-            micro,
-            forward,
-            self.rollouts,
-            self.mask,
-            self.config,
-            rewards=self.rewards,
-            tokenizer=self.tokenizer,
-            generator=self.generator,
-        )
+        credit = assign_credit(micro, forward, self.rollouts, self.mask, self.config, **self.known)
         lengths = [len(ids) for ids in micro.completions]
         if self.edits is not None:
             normalize = self.config.counterfactual().normalize
@@ -213,27 +196,7 @@ class Credits:
 
     def of_batch(self) -> Credit:
         """Put credit of all (B, T) completions together; those in no micro-batch weigh 1 and were not scored."""
-        shape, parts = self.mask.shape, [(micro.rows, credit) for micro, credit, _ in self.assigned]
-        weights, base = torch.ones(shape), torch.full((shape[0],), float("nan"))
-        answers: list[Span | None] = [None] * shape[0]
-        spans: list[list[Span]] = [[] for _ in range(shape[0])]
-        drop = [torch.zeros(0)] * shape[0]
-        signed = any(credit.advantages is not None for _, credit in parts)
-        advantages, added = (torch.zeros(shape), torch.zeros(shape)) if signed else (None, None)
-        noise = drop[:]
-        for rows, credit in parts:
-            weights[rows] = credit.weights
-            base[rows] = credit.base
-            if advantages is not None and credit.advantages is not None:
-                advantages[rows] = credit.advantages
-            if added is not None and credit.added is not None:
-                added[rows] = credit.added
-            for i, b in enumerate(rows.tolist()):
-                answers[b], spans[b], drop[b] = credit.answers[i], credit.spans[i], credit.drop[i]
-                noise[b] = torch.zeros(len(drop[b])) if credit.noise is None else credit.noise[i]
-        done = [credit.work for _, credit in parts if credit.work is not None]
-        work = sum(done, ScoringWork()) if done else None
-        return Credit(weights, answers, spans, drop, base, work, advantages, added, noise)
+        return Credit.of_parts(self.mask.shape, [(micro.rows.tolist(), credit) for micro, credit, _ in self.assigned])
 
 
 def assign_credit(
@@ -305,12 +268,13 @@ def fetched(passes: Sequence[Pass]) -> list[Pass]:
     rows = [(one.loss, one.norm, *one.metrics.values(), *one.logprobs) for one in passes]
     there = iter(on_host([tensor for row in rows for tensor in row]))
 
-    def of(one: Pass) -> Pass:
-        loss, norm = next(there), next(there)
-        metrics: Mapping[str, Tensor] = {name: next(there) for name in one.metrics}
-        return Pass(one.micro, loss, norm, dict(metrics), [next(there) for _ in one.logprobs])
-
-    return [of(one) for one in passes]
+    return [
+        Pass(
+            one.micro, next(there), next(there), {name: next(there) for name in one.metrics},
+            [next(there) for _ in one.logprobs],
+        )
+        for one in passes
+    ]  # fmt: skip
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:

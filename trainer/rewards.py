@@ -46,24 +46,21 @@ def exact_match(
     return matches
 
 
-def load_reward(name: str, *, answer_format: AnswerFormat | None = None, answer_fallback: str | None = None) -> Reward:
+def load_reward(name: str, **answers: Any) -> Reward:
     """Find a reward function by name: `exact_match`, or `module:function` on the import path.
 
-    `exact_match` reads completions by the run's `answer_format` and `answer_fallback`; a function of another module
-    knows its own.
+    `exact_match` reads completions by `answers`, the run's `answer_format` and `answer_fallback`; a function of another
+    module knows its own.
     """
     if name != "exact_match" and ":" not in name:
         raise ValueError(f"reward_funcs: {name!r} is neither 'exact_match' nor of the form 'module:function'")
     reward = exact_match if name == "exact_match" else _imported("reward_funcs", name)
-    if reward is exact_match and (answer_format is not None or answer_fallback is not None):
-        return functools.partial(exact_match, answer_format=answer_format, answer_fallback=answer_fallback)
-    return reward
+    given = any(value is not None for value in answers.values())
+    return functools.partial(exact_match, **answers) if reward is exact_match and given else reward
 
 
-def load_rewards(
-    names: Sequence[str], *, answer_format: AnswerFormat | None = None, answer_fallback: str | None = None
-) -> dict[str, Reward]:
-    """Reward functions by the name they are reported under, the last part of `names`; two of one name are an error."""
+def load_rewards(names: Sequence[str], **answers: Any) -> dict[str, Reward]:
+    """Load reward functions by the name they are reported under, the last part of `names`; no two have one name."""
     full_names: dict[str, str] = {}
     for full_name in names:
         name = full_name.rpartition(":")[2]
@@ -72,10 +69,7 @@ def load_rewards(
                 f"reward_funcs: {full_names[name]!r} and {full_name!r} would both be reported as {name!r}; rename one"
             )
         full_names[name] = full_name
-    return {
-        name: load_reward(full_name, answer_format=answer_format, answer_fallback=answer_fallback)
-        for name, full_name in full_names.items()
-    }
+    return {name: load_reward(full_name, **answers) for name, full_name in full_names.items()}
 
 
 def load_answer_format(name: str | None) -> AnswerFormat | None:

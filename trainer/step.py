@@ -19,7 +19,6 @@ from cfa_kernels.scoring.training_forward import PackedLoss
 from trainer.checks import checked_sampling_gap, require_finite, sampling_metrics
 from trainer.experimental.hook import shape_rewards
 from trainer.microbatch import (
-    ByRow,
     Credits,
     MicroBatch,
     Pass,
@@ -111,11 +110,12 @@ def update(
     its loss with the weights that follow. Raises `FloatingPointError` for a log-prob or gradient that is not finite,
     and for log-probs that are not those the batch was sampled with.
     """
-    config, policy, metrics, old = trainer.config, trainer.policy, Averages(), ByRow()
+    config, policy, metrics, old = trainer.config, trainer.policy, Averages(), dict[int, Tensor]()
     rollouts, mask, advantages = rollouts_on_host(rollouts), mask.cpu(), advantages.cpu()
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     given = unpadded(weights, rollouts.completion_mask)
-    credits = Credits(config, trainer.tokenizer, rollouts, mask, rewards, edits, generator, given)
+    known = {"tokenizer": trainer.tokenizer, "generator": generator, "rewards": rewards}
+    credits = Credits(config, rollouts, mask, known, edits, given)
     totals = {"num_items_in_batch": int(mask.sum()), "num_sequences_in_batch": len(mask)}
     policy.train()
     parts = micro_batches(config, rollouts, mask, advantages, policy)
@@ -179,7 +179,7 @@ def trained(trainer: Trainer) -> list[torch.nn.Parameter]:
     return [p for p in trainer.policy.parameters() if p.requires_grad]
 
 
-def reference_logprobs(trainer: Trainer, parts: Sequence[MicroBatch]) -> ByRow:
+def reference_logprobs(trainer: Trainer, parts: Sequence[MicroBatch]) -> dict[int, Tensor]:
     """Compute log-probs under the reference model; nothing where the loss has no KL term."""
     if trainer.reference is None:
         return {}

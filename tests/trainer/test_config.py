@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from trainer.cli import field_docs, parse, to_yaml
-from trainer.config import TrainConfig, WarmupConfig
+from trainer.config import TrainConfig
+from trainer.embedded.warmup import WarmupConfig
 
 
 def settings(*argv: str, kind=TrainConfig):

@@ -1,8 +1,7 @@
 """Show a run's progress on the console and write the run folder's files.
 
-The folder holds `config.yaml`,
-`metrics.jsonl` (one object per step), `completions.jsonl` (samples with their tokens and weights),
-`curves.png` and `summary.json`.
+The folder holds `config.yaml`, `metrics.jsonl` (one object per step), `completions.jsonl` (samples with their tokens
+and weights), `curves.png` and `summary.json`.
 """
 
 import contextlib
@@ -51,26 +50,18 @@ class Report:
         """Open the files, the back-ends and the progress bar."""
         (self._folder / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
         self._stack = contextlib.ExitStack()
-        self._metrics_file = self._stack.enter_context((self._folder / "metrics.jsonl").open("w", encoding="utf-8"))
-        self._completions_file = self._stack.enter_context(
-            (self._folder / "completions.jsonl").open("w", encoding="utf-8")
+        self._metrics_file, self._completions_file = (
+            self._stack.enter_context((self._folder / name).open("w", encoding="utf-8"))
+            for name in ("metrics.jsonl", "completions.jsonl")
         )
         self._trackers = []
         for name in self._config.report_to:
             log, close = open_tracker(name, self._folder, asdict(self._config))
             self._trackers.append(log)
             self._stack.callback(close)
-        self._progress = self._stack.enter_context(
-            Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[note]}"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=self.console,
-            )
-        )
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+        columns += [TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn()]
+        self._progress = self._stack.enter_context(Progress(*columns, console=self.console))
         self._bar = self._progress.add_task("training", total=self._config.max_steps, note="", visible=False)
         return self
 
