@@ -122,5 +122,4 @@ def _open_choice(micro: MicroBatch) -> list[Tensor]:
     Logits that are off by x move a token's log-prob by some x (1 - p): near-certain tokens hide any error. The
     little keeps those of probability 1 from dividing rounding by nothing.
     """
-    pairs = zip(micro.sampled_logprobs, micro.mask, strict=True)
-    return [(1 - sampled.exp() + 1e-3) * mask for sampled, mask in pairs]
+    return [(1 - x.exp() + 1e-3) * mask for x, mask in zip(micro.sampled_logprobs, micro.mask, strict=True)]

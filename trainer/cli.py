@@ -23,16 +23,14 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any
     """
     where = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     where.add_argument("--config")
-    where.add_argument("--model", default=getattr(kind, "model", None))
+    where.add_argument("--model")
     text = f"YAML file of settings, or one that ships with the program: {', '.join(preset_names())}. Flags win over it."
     settings_flags, file_flag = Annotated[kind, tyro.conf.arg(name="")], Annotated[str | None, tyro.conf.arg(help=text)]
     command = make_dataclass("Command", [("settings", settings_flags), ("config", file_flag, None)])
     try:
         found, _ = where.parse_known_args(argv)
         settings = _read_yaml(_config_file(found.config), kind) if found.config else {}
-        model = settings.get("model") or found.model
-        if f"--model={found.model}" in argv or "--model" in argv:
-            model = found.model
+        model = found.model or settings.get("model") or getattr(kind, "model", None)
         if model is not None and (suited := Path(model_path(model)) / DEFAULTS_FILE).is_file():
             settings = _read_yaml(suited, kind) | settings
         flags = [*_as_flags(settings), *argv]

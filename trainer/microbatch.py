@@ -5,12 +5,13 @@ Micro-batches are whole groups, so that a prompt is fed once; rows that cannot c
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels import Credit, counterfactual_credit
 from cfa_kernels.credit.weights import normalized_weights
@@ -154,8 +155,10 @@ class Credits:
     config: TrainConfig
     rollouts: Rollouts  # B completions of T tokens at most, on the host
     mask: Tensor  # (B, T): what the loss counts
-    known: Mapping[str, Any]  # options of `assign_credit`
-    edits: Tensor | None  # (B, T), multiplies the weights that are assigned
+    tokenizer: PreTrainedTokenizerBase
+    generator: torch.Generator
+    rewards: Tensor | None  # (B,), for credit that compares completions
+    edits: Tensor | None = None  # (B, T), multiplies the weights that are assigned
     weights: ByRow = dataclasses.field(default_factory=dict)
     advantages: ByRow = dataclasses.field(default_factory=dict)  # of rows with signed credit
     assigned: list[tuple[MicroBatch, Credit, float]] = dataclasses.field(default_factory=list)  # with seconds
@@ -167,7 +170,8 @@ class Credits:
     def of(self, micro: MicroBatch, forward: PackedForward) -> Credited:
         """Look up what a micro-batch's tokens weigh, or find it out from its `forward`."""
         if not self._has(micro):
-            self._assign(micro, forward)
+            began = time.perf_counter()
+            self._keep(micro, self.assign(micro, forward), began)
         rows = micro.rows.tolist()
         signed = [self.advantages[b] for b in rows] if rows[0] in self.advantages else micro.advantages
         return Credited([self.weights[b] for b in rows], signed)
@@ -175,18 +179,46 @@ class Credits:
     def _has(self, micro: MicroBatch) -> bool:
         return int(micro.rows[0]) in self.weights
 
-    def _assign(self, micro: MicroBatch, forward: PackedForward) -> None:
-        began = time.perf_counter()
-        credit = assign_credit(micro, forward, self.rollouts, self.mask, self.config, **self.known)
-        lengths = [len(ids) for ids in micro.completions]
-        if self.edits is not None:
-            normalize = self.config.counterfactual().normalize
-            gate = self.edits[micro.rows.to(self.edits.device)].to(credit.weights)
-            credit = dataclasses.replace(credit, weights=edited_weights(credit.weights, gate, lengths, normalize))
-        for i, (b, length) in enumerate(zip(micro.rows.tolist(), lengths, strict=True)):
-            self.weights[b] = credit.weights[i, :length]
+    def assign(self, micro: MicroBatch, forward: PackedForward) -> Credit:
+        """Assign credit to a micro-batch's completions, before the first optimizer step on the batch.
+
+        Answers and probes are scored, and entropies read, from the micro-batch's own `forward`; other estimators run
+        the policy themselves.
+        """
+        part, entropies, config = micro.rows, None, self.config.counterfactual()
+        if config.reads_entropies:
+            with torch.no_grad():
+                _, found = forward.logprobs(self.config.temperature, return_entropy=True)
+            assert isinstance(found, list)
+            entropies = torch.zeros(len(part), self.mask.shape[1])
+            for row, line in zip(on_host(found), entropies, strict=True):
+                line[: len(row)] = row
+        return counterfactual_credit(
+            TrainingForward(forward),
+            prompt_ids=self.rollouts.prompt_ids[part],
+            prompt_mask=self.rollouts.prompt_mask[part],
+            completion_ids=self.rollouts.completion_ids[part],
+            completion_mask=self.mask[part],
+            advantages=micro.advantages,
+            config=config,
+            groups=part // self.config.num_generations,
+            rewards=None if self.rewards is None else self.rewards[part],
+            entropies=entropies,
+            tokenizer=self.tokenizer,
+            generator=self.generator,
+        )
+
+    def _keep(self, micro: MicroBatch, credit: Credit, began: float) -> None:
+        rows, weights = micro.rows, credit.weights
+        gate = torch.ones_like(weights) if self.edits is None else self.edits.to(weights)[rows]
+        credit = dataclasses.replace(credit, weights=weights * gate)
+        for i, (b, ids) in enumerate(zip(rows.tolist(), micro.completions, strict=True)):
+            own = credit.weights[i, : len(ids)]
+            if not gate[i].all() and own.any():  # what is left is rescaled; where nothing is, no credit
+                own.copy_(normalized_weights(own, self.config.counterfactual().normalize))
+            self.weights[b] = own
             if credit.advantages is not None:
-                self.advantages[b] = credit.advantages[i, :length]
+                self.advantages[b] = credit.advantages[i, : len(ids)]
         self.assigned.append((micro, credit, time.perf_counter() - began))
 
     @property
@@ -197,58 +229,6 @@ class Credits:
     def of_batch(self) -> Credit:
         """Put credit of all (B, T) completions together; those in no micro-batch weigh 1 and were not scored."""
         return Credit.of_parts(self.mask.shape, [(micro.rows.tolist(), credit) for micro, credit, _ in self.assigned])
-
-
-def assign_credit(
-    micro: MicroBatch,
-    forward: PackedForward,
-    rollouts: Rollouts,
-    mask: Tensor,
-    config: TrainConfig,
-    *,
-    rewards: Tensor | None = None,
-    **options: Any,
-) -> Credit:
-    """Assign credit to a micro-batch's completions; `mask` is (B, T), `rewards` (B,), all tensors are on the host.
-
-    Answers and probes are scored, and entropies read, from the micro-batch's own `forward`; other estimators run the
-    policy themselves. Valid before the first optimizer step on a batch, while the policy is the one that sampled.
-    `options` are those of `counterfactual_credit`.
-    """
-    part, entropies, settings = micro.rows, None, config.counterfactual()
-    if settings.reads_entropies:
-        with torch.no_grad():
-            _, found = forward.logprobs(config.temperature, return_entropy=True)
-        assert isinstance(found, list)
-        entropies = torch.zeros(len(part), rollouts.completion_ids.shape[1])
-        for row, line in zip(on_host(found), entropies, strict=True):
-            line[: len(row)] = row
-    return counterfactual_credit(
-        TrainingForward(forward),
-        prompt_ids=rollouts.prompt_ids[part],
-        prompt_mask=rollouts.prompt_mask[part],
-        completion_ids=rollouts.completion_ids[part],
-        completion_mask=mask[part],
-        advantages=micro.advantages,
-        config=settings,
-        groups=part // config.num_generations,
-        rewards=None if rewards is None else rewards[part],
-        entropies=entropies,
-        **options,
-    )
-
-
-def edited_weights(weights: Tensor, gate: Tensor, lengths: Sequence[int], normalize: str | None) -> Tensor:
-    """Multiply (b, T) weights by a (b, T) gate of 0 and 1.
-
-    What is left of a completion is rescaled as `normalize` says; where nothing is left it stays without credit.
-    """
-    kept = weights * gate
-    for line, edited, length in zip(kept, gate, lengths, strict=True):
-        own = line[:length]
-        if not edited.all() and own.any():
-            own.copy_(normalized_weights(own, normalize))
-    return kept
 
 
 def by_row(micros: Iterable[MicroBatch], tensors: Iterable[Tensor]) -> ByRow:
@@ -286,7 +266,7 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def rollouts_on_host(rollouts: Rollouts) -> Rollouts:
+def to_host(rollouts: Rollouts) -> Rollouts:
     """Bring every tensor of rollouts to the host, where micro-batches are cut and trees laid out."""
     moved: dict[str, Any] = {name: value.cpu() for name, value in vars(rollouts).items() if isinstance(value, Tensor)}
     return dataclasses.replace(rollouts, **moved)

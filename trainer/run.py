@@ -65,8 +65,7 @@ def train(trainer: Trainer) -> Path:
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out))
 
         def evaluate_at(step: int) -> None:
-            shown = report.evaluating(step, len(trainer.held_out))
-            with fused_modules(causal_lm(trainer.policy)), shown as advance:
+            with fused_modules(causal_lm(trainer.policy)), report.evaluating(step, len(trainer.held_out)) as advance:
                 result = evaluate(
                     trainer.policy,
                     trainer.tokenizer,

@@ -14,9 +14,9 @@ from benchmarks.harness.race import Budget, Contender, Figures, Lap, WrongAnswer
 from benchmarks.harness.workloads import SEED, Job, gsm8k_job, random_model
 from benchmarks.speed.peers import PEERS, Observed
 from benchmarks.speed.reference import Reference
-from cfa_kernels import Span
+from cfa_kernels import ScoredBatch, Span
 from cfa_kernels.packing.prefix_tree import Pack
-from cfa_kernels.scoring.plan import ScoringPlan, plan_scoring
+from cfa_kernels.scoring.plan import ScoringOptions, ScoringPlan, plan_scoring
 from cfa_kernels.text.find import find_answers_and_spans
 
 LIMIT = 0.05  # of the scoring time
@@ -68,9 +68,10 @@ def _stages(model: PreTrainedModel, job: Job) -> list[Contender]:
         return find_answers_and_spans(ids, job.tokenizer)
 
     def pack() -> tuple[ScoringPlan, list[Pack]]:
-        plan = plan_scoring(
+        batch = ScoredBatch.of(
             model, job.prompts, job.completions, job.spans, job.answers, placeholder_id=job.placeholder_id
         )
+        plan = plan_scoring(model, batch, ScoringOptions())
         return plan, plan.packs
 
     return [

@@ -219,19 +219,16 @@ class Report:
             return
         sample = self._sample(result, max(range(len(result.problems)), key=lambda b: len(result.credit.spans[b])))
         text = Text()
-        for token, weight in zip(sample["tokens"], sample["weights"], strict=True):
-            text.append(token, style=_weight_style(weight))
+        for token, of_token in zip(sample["tokens"], sample["weights"], strict=True):
+            text.append(token, style=_weight_style(of_token))
         unit = sample["drops_unit"]
         header = "answer log-prob drop (nats)" if unit == "nats" else f"minus {unit}"
         table = Table("masked span", header, "weight", box=None, header_style="dim")
         strongest = sorted(sample["spans"], key=lambda span: span["drop"])[:_ROWS_SHOWN]
         for span in sorted(strongest, key=lambda span: span["start"]):
-            row = (
-                escape(span["text"]),
-                f"{span['drop']:.3f}" if unit == "nats" else f"{span['drop']:.3g}",
-                Text(f"{span['weight']:.2f}", _weight_style(span["weight"])),
-            )
-            table.add_row(*row)
+            drop = f"{span['drop']:.3f}" if unit == "nats" else f"{span['drop']:.3g}"
+            weight = Text(f"{span['weight']:.2f}", _weight_style(span["weight"]))
+            table.add_row(escape(span["text"]), drop, weight)
         self.console.print(f"\nA completion of the last step, reward {sample['reward']:g}, coloured by token weight:\n")
         self.console.print(Padding(text, (0, 2)))
         self.console.print(Padding(table, (0, 1)))

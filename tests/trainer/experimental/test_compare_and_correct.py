@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.edit_table import edits_by_table, table
-from tests.support.embedded import metrics_of, run, samples_of, settings
+from tests.support.embedded import EVEN, metrics_of, run, samples_of, settings
 from trainer.cli import parse, to_yaml
 from trainer.config import TrainConfig
 from trainer.experimental import compare_and_correct as corrections
@@ -19,13 +19,6 @@ from trainer.run import set_up
 from trainer.state import Batch, Shaped
 from trainer.step import training_step, update
 
-
-def even(completions, **_):
-    """1 for texts whose characters add up to an even number: completions and corrections are often either."""
-    return [float(sum(map(ord, text)) % 2 == 0) for text in completions]
-
-
-EVEN = f"--reward_funcs={__name__}:even"
 SHORT = ("--max_completion_length=24", "--no_mask_truncated_completions", "--temperature=1.5")
 ON = ("--compare_and_correct", "--credit=uniform", EVEN, *SHORT)
 BARE = "--correction_template={question}{attempt}{references}"
@@ -123,7 +116,11 @@ def test_only_tokens_that_a_correction_edits_keep_credit(trainer, monkeypatch, c
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_truncated_attempt_is_corrected_only_if_the_loss_counts_it(trainer, monkeypatch, masked) -> None:
-    config = settings("--compare_and_correct", "--num_generations=4", f"--mask_truncated_completions={masked}")
+    config = settings(
+        "--compare_and_correct",
+        "--num_generations=4",
+        "--mask_truncated_completions" if masked else "--no_mask_truncated_completions",
+    )
     corrected = ["right"] if masked else ["right", "right"]
     found = by_hand(trainer, config, monkeypatch, [1.0, 0.0, 0.0, 1.0], corrected, truncated=[2])
     assert list(found.notes) == ([1] if masked else [1, 2])
