@@ -45,7 +45,7 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any
 
 
 def preset_names() -> list[str]:
-    """Names that `--config` takes beside files."""
+    """List the names that `--config` takes beside files."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
@@ -55,7 +55,7 @@ def _config_file(given: str) -> Path:
 
 
 def to_yaml(config: Any) -> str:
-    """The settings of a dataclass as a YAML document that `--config` reads back."""
+    """Write the settings of a dataclass as a YAML document that `--config` reads back."""
     return yaml.safe_dump(asdict(config), sort_keys=False)
 
 
@@ -75,7 +75,7 @@ def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
 
 
 def _as_flags(settings: dict[str, Any]) -> list[str]:
-    """Settings as flags, so that types and choices are checked in one place; null and [] mean the class default."""
+    """Write settings as flags, so that types are checked in one place; null and [] mean the class default."""
     flags = []
     for name, value in settings.items():
         if isinstance(value, bool):

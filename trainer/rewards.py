@@ -31,7 +31,7 @@ def exact_match(
     answer_fallback: str | None = None,
     **_: Any,
 ) -> list[float | None]:
-    """1 where the completion's number equals that of the data set's answer, else 0.
+    """Give 1 where the completion's number equals that of the data set's answer, else 0.
 
     `answer_format` and `answer_fallback` say how completions give their answer, as in `answer_text_span`; errors about
     them name the sample.
@@ -73,7 +73,7 @@ def load_rewards(names: Sequence[str], **answers: Any) -> dict[str, Reward]:
 
 
 def load_answer_format(name: str | None) -> AnswerFormat | None:
-    """A run's form of answers by its setting: `module:function` on the import path, or a pattern as it stands."""
+    """Load a run's form of answers by its setting: `module:function` on the import path, or a pattern as it stands."""
     return _imported("answer_format", name) if name is not None and _REFERENCE.fullmatch(name) else name
 
 
@@ -138,7 +138,7 @@ def _real(value: Any, what: str) -> float:
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
-    """(reward - group mean) / (std + 1e-4) of (B,) rewards whose groups lie side by side; (B,) fp32.
+    """Compute (reward - group mean) / (std + 1e-4) of (B,) rewards, groups side by side; (B,) fp32.
 
     `scale_rewards` names the standard deviation: the group's, the batch's, or none (no division). A group whose
     rewards are all equal has advantage exactly 0, so that nothing spends work on it.

@@ -243,7 +243,7 @@ def _weight_style(weight: float) -> str:
 
 
 def paired_gain(before: Evaluation, after: Evaluation) -> tuple[float, float]:
-    """Mean and standard error of the change in correctness, problem by problem."""
+    """Compute mean and standard error of the change in correctness, problem by problem."""
     changes = [float(b) - float(a) for a, b in zip(before.correct, after.correct, strict=True)]
     mean = sum(changes) / len(changes)
     variance = sum((change - mean) ** 2 for change in changes) / max(len(changes) - 1, 1)

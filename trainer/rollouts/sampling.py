@@ -89,7 +89,7 @@ class KeyedSampler(LogitsProcessor):
 
 
 def keyed_uniforms(keys: Sequence[Sequence[int]], length: int) -> Tensor:
-    """(B, length) float64 in [0, 1): row b holds the draws of `keys[b]`, whatever the other rows are."""
+    """Draw (B, length) float64 in [0, 1): row b holds the draws of `keys[b]`, whatever the other rows are."""
     return torch.from_numpy(np.stack([np.random.default_rng(list(key)).random(length) for key in keys]))
 
 
