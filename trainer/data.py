@@ -117,7 +117,7 @@ def longest_prompt(config: TrainConfig, context: int | None) -> int | None:
 def encode_prompts(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: TrainConfig, context: int | None
 ) -> list[list[int]]:
-    """Encode the prompts of all rows; one that is too long for the settings or the context is an error that names it."""
+    """Encode the prompts of all rows; one too long for the settings or the context is an error that names it."""
     limit = longest_prompt(config, context)
     prompts = []
     for i, row in enumerate(rows):
