@@ -52,6 +52,39 @@ class Credit:
     added: Tensor | None = None
     noise: list[Tensor] | None = None
 
+    @staticmethod
+    def of_parts(shape: torch.Size, parts: Sequence[tuple[Sequence[int], "Credit"]]) -> "Credit":
+        """Put credit of a batch together from that of parts of it, each with the numbers of its rows.
+
+        Args:
+            shape: (B, T) of the batch.
+            parts: rows and their credit, over T tokens; rows in no part weigh 1 and were not scored.
+        """
+        signed = any(credit.advantages is not None for _, credit in parts)
+        work = [credit.work for _, credit in parts if credit.work is not None]
+        nothing = torch.zeros(0)
+        whole = Credit(
+            weights=torch.ones(shape),
+            answers=[None] * shape[0],
+            spans=[[] for _ in range(shape[0])],
+            drop=[nothing] * shape[0],
+            base=torch.full((shape[0],), float("nan")),
+            work=sum(work, ScoringWork()) if work else None,
+            advantages=torch.zeros(shape) if signed else None,
+            added=torch.zeros(shape) if signed else None,
+            noise=[nothing] * shape[0],
+        )
+        for rows, credit in parts:
+            for name in ("weights", "base", "advantages", "added"):
+                if (values := getattr(credit, name)) is not None:
+                    getattr(whole, name)[list(rows)] = values
+            noise = [torch.zeros(len(row)) for row in credit.drop] if credit.noise is None else credit.noise
+            lists = zip(rows, credit.answers, credit.spans, credit.drop, noise, strict=True)
+            for b, answer, spans, drop, own in lists:
+                whole.answers[b], whole.spans[b], whole.drop[b] = answer, spans, drop
+                whole.noise[b] = own  # type: ignore[index]
+        return whole
+
     def metrics(self, completion_mask: Tensor) -> dict[str, float]:
         """Figures to log; `completion_mask` is (B, T). Drops are in nats, negative for spans that matter.
 

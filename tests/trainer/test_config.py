@@ -10,7 +10,8 @@ from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.estimators.options import option_docs
 from trainer.cli import parse, to_yaml
-from trainer.config import DataConfig, TrainConfig, WarmupConfig
+from trainer.config import DataConfig, TrainConfig
+from trainer.embedded.warmup import WarmupConfig
 
 
 def settings(*argv: str, kind=TrainConfig):
