@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cfa_kernels import linear_logprob, linear_policy_loss
 from cfa_kernels.hf import verify as proof
-from cfa_kernels.ops import head_matmul as head_strips
+from cfa_kernels.ops import head_matmul
 from cfa_kernels.ops.matmul import ieee_products
 from tests.support.models import make_model
 
@@ -103,9 +103,9 @@ def test_a_model_is_proven_where_tf32_is_allowed(way):
 
 
 def test_the_policy_loss_follows_tf32_and_linear_logprob_does_not(monkeypatch):
-    multiply = head_strips.multiply
+    multiply = head_matmul.multiply
     monkeypatch.setattr(
-        head_strips, "multiply", lambda left, right, out, **o: multiply(to_tf32(left), to_tf32(right), out, **o)
+        head_matmul, "multiply", lambda left, right, out, **o: multiply(to_tf32(left), to_tf32(right), out, **o)
     )
     generator = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(4, 32, generator=generator), 0.5 * torch.randn(50, 32, generator=generator)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cfa_kernels.losses.policy import LEVELS, LOSS_TYPES, contributing_rows, linear_policy_loss, logits_policy_loss
-from cfa_kernels.ops import head_matmul as head_strips
+from cfa_kernels.ops import head_matmul
 from cfa_kernels.ops.linear_policy_loss import linear_policy_loss_op
 from cfa_kernels.ops.logits_policy_loss import (
     logits_policy_loss_inplace_op,
@@ -94,7 +94,7 @@ class Products:
 
     def __init__(self, monkeypatch) -> None:
         self.shapes: list[tuple[int, int, int]] = []
-        monkeypatch.setattr(head_strips, "multiply", self._counted(head_strips.multiply))
+        monkeypatch.setattr(head_matmul, "multiply", self._counted(head_matmul.multiply))
 
     def _counted(self, function):
         def run(left, right, *args, **kwargs):

@@ -2,7 +2,7 @@
 
 A test lists the launches its op ships as `AotCase` values and calls `compile_cases` once per module. The
 compilation runs in worker processes without `TRITON_INTERPRET`, so it works beside interpreter tests.
-`python -m tests.ops.aot N < cases.json > reports.json` is the entry those tests use.
+`python -m tests.support.aot N < cases.json > reports.json` is the entry those tests use.
 """
 
 import contextlib
@@ -92,7 +92,7 @@ class AotReport:
     register_inputs: int
     """wgmma instructions that take their left operand from registers."""
     overwritten: list[str]
-    """Those of them whose registers may be written before they are done (see `tests/ops/wgmma.py`)."""
+    """Those of them whose registers may be written before they are done (see `tests/support/wgmma.py`)."""
     asm: dict[str, str]
     """`ttgir`, `ptx` or `amdgcn`, and `sass` where there is wgmma."""
 
@@ -252,7 +252,7 @@ def compile_cases(cases: Iterable[AotCase], *, processes: int | None = None) -> 
         environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         environment["TRITON_CACHE_DIR"] = cache
         done = subprocess.run(
-            [sys.executable, "-m", "tests.ops.aot", str(processes or os.cpu_count() or 1)],
+            [sys.executable, "-m", "tests.support.aot", str(processes or os.cpu_count() or 1)],
             cwd=REPOSITORY,
             input=json.dumps([dataclasses.asdict(case) for case in cases]),
             env=environment,

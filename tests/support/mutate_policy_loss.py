@@ -3,7 +3,7 @@
 A mutant drops, flips or swaps one term of the functions in `TARGETS`. It is loaded beside the real package, its
 functions take the place of the real ones, and tests of this suite run on it until one fails.
 
-`python -m tests.ops.mutate_policy_loss` runs all mutants and lists those that no test noticed (about ten minutes);
+`python -m tests.support.mutate_policy_loss` runs all mutants and lists those that no test noticed (about ten minutes);
 `test_mutations_of_policy_loss.py` runs a sample.
 """
 
@@ -31,8 +31,7 @@ if not torch.cuda.is_available():
 
 from cfa_kernels.losses import policy as losses  # noqa: E402  after the environment is set
 from cfa_kernels.losses.policy import LEVELS  # noqa: E402
-from cfa_kernels.ops import head_matmul as head_strips  # noqa: E402
-from cfa_kernels.ops import policy_rows
+from cfa_kernels.ops import head_matmul, policy_rows  # noqa: E402
 from tests.losses import test_policy as on_logprobs  # noqa: E402
 from tests.losses import test_policy_trl as on_trl  # noqa: E402
 from tests.ops import test_policy_loss_kernels as kernels  # noqa: E402
@@ -42,7 +41,7 @@ from tests.support.policy_problem import of_hidden, of_logits, tiles_of_32  # no
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 TARGETS = {
-    "policy_loss": ("token_terms", "policy_terms", "token_terms_triton"),
+    "token_loss": ("token_terms", "policy_terms", "token_terms_triton"),
     "row_softmax": (
         "probabilities", "row_logprobs_reference", "row_gradients_reference",
         "load_logits", "row_sums", "target_logprob", "_write_some", "write_gradient",
@@ -60,7 +59,7 @@ DEVICE_FUNCTIONS = ("load_logits", "row_sums", "target_logprob", "_write_some", 
 REPLACED = (
     "policy_terms", "contributing", "linear_policy_loss_op", "logits_policy_loss_op", "LogitsPolicyLossInPlace",
 )  # fmt: skip
-"""What `cfa_kernels.losses` takes from the mutated modules."""
+"""What `cfa_kernels.losses.policy` takes from the mutated modules."""
 
 CALLED_BY_TESTS = ("row_logprobs", "row_gradients")
 """What tests take from `policy_rows` itself."""
@@ -170,8 +169,8 @@ def loaded(mutant: Mutant) -> Iterator[None]:
             parts = {part: importlib.import_module(f"{name}.{part}") for part in names}
         # Tests that set small tiles, or count products, do so on the real modules.
         parts["policy_rows"].launch_options = lambda *args, **kwargs: policy_rows.launch_options(*args, **kwargs)
-        strips = importlib.import_module(f"{name}.head_strips")
-        strips.multiply = lambda *args, **kwargs: head_strips.multiply(*args, **kwargs)
+        matrices = importlib.import_module(f"{name}.head_matmul")
+        matrices.multiply = lambda *args, **kwargs: head_matmul.multiply(*args, **kwargs)
         with ExitStack() as stack:
             for part in parts.values():
                 for key in set(vars(part)) & set(vars(losses)) & set(REPLACED):

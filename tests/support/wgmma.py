@@ -2,7 +2,7 @@
 
 A warp-group product (HGMMA) may take its left operand from registers, and runs on after it was issued: those registers
 must stay as they are until the wait that retires it (WARPGROUP.DEPBAR). ptxas before 13.3 can break that rule without
-a warning (triton-lang/triton#9433). `tests/ops/aot.py` walks every sm_90 build with such products.
+a warning (triton-lang/triton#9433). `tests/support/aot.py` walks every sm_90 build with such products.
 """
 
 import re
