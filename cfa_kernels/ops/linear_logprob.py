@@ -19,6 +19,7 @@ from .matmul import multiply
 from .policy_rows import row_gradients
 from .row_softmax import LOGIT_DTYPES, Softmax, compute_dtype
 from .triton_math import LOG2E, minimum, tanh
+from .tuning import tuned
 
 STATISTICS_ROWS = 32768
 """Rows of one launch: the sums of its tiles take rows * V / BLOCK_N * 8 bytes."""
@@ -323,36 +324,16 @@ def merge_tiles_kernel(
 
 
 def launch_options(architecture: str, dtype: torch.dtype, *, aligned: bool) -> dict[str, Any]:
-    """The shipped tile, warps and stages of `tile_statistics_kernel`.
+    """Return the constexprs of `tile_statistics_kernel` and its compiler's options, by `TUNED`.
 
-    They do not depend on the number of rows, so neither does the arithmetic of a row. With few rows most of a tile's
-    products are idle, which costs nothing: reading the head takes longer. `aligned` says that rows of hidden and head
-    start at multiples of 16 bytes, which the tensor memory accelerator needs.
+    They do not depend on the number of rows, so neither does the arithmetic of a row. `aligned`: rows of hidden and
+    head start at multiples of 16 bytes, which the tensor memory accelerator needs.
     """
-    if architecture == "cpu":
-        options = (32, 64, 32, False, 4, 1)
-    elif dtype == torch.float32:
-        options = (128, 128, 16, False, 8, 3) if architecture != "hip" else (128, 64, 16, False, 4, 2)
-    elif architecture == "hip":
-        options = (128, 128, 64 if aligned else 32, False, 8, 2)
-    elif architecture == "sm_90" and aligned:
-        options = (128, 256, 64, True, 8, 4)
-    elif architecture.startswith("sm_10") and aligned:
-        options = (128, 128, 64, True, 8, 4)
-    else:
-        options = (128, 128, 32, False, 8, 4)
-    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "TMA", "num_warps", "num_stages")
-    tuned = dict(zip(names, options, strict=True))
-    if architecture == "hip":  # else the compiler saves vector registers for a fourth wave, and scalar ones spill
-        tuned["waves_per_eu"] = 2
-    return tuned | {
-        "FLATTEN": options[3],
-        "WIDEN": architecture == "cpu",  # the interpreter has no bf16 dot
-    }
+    options = tuned("tile_statistics_kernel", architecture, dtype, aligned=aligned)
+    return options | {"WIDEN": architecture == "cpu"}  # the interpreter has no bf16 dot
 
 
-MERGE_OPTIONS = {"BLOCK_R": 8, "BLOCK_T": 512, "BLOCK_H": 256, "num_warps": 8}
-"""The shipped launch of `merge_tiles_kernel`: 8 rows are one 32-byte sector of a tile's sums."""
+MERGE_OPTIONS = tuned("merge_tiles_kernel")
 
 
 def _row_stride(tensor: Tensor) -> int:

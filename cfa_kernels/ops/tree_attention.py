@@ -19,6 +19,7 @@ from .dispatch import architecture, resolve_backend
 from .segment_table import SegmentTable
 from .tree_attention_backward import load_columns, stride_unit, tree_attention_backward_triton
 from .triton_math import LOG2E, tanh
+from .tuning import column_blocks, tuned
 
 HEAD_DIM_STEP, WIDEST_HEAD = 8, 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -303,16 +304,6 @@ def tree_attention_kernel(
         tl.store(p_out + o_dv_rest[None, :], b_out, mask=m_token[:, None] & (o_dv_rest < VALUE_DIM)[None, :])
 
 
-def _column_blocks(dim: int) -> tuple[int, int]:
-    """How a head's columns are cut: into a power of two, and another for the rest where that is less than padding.
-
-    The second is 0 where there is no rest. Blocks are at least 16 wide, as matrix products ask.
-    """
-    padded = triton.next_power_of_2(max(dim, 16))
-    rest = triton.next_power_of_2(max(dim - padded // 2, 16))
-    return (padded // 2, rest) if dim > 64 and padded // 2 + rest < padded else (padded, 0)
-
-
 def launch_options(
     architecture: str,
     dtype: torch.dtype,
@@ -326,39 +317,14 @@ def launch_options(
     sinks: bool = False,
     lse: bool = False,
 ) -> dict[str, Any]:
-    """The shipped compile-time configuration of the kernel: constexprs, `num_warps`, `num_stages`, `maxnreg`.
-
-    Chosen by what is given here alone, so results and compilations never depend on lengths. The tiles compile
-    without spills for models there are. On Hopper several programs share a multiprocessor, so that one's products
-    run during the other's softmax, and narrow blocks of keys leave them the registers
-    (`tests/ops/test_aot_tree_attention.py`).
-    """
-    widest, registers = max(key_dim, value_dim), None
-    if dtype == torch.float32:  # full precision has no tensor cores; more heads share a tile only if they must
-        block_m = triton.next_power_of_2(max(group, 16))
-        block_n, num_warps, num_stages = 16, min(block_m // 4, 16 if architecture == "hip" else 32), 2
-    elif architecture == "hip":
-        block_m, block_n, num_warps, num_stages = 64, 32, 4, 1
-    elif architecture.startswith("sm_8") and widest > 64:
-        block_m, block_n, num_warps, num_stages = (64, 32, 8, 2) if widest > 128 else (128, 32, 8, 3)
-    elif architecture == "sm_90" and widest <= 96 and group <= 64:  # so few warps that a rest of 32 takes wide copies
-        block_m, block_n, num_warps, num_stages, registers = 64, 32, 4, 3, 96 if widest <= 64 else 168
-    elif architecture == "sm_90" and value_dim <= 128 and key_dim <= 192 and group <= 128:
-        block_m, block_n, num_warps, num_stages, registers = 128, 32, 8, 3, 128
-    elif value_dim <= 128:
-        block_m, block_n, num_warps, num_stages = 128, 64, 8, 3
-    elif architecture == "sm_90":
-        block_m, block_n, num_warps, num_stages = 128, 32, 8, 3
-    else:
-        block_m, block_n, num_warps, num_stages = 64, 64, 8, 2
-    key_block, key_rest = _column_blocks(key_dim)
+    """Return the constexprs of the kernel, `num_warps`, `num_stages` and `maxnreg`, by `TUNED`."""
+    tile = tuned("tree_attention_kernel", architecture, dtype, key=key_dim, value=value_dim, group=group)
+    key_block, key_rest = column_blocks(key_dim)
     # Two accumulators beyond 128 columns take more registers than padding costs.
-    value_block, value_rest = _column_blocks(value_dim) if value_dim <= 128 else (256, 0)
-    limit = {} if registers is None else {"maxnreg": registers}
-    return limit | {
+    value_block, value_rest = column_blocks(value_dim) if value_dim <= 128 else (256, 0)
+    return tile | {
         "GROUP": group,
-        "BLOCK_M": max(block_m, triton.next_power_of_2(group)),
-        "BLOCK_N": block_n,
+        "BLOCK_M": max(tile["BLOCK_M"], triton.next_power_of_2(group)),
         "KEY_DIM": key_dim,
         "KEY_BLOCK": key_block,
         "KEY_REST": key_rest,
@@ -373,8 +339,6 @@ def launch_options(
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "LOG2E": LOG2E,
         "WIDEN": architecture == "cpu",  # the interpreter has no bf16 dot
-        "num_warps": num_warps,
-        "num_stages": num_stages,
     }
 
 
