@@ -89,7 +89,7 @@ def tree_attention(
         return tree_attention_reference(q, k, v, table, rule, first_query_row)
     _check_triton(q, k, v)
     return tree_attention_op(
-        q=q, k=k, v=v, sinks=sinks, segments=table.segments, contexts=table.contexts,
+        q=q, k=k, v=v, sinks=sinks, handle=table.handle, segments=table.segments, contexts=table.contexts,
         scale=rule.scale, softcap=softcap, sliding_window=sliding_window, attention_chunk_size=attention_chunk_size,
         first_query_row=first_query_row, with_lse=wants_gradient,
     )[0]  # fmt: skip
@@ -366,6 +366,7 @@ def tree_attention_op(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
+    handle: Tensor,
     segments: Tensor,
     contexts: Tensor,
     scale: float,
@@ -377,11 +378,11 @@ def tree_attention_op(
 ) -> tuple[Tensor, Tensor]:
     """Return what `tree_attention` does, by its kernel, and `with_lse` what its backward needs, (N, H) float32.
 
-    The latter is (0,) without. `segments` and `contexts` are the table's, on the CPU: `SegmentTable.of`
+    The latter is (0,) without. `handle`, `segments` and `contexts` are the table's, on the CPU: `SegmentTable.of`
     finds what it has on the device.
     Differentiable by q, k, v and sinks with `with_lse`, and without a `first_query_row`.
     """
-    table = SegmentTable.of(segments, contexts)
+    table = SegmentTable.of(handle, segments, contexts)
     table.require_start(first_query_row)
     if with_lse:
         _ = table.lineage  # which the backward will need
@@ -428,6 +429,7 @@ def tree_attention_backward_op(
     sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    handle: Tensor,
     segments: Tensor,
     contexts: Tensor,
     scale: float,
@@ -437,7 +439,7 @@ def tree_attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients by q, k, v and sinks, that one (0,) without sinks, given that of the result."""
     rule = AttentionRule(scale, sliding_window, attention_chunk_size, softcap, sinks)
-    table = SegmentTable.of(segments, contexts)
+    table = SegmentTable.of(handle, segments, contexts)
     by_q, by_k, by_v, by_sinks = tree_attention_backward_triton(by_out, q, k, v, out, lse, table, rule)
     return by_q, by_k, by_v, q.new_empty(0) if by_sinks is None else by_sinks
 
@@ -452,7 +454,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     return *(x.new_empty(x.shape) for x in (given.q, given.k, given.v)), by_sinks
 
 
-_KEPT = ("q", "k", "v", "sinks", "segments", "contexts")
+_KEPT = ("q", "k", "v", "sinks", "handle", "segments", "contexts")
 _OPTIONS = ("scale", "softcap", "sliding_window", "attention_chunk_size")
 
 
@@ -477,7 +479,7 @@ def _backward(ctx: Any, by_out: Tensor | None, _: Tensor | None) -> tuple[Tensor
 
 def _visible_pairs(given: Any) -> int:
     reach = Reach(given.sliding_window, given.attention_chunk_size)
-    return SegmentTable.of(given.segments, given.contexts).visible_pairs(reach)
+    return SegmentTable.of(given.handle, given.segments, given.contexts).visible_pairs(reach)
 
 
 @register_flop_formula(torch.ops.cfa_kernels.tree_attention, get_raw=True)

@@ -10,7 +10,7 @@ from cfa_kernels.ops.token_loss import NUMBERS, PolicyOptions
 
 TOKENS = "Tensor? old_logprobs, Tensor advantages, Tensor? weights, Tensor? ref_logprobs, Tensor scale"
 FORMULA = "str surrogate, str level, float[] numbers, float[] softmax, bool with_entropy"
-TABLE = "Tensor segments, Tensor contexts"
+TABLE = "Tensor handle, Tensor segments, Tensor contexts"
 RULE = "float scale, float? softcap, SymInt? sliding_window, SymInt? attention_chunk_size"
 ROWS = "Tensor hidden, Tensor lm_head, Tensor targets, Tensor? bias"
 ROWS += ", float temperature, float softcap, bool with_entropy"
