@@ -12,9 +12,9 @@ from cfa_kernels.estimators.entropy import Entropy
 from cfa_kernels.estimators.external import External
 from cfa_kernels.estimators.gradient import Gradient
 from cfa_kernels.estimators.masking import Masking
-from cfa_kernels.estimators.options import Count
 from cfa_kernels.estimators.registry import ESTIMATORS
 from cfa_kernels.estimators.siblings import KTAE
+from cfa_kernels.options import Count
 
 
 def ones(importances, units, answer, length):

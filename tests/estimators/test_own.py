@@ -11,9 +11,9 @@ from cfa_kernels import CounterfactualConfig, counterfactual_credit
 from cfa_kernels.credit.config import flat_options
 from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators.base import ANSWER, Importances
-from cfa_kernels.estimators.options import NotNegative, check_fields, option_docs
 from cfa_kernels.estimators.registry import ESTIMATORS
 from cfa_kernels.integrations.credit import OFFERED_BY_A_SERVICE, obstacles
+from cfa_kernels.options import NotNegative, check_fields, option_docs
 from cfa_kernels.scoring.access import DISTRIBUTIONS, LOGPROBS, LogprobService, ModelAccess
 from cfa_kernels.scoring.batch import ScoredBatch
 from tests.support.small_tokenizers import encode, get_tokenizer

@@ -11,8 +11,8 @@ import yaml
 
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.estimators.entropy import Entropy
-from cfa_kernels.estimators.options import Share
 from cfa_kernels.estimators.registry import ESTIMATORS
+from cfa_kernels.options import Share
 from cfa_kernels.scoring.access import InProcess
 from tests.support.embedded import EVERY_OTHER, advantages_of, metrics_of, run, samples_of, settings
 from trainer.cli import parse, preset_names
