@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cfa_kernels import linear_logprob, linear_policy_loss
-from cfa_kernels.hf import verify as proof
+from cfa_kernels.hf import verify
 from cfa_kernels.ops import head_matmul
 from cfa_kernels.ops.matmul import ieee_products
 from tests.support.models import make_model
@@ -93,12 +93,12 @@ def test_a_model_is_proven_where_tf32_is_allowed(way):
     WAYS[way]()
     before = settings()
     with LikeTensorCores():
-        proof.prove_supported(model)
-        assert proof.noise_floor(model) > proof.FLOAT32_NOISE
+        verify.prove_supported(model)
+        assert verify.noise_floor(model) > verify.FLOAT32_NOISE
         assert settings() == before
         model.forward = None  # not callable
         with pytest.raises(TypeError):
-            proof.prove_supported(model)
+            verify.prove_supported(model)
     assert settings() == before
 
 
