@@ -102,19 +102,17 @@ def test_a_model_is_proven_where_tf32_is_allowed(way):
     assert settings() == before
 
 
-def test_the_policy_loss_follows_tf32_and_linear_logprob_does_not(monkeypatch):
+def test_the_policy_loss_follows_tf32_and_linear_logprob_does_not(monkeypatch, device):
     multiply = head_matmul.multiply
     monkeypatch.setattr(
         head_matmul, "multiply", lambda left, right, out, **o: multiply(to_tf32(left), to_tf32(right), out, **o)
     )
     generator = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(4, 32, generator=generator), 0.5 * torch.randn(50, 32, generator=generator)
-    targets = torch.arange(4)
+    hidden, head, targets, ones = (x.to(device) for x in (hidden, head, torch.arange(4), torch.ones(1, 4)))
 
     def both() -> tuple[torch.Tensor, torch.Tensor]:
-        loss = linear_policy_loss(
-            hidden[None], head, targets[None], None, torch.ones(1), torch.ones(1, 4), return_logprobs=True
-        )
+        loss = linear_policy_loss(hidden[None], head, targets[None], None, ones[0, :1], ones, return_logprobs=True)
         return loss[2][0], linear_logprob(hidden, head, targets, backend="triton")
 
     exact, plain = both()
