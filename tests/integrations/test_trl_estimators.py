@@ -72,7 +72,7 @@ def test_signed_credit_replaces_advantages_and_weights_multiply_them():
     from cfa_kernels.credit.assign import Credit
 
     def credit(weights, advantages):
-        return Credit(weights, [None], [[]], [torch.zeros(0)], torch.zeros(1), None, None, advantages)
+        return Credit(weights, [None], [[]], [torch.zeros(0)], torch.zeros(1), None, advantages=advantages)
 
     own, weights = torch.tensor([2.0], dtype=torch.float64), torch.tensor([[1.0, 3.0]])
     assert credited_advantages(own, credit(weights, None)).tolist() == [[2, 6]]
