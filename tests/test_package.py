@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,12 +12,14 @@ import warnings
 import zipfile
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch import nn
 
 import cfa_kernels
 from cfa_kernels import _moved
+from cfa_kernels.estimators.registry import ESTIMATORS
 from tests.conftest import REPOSITORY
 from tests.support.models import make_model
 
@@ -215,6 +218,20 @@ def test_no_module_imports_itself_by_way_of_others():
 def test_every_package_says_what_belongs_in_it():
     for path in PACKAGE.glob("*/__init__.py"):
         assert "belongs" in (ast.get_docstring(ast.parse(path.read_text())) or ""), path
+
+
+def test_the_estimator_that_contributing_shows_is_one(monkeypatch):
+    page = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    module = {"__package__": "cfa_kernels.estimators", "__name__": "cfa_kernels.estimators.lateness"}
+    exec(block, module)
+    shown = module["Lateness"]
+    monkeypatch.setitem(ESTIMATORS, shown.name, shown)
+    assert cfa_kernels.CounterfactualConfig("lateness", power=2.0).estimator == shown(2.0)
+    with pytest.raises(ValueError, match="power must be finite and at least 0, got -1"):
+        shown(-1)
+    batch = SimpleNamespace(units=[[cfa_kernels.Span(2, 3), cfa_kernels.Span(3, 4)]])
+    assert shown(2.0)(None, batch).values[0].tolist() == [4.0, 9.0]
 
 
 # What is shipped
