@@ -9,7 +9,7 @@ from packaging.version import Version
 
 
 def require(package: str, oldest: str) -> Version:
-    """The installed version of a trainer's package.
+    """Return the installed version of a trainer's package, or refuse it.
 
     Args:
         package: its name, of the package and of the module here that needs it.
@@ -24,7 +24,9 @@ def require(package: str, oldest: str) -> Version:
     try:
         installed = Version(version(package))
     except PackageNotFoundError as error:
-        raise ImportError(f"cfa_kernels.integrations.{package} needs {package}>={oldest}, which is not here") from error
+        raise ImportError(
+            f"cfa_kernels.integrations.{package} needs {package}>={oldest}, which is not installed"
+        ) from error
     if installed < Version(oldest):
         raise ImportError(f"cfa_kernels.integrations.{package} needs {package}>={oldest}, found {installed}")
     return installed
