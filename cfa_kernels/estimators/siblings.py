@@ -21,7 +21,7 @@ from ..scoring.batch import ScoredBatch
 from .base import REWARDS, SIBLINGS, Importances, given, unit_means
 from .edit_distance import _edit_distance, _places, edited_tokens
 
-# KTAE's own code keeps the ratio of two term frequencies finite so; a token of one class alone gets a huge ratio.
+# KTAE's own code keeps the ratio of two term frequencies finite so; a token of only one class gets a huge ratio.
 _FREQUENCY_EPSILON = 1e-5
 _SATURATION, _LENGTH_SHARE = 2.0, 0.5  # BM25's k1 and b, as KTAE's code sets them
 

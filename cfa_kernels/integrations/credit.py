@@ -21,8 +21,8 @@ from ..scoring.access import DISTRIBUTIONS, LOGPROBS, MODEL, LogprobService, Log
 class Draws:
     """Random generators of credit, one per batch, which a resumed run finds again.
 
-    They follow from seed, process, step, and how many batches of that step came before: a resumed run knows all of them,
-    so nothing needs to be saved.
+    They follow from seed, process, step, and how many batches of that step came before. A resumed run knows all
+    of these, so nothing needs to be saved.
     """
 
     def __init__(self, seed: int, process: int = 0) -> None:

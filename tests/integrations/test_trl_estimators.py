@@ -57,7 +57,7 @@ def test_rows_that_no_function_rewards_are_no_siblings(train):
 
 
 def test_groups_that_are_split_between_processes_and_numbers_that_nobody_gives_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(NotImplementedError, match="estimator='external': it needs importances that the caller hands in"):
+    with pytest.raises(NotImplementedError, match="estimator='external': it needs importances that the caller passes in"):
         build(str(tmp_path), trainer={"counterfactual": CounterfactualConfig(estimator="external")})
     import cfa_kernels.integrations.trl as integration
 
