@@ -1,4 +1,4 @@
-"""Credit: the whole way from padded batches of sampled tokens to the weight, or the advantage, of every token.
+"""Credit padded batches of sampled tokens: find answers and units, judge the units, weigh every token.
 
 `counterfactual_credit` is what trainers call once per generation batch: answers and units of the completions that
 matter, an estimator of their importance (`estimators.py`), a reshaping to weights (`reshaping.py`).
@@ -26,10 +26,10 @@ from .weights import Judged, Range, normalized_weights, random_weights, spread_o
 
 @dataclass(frozen=True)
 class Credit:
-    """Weights of a (B, T) batch and what they came from; unscored rows have no spans.
+    """Weights of a (B, T) batch and what they came from; completions that were not judged have no spans.
 
     Attributes:
-        weights: (B, T) fp32, 1 on padding and on rows without credit.
+        weights: (B, T) fp32, 1 on padding and on completions without credit.
         answers: B spans or None.
         spans: B lists of the units that were judged.
         drop: B tensors (K_b,) fp32 on the CPU, minus the importance of each unit; of masking, as the answer's
@@ -131,21 +131,21 @@ def counterfactual_weights(
     config: CounterfactualConfig | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """(B, T) fp32 token weights of a padded batch: `counterfactual_credit(...).weights`.
+    """Weigh the tokens of a padded batch, (B, T) fp32: `counterfactual_credit(...).weights`.
 
-    Raises also `ValueError` where credit is signed, for weights do not hold it.
+    Also raises `ValueError` where credit is signed, which weights cannot express.
     """
     credit = counterfactual_credit(
         model, tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask,
         advantages=advantages, config=config, generator=generator,
     )  # fmt: skip
     if credit.advantages is not None:
-        raise ValueError("config: its estimator is signed; take the advantages that counterfactual_credit gives")
+        raise ValueError("config: its estimator is signed; use counterfactual_credit and train on its advantages")
     return credit.weights
 
 
 class Known(TypedDict, total=False):
-    """What else may be known of a batch; an estimator says by its `needs` what it reads."""
+    """Further columns of a batch; an estimator declares in its `needs` which it reads."""
 
     groups: Tensor | None
     """(B,) int64, equal for completions that are compared with each other; by default those of equal prompts."""
@@ -160,7 +160,7 @@ class Known(TypedDict, total=False):
     place of its own answer, and nothing is trained on them. Gives units to completions without one."""
     targets: Sequence[Tensor | None] | None
     """For each completion 1-D int64 tokens that are scored in place of its own answer, or None: of a wrong completion,
-    say, those of the right answer. Needs an answer whose place they take."""
+    say, those of the right answer. Needs an answer to replace."""
 
 
 def counterfactual_credit(
@@ -186,8 +186,8 @@ def counterfactual_credit(
         prompt_ids, prompt_mask: (B, P), left-padded; the mask is 1 on real tokens.
         completion_ids, completion_mask: (B, T), right-padded. A row masked out altogether (a truncated completion,
             say) gets no credit.
-        advantages: (B,) or (B, T). Rows that are zero throughout contribute nothing to the loss, so they are not
-            judged and weigh 1. Needed where the estimator's values are signed.
+        advantages: (B,) or (B, T). Completions where they are all zero contribute nothing to the loss, so they
+            are not judged and weigh 1. Needed where the estimator's values are signed.
         config: default `CounterfactualConfig()`.
         generator: source of the random control and of what an estimator draws, on the CPU.
         noise: nats per answer token by which rounding moves the scores. Importances of a completion that are no further
@@ -256,7 +256,7 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Judged:
-    """What an estimator found, by row of the padded batch."""
+    """Importances by number of the completion in the padded batch."""
 
     values: dict[int, Tensor]  # (K,) importances
     roundings: dict[int, "_Rounding"]
@@ -280,7 +280,7 @@ def _judge(
     generator: torch.Generator | None,
     noise: float | None,
 ) -> _Judged:
-    """The importances of the units that were found."""
+    """Run the estimator on the units that were found."""
     if not config.runs_estimator or not any(found[b].spans for b in given.credited):
         return _Judged({}, {}, Importances([]), [])
     if missing := sorted(config.estimator.needs & set(CAPABILITIES) - access.capabilities):
@@ -305,7 +305,7 @@ def _judge(
 def _roundings(
     importances: Importances, answers: Sequence[Span | None], noise_of_token: Callable[[], float]
 ) -> list[_Rounding]:
-    """What rounding does to each row's importances where they are changes of an answer's log-prob; else nothing."""
+    """Bound the rounding of importances that are changes of an answer's log-prob; 0 for all others."""
     found = []
     for i, (values, answer) in enumerate(zip(importances.values, answers, strict=True)):
         if not len(values) or answer is None or importances.change_of is None:
@@ -332,7 +332,7 @@ def _scored_batch(
     rows: Sequence[int],
     generator: torch.Generator | None,
 ) -> ScoredBatch:
-    """What the estimator is given of `rows`, in packing order."""
+    """Build the estimator's batch of the completions `rows`, in packing order."""
     special, probed, known = special_ids(tokenizer), given.probed, given.known
     asked = {
         b: _scored_as(
@@ -378,7 +378,7 @@ def _weigh(
     judged: _Judged,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The weights (B, T), and where importances are signed what they add to the advantages (B, T)."""
+    """Make the weights (B, T) and, of signed importances, what they add to the advantages (B, T)."""
     weights = torch.ones(given.padded.shape, dtype=torch.float32)
     if judged.importances.signed:
         return weights, _added(config, given, judged.values, found, generator)
@@ -412,7 +412,7 @@ def _added(
     found: Mapping[int, Reasoning],
     generator: torch.Generator | None,
 ) -> Tensor:
-    """(B, T) fp32 signed values of each unit, for its tokens; 0 on others."""
+    """Spread signed values over the tokens of their units, (B, T) fp32; 0 on others."""
     added = torch.zeros(given.padded.shape)
     for b, row in found.items():
         line = values[b]
@@ -433,7 +433,7 @@ def _credit(
     weights: Tensor,
     added: Tensor | None,
 ) -> Credit:
-    """Everything in the order of the padded batch."""
+    """Collect the results in the order of the padded batch."""
     rows, none = range(len(given.prompts)), torch.zeros(0)
     base = torch.full((len(given.prompts),), float("nan"))
     if judged.importances.base is not None:
@@ -459,7 +459,7 @@ def _credit(
 
 
 def _check_finite(advantages: Tensor, lengths: Mapping[int, int]) -> None:
-    """Raise `ValueError` naming row, token and value of an advantage that is not finite; padding is not looked at."""
+    """Raise `ValueError` naming row, token and value of an advantage that is not finite; padding is not checked."""
     for b, length in lengths.items():
         row = advantages[b].reshape(-1)[:length]
         if (bad := (~torch.isfinite(row)).nonzero()).numel():
@@ -468,9 +468,9 @@ def _check_finite(advantages: Tensor, lengths: Mapping[int, int]) -> None:
 
 
 def _find_units(config: CounterfactualConfig, tokenizer: Any, given: _Given) -> dict[int, Reasoning]:
-    """Answer, end of the reasoning and units of credited rows by number; no more than control and estimator need.
+    """Find answer, end of the reasoning and units of credited completions, as far as control and estimator need them.
 
-    Rows with a probe have units without an answer too.
+    Completions with a probe have units even without an answer.
     """
     ids, probed = {b: given.completions[b].tolist() for b in given.credited}, given.probed
     if config.control == "off":
@@ -495,7 +495,7 @@ def _find_units(config: CounterfactualConfig, tokenizer: Any, given: _Given) -> 
 def _scored_as(
     completion: Tensor, found: Reasoning, probe: Probe | None, target: Tensor | None, b: int, eos_ids: Sequence[int]
 ) -> tuple[Tensor, Reasoning]:
-    """A completion as it is scored: with its probe, or another answer in the place of its own."""
+    """Put a probe behind a completion, or another answer in place of its own."""
     if not found.spans or (probe is None and target is None):
         return completion, found
     if probe is not None and target is not None:
@@ -508,7 +508,7 @@ def _scored_as(
         return longer, found._replace(answer=answer, end=len(longer) - len(probe.tokens))
     assert target is not None
     if found.answer is None:
-        raise ValueError(f"targets row {b}: no answer was found whose place it could take; give a probe")
+        raise ValueError(f"targets row {b}: the completion has no answer to replace; give a probe instead")
     token_ids(f"targets row {b}", target)
     start = found.answer.start
     other = torch.cat([completion[:start], target.cpu()])
@@ -516,7 +516,7 @@ def _scored_as(
 
 
 def _checked(given: Any, units: Sequence[Sequence[Span]], rows: Sequence[int]) -> Importances:
-    """What an estimator gave, or a caller's rows of numbers; raises `ValueError` naming row, unit and value."""
+    """Check what an estimator returned; raises `ValueError` naming row, unit and value."""
     found = given if isinstance(given, Importances) else Importances(given)
     if not isinstance(found.values, list | tuple):
         raise ValueError(
@@ -538,13 +538,13 @@ def _checked(given: Any, units: Sequence[Sequence[Span]], rows: Sequence[int]) -
 
 
 def _equal_prompts(prompts: Sequence[Tensor]) -> Tensor:
-    """(B,) int64, the same for rows with the same prompt."""
+    """Number equal prompts equally, (B,) int64."""
     numbers: dict[tuple[int, ...], int] = {}
     return torch.tensor([numbers.setdefault(tuple(row.tolist()), len(numbers)) for row in prompts])
 
 
 def special_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that say nothing of a completion: those that end a text and fill a batch."""
+    """List the tokens that are no content: those that end a text and pad a batch."""
     ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
     return tuple(token for token in ids if token is not None)
 
@@ -563,7 +563,7 @@ def _check_columns(completion_ids: Tensor, **columns: Any) -> None:
 
 
 def unpad(name: str, ids: Tensor, mask: Tensor, *, left: bool) -> list[Tensor]:
-    """The real tokens of each row, as views on the host; one copy for the whole batch."""
+    """Take the padding off each row, as views on the host; one copy for the whole batch."""
     if ids.ndim != 2 or mask.shape != ids.shape:
         raise ValueError(
             f"{name}_ids and {name}_mask must be one (B, length) shape, got {tuple(ids.shape)} and {tuple(mask.shape)}"
@@ -577,7 +577,7 @@ def unpad(name: str, ids: Tensor, mask: Tensor, *, left: bool) -> list[Tensor]:
             raise ValueError(f"{name}_mask row {b}: is all zero, the {name} is empty")
         if not bool(mask[b, real].all()):
             side = "left" if left else "right"
-            raise ValueError(f"{name}_mask row {b}: must be padded on the {side} alone, without gaps")
+            raise ValueError(f"{name}_mask row {b}: must be padded only on the {side}, without gaps")
         rows.append(ids[b, real])
     return rows
 

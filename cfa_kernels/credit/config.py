@@ -28,7 +28,7 @@ _MODES: dict[str, Control | None] = {
 
 @dataclass(frozen=True, init=False)
 class CounterfactualConfig:
-    """How credit is assigned; the defaults are the CF paper's.
+    """Configuration of credit; the defaults are the CF paper's.
 
     Each part is an object, or a name with the part's options as flat keywords, as YAML and flags give them:
     `CounterfactualConfig(Gradient(sigma=0.01))` is `CounterfactualConfig(estimator="gradient", sigma=0.01)`. Older
@@ -46,8 +46,8 @@ class CounterfactualConfig:
     """How importances become weights: a part or name of `WEIGHTS`, or a function. By default what the estimator's
     source does; None where the estimator's values are added to the advantages instead."""
     control: Control | None
-    """A control of a comparison: "inverted", high importance gets low weight; "random", draws of the same scale take
-    the place of what the estimator finds; "off", all weights are 1. None for credit as it is."""
+    """A control of a comparison: "inverted", high importance gets low weight; "random", draws take the place of
+    what the estimator finds; "off", all weights are 1. None for credit as it is."""
     units: Literal["spans", "tokens"]
     """What is judged as one: spans, or tokens, each by itself: those before the answer's marker where an answer is
     needed, else all. By default what the estimator's source does."""
@@ -138,14 +138,14 @@ class CounterfactualConfig:
 
     @property
     def runs_estimator(self) -> bool:
-        """Whether importances are looked for: not where weights are drawn or all 1."""
+        """Whether the estimator runs: not where weights are drawn or all 1."""
         if self.control == "random":  # signed values, which are dealt out anew, may come of it
             return self.weights is None or isinstance(self.estimator, OwnFunction)
         return self.control != "off"
 
     @property
     def draws_by_token(self) -> bool:
-        """Whether weights are drawn for each token as the CF paper draws them, which needs no units."""
+        """Whether the control draws a weight per token, as in the CF paper, which needs no units."""
         rule, own = self.weights, isinstance(self.estimator, OwnFunction)
         return self.control == "random" and rule is not None and rule.draws_by_token and not own
 
@@ -161,7 +161,7 @@ class CounterfactualConfig:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What of `NEEDS` a host must offer for this configuration; nothing where no estimator runs."""
+        """Needs, of `NEEDS`, that a host must meet; none where no estimator runs."""
         return self.estimator.needs if self.runs_estimator else frozenset()
 
     @property
@@ -181,7 +181,7 @@ def flat_options() -> Iterator[tuple[str, type, Any]]:
 
 
 def _renamed(flat: dict[str, Any]) -> dict[str, Any]:
-    """Older names of options under their own."""
+    """Rename options that are given by their older names."""
     flat = dict(flat)
     if "mode" in flat:
         mode = flat.pop("mode")
@@ -203,7 +203,7 @@ def _one_of(name: str, value: Any, older: Any, older_name: str) -> Any:
 
 
 def _part(kind: type, given: Any, flat: dict[str, Any]) -> Any:
-    """The part as given, or made from its flat options, which are taken out of `flat`."""
+    """Return the part as given, or make it from its flat options, which are taken out of `flat`."""
     own = {entry.name: flat.pop(entry.name) for entry in fields(kind) if entry.name in flat}
     if given is None:
         return kind(**own)
@@ -213,7 +213,7 @@ def _part(kind: type, given: Any, flat: dict[str, Any]) -> Any:
 
 
 def _named(option: str, given: Any, among: Mapping[str, type], own: type, flat: dict[str, Any]) -> Any:
-    """A part by name or as an object; a function becomes an `own` part."""
+    """Resolve a part given by name or as an object; a function becomes an `own` part."""
     if isinstance(given, str) and given in among:
         return _part(among[given], None, flat)
     if isinstance(given, tuple(among.values())):
@@ -247,7 +247,7 @@ def _near(name: str, among: Mapping[str, Any]) -> str:
 
 
 def _unread(name: str, parts: Mapping[str, Any]) -> str:
-    """Why an option is refused that none of the chosen parts reads."""
+    """Explain why an option is refused that none of the chosen parts reads."""
     owners = [part for option, part, _ in flat_options() if option == name]
     if not owners:
         known = {option: None for option, _, _ in flat_options()} | dict.fromkeys(parts)

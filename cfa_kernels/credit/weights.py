@@ -1,4 +1,4 @@
-"""From importances to token weights, one completion at a time: the ranges and thresholds of the source papers.
+"""Turn importances into token weights, one completion at a time: the ranges and thresholds of the source papers.
 
 An importance says how much a unit, a span of tokens, matters; a reshaping says what its tokens weigh in the loss.
 `inverted` and `random` act in between, so they are controls of every estimator.
@@ -39,7 +39,7 @@ def span_weights(
     noise: float = FLOAT32_NOISE,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Token weights of one completion from the drops of its spans (CF paper, eqs. 4, 6 and 7).
+    """Weigh the tokens of one completion by the drops of its spans (CF paper, eqs. 4, 6 and 7).
 
     Importance `-drop` is min-max normalised over the spans and mapped to `[w_min, w_max]`. Tokens outside every
     span weigh 1, answer tokens `w_answer`. One span, or importances that are equal but for `noise`, weigh 1: there is
@@ -56,7 +56,7 @@ def span_weights(
             the answer too).
         w_min, w_max, w_answer: finite weights >= 0, `w_min <= w_max`.
         normalize: `"mean"` rescales the result to mean 1; None leaves it.
-        noise: nats; drops that lie no further apart count as equal. The default is that of scores in float32; for
+        noise: nats; drops that are no further apart count as equal. The default is that of scores in float32; for
             those of a bfloat16 model take `noise_floor(model)` times the root of twice the answer's tokens.
         generator: source of the random mode, on the CPU; default torch's global one.
 
@@ -99,10 +99,10 @@ def range_weights(
     noise: float = FLOAT32_NOISE,
     inverted: bool = False,
 ) -> Tensor:
-    """(length,) weights in `[w_min, w_max]` by min-max normalised importance (CF paper, eqs. 6 and 7).
+    """Map min-max normalised importances to weights in `[w_min, w_max]`, (length,) (CF paper, eqs. 6 and 7).
 
     See `span_weights`, which takes drops and checks its input; here `importances` (K,) are high where a unit matters.
-    They count as equal where they lie no further apart than `noise`.
+    They count as equal where they are no further apart than `noise`.
     """
     weights = torch.ones(length, dtype=torch.float32)
     low, high = _bounds(importances)
@@ -122,7 +122,7 @@ def random_weights(
     w_answer: float = 1.5,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """(length,) weights drawn per token, uniform in `[w_min, w_max]` outside the answer: the CF paper's control."""
+    """Draw a weight per token, uniform in `[w_min, w_max]` outside the answer, (length,): the CF paper's control."""
     weights = torch.empty(length, dtype=torch.float32).uniform_(w_min, w_max, generator=generator)
     return _weigh_answer(weights, answer, w_answer)
 
@@ -139,7 +139,7 @@ def bilevel_weights(
     noise: float = 0.0,
     inverted: bool = False,
 ) -> Tensor:
-    """(length,) weights that suppress what matters least and boost the rest (OAR paper, eqs. 14 to 17).
+    """Suppress what matters least and boost the rest, (length,) weights (OAR paper, eqs. 14 to 17).
 
     Per token of the units: importance I below 0 counts as 0; I^ = log(1 + I), min-max normalised; with tau* the
     tau-quantile of I^ (linear interpolation), omega = I^ / tau* below it and 1 + boost (I^ - tau*) / (1 - tau*) from
@@ -149,12 +149,12 @@ def bilevel_weights(
     Args:
         importances: (K,), one per unit, high where it matters.
         units: K half-open token spans; a token in several takes the largest importance.
-        answer: not looked at: the answer lies outside the units and weighs 1.
+        answer: not read: the answer is outside the units and weighs 1.
         length: completion tokens.
         tau: quantile level of the threshold, in [0, 1]; 0 boosts all, 1 suppresses all but the largest.
         boost: how much more the most important token gets than one at the threshold; >= 0.
         floor: least omega, before the rescaling, in [0, 1]; the authors' code has 0.1.
-        noise: importances that lie no further apart count as equal.
+        noise: importances that are no further apart count as equal.
         inverted: take 1 - I^ for I^.
     """
     weights = torch.ones(length, dtype=torch.float32)
@@ -170,7 +170,7 @@ def bilevel_weights(
     share = (values - low) / (high - low)
     share = 1 - share if inverted else share
     threshold = torch.quantile(share, tau)
-    below = share / threshold if threshold > 0 else share  # with a threshold of 0 nothing lies below it
+    below = share / threshold if threshold > 0 else share  # with a threshold of 0 nothing is below it
     above = 1 + (boost * (share - threshold) / (1 - threshold) if threshold < 1 else torch.zeros_like(share))
     omega = torch.where(share < threshold, below, above).clamp(min=floor)
     weights[covered] = (omega * (len(omega) / omega.sum())).float()
@@ -186,9 +186,9 @@ def top_weights(
     threshold: float,
     inverted: bool = False,
 ) -> Tensor:
-    """(length,) weights 1 where the importance reaches `threshold` and 0 elsewhere in the units ("80/20", 2506.01939).
+    """Weigh tokens 1 whose importance reaches `threshold`, others of the units 0, (length,) ("80/20", 2506.01939).
 
-    Tokens outside every unit weigh 1. `inverted` keeps what lies below. `top_threshold` finds the threshold of a batch.
+    Tokens outside every unit weigh 1. `inverted` keeps what is below. `top_threshold` finds the threshold of a batch.
     """
     weights = torch.ones(length, dtype=torch.float32)
     tokens = spread_over_tokens(importances, units, length)
@@ -200,9 +200,9 @@ def top_weights(
 def top_threshold(
     importances: Sequence[Tensor], units: Sequence[Sequence[Span]], lengths: Sequence[int], fraction: float
 ) -> float:
-    """The (1 - fraction)-quantile of the importance of every token of a batch's units, linear interpolation.
+    """Find the (1 - fraction)-quantile of the importances of the tokens of a batch's units, by linear interpolation.
 
-    -inf if there is none. As TRL's `top_entropy_quantile`, in one process.
+    -inf if there are none. As TRL's `top_entropy_quantile`, in one process.
     """
     rows = [spread_over_tokens(*row) for row in zip(importances, units, lengths, strict=True)]
     tokens = torch.cat([row[~row.isnan()] for row in rows] or [torch.zeros(0)]).sort().values
@@ -216,7 +216,7 @@ def top_threshold(
 
 
 def identity_weights(importances: Tensor, units: Sequence[Span], answer: Span | None, length: int) -> Tensor:
-    """(length,) weights that are the importances themselves, 1 outside the units.
+    """Take the importances themselves as weights, (length,), 1 outside the units.
 
     Raises `ValueError` for a negative importance, naming the unit and the value.
     """
@@ -228,7 +228,7 @@ def identity_weights(importances: Tensor, units: Sequence[Span], answer: Span | 
 
 
 def spread_over_tokens(values: Tensor, units: Sequence[Span], length: int) -> Tensor:
-    """(length,) fp32 value of each token: the largest among its units, nan where it has none."""
+    """Give each token the largest value among its units, (length,) fp32; nan where it has none."""
     tokens = torch.full((length,), -torch.inf)
     if len(units):
         edges = torch.tensor([tuple(unit) for unit in units])
@@ -240,7 +240,7 @@ def spread_over_tokens(values: Tensor, units: Sequence[Span], length: int) -> Te
 
 
 def normalized_weights(weights: Tensor, normalize: str | None) -> Tensor:
-    """The weights, with `"mean"` rescaled to mean 1. Raises `ValueError` if all are 0."""
+    """Rescale weights to mean 1 where `normalize` is "mean". Raises `ValueError` if all are 0."""
     if normalize is None or not len(weights):
         return weights
     mean = weights.mean()
@@ -277,7 +277,7 @@ class Judged(NamedTuple):
 
 
 class WeightRule(Protocol):
-    """How importances become weights: a frozen dataclass whose fields are its options.
+    """Rule by which importances become weights: a frozen dataclass whose fields are its options.
 
     Attributes:
         name: what configurations call it.
@@ -401,13 +401,13 @@ WEIGHTS: dict[str, type[WeightRule]] = {rule.name: rule for rule in (Range, Bile
 
 
 def _inverted(row: Judged, inverted: bool) -> Judged:
-    """The same range of values with the order reversed."""
+    """Reverse the order of a completion's importances within their range."""
     values = row.importances
     return row._replace(importances=values.max() + values.min() - values) if inverted and len(values) else row
 
 
 def _checked(given: Any, b: int, length: int) -> Tensor:
-    """What a caller's function gave for completion `b`; raises `ValueError` naming token and value."""
+    """Check what a caller's function gave for completion `b`; raises `ValueError` naming token and value."""
     weights = as_numbers(given, f"weights, row {b}", f"{length} tokens")
     if weights.shape != (length,):
         raise ValueError(f"weights, row {b}: gave shape {tuple(weights.shape)} for {length} tokens")

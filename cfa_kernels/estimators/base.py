@@ -1,4 +1,4 @@
-"""What every estimator of importance takes, gives and says of itself."""
+"""Interface of estimators: what they take, return and declare."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ NEEDS = CAPABILITIES | {
     SIBLINGS: "several completions of one prompt",
     REWARDS: "the rewards of completions",
     ENTROPIES: "the entropy of each sampled token's distribution",
-    EXTERNAL: "importances that the caller hands in",
+    EXTERNAL: "importances that the caller passes in",
 }
 """What an estimator may need of a batch and of a model, in words; a host says which of them it offers."""
 
 
 @dataclass(frozen=True)
 class Importances:
-    """What an estimator found.
+    """Importances of the units of a batch.
 
     Attributes:
         values: B tensors (K_b,) fp32 on the host, one per unit in the batch's order, high where the unit matters.
@@ -70,7 +70,7 @@ class Estimator(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What it cannot do without."""
+        """Needs, of `NEEDS`, that must be met."""
         ...
 
     @property

@@ -1,7 +1,7 @@
 """Gradient times input at the embeddings: how much each unit of the reasoning moves the outcome, to first order.
 
 The estimator that costs a backward instead of a branch for every unit. Completions run packed, prompts once; what
-lies below the embeddings is never asked for a gradient, nor is any weight.
+is below the embeddings is never asked for a gradient, nor is any weight.
 """
 
 import hashlib
@@ -217,7 +217,7 @@ def _seed(generator: torch.Generator | None) -> int:
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter asks for a gradient, so that a backward computes those of activations alone."""
+    """No parameter asks for a gradient, so that a backward computes only those of activations."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:
@@ -248,7 +248,7 @@ class _Fed:
 
 @dataclass(frozen=True)
 class _Found:
-    """What the draws of a pack gave; nobody has waited for it."""
+    """Results of one pack, still on the device (not synchronized)."""
 
     members: list[int]
     sums: Tensor  # (n,) float64 on the device: over draws, of the importances of the members' `moving` tokens

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..span import Span
 
 POSITION_RULES = ("length", "first", "last")
-# `share * count` that misses a whole number by rounding alone is that number.
+# `share * count` that misses a whole number only by rounding is that number.
 _ROUNDING = 1e-9
 
 

@@ -1,6 +1,6 @@
 """Total effects by masking: what a unit does to the answer directly, and through the units behind it.
 
-Masking a unit while the rest stays as it was written shows its direct effect alone. But every branch of masking feeds
+Masking a unit while the rest stays as it was written shows only its direct effect. But every branch of masking feeds
 what stands behind the unit anyhow, so it also tells how much less probable each later unit becomes: the links of a
 chain that ends at the answer. `scoring.py` feeds and reads the branches; the chain is computed here, on the host.
 """
@@ -74,7 +74,7 @@ def chained_effects(direct: np.ndarray, links: np.ndarray) -> np.ndarray:
 
     Args:
         direct: (K,) float64 D, nats, of units in order of position; may be negative.
-        links: (K, K) float64 L, nats, not negative, infinity allowed; read above the diagonal alone.
+        links: (K, K) float64 L, nats, not negative, infinity allowed; read only above the diagonal.
 
     Returns:
         (K,) float64 T, nats.

@@ -54,7 +54,7 @@ def apart_by_length(
     """The units cut into parts that must not share a forward, each with every row.
 
     Rotary frequencies of some models change for a whole forward when its longest sequence passes a length. Each row,
-    of `lengths` tokens in all, then keeps the frequencies that it has when fed alone and whole: rows on both sides
+    of `lengths` tokens in all, then keeps the frequencies that it has when fed by itself and whole: rows on both sides
     are fed apart, and a longer row is fed far enough for its side. `order` holds the caller's number of each row.
     """
     switches, dynamic = rope_lengths(model)

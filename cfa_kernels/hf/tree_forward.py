@@ -160,7 +160,7 @@ def _build_mask(
     """What transformers' mask builder calls for a layer's mask; it says by `mask_function` who sees whom."""
     forward = _FORWARD.get()
     if forward is None:
-        raise RuntimeError(f"attn_implementation={ATTENTION!r} runs inside a packed forward alone")
+        raise RuntimeError(f"attn_implementation={ATTENTION!r} runs only inside a packed forward")
     return TreeMask(forward.table, read_visibility(mask_function, local_size, device))
 
 
@@ -196,7 +196,7 @@ def _ask(mask_function: Callable[..., Any], local_size: int | None, device: torc
             seen = mask_function(0, 0, query.to(device), key.to(device))
     except Exception as error:  # a rule that looks at tokens, or at a table of this very batch
         raise NotImplementedError(
-            f"its attention mask is no rule of positions ({type(error).__name__}: {error})"
+            f"its attention mask does not depend on positions alone ({type(error).__name__}: {error})"
         ) from error
     seen = torch.as_tensor(seen).cpu().expand(len(positions), len(positions))
     causal = key <= query

@@ -10,7 +10,7 @@ from packaging.version import Version
 
 
 def require(package: str, oldest: str) -> Version:
-    """The installed version of a trainer's package.
+    """Return the installed version of a trainer's package, or refuse it.
 
     Args:
         package: its name, of the package and of the module here that needs it.
@@ -27,7 +27,7 @@ def require(package: str, oldest: str) -> Version:
     try:
         installed = Version(version(package))
     except PackageNotFoundError as error:
-        raise ImportError(f"{needs}, which is not here; {remedy}") from error
+        raise ImportError(f"{needs}, which is not installed; {remedy}") from error
     if installed < Version(oldest):
         raise ImportError(f"{needs}, found {installed}; {remedy}")
     return installed

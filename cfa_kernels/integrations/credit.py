@@ -1,4 +1,4 @@
-"""What every trainer needs of credit: folding weights into advantages, and credit where the model is elsewhere."""
+"""Connect credit to any trainer: fold weights into advantages, and credit rows whose model is in other processes."""
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
@@ -19,17 +19,17 @@ from ..scoring.access import DISTRIBUTIONS, LOGPROBS, MODEL, LogprobService, Log
 
 
 class Draws:
-    """Sources of the numbers that credit draws: of each batch one, which a resumed run finds again.
+    """Random generators of credit, one per batch, which a resumed run finds again.
 
-    They follow from what a run that is resumed knows, so that nothing need be saved: seed, process, step, and how many
-    batches of that step came before.
+    They follow from seed, process, step, and how many batches of that step came before. A resumed run knows all
+    of these, so nothing needs to be saved.
     """
 
     def __init__(self, seed: int, process: int = 0) -> None:
         self.key, self._step, self._before = (seed, process), -1, 0
 
     def of(self, step: int) -> torch.Generator:
-        """A generator on the CPU for the next batch of `step`; call it once for each batch."""
+        """Make the generator, on the CPU, of the next batch of `step`; call it once for each batch."""
         self._before = self._before + 1 if step == self._step else 0
         self._step = step
         text = repr((*self.key, step, self._before)).encode()
@@ -37,7 +37,7 @@ class Draws:
 
 
 def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
-    """Advantages times token weights: for weights >= 0 the same as weighing the clipped loss of each token.
+    """Multiply advantages by token weights: for weights >= 0 the same as weighing the clipped loss of each token.
 
     That holds because `min(r * A, clip(r) * A) * w = min(r * A * w, clip(r) * A * w)`; a KL term is added to the
     loss elsewhere and stays as it is, and tokens of weight 0 stay in every denominator, which count the mask.
@@ -69,9 +69,9 @@ def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
 
 
 def credited_advantages(advantages: Tensor, credit: Credit) -> Tensor:
-    """What a host trains on in place of `advantages` (B,) or (B, T): (B, T) in their dtype.
+    """Apply credit to `advantages` (B,) or (B, T), for a host to train on: (B, T) in their dtype.
 
-    Times the weights, or, where credit is signed, what it made of them. Raises as `fold_weights`.
+    Multiplies them by the weights; signed credit replaces them. Raises as `fold_weights`.
     """
     folded = fold_weights(advantages if credit.advantages is None else credit.advantages, credit.weights)
     return folded.to(advantages)
@@ -87,7 +87,7 @@ def token_entropies(
     temperature: float = 1.0,
     token_budget: int | None = None,
 ) -> Tensor:
-    """Entropy (nats) of the distribution that each token of a padded batch was drawn from, by one packed forward.
+    """Compute the entropy (nats) that each token of a padded batch was drawn with, by one packed forward.
 
     The model runs in evaluation mode, as where answers are scored: dropout and noise of training have no part in it.
 
@@ -134,7 +134,7 @@ def weighed_text(tokenizer: Any, token_ids: Tensor, values: Tensor, plain: float
 
 
 def pad_rows(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tensor]:
-    """Rows of any length as one tensor.
+    """Pad rows of any length into one tensor.
 
     Args:
         rows: B tensors of one dtype, 1-D each, at least one.
@@ -225,7 +225,7 @@ def credit_rows(
     entropies: Sequence[Tensor] | None = None,
     noise: float = FLOAT32_NOISE,
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """Credit for a batch of rows whose model is in other processes.
+    """Credit a batch of rows whose model is in other processes.
 
     Args:
         tokenizer, config, generator: as in `counterfactual_credit`.
@@ -265,6 +265,6 @@ def credit_rows(
 
 
 def _of_rows(advantages: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) advantages that are 0 outside of `mask` as (B,), if inside of it each row has one value; else as given."""
+    """Reduce (B, T) advantages, 0 outside of `mask`, to (B,) if each row has one value inside; else keep them."""
     first = advantages.gather(1, mask.argmax(1, keepdim=True))
     return first[:, 0] if torch.equal(advantages, first * mask) else advantages

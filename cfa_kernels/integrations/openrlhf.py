@@ -31,10 +31,10 @@ else:
 
 
 class CounterfactualPolicyLoss(nn.Module):
-    """OpenRLHF's `PolicyLoss` by `policy_loss`, with token weights; OpenRLHF need not be there.
+    """OpenRLHF's `PolicyLoss`, computed by `policy_loss`, with token weights; works without OpenRLHF.
 
     Equal to it, to rounding, for `ppo` (also with `dual_clip`) and `gspo`. Parameters are OpenRLHF's; those of
-    the importance correction are taken and not read, since it is refused.
+    the importance correction are accepted but not read, since it is refused.
 
     Raises:
         ValueError: an unknown `policy_loss_type`; a `dual_clip` inside the clip range.
@@ -85,7 +85,7 @@ class CounterfactualPolicyLoss(nn.Module):
         *,
         weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """OpenRLHF's loss, with the clipped loss of each token weighed.
+        """Compute OpenRLHF's loss with the clipped loss of each token weighed.
 
         Args:
             log_probs, old_log_probs, advantages: (B, A) float, nats.
@@ -119,7 +119,7 @@ class CounterfactualPolicyLoss(nn.Module):
 
 
 class CounterfactualMixin(_Maker):
-    """Adds credit to OpenRLHF's experience maker: `class Mine(CounterfactualMixin, RemoteExperienceMaker)`.
+    """Add credit to OpenRLHF's experience maker: `class Mine(CounterfactualMixin, RemoteExperienceMaker)`.
 
     Answers are scored at the rollout temperature, which OpenRLHF's actor divides its logits by. `credit/*` goes
     into `experience.info` and so into OpenRLHF's log. No model is refused: answers are scored by OpenRLHF's own
@@ -128,8 +128,8 @@ class CounterfactualMixin(_Maker):
 
     Args:
         *args, **kwargs: the experience maker's own.
-        counterfactual: how credit is assigned; default the CF paper's. Mode `uniform` switches credit off:
-            OpenRLHF runs as it does alone, and nothing is refused.
+        counterfactual: how credit is assigned; default the CF paper's. `control="off"` switches credit off:
+            OpenRLHF runs as without it, and nothing is refused.
 
     Raises:
         ImportError: OpenRLHF is absent or too old.
@@ -161,7 +161,7 @@ class CounterfactualMixin(_Maker):
 
     @torch.no_grad()
     def compute_advantages_and_returns(self, experiences: list[Any]) -> list[Any]:
-        """OpenRLHF's advantages with credit: times token weights, or, where credit is signed, what it makes of them.
+        """Compute OpenRLHF's advantages and multiply credit into them; signed credit replaces them.
 
         Args:
             experiences: the rollouts of a step, with their rewards.
@@ -204,7 +204,7 @@ class CounterfactualMixin(_Maker):
         return experiences
 
     def _logprobs(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[Tensor]:
-        """Log-probs of completions under the actor, by forwards of OpenRLHF's actors.
+        """Ask OpenRLHF's actors for the log-probs of completions.
 
         Micro-batches hold what OpenRLHF's own rollout batches may hold; each actor gets as many, of like lengths.
         """
@@ -248,7 +248,10 @@ class _Row(NamedTuple):
 
 
 def _rows(experience: Any) -> list[_Row]:
-    """Samples without padding. Action position t is about token t + 1; a sample without actions has no completion."""
+    """Take the padding off samples; action position t is about token t + 1.
+
+    A sample without actions has no completion.
+    """
     rows = []
     for sequence, attention, actions, advantages in zip(
         experience.sequences, experience.attention_mask, experience.action_mask, experience.advantages, strict=True
@@ -268,7 +271,7 @@ def _refuse_estimator(config: CounterfactualConfig, group_size: int | None = Non
 
 
 def trainer_with_credit(config: CounterfactualConfig) -> Any:
-    """OpenRLHF's synchronous trainer with credit in its experience maker.
+    """Build OpenRLHF's synchronous trainer with credit in its experience maker.
 
     Args:
         config: how credit is assigned.
@@ -281,10 +284,10 @@ def trainer_with_credit(config: CounterfactualConfig) -> Any:
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 
     class ExperienceMaker(CounterfactualMixin, RemoteExperienceMaker):
-        """OpenRLHF's, with credit."""
+        """OpenRLHF's experience maker with credit."""
 
     class CounterfactualPPOTrainer(PPOTrainer.__ray_actor_class__):  # type: ignore[name-defined, misc]
-        """OpenRLHF's, which makes its experience maker itself."""
+        """OpenRLHF's trainer, with credit in the experience maker that it makes."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -307,9 +310,9 @@ def trainer_with_credit(config: CounterfactualConfig) -> Any:
 
 
 def main() -> None:
-    """`openrlhf.cli.train_ppo_ray` with credit: its arguments, and `--counterfactual` with fields as JSON.
+    """Run `openrlhf.cli.train_ppo_ray` with credit: its arguments, and `--counterfactual` with options as JSON.
 
-    Mode `uniform` starts OpenRLHF as it is.
+    `{"control": "off"}` starts OpenRLHF as it is.
 
     Raises:
         ImportError: OpenRLHF is absent or too old.

@@ -70,12 +70,12 @@ _WHOLE_MODEL = {DistributedType.NO, DistributedType.DEEPSPEED} | {
 
 
 class CounterfactualMixin(_Trainer):
-    """Adds credit to `GRPOTrainer` or a subclass of it: `class Mine(CounterfactualMixin, TheirTrainer)`.
+    """Add credit to `GRPOTrainer` or a subclass of it: `class Mine(CounterfactualMixin, TheirTrainer)`.
 
     Args:
         *args, **kwargs: the trainer's own.
-        counterfactual: how credit is assigned; default `CounterfactualConfig()`, the CF paper's. Mode `uniform`
-            switches credit off: nothing is scored and nothing is refused for its sake; losses and gradients are
+        counterfactual: how credit is assigned; default `CounterfactualConfig()`, the CF paper's. `control="off"`
+            switches credit off: nothing is scored and nothing is refused because of it; losses and gradients are
             TRL's own to the last bit.
         fused_loss: compute the loss with `linear_policy_loss`, from hidden states; with or without credit.
         packed_loss: compute the same loss from one packed forward of each micro-batch, which feeds equal prompts once
@@ -85,7 +85,7 @@ class CounterfactualMixin(_Trainer):
             completions; without it those that have no advantage need no part in the loss, and are not fed by
             `packed_loss` (KL term apart).
 
-    Weights are made in training only; evaluation is TRL's. Rows whose advantage is zero are not scored. Logs
+    Weights are made in training only; evaluation is TRL's. Completions without an advantage are not scored. Logs
     `credit/weight_mean`, `weight_std`, `scored_fraction`, `spans_mean`, `drop_mean`, `drop_min`,
     `distractor_fraction` (means over the processes; of signed credit `added_abs_mean` and `added_fraction` in place of
     weights and drops), `tokens_fed`, `forwards` (sums) and `seconds` (of the slowest process) among TRL's metrics;
@@ -96,9 +96,9 @@ class CounterfactualMixin(_Trainer):
         ValueError: both losses at once; `log_entropy=False` without one of them.
         NotImplementedError: settings that credit, or the loss, cannot be combined with, each by its name; a model
             that cannot be scored, whose head the fused loss cannot read, or that cannot be trained on packed trees
-            (dropout above 0, a loss of its routers), by its class. The model is tried at construction. Where it is
+            (dropout above 0, a loss of its routers), by its class. The model is checked at construction. Where it is
             not on its device by then (DeepSpeed and `bf16_full_eval` place it in `train`, and stage 3 has to gather
-            it), it is tried before the first completion is generated.
+            it), it is checked before the first completion is generated.
     """
 
     args: Any
@@ -114,7 +114,7 @@ class CounterfactualMixin(_Trainer):
         **kwargs: Any,
     ) -> None:
         if fused_loss and packed_loss:
-            raise ValueError("fused_loss=True and packed_loss=True are two ways to one loss; choose one")
+            raise ValueError("fused_loss=True and packed_loss=True compute the same loss in two ways; choose one")
         if not log_entropy and not (fused_loss or packed_loss):
             raise ValueError("log_entropy=False needs fused_loss=True or packed_loss=True; TRL's loss logs it always")
         super().__init__(*args, **kwargs)
@@ -135,7 +135,7 @@ class CounterfactualMixin(_Trainer):
 
     @property
     def _own_loss(self) -> str | None:
-        """The argument that asked for a loss in place of TRL's."""
+        """Name of the argument that replaces TRL's loss, if any."""
         return "fused_loss=True" if self.fused_loss else "packed_loss=True" if self.packed_loss else None
 
     def _model_is_placed(self) -> bool:
@@ -145,7 +145,7 @@ class CounterfactualMixin(_Trainer):
         return all(parameter.device.type == self.accelerator.device.type for parameter in self.model.parameters())
 
     def _prove_model(self) -> None:
-        """Refuse a model that cannot be scored (credit that scores), or that the loss cannot be computed of."""
+        """Refuse a model that credit cannot score, or that the chosen loss cannot run on."""
         proofs: list[tuple[Any, str]] = []
         config = self.counterfactual
         asks_model = bool(config.needs & {*CAPABILITIES, ENTROPIES}) or isinstance(config.estimator, OwnFunction)
@@ -231,7 +231,7 @@ class CounterfactualMixin(_Trainer):
         )
 
     def _weighed(self, credit: Credit, output: dict[str, Any]) -> list[str]:
-        """The weighed tokens of each completion and their weights, or, where credit is signed, their advantages."""
+        """Describe the weighed tokens of each completion with their weights or, of signed credit, their advantages."""
         plain = torch.ones(len(credit.weights)) if credit.advantages is None else output["advantages"]
         values = credit.weights if credit.advantages is None else credit.advantages
         real = output["completion_mask"].bool()
@@ -250,7 +250,7 @@ class CounterfactualMixin(_Trainer):
         return self._rewards_by_function
 
     def _own_rewards(self, rows: int) -> Tensor:
-        """This process's weighted rewards, (rows,); nan where no function gave any."""
+        """Return this process's weighted rewards, (rows,); nan where no function gave any."""
         given = self._rewards_by_function
         if len(given) != rows * self.accelerator.num_processes:
             raise ValueError(
@@ -270,7 +270,7 @@ class CounterfactualMixin(_Trainer):
         made = self._buffered_inputs
         window, most = sorted((self.args.steps_per_generation, self.args.gradient_accumulation_steps))
         # TRL has shuffled the rows of the batch. The gradients of one optimizer step are added up, so within that the
-        # rows may lie as they please, unless a micro-batch is its own denominator, or steps and batches overlap.
+        # rows may be in any order, unless a micro-batch is its own denominator, or steps and batches overlap.
         if not self.model.training or made is before or self.loss_type == "bnpo" or most % window:
             return inputs
         self._buffered_inputs = [
@@ -280,7 +280,7 @@ class CounterfactualMixin(_Trainer):
 
     @contextmanager
     def _whole_model(self) -> Iterator[nn.Module]:
-        """The model without its distributed wrapper; every process enters, also one with nothing to score."""
+        """Yield the model without its distributed wrapper; every process enters, even with nothing to score."""
         if _zero_stage(self) != 3:
             yield self.accelerator.unwrap_model(self.model)
             return
@@ -330,7 +330,7 @@ class CounterfactualMixin(_Trainer):
         return loss / normalizer
 
     def _loss_options(self, inputs: dict[str, Any], mode: str) -> tuple[dict[str, Any], Tensor | float]:
-        """Arguments of the loss, as `linear_policy_loss` takes them, and what TRL divides the loss by afterwards."""
+        """Collect the arguments of `linear_policy_loss`, and what TRL divides the loss by afterwards."""
         ratio = inputs.get("importance_sampling_ratio")
         options = {
             "targets": inputs["completion_ids"],
@@ -458,7 +458,7 @@ def _packing_obstacles(trainer: Any) -> Iterator[str]:
 
 
 def _splits_of_the_model(trainer: Any) -> Iterator[str]:
-    """What leaves a process without the whole model or without whole sequences; stage 3 of DeepSpeed apart."""
+    """Yield what leaves a process without the whole model or whole sequences, except DeepSpeed's stage 3."""
     if trainer.accelerator.distributed_type not in _WHOLE_MODEL:
         yield str(trainer.accelerator.distributed_type)
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)

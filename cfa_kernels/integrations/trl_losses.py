@@ -1,4 +1,4 @@
-"""The losses that can take the place of TRL's: from hidden states of its padded batch, or from a packed tree of it.
+"""Compute TRL's loss in its place: from hidden states of its padded batch, or from a packed tree of it.
 
 Both run inside the model's forward, since DDP and autocast wrap that: what runs outside would miss them. `trl.py`
 decides which one runs and with what; nothing here imports TRL.
@@ -40,7 +40,7 @@ def accept_policy_loss(model: Any) -> None:
 def loss_of_hidden_states(
     model: PreTrainedModel, *args: Any, options: dict[str, Any], head_in_float32: bool, **kwargs: Any
 ) -> LossAndMetrics:
-    """`linear_policy_loss` of a padded batch; `args` and `kwargs` are the model's input, `options` the loss's."""
+    """Compute `linear_policy_loss` of a padded batch: `args` and `kwargs` for the model, `options` for the loss."""
     options = dict(options)
     targets = options.pop("targets")
     hidden = backbone(model)(*args, use_cache=False, **kwargs).last_hidden_state[:, -targets.shape[1] - 1 : -1]
@@ -65,7 +65,7 @@ def loss_of_hidden_states(
 def loss_of_packed_rows(
     model: PreTrainedModel, *, inputs: dict[str, Any], options: dict[str, Any], head_in_float32: bool
 ) -> LossAndMetrics:
-    """The same loss of the same batch from one packed forward: prompts once, no padding.
+    """Compute the same loss from one packed forward: prompts once, no padding.
 
     Args:
         model: what `causal_lm` finds.
@@ -122,19 +122,19 @@ def _head_precision(device: torch.device, head_in_float32: bool) -> Any:
 
 
 def _unpadded(name: str, ids: Tensor, mask: Tensor, *, left: bool) -> list[Tensor]:
-    """The real tokens of each row, on the host."""
+    """Take the padding off each row, on the host."""
     ids, real = ids.cpu(), mask.cpu().bool()
     width, lengths = ids.shape[1], real.sum(1)
     place = torch.arange(width)
     expected = place >= width - lengths[:, None] if left else place < lengths[:, None]
     if (bad := (real != expected).any(1)).any():
         b = int(bad.nonzero()[0])
-        raise ValueError(f"{name} row {b}: must be padded on the {'left' if left else 'right'} alone, without gaps")
+        raise ValueError(f"{name} row {b}: must be padded only on the {'left' if left else 'right'}, without gaps")
     return [row[kept] for row, kept in zip(ids, expected, strict=True)]
 
 
 def prompts_together(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same rows in as many micro-batches of the same sizes, those of equal prompts side by side.
+    """Sort the rows of micro-batches by prompt; number and sizes of the micro-batches stay.
 
     Rows are ordered by the first occurrence of their prompt. What is not one value per row is left where it is.
     """

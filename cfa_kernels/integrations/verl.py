@@ -44,7 +44,7 @@ def counterfactual_policy_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """verl's clipped loss, dual clip and all, by `policy_loss`.
+    """Compute verl's clipped loss, dual clip included, by `policy_loss`.
 
     Chosen by `actor.policy_loss.loss_mode: counterfactual`. Equal to `vanilla` in every `loss_agg_mode`, to
     rounding, and stricter: on a CPU it refuses values that are not finite. Token weights come in the advantages, or
@@ -95,7 +95,7 @@ def _mean(values: Tensor, mask: Tensor) -> float:
 
 
 def _aggregation(mode: str, mask: Tensor, totals: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Options of `policy_loss` that give the plain sum over tokens or sequences, and what verl divides it by."""
+    """Choose options of `policy_loss` for the plain sum over tokens or sequences, and what verl divides it by."""
     processes = totals.get("dp_size") or 1
 
     def total(name: str, local: Tensor) -> Any:
@@ -124,7 +124,7 @@ def _aggregation(mode: str, mask: Tensor, totals: Mapping[str, Any]) -> tuple[di
 
 
 def credit_config(config: Any) -> CounterfactualConfig:
-    """How credit is assigned, from the section `counterfactual` of verl's configuration.
+    """Read the section `counterfactual` of verl's configuration.
 
     Args:
         config: verl's whole configuration, with the section or without it.
@@ -139,10 +139,10 @@ def credit_config(config: Any) -> CounterfactualConfig:
 
 
 class CounterfactualMixin(_Trainer):
-    """Adds credit to a trainer of `verl.trainer.ppo.v1`: `class Mine(CounterfactualMixin, PPOTrainerSync)`.
+    """Add credit to a trainer of `verl.trainer.ppo.v1`: `class Mine(CounterfactualMixin, PPOTrainerSync)`.
 
-    Logs the same `credit/*` as in TRL, for the whole batch. Mode `uniform` switches credit off: verl runs as it does
-    alone, and nothing is refused. Models are never: they are scored by verl's own log-probs.
+    Logs the same `credit/*` as in TRL, for the whole batch. `control="off"` switches credit off: verl runs as
+    without it, and nothing is refused. No model is refused: verl's workers compute the log-probs.
 
     Raises:
         NotImplementedError: at the start, settings that credit cannot be combined with, each by its name.
@@ -203,13 +203,13 @@ class CounterfactualMixin(_Trainer):
         return batch
 
     def _logprobs(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[Tensor]:
-        """Log-probs of completions under the actor, at temperature 1."""
+        """Ask the actor for the log-probs of completions, at temperature 1."""
         return self._asked("log_probs", prompts, completions, 1.0)
 
     def _entropies(
         self, prompts: Sequence[Tensor], completions: Sequence[Tensor], advantages: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Entropies of the distributions that tokens were drawn from; 0 in rows without an advantage."""
+        """Ask for the entropies that tokens were drawn with; 0 in rows without an advantage."""
         found = [torch.zeros(len(row)) for row in completions]
         rows = [b for b, row in enumerate(advantages) if row.any()]
         if rows:
@@ -222,7 +222,7 @@ class CounterfactualMixin(_Trainer):
     def _asked(
         self, what: str, prompts: Sequence[Tensor], completions: Sequence[Tensor], temperature: float
     ) -> list[Tensor]:
-        """`log_probs` or `entropy` of each token of completions, by the workers' own `compute_log_prob`."""
+        """Ask the workers' `compute_log_prob` for `log_probs` or `entropy` of each token of completions."""
         from verl.utils.tensordict_utils import get_tensordict
 
         asked = len(completions)
@@ -249,7 +249,7 @@ class CounterfactualMixin(_Trainer):
         ]
 
     def _rows_at_a_time(self) -> int:
-        """Requests are padded to a multiple of this: equal shares for the workers, in whole micro-batches."""
+        """Return the multiple that requests are padded to: equal shares of whole micro-batches for the workers."""
         group = self.actor_rollout_wg
         if "actor" not in group._dispatch_info:
             group._dispatch_info["actor"] = group._query_dispatch_info("actor")
@@ -260,7 +260,7 @@ class CounterfactualMixin(_Trainer):
 
 
 def _siblings(keys: Sequence[str], prompts: Sequence[Tensor]) -> Tensor:
-    """(B,) int64, equal for rows that verl compares with each other and that answer the same tokens.
+    """Number the groups, (B,) int64: rows that verl compares with each other and that have the same prompt.
 
     Keys are `uid_session_index`. An agent's session may have several outputs, each with a prompt of its own.
     """
@@ -270,7 +270,7 @@ def _siblings(keys: Sequence[str], prompts: Sequence[Tensor]) -> Tensor:
 
 
 def _session_rewards(keys: Sequence[str], scores: Sequence[Tensor]) -> Tensor:
-    """(B,) what the last output of each row's session was rewarded with, as for verl's advantages.
+    """Return the reward of the last output of each row's session, (B,), as for verl's advantages.
 
     Scores are per token, (T_b,).
     """
@@ -310,10 +310,10 @@ def add_credit(trainers: dict[str, type], mode: str) -> None:
 
 
 def run(config: Any) -> None:
-    """What `verl.trainer.main_ppo` does with a configuration, with credit in the trainer it names.
+    """Run `verl.trainer.main_ppo` with credit in the trainer that the configuration names.
 
     Args:
-        config: verl's whole configuration. In mode `uniform` nothing is added and nothing refused.
+        config: verl's whole configuration. With `control` "off" nothing is added and nothing refused.
 
     Raises:
         NotImplementedError: settings that credit cannot be combined with, each by its name.
@@ -330,7 +330,7 @@ def run(config: Any) -> None:
     from verl.utils.device import auto_set_device
 
     class TaskRunner(TaskRunnerV1.__ray_actor_class__):  # type: ignore[name-defined, misc]
-        """verl's, which builds the trainer in a process of its own."""
+        """verl's task runner, which builds the trainer in a process of its own, with credit in it."""
 
         def run(self, config: Any) -> None:
             from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY

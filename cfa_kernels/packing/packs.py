@@ -19,7 +19,7 @@ class Limits:
     """What the packs that a model is fed keep to.
 
     Attributes:
-        token_budget: most tokens of a pack; a sequence that alone is over it gets a pack of its own.
+        token_budget: most tokens of a pack; a sequence that is over it by itself gets its own pack.
         continues: whether a pack may continue the rows of an earlier one, by its keys and values.
         most_rows: most rows of a pack and the one that it continues together; None for any number.
 
@@ -148,7 +148,7 @@ def _continued(
 
 
 def continue_pack(pack: Pack, queries: Sequence[Query], token_budget: int) -> Iterator[Pack]:
-    """Packs of branches alone: `queries` that continue rows which `pack` fed, at most `token_budget` new rows each.
+    """Packs of only branches: `queries` that continue rows which `pack` fed, at most `token_budget` new rows each.
 
     A query that is over the budget by itself gets a pack of its own. `units` of the result counts queries. Each is
     made when it is asked for.

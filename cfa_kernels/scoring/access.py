@@ -198,5 +198,5 @@ class LogprobService:
 
 
 def as_access(model: nn.Module | ModelAccess | None) -> ModelAccess:
-    """Take a module, or None for one that nobody will ask, as `InProcess`, and every other access as it is."""
+    """Wrap a module, or None for one that is never asked, as `InProcess`; return every other access as it is."""
     return InProcess(model) if model is None or isinstance(model, nn.Module) else model

@@ -49,7 +49,7 @@ class ScoringWork:
 
 @dataclass(frozen=True)
 class CounterfactualScores:
-    """What each span does to the answers of B completions, in nats.
+    """Scores of the answers of B completions, as sampled and without each span, in nats.
 
     Where the outcome is a log-prob, `base` and `masked` are that of the answer; where it is a distribution (`last`,
     `mean`), they are minus its KL divergence from the unmasked one, so `base` is 0. Either way a span matters the
@@ -118,7 +118,7 @@ def score_counterfactuals(
             (`mean_logprob`), or by KL divergence the distribution of the answer's first token (`last`) or that of
             the mean logits over its tokens (`mean`).
         logprobs: also return the log-prob of every completion token, from the same forward.
-        temperature: divides the logits of `logprobs` alone (the sampling temperature, for old log-probs as TRL
+        temperature: divides only the logits of `logprobs` (the sampling temperature, for old log-probs as TRL
             defines them); answers are always scored at 1.
 
     Raises:
@@ -160,8 +160,8 @@ def query_logprobs(
         model: as in `score_counterfactuals`.
         units: U sequences of queries, each those of one row; a row may ask nothing. Neighbours share their common
             prefixes, so put rows of one prompt side by side. A query feeds at least one token; its ids are trusted.
-        lengths: (U,) tokens of each row fed alone and whole, by which models whose rotary frequencies follow a
-            sequence's length choose them; default the longest query of the row with what lies beyond it.
+        lengths: (U,) tokens of each row fed by itself and whole, by which models whose rotary frequencies follow a
+            sequence's length choose them; default the longest query of the row with what is beyond it.
         row_numbers: (U,) what errors call each row; default its place in `units`.
         token_budget: as in `score_counterfactuals`.
         temperature: divides the logits of the queries that are `tempered`.

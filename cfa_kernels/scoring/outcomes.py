@@ -49,7 +49,7 @@ def checked_outcome(outcome: str) -> Outcome:
 
 
 def rounding(logprobs: Tensor, tokens: int, noise: float = FLOAT32_NOISE) -> Tensor:
-    """Nats by which log-probs (<= 0) of an answer of so many tokens may be off by rounding alone.
+    """Nats by which log-probs (<= 0) of an answer of so many tokens may be off just by rounding.
 
     `noise` is that of one token, see `noise_floor`: roundings of tokens add like independent errors, and those of a
     likely answer shrink with its distance from certainty.
@@ -162,7 +162,7 @@ class Divergences:
                     mine = [unit for unit, one in zip(units, chosen, strict=True) if one]
                     found = of(states.index_select(0, rows), counts[chosen], tokens.index_select(0, which), mine)
                     out.index_copy_(0, which, found.to(out.dtype))
-        return out.clamp_(min=0)  # below it by rounding alone
+        return out.clamp_(min=0)  # below it only by rounding
 
     def _by_tangents(self, states: Tensor, counts: np.ndarray, tokens: Tensor, units: Sequence[int]) -> Tensor:
         new = {unit: q for q, unit in reversed(list(enumerate(units))) if unit not in self._tangents}

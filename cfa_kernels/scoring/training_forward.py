@@ -46,7 +46,7 @@ from .plan import ScoringOptions, ScoringPlan, check_temperature, plan_queries, 
 
 
 class PackedLoss(NamedTuple):
-    """What `packed_policy_loss` gives."""
+    """Result of `packed_policy_loss`."""
 
     loss: Tensor  # (), differentiable
     metrics: dict[str, Tensor]  # as from `policy_loss`

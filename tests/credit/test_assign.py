@@ -130,8 +130,8 @@ def test_credit_metrics_describe_the_scored_rows(scored):
         ((PROMPTS, PROMPT_MASK[:2], COMPLETIONS, COMPLETION_MASK), None, "prompt_ids and prompt_mask must be one"),
         ((PROMPTS[:2], PROMPT_MASK[:2], *ARRAYS[2:]), None, "completion_ids has 4 rows, prompt_ids has 2"),
         ((PROMPTS, PROMPT_MASK * 0, COMPLETIONS, COMPLETION_MASK), None, "prompt_mask row 0: is all zero"),
-        ((PROMPTS, PROMPT_MASK.flip(1), *ARRAYS[2:]), None, "prompt_mask row 0: must be padded on the left"),
-        ((*ARRAYS[:3], COMPLETION_MASK.flip(1)), None, "completion_mask row 1: must be padded on the right"),
+        ((PROMPTS, PROMPT_MASK.flip(1), *ARRAYS[2:]), None, "prompt_mask row 0: must be padded only on the left"),
+        ((*ARRAYS[:3], COMPLETION_MASK.flip(1)), None, "completion_mask row 1: must be padded only on the right"),
         (ARRAYS, torch.zeros(3), r"advantages must be \(B,\) or \(B, T\)"),
     ],
 )  # fmt: skip

@@ -12,7 +12,7 @@ from tests.support import library_alone
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("installed", "found"), [(None, "which is not here"), ("0.8.2", "found 0.8.2")])
+@pytest.mark.parametrize(("installed", "found"), [(None, "which is not installed"), ("0.8.2", "found 0.8.2")])
 @pytest.mark.parametrize("package", ["trl", "verl"])
 def test_an_absent_or_old_package_is_an_error_naming_the_version_needed(monkeypatch, package, installed, found):
     def version(name: str) -> str:

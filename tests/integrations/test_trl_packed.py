@@ -173,8 +173,8 @@ def test_prompts_are_fed_once_and_padding_never(pair, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
-        ("completion_mask", [1, 0, 1, 1, 1, 0, 0, 0, 0], "completion_mask row 2: must be padded on the right alone"),
-        ("prompt_mask", [1, 1, 1, 1, 1, 0], "prompt_mask row 2: must be padded on the left alone, without gaps"),
+        ("completion_mask", [1, 0, 1, 1, 1, 0, 0, 0, 0], "completion_mask row 2: must be padded only on the right"),
+        ("prompt_mask", [1, 1, 1, 1, 1, 0], "prompt_mask row 2: must be padded only on the left, without gaps"),
     ],
 )
 def test_masks_with_gaps_are_refused(pair, name, row, message):

@@ -35,7 +35,7 @@ IMPOSSIBLE = [
         {"approximation": "knockout", "preselect": 0.5, "cheap": "gradient"},
         "approximation='knockout' and preselect_by='gradient': each needs the model",
     ),
-    ({"estimator": "external"}, "estimator='external': it needs importances that the caller hands in"),
+    ({"estimator": "external"}, "estimator='external': it needs importances that the caller passes in"),
     ({"estimator": "ktae", "mode": "random"}, None),
     ({"estimator": "gradient", "mode": "random"}, None),
     ({"estimator": "external", "mode": "uniform"}, None),
