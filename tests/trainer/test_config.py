@@ -25,7 +25,7 @@ def message(capsys, *argv: str, kind=TrainConfig) -> str:
     assert ended.value.code == 2
     said = capsys.readouterr()
     assert said.out == ""
-    return " ".join(re.sub("[─│╭╮╰╯]", " ", said.err).split())
+    return " ".join(re.sub(r"[─│╭╮╰╯|+]|-{3,}", " ", said.err).split())
 
 
 def test_the_paper_run_is_one_line_and_has_the_paper_settings() -> None:
@@ -85,7 +85,7 @@ def test_every_setting_is_documented(kind) -> None:
 def test_help_shows_the_documentation_and_the_default(capsys) -> None:
     with pytest.raises(SystemExit):
         settings("--help")
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    text = " ".join(re.sub("[│|]", " ", capsys.readouterr().out).split())
     assert "Completions per problem (G), the group that advantages compare. (default: 8)" in text
 
 

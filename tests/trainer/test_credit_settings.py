@@ -11,7 +11,7 @@ import yaml
 
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.estimators.entropy import Entropy
-from cfa_kernels.estimators.options import Share
+from cfa_kernels.estimators.options import Share, check_fields
 from cfa_kernels.estimators.registry import ESTIMATORS
 from cfa_kernels.scoring.access import InProcess
 from tests.support.embedded import EVERY_OTHER, advantages_of, metrics_of, run, samples_of, settings
@@ -54,6 +54,9 @@ class Prepared(Entropy):
 
     care: Share = 0.25
     """How much care is taken."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @pytest.fixture
