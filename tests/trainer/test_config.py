@@ -12,6 +12,7 @@ from cfa_kernels.options import option_docs
 from trainer.cli import parse, to_yaml
 from trainer.config import DataConfig, TrainConfig
 from trainer.embedded.warmup import WarmupConfig
+from trainer.experimental.settings import CorrectionSettings
 
 
 def settings(*argv: str, kind=TrainConfig):
@@ -76,7 +77,9 @@ def test_settings_written_to_a_file_read_back_the_same(tmp_path) -> None:
 @pytest.mark.parametrize("kind", [TrainConfig, WarmupConfig])
 def test_every_setting_is_documented(kind) -> None:
     texts = {field.name: field.metadata["help"] for field in fields(kind) if "help" in field.metadata}
-    for part in (DataConfig, kind):
+    for part in (DataConfig, CorrectionSettings, kind):
+        if not issubclass(kind, part):
+            continue
         texts |= option_docs(part)
     assert set(texts) == {field.name for field in fields(kind)}
     assert [name for name, text in texts.items() if not text.endswith((".", ".)", "`."))] == []
