@@ -1,1 +1,1 @@
-"""Floor 0: one file per kernel family, each with its Triton kernels and its plain PyTorch reference."""
+"""Kernels: one file per family, with its Triton kernels and its plain PyTorch reference."""
