@@ -14,7 +14,7 @@ from .matmul import product
 
 
 def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """`x @ weight.T + bias + scale * (x @ down.T) @ up.T` (LoRA, Hu et al., arXiv:2106.09685), differentiable once.
+    """Return `x @ weight.T + bias + scale * (x @ down.T) @ up.T` (LoRA, arXiv:2106.09685), differentiable once.
 
     Args:
         x: (N, K).

@@ -1,4 +1,4 @@
-"""What tree attention makes of `q . k` and how far back a row sees, for the tables, the reference and the kernels."""
+"""Options of tree attention, as the tables, the reference and the kernels read them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +11,7 @@ LAST_POSITION = torch.iinfo(torch.int32).max
 
 
 class Reach(NamedTuple):
-    """How far rows see back: everything (both None), fewer than `window` positions, or their own `chunk` of them."""
+    """Reach of rows: everything (both None), fewer than `window` positions, or their own `chunk` of them."""
 
     window: int | None = None
     chunk: int | None = None
@@ -22,7 +22,7 @@ class Reach(NamedTuple):
         return min(self.window or self.chunk or 0, LAST_POSITION)
 
     def oldest_visible(self, position: Tensor) -> Tensor:
-        """The first key position that rows at `position` see."""
+        """Return the first key position that rows at `position` see."""
         if self.window is not None:
             return (position - self.window + 1).clamp(min=0)
         if self.chunk is not None:
@@ -30,7 +30,7 @@ class Reach(NamedTuple):
         return torch.zeros_like(position)
 
     def last_seer(self, key: np.ndarray) -> np.ndarray:
-        """The last position, int64, from which rows see the keys at positions `key`."""
+        """Return the last position, int64, from which rows see the keys at positions `key`."""
         last = np.full(key.shape, LAST_POSITION, dtype=np.int64)
         if self.window is not None:
             last = key + np.int64(self.span - 1)
@@ -44,7 +44,7 @@ EVERYTHING = Reach()
 
 @dataclass(frozen=True, eq=False)
 class AttentionRule:
-    """What becomes of `q . k` and which earlier keys a row sees; the options of `tree_attention`.
+    """Options of `tree_attention`: what becomes of `q . k`, and which earlier keys a row sees.
 
     Raises `ValueError` for values that make no sense, naming the option.
     """
@@ -67,10 +67,10 @@ class AttentionRule:
         if self.sliding_window is not None and self.attention_chunk_size is not None:
             raise ValueError(
                 f"sliding_window {self.sliding_window} and attention_chunk_size {self.attention_chunk_size} "
-                "exclude each other"
+                "exclude each other; give one of them"
             )
 
     @property
     def reach(self) -> Reach:
-        """How far back rows see."""
+        """Reach of the rows."""
         return Reach(self.sliding_window, self.attention_chunk_size)

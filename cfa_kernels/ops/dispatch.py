@@ -1,4 +1,4 @@
-"""Which implementation an op runs: Triton for GPU tensors, the PyTorch reference for CPU tensors."""
+"""Choice of the implementation that an op runs: Triton for GPU tensors, the PyTorch reference for CPU tensors."""
 
 import os
 
@@ -12,12 +12,12 @@ TRITON_BEFORE_3_7 = tuple(int(part) for part in triton.__version__.split(".")[:2
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels run in its interpreter, which accepts CPU tensors."""
+    """Say whether Triton kernels run in its interpreter, which accepts CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def resolve_backend(backend: str | None, tensor: torch.Tensor) -> str:
-    """Which implementation an op runs whose inputs live where `tensor` lives.
+    """Choose the implementation that an op runs for inputs on the device of `tensor`.
 
     Args:
         backend: one of `BACKENDS`, or None for Triton on CUDA / HIP and PyTorch on a CPU.
@@ -48,7 +48,7 @@ def resolve_backend(backend: str | None, tensor: torch.Tensor) -> str:
 
 
 def architecture(device: torch.device) -> str:
-    """What kernels are tuned for: `"hip"`, `"sm_80"`, `"sm_90"`, ...; `"cpu"` in the interpreter."""
+    """Name what kernels on `device` are tuned for: `"hip"`, `"sm_80"`, `"sm_90"`, ...; `"cpu"` in the interpreter."""
     if device.type != "cuda":
         return "cpu"
     if torch.version.hip is not None:

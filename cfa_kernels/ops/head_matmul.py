@@ -13,12 +13,12 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What products of `dtype` are summed in: float32 for the half precisions, else `dtype` itself."""
+    """Return the dtype that products of `dtype` are summed in: float32 for the half precisions, else `dtype` itself."""
     return torch.float32 if dtype in _HALVES else dtype
 
 
 def autocast_operands(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as `torch.nn.functional.linear` would take them: under autocast in its dtype, float64 as it is."""
+    """Cast both as `torch.nn.functional.linear` would: to the dtype of autocast where that is on, float64 never."""
     device = hidden.device.type
     if not torch.is_autocast_enabled(device):
         return hidden, head
@@ -30,7 +30,7 @@ def autocast_operands(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
 def empty_strip(
     rows: int, vocabulary: int, dtype: torch.dtype, gradient_dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Memory for logits and for their gradient, which lies over them if the device allows.
+    """Allocate memory for logits and for their gradient, which shares theirs if the device allows.
 
     Rows start at multiples of 64 elements, for GEMMs of any vocabulary size. A narrower gradient over the logits
     needs its loads before its stores, an order that a barrier on HIP does not give.
@@ -56,17 +56,17 @@ def empty_strip(
 
 
 def write_logits(hidden: Tensor, head: Tensor, out: Tensor) -> None:
-    """`out = hidden @ head.T`: (n, H), (V, H) -> (n, V), rounded to the dtype of `out` alone."""
+    """Compute `out = hidden @ head.T`: (n, H), (V, H) -> (n, V), rounded to the dtype of `out` only."""
     multiply(hidden, head.t(), out)
 
 
 def hidden_gradient(by_logits: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
-    """`by_logits @ head`: (n, V), (V, H) -> (n, H)."""
+    """Return `by_logits @ head`: (n, V), (V, H) -> (n, H)."""
     if by_logits.dtype == torch.bfloat16 and by_logits.device.type == "cpu" and by_logits.size(1) % 2:
-        by_logits = by_logits.contiguous()  # oneDNN on AMX multiplies what lies behind rows of odd length, nan as well
+        by_logits = by_logits.contiguous()  # oneDNN on AMX multiplies what is behind rows of odd length, nan as well
     return multiply(by_logits, head, by_logits.new_empty(len(by_logits), head.size(1)) if out is None else out)
 
 
 def add_head_gradient(total: Tensor, by_logits: Tensor, hidden: Tensor, *, first: bool) -> None:
-    """`total += by_logits.T @ hidden`: (n, V), (n, H) -> (V, H) in `sum_dtype`; `first` overwrites instead."""
+    """Compute `total += by_logits.T @ hidden`: (n, V), (n, H) -> (V, H) in `sum_dtype`; `first` overwrites instead."""
     multiply(by_logits.t(), hidden, total, add=not first)

@@ -71,7 +71,7 @@ def linear_logprob(
     return_entropy: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-prob (nats) of `targets[n]` under `softmax(logits[n] / temperature)`, for each of N rows.
+    """Compute the log-prob (nats) of `targets[n]` under `softmax(logits[n] / temperature)`, for each of N rows.
 
     `logits = softcap * tanh(logit_scale * (hidden @ lm_head.T + bias) / softcap)`, or without the tanh if
     `softcap` is None. They are formed and summed in float32 also from half-precision inputs, and N x V of them never
@@ -144,7 +144,7 @@ def _check(hidden: Tensor, lm_head: Tensor, targets: Tensor, bias: Tensor | None
 def linear_logprob_reference(
     hidden: Tensor, lm_head: Tensor, targets: Tensor, bias: Tensor | None, softmax: Softmax, with_entropy: bool
 ) -> Tensor:
-    """(2, N): log-probs and entropies (or 0), by blocks of the vocabulary and of rows; arguments as `linear_logprob`.
+    """Compute `linear_logprob_op` by blocks of the vocabulary and of rows: (2, N), log-probs and entropies (or 0).
 
     With `z` the logit over the temperature, blocks are merged by `max`, `sum of exp(z - max)` and, for the
     entropy, `sum of (z - max) exp(z - max)`. A block's sum is read off its log_softmax, whose largest value is
@@ -202,7 +202,7 @@ def tile_statistics_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TMA: tl.constexpr, FLATTEN: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of `z = cap(hidden @ lm_head.T + bias)`, where cap(x) is x or `tanh(inner * x)`.
+    """Compute sums over tiles of `z = cap(hidden @ lm_head.T + bias)`, where cap(x) is x or `tanh(inner * x)`.
 
     p_tiles (2 or 3, tiles of the vocabulary, n_rows): per row and tile the maximum of z, the sum of 2^y with
     `y = (z - max) * outer`, and for the entropy the sum of y 2^y. The maximum is taken off before the factor, so a
@@ -266,11 +266,11 @@ def merge_tiles_kernel(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a row's tiles, merged in an order that depends on V alone, into its log-prob and entropy.
+    """Merge the sums of a row's tiles, in an order that depends on V only, into its log-prob and entropy.
 
     The target's logit is a product of its own, so that no tile has to look for it. It rounds otherwise than the
     tiles' one, by as much as any logit does; a log-prob stays at most 0. p_out points to this launch's rows of
-    log-probs; entropies lie n_out behind them.
+    log-probs; entropies are n_out behind them.
     """
     LN2: tl.constexpr = 0.6931471805599453
     o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -335,7 +335,7 @@ MERGE_OPTIONS = tuned("merge_tiles_kernel")
 
 
 def _row_stride(tensor: Tensor) -> int:
-    """Elements from row to row; of a single row, where strides say nothing, its length."""
+    """Return the elements from row to row; of a single row, where strides say nothing, its length."""
     return tensor.stride(0) if len(tensor) > 1 else tensor.size(1)
 
 
@@ -345,7 +345,7 @@ def _is_aligned(tensor: Tensor) -> bool:
 
 
 def _programs(device: torch.device) -> int:
-    """Programs of a persistent launch: one per multiprocessor; a few in the interpreter."""
+    """Count the programs of a persistent launch: one per multiprocessor; a few in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
@@ -358,7 +358,7 @@ def linear_logprob_triton(
     with_entropy: bool,
     options: dict[str, Any] | None = None,
 ) -> Tensor:
-    """`linear_logprob_reference` by Triton; `options` instead of `launch_options`."""
+    """Compute `linear_logprob_reference` by Triton, with `options` or else `launch_options`."""
     (n, width), vocabulary = hidden.shape, len(lm_head)
     if options is None:
         aligned = _is_aligned(hidden) and _is_aligned(lm_head)
@@ -411,7 +411,7 @@ def linear_logprob_op(
     with_entropy: bool,
     backend: str,
 ) -> Tensor:
-    """(2, N): log-probs and entropies (0 without `with_entropy`). Arguments as `linear_logprob` checked.
+    """Return (2, N): log-probs and entropies (0 without `with_entropy`). Arguments as `linear_logprob` checked.
 
     `temperature` and `softcap` are over the logit scale, which they thereby contain; softcap 0 is none.
     """

@@ -30,7 +30,7 @@ def linear_logprob_backward_op(
     wanted: list[bool],
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by hidden (N, H), lm_head (V, H) and bias (V,); empty where not `wanted`.
+    """Compute the gradients by hidden (N, H), lm_head (V, H) and bias (V,); empty where not `wanted`.
 
     by_rows (2, N): the upstream gradient of what `linear_logprob_op` gave. Strips of logits are multiplied by
     another routine than the forward's, so their probabilities are normalised by their own sums: against the

@@ -26,7 +26,7 @@ Index = Tensor | slice
 
 
 def contributing(tokens: Tokens, options: PolicyOptions, *, all_counted: bool) -> Tensor:
-    """Tokens whose log-prob the loss or a gradient needs.
+    """Find the tokens whose log-prob the loss or a gradient needs.
 
     A token with zero weighted advantage adds nothing; at the sequence level its log-prob is needed if any token of
     its sequence has one.
@@ -51,7 +51,7 @@ def contributing(tokens: Tokens, options: PolicyOptions, *, all_counted: bool) -
 
 
 class _Chunk(NamedTuple):
-    """Some tokens: where they stand among all N, and where their states do in `hidden`."""
+    """Indices of some tokens among all N, and of their states in `hidden`."""
 
     tokens: Index
     states: Index
@@ -86,7 +86,7 @@ class _Strips:
             yield _Chunk(tokens, part if self.rows_alone else tokens)
 
     def load(self, chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden (n, H), logits (1, n, V) and where their gradient goes (1, n, V), perhaps the same memory.
+        """Return hidden (n, H), logits (1, n, V) and where their gradient goes (1, n, V), perhaps the same memory.
 
         Padding may hold nan; rows that do not count are 0, so that they add 0 to the head's gradient.
         """
@@ -123,7 +123,7 @@ class _Gradients:
         self._empty = False
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The three sums."""
+        """Return the three sums."""
         if self._empty:
             self.by_head.zero_()
         return self.by_hidden, self.by_head, self.by_bias
@@ -136,7 +136,7 @@ def _select(tokens: Tokens, index: Index) -> Tokens:
 def _without_dead_rows(
     index: Index, hidden: Tensor, gradient: Tensor, by_logprob: Tensor
 ) -> tuple[Index, Tensor, Tensor]:
-    """The chunk without its rows of zero gradient (clipped ones), if those are worth a copy of the others."""
+    """Return the chunk without its rows of zero gradient (clipped ones), if those are worth a copy of the others."""
     live = by_logprob.nonzero().squeeze(1)
     if len(live) > (1 - DEAD_SHARE) * len(hidden):
         return index, hidden, gradient
@@ -168,7 +168,7 @@ def linear_policy_loss_op(
     fp32_logits: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss (), `STATS` (5, N), gradients by hidden, head (V, H) and bias (V,), and their factor ().
+    """Compute the loss (), `STATS` (5, N), gradients by hidden, head (V, H) and bias (V,), and their factor ().
 
     hidden (N, H), or with `rows_alone` (M, H), the states of `rows` in their order; targets and token tensors (B, T),
     contiguous, N = B * T. `wanted` says which gradients to make; the others are empty tensors. `rows`: the flattened

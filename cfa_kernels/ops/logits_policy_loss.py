@@ -1,4 +1,4 @@
-"""`logits_policy_loss` as PyTorch operators: what torch.compile, autograd and autocast see of `policy_rows`."""
+"""Operators of `logits_policy_loss`, as torch.compile, autograd and autocast see `policy_rows`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +35,7 @@ def _run(
 
 
 def _fake_outputs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, stats and unit, by shape and dtype alone."""
+    """Return a loss, stats and unit that have only shape and dtype."""
     dtype = compute_dtype(logits.dtype)
     shapes = ((), (len(STATS), targets.numel()), ())
     loss, stats, unit = (torch.empty(shape, dtype=dtype, device=logits.device) for shape in shapes)
@@ -44,7 +44,7 @@ def _fake_outputs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tens
 
 @torch.library.custom_op("cfa_kernels::scale_rows", mutates_args=())
 def scale_rows_op(rows: Tensor, factor: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
-    """`scale_rows` into a new tensor of `dtype`."""
+    """Run `scale_rows` into a new tensor of `dtype`."""
     out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
     scale_rows(rows, factor, out, backend=backend)
     return out
@@ -57,7 +57,7 @@ def _(rows: Tensor, factor: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
 
 @torch.library.custom_op("cfa_kernels::scale_rows_", mutates_args=("rows",))
 def scale_rows_inplace_op(rows: Tensor, factor: Tensor, backend: str) -> None:
-    """`scale_rows` in place."""
+    """Run `scale_rows` in place."""
     scale_rows(rows, factor, rows, backend=backend)
 
 
@@ -79,10 +79,10 @@ def logits_policy_loss_op(
     with_gradient: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss (), `STATS` (5, N), the gradient by logits (B, T, V) or an empty tensor, and its factor ().
+    """Compute the loss (), `STATS` (5, N), the gradient by logits (B, T, V) or an empty tensor, and its factor ().
 
     targets and the token tensors are (N,), contiguous, N = B * T; `numbers` are the rest of `PolicyOptions`. Only
-    the loss is differentiable, by the logits alone.
+    the loss is differentiable, and only by the logits.
     """
     gradient = torch.empty(logits.shape if with_gradient else 0, dtype=logits.dtype, device=logits.device)
     loss, stats, unit = _run(
@@ -141,7 +141,7 @@ def logits_policy_loss_inplace_op(
     with_entropy: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss (), `STATS` (5, N) and the gradient's factor (); the gradient takes the place of the logits."""
+    """Compute the loss (), `STATS` (5, N) and the gradient's factor (); the gradient takes the place of the logits."""
     return _run(
         logits, targets, Tokens(old_logprobs, advantages, weights, ref_logprobs, scale), entropy_scale,
         PolicyOptions.of(surrogate, level, numbers), Softmax(*softmax), logits, with_entropy, backend,

@@ -16,14 +16,14 @@ _BLOCK_ELEMENTS = 2**20
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right`, (n, K), (K, M) of one dtype -> (n, M)."""
+    """Return `left @ right`, (n, K), (K, M) of one dtype -> (n, M)."""
     if _has_onednn(left) and left.numel() and right.numel():
         return _onednn(left, right)
     return left @ right
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
-    """`out = left @ right`, or with `add` `out += left @ right`, summed and rounded in the dtype of `out` alone.
+    """Compute `out = left @ right`, or with `add` `out += left @ right`, summed and rounded in the dtype of `out` only.
 
     (n, K), (K, M) -> (n, M).
     """
@@ -48,7 +48,7 @@ def _onednn(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _multiply_in_blocks(left: Tensor, right: Tensor, out: Tensor, add: bool) -> Tensor:
-    """By columns of the result, or by rows where it has more of those: oneDNN gives memory of its own."""
+    """Multiply by columns of the result, or by rows where it has more of those: oneDNN gives memory of its own."""
     size = max(_BLOCK_ELEMENTS // min(out.shape), 64)
     if len(out) > out.size(1):
         blocks = [(some, right, place) for some, place in zip(left.split(size), out.split(size), strict=True)]
@@ -61,7 +61,7 @@ def _multiply_in_blocks(left: Tensor, right: Tensor, out: Tensor, add: bool) -> 
 
 
 def float32_precision() -> tuple[str, str]:
-    """How torch multiplies float32 matrices, by cuBLAS and by oneDNN: `"ieee"` or `"none"` exactly, else rounded."""
+    """Return torch's settings for float32 products by cuBLAS and oneDNN: `"ieee"` or `"none"` is exact."""
     cublas, onednn = _float32_backends()
     return cublas.fp32_precision, onednn.fp32_precision
 

@@ -1,4 +1,4 @@
-"""From rows of logits to the policy loss and the gradient by the logits, in one pass over each row.
+"""The policy loss of rows of logits and its gradient by the logits, in one pass over each row.
 
 Rows are (B, T, V) logits of a model, or strips of them that `linear_policy_loss` makes. What a row's kernel computes
 is stated in `row_softmax` and `policy_loss`; here are the kernels, and the functions that run them or the plain
@@ -32,7 +32,7 @@ from .triton_math import LOG2E
 from .tuning import tuned
 
 STATS = ("logprob", "entropy", "ratio", "kl", "clip")
-"""What is known of each token after its row was looked at; metrics are made of it."""
+"""Figures of each token that its row gives; metrics are made of them."""
 
 SCALE_PROGRAMS = 512
 """Programs of `scale_rows`: enough for any GPU's multiprocessors, and soon over where the factor is 1."""
@@ -45,7 +45,7 @@ def row_logprobs_kernel(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """One row: `row_logprobs_reference`. p_rows is (4, N): the fields of `RowLogprobs`."""
+    """Compute `row_logprobs_reference` for one row. p_rows is (4, N): the fields of `RowLogprobs`."""
     i_n = tl.program_id(0).to(tl.int64)
     logprob = 0.0
     entropy = 0.0
@@ -71,7 +71,7 @@ def row_gradients_kernel(
     HAS_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """One row: `row_gradients_reference`. p_rows, if it is there, is what `row_logprobs_kernel` wrote."""
+    """Compute `row_gradients_reference` for one row. p_rows, if it is there, is what `row_logprobs_kernel` wrote."""
     i_n = tl.program_id(0).to(tl.int64)
     p_logits += i_n // T * stride_b + i_n % T * stride_t
     p_gradient += i_n // T * stride_gb + i_n % T * stride_gt
@@ -108,7 +108,7 @@ def policy_rows_kernel(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """One row at the token level: log-prob, loss, metrics and gradient. p_stats is (5, N): `STATS`.
+    """Compute one row at the token level: log-prob, loss, metrics and gradient. p_stats is (5, N): `STATS`.
 
     Plain form: `row_logprobs_reference`, then `policy_terms`, then `row_gradients_reference`.
     """
@@ -173,7 +173,7 @@ def scale_rows_kernel(
     p_rows, p_out, p_factor, N, T, V, stride_b, stride_t, stride_v, stride_ob, stride_ot, stride_ov,
     INPLACE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Rows times a factor that lies on the device; in place, nothing is read or written if it is 1."""
+    """Multiply rows by a factor that is on the device; in place, nothing is read or written if it is 1."""
     factor = tl.load(p_factor)
     if (not INPLACE) | (factor != 1.0):
         for i in range(tl.program_id(0), N, tl.num_programs(0)):
@@ -228,7 +228,7 @@ def row_logprobs(
     with_entropy: bool,
     backend: str,
 ) -> RowLogprobs:
-    """Log-prob of the target of each row, and what its gradient needs.
+    """Compute the log-prob of the target of each row, and what its gradient needs.
 
     Args:
         logits: (B, T, V) of any strides; N = B * T.
@@ -308,7 +308,7 @@ def policy_rows(
     with_entropy: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The policy loss of rows of logits, and its gradient.
+    """Compute the policy loss of rows of logits, and its gradient.
 
     The loss is a sum over tokens, so strips of rows may be taken one at a time, at the sequence level if no sequence
     is cut.
@@ -356,7 +356,7 @@ def policy_of_logprobs(
     options: PolicyOptions,
     shape: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The policy loss of tokens whose log-probs are known.
+    """Compute the policy loss of tokens whose log-probs are known.
 
     Args:
         logprobs, entropy: (N,), N = B * T.
@@ -411,7 +411,7 @@ def _policy_rows_fused(
 
 
 def scale_rows(rows: Tensor, factor: Tensor, out: Tensor, *, backend: str) -> None:
-    """`out = rows * factor`; in place, a factor of 1 costs nothing (Triton).
+    """Compute `out = rows * factor`; in place, a factor of 1 costs nothing (Triton).
 
     Args:
         rows: (B, T, V) of any strides.
@@ -432,7 +432,7 @@ def scale_rows(rows: Tensor, factor: Tensor, out: Tensor, *, backend: str) -> No
 def to_unit_scale(tokens: Tokens, entropy_scale: Tensor | None) -> tuple[Tokens, Tensor | None, Tensor]:
     """Take a common factor out of the tokens' scales.
 
-    Gradients of a token are of the order of 1 / (number of tokens), which half precision has no room for; without
+    Gradients of a token are of the order of 1 / (number of tokens), which half precision cannot resolve; without
     that factor they are of the order of the advantages.
 
     Args:

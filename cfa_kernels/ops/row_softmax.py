@@ -1,4 +1,4 @@
-"""From a row of logits to its log-prob, its entropy and their derivative, stated once for every kernel of rows.
+"""Log-prob and entropy of a row of logits and their derivative, stated once for every kernel of rows.
 
 The plain PyTorch form stands first, for rows (B, T, V) at once; the Triton functions mirror it for the program that
 has one row. Kernels that put them together are in `policy_rows`.
@@ -14,24 +14,24 @@ from torch import Tensor
 from .triton_math import tanh
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernels take; the PyTorch form also takes float64."""
+"""Dtypes that the kernels take; the PyTorch form also takes float64."""
 
 FLOAT32_NOISE = 3e-5
 """Nats by which a token's log-prob from float32 sums may be off; two that happen to agree are not exact either."""
 
 LOWEST = -1.0e30
-"""Stands in for -inf in `p * log p`, so that a forbidden token adds 0 and not nan."""
+"""Stand-in for -inf in `p * log p`, so that a forbidden token adds 0 and not nan."""
 
 
 class Softmax(NamedTuple):
-    """How logits become log-probs: `log_softmax(softcap * tanh(logits / softcap) / temperature)`; 0 is no cap."""
+    """Options of `log_softmax(softcap * tanh(logits / softcap) / temperature)`; a softcap of 0 is none."""
 
     temperature: float = 1.0
     softcap: float = 0.0
 
     @classmethod
     def of(cls, temperature: float, softcap: float | None, logit_scale: float) -> "Softmax":
-        """The same with `logit_scale * logits` for logits.
+        """Return the same with `logit_scale * logits` for logits.
 
         Raises:
             ValueError: one of the three is not > 0 and finite.
@@ -43,7 +43,7 @@ class Softmax(NamedTuple):
 
 
 class RowLogprobs(NamedTuple):
-    """Of each of N rows: the target's log-prob, the entropy (nats), and log-sum-exp in two parts.
+    """Log-prob of the target, entropy (nats) and log-sum-exp in two parts, of each of N rows.
 
     `logsumexp = row_max / temperature + log_sum`; apart, they lose nothing to a large common shift of the logits.
     """
@@ -55,7 +55,7 @@ class RowLogprobs(NamedTuple):
 
 
 def compute_dtype(logits: torch.dtype) -> torch.dtype:
-    """What sums and exponentials are formed in: float64 for float64, else float32."""
+    """Return the dtype that sums and exponentials are formed in: float64 for float64, else float32."""
     return torch.float64 if logits == torch.float64 else torch.float32
 
 
@@ -84,7 +84,7 @@ def probabilities(
     keep_below: bool,
     room: Tensor | None = None,
 ) -> Probabilities:
-    """What log-probs and gradients share.
+    """Compute what log-probs and gradients share.
 
     The sum of exponentials is read off the largest probability: torch vectorises softmax on every CPU, unlike exp.
 
@@ -95,7 +95,7 @@ def probabilities(
         has_target: (N,) bool; of the other rows no target is read.
         softmax: how logits become log-probs.
         keep_below: the entropy or its gradient is wanted.
-        room: (B, T, V), perhaps the logits' own memory, where `p` lies if that has the compute dtype and `below` is
+        room: (B, T, V), perhaps the logits' own memory, where `p` is put if that has the compute dtype and `below` is
             not kept: fresh memory of that size takes longer than all the arithmetic.
 
     Returns:
@@ -123,7 +123,7 @@ def probabilities(
 
 
 def row_logprobs_reference(of: Probabilities, counted: Tensor) -> RowLogprobs:
-    """`RowLogprobs`, with entropy if `below` was kept; rows that do not count hold zeros, whatever their logits are."""
+    """Return `RowLogprobs`, with entropy if `below` was kept, and zeros for rows that do not count."""
     entropy = torch.zeros_like(of.log_sum)
     if of.below is not None:
         entropy = of.log_sum - (of.p * of.below).sum(-1, keepdim=True)
@@ -134,7 +134,7 @@ def row_logprobs_reference(of: Probabilities, counted: Tensor) -> RowLogprobs:
 def row_gradients_reference(
     of: Probabilities, by_logprob: Tensor, by_entropy: Tensor | None, softmax: Softmax
 ) -> Tensor:
-    """The derivative by the logits, given those by each row's log-prob and entropy.
+    """Compute the derivative by the logits, given those by each row's log-prob and entropy.
 
     `p * (prob_coeff - by_entropy * log p) + by_logprob * onehot` with
     `prob_coeff = -by_logprob - by_entropy * entropy`, times the slopes of temperature and cap. Rows whose
@@ -171,7 +171,7 @@ def row_gradients_reference(
 
 @triton.jit
 def load_logits(p_logits, p_bias, o_v, m_v, stride_v, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """Some logits of a row in fp32 after bias and softcap, -inf outside the mask, and the cap's slope."""
+    """Load some logits of a row in fp32 after bias and softcap, -inf outside the mask, and the cap's slope."""
     b_z = tl.load(p_logits + o_v.to(tl.int64) * stride_v, mask=m_v, other=float("-inf")).to(tl.float32)
     if HAS_BIAS:
         b_z += tl.load(p_bias + o_v, mask=m_v, other=0.0).to(tl.float32)
@@ -185,7 +185,7 @@ def load_logits(p_logits, p_bias, o_v, m_v, stride_v, softcap, HAS_BIAS: tl.cons
 
 @triton.jit
 def row_tile(i, V, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """Columns (BLOCK // VECTOR, VECTOR) of tile i of a row, and which of its rows lie within V.
+    """Return columns (BLOCK // VECTOR, VECTOR) of tile i of a row, and which of its rows are within V.
 
     A lane holds whole rows of it, VECTOR logits each, of which all or none are read: one access of 16 bytes, of
     whatever V is a multiple. What that leaves over is `row_rest`.
@@ -196,7 +196,7 @@ def row_tile(i, V, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def row_rest(V, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """Columns (BLOCK // VECTOR,) behind the last VECTOR that is whole, and which of them lie within V."""
+    """Return columns (BLOCK // VECTOR,) behind the last VECTOR that is whole, and which of them are within V."""
     tl.static_assert(BLOCK >= VECTOR * VECTOR)
     o_v = V // VECTOR * VECTOR + tl.arange(0, BLOCK // VECTOR)
     return o_v, o_v < V
@@ -208,7 +208,7 @@ def row_sums(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """Largest logit of a row, log of the sum of exponentials from there, and the entropy; see the reference.
+    """Return the largest logit of a row, log of the sum of exponentials from there, and the entropy; see the reference.
 
     Every VECTOR logits that a lane holds keep a maximum and sums of their own, so a tile costs one exponential per
     logit and no exchange between lanes. The row is read from its end: its beginning, which the gradient reads
@@ -256,7 +256,7 @@ def target_logprob(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """Log-prob of the target, then `row_sums`; nan for a target outside the vocabulary, which is never read.
+    """Return the log-prob of the target, then `row_sums`; nan for a target outside the vocabulary, which is never read.
 
     The target's logit comes first: behind the sums, whose barriers are the last before a gradient goes over the
     logits, one warp could read it when another has overwritten it.
@@ -273,7 +273,7 @@ def target_logprob(
 
 @triton.jit
 def write_zeros(p_gradient, V, stride_v, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """Zeros for the gradient of a row."""
+    """Write zeros for the gradient of a row."""
     b_zero = tl.zeros([BLOCK // VECTOR, VECTOR], p_gradient.dtype.element_ty)
     for i in range(0, tl.cdiv(V, BLOCK)):
         o_v, m_v = row_tile(i, V, BLOCK, VECTOR)
@@ -289,7 +289,7 @@ def _write_some(
     row_max, log2_sum, factor, softcap, prob_coeff, label_coeff, entropy_coeff,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """`write_gradient` for some columns; `near` is whether the target may be one of them."""
+    """Do `write_gradient` for some columns; `near` is whether the target may be one of them."""
     b_z, b_slope = load_logits(p_logits, p_bias, o_v, m_v, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP)
     b_log2p = (b_z - row_max) * factor - log2_sum
     b_p = tl.exp2(b_log2p)
@@ -312,10 +312,10 @@ def write_gradient(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a row by its logits; see `row_gradients_reference`. It may go over the logits themselves.
+    """Write the gradient of a row by its logits; see `row_gradients_reference`. It may go over the logits themselves.
 
     OVERLAPS: the gradient's elements are narrower than the logits' and start at the same address. Then tile i of
-    the gradient lies over tiles <= i of the logits, and no lane may store before all have loaded.
+    the gradient covers tiles <= i of the logits, and no lane may store before all have loaded.
     """
     prob_coeff = -by_logprob
     if WITH_ENTROPY:

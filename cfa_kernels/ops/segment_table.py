@@ -18,7 +18,7 @@ from .upload import stream_of, upload
 
 
 class Seers(NamedTuple):
-    """Which rows of other segments see rows of a segment, segment after segment.
+    """Rows of other segments that see rows of a segment, segment after segment.
 
     Seer e of segment s, `start[s] <= e < start[s + 1]`, is packed row `row[e]` at position `position[e]`, and its
     context holds the first `limit[e]` rows of s. Those of one segment go by limit, the highest first, then by
@@ -37,7 +37,7 @@ def _new_handle() -> Tensor:
 
 @dataclass(frozen=True)
 class SegmentTable:
-    """Which rows each segment of a packed sequence of N rows attends to.
+    """Table of the rows that each segment of a packed sequence of N rows attends to.
 
     Segments follow one another without gaps. Segment s owns `length[s]` rows from `row_start[s]` on. Its
     context is `context_rows[context_start[s] : context_start[s] + context_length[s]]`: the packed row that
@@ -91,7 +91,11 @@ class SegmentTable:
             raise ValueError("row_start must place segments one after the other from row 0")
         stop = self.context_start.astype(np.int64) + self.context_length
         if (self.context_start < 0).any() or (self.context_length < 0).any() or stop.max() > len(self.context_rows):
-            raise ValueError("context_start and context_length must lie inside context_rows")
+            s = int(((self.context_start < 0) | (self.context_length < 0) | (stop > len(self.context_rows))).argmax())
+            raise ValueError(
+                f"context_start and context_length must be inside the {len(self.context_rows)} context_rows, "
+                f"got {self.context_start[s]} and {self.context_length[s]} for segment {s}"
+            )
         newest = np.maximum.accumulate(self.context_rows) if len(self.context_rows) else self.context_rows
         for s in np.flatnonzero(self.context_length):
             # A cheap bound first; the exact look only where earlier paths in the store could fool it.
@@ -108,25 +112,25 @@ class SegmentTable:
         return int((self.context_length + self.length).max())
 
     def require_start(self, row: int) -> None:
-        """Raises `ValueError` unless a segment starts at packed row `row`."""
+        """Raise `ValueError` unless a segment starts at packed row `row`."""
         if row not in self.row_start:
             segment = int(np.searchsorted(self.row_start, row, side="right")) - 1
             raise ValueError(
-                f"first_query_row must be the first row of a segment, but row {row} lies in segment {segment}"
+                f"first_query_row must be the first row of a segment, but row {row} is inside segment {segment}"
             )
 
     def positions(self) -> np.ndarray:
-        """Position of every packed row, (N,) int64."""
+        """Return the position of every packed row, (N,) int64."""
         shift = np.repeat(self.context_length.astype(np.int64) - self.row_start, self.length)
         return np.arange(self.num_rows, dtype=np.int64) + shift
 
     def visible_pairs(self, reach: Reach = EVERYTHING) -> int:
-        """Number of (query row, key row) pairs that see each other."""
+        """Count the (query row, key row) pairs that see each other."""
         position = torch.from_numpy(self.positions())
         return int((position + 1 - reach.oldest_visible(position)).sum())
 
     def work_list(self, tokens_per_tile: int, first_row: int = 0) -> np.ndarray:
-        """(W, 2) int32: segment and first token of every query tile, those with most keys first.
+        """Return (W, 2) int32: segment and first token of every query tile, those with most keys first.
 
         Segments that start before `first_row` have none.
         """
@@ -141,7 +145,7 @@ class SegmentTable:
     def on_device(
         self, device: torch.device, tokens_per_tile: int, first_row: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`(work list (W, 2), segments (S, 4), context_rows (C,))` on `device`, copied once a stream and kept.
+        """Return `(work list (W, 2), segments (S, 4), context_rows (C,))` on `device`, copied once a stream and kept.
 
         The work list is of segments from `first_row` on. A segment's four numbers are row_start, length,
         context_start, context_length.
@@ -181,7 +185,7 @@ class SegmentTable:
         return lineage[:, np.lexsort((lineage[0], -lineage[2], lineage[1]))]
 
     def seers(self, reach: Reach = EVERYTHING) -> Seers:
-        """The rows of other segments that see rows of each segment. Raises `ValueError` as `lineage` does."""
+        """Find the rows of other segments that see rows of each segment. Raises `ValueError` as `lineage` does."""
         descendant, ancestor, cut = self.lineage
         last = reach.last_seer(self.context_length[ancestor] + cut - 1)
         count = np.clip(last - self.context_length[descendant] + 1, 0, self.length[descendant])
@@ -198,7 +202,7 @@ class SegmentTable:
         )
 
     def key_tiles(self, keys_per_tile: int, seers: Seers, reach: Reach = EVERYTHING) -> np.ndarray:
-        """(T, 6) int64: tiles of keys, as many of one segment's rows each, and the rows that see any of them.
+        """Return (T, 6) int64: tiles of keys, as many of one segment's rows each, and the rows that see any of them.
 
         A tile's numbers: its segment, its first row's ordinal there, how many rows it has; how many rows of the
         segment, from that first one on, see some of them; where the segment's list of seers starts, and how many
@@ -230,7 +234,7 @@ class SegmentTable:
     def key_work(
         self, keys_per_tile: int, queries_per_program: int, reach: Reach = EVERYTHING, most_parts: int | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`(work (W, 9), splits (R, 4), seers (3, E))`, int32: what gradients of keys and values are made from.
+        """Return `(work (W, 9), splits (R, 4), seers (3, E))`, int32, from which gradients of keys and values are made.
 
         A tile's queries are numbered: first its `own` rows, then its seers. Each entry of `work` is a tile and some
         of its queries, at most so many, or twice, four times ... as many where there would be more than `most_parts`
@@ -271,7 +275,7 @@ class SegmentTable:
         reach: Reach = EVERYTHING,
         most_parts: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """`key_work` on `device`, copied once for each of its streams and kept, and how many partial sums there are."""
+        """Return `key_work` on `device`, copied once a stream and kept, and how many partial sums there are."""
         key = (device, stream_of(device), keys_per_tile, queries_per_program, reach, most_parts)
         if key not in self._on_device:
             parts = self.key_work(keys_per_tile, queries_per_program, reach, most_parts)
@@ -284,7 +288,7 @@ _ALIVE: WeakValueDictionary[tuple[int, ...], SegmentTable] = WeakValueDictionary
 
 
 def _ordinal(*columns: np.ndarray) -> np.ndarray:
-    """How many times the columns have changed up to each row, int64."""
+    """Count the changes of the columns up to each row, int64."""
     changed = np.zeros(len(columns[0]), dtype=bool)
     for column in columns:
         changed[1:] |= column[1:] != column[:-1]

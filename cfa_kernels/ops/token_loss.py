@@ -39,12 +39,12 @@ class PolicyOptions(NamedTuple):
     sapo_temperature_neg: float = 1.05
 
     def numbers(self) -> list[float]:
-        """All but the names, as an operator takes them."""
+        """Return all but the names, as an operator takes them."""
         return [float(getattr(self, name)) for name in NUMBERS]
 
     @classmethod
     def of(cls, surrogate: str, level: str, numbers: Sequence[float]) -> "PolicyOptions":
-        """The options whose names and `numbers` these are."""
+        """Make the options that have these names and `numbers`."""
         named: dict[str, Any] = dict(zip(NUMBERS, numbers, strict=True))
         return cls(surrogate, level, **named)
 
@@ -54,7 +54,7 @@ NUMBERS = tuple(name for name in PolicyOptions._fields if name not in ("surrogat
 
 
 class Tokens(NamedTuple):
-    """What the loss of each token depends on besides its log-prob: tensors of one shape and dtype.
+    """Inputs of the loss of each token besides its log-prob: tensors of one shape and dtype.
 
     `scale` is the factor of the token's loss in the sum that is the loss: > 0 where the token counts, else 0.
     """
@@ -66,12 +66,12 @@ class Tokens(NamedTuple):
     scale: Tensor
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
-        """`change` applied to every tensor that is there."""
+        """Apply `change` to every tensor that is there."""
         return Tokens._make(None if tensor is None else change(tensor) for tensor in self)
 
 
 class TokenTerms(NamedTuple):
-    """What `token_terms` returns, all in the shape of the log-probs.
+    """Results of `token_terms`, all in the shape of the log-probs.
 
     `loss` is the token's loss before aggregation. Its derivative by the token's log-prob has two parts: `direct`,
     at a fixed ratio, and `via_ratio`, by the log-ratio, which the sequence level spreads over the sequence.
@@ -87,7 +87,7 @@ class TokenTerms(NamedTuple):
 
 
 def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: PolicyOptions) -> TokenTerms:
-    """Loss of each token and its two partial derivatives.
+    """Compute the loss of each token and its two partial derivatives.
 
     Surrogates (c = exp(log_ratio), A = advantage, w = weight):
     `clip`   -w * min(min(c, delta) * A, clamp(c, 1 - epsilon, 1 + epsilon_high) * A)   PPO / DAPO (eq. 8 of CF)
@@ -152,7 +152,7 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
 
 
 def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tuple[TokenTerms, Tensor]:
-    """Terms of a batch at either level of the ratio, and the derivative by its log-probs.
+    """Compute the terms of a batch at either level of the ratio, and the derivative by its log-probs.
 
     At the sequence level a token's log-ratio is the mean over the counted tokens of its sequence (GSPO).
 
@@ -177,7 +177,7 @@ def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tu
 
 
 def refuse_second_derivative() -> None:
-    """For a backward whose gradient was stored: to a second derivative it would be a constant, silently.
+    """Refuse a second derivative, to which a gradient that was stored would be a constant, silently.
 
     Raises RuntimeError if the backward runs with `create_graph=True`.
     """
@@ -191,7 +191,7 @@ def token_terms_triton(
     low, high, delta, beta, sapo_pos, sapo_neg, log_ratio_max,
     SURROGATE: tl.constexpr, HAS_REF: tl.constexpr, CORRECT_KL: tl.constexpr,
 ):  # fmt: skip
-    """`token_terms` at the token level for one token: (loss, d loss / d logprob, ratio, kl, clip), fp32 scalars.
+    """Return `token_terms` at the token level for one token: (loss, d loss / d logprob, ratio, kl, clip), fp32 scalars.
 
     low and high bound the ratio: 1 - epsilon, 1 + epsilon_high, or epsilon_high itself for cispo.
     """

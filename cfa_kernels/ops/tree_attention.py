@@ -40,7 +40,7 @@ def tree_attention(
     first_query_row: int = 0,
     backend: str | None = None,
 ) -> Tensor:
-    """Attention of packed rows along the tree that `table` describes.
+    """Attend from packed rows to others along the tree that `table` describes.
 
     Args:
         q: (N - first_query_row, H, D) queries; fp32, bf16 or fp16 (the PyTorch reference also takes float64).
@@ -127,7 +127,7 @@ _REFERENCE_BLOCK = 512
 def tree_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, rule: AttentionRule, first_query_row: int = 0
 ) -> Tensor:
-    """The definition of `tree_attention` in plain PyTorch, segment by segment; also the CPU path.
+    """Define `tree_attention` in plain PyTorch, segment by segment; also the CPU path.
 
     Softmax runs in fp32, or in float64 for float64 inputs.
     """
@@ -157,7 +157,7 @@ def tree_attention_reference(
 
 
 def _attend_reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, rule: AttentionRule) -> Tensor:
-    """Masked attention of q (L, H, D) to k (K, Hkv, D) and v (K, Hkv, Dv) with `visible` (L, K).
+    """Attend with a mask from q (L, H, D) to k (K, Hkv, D) and v (K, Hkv, Dv) with `visible` (L, K).
 
     PyTorch's own where it has what the rule asks for.
     """
@@ -181,8 +181,8 @@ def _attend_reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, rule: At
 
 @triton.jit
 def _tile_rows(o_m, first, stop, i_head, GROUP: tl.constexpr):
-    """Of rows `o_m` of a tile: whether there is such a token, the token, at most `stop - 1`, and the query head."""
-    o_m = o_m.to(tl.uint32)  # whose division by a group that is no power of two takes the fewest registers
+    """Return whether rows `o_m` of a tile have a token, the token, at most `stop - 1`, and the query head."""
+    o_m = o_m.to(tl.uint32)  # whose division by a group that is not a power of two takes the fewest registers
     o_token = first + (o_m // GROUP).to(tl.int32)
     return o_token < stop, tl.minimum(o_token, stop - 1), i_head * GROUP + (o_m % GROUP).to(tl.int32)
 
@@ -198,12 +198,12 @@ def tree_attention_kernel(
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     WITH_LSE: tl.constexpr, PRECISION: tl.constexpr, LOG2E: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile: BLOCK_M // GROUP tokens of one segment times the query heads of one key head.
+    """Compute one tile: BLOCK_M // GROUP tokens of one segment times the query heads of one key head.
 
     The definition is `tree_attention_reference`. Grid: (work items, key heads). `span` is the positions of the
     sliding window or of an attention chunk; rows before `first_query_row` have no query and no result. A head's
     columns are one block, or a block and a narrower one for the rest. Blocks of keys are cut by position alone, never
-    by where the rows lie or where a tile starts, so a row's sums are formed in the same order in every pack.
+    by where the rows are or where a tile starts, so a row's sums are formed in the same order in every pack.
     WITH_LSE, p_lse (N, H) takes the logarithm, to base 2, of a row's sum of exponentials, sink included. Strides
     count STRIDE_UNIT elements.
     """
@@ -252,7 +252,7 @@ def tree_attention_kernel(
     # Finite, so that a row that has seen no key yet does not subtract infinity from itself.
     b_max = tl.full([BLOCK_M], -1e30, tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
-    # Row numbers come one block ahead: loads of keys and values then depend on registers alone and can be pipelined.
+    # Row numbers come one block ahead: loads of keys and values then depend only on registers and can be pipelined.
     shift = row_start - context_length
     o_next = low + tl.arange(0, BLOCK_N)
     b_next = tl.load(p_context + o_next, mask=o_next < context_length, other=0)

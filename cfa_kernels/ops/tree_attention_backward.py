@@ -30,7 +30,7 @@ Neither number knows the device, so the bits do not depend on it."""
 
 
 def stride_unit(strides: Sequence[int]) -> int:
-    """How many elements make one of a kernel's strides.
+    """Return how many elements make one of a kernel's strides.
 
     Triton is told of a stride whether 16 divides it. Heads 72 or 120 wide have strides that 8 divides, enough for
     loads of 16 bytes: a kernel that multiplies by 8 itself shows the compiler so.
@@ -40,7 +40,7 @@ def stride_unit(strides: Sequence[int]) -> int:
 
 @triton.jit
 def load_columns(p_rows, o_d, DIM: tl.constexpr, STOP: tl.constexpr, WIDEN: tl.constexpr):
-    """Columns `o_d`, which end at STOP, of heads DIM wide; zeros beyond the head."""
+    """Load columns `o_d`, which end at STOP, of heads DIM wide; zeros beyond the head."""
     if STOP > DIM:
         b_x = tl.load(p_rows + o_d[None, :], mask=(o_d < DIM)[None, :], other=0.0)
     else:
@@ -52,7 +52,7 @@ def load_columns(p_rows, o_d, DIM: tl.constexpr, STOP: tl.constexpr, WIDEN: tl.c
 
 @triton.jit
 def _load_rows(p_rows, COLUMN: tl.constexpr):
-    """What `p_rows` point to; with COLUMN by way of a column, whose loads are spread over lanes like a matrix's."""
+    """Load what `p_rows` point to; with COLUMN as a column, whose loads are spread over lanes like a matrix's."""
     if COLUMN:
         return tl.sum(tl.load(p_rows[:, None]), 1)
     else:
@@ -61,7 +61,7 @@ def _load_rows(p_rows, COLUMN: tl.constexpr):
 
 @triton.jit
 def _round(b_x, p_like, WIDEN: tl.constexpr):
-    """`b_x` in the dtype of what `p_like` points to, in which a matrix product takes it."""
+    """Round `b_x` to the dtype of what `p_like` points to, in which a matrix product takes it."""
     b_x = b_x.to(p_like.dtype.element_ty)
     if WIDEN:
         b_x = b_x.to(tl.float32)
@@ -70,7 +70,7 @@ def _round(b_x, p_like, WIDEN: tl.constexpr):
 
 @triton.jit
 def _probabilities(b_s, b_lse, visible, scale, softcap, HAS_SOFTCAP: tl.constexpr, LOG2E: tl.constexpr):
-    """The forward's probabilities, and the derivative of logits by `scale * b_s`, from `b_s`, the products q . k."""
+    """Return the forward's probabilities, and the derivative of logits by `scale * b_s`; `b_s` are products q . k."""
     if HAS_SOFTCAP:
         b_s = tanh(b_s * (scale / softcap))
         b_slope = 1.0 - b_s * b_s
@@ -91,7 +91,7 @@ def query_gradient_kernel(
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, LOG2E: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of q and delta for one tile of the forward: BLOCK_M // GROUP tokens times the heads of one key head.
+    """Compute the gradient of q and delta for one tile of the forward: BLOCK_M // GROUP tokens, heads of one key head.
 
     Grid, work list and the order of keys are those of `tree_attention_kernel`, so that a row's gradient does not
     depend on the rest of the pack either. `p_out`, `p_lse`, `p_delta` and `p_by_q` are contiguous. Strides count
@@ -139,7 +139,7 @@ def query_gradient_kernel(
     b_lse = tl.load(p_lse + o_entry)
     b_acc = tl.zeros([BLOCK_M, KEY_BLOCK], tl.float32)
 
-    # Row numbers come one block ahead: loads of keys and values then depend on registers alone and can be pipelined.
+    # Row numbers come one block ahead: loads of keys and values then depend only on registers and can be pipelined.
     o_next = low + tl.arange(0, BLOCK_N)
     b_next = tl.load(p_context + o_next, mask=o_next < context_length, other=0)
     for start in range(low, high, BLOCK_N):
@@ -169,7 +169,7 @@ def _seers(
     p_seers, n_seers, o_query, own, base, first, row_start, position, end,
     HAS_REACH: tl.constexpr,
 ):  # fmt: skip
-    """Packed row of queries `o_query` of a tile, how many of the tile's keys they see, and their position.
+    """Return the packed row of queries `o_query` of a tile, how many of its keys they see, and their position.
 
     Queries from `end` on see none and have the tile's first row: a gradient there that is not finite is in this
     tile's sums anyway, and must not come, times 0, into those of others.
@@ -198,7 +198,7 @@ def key_gradient_kernel(
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, LOG2E: tl.constexpr, WIDEN: tl.constexpr, COLUMN_LOADS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of k, v or both for one tile of BLOCK_N rows of a segment and one key head.
+    """Compute the gradients of k, v or both for one tile of BLOCK_N rows of a segment and one key head.
 
     Grid: (entries of `SegmentTable.key_work`, key heads). All query heads of the key head and all rows that see the
     tile, heads first, add to the same float32 sums, BLOCK_M at a time; those are rounded once, or go to `p_parts`,
@@ -286,7 +286,7 @@ def sum_parts_kernel(
     BLOCK_N: tl.constexpr, KEY_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the partial sums of a tile of keys in their order. Grid: (split tiles, key heads, BLOCK_N // ROWS)."""
+    """Add the partial sums of a tile of keys in their order. Grid: (split tiles, key heads, BLOCK_N // ROWS)."""
     i_head = tl.program_id(1).to(tl.int64)
     n_heads = tl.num_programs(1)
     p_splits += tl.program_id(0).to(tl.int64) * 4
@@ -314,7 +314,7 @@ def sum_parts_kernel(
 
 
 def _head_blocks(key_dim: int, value_dim: int) -> dict[str, int]:
-    """Columns of a head in one block of a power of two, at least 16 wide, as matrix products ask."""
+    """Put the columns of a head into one block of a power of two, at least 16 wide, as matrix products ask."""
     key_block, value_block = (triton.next_power_of_2(max(dim, 16)) for dim in (key_dim, value_dim))
     return {"KEY_DIM": key_dim, "KEY_BLOCK": key_block, "VALUE_DIM": value_dim, "VALUE_BLOCK": value_block}
 
@@ -364,7 +364,7 @@ def sum_options(key: dict[str, Any]) -> dict[str, Any]:
 def tree_attention_backward_triton(
     by_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: SegmentTable, rule: AttentionRule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and sinks from that of the result, `by_out` (N, H, Dv).
+    """Compute the gradients of q, k, v and sinks from that of the result, `by_out` (N, H, Dv).
 
     `out` and `lse` (N, H) are what the forward gave. Raises `ValueError` for a table without `lineage`.
     """

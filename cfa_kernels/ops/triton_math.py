@@ -8,13 +8,13 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def minimum(x, y):
-    """The smaller of two, nan if either is: on a GPU tl.minimum gives the other one, in the interpreter nan."""
+    """Return the smaller of two, nan if either is: on a GPU tl.minimum gives the other one, in the interpreter nan."""
     return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent in fp32, accurate near zero, saturating without overflow.
+    """Compute the hyperbolic tangent in fp32, accurate near zero, saturating without overflow.
 
     `1 - 2 / (e^2x + 1)` cancels for small arguments, so those take the odd Taylor polynomial.
     """

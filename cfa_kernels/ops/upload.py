@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes of which each array starts at a multiple; Triton compiles wide loads for such pointers."""
+"""Bytes, of which each array starts at a multiple: Triton compiles wide loads for such pointers."""
 
 
 def stream_of(device: torch.device) -> int | None:
-    """The stream that work on `device` is queued on now, whose copies another need not see yet; None for a CPU."""
+    """Return the stream of work on `device`, whose copies another stream need not see yet; None for a CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
 
 def upload(arrays: Sequence[np.ndarray | Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """The arrays on `device`, by one copy for all.
+    """Copy arrays to `device`, by one copy for all.
 
     To a GPU it goes from pinned memory, so that it queues up behind the kernels under way while the host goes on;
     the buffer is handed out again only when the copy is done (PyTorch's host allocator sees to that).

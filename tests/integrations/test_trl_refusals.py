@@ -243,7 +243,10 @@ def test_prompt_tuning_is_refused_with_credit_and_with_either_loss(build, given)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"fused_loss": True, "packed_loss": True}, "fused_loss=True and packed_loss=True compute the same loss in two ways"),
+        (
+            {"fused_loss": True, "packed_loss": True},
+            "fused_loss=True and packed_loss=True compute the same loss in two ways",
+        ),
         ({"log_entropy": False}, "log_entropy=False needs fused_loss=True or packed_loss=True"),
     ],
 )

@@ -320,7 +320,7 @@ def valid(device):
         (lambda a: a.update(q=a["q"][0]), r"takes q \(N, H, D\)"),
         (lambda a: a.update(q=a["q"][:2], k=a["k"][:2], v=a["v"][:2]), "table has 4 rows, q 2 and k 2"),
         (lambda a: a.update(first_query_row=3), "table has 4 rows, q 4 after 3 rows without queries and k 4"),
-        (lambda a: a.update(q=a["q"][2:], first_query_row=2), "first row of a segment, but row 2 lies in segment 0"),
+        (lambda a: a.update(q=a["q"][2:], first_query_row=2), "first row of a segment, but row 2 is inside segment 0"),
         (lambda a: a.update(q=a["q"][:0], first_query_row=4), "must be one of the 4 rows of the table, got 4"),
         (lambda a: a.update(first_query_row=-1), "must be one of the 4 rows of the table, got -1"),
         (lambda a: a.update(q=a["q"][:, :3]), "do not fit those of k"),

@@ -420,6 +420,16 @@ def test_a_checkpoint_keeps_the_gradients(kind, monkeypatch, device):
         assert torch.equal(x.grad, gradient)
 
 
+def test_saved_tensors_that_are_copied_still_belong_to_their_table(monkeypatch, device):
+    """Who keeps them elsewhere copies them; a table made of the copies would have to be uploaded for every layer."""
+    table, _ = build(TREES["deep"])
+    inputs = [x.requires_grad_() for x in qkv(table.num_rows, 2, 1, 16, torch.float32, device=device)]
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        out = tree_attention(*inputs, table, backend="triton")
+    monkeypatch.setattr(SegmentTable, "_check", lambda self: pytest.fail("a table was made"))
+    assert all(torch.isfinite(gradient).all() for gradient in torch.autograd.grad(out.sum(), inputs))
+
+
 @pytest.mark.parametrize(("option", "pairs"), [({}, 13), ({"sliding_window": 2}, 9), ({"softcap": 2.0}, 13)])
 def test_a_counter_of_operations_counts_the_pairs_of_rows_that_see_each_other(option, pairs, device):
     table, _ = build([[1, 2, 3], [1, 2, 4, 5]])

@@ -174,7 +174,10 @@ def int32(*values) -> np.ndarray:
         ((int32(0), np.array([3]), int32(0), int32(0), int32()), "length must be a 1-D int32 array"),
         ((int32(0, 2), int32(2, 0), int32(0, 0), int32(0, 0), int32()), "none empty"),
         ((int32(0, 3), int32(2, 2), int32(0, 0), int32(0, 0), int32()), "row_start must place segments"),
-        ((int32(0, 2), int32(2, 2), int32(0, 1), int32(0, 2), int32(0, 1)), "must lie inside context_rows"),
+        (
+            (int32(0, 2), int32(2, 2), int32(0, 1), int32(0, 2), int32(0, 1)),
+            "must be inside the 2 context_rows, got 1 and 2",
+        ),
         ((int32(0, 2), int32(2, 2), int32(0, 0), int32(0, 2), int32(0, 2)), "segment 1: its context holds row 2"),
         ((int32(0, 2), int32(2, 2), int32(0, 0), int32(0, 2), int32(-1, 1)), "must not be negative"),
     ],
