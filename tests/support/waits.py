@@ -33,7 +33,7 @@ _WAIT_ALWAYS = {
 }  # fmt: skip
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _CPU_FORMS = {"row_softmax.py"}  # on a GPU a kernel runs in its place
-_REPOSITORY = Path(__file__).resolve().parent.parent
+_REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class OnDevice(torch.Tensor):
