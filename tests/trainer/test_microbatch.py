@@ -48,8 +48,8 @@ def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before
         update(trainer, 1, there, there.completion_mask, OnDevice(advantages_of(rollouts)))
         seen = [where.split(" at ")[1].split(":")[0] for where in waits.seen]
     parts = micro_batches(trainer.config, rollouts, rollouts.completion_mask, advantages_of(rollouts), trainer.policy)
-    before = ["microbatch.py"] * len(tensors) + ["train.py"] * 2  # the rollouts, the mask and the advantages
-    assert seen == [*before, *["scoring.py"] * (looks * len(parts)), "microbatch.py"], waits.seen
+    before = ["microbatch.py"] * len(tensors) + ["step.py"] * 2  # the rollouts, the mask and the advantages
+    assert seen == [*before, *["masked.py"] * (looks * len(parts)), "microbatch.py"], waits.seen
     assert len(parts) == 2
 
 
