@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
 from benchmarks.harness.options import chosen_peers, workload_set
@@ -185,6 +186,7 @@ def step_contenders(
                     notes.seconds[part].append(stopwatch.seconds[part])
                     notes.cpu_seconds[part].append(stopwatch.cpu_seconds[part])
             else:
+                peer.prepare(used)
                 with rows_fed(causal_lm(used.policy)) as fed:
                     loss, weights = peer.run(used, stopwatch)
                 notes.fed.update(fed | operations(used, peer, fed))
@@ -200,25 +202,25 @@ def step_contenders(
 
 @contextlib.contextmanager
 def rows_fed(causal: PreTrainedModel) -> Iterator[dict[str, float]]:
-    """Count the rows that go through the model, padding included, with and without gradient."""
+    """Count the rows that go through the model, padding included, with and without gradient.
+
+    By a hook on all modules: one on the model would have its self-check run anew, and count that.
+    """
     fed = {"rows_with_gradient": 0, "rows_without_gradient": 0, "head_rows_without_gradient": 0}
+    body, head = backbone(causal), causal.get_output_embeddings()
 
-    def body(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = args[0] if args else kwargs["input_ids"]
-        fed["rows_with_gradient" if torch.is_grad_enabled() else "rows_without_gradient"] += ids.numel()
+    def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if module is body:
+            ids = args[0] if args else kwargs["input_ids"]
+            fed["rows_with_gradient" if torch.is_grad_enabled() else "rows_without_gradient"] += ids.numel()
+        elif module is head and not torch.is_grad_enabled():
+            fed["head_rows_without_gradient"] += output.numel() // output.shape[-1]
 
-    def head(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
-        fed["head_rows_without_gradient"] += 0 if torch.is_grad_enabled() else output.numel() // module.out_features
-
-    hooks = [
-        backbone(causal).register_forward_pre_hook(body, with_kwargs=True),
-        causal.get_output_embeddings().register_forward_hook(head),
-    ]
+    hook = register_module_forward_hook(count, with_kwargs=True)
     try:
         yield fed
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
 
 
 def operations(replay: Replay, peer: StepPeer, fed: dict[str, float]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from benchmarks.harness.race import Absent
 from benchmarks.harness.workloads import Job, Rollouts
 from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.hf.verify import prove_trainable
 from cfa_kernels.integrations.credit import fold_weights, pad_rows
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28
@@ -128,6 +129,7 @@ class StepPeer:
         sampling: whose comes before it, "TRL" or "ours".
         own_policy: it changes the policy's layers, so it works on a policy of its own.
         recomputes: layers run forwards twice (activation checkpointing).
+        prepare: what is done once for a policy, neither counted nor timed.
     """
 
     run: Step
@@ -137,6 +139,7 @@ class StepPeer:
     sampling: str
     own_policy: bool = False
     recomputes: bool = False
+    prepare: Callable[[Replay], Any] = lambda replay: prove_trainable(replay.causal)
 
 
 def _trl_trainer(

@@ -26,7 +26,7 @@ from cfa_kernels import policy_loss, score_counterfactuals, span_weights
 from cfa_kernels.hf.head import Head
 from cfa_kernels.hf.limits import default_token_budget
 from cfa_kernels.hf.model import backbone
-from cfa_kernels.hf.verify import prove_head
+from cfa_kernels.hf.verify import noise_floor, prove_head
 from cfa_kernels.integrations.credit import pad_rows
 from cfa_kernels.losses.policy import linear_policy_loss
 from cfa_kernels.losses.ragged import LossBatch
@@ -72,6 +72,12 @@ def trl_credited(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]
     with stopwatch.update():
         loss = trl_update(replay, trainer, None)
     return loss, _weights_of(trainer.credited.cpu(), replay.rollouts)
+
+
+def _prepare_credited(replay: Replay) -> None:
+    """Make the trainer, which checks its model, and measure the noise of its arithmetic."""
+    with replay.trl(credited=True).accelerator.autocast():
+        noise_floor(replay.causal)
 
 
 def _weights_of(credited: Tensor, rollouts: Rollouts) -> Weights:
@@ -472,7 +478,7 @@ STEP_PEERS: dict[str, StepPeer] = {
     FASTEST: StepPeer(trl_fastest, "plain", 3, "positions", "TRL"),
     DEFAULTS: StepPeer(trl_defaults, "plain", 3, "positions", "TRL", own_policy=True, recomputes=True),
     "TRL with Liger": StepPeer(trl_liger, "plain", 3, "positions", "TRL", own_policy=True),
-    CREDITED: StepPeer(trl_credited, "found", 2, "tokens", "TRL", own_policy=True),
+    CREDITED: StepPeer(trl_credited, "found", 2, "tokens", "TRL", own_policy=True, prepare=_prepare_credited),
     VARLEN: StepPeer(varlen, "plain", 2, "active", "TRL"),
     "repeated prompt (PrefixGrouper)": StepPeer(repeated_prompt, "plain", 2, "active", "TRL"),
     "FlexAttention tree": StepPeer(flex_tree, "plain", 2, "active", "TRL"),
