@@ -124,7 +124,7 @@ def structure(model: nn.Module, *, forwards: bool = False) -> int:
         return hash(tuple((name, type(module)) for name, module in model.named_modules()))
     return hash(
         tuple(
-            (name, type(module), _function(module.__dict__.get("forward", type(module).forward)))
+            (name, type(module), _function(own_forward(module) or type(module).forward))
             for name, module in model.named_modules()
         )
     )
@@ -179,6 +179,16 @@ def _hook(hook: Any) -> object:
         return id(hook)
     inside = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
     return id(code), *(value for value in inside if isinstance(value, (int, float)))
+
+
+def own_forward(module: nn.Module) -> Any:
+    """The `forward` that somebody gave a module itself, without the autocast that accelerate puts round it; else None.
+
+    accelerate keeps what it wraps as `_original_forward`, in the module or as the bound method of its class.
+    """
+    own = vars(module)
+    kept = own.get("_original_forward", own.get("forward"))
+    return None if getattr(kept, "__func__", None) is type(module).forward else kept
 
 
 def _function(called: Any) -> int:

@@ -43,3 +43,16 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
     finally:
         for config, implementation in implementations:
             config._attn_implementation = implementation
+
+
+@contextmanager
+def without_accelerates_autocast(model: PreTrainedModel) -> Iterator[None]:
+    """Within it the model runs its own forward, not the one that accelerate has wrapped into autocast."""
+    wrapped = vars(model).get("forward") if "_original_forward" in vars(model) else None
+    try:
+        if wrapped is not None:
+            model.forward = vars(model)["_original_forward"]
+        yield
+    finally:
+        if wrapped is not None:
+            model.forward = wrapped

@@ -27,7 +27,7 @@ from .head import Head, read_head
 from .liger import keep_own_modules, runs_fused
 from .memory import is_out_of_memory
 from .model import backbone, causal_lm, computation, embedding, noise_settings, vocab_size
-from .modes import attention_implementation, checkpoints, evaluation_mode
+from .modes import attention_implementation, checkpoints, evaluation_mode, without_accelerates_autocast
 from .probe_mode import HALVES, float32_weights, small_windows
 from .stateful_layers import has_cells
 from .tree_forward import pack_states, target_logprobs, tree_attention_mode, tree_training_mode
@@ -438,6 +438,7 @@ def _measured(
             stack.enter_context(attention_implementation(model, "eager"))
         stack.enter_context(small_windows(model))
         stack.enter_context(ieee_products())
+        stack.enter_context(without_accelerates_autocast(model))
         stack.enter_context(torch.autocast(embedding(model).device.type, enabled=False))
         try:
             with float32_weights(model, moved):

@@ -21,7 +21,7 @@ from .. import CounterfactualConfig, Credit, counterfactual_credit
 from ..estimators.base import ENTROPIES, OwnFunction
 from ..hf.model import causal_lm
 from ..hf.stateful_layers import has_cells
-from ..hf.verify import prove_head, prove_supported
+from ..hf.verify import noise_floor, prove_head
 from ..losses.policy import LOSS_TYPES
 from ..scoring.access import CAPABILITIES
 from . import require
@@ -150,7 +150,7 @@ class CounterfactualMixin(_Trainer):
         config = self.counterfactual
         asks_model = bool(config.needs & {*CAPABILITIES, ENTROPIES}) or isinstance(config.estimator, OwnFunction)
         if asks_model and config.control not in ("off", "random"):
-            proofs.append((prove_supported, "CounterfactualConfig(control='off') trains it as TRL does"))
+            proofs.append((noise_floor, "CounterfactualConfig(control='off') trains it as TRL does"))
         if self.fused_loss:
             proofs.append((prove_head, "leave out fused_loss=True"))
         if self.packed_loss:

@@ -97,7 +97,7 @@ class SegmentTable:
                 f"got {self.context_start[s]} and {self.context_length[s]} for segment {s}"
             )
         newest = np.maximum.accumulate(self.context_rows) if len(self.context_rows) else self.context_rows
-        for s in np.flatnonzero(self.context_length):
+        for s in np.flatnonzero(self.context_length).tolist():
             # A cheap bound first; the exact look only where earlier paths in the store could fool it.
             if newest[stop[s] - 1] >= self.row_start[s]:
                 rows = self.context_rows[self.context_start[s] : stop[s]]

@@ -79,7 +79,8 @@ def test_rows_without_advantage_cost_no_scoring(train, monkeypatch):
     credit = integration.counterfactual_credit
 
     def counted(model: Any, *args: Any, **kwargs: Any) -> Any:
-        hook = model.model.embed_tokens.register_forward_hook(lambda module, args, output: fed.append(args[0].numel()))
+        norm = model.model.layers[0].input_layernorm  # a hook on the embedding has the model checked again
+        hook = norm.register_forward_hook(lambda module, args, output: fed.append(args[0].shape[:2].numel()))
         assigned = credit(model, *args, **kwargs)
         hook.remove()
         return assigned
