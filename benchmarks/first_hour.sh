@@ -47,7 +47,7 @@ versions() {
   run timeout 120 "$PY" -c 'import sys, torch, triton, transformers; print(sys.version.split()[0], torch.__version__, triton.__version__, transformers.__version__, torch.version.cuda)'
 }
 
-step_peers='TRL,"TRL, fastest micro-batch",varlen without sharing,"CounterfactualGRPOTrainer, packed loss",ours,"ours counterfactual, fused loss","ours counterfactual, one pass"'
+step_peers='TRL,"TRL, fastest micro-batch",varlen without sharing,ours,"ours counterfactual, fused loss","ours counterfactual, one pass"'
 
 step_1() { versions; bench --only first-light; }
 step_2() { tests --tests tests/ops --select "not aot and not mutations and not wgmma"; }

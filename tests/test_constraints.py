@@ -1,8 +1,14 @@
-"""Pins of `make test-oldest` are the oldest versions that setup.py allows."""
+"""What setup.py asks for, and the pins of `make test` and of `make test-oldest`."""
 
 import re
+import runpy
+from typing import Any
+from unittest import mock
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from tests.conftest import REPOSITORY
 
@@ -12,3 +18,37 @@ def test_the_oldest_version_that_is_tested_is_the_oldest_that_is_allowed(package
     (pin,) = re.findall(rf"^{package}==([\d.]+)$", (REPOSITORY / "constraints-oldest.txt").read_text(), re.MULTILINE)
     (oldest,) = re.findall(rf'"{package}>=([\d.]+)', (REPOSITORY / "setup.py").read_text())
     assert pin.removesuffix(".0") == oldest.removesuffix(".0")
+
+
+def _requirements(*extras: str) -> dict[str, Requirement]:
+    """What `pip install .[extras]` asks for by itself, by setup.py."""
+    asked: dict[str, Any] = {}
+    with mock.patch("setuptools.setup", lambda **options: asked.update(options)):
+        runpy.run_path(str(REPOSITORY / "setup.py"))
+    lines = [*asked["install_requires"], *(line for extra in extras for line in asked["extras_require"][extra])]
+    return {canonicalize_name(Requirement(line).name): Requirement(line) for line in lines}
+
+
+def test_the_core_is_what_kernels_losses_and_scoring_import():
+    assert _requirements().keys() == {"torch", "triton", "transformers", "numpy"}
+
+
+def test_what_the_two_commands_of_the_readme_install_is_pinned_within_its_range():
+    pins = dict(line.split("==") for line in (REPOSITORY / "constraints.txt").read_text().split())
+    pins = {canonicalize_name(name): version for name, version in pins.items()}
+    for name, requirement in _requirements("test", "lint", "trainer").items():
+        assert name in pins, name
+        assert requirement.specifier.contains(pins[name]), requirement
+
+
+def test_the_two_commands_of_the_readme_install_every_extra_that_their_code_imports():
+    assert ".[test,lint]" in (REPOSITORY / "Makefile").read_text()
+    assert _requirements("trainer", "trl").keys() <= _requirements("test", "lint").keys()
+
+
+@pytest.mark.parametrize("host", ["trl", "verl", "openrlhf"])
+def test_an_extra_asks_for_the_oldest_version_that_its_integration_takes(host):
+    source = (REPOSITORY / "cfa_kernels" / "integrations" / f"{host}.py").read_text()
+    (oldest,) = re.findall(r'^OLDEST = "([\d.]+)"$', source, re.MULTILINE)
+    (least,) = (Version(each.version) for each in _requirements(host)[host].specifier if each.operator == ">=")
+    assert least == Version(oldest)

@@ -66,17 +66,10 @@ def load_policy(config: TrainConfig) -> tuple[nn.Module, PreTrainedTokenizerBase
     if config.use_peft:
         from peft import LoraConfig, get_peft_model  # needed only where an adapter trains
 
-        modules = config.lora_target_modules
-        model = get_peft_model(
-            model,
-            LoraConfig(
-                r=config.lora_r,
-                lora_alpha=config.lora_alpha,
-                lora_dropout=config.lora_dropout,
-                target_modules="all-linear" if modules == ["all-linear"] else modules,
-                task_type="CAUSAL_LM",
-            ),
-        )
+        modules = "all-linear" if config.lora_target_modules == ["all-linear"] else config.lora_target_modules
+        lora: dict[str, Any] = {"lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
+        adapter = LoraConfig(r=config.lora_r, target_modules=modules, task_type="CAUSAL_LM", **lora)
+        model = get_peft_model(model, adapter)
     return model.eval(), tokenizer
 
 

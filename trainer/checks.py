@@ -62,10 +62,7 @@ def require_finite(done: Pass, policy: nn.Module) -> None:
 def sampling_metrics(done: Pass) -> dict[str, Tensor]:
     """Measure how far generation's log-probs are from those of a pass, under TRL's names."""
     gap = torch.cat(_gaps(done.micro, done.logprobs))[torch.cat(done.micro.mask).bool()]
-    return {
-        "sampling/sampling_logp_difference/mean": gap.mean(),
-        "sampling/sampling_logp_difference/max": gap.max(),
-    }
+    return {"sampling/sampling_logp_difference/mean": gap.mean(), "sampling/sampling_logp_difference/max": gap.max()}
 
 
 def checked_sampling_gap(passes: Sequence[Pass], policy: nn.Module, config: TrainConfig) -> float:
@@ -125,5 +122,4 @@ def _open_choice(micro: MicroBatch) -> list[Tensor]:
     Logits that are off by x move a token's log-prob by some x (1 - p): near-certain tokens hide any error. The
     little keeps those of probability 1 from dividing rounding by nothing.
     """
-    pairs = zip(micro.sampled_logprobs, micro.mask, strict=True)
-    return [(1 - sampled.exp() + 1e-3) * mask for sampled, mask in pairs]
+    return [(1 - x.exp() + 1e-3) * mask for x, mask in zip(micro.sampled_logprobs, micro.mask, strict=True)]

@@ -23,23 +23,14 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any
     """
     where = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     where.add_argument("--config")
-    where.add_argument(
-        "--model", default=next((entry.default for entry in fields(kind) if entry.name == "model"), None)
-    )  # type: ignore[arg-type]
+    where.add_argument("--model")
     text = f"YAML file of settings, or one that ships with the program: {', '.join(preset_names())}. Flags win over it."
-    command = make_dataclass(
-        "Command",
-        [
-            ("settings", Annotated[kind, tyro.conf.arg(name="")]),
-            ("config", Annotated[str | None, tyro.conf.arg(help=text)], None),
-        ],
-    )
+    settings_flags, file_flag = Annotated[kind, tyro.conf.arg(name="")], Annotated[str | None, tyro.conf.arg(help=text)]
+    command = make_dataclass("Command", [("settings", settings_flags), ("config", file_flag, None)])
     try:
         found, _ = where.parse_known_args(argv)
         settings = _read_yaml(_config_file(found.config), kind) if found.config else {}
-        model = settings.get("model") or found.model
-        if f"--model={found.model}" in argv or "--model" in argv:
-            model = found.model
+        model = found.model or settings.get("model") or getattr(kind, "model", None)
         if model is not None and (suited := Path(model_path(model)) / DEFAULTS_FILE).is_file():
             settings = _read_yaml(suited, kind) | settings
         flags = [*_as_flags(settings), *argv]
@@ -54,7 +45,7 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any
 
 
 def preset_names() -> list[str]:
-    """Names that `--config` takes beside files."""
+    """List the names that `--config` takes beside files."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
@@ -64,7 +55,7 @@ def _config_file(given: str) -> Path:
 
 
 def to_yaml(config: Any) -> str:
-    """The settings of a dataclass as a YAML document that `--config` reads back."""
+    """Write the settings of a dataclass as a YAML document that `--config` reads back."""
     return yaml.safe_dump(asdict(config), sort_keys=False)
 
 
@@ -84,7 +75,7 @@ def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
 
 
 def _as_flags(settings: dict[str, Any]) -> list[str]:
-    """Settings as flags, so that types and choices are checked in one place; null and [] mean the class default."""
+    """Write settings as flags, so that types are checked in one place; null and [] mean the class default."""
     flags = []
     for name, value in settings.items():
         if isinstance(value, bool):

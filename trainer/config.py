@@ -4,6 +4,7 @@ Names are TRL's where TRL has one. Class defaults are the CF paper's run; a mode
 settings that suit it better. `trainer.cli` fills the dataclass from YAML and flags.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,24 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 ASSETS = Path(__file__).parent / "embedded" / "assets"
 PRESETS = Path(__file__).parent / "presets"
 DEFAULTS_FILE = "defaults.yaml"
+_LOSS_OPTIONS = (
+    "epsilon", "epsilon_high", "delta", "beta", "loss_type", "importance_sampling_level", "max_completion_length",
+)  # fmt: skip
+
+_RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
+    "at least 1": (lambda value: value >= 1, (
+        "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations",
+        "max_completion_length", "eval_batch_size", "lora_r", "no_advantage_patience", "max_prompt_length",
+        "eval_steps", "token_budget",
+    )),
+    "at least 0": (lambda value: value >= 0, (
+        "epsilon", "epsilon_high", "beta", "weight_decay", "warmup_steps", "log_completions",
+    )),
+    "positive and finite": (lambda value: 0 < value < float("inf"), (
+        "learning_rate", "temperature", "max_grad_norm", "max_sampling_gap",
+    )),
+    "finite": (lambda value: abs(value) < float("inf"), ("correct_threshold",)),
+}  # fmt: skip
 
 
 @dataclass
@@ -157,24 +176,11 @@ class TrainConfig(CorrectionSettings, CreditSettings, DataConfig):
         for tracker in self.report_to:
             if tracker not in TRACKERS:
                 raise ValueError(f"report_to must be among {TRACKERS}, got {tracker!r}")
-        for name in (
-            "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations",
-            "max_completion_length", "eval_batch_size", "lora_r", "no_advantage_patience",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for expected, (holds, names) in _RANGES.items():
+            for name in names:
+                if getattr(self, name) is not None and not holds(getattr(self, name)):
+                    raise ValueError(f"{name} must be {expected}, got {getattr(self, name)}")
         super().__post_init__()
-        for name in ("max_prompt_length", "eval_steps", "token_budget"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("epsilon", "epsilon_high", "beta", "weight_decay", "warmup_steps", "log_completions"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if not abs(self.correct_threshold) < float("inf"):
-            raise ValueError(f"correct_threshold must be finite, got {self.correct_threshold}")
-        for name in ("learning_rate", "temperature", "max_grad_norm", "max_sampling_gap"):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.num_generations < 2:
@@ -196,15 +202,7 @@ class TrainConfig(CorrectionSettings, CreditSettings, DataConfig):
     @property
     def loss_options(self) -> dict[str, Any]:
         """The options of the policy loss, by the names it takes."""
-        return {
-            "epsilon": self.epsilon,
-            "epsilon_high": self.epsilon_high,
-            "delta": self.delta,
-            "beta": self.beta,
-            "loss_type": self.loss_type,
-            "importance_sampling_level": self.importance_sampling_level,
-            "max_completion_length": self.max_completion_length,
-        }
+        return {name: getattr(self, name) for name in _LOSS_OPTIONS}
 
 
 def model_path(model: str) -> str:

@@ -60,9 +60,9 @@ def load_rows(
 
 
 def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tuple[list[Row], list[Row]]:
-    """Training and held-out problems, disjoint by question; `seed` draws generated training problems.
+    """Load training and held-out problems, disjoint by question; `seed` draws generated training problems.
 
-    What is held out depends on the settings in `config` alone: problems that warm-up holds out are held out of
+    What is held out depends only on the settings in `config`: problems that warm-up holds out are held out of
     reinforcement learning with the same settings too.
     """
     read = functools.partial(load_rows, question_column=config.question_column, answer_column=config.answer_column)
@@ -92,7 +92,7 @@ def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tu
 def encode_prompt(
     question: str, tokenizer: PreTrainedTokenizerBase, *, instruction: str = "", enable_thinking: bool = False
 ) -> list[int]:
-    """Token ids of the prompt: the chat template if the tokenizer has one, else `Question: ... Answer:`."""
+    """Encode the prompt: by the chat template if the tokenizer has one, else `Question: ... Answer:`."""
     content = f"{question}\n{instruction}" if instruction else question
     if tokenizer.chat_template is None:
         return tokenizer(f"Question: {content}\nAnswer:")["input_ids"]
@@ -107,7 +107,7 @@ def encode_prompt(
 
 
 def longest_prompt(config: TrainConfig, context: int | None) -> int | None:
-    """Most tokens a prompt may have: what `max_prompt_length` says and `context` leaves for it; None without either."""
+    """Give the most tokens of a prompt: the least that `max_prompt_length` and `context` leave; None without either."""
     limits = [
         limit for limit in (config.max_prompt_length, context and context - config.max_completion_length) if limit
     ]
@@ -117,7 +117,7 @@ def longest_prompt(config: TrainConfig, context: int | None) -> int | None:
 def encode_prompts(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: TrainConfig, context: int | None
 ) -> list[list[int]]:
-    """Prompts of all rows; one that is too long for `max_prompt_length` or the context is an error that names it."""
+    """Encode the prompts of all rows; one too long for the settings or the context is an error that names it."""
     limit = longest_prompt(config, context)
     prompts = []
     for i, row in enumerate(rows):
@@ -135,7 +135,7 @@ def encode_prompts(
 
 
 def _checked(row: Any, where: str, question_column: str, answer_column: str) -> Row:
-    """One row with its two columns renamed, or a `ValueError` that says what is wrong with it."""
+    """Give one row with its two columns renamed, or raise a `ValueError` that says what is wrong with it."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected an object with named columns, got {type(row).__name__}")
     texts = {}

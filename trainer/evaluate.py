@@ -17,8 +17,7 @@ class Evaluation:
 
     correct: list[bool]
     texts: list[str]
-    mean_length: float
-    """Tokens per completion."""
+    mean_length: float  # tokens per completion
 
     @property
     def accuracy(self) -> float:

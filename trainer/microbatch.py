@@ -5,7 +5,7 @@ Micro-batches are whole groups, so that a prompt is fed once; rows that cannot c
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels import Credit, ScoringWork, Span, counterfactual_credit
+from cfa_kernels import Credit, counterfactual_credit
 from cfa_kernels.credit.weights import normalized_weights
 from cfa_kernels.hf.liger import runs_fused
 from cfa_kernels.hf.limits import default_token_budget
@@ -64,15 +64,10 @@ class MicroBatch:
     def loss_batch(self, credited: "Credited", old: ByRow, reference: ByRow, config: TrainConfig) -> LossBatch:
         """Collect what the loss needs beside the model; without `old` log-probs the policy is the one that sampled."""
         return LossBatch.of(
-            self.completions,
-            self.of(old),
-            credited.advantages,
-            weights=credited.weights,
-            mask=self.mask,
-            ref_logprobs=self.of(reference),
-            compute_entropy=True,
+            self.completions, self.of(old), credited.advantages, weights=credited.weights, mask=self.mask,
+            ref_logprobs=self.of(reference), compute_entropy=True,
             importance_sampling_level=config.importance_sampling_level,
-        )
+        )  # fmt: skip
 
     def of(self, by_row: ByRow) -> list[Tensor] | None:
         """Pick b tensors (t,) of those of a batch; None where there are none."""
@@ -158,12 +153,12 @@ class Credits:
     """Credit of the micro-batches of a batch, each assigned once, in the first forward over its rows."""
 
     config: TrainConfig
-    tokenizer: PreTrainedTokenizerBase
     rollouts: Rollouts  # B completions of T tokens at most, on the host
     mask: Tensor  # (B, T): what the loss counts
-    rewards: Tensor | None  # (B,), for credit that compares completions
-    edits: Tensor | None  # (B, T), multiplies the weights that are assigned
+    tokenizer: PreTrainedTokenizerBase
     generator: torch.Generator
+    rewards: Tensor | None  # (B,), for credit that compares completions
+    edits: Tensor | None = None  # (B, T), multiplies the weights that are assigned
     weights: ByRow = dataclasses.field(default_factory=dict)
     advantages: ByRow = dataclasses.field(default_factory=dict)  # of rows with signed credit
     assigned: list[tuple[MicroBatch, Credit, float]] = dataclasses.field(default_factory=list)  # with seconds
@@ -175,7 +170,8 @@ class Credits:
     def of(self, micro: MicroBatch, forward: PackedForward) -> Credited:
         """Look up what a micro-batch's tokens weigh, or find it out from its `forward`."""
         if not self._has(micro):
-            self._assign(micro, forward)
+            began = time.perf_counter()
+            self._keep(micro, self.assign(micro, forward), began)
         rows = micro.rows.tolist()
         signed = [self.advantages[b] for b in rows] if rows[0] in self.advantages else micro.advantages
         return Credited([self.weights[b] for b in rows], signed)
@@ -183,27 +179,46 @@ class Credits:
     def _has(self, micro: MicroBatch) -> bool:
         return int(micro.rows[0]) in self.weights
 
-    def _assign(self, micro: MicroBatch, forward: PackedForward) -> None:
-        began = time.perf_counter()
-        credit = assign_credit(
-            micro,
-            forward,
-            self.rollouts,
-            self.mask,
-            self.config,
-            rewards=self.rewards,
+    def assign(self, micro: MicroBatch, forward: PackedForward) -> Credit:
+        """Assign credit to a micro-batch's completions, before the first optimizer step on the batch.
+
+        Answers and probes are scored, and entropies read, from the micro-batch's own `forward`; other estimators run
+        the policy themselves.
+        """
+        part, entropies, config = micro.rows, None, self.config.counterfactual()
+        if config.reads_entropies:
+            with torch.no_grad():
+                _, found = forward.logprobs(self.config.temperature, return_entropy=True)
+            assert isinstance(found, list)
+            entropies = torch.zeros(len(part), self.mask.shape[1])
+            for row, line in zip(on_host(found), entropies, strict=True):
+                line[: len(row)] = row
+        return counterfactual_credit(
+            TrainingForward(forward),
+            prompt_ids=self.rollouts.prompt_ids[part],
+            prompt_mask=self.rollouts.prompt_mask[part],
+            completion_ids=self.rollouts.completion_ids[part],
+            completion_mask=self.mask[part],
+            advantages=micro.advantages,
+            config=config,
+            groups=part // self.config.num_generations,
+            rewards=None if self.rewards is None else self.rewards[part],
+            entropies=entropies,
             tokenizer=self.tokenizer,
             generator=self.generator,
         )
-        lengths = [len(ids) for ids in micro.completions]
-        if self.edits is not None:
-            normalize = self.config.counterfactual().normalize
-            gate = self.edits[micro.rows.to(self.edits.device)].to(credit.weights)
-            credit = dataclasses.replace(credit, weights=edited_weights(credit.weights, gate, lengths, normalize))
-        for i, (b, length) in enumerate(zip(micro.rows.tolist(), lengths, strict=True)):
-            self.weights[b] = credit.weights[i, :length]
+
+    def _keep(self, micro: MicroBatch, credit: Credit, began: float) -> None:
+        rows, weights = micro.rows, credit.weights
+        gate = torch.ones_like(weights) if self.edits is None else self.edits.to(weights)[rows]
+        credit = dataclasses.replace(credit, weights=weights * gate)
+        for i, (b, ids) in enumerate(zip(rows.tolist(), micro.completions, strict=True)):
+            own = credit.weights[i, : len(ids)]
+            if not gate[i].all() and own.any():  # what is left is rescaled; where nothing is, no credit
+                own.copy_(normalized_weights(own, self.config.counterfactual().normalize))
+            self.weights[b] = own
             if credit.advantages is not None:
-                self.advantages[b] = credit.advantages[i, :length]
+                self.advantages[b] = credit.advantages[i, : len(ids)]
         self.assigned.append((micro, credit, time.perf_counter() - began))
 
     @property
@@ -213,79 +228,7 @@ class Credits:
 
     def of_batch(self) -> Credit:
         """Put credit of all (B, T) completions together; those in no micro-batch weigh 1 and were not scored."""
-        shape, parts = self.mask.shape, [(micro.rows, credit) for micro, credit, _ in self.assigned]
-        weights, base = torch.ones(shape), torch.full((shape[0],), float("nan"))
-        answers: list[Span | None] = [None] * shape[0]
-        spans: list[list[Span]] = [[] for _ in range(shape[0])]
-        drop = [torch.zeros(0)] * shape[0]
-        signed = any(credit.advantages is not None for _, credit in parts)
-        advantages, added = (torch.zeros(shape), torch.zeros(shape)) if signed else (None, None)
-        noise = drop[:]
-        for rows, credit in parts:
-            weights[rows] = credit.weights
-            base[rows] = credit.base
-            if advantages is not None and credit.advantages is not None:
-                advantages[rows] = credit.advantages
-            if added is not None and credit.added is not None:
-                added[rows] = credit.added
-            for i, b in enumerate(rows.tolist()):
-                answers[b], spans[b], drop[b] = credit.answers[i], credit.spans[i], credit.drop[i]
-                noise[b] = torch.zeros(len(drop[b])) if credit.noise is None else credit.noise[i]
-        done = [credit.work for _, credit in parts if credit.work is not None]
-        work = sum(done, ScoringWork()) if done else None
-        return Credit(weights, answers, spans, drop, base, work, advantages, added, noise)
-
-
-def assign_credit(
-    micro: MicroBatch,
-    forward: PackedForward,
-    rollouts: Rollouts,
-    mask: Tensor,
-    config: TrainConfig,
-    *,
-    rewards: Tensor | None = None,
-    **options: Any,
-) -> Credit:
-    """Assign credit to a micro-batch's completions; `mask` is (B, T), `rewards` (B,), all tensors are on the host.
-
-    Answers and probes are scored, and entropies read, from the micro-batch's own `forward`; other estimators run the
-    policy themselves. Valid before the first optimizer step on a batch, while the policy is the one that sampled.
-    `options` are those of `counterfactual_credit`.
-    """
-    part, entropies, settings = micro.rows, None, config.counterfactual()
-    if settings.reads_entropies:
-        with torch.no_grad():
-            _, found = forward.logprobs(config.temperature, return_entropy=True)
-        assert isinstance(found, list)
-        entropies = torch.zeros(len(part), rollouts.completion_ids.shape[1])
-        for row, line in zip(on_host(found), entropies, strict=True):
-            line[: len(row)] = row
-    return counterfactual_credit(
-        TrainingForward(forward),
-        prompt_ids=rollouts.prompt_ids[part],
-        prompt_mask=rollouts.prompt_mask[part],
-        completion_ids=rollouts.completion_ids[part],
-        completion_mask=mask[part],
-        advantages=micro.advantages,
-        config=settings,
-        groups=part // config.num_generations,
-        rewards=None if rewards is None else rewards[part],
-        entropies=entropies,
-        **options,
-    )
-
-
-def edited_weights(weights: Tensor, gate: Tensor, lengths: Sequence[int], normalize: str | None) -> Tensor:
-    """Multiply (b, T) weights by a (b, T) gate of 0 and 1.
-
-    What is left of a completion is rescaled as `normalize` says; where nothing is left it stays without credit.
-    """
-    kept = weights * gate
-    for line, edited, length in zip(kept, gate, lengths, strict=True):
-        own = line[:length]
-        if not edited.all() and own.any():
-            own.copy_(normalized_weights(own, normalize))
-    return kept
+        return Credit.of_parts(self.mask.shape, [(micro.rows.tolist(), credit) for micro, credit, _ in self.assigned])
 
 
 def by_row(micros: Iterable[MicroBatch], tensors: Iterable[Tensor]) -> ByRow:
@@ -305,12 +248,13 @@ def fetched(passes: Sequence[Pass]) -> list[Pass]:
     rows = [(one.loss, one.norm, *one.metrics.values(), *one.logprobs) for one in passes]
     there = iter(on_host([tensor for row in rows for tensor in row]))
 
-    def of(one: Pass) -> Pass:
-        loss, norm = next(there), next(there)
-        metrics: Mapping[str, Tensor] = {name: next(there) for name in one.metrics}
-        return Pass(one.micro, loss, norm, dict(metrics), [next(there) for _ in one.logprobs])
-
-    return [of(one) for one in passes]
+    return [
+        Pass(
+            one.micro, next(there), next(there), {name: next(there) for name in one.metrics},
+            [next(there) for _ in one.logprobs],
+        )
+        for one in passes
+    ]  # fmt: skip
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -322,7 +266,7 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def rollouts_on_host(rollouts: Rollouts) -> Rollouts:
+def to_host(rollouts: Rollouts) -> Rollouts:
     """Bring every tensor of rollouts to the host, where micro-batches are cut and trees laid out."""
     moved: dict[str, Any] = {name: value.cpu() for name, value in vars(rollouts).items() if isinstance(value, Tensor)}
     return dataclasses.replace(rollouts, **moved)

@@ -4,7 +4,7 @@ import re
 from fractions import Fraction
 
 from cfa_kernels import answer_text_span
-from cfa_kernels.text.answers import AnswerFormat
+from cfa_kernels.text.rules import AnswerFormat
 
 _LONGEST = 1000  # characters of a number: Python reads no integer of more than 4,300 digits
 _MINUS = str.maketrans({"−": "-", "–": "-", "－": "-"})
@@ -20,7 +20,7 @@ _GROUP_BLANK = re.compile(r"(?<=\d)[ \u00a0\u202f](?=\d{3}(?![\d/]))")  # 10 000
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The exact value of a written number, or None if `text` is anything else.
+    """Read the exact value of a written number; None if `text` is anything else.
 
     Understands signs (also Unicode), currency signs, thousands separators, decimals, powers of ten (`1.5e3`,
     `1.5 × 10^3`), `3/4`, `1 1/2` and `\\frac{3}{4}`. A rational holds every decimal exactly, so that 18 and 18.00 are
@@ -43,12 +43,12 @@ def parse_number(text: str) -> Fraction | None:
 def final_number(
     text: str, answer_format: AnswerFormat | None = None, answer_fallback: str | None = None
 ) -> Fraction | None:
-    """The number a completion gives as its answer, or None if it gives none; the options are `answer_text_span`'s."""
+    """Read the number a completion gives as its answer, None if it gives none; options are `answer_text_span`'s."""
     span = answer_text_span(text, answer_format=answer_format, answer_fallback=answer_fallback)
     return None if span is None else parse_number(text[slice(*span)])
 
 
 def gold_number(answer: str) -> Fraction | None:
-    """The number of a data set's answer column: that of a worked solution, or the bare number."""
+    """Read the number of a data set's answer column: that of a worked solution, or the bare number."""
     number = final_number(answer)
     return parse_number(answer) if number is None else number

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cfa_kernels.text.answers import AnswerFormat
+from cfa_kernels.text.rules import AnswerFormat
 from trainer.numbers import final_number, gold_number
 
 Reward = Callable[..., list[float | None]]
@@ -31,7 +31,7 @@ def exact_match(
     answer_fallback: str | None = None,
     **_: Any,
 ) -> list[float | None]:
-    """1 where the completion's number equals that of the data set's answer, else 0.
+    """Give 1 where the completion's number equals that of the data set's answer, else 0.
 
     `answer_format` and `answer_fallback` say how completions give their answer, as in `answer_text_span`; errors about
     them name the sample.
@@ -46,24 +46,21 @@ def exact_match(
     return matches
 
 
-def load_reward(name: str, *, answer_format: AnswerFormat | None = None, answer_fallback: str | None = None) -> Reward:
+def load_reward(name: str, **answers: Any) -> Reward:
     """Find a reward function by name: `exact_match`, or `module:function` on the import path.
 
-    `exact_match` reads completions by the run's `answer_format` and `answer_fallback`; a function of another module
-    knows its own.
+    `exact_match` reads completions by `answers`, the run's `answer_format` and `answer_fallback`; a function of another
+    module knows its own.
     """
     if name != "exact_match" and ":" not in name:
         raise ValueError(f"reward_funcs: {name!r} is neither 'exact_match' nor of the form 'module:function'")
     reward = exact_match if name == "exact_match" else _imported("reward_funcs", name)
-    if reward is exact_match and (answer_format is not None or answer_fallback is not None):
-        return functools.partial(exact_match, answer_format=answer_format, answer_fallback=answer_fallback)
-    return reward
+    given = any(value is not None for value in answers.values())
+    return functools.partial(exact_match, **answers) if reward is exact_match and given else reward
 
 
-def load_rewards(
-    names: Sequence[str], *, answer_format: AnswerFormat | None = None, answer_fallback: str | None = None
-) -> dict[str, Reward]:
-    """Reward functions by the name they are reported under, the last part of `names`; two of one name are an error."""
+def load_rewards(names: Sequence[str], **answers: Any) -> dict[str, Reward]:
+    """Load reward functions by the name they are reported under, the last part of `names`; no two have one name."""
     full_names: dict[str, str] = {}
     for full_name in names:
         name = full_name.rpartition(":")[2]
@@ -72,14 +69,11 @@ def load_rewards(
                 f"reward_funcs: {full_names[name]!r} and {full_name!r} would both be reported as {name!r}; rename one"
             )
         full_names[name] = full_name
-    return {
-        name: load_reward(full_name, answer_format=answer_format, answer_fallback=answer_fallback)
-        for name, full_name in full_names.items()
-    }
+    return {name: load_reward(full_name, **answers) for name, full_name in full_names.items()}
 
 
 def load_answer_format(name: str | None) -> AnswerFormat | None:
-    """A run's form of answers by its setting: `module:function` on the import path, or a pattern as it stands."""
+    """Load a run's form of answers by its setting: `module:function` on the import path, or a pattern as it stands."""
     return _imported("answer_format", name) if name is not None and _REFERENCE.fullmatch(name) else name
 
 
@@ -144,7 +138,7 @@ def _real(value: Any, what: str) -> float:
 
 
 def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
-    """(reward - group mean) / (std + 1e-4) of (B,) rewards whose groups lie side by side; (B,) fp32.
+    """Compute (reward - group mean) / (std + 1e-4) of (B,) rewards, groups side by side; (B,) fp32.
 
     `scale_rewards` names the standard deviation: the group's, the batch's, or none (no division). A group whose
     rewards are all equal has advantage exactly 0, so that nothing spends work on it.

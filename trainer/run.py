@@ -42,18 +42,10 @@ def set_up(config: TrainConfig) -> Trainer:
     optimizer = torch.optim.AdamW(
         [p for p in policy.parameters() if p.requires_grad], config.learning_rate, weight_decay=config.weight_decay
     )
+    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, config.max_steps)
+    reference = Reference(policy) if config.beta else None
     trainer = Trainer(
-        config=config,
-        policy=policy,
-        tokenizer=tokenizer,
-        optimizer=optimizer,
-        scheduler=get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, config.max_steps),
-        reference=Reference(policy) if config.beta else None,
-        rewards=rewards,
-        rows=rows,
-        prompts=prompts,
-        held_out=held_out,
-        held_out_prompts=held_out_prompts,
+        config, policy, tokenizer, optimizer, scheduler, reference, rewards, rows, prompts, held_out, held_out_prompts
     )
     check_experiments(trainer)
     return trainer
@@ -73,8 +65,7 @@ def train(trainer: Trainer) -> Path:
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out))
 
         def evaluate_at(step: int) -> None:
-            shown = report.evaluating(step, len(trainer.held_out))
-            with fused_modules(causal_lm(trainer.policy)), shown as advance:
+            with fused_modules(causal_lm(trainer.policy)), report.evaluating(step, len(trainer.held_out)) as advance:
                 result = evaluate(
                     trainer.policy,
                     trainer.tokenizer,

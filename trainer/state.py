@@ -36,30 +36,20 @@ class Trainer:
 class Batch:
     """B sampled completions and what they earned, the groups of a problem side by side."""
 
-    problems: list[int]
-    """B numbers of problems in the training set."""
-    keys: Sequence[tuple[int, ...]]
-    """B keys of integers that the completions were drawn with."""
+    problems: list[int]  # B numbers of problems in the training set
+    keys: Sequence[tuple[int, ...]]  # B keys of integers that the completions were drawn with
     rollouts: Rollouts
-    columns: Mapping[str, Sequence[Any]]
-    """B values of each column of the data, `question` among them."""
-    rewards: Tensor
-    """(B,) fp32, summed over reward functions."""
-    by_function: Mapping[str, list[float | None]] = field(default_factory=dict)
-    """B values of each reward function."""
+    columns: Mapping[str, Sequence[Any]]  # B values of each column of the data, `question` among them
+    rewards: Tensor  # (B,) fp32, summed over reward functions
+    by_function: Mapping[str, list[float | None]] = field(default_factory=dict)  # B values of each reward function
 
 
 @dataclass(frozen=True)
 class Shaped:
     """What an experiment makes of the rewards of B completions of T tokens at most."""
 
-    rewards: Tensor
-    """(B,) fp32, to be compared within groups."""
-    edits: Tensor | None = None
-    """(B, T) fp32: 0 on tokens that get no credit, 1 on all others; None for 1 everywhere."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Figures to report."""
-    notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """By number of the sample, what is logged with it."""
+    rewards: Tensor  # (B,) fp32, to be compared within groups
+    edits: Tensor | None = None  # (B, T) fp32: 0 on tokens that get no credit, 1 on all others; None for 1 everywhere
+    metrics: Mapping[str, float] = field(default_factory=dict)  # figures to report
+    notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # by sample, what is logged with it
     seconds: float = 0.0
-    """Time that it took."""

@@ -18,18 +18,7 @@ from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.scoring.training_forward import PackedLoss
 from trainer.checks import checked_sampling_gap, require_finite, sampling_metrics
 from trainer.experimental.hook import shape_rewards
-from trainer.microbatch import (
-    ByRow,
-    Credits,
-    MicroBatch,
-    Pass,
-    by_row,
-    fetched,
-    micro_batches,
-    on_host,
-    rollouts_on_host,
-    unpadded,
-)
+from trainer.microbatch import Credits, MicroBatch, Pass, by_row, fetched, micro_batches, on_host, to_host, unpadded
 from trainer.report.metrics import Averages, Step, length_metrics, reward_metrics
 from trainer.rewards import compute_rewards, group_advantages
 from trainer.rollouts import Rollouts, generate
@@ -46,7 +35,6 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     batch = rewarded(trainer, keys, rollouts)
     shaped = shape_rewards(trainer, batch)  # rewards (B,), edits (B, T)
     advantages = group_advantages(shaped.rewards, config.num_generations, config.scale_rewards)  # (B,)
-    advantages = advantages.to(rollouts.completion_ids.device)
     mask = rollouts.completion_mask  # (B, T)
     if config.mask_truncated_completions:
         mask = mask * ~rollouts.truncated[:, None]
@@ -86,10 +74,8 @@ def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollou
     problems = [key[-2] for key in keys]
     rows = [trainer.rows[i] for i in problems]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
-    rewards, by_function = compute_rewards(
-        trainer.rewards, columns["question"], rollouts.texts, rollouts.ids(), columns
-    )  # (B,)
-    return Batch(problems, keys, rollouts, columns, rewards, by_function)
+    rewards, found = compute_rewards(trainer.rewards, columns["question"], rollouts.texts, rollouts.ids(), columns)
+    return Batch(problems, keys, rollouts, columns, rewards, found)
 
 
 def update(
@@ -111,11 +97,11 @@ def update(
     its loss with the weights that follow. Raises `FloatingPointError` for a log-prob or gradient that is not finite,
     and for log-probs that are not those the batch was sampled with.
     """
-    config, policy, metrics, old = trainer.config, trainer.policy, Averages(), ByRow()
-    rollouts, mask, advantages = rollouts_on_host(rollouts), mask.cpu(), advantages.cpu()
+    config, policy, metrics, old = trainer.config, trainer.policy, Averages(), dict[int, Tensor]()
+    rollouts, mask, advantages = to_host(rollouts), mask.cpu(), advantages.cpu()
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     given = unpadded(weights, rollouts.completion_mask)
-    credits = Credits(config, trainer.tokenizer, rollouts, mask, rewards, edits, generator, given)
+    credits = Credits(config, rollouts, mask, trainer.tokenizer, generator, rewards, edits, given)
     totals = {"num_items_in_batch": int(mask.sum()), "num_sequences_in_batch": len(mask)}
     policy.train()
     parts = micro_batches(config, rollouts, mask, advantages, policy)
@@ -179,7 +165,7 @@ def trained(trainer: Trainer) -> list[torch.nn.Parameter]:
     return [p for p in trainer.policy.parameters() if p.requires_grad]
 
 
-def reference_logprobs(trainer: Trainer, parts: Sequence[MicroBatch]) -> ByRow:
+def reference_logprobs(trainer: Trainer, parts: Sequence[MicroBatch]) -> dict[int, Tensor]:
     """Compute log-probs under the reference model; nothing where the loss has no KL term."""
     if trainer.reference is None:
         return {}

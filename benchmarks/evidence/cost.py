@@ -32,13 +32,14 @@ from benchmarks.harness.ledger import Ledger
 from benchmarks.harness.provenance import describe_source, document_head, made_by
 from benchmarks.harness.tables import RESULTS, table, write
 from benchmarks.harness.workloads import Job, gsm8k_job, policy, random_model
-from cfa_kernels import ScoringWork, Span, score_counterfactuals
+from cfa_kernels import ScoredBatch, ScoringWork, Span, score_counterfactuals
 from cfa_kernels.estimators.gradient import gradient_saliency
 from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
 from cfa_kernels.estimators.prefix_gain import prefix_gain
 from cfa_kernels.estimators.probes import own_probe
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.verify import prove_trainable
+from cfa_kernels.scoring.access import InProcess
 
 CPU = torch.device("cpu")
 Record = dict[str, Any]
@@ -191,9 +192,12 @@ def gradients(model: nn.Module, job: Job, turns: int) -> Record:
     units = token_units(job)
 
     def saliency(outcome: str, samples: int, sigma: float = 1e-3) -> Callable[[], tuple[list[Tensor], ScoringWork]]:
-        return lambda: gradient_saliency(
-            model, job.prompts, job.completions, units, job.answers, outcome=outcome, samples=samples, sigma=sigma
-        )
+        def run() -> tuple[list[Tensor], ScoringWork]:
+            batch = ScoredBatch.of(causal_lm(model), job.prompts, job.completions, units, job.answers)
+            found = gradient_saliency(InProcess(model), batch, outcome=outcome, samples=samples, sigma=sigma)
+            return batch.to_callers_order(found.values), found.work
+
+        return run
 
     checked = _checked_gradients(model, job, units, saliency("mean_logprob", 1, 0.0)()[0])
     runs: dict[str, tuple[int, Callable[[], Any]]] = {
@@ -231,20 +235,33 @@ def cheaper(model: PreTrainedModel, job: Job, turns: int) -> Record:
     """Prefix gain and the approximations beside exact CF, on the same spans."""
     marker = [answer.start - 1 for answer in job.answers]
     probes = [own_probe(c, a, m) for c, a, m in zip(job.completions, job.answers, marker, strict=True)]
-    spans = (job.prompts, job.completions, job.spans, job.answers)
+    spans, access = (job.prompts, job.completions, job.spans, job.answers), InProcess(model)
+
+    def batch() -> ScoredBatch:
+        return ScoredBatch.of(model, *spans, placeholder_id=job.placeholder_id)
 
     def cf() -> Any:
         return score_counterfactuals(model, *spans, placeholder_id=job.placeholder_id)
 
-    def short(fed_from: list[int]) -> Any:
-        return short_branches(model, *spans, placeholder_id=job.placeholder_id, fed_from=fed_from)
+    def gain() -> tuple[list[Tensor], ScoringWork]:
+        asked = batch()
+        found = prefix_gain(access, asked, [probes[b] for b in asked.numbers])
+        return asked.to_callers_order(found.values), found.work
+
+    def knockout() -> tuple[list[Tensor], ScoringWork]:
+        asked = batch()
+        return _importances(answer_knockout(access, asked, blind_from=[marker[b] for b in asked.numbers]), asked)
+
+    def short(fed_from: list[int]) -> tuple[list[Tensor], ScoringWork]:
+        asked = batch()
+        return _importances(short_branches(access, asked, fed_from=[fed_from[b] for b in asked.numbers]), asked)
 
     runs: dict[str, Callable[[], tuple[list[Tensor], ScoringWork]]] = {
         "CF": lambda: _importances(cf()),
-        "prefix_gain": lambda: prefix_gain(model, *spans[:3], probes),
-        "knockout, from the marker": lambda: _importances(answer_knockout(model, *spans, blind_from=marker)),
-        "short branches, from the marker": lambda: _importances(short(marker)),
-        "short branches, 8 tokens more": lambda: _importances(short([max(m - 8, 0) for m in marker])),
+        "prefix_gain": gain,
+        "knockout, from the marker": knockout,
+        "short branches, from the marker": lambda: short(marker),
+        "short branches, 8 tokens more": lambda: short([max(m - 8, 0) for m in marker]),
     }
     scores, gains = cf(), _Check()
     nats = -float(torch.cat([scores.base, *scores.masked]).min())
@@ -253,8 +270,8 @@ def cheaper(model: PreTrainedModel, job: Job, turns: int) -> Record:
         truth, slow = (definitions.prefix_gains(one, job, b).double() for one in (doubled, model))
         gains.add(found, truth, float((slow - truth).abs().max()), 1.0)
     whole = _Check()
-    for found, truth in zip(short([0] * len(marker)).drop, scores.drop, strict=True):
-        whole.add(found, truth.double(), 0.0, nats)
+    for found, truth in zip(short([0] * len(marker))[0], scores.drop, strict=True):
+        whole.add(found, -truth.double(), 0.0, nats)
     checked = {
         "prefix_gain": gains.record("prefix_gain"),
         "short branches from the first token, beside CF": whole.record("short branches"),
@@ -270,8 +287,9 @@ def cheaper(model: PreTrainedModel, job: Job, turns: int) -> Record:
     return {"runs": found, "checked": checked}
 
 
-def _importances(scores: Any) -> tuple[list[Tensor], ScoringWork]:
-    return [-drop for drop in scores.drop], scores.work
+def _importances(scores: Any, batch: ScoredBatch | None = None) -> tuple[list[Tensor], ScoringWork]:
+    drop = scores.drop if batch is None else batch.to_callers_order(scores.drop)
+    return [-row for row in drop], scores.work
 
 
 # --- Counting and timing ------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ trainer's embedded model, on its own solutions of generated problems, in float32
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.harness.provenance import made_by
 from benchmarks.harness.tables import table
-from cfa_kernels import Span, find_answer
+from cfa_kernels import ScoredBatch, Span, find_answer
 from cfa_kernels.estimators.gradient import gradient_saliency
+from cfa_kernels.scoring.access import InProcess
 from trainer.analyze.statistics import spearman
 from trainer.config import EMBEDDED, model_path
 from trainer.data import encode_prompt, load_rows
@@ -51,10 +53,11 @@ def draws(problems: int, sigma: float) -> dict[str, Any]:
     units = [[Span(t, t + 1) for t in range(answer.start - 1)] for answer in answers]
 
     def importances(outcome: str, samples: int, seed: int, sigma: float = sigma) -> list[Tensor]:
-        return gradient_saliency(
-            model, prompts, completions, units, answers, outcome=outcome, sigma=sigma, samples=samples,
-            generator=torch.Generator().manual_seed(seed),
-        )[0]  # fmt: skip
+        batch = replace(
+            ScoredBatch.of(model, prompts, completions, units, answers), generator=torch.Generator().manual_seed(seed)
+        )
+        found = gradient_saliency(InProcess(model), batch, outcome=outcome, sigma=sigma, samples=samples)
+        return batch.to_callers_order(found.values)
 
     def agreement(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
         return round(statistics.mean(map(spearman, found, truth)), 3)

@@ -18,11 +18,12 @@ from benchmarks.harness.provenance import made_by
 from benchmarks.harness.tables import interval, table
 from trainer.cli import parse
 from trainer.config import TrainConfig
-from trainer.experimental.compare_and_correct import compare_and_correct
-from trainer.rewards import compute_rewards, group_advantages
-from trainer.rollouts.sampling import generate
+from trainer.experimental.hook import shape_rewards
+from trainer.rewards import group_advantages
 from trainer.run import set_up
-from trainer.step import Trainer, update
+from trainer.state import Trainer
+from trainer.step import draw as drawn
+from trainer.step import rewarded, update
 
 
 @dataclass(frozen=True)
@@ -173,24 +174,12 @@ def _gradients(arm: str, settings: Settings, extra: Sequence[str]) -> np.ndarray
 
 def _gradient(trainer: Trainer, draw: int, problems: int) -> np.ndarray:
     config = trainer.config
-    pairs = [(i, g) for i in range(problems) for g in range(config.num_generations)]
-    keys = [(draw, 0, *pair) for pair in pairs]
-    rollouts = generate(
-        trainer.policy, trainer.tokenizer, [trainer.prompts[i] for i, _ in pairs], keys=keys,
-        max_completion_length=config.max_completion_length, temperature=config.temperature, top_p=config.top_p,
-    )  # fmt: skip
-    rows = [trainer.rows[i] for i, _ in pairs]
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    rewards, _ = compute_rewards(trainer.rewards, columns["question"], rollouts.texts, rollouts.ids(), columns)
-    edits = None
-    if config.compare_and_correct:
-        corrections = compare_and_correct(
-            trainer.policy, trainer.tokenizer, trainer.rewards, config, rollouts, rewards, columns, keys
-        )
-        rewards, edits = corrections.rewards, corrections.edits
-    advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
+    keys = [(draw, 0, i, g) for i in range(problems) for g in range(config.num_generations)]
+    rollouts = drawn(trainer, keys)
+    shaped = shape_rewards(trainer, rewarded(trainer, keys, rollouts))
+    advantages = group_advantages(shaped.rewards, config.num_generations, config.scale_rewards)
     mask = rollouts.completion_mask * ~rollouts.truncated[:, None]
-    update(trainer, draw, rollouts, mask, advantages, edits=edits, rewards=rewards)
+    update(trainer, draw, rollouts, mask, advantages, edits=shaped.edits, rewards=shaped.rewards)
     trained = [p for p in trainer.policy.parameters() if p.requires_grad]
     return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in trained]).numpy()
 

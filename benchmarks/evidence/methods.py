@@ -13,14 +13,15 @@ from torch import Tensor
 
 from benchmarks.evidence.cases import Case
 from benchmarks.evidence.models import Subject
-from cfa_kernels import ScoringWork, Span, score_counterfactuals
+from cfa_kernels import CounterfactualScores, Importances, ScoredBatch, ScoringWork, Span, score_counterfactuals
 from cfa_kernels.estimators.gradient import gradient_saliency
 from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
 from cfa_kernels.estimators.prefix_gain import prefix_gain
-from cfa_kernels.estimators.preselection import preselected_masking, run_units
+from cfa_kernels.estimators.preselection import run_units, top_units
 from cfa_kernels.estimators.probes import own_probe
 from cfa_kernels.estimators.siblings import ktae_values, prefix_tree_values, sibling_edits
 from cfa_kernels.estimators.total_effects import total_effects
+from cfa_kernels.scoring.access import InProcess
 from trainer.numbers import final_number
 from trainer.rollouts.sampling import generate
 
@@ -71,8 +72,20 @@ class Question:
     def placeholder(self) -> int:
         return self.subject.tokenizer.pad_token_id
 
-    def generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed)
+    @property
+    def access(self) -> InProcess:
+        return InProcess(self.subject.model)
+
+    def batch(self) -> ScoredBatch:
+        batch = ScoredBatch.of(
+            self.access.model, self.prompts, self.completions, self.units, self.answers,
+            placeholder_id=self.placeholder,
+        )  # fmt: skip
+        return replace(
+            batch,
+            reasoning_ends=[self.cases[b].reasoning_end for b in batch.numbers],
+            generator=torch.Generator().manual_seed(self.seed),
+        )
 
 
 class Found(NamedTuple):
@@ -127,11 +140,8 @@ def _masking(outcome: str) -> Callable[[Question], Found]:
 
 def _total_effect(question: Question) -> Found:
     """Masking, with what passes through later units."""
-    found = total_effects(
-        question.subject.model, question.prompts, question.completions, question.units, question.answers,
-        placeholder_id=question.placeholder,
-    )  # fmt: skip
-    return _found(found.total, found.work)
+    batch = question.batch()
+    return _ordered(batch, total_effects(question.access, batch))
 
 
 def _masked_tokens(outcome: str) -> Callable[[Question], Found]:
@@ -160,22 +170,19 @@ def _masked_rest(question: Question) -> Found:
 
 def _prefix_gain(measure: str) -> Callable[[Question], Found]:
     def run(question: Question) -> Found:
-        probes = [own_probe(case.completion, case.answer, case.reasoning_end) for case in question.cases]
-        values, work = prefix_gain(
-            question.subject.model, question.prompts, question.completions, question.units, probes, measure=measure
-        )
-        return _found(values, work)
+        batch = question.batch()
+        cases = [question.cases[b] for b in batch.numbers]
+        probes = [own_probe(case.completion, case.answer, case.reasoning_end) for case in cases]
+        return _ordered(batch, prefix_gain(question.access, batch, probes, measure=measure))
 
     return run
 
 
 def _gradient(outcome: str, sigma: float, samples: int = 1) -> Callable[[Question], Found]:
     def run(question: Question) -> Found:
-        values, work = gradient_saliency(
-            question.subject.model, question.prompts, question.completions, question.units, question.answers,
-            outcome=outcome, sigma=sigma, samples=samples, generator=question.generator(),
-        )  # fmt: skip
-        return _found(values, work)
+        batch = question.batch()
+        found = gradient_saliency(question.access, batch, outcome=outcome, sigma=sigma, samples=samples)
+        return _ordered(batch, found)
 
     return run
 
@@ -203,13 +210,16 @@ def _preselected(
     def run(question: Question) -> Found:
         judged = replace(question, cases=[case.by_token() for case in question.cases]) if tokens else question
         first = cheap(judged)
-        found = preselected_masking(
-            question.subject.model, judged.prompts, judged.completions, judged.units, judged.answers,
-            [row.abs() for row in first.values], share=share, placeholder_id=question.placeholder,
-            outcome=tokens or "logprob",
-        )  # fmt: skip
-        values = _unit_means(found.importance, question.units) if tokens else found.importance
-        return Found(values, first.tokens_fed + found.work.tokens_fed)
+        chosen = [top_units(row.abs(), share) for row in first.values]
+        cases = [
+            replace(case, units=[case.units[k] for k in row]) for case, row in zip(judged.cases, chosen, strict=True)
+        ]
+        found = _masking(tokens or "logprob")(replace(judged, cases=cases))
+        values = [torch.zeros(len(row)) for row in judged.units]
+        for row, numbers, importances in zip(values, chosen, found.values, strict=True):
+            row[numbers] = importances
+        values = _unit_means(values, question.units) if tokens else values
+        return Found(values, first.tokens_fed + found.tokens_fed)
 
     return run
 
@@ -232,20 +242,14 @@ def _runs(length: int, outcome: str) -> Callable[[Question], Found]:
 
 def _knockout(question: Question) -> Found:
     """The answer's own rows are blind to a unit; nothing behind it is computed anew."""
-    scores = answer_knockout(
-        question.subject.model, question.prompts, question.completions, question.units, question.answers,
-        blind_from=[case.reasoning_end for case in question.cases],
-    )  # fmt: skip
-    return _found([-drop for drop in scores.drop], scores.work)
+    batch = question.batch()
+    return _of_scores(batch, answer_knockout(question.access, batch, blind_from=batch.reasoning_ends))
 
 
 def _short_branches(question: Question) -> Found:
     """A unit is masked, and of the rows behind it only the marker's and the answer's are computed anew."""
-    scores = short_branches(
-        question.subject.model, question.prompts, question.completions, question.units, question.answers,
-        placeholder_id=question.placeholder, fed_from=[case.reasoning_end for case in question.cases],
-    )  # fmt: skip
-    return _found([-drop for drop in scores.drop], scores.work)
+    batch = question.batch()
+    return _of_scores(batch, short_branches(question.access, batch, fed_from=batch.reasoning_ends))
 
 
 # --- What siblings say ------------------------------------------------------------------------------------------
@@ -292,6 +296,15 @@ def _prefix_tree(completions: list[Tensor], groups: Tensor, correct: Tensor) -> 
 
 def _found(values: Sequence[Tensor], work: ScoringWork) -> Found:
     return Found([row.detach().float().cpu() for row in values], work.tokens_fed)
+
+
+def _ordered(batch: ScoredBatch, found: Importances) -> Found:
+    """Importances in the order of the cases."""
+    return _found(batch.to_callers_order(found.values), found.work or ScoringWork())
+
+
+def _of_scores(batch: ScoredBatch, scores: CounterfactualScores) -> Found:
+    return _found([-drop for drop in batch.to_callers_order(scores.drop)], scores.work)
 
 
 def _unit_means(tokens: Sequence[Tensor], units: Sequence[Sequence[Span]]) -> list[Tensor]:

@@ -13,8 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
 from benchmarks.evidence.problems import training_rows
-from trainer.config import WarmupConfig
-from trainer.embedded.warmup import warm_up
+from trainer.embedded.warmup import WarmupConfig, warm_up
 
 TRAINED, RANDOM = "trained", "random"
 MODELS = (TRAINED, RANDOM)

@@ -136,7 +136,9 @@ def run(
 ) -> None:
     """Judge each case by `worker` in a process of its own and append a line for each to `lines`."""
     context: Any = multiprocessing.get_context(start_method)
-    context.set_forkserver_preload(["benchmarks.models.small_models", "trainer.model"])  # what takes seconds to import
+    context.set_forkserver_preload(
+        ["benchmarks.models.small_models", "trainer.checkpoints"]
+    )  # what takes seconds to import
     waiting = list(reversed(todo))
     running: dict[Connection, tuple[Case, Any, float]] = {}
     while waiting or running:

@@ -14,10 +14,10 @@ from benchmarks.harness.race import Budget, Contender, Figures, Lap, WrongAnswer
 from benchmarks.harness.workloads import SEED, Job, gsm8k_job, random_model
 from benchmarks.speed.peers import PEERS, Observed
 from benchmarks.speed.reference import Reference
-from cfa_kernels import Span
+from cfa_kernels import ScoredBatch
 from cfa_kernels.packing.prefix_tree import Pack
-from cfa_kernels.scoring.plan import ScoringPlan, plan_scoring
-from cfa_kernels.text.find import find_answers_and_spans
+from cfa_kernels.scoring.plan import ScoringOptions, ScoringPlan, plan_scoring
+from cfa_kernels.text.find import Reasoning, find_reasoning
 
 LIMIT = 0.05  # of the scoring time
 CHECKED = 4  # completions whose scores are checked: those of one prompt
@@ -64,13 +64,14 @@ def _stages(model: PreTrainedModel, job: Job) -> list[Contender]:
     run = PEERS["ours"].run
     run(model, job.part([0]))  # proves once per model that it can be scored
 
-    def detect() -> dict[int, tuple[Span | None, list[Span]]]:
-        return find_answers_and_spans(ids, job.tokenizer)
+    def detect() -> dict[int, Reasoning]:
+        return find_reasoning(ids, job.tokenizer)
 
     def pack() -> tuple[ScoringPlan, list[Pack]]:
-        plan = plan_scoring(
+        batch = ScoredBatch.of(
             model, job.prompts, job.completions, job.spans, job.answers, placeholder_id=job.placeholder_id
         )
+        plan = plan_scoring(model, batch, ScoringOptions())
         return plan, plan.packs
 
     return [
@@ -80,7 +81,7 @@ def _stages(model: PreTrainedModel, job: Job) -> list[Contender]:
     ]
 
 
-def _check_spans(job: Job, found: dict[int, tuple[Span | None, list[Span]]]) -> None:
+def _check_spans(job: Job, found: dict[int, Reasoning]) -> None:
     for b, (answer, spans) in found.items():
         if answer is None or answer.end != job.answers[b].end or spans != job.spans[b]:
             raise WrongAnswer(f"completion {b}: answer {answer} and spans {spans}, not those of the job")

@@ -29,10 +29,10 @@ from benchmarks.harness.race import (
 from benchmarks.harness.workloads import HEADS, MODELS, SEED, Job, gsm8k_job, head_dim, long_job, random_model
 from benchmarks.speed.reference import ErrorBudget
 from benchmarks.speed.varlen import causal_varlen_attention
-from cfa_kernels import linear_logprob
+from cfa_kernels import ScoredBatch, linear_logprob
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention
-from cfa_kernels.scoring.plan import plan_scoring
+from cfa_kernels.scoring.plan import ScoringOptions, plan_scoring
 
 OURS, FLASH, GATHERED = "ours", "flash attention, equal lengths", "keys gathered, varlen attention"
 ATTENTION_FLOOR = 0.6  # of the rate of flash attention on as many tokens and pairs in equal causal sequences
@@ -110,10 +110,11 @@ class AttentionJob:
 def make_attention_job(trees: Trees, device: torch.device) -> AttentionJob:
     job, config = trees.job(), MODELS[trees.model]
     model = random_model(trees.model, device=torch.device("meta"), dtype=trees.dtype)
-    (pack,) = plan_scoring(
+    batch = ScoredBatch.of(
         model, job.prompts, job.completions, job.spans, job.answers,
         placeholder_id=job.placeholder_id, token_budget=2**31,
-    ).packs  # fmt: skip
+    )  # fmt: skip
+    (pack,) = plan_scoring(model, batch, ScoringOptions()).packs
     table, generator = pack.table, torch.Generator(device).manual_seed(SEED)
     q, k, v = (
         torch.randn(table.num_rows, count, head_dim(config), generator=generator, device=device).to(trees.dtype)

@@ -15,7 +15,7 @@ from ..estimators.base import ANSWER, Importances
 from ..estimators.probes import Probe, length_without_eos, with_probes
 from ..options import as_numbers
 from ..scoring.access import CAPABILITIES, MODEL, ModelAccess, as_access
-from ..scoring.batch import ScoredBatch
+from ..scoring.batch import ScoredBatch, token_ids
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import rounding
 from ..span import Span
@@ -51,6 +51,39 @@ class Credit:
     advantages: Tensor | None = None
     added: Tensor | None = None
     noise: list[Tensor] | None = None
+
+    @staticmethod
+    def of_parts(shape: torch.Size, parts: Sequence[tuple[Sequence[int], "Credit"]]) -> "Credit":
+        """Put credit of a batch together from that of parts of it, each with the numbers of its rows.
+
+        Args:
+            shape: (B, T) of the batch.
+            parts: rows and their credit, over T tokens; rows in no part weigh 1 and were not scored.
+        """
+        signed = any(credit.advantages is not None for _, credit in parts)
+        work = [credit.work for _, credit in parts if credit.work is not None]
+        nothing = torch.zeros(0)
+        whole = Credit(
+            weights=torch.ones(shape),
+            answers=[None] * shape[0],
+            spans=[[] for _ in range(shape[0])],
+            drop=[nothing] * shape[0],
+            base=torch.full((shape[0],), float("nan")),
+            work=sum(work, ScoringWork()) if work else None,
+            advantages=torch.zeros(shape) if signed else None,
+            added=torch.zeros(shape) if signed else None,
+            noise=[nothing] * shape[0],
+        )
+        for rows, credit in parts:
+            for name in ("weights", "base", "advantages", "added"):
+                if (values := getattr(credit, name)) is not None:
+                    getattr(whole, name)[list(rows)] = values
+            noise = [torch.zeros(len(row)) for row in credit.drop] if credit.noise is None else credit.noise
+            lists = zip(rows, credit.answers, credit.spans, credit.drop, noise, strict=True)
+            for b, answer, spans, drop, own in lists:
+                whole.answers[b], whole.spans[b], whole.drop[b] = answer, spans, drop
+                whole.noise[b] = own  # type: ignore[index]
+        return whole
 
     def metrics(self, completion_mask: Tensor) -> dict[str, float]:
         """Figures to log; `completion_mask` is (B, T). Drops are in nats, negative for spans that matter.
@@ -446,10 +479,8 @@ def _find_units(config: CounterfactualConfig, tokenizer: Any, given: _Given) -> 
     drawn = config.draws_by_token
     tokens = config.units == "tokens"
     found = find_reasoning(
-        ids, tokenizer, detector=None if tokens or drawn else config.spans.detector,
-        max_spans=config.spans.max_spans, selection=config.spans.selection,
-        unanswered=not needs_answer or bool(probed), answer_format=config.answers.answer_format,
-        answer_fallback=config.answers.answer_fallback,
+        ids, tokenizer, spans=None if tokens or drawn else config.spans, answers=config.answers,
+        unanswered=not needs_answer or bool(probed),
     )  # fmt: skip
     asks = {b for b, row in found.items() if row.answer or b in probed or not needs_answer}
     if not tokens or drawn:
@@ -478,11 +509,7 @@ def _scored_as(
     assert target is not None
     if found.answer is None:
         raise ValueError(f"targets row {b}: the completion has no answer to replace; give a probe instead")
-    if target.ndim != 1 or target.dtype != torch.int64 or not len(target):
-        raise ValueError(
-            f"targets row {b}: must be a 1-D int64 tensor of at least one token, got {target.dtype} of shape "
-            f"{tuple(target.shape)}"
-        )
+    token_ids(f"targets row {b}", target)
     start = found.answer.start
     other = torch.cat([completion[:start], target.cpu()])
     return other, found._replace(answer=Span(start, start + len(target)))

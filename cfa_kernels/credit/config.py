@@ -13,8 +13,7 @@ from ..estimators.base import ENTROPIES, SIBLINGS, Estimator, OwnFunction
 from ..estimators.masking import Masking
 from ..estimators.registry import ESTIMATORS
 from ..options import Count, check_fields
-from ..text.answers import AnswerFormat, check_answer_options
-from ..text.find import Detector, checked_span_options
+from ..text.rules import AnswerRules, SpanRules
 from .weights import WEIGHTS, Identity, OwnWeights, WeightRule
 
 Control = Literal["inverted", "random", "off"]
@@ -25,34 +24,6 @@ _MODES: dict[str, Control | None] = {
     "random": "random",
     "uniform": "off",
 }
-
-
-@dataclass(frozen=True)
-class SpanRules:
-    """What counts as a span of a completion."""
-
-    detector: str | Detector = "math"
-    """What counts as a span, see `detect_spans`."""
-    max_spans: Count = 10
-    """Most spans per completion (K_max)."""
-    selection: str = "first"
-    """Which spans stay when there are more, see `detect_spans`."""
-
-    def __post_init__(self) -> None:
-        checked_span_options(self.detector, self.max_spans, self.selection)
-
-
-@dataclass(frozen=True)
-class AnswerRules:
-    """What counts as the answer of a completion."""
-
-    answer_format: AnswerFormat | None = None
-    """The run's own form of answers, a pattern or a function, see `answer_text_span`; None knows the usual forms."""
-    answer_fallback: str | None = None
-    """\"last_number\" takes the last number where no answer is marked; None takes nothing."""
-
-    def __post_init__(self) -> None:
-        check_answer_options(self.answer_format, self.answer_fallback)
 
 
 @dataclass(frozen=True, init=False)

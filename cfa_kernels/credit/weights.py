@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..ops.row_softmax import FLOAT32_NOISE
 from ..options import NotNegative, Share, as_numbers, check_fields
-from ..span import Span
+from ..span import Span, span_inside
 
 MODES = ("counterfactual", "inverted", "random", "uniform")
 NORMALIZATIONS = (None, "mean")
@@ -73,7 +73,7 @@ def span_weights(
     limits = Range(w_min, w_max, w_answer).limits
     if drop.ndim != 1 or len(drop) != len(spans):
         raise ValueError(f"drop must hold one value per span: got shape {tuple(drop.shape)} for {len(spans)} spans")
-    check_places(spans, answer, length)
+    _check_places(spans, answer, length)
     values = drop.detach().float().cpu()
     if mode in ("counterfactual", "inverted") and not torch.isfinite(values).all():
         k = int((~torch.isfinite(values)).nonzero()[0])
@@ -249,13 +249,11 @@ def normalized_weights(weights: Tensor, normalize: str | None) -> Tensor:
     return weights / mean
 
 
-def check_places(spans: Sequence[Span], answer: Span | None, length: int) -> None:
-    """Raise `ValueError` naming a span, or the answer, that is empty or not inside a completion of `length` tokens."""
-    for k, (start, end) in enumerate(spans):
-        if not 0 <= start < end <= length:
-            raise ValueError(f"spans, span {k}: {(start, end)} is not inside a completion of {length} tokens")
-    if answer is not None and not 0 <= answer[0] < answer[1] <= length:
-        raise ValueError(f"answer: {tuple(answer)} is not inside a completion of {length} tokens")
+def _check_places(spans: Sequence[Span], answer: Span | None, length: int) -> None:
+    for k, span in enumerate(spans):
+        span_inside(f"spans, span {k}", span, length)
+    if answer is not None:
+        span_inside("answer", answer, length)
 
 
 def _bounds(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,8 +87,8 @@ class Estimator(Protocol):
 class OwnFunction:
     """A caller's own estimator: a function (model, `ScoredBatch`) -> `Importances`.
 
-    It is given every completion of the batch, whatever its advantage; for a model that is in other processes, the
-    access that answers in its place: `access.score(replace(batch, placeholder_id=0))`.
+    It is given every completion of the batch, whatever its advantage. Where the model is in other processes, it is
+    given the access that answers for it: `access.score(replace(batch, placeholder_id=0))`.
     """
 
     function: Callable[..., Importances]

@@ -1,4 +1,4 @@
-"""cfa_kernels/estimators/edit_distance.py."""
+"""Align two completions, token by token, with the fewest edits."""
 
 import numpy as np
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def edited_tokens(completion: Tensor, corrected: Tensor) -> Tensor:
-    """1 for the tokens of `completion` that an alignment with `corrected` finds edited, 0 for the others.
+    """Mark by 1 the tokens of `completion` that an alignment with `corrected` finds edited, the others by 0.
 
     The alignment has the fewest substitutions, deletions and insertions (Levenshtein). A substituted or deleted token
     counts as edited, and so does the token before which something is inserted; what is inserted at the end counts for
@@ -23,7 +23,7 @@ def edited_tokens(completion: Tensor, corrected: Tensor) -> Tensor:
     """
     ours, theirs = completion.numpy(), corrected.numpy()
     edited = np.zeros(len(ours) + 1, dtype=np.float32)
-    rises, falls = _columns(_places(ours), len(ours), theirs)
+    rises, falls = _columns(token_places(ours), len(ours), theirs)
     row, column = len(ours), len(theirs)
     while row and column:
         bit = 1 << (row - 1)
@@ -46,7 +46,7 @@ def edited_tokens(completion: Tensor, corrected: Tensor) -> Tensor:
     return torch.from_numpy(edited[:-1].copy())
 
 
-def _places(row: np.ndarray) -> dict[int, int]:
+def token_places(row: np.ndarray) -> dict[int, int]:
     """For each token of a row, the set of its positions as the bits of an integer."""
     places: dict[int, int] = {}
     for t, token in enumerate(row.tolist()):
@@ -55,7 +55,7 @@ def _places(row: np.ndarray) -> dict[int, int]:
 
 
 def _columns(places: dict[int, int], length: int, other: np.ndarray) -> tuple[list[int], list[int]]:
-    """The columns of the edit-distance table of a row (given by its `_places`) against `other`, as bit sets.
+    """The columns of the edit-distance table of a row (given by its `token_places`) against `other`, as bit sets.
 
     Hyyro's form (2003) of Myers' bit-parallel algorithm (1999): neighbouring cells differ by at most 1, so a column is
     two sets of rows, those whose distance is one more than that of the row above and those with one less, and the next
@@ -74,7 +74,7 @@ def _columns(places: dict[int, int], length: int, other: np.ndarray) -> tuple[li
     return rises, falls
 
 
-def _edit_distance(places: dict[int, int], length: int, other: np.ndarray) -> int:
-    """Levenshtein distance of a row, given by its `_places`, to `other`."""
+def edit_distance(places: dict[int, int], length: int, other: np.ndarray) -> int:
+    """Levenshtein distance of a row, given by its `token_places`, to `other`."""
     rises, falls = _columns(places, length, other)
     return len(other) + rises[-1].bit_count() - falls[-1].bit_count()

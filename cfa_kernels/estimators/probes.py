@@ -18,7 +18,7 @@ class Probe(NamedTuple):
 
 
 def own_probe(completion: Tensor, answer: Span, reasoning_end: int) -> Probe:
-    """A completion's own marker and answer: its tokens from `reasoning_end` to the answer's end, the answer scored.
+    """Make a probe of a completion's own marker and answer: its tokens from `reasoning_end` on, the answer scored.
 
     Args:
         completion: (T,) int64.
@@ -30,7 +30,7 @@ def own_probe(completion: Tensor, answer: Span, reasoning_end: int) -> Probe:
     """
     if not 0 <= reasoning_end <= answer.start < answer.end <= len(completion):
         raise ValueError(
-            f"reasoning_end and answer must lie in order inside the {len(completion)} tokens, got {reasoning_end} and "
+            f"reasoning_end and answer must be in order inside the {len(completion)} tokens, got {reasoning_end} and "
             f"{tuple(answer)}"
         )
     target = Span(answer.start - reasoning_end, answer.end - reasoning_end)
@@ -38,7 +38,7 @@ def own_probe(completion: Tensor, answer: Span, reasoning_end: int) -> Probe:
 
 
 def length_without_eos(completion: Tensor | Sequence[int], eos_ids: Collection[int]) -> int:
-    """Tokens of a completion (T,) before the end-of-text tokens that it ends with, if any."""
+    """Count the tokens of a completion (T,) before the end-of-text tokens that it ends with, if any."""
     length, ending = len(completion), set(eos_ids)
     while length and int(completion[length - 1]) in ending:
         length -= 1
@@ -53,7 +53,7 @@ def with_probes(
     *,
     spans: Sequence[Sequence[Span]] | None = None,
 ) -> tuple[list[Tensor], list[Span | None]]:
-    """Completions with their probes behind them, and the answers that are then scored.
+    """Put probes behind completions, and find the answers that are then scored.
 
     For `score_counterfactuals` as they are. A row with a probe loses the end-of-text tokens that it ends with and is
     scored on the probe's target, whatever its own answer; a row without one stays as it is. Token positions of the
@@ -70,7 +70,7 @@ def with_probes(
         B extended completions, and B answers, None where there is neither answer nor probe.
 
     Raises:
-        ValueError: lists of different lengths; a probe that is no 1-D int64 tensor, is empty or has its target
+        ValueError: lists of different lengths; a probe that is not a 1-D int64 tensor, is empty or has its target
             outside; a span that reaches the probe. The message names row and value.
     """
     for name, column in (("answers", answers), ("probes", probes), ("spans", spans)):

@@ -28,7 +28,7 @@ from ..scoring.access import ModelAccess
 from ..scoring.batch import Row, ScoredBatch
 from ..scoring.masked import CounterfactualScores, ScoringWork, score_batch
 from ..scoring.outcomes import Outcome
-from ..scoring.plan import ScoringOptions
+from ..scoring.plan import ScoringOptions, check_temperature
 from ..span import Span
 
 
@@ -64,8 +64,7 @@ def resampled_fills(
         FloatingPointError: the model gave no distribution; the message names the row.
     """
     model = access.model
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature must be positive and finite, got {temperature}")
+    check_temperature(temperature)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"seed must be an integer, got {seed!r}")
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:

@@ -1,8 +1,7 @@
-"""Judge tokens by comparing the completions of one prompt: their token ids and how they turned out, no model.
+"""Judge tokens by comparing the completions of one prompt: their token ids and their rewards, without a model.
 
-A completion that shares its prompt with no other
-has nothing to be compared with and gets the neutral value: 0 where values are added to an advantage, 1 where they
-multiply it.
+A completion that shares its prompt with no other has nothing to be compared with and gets the neutral value: 0 where
+values are added to an advantage, 1 where they multiply it.
 """
 
 import math
@@ -17,13 +16,9 @@ from torch import Tensor
 
 from ..options import Finite, check_fields
 from ..scoring.access import ModelAccess
-from ..scoring.batch import ScoredBatch
+from ..scoring.batch import ScoredBatch, token_ids
 from .base import REWARDS, SIBLINGS, Importances, given, unit_means
-from .edit_distance import _edit_distance, _places, edited_tokens
-
-# KTAE's own code keeps the ratio of two term frequencies finite so; a token of only one class gets a huge ratio.
-_FREQUENCY_EPSILON = 1e-5
-_SATURATION, _LENGTH_SHARE = 2.0, 0.5  # BM25's k1 and b, as KTAE's code sets them
+from .edit_distance import edit_distance, edited_tokens, token_places
 
 # Sums of equal rewards in another order differ by rounding; relative to the largest reward this much is no difference.
 _EQUAL = 1e-12
@@ -46,7 +41,7 @@ class PrefixTreeValues:
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Judge the units of a batch; asks nothing of the model."""
-        groups, rewards = _siblings(batch), given("rewards", batch.rewards)
+        groups, rewards = _siblings(batch), _finite_rewards(given("rewards", batch.rewards), batch.numbers)
         values = prefix_tree_values(batch.sampled, groups, rewards)
         scales = _scales(groups, rewards, batch.advantages)
         scaled = [row * scale for row, scale in zip(values, scales, strict=True)]
@@ -111,15 +106,18 @@ def _siblings(batch: ScoredBatch) -> Tensor:
 
 
 def _correct(batch: ScoredBatch, threshold: float) -> Tensor:
-    rewards = given("rewards", batch.rewards)
+    return _finite_rewards(given("rewards", batch.rewards), batch.numbers) >= threshold
+
+
+def _finite_rewards(rewards: Tensor, numbers: Sequence[int]) -> Tensor:
     if (bad := (~torch.isfinite(rewards)).nonzero()).numel():
         b = int(bad[0])
-        raise ValueError(f"rewards row {batch.numbers[b]}: must be finite, got {rewards[b].item()}")
-    return rewards >= threshold
+        raise ValueError(f"rewards row {numbers[b]}: must be finite, got {rewards[b].item()}")
+    return rewards
 
 
 def _scales(groups: Tensor, rewards: Tensor, advantages: Tensor | None) -> list[float]:
-    """For each row how much wider its group's advantages (B,) are than its rewards; 1 where that cannot be told."""
+    """Find how much wider the advantages (B,) of each row's group are than its rewards; 1 where that cannot be told."""
     scales = torch.ones(len(groups), dtype=torch.float64)
     if advantages is None or advantages.ndim != 1:
         return scales.tolist()
@@ -132,13 +130,13 @@ def _scales(groups: Tensor, rewards: Tensor, advantages: Tensor | None) -> list[
 
 
 def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor | None, rewards: Tensor | None) -> list[Tensor]:
-    """What each token does to the mean reward of the completions that share the prefix (TEMPO / P2T, arXiv 2509.18314).
+    """Find what each token changes in the mean reward of those that share the prefix (TEMPO / P2T, arXiv 2509.18314).
 
     The completions of a group form a prefix tree. V(s) is the mean reward of those that begin with s, V of the empty
-    prefix that of the whole group; token t gets V(y_1..y_t) - V(y_1..y_(t-1)). That is 0 wherever nobody leaves the
-    prefix, so only branching tokens get anything, and a completion's values add up to its own leaf's mean reward less
-    the group's. They are signed and to be added to the group's advantage, in whose units they are if `rewards` are (for
-    advantages divided by a standard deviation, divide the rewards by it).
+    prefix that of the whole group; token t gets V(y_1..y_t) - V(y_1..y_(t-1)). That is 0 wherever no completion leaves
+    the prefix, so only branching tokens get anything, and a completion's values add up to its own leaf's mean reward
+    less the group's. They are signed and to be added to the group's advantage, in whose units they are if `rewards` are
+    (for advantages divided by a standard deviation, divide the rewards by it).
 
     A completion that is a prefix of another passes through none of the longer one's further nodes: the other's next
     token is then a branching token, and the end of the shorter one is none, unless an end-of-text token is part of it.
@@ -150,7 +148,7 @@ def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor | None, rew
         rewards: (B,) finite.
 
     Returns:
-        B tensors (T_b,) fp32 on the host; `nonzero_share` says how much of them the tree speaks of.
+        B tensors (T_b,) fp32 on the host.
 
     Raises:
         ValueError: no groups or rewards given, rows that do not agree, a reward that is not finite; names argument, row
@@ -180,11 +178,10 @@ def ktae_values(
     *,
     fisher_weight: float = 1.0,
     information_weight: float = 2.0,
-    frequencies: bool = False,
     top: float = 1.0,
     ignored: Collection[int] = (),
 ) -> list[Tensor]:
-    """How strongly a token's presence goes with correct completions of its group (KTAE, arXiv 2505.16826).
+    """Measure how strongly a token goes with correct completions of its group (KTAE, arXiv 2505.16826).
 
     For each distinct token of a group, a 2x2 table counts the correct and wrong completions with and without it
     (how often it occurs in one does not matter). From the table, as the authors' published code has it:
@@ -202,17 +199,15 @@ def ktae_values(
     group of one, gets 0 everywhere.
 
     The defaults of the two weights and of `top` are those of the authors' run scripts. The scripts also add a ratio of
-    term frequencies to h (`frequencies=True`), which neither abstract nor formula names and which is divided by next to
-    nothing where a class lacks the token: every such token then gets -top or top, one chance occurrence included. It is
-    therefore off by default. p comes from exact integers, so that tables of equal probability count as equal.
+    term frequencies to h, which is left out here: neither abstract nor formula names it, and it is divided by next to
+    nothing where a class lacks the token, so that every such token gets -top or top, one chance occurrence included. p
+    comes from exact integers, so that tables of equal probability count as equal.
 
     Args:
         completions: B 1-D int64 tensors (T_b,) on the host, unpadded.
         groups: (B,) int64, equal for completions of one prompt, in any order.
         correct: (B,) bool.
         fisher_weight, information_weight: not negative, their sum positive.
-        frequencies: add f_c / (f_w + 1e-5) - f_w / (f_c + 1e-5) to h, f the share of a class's tokens that are this
-            one, saturated as in BM25 (k1 = 2, b = 0.5).
         top: the bound, positive.
         ignored: ids whose value is 0 throughout, for example end-of-text, which truncated completions lack.
 
@@ -246,8 +241,6 @@ def ktae_values(
         fisher = np.where(p < 1, np.exp(-2 * p), 0.0)
         gain = _information_gain(with_right, with_wrong, rights, wrongs)
         direction = np.arcsin(np.sqrt(with_right / rights)) - np.arcsin(np.sqrt(with_wrong / wrongs))
-        if frequencies:
-            direction = direction + _frequency_ratio(occurrences[labels].sum(0), occurrences[~labels].sum(0))
         x = direction * (fisher_weight * fisher + information_weight * gain) / (fisher_weight + information_weight)
         value = top * np.tanh(x / 2)  # 2 top (sigmoid(x) - 1/2), without overflow
         value[np.isin(tokens, list(ignored))] = 0.0
@@ -263,7 +256,7 @@ def sibling_edits(
     *,
     siblings: Sequence[Sequence[int]] | None = None,
 ) -> list[Tensor]:
-    """1 for the tokens in which a wrong completion differs from its nearest correct sibling, 0 for the others.
+    """Mark by 1 the tokens in which a wrong completion differs from its nearest correct sibling, the others by 0.
 
     After IBPO (arXiv 2605.16302), without the generated correction: IBPO lets the policy correct a wrong completion
     and credits the tokens that the correction edits; here the nearest correct completion of the group stands in for it.
@@ -294,7 +287,7 @@ def sibling_edits(
 
 
 def correct_siblings(completions: Sequence[Tensor], groups: Tensor | None, correct: Tensor | None) -> list[list[int]]:
-    """For each wrong completion the correct ones of its group, by rising edit distance; empty for the others.
+    """Find the correct completions of each wrong one's group, by rising edit distance; none for the others.
 
     The distance is Levenshtein's over tokens; of equal distances the earlier row comes first. Arguments and errors are
     those of `sibling_edits`.
@@ -306,8 +299,8 @@ def correct_siblings(completions: Sequence[Tensor], groups: Tensor | None, corre
         sources = [b for b in rows if right[b]]
         for b in rows:
             if not right[b]:
-                places = _places(ids[b])
-                distance = {other: _edit_distance(places, len(ids[b]), ids[other]) for other in sources}
+                places = token_places(ids[b])
+                distance = {other: edit_distance(places, len(ids[b]), ids[other]) for other in sources}
                 siblings[b] = sorted(sources, key=distance.__getitem__)
     return siblings
 
@@ -318,10 +311,7 @@ def _checked_groups(completions: Sequence[Tensor], groups: Tensor | None) -> tup
         raise ValueError("groups: none given; which completions share a prompt must be known")
     rows = []
     for b, ids in enumerate(completions):
-        if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype != torch.int64:
-            got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-            raise ValueError(f"completions row {b}: must be a 1-D int64 tensor of token ids, got {got}")
-        rows.append(ids.cpu().numpy())
+        rows.append(token_ids(f"completions row {b}", ids, may_be_empty=True).cpu().numpy())
     if groups.shape != (len(rows),) or groups.is_floating_point() or groups.dtype == torch.bool:
         raise ValueError(
             f"groups must hold one integer for each of {len(rows)} completions, got {groups.dtype} of shape "
@@ -338,11 +328,7 @@ def _checked_rewards(rewards: Tensor | None, batch: int) -> np.ndarray:
         raise ValueError("rewards: none given; the value of a prefix is the mean reward below it")
     if rewards.shape != (batch,):
         raise ValueError(f"rewards must have one value for each of {batch} completions, got {tuple(rewards.shape)}")
-    values = rewards.detach().cpu().double().numpy()
-    if not np.isfinite(values).all():
-        b = int((~np.isfinite(values)).argmax())
-        raise ValueError(f"rewards row {b}: must be finite, got {values[b]}")
-    return values
+    return _finite_rewards(rewards, range(batch)).detach().cpu().double().numpy()
 
 
 def _checked_correct(correct: Tensor | None, batch: int) -> np.ndarray:
@@ -395,16 +381,3 @@ def _information_gain(with_right: np.ndarray, with_wrong: np.ndarray, rights: in
     prior = entropy(np.array(rights), np.array(wrongs))
     given = entropy(with_right, with_wrong) + entropy(rights - with_right, wrongs - with_wrong)
     return (prior - given) / (rights + wrongs)
-
-
-def _frequency_ratio(in_right: np.ndarray, in_wrong: np.ndarray) -> np.ndarray:
-    """(N,) term frequencies of one class over the other, less their inverse; the arguments are (N,) counts."""
-    lengths = [counts.sum() for counts in (in_right, in_wrong)]
-    saturated = []
-    for counts, length in zip((in_right, in_wrong), lengths, strict=True):
-        share = counts / max(length, 1)
-        relative = 2 * length / max(sum(lengths), 1)
-        at_half = _SATURATION * (1 - _LENGTH_SHARE + _LENGTH_SHARE * relative)
-        saturated.append(share * (_SATURATION + 1) / (share + at_half))
-    right, wrong = saturated
-    return right / (wrong + _FREQUENCY_EPSILON) - wrong / (right + _FREQUENCY_EPSILON)

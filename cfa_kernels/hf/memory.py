@@ -16,8 +16,8 @@ LOGITS_AT_ONCE = 1 << 24
 """Most logits that exist where a formula needs them themselves, in elements, for gradients, fills and divergences.
 
 Some four tensors of this size live together, the widest in float64. What the passes from the head to log-probs and
-losses hold is another matter, tuned for their speed: `STRIP_BYTES` of `ops.linear_logprob`, in bytes, and `chunk_size`
-of `linear_policy_loss`, in rows.
+losses hold is another matter, tuned for their speed: `STRIP_BYTES` of `ops.linear_logprob_backward`, in bytes, and
+`chunk_size` of `linear_policy_loss`, in rows.
 """
 
 _CACHED = 1 << 20  # elements that stay in a CPU's caches

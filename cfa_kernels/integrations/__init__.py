@@ -1,6 +1,7 @@
-"""Counterfactual credit inside other trainers: one module per trainer, none of which is imported before you ask.
+"""Adapters of host trainers. A module here knows the public API and one host; code that adapts a host belongs here.
 
-`integrations.trl`, `integrations.verl` and `integrations.openrlhf` need the package they are named after.
+`integrations.trl`, `integrations.verl` and `integrations.openrlhf` need the package they are named after, and are
+imported only when asked for.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -21,12 +22,12 @@ def require(package: str, oldest: str) -> Version:
     Raises:
         ImportError: the package is absent or older; names the version needed and the one found.
     """
+    needs = f"cfa_kernels.integrations.{package} needs {package}>={oldest}"
+    remedy = f"pip install 'cfa_kernels[{package}]'"
     try:
         installed = Version(version(package))
     except PackageNotFoundError as error:
-        raise ImportError(
-            f"cfa_kernels.integrations.{package} needs {package}>={oldest}, which is not installed"
-        ) from error
+        raise ImportError(f"{needs}, which is not installed; {remedy}") from error
     if installed < Version(oldest):
-        raise ImportError(f"cfa_kernels.integrations.{package} needs {package}>={oldest}, found {installed}")
+        raise ImportError(f"{needs}, found {installed}; {remedy}")
     return installed

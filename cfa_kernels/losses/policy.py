@@ -13,7 +13,7 @@ from torch import Tensor
 from ..ops.dispatch import resolve_backend
 from ..ops.head_matmul import autocast_operands
 from ..ops.linear_policy_loss import contributing, linear_policy_loss_op
-from ..ops.logits_policy_loss import LogitsPolicyLossInPlace, logits_policy_loss_op
+from ..ops.logits_policy_loss import InPlaceArguments, LogitsPolicyLossInPlace, logits_policy_loss_op
 from ..ops.row_softmax import Softmax, compute_dtype
 from ..ops.token_loss import PolicyOptions, Tokens, policy_terms, refuse_second_derivative
 from .checks import (
@@ -194,14 +194,22 @@ def logits_policy_loss(
     check_targets(targets, batch.keep, logits.size(2), checked)
     with_gradient = torch.is_grad_enabled() and logits.requires_grad
     with_entropy = compute_entropy or batch.entropy_scale is not None
-    arguments = (
-        *(_flat(targets), *batch.tokens.map(_flat), batch.entropy_scale),
-        *(batch.options.surrogate, batch.options.level, batch.options.numbers(), list(softmax)),
-    )
+    given: dict[str, Any] = {
+        "logits": logits,
+        "targets": _flat(targets),
+        **batch.tokens.map(_flat)._asdict(),
+        "entropy_scale": batch.entropy_scale,
+        "surrogate": batch.options.surrogate,
+        "level": batch.options.level,
+        "numbers": batch.options.numbers(),
+        "softmax": list(softmax),
+        "with_entropy": with_entropy,
+        "backend": chosen,
+    }
     if inplace and with_gradient:
-        loss, stats = LogitsPolicyLossInPlace.apply(logits, *arguments, with_entropy, chosen)
+        loss, stats = LogitsPolicyLossInPlace.apply(*InPlaceArguments(**given))
     else:
-        loss, stats, _, _ = logits_policy_loss_op(logits, *arguments, with_entropy, with_gradient, chosen)
+        loss, stats, _, _ = logits_policy_loss_op(**given, with_gradient=with_gradient)
     return loss, _metrics_of_rows(batch, stats, with_entropy, checked, "logits")
 
 
@@ -298,24 +306,24 @@ def linear_policy_loss(  # type: ignore[misc]
     if rows is not None:
         check_given_rows(rows, batch, with_entropy, checked)
     loss, stats, *_ = linear_policy_loss_op(
-        hidden.reshape(-1, hidden.size(-1)),
-        lm_head,
-        None if bias is None else bias.contiguous(),
-        targets.contiguous(),
-        *batch.tokens.map(torch.Tensor.contiguous),
-        batch.entropy_scale,
-        rows,
-        rows_alone,
-        batch.options.surrogate,
-        batch.options.level,
-        batch.options.numbers(),
-        list(softmax),
-        with_entropy,
-        [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, lm_head, bias)],
-        drop_inactive,
-        chunk_size,
-        fp32_logits,
-        chosen,
+        hidden=hidden.reshape(-1, hidden.size(-1)),
+        head=lm_head,
+        bias=None if bias is None else bias.contiguous(),
+        targets=targets.contiguous(),
+        **batch.tokens.map(torch.Tensor.contiguous)._asdict(),
+        entropy_scale=batch.entropy_scale,
+        rows=rows,
+        rows_alone=rows_alone,
+        surrogate=batch.options.surrogate,
+        level=batch.options.level,
+        numbers=batch.options.numbers(),
+        softmax=list(softmax),
+        with_entropy=with_entropy,
+        wanted=[torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, lm_head, bias)],
+        drop_rows=drop_inactive,
+        chunk_size=chunk_size,
+        fp32_logits=fp32_logits,
+        backend=chosen,
     )
     metrics = _metrics_of_rows(batch, stats, with_entropy, checked, "hidden and lm_head")
     if not return_logprobs:

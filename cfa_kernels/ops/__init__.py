@@ -1,1 +1,5 @@
-"""Floor 0: one file per kernel family, each with its Triton kernels and its plain PyTorch reference."""
+"""Kernels and their plain PyTorch references.
+
+A module here knows torch and triton only; what belongs here is a kernel, its launcher, its operator and its reference,
+one file for each family.
+"""

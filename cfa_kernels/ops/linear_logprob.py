@@ -2,7 +2,7 @@
 
 Scoring reads answers with it, and a trainer may differentiate it. The plain PyTorch form stands first, the Triton
 kernels after it: one multiplies tiles of hidden states and head and keeps a few sums per row and tile, one merges
-those sums. The backward makes strips of logits again, like `linear_policy_loss`, and shares its row gradient.
+those sums. The backward is in `linear_logprob_backward`.
 """
 
 from typing import Any, Literal, overload
@@ -14,20 +14,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .dispatch import architecture, resolve_backend
-from .head_matmul import add_head_gradient, autocast_operands, empty_strip, hidden_gradient, sum_dtype, write_logits
+from .head_matmul import autocast_operands
+from .linear_logprob_backward import linear_logprob_backward_op
 from .matmul import multiply
-from .policy_rows import row_gradients
+from .operator_arguments import arguments_of
 from .row_softmax import LOGIT_DTYPES, Softmax, compute_dtype
 from .triton_math import LOG2E, minimum, tanh
+from .tuning import tuned
 
 STATISTICS_ROWS = 32768
 """Rows of one launch: the sums of its tiles take rows * V / BLOCK_N * 8 bytes."""
 
 REFERENCE_COLUMNS, REFERENCE_ELEMENTS = 1024, 2**20
 """Columns of the head, and logits, that the PyTorch form holds at a time."""
-
-STRIP_BYTES = {"cpu": 2**27, "cuda": 2**30}
-"""Size of a backward strip of logits, by device type."""
 
 
 @overload
@@ -323,36 +322,16 @@ def merge_tiles_kernel(
 
 
 def launch_options(architecture: str, dtype: torch.dtype, *, aligned: bool) -> dict[str, Any]:
-    """The shipped tile, warps and stages of `tile_statistics_kernel`.
+    """Return the constexprs of `tile_statistics_kernel` and its compiler's options, by `TUNED`.
 
-    They do not depend on the number of rows, so neither does the arithmetic of a row. With few rows most of a tile's
-    products are idle, which costs nothing: reading the head takes longer. `aligned` says that rows of hidden and head
-    start at multiples of 16 bytes, which the tensor memory accelerator needs.
+    They do not depend on the number of rows, so neither does the arithmetic of a row. `aligned`: rows of hidden and
+    head start at multiples of 16 bytes, which the tensor memory accelerator needs.
     """
-    if architecture == "cpu":
-        options = (32, 64, 32, False, 4, 1)
-    elif dtype == torch.float32:
-        options = (128, 128, 16, False, 8, 3) if architecture != "hip" else (128, 64, 16, False, 4, 2)
-    elif architecture == "hip":
-        options = (128, 128, 64 if aligned else 32, False, 8, 2)
-    elif architecture == "sm_90" and aligned:
-        options = (128, 256, 64, True, 8, 4)
-    elif architecture.startswith("sm_10") and aligned:
-        options = (128, 128, 64, True, 8, 4)
-    else:
-        options = (128, 128, 32, False, 8, 4)
-    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "TMA", "num_warps", "num_stages")
-    tuned = dict(zip(names, options, strict=True))
-    if architecture == "hip":  # else the compiler saves vector registers for a fourth wave, and scalar ones spill
-        tuned["waves_per_eu"] = 2
-    return tuned | {
-        "FLATTEN": options[3],
-        "WIDEN": architecture == "cpu",  # the interpreter has no bf16 dot
-    }
+    options = tuned("tile_statistics_kernel", architecture, dtype, aligned=aligned)
+    return options | {"WIDEN": architecture == "cpu"}  # the interpreter has no bf16 dot
 
 
-MERGE_OPTIONS = {"BLOCK_R": 8, "BLOCK_T": 512, "BLOCK_H": 256, "num_warps": 8}
-"""The shipped launch of `merge_tiles_kernel`: 8 rows are one 32-byte sector of a tile's sums."""
+MERGE_OPTIONS = tuned("merge_tiles_kernel")
 
 
 def _row_stride(tensor: Tensor) -> int:
@@ -418,7 +397,7 @@ def linear_logprob_triton(
     return out
 
 
-# As operators, so that torch.compile sees one node each
+# As an operator, so that torch.compile sees one node
 
 
 @torch.library.custom_op("cfa_kernels::linear_logprob", mutates_args=())
@@ -448,100 +427,35 @@ def linear_logprob_op(
         return run(hidden, lm_head, targets.contiguous(), bias, softmax, with_entropy)
 
 
+_Arguments = arguments_of(linear_logprob_op)
+
+
 @linear_logprob_op.register_fake
-def _(hidden: Tensor, *_: Any) -> Tensor:
+def _(*inputs: Any) -> Tensor:
+    hidden = _Arguments(*inputs).hidden
     return hidden.new_empty((2, len(hidden)), dtype=compute_dtype(hidden.dtype))
 
 
-@torch.library.custom_op("cfa_kernels::linear_logprob_backward", mutates_args=())
-def linear_logprob_backward_op(
-    by_rows: Tensor,
-    hidden: Tensor,
-    lm_head: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    temperature: float,
-    softcap: float,
-    with_entropy: bool,
-    wanted: list[bool],
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by hidden (N, H), lm_head (V, H) and bias (V,); empty where not `wanted`.
-
-    by_rows (2, N): the upstream gradient of what `linear_logprob_op` gave. Strips of logits are multiplied by
-    another routine than the forward's, so their probabilities are normalised by their own sums: against the
-    forward's, the logits' rounding would be the probabilities' relative error.
-    """
-    dtypes, unit = (hidden.dtype, lm_head.dtype, (bias if bias is not None else lm_head).dtype), None
-    if backend == "torch" and hidden.device.type == "cpu":
-        # No product of halves with float32 sums there: convert the head once, not for every strip.
-        hidden, lm_head = hidden.to(by_rows.dtype), lm_head.to(by_rows.dtype)
-    if hidden.dtype == torch.float16 and len(hidden):
-        # Gradients of a mean over many rows are below what float16 resolves: take a power of two out of them.
-        unit = torch.ldexp(by_rows.new_ones(()), torch.frexp(by_rows.abs().amax())[1])
-        by_rows = by_rows / unit
-    vocabulary, sums = len(lm_head), sum_dtype(hidden.dtype)
-    by_hidden = hidden.new_zeros(hidden.shape if wanted[0] else (0,))
-    by_head = hidden.new_zeros(lm_head.shape if wanted[1] else (0,), dtype=sums)
-    by_bias = hidden.new_zeros((vocabulary,) if wanted[2] else (0,), dtype=sums)
-    size = STRIP_BYTES.get(hidden.device.type, STRIP_BYTES["cpu"])
-    height = max(size // (16 * vocabulary * sums.itemsize), 1) * 16  # every strip's slices are aligned alike
-    logits, gradient = empty_strip(min(height, max(len(hidden), 1)), vocabulary, sums, hidden.dtype, hidden.device)
-    for start in range(0, len(hidden), height):
-        part = slice(start, min(start + height, len(hidden)))
-        states = hidden[part]
-        strip, by_logits = logits[: len(states)], gradient[: len(states)]
-        write_logits(states, lm_head, strip)
-        row_gradients(
-            strip.unsqueeze(0), bias, by_logits.unsqueeze(0), targets[part],
-            by_rows[0, part].contiguous(), by_rows[1, part].contiguous() if with_entropy else None,
-            Softmax(temperature, softcap), backend=backend,
-        )  # fmt: skip
-        if wanted[0]:
-            hidden_gradient(by_logits, lm_head, by_hidden[part])
-        if wanted[1]:
-            add_head_gradient(by_head, by_logits, states, first=start == 0)
-        if wanted[2]:
-            by_bias += by_logits.sum(0, dtype=sums)
-    if unit is not None:
-        for gradient in (by_hidden, by_head, by_bias):
-            gradient.mul_(unit)
-    return by_hidden.to(dtypes[0]), by_head.to(dtypes[1]), by_bias.to(dtypes[2])
-
-
-@linear_logprob_backward_op.register_fake
-def _(
-    by_rows: Tensor,
-    hidden: Tensor,
-    lm_head: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    temperature: float,
-    softcap: float,
-    with_entropy: bool,
-    wanted: list[bool],
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        hidden.new_empty(hidden.shape if wanted[0] else (0,)),
-        lm_head.new_empty(lm_head.shape if wanted[1] else (0,)),
-        (lm_head if bias is None else bias).new_empty(lm_head.shape[:1] if wanted[2] else (0,)),
-    )
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    hidden, lm_head, targets, bias, *ctx.options = inputs
-    ctx.save_for_backward(hidden, lm_head, targets, bias)
+    given = _Arguments(*inputs)
+    ctx.save_for_backward(given.hidden, given.lm_head, given.targets, given.bias)
+    ctx.options = {name: getattr(given, name) for name in ("temperature", "softcap", "with_entropy", "backend")}
 
 
 def _backward(ctx: Any, by_rows: Tensor) -> tuple[Tensor | None, ...]:
-    temperature, softcap, with_entropy, backend = ctx.options
-    wanted = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-    gradients = linear_logprob_backward_op(
-        by_rows, *ctx.saved_tensors, temperature, softcap, with_entropy, wanted, backend
+    wanted = _Arguments(*ctx.needs_input_grad)
+    hidden, lm_head, targets, bias = ctx.saved_tensors
+    by_hidden, by_head, by_bias = linear_logprob_backward_op(
+        by_rows=by_rows, hidden=hidden, lm_head=lm_head, targets=targets, bias=bias, **ctx.options,
+        wanted=[wanted.hidden, wanted.lm_head, wanted.bias],
+    )  # fmt: skip
+    return tuple(
+        _Arguments(
+            hidden=by_hidden if wanted.hidden else None,
+            lm_head=by_head if wanted.lm_head else None,
+            bias=by_bias if wanted.bias else None,
+        )
     )
-    by_hidden, by_head, by_bias = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
-    return by_hidden, by_head, None, by_bias, None, None, None, None
 
 
 linear_logprob_op.register_autograd(_backward, setup_context=_setup_context)

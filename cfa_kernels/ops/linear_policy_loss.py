@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .head_matmul import add_head_gradient, empty_strip, hidden_gradient, sum_dtype, write_logits
 from .logits_policy_loss import scale_rows_op
+from .operator_arguments import arguments_of
 from .policy_rows import STATS, policy_of_logprobs, policy_rows, row_gradients, row_logprobs, to_unit_scale
 from .row_softmax import RowLogprobs, Softmax, compute_dtype
 from .token_loss import PolicyOptions, Tokens, refuse_second_derivative
@@ -231,13 +232,17 @@ def linear_policy_loss_op(
     return loss * unit, stats, *gradients.finish(), unit
 
 
+_Arguments = arguments_of(linear_policy_loss_op)
+
+
 @linear_policy_loss_op.register_fake
-def _(hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    wanted = args[-5]
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    given = _Arguments(*inputs)
+    hidden, head, wanted = given.hidden, given.head, given.wanted
     exact, sums = compute_dtype(hidden.dtype), sum_dtype(head.dtype)
     return (
         hidden.new_empty((), dtype=exact),
-        hidden.new_empty((len(STATS), targets.numel()), dtype=exact),
+        hidden.new_empty((len(STATS), given.targets.numel()), dtype=exact),
         hidden.new_empty(hidden.shape if wanted[0] else (0,)),
         head.new_empty(head.shape if wanted[1] else (0,), dtype=sums),
         head.new_empty(head.shape[:1] if wanted[2] else (0,), dtype=sums),
@@ -250,15 +255,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(stats, by_hidden, by_head, by_bias, unit)
     ctx.set_materialize_grads(False)  # no zeros of the size of hidden and head beside the gradient of the loss
     ctx.save_for_backward(by_hidden, by_head, by_bias, unit)
-    hidden, head, bias = inputs[:3]
-    ctx.dtypes = (hidden.dtype, head.dtype, head.dtype if bias is None else bias.dtype)
-    ctx.wanted, ctx.backend, ctx.inputs = inputs[-5], inputs[-1], len(inputs)
+    given = _Arguments(*inputs)
+    ctx.dtypes = (given.hidden.dtype, given.head.dtype, (given.head if given.bias is None else given.bias).dtype)
+    ctx.wanted, ctx.backend = given.wanted, given.backend
 
 
 def _backward(ctx: Any, by_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivative()
     if by_loss is None:
-        return (None,) * ctx.inputs
+        return tuple(_Arguments())
     *gradients, unit = ctx.saved_tensors
     factor = by_loss * unit
     scaled = [
@@ -268,7 +273,7 @@ def _backward(ctx: Any, by_loss: Tensor | None, *_: Any) -> tuple[Tensor | None,
         else None
         for gradient, dtype, wanted in zip(gradients, ctx.dtypes, ctx.wanted, strict=True)
     ]
-    return *scaled, *[None] * (ctx.inputs - 3)
+    return tuple(_Arguments(**dict(zip(("hidden", "head", "bias"), scaled, strict=True))))
 
 
 linear_policy_loss_op.register_autograd(_backward, setup_context=_setup_context)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .operator_arguments import arguments_of
 from .policy_rows import STATS, policy_rows, scale_rows, to_unit_scale
 from .row_softmax import Softmax, compute_dtype
 from .token_loss import PolicyOptions, Tokens, refuse_second_derivative
@@ -92,11 +93,15 @@ def logits_policy_loss_op(
     return loss, stats, gradient, unit
 
 
+_Arguments = arguments_of(logits_policy_loss_op)
+
+
 @logits_policy_loss_op.register_fake
-def _(logits: Tensor, targets: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with_gradient = args[-2]
-    gradient = torch.empty(logits.shape if with_gradient else 0, dtype=logits.dtype, device=logits.device)
-    loss, stats, unit = _fake_outputs(logits, targets)
+def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = _Arguments(*inputs)
+    logits = given.logits
+    gradient = torch.empty(logits.shape if given.with_gradient else 0, dtype=logits.dtype, device=logits.device)
+    loss, stats, unit = _fake_outputs(logits, given.targets)
     return loss, stats, gradient, unit
 
 
@@ -105,16 +110,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(stats, gradient, unit)
     ctx.set_materialize_grads(False)  # no zeros of the size of the logits beside the gradient of the loss
     ctx.save_for_backward(gradient, unit)
-    ctx.backend = inputs[-1]
-    ctx.inputs = len(inputs)
+    ctx.backend = _Arguments(*inputs).backend
 
 
 def _backward(ctx: Any, by_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     refuse_second_derivative()
     if by_loss is None:
-        return (None,) * ctx.inputs
+        return tuple(_Arguments())
     gradient, unit = ctx.saved_tensors
-    return scale_rows_op(gradient, by_loss * unit, gradient.dtype, ctx.backend), *[None] * (ctx.inputs - 1)
+    return tuple(_Arguments(logits=scale_rows_op(gradient, by_loss * unit, gradient.dtype, ctx.backend)))
 
 
 logits_policy_loss_op.register_autograd(_backward, setup_context=_setup_context)
@@ -144,32 +148,39 @@ def logits_policy_loss_inplace_op(
     )  # fmt: skip
 
 
+InPlaceArguments = arguments_of(logits_policy_loss_inplace_op)
+
+
 @logits_policy_loss_inplace_op.register_fake
-def _(logits: Tensor, targets: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_outputs(logits, targets)
+def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given = InPlaceArguments(*inputs)
+    return _fake_outputs(given.logits, given.targets)
 
 
 class LogitsPolicyLossInPlace(torch.autograd.Function):
-    """`logits_policy_loss_inplace_op` with its gradient, which can be asked for once."""
+    """`logits_policy_loss_inplace_op` with its gradient, which can be asked for once.
+
+    `apply` takes the fields of `InPlaceArguments`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-        """Overwrites the logits; returns loss and `STATS`."""
-        rows = logits.detach()
-        loss, stats, unit = logits_policy_loss_inplace_op(rows, *args)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """Overwrite the logits; return loss and `STATS`."""
+        given = InPlaceArguments(*inputs)
+        rows = given.logits.detach()
+        loss, stats, unit = logits_policy_loss_inplace_op(*given._replace(logits=rows))
         ctx.save_for_backward(rows, unit)
         ctx.mark_non_differentiable(stats)
         ctx.set_materialize_grads(False)
-        ctx.backend = args[-1]
-        ctx.inputs = 1 + len(args)
+        ctx.backend = given.backend
         return loss, stats
 
     @staticmethod
     def backward(ctx: Any, by_loss: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The rows that were the logits, times the upstream gradient."""
+        """Return the rows that were the logits, times the upstream gradient."""
         refuse_second_derivative()
         if by_loss is None:
-            return (None,) * ctx.inputs
+            return tuple(InPlaceArguments())
         rows, unit = ctx.saved_tensors
         scale_rows_inplace_op(rows, by_loss * unit, ctx.backend)
-        return rows, *[None] * (ctx.inputs - 1)
+        return tuple(InPlaceArguments(logits=rows))

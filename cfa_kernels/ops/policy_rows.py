@@ -29,6 +29,7 @@ from .row_softmax import (
 )
 from .token_loss import LOG_RATIO_MAX, PolicyOptions, Tokens, policy_terms, token_terms_triton
 from .triton_math import LOG2E
+from .tuning import tuned
 
 STATS = ("logprob", "entropy", "ratio", "kl", "clip")
 """What is known of each token after its row was looked at; metrics are made of it."""
@@ -193,15 +194,14 @@ def _scale_some(p_from, p_to, factor, o_v, m_v, stride_v, stride_ov):
 
 
 def launch_options(vocabulary: int, element_size: int, *, hip: bool = False) -> dict[str, int]:
-    """The shipped tile of a row's logits and number of warps.
+    """Return the tile of a row's logits and the number of warps, by `TUNED`.
 
-    They depend on V, the logits' bytes and the vendor alone, so a row's log-prob is the same bits whatever batch or
-    chunk it is in. A lane loads 16 bytes at a time. One program fills a multiprocessor: more rows at once would not
-    fit the L2 cache, from which the gradient is to read them again.
+    They depend on V, the logits' bytes and the vendor only, so a row's log-prob is the same bits whatever batch or
+    chunk it is in. A lane loads 16 bytes at a time.
     """
-    block = min(triton.next_power_of_2(max(vocabulary, 64)), 8192 if hip else 16384)
-    lanes = block // 16  # 16 logits a lane and tile
-    warps = max(lanes // (64 if hip else 32), 1)
+    largest = tuned("row kernels", "hip" if hip else "cuda")
+    block = min(triton.next_power_of_2(max(vocabulary, 64)), largest["BLOCK"])
+    warps = max(largest["num_warps"] * block // largest["BLOCK"], 1)
     return {"BLOCK": block, "VECTOR": 16 // element_size, "num_warps": warps}
 
 

@@ -1,11 +1,12 @@
-"""Which rows of a packed sequence attend to which: the description that attention over a packed tree works by.
+"""Tables of which rows of a packed sequence attend to which, the description that tree attention works by.
 
-`tree.py` builds it from token sequences, `tree_attention.py` reads it.
+`packing/prefix_tree.py` builds it from token sequences, `tree_attention.py` reads it.
 """
 
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
+from uuid import uuid4
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -30,6 +31,10 @@ class Seers(NamedTuple):
     position: np.ndarray  # (E,) int32
 
 
+def _new_handle() -> Tensor:
+    return torch.frombuffer(bytearray(uuid4().bytes), dtype=torch.int64)
+
+
 @dataclass(frozen=True)
 class SegmentTable:
     """Which rows each segment of a packed sequence of N rows attends to.
@@ -39,7 +44,8 @@ class SegmentTable:
     holds each position 0, 1, ... before the segment. So the segment's first row has position
     `context_length[s]`, and segments that branch off one path can point into one stored copy of that path.
 
-    All fields are 1-D int32 numpy arrays. Raises `ValueError` for tables that are not as described.
+    The fields that describe it are 1-D int32 numpy arrays. `handle` is a number of 128 bits that no other table has,
+    in any process. Raises `ValueError` for tables that are not as described.
     """
 
     row_start: np.ndarray  # (S,)
@@ -47,6 +53,7 @@ class SegmentTable:
     context_start: np.ndarray  # (S,)
     context_length: np.ndarray  # (S,)
     context_rows: np.ndarray  # (C,)
+    handle: Tensor = field(default_factory=_new_handle, repr=False, compare=False)  # (2,) int64 on the CPU
     num_rows: int = field(init=False, repr=False, compare=False)  # N, the rows of the packed sequence
     segments: Tensor = field(init=False, repr=False, compare=False)  # (S, 4) int32 on the CPU: the first four fields
     contexts: Tensor = field(init=False, repr=False, compare=False)  # context_rows as a tensor on the CPU
@@ -58,16 +65,19 @@ class SegmentTable:
         object.__setattr__(self, "num_rows", int(self.row_start[-1] + self.length[-1]))
         object.__setattr__(self, "segments", torch.from_numpy(np.stack(fields, axis=1)))
         object.__setattr__(self, "contexts", torch.from_numpy(self.context_rows))
-        _ALIVE[self.segments.data_ptr()] = self
+        _ALIVE[tuple(self.handle.tolist())] = self
 
     @classmethod
-    def of(cls, segments: Tensor, contexts: Tensor) -> "SegmentTable":
-        """The table with these `segments` and `contexts`: the one they belong to while that lives, else a new one."""
-        known = _ALIVE.get(segments.data_ptr())
-        if known is not None and known.segments.shape == segments.shape:
+    def of(cls, handle: Tensor, segments: Tensor, contexts: Tensor) -> "SegmentTable":
+        """Find the table with this `handle`, or make one of `segments` and `contexts` if it no longer lives.
+
+        An operator is handed these tensors, or copies of them, in the table's place.
+        """
+        known = _ALIVE.get(tuple(handle.tolist()))
+        if known is not None:
             return known
         row_start, length, context_start, context_length = np.ascontiguousarray(segments.numpy().T)
-        return cls(row_start, length, context_start, context_length, contexts.numpy())
+        return cls(row_start, length, context_start, context_length, contexts.numpy(), handle)
 
     def _check(self) -> None:
         for name in ("row_start", "length", "context_start", "context_length", "context_rows"):
@@ -269,8 +279,8 @@ class SegmentTable:
         return self._on_device[key]
 
 
-_ALIVE: WeakValueDictionary[int, SegmentTable] = WeakValueDictionary()
-"""Tables by the address of their `segments`, which nothing else has as long as they live."""
+_ALIVE: WeakValueDictionary[tuple[int, ...], SegmentTable] = WeakValueDictionary()
+"""Tables by their handles."""
 
 
 def _ordinal(*columns: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ directly. `token_terms_triton` mirrors the formula for kernels that go from logi
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,12 +40,17 @@ class PolicyOptions(NamedTuple):
 
     def numbers(self) -> list[float]:
         """All but the names, as an operator takes them."""
-        return [float(value) for value in self[2:]]
+        return [float(getattr(self, name)) for name in NUMBERS]
 
     @classmethod
     def of(cls, surrogate: str, level: str, numbers: Sequence[float]) -> "PolicyOptions":
         """The options whose names and `numbers` these are."""
-        return cls._make((surrogate, level, *numbers))
+        named: dict[str, Any] = dict(zip(NUMBERS, numbers, strict=True))
+        return cls(surrogate, level, **named)
+
+
+NUMBERS = tuple(name for name in PolicyOptions._fields if name not in ("surrogate", "level"))
+"""Fields of `PolicyOptions` that are numbers, in the order in which an operator takes them."""
 
 
 class Tokens(NamedTuple):

@@ -16,9 +16,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .attention_options import AttentionRule, Reach
 from .dispatch import architecture, resolve_backend
+from .operator_arguments import arguments_of
 from .segment_table import SegmentTable
 from .tree_attention_backward import load_columns, stride_unit, tree_attention_backward_triton
 from .triton_math import LOG2E, tanh
+from .tuning import column_blocks, tuned
 
 HEAD_DIM_STEP, WIDEST_HEAD = 8, 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -87,8 +89,9 @@ def tree_attention(
         return tree_attention_reference(q, k, v, table, rule, first_query_row)
     _check_triton(q, k, v)
     return tree_attention_op(
-        q, k, v, sinks, table.segments, table.contexts, rule.scale, softcap, sliding_window, attention_chunk_size,
-        first_query_row, wants_gradient,
+        q=q, k=k, v=v, sinks=sinks, handle=table.handle, segments=table.segments, contexts=table.contexts,
+        scale=rule.scale, softcap=softcap, sliding_window=sliding_window, attention_chunk_size=attention_chunk_size,
+        first_query_row=first_query_row, with_lse=wants_gradient,
     )[0]  # fmt: skip
 
 
@@ -303,16 +306,6 @@ def tree_attention_kernel(
         tl.store(p_out + o_dv_rest[None, :], b_out, mask=m_token[:, None] & (o_dv_rest < VALUE_DIM)[None, :])
 
 
-def _column_blocks(dim: int) -> tuple[int, int]:
-    """How a head's columns are cut: into a power of two, and another for the rest where that is less than padding.
-
-    The second is 0 where there is no rest. Blocks are at least 16 wide, as matrix products ask.
-    """
-    padded = triton.next_power_of_2(max(dim, 16))
-    rest = triton.next_power_of_2(max(dim - padded // 2, 16))
-    return (padded // 2, rest) if dim > 64 and padded // 2 + rest < padded else (padded, 0)
-
-
 def launch_options(
     architecture: str,
     dtype: torch.dtype,
@@ -326,39 +319,14 @@ def launch_options(
     sinks: bool = False,
     lse: bool = False,
 ) -> dict[str, Any]:
-    """The shipped compile-time configuration of the kernel: constexprs, `num_warps`, `num_stages`, `maxnreg`.
-
-    Chosen by what is given here alone, so results and compilations never depend on lengths. The tiles compile
-    without spills for models there are. On Hopper several programs share a multiprocessor, so that one's products
-    run during the other's softmax, and narrow blocks of keys leave them the registers
-    (`tests/ops/test_aot_tree_attention.py`).
-    """
-    widest, registers = max(key_dim, value_dim), None
-    if dtype == torch.float32:  # full precision has no tensor cores; more heads share a tile only if they must
-        block_m = triton.next_power_of_2(max(group, 16))
-        block_n, num_warps, num_stages = 16, min(block_m // 4, 16 if architecture == "hip" else 32), 2
-    elif architecture == "hip":
-        block_m, block_n, num_warps, num_stages = 64, 32, 4, 1
-    elif architecture.startswith("sm_8") and widest > 64:
-        block_m, block_n, num_warps, num_stages = (64, 32, 8, 2) if widest > 128 else (128, 32, 8, 3)
-    elif architecture == "sm_90" and widest <= 96 and group <= 64:  # so few warps that a rest of 32 takes wide copies
-        block_m, block_n, num_warps, num_stages, registers = 64, 32, 4, 3, 96 if widest <= 64 else 168
-    elif architecture == "sm_90" and value_dim <= 128 and key_dim <= 192 and group <= 128:
-        block_m, block_n, num_warps, num_stages, registers = 128, 32, 8, 3, 128
-    elif value_dim <= 128:
-        block_m, block_n, num_warps, num_stages = 128, 64, 8, 3
-    elif architecture == "sm_90":
-        block_m, block_n, num_warps, num_stages = 128, 32, 8, 3
-    else:
-        block_m, block_n, num_warps, num_stages = 64, 64, 8, 2
-    key_block, key_rest = _column_blocks(key_dim)
+    """Return the constexprs of the kernel, `num_warps`, `num_stages` and `maxnreg`, by `TUNED`."""
+    tile = tuned("tree_attention_kernel", architecture, dtype, key=key_dim, value=value_dim, group=group)
+    key_block, key_rest = column_blocks(key_dim)
     # Two accumulators beyond 128 columns take more registers than padding costs.
-    value_block, value_rest = _column_blocks(value_dim) if value_dim <= 128 else (256, 0)
-    limit = {} if registers is None else {"maxnreg": registers}
-    return limit | {
+    value_block, value_rest = column_blocks(value_dim) if value_dim <= 128 else (256, 0)
+    return tile | {
         "GROUP": group,
-        "BLOCK_M": max(block_m, triton.next_power_of_2(group)),
-        "BLOCK_N": block_n,
+        "BLOCK_M": max(tile["BLOCK_M"], triton.next_power_of_2(group)),
         "KEY_DIM": key_dim,
         "KEY_BLOCK": key_block,
         "KEY_REST": key_rest,
@@ -373,8 +341,6 @@ def launch_options(
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "LOG2E": LOG2E,
         "WIDEN": architecture == "cpu",  # the interpreter has no bf16 dot
-        "num_warps": num_warps,
-        "num_stages": num_stages,
     }
 
 
@@ -400,6 +366,7 @@ def tree_attention_op(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
+    handle: Tensor,
     segments: Tensor,
     contexts: Tensor,
     scale: float,
@@ -409,12 +376,13 @@ def tree_attention_op(
     first_query_row: int,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Result of `tree_attention` by its kernel and, `with_lse`, what its backward needs, (N, H) float32, else (0,).
+    """Return what `tree_attention` does, by its kernel, and `with_lse` what its backward needs, (N, H) float32.
 
-    `segments` and `contexts` are the table's, on the CPU: `SegmentTable.of` finds what it has on the device.
+    The latter is (0,) without. `handle`, `segments` and `contexts` are the table's, on the CPU: `SegmentTable.of`
+    finds what it has on the device.
     Differentiable by q, k, v and sinks with `with_lse`, and without a `first_query_row`.
     """
-    table = SegmentTable.of(segments, contexts)
+    table = SegmentTable.of(handle, segments, contexts)
     table.require_start(first_query_row)
     if with_lse:
         _ = table.lineage  # which the backward will need
@@ -441,10 +409,15 @@ def tree_attention_op(
     return out, lse
 
 
+_Arguments = arguments_of(tree_attention_op)
+
+
 @tree_attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    lse = q.new_empty(q.shape[:2] if options[-1] else (0,), dtype=torch.float32)
-    return q.new_empty(*q.shape[:2], v.shape[2]), lse
+def _(*inputs: Any) -> tuple[Tensor, Tensor]:
+    given = _Arguments(*inputs)
+    rows_and_heads = given.q.shape[:2]
+    lse = given.q.new_empty(rows_and_heads if given.with_lse else (0,), dtype=torch.float32)
+    return given.q.new_empty(*rows_and_heads, given.v.shape[2]), lse
 
 
 @torch.library.custom_op("cfa_kernels::tree_attention_backward", mutates_args=())
@@ -456,6 +429,7 @@ def tree_attention_backward_op(
     sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    handle: Tensor,
     segments: Tensor,
     contexts: Tensor,
     scale: float,
@@ -463,51 +437,62 @@ def tree_attention_backward_op(
     sliding_window: int | None,
     attention_chunk_size: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients by q, k, v and sinks, that one (0,) without sinks, from that of the result."""
+    """Return the gradients by q, k, v and sinks, that one (0,) without sinks, given that of the result."""
     rule = AttentionRule(scale, sliding_window, attention_chunk_size, softcap, sinks)
-    table = SegmentTable.of(segments, contexts)
+    table = SegmentTable.of(handle, segments, contexts)
     by_q, by_k, by_v, by_sinks = tree_attention_backward_triton(by_out, q, k, v, out, lse, table, rule)
     return by_q, by_k, by_v, q.new_empty(0) if by_sinks is None else by_sinks
 
 
+_BackwardArguments = arguments_of(tree_attention_backward_op)
+
+
 @tree_attention_backward_op.register_fake
-def _(by_out: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
-    by_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), by_sinks
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    given = _BackwardArguments(*inputs)
+    by_sinks = given.q.new_empty(0) if given.sinks is None else given.sinks.new_empty(given.sinks.shape)
+    return *(x.new_empty(x.shape) for x in (given.q, given.k, given.v)), by_sinks
+
+
+_KEPT = ("q", "k", "v", "sinks", "handle", "segments", "contexts")
+_OPTIONS = ("scale", "softcap", "sliding_window", "attention_chunk_size")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, segments, contexts, *ctx.options, first_query_row, with_lse = inputs
-    if first_query_row or not with_lse:
+    given = _Arguments(*inputs)
+    if given.first_query_row or not given.with_lse:
         raise NotImplementedError("tree_attention keeps nothing to make gradients from")
-    ctx.save_for_backward(q, k, v, sinks, *output, segments, contexts)
+    ctx.save_for_backward(*output, *(getattr(given, name) for name in _KEPT))
+    ctx.options = {name: getattr(given, name) for name in _OPTIONS}
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, by_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if by_out is None:
-        return (None,) * 12
-    saved = ctx.saved_tensors  # once: a checkpoint unpacks them no second time
-    *gradients, by_sinks = tree_attention_backward_op(by_out, *saved, *ctx.options)
-    return *gradients, None if saved[3] is None else by_sinks, *[None] * 8
+        return tuple(_Arguments())
+    out, lse, *saved = ctx.saved_tensors  # once: a checkpoint unpacks them no second time
+    kept = dict(zip(_KEPT, saved, strict=True))
+    by_q, by_k, by_v, by_sinks = tree_attention_backward_op(by_out=by_out, out=out, lse=lse, **kept, **ctx.options)
+    return tuple(_Arguments(q=by_q, k=by_k, v=by_v, sinks=None if kept["sinks"] is None else by_sinks))
+
+
+def _visible_pairs(given: Any) -> int:
+    reach = Reach(given.sliding_window, given.attention_chunk_size)
+    return SegmentTable.of(given.handle, given.segments, given.contexts).visible_pairs(reach)
 
 
 @register_flop_formula(torch.ops.cfa_kernels.tree_attention, get_raw=True)
-def _forward_operations(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> int:
-    segments, contexts = rest[1:3]
-    window, chunk = rest[5:7]
-    pairs = SegmentTable.of(segments, contexts).visible_pairs(Reach(window, chunk))
-    return 2 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
+def _forward_operations(*inputs: Any, **_: Any) -> int:
+    given = _Arguments(*inputs)
+    return 2 * _visible_pairs(given) * given.q.shape[1] * (given.q.shape[2] + given.v.shape[2])
 
 
 @register_flop_formula(torch.ops.cfa_kernels.tree_attention_backward, get_raw=True)
-def _backward_operations(by_out: Tensor, q: Tensor, *rest: Any, **_: Any) -> int:
-    """Scores once more and the gradients of scores, q, k and v, as torch counts its own attention."""
-    segments, contexts = rest[5:7]
-    window, chunk = rest[9:11]
-    pairs = SegmentTable.of(segments, contexts).visible_pairs(Reach(window, chunk))
-    return 2 * pairs * q.shape[1] * (3 * q.shape[2] + 2 * by_out.shape[2])
+def _backward_operations(*inputs: Any, **_: Any) -> int:
+    """Count scores once more and the gradients of scores, q, k and v, as torch counts its own attention."""
+    given = _BackwardArguments(*inputs)
+    return 2 * _visible_pairs(given) * given.q.shape[1] * (3 * given.q.shape[2] + 2 * given.by_out.shape[2])
 
 
 tree_attention_op.register_autograd(_backward, setup_context=_setup_context)

@@ -18,6 +18,7 @@ from .attention_options import AttentionRule
 from .dispatch import TRITON_BEFORE_3_7, architecture
 from .segment_table import SegmentTable
 from .triton_math import LOG2E, tanh
+from .tuning import tuned
 
 QUERY_ROWS_PER_PROGRAM = 2048
 """Rows times heads of a key head that one program adds up for a tile of keys: those of a prompt under many
@@ -333,58 +334,31 @@ def _shared_options(architecture: str, dtype: torch.dtype, group: int, rule: Att
 def query_options(
     architecture: str, dtype: torch.dtype, key_dim: int, value_dim: int, group: int, rule: AttentionRule
 ) -> dict[str, Any]:
-    """The shipped compile-time configuration of `query_gradient_kernel`; chosen by what is given here alone."""
-    blocks = _head_blocks(key_dim, value_dim)
-    widest = max(blocks["KEY_BLOCK"], blocks["VALUE_BLOCK"])
-    if dtype == torch.float32:  # full precision has no tensor cores; more heads share a tile only if they must
-        block_m = triton.next_power_of_2(max(group, 16))
-        block_n, num_warps, num_stages = 16, min(block_m // 4, 16), 3 if block_m == 16 and widest <= 128 else 2
-    elif architecture == "hip":
-        block_m, block_n, num_warps, num_stages = 64, 16 if widest > 128 else 32, 4, 1
-    elif widest > 128:
-        block_m, num_warps = {"sm_90": (128, 8), "sm_100": (64, 4)}.get(architecture, (64, 8))
-        block_n, num_stages = 32, 2
-    elif architecture.startswith("sm_8") and widest > 64:
-        block_m, block_n, num_warps, num_stages = 128, 32, 8, 3
-    else:
-        block_m, block_n, num_warps, num_stages = 128, 64, 8, 3
-    tile = {"BLOCK_M": max(block_m, triton.next_power_of_2(group)), "BLOCK_N": block_n}
-    compiler = {"num_warps": num_warps, "num_stages": num_stages}
-    return _shared_options(architecture, dtype, group, rule) | blocks | tile | compiler
+    """Return the constexprs of `query_gradient_kernel` and its compiler's options, by `TUNED`."""
+    tile = tuned("query_gradient_kernel", architecture, dtype, key=key_dim, value=value_dim, group=group)
+    tile["BLOCK_M"] = max(tile["BLOCK_M"], triton.next_power_of_2(group))
+    return _shared_options(architecture, dtype, group, rule) | _head_blocks(key_dim, value_dim) | tile
 
 
 def key_options(
     architecture: str, dtype: torch.dtype, key_dim: int, value_dim: int, group: int, rule: AttentionRule
 ) -> list[dict[str, Any]]:
-    """The shipped compile-time configurations of `key_gradient_kernel`, whose launches make all gradients together.
+    """Return the same for `key_gradient_kernel`, for each of the launches that make all gradients together.
 
     Wide heads take two, one for keys and one for values: the sums of both do not fit the registers.
     """
-    blocks = _head_blocks(key_dim, value_dim)
-    widest = max(blocks["KEY_BLOCK"], blocks["VALUE_BLOCK"])
-    if dtype == torch.float32:
-        block_m, block_n, num_warps, num_stages = 16, 16, 4, 2
-    elif architecture == "hip":
-        block_m, block_n, num_warps, num_stages = 16, 64, 4, 1
-    elif widest > 128:
-        block_m, block_n, num_warps, num_stages = (16, 128, 8, 2) if architecture == "sm_90" else (32, 64, 8, 2)
-    elif architecture.startswith("sm_8"):
-        block_m, block_n, num_warps, num_stages = (64, 64, 8, 2) if widest > 64 else (32, 64, 4, 2)
-    else:
-        block_m, block_n, num_warps, num_stages = 32, 128, 8, 3
-    tile = {"BLOCK_M": block_m, "BLOCK_N": block_n}
-    compiler = {"num_warps": num_warps, "num_stages": num_stages}
-    options = _shared_options(architecture, dtype, group, rule) | blocks | tile | compiler
+    options = _shared_options(architecture, dtype, group, rule) | _head_blocks(key_dim, value_dim)
+    options |= tuned("key_gradient_kernel", architecture, dtype, key=key_dim, value=value_dim, group=group)
     # The older compiler loads a row's two numbers once for every lane that has a column of the row, and spills them.
     options["COLUMN_LOADS"] = architecture == "sm_90" and TRITON_BEFORE_3_7
-    parts = [(True, False), (False, True)] if widest > 128 else [(True, True)]
+    parts = [(True, False), (False, True)] if max(key_dim, value_dim) > 128 else [(True, True)]
     return [options | {"OF_KEYS": of_keys, "OF_VALUES": of_values} for of_keys, of_values in parts]
 
 
 def sum_options(key: dict[str, Any]) -> dict[str, Any]:
-    """The compile-time configuration of `sum_parts_kernel` beside that of `key_gradient_kernel`."""
+    """Return those of `sum_parts_kernel`, which follows launches of `key_gradient_kernel` with the options `key`."""
     names = ("BLOCK_N", "KEY_DIM", "KEY_BLOCK", "VALUE_DIM", "VALUE_BLOCK")
-    return {name: key[name] for name in names} | {"ROWS": 8, "num_warps": 4}
+    return {name: key[name] for name in names} | tuned("sum_parts_kernel")
 
 
 def tree_attention_backward_triton(

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..hf.model import context_length, vocab_size
-from ..span import Span
+from ..span import Span, span_inside
 
 
 @dataclass(frozen=True)
@@ -171,10 +171,10 @@ def _check_placeholder(placeholder_id: int | None, vocab: int | None) -> None:
 def _checked_row(
     b: int, prompt: np.ndarray, completion: np.ndarray, units: Sequence[Span], given: Span | None, apart: bool
 ) -> Row:
-    answer = None if given is None else _checked_span(f"answers row {b}", given, len(completion))
+    answer = None if given is None else span_inside(f"answers row {b}", given, len(completion))
     spans = []
     for k, unit in enumerate(units):
-        spans.append(_checked_span(f"spans row {b}, span {k}", unit, len(completion)))
+        spans.append(span_inside(f"spans row {b}, span {k}", unit, len(completion)))
         if apart and answer is not None and spans[-1].start < answer.end and answer.start < spans[-1].end:
             raise ValueError(f"spans row {b}, span {k}: {tuple(unit)} overlaps the answer {tuple(answer)}")
     return Row(prompt, completion, spans, answer)
@@ -193,13 +193,6 @@ def _checked_fills(b: int, fills: Sequence[Tensor], spans: list[Span], vocab: in
             raise ValueError(f"fills row {b}, span {k}: id {ids[bad][0]} is outside the vocabulary [0, {vocab})")
         checked.append(ids)
     return checked
-
-
-def _checked_span(where: str, span: Span, length: int) -> Span:
-    start, end = (int(edge) for edge in span)
-    if not 0 <= start < end <= length:
-        raise ValueError(f"{where}: {(start, end)} is not a non-empty span inside a completion of {length} tokens")
-    return Span(start, end)
 
 
 def check_columns(prompts: Sized, **columns: Sized) -> None:
@@ -249,12 +242,12 @@ def packing_order(prompts: Sequence[np.ndarray]) -> list[int]:
     return sorted(range(len(prompts)), key=lambda b: groups[b])
 
 
-def token_ids(where: str, ids: Any, vocab: int | None = None) -> Tensor:
+def token_ids(where: str, ids: Any, vocab: int | None = None, *, may_be_empty: bool = False) -> Tensor:
     """Check one row of token ids: a 1-D int64 tensor, not empty, inside the vocabulary. Names `where` and the value."""
     if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype != torch.int64:
         got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"{where}: must be a 1-D int64 tensor of token ids, got {got}")
-    if len(ids) == 0:
+    if len(ids) == 0 and not may_be_empty:
         raise ValueError(f"{where}: is empty")
     if vocab is not None and (bad := (ids < 0) | (ids >= vocab)).any():
         t = int(bad.nonzero()[0])

@@ -1,5 +1,6 @@
 """Lay out what one call asks of the model: queries of each completion, and the forwards that answer them."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,12 +16,18 @@ from .batch import Row, ScoredBatch
 from .outcomes import DIVERGENCES, Outcome, checked_outcome
 
 
+def check_temperature(temperature: float) -> None:
+    """Raise `ValueError` for a temperature that is not positive and finite."""
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be positive and finite, got {temperature}")
+
+
 @dataclass(frozen=True)
 class ScoringOptions:
     """Options of a scoring call, documented in `score_counterfactuals`.
 
     Raises:
-        ValueError: a temperature that is not positive, an unknown outcome.
+        ValueError: a temperature that is not positive and finite, an unknown outcome.
     """
 
     outcome: Outcome = "logprob"
@@ -29,8 +36,7 @@ class ScoringOptions:
 
     def __post_init__(self) -> None:
         checked_outcome(self.outcome)
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}")
+        check_temperature(self.temperature)
 
 
 @dataclass(frozen=True)
@@ -94,8 +100,7 @@ def plan_queries(
     temperature: float = 1.0,
 ) -> ScoringPlan:
     """Check the input of `query_logprobs`; nothing runs on a device."""
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    check_temperature(temperature)
     asked = [list(unit) for unit in units]
     if lengths is None:
         lengths = [max((query.length for query in unit), default=0) for unit in asked]

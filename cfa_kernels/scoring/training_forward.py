@@ -42,7 +42,7 @@ from .masked import (
     score_batch,
 )
 from .outcomes import Outcome, OutcomeReader
-from .plan import ScoringOptions, ScoringPlan, plan_queries, queries_of
+from .plan import ScoringOptions, ScoringPlan, check_temperature, plan_queries, queries_of
 
 
 class PackedLoss(NamedTuple):
@@ -82,7 +82,7 @@ def packed_logprobs(
         NotImplementedError: a model that cannot be run this way, by name and reason.
     """
     causal = causal_lm(model)
-    _check_temperature(temperature)
+    check_temperature(temperature)
 
     def body() -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
         forward = packed_forward(causal, prompts, completions, token_budget=token_budget)
@@ -130,7 +130,7 @@ def packed_policy_loss(
         NotImplementedError: a model that cannot be run this way, by name and reason.
     """
     causal = causal_lm(model)
-    _check_temperature(temperature)
+    check_temperature(temperature)
 
     check_columns(prompts, completions=completions)
     batch = LossBatch.of(
@@ -496,8 +496,3 @@ class PackedForward:
         # atomically on a CPU of several threads, `index_select` on a GPU.
         rows = nn.functional.embedding(predicting.to(hidden.device), hidden).to(self.device)
         return rows if torch.is_autocast_enabled(rows.device.type) else rows.to(self.head.weight.dtype)
-
-
-def _check_temperature(temperature: float) -> None:
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")

@@ -1,15 +1,10 @@
-"""Where a completion's text gives its final answer, as character intervals.
-
-Works on text alone. `spans.py` turns the interval into tokens; rewards read the answer from here. docs/spans.md shows
-the forms as a table.
-"""
+"""Find the final answer in a completion's text, as characters. docs/spans.md shows the forms as a table."""
 
 import re
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
-from ..solution_text import (
+from .patterns import (
     ANNOTATION,
     BLANK,
     CURRENCY,
@@ -21,12 +16,9 @@ from ..solution_text import (
     SENTENCE_END,
     Interval,
     sentence_intervals,
+    trimmed,
 )
-
-AnswerFormat = str | re.Pattern[str] | Callable[[str], Interval | None]
-"""A run's own form of answers, see `answer_text_span`."""
-
-FALLBACKS = (None, "last_number")
+from .rules import USUAL_ANSWERS, AnswerFormat, AnswerRules, answer_pattern
 
 
 class AnswerText(NamedTuple):
@@ -38,7 +30,7 @@ class AnswerText(NamedTuple):
 
 
 # --- Values: what an answer is made of --------------------------------------------------------------------------
-# As in `solution_text`, every repetition is bounded or cannot overlap itself: matching is linear in the text.
+# As in `patterns.py`, every repetition is bounded or cannot overlap itself: matching is linear in the text.
 
 _FILLERS = (
     "the|final|answer|is|option|about|approximately|roughly|around|exactly|precisely|only|just|simply|therefore|thus"
@@ -96,19 +88,14 @@ def _values_in(text: str, start: int, end: int) -> Iterator[Interval]:
 
 def _content(text: str, start: int, end: int) -> Interval | None:
     r"""What a box or a tag gives: one number without its units, else all that is not blanks or `\text`."""
-    start, end = _trimmed(text, start, end)
+    start, end = trimmed(text, start, end)
     value = _value_after(_LEAD_AND_VALUE, text, start, end)
     if value and _UNITS_ONLY.fullmatch(text, value[1], end):
         return value
     wholly = _WHOLLY_TEXT.fullmatch(text, start, end)
     if wholly and wholly[1].strip():
-        start, end = _trimmed(text, *wholly.span(1))
+        start, end = trimmed(text, *wholly.span(1))
     return (start, end) if start < end else None
-
-
-def _trimmed(text: str, start: int, end: int) -> Interval:
-    content = text[start:end]
-    return start + len(content) - len(content.lstrip()), end - len(content) + len(content.rstrip())
 
 
 # --- Thoughts ---------------------------------------------------------------------------------------------------
@@ -384,35 +371,8 @@ def _last_heading_answer(text: str) -> AnswerText | None:
 # --- A run's own form -----------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=64)
-def _compiled(pattern: str | re.Pattern[str]) -> tuple[re.Pattern[str], str | int]:
-    """The pattern and its group that holds the answer."""
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"answer_format: the pattern {pattern!r} does not compile: {error}") from error
-    if "answer" in compiled.groupindex:
-        return compiled, "answer"
-    if compiled.groups != 1:
-        raise ValueError(
-            f"answer_format: the pattern {compiled.pattern!r} must have one group, or one named 'answer', "
-            f"it has {compiled.groups}"
-        )
-    return compiled, 1
-
-
-def check_answer_options(answer_format: AnswerFormat | None, answer_fallback: str | None) -> None:
-    """Raise `TypeError` or `ValueError` naming the option, for what `locate_answer` cannot work with."""
-    if answer_fallback not in FALLBACKS:
-        raise ValueError(f"answer_fallback must be one of {FALLBACKS}, got {answer_fallback!r}")
-    if isinstance(answer_format, str | re.Pattern):
-        _compiled(answer_format)
-    elif answer_format is not None and not callable(answer_format):
-        raise TypeError(f"answer_format must be a pattern, a function or None, got {answer_format!r}")
-
-
 def _pattern_answer(text: str, pattern: str | re.Pattern[str]) -> AnswerText | None:
-    compiled, group = _compiled(pattern)
+    compiled, group = answer_pattern(pattern)
     found = [match for match in compiled.finditer(text) if match.start(group) < match.end(group)]
     return AnswerText(min(found[-1].start(), found[-1].start(group)), *found[-1].span(group)) if found else None
 
@@ -460,11 +420,9 @@ def _marker_start(text: str, marker: int) -> int:
     return window + len(head) + len(passed) - len(passed.lstrip())
 
 
-def locate_answer(
-    text: str, *, answer_format: AnswerFormat | None = None, answer_fallback: str | None = None
-) -> AnswerText | None:
-    """The answer as `answer_text_span` defines it, with where its marker begins; raises what that does."""
-    check_answer_options(answer_format, answer_fallback)
+def locate_answer(text: str, rules: AnswerRules = USUAL_ANSWERS) -> AnswerText | None:
+    """Find the answer as `answer_text_span` defines it, and where its marker begins; raises what that does."""
+    answer_format = rules.answer_format
     said = _spoken(text)
     if answer_format is None:
         boxed = _boxed_answer(said)
@@ -474,14 +432,14 @@ def locate_answer(
     else:
         answer = _function_answer(text, answer_format)
     if answer is None:
-        return _last_number(said) if answer_fallback == "last_number" else None
+        return _last_number(said) if rules.answer_fallback == "last_number" else None
     return answer._replace(marker=_marker_start(said, answer.marker))
 
 
 def answer_text_span(
     text: str, *, answer_format: AnswerFormat | None = None, answer_fallback: str | None = None
 ) -> Interval | None:
-    r"""Characters of the final answer in a completion's text, right or wrong; `None` where there is none.
+    r"""Find the final answer in a completion's text, right or wrong; `None` where there is none.
 
     In this order: after the last `####` that an answer follows (not a numbered heading, "#### 2. Add the tips"); else
     inside the non-empty balanced `\boxed{}` or `\fbox{}` that opens last, so of nested ones the inner; else after the
@@ -513,8 +471,6 @@ def answer_text_span(
     Raises:
         TypeError, ValueError: a pattern that does not compile or lacks its group, a function that returns anything
             else, an unknown fallback; names the option and the value.
-
-    Source: the settled rule on answer tokens in the method notes, item 1.
     """
-    answer = locate_answer(text, answer_format=answer_format, answer_fallback=answer_fallback)
+    answer = locate_answer(text, AnswerRules(answer_format, answer_fallback))
     return None if answer is None else (answer.start, answer.end)

@@ -1,43 +1,29 @@
-"""From sampled token ids to the answer and the reasoning spans of one completion.
+"""Find the answer and the reasoning spans of a completion, in sampled tokens.
 
-First stop after the rollouts: scoring masks the spans found here and asks how the answer's probability moves.
-Intervals of the text (`solution_text.py`) become whole sampled tokens (`token_offsets.py`).
+Intervals of the text (`answers.py`, the detectors of `rules.py`) become whole tokens (`offsets.py`).
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..solution_text import LETTER_OR_DIGIT, Interval, ranked_latex_intervals, ranked_math_intervals, sentence_intervals
 from ..span import Span
-from .answers import AnswerFormat, AnswerText, check_answer_options, locate_answer
+from .answers import AnswerText, locate_answer
 from .offsets import TokenOffsets, token_offsets
-from .python_code import ranked_python_intervals
-
-Detector = Callable[[str], Iterable[Interval]]
-RankedDetector = Callable[[str], Sequence[list[Interval]]]
-"""Intervals by rank, those of a rank wanted before those of the next."""
+from .patterns import LETTER_OR_DIGIT, Interval
+from .rules import USUAL_ANSWERS, USUAL_SPANS, AnswerFormat, AnswerRules, Detector, SpanRules
 
 
 class Reasoning(NamedTuple):
-    """What credit needs to know of one completion's text."""
+    """Answer and reasoning of one completion, in its tokens."""
 
     answer: Span | None
     end: int  # tokens of reasoning: up to the answer's marker, all of them where there is no answer
     spans: list[Span]
-
-
-DETECTORS: dict[str, RankedDetector] = {
-    "math": ranked_math_intervals,
-    "sentence": lambda text: (sentence_intervals(text),),
-    "latex": ranked_latex_intervals,
-    "python": ranked_python_intervals,
-}
-SELECTIONS: tuple[str, ...] = ("first", "longest", "even", "last")
 
 
 def find_answer(
@@ -61,9 +47,9 @@ def find_answer(
     Raises:
         TypeError, ValueError: as `token_offsets` and `answer_text_span`.
     """
+    rules = AnswerRules(answer_format, answer_fallback)
     offsets = token_offsets(token_ids, tokenizer)
-    located = locate_answer(offsets.text, answer_format=answer_format, answer_fallback=answer_fallback)
-    return _answer_tokens(offsets, located)
+    return _answer_tokens(offsets, locate_answer(offsets.text, rules))
 
 
 def detect_spans(
@@ -106,80 +92,50 @@ def detect_spans(
         ValueError: as `token_offsets`; an unknown `detector` or `selection`; `max_spans` below 1; an
             `answer` or an interval of the detector that is empty or outside the completion.
 
-    Source: "Beyond Uniform Credit", section 3; the settled rule on spans in the method notes, item 3.
+    Source: "Beyond Uniform Credit", section 3.
     """
-    find_intervals = checked_span_options(detector, max_spans, selection)
+    span_rules, answer_rules = SpanRules(detector, max_spans, selection), AnswerRules(answer_format, answer_fallback)
     offsets = token_offsets(token_ids, tokenizer)
-    located = locate_answer(offsets.text, answer_format=answer_format, answer_fallback=answer_fallback)
-    limit, token_limit = _reasoning_end(offsets, located, answer)
-    ranks = _checked_intervals(find_intervals, offsets.text[:limit])
-    return _chosen_spans(offsets, ranks, token_limit, max_spans, selection)
-
-
-def find_answers(
-    rows: Mapping[int, Sequence[int] | torch.Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    answer_format: AnswerFormat | None = None,
-    answer_fallback: str | None = None,
-) -> dict[int, Span | None]:
-    """`find_answer` of completions by row number. Raises as that does; errors name the row."""
-    located = _located_answers(rows, tokenizer, answer_format, answer_fallback)
-    return {row: _answer_tokens(offsets, answer) for row, (offsets, answer) in located.items()}
-
-
-def find_answers_and_spans(
-    rows: Mapping[int, Sequence[int] | torch.Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    detector: str | Detector = "math",
-    max_spans: int = 10,
-    selection: str = "first",
-    answer_format: AnswerFormat | None = None,
-    answer_fallback: str | None = None,
-) -> dict[int, tuple[Span | None, list[Span]]]:
-    """`find_answer`, and `detect_spans` where there is one, of completions by row number; as `find_reasoning`."""
-    found = find_reasoning(
-        rows, tokenizer, detector=detector, max_spans=max_spans, selection=selection, answer_format=answer_format,
-        answer_fallback=answer_fallback,
-    )  # fmt: skip
-    return {row: (reasoning.answer, reasoning.spans) for row, reasoning in found.items()}
+    limit, token_limit = _reasoning_end(offsets, locate_answer(offsets.text, answer_rules), answer)
+    return _chosen_spans(offsets, span_rules.ranked_intervals(offsets.text[:limit]), token_limit, span_rules)
 
 
 def find_reasoning(
     rows: Mapping[int, Sequence[int] | torch.Tensor],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    detector: str | Detector | None = "math",
-    max_spans: int = 10,
-    selection: str = "first",
+    spans: SpanRules | None = USUAL_SPANS,
+    answers: AnswerRules = USUAL_ANSWERS,
     unanswered: bool = False,
-    answer_format: AnswerFormat | None = None,
-    answer_fallback: str | None = None,
 ) -> dict[int, Reasoning]:
-    """Answer, end of the reasoning and spans of completions by row number, each decoded once.
+    """Find answer, end of the reasoning and spans of completions by row number, each decoded once.
 
     Step by step over all rows, which is a fifth quicker than row by row. Raises as `find_answer` and `detect_spans`;
     errors about ids, the answer's format and the detector's intervals name the row.
 
     Args:
-        rows, tokenizer, max_spans, selection, answer_format, answer_fallback: as there.
-        detector: as in `detect_spans`; None looks for no spans.
+        rows: (T_b,) sampled ids by row number.
+        tokenizer: a transformers tokenizer.
+        spans: what counts as a span; None looks for no spans.
+        answers: what counts as the answer.
         unanswered: also look for spans where there is no answer.
     """
-    find_intervals = None if detector is None else checked_span_options(detector, max_spans, selection)
-    located = _located_answers(rows, tokenizer, answer_format, answer_fallback)
-    answers = {row: _answer_tokens(offsets, answer) for row, (offsets, answer) in located.items()}
-    ends = {row: _reasoning_end(*located[row], answer) for row, answer in answers.items()}
-    ranks = {}
-    for row, (limit, _) in ends.items():
-        if find_intervals is not None and (unanswered or answers[row]):
+    offsets, located = dict[int, TokenOffsets](), dict[int, AnswerText | None]()
+    for row, token_ids in rows.items():
+        with _naming(row):
+            offsets[row] = token_offsets(token_ids, tokenizer)
+    for row, found in offsets.items():
+        with _naming(row):
+            located[row] = locate_answer(found.text, answers)
+    tokens = {row: _answer_tokens(offsets[row], answer) for row, answer in located.items()}
+    ends = {row: _reasoning_end(offsets[row], located[row], answer) for row, answer in tokens.items()}
+    chosen: dict[int, list[Span]] = {row: [] for row in rows}
+    for row, (limit, token_limit) in ends.items():
+        if spans is not None and (unanswered or tokens[row]):
             with _naming(row):
-                ranks[row] = _checked_intervals(find_intervals, located[row][0].text[:limit])
-    spans = {
-        row: _chosen_spans(located[row][0], found, ends[row][1], max_spans, selection) for row, found in ranks.items()
-    }
-    return {row: Reasoning(answer, ends[row][1], spans.get(row, [])) for row, answer in answers.items()}
+                ranks = spans.ranked_intervals(offsets[row].text[:limit])
+            chosen[row] = _chosen_spans(offsets[row], ranks, token_limit, spans)
+    return {row: Reasoning(answer, ends[row][1], chosen[row]) for row, answer in tokens.items()}
 
 
 @contextmanager
@@ -190,51 +146,8 @@ def _naming(row: int) -> Iterator[None]:
         raise type(error)(f"row {row}: {error}") from error
 
 
-def _located_answers(
-    rows: Mapping[int, Sequence[int] | torch.Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-    answer_format: AnswerFormat | None,
-    answer_fallback: str | None,
-) -> dict[int, tuple[TokenOffsets, AnswerText | None]]:
-    check_answer_options(answer_format, answer_fallback)
-    offsets, located = {}, {}
-    for row, token_ids in rows.items():
-        with _naming(row):
-            offsets[row] = token_offsets(token_ids, tokenizer)
-    for row, found in offsets.items():
-        with _naming(row):
-            located[row] = (
-                found,
-                locate_answer(found.text, answer_format=answer_format, answer_fallback=answer_fallback),
-            )
-    return located
-
-
 def _answer_tokens(offsets: TokenOffsets, located: AnswerText | None) -> Span | None:
     return None if located is None else Span(*offsets.tokens([(located.start, located.end)])[0])
-
-
-def checked_span_options(detector: str | Detector, max_spans: int, selection: str) -> RankedDetector:
-    """What finds the intervals, ranked; raises `TypeError` or `ValueError` that names a bad option."""
-    find_intervals = _resolve_detector(detector)
-    if selection not in SELECTIONS:
-        raise ValueError(f"selection must be one of {', '.join(SELECTIONS)}, got {selection!r}")
-    if isinstance(max_spans, bool) or not isinstance(max_spans, int):
-        raise TypeError(f"max_spans must be an integer, got {max_spans!r}")
-    if max_spans < 1:
-        raise ValueError(f"max_spans must be at least 1, got {max_spans}")
-    return find_intervals
-
-
-def _resolve_detector(detector: str | Detector) -> RankedDetector:
-    if callable(detector):
-        find_intervals = detector
-        return lambda text: (list(find_intervals(text)),)
-    if not isinstance(detector, str):
-        raise TypeError(f"detector must be a name or a function, got {detector!r}")
-    if detector not in DETECTORS:
-        raise ValueError(f"detector must be a function or one of {', '.join(DETECTORS)}, got {detector!r}")
-    return DETECTORS[detector]
 
 
 def _reasoning_end(offsets: TokenOffsets, located: AnswerText | None, answer: Span | None) -> tuple[int, int]:
@@ -255,39 +168,29 @@ def _reasoning_end(offsets: TokenOffsets, located: AnswerText | None, answer: Sp
     return limit, token_limit
 
 
-def _checked_intervals(find_intervals: RankedDetector, text: str) -> Sequence[list[Interval]]:
-    ranks = find_intervals(text)
-    for index, (start, end) in enumerate(itertools.chain.from_iterable(ranks)):
-        if not 0 <= start < end <= len(text):
-            raise ValueError(
-                f"detector's interval {index} is [{start}, {end}): empty, reversed or outside the {len(text)} "
-                "characters of reasoning"
-            )
-    return ranks
-
-
 def _chosen_spans(
-    offsets: TokenOffsets, ranks: Sequence[list[Interval]], token_limit: int, max_spans: int, selection: str
+    offsets: TokenOffsets, ranks: Sequence[list[Interval]], token_limit: int, rules: SpanRules
 ) -> list[Span]:
     found = _disjoint_spans(offsets, ranks, token_limit)
+    selection = rules.selection
     if selection in ("first", "longest"):
         spans = [span for rank in found for span in rank]
         if selection == "longest":
             spans.sort(key=lambda span: (span.start - span.end, span.start))
-        return sorted(spans[:max_spans])
+        return sorted(spans[: rules.max_spans])
     spans = []
     for rank in found:
-        room = min(max_spans - len(spans), len(rank))
+        count = min(rules.max_spans - len(spans), len(rank))
         rank.sort()
-        spans += rank[len(rank) - room :] if selection == "last" else [rank[i] for i in _spread(len(rank), room)]
+        spans += rank[len(rank) - count :] if selection == "last" else [rank[i] for i in _spread(len(rank), count)]
     return sorted(spans)
 
 
-def _spread(count: int, room: int) -> list[int]:
-    """`room` of `count` places at even distances, the first and the last included; the middle one if one is asked."""
-    if room < 2:
-        return [count // 2] * room
-    return [round(i * (count - 1) / (room - 1)) for i in range(room)]
+def _spread(places: int, count: int) -> list[int]:
+    """Choose `count` of so many places at even distances, the first and the last included; of one place, the middle."""
+    if count < 2:
+        return [places // 2] * count
+    return [round(i * (places - 1) / (count - 1)) for i in range(count)]
 
 
 def _disjoint_spans(offsets: TokenOffsets, ranks: Sequence[list[Interval]], token_limit: int) -> list[list[Span]]:

@@ -1,4 +1,4 @@
-"""From sampled token ids to text, and to the characters of it that each token spells.
+"""Decode sampled token ids, and find the characters that each token spells.
 
 Positions come from the sampled ids themselves; nothing is ever tokenised again.
 """
@@ -328,7 +328,5 @@ def token_offsets(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrained
     Raises:
         TypeError: ids that are no integers.
         ValueError: ids that are not 1-D, or outside the tokenizer's vocabulary.
-
-    Source: the settled rule on token boundaries in the method notes, item 2.
     """
     return _vocabulary(tokenizer).offsets(_as_ids(token_ids), tokenizer)

@@ -1,8 +1,4 @@
-"""What a completion that holds a Python program is made of, as character intervals: statements and comments.
-
-Works on text alone, like `solution_text.py`; `spans.py` turns intervals into tokens. The parser that reads a program is
-that of the running Python.
-"""
+"""Find the statements and comments of a Python program in a text. The parser is that of the running Python."""
 
 import ast
 import bisect
@@ -14,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..solution_text import LETTER_OR_DIGIT, Interval
+from .patterns import LETTER_OR_DIGIT, Interval
 
 _FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<info>[^`\n]*)$", re.MULTILINE)
 _PYTHON_INFO = re.compile(r"\{?\s*\.?(?:python|py)(?:3(?:\.\d+)?)?(?![\w.+-])", re.IGNORECASE)
@@ -30,7 +26,7 @@ _UNREADABLE = (SyntaxError, ValueError, MemoryError, RecursionError, tokenize.To
 
 
 def ranked_python_intervals(text: str) -> tuple[list[Interval], list[Interval]]:
-    """The detector "python": statements of a program, and its comments and docstrings, each in order of position.
+    """Find the statements of a program, and its comments and docstrings, each in order of position.
 
     The program is the text's first block fenced as Python; without one, the first fenced block that names no language
     and parses; without any fence, the whole text if it parses. Nothing outside it is a unit.

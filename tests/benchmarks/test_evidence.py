@@ -29,8 +29,7 @@ from benchmarks.harness.ledger import Ledger
 from benchmarks.harness.tables import table
 from tests.support.sources import SOURCE
 from trainer.analyze.statistics import bootstrap_interval
-from trainer.config import WarmupConfig
-from trainer.embedded.warmup import small_model, train_tokenizer
+from trainer.embedded.warmup import WarmupConfig, small_model, train_tokenizer
 from trainer.numbers import final_number
 
 pytestmark = pytest.mark.slow

@@ -51,6 +51,7 @@ TABLE = """| method | direct | more |
         ("| CF | 0.89 (0.85 to 0.92) |", "| CF | 0.87 |", ["line 11: 0.87"]),
         ("([table](benchmarks/results/a.md))", "", ["line 7: 0.89 (0.85 to 0.92)", "line 7: 40"]),
         ("`0.5`", "0.5", ["line 3: 0.5"]),
+        ("`0.5`", "`7. (4.00)`", []),
         (" (Pan et al.)", "", ["line 3: +1.4"]),
         # Each is in the file, but not in the rows of one method.
         ("| CF | 0.89 (0.85 to 0.92) |", "| CF | 0.89 (0.85 to 0.92), 1.06 |", ["line 11: no one row of a.md has"]),

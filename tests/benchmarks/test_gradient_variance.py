@@ -8,9 +8,8 @@ import pytest
 from benchmarks.evidence.ablation import PLAIN
 from benchmarks.evidence.gradient_variance import Settings, _gradient, markdown, products, relative, run, scatter
 from benchmarks.harness.ledger import Ledger
-from tests.support.embedded import SMALL, settings
+from tests.support.embedded import EVEN, SMALL, settings
 from tests.support.sources import SOURCE
-from tests.trainer.experimental.test_compare_and_correct import EVEN
 from trainer.run import set_up
 
 pytestmark = pytest.mark.slow

@@ -40,12 +40,12 @@ class Scored:
 def scored(monkeypatch):
     """A stand-in for detection, and an access that scores without a model."""
 
-    def find_reasoning(rows, tokenizer, *, detector, **options):
+    def find_reasoning(rows, tokenizer, *, spans, **options):
         found = {}
         for b, ids in rows.items():
             answer = Span(len(ids) - 1, len(ids)) if len(ids) > 3 else None
-            spans = [Span(0, 1), Span(1, 2)] if answer and detector else []
-            found[b] = Reasoning(answer, len(ids) - 1 if answer else len(ids), spans)
+            found_spans = [Span(0, 1), Span(1, 2)] if answer and spans else []
+            found[b] = Reasoning(answer, len(ids) - 1 if answer else len(ids), found_spans)
         return found
 
     monkeypatch.setattr(assign, "find_reasoning", find_reasoning)

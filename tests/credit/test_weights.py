@@ -112,8 +112,11 @@ def test_only_the_order_and_spacing_of_drops_matter(drop, factor, shift):
         ({"w_min": 5.0}, "w_min must not exceed w_max, got 5.0 and 4.0"),
         ({"drop": DROP[:2]}, r"drop must hold one value per span: got shape \(2,\) for 3 spans"),
         ({"drop": torch.tensor([0.0, float("nan"), 1.0])}, "drop, span 1: must be finite, got nan"),
-        ({"spans": [Span(0, 1), Span(3, 3), Span(4, 5)]}, r"spans, span 1: \(3, 3\) is not inside a completion of 11"),
-        ({"answer": Span(9, 12)}, r"answer: \(9, 12\) is not inside"),
+        (
+            {"spans": [Span(0, 1), Span(3, 3), Span(4, 5)]},
+            r"spans, span 1: \(3, 3\) is not a non-empty span inside a completion of 11",
+        ),
+        ({"answer": Span(9, 12)}, r"answer: \(9, 12\) is not a non-empty span inside"),
         ({**NOTHING_LEFT, "normalize": "mean"}, "needs a weight above 0"),
     ],
 )  # fmt: skip

@@ -177,23 +177,6 @@ def test_ktae_passes_over_ignored_ids() -> None:
     assert without[0].tolist() == [plain[0][0].item(), 0]
 
 
-def test_term_frequencies_saturate_a_token_of_one_class_and_weigh_one_of_both() -> None:
-    texts, correct = ["gxxx", "bx"], torch.tensor([True, False])
-    values = ktae_values([ids(t) for t in texts], torch.tensor([0, 0]), correct, frequencies=True, top=2.0)
-    assert values[0][0] == pytest.approx(2.0)
-    assert values[1][0] == pytest.approx(-2.0)
-
-    # "x" is in every completion: p = 1, no information, and no ratio can change that.
-    assert values[0][1] == values[1][1] == 0
-    three = ktae_values([ids("x"), ids("xyyy"), ids("y")], torch.zeros(3, dtype=torch.int64),
-                        torch.tensor([True, True, False]), frequencies=True)  # fmt: skip
-    f_right, f_wrong = ((s := 3 / 5) * 3 / (s + 2 * (0.5 + 0.5 * 5 / 3))), (1 * 3 / (1 + 2 * (0.5 + 0.5 * 1 / 3)))
-    h = math.asin(math.sqrt(1 / 2)) - math.pi / 2 + f_right / (f_wrong + 1e-5) - f_wrong / (f_right + 1e-5)
-    gain = math.log2(3) - 2 / 3 - 2 / 3  # H(1/3) - 2/3 H(1/2)
-    x = 2 * gain * h / 3  # p = 1
-    assert three[1][1].item() == pytest.approx(math.tanh(x / 2), rel=1e-5)
-
-
 # Edits
 
 

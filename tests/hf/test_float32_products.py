@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cfa_kernels import linear_logprob, linear_policy_loss
-from cfa_kernels.hf import verify as proof
+from cfa_kernels.hf import verify
 from cfa_kernels.ops import head_matmul
 from cfa_kernels.ops.matmul import ieee_products
 from tests.support.models import make_model
@@ -93,28 +93,26 @@ def test_a_model_is_proven_where_tf32_is_allowed(way):
     WAYS[way]()
     before = settings()
     with LikeTensorCores():
-        proof.prove_supported(model)
-        assert proof.noise_floor(model) > proof.FLOAT32_NOISE
+        verify.prove_supported(model)
+        assert verify.noise_floor(model) > verify.FLOAT32_NOISE
         assert settings() == before
         model.forward = None  # not callable
         with pytest.raises(TypeError):
-            proof.prove_supported(model)
+            verify.prove_supported(model)
     assert settings() == before
 
 
-def test_the_policy_loss_follows_tf32_and_linear_logprob_does_not(monkeypatch):
+def test_the_policy_loss_follows_tf32_and_linear_logprob_does_not(monkeypatch, device):
     multiply = head_matmul.multiply
     monkeypatch.setattr(
         head_matmul, "multiply", lambda left, right, out, **o: multiply(to_tf32(left), to_tf32(right), out, **o)
     )
     generator = torch.Generator().manual_seed(0)
     hidden, head = torch.randn(4, 32, generator=generator), 0.5 * torch.randn(50, 32, generator=generator)
-    targets = torch.arange(4)
+    hidden, head, targets, ones = (x.to(device) for x in (hidden, head, torch.arange(4), torch.ones(1, 4)))
 
     def both() -> tuple[torch.Tensor, torch.Tensor]:
-        loss = linear_policy_loss(
-            hidden[None], head, targets[None], None, torch.ones(1), torch.ones(1, 4), return_logprobs=True
-        )
+        loss = linear_policy_loss(hidden[None], head, targets[None], None, ones[0, :1], ones, return_logprobs=True)
         return loss[2][0], linear_logprob(hidden, head, targets, backend="triton")
 
     exact, plain = both()

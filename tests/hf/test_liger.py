@@ -14,10 +14,12 @@ from cfa_kernels import packed_logprobs, score_counterfactuals
 from cfa_kernels.hf.liger import fused_modules, keep_own_modules, keeps_own_modules
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.verify import prove_head
-from cfa_kernels.scoring import training_forward as packed_loss
+from cfa_kernels.scoring import training_forward
 from cfa_kernels.span import Span
 from tests.support.liger import liger_runs
 from tests.support.models import PLACEHOLDER, assert_equals_naive, make_model, tokens
+
+pytestmark = pytest.mark.slow
 
 SMALL = ([tokens(4)[0]] * 2, tokens(7, 6, seed=1), [[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
 FORWARD = {"_rms_norm_forward_kernel", "_triton_rope"}
@@ -69,7 +71,7 @@ def gradients(model):
 
 @pytest.mark.parametrize("checkpointing", [{}, {"use_reentrant": False}, {"use_reentrant": True}])
 def test_adapters_train_through_fused_modules_also_where_layers_run_again_in_the_backward(checkpointing, monkeypatch):
-    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    monkeypatch.setattr(training_forward, "prove_trainable", prove_head)
     own, model = adapted(), adapted(**checkpointing)
     keep_own_modules(causal_lm(own))
     expected = gradients(own)
@@ -93,7 +95,7 @@ def two_backwards(model):
 
 
 def test_a_second_backward_over_activations_that_the_first_has_overwritten_is_refused(monkeypatch):
-    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    monkeypatch.setattr(training_forward, "prove_trainable", prove_head)
     model = small_model().train()
     with (
         liger_runs(),
@@ -107,7 +109,7 @@ def test_a_second_backward_over_activations_that_the_first_has_overwritten_is_re
 
 @pytest.mark.parametrize("case", ["no gate is exchanged", "layers run again"])
 def test_a_second_backward_is_taken_where_nothing_is_overwritten(case, monkeypatch):
-    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    monkeypatch.setattr(training_forward, "prove_trainable", prove_head)
     model = small_model().train()
     if case == "no gate is exchanged":
         monkeypatch.setattr("cfa_kernels.fused_modules._FILES", ("liger_kernel.transformers.rms_norm",))
@@ -121,10 +123,10 @@ def test_a_second_backward_is_taken_where_nothing_is_overwritten(case, monkeypat
 
 
 def test_gradients_at_the_hidden_states_are_no_backward_through_the_modules(monkeypatch):
-    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    monkeypatch.setattr(training_forward, "prove_trainable", prove_head)
     model = small_model().train()
     with liger_runs():
-        forward = packed_loss.packed_forward(model, *SMALL[:2])
+        forward = training_forward.packed_forward(model, *SMALL[:2])
         loss = sum(row.sum() for row in forward.logprobs())
         for _ in range(2):
             torch.autograd.grad(loss, forward.fed[0].hidden, retain_graph=True)

@@ -6,30 +6,37 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import hf, scoring
-from cfa_kernels.estimators import gradient as gradient_saliency
-from cfa_kernels.estimators import resampling as interventions
-from cfa_kernels.estimators.gradient import gradient_saliency as saliency
+from cfa_kernels.estimators import gradient, resampling
 from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
 from cfa_kernels.estimators.resampling import resampled_fills
-from cfa_kernels.hf import memory
-from cfa_kernels.hf import tree_forward as packed_model
+from cfa_kernels.hf import limits, memory, tree_forward
 from cfa_kernels.hf.memory import columns_at_once, halves, rows_at_once, run_in_memory
 from cfa_kernels.hf.verify import prove_head, prove_supported
-from cfa_kernels.scoring import training_forward as packed_loss
+from cfa_kernels.scoring import masked, training_forward
+from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.scoring.training_forward import packed_forward
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, batch, make_model, tokens
+from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, tokens
 
 
-def masked(score, **options):
+def drops(score, **options):
     return lambda model, *data: score(model, *data, **options).drop
 
 
-def filled(model, prompts, completions, spans, _):
-    fills = resampled_fills(model, prompts, completions, spans, seed=0).tokens
-    return [torch.cat([*row, torch.zeros(0)]) for row in fills]
+def importances(estimate, **options):
+    """Of an estimator, or the drops that a way of masking gives, in its batch's order."""
+
+    def values(model, *data):
+        found = estimate(InProcess(model), batch_of(model, *data), **options)
+        return getattr(found, "values", None) or found.drop
+
+    return values
+
+
+def filled(model, *data):
+    fills, _ = resampled_fills(InProcess(model), batch_of(model, *data), seed=0)
+    return [torch.cat([*map(torch.from_numpy, row), torch.zeros(0)]) for row in fills]
 
 
 def continued(model, prompts, completions, spans, answers):
@@ -39,12 +46,12 @@ def continued(model, prompts, completions, spans, answers):
 
 
 CALLS = {
-    "exact": masked(score_counterfactuals, placeholder_id=PLACEHOLDER),
+    "exact": drops(score_counterfactuals, placeholder_id=PLACEHOLDER),
     "continued": continued,
-    "short branches": masked(short_branches, placeholder_id=PLACEHOLDER, outcome="mean"),
-    "knockout": masked(answer_knockout, outcome="last"),
+    "short branches": importances(short_branches, outcome="mean"),
+    "knockout": importances(answer_knockout, outcome="last"),
     "fills": filled,
-    "gradient": lambda *call: saliency(*call, samples=2, sigma=0.01)[0],
+    "gradient": importances(gradient.gradient_saliency, samples=2, sigma=0.01),
 }
 
 
@@ -58,7 +65,7 @@ def model():
 @pytest.fixture
 def device(monkeypatch):
     """A function that says when a forward, by its number and rows, runs out of memory; it gives their sizes."""
-    forward, sizes = packed_model.packed_hidden, []
+    forward, sizes = tree_forward.packed_hidden, []
 
     def limit(fails):
         def small_device(model, pack, **options):
@@ -67,7 +74,7 @@ def device(monkeypatch):
                 raise torch.OutOfMemoryError("pretend")
             return forward(model, pack, **options)
 
-        for module in (packed_model, scoring, interventions, gradient_saliency):
+        for module in (tree_forward, masked, resampling, gradient):
             monkeypatch.setattr(module, "packed_hidden", small_device)
         return sizes
 
@@ -181,7 +188,7 @@ def test_strips_of_logits_stay_within_what_may_exist_at_once():
 @pytest.mark.parametrize("adapted", [False, True])
 def test_what_a_training_forward_keeps_is_estimated_within_its_measure_and_a_third_more(adapted, monkeypatch):
     """Halves, as on a GPU, where PEFT's own layers copy their inputs to the float32 of the adapters."""
-    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    monkeypatch.setattr(training_forward, "prove_trainable", prove_head)
     (prompt,), (completion,) = tokens(8), tokens(93, seed=1)
 
     def made(layers):
@@ -206,7 +213,7 @@ def test_what_a_training_forward_keeps_is_estimated_within_its_measure_and_a_thi
         return sum(size for size, _ in kept.values()) / forward.tokens_fed
 
     one, two = made(1), made(2)
-    estimate = hf.kept_per_row(two) - hf.kept_per_row(one)
+    estimate = limits.kept_per_row(two) - limits.kept_per_row(one)
     found = measured(two) - measured(one)
     assert found <= estimate <= 4 / 3 * found
-    assert hf.kept_per_row(two, fused=True) < hf.kept_per_row(two)
+    assert limits.kept_per_row(two, fused=True) < limits.kept_per_row(two)

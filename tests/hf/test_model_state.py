@@ -9,7 +9,7 @@ from cfa_kernels.hf.model_state import ModelState
 from cfa_kernels.hf.verify import prove_head
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.packing.prefix_tree import Query
-from cfa_kernels.scoring import training_forward as packed_loss
+from cfa_kernels.scoring import training_forward
 from cfa_kernels.scoring.training_forward import packed_forward
 from cfa_kernels.span import Span
 from tests.support.models import PLACEHOLDER, make_model, tokens
@@ -21,7 +21,7 @@ ASKED = ([[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
 @pytest.fixture(autouse=True)
 def without_proofs(monkeypatch):
     """Of models that other tests prove."""
-    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    monkeypatch.setattr(training_forward, "prove_trainable", prove_head)
 
 
 def small_model(**changes):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels.hf import verify as proof
+from cfa_kernels.hf import verify
 from cfa_kernels.hf.verify import FLOAT32_NOISE, noise_floor
 from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
@@ -59,7 +59,7 @@ def test_noise_is_measured_once_for_each_arithmetic_and_leaves_adapters_and_mode
 
 def test_noise_of_layers_that_cannot_run_in_float32_is_measured_in_their_own_dtype():
     model = make_model("Qwen3").bfloat16()
-    proof.prove_supported(model)
+    verify.prove_supported(model)
 
     def halves_only(module, args):
         if args[0].dtype != torch.bfloat16:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from cfa_kernels import packed_logprobs
-from tests.hf.test_verify import HYBRIDS
-from tests.support.models import make_model, tokens
+from tests.support.models import HYBRIDS, make_model, tokens
 
 PROMPT, OTHER, LONG, MORE, LESS = tokens(5, 1, 7, 5, 3, seed=5)
 END, LAST = tokens(1, 1, seed=6)

@@ -8,25 +8,25 @@ import torch
 import transformers
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
-from cfa_kernels import hf
-from cfa_kernels.hf import tree_forward as packed_model
-from cfa_kernels.hf import verify as proof
+from cfa_kernels.hf import limits, tree_forward, verify
 from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
-from tests.support.models import MOE, PLACEHOLDER, VOCAB, assert_equals_naive, batch, make_model, tokens
+from tests.support.models import (
+    HYBRIDS,
+    LONGROPE,
+    MASKED,
+    OTHERS,
+    PLACEHOLDER,
+    VOCAB,
+    assert_equals_naive,
+    batch,
+    make_model,
+    tokens,
+)
 
 
 def score(model, data=None):
     return score_counterfactuals(model, *(data or batch()), placeholder_id=PLACEHOLDER)
-
-
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 8,
-    "long_factor": [4.0] * 8,
-    "original_max_position_embeddings": 32,
-}
 
 
 @pytest.mark.parametrize("budget", [None, 1])
@@ -55,7 +55,7 @@ def test_a_forward_in_which_a_rows_place_would_matter_is_kept_small_or_refused()
     """Llama 4 scales queries by the place of their row, in steps of `floor_scale`."""
     model = make_model("Llama4Text", **MASKED["Llama4Text"] | {"floor_scale": 100, "attn_temperature_tuning": True})
     model.set_attn_implementation("eager")
-    assert hf.default_token_budget(model) == 99
+    assert limits.default_token_budget(model) == 99
     data = [list(column) for column in batch()]
     assert_equals_naive(score(model, data), model, *data)
     data[1][1] = torch.cat([data[1][1]] * 4)
@@ -79,21 +79,10 @@ def test_dynamic_rotary_frequencies_are_refused_by_row_beyond_their_length_and_e
 
 def test_a_padded_batch_that_may_cross_a_switch_of_rotary_frequencies_is_refused():
     model = make_model("Phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32)
-    hf.refuse_length_dependent_rope(model, 32)
+    limits.refuse_length_dependent_rope(model, 32)
     with pytest.raises(NotImplementedError, match=r"Phi3ForCausalLM .* longer than 32 tokens, and rows may reach 33"):
-        hf.refuse_length_dependent_rope(model, 33)
-    hf.refuse_length_dependent_rope(make_model("Qwen3"), 10_000)
-
-
-MASKED = {
-    "Qwen2Moe": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3, **MOE},
-    "Phimoe": {"sliding_window": 9, "num_local_experts": 4},
-    "Llama4Text": {
-        "head_dim": 16, "attention_chunk_size": 8, "num_hidden_layers": 4, "num_local_experts": 2,
-        "intermediate_size_mlp": 64,
-    },
-    "Exaone4": {"head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 2},
-}  # fmt: skip
+        limits.refuse_length_dependent_rope(model, 33)
+    limits.refuse_length_dependent_rope(make_model("Qwen3"), 10_000)
 
 
 @pytest.mark.parametrize("name", MASKED)
@@ -103,40 +92,11 @@ def test_windows_and_chunks_that_only_the_mask_knows_of_are_scored_exactly(name)
     assert_equals_naive(score(model), model, *batch())
 
 
-MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-OTHERS = {
-    "StableLm": {"hidden_size": 64},
-    "Nemotron": {},
-    "GptOss": {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 9},
-    "DeepseekV3": {
-        **MLA, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-    },
-    "MiniCPM3": {**MLA, "num_key_value_heads": 4, "dim_model_base": 16},
-    "HyperCLOVAX": {"logits_scaling": 1.5, "head_dim": 16},
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", OTHERS)
 def test_sinks_latent_attention_and_scaled_heads_are_scored_exactly(name):
     model = make_model(name, **OTHERS[name])
     model.set_attn_implementation("eager")
     assert_equals_naive(score(model), model, *batch())
-
-
-DELTA = {
-    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "num_hidden_layers": 4, "head_dim": 16,
-}  # fmt: skip
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-HYBRIDS = {
-    "Qwen3Next": {**DELTA, **MOE, "shared_expert_intermediate_size": 16},
-    "Qwen3_5Text": DELTA,
-    "Mamba2": {"state_size": 8, "head_dim": 16, "num_heads": 8, "n_groups": 1, "chunk_size": 8},
-    "Bamba": {"attn_layer_indices": [1], **MAMBA},
-    "FalconH1": {"mamba_d_ssm": 128, "lm_head_multiplier": 0.3, "head_dim": 16, "num_hidden_layers": 2, **MAMBA},
-    "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
-}
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -162,7 +122,7 @@ def scaled(model, factor):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("use", [proof.prove_head, proof.prove_supported])
+@pytest.mark.parametrize("use", [verify.prove_head, verify.prove_supported])
 def test_logits_changed_after_the_head_are_refused_in_every_dtype(dtype, use):
     use(make_model("Qwen3").to(dtype))
     with pytest.raises(
@@ -181,11 +141,11 @@ def uncapped(model):
 
 def test_a_cap_changed_after_a_proof_is_read_anew():
     model = make_model("Gemma2", final_logit_softcapping=30.0)
-    assert proof.prove_head(model).softcap == 30.0
+    assert verify.prove_head(model).softcap == 30.0
     capped(model)
-    assert proof.prove_head(model).softcap == 3.0
+    assert verify.prove_head(model).softcap == 3.0
     uncapped(model)
-    assert proof.prove_head(model).softcap is None
+    assert verify.prove_head(model).softcap is None
 
 
 def rescaled(model):
@@ -207,16 +167,16 @@ CHANGES = {"scale": rescaled, "hook": hooked, "forward": lambda model: scaled(mo
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_changed_after_its_proof_is_proven_again(change):
     model = make_model("Cohere")
-    proof.prove_supported(model)
+    verify.prove_supported(model)
     CHANGES[change](model)
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="model: "):
-            proof.prove_supported(model)
+            verify.prove_supported(model)
 
 
 def test_a_forward_exchanged_in_the_models_class_is_noticed(monkeypatch):
     model = make_model("Qwen3")
-    proof.prove_head(model)
+    verify.prove_head(model)
     own = type(model).forward
 
     def louder(self, *args, **kwargs):
@@ -226,7 +186,7 @@ def test_a_forward_exchanged_in_the_models_class_is_noticed(monkeypatch):
 
     monkeypatch.setattr(type(model), "forward", louder)
     with pytest.raises(NotImplementedError, match="logits of Qwen3ForCausalLM are not its head's"):
-        proof.prove_head(model)
+        verify.prove_head(model)
 
 
 def test_a_proof_is_kept_while_nothing_changes_by_one_walk_over_the_modules(monkeypatch):
@@ -236,8 +196,8 @@ def test_a_proof_is_kept_while_nothing_changes_by_one_walk_over_the_modules(monk
         return model.get_input_embeddings().register_forward_hook(lambda _, args, out: None)
 
     hook = watched()
-    proof.prove_head(model)
-    monkeypatch.setattr(proof, "_measured", None)
+    verify.prove_head(model)
+    monkeypatch.setattr(verify, "_measured", None)
     walks, walk = [], type(model).named_modules
 
     def counted(self, *args, **kwargs):
@@ -247,7 +207,7 @@ def test_a_proof_is_kept_while_nothing_changes_by_one_walk_over_the_modules(monk
     monkeypatch.setattr(type(model), "named_modules", counted)
     hook.remove()
     hook = watched()
-    proof.prove_head(model)
+    verify.prove_head(model)
     assert len(walks) == 1
 
 
@@ -262,7 +222,7 @@ def test_a_head_of_another_width_than_its_body_is_refused_in_one_line():
 
 @pytest.mark.parametrize("cap", [None, 30.0])
 def test_a_cap_is_found_before_training_has_made_the_logits_large_enough_to_show_it(cap):
-    head = proof.prove_head(make_model("Gemma2", initializer_range=0.001, final_logit_softcapping=cap))
+    head = verify.prove_head(make_model("Gemma2", initializer_range=0.001, final_logit_softcapping=cap))
     assert head.softcap == cap
     assert head.logit_scale == 1.0
 
@@ -280,14 +240,14 @@ def test_a_layer_that_looks_at_other_tokens_without_attention_is_refused(dtype):
             return self.inner(x + 0.05 * x.roll(1, dims=1))
 
     model.model.layers[1].mlp = ShiftsALittle(model.model.layers[1].mlp)
-    proof.prove_head(model)
+    verify.prove_head(model)
     with pytest.raises(NotImplementedError, match="Qwen3ForCausalLM does not compute the same in a packed tree"):
-        proof.prove_supported(model)
+        verify.prove_supported(model)
 
 
 def test_right_models_in_low_precision_pass_the_proof():
     for name in ("Qwen2", "Gemma2", "Granite", "Cohere", "Qwen3Moe"):
-        head = proof.prove_supported(make_model(name, initializer_range=0.3).bfloat16())
+        head = verify.prove_supported(make_model(name, initializer_range=0.3).bfloat16())
         assert head.weight.dtype == torch.bfloat16
 
 
@@ -338,7 +298,7 @@ def test_an_adapter_in_the_body_that_starts_as_the_identity_is_proven_as_it_may_
     model = make_model("Qwen3")
     model.model.layers[0].mlp = OnlyFirstTokens(model.model.layers[0].mlp)
     with pytest.raises(NotImplementedError, match="does not compute the same in a packed tree"):
-        proof.prove_supported(model)
+        verify.prove_supported(model)
 
 
 @pytest.mark.parametrize("kind", ["loha", "ia3", "lora", "oft"])
@@ -404,12 +364,12 @@ def test_a_model_is_refused_also_while_it_is_so_little_trained_that_its_tokens_h
     with torch.no_grad():
         model.lm_head.weight.mul_(scale)
     with pytest.raises(NotImplementedError, match="MambaForCausalLM does not compute the same"):
-        proof.prove_supported(model)
+        verify.prove_supported(model)
 
 
 def test_the_head_of_a_model_that_cannot_be_scored_can_still_be_proven():
     config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_heads=4)
-    head = proof.prove_head(transformers.MambaForCausalLM(config))
+    head = verify.prove_head(transformers.MambaForCausalLM(config))
     assert head.weight.shape == (VOCAB, 32)
 
 
@@ -422,7 +382,7 @@ def test_a_model_that_emits_nan_is_no_unsupported_model():
 
 
 def visibility(function, size):
-    return packed_model.read_visibility(function, size)
+    return tree_forward.read_visibility(function, size)
 
 
 def test_masks_are_read_from_the_function_that_builds_them():
@@ -430,11 +390,11 @@ def test_masks_are_read_from_the_function_that_builds_them():
         return k <= q
 
     for size in (4, 9, 4096):
-        assert visibility(causal, size) == packed_model.Visibility()
+        assert visibility(causal, size) == tree_forward.Visibility()
         window = functools.partial(lambda n, b, h, q, k: (k <= q) & (q - k < n), size)
-        assert visibility(window, size) == packed_model.Visibility(sliding_window=size)
+        assert visibility(window, size) == tree_forward.Visibility(sliding_window=size)
         chunk = functools.partial(lambda n, b, h, q, k: (k <= q) & (q // n == k // n), size)
-        assert visibility(chunk, size) == packed_model.Visibility(chunk_size=size)
+        assert visibility(chunk, size) == tree_forward.Visibility(chunk_size=size)
 
 
 @pytest.mark.parametrize(

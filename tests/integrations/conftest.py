@@ -23,9 +23,7 @@ def one_thread() -> Iterator[None]:
 def processes() -> BaseContext:
     """Starts processes by forking one that has imported the library alone and then TRL, once for all of them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["tests.support.library_alone", "cfa_kernels.integrations.trl", "datasets", "peft"]
-    )
+    context.set_forkserver_preload(["tests.support.library_alone", "cfa_kernels.integrations.trl", "datasets", "peft"])
     return context
 
 

@@ -1,12 +1,16 @@
 """Scoring by a host's own log-prob service, against the packed tree on the same model; folding and padding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from cfa_kernels import CounterfactualConfig, ScoredBatch, Span, score_counterfactuals
-from cfa_kernels.integrations.credit import credit_rows, fold_weights, pad_rows
+from cfa_kernels.estimators.base import ENTROPIES, NEEDS, SIBLINGS, Importances
+from cfa_kernels.integrations.credit import OFFERED_BY_A_SERVICE, credit_rows, fold_weights, obstacles, pad_rows
 from cfa_kernels.scoring.access import LogprobService
+from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -119,3 +123,64 @@ def test_signed_credit_of_rows_is_in_the_units_of_their_advantages_and_leaves_wh
     )
     assert [row.tolist() for row in given] == expected
     assert figures["credit/scored_fraction"] == 1
+
+
+def test_a_function_of_the_callers_asks_the_service_in_the_models_place():
+    def estimate(access, batch):
+        scores = access.score(replace(batch, placeholder_id=0))
+        return Importances([-row for row in scores.drop], base=scores.base, change_of="logprob")
+
+    def credited(config):
+        return credit_rows(
+            tiny_tokenizer(),
+            PROMPTS[:2],
+            COMPLETIONS[:2],
+            [torch.ones(len(row)) for row in COMPLETIONS[:2]],
+            [torch.full((len(row),), 1.0 - 2 * b) for b, row in enumerate(COMPLETIONS[:2])],
+            service,
+            config=config,
+            generator=torch.Generator(),
+            groups=torch.tensor([0, 1]),
+            rewards=torch.tensor([1.0, 0.0]),
+        )[0]
+
+    by_name, by_function = credited(CounterfactualConfig()), credited(CounterfactualConfig(estimator=estimate))
+    assert len(by_name[0].unique()) > 1
+    assert all(torch.equal(a, b) for a, b in zip(by_name, by_function, strict=True))
+
+
+@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=str)
+def test_what_a_service_does_not_offer_is_named_by_the_option_that_needs_it(options, message):
+    found = list(obstacles(CounterfactualConfig(**options), OFFERED_BY_A_SERVICE))
+    if message is None:
+        assert found == []
+        return
+    (said,) = found
+    assert said.startswith(message)
+    assert "which this trainer does not give; " in said
+
+
+def test_an_obstacle_says_what_to_do():
+    def said(offers, **options):
+        (sentence,) = obstacles(CounterfactualConfig(**options), offers)
+        return sentence.partition("does not give; ")[2]
+
+    service = OFFERED_BY_A_SERVICE
+    assert said(service, effect="total") == "leave it out"
+    assert said(service, fill="resampled", preselect=0.5, preselect_by="gradient") == "leave them out"
+    assert said(service, estimator="entropy") == "take one of masking, prefix_gain, prefix_tree, ktae, sibling_edits"
+    assert said(service - {SIBLINGS}, estimator="ktae") == "sample more than one completion of each prompt"
+    assert said(frozenset(NEEDS) - {"external"}, estimator="external").startswith("give a function")
+
+
+@pytest.mark.parametrize("options", CREDIT, ids=str)
+def test_what_a_service_offers_is_no_obstacle(options):
+    assert list(obstacles(CounterfactualConfig(**options), OFFERED_BY_A_SERVICE)) == []
+    assert list(obstacles(CounterfactualConfig(estimator="entropy"), OFFERED_BY_A_SERVICE | {ENTROPIES})) == []
+
+
+def test_null_is_not_set_and_an_unknown_name_is_refused_all_the_same():
+    given = {"estimator": "gradient", "preselect": None, "max_spans": None, "weights": None}
+    assert CounterfactualConfig.from_flat(given) == CounterfactualConfig(estimator="gradient")
+    with pytest.raises(ValueError, match="unknown option 'w_mx'; did you mean 'w_max'"):
+        CounterfactualConfig.from_flat({"w_mx": None})

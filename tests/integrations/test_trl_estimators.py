@@ -57,7 +57,7 @@ def test_rows_that_no_function_rewards_are_no_siblings(train):
 
 
 def test_groups_that_are_split_between_processes_and_numbers_that_nobody_gives_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(NotImplementedError, match="estimator='external': it needs importances that the caller passes in"):
+    with pytest.raises(NotImplementedError, match=r"estimator='external': .*; give a function"):
         build(str(tmp_path), trainer={"counterfactual": CounterfactualConfig(estimator="external")})
     import cfa_kernels.integrations.trl as integration
 
@@ -72,7 +72,7 @@ def test_signed_credit_replaces_advantages_and_weights_multiply_them():
     from cfa_kernels.credit.assign import Credit
 
     def credit(weights, advantages):
-        return Credit(weights, [None], [[]], [torch.zeros(0)], torch.zeros(1), None, None, advantages)
+        return Credit(weights, [None], [[]], [torch.zeros(0)], torch.zeros(1), None, advantages=advantages)
 
     own, weights = torch.tensor([2.0], dtype=torch.float64), torch.tensor([[1.0, 3.0]])
     assert credited_advantages(own, credit(weights, None)).tolist() == [[2, 6]]

@@ -263,6 +263,7 @@ def test_no_gradient_is_recorded_under_no_grad_and_upstream_gradients_scale_it()
 
 @pytest.mark.traced
 @LEVEL
+@pytest.mark.traced
 def test_compiles_to_one_graph(importance_sampling_level):
     data = make(torch.float32)
     options = {"importance_sampling_level": importance_sampling_level, "delta": 2.0}

@@ -306,7 +306,7 @@ def test_gradients_are_within_the_budget(backend, dtype, transform, strip_rows, 
     shape = (33, 24, 131)
     if strip_rows is not None:
         sizes = dict.fromkeys(("cpu", "cuda"), strip_rows * shape[2] * 4)
-        monkeypatch.setattr("cfa_kernels.ops.linear_logprob.STRIP_BYTES", sizes)
+        monkeypatch.setattr("cfa_kernels.ops.linear_logprob_backward.STRIP_BYTES", sizes)
     inputs, keywords = example(shape, device, dtype, **transform)
     generator = torch.Generator().manual_seed(2)
     by_logprob, by_entropy = torch.randn(2, shape[0], generator=generator).to(device)

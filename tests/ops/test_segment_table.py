@@ -1,5 +1,6 @@
 """A segment table counts rows, positions and visible pairs as its definition says, and reaches a device once."""
 
+import pickle
 from collections import defaultdict
 
 import numpy as np
@@ -124,13 +125,36 @@ def test_the_index_of_seers_has_one_entry_for_each_row_and_each_of_its_ancestors
     assert seers.position.tolist() == [2, 3, 3, 4, 3, 4]
 
 
-def test_a_table_is_found_by_its_tensors_while_it_lives_and_rebuilt_from_copies_of_them():
+def test_a_table_is_found_by_copies_of_its_handle_while_it_lives_and_rebuilt_afterwards():
     table, _ = table_of([[1, 2, 3], [1, 4], [1, 4, 5]])
-    assert SegmentTable.of(table.segments, table.contexts) is table
-    rebuilt = SegmentTable.of(table.segments.clone(), table.contexts.clone())
-    assert rebuilt is not table
-    assert torch.equal(rebuilt.segments, table.segments)
-    assert torch.equal(rebuilt.contexts, table.contexts)
+    copies = [tensor.clone() for tensor in (table.handle, table.segments, table.contexts)]
+    assert SegmentTable.of(*copies) is table
+    segments, contexts = table.segments, table.contexts
+    del table
+    rebuilt = SegmentTable.of(*copies)
+    assert torch.equal(rebuilt.segments, segments)
+    assert torch.equal(rebuilt.contexts, contexts)
+    assert SegmentTable.of(*copies) is rebuilt
+
+
+def test_a_table_is_not_mistaken_for_another_whose_memory_it_has():
+    """An address is handed out again, and a view of a tensor has the address of the whole."""
+    table, _ = table_of([[1, 2, 3], [1, 4]])
+    other, _ = table_of([[1, 2, 3, 4], [1, 5]])
+    described = other.segments.clone()
+    contexts, handle = other.contexts.clone(), other.handle.clone()
+    del other
+    there = torch.from_numpy(table.segments.numpy()).copy_(described)
+    found = SegmentTable.of(handle, there, contexts)
+    assert found is not table
+    assert found.length.tolist() == described[:, 1].tolist()
+
+
+def test_tables_of_the_same_rows_have_handles_of_their_own_and_a_pickled_one_keeps_its_own():
+    table, other = (table_of([[1, 2, 3], [1, 4]])[0] for _ in range(2))
+    assert not torch.equal(table.handle, other.handle)
+    again = pickle.loads(pickle.dumps(table))
+    assert SegmentTable.of(again.handle, again.segments, again.contexts) is table
 
 
 def test_work_of_keys_is_copied_to_a_device_once(device):

@@ -351,7 +351,7 @@ def test_the_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch, de
 def arguments(device, table: SegmentTable, *, sinks: bool = True, window: int | None = None):
     q, k, v = (x.requires_grad_() for x in qkv(table.num_rows, 4, 2, 16, torch.float32, 24, device))
     drain = torch.ones(4, device=device).requires_grad_() if sinks else None
-    return (q, k, v, drain, table.segments, table.contexts, 0.25, None, window, None)
+    return (q, k, v, drain, table.handle, table.segments, table.contexts, 0.25, None, window, None)
 
 
 @pytest.mark.parametrize("sinks", [True, False], ids=["sinks", "none"])

@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import hf, scoring
-from cfa_kernels.hf import tree_forward as packed_model
-from cfa_kernels.hf import verify as proof
+from cfa_kernels.hf import head, tree_forward, verify
 from cfa_kernels.packing.prefix_tree import Query
+from cfa_kernels.scoring import masked
 from cfa_kernels.scoring.masked import ScoringWork, query_logprobs, score_counterfactuals
 from cfa_kernels.span import Span
 from tests.support.models import (
@@ -132,19 +131,19 @@ def test_lengths_of_queries_that_do_not_fit_their_units_are_refused(qwen3):
 
 def count_tokens(monkeypatch):
     fed = []
-    forward = packed_model.packed_hidden
+    forward = tree_forward.packed_hidden
 
     def counted(model, pack, **options):
         fed.append(pack.num_tokens)
         return forward(model, pack, **options)
 
-    for module in (packed_model, scoring):
+    for module in (tree_forward, masked):
         monkeypatch.setattr(module, "packed_hidden", counted)
     return fed
 
 
 def test_equal_completions_and_branches_are_fed_once(qwen3, monkeypatch):
-    proof.prove_supported(qwen3)
+    verify.prove_supported(qwen3)
     fed = count_tokens(monkeypatch)
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
     span, answer = Span(4, 8), Span(16, 19)
@@ -175,7 +174,7 @@ def test_the_last_layer_computes_its_output_and_mlp_for_answer_rows_alone(name):
         layer.mlp.down_proj.register_forward_hook(lambda _, args, out: rows.append(args[0].shape[-2]))
         layer.self_attn.o_proj.register_forward_hook(lambda _, args, out: rows.append(out.shape[-2]))
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
-    proof.prove_supported(model)
+    verify.prove_supported(model)
     rows.clear()
     score_counterfactuals(model, [prompt], [completion], [[Span(4, 8)]], [Span(16, 19)], placeholder_id=PLACEHOLDER)
     fed = 9 + 18 + 14
@@ -183,7 +182,7 @@ def test_the_last_layer_computes_its_output_and_mlp_for_answer_rows_alone(name):
 
 
 def test_nothing_is_computed_for_rows_without_an_answer(qwen3, monkeypatch):
-    proof.prove_supported(qwen3)
+    verify.prove_supported(qwen3)
     fed = count_tokens(monkeypatch)
     scores = score_counterfactuals(qwen3, *([x] for x in (*tokens(5, 9), [Span(1, 2)], None)), placeholder_id=0)
     assert fed == []
@@ -237,7 +236,7 @@ def test_the_model_is_as_before_afterwards_also_after_an_exception(implementatio
     if fails == "never":
         score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER)
     else:
-        monkeypatch.setattr(hf.Head, "logprobs", lambda *_: (_ for _ in ()).throw(Fails()))
+        monkeypatch.setattr(head.Head, "logprobs", lambda *_: (_ for _ in ()).throw(Fails()))
         with pytest.raises((Fails, NotImplementedError)):
             score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER)
     assert state_of(model) == before
@@ -246,7 +245,7 @@ def test_the_model_is_as_before_afterwards_also_after_an_exception(implementatio
 def test_a_pack_that_runs_out_of_memory_is_halved_and_the_result_is_the_same(qwen3, monkeypatch):
     data = batch()
     expected = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
-    forward, sizes = packed_model.packed_hidden, []
+    forward, sizes = tree_forward.packed_hidden, []
 
     def small_device(model, pack, **options):
         sizes.append(pack.num_tokens)
@@ -254,7 +253,7 @@ def test_a_pack_that_runs_out_of_memory_is_halved_and_the_result_is_the_same(qwe
             raise torch.OutOfMemoryError("pretend")
         return forward(model, pack, **options)
 
-    for module in (packed_model, scoring):
+    for module in (tree_forward, masked):
         monkeypatch.setattr(module, "packed_hidden", small_device)
     scores = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
     assert max(sizes) > 120 >= min(sizes)
@@ -268,7 +267,7 @@ def test_one_completion_that_runs_out_of_memory_with_its_branches_continues_in_s
     spans = [Span(t, t + 1) for t in range(30)]
     data = ([prompt], [completion], [spans], [Span(36, 39)])
     expected = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
-    forward, sizes = packed_model.packed_hidden, []
+    forward, sizes = tree_forward.packed_hidden, []
 
     def small_device(model, pack, **options):
         sizes.append(pack.num_tokens)
@@ -276,7 +275,7 @@ def test_one_completion_that_runs_out_of_memory_with_its_branches_continues_in_s
             raise torch.OutOfMemoryError("pretend")
         return forward(model, pack, **options)
 
-    for module in (packed_model, scoring):
+    for module in (tree_forward, masked):
         monkeypatch.setattr(module, "packed_hidden", small_device)
     scores = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
     assert max(sizes) > 200
@@ -288,8 +287,8 @@ def test_one_completion_that_does_not_fit_in_memory_is_an_error(qwen3, monkeypat
     def no_memory(*_, **__):
         raise torch.OutOfMemoryError("pretend")
 
-    proof.prove_supported(qwen3)
-    for module in (packed_model, scoring):
+    verify.prove_supported(qwen3)
+    for module in (tree_forward, masked):
         monkeypatch.setattr(module, "packed_hidden", no_memory)
     with pytest.raises(torch.OutOfMemoryError, match="pretend"):
         score_counterfactuals(qwen3, *batch(), placeholder_id=PLACEHOLDER)
@@ -339,7 +338,7 @@ def test_bad_rows_are_refused_by_argument_row_and_value(qwen3, data, message):
         ({"placeholder_id": None}, "placeholder_id must be an id .* got None"),
         ({"placeholder_id": 1.0}, "placeholder_id must be an id .* got 1.0"),
         ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
-        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ({"temperature": 0.0}, "temperature must be positive and finite, got 0.0"),
     ],
 )
 def test_bad_options_are_refused_by_name(qwen3, option, message):

@@ -15,6 +15,8 @@ from cfa_kernels.scoring.training_forward import packed_forward
 from cfa_kernels.span import Span
 from tests.support.models import PLACEHOLDER, batch, make_model, tokens
 
+pytestmark = pytest.mark.slow
+
 OUTCOMES = ["logprob", "mean_logprob", "last", "mean"]
 HEADS = {
     "Qwen3": {},

@@ -15,12 +15,15 @@ from cfa_kernels.hf.verify import prove_head
 from cfa_kernels.losses.policy import LEVELS, LOSS_TYPES
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.packing.prefix_tree import Query
-from cfa_kernels.scoring import training_forward as packed_loss
+from cfa_kernels.scoring import training_forward
 from cfa_kernels.scoring.masked import query_logprobs
 from cfa_kernels.scoring.training_forward import packed_forward, packed_logprobs, packed_policy_loss
-from tests.hf.test_verify import HYBRIDS, LONGROPE, MASKED, OTHERS
 from tests.support.models import (
     ARCHITECTURES,
+    HYBRIDS,
+    LONGROPE,
+    MASKED,
+    OTHERS,
     PLACEHOLDER,
     assert_equals_naive,
     batch,
@@ -117,7 +120,7 @@ def test_one_backward_runs_the_layers_of_plain_and_packed_forwards_again_each_it
     order, reentrant, padding, monkeypatch
 ):
     """The backward goes through what came last first, so each kind is run again before, between and after the other."""
-    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    monkeypatch.setattr(training_forward, "prove_trainable", prove_head)
     ids, mask = torch.stack(tokens(9, 9, seed=3)), torch.ones(2, 9, dtype=torch.int64)
     mask[0, :padding] = 0
 
@@ -168,7 +171,7 @@ def test_entropies_come_with_the_logprobs():
     model = make_model("Qwen3")
     _, entropies = packed_logprobs(model, PROMPTS, COMPLETIONS, temperature=0.7, return_entropy=True)
     ids = torch.cat([PROMPTS[0], COMPLETIONS[0]])
-    logits = model(input_ids=ids[None]).logits[0, len(PROMPTS[0]) - 1 : -1] / 0.7
+    logits = model(input_ids=ids[None].to(model.device)).logits[0, len(PROMPTS[0]) - 1 : -1] / 0.7
     expected = torch.distributions.Categorical(logits=logits).entropy()
     torch.testing.assert_close(entropies[0], expected, rtol=1e-5, atol=1e-5)
 
@@ -181,7 +184,7 @@ def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, lev
     weights, mask = drawn(1, low=0, high=3), [(row > -0.6).long() for row in drawn(2)]
     with torch.no_grad():
         current = plain_logprobs(model, 0.8)
-    old = [row + 0.3 * noise for row, noise in zip(current, drawn(3), strict=True)]
+    old = [row.cpu() + 0.3 * noise for row, noise in zip(current, drawn(3), strict=True)]
     options = {"loss_type": loss_type, "importance_sampling_level": level, "max_completion_length": 50}
     ours = packed_policy_loss(
         model, PROMPTS, COMPLETIONS, old, advantages, weights=weights, mask=mask, temperature=0.8, token_budget=60,
@@ -189,7 +192,10 @@ def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, lev
     )  # fmt: skip
     found = gradients(model, ours.loss)
     theirs, metrics = policy_loss(
-        padded(plain_logprobs(model, 0.8)), padded(old), advantages, padded(mask), weights=padded(weights), **options
+        padded(plain_logprobs(model, 0.8)),
+        *(x.to(model.device) for x in (padded(old), advantages, padded(mask))),
+        weights=padded(weights).to(model.device),
+        **options,
     )
     assert_same_gradients(found, gradients(model, theirs))
     torch.testing.assert_close(ours.loss, theirs, rtol=1e-4, atol=1e-6)
@@ -209,9 +215,10 @@ def test_kl_and_entropy_are_those_of_the_padded_batch():
     ours = packed_policy_loss(
         model, PROMPTS, COMPLETIONS, None, advantages, ref_logprobs=reference, compute_entropy=True, **options
     )
+    mask = padded([torch.ones(len(c)) for c in COMPLETIONS])
     theirs, metrics = policy_loss(
-        padded(plain_logprobs(model)), None, advantages, padded([torch.ones(len(c)) for c in COMPLETIONS]),
-        ref_logprobs=padded(reference), **options,
+        padded(plain_logprobs(model)), None, *(x.to(model.device) for x in (advantages, mask)),
+        ref_logprobs=padded(reference).to(model.device), **options,
     )  # fmt: skip
     assert_same_gradients(gradients(model, ours.loss), gradients(model, theirs))
     torch.testing.assert_close(ours.metrics["kl"], metrics["kl"], rtol=1e-4, atol=1e-5)
@@ -355,7 +362,7 @@ def test_credit_takes_its_scores_from_a_forward():
         ({"advantages": torch.zeros(3)}, r"advantages must be \(7,\) or a list of rows, got shape \(3,\)"),
         ({"prompts": PROMPTS[:2]}, "completions has 7 rows, prompts has 2"),
         ({"prompts": [*PROMPTS[:6], torch.zeros(0, dtype=torch.int64)]}, "prompts row 6: is empty"),
-        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ({"temperature": 0.0}, "temperature must be positive and finite, got 0.0"),
         ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
         ({"loss_type": "ppo"}, "loss_type must be one of"),
     ],
@@ -404,7 +411,7 @@ def test_what_is_asked_of_a_forward_is_refused_by_argument_row_and_value():
 
 
 def test_no_rows_give_no_log_probs_and_no_scores_but_an_error_for_a_loss(monkeypatch):
-    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    monkeypatch.setattr(training_forward, "prove_trainable", prove_head)
     for own_rotary in ({}, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}):
         model = make_model("Phi3", num_hidden_layers=1, **own_rotary)  # whose rows are continued, and whose are not
         forward = packed_forward(model, [], [], keep_states=True)
@@ -420,7 +427,7 @@ def test_no_rows_give_no_log_probs_and_no_scores_but_an_error_for_a_loss(monkeyp
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
 def test_log_probs_are_at_least_float32(dtype, expected, monkeypatch):
-    monkeypatch.setattr(packed_loss, "prove_trainable", prove_head)
+    monkeypatch.setattr(training_forward, "prove_trainable", prove_head)
     model = make_model("Qwen3", num_hidden_layers=1).cpu().to(dtype)
     found = packed_logprobs(model, PROMPTS[:1], COMPLETIONS[:1], return_entropy=True)
     assert {row.dtype for column in found for row in column} == {expected}
@@ -446,7 +453,7 @@ DDP = """
 import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from tests.models import make_model
-from tests.test_packed_loss import PROMPTS, COMPLETIONS, gradients
+from tests.scoring.test_training_forward import PROMPTS, COMPLETIONS, gradients
 from cfa_kernels.packed_loss import packed_policy_loss
 
 rank = int(sys.argv[1])
@@ -475,7 +482,7 @@ def test_gradients_of_two_processes_under_ddp_are_those_of_one(tmp_path):
     processes = [
         subprocess.Popen(
             [*command, str(rank), str(tmp_path / "meet")],
-            cwd=Path(__file__).resolve().parents[1], env=environment, stderr=subprocess.PIPE, text=True,
+            cwd=Path(__file__).resolve().parents[2], env=environment, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip

@@ -52,4 +52,10 @@ def reward_every_other(completions, **_):
     return [i % 2 for i in range(len(completions))]
 
 
+def even(completions, **_):
+    """1 for texts whose characters add up to an even number: completions and corrections are often either."""
+    return [float(sum(map(ord, text)) % 2 == 0) for text in completions]
+
+
 EVERY_OTHER = f"--reward_funcs={__name__}:reward_every_other"
+EVEN = f"--reward_funcs={__name__}:even"

@@ -64,10 +64,7 @@ REPLACED = (
 CALLED_BY_TESTS = ("row_logprobs", "row_gradients")
 """What tests take from `policy_rows` itself."""
 
-EQUIVALENT: dict[tuple[str, str, str], str] = {
-    ("_backward", "ctx.inputs - 3", "(ctx.inputs + 3)"): "autograd takes no notice of None beyond the inputs",
-    ("_backward", "ctx.inputs - 3", "(ctx.inputs)"): "autograd takes no notice of None beyond the inputs",
-}
+EQUIVALENT: dict[tuple[str, str, str], str] = {}
 """Why no test can tell: by function, what was there and what became of it."""
 
 

@@ -67,6 +67,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 def _quotes(block: str, line: int) -> Iterator[Quote]:
     table = block.lstrip().startswith("|")
+    block = re.sub(r"`[^`]*`", lambda code: "\n" * code[0].count("\n"), block)  # may hold what ends a sentence
     pieces = block.split("\n") if table else re.split(r"(?<=[.:;])\s", block)
     for piece in pieces:
         if not table and _OF_OTHERS.search(piece):

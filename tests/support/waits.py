@@ -162,15 +162,15 @@ def _waits_by_its_options(func: Any, args: tuple, kwargs: dict[str, Any]) -> boo
 def _run_op(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """One of our operators: what its launcher does on the host, then its PyTorch form."""
     if name == "tree_attention":
-        q, k, v, sinks, segments, contexts, scale, softcap, window, chunk, first, with_lse = args
-        table = SegmentTable.of(segments, contexts)
+        q, k, v, sinks, *of_table, scale, softcap, window, chunk, first, with_lse = args
+        table = SegmentTable.of(*of_table)
         table.on_device(q.device, 16, first)
         rule = AttentionRule(scale, window, chunk, softcap, None if sinks is None else sinks.inner)
         out = tree_attention_reference(q.inner, k.inner, v.inner, table, rule, first)
         return OnDevice(out), OnDevice(torch.zeros(q.shape[:2] if with_lse else (0,)))
     if name == "tree_attention_backward":  # its gradients are zeros: nobody looks at them
-        q, k, v, _, _, _, segments, contexts, scale, softcap, window, chunk = args[1:]
-        table, rule = SegmentTable.of(segments, contexts), AttentionRule(scale, window, chunk, softcap, None)
+        q, k, v, _, _, _, *of_table, scale, softcap, window, chunk = args[1:]
+        table, rule = SegmentTable.of(*of_table), AttentionRule(scale, window, chunk, softcap, None)
         table.on_device(q.device, 16)
         table.key_work_on_device(q.device, 16, 16, rule.reach)
         return *(torch.zeros_like(x) for x in (q, k, v)), q.new_zeros(0)

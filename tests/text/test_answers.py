@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cfa_kernels.text.answers import answer_text_span, locate_answer
+from cfa_kernels.text.rules import AnswerRules
 from trainer.numbers import parse_number
 
 
@@ -261,7 +262,7 @@ def test_a_runs_own_format_replaces_the_usual_forms(answer_format: object, text:
 
 
 def test_a_patterns_match_begins_the_marker() -> None:
-    located = locate_answer("so RESULT=18", answer_format=r"RESULT=(\w+)")
+    located = locate_answer("so RESULT=18", AnswerRules(r"RESULT=(\w+)"))
     assert located == (3, 10, 12)
 
 

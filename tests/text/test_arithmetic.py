@@ -8,13 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfa_kernels.solution_text import (
-    math_intervals,
-    ranked_latex_intervals,
-    ranked_math_intervals,
-    sentence_intervals,
-)
+from cfa_kernels.text.arithmetic import LEXEME_KINDS, cut_into_lexemes, math_intervals, ranked_math_intervals
+from cfa_kernels.text.latex import ranked_latex_intervals
+from cfa_kernels.text.patterns import sentence_intervals
 from tests.support.small_tokenizers import property_test
+
+
+@pytest.mark.parametrize("letter", LEXEME_KINDS)
+def test_each_kind_of_lexeme_is_found_in_its_example(letter: str) -> None:
+    lexemes, kinds = cut_into_lexemes(LEXEME_KINDS[letter].text)
+    found = [lexeme.group(lexeme.lastindex) for lexeme, kind in zip(lexemes, kinds, strict=True) if kind == letter]
+    assert LEXEME_KINDS[letter].lexeme in found
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels.solution_text import ranked_math_intervals
 from cfa_kernels.span import Span
 from cfa_kernels.text.answers import answer_text_span
-from cfa_kernels.text.find import DETECTORS, SELECTIONS, detect_spans, find_answer, find_answers, find_answers_and_spans
+from cfa_kernels.text.arithmetic import ranked_math_intervals
+from cfa_kernels.text.find import Reasoning, detect_spans, find_answer, find_reasoning
 from cfa_kernels.text.offsets import token_offsets
+from cfa_kernels.text.rules import DETECTORS, SELECTIONS, AnswerRules, SpanRules
 from tests.support.small_tokenizers import (
     ANSWERS,
     CORPUS,
@@ -94,10 +95,9 @@ def test_spans_are_sorted_disjoint_inside_and_clear_of_the_answer(
         assert all(span.end <= answer.start for span in spans)
     options = {"detector": detector, "max_spans": max_spans, "selection": selection}
     assert spans == detect_spans(ids, tokenizer, answer=answer, **options)
-    assert find_answers_and_spans({4: ids, 2: []}, tokenizer, **options) == {
-        4: (answer, spans if answer else []),
-        2: (None, []),
-    }
+    found = find_reasoning({4: ids, 2: []}, tokenizer, spans=SpanRules(**options))
+    assert found[4][::2] == (answer, spans if answer else [])
+    assert found[2] == Reasoning(None, 0, [])
 
 
 @pytest.mark.parametrize("name", MULTI_BYTE)
@@ -150,15 +150,15 @@ def test_errors_about_one_completion_of_many_name_its_row() -> None:
     tokenizer = get_tokenizer("byte-level, single digits")
     ids = encode(tokenizer, CORPUS[0])
     with pytest.raises(ValueError, match=r"row 7: token_ids\[1\] is 99999999, outside"):
-        find_answers_and_spans({3: ids, 7: [ids[0], 99_999_999]}, tokenizer)
+        find_reasoning({3: ids, 7: [ids[0], 99_999_999]}, tokenizer)
     with pytest.raises(TypeError, match=r"row 7: token_ids\[0\] must be an integer, got 1.5"):
-        find_answers_and_spans({3: ids, 7: [1.5]}, tokenizer)
+        find_reasoning({3: ids, 7: [1.5]}, tokenizer)
     with pytest.raises(TypeError, match=r"row 3: answer_format must return None or .*, got 1"):
-        find_answers({3: ids}, tokenizer, answer_format=lambda text: 1)
+        find_reasoning({3: ids}, tokenizer, answers=AnswerRules(lambda text: 1))
     with pytest.raises(ValueError, match=r"row 3: answer_format returned \(1, 999\): .* characters"):
-        find_answers_and_spans({3: ids}, tokenizer, answer_format=lambda text: (1, 999))
+        find_reasoning({3: ids}, tokenizer, answers=AnswerRules(lambda text: (1, 999)))
     with pytest.raises(ValueError, match=r"row 3: detector's interval 0 is \[5, 5\)"):
-        find_answers_and_spans({3: ids}, tokenizer, detector=lambda text: [(5, 5)])
+        find_reasoning({3: ids}, tokenizer, spans=SpanRules(lambda text: [(5, 5)]))
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -232,9 +232,10 @@ def test_last_and_even_take_any_other_detectors_spans_by_position() -> None:
 def test_answer_and_spans_follow_the_runs_own_format(answer_format: object) -> None:
     tokenizer = get_tokenizer("byte-level, single digits")
     ids = encode(tokenizer, "#### 5 eggs. Then RESULT=18")
+    rules = AnswerRules(answer_format)
     for row in (find_answer(ids, tokenizer, answer_format=answer_format),
-                find_answers({3: ids}, tokenizer, answer_format=answer_format)[3],
-                find_answers_and_spans({3: ids}, tokenizer, answer_format=answer_format)[3][0]):  # fmt: skip
+                find_reasoning({3: ids}, tokenizer, spans=None, answers=rules)[3].answer,
+                find_reasoning({3: ids}, tokenizer, answers=rules)[3].answer):  # fmt: skip
         assert tokenizer.decode(ids[slice(*row)]) == "18"
     spans = detect_spans(ids, tokenizer, answer_format=answer_format)
     assert tokenizer.decode(ids[slice(*spans[0])]).strip() == "#### 5 eggs."
@@ -243,8 +244,8 @@ def test_answer_and_spans_follow_the_runs_own_format(answer_format: object) -> N
 def test_answer_and_spans_fall_back_to_the_last_number_when_asked() -> None:
     tokenizer = get_tokenizer("byte-level, single digits")
     ids = encode(tokenizer, "She has 3 + 4 = 7 eggs. Therefore, she has 7 eggs.")
-    assert find_answers_and_spans({0: ids}, tokenizer) == {0: (None, [])}
-    ((answer, spans),) = find_answers_and_spans({0: ids}, tokenizer, answer_fallback="last_number").values()
+    assert find_reasoning({0: ids}, tokenizer) == {0: Reasoning(None, len(ids), [])}
+    answer, _, spans = find_reasoning({0: ids}, tokenizer, answers=AnswerRules(answer_fallback="last_number"))[0]
     assert answer == find_answer(ids, tokenizer, answer_fallback="last_number")
     assert spans == detect_spans(ids, tokenizer, answer_fallback="last_number")
     assert [tokenizer.decode(ids[slice(*span)]).strip() for span in [*spans, answer]] == [

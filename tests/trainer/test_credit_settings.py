@@ -1,12 +1,23 @@
 """Every estimator runs in the training program, from flags or from the settings of a paper that ship with it."""
 
+import importlib
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
+import yaml
 
 from cfa_kernels import CounterfactualConfig
+from cfa_kernels.estimators.entropy import Entropy
+from cfa_kernels.estimators.registry import ESTIMATORS
+from cfa_kernels.options import Share, check_fields
+from cfa_kernels.scoring.access import InProcess
 from tests.support.embedded import EVERY_OTHER, advantages_of, metrics_of, run, samples_of, settings
 from trainer.cli import parse, preset_names
 from trainer.config import PRESETS, TrainConfig
+from trainer.credit_settings import NAMES
 from trainer.step import update
 
 pytestmark = pytest.mark.slow
@@ -22,8 +33,7 @@ def test_every_setting_of_credit_reaches_the_library() -> None:
     """Those the program has; the others are the library's defaults."""
     flags = [
         "--credit=inverted", "--estimator=gradient", "--units=spans", "--outcome=last", "--reshape=bilevel",
-        "--tau=0.3", "--boost=1.5", "--floor=0.1", "--fraction=0.3", "--sigma=0.01", "--samples=2",
-        "--correct_threshold=0.7", "--normalize_weights=mean", "--cheap=last",
+        "--tau=0.3", "--boost=1.5", "--floor=0.1", "--sigma=0.01", "--samples=2", "--normalize_weights=mean",
     ]  # fmt: skip
     masking = settings("--fill=resampled", "--preselect=0.5", "--cheap=last").counterfactual()
     assert masking == CounterfactualConfig(fill="resampled", preselect=0.5, cheap="last")
@@ -31,18 +41,77 @@ def test_every_setting_of_credit_reaches_the_library() -> None:
     assert settings("--effect=total").counterfactual() == CounterfactualConfig(effect="total")
     assert settings(*flags).counterfactual() == CounterfactualConfig(
         mode="inverted", estimator="gradient", units="spans", outcome="last", reshape="bilevel", tau=0.3, boost=1.5,
-        floor=0.1, fraction=0.3, sigma=0.01, samples=2, correct_threshold=0.7, normalize="mean",
-        cheap="last",
+        floor=0.1, sigma=0.01, samples=2, normalize="mean",
     )  # fmt: skip
+    ktae = settings("--estimator=ktae", "--correct_threshold=0.7").counterfactual()
+    assert ktae == CounterfactualConfig(estimator="ktae", correct_threshold=0.7)
     assert settings().counterfactual() == CounterfactualConfig()
+
+
+@dataclass(frozen=True)
+class Prepared(Entropy):
+    """An estimator with an option of its own."""
+
+    name: ClassVar[str] = "prepared"
+
+    care: Share = 0.25
+    """How much care is taken."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@pytest.fixture
+def with_one_more(monkeypatch):
+    """Every module that derives options from the parts, with one estimator more."""
+    monkeypatch.setitem(ESTIMATORS, "prepared", Prepared)
+    fresh = {name: importlib.reload(sys.modules[name]) for name in ("trainer.credit_settings",)}
+    yield fresh["trainer.credit_settings"]
+    monkeypatch.undo()
+    importlib.reload(sys.modules["trainer.credit_settings"])
+
+
+def test_a_field_added_to_a_part_is_a_flag_a_setting_of_yaml_and_an_option_of_every_trainer(with_one_more, tmp_path):
+    """It is declared once; here an estimator is put in beside the others, and nothing else is told of it."""
+
+    @dataclass
+    class Settings(with_one_more.CreditSettings):
+        """A program of nothing but the settings of credit."""
+
+    assert parse(Settings, ["--estimator=prepared", "--care=0.5"], prog="", description="").care == 0.5
+    (tmp_path / "run.yaml").write_text("estimator: prepared\ncare: 0.75\n")
+    by_yaml = parse(Settings, ["--config", str(tmp_path / "run.yaml")], prog="", description="").counterfactual()
+    assert by_yaml == CounterfactualConfig.from_flat({"estimator": "prepared", "care": 0.75})
+    assert by_yaml.estimator == Prepared(care=0.75)
+    assert by_yaml.to_flat()["care"] == 0.75
+    with pytest.raises(ValueError, match=r"care must be in \[0, 1\], got 2"):
+        CounterfactualConfig.from_flat({"estimator": "prepared", "care": 2})
+    with pytest.raises(ValueError, match="care is not read: it is an option of estimator='prepared'"):
+        CounterfactualConfig.from_flat({"estimator": "gradient", "care": 0.5})
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_a_papers_settings_are_found_by_name_and_flags_win_over_them(name) -> None:
-    config = settings("--config", name, "--tau=0.25")
-    assert config == settings("--config", str(PRESETS / f"{name}.yaml"), "--tau=0.25")
-    assert config.tau == 0.25
-    assert config != settings("--tau=0.25") or name == "cf"
+    config = settings("--config", name, "--normalize=mean")
+    assert config == settings("--config", str(PRESETS / f"{name}.yaml"), "--normalize=mean")
+    assert config.normalize == "mean"
+    assert (config.counterfactual() == CounterfactualConfig(normalize="mean")) == (name == "cf")
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_papers_settings_are_all_read(name) -> None:
+    """Each key reaches the library or is one of the program's own."""
+    written = yaml.safe_load((PRESETS / f"{name}.yaml").read_text("utf-8"))
+    read = settings("--config", name).counterfactual().to_flat()
+    of_credit = {key: value for key, value in written.items() if key in NAMES and key != "credit"}
+    assert of_credit == {key: read[key] for key in of_credit}
+
+
+def test_an_option_that_nothing_reads_is_refused_by_name(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        settings("--estimator=ktae", "--sigma=0.1")
+    assert ended.value.code == 2
+    assert "sigma is not read: it is an option of estimator='gradient'" in capsys.readouterr().err
 
 
 def test_a_name_that_is_no_file_and_no_preset_is_refused(capsys) -> None:
@@ -107,7 +176,7 @@ def test_prefix_gain_feeds_its_probes_alone_behind_what_the_update_has_fed(fresh
     credit, _ = credit_under(trainer, rollouts)
     units = sum(len(row) for row in credit.spans)
     assert units < credit.work.tokens_fed < 8 * units  # a marker and an answer each
-    monkeypatch.setattr(type(trainer.config), "continues_forward", False)
+    monkeypatch.setattr("trainer.microbatch.TrainingForward", lambda forward: InProcess(forward.causal))
     apart, _ = credit_under(fresh("--estimator=prefix_gain"), rollouts)
     assert credit.work.tokens_fed < 0.3 * apart.work.tokens_fed
     for ours, theirs in zip(credit.drop, apart.drop, strict=True):

@@ -6,7 +6,7 @@ import pytest
 
 from cfa_kernels.hf import liger as fused_modules
 from cfa_kernels.hf.model import causal_lm
-from trainer import train
+from trainer import run, step
 
 
 @pytest.fixture
@@ -31,33 +31,38 @@ def norms(monkeypatch):
 
 
 @pytest.mark.parametrize("use", [True, False])
-@pytest.mark.parametrize("reference", ["--use_peft", "--use_peft=false"])
+@pytest.mark.parametrize("reference", ["--use_peft", "--no_use_peft"])
 def test_sampling_evaluation_reference_and_update_run_them_unless_the_setting_forbids(
     norms, fresh, monkeypatch, tmp_path, use, reference
 ):
     argv = ["--max_steps=1", "--train_problems=2", "--eval_problems=1", "--gradient_accumulation_steps=1"]
-    argv += [f"--use_liger_kernel={use}", reference, "--beta=0.1", f"--output_dir={tmp_path / 'run'}"]
+    argv += [
+        "--use_liger_kernel" if use else "--no_use_liger_kernel",
+        reference,
+        "--beta=0.1",
+        f"--output_dir={tmp_path / 'run'}",
+    ]
     shares = {}
 
-    def watched(name):
-        run = getattr(train, name)
+    def watched(module, name):
+        does = getattr(module, name)
 
         def watch(*args, **kwargs):
             before = len(norms)
-            result = run(*args, **kwargs)
+            result = does(*args, **kwargs)
             shares[name] = len(norms) > before
             return result
 
-        monkeypatch.setattr(train, name, watch)
+        monkeypatch.setattr(module, name, watch)
 
     trainer = fresh(*argv)
-    for name in ("generate", "evaluate", "update"):
-        watched(name)
-    train.train(trainer)
+    for module, name in ((step, "generate"), (run, "evaluate"), (step, "update")):
+        watched(module, name)
+    run.train(trainer)
     assert shares == dict.fromkeys(("generate", "evaluate", "update"), use)
     policy = causal_lm(trainer.policy)
     assert bool(norms) == use
     assert any(not any(norm is module for module in policy.modules()) for norm in norms) == (
-        use and reference == "--use_peft=false"  # the reference is a copy of its own
+        use and reference == "--no_use_peft"  # the reference is a copy of its own
     )
     assert not any("forward" in module.__dict__ for module in policy.modules())

@@ -9,7 +9,8 @@ from cfa_kernels.hf.verify import noise_floor
 from cfa_kernels.scoring import training_forward as packed_loss
 from tests.support.embedded import advantages_of, sample, settings
 from tests.support.waits import OnDevice, a_device, put_on_device
-from trainer.microbatch import checked_sampling_gap, micro_batches
+from trainer.checks import checked_sampling_gap
+from trainer.microbatch import Pass, micro_batches
 from trainer.step import update
 
 
@@ -35,7 +36,7 @@ def test_a_group_without_what_is_masked_out_is_fed_as_it_is_sampled(trainer, rol
 
 @pytest.mark.parametrize(("credit", "looks"), [("uniform", 0), ("counterfactual", 1)])
 def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before_a_step(fresh, rollouts, credit, looks):
-    trainer = fresh("--use_peft=false", "--token_budget=1", f"--credit={credit}", "--max_spans=1")
+    trainer = fresh("--no_use_peft", "--token_budget=1", f"--credit={credit}", "--max_spans=1")
     with a_device() as waits:
         put_on_device(trainer.policy)
         trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 1e-3)
@@ -126,8 +127,6 @@ def test_log_probs_that_are_not_those_sampled_with_stop_the_run_before_a_step(fr
 def test_one_sample_of_wrong_log_probs_is_the_one_named(trainer, rollouts) -> None:
     config = settings("--token_budget=100000")
     (part,) = micro_batches(config, rollouts, rollouts.completion_mask, torch.ones(32), trainer.policy)
-    part.old_logprobs = [
-        x - 2.0 * (b == 5) for b, x in enumerate(part.logprobs(trainer.policy, settings("--temperature=1")))
-    ]
+    found = [x - 2.0 * (b == 5) for b, x in enumerate(part.logprobs(trainer.policy, settings("--temperature=1")))]
     with pytest.raises(FloatingPointError, match=r"^samples \[5\]: .* in sample 5, and max_sampling_gap is 0.0"):
-        checked_sampling_gap([part], trainer.policy, config)
+        checked_sampling_gap([Pass(part, torch.ones(()), torch.ones(()), {}, found)], trainer.policy, config)

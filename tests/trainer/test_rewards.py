@@ -128,7 +128,7 @@ def test_a_run_trains_and_evaluates_by_its_own_answer_format(monkeypatch, tmp_pa
         graders.append(match)
         raise Evaluated
 
-    monkeypatch.setattr("trainer.train.evaluate", evaluate_once)
+    monkeypatch.setattr("trainer.run.evaluate", evaluate_once)
     with pytest.raises(Evaluated):
         train(trainer)
     for grade in graders:

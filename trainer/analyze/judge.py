@@ -21,7 +21,7 @@ from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.scoring.training_forward import PackedForward, packed_forward
 from trainer.cli import parse, preset_names
 from trainer.config import PRESETS, TrainConfig
-from trainer.microbatch import assign_credit, micro_batches, rollouts_on_host
+from trainer.microbatch import Credits, micro_batches, to_host
 from trainer.rewards import group_advantages
 from trainer.run import set_up
 from trainer.state import Trainer
@@ -80,7 +80,7 @@ def judge(trainer: Trainer, problems: int, presets: Sequence[str], flags: Sequen
         raise ValueError(f"problems must be at most the {len(trainer.rows)} there are, got {problems}")
     keys = [(config.seed, 0, i, g) for i in range(problems) for g in range(config.num_generations)]
     batch = rewarded(trainer, keys, draw(trainer, keys))
-    rollouts, rewards = rollouts_on_host(batch.rollouts), batch.rewards
+    rollouts, rewards = to_host(batch.rollouts), batch.rewards
     advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
     settings = {
         name: parse(TrainConfig, ["--config", str(PRESETS / f"{name}.yaml"), *flags], prog="", description="")
@@ -109,10 +109,8 @@ def judge(trainer: Trainer, problems: int, presets: Sequence[str], flags: Sequen
                 "estimators": {},
             }
         for name, setting in settings.items():
-            credit = assign_credit(
-                micro, forward, rollouts, rollouts.completion_mask, setting, rewards=rewards,
-                tokenizer=trainer.tokenizer, generator=torch.Generator().manual_seed(config.seed),
-            )  # fmt: skip
+            generator, mask = torch.Generator().manual_seed(config.seed), rollouts.completion_mask
+            credit = Credits(setting, rollouts, mask, trainer.tokenizer, generator, rewards).assign(micro, forward)
             for i, b in enumerate(micro.rows.tolist()):
                 _add(samples[b], name, credit, i, masks=_masks_spans(setting.counterfactual()))
     return [samples[b] for b in sorted(samples)]

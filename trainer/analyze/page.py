@@ -96,7 +96,7 @@ addEventListener('keydown', event => {
 
 
 def page_of(samples: Sequence[Sample], title: str) -> str:
-    """The page: a block of tokens per completion and estimator, with scales, numbers and the completion's spans.
+    """Make the page: a block of tokens per completion and estimator, with scales, numbers and the completion's spans.
 
     Blocks stand side by side where there is room and below each other where there is none. A token's number shows on
     hover, or with the arrow keys once its block has the focus, for all estimators at once.

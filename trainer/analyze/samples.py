@@ -82,7 +82,7 @@ def read_samples(path: Path, *, correct_threshold: float = 0.5) -> list[Sample]:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as problem:
-        raise ValueError(f"{file}: is no text in UTF-8 ({problem})") from problem
+        raise ValueError(f"{file}: is not text in UTF-8 ({problem})") from problem
     samples = []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -90,7 +90,7 @@ def read_samples(path: Path, *, correct_threshold: float = 0.5) -> list[Sample]:
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError) as problem:
-            raise ValueError(f"{file}, line {number}: is no JSON ({problem})") from problem
+            raise ValueError(f"{file}, line {number}: is not JSON ({problem})") from problem
         try:
             samples.append(_sample(number, entry, correct_threshold))
         except ValueError as problem:

@@ -18,7 +18,7 @@ Numbers = Tensor | np.ndarray | Sequence[float] | Sequence[bool]
 
 Group = TypeVar("Group")
 
-# `share * length` that misses a whole number by rounding alone (0.29 * 100 = 28.999999999999996) is that number.
+# `share * length` that misses a whole number only by rounding (0.29 * 100 = 28.999999999999996) is that number.
 _ROUNDING = 1e-9
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cfa_kernels.solution_text import ranked_math_intervals
+from cfa_kernels.text.arithmetic import ranked_math_intervals
 from trainer.analyze.samples import MaskedSpan, Sample, TokenCredit
 from trainer.analyze.statistics import bootstrap_interval, ess_ratio, spearman, top_mass
 
@@ -59,7 +59,7 @@ class Table:
 
 
 def kind_of(text: str) -> str:
-    """What a span is: "calculation", "step header", "set-up", "conclusion" or "statement", the first that fits."""
+    """Say what a span is: "calculation", "step header", "set-up", "conclusion" or "statement", the first that fits."""
     text = _ANNOTATION.sub("", text)
     for kind, found in (
         ("calculation", bool(ranked_math_intervals(text)[0]) or bool(_EQUALS.search(text))),
@@ -73,13 +73,13 @@ def kind_of(text: str) -> str:
 
 
 def patterns_of(text: str) -> set[str]:
-    """Which of `PATTERNS` a span's text shows."""
+    """List which of `PATTERNS` a span's text shows."""
     text = _ANNOTATION.sub("", text)
     return {name for name, pattern in PATTERNS.items() if pattern.search(text)}
 
 
 def classes_of(drops: np.ndarray, noise: float) -> tuple[list[str], list[float]]:
-    """The class of each drop, and the three cuts between critical, important, moderate and low.
+    """Sort drops into classes, and give the three cuts between critical, important, moderate and low.
 
     Spans matter whose drop is below `-noise`; those above `noise` are distractors, and the rest is rounding.
     """
@@ -105,7 +105,7 @@ class _Masked:
 
 
 def analyse(samples: Sequence[Sample], *, noise: float | None = None) -> dict[str, Table]:
-    """All tables, by name; those about spans only where a span was masked.
+    """Make all tables, by name; those about spans only where a span was masked.
 
     Args:
         samples: at least one.
@@ -311,7 +311,7 @@ def _example(samples: Sequence[Sample]) -> Table:
 
 
 def trained_samples(samples: Iterable[Sample]) -> list[Sample]:
-    """Those that move the policy: neither truncated nor known to have an advantage of 0."""
+    """Keep those that move the policy: neither truncated nor known to have an advantage of 0."""
     return [sample for sample in samples if not sample.truncated and sample.advantage != 0 and sample.tokens]
 
 

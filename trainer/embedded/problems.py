@@ -1,7 +1,7 @@
-"""Generated word problems in GSM8K's form: several arithmetic steps, idle facts, a final `#### N`.
+"""Generate word problems in GSM8K's form: several arithmetic steps, idle facts, a final `#### N`.
 
-Where it stands: the data of the embedded default, at hand with no download. Problems are drawn from a seed.
-Whether a problem is for training or held out follows from its arithmetic alone, so the splits never share one.
+Problems are drawn from a seed.
+Whether a problem is for training or held out follows only from its arithmetic, so the splits never share one.
 """
 
 import hashlib
@@ -226,7 +226,7 @@ def _idle_fact(rng: random.Random, story: str) -> IdleFact:
 
 
 def _split_of(steps: list[Step]) -> str:
-    """Held out (one in eight) or training, by the arithmetic alone: names and idle facts do not matter."""
+    """Say whether a problem is held out (one in eight), by its arithmetic only: names and idle facts do not matter."""
     chain = ";".join(f"{left}{op}{right}" for _, left, op, right, _ in steps)
     return "test" if hashlib.sha256(chain.encode()).digest()[0] % 8 == 0 else "train"
 

@@ -116,7 +116,7 @@ class WarmupConfig(DataConfig):
 
 
 def train_tokenizer(rows: Sequence[Row], vocab_size: int, *, single_digits: bool = True) -> PreTrainedTokenizerFast:
-    """Byte-level BPE as in Qwen: digits stand alone, ChatML template, pad and end-of-text are distinct tokens.
+    """Train a byte-level BPE as Qwen's: a token per digit, ChatML template, distinct pad and end-of-text tokens.
 
     Without `single_digits` a number is a word like others, as in GPT-2.
     """
@@ -142,7 +142,7 @@ def train_tokenizer(rows: Sequence[Row], vocab_size: int, *, single_digits: bool
 
 
 def small_model(config: WarmupConfig, tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
-    """A Qwen3 of the given size with random weights."""
+    """Make a Qwen3 of the given size with random weights."""
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
@@ -182,7 +182,7 @@ def encode(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, context: int
 
 
 def batches(examples: Sequence[Example], batch_size: int, rng: random.Random) -> Iterator[list[Example]]:
-    """Endless batches of like length: each pass is shuffled, then sorted within stretches of 16 batches."""
+    """Yield endless batches of like length: each pass is shuffled, then sorted within stretches of 16 batches."""
     while True:
         order = rng.sample(examples, len(examples))
         for i in range(0, len(order), 16 * batch_size):
@@ -192,7 +192,7 @@ def batches(examples: Sequence[Example], batch_size: int, rng: random.Random) ->
 
 
 def solution_loss(model: Qwen3ForCausalLM, batch: Sequence[Example], pad_id: int) -> Tensor:
-    """Mean cross-entropy of the solutions' tokens (nats); prompts are read, not learnt."""
+    """Compute the mean cross-entropy of the solutions' tokens (nats); prompts are read, not learnt."""
     width = max(len(prompt) + len(solution) for prompt, solution in batch)
     ids = torch.full((len(batch), width), pad_id)  # (B, L), padded on the right: causal attention needs no mask
     targets = torch.full((len(batch), width), -100)
@@ -202,12 +202,12 @@ def solution_loss(model: Qwen3ForCausalLM, batch: Sequence[Example], pad_id: int
         targets[row, len(prompt) : end] = torch.tensor(solution)
     learnt = targets[:, 1:] != -100  # (B, L-1)
     hidden = model.model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state[:, :-1]  # (B, L-1, H)
-    logits = model.lm_head(hidden[learnt.to(model.device)])  # the head runs on learnt rows alone
+    logits = model.lm_head(hidden[learnt.to(model.device)])  # the head runs only on learnt rows
     return torch.nn.functional.cross_entropy(logits.float(), targets[:, 1:][learnt].to(model.device))
 
 
 def training_rows(config: WarmupConfig) -> tuple[list[Row], list[Row]]:
-    """Solutions to learn from, and held-out problems; those of "generated" are learnt from a careless pupil."""
+    """Load solutions to learn from, and held-out problems; those of "generated" are learnt from a careless pupil."""
     if config.dataset != GENERATED:
         return train_and_eval_rows(config)
     rng = random.Random(config.seed)

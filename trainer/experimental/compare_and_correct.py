@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels.estimators.edit_distance import edited_tokens
@@ -62,20 +62,7 @@ def compare_and_correct(
     """
     rollouts, columns = batch.rollouts, batch.columns
     ids = [torch.tensor(row, dtype=torch.int64) for row in rollouts.ids()]
-    groups = torch.arange(len(ids)) // config.num_generations
-    siblings = correct_siblings(ids, groups, batch.rewards >= config.correct_threshold)
-    left_out = rollouts.truncated.tolist() if config.mask_truncated_completions else [False] * len(ids)
-    prompts = {
-        b: correction_prompt(
-            columns["question"][b],
-            rollouts.texts[b],
-            [rollouts.texts[near] for near in siblings[b][: config.correction_references]],
-            tokenizer,
-            config,
-        )
-        for b in range(len(ids))
-        if siblings[b] and not left_out[b]
-    }
+    prompts = _prompts(tokenizer, config, batch, ids)
     limit = longest_prompt(config, context_length(causal_lm(policy)))
     fitting = [b for b, prompt in prompts.items() if limit is None or len(prompt) <= limit]
 
@@ -118,6 +105,26 @@ def compare_and_correct(
         for b, text, is_right in zip(fitting, corrected.texts, right, strict=True):
             notes[b] = {"correction": {"completion": text, "right": is_right}}
     return Shaped(shaped, edits.to(rollouts.completion_ids.device), metrics, notes)
+
+
+def _prompts(
+    tokenizer: PreTrainedTokenizerBase, config: TrainConfig, batch: Batch, ids: list[Tensor]
+) -> dict[int, list[int]]:
+    """Encode prompts for corrections, by number of the sample; `ids` are the B completions' tokens."""
+    rollouts, groups = batch.rollouts, torch.arange(len(ids)) // config.num_generations
+    siblings = correct_siblings(ids, groups, batch.rewards >= config.correct_threshold)
+    left_out = rollouts.truncated.tolist() if config.mask_truncated_completions else [False] * len(ids)
+    return {
+        b: correction_prompt(
+            batch.columns["question"][b],
+            rollouts.texts[b],
+            [rollouts.texts[near] for near in siblings[b][: config.correction_references]],
+            tokenizer,
+            config,
+        )
+        for b in range(len(ids))
+        if siblings[b] and not left_out[b]
+    }
 
 
 def correction_prompt(

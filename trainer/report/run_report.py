@@ -1,8 +1,7 @@
 """Show a run's progress on the console and write the run folder's files.
 
-The folder holds `config.yaml`,
-`metrics.jsonl` (one object per step), `completions.jsonl` (samples with their tokens and weights),
-`curves.png` and `summary.json`.
+The folder holds `config.yaml`, `metrics.jsonl` (one object per step), `completions.jsonl` (samples with their tokens
+and weights), `curves.png` and `summary.json`.
 """
 
 import contextlib
@@ -51,26 +50,18 @@ class Report:
         """Open the files, the back-ends and the progress bar."""
         (self._folder / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
         self._stack = contextlib.ExitStack()
-        self._metrics_file = self._stack.enter_context((self._folder / "metrics.jsonl").open("w", encoding="utf-8"))
-        self._completions_file = self._stack.enter_context(
-            (self._folder / "completions.jsonl").open("w", encoding="utf-8")
+        self._metrics_file, self._completions_file = (
+            self._stack.enter_context((self._folder / name).open("w", encoding="utf-8"))
+            for name in ("metrics.jsonl", "completions.jsonl")
         )
         self._trackers = []
         for name in self._config.report_to:
             log, close = open_tracker(name, self._folder, asdict(self._config))
             self._trackers.append(log)
             self._stack.callback(close)
-        self._progress = self._stack.enter_context(
-            Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[note]}"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=self.console,
-            )
-        )
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+        columns += [TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn()]
+        self._progress = self._stack.enter_context(Progress(*columns, console=self.console))
         self._bar = self._progress.add_task("training", total=self._config.max_steps, note="", visible=False)
         return self
 
@@ -228,19 +219,16 @@ class Report:
             return
         sample = self._sample(result, max(range(len(result.problems)), key=lambda b: len(result.credit.spans[b])))
         text = Text()
-        for token, weight in zip(sample["tokens"], sample["weights"], strict=True):
-            text.append(token, style=_weight_style(weight))
+        for token, of_token in zip(sample["tokens"], sample["weights"], strict=True):
+            text.append(token, style=_weight_style(of_token))
         unit = sample["drops_unit"]
         header = "answer log-prob drop (nats)" if unit == "nats" else f"minus {unit}"
         table = Table("masked span", header, "weight", box=None, header_style="dim")
         strongest = sorted(sample["spans"], key=lambda span: span["drop"])[:_ROWS_SHOWN]
         for span in sorted(strongest, key=lambda span: span["start"]):
-            row = (
-                escape(span["text"]),
-                f"{span['drop']:.3f}" if unit == "nats" else f"{span['drop']:.3g}",
-                Text(f"{span['weight']:.2f}", _weight_style(span["weight"])),
-            )
-            table.add_row(*row)
+            drop = f"{span['drop']:.3f}" if unit == "nats" else f"{span['drop']:.3g}"
+            weight = Text(f"{span['weight']:.2f}", _weight_style(span["weight"]))
+            table.add_row(escape(span["text"]), drop, weight)
         self.console.print(f"\nA completion of the last step, reward {sample['reward']:g}, coloured by token weight:\n")
         self.console.print(Padding(text, (0, 2)))
         self.console.print(Padding(table, (0, 1)))
@@ -255,7 +243,7 @@ def _weight_style(weight: float) -> str:
 
 
 def paired_gain(before: Evaluation, after: Evaluation) -> tuple[float, float]:
-    """Mean and standard error of the change in correctness, problem by problem."""
+    """Compute mean and standard error of the change in correctness, problem by problem."""
     changes = [float(b) - float(a) for a, b in zip(before.correct, after.correct, strict=True)]
     mean = sum(changes) / len(changes)
     variance = sum((change - mean) ** 2 for change in changes) / max(len(changes) - 1, 1)

@@ -5,18 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.config import TRACKERS
-
 Log = Callable[[dict[str, float], int], None]
 
 
 def open_tracker(name: str, folder: Path, settings: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
     """Start back-end `name` for a run; returns `log(metrics, step)` and `close()`.
 
-    Raises `ImportError` that says what to install, `ValueError` for an unknown name.
+    Raises `ImportError` that says what to install.
     """
-    if name not in TRACKERS:
-        raise ValueError(f"report_to: must be among {TRACKERS}, got {name!r}")
     try:
         library = importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
     except ImportError as problem:

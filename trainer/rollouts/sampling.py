@@ -1,6 +1,6 @@
 """Sample completions with transformers' `generate`, every draw keyed by run seed, step, problem and sample.
 
-A keyed draw does not depend on what else is in the batch nor on what was drawn before, so a run repeats exactly from its
+A keyed draw does not depend on what else is in the batch nor on what was drawn before: a run repeats exactly from its
 seed.
 """
 
@@ -89,7 +89,7 @@ class KeyedSampler(LogitsProcessor):
 
 
 def keyed_uniforms(keys: Sequence[Sequence[int]], length: int) -> Tensor:
-    """(B, length) float64 in [0, 1): row b holds the draws of `keys[b]`, whatever the other rows are."""
+    """Draw (B, length) float64 in [0, 1): row b holds the draws of `keys[b]`, whatever the other rows are."""
     return torch.from_numpy(np.stack([np.random.default_rng(list(key)).random(length) for key in keys]))
 
 

@@ -203,7 +203,7 @@ def test_a_run_with_signed_credit_logs_the_advantages_it_trained_on(tmp_path) ->
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ([], "must be an object, got a list of 0"),
         ({}, "tokens must be a list of strings, got None"),
         ({"tokens": [1]}, "tokens must be a list of strings, got a list of 1"),
@@ -373,7 +373,7 @@ def test_settings_that_are_no_runs_are_one_line_and_exit_code_2(tmp_path, capsys
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("[" * 100_000, "line 1: is no JSON"),
+        ("[" * 100_000, "line 1: is not JSON"),
         (f'{{"tokens": [], "reward": {10**400}}}', "reward must be a finite number, got an integer too large"),
         (f'{{"tokens": ["a"], "weights": [{10**400}]}}', r"weights\[0\] must be a finite number"),
     ],

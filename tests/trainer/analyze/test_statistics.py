@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from trainer.analyze.statistics import (
     auroc,
-    average_ranks,
     bootstrap_interval,
     ess_ratio,
     recall_at,
@@ -40,11 +39,6 @@ def test_auroc_is_the_share_of_pairs_in_order_with_ties_counted_half(rows):
     scores, labels = zip(*rows, strict=True)
     assert auroc(scores, labels) == pytest.approx(float(sum(wins) / len(wins)), abs=1e-12)
     assert auroc([-s for s in scores], labels) == pytest.approx(1 - auroc(scores, labels), abs=1e-12)
-
-
-@given(VALUES)
-def test_average_ranks_count_what_is_below_and_half_of_what_is_equal(values):
-    assert average_ranks(values).tolist() == rank_by_counting(values)
 
 
 @given(PAIRED)
@@ -136,7 +130,7 @@ def test_tensors_that_need_a_gradient_are_read_and_not_changed():
         (lambda: spearman([1.0, 2], [3.0, 3]), "b: all 2 values are 3.0"),
         (lambda: spearman([5.0], [1.0]), "a: all 1 values are 5.0"),
         (lambda: spearman([1.0, math.inf], [3.0, 4]), "a, position 1: must be finite, got inf"),
-        (lambda: average_ranks([]), "values: is empty"),
+        (lambda: spearman([], [1.0]), "a: is empty"),
         (lambda: bootstrap_interval(len, []), "groups: is empty"),
         (lambda: bootstrap_interval(len, [1], draws=0), "draws must be at least 1, got 0"),
         (lambda: bootstrap_interval(len, [1], level=1.0), "level must be between 0 and 1, got 1.0"),

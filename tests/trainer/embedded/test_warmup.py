@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cfa_kernels import counterfactual_credit
 from trainer.cli import parse
-from trainer.config import TrainConfig, WarmupConfig
+from trainer.config import TrainConfig
 from trainer.data import encode_prompt, load_rows
-from trainer.embedded.warmup import warm_up
+from trainer.embedded.warmup import WarmupConfig, warm_up
 from trainer.run import set_up, train
 
 pytestmark = pytest.mark.slow

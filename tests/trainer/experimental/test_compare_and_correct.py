@@ -8,25 +8,19 @@ import pytest
 import torch
 
 from tests.support.edit_table import edits_by_table, table
-from tests.support.embedded import metrics_of, run, samples_of, settings
+from tests.support.embedded import EVEN, metrics_of, run, samples_of, settings
 from trainer.cli import parse, to_yaml
 from trainer.config import TrainConfig
 from trainer.experimental import compare_and_correct as corrections
 from trainer.experimental.compare_and_correct import compare_and_correct, correction_prompt
 from trainer.rewards import group_advantages
-from trainer.rollouts.sampling import Rollouts
+from trainer.rollouts import Rollouts
 from trainer.run import set_up
+from trainer.state import Batch, Shaped
 from trainer.step import training_step, update
 
 pytestmark = pytest.mark.slow
 
-
-def even(completions, **_):
-    """1 for texts whose characters add up to an even number: completions and corrections are often either."""
-    return [float(sum(map(ord, text)) % 2 == 0) for text in completions]
-
-
-EVEN = f"--reward_funcs={__name__}:even"
 SHORT = ("--max_completion_length=24", "--no_mask_truncated_completions", "--temperature=1.5")
 ON = ("--compare_and_correct", "--credit=uniform", EVEN, *SHORT)
 BARE = "--correction_template={question}{attempt}{references}"
@@ -50,7 +44,7 @@ def parameters(trainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
 
 
-def by_hand(trainer, config, monkeypatch, rewards, corrected, *, truncated=()) -> corrections.Corrections:
+def by_hand(trainer, config, monkeypatch, rewards, corrected, *, truncated=()) -> Shaped:
     """Corrections of one group of "a 0", "a 1", ... by given texts; "right" in a text is what earns a reward."""
     tokenizer = trainer.tokenizer
     texts = [f"a {i}" for i in range(len(rewards))]
@@ -71,18 +65,25 @@ def by_hand(trainer, config, monkeypatch, rewards, corrected, *, truncated=()) -
         assert completion_ids == [tokenizer(text)["input_ids"] for text in completions]
         return [None if text == "?" else float("right" in text) for text in completions]
 
-    return compare_and_correct(
-        trainer.policy, tokenizer, {"judge": judge}, config, batch(texts), torch.tensor(rewards),
-        {"question": [f"q {b}" for b in range(len(texts))]}, [(0, 0, 0, g) for g in range(len(texts))],
-    )  # fmt: skip
+    keys, columns = [(0, 0, 0, g) for g in range(len(texts))], {"question": [f"q {b}" for b in range(len(texts))]}
+    given = Batch([0] * len(texts), keys, batch(texts), columns, torch.tensor(rewards))
+    return compare_and_correct(trainer.policy, tokenizer, {"judge": judge}, config, given)
+
+
+def texts_of(notes) -> dict[int, str]:
+    return {b: note["correction"]["completion"] for b, note in notes.items()}
+
+
+def right_in(notes) -> dict[int, bool]:
+    return {b: note["correction"]["right"] for b, note in notes.items()}
 
 
 def test_a_right_correction_raises_its_attempt_before_the_group_is_compared(trainer, monkeypatch) -> None:
     config = settings("--compare_and_correct", "--num_generations=4")
     found = by_hand(trainer, config, monkeypatch, [1.0, 0.0, 0.0, 1.0], ["right", "no"])
     assert found.rewards.tolist() == pytest.approx([1, 0.6 * 0.5, 0, 1])
-    assert found.texts == {1: "right", 2: "no"}
-    assert found.right == {1: True, 2: False}
+    assert texts_of(found.notes) == {1: "right", 2: "no"}
+    assert right_in(found.notes) == {1: True, 2: False}
     advantages = group_advantages(found.rewards, 4)
     mean, std = 2.3 / 4, math.sqrt((0.425**2 + 0.275**2 + 0.575**2 + 0.425**2) / 3)
     expected = [(r - mean) / (std + 1e-4) for r in (1, 0.3, 0, 1)]
@@ -117,10 +118,14 @@ def test_only_tokens_that_a_correction_edits_keep_credit(trainer, monkeypatch, c
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_truncated_attempt_is_corrected_only_if_the_loss_counts_it(trainer, monkeypatch, masked) -> None:
-    config = settings("--compare_and_correct", "--num_generations=4", f"--mask_truncated_completions={masked}")
+    config = settings(
+        "--compare_and_correct",
+        "--num_generations=4",
+        "--mask_truncated_completions" if masked else "--no_mask_truncated_completions",
+    )
     corrected = ["right"] if masked else ["right", "right"]
     found = by_hand(trainer, config, monkeypatch, [1.0, 0.0, 0.0, 1.0], corrected, truncated=[2])
-    assert list(found.texts) == ([1] if masked else [1, 2])
+    assert list(found.notes) == ([1] if masked else [1, 2])
 
 
 @pytest.mark.parametrize("rewards", [[0.0] * 4, [1.0] * 4])
@@ -145,8 +150,8 @@ def test_the_prompt_shows_the_attempt_and_its_nearest_correct_siblings(fresh, wr
     (prompts, options, _), *rest = written
     assert not rest
     texts, rows = result.rollouts.texts, result.rollouts.ids()
-    assert len(prompts) == len(result.corrections.texts) > 2
-    for b, prompt, key in zip(result.corrections.texts, prompts, options["keys"], strict=True):
+    assert len(prompts) == len(result.notes) > 2
+    for b, prompt, key in zip(result.notes, prompts, options["keys"], strict=True):
         group = range(b // 8 * 8, b // 8 * 8 + 8)
         nearest = sorted((o for o in group if result.rewards[o]), key=lambda o: table(rows[b], rows[o])[-1][-1])
         references = [texts[o] for o in nearest[:2]]
@@ -166,8 +171,8 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
 ) -> None:
     trainer, twin = fresh(*ON, *options), fresh(*ON, *options)
     result = training_step(trainer, 1, [0, 1, 2])
-    fixed = dict(zip(result.corrections.texts, written[0][2].ids(), strict=True))
-    right = [b for b, is_right in result.corrections.right.items() if is_right]
+    fixed = dict(zip(result.notes, written[0][2].ids(), strict=True))
+    right = [b for b, is_right in right_in(result.notes).items() if is_right]
     assert 0 < len(right) < len(fixed)
     gate = torch.ones_like(result.credit.weights)
     for b in right:
@@ -196,7 +201,7 @@ def test_off_by_default_and_nobody_correct_is_the_same_to_the_bit(fresh) -> None
     plain, unused = fresh(EVEN, *SHORT), fresh(EVEN, *SHORT, "--compare_and_correct", "--correct_threshold=2")
     assert not plain.config.compare_and_correct
     results = [training_step(trainer, 1, [0, 1]) for trainer in (plain, unused)]
-    assert results[0].corrections is None
+    assert not results[0].notes
     assert torch.equal(parameters(plain), parameters(unused))
     extra = results[1].metrics.keys() - results[0].metrics.keys()
     assert extra == {"time/correct", "corrections/fraction", "corrections/too_long", "corrections/tokens"}
@@ -204,22 +209,22 @@ def test_off_by_default_and_nobody_correct_is_the_same_to_the_bit(fresh) -> None
 
 def test_what_is_sampled_does_not_depend_on_corrections(fresh) -> None:
     with_, without = training_step(fresh(*ON), 1, [0, 1]), training_step(fresh(EVEN, *SHORT), 1, [0, 1])
-    assert with_.corrections.texts
+    assert with_.notes
     assert with_.rollouts.texts == without.rollouts.texts
 
 
 def test_a_prompt_that_is_too_long_leaves_its_sample_uncorrected_and_is_counted(fresh, written) -> None:
     free, limited = fresh(*ON), fresh(*ON)
-    everyone = training_step(free, 1, [0, 1, 2]).corrections
-    lengths = {b: len(prompt) for b, prompt in zip(everyone.texts, written[0][0], strict=True)}
+    everyone = training_step(free, 1, [0, 1, 2]).notes
+    lengths = {b: len(prompt) for b, prompt in zip(everyone, written[0][0], strict=True)}
     limit = sorted(lengths.values())[len(lengths) // 2]
     limited.config = dataclasses.replace(limited.config, max_prompt_length=limit)
-    found = training_step(limited, 1, [0, 1, 2]).corrections
+    result = training_step(limited, 1, [0, 1, 2])
     fit = [b for b, length in lengths.items() if length <= limit]
-    assert found.texts == {b: everyone.texts[b] for b in fit}
-    assert found.metrics["corrections/too_long"] == len(lengths) - len(fit) > 0
-    assert found.metrics["corrections/fraction"] == len(fit) / 24
-    assert all((found.edits[b] == 1).all() for b in range(24) if b not in fit)
+    assert texts_of(result.notes) == {b: texts_of(everyone)[b] for b in fit}
+    assert result.metrics["corrections/too_long"] == len(lengths) - len(fit) > 0
+    assert result.metrics["corrections/fraction"] == len(fit) / 24
+    assert all((result.credit.weights[b] == 1).all() for b in range(24) if b not in fit)
 
 
 def test_a_run_in_which_no_correction_could_be_asked_for_ends_before_it_starts(fresh) -> None:

@@ -1,0 +1,87 @@
+"""Gradients of `linear_logprob`, from strips of logits that are made again, by the row gradient of the policy loss.
+
+`linear_logprob` registers the operator as its gradient.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .head_matmul import add_head_gradient, empty_strip, hidden_gradient, sum_dtype, write_logits
+from .operator_arguments import arguments_of
+from .policy_rows import row_gradients
+from .row_softmax import Softmax
+
+STRIP_BYTES = {"cpu": 2**27, "cuda": 2**30}
+"""Size of a backward strip of logits, by device type."""
+
+
+@torch.library.custom_op("cfa_kernels::linear_logprob_backward", mutates_args=())
+def linear_logprob_backward_op(
+    by_rows: Tensor,
+    hidden: Tensor,
+    lm_head: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    softcap: float,
+    with_entropy: bool,
+    wanted: list[bool],
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by hidden (N, H), lm_head (V, H) and bias (V,); empty where not `wanted`.
+
+    by_rows (2, N): the upstream gradient of what `linear_logprob_op` gave. Strips of logits are multiplied by
+    another routine than the forward's, so their probabilities are normalised by their own sums: against the
+    forward's, the logits' rounding would be the probabilities' relative error.
+    """
+    dtypes, unit = (hidden.dtype, lm_head.dtype, (bias if bias is not None else lm_head).dtype), None
+    if backend == "torch" and hidden.device.type == "cpu":
+        # No product of halves with float32 sums there: convert the head once, not for every strip.
+        hidden, lm_head = hidden.to(by_rows.dtype), lm_head.to(by_rows.dtype)
+    if hidden.dtype == torch.float16 and len(hidden):
+        # Gradients of a mean over many rows are below what float16 resolves: take a power of two out of them.
+        unit = torch.ldexp(by_rows.new_ones(()), torch.frexp(by_rows.abs().amax())[1])
+        by_rows = by_rows / unit
+    vocabulary, sums = len(lm_head), sum_dtype(hidden.dtype)
+    by_hidden = hidden.new_zeros(hidden.shape if wanted[0] else (0,))
+    by_head = hidden.new_zeros(lm_head.shape if wanted[1] else (0,), dtype=sums)
+    by_bias = hidden.new_zeros((vocabulary,) if wanted[2] else (0,), dtype=sums)
+    size = STRIP_BYTES.get(hidden.device.type, STRIP_BYTES["cpu"])
+    height = max(size // (16 * vocabulary * sums.itemsize), 1) * 16  # every strip's slices are aligned alike
+    logits, gradient = empty_strip(min(height, max(len(hidden), 1)), vocabulary, sums, hidden.dtype, hidden.device)
+    for start in range(0, len(hidden), height):
+        part = slice(start, min(start + height, len(hidden)))
+        states = hidden[part]
+        strip, by_logits = logits[: len(states)], gradient[: len(states)]
+        write_logits(states, lm_head, strip)
+        row_gradients(
+            strip.unsqueeze(0), bias, by_logits.unsqueeze(0), targets[part],
+            by_rows[0, part].contiguous(), by_rows[1, part].contiguous() if with_entropy else None,
+            Softmax(temperature, softcap), backend=backend,
+        )  # fmt: skip
+        if wanted[0]:
+            hidden_gradient(by_logits, lm_head, by_hidden[part])
+        if wanted[1]:
+            add_head_gradient(by_head, by_logits, states, first=start == 0)
+        if wanted[2]:
+            by_bias += by_logits.sum(0, dtype=sums)
+    if unit is not None:
+        for gradient in (by_hidden, by_head, by_bias):
+            gradient.mul_(unit)
+    return by_hidden.to(dtypes[0]), by_head.to(dtypes[1]), by_bias.to(dtypes[2])
+
+
+_Arguments = arguments_of(linear_logprob_backward_op)
+
+
+@linear_logprob_backward_op.register_fake
+def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given = _Arguments(*inputs)
+    hidden, lm_head, wanted = given.hidden, given.lm_head, given.wanted
+    return (
+        hidden.new_empty(hidden.shape if wanted[0] else (0,)),
+        lm_head.new_empty(lm_head.shape if wanted[1] else (0,)),
+        (lm_head if given.bias is None else given.bias).new_empty(lm_head.shape[:1] if wanted[2] else (0,)),
+    )

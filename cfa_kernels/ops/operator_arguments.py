@@ -1,0 +1,17 @@
+"""Arguments of custom operators by name, in every function that torch hands them to as one tuple."""
+
+import inspect
+from collections import namedtuple
+from typing import Any
+
+from torch.library import CustomOpDef
+
+
+def arguments_of(operator: CustomOpDef) -> Any:
+    """Make the named tuple of an operator's arguments, in the order of its definition.
+
+    It reads what torch passes on, `Arguments(*inputs)`, and holds what a backward returns: a field that is left out is
+    None, as is the gradient of an argument that has none.
+    """
+    names = list(inspect.signature(operator._init_fn).parameters)
+    return namedtuple("Arguments", names, defaults=[None] * len(names))

@@ -1,0 +1,276 @@
+"""Find arithmetic in a text.
+
+The text becomes lexemes of one letter each (`LEXEME_KINDS`), so that an expression is a short regular expression over a
+string of kinds. As everywhere in this package, every repetition is bounded or cannot overlap itself: matching is linear
+in whatever a model emits.
+"""
+
+import re
+from typing import NamedTuple
+
+from .patterns import (
+    ANNOTATION,
+    BLANK,
+    CURRENCY,
+    DIGITS,
+    EQUALS,
+    FRACTION,
+    GROUP,
+    MINUS,
+    Interval,
+    clear_of,
+    sentence_intervals,
+)
+
+
+class LexemeKind(NamedTuple):
+    """A kind of lexeme: its name, and a lexeme of that kind in a text."""
+
+    name: str
+    lexeme: str
+    text: str
+
+
+LEXEME_KINDS = {
+    "N": LexemeKind("number, fraction, root or call", "1,250.50", "1,250.50 eggs"),
+    "H": LexemeKind("time of day", "5:30 pm", "at 5:30 pm"),
+    "V": LexemeKind("variable", "x", "x + 1"),
+    "v": LexemeKind("variable behind its coefficient", "x", "2x"),
+    "W": LexemeKind("words", "eggs left", "16 eggs left"),
+    "T": LexemeKind("words in a LaTeX command", r"\text{ eggs}", r"16 \text{ eggs}"),
+    "A": LexemeKind("annotation of a calculator", "<<2+3=5>>", "<<2+3=5>>5"),
+    "U": LexemeKind("currency sign", "$", "$5"),
+    "E": LexemeKind("equals sign or its like", "=", "2 + 3 = 5"),
+    "O": LexemeKind("operator", "*", "2 * 3"),
+    "o": LexemeKind("the word of, as a product", "of", "20% of 50"),
+    "M": LexemeKind("minus before a blank", "-", "5 - 3"),
+    "m": LexemeKind("tight minus: a sign, a difference or a range", "-", "5-3"),
+    "d": LexemeKind("tight slash", "/", "1/2"),
+    "S": LexemeKind("emphasis or a power", "**", "2 ** 3"),
+    "I": LexemeKind("bracket that opens a factor", "(", "2(3 + 4)"),
+    "P": LexemeKind("other opening bracket", "(", "(3 + 4)"),
+    "C": LexemeKind("closing bracket, percent or degree sign", "%", "20%"),
+    "L": LexemeKind("line break", "\n", "2\n3"),
+    "B": LexemeKind("label or sign that no expression contains", "2020-01-02", "on 2020-01-02"),
+}
+"""What each letter in the expressions over kinds stands for."""
+
+_BEFORE_NUMBER = r"(?=\s{1,4}[\d$(\\.])"
+_WORD_OPERATOR = rf"(?:plus|minus|times|mod|divided|multiplied|equals|is equal|of(?: the)?{_BEFORE_NUMBER})"
+_WORD = r"(?:[^\W\d_]{2,}(?:['’/-][^\W\d_]+){0,4}(?:-\d{1,4}(?![\d.,]))?|[aAI](?= [^\W\d_]{2}))"
+
+# A call, a root or a binomial is one operand with all that it takes: no expression begins inside it. Arithmetic in
+# brackets right after a word, "eggs(16-3=13)", is no call.
+_IN_PARENTHESES = r"\((?:[^()\n]|\([^()\n]{0,60}\)){1,60}\)"
+_CALL = (
+    rf"(?=\w{{1,13}}+\()(?<!\d)(?:[a-zA-Z](?=\((?:[^()\n]{{0,60}}\d|[a-zA-Z]\)))"
+    r"|[^\W\d_]\w{1,12}(?=\([^()\n]{0,60}\d)(?!\([^()\n,=]{0,60}[+*/×÷-][^()\n,=]{0,60}=))"
+    rf"{_IN_PARENTHESES}"
+)
+_LATEX_CALL = (
+    rf"\\(?:sqrt\s?(?:\[[^\]\n]{{1,6}}\])?\s?(?:{GROUP}|\d)|[dt]?binom\s?{GROUP}\s?{GROUP}"
+    rf"|(?:log|ln|lg|exp|sin|cos|tan|max|min|gcd|lcm)(?![a-zA-Z])(?:[_^](?:\w|{GROUP})){{0,2}}"
+    rf"\s?(?:{GROUP}|{_IN_PARENTHESES}|{DIGITS}))"
+)
+# Dates, telephone numbers, addresses, lengths in a style sheet: digits that no one calculates with, unless an equals
+# sign follows.
+_DAY, _MONTH, _YEAR = r"(?:0?[1-9]|[12]\d|3[01])", r"(?:0?[1-9]|1[0-2])", r"(?:1[5-9]|20)\d\d"
+_LABEL = (
+    r"(?=\d{1,4}+(?:[/.-]|[ ]\d{3}-|px|rem|v[hw]))"
+    rf"(?:(?:{_DAY}/{_DAY}/(?:\d{{4}}|\d\d)|{_YEAR}-{_MONTH}-{_DAY}|{_YEAR}/{_MONTH}/{_DAY}|{_DAY}-{_DAY}-{_YEAR}"
+    r"|(?:\d{1,3}[- ])?\d{3}-\d{3}-\d{4}|\d{3}-\d\d-\d{4}|\d+(?:\.\d+){2,8})(?![\w/-]|\s?[=＝])"
+    r"|\d+(?:\.\d+)?(?:px|rem|vh|vw)\b)"
+)
+_CLOCK = r"\d{1,2}:\d\d(?::\d\d)?(?:\s?[apAP]\.?[mM]\b\.?)?(?![\d:])"
+
+# Grouped by first character, tried in order: most of a text is words and numbers, and this decides the speed.
+_LEXEMES = {
+    r"(?=[^\W\d_])": [
+        ("O", rf"(?:plus|minus|times|mod|divided by|multiplied by){_BEFORE_NUMBER}"),
+        ("o", rf"of(?: the)?{_BEFORE_NUMBER}"),
+        ("E", rf"(?:equals|is equal to){_BEFORE_NUMBER}"),
+        ("B", r"(?:https?://|www\.)\S{1,2000}"),
+        ("N", _CALL),
+        ("W", rf"{_WORD}(?: (?!{_WORD_OPERATOR}){_WORD}(?![\w(])){{0,5}}"),
+        ("O", r"(?<=[\d\s)}%$])[xX](?=\s?[\d$(\\.])"),
+        ("v", r"(?<=\d)[a-zA-Z](?![\w'’])"),  # a variable's coefficient stands before it
+        ("V", r"[a-zA-Z](?:_\{?\w{1,3}\}?)?(?![\w'’])"),
+    ],
+    r"(?=[\d.\\])": [
+        ("B", _LABEL),
+        ("H", _CLOCK),
+        ("N", rf"{DIGITS}|{FRACTION}|{_LATEX_CALL}"),
+    ],
+    "": [
+        ("A", ANNOTATION),
+        ("E", EQUALS),
+        ("S", r"\*\*"),  # emphasis or a power
+        ("O", r"[+*×·⋅∙÷^✕✖＋]|/(?=\s)|(?<=\s)%(?=\s\d)|\\(?:times|cdot|div|pm|bmod)(?![a-zA-Z])"),
+        ("M", rf"[{MINUS}](?=\s)"),
+        ("m", rf"[{MINUS}]"),  # a tight minus: a sign, a difference or a range
+        ("W", r"(?<=[\w)])/[^\W\d_]+"),
+        ("d", r"/"),
+        ("U", CURRENCY),
+        ("N", rf"√\s?(?:{DIGITS}|\([^()\n]{{1,60}}\))"),
+        ("I", r"(?:(?<=[\d)}])|(?<=\d[a-z]))(?:\\left\s?)?\("),  # a factor: 2(3 + 4)
+        ("P", r"[(\[{~]|\\[(\[{]|\\left\s?[(\[]|(?<![\w|])\|(?=[\d(.-])"),
+        ("C", r"[)\]}%°¢²³]|\\[)\]}%]|\\right\s?[)\]]|(?<=[\d)])(?:\||!(?=\s?[=+*/×)-]))"),
+        ("T", rf"\\(?:text|mathrm|mbox)\s?{GROUP}"),
+        ("L", r"\n"),
+        ("B", r"\S"),
+    ],
+}
+# No lexeme ends in a blank, so none begins behind one: without that the blanks at the end of a text would be read anew
+# from each of them.
+_LEXEME = re.compile(
+    rf"(?<!{BLANK}){BLANK}*+(?:%s)"
+    % "|".join(f"{guard}(?:{'|'.join(f'({pattern})' for _, pattern in group)})" for guard, group in _LEXEMES.items())
+)
+_KIND_OF_GROUP = ["", *(kind for group in _LEXEMES.values() for kind, _ in group)]
+
+# Words belong to an operand only if an operator follows: "16 eggs - 3 eggs = 13", but not "13 eggs left".
+_OPERAND = r"[PIUSm]{0,8}(?:A[Um]{0,2}[NH]|[NAVH])v?[CUS]{0,8}(?:(?:WT?|T)(?=L?[OMmdoE]))?"
+_MEMBERS = rf"(?:(?:[OMmdoSI]|L?E){_OPERAND})+E?"
+_EXPRESSION = re.compile(rf"{_OPERAND}{_MEMBERS}|A(?:[Um]{{0,2}}[NH])?")
+_MEMBERS_AFTER_BRACKET = re.compile(rf"[CUS]{{0,8}}(?:(?:WT?|T)(?=L?[OMmdoE]))?{_MEMBERS}")
+_DIGIT = re.compile(r"\d")
+_CLEARLY_ARITHMETIC = re.compile("[EAOM]|(?:[md].*){2}")
+_NAME_BEFORE = re.compile(r"\\?[^\W\d_]\w{0,20}\Z")
+
+_FROM_TO = re.compile(r"[PUS]{0,8}(N)[CUS]{0,8}(?:WT?|T)?M[PUS]{0,8}(N)[CUS]{0,8}")
+_FROM_TO_CLOCK = re.compile(r"[PUS]{0,8}H[CUS]{0,8}(?:WT?|T)?[Mm][PUS]{0,8}[HN][CUS]{0,8}")
+_NUMBERED_THING = re.compile(
+    r"\b(?i:chapters?|pages?|pp?\.|sections?|rooms?|steps?|parts?|questions?|problems?|days?|weeks?|figures?|tables?"
+    r"|lessons?|units?|grades?|levels?|no\.|number|version|route|highway|ages?|aged)\s?\Z"
+)
+_SIZE_OF = re.compile(
+    r"[s-]?\s?(?i:lumber|boards?|planks?|studs?|beams?|photos?|prints?|pictures?|frames?|canvas|grids?|matrix|matrices"
+    r"|tiles?|cards?|rugs?|inch(?:es)?|in\.)\b"
+)
+
+
+def cut_into_lexemes(text: str) -> tuple[list[re.Match[str]], str]:
+    """Cut a text into lexemes, and name each one's kind by a letter of `LEXEME_KINDS`."""
+    lexemes = list(_LEXEME.finditer(text))
+    return lexemes, "".join([_KIND_OF_GROUP[lexeme.lastindex or 0] for lexeme in lexemes])
+
+
+def _arithmetic_intervals(text: str) -> list[Interval]:
+    """Find expressions in order, as `ranked_math_intervals` describes them."""
+    lexemes, kinds = cut_into_lexemes(text)
+    intervals: list[Interval] = []
+    for expression in _EXPRESSION.finditer(kinds):
+        if not _CLEARLY_ARITHMETIC.search(expression.group()):
+            continue
+        whole = _whole_expression(text, lexemes, kinds, *expression.span())
+        if whole is None or not _DIGIT.search(text, *whole) or _is_range_or_size(text, lexemes, expression):
+            continue
+        if intervals and whole[0] < intervals[-1][1]:
+            last = intervals.pop()
+            whole = min(last[0], whole[0]), max(last[1], whole[1])
+        intervals.append(whole)
+    return intervals
+
+
+_BRACKET_KIND = re.compile("[PIC]")
+_REACH = 40
+"""Lexemes within which the other half of a bracket is looked for."""
+
+
+def _bracket(lexeme: re.Match[str]) -> int:
+    """Tell an opening bracket (1) from a closing one (-1) and others (0), among lexemes of the kinds P, I and C."""
+    last = lexeme.group()[-1]
+    return 1 if last in "([{" else -1 if last in ")]}" else 0
+
+
+def _unpaired(lexemes: list[re.Match[str]], kinds: str, first: int, after: int) -> tuple[list[int], list[int]]:
+    """Find the lexemes of `[first, after)` that are brackets, opening and closing ones, without their other half."""
+    opened: list[int] = []
+    closed: list[int] = []
+    for i in (place.start() for place in _BRACKET_KIND.finditer(kinds, first, after)):
+        match _bracket(lexemes[i]):
+            case 1:
+                opened.append(i)
+            case -1 if opened:
+                opened.pop()
+            case -1:
+                closed.append(i)
+    return opened, closed
+
+
+def _other_half(lexemes: list[re.Match[str]], kinds: str, places: range, count: int) -> int | None:
+    """Walk over `places` until `count` brackets found their other half; -1 if the line ends first, else `None`."""
+    for i in places:
+        if kinds[i] == "L":
+            return -1
+        count += _bracket(lexemes[i]) * places.step if kinds[i] in "PIC" else 0
+        if count == 0:
+            return i
+    return None if len(places) == _REACH else -1
+
+
+def _whole_expression(text: str, lexemes: list[re.Match[str]], kinds: str, first: int, after: int) -> Interval | None:
+    """Find the characters of the lexemes `[first, after)`, without half a bracket.
+
+    Outer brackets without their other half are left out. Where a bracket inside lacks it, the expression reaches as far
+    as that half, over words if need be; `None` where this is too far in the same line.
+    """
+    start, end = lexemes[first].start(lexemes[first].lastindex or 0), lexemes[after - 1].end()
+    opened, closed = _unpaired(lexemes, kinds, first, after)
+    if not opened and not closed:
+        return start, end
+    while opened and opened[0] == first:
+        first = opened.pop(0) + 1
+    while closed and closed[-1] == after - 1:
+        after = closed.pop()
+    if closed:
+        found = _other_half(lexemes, kinds, range(first - 1, max(-1, first - 1 - _REACH), -1), len(closed))
+        if found is None:
+            return None
+        first = first if found < 0 else found
+    if opened:
+        found = _other_half(lexemes, kinds, range(after, min(len(lexemes), after + _REACH)), len(opened))
+        if found is None:
+            return None
+        if found >= 0:
+            after = found + 1
+            more = _MEMBERS_AFTER_BRACKET.match(kinds, after)
+            after = more.end() if more and not any(_unpaired(lexemes, kinds, after, more.end())) else after
+    start, end = lexemes[first].start(lexemes[first].lastindex or 0), lexemes[after - 1].end()
+    name = _NAME_BEFORE.search(text, max(0, start - 24), start) if closed else None
+    return (name.start() if name else start), end
+
+
+def _is_range_or_size(text: str, lexemes: list[re.Match[str]], expression: re.Match[str]) -> bool:
+    """Tell whether `3 - 4 people`, `Chapter 3 - 2`, `5:30 - 6:45` or `2 x 4 boards` only looks like a calculation."""
+    kinds, (first, after) = expression.group(), expression.span()
+    if "E" in kinds or "A" in kinds or (first and _KIND_OF_GROUP[lexemes[first - 1].lastindex or 0] == "E"):
+        return False
+    if _FROM_TO_CLOCK.fullmatch(kinds):
+        return True
+    if pair := _FROM_TO.fullmatch(kinds):
+        low, high = (lexemes[first + pair.start(group)].group().strip().replace(",", "") for group in (1, 2))
+        start = lexemes[first].start(lexemes[first].lastindex or 0)
+        if _NUMBERED_THING.search(text, max(0, start - 16), start):
+            return True
+        return all(number.replace(".", "", 1).isdecimal() for number in (low, high)) and float(low) < float(high)
+    signs = {lexeme.group().strip() for lexeme, kind in zip(lexemes[first:after], kinds, strict=True) if kind == "O"}
+    return signs <= {"x", "X"} and bool(signs) and bool(_SIZE_OF.match(text, lexemes[after - 1].end()))
+
+
+def ranked_math_intervals(text: str) -> tuple[list[Interval], list[Interval]]:
+    r"""Find arithmetic expressions, and the sentences that overlap none of them, each in order of position.
+
+    An expression is a chain of operands joined by operators and equals signs, as in `$9 * 2 = $<<9*2=18>>18`,
+    `\frac{1}{6} \times 36 = 6` or `16 eggs - 3 eggs = 13`. It is taken whole, with the calls, roots and brackets that
+    it begins or ends in. A fraction by itself (`1/2`), a range (`3-4`, `pages 10 - 20`), a date, a telephone number,
+    the size of a board (`2 x 4`) and anything without a digit are not expressions, unless an equals sign follows.
+    """
+    arithmetic = _arithmetic_intervals(text)
+    return arithmetic, list(clear_of(sentence_intervals(text), arithmetic, len(text)))
+
+
+def math_intervals(text: str) -> list[Interval]:
+    """Find arithmetic expressions in order of position, then the other sentences: the detector "math" as one list."""
+    arithmetic, sentences = ranked_math_intervals(text)
+    return arithmetic + sentences

@@ -1,0 +1,62 @@
+"""Patterns of numbers and sentences that the modules of this package share; a text in, character intervals out."""
+
+import re
+from collections.abc import Iterable, Iterator
+
+Interval = tuple[int, int]
+"""Half-open characters of a text."""
+
+# Every repetition is bounded or cannot overlap itself, so that matching is linear in whatever a model emits.
+
+BLANK = r"[^\S\n]"
+GROUP = r"\{(?:[^{}\n]|\{[^{}\n]{0,60}\}){1,60}\}"
+DIGITS = (
+    r"(?:\d{1,2}(?:,\d\d){1,4},\d{3}(?!\d)"  # 12,34,567
+    r"|\d{1,3}(?:[ \u00a0\u202f]\d{3}){1,4}(?![\d,])"  # 12 345
+    r"|\d+(?:(?:,|\{,\}|\\,)\d{3}(?!\d)){0,9}(?:\.\d+)?|\.\d+)"
+)
+FRACTION = rf"\\[dtc]?frac\s?{GROUP}\s?{GROUP}"
+MINUS = r"\-−–－"  # for use inside [...]
+CURRENCY = r"(?:\\?\$|[€£¥₹])"
+ANNOTATION = r"<<[^<>\n]{0,200}>>"
+EQUALS = r"(?:&?[=＝]=?(?!>)&?|[≈≅≤≥]|\\(?:approx|leq?|geq?)(?![a-zA-Z]))"
+
+LETTER_OR_DIGIT = re.compile(r"[^\W_]")
+SENTENCE_END = re.compile(r"\n|[.!?…]{1,6}[\"'”’)\]*_]{0,4}(?=\s|\Z)|[。！？][”’」』）]{0,4}")
+_NO_SENTENCE_END = re.compile(r"(?:\b(?:Mr|Mrs|Ms|Dr|St|Jr|Sr|vs|approx|e\.g|i\.e)|(?:^|\n|[.!?]\s)\s?\d{1,3})\Z")
+
+
+def sentence_intervals(text: str) -> list[Interval]:
+    """Find sentences and lines in order of position, without outer blanks; those without letter or digit are left out.
+
+    A sentence ends at a line break, at `. ! ?` before a blank, or at their CJK forms; not after a title
+    ("Mr."), nor after the number of a list item.
+    """
+    ends = [
+        end.end()
+        for end in SENTENCE_END.finditer(text)
+        if end.group() != "." or not _NO_SENTENCE_END.search(text, max(0, end.start() - 8), end.start())
+    ]
+    intervals = []
+    for start, end in zip([0, *ends], [*ends, len(text)], strict=True):
+        sentence = text[start:end]
+        if LETTER_OR_DIGIT.search(sentence):
+            intervals.append((start + len(sentence) - len(sentence.lstrip()), start + len(sentence.rstrip())))
+    return intervals
+
+
+def clear_of(intervals: Iterable[Interval], taken: list[Interval], length: int) -> Iterator[Interval]:
+    """Yield the intervals that overlap none of `taken`; both disjoint and in order, in a text of that length."""
+    following = iter([*taken, (length, length)])
+    start, end = next(following)
+    for interval in intervals:
+        while end <= interval[0] and end < length:
+            start, end = next(following)
+        if start >= interval[1] or end <= interval[0]:
+            yield interval
+
+
+def trimmed(text: str, start: int, end: int) -> Interval:
+    """Cut the outer blanks off an interval."""
+    content = text[start:end]
+    return start + len(content) - len(content.lstrip()), start + len(content.rstrip())

@@ -1,0 +1,200 @@
+"""A configuration is made of parts, or of their flat options by name; what no part reads is refused by name."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from cfa_kernels import CounterfactualConfig
+from cfa_kernels.credit.config import AnswerRules, SpanRules, flat_options
+from cfa_kernels.credit.weights import WEIGHTS, Bilevel, Identity, Range, TopShare
+from cfa_kernels.estimators.entropy import Entropy
+from cfa_kernels.estimators.external import External
+from cfa_kernels.estimators.gradient import Gradient
+from cfa_kernels.estimators.masking import Masking
+from cfa_kernels.estimators.registry import ESTIMATORS
+from cfa_kernels.estimators.siblings import KTAE
+from cfa_kernels.options import Count
+
+
+def ones(importances, units, answer, length):
+    return torch.ones(length)
+
+
+def nothing(model, batch):
+    return [[0.0] * len(row) for row in batch.units]
+
+
+SAME = [
+    (((), {}), {}),
+    (((Masking(outcome="mean", preselect=0.5, preselect_by="gradient"),), {}),
+     {"estimator": "masking", "outcome": "mean", "preselect": 0.5, "preselect_by": "gradient"}),
+    (((Gradient(sigma=0.01, samples=3),), {}), {"estimator": "gradient", "sigma": 0.01, "samples": 3}),
+    (((Gradient(), TopShare(0.1)), {}), {"estimator": "gradient", "weights": "top", "fraction": 0.1}),
+    (((Masking(), Bilevel(tau=0.2, floor=0.1), "inverted"), {}),
+     {"weights": "bilevel", "tau": 0.2, "floor": 0.1, "control": "inverted"}),
+    (((KTAE(correct_threshold=1.0),), {"units": "spans", "spans": SpanRules("sentence", 4, "last")}),
+     {"estimator": "ktae", "correct_threshold": 1.0, "units": "spans", "detector": "sentence", "max_spans": 4,
+      "selection": "last"}),
+    (((External(), Identity()), {"answers": AnswerRules(r"=(\d)", "last_number"), "normalize": "mean"}),
+     {"estimator": "external", "weights": "identity", "answer_format": r"=(\d)", "answer_fallback": "last_number",
+      "normalize": "mean"}),
+    (((Entropy(),), {"control": "random", "token_budget": 100}),
+     {"estimator": "entropy", "control": "random", "token_budget": 100}),
+    (((nothing, ones), {}), {"estimator": nothing, "weights": ones}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parts", "flat"), SAME)
+def test_parts_and_flat_names_make_the_same_configuration_and_lead_to_each_other(parts, flat):
+    positional, named = parts
+    config = CounterfactualConfig(*positional, **named)
+    assert config == CounterfactualConfig(**flat) == CounterfactualConfig.from_flat(flat)
+    assert CounterfactualConfig.from_flat(config.to_flat()) == config
+    assert config.to_flat().items() >= flat.items()
+
+
+@pytest.mark.parametrize(
+    ("older", "flat"),
+    [
+        ({"mode": "counterfactual"}, {"control": None}),
+        ({"mode": "inverted"}, {"control": "inverted"}),
+        ({"mode": "random"}, {"control": "random"}),
+        ({"mode": "uniform"}, {"control": "off"}),
+        ({"reshape": "bilevel", "tau": 0.1}, {"weights": "bilevel", "tau": 0.1}),
+        ({"preselect": 0.5, "cheap": "last"}, {"preselect": 0.5, "preselect_by": "last"}),
+    ],
+)
+def test_older_names_are_the_same_options(older, flat):
+    assert CounterfactualConfig(**older) == CounterfactualConfig(**flat)
+
+
+@pytest.mark.parametrize(
+    ("both", "message"),
+    [
+        ({"mode": "inverted", "control": "random"}, "mode and control are one option; give control"),
+        ({"reshape": "range", "weights": "bilevel"}, "reshape and weights are one option; give weights"),
+        ({"cheap": "last", "preselect_by": "first"}, "cheap and preselect_by are one option; give preselect_by"),
+        ({"estimator": Gradient(), "sigma": 0.1}, "sigma: Gradient is given as an object; set the option there"),
+        ({"weights": Range(), "w_max": 2.0}, "w_max: Range is given as an object; set the option there"),
+        ({"spans": SpanRules(), "max_spans": 2}, "max_spans: SpanRules is given as an object; set the option there"),
+    ],
+)
+def test_an_option_that_is_given_twice_is_refused(both, message):
+    with pytest.raises(ValueError, match=message):
+        CounterfactualConfig(**both)
+
+
+def reads(estimator: str) -> set[str]:
+    """The options that are read with this estimator and all else by default, by the declarations of its parts."""
+    kind = ESTIMATORS[estimator]
+    parts = {kind, AnswerRules, *([SpanRules] if kind.judges == "spans" else [])}
+    parts |= {WEIGHTS[kind.weights]} if kind.weights is not None else set()
+    return {name for name, part, _ in flat_options() if part in parts}
+
+
+OPTIONS = {name: entry.default for name, _, entry in flat_options()}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_an_option_that_nothing_reads_is_refused_by_name_even_at_its_default(estimator, option):
+    given = {"estimator": estimator, option: OPTIONS[option]}
+    if option in reads(estimator):
+        CounterfactualConfig(**given)
+    else:
+        with pytest.raises(ValueError, match=f"^{option} is not read: "):
+            CounterfactualConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sigma": 1.0}, "it is an option of estimator='gradient', and the configuration has estimator='masking' with"),
+        ({"tau": 0.1}, "tau is not read: it is an option of weights='bilevel', and .* with weights='range'"),
+        ({"units": "tokens", "max_spans": 3}, "max_spans is not read: with units='tokens' no spans are looked for"),
+        ({"estimator": "ktae", "weights": "range"}, "weights='range' is not read: estimator='ktae' is signed"),
+        ({"samples": 2}, "samples=2 is not read: only fill='resampled' draws"),
+        ({"preselect_by": "last"}, "preselect_by='last' is not read: preselect is 1"),
+    ],
+)
+def test_a_refusal_says_what_would_read_the_option(options, message):
+    with pytest.raises(ValueError, match=message):
+        CounterfactualConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sigmma": 1.0}, "unknown option 'sigmma'; did you mean 'sigma'"),
+        ({"token_budgets": 1}, "unknown option 'token_budgets'; did you mean 'token_budget'"),
+        ({"nothing_like_it": 1}, "unknown option 'nothing_like_it'$"),
+        ({"estimator": "gradiant"}, "got 'gradiant'; did you mean 'gradient'"),
+        ({"weights": "bilevl"}, "got 'bilevl'; did you mean 'bilevel'"),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_pointed_out(options, message):
+    with pytest.raises(ValueError, match=message):
+        CounterfactualConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "x"}, "mode must be one of counterfactual, inverted, random, uniform, got 'x'"),
+        ({"control": "x"}, "control must be one of 'inverted', 'random', 'off' or None, got 'x'"),
+        ({"normalize": "max"}, "normalize must be one of 'mean' or None, got 'max'"),
+        ({"max_spans": 0}, "max_spans must be at least 1"),
+        ({"w_max": 0.1}, "w_min must not exceed w_max, got 0.5 and 0.1"),
+        ({"detector": "code"}, "detector must be a function or one of math, sentence, latex, python, got 'code'"),
+        ({"selection": "best"}, "selection must be one of first, longest, even, last, got 'best'"),
+        ({"answer_format": "(18"}, r"answer_format: the pattern '\(18' does not compile"),
+        ({"answer_format": "18"}, "answer_format: the pattern '18' must have one group"),
+        ({"answer_fallback": "first"}, "answer_fallback must be one of .*, got 'first'"),
+        ({"estimator": "mask"}, "estimator must be a function or one of masking, .* got 'mask'"),
+        ({"estimator": None}, "estimator must be a function or one of masking, .* got None"),
+        ({"units": "words"}, "units must be one of 'spans', 'tokens', got 'words'"),
+        ({"outcome": "kl"}, "outcome must be one of 'logprob', 'mean_logprob', 'last', 'mean', got 'kl'"),
+        ({"reshape": "softmax"}, "weights must be a function or one of range, .* got 'softmax'"),
+        ({"reshape": "bilevel", "tau": 1.5}, r"tau must be in \[0, 1\], got 1.5"),
+        ({"reshape": "bilevel", "tau": None}, r"tau must be in \[0, 1\], got None"),
+        ({"reshape": "bilevel", "boost": -1.0}, r"boost must be finite and at least 0, got -1\.0"),
+        ({"estimator": "gradient", "sigma": -1.0}, r"sigma must be finite and at least 0, got -1\.0"),
+        ({"estimator": "gradient", "sigma": True}, "sigma must be finite and at least 0, got True"),
+        ({"estimator": "gradient", "samples": 0}, "samples must be an integer, at least 1, got 0"),
+        ({"w_min": "1"}, "w_min must be finite and at least 0, got '1'"),
+        ({"w_max": 10**400}, "w_max must be finite and at least 0, got 1000"),
+        ({"preselect": "x"}, r"preselect must be in \(0, 1\], got 'x'"),
+        ({"estimator": "ktae", "correct_threshold": "1"}, "correct_threshold must be a finite number, got '1'"),
+        ({"placeholder_id": -1}, "placeholder_id must be an integer, at least 0 or None, got -1"),
+        ({"placeholder_id": "x"}, "placeholder_id must be an integer, at least 0 or None, got 'x'"),
+        ({"token_budget": 0}, "token_budget must be an integer, at least 1 or None, got 0"),
+        ({"token_budget": "x"}, "token_budget must be an integer, at least 1 or None, got 'x'"),
+        ({"reshape": "identity"}, "weights='identity' .* estimator='masking' gives negative ones"),
+        ({"reshape": "identity", "estimator": "prefix_gain"}, "weights='identity' .* estimator='prefix_gain' gives"),
+    ],
+)
+def test_a_value_that_an_option_does_not_take_is_refused_when_it_is_given(options, message):
+    with pytest.raises(ValueError, match=message):
+        CounterfactualConfig(**options)
+
+
+@dataclass(frozen=True)
+class Deeper(Masking):
+    """Masking with one more option."""
+
+    depth: Count = 3
+    """How deep."""
+
+
+def test_a_field_that_a_part_declares_is_an_option_at_once(monkeypatch):
+    with pytest.raises(ValueError, match="unknown option 'depth'"):
+        CounterfactualConfig(depth=4)
+    monkeypatch.setitem(ESTIMATORS, "masking", Deeper)
+    assert ("depth", Deeper, 3) in [(name, part, entry.default) for name, part, entry in flat_options()]
+    config = CounterfactualConfig(depth=4)
+    assert config.estimator.depth == config.to_flat()["depth"] == 4
+    with pytest.raises(ValueError, match="depth must be an integer, at least 1, got 0"):
+        CounterfactualConfig(depth=0)
+    with pytest.raises(ValueError, match="depth is not read: it is an option of estimator='masking'"):
+        CounterfactualConfig(estimator="entropy", depth=4)

@@ -1,0 +1,107 @@
+"""An estimator of one's own is a class and a line of the registry: configuration, hosts and weights find it there."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from cfa_kernels import CounterfactualConfig, counterfactual_credit
+from cfa_kernels.credit.config import flat_options
+from cfa_kernels.credit.weights import Range
+from cfa_kernels.estimators.base import ANSWER, Importances
+from cfa_kernels.estimators.registry import ESTIMATORS
+from cfa_kernels.integrations.credit import OFFERED_BY_A_SERVICE, obstacles
+from cfa_kernels.options import NotNegative, check_fields, option_docs
+from cfa_kernels.scoring.access import DISTRIBUTIONS, LOGPROBS, LogprobService, ModelAccess
+from cfa_kernels.scoring.batch import ScoredBatch
+from tests.support.small_tokenizers import encode, get_tokenizer
+
+TOKENIZER = get_tokenizer("byte-level, single digits")
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """How late a unit begins, to a power."""
+
+    name: ClassVar[str] = "lateness"
+    judges: ClassVar[str] = "tokens"
+    negative: ClassVar[bool] = False
+    weights: ClassVar[str | None] = "range"
+    needs: ClassVar[frozenset[str]] = frozenset({ANSWER, DISTRIBUTIONS})
+    continues: ClassVar[bool] = False
+
+    power: NotNegative = 1.0
+    """Power of a unit's first position."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+        """Judge the units of a batch; asks nothing of the model."""
+        return Importances([torch.tensor([unit.start**self.power for unit in row]) for row in batch.units])
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(ESTIMATORS, Lateness.name, Lateness)
+
+
+def credit_of(access, config):
+    ids = torch.tensor([encode(TOKENIZER, "3 + 4 = 7. Then 7 - 3 = 4.\n#### 4")])
+    prompt = torch.tensor([[3]])
+    return counterfactual_credit(
+        access, TOKENIZER, prompt, torch.ones_like(prompt), ids, torch.ones_like(ids), config=config
+    )
+
+
+def test_a_name_and_flat_options_find_it():
+    config = CounterfactualConfig(estimator="lateness", power=2.0, w_max=3.0)
+    assert config == CounterfactualConfig(Lateness(2.0), Range(w_max=3.0))
+    assert config.units == "tokens"
+    assert config.to_flat()["power"] == 2.0
+    assert CounterfactualConfig.from_flat(config.to_flat()) == config
+    assert ("power", Lateness) in [(name, part) for name, part, _ in flat_options()]
+    assert option_docs(Lateness) == {"power": "Power of a unit's first position."}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"estimator": "lateness", "power": -1.0}, r"power must be finite and at least 0, got -1\.0"),
+        ({"estimator": "lateness", "sigma": 0.1}, "sigma is not read: .* the configuration has estimator='lateness'"),
+        ({"power": 2.0}, "power is not read: it is an option of estimator='lateness'"),
+        ({"estimator": "lateness", "powr": 2.0}, "unknown option 'powr'; did you mean 'power'"),
+        ({"estimator": "latenes"}, "estimator must be .* lateness, got 'latenes'; did you mean 'lateness'"),
+    ],
+)
+def test_its_options_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        CounterfactualConfig(**options)
+
+
+def test_a_host_that_lacks_what_it_needs_refuses_it():
+    config = CounterfactualConfig(estimator="lateness", power=2.0)
+    (obstacle,) = obstacles(config, OFFERED_BY_A_SERVICE)
+    assert obstacle.startswith("estimator='lateness', power=2.0: it needs distributions over the vocabulary")
+    assert not list(obstacles(config, {*OFFERED_BY_A_SERVICE, DISTRIBUTIONS}))
+    with pytest.raises(NotImplementedError, match=r"estimator='lateness', power=2\.0: it needs distributions"):
+        credit_of(LogprobService(lambda *_: []), config)
+    assert not list(obstacles(CounterfactualConfig(estimator="lateness", control="off"), ()))
+
+
+def test_its_importances_become_the_weights_of_its_rule():
+    access = SimpleNamespace(capabilities=frozenset({LOGPROBS, DISTRIBUTIONS}), module=None, noise=0.0)
+    weights = {}
+    for power in (1.0, 2.0):
+        credit = credit_of(access, CounterfactualConfig(estimator="lateness", power=power))
+        judged = len(credit.spans[0])
+        share = (torch.arange(judged) / (judged - 1)) ** power
+        torch.testing.assert_close(credit.weights[0, :judged], 0.5 + 3.5 * share)
+        assert credit.weights[0, credit.answers[0].start] == 1.5
+        assert credit.drop[0].tolist() == [-(float(t) ** power) for t in range(judged)]
+        weights[power] = credit.weights
+    assert not torch.equal(weights[1.0], weights[2.0])
+    inverted = credit_of(access, CounterfactualConfig(estimator="lateness", control="inverted"))
+    assert inverted.weights[0, 0] == 4.0
