@@ -178,7 +178,8 @@ def _checked(module: ModuleType, check: Callable[[dict[str, Any]], object]) -> C
 
     def resolved(backend: str | None, tensor: Tensor) -> str:
         chosen = resolve(backend, tensor)
-        if AsOnGpu.active and not torch.compiler.is_compiling():
+        # Within an operator or a backward no mode is active, and nothing is told apart.
+        if AsOnGpu.active and torch._C._len_torch_function_stack() and not torch.compiler.is_compiling():
             if backend is None and on_gpu(tensor):
                 check(sys._getframe(1).f_locals)
             if backend == "triton" and not on_gpu(tensor):
