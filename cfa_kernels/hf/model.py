@@ -168,8 +168,12 @@ def _numbers(owner: object, names: re.Pattern) -> list[tuple[str, float]]:
     return [(name, value) for name, value in attributes if not isinstance(value, bool) and names.search(name)]
 
 
+_NO_CHANGE = "enable_input_require_grads"  # transformers adds a hook of it at every call
+
+
 def _hooks(module: nn.Module) -> list[Any]:
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [hook for hook in hooks if _NO_CHANGE not in getattr(hook, "__qualname__", "")]
 
 
 def _hook(hook: Any) -> object:

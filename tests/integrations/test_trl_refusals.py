@@ -318,10 +318,10 @@ def test_a_model_that_is_placed_by_training_is_tried_before_the_first_completion
     if fused and RELEASE < (1, 10):
         pytest.skip("the fused loss needs TRL 1.10")
     tried: list[str] = []
-    for name in ("prove_supported", "prove_head"):
+    for name in ("noise_floor", "prove_head"):
         prove = getattr(integration, name)
         monkeypatch.setattr(integration, name, lambda model, name=name, prove=prove: tried.append(name) or prove(model))
-    expected = ["prove_supported", "prove_head"][: 1 + fused]
+    expected = ["noise_floor", "prove_head"][: 1 + fused]
 
     class Later(CounterfactualGRPOTrainer):
         def _model_is_placed(self) -> bool:
@@ -342,7 +342,7 @@ def test_a_model_that_is_placed_by_training_is_tried_before_the_first_completion
     trainer.train()
     assert tried.count("whole") > 0
     assert [name for name in tried if name != "whole"][: len(expected)] == expected
-    assert tried.count("prove_supported") == 1
+    assert tried.count("noise_floor") == 1
 
 
 @pytest.mark.parametrize(
