@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cfa_kernels.credit import assign
+from cfa_kernels.credit import units as units_module
 from cfa_kernels.credit.assign import counterfactual_credit, counterfactual_weights
 from cfa_kernels.credit.config import CounterfactualConfig
 from cfa_kernels.estimators import gradient
@@ -48,7 +48,7 @@ def scored(monkeypatch):
             found[b] = Reasoning(answer, len(ids) - 1 if answer else len(ids), found_spans)
         return found
 
-    monkeypatch.setattr(assign, "find_reasoning", find_reasoning)
+    monkeypatch.setattr(units_module, "find_reasoning", find_reasoning)
     return Scored()
 
 
@@ -542,7 +542,7 @@ def test_rounding_of_a_model_is_taken_neither_for_importance_nor_for_distractors
         return counterfactual_credit(model, Tokenizer(), prompts, torch.ones_like(prompts), completions, mask)
 
     monkeypatch.setattr(
-        assign, "find_reasoning", lambda rows, *_, **__: {b: Reasoning(Span(34, 36), 33, units) for b in rows}
+        units_module, "find_reasoning", lambda rows, *_, **__: {b: Reasoning(Span(34, 36), 33, units) for b in rows}
     )
     prompts, completions = torch.stack(tokens(*[8] * 4)), torch.stack(tokens(*[40] * 4, seed=1))
     mask = torch.ones_like(completions)
