@@ -36,9 +36,8 @@ from tests.losses import test_policy as on_logprobs  # noqa: E402
 from tests.losses import test_policy_trl as on_trl  # noqa: E402
 from tests.ops import test_policy_loss_kernels as kernels  # noqa: E402
 from tests.ops import test_policy_loss_steps as steps  # noqa: E402
+from tests.support.as_on_gpu import DEVICE  # noqa: E402
 from tests.support.policy_problem import of_hidden, of_logits, tiles_of_32  # noqa: E402
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 TARGETS = {
     "token_loss": ("token_terms", "policy_terms", "token_terms_triton"),
