@@ -2,10 +2,12 @@
 
 import functools
 
+import accelerate
 import peft
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from cfa_kernels.hf import limits, tree_forward, verify
@@ -209,6 +211,29 @@ def test_a_proof_is_kept_while_nothing_changes_by_one_walk_over_the_modules(monk
     hook = watched()
     verify.prove_head(model)
     assert len(walks) == 1
+
+
+def test_gradients_of_the_input_have_no_model_checked_again(monkeypatch):
+    """transformers adds a hook to the embedding at every call, TRL and PEFT call it at every step."""
+    model = make_model("Qwen3")
+    verify.prove_head(model)
+    monkeypatch.setattr(verify, "_measured", None)
+    for _ in range(2):
+        model.enable_input_require_grads()
+        verify.prove_head(model)
+
+
+def test_a_model_in_accelerates_autocast_is_checked_by_its_own_forward():
+    model = make_model("Qwen3").cpu()
+    AcceleratorState._reset_state(True)
+    try:
+        accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+        wrapped = accelerator.prepare_model(model)
+        with accelerator.autocast():
+            verify.prove_supported(wrapped)
+        assert wrapped(input_ids=torch.arange(4, 9)[None]).logits.dtype == torch.float32  # still accelerate's
+    finally:
+        AcceleratorState._reset_state(True)
 
 
 def test_a_head_of_another_width_than_its_body_is_refused_in_one_line():
