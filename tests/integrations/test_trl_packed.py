@@ -144,9 +144,8 @@ def assert_all_zero(loss: torch.Tensor, gradients: dict[str, torch.Tensor]) -> N
 def fed(trainer: Any, inputs: dict[str, Any]) -> list[int]:
     """Tokens of each forward that a loss takes."""
     sizes: list[int] = []
-    hook = trainer.model.get_input_embeddings().register_forward_hook(
-        lambda _, args, out: sizes.append(args[0].numel())
-    )
+    norm = trainer.model.model.layers[0].input_layernorm  # a hook on the embedding has the model checked again
+    hook = norm.register_forward_hook(lambda _, args, out: sizes.append(args[0].shape[:2].numel()))
     trainer.model.eval()
     with torch.no_grad():
         trainer._compute_loss(trainer.model, inputs)
