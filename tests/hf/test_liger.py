@@ -19,7 +19,8 @@ from cfa_kernels.span import Span
 from tests.support.liger import liger_runs
 from tests.support.models import PLACEHOLDER, assert_equals_naive, make_model, tokens
 
-pytestmark = pytest.mark.slow
+# Checkpoints compare devices, which the stand-in for a GPU gives another name.
+pytestmark = [pytest.mark.slow, pytest.mark.traced]
 
 SMALL = ([tokens(4)[0]] * 2, tokens(7, 6, seed=1), [[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
 FORWARD = {"_rms_norm_forward_kernel", "_triton_rope"}
@@ -112,7 +113,7 @@ def test_a_second_backward_is_taken_where_nothing_is_overwritten(case, monkeypat
     monkeypatch.setattr(training_forward, "prove_trainable", prove_head)
     model = small_model().train()
     if case == "no gate is exchanged":
-        monkeypatch.setattr("cfa_kernels.fused_modules._FILES", ("liger_kernel.transformers.rms_norm",))
+        monkeypatch.setattr("cfa_kernels.hf.liger._FILES", ("liger_kernel.transformers.rms_norm",))
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with liger_runs() as ran:
