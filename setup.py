@@ -29,6 +29,7 @@ TESTING = [
     "pytest>=8",
     "pytest-benchmark>=5",
     "pytest-xdist>=3.6",
+    "pytest-timeout>=2.3",
     "hypothesis>=6.100",
     "setuptools>=77",
 ]

@@ -209,7 +209,7 @@ def source_digest() -> str:
     """A name for the code that is judged, what judges it and the libraries; rows of another are made anew."""
     files = sorted((REPOSITORY / "cfa_kernels").rglob("*.py"))
     files += [
-        REPOSITORY / "trainer" / "model.py",
+        REPOSITORY / "trainer" / "checkpoints.py",
         *(Path(m.__file__) for m in (small_models, model_verdicts)),
         Path(__file__),
     ]

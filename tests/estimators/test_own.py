@@ -84,7 +84,7 @@ def test_its_options_are_checked(options, message):
 def test_a_host_that_lacks_what_it_needs_refuses_it():
     config = CounterfactualConfig(estimator="lateness", power=2.0)
     (obstacle,) = obstacles(config, OFFERED_BY_A_SERVICE)
-    assert obstacle.startswith("estimator='lateness', power=2.0: it needs distributions over the vocabulary")
+    assert "it needs distributions over the vocabulary" in obstacle
     assert not list(obstacles(config, {*OFFERED_BY_A_SERVICE, DISTRIBUTIONS}))
     with pytest.raises(NotImplementedError, match=r"estimator='lateness', power=2\.0: it needs distributions"):
         credit_of(LogprobService(lambda *_: []), config)

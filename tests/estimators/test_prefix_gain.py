@@ -219,7 +219,7 @@ def test_bad_probes_behind_completions_are_refused(arguments, message):
 
 @pytest.mark.parametrize(("end", "answer"), [(5, Span(4, 6)), (3, Span(4, 9)), (-1, Span(4, 6))])
 def test_an_own_probe_lies_inside_its_completion(end, answer):
-    with pytest.raises(ValueError, match="reasoning_end and answer must lie in order inside the 8 tokens"):
+    with pytest.raises(ValueError, match="reasoning_end and answer must be in order inside the 8 tokens"):
         own_probe(torch.arange(8), answer, end)
 
 

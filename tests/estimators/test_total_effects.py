@@ -352,5 +352,5 @@ def test_a_model_that_lies_elsewhere_is_refused_by_name(sampled):
     with pytest.raises(NotImplementedError, match="effect='total': it needs the model itself in this process"):
         credit_of(LogprobService(lambda *_: []), sampled, config)
     (obstacle,) = obstacles(config, {ANSWER, LOGPROBS})
-    assert obstacle.startswith("estimator='masking', effect='total': it needs the model itself in this process")
+    assert obstacle.startswith("effect='total': it needs the model itself in this process")
     assert not list(obstacles(CounterfactualConfig(), {ANSWER, LOGPROBS}))

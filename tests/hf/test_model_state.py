@@ -4,6 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from cfa_kernels import ScoredBatch, TrainingForward
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.model_state import ModelState
 from cfa_kernels.hf.verify import prove_head
@@ -104,14 +105,16 @@ def test_a_forward_whose_model_has_changed_since_is_not_continued(change):
     for ask in (lambda: drops(forward), lambda: forward.query_logprobs(causal, [[query]])):
         with pytest.raises(RuntimeError, match=f"cannot be continued: .*{message}"):
             ask()
+    batch = ScoredBatch.of(causal, PROMPTS, COMPLETIONS, *ASKED, placeholder_id=PLACEHOLDER)
     with pytest.raises(RuntimeError, match="cannot be continued"):
-        forward.scorer()(causal, PROMPTS, COMPLETIONS, *ASKED, placeholder_id=PLACEHOLDER)
+        TrainingForward(forward).score(batch)
     if change == "an optimizer step":  # so that before and now are not the same model
         assert (drops(forward_of(model)) - before).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
 @pytest.mark.parametrize("make", [small_model, adapted])
+@pytest.mark.traced  # checkpoints compare devices, which the stand-in names otherwise
 def test_what_leaves_the_weights_alone_leaves_a_forward_valid(make, checkpointing):
     model = make().train()
     if checkpointing is not None:

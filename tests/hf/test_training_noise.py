@@ -46,7 +46,7 @@ QUIET_MODELS = {
     "Qwen3Moe": MOE,
     "Starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
     "Bamba": {
-        "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 8, "mamba_n_groups": 1,
+        "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1,
         "mamba_chunk_size": 8,
     },
 }  # fmt: skip

@@ -432,5 +432,5 @@ def test_masks_are_read_from_the_function_that_builds_them():
     ],
 )
 def test_a_mask_of_any_other_rule_is_refused(rule):
-    with pytest.raises(NotImplementedError, match="its attention mask is"):
+    with pytest.raises(NotImplementedError, match="its attention mask"):
         visibility(rule, 5)

@@ -16,6 +16,7 @@ from cfa_kernels.losses.policy import LEVELS, LOSS_TYPES
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.packing.prefix_tree import Query
 from cfa_kernels.scoring import training_forward
+from cfa_kernels.scoring.access import TrainingForward
 from cfa_kernels.scoring.masked import query_logprobs
 from cfa_kernels.scoring.training_forward import packed_forward, packed_logprobs, packed_policy_loss
 from tests.support.models import (
@@ -324,14 +325,13 @@ def test_credit_takes_its_probes_from_a_forward():
     config = CounterfactualConfig(estimator="prefix_gain")
     apart = counterfactual_credit(*arguments, config=config)
     forward = packed_forward(model, list(prompt), list(ids), keep_states=True)
-    found = counterfactual_credit(*arguments, config=config, ask=forward.query_logprobs)
+    found = counterfactual_credit(TrainingForward(forward), *arguments[1:], config=config)
     assert any(found.spans)
     torch.testing.assert_close(found.weights, apart.weights, rtol=0, atol=1e-4)
     assert found.work.tokens_fed <= apart.work.tokens_fed - len(prompt[0])
     with pytest.raises(ValueError, match="keep_states must be True"):
-        counterfactual_credit(
-            *arguments, config=config, ask=packed_forward(model, list(prompt), list(ids)).query_logprobs
-        )
+        forgetful = TrainingForward(packed_forward(model, list(prompt), list(ids)))
+        counterfactual_credit(forgetful, *arguments[1:], config=config)
 
 
 def test_credit_takes_its_scores_from_a_forward():
@@ -343,13 +343,13 @@ def test_credit_takes_its_scores_from_a_forward():
     arguments = (model, tokenizer, prompt, torch.ones_like(prompt), ids, torch.ones_like(ids))
     apart = counterfactual_credit(*arguments, config=CounterfactualConfig())
     forward = packed_forward(model, list(prompt), list(ids), keep_states=True)
-    found = counterfactual_credit(*arguments, config=CounterfactualConfig(), score=forward.scorer())
+    found = counterfactual_credit(TrainingForward(forward), *arguments[1:], config=CounterfactualConfig())
     assert found.spans == apart.spans
     assert any(found.spans)
     torch.testing.assert_close(found.weights, apart.weights, rtol=0, atol=1e-4)
-    other = packed_forward(model, list(prompt.flip(0)), list(ids), keep_states=True)
-    with pytest.raises(ValueError, match="completions row 1: was not fed by this forward, or not in this order"):
-        counterfactual_credit(*arguments, config=CounterfactualConfig(), score=other.scorer())
+    other = packed_forward(model, list(prompt.flip(1)), list(ids), keep_states=True)
+    with pytest.raises(ValueError, match="completions row 0: was not fed by this forward"):
+        counterfactual_credit(TrainingForward(other), *arguments[1:], config=CounterfactualConfig())
 
 
 @pytest.mark.parametrize(
@@ -452,9 +452,9 @@ def test_what_training_cannot_share_is_refused_by_name(make, message):
 DDP = """
 import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from tests.models import make_model
+from tests.support.models import make_model
 from tests.scoring.test_training_forward import PROMPTS, COMPLETIONS, gradients
-from cfa_kernels.packed_loss import packed_policy_loss
+from cfa_kernels.scoring.training_forward import packed_policy_loss
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)

@@ -115,7 +115,7 @@ def test_an_escape_that_python_warns_of_is_nobodys_warning() -> None:
         assert units(fenced("x = '\\d'\nif 1 is 1or 2: y")) == (["x = '\\d'", "if 1 is 1or 2:", "y"], [])
 
 
-@pytest.mark.parametrize("module", ["text/python_code", "text/find", "hf/verify"])
+@pytest.mark.parametrize("module", ["text/python_code", "text/answers", "hf/verify"])
 def test_every_letter_and_digit_of_a_real_program_is_in_one_unit(module: str) -> None:
     code = (Path(cfa_kernels.__file__).parent / f"{module}.py").read_text(encoding="utf-8")
     statements, remarks = ranked_python_intervals(fenced(code))
