@@ -329,8 +329,8 @@ def test_credit_takes_its_probes_from_a_forward():
     assert any(found.spans)
     torch.testing.assert_close(found.weights, apart.weights, rtol=0, atol=1e-4)
     assert found.work.tokens_fed <= apart.work.tokens_fed - len(prompt[0])
+    forgetful = TrainingForward(packed_forward(model, list(prompt), list(ids)))
     with pytest.raises(ValueError, match="keep_states must be True"):
-        forgetful = TrainingForward(packed_forward(model, list(prompt), list(ids)))
         counterfactual_credit(forgetful, *arguments[1:], config=config)
 
 
