@@ -103,7 +103,7 @@ def test_sinks_latent_attention_and_scaled_heads_are_scored_exactly(name):
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_layers_with_a_state_take_it_up_where_their_branch_leaves(name):
-    model = make_model(name, **HYBRIDS[name])
+    model = make_model(name, **HYBRIDS[name] | {"initializer_range": 0.1})  # their own rounding grows with the weights
     model.set_attn_implementation("eager")
     forwards = [module.__dict__.get("forward") for module in model.modules()]
     assert_equals_naive(score(model), model, *batch(), tolerance=5e-4)  # chunked sums of delta rules round more

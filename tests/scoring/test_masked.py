@@ -335,7 +335,7 @@ def test_bad_rows_are_refused_by_argument_row_and_value(qwen3, data, message):
     ("option", "message"),
     [
         ({"placeholder_id": VOCAB}, r"placeholder_id must be an id in \[0, 211\), got 211"),
-        ({"placeholder_id": None}, "placeholder_id must be .*None"),
+        ({"placeholder_id": None}, "placeholder_id: must be given .* got None"),
         ({"placeholder_id": 1.0}, "placeholder_id must be an id .* got 1.0"),
         ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
         ({"temperature": 0.0}, "temperature must be positive and finite, got 0.0"),
