@@ -216,12 +216,11 @@ def _named(option: str, given: Any, among: Mapping[str, type], own: type, flat: 
     """Resolve a part given by name or as an object; a function becomes an `own` part."""
     if isinstance(given, str) and given in among:
         return _part(among[given], None, flat)
-    if isinstance(given, tuple(among.values())):
-        return _part(type(given), given, flat)
-    if isinstance(given, type) and given in among.values():
-        return _part(given, None, flat)
+    says = own.__annotations__.keys() - {"function"}  # what a part says of itself, registered or not
+    if callable(given) and all(hasattr(given, name) for name in says):
+        return _part(given, None, flat) if isinstance(given, type) else _part(type(given), given, flat)
     if callable(given):
-        return given if isinstance(given, own) else own(given)
+        return own(given)
     near = _near(given, among) if isinstance(given, str) else ""
     raise ValueError(f"{option} must be a function or one of {', '.join(among)}, got {given!r}{near}")
 
