@@ -20,6 +20,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from scipy import stats
 
 from benchmarks.harness.ledger import Ledger
 from benchmarks.harness.provenance import made_by
@@ -167,15 +168,8 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float | 
     if count < 2:
         return {"mean": mean, "error": None, "p": None}
     error = statistics.stdev(differences) / math.sqrt(count)
-    return {"mean": mean, "error": error, "p": students_p(mean / error, count - 1) if error else float(mean == 0)}
-
-
-def students_p(t: float, freedom: int) -> float:
-    """P(|T| >= |t|) of Student's t: its density, integrated under `t = sqrt(freedom) tan(angle)`."""
-    angle = np.linspace(math.atan(abs(t) / math.sqrt(freedom)), math.pi / 2, 20_001)
-    density = np.cos(angle) ** (freedom - 1)
-    scale = math.gamma((freedom + 1) / 2) / (math.sqrt(math.pi) * math.gamma(freedom / 2))
-    return float(2 * scale * np.trapezoid(density, angle))
+    p = float(stats.ttest_rel(ours, theirs).pvalue) if error else float(mean == 0)
+    return {"mean": mean, "error": error, "p": p}
 
 
 def markdown(document: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.evidence import ablation
-from benchmarks.evidence.ablation import ARMS, PLAIN, Settings, compare, markdown, paired, plot, run, students_p
+from benchmarks.evidence.ablation import ARMS, PLAIN, Settings, compare, markdown, paired, plot, run
 from benchmarks.harness.ledger import Ledger
 from tests.support.embedded import SMALL
 from tests.support.sources import SOURCE
@@ -44,11 +44,6 @@ def test_arms_are_compared_seed_by_seed():
     assert ours["against_plain"]["final"]["error"] == pytest.approx(0.05)
     assert ours["against_plain"]["final"]["p"] == pytest.approx(0.20483, abs=1e-4)  # t = 3, one degree of freedom
     assert "against_plain" not in plain
-
-
-@pytest.mark.parametrize(("t", "freedom", "p"), [(0, 4, 1), (1, 1, 0.5), (2.776, 4, 0.05), (-4.604, 4, 0.01)])
-def test_p_of_students_t_is_that_of_the_tables(t, freedom, p):
-    assert students_p(t, freedom) == pytest.approx(p, abs=1e-4)
 
 
 def test_differences_that_do_not_scatter_have_no_error():
