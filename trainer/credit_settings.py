@@ -10,7 +10,7 @@ import tyro
 
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.config import flat_options
-from cfa_kernels.credit.weights import WEIGHTS
+from cfa_kernels.credit.weights import MODES, WEIGHTS
 from cfa_kernels.estimators.registry import ESTIMATORS
 from cfa_kernels.options import option_docs
 from trainer.rewards import load_answer_format
@@ -27,7 +27,7 @@ OLDER_NAMES = {
 _ESTIMATORS = tuple(name for name in ESTIMATORS if name != "external")
 _OWN = {
     "credit": (
-        Literal["counterfactual", "inverted", "random", "uniform"],
+        Literal[tuple(MODES)],  # type: ignore[valid-type]
         "How credit is spread over tokens: by importance, its inverse, at random, or evenly (DAPO).",
         "counterfactual",
     ),

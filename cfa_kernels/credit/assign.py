@@ -21,7 +21,7 @@ from ..span import Span
 from ..text.find import Reasoning
 from .config import CounterfactualConfig
 from .units import Known, PaddedBatch, equal_prompts, find_units, placeholder_of, scored_as, special_ids
-from .weights import Judged, Range, normalized_weights, random_weights, spread_over_tokens
+from .weights import Judged, drawn, normalized_weights, spread_over_tokens
 
 
 @dataclass(frozen=True)
@@ -319,49 +319,38 @@ def _weigh(
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Make the weights (B, T) and, of signed importances, what they add to the advantages (B, T)."""
-    weights = torch.ones(given.padded.shape, dtype=torch.float32)
-    if judged.importances.signed:
-        return weights, _added(config, given, judged.values, found, generator)
-    rule = config.weights
-    if config.control == "off" or rule is None:
+    weights, signed = torch.ones(given.padded.shape, dtype=torch.float32), judged.importances.signed
+    rule = None if signed else config.weights
+    if config.control == "off" or (rule is None and not signed):
         return weights, None
-    lengths = {b: len(given.completions[b]) for b in found}
-    if config.control == "random" and isinstance(rule, Range):
-        rows = [random_weights(row.answer, lengths[b], generator=generator, **rule.limits) for b, row in found.items()]
-    else:
-        values, roundings = judged.values, judged.roundings
-        if config.control == "random":
-            values, roundings = {b: torch.rand(len(row.spans), generator=generator) for b, row in found.items()}, {}
-        asked = [
-            Judged(
-                values.get(b, torch.zeros(0)), row.spans if b in values else [], row.answer, lengths[b],
-                roundings[b].spread if b in roundings else 0.0,
-            )
-            for b, row in found.items()
-        ]  # fmt: skip
-        rows = rule(asked, inverted=config.control == "inverted")
-    for b, row in zip(found, rows, strict=True):
-        weights[b, : lengths[b]] = normalized_weights(row, config.normalize) if row.any() else row
+    values, spreads = judged.values, {b: one.spread for b, one in judged.roundings.items()}
+    rows = {
+        b: Judged(
+            values.get(b, torch.zeros(0)),
+            row.spans if b in values or config.control == "random" else [],
+            row.answer,
+            len(given.completions[b]),
+            spreads.get(b, 0.0),
+        )
+        for b, row in found.items()
+    }
+    if config.control == "random":
+        rows = {b: drawn(row, rule, generator) for b, row in rows.items()}
+    inverted = config.control == "inverted"
+    if rule is None:
+        return weights, _added(rows, weights.shape, inverted=inverted)
+    for (b, row), line in zip(rows.items(), rule(list(rows.values()), inverted=inverted), strict=True):
+        weights[b, : row.length] = normalized_weights(line, config.normalize) if line.any() else line
     return weights, None
 
 
-def _added(
-    config: CounterfactualConfig,
-    given: PaddedBatch,
-    values: Mapping[int, Tensor],
-    found: Mapping[int, Reasoning],
-    generator: torch.Generator | None,
-) -> Tensor:
+def _added(rows: Mapping[int, Judged], shape: torch.Size, *, inverted: bool) -> Tensor:
     """Spread signed values over the tokens of their units, (B, T) fp32; 0 on others."""
-    added = torch.zeros(given.padded.shape)
-    for b, row in found.items():
-        line = values[b]
-        if config.control == "inverted":
-            line = -line
-        elif config.control == "random":
-            line = line[torch.randperm(len(line), generator=generator)]
-        tokens = spread_over_tokens(line, row.spans, given.padded.shape[1])
-        added[b] = torch.where(tokens.isnan(), 0.0, tokens)
+    added = torch.zeros(shape)
+    for b, row in rows.items():
+        values = -row.importances if inverted else row.importances
+        tokens = spread_over_tokens(values, row.units, row.length)
+        added[b, : row.length] = torch.where(tokens.isnan(), 0.0, tokens)
     return added
 
 

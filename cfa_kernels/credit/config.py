@@ -14,16 +14,7 @@ from ..estimators.masking import Masking
 from ..estimators.registry import ESTIMATORS
 from ..options import Count, check_fields
 from ..text.rules import AnswerRules, SpanRules
-from .weights import WEIGHTS, Identity, OwnWeights, WeightRule
-
-Control = Literal["inverted", "random", "off"]
-CONTROLS: tuple[Control, ...] = ("inverted", "random", "off")
-_MODES: dict[str, Control | None] = {
-    "counterfactual": None,
-    "inverted": "inverted",
-    "random": "random",
-    "uniform": "off",
-}
+from .weights import MODES, WEIGHTS, Control, Identity, OwnWeights, WeightRule
 
 
 @dataclass(frozen=True, init=False)
@@ -144,10 +135,10 @@ class CounterfactualConfig:
         return self.control != "off"
 
     @property
-    def draws_by_token(self) -> bool:
-        """Whether the control draws a weight per token, as in the CF paper, which needs no units."""
-        rule, own = self.weights, isinstance(self.estimator, OwnFunction)
-        return self.control == "random" and rule is not None and rule.draws_by_token and not own
+    def reads_units(self) -> bool:
+        """Whether units are looked for: not where all weights are 1 or every token draws its own."""
+        drawn = self.control == "random" and self.weights is not None and self.weights.token_draws is None
+        return self.runs_estimator or drawn
 
     @property
     def continues(self) -> bool:
@@ -185,9 +176,9 @@ def _renamed(flat: dict[str, Any]) -> dict[str, Any]:
     flat = dict(flat)
     if "mode" in flat:
         mode = flat.pop("mode")
-        if mode not in _MODES:
-            raise ValueError(f"mode must be one of {', '.join(_MODES)}, got {mode!r}")
-        flat["control"] = _MODES[mode]
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        flat["control"] = MODES[mode]
     for old, new in (("reshape", "weights"), ("cheap", "preselect_by")):
         if old in flat:
             if new in flat:

@@ -85,14 +85,13 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, given: PaddedBatch)
     if config.control == "off":
         return {b: Reasoning(None, len(row), []) for b, row in ids.items()}
     needs_answer = ANSWER in config.estimator.needs
-    drawn = config.draws_by_token
     tokens = config.units == "tokens"
     found = find_reasoning(
-        ids, tokenizer, spans=None if tokens or drawn else config.spans, answers=config.answers,
+        ids, tokenizer, spans=None if tokens or not config.reads_units else config.spans, answers=config.answers,
         unanswered=not needs_answer or bool(probed),
     )  # fmt: skip
     asks = {b for b, row in found.items() if row.answer or b in probed or not needs_answer}
-    if not tokens or drawn:
+    if not (tokens and config.reads_units):
         return {b: row if b in asks else row._replace(spans=[]) for b, row in found.items()}
     special = special_ids(tokenizer)
     judged = dict.fromkeys(found, 0)  # tokens of each row

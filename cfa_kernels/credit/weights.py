@@ -6,7 +6,7 @@ An importance says how much a unit, a span of tokens, matters; a reshaping says 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,14 @@ from ..ops.row_softmax import FLOAT32_NOISE
 from ..options import NotNegative, Share, as_numbers, check_fields
 from ..span import Span, span_inside
 
-MODES = ("counterfactual", "inverted", "random", "uniform")
+Control = Literal["inverted", "random", "off"]
+MODES: dict[str, Control | None] = {
+    "counterfactual": None,
+    "inverted": "inverted",
+    "random": "random",
+    "uniform": "off",
+}
+"""Controls by their older names, None for credit as it is."""
 NORMALIZATIONS = (None, "mean")
 
 _EQUAL = 1e-6
@@ -67,10 +74,10 @@ def span_weights(
         ValueError: options, shapes, spans outside the completion or non-finite drops; names argument and value.
     """
     if mode not in MODES:
-        raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
+        raise ValueError(f"mode must be one of {tuple(MODES)}, got {mode!r}")
     if normalize not in NORMALIZATIONS:
         raise ValueError(f"normalize must be one of {NORMALIZATIONS}, got {normalize!r}")
-    limits = Range(w_min, w_max, w_answer).limits
+    rule = Range(w_min, w_max, w_answer)
     if drop.ndim != 1 or len(drop) != len(spans):
         raise ValueError(f"drop must hold one value per span: got shape {tuple(drop.shape)} for {len(spans)} spans")
     _check_places(spans, answer, length)
@@ -81,9 +88,9 @@ def span_weights(
     if mode == "uniform":
         weights = torch.ones(length)
     elif mode == "random":
-        weights = random_weights(answer, length, generator=generator, **limits)
+        (weights,) = rule([drawn(Judged(values, spans, answer, length), rule, generator)], inverted=False)
     else:
-        weights = range_weights(-values, spans, answer, length, noise=noise, inverted=mode == "inverted", **limits)
+        weights = range_weights(-values, spans, answer, length, noise=noise, inverted=mode == "inverted", **rule.limits)
     return normalized_weights(weights, normalize).to(drop.device)
 
 
@@ -110,20 +117,6 @@ def range_weights(
         share = spread_over_tokens((importances - low) / (high - low), spans, length)
         covered = ~share.isnan()
         weights[covered] = w_min + (1 - share if inverted else share)[covered] * (w_max - w_min)
-    return _weigh_answer(weights, answer, w_answer)
-
-
-def random_weights(
-    answer: Span | None,
-    length: int,
-    *,
-    w_min: float = 0.5,
-    w_max: float = 4.0,
-    w_answer: float = 1.5,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Draw a weight per token, uniform in `[w_min, w_max]` outside the answer, (length,): the CF paper's control."""
-    weights = torch.empty(length, dtype=torch.float32).uniform_(w_min, w_max, generator=generator)
     return _weigh_answer(weights, answer, w_answer)
 
 
@@ -267,13 +260,14 @@ def _weigh_answer(weights: Tensor, answer: Span | None, w_answer: float) -> Tens
 
 
 class Judged(NamedTuple):
-    """One completion with the importances of its units."""
+    """One completion with the importances of its units, or with what it drew in their place."""
 
     importances: Tensor  # (K,) fp32, high where the unit matters
     units: Sequence[Span]
     answer: Span | None
     length: int
     noise: float = 0.0  # importances that are no further apart count as equal
+    drawn: bool = False  # the importances are a weight for each token, (length,)
 
 
 class WeightRule(Protocol):
@@ -281,11 +275,16 @@ class WeightRule(Protocol):
 
     Attributes:
         name: what configurations call it.
-        draws_by_token: whether the control `random` draws a weight per token, for which no units are looked for.
+        token_draws: where each token draws a weight of its own under the control `random`, the limits of that weight;
+            None where each unit draws an importance. See `drawn`.
     """
 
     name: ClassVar[str]
-    draws_by_token: ClassVar[bool]
+
+    @property
+    def token_draws(self) -> tuple[float, float] | None:
+        """Limits of the weight that a token draws, or None."""
+        ...
 
     def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
         """Weigh the tokens of every completion of a batch, (T_b,) fp32 each."""
@@ -297,7 +296,6 @@ class Range:
     """Min-max normalised importance, mapped to a range of weights (CF paper, eqs. 6 and 7)."""
 
     name: ClassVar[str] = "range"
-    draws_by_token: ClassVar[bool] = True
 
     w_min: NotNegative = 0.5
     """Weight of the least important span of a completion."""
@@ -316,10 +314,17 @@ class Range:
         """Its options by name."""
         return {"w_min": self.w_min, "w_max": self.w_max, "w_answer": self.w_answer}
 
+    @property
+    def token_draws(self) -> tuple[float, float]:
+        """Limits of the weight that a token draws: the CF paper's control."""
+        return self.w_min, self.w_max
+
     def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
         """Weigh every completion by itself."""
         return [
-            range_weights(*row[:4], noise=row.noise or _EQUAL, inverted=inverted, **self.limits)  # type: ignore[arg-type]
+            _weigh_answer(row.importances, row.answer, self.w_answer)
+            if row.drawn
+            else range_weights(*row[:4], noise=row.noise or _EQUAL, inverted=inverted, **self.limits)  # type: ignore[arg-type]
             for row in rows
         ]
 
@@ -329,7 +334,7 @@ class Bilevel:
     """Suppression below a quantile of the importances and a boost above it (OAR paper, eqs. 14 to 17)."""
 
     name: ClassVar[str] = "bilevel"
-    draws_by_token: ClassVar[bool] = False
+    token_draws: ClassVar[None] = None
 
     tau: Share = 0.4
     """Quantile of a completion's importances below which weights are suppressed."""
@@ -352,7 +357,7 @@ class TopShare:
     """Weight 1 for the most important share of a batch's tokens and 0 for the others ("80/20", arXiv 2506.01939)."""
 
     name: ClassVar[str] = "top"
-    draws_by_token: ClassVar[bool] = False
+    token_draws: ClassVar[None] = None
 
     fraction: Share = 0.2
     """Share of the tokens of the batch that keep their weight."""
@@ -372,7 +377,7 @@ class Identity:
     """Importances that are weights already."""
 
     name: ClassVar[str] = "identity"
-    draws_by_token: ClassVar[bool] = False
+    token_draws: ClassVar[None] = None
 
     def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
         """Take every importance as its unit's weight."""
@@ -385,7 +390,7 @@ class OwnWeights:
 
     function: Reshape
 
-    draws_by_token: ClassVar[bool] = False
+    token_draws: ClassVar[None] = None
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -395,6 +400,23 @@ class OwnWeights:
     def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
         """Call the function for every completion and check what it gives."""
         return [_checked(self.function(*_inverted(row, inverted)[:4]), b, row.length) for b, row in enumerate(rows)]
+
+
+def drawn(row: Judged, rule: WeightRule | None, generator: torch.Generator | None) -> Judged:
+    """Put draws in the place of what an estimator found for a completion: the control `random`.
+
+    Args:
+        row: the completion.
+        rule: what weighs it. If it has `token_draws`, every token draws a weight uniformly within them; else every unit
+            draws an importance, uniformly in [0, 1). None for signed values, which are dealt out anew among the units.
+        generator: source of the draws, on the CPU, which completions take from in their order; None for torch's global
+            one. Hosts give each batch its own, `integrations.credit.Draws`.
+    """
+    if rule is None:
+        return row._replace(importances=row.importances[torch.randperm(len(row.importances), generator=generator)])
+    count = len(row.units) if rule.token_draws is None else row.length
+    values = torch.empty(count, dtype=torch.float32).uniform_(*rule.token_draws or (0.0, 1.0), generator=generator)
+    return row._replace(importances=values, noise=0.0, drawn=rule.token_draws is not None)
 
 
 WEIGHTS: dict[str, type[WeightRule]] = {rule.name: rule for rule in (Range, Bilevel, TopShare, Identity)}

@@ -79,7 +79,7 @@ def test_a_token_in_several_spans_takes_the_largest_importance():
 drops = st.lists(st.floats(-50, 50, width=32), min_size=3, max_size=3)
 
 
-@given(drops, st.sampled_from(MODES), st.sampled_from(NORMALIZATIONS), st.floats(0, 2), st.floats(2, 9))
+@given(drops, st.sampled_from(list(MODES)), st.sampled_from(NORMALIZATIONS), st.floats(0, 2), st.floats(2, 9))
 def test_weights_are_finite_never_negative_and_have_mean_one_when_normalised(drop, mode, normalize, w_min, w_max):
     weights = span_weights(
         torch.tensor(drop), SPANS, ANSWER, 11, mode=mode, normalize=normalize, w_min=w_min, w_max=w_max
