@@ -9,19 +9,19 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from cfa_kernels import CounterfactualConfig, Credit
+from cfa_kernels import CounterfactualConfig
 from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.scoring.training_forward import PackedForward, packed_forward
 from trainer.cli import parse, preset_names
 from trainer.config import PRESETS, TrainConfig
 from trainer.microbatch import Credits, micro_batches, to_host
+from trainer.report.records import Record, completion_record, judged_spans, rounded, token_credit
 from trainer.rewards import group_advantages
 from trainer.run import set_up
 from trainer.state import Trainer
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def judge(trainer: Trainer, problems: int, presets: Sequence[str], flags: Sequence[str] = ()) -> list[dict[str, Any]]:
+def judge(trainer: Trainer, problems: int, presets: Sequence[str], flags: Sequence[str] = ()) -> list[Record]:
     """Sample completions of the first `problems` training problems and judge them, as `read_samples` reads them.
 
     Args:
@@ -89,7 +89,7 @@ def judge(trainer: Trainer, problems: int, presets: Sequence[str], flags: Sequen
     parts = micro_batches(config, rollouts, rollouts.completion_mask, advantages, trainer.policy)
     if not parts:
         raise ValueError(f"problems: in none of {problems} groups do rewards differ, so nothing has an advantage")
-    samples: dict[int, dict[str, Any]] = {}
+    samples: dict[int, Record] = {}
     for micro in parts:
         forward = packed_forward(
             causal_lm(trainer.policy), micro.prompts, micro.completions, token_budget=config.token_budget,
@@ -97,22 +97,20 @@ def judge(trainer: Trainer, problems: int, presets: Sequence[str], flags: Sequen
         )  # fmt: skip
         norms = gradient_norms(forward, config.temperature)
         for i, b in enumerate(micro.rows.tolist()):
-            ids = micro.completions[i].tolist()
-            samples[b] = {
-                "problem": b // config.num_generations,
-                "completion": rollouts.texts[b],
-                "tokens": [trainer.tokenizer.decode([token]) for token in ids],
-                "reward": rewards[b].item(),
-                "advantage": advantages[b].item(),
-                "truncated": bool(rollouts.truncated[b]),
-                "gradient_norms": _rounded(norms[i]),
-                "estimators": {},
-            }
+            samples[b] = completion_record(
+                micro.completions[i].tolist(), trainer.tokenizer, text=rollouts.texts[b],
+                problem=b // config.num_generations, reward=rewards[b].item(), advantage=advantages[b].item(),
+                truncated=bool(rollouts.truncated[b]),
+            ) | {"gradient_norms": rounded(norms[i].tolist()), "estimators": {}}  # fmt: skip
         for name, setting in settings.items():
             generator, mask = torch.Generator().manual_seed(config.seed), rollouts.completion_mask
             credit = Credits(setting, rollouts, mask, trainer.tokenizer, generator, rewards).assign(micro, forward)
+            library = setting.counterfactual()
             for i, b in enumerate(micro.rows.tolist()):
-                _add(samples[b], name, credit, i, masks=_masks_spans(setting.counterfactual()))
+                ids = micro.completions[i].tolist()
+                samples[b]["estimators"][name] = token_credit(credit, i, len(ids))
+                if "spans" not in samples[b] and _masks_spans(library):
+                    samples[b] |= judged_spans(credit, i, ids, trainer.tokenizer, library)
     return [samples[b] for b in sorted(samples)]
 
 
@@ -133,22 +131,3 @@ def _masks_spans(config: CounterfactualConfig) -> bool:
     estimator = config.estimator
     exact = isinstance(estimator, Masking) and estimator.effect == "direct" and estimator.preselect == 1
     return exact and config.continues and config.units == "spans"
-
-
-def _add(sample: dict[str, Any], name: str, credit: Credit, i: int, *, masks: bool) -> None:
-    length = len(sample["tokens"])
-    if credit.advantages is not None:
-        sample["estimators"][name] = {"advantages": _rounded(credit.advantages[i, :length])}
-    else:
-        sample["estimators"][name] = {"weights": _rounded(credit.weights[i, :length])}
-    if masks and "spans" not in sample:
-        answer = credit.answers[i]
-        sample["answer"] = None if answer is None else {"start": answer.start, "end": answer.end}
-        sample["spans"] = [
-            {"start": span.start, "end": span.end, "drop": drop}
-            for span, drop in zip(credit.spans[i], credit.drop[i].tolist(), strict=True)
-        ]
-
-
-def _rounded(values: Tensor) -> list[float]:
-    return [round(value, 4) for value in values.tolist()]

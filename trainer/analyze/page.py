@@ -1,12 +1,12 @@
 """Write one page of HTML on which completions are shaded by the credit of their tokens, estimators side by side.
 
-The page needs nothing but itself:
-its style and its few lines of script stand in it, and it forbids itself to load anything. Every text is escaped, and
-what does not print is shown as a sign.
+The page needs nothing but itself: the style and the few lines of script of `assets/` are copied into it, and it forbids
+itself to load anything. Every text is escaped, and what does not print is shown as a sign.
 """
 
 import html
 from collections.abc import Sequence
+from pathlib import Path
 
 from trainer.analyze.samples import KINDS, Sample
 from trainer.analyze.statistics import ess_ratio, top_mass
@@ -14,85 +14,9 @@ from trainer.analyze.statistics import ess_ratio, top_mass
 _STEPS = 8
 """Shades above and below the neutral value."""
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1d2228; --paper: #fcfcfa; --line: #c9ccd1; --soft: #5b636d;
-  --warm: 222 98 0; --cool: 32 108 196; --mark: #7a3cc2; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e9ebee; --paper: #15181c; --line: #3d444d; --soft: #a3abb5;
-  --warm: 230 112 16; --cool: 62 138 232; --mark: #c79bff; } }
-* { box-sizing: border-box; }
-html { scroll-padding-bottom: 6rem; }
-body { margin: 0 auto; padding: 1rem clamp(.75rem, 2vw, 2rem) 6rem; max-width: 110rem; background: var(--paper);
-  color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.4rem; margin: .2rem 0; } h2 { font-size: 1.05rem; margin: 0; }
-p { margin: .3rem 0; } .soft, figcaption small { color: var(--soft); }
-article { border-top: 1px solid var(--line); padding: 1rem 0; }
-.row { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
-figure { margin: 0; min-width: 0; }
-figcaption { display: flex; flex-wrap: wrap; gap: .1rem .8rem; align-items: center; margin: .4rem 0; }
-.scale { display: inline-flex; align-items: center; gap: .35rem; font-size: .85rem; white-space: nowrap; }
-.scale i { display: inline-block; width: .7rem; height: .9rem; border: solid var(--line); border-width: 1px 0; }
-.tokens { font: 15px/1.75 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; padding: .4rem;
-  border: 1px solid var(--line); border-radius: 4px; }
-.tokens span { unicode-bidi: isolate; border-radius: 2px; }
-.tokens .answer { border-bottom: 3px solid var(--mark); }
-.tokens .none { color: var(--soft); }
-.tokens .sign { opacity: .65; font-size: .85em; font-weight: normal; }
-.tokens span.here, .tokens span:hover { outline: 2px solid var(--ink); outline-offset: 0; }
-:focus-visible { outline: 3px solid var(--mark); outline-offset: 1px; }
-table { border-collapse: collapse; font-size: .9rem; } .wide { overflow-x: auto; max-width: 100%; }
-td, th { border-bottom: 1px solid var(--line); padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top;
-  overflow-wrap: anywhere; unicode-bidi: isolate; }
-td.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-#reading { position: fixed; inset: auto 0 0 0; background: var(--paper); border-top: 2px solid var(--line);
-  padding: .4rem clamp(.75rem, 2vw, 2rem); min-height: 2.6rem; max-height: 40vh; overflow: auto; font-size: .9rem;
-  overflow-wrap: anywhere; unicode-bidi: isolate; }
-"""
-
-_SCRIPT = """
-const reading = document.getElementById('reading');
-const rest = reading.textContent;
-let current = null;
-function token(block, index) { return block.querySelectorAll('span[title]')[index]; }
-function show(block, index) {
-  const article = block.closest('article');
-  for (const old of document.querySelectorAll('.here')) old.classList.remove('here');
-  const parts = [];
-  for (const other of article.querySelectorAll('.tokens')) {
-    const found = token(other, index);
-    if (!found) continue;
-    found.classList.add('here');
-    parts.push(other.getAttribute('aria-label') + ' ' + found.title);
-  }
-  const text = '\\u2068' + token(block, index).textContent + '\\u2069';
-  reading.textContent = 'Token ' + index + ' \\u201c' + text + '\\u201d: ' + parts.join(' \\u00b7 ');
-  current = [block, index];
-}
-for (const block of document.querySelectorAll('.tokens')) {
-  const all = block.querySelectorAll('span[title]');
-  const places = new Map([...all].map((found, index) => [found, index]));
-  block.addEventListener('mouseover', event => {
-    const found = event.target.closest('span[title]');
-    if (places.has(found)) show(block, places.get(found));
-  });
-  block.addEventListener('focus', () => {
-    if (all.length) show(block, current && current[0].closest('article') === block.closest('article') ? current[1] : 0);
-  });
-  block.addEventListener('keydown', event => {
-    const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -1e9, End: 1e9 }[event.key];
-    if (by === undefined || !all.length) return;
-    event.preventDefault();
-    const from = current && current[0] === block ? current[1] : 0;
-    show(block, Math.max(0, Math.min(all.length - 1, from + by)));
-    all[current[1]].scrollIntoView({ block: 'nearest' });
-  });
-}
-addEventListener('keydown', event => {
-  if (event.key !== 'Escape') return;
-  for (const old of document.querySelectorAll('.here')) old.classList.remove('here');
-  reading.textContent = rest;
-  current = null;
-});
-"""
+_STYLE, _SCRIPT = (
+    Path(__file__).with_name("assets").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+)
 
 
 def page_of(samples: Sequence[Sample], title: str) -> str:
@@ -132,7 +56,8 @@ def page_of(samples: Sequence[Sample], title: str) -> str:
 script-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{name}</title>
-<style>{_STYLE}{rules}</style>
+<style>
+{_STYLE}{rules}</style>
 </head>
 <body>
 <h1>{name}</h1>
@@ -141,7 +66,8 @@ The answer is underlined. Hover over a token, or step through a block with the a
 <main>
 {articles}</main>
 <div id="reading" role="status" aria-live="polite">No token chosen.</div>
-<script>{_SCRIPT}</script>
+<script>
+{_SCRIPT}</script>
 </body>
 </html>
 """

@@ -1,17 +1,6 @@
-"""Read completions with their credit, one JSON object a line, as `trainer.report` and the evidence write them.
+"""Read completions with their credit, one JSON object a line, as `trainer.report.records` makes them.
 
-The fields of an object:
-
-| field | what |
-|---|---|
-| `tokens` | T strings; the only one that must be there |
-| `spans` | masked spans, each `{"start", "end", "drop"}` with `text` if wanted, or `[start, end]` with `drops` beside |
-| `drops_unit` | of the drops, "nats" by default |
-| `weights` | T numbers, the token weights that trained; `credit` names them |
-| `estimators` | by name, `{"weights"}`, `{"advantages"}` or `{"importances"}`: T numbers, null where a token has none |
-| `gradient_norms` | T numbers, norms of the tokens' gradients before weighting |
-| `answer` | `{"start", "end"}` or null |
-| `reward`, `correct`, `advantage`, `truncated`, `step`, `problem` | of the completion |
+`docs/analysis.md` has the fields; other programs may write such files, too. Only `tokens` must be there.
 """
 
 import json

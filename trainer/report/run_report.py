@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,12 +21,12 @@ from rich.text import Text
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels.estimators.masking import Masking
 from trainer.cli import to_yaml
 from trainer.config import TrainConfig
 from trainer.evaluate import Evaluation
 from trainer.report.curves import draw_curves
 from trainer.report.metrics import Step
+from trainer.report.records import Record, completion_record, judged_spans, rounded, token_credit
 from trainer.report.trackers import open_tracker
 
 _ROWS_SHOWN = 10
@@ -153,40 +152,21 @@ class Report:
             self._completions_file.write(json.dumps(entry) + "\n")
         self._completions_file.flush()
 
-    def _sample(self, result: Step, b: int) -> dict[str, Any]:
+    def _sample(self, result: Step, b: int) -> Record:
         ids, credit, config = result.rollouts.ids()[b], result.credit, self._config
-        answer = credit.answers[b]
+        of_tokens = token_credit(credit, b, len(ids))
+        signed = {} if "weights" in of_tokens else {"estimators": {config.estimator: of_tokens}}
         name = {"counterfactual": config.estimator, "inverted": f"{config.estimator}, inverted"}.get(config.credit)
-        unit, estimator = f"importance by {config.estimator}", config.counterfactual().estimator
-        if isinstance(estimator, Masking) and estimator.outcome in ("logprob", "mean_logprob"):
-            unit = "nats" if estimator.effect == "direct" else "total effect in nats"
-        signed: dict[str, Any] = {}
-        if credit.advantages is not None:
-            added = [round(value, 4) for value in credit.advantages[b, : len(ids)].tolist()]
-            signed = {"estimators": {config.estimator: {"advantages": added}}}
-        return {
-            "problem": result.problems[b],
-            "completion": result.rollouts.texts[b],
-            "reward": result.rewards[b].item(),
-            "advantage": result.advantages[b].item(),
-            "truncated": bool(result.rollouts.truncated[b]),
-            "credit": name or config.credit,
-            "drops_unit": unit,
-            "answer": None if answer is None else {"start": answer.start, "end": answer.end},
-            "spans": [
-                {
-                    "start": span.start,
-                    "end": span.end,
-                    "text": self._tokenizer.decode(ids[span.start : span.end]),
-                    "drop": drop,
-                    "weight": credit.weights[b, span.start].item(),
-                }
-                for span, drop in zip(credit.spans[b], credit.drop[b].tolist(), strict=True)
-            ],
-            "tokens": [self._tokenizer.decode([i]) for i in ids],
-            "weights": [round(w, 4) for w in credit.weights[b, : len(ids)].tolist()],
-            **signed,
-        }
+        return (
+            completion_record(
+                ids, self._tokenizer, text=result.rollouts.texts[b], problem=result.problems[b],
+                reward=result.rewards[b].item(), advantage=result.advantages[b].item(),
+                truncated=bool(result.rollouts.truncated[b]),
+            )
+            | judged_spans(credit, b, ids, self._tokenizer, config.counterfactual())
+            | {"credit": name or config.credit, "weights": rounded(credit.weights[b, : len(ids)].tolist())}
+            | signed
+        )  # fmt: skip
 
     def closing(self) -> None:
         """Say by how much held-out accuracy moved, and where everything is."""

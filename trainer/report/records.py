@@ -1,0 +1,64 @@
+"""Make records of completions with their credit, one JSON object a line of `completions.jsonl`.
+
+The training program and `trainer.judge` write them, `trainer.analyze` reads them; `docs/analysis.md` has the fields.
+"""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from cfa_kernels import CounterfactualConfig, Credit
+from cfa_kernels.estimators.masking import Masking
+
+Record = dict[str, Any]
+
+
+def completion_record(
+    ids: list[int], tokenizer: PreTrainedTokenizerBase, *, text: str, problem: int, reward: float, advantage: float,
+    truncated: bool,
+) -> Record:  # fmt: skip
+    """Record a completion of the token ids `ids`, before any credit."""
+    return {
+        "problem": problem,
+        "completion": text,
+        "reward": reward,
+        "advantage": advantage,
+        "truncated": truncated,
+        "tokens": [tokenizer.decode([i]) for i in ids],
+    }
+
+
+def token_credit(credit: Credit, i: int, length: int) -> dict[str, list[float]]:
+    """Give what the tokens of completion `i` of a batch got: `advantages` where credit is signed, else `weights`."""
+    if credit.advantages is not None:
+        return {"advantages": rounded(credit.advantages[i, :length].tolist())}
+    return {"weights": rounded(credit.weights[i, :length].tolist())}
+
+
+def judged_spans(
+    credit: Credit, i: int, ids: list[int], tokenizer: PreTrainedTokenizerBase, config: CounterfactualConfig
+) -> Record:
+    """Give answer and judged spans of completion `i` of a batch, with the unit of the spans' drops."""
+    unit, estimator = f"importance by {config.estimator.name}", config.estimator
+    if isinstance(estimator, Masking) and estimator.outcome in ("logprob", "mean_logprob"):
+        unit = "nats" if estimator.effect == "direct" else "total effect in nats"
+    answer = credit.answers[i]
+    return {
+        "drops_unit": unit,
+        "answer": None if answer is None else {"start": answer.start, "end": answer.end},
+        "spans": [
+            {
+                "start": span.start,
+                "end": span.end,
+                "text": tokenizer.decode(ids[span.start : span.end]),
+                "drop": drop,
+                "weight": credit.weights[i, span.start].item(),
+            }
+            for span, drop in zip(credit.spans[i], credit.drop[i].tolist(), strict=True)
+        ],
+    }
+
+
+def rounded(values: list[float]) -> list[float]:
+    """Round what is written for each token to four decimals."""
+    return [round(value, 4) for value in values]
