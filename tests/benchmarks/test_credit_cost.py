@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.evidence import cost as credit_cost
+from benchmarks.evidence import cost_runs
 from benchmarks.evidence import definitions as credit_definitions
-from benchmarks.evidence.cost import cheaper, compared, gradients, markdown, masking, reached, token_units
+from benchmarks.evidence.cost_runs import cheaper, gradients, masking, token_units
+from benchmarks.evidence.cost_tables import compared, markdown, reached
 from benchmarks.harness.race import WrongAnswer
 from benchmarks.harness.workloads import Job, random_model
 from cfa_kernels import Span
@@ -67,7 +68,7 @@ def test_a_wrong_answer_gets_no_time(outcome, model, job, monkeypatch):
         units = [[Span(max(s.start - 1, 0), max(s.end - 1, 1)) for s in row] for row in args[3]]
         return score_counterfactuals(*args[:3], units, *args[4:], **options)
 
-    monkeypatch.setattr(credit_cost, "score_counterfactuals", shifted)
+    monkeypatch.setattr(cost_runs, "score_counterfactuals", shifted)
     with pytest.raises(WrongAnswer, match=f"{outcome}: off by"):
         masking(model, job, token_units(job), (outcome,), STRIDE)
 

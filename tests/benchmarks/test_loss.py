@@ -4,39 +4,39 @@ import pytest
 import torch
 
 from benchmarks.harness.race import Absent, Budget, WrongAnswer
-from benchmarks.speed import bench_loss as benchmark
+from benchmarks.speed import bench_loss, loss_jobs, loss_peers
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 SLOW = {"torch.compile", "Liger chunked"}  # their compilers take longer than the rest of this file
-PEERS = [name for name in benchmark.PEERS if name not in SLOW]
+PEERS = [name for name in loss_peers.PEERS if name not in SLOW]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["head trains", "head frozen"])
 def job(request):
-    shape = benchmark.Shape(48, 24, 160, torch.float32, head_trains=request.param)
-    return benchmark.make_job(shape, CPU)
+    shape = loss_jobs.Shape(48, 24, 160, torch.float32, head_trains=request.param)
+    return loss_jobs.make_job(shape, CPU)
 
 
 @pytest.fixture(scope="module")
 def reference(job):
-    return benchmark.linear_reference(job)
+    return loss_jobs.linear_reference(job)
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_each_peer_agrees_with_float64(name, job, reference):
     try:
-        result = benchmark.PEERS[name](job)
+        result = loss_peers.PEERS[name](job)
     except Absent as error:
         pytest.skip(str(error))
     assert reference.check(result)["error_over_budget"] <= 1
 
 
-@pytest.mark.parametrize("name", benchmark.LOGITS_PEERS)
+@pytest.mark.parametrize("name", loss_peers.LOGITS_PEERS)
 def test_each_peer_from_logits_agrees_with_float64(name):
-    job = benchmark.make_logits_job(benchmark.Shape(48, 0, 160, torch.float32), CPU)
-    contender = next(c for c in benchmark.logits_contenders(job) if c.name == name)
+    job = loss_jobs.make_logits_job(loss_jobs.Shape(48, 0, 160, torch.float32), CPU)
+    contender = next(c for c in loss_peers.logits_contenders(job) if c.name == name)
     try:
         result = contender.run()
     except Absent as error:
@@ -45,7 +45,7 @@ def test_each_peer_from_logits_agrees_with_float64(name):
 
 
 def test_a_wrong_gradient_a_wrong_loss_and_a_missing_gradient_are_refused(job, reference):
-    loss, *gradients = benchmark.ours(job)
+    loss, *gradients = loss_peers.ours(job)
     for wrong in (
         (loss + 0.01, *gradients),
         (loss, gradients[0] * 1.001, *gradients[1:]),
@@ -58,7 +58,7 @@ def test_a_wrong_gradient_a_wrong_loss_and_a_missing_gradient_are_refused(job, r
 
 
 def test_half_the_groups_at_zero_advantage_is_the_same_job_on_fewer_rows(job):
-    contender = next(c for c in benchmark.linear_contenders(job) if c.name == benchmark.HALF)
+    contender = next(c for c in loss_peers.linear_contenders(job) if c.name == loss_peers.HALF)
     result = contender.run()
     contender.check(result)
     assert (result[1][::2] == 0).all()
@@ -68,7 +68,7 @@ def test_half_the_groups_at_zero_advantage_is_the_same_job_on_fewer_rows(job):
 def test_both_kinds_of_loss_are_raced_by_the_devices_clock(monkeypatch):
     """On a GPU the smaller shapes take less time than their launches from Python."""
     clocks = []
-    monkeypatch.setattr(benchmark, "race", lambda contenders, **options: clocks.append(options["clock"]) or {})
-    benchmark.race_from_hidden_states(benchmark.LINEAR["smoke"]["tiny, head frozen"], CPU, Budget(0.0, 1, 1))
-    benchmark.race_from_logits(benchmark.LOGITS["smoke"]["smoke"], CPU, Budget(0.0, 1, 1))
+    monkeypatch.setattr(bench_loss, "race", lambda contenders, **options: clocks.append(options["clock"]) or {})
+    bench_loss.race_from_hidden_states(loss_jobs.LINEAR["smoke"]["tiny, head frozen"], CPU, Budget(0.0, 1, 1))
+    bench_loss.race_from_logits(loss_jobs.LOGITS["smoke"]["smoke"], CPU, Budget(0.0, 1, 1))
     assert clocks == ["device", "device"]

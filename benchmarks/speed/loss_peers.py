@@ -1,0 +1,229 @@
+"""Contenders of the loss benchmark: ours, plain PyTorch, and what trainers use.
+
+Every contender returns the loss and its gradients, and is checked against float64 before it is timed.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.harness.race import Absent, Contender
+from benchmarks.speed.loss_jobs import (
+    EPSILON,
+    EPSILON_HIGH,
+    SEQUENCES,
+    Job,
+    LogitsJob,
+    Reference,
+    Result,
+    chunked,
+    linear_reference,
+    logits_truth,
+)
+from cfa_kernels.losses.policy import contributing_rows, linear_policy_loss, policy_loss
+from cfa_kernels.ops.linear_logprob import linear_logprob
+
+CHUNK = {"cpu": 256, "cuda": 4096}
+BOUND, OURS, HALF = "bare GEMMs (the bound)", "ours", "ours, half the groups at zero advantage"
+
+
+# From hidden states
+
+
+def ours(job: Job, rows: Tensor | None = None) -> Result:
+    hidden, head = job.leaves()
+    loss, _ = linear_policy_loss(
+        hidden, head, job.targets, job.old, job.advantages, job.mask, weights=job.weights, rows=rows,
+        epsilon=EPSILON, epsilon_high=EPSILON_HIGH, drop_inactive=False, validate=False,
+    )  # fmt: skip
+    return job.gradients(loss, hidden, head)
+
+
+def ours_from_logprobs(job: Job) -> Result:
+    hidden, head = job.leaves()
+    return job.gradients(job.loss(linear_logprob(hidden.flatten(0, 1), head, job.targets.flatten())), hidden, head)
+
+
+def _eager_loss(job: Job, hidden: Tensor, head: Tensor) -> Tensor:
+    logits = (hidden @ head.T).float()
+    return job.loss(logits.log_softmax(-1).gather(-1, job.targets[..., None])[..., 0])
+
+
+def eager(job: Job) -> Result:
+    hidden, head = job.leaves()
+    return job.gradients(_eager_loss(job, hidden, head), hidden, head)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    def loss_of(hidden: Tensor, head: Tensor, targets: Tensor, *rest: Tensor) -> Tensor:
+        logprobs = (hidden @ head.T).float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+        old, advantages, mask, weights = rest
+        return policy_loss(
+            logprobs, old, advantages, mask, weights=weights, epsilon=EPSILON, epsilon_high=EPSILON_HIGH, validate=False
+        )[0]
+
+    return torch.compile(loss_of)
+
+
+def compiled(job: Job) -> Result:
+    hidden, head = job.leaves()
+    rest = (job.old, job.advantages, job.mask, job.weights)
+    return job.gradients(_compiled()(hidden, head, job.targets, *rest), hidden, head)
+
+
+def chunked_three_gemms(job: Job) -> Result:
+    return chunked(job, job.shape.dtype, CHUNK[job.hidden.device.type])
+
+
+def liger_chunked(job: Job) -> Result:
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise Absent("liger-kernel is not installed")
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    hidden, head = job.leaves()
+    liger = LigerFusedLinearGRPOLoss(
+        beta=0.0, compiled=hidden.is_cuda, use_ref_model=False, epsilon_low=EPSILON, epsilon_high=EPSILON_HIGH
+    )
+    loss, _ = liger(
+        hidden, head, job.targets, job.mask, job.advantages, old_per_token_logps=job.old, vllm_is_ratio=job.weights
+    )
+    return job.gradients(loss, hidden, head)
+
+
+def trl_chunked(job: Job) -> Result:
+    try:
+        from trl.kernels import ChunkedLogProbFunction
+    except ImportError as error:
+        raise Absent(f"TRL 1.16 is not installed: {error}") from error
+    hidden, head = job.leaves()
+    logprobs, *_ = ChunkedLogProbFunction.apply(
+        hidden.flatten(0, 1), head, None, job.targets.flatten(), 1.0, 32_768, None, 1.0, ()
+    )
+    return job.gradients(job.loss(logprobs), hidden, head)
+
+
+def torch_linear_cross_entropy(job: Job) -> Result:
+    if not hasattr(F, "linear_cross_entropy"):
+        raise Absent(f"torch {torch.__version__} has no linear_cross_entropy")
+    hidden, head = job.leaves()
+    nll = F.linear_cross_entropy(hidden.flatten(0, 1), head, job.targets.flatten(), reduction="none")
+    return job.gradients(job.loss(-nll.float()), hidden, head)
+
+
+def cut_cross_entropy(job: Job) -> Result:
+    if importlib.util.find_spec("cut_cross_entropy") is None:
+        raise Absent("cut-cross-entropy is not installed")
+    if not job.hidden.is_cuda:
+        raise Absent("cut-cross-entropy runs on a GPU")
+    from cut_cross_entropy import linear_cross_entropy
+
+    hidden, head = job.leaves()
+    nll = linear_cross_entropy(hidden.flatten(0, 1), head, job.targets.flatten(), reduction="none", impl="cce_exact")
+    return job.gradients(job.loss(-nll.float()), hidden, head)
+
+
+def verl_kernel(job: Job) -> Result:
+    if importlib.util.find_spec("verl") is None:
+        raise Absent("verl is not installed")
+    if not job.hidden.is_cuda:
+        raise Absent("verl's kernel runs on a GPU")
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    hidden, head = job.leaves()
+    logprobs, _ = linear_cross_entropy(hidden.flatten(0, 1), head, job.targets.flatten(), 1.0, "none")
+    return job.gradients(job.loss(logprobs), hidden, head)
+
+
+def bare_gemms(job: Job) -> Result:
+    """The products alone, chunked as ours are, with nothing between them: what no exact method can beat."""
+    hidden, head = job.flat, job.head
+    chunk = CHUNK[hidden.device.type]
+    by_hidden = torch.empty_like(hidden)
+    by_head = torch.zeros_like(head) if job.shape.head_trains else None
+    for start in range(0, len(hidden), chunk):
+        rows = hidden[start : start + chunk]
+        strip = rows @ head.T
+        torch.mm(strip, head, out=by_hidden[start : start + chunk])
+        if by_head is not None:
+            by_head.addmm_(strip.T, rows)
+    return (by_hidden,)
+
+
+PEERS: dict[str, Callable[[Job], Result]] = {
+    OURS: ours,
+    "ours, linear_logprob then policy_loss": ours_from_logprobs,
+    "eager": eager,
+    "torch.compile": compiled,
+    "chunked PyTorch, three GEMMs": chunked_three_gemms,
+    "Liger chunked": liger_chunked,
+    "TRL chunked log-prob": trl_chunked,
+    "F.linear_cross_entropy": torch_linear_cross_entropy,
+    "cut-cross-entropy, exact": cut_cross_entropy,
+    "verl linear_cross_entropy": verl_kernel,
+}
+
+
+def linear_contenders(job: Job) -> list[Contender]:
+    reference = linear_reference(job)
+    contenders = [Contender(name, functools.partial(run, job), reference.check) for name, run in PEERS.items()]
+    half = replace(job, advantages=job.advantages * (torch.arange(SEQUENCES, device=job.mask.device) % 2))
+    rows = contributing_rows(half.mask, half.advantages, weights=half.weights)
+    contenders.append(Contender(HALF, functools.partial(ours, half, rows), linear_reference(half).check))
+    contenders.append(Contender(BOUND, functools.partial(bare_gemms, job), lambda result: None))
+    return contenders
+
+
+# From logits
+
+
+def ours_in_place(job: LogitsJob, logits: Tensor) -> Result:
+    loss = job.loss(logits, inplace=True)
+    return loss.detach(), torch.autograd.grad(loss, logits)[0][:, :-1]
+
+
+def ours_out_of_place(job: LogitsJob, logits: Tensor) -> Result:
+    loss = job.loss(logits)
+    return loss.detach(), torch.autograd.grad(loss, logits)[0][:, :-1]
+
+
+def eager_logits(job: LogitsJob, logits: Tensor) -> Result:
+    logprobs = logits[:, :-1].float().log_softmax(-1).gather(-1, job.targets[..., None])[..., 0]
+    loss, _ = policy_loss(logprobs, None, job.advantages, job.mask, weights=job.weights, validate=False)
+    return loss.detach(), torch.autograd.grad(loss, logits)[0][:, :-1]
+
+
+def liger_logits(job: LogitsJob, logits: Tensor) -> Result:
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise Absent("liger-kernel is not installed")
+    if not logits.is_cuda:
+        raise Absent("Liger's logits-level loss runs on a GPU")
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    loss, _ = triton_grpo_loss(
+        logits, None, None, job.targets, job.advantages, job.mask, temperature=1.0, beta=0.0, eps_low=EPSILON,
+        eps_high=EPSILON_HIGH, inplace=True, loss_type="dapo", reduce=True, vllm_is_ratio=job.weights,
+    )  # fmt: skip
+    return loss.detach(), torch.autograd.grad(loss, logits)[0][:, :-1]
+
+
+LOGITS_PEERS: dict[str, Callable[[LogitsJob, Tensor], Result]] = {
+    OURS: ours_in_place,
+    "ours, out of place": ours_out_of_place,
+    "eager": eager_logits,
+    "Liger logits-level": liger_logits,
+}
+
+
+def logits_contenders(job: LogitsJob) -> list[Contender]:
+    truth, low = logits_truth(job, torch.float64), logits_truth(job, job.logits.dtype)
+    reference = Reference.of(truth, low, job.logits.dtype)
+    return [
+        Contender(name, functools.partial(run, job, job.own_logits()), reference.check)
+        for name, run in LOGITS_PEERS.items()
+    ]
