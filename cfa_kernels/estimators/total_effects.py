@@ -2,7 +2,7 @@
 
 Masking a unit while the rest stays as it was written shows only its direct effect. But every branch of masking feeds
 what stands behind the unit anyhow, so it also tells how much less probable each later unit becomes: the links of a
-chain that ends at the answer. `scoring.py` feeds and reads the branches; the chain is computed here, on the host.
+chain that ends at the answer. `scoring/` feeds and reads the branches; the chain is computed here, on the host.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
 """LoRA layers of a model on a CPU by one op, for a while: without the passes that scale and add an adapter's product.
 
-A module keeps its weights and hooks and runs another `forward` over them, as in `fused_modules.py`; what is no plain
+A module keeps its weights and hooks and runs another `forward` over them, as in `liger.py`; what is no plain
 LoRA, by PEFT's own reading of it, runs as PEFT has it.
 """
 

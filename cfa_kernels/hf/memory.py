@@ -1,6 +1,6 @@
 """What fits on a device at once: logits where a formula needs them themselves, and work that is cut until it fits.
 
-How many tokens a forward takes is `hf.default_token_budget`'s to say, an estimate; what is here holds when it is wrong.
+How many tokens a forward takes is for `limits.default_token_budget` to estimate; what is here holds when it is wrong.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,6 +1,6 @@
 """A packed tree inside a transformers model: its attention, its masks, and one forward over the tree's rows.
 
-Whether a model computes the same this way as by itself is shown once, by `proof.py`.
+Whether a model computes the same this way as by itself is shown once, by `verify.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence

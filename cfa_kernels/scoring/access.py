@@ -169,12 +169,9 @@ class LogprobService:
         for row in batch.rows:
             if row.answer is None:
                 continue
-            base = torch.from_numpy(row.completion[: row.answer.end])
-            branches = [base.clone() for _ in row.spans]
-            for branch, (start, end) in zip(branches, row.spans, strict=True):
-                assert batch.placeholder_id is not None
-                branch[start:end] = batch.placeholder_id
-            asked += [base, *branches]
+            scored = slice(len(row.prompt), len(row.prompt) + row.answer.end)
+            branches = [row.masked(k, batch.placeholder_id)[scored] for k in range(len(row.spans))]
+            asked += map(torch.from_numpy, [row.completion[: row.answer.end], *branches])
             asked_prompts += [torch.from_numpy(row.prompt)] * (1 + len(branches))
         given = list(self._logprobs_of(asked_prompts, asked)) if asked else []
         if [len(row) for row in given] != [len(row) for row in asked]:

@@ -27,6 +27,15 @@ class Row:
         """Whether masking `span` can change the answer: a later span cannot, by causality."""
         return self.answer is not None and span.start < self.answer.start
 
+    def masked(self, k: int, placeholder_id: int | None) -> np.ndarray:
+        """Replace the tokens of span `k` by its fill, or by placeholders: (P + T,) int64, prompt and completion."""
+        filler = placeholder_id if self.fills is None else self.fills[k]
+        if filler is None:
+            raise ValueError("placeholder_id: must be given where units are masked, got None")
+        tokens = np.concatenate([self.prompt, self.completion])
+        tokens[len(self.prompt) + self.spans[k].start : len(self.prompt) + self.spans[k].end] = filler
+        return tokens
+
 
 @dataclass(frozen=True)
 class ScoredBatch:

@@ -1,8 +1,9 @@
 """Counterfactual scores: how much an answer's log-prob drops when a span of the reasoning is masked.
 
-Completions and their masked branches become packed trees (`tree.py`); one forward per pack (`packed_model.py`) yields
-all answer log-probs and, when asked, the log-prob of every completion token. `outcomes.py` says what else than a
-log-prob may drop. The host lays out a pack while the device runs the one before, and looks at values once, at the end.
+`Row.masked` of `batch.py` replaces a span's tokens. Completions and their masked branches become packed trees
+(`packing/prefix_tree.py`); one forward per pack (`hf/tree_forward.py`) yields all answer log-probs and, when asked, the
+log-prob of every completion token. `outcomes.py` says what else than a log-prob may drop. The host lays out a pack
+while the device runs the one before, and looks at values once, at the end.
 """
 
 from collections.abc import Sequence

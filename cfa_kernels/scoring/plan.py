@@ -152,10 +152,6 @@ def queries_of(row: Row, options: ScoringOptions, placeholder_id: int | None) ->
     queries.append(Query(fed, first, targets, beyond=beyond, divergence=divergence))
     for k, span in enumerate(row.spans):
         if row.masks_something(span):
-            branch = fed.copy()
-            filler = placeholder_id if row.fills is None else row.fills[k]
-            if filler is None:
-                raise ValueError("placeholder_id: must be given where units are masked, got None")
-            branch[prompt_length + span.start : prompt_length + span.end] = filler
+            branch = row.masked(k, placeholder_id)[: len(fed)]
             queries.append(Query(branch, first, targets, beyond=beyond, divergence=divergence))
     return queries

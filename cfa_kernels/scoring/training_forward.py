@@ -165,7 +165,7 @@ def packed_forward(
 
     Returns:
         `PackedForward`, which no rows are read off once the weights that they came from have changed. Without any
-        rows it runs nothing. Where Liger's gated MLPs run (`fused_modules.py`) and layers are not checkpointed, its
+        rows it runs nothing. Where Liger's gated MLPs run (`hf/liger.py`) and layers are not checkpointed, its
         graph takes one backward: a second one raises `RuntimeError`.
 
     Raises:

@@ -12,8 +12,10 @@ import yaml
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.estimators.entropy import Entropy
 from cfa_kernels.estimators.registry import ESTIMATORS
+from cfa_kernels.integrations.credit import OFFERS, obstacles
 from cfa_kernels.options import Share, check_fields
 from cfa_kernels.scoring.access import InProcess
+from docs.options import options
 from tests.support.embedded import EVERY_OTHER, advantages_of, metrics_of, run, samples_of, settings
 from trainer.cli import parse, preset_names
 from trainer.config import PRESETS, TrainConfig
@@ -84,6 +86,10 @@ def test_a_field_added_to_a_part_is_a_flag_a_setting_of_yaml_and_an_option_of_ev
     assert by_yaml == CounterfactualConfig.from_flat({"estimator": "prepared", "care": 0.75})
     assert by_yaml.estimator == Prepared(care=0.75)
     assert by_yaml.to_flat()["care"] == 0.75
+    assert "| `care` | `Prepared`, `estimator=prepared` | `0.25` | How much care is taken. |" in options()
+    assert not list(obstacles(by_yaml, OFFERS["TRL"]))
+    (refusal,) = obstacles(by_yaml, OFFERS["OpenRLHF"])
+    assert "estimator='prepared', care=0.75" in refusal
     with pytest.raises(ValueError, match=r"care must be in \[0, 1\], got 2"):
         CounterfactualConfig.from_flat({"estimator": "prepared", "care": 2})
     with pytest.raises(ValueError, match="care is not read: it is an option of estimator='prepared'"):
