@@ -18,10 +18,10 @@ from cfa_kernels import CounterfactualConfig
 from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.scoring.training_forward import PackedForward, packed_forward
+from trainer.analyze.records import Record, completion_record, judged_spans, rounded, token_credit
 from trainer.cli import parse, preset_names
 from trainer.config import PRESETS, TrainConfig
 from trainer.microbatch import Credits, micro_batches, to_host
-from trainer.report.records import Record, completion_record, judged_spans, rounded, token_credit
 from trainer.rewards import group_advantages
 from trainer.run import set_up
 from trainer.state import Trainer

@@ -1,4 +1,4 @@
-"""Read completions with their credit, one JSON object a line, as `trainer.report.records` makes them.
+"""Read completions with their credit, one JSON object a line, as `trainer.analyze.records` makes them.
 
 `docs/analysis.md` has the fields; other programs may write such files, too. Only `tokens` must be there.
 """

@@ -21,12 +21,12 @@ from rich.text import Text
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from trainer.analyze.records import Record, completion_record, judged_spans, rounded, token_credit
 from trainer.cli import to_yaml
 from trainer.config import TrainConfig
 from trainer.evaluate import Evaluation
 from trainer.report.curves import draw_curves
 from trainer.report.metrics import Step
-from trainer.report.records import Record, completion_record, judged_spans, rounded, token_credit
 from trainer.report.trackers import open_tracker
 
 _ROWS_SHOWN = 10
