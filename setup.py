@@ -51,7 +51,8 @@ setup(
         "verl": ["verl>=0.9.1"],
         "openrlhf": ["openrlhf>=0.11.2"],
         "trainer": TRAINER,
-        "bench": [*TRL, *TRAINER, *TESTING, "captum>=0.8", "lm-eval>=0.4.9", "aligntune>=0.1.28"],
+        # aligntune, a contender of the benchmarks, pins an older trl: pip install --no-deps aligntune
+        "bench": [*TRL, *TRAINER, *TESTING, "captum>=0.8", "lm-eval>=0.4.9"],
         "test": [*TRL, *TRAINER, *TESTING],
         "lint": ["ruff>=0.9", "mypy>=1.13", "types-PyYAML", "import-linter>=2.5"],
     },

@@ -7,6 +7,8 @@ import argparse
 import importlib
 import sys
 
+from trainer.extras import needed_by
+
 COMMANDS = {
     "speed": ("benchmarks.speed.command", "test on the device, measure its ceilings, time everything"),
     "cost": ("benchmarks.evidence.cost", "what each estimator of credit costs, beside what a user would run instead"),
@@ -23,7 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
         given = ["speed", *given]
     module, _ = COMMANDS[_parser().parse_args(given[:1]).command]
-    return int(importlib.import_module(module).main(given[1:]))
+    with needed_by("python -m benchmarks", "bench"):
+        return int(importlib.import_module(module).main(given[1:]))
 
 
 def _parser() -> argparse.ArgumentParser:

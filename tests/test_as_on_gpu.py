@@ -11,8 +11,8 @@ from cfa_kernels.ops.linear_logprob import linear_logprob
 from cfa_kernels.ops.policy_rows import row_logprobs
 from cfa_kernels.ops.row_softmax import Softmax
 from cfa_kernels.ops.tree_attention import tree_attention
-from tests.ops.test_tree_attention import build, qkv
 from tests.support.as_on_gpu import on_gpu
+from tests.support.attention_problem import build, qkv
 from tests.support.models import make_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU says so itself")

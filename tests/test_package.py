@@ -1,6 +1,7 @@
 """What the package promises as a whole: public names, former names, what an import brings, sizes, what is shipped."""
 
 import ast
+import contextlib
 import graphlib
 import os
 import re
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import textwrap
 import warnings
 import zipfile
 from importlib import import_module
@@ -198,6 +200,36 @@ def test_no_module_imports_itself_by_way_of_others():
     assert graph["cfa_kernels.hf.verify"] >= {"cfa_kernels.hf.tree_forward", "cfa_kernels.ops.matmul"}
     assert set().union(*graph.values()) <= graph.keys()
     graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_no_test_imports_another():
+    """What two of them need is in tests/support. Programs in strings, which tests run, are read as well."""
+    files = sorted((REPOSITORY / "tests").rglob("*.py"))
+    found = {path.relative_to(REPOSITORY).as_posix(): tests_imported(path.read_text()) for path in files}
+    assert len(found) > 100
+    assert not {path: names for path, names in found.items() if names}
+
+
+def tests_imported(source: str) -> set[str]:
+    """The test modules that a program imports, or a program that it holds as a string."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names}
+            case ast.ImportFrom(module=module, names=names):
+                found |= {f"{module}.{alias.name}" for alias in names}
+            case ast.Constant(value=str(text)) if "import" in text:
+                with contextlib.suppress(SyntaxError):
+                    found |= tests_imported(textwrap.dedent(text))
+    return {name for name in found if any(part.startswith("test_") for part in name.split("."))}
+
+
+def test_an_import_of_a_test_is_noticed_wherever_it_is():
+    name = "test_a"
+    for source in (f"from tests.ops import {name}", f"from .{name} import x", f"def f():\n import tests.{name}"):
+        assert len(tests_imported(source)) == len(tests_imported(f"code = {source!r}")) == 1
+    assert not tests_imported("from tests.support.models import batch")
 
 
 def test_every_package_says_what_belongs_in_it():

@@ -2,11 +2,14 @@
 
 import sys
 
-from transformers.utils import logging
+from trainer.extras import needed_by
 
-from trainer.cli import parse
-from trainer.config import TrainConfig
-from trainer.run import set_up, train
+with needed_by("python -m trainer", "trainer"):
+    from transformers.utils import logging
+
+    from trainer.cli import parse
+    from trainer.config import TrainConfig
+    from trainer.run import set_up, train
 
 DESCRIPTION = """Train a language model by reinforcement with counterfactual credit assignment. With no setting it
 trains the embedded model on generated word problems in a few minutes on a CPU; with --model <hub name or folder> and
@@ -19,7 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     config = parse(TrainConfig, argv, prog="python -m trainer", description=DESCRIPTION)
     logging.disable_progress_bar()
     try:
-        trainer = set_up(config)
+        with needed_by("python -m trainer", "trainer"):
+            trainer = set_up(config)
     except (ValueError, OSError, ImportError, FloatingPointError, NotImplementedError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1

@@ -1,6 +1,9 @@
 """Run `python -m trainer.warmup`, see `trainer.embedded.warmup`."""
 
-from trainer.embedded.warmup import main
+from trainer.extras import needed_by
+
+with needed_by("python -m trainer.warmup", "trainer"):
+    from trainer.embedded.warmup import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

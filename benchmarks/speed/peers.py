@@ -334,7 +334,7 @@ def authors_package() -> ModuleType:
     """The module with its two importance functions, loaded alone: the package itself imports far more."""
     spec = importlib.util.find_spec("aligntune")
     if spec is None or not spec.submodule_search_locations:
-        raise Absent("aligntune is not installed")
+        raise Absent("aligntune is not installed; it pins an older trl: pip install --no-deps aligntune")
     path = Path(spec.submodule_search_locations[0], "backends/trl/rl/counterfact_grpo/custom_trainer.py")
     if not path.is_file():
         raise Absent("this aligntune has no backends/trl/rl/counterfact_grpo/custom_trainer.py")

@@ -23,7 +23,7 @@ def require(package: str, oldest: str) -> Version:
         ImportError: the package is absent or older; names the version needed and the one found.
     """
     needs = f"cfa_kernels.integrations.{package} needs {package}>={oldest}"
-    remedy = f"pip install 'cfa_kernels[{package}]'"
+    remedy = f"pip install 'cfa_kernels[{package}]', see docs/{package}.md"
     try:
         installed = Version(version(package))
     except PackageNotFoundError as error:

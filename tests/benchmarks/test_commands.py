@@ -53,7 +53,7 @@ def test_a_command_imports_only_what_it_needs(tmp_path):
     file.write_text(json.dumps({"parts": {}}))
     code = (
         "import sys; from benchmarks.__main__ import main; status = main(['plots', sys.argv[1]]); "
-        "print(status, [name for name in ('torch', 'trl', 'trainer') if name in sys.modules])"
+        "print(status, [name for name in ('torch', 'trl', 'trainer.config') if name in sys.modules])"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[-1] == "1 []"
@@ -64,3 +64,16 @@ def test_pictures_are_drawn_of_each_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plots, "plot_results", lambda file: [file.with_suffix(".png")])
     assert plots.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
     assert [line.rsplit("/", 1)[1] for line in capsys.readouterr().out.splitlines()] == ["a.png", "b.png"]
+
+
+def test_a_command_without_its_packages_is_one_line_that_names_the_extra(tmp_path, monkeypatch):
+    (tmp_path / "drawn.py").write_text("def main(argv):\n    import matplotlib\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(command.COMMANDS, "plots", ("drawn", ""))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    with pytest.raises(SystemExit) as ended:
+        command.main(["plots", "results.json"])
+    line = (
+        "error: python -m benchmarks needs matplotlib, which is not installed; in the checkout: pip install '.[bench]'"
+    )
+    assert ended.value.code == line

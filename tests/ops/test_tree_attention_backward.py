@@ -20,7 +20,7 @@ from cfa_kernels.ops import tree_attention as forward
 from cfa_kernels.ops import tree_attention_backward as module
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention, tree_attention_backward_op, tree_attention_op
-from tests.ops.test_tree_attention import build, options, qkv, realistic_rows, with_sinks
+from tests.support.attention_problem import build, options, qkv, realistic_rows, with_sinks
 from tests.support.budget import assert_within_budget
 
 pytestmark = pytest.mark.slow

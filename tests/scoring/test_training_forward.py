@@ -28,6 +28,7 @@ from tests.support.models import (
     PLACEHOLDER,
     assert_equals_naive,
     batch,
+    gradients,
     make_model,
     naive_logprobs,
     tokens,
@@ -53,12 +54,6 @@ def plain_logprobs(model, temperature=1.0) -> list[torch.Tensor]:
         logits = model(input_ids=ids[None]).logits[0].float() / temperature
         found.append(logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[len(prompt) - 1 :, 0])
     return found
-
-
-def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def weighted(logprobs: list[torch.Tensor]) -> torch.Tensor:
@@ -452,10 +447,10 @@ def test_what_training_cannot_share_is_refused_by_name(make, message):
 DDP = """
 import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from tests.support.models import make_model
-from tests.scoring.test_training_forward import PROMPTS, COMPLETIONS, gradients
+from tests.support.models import batch, gradients, make_model
 from cfa_kernels.scoring.training_forward import packed_policy_loss
 
+PROMPTS, COMPLETIONS, _, _ = batch()
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 torch.set_num_threads(1)

@@ -153,6 +153,13 @@ def naive_logprobs(model, ids, temperature=1.0):
     return logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
+def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradient of each parameter that the loss reaches, by its name."""
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 def assert_equals_naive(scores, model, prompts, completions, spans, answers, tolerance=2e-5):
     for b, answer in enumerate(answers):
         assert len(scores.masked[b]) == len(scores.drop[b]) == len(spans[b])

@@ -1,23 +1,24 @@
 """Mutation testing of the policy loss: change one term of a formula or kernel, and some test must fail.
 
 A mutant drops, flips or swaps one term of the functions in `TARGETS`. It is loaded beside the real package, its
-functions take the place of the real ones, and tests of this suite run on it until one fails.
+functions take the place of the real ones, and pytest runs tests of this suite on it, in this process, until one fails.
 
 `python -m tests.support.mutate_policy_loss` runs all mutants and lists those that no test noticed (about ten minutes);
 `test_mutations_of_policy_loss.py` runs a sample.
 """
 
+import argparse
 import ast
 import copy
 import importlib
 import os
+import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -30,14 +31,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from cfa_kernels.losses import policy as losses  # noqa: E402  after the environment is set
-from cfa_kernels.losses.policy import LEVELS  # noqa: E402
 from cfa_kernels.ops import head_matmul, policy_rows  # noqa: E402
-from tests.losses import test_policy as on_logprobs  # noqa: E402
-from tests.losses import test_policy_trl as on_trl  # noqa: E402
-from tests.ops import test_policy_loss_kernels as kernels  # noqa: E402
-from tests.ops import test_policy_loss_steps as steps  # noqa: E402
-from tests.support.as_on_gpu import DEVICE  # noqa: E402
-from tests.support.policy_problem import of_hidden, of_logits, tiles_of_32  # noqa: E402
+from tests.support.policy_problem import tiles_of_32  # noqa: E402
 
 TARGETS = {
     "token_loss": ("token_terms", "policy_terms", "token_terms_triton"),
@@ -180,123 +175,107 @@ def loaded(mutant: Mutant) -> Iterator[None]:
                     del sys.modules[key]
 
 
-def checks(mutant: Mutant) -> Iterator[Callable[[], None]]:
-    """Tests of this suite on inputs that make them quick, the likeliest to fail first."""
+# Which tests, by what their names contain and the likeliest to fail first; of each only cases that are quick.
+
+CHUNKS = (
+    r"clipped_rows_are_cut_out_of_a_chunk.*-trained head-rows given",
+    r"tokens_without_weight_or_advantage_are_never_multiplied",
+    r"contributing_rows_look_at_counted_tokens_alone",
+)
+
+KERNELS = (
+    r"kernels_stay_within_the_error_budget\[of_logits-dtype\d-(all|weights|corrected-kl|on-policy|low-delta)-",
+    r"row_gradients_serve_rows_with_only_one.*\[triton",
+    r"extreme_logits_give_finite_and_exact_results\[9-.*-triton",
+    r"kl_and_entropy_keep_rows_without_advantage\[.*entropy_coef.*-triton-of_logits",
+    r"a_clipped_or_weightless_row_gets_exact_zeros\[triton",
+    r"target_outside_the_vocabulary_that_nobody_checks.*\[False-token",
+    r"log_ratios_far_out_stay_finite.*\[(dapo|sapo)--?100.0-of_logits",
+)
+
+REFERENCES = (
+    r"forms_agree_with_policy_loss_on_log_probs\[(all|weights|plain|kl|softcap)-(dapo|cispo|sapo)-",
+    r"loss_gradient_and_metrics_equal_trl\[.*use_bias_correction_kl.*-(dapo|cispo|sapo)-",
+    r"test_gradient_passes_gradcheck\[True-(dapo|cispo|sapo)-",
+    r"log_ratios_of_100_stay_finite\[-?100.0-dtype\d-(dapo|cispo|sapo)-",
+    r"all_rows_masked_gives_zero_loss_and_zero_gradient\[dapo-",
+    r"nothing_beyond_the_cut_off_has_a_gradient",
+    r"a_ratio_of_e_to_the_100_is_clipped_for_positive_and_capped_by_delta",
+    r"reference_gradients_pass_gradcheck",
+    r"chunks_and_dropped_rows_change_nothing\[torch-.*1e-13",
+    r"padding_may_hold_anything\[torch-",
+    r"kl_and_entropy_keep_rows_without_advantage\[.*entropy_coef.*-torch-",
+    r"extreme_logits_give_finite_and_exact_results\[9-.*-torch",
+    r"row_gradients_serve_rows_with_only_one.*\[torch-False",
+    r"reference_works_in_float32_and_rounds_a_half_gradient_once\[False",
+)
+
+FILES = (
+    "tests/losses/test_policy.py", "tests/losses/test_policy_trl.py",
+    "tests/ops/test_policy_loss_kernels.py", "tests/ops/test_policy_loss_steps.py",
+)  # fmt: skip
+
+
+def judges(mutant: Mutant) -> tuple[str, ...]:
+    """Names of the tests that a mutant has to face, in this order."""
     if mutant.module == "linear_policy_loss":
-        yield from (*_chunk_tests(), *_reference_tests())
-    elif mutant.function.endswith(("_triton", "_kernel")) or mutant.function in DEVICE_FUNCTIONS:
-        yield from _kernel_tests()
-    else:
-        yield from _reference_tests()
+        return CHUNKS + REFERENCES
+    if mutant.function.endswith(("_triton", "_kernel")) or mutant.function in DEVICE_FUNCTIONS:
+        return KERNELS
+    return REFERENCES
 
 
-def _chunk_tests() -> Iterator[Callable[[], None]]:
-    for level, clipped, kept in steps.CLIPPED:
-        test = steps.test_clipped_rows_are_cut_out_of_a_chunk_if_they_are_a_tenth_of_it
-        yield partial(_with_monkeypatch, partial(test, level, clipped, kept, True, False, device=DEVICE))
-    test = steps.test_tokens_without_weight_or_advantage_are_never_multiplied
-    yield partial(_with_monkeypatch, partial(test, device=DEVICE))
-    for case in steps.CONTRIBUTING:
-        yield partial(steps.test_contributing_rows_look_at_counted_tokens_alone, *case)
+class Mutation:
+    """A plugin of pytest: the tests that it collects run on each mutant, instead of once."""
+
+    def __init__(self, given: list[Mutant]) -> None:
+        self.given, self.unnoticed, self.failed = given, list[Mutant](), False
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Run every mutant, after the code as it is, which must pass one test by each name."""
+        names = CHUNKS + KERNELS + REFERENCES
+        cases = {name: [item for item in session.items if re.search(name, item.name)] for name in names}
+        absent = [name for name in names if not cases[name]]
+        if session.testsfailed or absent:
+            raise pytest.UsageError(f"tests that are not there: {absent}")
+        real = Mutant("token_loss", "", 1, "", "", (OPS / "token_loss.py").read_text())
+        if self._notices(real, [cases[name][0] for name in names]):
+            raise pytest.UsageError("tests fail on the code as it is: run them on their own")
+        for number, mutant in enumerate(self.given, 1):
+            if not self._notices(mutant, [item for name in judges(mutant) for item in cases[name]]):
+                self.unnoticed.append(mutant)
+                print(f"[{number}/{len(self.given)}] unnoticed: {mutant}", flush=True)
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note that a test failed, for whatever a wrong term leads to."""
+        self.failed |= report.failed
+
+    def _notices(self, mutant: Mutant, items: list[pytest.Item]) -> bool:
+        self.failed = False
+        with loaded(mutant), mock.patch.object(policy_rows, "launch_options", tiles_of_32):
+            for item in items:
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+                if self.failed:
+                    return True
+        return False
 
 
-def _with_monkeypatch(test: Callable[..., None]) -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        test(monkeypatch=monkeypatch)
-
-
-def _kernel_tests() -> Iterator[Callable[[], None]]:
-    for dtype, feature, loss_type, level in (
-        (torch.float32, "all", "dapo", "token"),
-        (torch.float32, "weights", "cispo", "token"),
-        (torch.float32, "corrected-kl", "sapo", "token"),
-        (torch.float32, "all", "grpo", "sequence"),
-        (torch.float32, "plain", "dapo", "token"),
-        (torch.float32, "kl", "luspo", "sequence"),
-        (torch.float32, "low-delta", "dapo", "token"),
-    ):
-        test = kernels.test_kernels_stay_within_the_error_budget
-        yield partial(test, of_logits, dtype, feature, loss_type, level, DEVICE, None)
-    for known in (False, True):
-        test = kernels.test_row_gradients_serve_rows_with_only_one_of_the_two_derivatives
-        yield partial(test, "triton", known, DEVICE, None)
-    for case in kernels.EXTREME:
-        test = kernels.test_extreme_logits_give_finite_and_exact_results
-        yield partial(test, *case.values, 9, "triton", DEVICE, None)
-    for level in LEVELS:
-        test, feature = kernels.test_kl_and_entropy_keep_rows_without_advantage, {"entropy_coef": 0.1}
-        yield partial(test, of_logits, "triton", level, feature, DEVICE)
-    yield partial(kernels.test_a_clipped_or_weightless_row_gets_exact_zeros, "triton", DEVICE, None)
-    test = kernels.test_a_target_outside_the_vocabulary_that_nobody_checks_gives_a_nan_loss
-    yield partial(test, False, "token", DEVICE)
-    for shift in (100.0, -100.0):
-        for loss_type in ("dapo", "sapo"):
-            test = kernels.test_log_ratios_far_out_stay_finite_and_equal_the_reference
-            yield partial(test, of_logits, shift, loss_type, DEVICE)
-
-
-def _reference_tests() -> Iterator[Callable[[], None]]:
-    for feature in ("all", "weights", "plain", "kl", "softcap"):
-        for level in LEVELS:
-            for loss_type in ("dapo", "cispo", "sapo"):
-                for form in (of_logits, of_hidden):
-                    test = kernels.test_forms_agree_with_policy_loss_on_log_probs
-                    yield partial(test, form, loss_type, level, feature)
-    for level in LEVELS:
-        for loss_type in ("dapo", "cispo", "sapo"):
-            yield partial(on_logprobs.test_gradient_passes_gradcheck, loss_type, level, True)
-            for shift in (100.0, -100.0):
-                test = on_logprobs.test_log_ratios_of_100_stay_finite
-                yield partial(test, loss_type, level, torch.float32, shift)
-            tokens, options = on_trl.make_tokens(), {"beta": 0.05, "use_bias_correction_kl": True}
-            yield partial(on_trl.test_loss_gradient_and_metrics_equal_trl, tokens, loss_type, level, options)
-    for level in LEVELS:
-        yield partial(on_logprobs.test_all_rows_masked_gives_zero_loss_and_zero_gradient, "dapo", level)
-    for loss_type in ("dapo", "sapo"):
-        for beta in (0.0, 0.1):
-            yield partial(on_logprobs.test_nothing_beyond_the_cut_off_has_a_gradient, loss_type, beta)
-    yield on_logprobs.test_a_ratio_of_e_to_the_100_is_clipped_for_positive_and_capped_by_delta_for_negative_advantages
-    for level in LEVELS:
-        yield partial(kernels.test_reference_gradients_pass_gradcheck, level)
-        yield partial(steps.test_chunks_and_dropped_rows_change_nothing, "torch", level, torch.float64, 1e-13, DEVICE)
-        for form in (of_logits, of_hidden):
-            yield partial(kernels.test_padding_may_hold_anything, form, "torch", level, DEVICE, None)
-            test, feature = kernels.test_kl_and_entropy_keep_rows_without_advantage, {"entropy_coef": 0.1}
-            yield partial(test, form, "torch", level, feature, DEVICE)
-    for case in kernels.EXTREME:
-        yield partial(kernels.test_extreme_logits_give_finite_and_exact_results, *case.values, 9, "torch", DEVICE, None)
-    test = kernels.test_row_gradients_serve_rows_with_only_one_of_the_two_derivatives
-    yield partial(test, "torch", False, DEVICE, None)
-    yield partial(kernels.test_the_reference_works_in_float32_and_rounds_a_half_gradient_once, False, DEVICE)
-
-
-def one_of_each() -> list[Callable[[], None]]:
-    """A check by every test that any mutant meets."""
-    everything = (*_chunk_tests(), *_kernel_tests(), *_reference_tests())
-    return list({getattr(check, "func", check): check for check in everything}.values())
-
-
-def noticed(mutant: Mutant, tests: Iterable[Callable[[], None]] | None = None) -> bool:
-    """Whether a test fails on the mutant: one of `checks`, or of `tests` if given."""
-    with loaded(mutant), mock.patch.object(policy_rows, "launch_options", tiles_of_32):
-        for check in checks(mutant) if tests is None else tests:
-            try:
-                check()
-            except Exception:  # whatever a wrong term leads to
-                return True
-    return False
-
-
-def main() -> int:
-    """Run every mutant, or those whose description holds the argument; 1 if one goes unnoticed for no known reason."""
-    everything = [mutant for mutant in mutants() if not sys.argv[1:] or sys.argv[1] in str(mutant)]
-    unnoticed = []
-    for number, mutant in enumerate(everything, 1):
-        if not noticed(mutant):
-            unnoticed.append(mutant)
-            print(f"[{number}/{len(everything)}] unnoticed: {mutant}", flush=True)
-    unknown = [mutant for mutant in unnoticed if mutant.key not in EQUIVALENT]
-    print(f"{len(everything)} mutants, {len(unnoticed)} unnoticed, of which {len(unknown)} without a known reason")
+def main(argv: list[str] | None = None) -> int:
+    """Run mutants; gives 1 if one goes unnoticed for no known reason, 2 if the tests cannot tell."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.mutate_policy_loss", description=__doc__)
+    parser.add_argument("containing", nargs="?", default="", help="only mutants whose description contains it")
+    parser.add_argument("--every", type=int, default=1, help="one mutant in so many")
+    options = parser.parse_args(argv)
+    given = [mutant for mutant in mutants() if options.containing in str(mutant)][:: options.every]
+    mutation = Mutation(given)
+    without = [f"-pno:{plugin}" for plugin in ("terminal", "benchmark", "xdist", "timeout", "cacheprovider")]
+    files = [str(REPOSITORY / file) for file in FILES]
+    ended = pytest.main(["--override-ini=addopts=", "--capture=no", *without, *files], plugins=[mutation])
+    if ended not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return 2
+    unknown = [mutant for mutant in mutation.unnoticed if mutant.key not in EQUIVALENT]
+    print(f"{len(given)} mutants, {len(mutation.unnoticed)} unnoticed, {len(unknown)} of them without a known reason")
     return 1 if unknown else 0
 
 
