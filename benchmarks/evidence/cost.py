@@ -38,7 +38,7 @@ from cfa_kernels.estimators.partial_branches import answer_knockout, short_branc
 from cfa_kernels.estimators.prefix_gain import prefix_gain
 from cfa_kernels.estimators.probes import own_probe
 from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.verify import prove_trainable
+from cfa_kernels.hf.verify import check_trainable
 from cfa_kernels.scoring.access import InProcess
 
 CPU = torch.device("cpu")
@@ -188,7 +188,7 @@ def _groups(job: Job) -> list[list[int]]:
 
 def gradients(model: nn.Module, job: Job, turns: int) -> Record:
     """OAR-G beside a plain forward and backward of the same completions; `model` is one to train."""
-    prove_trainable(causal_lm(model))
+    check_trainable(causal_lm(model))
     units = token_units(job)
 
     def saliency(outcome: str, samples: int, sigma: float = 1e-3) -> Callable[[], tuple[list[Tensor], ScoringWork]]:

@@ -62,7 +62,7 @@ def stage_laps(
 def _stages(model: PreTrainedModel, job: Job) -> list[Contender]:
     ids = {b: completion.tolist() for b, completion in enumerate(job.completions)}
     run = PEERS["ours"].run
-    run(model, job.part([0]))  # proves once per model that it can be scored
+    run(model, job.part([0]))  # checks once per model that it can be scored
 
     def detect() -> dict[int, Reasoning]:
         return find_reasoning(ids, job.tokenizer)

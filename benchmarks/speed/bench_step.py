@@ -40,7 +40,7 @@ from benchmarks.speed.step_peers import (
 )
 from benchmarks.speed.step_reference import StepResult, Truth, taken_gradients
 from cfa_kernels.hf.model import backbone, causal_lm
-from cfa_kernels.hf.verify import prove_trainable
+from cfa_kernels.hf.verify import check_trainable
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def step_contenders(
     if "forward" in vars(replay.causal):
         raise ValueError("replay: its policy's forward has been replaced; references need a fresh policy")
     dtype = next(replay.policy.parameters()).dtype
-    prove_trainable(replay.causal)  # once per model; not to be counted, nor timed
+    check_trainable(replay.causal)  # once per model; not to be counted, nor timed
     exact = copy.deepcopy(replay.policy)
     exact.to(torch.float64 if dtype == torch.float32 else torch.float32)
     truths: dict[str, Truth] = {}

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from benchmarks.harness.race import Absent
 from benchmarks.harness.workloads import Job, Rollouts
 from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.verify import prove_trainable
+from cfa_kernels.hf.verify import check_trainable
 from cfa_kernels.integrations.credit import fold_weights, pad_rows
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28
@@ -139,7 +139,7 @@ class StepPeer:
     sampling: str
     own_policy: bool = False
     recomputes: bool = False
-    prepare: Callable[[Replay], Any] = lambda replay: prove_trainable(replay.causal)
+    prepare: Callable[[Replay], Any] = lambda replay: check_trainable(replay.causal)
 
 
 def _trl_trainer(

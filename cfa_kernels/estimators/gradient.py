@@ -23,7 +23,7 @@ from ..hf.limits import apart_by_length, default_token_budget, rows_per_forward
 from ..hf.memory import halves, rows_at_once, run_in_memory
 from ..hf.model import embedding
 from ..hf.tree_forward import last_layer_on_rows, packed_hidden, tree_attention_mode
-from ..hf.verify import prove_supported
+from ..hf.verify import check_supported
 from ..ops.upload import upload
 from ..options import Count, NotNegative, check_fields
 from ..packing.packs import lay_out
@@ -121,7 +121,7 @@ def gradient_saliency(
     rows = [_Row.of(row) for row in batch.rows]
     queries = [[row.query(ask.outcome)] if len(row.moving) else [] for row in rows]
     lengths = [len(row.prompt) + len(row.completion) for row in rows]
-    head = _widened(prove_supported(model))
+    head = _widened(check_supported(model))
 
     def together(budget: int) -> Iterator[_Fed]:
         for part in apart_by_length(model, queries, lengths, batch.numbers):

@@ -19,7 +19,7 @@ from ..hf.limits import refuse_length_dependent_rope, rows_per_forward
 from ..hf.memory import halves, run_in_memory
 from ..hf.stateful_layers import has_cells
 from ..hf.tree_forward import TreeMask, Visibility, pack_states, tree_attention_mode
-from ..hf.verify import prove_supported
+from ..hf.verify import check_supported
 from ..ops.segment_table import SegmentTable
 from ..packing.prefix_tree import Pack, PrefixTree, Query
 from ..scoring.access import ModelAccess
@@ -107,7 +107,7 @@ def _score(
     placeholder_id = 0 if hidden else batch.placeholder_id  # nothing replaces what is hidden
     units = [queries_of(row, options, placeholder_id) for row in batch.rows]
     plan = ScoringPlan(batch.numbers, units, batch.rows)
-    head = prove_supported(model)
+    head = check_supported(model)
     layout = _Layout(plan, first, hidden)
     reader = OutcomeReader(head)
 

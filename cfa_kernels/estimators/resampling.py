@@ -20,7 +20,7 @@ from ..hf.memory import halves, rows_at_once, run_in_memory
 from ..hf.model import vocab_size
 from ..hf.stateful_layers import has_cells
 from ..hf.tree_forward import KeyValueStore, packed_hidden, tree_attention_mode
-from ..hf.verify import prove_supported
+from ..hf.verify import check_supported
 from ..ops.head_matmul import empty_strip, write_logits
 from ..ops.row_softmax import Softmax, compute_dtype, probabilities
 from ..packing.prefix_tree import Pack, PrefixTree
@@ -74,7 +74,7 @@ def resampled_fills(
         [_Fill(b, row, span, f"{seed}/{draw}") for draw in range(samples) for span in row.spans]
         for b, row in zip(batch.numbers, batch.rows, strict=True)
     ]
-    head = prove_supported(model)
+    head = check_supported(model)
 
     def write(fills: Sequence[_Fill]) -> ScoringWork:
         for fill in fills:

@@ -39,7 +39,7 @@ class Head:
 
 
 def read_head(model: PreTrainedModel) -> Head:
-    """The head's weight and bias. What the model does to its logits besides is `proof.prove_head`'s to find out.
+    """The head's weight and bias. What the model does to its logits besides is `verify.check_head`'s to find out.
 
     Raises `NotImplementedError` unless the layer is a plain linear one: an adapter on it may be the identity today
     and drift in training.

@@ -3,8 +3,8 @@
 What lies between a model's matrix products and its attention is half of a forward on a GPU, one small kernel after the
 other. Liger (Hsu et al., arXiv:2410.10989) has one kernel for each norm, rotation and gate. What it would change in a
 model is found once, by letting it; here it is put in, and taken out again as if it had never been there. Weights,
-hooks and adapters stay where they are: a module keeps its own and runs another `forward` over it. `proof.py` shows that
-the model computes the same.
+hooks and adapters stay where they are: a module keeps its own and runs another `forward` over it.
+`hf/verify.py` checks that the model computes the same.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """A packed tree inside a transformers model: its attention, its masks, and one forward over the tree's rows.
 
-Whether a model computes the same this way as by itself is shown once, by `proof.py`.
+Whether a model computes the same this way as by itself is shown once, by `hf/verify.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -405,7 +405,7 @@ def pack_states(
 ) -> HeadRows:
     """The rows of `pack` that have a target, by one forward.
 
-    Call inside `tree_attention_mode`, with the `head` that was proven. A pack that continues another takes that
+    Call inside `tree_attention_mode`, with the `head` that was checked. A pack that continues another takes that
     one's `store` and hidden states (N, H), `earlier`.
     """
     staged = _stage(model, pack)

@@ -34,15 +34,15 @@ from .tree_forward import pack_states, target_logprobs, tree_attention_mode, tre
 
 
 @dataclass
-class _Proof:
-    computation: int  # of the model that was proven
+class _SelfCheck:
+    computation: int  # of the model that was checked
     transform: tuple[float | None, float]  # softcap and scale of its logits
-    packed: set[bool] = field(default_factory=set)  # whether the tree was proven too, with fused modules or without
+    packed: set[bool] = field(default_factory=set)  # whether the tree was checked too, with fused modules or without
     trained: set[bool] = field(default_factory=set)  # and in training mode
     noise: dict[object, float] = field(default_factory=dict)  # nats per token, by the arithmetic that it was run in
 
 
-_PROOFS: weakref.WeakKeyDictionary[PreTrainedModel, _Proof] = weakref.WeakKeyDictionary()
+_CHECKED: weakref.WeakKeyDictionary[PreTrainedModel, _SelfCheck] = weakref.WeakKeyDictionary()
 
 # Log-probs that differ by more than this many nats are wrong, unless the model's own rounding is worse: float32
 # leaves some 1e-5, a wrong mask, position or transform of logits whole nats.
@@ -59,7 +59,7 @@ _LORA_DROPOUT = "set lora_dropout=0 in its LoraConfig (TRL's own default is 0.05
 _LENGTH = 24  # tokens of the probe
 
 
-def prove_head(model: PreTrainedModel) -> Head:
+def check_head(model: PreTrainedModel) -> Head:
     """The output layer with the scale and cap that the model puts on its logits, shown to give its log-probs.
 
     Shown anew when what `hf.computation` looks at has changed, such as a cap, a `forward` or a hook on the head; the
@@ -70,38 +70,38 @@ def prove_head(model: PreTrainedModel) -> Head:
             scaled and capped as its configuration says; the message names the model.
     """
     head = read_head(model)
-    proof, now = _PROOFS.get(model), computation(model)
-    if proof is None or proof.computation != now:
-        proof = _PROOFS[model] = _Proof(now, _proven_transform(model))
-    softcap, scale = proof.transform
+    found, now = _CHECKED.get(model), computation(model)
+    if found is None or found.computation != now:
+        found = _CHECKED[model] = _SelfCheck(now, _checked_transform(model))
+    softcap, scale = found.transform
     return replace(head, softcap=softcap, logit_scale=scale)
 
 
-def prove_supported(model: PreTrainedModel) -> Head:
-    """`prove_head`, and that a packed tree gives the model's own log-probs.
+def check_supported(model: PreTrainedModel) -> Head:
+    """`check_head`, and that a packed tree gives the model's own log-probs.
 
     Raises:
         NotImplementedError: it does not, or cannot be run that way; the message names the model and the reason.
     """
-    head = prove_head(model)
-    if runs_fused(model) not in _PROOFS[model].packed:
-        _prove_layout(model)
+    head = check_head(model)
+    if runs_fused(model) not in _CHECKED[model].packed:
+        _check_layout(model)
     return head
 
 
-def prove_trainable(model: PreTrainedModel) -> Head:
-    """`prove_supported` for the mode that the model is in: what training mode changes must not depend on the layout.
+def check_trainable(model: PreTrainedModel) -> Head:
+    """`check_supported` for the mode that the model is in: what training mode changes must not depend on the layout.
 
     Raises:
         NotImplementedError: also for dropout above 0 (a row that completions share would get one mask for all of
             them), losses of routers, noise in training mode, and checkpointed layers that hand on a state.
     """
-    head = prove_supported(model)
+    head = check_supported(model)
     if reason := _training_obstacle(model):
         raise NotImplementedError(f"model: {type(model).__name__} {reason}, so it cannot be trained on packed trees")
-    if runs_fused(model) not in _PROOFS[model].trained and any(module.training for module in model.modules()):
-        _prove_repeatable(model)
-        _prove_layout(model, training=True)
+    if runs_fused(model) not in _CHECKED[model].trained and any(module.training for module in model.modules()):
+        _check_repeatable(model)
+        _check_layout(model, training=True)
     return head
 
 
@@ -117,7 +117,7 @@ def check_model(model: nn.Module) -> None:
         NotImplementedError: it cannot; names the model, the reason and, where there is one, the remedy.
         TypeError: it is not a transformers causal model.
     """
-    prove_trainable(causal_lm(model))
+    check_trainable(causal_lm(model))
 
 
 def noise_floor(model: nn.Module) -> float:
@@ -126,8 +126,8 @@ def noise_floor(model: nn.Module) -> float:
     Three times the root mean square, over the tokens of the probe, of the difference between a packed tree in the
     arithmetic that the model runs in now (its own dtype, the caller's autocast and TF32) and the model by itself in
     float32; at least `FLOAT32_NOISE`. Measured once per model and arithmetic, with the weights of that moment, and kept
-    with the proof: a forward each way. Where the model cannot run in float32 (quantised layers), the model by itself
-    in its own dtype stands for the truth, and the figure is too small by what both ways round alike.
+    with the self-check: a forward each way. Where the model cannot run in float32 (quantised layers), the model by
+    itself in its own dtype stands for the truth, and the figure is too small by what both ways round alike.
 
     Roundings of different tokens add like independent errors, and those of a likely token shrink with its distance
     from certainty, 1 - p <= -log p. So the log-prob L (<= 0) of an answer of n tokens has an error of up to
@@ -141,11 +141,11 @@ def noise_floor(model: nn.Module) -> float:
         model: a transformers causal model, or what wraps one.
 
     Raises:
-        NotImplementedError: as `prove_supported`.
+        NotImplementedError: as `check_supported`.
     """
     model = causal_lm(model)
-    head = prove_supported(model)
-    noise, arithmetic = _PROOFS[model].noise, _arithmetic(model)
+    head = check_supported(model)
+    noise, arithmetic = _CHECKED[model].noise, _arithmetic(model)
     if arithmetic not in noise:
         noise[arithmetic] = max(FLOAT32_NOISE, _DEVIATIONS * _rounding(model, head))
     return noise[arithmetic]
@@ -195,7 +195,7 @@ def _settings(model: PreTrainedModel) -> str:
     return f" (from_pretrained takes {zeros}; its configuration has {values})" if found else ""
 
 
-def _prove_repeatable(model: PreTrainedModel) -> None:
+def _check_repeatable(model: PreTrainedModel) -> None:
     """Show that two equal calls in the modes that the model is in agree to rounding, whatever is drawn in between."""
     rows = torch.from_numpy(np.stack([query.tokens for query in _probe(model)]))
 
@@ -237,7 +237,7 @@ def _called(model: PreTrainedModel, rows: Tensor, factor: float, share: float) -
         return model(input_ids=rows.to(embedding(model).device), use_cache=False).logits.float()
 
 
-def _proven_transform(model: PreTrainedModel) -> tuple[float | None, float]:
+def _checked_transform(model: PreTrainedModel) -> tuple[float | None, float]:
     """The softcap and scale under which the head gives the model's own log-probs."""
     rows = torch.from_numpy(np.stack([query.tokens for query in _probe(model)]))
 
@@ -288,31 +288,31 @@ def _transforms(model: PreTrainedModel) -> list[tuple[float | None, float]]:
     return [(cap, scale) for cap in (None, *caps) for scale in dict.fromkeys(scales)]
 
 
-def _prove_layout(model: PreTrainedModel, training: bool = False) -> None:
-    """`_prove_tree` with the fused modules that the model will run; where they are at fault it keeps its own."""
-    proof, fused = _PROOFS[model], runs_fused(model)
+def _check_layout(model: PreTrainedModel, training: bool = False) -> None:
+    """`_check_tree` with the fused modules that the model will run; where they are at fault it keeps its own."""
+    found, fused = _CHECKED[model], runs_fused(model)
     try:
-        _prove_tree(model, training)
+        _check_tree(model, training)
     except NotImplementedError as error:
         if not fused:
             raise
         keep_own_modules(model)
-        _prove_tree(model)
-        proof.packed.add(False)
+        _check_tree(model)
+        found.packed.add(False)
         if training:
-            _prove_tree(model, training)
+            _check_tree(model, training)
         warnings.warn(f"model: {type(model).__name__} keeps its own norms, rotations and gates: {error}", stacklevel=2)
-    (proof.trained if training else proof.packed).add(runs_fused(model))
+    (found.trained if training else found.packed).add(runs_fused(model))
 
 
-def _prove_tree(model: PreTrainedModel, training: bool = False) -> None:
+def _check_tree(model: PreTrainedModel, training: bool = False) -> None:
     queries = _probe(model)
     (pack,) = pack_units([queries], token_budget=_LENGTH * len(queries))
     rows = torch.from_numpy(np.stack([query.tokens for query in queries]))
     name, attended = type(model).__name__, list[str]()
 
     def measure() -> tuple[float, float]:
-        head = prove_head(model)
+        head = check_head(model)
         hidden = backbone(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
         factor = _amplification(hidden, head)
         theirs, rounding = _own_logits(model, rows, factor)

@@ -21,17 +21,17 @@ from .. import CounterfactualConfig, Credit, counterfactual_credit
 from ..estimators.base import ENTROPIES, OwnFunction
 from ..hf.model import causal_lm
 from ..hf.stateful_layers import has_cells
-from ..hf.verify import noise_floor, prove_head
+from ..hf.verify import check_head, noise_floor
 from ..losses.policy import LOSS_TYPES
 from ..scoring.access import CAPABILITIES
 from . import require
 from .credit import OFFERS, Draws, credited_advantages, obstacles, token_entropies, weighed_text
 from .trl_losses import (
     accept_policy_loss,
+    check_trains_packed,
     loss_of_hidden_states,
     loss_of_packed_rows,
     prompts_together,
-    prove_trains_packed,
 )
 
 OLDEST = "1.0.0"
@@ -129,9 +129,9 @@ class CounterfactualMixin(_Trainer):
             _refuse("packed_loss=True", _packing_obstacles(self))
         if self._own_loss:
             accept_policy_loss(causal_lm(self.accelerator.unwrap_model(self.model)))
-        self._model_is_proven = self._has_warned = False
+        self._model_is_checked = self._has_warned = False
         if self._model_is_placed():
-            self._prove_model()
+            self._check_model()
 
     @property
     def _own_loss(self) -> str | None:
@@ -144,30 +144,30 @@ class CounterfactualMixin(_Trainer):
             return False
         return all(parameter.device.type == self.accelerator.device.type for parameter in self.model.parameters())
 
-    def _prove_model(self) -> None:
+    def _check_model(self) -> None:
         """Refuse a model that credit cannot score, or that the chosen loss cannot run on."""
-        proofs: list[tuple[Any, str]] = []
+        checks: list[tuple[Any, str]] = []
         config = self.counterfactual
         asks_model = bool(config.needs & {*CAPABILITIES, ENTROPIES}) or isinstance(config.estimator, OwnFunction)
         if asks_model and config.control not in ("off", "random"):
-            proofs.append((noise_floor, "CounterfactualConfig(control='off') trains it as TRL does"))
+            checks.append((noise_floor, "CounterfactualConfig(control='off') trains it as TRL does"))
         if self.fused_loss:
-            proofs.append((prove_head, "leave out fused_loss=True"))
+            checks.append((check_head, "leave out fused_loss=True"))
         if self.packed_loss:
-            proofs.append((prove_trains_packed, "leave out packed_loss=True"))
-        if proofs:
+            checks.append((check_trains_packed, "leave out packed_loss=True"))
+        if checks:
             with self._whole_model() as model, self.accelerator.autocast():
-                for prove, remedy in proofs:
+                for check, remedy in checks:
                     try:
-                        prove(causal_lm(model))
+                        check(causal_lm(model))
                     except NotImplementedError as error:
                         remedy = f"{_NO_DROPOUT}; or {remedy}" if "dropout" in str(error) else remedy
                         raise NotImplementedError(f"{error}; {remedy}") from error
-        self._model_is_proven = True
+        self._model_is_checked = True
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        if not self._model_is_proven:
-            self._prove_model()
+        if not self._model_is_checked:
+            self._check_model()
         output = super()._generate_and_score_completions(inputs)
         credited = self.model.training and self.counterfactual.control != "off"
         if "pixel_values" in output and (credited or self._own_loss):

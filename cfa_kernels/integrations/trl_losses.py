@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from .. import linear_policy_loss
 from ..hf.model import backbone
-from ..hf.verify import prove_head, prove_trainable
+from ..hf.verify import check_head, check_trainable
 from ..losses.ragged import LossBatch
 from ..scoring.training_forward import packed_forward
 
@@ -44,7 +44,7 @@ def loss_of_hidden_states(
     options = dict(options)
     targets = options.pop("targets")
     hidden = backbone(model)(*args, use_cache=False, **kwargs).last_hidden_state[:, -targets.shape[1] - 1 : -1]
-    head = prove_head(model)
+    head = check_head(model)
     if head_in_float32:
         hidden = hidden.float()
     with _head_precision(hidden.device, head_in_float32):
@@ -79,7 +79,7 @@ def loss_of_packed_rows(
 
     Raises:
         ValueError: masks that are no padding on the left (prompts) or on the right (completions); names the row.
-        NotImplementedError: as `prove_trainable`.
+        NotImplementedError: as `check_trainable`.
     """
     options = dict(options)
     padded = options.pop("targets")
@@ -161,10 +161,10 @@ def prompts_together(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, 
     return made
 
 
-def prove_trains_packed(model: PreTrainedModel) -> None:
-    """`prove_trainable` in training mode, whatever mode the model is in."""
+def check_trains_packed(model: PreTrainedModel) -> None:
+    """`check_trainable` in training mode, whatever mode the model is in."""
     with _training_mode(model):
-        prove_trainable(model)
+        check_trainable(model)
 
 
 @contextmanager

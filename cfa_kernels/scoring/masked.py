@@ -19,7 +19,7 @@ from ..hf.head import Head
 from ..hf.memory import run_in_memory
 from ..hf.model import causal_lm
 from ..hf.tree_forward import HeadRows, KeyValueStore, pack_states, packed_hidden, tree_attention_mode
-from ..hf.verify import prove_supported
+from ..hf.verify import check_supported
 from ..packing.packs import Chain, chain_units
 from ..packing.prefix_tree import Pack, Query
 from ..span import Span
@@ -194,7 +194,7 @@ class Read(NamedTuple):
 
 def _run(model: PreTrainedModel, plan: ScoringPlan, temperature: float) -> tuple[Tensor, ScoringWork]:
     """The values of every query in order, fp32 on the host, and what it took."""
-    head = prove_supported(model)
+    head = check_supported(model)
     reader = OutcomeReader(head, temperature)
     with tree_attention_mode(model):
         found = run_in_memory(

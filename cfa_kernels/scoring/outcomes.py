@@ -61,7 +61,7 @@ class OutcomeReader:
     """Reads the values of queries off packs; what completions gave is kept for branches in later packs.
 
     Args:
-        head: the proven head.
+        head: the head that `check_head` gives.
         temperature: of tempered log-probs.
     """
 

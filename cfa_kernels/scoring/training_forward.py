@@ -21,7 +21,7 @@ from ..hf.model import causal_lm, run_inside
 from ..hf.model_state import ModelState, Weight
 from ..hf.stateful_layers import has_cells
 from ..hf.tree_forward import KeyValueStore, pack_states, packed_hidden, tree_attention_mode, tree_training_mode
-from ..hf.verify import prove_trainable
+from ..hf.verify import check_trainable
 from ..losses.policy import linear_policy_loss
 from ..losses.ragged import LossBatch
 from ..ops.linear_logprob import linear_logprob
@@ -175,7 +175,7 @@ def packed_forward(
     rows = checked_ids(causal, prompts, completions)
     counts = _checked_needed(needed, [len(completion) for _, completion in rows])
     budget = rows_per_forward(causal, token_budget)
-    head = prove_trainable(causal)
+    head = check_trainable(causal)
     order = packing_order([prompt for prompt, _ in rows])
     fed: list[_Fed] = []
     with tree_training_mode(causal):
