@@ -348,7 +348,7 @@ def test_adapters_on_other_layers_are_scored_exactly(kind):
 
 REFUSED = [
     (lambda: torch.nn.Linear(2, 2), TypeError, "must be a transformers causal language model, got Linear"),
-    (lambda: make_model("Qwen3").model, NotImplementedError, "Qwen3Model has no language-model head"),
+    (lambda: make_model("Qwen3").model, NotImplementedError, "Qwen3Model has no LM head"),
     (
         lambda: transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_head=2)),
         NotImplementedError,
