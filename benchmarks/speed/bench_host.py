@@ -90,7 +90,7 @@ def _check_spans(job: Job, found: dict[int, Reasoning]) -> None:
 def _check_packs(job: Job, packed: tuple[ScoringPlan, list[Pack]]) -> dict[str, Any]:
     plan, packs = packed
     asked = sum(1 + len(spans) for spans in job.spans)
-    if (laid_out := sum(map(len, plan.units))) != asked:
+    if (laid_out := sum(map(len, plan.bundles))) != asked:
         raise WrongAnswer(f"{laid_out} sequences are packed, {asked} were asked for")
     return {"packs": len(packs), "tokens_fed": sum(pack.num_tokens for pack in packs)}
 

@@ -126,7 +126,7 @@ def gradient_saliency(
     def together(budget: int) -> Iterator[_Fed]:
         for part in apart_by_length(model, queries, lengths, batch.numbers):
             for pack in lay_out(part, budget):
-                fed = [i for i in pack.units if part[i]]
+                fed = [i for i in pack.bundles if part[i]]
                 yield _Fed(fed, [part[i] for i in fed], pack)
 
     def run(fed: _Fed) -> _Found:
@@ -233,16 +233,16 @@ class _Fed:
     """Completions that share forwards."""
 
     members: list[int]  # the place of each in the batch
-    units: list[list[Query]]  # theirs
+    bundles: list[list[Query]]  # theirs
     pack: Pack
 
     def halved(self) -> "list[_Fed]":
         """Two packs of half of the completions each; none where there is one completion."""
         found = []
         for some in halves(range(len(self.members)), int):
-            units = [self.units[i] for i in some]
-            (pack,) = lay_out(units, self.pack.num_tokens)
-            found.append(_Fed([self.members[i] for i in some], units, pack))
+            bundles = [self.bundles[i] for i in some]
+            (pack,) = lay_out(bundles, self.pack.num_tokens)
+            found.append(_Fed([self.members[i] for i in some], bundles, pack))
         return found
 
 

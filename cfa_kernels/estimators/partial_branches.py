@@ -105,8 +105,8 @@ def _score(
         )
     refuse_length_dependent_rope(model, batch.longest)
     placeholder_id = 0 if hidden else batch.placeholder_id  # nothing replaces what is hidden
-    units = [queries_of(row, options, placeholder_id) for row in batch.rows]
-    plan = ScoringPlan(batch.numbers, units, batch.rows)
+    bundles = [queries_of(row, options, placeholder_id) for row in batch.rows]
+    plan = ScoringPlan(batch.numbers, bundles, batch.rows)
     head = check_supported(model)
     layout = _Layout(plan, first, hidden)
     reader = OutcomeReader(head)
@@ -197,21 +197,21 @@ class _Trunk:
         """Rows of the forward."""
         return self.tree.num_tokens + self.num_anew
 
-    def add(self, row: Row, unit: Sequence[Query], asked: Mapping[int, int], first: int, hidden: bool) -> None:
+    def add(self, row: Row, bundle: Sequence[Query], asked: Mapping[int, int], first: int, hidden: bool) -> None:
         """Lay a completion out as sampled, and the last rows behind of those of its branches that are asked for.
 
         Args:
             row: the completion.
-            unit: its queries: as sampled, then a branch for each span that matters.
-            asked: places in `unit`, ascending, each with the number that the query has in the plan.
+            bundle: its queries: as sampled, then a branch for each span that matters.
+            asked: places in `bundle`, ascending, each with the number that the query has in the plan.
             first: the first row that is computed anew.
             hidden: whether those rows do not see the span.
         """
-        base, matter = unit[0], [span for span in row.spans if row.masks_something(span)]
+        base, matter = bundle[0], [span for span in row.spans if row.masks_something(span)]
         path = self.tree.insert(base.tokens)
         on_tree = path[base.first : base.first + len(base.targets)]
         for place, number in asked.items():
-            query = unit[place]
+            query = bundle[place]
             parts = self._lay_out(row, query, path, matter[place - 1], first, hidden) if place else []
             self.branches.append(_Branch(query, on_tree, parts))
             self.numbers.append(number)
@@ -272,7 +272,7 @@ class _Trunk:
             targets=targets,
             num_tempered=0,
             query_index=np.arange(len(targets)),
-            units=range(0),  # `numbers` say whose rows these are
+            bundles=range(0),  # `numbers` say whose rows these are
             tree=self.tree,
         )
 
@@ -298,7 +298,7 @@ class _Layout:
     """How the queries of a plan become trunks."""
 
     plan: ScoringPlan
-    first: list[int]  # of each unit, the first token whose row is computed anew
+    first: list[int]  # of each bundle, the first token whose row is computed anew
     hidden: bool
 
     def trunks(self, budget: int) -> Iterator[_Trunk]:
@@ -319,14 +319,14 @@ class _Layout:
 
     def halved(self, trunk: _Trunk) -> list[_Trunk]:
         """Two with half of its completions each, or with half of the branches of its only one, which both then feed."""
-        return [self._of(numbers) for numbers in halves(trunk.numbers, self.plan.unit_of.__getitem__)]
+        return [self._of(numbers) for numbers in halves(trunk.numbers, self.plan.bundle_of.__getitem__)]
 
     def _of(self, numbers: Sequence[int]) -> _Trunk:
         trunk = _Trunk()
-        for i, some in groupby(numbers, self.plan.unit_of.__getitem__):
+        for i, some in groupby(numbers, self.plan.bundle_of.__getitem__):
             self._add(trunk, i, list(some))
         return trunk
 
-    def _add(self, trunk: _Trunk, unit: int, numbers: Sequence[int]) -> None:
-        asked = {number - self.plan.query_numbers[unit].start: number for number in numbers}
-        trunk.add(self.plan.rows[unit], self.plan.units[unit], asked, self.first[unit], self.hidden)
+    def _add(self, trunk: _Trunk, bundle: int, numbers: Sequence[int]) -> None:
+        asked = {number - self.plan.query_numbers[bundle].start: number for number in numbers}
+        trunk.add(self.plan.rows[bundle], self.plan.bundles[bundle], asked, self.first[bundle], self.hidden)

@@ -223,7 +223,7 @@ class _Writer:
         table, none = self.tree.table(), np.zeros(0, np.int64)
         pack = Pack(
             input_ids=self.tree.input_ids()[first:], position_ids=table.positions()[first:], table=table, rows=none,
-            targets=none, num_tempered=0, query_index=none, units=range(0), tree=self.tree, first_row=first,
+            targets=none, num_tempered=0, query_index=none, bundles=range(0), tree=self.tree, first_row=first,
         )  # fmt: skip
         found = packed_hidden(self.model, pack, store=self.store).to(self.head.weight)
         self.hidden = torch.cat([self.hidden[:first], found])

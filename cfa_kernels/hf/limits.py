@@ -49,9 +49,9 @@ def refuse_length_dependent_rope(model: PreTrainedModel, longest: int) -> None:
 
 
 def apart_by_length(
-    model: PreTrainedModel, units: Sequence[list[Query]], lengths: Sequence[int], order: Sequence[int]
+    model: PreTrainedModel, bundles: Sequence[list[Query]], lengths: Sequence[int], order: Sequence[int]
 ) -> list[list[list[Query]]]:
-    """Split units into parts that must not share a forward, each with every row.
+    """Split bundles into parts that must not share a forward, each with every row.
 
     Rotary frequencies of some models change for a whole forward when its longest sequence passes a length. Each row,
     of `lengths` tokens in all, then keeps the frequencies that it has when fed by itself and whole: rows on both sides
@@ -59,23 +59,23 @@ def apart_by_length(
     """
     switches, dynamic = rope_lengths(model)
     if dynamic is not None:
-        for unit, length, b in zip(units, lengths, order, strict=True):
-            if unit and length > dynamic:
+        for bundle, length, b in zip(bundles, lengths, order, strict=True):
+            if bundle and length > dynamic:
                 raise NotImplementedError(
                     f"completions row {b}: has {length} tokens with its prompt, but beyond {dynamic} the dynamic "
                     f"rotary frequencies of {type(model).__name__} are another set for every length, so rows cannot "
                     "share a forward"
                 )
     if not switches:
-        return [list(units)]
+        return [list(bundles)]
     sides = [sum(length > switch for switch in switches) for length in lengths]
     parts = []
     for side in sorted(set(sides)):
         least = switches[side - 1] + 1 if side else 0
         parts.append(
             [
-                [query.fed_to(least) for query in unit] if of == side else []
-                for unit, of in zip(units, sides, strict=True)
+                [query.fed_to(least) for query in bundle] if of == side else []
+                for bundle, of in zip(bundles, sides, strict=True)
             ]
         )
     return parts

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ..ops.matmul import float32_precision, ieee_products
 from ..ops.row_softmax import FLOAT32_NOISE
-from ..packing.packs import pack_units
+from ..packing.packs import pack_bundles
 from ..packing.prefix_tree import Query
 from .head import Head, read_head
 from .liger import keep_own_modules, runs_fused
@@ -163,7 +163,7 @@ def _arithmetic(model: PreTrainedModel) -> object:
 def _rounding(model: PreTrainedModel, head: Head) -> float:
     """Measure the root mean square, over the probe's tokens, of rounding in log-probs from a packed tree, nats."""
     queries = _probe(model)
-    (pack,) = pack_units([queries], token_budget=_LENGTH * len(queries))
+    (pack,) = pack_bundles([queries], token_budget=_LENGTH * len(queries))
     rows = torch.from_numpy(np.stack([query.tokens for query in queries]))
     targets = torch.from_numpy(np.stack([query.targets for query in queries]))[..., None]
 
@@ -313,7 +313,7 @@ def _check_layout(model: PreTrainedModel, training: bool = False) -> None:
 
 def _check_tree(model: PreTrainedModel, training: bool = False) -> None:
     queries = _probe(model)
-    (pack,) = pack_units([queries], token_budget=_LENGTH * len(queries))
+    (pack,) = pack_bundles([queries], token_budget=_LENGTH * len(queries))
     rows = torch.from_numpy(np.stack([query.tokens for query in queries]))
     name, attended = type(model).__name__, list[str]()
 

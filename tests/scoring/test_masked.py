@@ -125,7 +125,7 @@ def test_queries_of_any_sequences_get_the_logprobs_of_their_targets(qwen3, budge
 
 
 def test_lengths_of_queries_that_do_not_fit_their_units_are_refused(qwen3):
-    with pytest.raises(ValueError, match="lengths has 1 rows, units has 2; they must agree"):
+    with pytest.raises(ValueError, match="lengths has 1 rows, bundles has 2; they must agree"):
         query_logprobs(qwen3, [[], []], lengths=[3])
 
 
