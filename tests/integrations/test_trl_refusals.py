@@ -119,7 +119,7 @@ CREDIT: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
 }  # fmt: skip
 FUSION: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "TRL before 1.10": ({}, {}, GRPOTrainer, before_1_10, "combined with TRL 1.9.0: it normalises"),
-    "vespo": ({"loss_type": "vespo"}, {}, GRPOTrainer, None, "combined with loss_type='vespo': it is none of grpo"),
+    "vespo": ({"loss_type": "vespo"}, {}, GRPOTrainer, None, "combined with loss_type='vespo': it is not one of grpo"),
     "GMPO": ({}, {}, GMPOTrainer, None, r"GMPOTrainer: it has a loss of its own \(_compute_loss\)"),
     "a loss of one's own": ({}, {}, OwnLoss, None, r"OwnLoss: it has a loss of its own \(_compute_loss\)"),
     "Liger's loss": ({}, {}, Ligers, None, "combined with use_liger_kernel=True in TRL"),
