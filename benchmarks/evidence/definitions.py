@@ -1,6 +1,6 @@
 """What estimators of credit compute, said slowly: a full forward or backward of its own for every number.
 
-`credit_cost.py` holds what it times to these, and times some of them as what a user would run instead.
+`cost.py` holds what it times to these, and times some of them as what a user would run instead.
 """
 
 import copy

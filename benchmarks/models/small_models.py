@@ -1,6 +1,6 @@
 """Every causal model type of transformers, built small enough for a CPU, with all that its default has.
 
-`model_table.py` scores these models. A small model keeps a whole period of the default's layer pattern, so that a
+`table.py` scores these models. A small model keeps a whole period of the default's layer pattern, so that a
 hybrid holds its linear attention and a sliding layer really slides: sequences are longer than `WINDOW`.
 """
 

@@ -1,6 +1,6 @@
 """One model of the table against its own plain forwards: the batches, the comparisons, what came of them.
 
-Beside `model_table.py`, which builds the models, runs them one by one and writes what came of it.
+Beside `table.py`, which builds the models, runs them one by one and writes what came of it.
 """
 
 import math

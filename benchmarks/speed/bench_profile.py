@@ -1,6 +1,6 @@
 """Where a training step's time goes on the device: one step of a contender under `torch.profiler`.
 
-Gradients are checked where steps are raced, in `test_step.py`; here nothing is.
+Gradients are checked where steps are raced, in `bench_step.py`; here nothing is.
 """
 
 import functools
