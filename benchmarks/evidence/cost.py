@@ -1,11 +1,11 @@
-"""`python -m benchmarks cost`: what each estimator of credit costs, beside what a user would run instead.
+"""`python -m benchmarks cost`: measure the cost of each estimator of credit, and of what a user would run instead.
 
     python -m benchmarks cost          # cost on real completions; tables beside the other results
     python -m benchmarks cost draws    # how many draws of noise the gradient takes; a table of its own
 
 Every estimator is first held to its definition (`definitions.py`); a wrong answer ends the run without a figure.
 Seconds are those of one processor thread, contenders in turns in one process. Finished pieces are kept in a ledger, so
-that a run broken off goes on where it stopped.
+that an interrupted run resumes where it stopped.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class Settings:
 
 
 def timed(run: Callable[[], Any]) -> tuple[Any, float]:
-    """What `run` returns, and the processor's seconds for it."""
+    """Run a function; return its result and its processor seconds."""
     start = time.process_time()
     result = run()
     return result, time.process_time() - start
@@ -129,7 +129,7 @@ _ZERO = {"seconds": 0.0, "tokens_fed": 0.0, "flops": 0.0, "run": 0, "wanted": 0}
 
 @dataclass
 class _Check:
-    """What is held to a definition, completion by completion."""
+    """Checks against a definition, completion by completion."""
 
     found: list[Tensor] = field(default_factory=list)
     truth: list[Tensor] = field(default_factory=list)
@@ -154,7 +154,7 @@ class _Check:
 
 
 def _unseen_flops(model: PreTrainedModel, job: Job, units: list[list[Span]], outcome: str, work: ScoringWork) -> float:
-    """Of packed attention and of the head, which are no modules: visible pairs, and the rows that the head is given.
+    """Count the visible pairs of packed attention and the rows of the head, neither of which is a module.
 
     A mean over the answer's rows is one row; a divergence also takes the logits of each completion and, through the
     head's transpose, their mean row.
@@ -181,7 +181,7 @@ def plain_forward_and_backward(model: nn.Module, job: Job) -> None:
 
 
 def _groups(job: Job) -> list[list[int]]:
-    """Neighbours of one prompt."""
+    """Group neighbours of one prompt."""
     groups = itertools.groupby(range(len(job.prompts)), key=lambda b: job.prompts[b].tolist())
     return [list(rows) for _, rows in groups]
 
@@ -218,7 +218,7 @@ def gradients(model: nn.Module, job: Job, turns: int) -> Record:
 
 
 def _checked_gradients(model: nn.Module, job: Job, units: list[list[Span]], found: list[Tensor]) -> Record:
-    """Without noise there is a definition to hold the gradient to: on the first completion of each prompt."""
+    """Hold the gradient without noise to its definition, on the first completion of each prompt."""
     causal = causal_lm(model)
     exact = definitions.in_float64(causal)
     check = _Check()
@@ -313,7 +313,7 @@ def _in_turns(runs: dict[str, Callable[[], Any]], turns: int) -> tuple[dict[str,
 
 
 def _attention(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    """Two products, over all pairs whether seen or not: what the processor's kernel is handed."""
+    """Count the operations of two products over all pairs, seen or not, as the processor's kernel computes them."""
     return 2 * Shape(q[:-1]).numel() * k[-2] * (q[-1] + v[-1])
 
 
@@ -337,7 +337,7 @@ _FORMULAS = {
 
 
 def run(settings: Settings, ledger: Ledger, say: Callable[[str], None]) -> Record:
-    """Everything, piece by piece."""
+    """Measure everything, piece by piece."""
     job = gsm8k_job(settings.problems)
     model = random_model(settings.model, device=CPU, dtype=torch.float32)
 

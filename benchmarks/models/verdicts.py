@@ -1,6 +1,6 @@
-"""One model of the table against its own plain forwards: the batches, the comparisons, what came of them.
+"""Compare one model of the table with its own plain forwards: batches, comparisons, verdicts.
 
-Beside `table.py`, which builds the models, runs them one by one and writes what came of it.
+`table.py` builds the models, runs them one by one and writes the verdicts.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The gradients of tree attention along training trees, against those of flash attention."""
+"""Race the gradients of tree attention along training trees against those of flash attention."""
 
 import functools
 import itertools

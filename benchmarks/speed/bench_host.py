@@ -1,4 +1,4 @@
-"""What span detection and packing take on the CPU, beside the scoring they are for."""
+"""Time span detection and packing on the CPU, relative to the scoring that they serve."""
 
 import functools
 from collections.abc import Callable, Iterator

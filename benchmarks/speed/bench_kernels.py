@@ -1,4 +1,4 @@
-"""The two forward kernels alone: tree attention against flash attention, log-probs against what the device can do."""
+"""Race the two forward kernels: tree attention against flash attention, log-probs against what the device can do."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""The weighted policy loss and its gradients, from hidden states and from logits: ours against what trainers use.
+"""Race the weighted policy loss and its gradients, from hidden states and from logits, against other trainers'.
 
 A job is one training step's loss: forward and backward of the weighted, clipped, token-level (dapo) loss. Every
 contender returns the loss and its gradients and is checked against float64 before it is timed.
@@ -324,7 +324,7 @@ def verl_kernel(job: Job) -> Result:
 
 
 def bare_gemms(job: Job) -> Result:
-    """The products alone, chunked as ours are, with nothing between them: what no exact method can beat."""
+    """Compute only the products, chunked as ours are: what no exact method can beat."""
     hidden, head = job.flat, job.head
     chunk = CHUNK[hidden.device.type]
     by_hidden = torch.empty_like(hidden)

@@ -1,4 +1,4 @@
-"""Scoring masked spans: ours against everything a user could pick instead, on the same completions and model."""
+"""Race the scoring of masked spans against everything a user could pick instead, on the same completions and model."""
 
 import functools
 from collections.abc import Callable, Iterator

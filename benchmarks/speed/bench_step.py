@@ -1,4 +1,4 @@
-"""What a training step costs: credit and update on recorded rollouts, ours against what trainers do today.
+"""Race a training step, credit and update on recorded rollouts, against what trainers do today.
 
 Table 8 of the CF paper, side by side in one run. Every contender replays the same completions with their own rewards
 and leaves a gradient, which is held to padded autograd in higher precision before anything is timed. No optimizer
@@ -45,7 +45,7 @@ from cfa_kernels.hf.verify import check_trainable
 
 @dataclass(frozen=True)
 class Target:
-    """`of` is to cost at most `ceiling` times `to`; without a ceiling the ratio is reported alone."""
+    """`of` is to cost at most `ceiling` times `to`; without a ceiling the ratio is only reported."""
 
     of: str
     to: str
@@ -174,7 +174,7 @@ def step_contenders(
 
     def contender(name: str) -> Contender:
         peer, notes = STEP_PEERS[name], measured[name]
-        # Made before anything runs, so that it counts to nobody's peak memory.
+        # Made before anything runs, so that no contender's peak memory includes it.
         own = peer.own_policy and peer.kind not in absent
         used = Replay(fresh(), replay.rollouts) if own else replay
 

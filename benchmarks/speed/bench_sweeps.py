@@ -1,4 +1,4 @@
-"""How the cost of scoring grows with spans, completion length and group size."""
+"""Measure how the cost of scoring grows with spans, completion length and group size."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

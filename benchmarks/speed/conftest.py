@@ -1,4 +1,4 @@
-"""Fixtures of the benchmarks: the device, the time budget, and where figures are reported to."""
+"""Fixtures of the benchmarks: the device, the time budget, and the report of figures."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What is right, in float64, and by how much a result may miss it."""
+"""Compute references in float64, and the error budget of a result."""
 
 import copy
 from collections.abc import Callable

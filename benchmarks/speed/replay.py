@@ -1,4 +1,4 @@
-"""Recorded rollouts replayed to a training step: what a contender is given, how it is clocked, and TRL's trainer.
+"""Replay recorded rollouts to a training step: the contender's input, its clock, and TRL's trainer.
 
 `step_peers.py` holds the contenders themselves.
 """
@@ -125,7 +125,7 @@ class StepPeer:
             and answers that it finds itself) or "authors" (their code's).
         head_products: products of a row with the head in the update while the head is frozen; one more if it trains.
         head_rows: which rows those are: "active" tokens (with an advantage), all "tokens", or, of padded batches
-            and on a CPU alone, all "positions".
+            and on a CPU only, all "positions".
         sampling: whose comes before it, "TRL" or "ours".
         own_policy: it changes the policy's layers, so it works on a policy of its own.
         recomputes: layers run forwards twice (activation checkpointing).
@@ -262,5 +262,5 @@ def trl_update(replay: Replay, trainer: Any, weights: Weights | None) -> Tensor:
     trainer.recorded["advantages"] = advantages
     trainer._buffered_inputs, trainer._step = None, 0
     steps = trainer.args.gradient_accumulation_steps
-    # Each loss comes back divided by the number of micro-batches, for the log alone.
+    # Each loss comes back divided by the number of micro-batches, only for the log.
     return torch.stack([trainer.training_step(trainer.model, None, None) for _ in range(steps)]).sum()

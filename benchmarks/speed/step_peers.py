@@ -1,4 +1,4 @@
-"""Every way to do the credit and the update of one training step, one function each, all with one signature.
+"""Collect the ways to do credit and update of one training step, one function each, all with one signature.
 
 A contender takes a `Replay` (a policy and recorded rollouts) and a `Stopwatch`, does its work inside
 `with stopwatch.credit()` and `with stopwatch.update()`, leaves its gradient on the policy's parameters and returns
@@ -337,7 +337,7 @@ def _weights(job: Job, drops: dict[int, Tensor]) -> Weights:
 
 
 def _padded_update(replay: Replay, weights: Weights, rows: Sequence[int]) -> Tensor:
-    """Micro-batches of rows of like length, padded, the head on counted rows alone; log-probs, then `policy_loss`."""
+    """Micro-batches of rows of like length, padded, the head only on counted rows; log-probs, then `policy_loss`."""
     job, head = replay.job, check_head(replay.causal)
     total = torch.zeros((), device=replay.device)
     ordered = sorted(rows, key=lambda b: len(job.completions[b]))
