@@ -48,7 +48,7 @@ Shape = torch.Size
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """Size of the measurement.
 
     Attributes:
         model: shape of the model, random weights.

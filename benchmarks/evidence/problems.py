@@ -35,7 +35,7 @@ _LARGEST = 60
 
 
 class Quantity(NamedTuple):
-    """What one person has: a given number, or `left op right` of an earlier quantity and a number or another one."""
+    """Number of coins of a person: given, or `left op right` of an earlier quantity and a number or another one."""
 
     owner: str
     op: str | None = None

@@ -242,7 +242,7 @@ class DeviceClock:
         return seconds
 
     def facts(self, rounds: int) -> dict[str, float]:
-        """Of the last `rounds`: the median of what the host took, and in how many of them it was not hidden."""
+        """Summarize the last `rounds`: the median host time, and the number of rounds in which it was not hidden."""
         return {
             "host_seconds": statistics.median(self._host[-rounds:]),
             "rounds_with_host_exposed": sum(self._exposed[-rounds:]),

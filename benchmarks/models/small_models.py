@@ -355,7 +355,7 @@ def _short_rope(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def period(config: PreTrainedConfig) -> int:
-    """How many of the first layers show every kind that the configuration has, at least `LAYERS` in a text model."""
+    """Count the first layers that include every kind of the configuration, at least `LAYERS` in a text model."""
     written = config.to_dict()
     total = _depth(written)
     least = LAYERS if _is_text(config) else 1
@@ -370,7 +370,7 @@ def period(config: PreTrainedConfig) -> int:
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[str]:
-    """What the layers are, by the names that transformers has for them, sorted."""
+    """List the kinds of layers, by transformers' names for them, sorted."""
     text = _text(config)
     names = ("layer_types", "layers_block_type", "attention_layers", "attn_layers", "block_types")
     for name in names:

@@ -88,7 +88,7 @@ def gradients_along_each_segment(job: AttentionJob, by_out: Tensor, q: Tensor, k
 
 
 def gradients_of(attend: Callable[..., Tensor], by_out: Tensor, *inputs: Tensor) -> Callable[[], Gradients]:
-    """What takes the gradients of one forward, which the first call does, again and again."""
+    """Make a function that takes the gradients of one forward repeatedly; its first call runs the forward."""
     graph: list[tuple[Tensor, list[Tensor]]] = []
 
     def run() -> Gradients:

@@ -49,7 +49,7 @@ class Light:
 
 @dataclass(frozen=True)
 class Size:
-    """How large the operands are."""
+    """Sizes of the operands."""
 
     dtype: torch.dtype
     heads: tuple[int, ...]

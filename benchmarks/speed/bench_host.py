@@ -26,7 +26,7 @@ STAGES = ("span detection", "packing", "ours")
 
 @dataclass(frozen=True)
 class Load:
-    """Which model, and how many problems of four completions each."""
+    """Workload: a model, and a number of problems of four completions each."""
 
     model: str
     problems: int

@@ -140,7 +140,7 @@ WORKLOADS: dict[str, dict[str, Workload]] = {
 
 @dataclass
 class Measured:
-    """What a contender's runs took beside the race's own clock, and what the first of them fed."""
+    """Costs of a contender's runs other than the race's clock, and counts of what the first of them fed."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"credit": [], "update": []})
     cpu_seconds: dict[str, list[float]] = field(default_factory=lambda: {"credit": [], "update": []})
@@ -294,7 +294,7 @@ def fastest_micro_batch(replay: Replay, sizes: Sequence[int]) -> tuple[int | Non
 
 @dataclass
 class StepRace:
-    """What one workload's contenders took, without and with the sampling before it."""
+    """Results of one workload's contenders, without and with the sampling before it."""
 
     steps: dict[str, Lap]
     sampled: dict[str, Lap]

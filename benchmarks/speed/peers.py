@@ -381,7 +381,7 @@ def aligntune_batched(model: PreTrainedModel, job: Job) -> Observed:
 
 
 def aligntune_importance(scores: Tensor, job: Job, b: int) -> Tensor:
-    """What aligntune reports per completion token: the drop per span token, stretched to [0.5, 1].
+    """Compute what aligntune reports per completion token: the drop per span token, stretched to [0.5, 1].
 
     Its drop is base minus masked, on top of a floor that every reasoning token has; 0 from the marker on.
     """

@@ -28,7 +28,7 @@ Weights = list[Tensor]
 
 @dataclass
 class Replay:
-    """What a contender is given.
+    """Input of a contender.
 
     Attributes:
         policy: the model to train, whose trainable parameters take the gradient.
@@ -59,7 +59,7 @@ class Replay:
         return next(self.policy.parameters()).device
 
     def advantages(self, rows: Sequence[int]) -> Tensor:
-        """Those of some rows, on the device."""
+        """Return the advantages of some rows, on the device."""
         return self.rollouts.advantages[list(rows)].to(self.device)
 
     def trl(self, *, micro_batch: int | None = None, **settings: bool) -> Any:

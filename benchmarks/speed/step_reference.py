@@ -23,7 +23,7 @@ Gradients = dict[str, Tensor]
 
 @dataclass
 class StepResult:
-    """What a contender leaves behind."""
+    """Results that a contender leaves behind."""
 
     loss: float
     weights: Weights | None

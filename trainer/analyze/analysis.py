@@ -123,7 +123,7 @@ def _threshold_of(source: Path) -> float:
 
 
 def _shown(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """Choose the page's samples, in order: most estimators first, then most spans; of equal texts and ranks the last."""
+    """Choose the page's samples: most estimators first, then most spans; of equal texts and ranks the last."""
     last = {tuple(sample.tokens): i for i, sample in enumerate(samples)}
     order = sorted(last.values(), key=lambda i: (-len(samples[i].credit), -len(samples[i].spans), -i))
     return [samples[i] for i in sorted(order[:count])]
