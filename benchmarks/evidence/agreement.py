@@ -105,7 +105,7 @@ def correlation(scores: Rows | None, truths: Rows, *, draws: int = 1000) -> dict
 def chance(measure: Measure, summary: Summary, truths: Rows, *, draws: int = CHANCE_DRAWS) -> Interval | None:
     """Compute what random numbers get: the mean over many draws of them, and the bounds of 95 % of the draws.
 
-    One draw alone is as likely to miss 0.5 by an interval's width as any method that finds nothing: of 200 problems'
+    A single draw is as likely to miss 0.5 by an interval's width as any method that finds nothing: of 200 problems'
     total truths the draws' standard deviation is 0.024. None where the figure is not defined.
     """
     rng = np.random.default_rng(0)

@@ -154,7 +154,7 @@ class _Check:
 
 
 def _unseen_flops(model: PreTrainedModel, job: Job, units: list[list[Span]], outcome: str, work: ScoringWork) -> float:
-    """Count the visible pairs of packed attention and the rows of the head, neither of which is a module.
+    """Count operations outside modules: of packed attention, by visible pairs, and of the head, by its rows.
 
     A mean over the answer's rows is one row; a divergence also takes the logits of each completion and, through the
     head's transpose, their mean row.

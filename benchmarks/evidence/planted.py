@@ -104,7 +104,7 @@ def run(
     """Do what the ledger does not hold yet and sum everything up.
 
     Args:
-        models: by name the trained model, alone, and random ones, which take turns batch by batch.
+        models: by name the trained model, by itself, and random ones, which take turns batch by batch.
         methods: names out of `METHODS`; by default all that approximate no other.
         say: is told what is being done.
 

@@ -139,7 +139,7 @@ class Masking:
         return lambda access, some: access.score(some, outcome=self.outcome)
 
     def _estimate(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
-        """Build the estimator that chooses the units worth masking."""
+        """Estimate the importances by which the units worth masking are chosen."""
         if self.preselect_by in POSITION_RULES:
             return Importances(position_estimates(self.preselect_by, batch.units))
         if self.preselect_by in _ESTIMATORS:

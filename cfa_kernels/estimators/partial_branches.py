@@ -217,7 +217,7 @@ class _Trunk:
             self.numbers.append(number)
 
     def _lay_out(self, row: Row, query: Query, path: np.ndarray, span: Span, first: int, hidden: bool) -> list[int]:
-        """Make the rows of a masked branch to compute anew: its span's unless hidden, and those from `first` on."""
+        """Add the rows of a masked branch to compute anew: its span's unless hidden, and those from `first` on."""
         shift, length = len(row.prompt), len(path)
         start, stop = shift + span.start, min(shift + span.end, length)
         before, numbers = path[:start], list[int]()

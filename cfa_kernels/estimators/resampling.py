@@ -163,7 +163,7 @@ def _in_budget(drawn: list[list[_Fill]], budget: int) -> Iterator[Sequence[_Fill
 
 
 def _tree_of(fills: Sequence[_Fill]) -> PrefixTree:
-    """Build the queries of the text before fills, those of a completion side by side."""
+    """Lay out the text before fills as a tree; fills of a completion are side by side."""
     tree = PrefixTree()
     for _, of_row in groupby(fills, lambda fill: fill.row):
         tree.insert(_longest_context(of_row))

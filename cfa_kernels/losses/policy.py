@@ -388,7 +388,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 class _WithGradient(torch.autograd.Function):
-    """Return a loss unchanged, with its already known gradient by `source`."""
+    """Identity on a loss whose gradient by `source` is already known."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, source: Tensor, gradient: Tensor) -> Tensor:

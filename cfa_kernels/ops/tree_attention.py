@@ -202,7 +202,7 @@ def tree_attention_kernel(
 
     The definition is `tree_attention_reference`. Grid: (work items, key heads). `span` is the positions of the
     sliding window or of an attention chunk; rows before `first_query_row` have no query and no result. A head's
-    columns are one block, or a block and a narrower one for the rest. Blocks of keys are cut by position alone, never
+    columns are one block, or a block and a narrower one for the rest. Blocks of keys are cut by position only, never
     by where the rows are or where a tile starts, so a row's sums are formed in the same order in every pack.
     WITH_LSE, p_lse (N, H) takes the logarithm, to base 2, of a row's sum of exponentials, sink included. Strides
     count STRIDE_UNIT elements.
