@@ -1,1 +1,1 @@
-"""Benchmarks: every contender is checked before it is timed. `python -m benchmarks` runs and records all of them."""
+"""Check every contender, then time it. `python -m benchmarks` runs and records all benchmarks."""

@@ -1,6 +1,6 @@
-"""`python -m benchmarks COMMAND ...`: measure, look for evidence, judge models and draw, by one command line.
+"""`python -m benchmarks COMMAND ...`: measure, gather evidence, judge models and draw.
 
-Without a command the options are those of `speed`. `python -m benchmarks COMMAND --help` tells each command's own.
+Without a command the options are those of `speed`. `python -m benchmarks COMMAND --help` lists each command's options.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""What the first hour on a GPU is expected to show, beside what its result file says.
+"""Print predictions for the first hour on a GPU beside what its result file holds.
 
 `python -m benchmarks.first_hour STEP [RESULTS]`: the predictions of a step of `first_hour.sh`; with a result file also
-what was found. Predictions are for an H200, made before any run on one: from compiled code and a timing model (25 %
+the measurements. Predictions are for an H200, made before any run on one: from compiled code and a timing model (25 %
 either way), from counted bytes and operations at 0.72 PFLOP/s and 4.3 TB/s, or they are what README promises.
 """
 

@@ -1,6 +1,6 @@
-"""Check what a caller sets or hands in, before any model is asked.
+"""Check options and numbers that a caller gives, before any model is asked.
 
-Options of a part are checked against their own declaration: type, choices and range. Rows of numbers become tensors.
+Options are checked against their own declaration: type, choices and range. Rows of numbers become tensors.
 """
 
 import ast
@@ -22,7 +22,7 @@ _LARGEST = 1e38  # that float32 holds
 
 @dataclass(frozen=True)
 class Interval:
-    """Numbers from `low` to `high` that float32 holds; infinite and nan ones never belong to it."""
+    """Range of numbers from `low` to `high`, within float32; it never includes infinite or nan."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -59,9 +59,9 @@ def check_fields(part: Any) -> None:
 
 
 def as_numbers(given: Any, what: str, count: str) -> Tensor:
-    """A 1-D tensor, an array or a list of numbers as a tensor, fp32 on the host.
+    """Convert a 1-D tensor, an array or a list of numbers to a tensor, fp32 on the host.
 
-    Raises `ValueError` beginning with `what`: `count` says of what there should be a number each.
+    Raises `ValueError` that begins with `what`; `count` names the things that need a number each.
     """
     if isinstance(given, Tensor | np.ndarray):
         row = torch.as_tensor(given)
@@ -93,7 +93,7 @@ def option_docs(part: type) -> dict[str, str]:
 
 
 def _mismatch(value: Any, hint: Any) -> str | None:
-    """What `value` should be, in words, if it is not that."""
+    """Say what `value` should be, if it is not."""
     origin, inside = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         wanted = [_mismatch(value, choice) for choice in inside]

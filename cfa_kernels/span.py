@@ -1,4 +1,4 @@
-"""A span of completion tokens, the unit that everything else here speaks of."""
+"""Define a span of completion tokens, the unit that is judged."""
 
 from typing import NamedTuple
 

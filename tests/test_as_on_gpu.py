@@ -102,9 +102,9 @@ def test_the_default_backend_takes_what_its_kernels_take(device):
 
 @pytest.mark.parametrize(("changes", "message"), [({"head_dim": 12}, "12 and 12"), ({}, "float64")])
 def test_a_model_is_refused_where_its_heads_or_numbers_are_not_the_kernels(changes, message):
-    from cfa_kernels.hf.verify import prove_supported
+    from cfa_kernels.hf.verify import check_supported
 
     model = make_model("Qwen3", num_hidden_layers=1, **changes)
     with pytest.raises(NotImplementedError, match=message):
-        prove_supported(model if changes else model.double())
-    prove_supported(model.cpu())
+        check_supported(model if changes else model.double())
+    check_supported(model.cpu())

@@ -15,7 +15,7 @@ from cfa_kernels import (
 from cfa_kernels.estimators import gradient
 from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
 from cfa_kernels.hf import tree_forward
-from cfa_kernels.hf.verify import prove_trainable
+from cfa_kernels.hf.verify import check_trainable
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.packing import packs
 from cfa_kernels.scoring import masked
@@ -27,16 +27,16 @@ from tests.support.waits import DEVICE, Waits, a_device, put_on_device
 pytestmark = pytest.mark.slow
 
 
-def proven(name, **options):
-    """A model on no device yet, and proven, which looks at results by its nature."""
+def checked(name, **options):
+    """A model on no device yet, and checked, which looks at results by its nature."""
     made = make_model(name, **options)
-    prove_trainable(made)
+    check_trainable(made)
     return made
 
 
 @pytest.fixture(params=["Qwen3", "Gemma3Text"])  # without and with sliding windows
 def model(request):
-    return proven(request.param)
+    return checked(request.param)
 
 
 def assert_waits(waits: Waits, *causes: str) -> None:
@@ -87,7 +87,7 @@ def test_what_is_left_to_the_device_is_none():
     ("outcome", "softcap"), [("logprob", None), ("mean", None), ("mean", 4.0)]
 )
 def test_scoring_looks_once_however_many_packs_there_are(outcome, softcap, budget):
-    model = proven("Gemma2", final_logit_softcapping=softcap)
+    model = checked("Gemma2", final_logit_softcapping=softcap)
     options = {"placeholder_id": PLACEHOLDER, "token_budget": budget, "logprobs": True, "outcome": outcome}
     expected = score_counterfactuals(model, *batch(), **options)
     with a_device() as waits:
@@ -102,7 +102,7 @@ def test_scoring_looks_once_however_many_packs_there_are(outcome, softcap, budge
 
 @pytest.mark.parametrize("outcome", ["last", "mean", "mean_logprob", "logprob"])
 def test_gradients_at_the_embeddings_look_once_however_many_packs_and_draws_there_are(outcome, monkeypatch):
-    model, noise = proven("Gemma2", final_logit_softcapping=4.0), gradient._row_generator
+    model, noise = checked("Gemma2", final_logit_softcapping=4.0), gradient._row_generator
     # A device that is not there has no random numbers of its own.
     monkeypatch.setattr(gradient, "_row_generator", lambda *of, device: noise(*of, device=torch.device("cpu")))
     with a_device() as waits:
@@ -115,7 +115,7 @@ def test_gradients_at_the_embeddings_look_once_however_many_packs_and_draws_ther
 
 @pytest.mark.parametrize("partial", [short_branches, answer_knockout])
 def test_branches_of_a_few_rows_look_once_however_many_packs_there_are(partial):
-    model = proven("Qwen3")
+    model = checked("Qwen3")
     with a_device() as waits:
         rows = batch_of(put_on_device(model), *batch(), token_budget=60)
         scores = partial(InProcess(model), rows, outcome="mean")
@@ -171,7 +171,7 @@ def test_losses_on_a_device_never_look(level):
 @pytest.mark.parametrize("budget", [60, 120])  # with packs that continue others, and without
 def test_a_pack_is_laid_out_after_the_one_before_was_launched(budget, monkeypatch):
     events = []
-    model, launch, finish = proven("Qwen3"), tree_forward.packed_hidden, packs._finish
+    model, launch, finish = checked("Qwen3"), tree_forward.packed_hidden, packs._finish
 
     def launched(*args, **options):
         events.append("launched")

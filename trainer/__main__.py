@@ -17,7 +17,7 @@ trains the embedded model on generated word problems in a few minutes on a CPU; 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; what is wrong with settings or data is one line on stderr and exit code 1 or 2."""
+    """Run the program; wrong settings or data give one line on stderr and exit code 1 or 2."""
     argv = sys.argv[1:] if argv is None else argv
     config = parse(TrainConfig, argv, prog="python -m trainer", description=DESCRIPTION)
     logging.disable_progress_bar()

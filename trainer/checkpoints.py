@@ -99,7 +99,7 @@ def _load_whole(name: str, dtype: torch.dtype) -> Any:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first few names in order, and how many more there are."""
+    """List the first few names in order, and how many more there are."""
     shown = sorted(names)[:_NAMES_SHOWN]
     rest = len(names) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
@@ -117,7 +117,7 @@ def save_policy(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) ->
 
 
 class Reference:
-    """The model as it was loaded, for the KL term: the policy with its adapter off, or a frozen copy."""
+    """Return the model as it was loaded, for the KL term: the policy with its adapter off, or a frozen copy."""
 
     def __init__(self, policy: nn.Module) -> None:
         self._policy = policy

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from cfa_kernels.hf.limits import refuse_length_dependent_rope
 from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.verify import noise_floor, prove_trainable
+from cfa_kernels.hf.verify import check_trainable, noise_floor
 from trainer.config import TrainConfig
 from trainer.microbatch import MicroBatch, Pass
 
@@ -27,7 +27,7 @@ def require_supported(policy: nn.Module, longest: int) -> None:
     refuse_length_dependent_rope(causal, longest)
     policy.train()
     try:
-        prove_trainable(causal)
+        check_trainable(causal)
     finally:
         policy.eval()
     noise_floor(causal)  # measured here, so that no step waits for it

@@ -40,7 +40,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
 
 @dataclass
 class DataConfig:
-    """Which problems a program learns from and which it is tested on; the same ones for equal settings."""
+    """Settings of the problems that a program learns from and is tested on; equal settings give equal problems."""
 
     dataset: str = GENERATED
     """Worked problems: a .jsonl or .parquet file, a hub name, or "generated" (arithmetic word problems)."""
@@ -71,7 +71,7 @@ class DataConfig:
 
 @dataclass
 class TrainConfig(CorrectionSettings, CreditSettings, DataConfig):
-    """One run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
+    """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
 
     model: str = EMBEDDED
     """Model folder or hub name; "embedded" is the small model that comes with the program. If the folder holds
@@ -82,8 +82,7 @@ class TrainConfig(CorrectionSettings, CreditSettings, DataConfig):
     max_steps: int = 500
     """Optimizer steps (times num_iterations): rollouts, credit and update make one."""
     per_device_train_batch_size: int = 16
-    """Times gradient_accumulation_steps: how many completions a step samples. What one forward holds is said by
-    token_budget."""
+    """Times gradient_accumulation_steps: number of completions that a step samples. token_budget limits one forward."""
     gradient_accumulation_steps: int = 4
     """See per_device_train_batch_size."""
     num_generations: int = 8
@@ -102,7 +101,7 @@ class TrainConfig(CorrectionSettings, CreditSettings, DataConfig):
     """Gradients are scaled down to this norm."""
 
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"] = "dapo"
-    """How token losses are formed and summed."""
+    """Loss type: how token losses are formed and summed."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Whether probability ratios are per token or per completion (GSPO)."""
     epsilon: float = 0.2
@@ -127,15 +126,15 @@ class TrainConfig(CorrectionSettings, CreditSettings, DataConfig):
     """Nucleus sampling: the smallest set of tokens with this much probability."""
     max_sampling_gap: float | None = None
     """Largest gap, in nats, between the log-probs a batch was sampled with and those its first update computes; a run
-    with a larger one stops, for one of the two is wrong. It is a mean over tokens, each weighed by the probability of
-    another in its place. By default what rounding explains: 0.02 in float32, 0.3 in bfloat16, over the temperature
+    with a larger one stops, because one of the two is wrong. It is a mean over tokens, each weighed by the probability
+    of another in its place. By default what rounding explains: 0.02 in float32, 0.3 in bfloat16, over the temperature
     if that is below 1."""
     max_prompt_length: int | None = None
     """Longest prompt in tokens; a longer one is an error. By default what the model's context leaves."""
     max_completion_length: int = 512
-    """Most tokens sampled per completion."""
+    """Maximum tokens sampled per completion."""
     instruction: str = "Solve the problem step by step. End with a line of the form: #### <number>"
-    """Put after the question, on a line of its own; may be empty."""
+    """Text after the question, on a line of its own; may be empty."""
     enable_thinking: bool = False
     """Passed to chat templates that know it (Qwen3): whether the model thinks before it answers."""
     eval_batch_size: int = 64
@@ -150,7 +149,7 @@ class TrainConfig(CorrectionSettings, CreditSettings, DataConfig):
     lora_alpha: int = 32
     """Scale of the adapter is lora_alpha / lora_r."""
     lora_dropout: float = 0.0
-    """Dropout inside the adapter; above 0 it is refused, for rows that completions share would get one mask."""
+    """Dropout inside the adapter; above 0 it is refused: rows that completions share would get one mask."""
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
     """Modules that get an adapter; "all-linear" is every linear layer but the head."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -196,12 +195,12 @@ class TrainConfig(CorrectionSettings, CreditSettings, DataConfig):
 
     @property
     def generation_batch_size(self) -> int:
-        """Completions sampled per set of rollouts."""
+        """Number of completions sampled per set of rollouts."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
     def loss_options(self) -> dict[str, Any]:
-        """The options of the policy loss, by the names it takes."""
+        """Return the options of the policy loss, by the names it takes."""
         return {name: getattr(self, name) for name in _LOSS_OPTIONS}
 
 

@@ -1,6 +1,6 @@
-"""The settings of credit, as flags and YAML give them: every option of the library's parts under its own name.
+"""Declare the settings of credit for flags and YAML: every option of the library's parts under its own name.
 
-A part of `TrainConfig`. `counterfactual` turns them into what the library takes.
+They are a part of `TrainConfig`; `counterfactual` turns them into the library's configuration.
 """
 
 from dataclasses import field, fields, make_dataclass
@@ -44,7 +44,7 @@ _OWN = {
     ),
     "normalize": (
         Literal["mean"] | None,
-        "mean rescales each completion's weights to mean 1; by default they are left alone, as in the paper.",
+        "mean rescales each completion's weights to mean 1; by default they are not rescaled, as in the paper.",
         None,
     ),
     "correct_threshold": (float, "Completions with at least this reward count as correct.", 0.5),
@@ -89,17 +89,17 @@ def _fields() -> list[tuple[str, Any, Any]]:
 
 
 class _Credit:
-    """How credit is spread over the tokens of a completion; what is not set is the library's default."""
+    """Settings of credit; those that are not set have the library's defaults."""
 
     def counterfactual(self) -> CounterfactualConfig:
-        """The settings that the library takes."""
+        """Build the library's configuration."""
         given = {name: getattr(self, name) for name in NAMES if getattr(self, name) is not None}
         if "correct_threshold" not in {entry.name for entry in fields(ESTIMATORS[given["estimator"]])}:  # type: ignore[arg-type]
             del given["correct_threshold"]  # the program itself reads it, too
         return CounterfactualConfig.from_flat(given | {"mode": given.pop("credit")} | self.answer_options())
 
     def answer_options(self) -> dict[str, Any]:
-        """The run's own form of answers, as `answer_text_span` takes it."""
+        """Return the run's own form of answers, as `answer_text_span` takes it."""
         return {
             "answer_format": load_answer_format(self.answer_format),  # type: ignore[attr-defined]
             "answer_fallback": self.answer_fallback,  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Cut a batch of rollouts into what one packed forward and backward takes, and weigh its tokens.
+"""Cut a batch of rollouts into micro-batches of one packed forward and backward, and weigh their tokens.
 
 Micro-batches are whole groups, so that a prompt is fed once; rows that cannot change the update are left out.
 """
@@ -31,7 +31,7 @@ ByRow = dict[int, Tensor]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some completions of a batch, unpadded and on the host: b rows, of t tokens each."""
+    """Completions of a batch, unpadded and on the host: b rows, of t tokens each."""
 
     rows: Tensor  # (b,) their numbers in the batch
     prompts: list[Tensor]  # b tensors (p,)
@@ -62,7 +62,7 @@ class MicroBatch:
         return found
 
     def loss_batch(self, credited: "Credited", old: ByRow, reference: ByRow, config: TrainConfig) -> LossBatch:
-        """Collect what the loss needs beside the model; without `old` log-probs the policy is the one that sampled."""
+        """Collect the loss's other inputs; without `old` log-probs the policy is the one that sampled."""
         return LossBatch.of(
             self.completions, self.of(old), credited.advantages, weights=credited.weights, mask=self.mask,
             ref_logprobs=self.of(reference), compute_entropy=True,
@@ -91,14 +91,14 @@ class MicroBatch:
 
 
 class Credited(NamedTuple):
-    """What the tokens of a micro-batch weigh."""
+    """Weights of the tokens of a micro-batch."""
 
     weights: list[Tensor]  # b tensors (t,)
     advantages: Tensor | list[Tensor]  # (b,); b tensors (t,) where credit is signed
 
 
 class Pass(NamedTuple):
-    """What the forward, loss and backward of one micro-batch gave."""
+    """Results of forward, loss and backward of one micro-batch."""
 
     micro: MicroBatch
     loss: Tensor  # ()
@@ -168,7 +168,7 @@ class Credits:
         return not self._has(micro) and self.config.counterfactual().continues
 
     def of(self, micro: MicroBatch, forward: PackedForward) -> Credited:
-        """Look up what a micro-batch's tokens weigh, or find it out from its `forward`."""
+        """Look up the weights of a micro-batch's tokens, or compute them from its `forward`."""
         if not self._has(micro):
             began = time.perf_counter()
             self._keep(micro, self.assign(micro, forward), began)
@@ -223,7 +223,7 @@ class Credits:
 
     @property
     def seconds(self) -> float:
-        """Time that assigning took."""
+        """Return the time that assigning took."""
         return sum(seconds for _, _, seconds in self.assigned)
 
     def of_batch(self) -> Credit:

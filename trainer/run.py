@@ -1,4 +1,4 @@
-"""Set a run up, train with evaluations around it, and save what comes out."""
+"""Set up a run, train with evaluations around it, and save the model."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Hold what a run is set up with, and what one step draws and trains on."""
+"""Hold the setup of a run, and the rollouts that one step trains on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from trainer.rollouts import Rollouts
 
 @dataclass
 class Trainer:
-    """What a step needs, set up once."""
+    """Setup of a run, made once and used by every step."""
 
     config: TrainConfig
     policy: nn.Module
@@ -46,7 +46,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Shaped:
-    """What an experiment makes of the rewards of B completions of T tokens at most."""
+    """Result of an experiment on the rewards of B completions of T tokens at most."""
 
     rewards: Tensor  # (B,) fp32, to be compared within groups
     edits: Tensor | None = None  # (B, T) fp32: 0 on tokens that get no credit, 1 on all others; None for 1 everywhere

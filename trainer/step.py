@@ -1,6 +1,6 @@
 """Train one step: sample, reward, compare within groups, assign credit, update.
 
-`training_step` is a step from top to bottom; `update` is what it does to the policy.
+`training_step` is a step from top to bottom; `update` changes the policy.
 """
 
 import itertools
@@ -141,7 +141,7 @@ def backward(
     forward_and_loss: Callable[[MicroBatch], tuple[MicroBatch, PackedLoss]],
     count: int,
 ) -> tuple[list[Pass], Tensor]:
-    """Sum the gradients of micro-batches up, and give what each measured, on the host, and the norm on the device.
+    """Sum the gradients of micro-batches; return their measurements, on the host, and the norm, on the device.
 
     A micro-batch that the device has no memory for is done in halves of whole groups, as long as its backward has not
     begun; `count` is how many there were before any was cut. Passes queue up on the device without a wait.

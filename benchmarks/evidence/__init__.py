@@ -1,1 +1,1 @@
-"""What credit finds: estimators judged against planted truths, against each other, and by what they cost."""
+"""Judge estimators against planted truths, against each other, and by their cost."""

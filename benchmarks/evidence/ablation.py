@@ -1,7 +1,7 @@
 """`python -m benchmarks evidence ablation`: kinds of credit from the same start, on the same problems, seed by seed.
 
-Each run is the training program in a process of its own, and a line of the ledger once it is done, so a broken-off
-ablation goes on where it stopped. Arms are paired by seed: a seed fixes problems and samples until the policies part.
+Each run is the training program in a process of its own, and a line of the ledger once it is done, so an interrupted
+ablation resumes where it stopped. Arms are paired by seed: a seed fixes problems and samples until policies differ.
 """
 
 import json
@@ -54,7 +54,7 @@ ARMS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is run."""
+    """Size of the ablation."""
 
     seeds: int = 5
     """Runs of each arm, with seeds 0, 1, ..."""
@@ -203,7 +203,7 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def _corrections(document: Mapping[str, Any]) -> str:
-    """What became of the corrections, where an arm made some."""
+    """Describe the corrections of an arm that made some."""
     shares = [c["corrections"] for curves in document["curves"].values() for c in curves if "corrections" in c]
     if not shares:
         return ""

@@ -1,7 +1,6 @@
-"""How well importances agree with a truth over many problems, with intervals over problems.
+"""Measure how well importances agree with a truth over many problems, with intervals over problems.
 
-Where it stands: between the ledger's numbers and the tables. One problem's units are compared with each other alone:
-importances of different problems have no common scale.
+Units are compared only within a problem: importances of different problems have no common scale.
 """
 
 import functools
@@ -36,7 +35,7 @@ def ordered_pairs(scores: Sequence[float], truth: Sequence[bool]) -> Pairs:
 
 
 def position_free_auroc(problems: Sequence[Pairs]) -> float:
-    """AUROC within problems in which earlier and later negatives weigh half each: any rule by position alone gets 0.5.
+    """AUROC within problems in which earlier and later negatives weigh half each: any rule by position only gets 0.5.
 
     Steps that matter come late in a solution more often than not, so plain AUROC rewards a method for that. nan where
     no positive has an earlier, or none a later, negative.
@@ -104,9 +103,9 @@ def correlation(scores: Rows | None, truths: Rows, *, draws: int = 1000) -> dict
 
 
 def chance(measure: Measure, summary: Summary, truths: Rows, *, draws: int = CHANCE_DRAWS) -> Interval | None:
-    """What numbers get that know nothing: the mean over many draws of them, and the bounds of 95 % of the draws.
+    """Compute what random numbers get: the mean over many draws of them, and the bounds of 95 % of the draws.
 
-    One draw alone is as likely to miss 0.5 by an interval's width as any method that finds nothing: of 200 problems'
+    A single draw is as likely to miss 0.5 by an interval's width as any method that finds nothing: of 200 problems'
     total truths the draws' standard deviation is 0.024. None where the figure is not defined.
     """
     rng = np.random.default_rng(0)

@@ -1,7 +1,4 @@
-"""From planted problems to token ids: the completions that every method is asked about.
-
-Where it stands: between the problems' text and the methods, which know tokens alone.
-"""
+"""Turn planted problems into token ids: the completions that every method judges. Methods see tokens only."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""`python -m benchmarks evidence NAME`: evidence on what credit finds, resumable, with tables beside the results.
+"""`python -m benchmarks evidence NAME`: gather evidence on what credit finds, with tables beside the results.
 
-The model is trained once and kept in the folder; so is every result. A run broken off goes on where it stopped.
+The model is trained once and kept in the folder; so is every result. An interrupted run resumes where it stopped.
 """
 
 import argparse
@@ -28,7 +28,7 @@ COPIES = {TRAINED: 1, RANDOM: 10}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; what is wrong with its input is one line on stderr and exit code 1."""
+    """Run a command; wrong input gives one line on stderr and exit code 1."""
     given = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(given)
     torch.set_num_threads(1)

@@ -29,7 +29,7 @@ from benchmarks.harness.workloads import gsm8k_job, policy, random_model
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """Size of the measurement.
 
     Attributes:
         model: shape of the model, random weights.
@@ -48,7 +48,7 @@ class Settings:
 
 
 def run(settings: Settings, ledger: Ledger, say: Callable[[str], None]) -> Record:
-    """Everything, piece by piece."""
+    """Measure everything, piece by piece."""
     job = gsm8k_job(settings.problems)
     model = random_model(settings.model, device=CPU, dtype=torch.float32)
 

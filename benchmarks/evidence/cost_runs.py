@@ -24,7 +24,7 @@ from cfa_kernels.estimators.partial_branches import answer_knockout, short_branc
 from cfa_kernels.estimators.prefix_gain import prefix_gain
 from cfa_kernels.estimators.probes import own_probe
 from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.verify import prove_trainable
+from cfa_kernels.hf.verify import check_trainable
 from cfa_kernels.scoring.access import InProcess
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ Shape = torch.Size
 
 
 def timed(run: Callable[[], Any]) -> tuple[Any, float]:
-    """What `run` returns, and the processor's seconds for it."""
+    """Run a function; return its result and its processor seconds."""
     start = time.process_time()
     result = run()
     return result, time.process_time() - start
@@ -95,7 +95,7 @@ _ZERO = {"seconds": 0.0, "tokens_fed": 0.0, "flops": 0.0, "run": 0, "wanted": 0}
 
 @dataclass
 class _Check:
-    """What is held to a definition, completion by completion."""
+    """Checks against a definition, completion by completion."""
 
     found: list[Tensor] = field(default_factory=list)
     truth: list[Tensor] = field(default_factory=list)
@@ -120,7 +120,7 @@ class _Check:
 
 
 def _unseen_flops(model: PreTrainedModel, job: Job, units: list[list[Span]], outcome: str, work: ScoringWork) -> float:
-    """Of packed attention and of the head, which are no modules: visible pairs, and the rows that the head is given.
+    """Count operations outside modules: of packed attention, by visible pairs, and of the head, by its rows.
 
     A mean over the answer's rows is one row; a divergence also takes the logits of each completion and, through the
     head's transpose, their mean row.
@@ -147,14 +147,14 @@ def plain_forward_and_backward(model: nn.Module, job: Job) -> None:
 
 
 def _groups(job: Job) -> list[list[int]]:
-    """Neighbours of one prompt."""
+    """Group neighbours of one prompt."""
     groups = itertools.groupby(range(len(job.prompts)), key=lambda b: job.prompts[b].tolist())
     return [list(rows) for _, rows in groups]
 
 
 def gradients(model: nn.Module, job: Job, turns: int) -> Record:
     """OAR-G beside a plain forward and backward of the same completions; `model` is one to train."""
-    prove_trainable(causal_lm(model))
+    check_trainable(causal_lm(model))
     units = token_units(job)
 
     def saliency(outcome: str, samples: int, sigma: float = 1e-3) -> Callable[[], tuple[list[Tensor], ScoringWork]]:
@@ -184,7 +184,7 @@ def gradients(model: nn.Module, job: Job, turns: int) -> Record:
 
 
 def _checked_gradients(model: nn.Module, job: Job, units: list[list[Span]], found: list[Tensor]) -> Record:
-    """Without noise there is a definition to hold the gradient to: on the first completion of each prompt."""
+    """Hold the gradient without noise to its definition, on the first completion of each prompt."""
     causal = causal_lm(model)
     exact = definitions.in_float64(causal)
     check = _Check()
@@ -279,7 +279,7 @@ def _in_turns(runs: dict[str, Callable[[], Any]], turns: int) -> tuple[dict[str,
 
 
 def _attention(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    """Two products, over all pairs whether seen or not: what the processor's kernel is handed."""
+    """Count the operations of two products over all pairs, seen or not, as the processor's kernel computes them."""
     return 2 * Shape(q[:-1]).numel() * k[-2] * (q[-1] + v[-1])
 
 

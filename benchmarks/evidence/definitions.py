@@ -1,6 +1,6 @@
-"""What estimators of credit compute, said slowly: a full forward or backward of its own for every number.
+"""Define what estimators of credit compute, by a full forward or backward for every number.
 
-`cost_runs.py` holds what it times to these, and times some of them as what a user would run instead.
+`cost_runs.py` checks what it times against these, and times some of them as what a user would run instead.
 """
 
 import copy
@@ -33,7 +33,7 @@ class Forwards:
     logits: list[Tensor] = field(default_factory=list)  # (A, V) each: the completion as sampled, then masked
 
     def of_all(self, figure: float) -> float:
-        """`seconds`, `tokens_fed` or `flops`, had all that are wanted been run."""
+        """Extrapolate `seconds`, `tokens_fed` or `flops` from the forwards that ran to all of them."""
         return figure * self.wanted / self.run
 
 
@@ -43,7 +43,7 @@ def full_forwards(
 ) -> Forwards:
     """One forward of completion `b` as sampled and one for each of `units` masked, up to the last row that matters.
 
-    With `every_row` the head sees all rows, as it does in a model that is called as it comes; else those alone that
+    With `every_row` the head sees all rows, as it does in a model that is called as it comes; else only those that
     predict the answer. `wanted`: how many units there are.
     """
     done = Forwards(1 + wanted)
@@ -109,7 +109,7 @@ def prefix_gains(model: PreTrainedModel, job: Job, b: int) -> Tensor:
 
 
 def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy that rounds less."""
+    """Copy a model in a precision that rounds less."""
     return copy.deepcopy(model).double()
 
 

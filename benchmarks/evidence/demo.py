@@ -1,4 +1,4 @@
-"""`python -m benchmarks evidence demo`: the demo's run analysed, and a batch of its policy judged by all estimators.
+"""`python -m benchmarks evidence demo`: analyse the demo's run, and judge a batch of its policy by all estimators.
 
 The training program and its own analysis, under one command that the results can name.
 """
@@ -19,7 +19,7 @@ from trainer.run import set_up, train
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is run."""
+    """Size of the run."""
 
     steps: int = 40
     """Optimizer steps of the run: the demo's."""

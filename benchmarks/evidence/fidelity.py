@@ -1,6 +1,6 @@
-"""`python -m benchmarks evidence fidelity`: how near every method comes to exact masking, and its cost.
+"""`python -m benchmarks evidence fidelity`: measure how close every method is to exact masking, and its cost.
 
-Where it stands: the same problems, answers and ledger as `planted`, summed up the other way round.
+It uses the problems, answers and ledger of `planted`, and compares methods with masking instead of with the truth.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""`python -m benchmarks cost draws`: how many draws of noise gradient saliency takes.
+"""`python -m benchmarks cost draws`: measure how many draws of noise gradient saliency needs.
 
 The order of tokens from some draws against that from many others, by Spearman's rank correlation per completion of the
 trainer's embedded model, on its own solutions of generated problems, in float32 and with the same weights in bfloat16.

@@ -1,6 +1,6 @@
-"""`python -m benchmarks evidence variance`: how much an update's gradient depends on which completions were drawn.
+"""`python -m benchmarks evidence variance`: measure how much an update's gradient depends on the drawn completions.
 
-One policy, the same problems, groups drawn anew again and again: every kind of credit sees the same draws. IBPO
+One policy, the same problems, groups drawn many times: every kind of credit gets the same draws. IBPO
 (arXiv 2605.16302) claims that credit on what matters lowers this variance.
 """
 
@@ -28,7 +28,7 @@ from trainer.step import rewarded, update
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is drawn."""
+    """Number of draws and groups."""
 
     draws: int = 24
     """Times the groups are drawn."""
@@ -96,7 +96,7 @@ def products(vectors: np.ndarray) -> np.ndarray:
 
 
 def scatter(products: np.ndarray) -> dict[str, float]:
-    """How much vectors scatter beside their mean, without the bias of few draws.
+    """Compute how much vectors scatter relative to their mean, without the bias of few draws.
 
     Args:
         products: (R, R) inner products of independent draws of one random vector, R >= 3.

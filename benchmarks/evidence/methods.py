@@ -1,6 +1,6 @@
-"""Every way to say which lines or tokens of a completion matter, behind one signature.
+"""Collect all methods that say which lines or tokens of a completion matter, behind one signature.
 
-Where it stands: between the cases and the judges. A method sees token ids, units and the model, never the truth.
+A method sees token ids, units and the model, never the truth.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from trainer.rollouts.sampling import generate
 
 
 class Siblings(NamedTuple):
-    """What was sampled for the prompts of a question, one prompt after the other, and whether it is right."""
+    """Completions sampled for the prompts of a question, one prompt after the other, and whether each is right."""
 
     completions: list[list[int]]
     right: list[bool]
@@ -35,7 +35,7 @@ class Siblings(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """What a method is asked: how much does each unit of these completions matter?
+    """Question to a method: how much does each unit of these completions matter?
 
     Attributes:
         cases: B completions.
@@ -97,11 +97,11 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """A way to find importances.
+    """Method that finds importances.
 
     Attributes:
         run: does it.
-        siblings: it reads sampled siblings. It is asked about lines alone, and of a model that solves something.
+        siblings: it reads sampled siblings. It is asked about lines only, and of a model that solves something.
         approximates: the method that it stands in for.
         costly: a forward's worth of tokens per token; it judges fewer problems.
     """
@@ -139,13 +139,13 @@ def _masking(outcome: str) -> Callable[[Question], Found]:
 
 
 def _total_effect(question: Question) -> Found:
-    """Masking, with what passes through later units."""
+    """Mask, with effects that pass through later units."""
     batch = question.batch()
     return _ordered(batch, total_effects(question.access, batch))
 
 
 def _masked_tokens(outcome: str) -> Callable[[Question], Found]:
-    """Every token masked alone, as OAR-P does; a unit's importance is the mean over its tokens."""
+    """Mask every token by itself, as OAR-P does; a unit's importance is the mean over its tokens."""
 
     def run(question: Question) -> Found:
         found = _masking(outcome)(replace(question, cases=[case.by_token() for case in question.cases]))
@@ -241,7 +241,7 @@ def _runs(length: int, outcome: str) -> Callable[[Question], Found]:
 
 
 def _knockout(question: Question) -> Found:
-    """The answer's own rows are blind to a unit; nothing behind it is computed anew."""
+    """Hide a unit from the answer's own rows; no other row after it is computed anew."""
     batch = question.batch()
     return _of_scores(batch, answer_knockout(question.access, batch, blind_from=batch.reasoning_ends))
 

@@ -1,6 +1,6 @@
-"""The model that methods are judged on, trained here on right solutions, and the random one that must show nothing.
+"""Train the model that methods are judged on, on right solutions, and make the random one that must show nothing.
 
-Where it stands: first; the trained model lies in a folder of its own and is made again only where there is none.
+The trained model is kept in a folder of its own and is made again only where there is none.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ MODELS = (TRAINED, RANDOM)
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the model is trained: a Qwen3 of four layers, on solutions of `problems.training_rows`.
+    """Settings of the training: a Qwen3 of four layers, on solutions of `problems.training_rows`.
 
     Its tokenizer takes a number for one token, and in the problems a number stands right behind its owner: what has
     been looked up is then what follows the same token elsewhere, which a model of this size learns in minutes.

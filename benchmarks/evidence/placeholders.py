@@ -1,4 +1,4 @@
-"""`python -m benchmarks evidence placeholders`: how far the ranking of spans depends on what masks them.
+"""`python -m benchmarks evidence placeholders`: measure how far the ranking of spans depends on the mask.
 
 The embedded model's own solutions of generated problems, their spans masked by one token or another.
 """
@@ -30,7 +30,7 @@ NOISE = 1e-3
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is asked."""
+    """Size of the measurement."""
 
     problems: int = 128
     """Held-out problems, one completion each."""

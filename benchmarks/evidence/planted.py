@@ -1,6 +1,6 @@
-"""`python -m benchmarks evidence planted`: which methods find what was planted, and what matters for learning.
+"""`python -m benchmarks evidence planted`: measure which methods find what was planted, and what matters for learning.
 
-The work and its sums; `planted_tables.py` writes them down. Every piece of work is a line of the ledger.
+`planted_tables.py` writes the results. Every piece of work is a line of the ledger.
 """
 
 import functools
@@ -34,7 +34,7 @@ Values = dict[str, list[list[float]] | None]
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is asked. Equal batches are taken from the ledger, so more problems cost only the new ones."""
+    """Size of the measurement. Equal batches are taken from the ledger, so more problems cost only the new ones."""
 
     problems: int = 200
     """Planted problems that every method judges, the kinds in turn."""
@@ -104,7 +104,7 @@ def run(
     """Do what the ledger does not hold yet and sum everything up.
 
     Args:
-        models: by name the trained model, alone, and random ones, which take turns batch by batch.
+        models: by name the trained model, by itself, and random ones, which take turns batch by batch.
         methods: names out of `METHODS`; by default all that approximate no other.
         say: is told what is being done.
 
@@ -174,7 +174,7 @@ def ask(
     settings: Settings,
     everything: Sequence[Batch],
 ) -> dict[str, Any]:
-    """What a method says of all problems, or of the first ones if it is costly, and what that took.
+    """Ask a method about all problems, or the first ones if it is costly, and count what that took.
 
     Several models take turns batch by batch.
     """

@@ -1,4 +1,4 @@
-"""Write what `planted.py` found as Markdown and as a picture."""
+"""Write the results of `planted.py` as Markdown and as a picture."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Word problems whose solutions carry a planted truth: what each line is for, and which lines the answer rests on.
+"""Generate word problems whose solutions carry a planted truth: which lines the answer reads and depends on.
 
-Where it stands: the data of the planted-truth evidence. People own numbers of coins that follow from each other; the
+People own numbers of coins that follow from each other; the
 question asks for one of them. Nothing but this graph tells a line that matters from one that does not: a computation
 on the way to the answer and an idle one read alike.
 """
@@ -35,7 +35,7 @@ _LARGEST = 60
 
 
 class Quantity(NamedTuple):
-    """What one person has: a given number, or `left op right` of an earlier quantity and a number or another one."""
+    """Number of coins of a person: given, or `left op right` of an earlier quantity and a number or another one."""
 
     owner: str
     op: str | None = None
@@ -217,7 +217,7 @@ def _draw(rng: random.Random, split: str) -> tuple[tuple[Quantity, ...], int] | 
 
 
 def _split_of(quantities: Sequence[Quantity], target: int) -> str:
-    """Held out (one in eight) or training, by the arithmetic of the answer alone."""
+    """Held out (one in eight) or training, by the arithmetic of the answer only."""
     values, needed = values_of(quantities), sorted(ancestors(quantities, target))
     chain = ";".join(
         f"{values[q.left]}{q.op}{values[q.right] if q.joins else q.right}"

@@ -1,6 +1,6 @@
-"""Truths that take sampling: what a step is worth to the policy, and which tokens decide a greedy chain.
+"""Compute truths that need sampling: the value of a step to the policy, and the tokens that decide a greedy chain.
 
-Where it stands: beside the planted truths; the same model that methods are judged on is sampled here.
+The model that methods are judged on is sampled here.
 """
 
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ def right_chains(
 
 @torch.no_grad()
 def substitution_oracle(subject: Subject, case: Case, gold: int, *, room: int) -> dict[str, list[bool]]:
-    """Which tokens of a right, greedily decoded chain decide whether it is right.
+    """Find the tokens of a right, greedily decoded chain that decide whether it is right.
 
     At each reasoning token the most probable other token is put in its place, and the rest decoded greedily. As a
     control the chain is also decoded on from each token as it is: where that flips the answer too, the flip is no

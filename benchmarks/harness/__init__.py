@@ -1,1 +1,1 @@
-"""harness"""
+"""Time contenders, count their work, keep results and draw them."""

@@ -1,4 +1,4 @@
-"""What this device can do at most, measured: copy bandwidth and matrix-product rate."""
+"""Measure what a device can do at most: copy bandwidth and matrix-product rate."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Counting what a contender feeds a model: tokens, forwards, head rows and floating-point operations."""
+"""Count what a contender feeds a model: tokens, forwards, head rows and floating-point operations."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from benchmarks.harness.workloads import Job, head_dim
 
 @dataclass
 class Work:
-    """What went through a model between two points.
+    """Counts of what went through a model between two points.
 
     Attributes:
         forwards: calls of the transformer.
@@ -98,6 +98,6 @@ def counted(model: PreTrainedModel, tree: Job | None = None) -> Iterator[Work]:
     finally:
         for hook in hooks:
             hook.remove()
-    if tree is not None and not work.head_rows:  # a fused head is no module
+    if tree is not None and not work.head_rows:  # a fused head is not a module
         work.head_rows = tree_head_rows(tree)
         work.flops += head_flops(config, work.head_rows)

@@ -1,4 +1,4 @@
-"""Where figures come from: device, driver, versions, commit."""
+"""Record where figures come from: device, driver, versions, commit."""
 
 import datetime
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""A file of results that grows by one line per piece of work, so that a run broken off goes on where it stopped."""
+"""Keep results in a file that grows by a line per piece of work, so that an interrupted run resumes."""
 
 import json
 import os

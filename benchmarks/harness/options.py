@@ -1,4 +1,4 @@
-"""What a session is to run: on which device, and whether in full or as a smoke run."""
+"""Options of a run: on which device, and whether in full or as a smoke run."""
 
 import csv
 import math

@@ -1,4 +1,4 @@
-"""The parts of a benchmark run: each is a pytest process, watched, stopped at its limit, merged into a result file."""
+"""Run the parts of a benchmark: each is a pytest process, stopped at its limit, merged into a result file."""
 
 import argparse
 import datetime
@@ -111,7 +111,7 @@ def run_part(
 
 
 def selection(part: Part, options: argparse.Namespace) -> str | None:
-    """What of its part this run takes; None for all of it."""
+    """Name the pieces of its part that this run takes; None for all of it."""
     chosen = [*(options.tests or []), *([options.select] if options.select else [])]
     chosen += [f"peers {options.peers}"] if options.peers and part.peers else []
     return ", ".join(chosen) or None

@@ -1,4 +1,4 @@
-"""Pictures of a result file: `python -m benchmarks plots benchmarks/results/FILE.json` writes PNGs beside it."""
+"""Draw pictures of a result file: `python -m benchmarks plots benchmarks/results/FILE.json` writes PNGs beside it."""
 
 import argparse
 import json
@@ -74,7 +74,7 @@ def plot_times(figures: list[dict[str, Any]], path: Path) -> None:
 
 
 def plot_steps(figures: list[dict[str, Any]], path: Path) -> None:
-    """What a training step takes, credit and update stacked, one panel per workload."""
+    """Draw the time of a training step, credit and update stacked, one panel per workload."""
     import matplotlib
 
     matplotlib.use("Agg")

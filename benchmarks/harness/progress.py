@@ -1,4 +1,4 @@
-"""pytest plug-in that writes after every test how many have run and which failed.
+"""Plug-in of pytest that writes after every test how many have run and which failed.
 
 `python -m pytest -p benchmarks.harness.progress --progress FILE`; works under pytest-xdist, too.
 """
@@ -13,7 +13,7 @@ import pytest
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file whole: whoever reads it meanwhile, or after a kill, finds the old one or the new one."""
+    """Write a JSON file whole: a reader meanwhile, or after a kill, finds the old one or the new one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(content, indent=1) + "\n")
     draft.replace(path)

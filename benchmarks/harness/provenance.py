@@ -1,4 +1,4 @@
-"""Where a result comes from: the code, the machine and the command that made it, and how a table says so.
+"""Record the source of a result, code, machine and command, and state it in tables.
 
 Every line of a ledger carries its source; a document names those of the lines it was made of.
 """
@@ -52,7 +52,7 @@ def code_digest() -> str:
 
 
 def same_conditions(one: Source, other: Source) -> bool:
-    """Whether lines of both may stand in one table without a word: same code, versions, processor and threads."""
+    """Whether lines of both may be in one table without a remark: same code, versions, processor and threads."""
     return all(one.get(key) == other.get(key) for key in ("code", "versions", "processor", "threads"))
 
 

@@ -1,4 +1,4 @@
-"""How everything here is timed: contenders are checked, then take turns, so that drift of the machine hits all alike.
+"""Time contenders: they are checked, then take turns, so that drift of the machine affects all alike.
 
 A benchmark builds `Contender` values that do the same job, calls `race` and reports each lap with the `report`
 fixture of `conftest.py`. A contender with a wrong answer, or that raises, is refused: it gets no time and its test
@@ -48,7 +48,7 @@ class Absent(Exception):
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do the job.
+    """Contender: one way to do the job.
 
     Attributes:
         name: how results call it.
@@ -65,7 +65,7 @@ class Contender:
 
 @dataclass
 class Lap:
-    """What one contender did: seconds of each round, or the reason for having none."""
+    """Result of one contender: seconds of each round, or the reason for having none."""
 
     name: str
     seconds: list[float] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Lap:
 
 @dataclass(frozen=True)
 class Budget:
-    """How many rounds a race may take: as many as fit in `seconds`, between two bounds.
+    """Number of rounds of a race: as many as fit in `seconds`, between two bounds.
 
     Attributes:
         until: reading of `time.monotonic` after which no contender is checked and no round begun.
@@ -119,7 +119,7 @@ def race(
     """Check every contender once, then time the sound ones in rounds, each round starting one further along.
 
     `clock="wall"` times what a caller waits for: launches and work, to the last synchronisation.
-    `clock="device"` times the device alone, see `DeviceClock`, whose facts a lap then has; on a CPU it is the wall
+    `clock="device"` times only the device, see `DeviceClock`, whose facts a lap then has; on a CPU it is the wall
     clock.
     """
     if len({contender.name for contender in contenders}) != len(contenders):
@@ -182,7 +182,7 @@ def _checked(contender: Contender, device: torch.device) -> Lap:
         lap.absent = str(error)
     except torch.OutOfMemoryError:
         lap.absent = "does not fit in the device's memory"
-    except Exception as error:  # of somebody else's package, say: the others still get their time
+    except Exception as error:  # perhaps of another package: the others still get their time
         lap.refused = f"raised {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return lap
 
@@ -242,7 +242,7 @@ class DeviceClock:
         return seconds
 
     def facts(self, rounds: int) -> dict[str, float]:
-        """Of the last `rounds`: the median of what the host took, and in how many of them it was not hidden."""
+        """Summarize the last `rounds`: the median host time, and the number of rounds in which it was not hidden."""
         return {
             "host_seconds": statistics.median(self._host[-rounds:]),
             "rounds_with_host_exposed": sum(self._exposed[-rounds:]),
@@ -265,7 +265,7 @@ class DeviceClock:
 
 
 def _clear_cache(device: torch.device) -> None:
-    """Fill the L2 cache with what nobody needs, by reading: written lines would be written back in the timed round."""
+    """Fill the L2 cache with unneeded data, by reading: written lines would be written back in the timed round."""
     _cache_filler(device, CACHE_BYTES).max()
 
 

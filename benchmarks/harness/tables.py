@@ -1,4 +1,4 @@
-"""Write what was found as a table: a document as JSON, and beside it as Markdown."""
+"""Write results as tables: a document as JSON, and beside it as Markdown."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What is scored: real GSM8K completions where they are at hand, generated ones otherwise, and models to score with.
+"""Make workloads: real GSM8K completions where they are installed, else generated ones, and models to score with.
 
 No network: the tokenizer is a byte-level BPE trained here, and models have random weights in the shapes of real ones.
 """
@@ -375,7 +375,7 @@ def shaped_rollouts(problems: int, *, group: int, **shape: int) -> Rollouts:
 
 @functools.cache
 def _word_ids() -> Tensor:
-    """Ids of tokens that are letters alone."""
+    """List the ids of tokens that are letters only."""
     texts = (str(tokenizer().decode([i])).strip() for i in range(len(tokenizer())))
     return torch.tensor([i for i, text in enumerate(texts) if text.isascii() and text.isalpha()])
 

@@ -1,1 +1,1 @@
-"""models"""
+"""Score every model type of transformers and record which are exact."""

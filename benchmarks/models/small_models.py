@@ -1,4 +1,4 @@
-"""Every causal model type of transformers, built small enough for a CPU, with all that its default has.
+"""Build every causal model type of transformers small enough for a CPU, with everything that its default has.
 
 `table.py` scores these models. A small model keeps a whole period of the default's layer pattern, so that a
 hybrid holds its linear attention and a sliding layer really slides: sequences are longer than `WINDOW`.
@@ -130,7 +130,7 @@ _DOTS3 = {
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 # What a type needs beyond small sizes: values that it does not build without, a mixture of layers where its default
-# names one kind alone, sizes that hang together.
+# names one kind only, sizes that depend on each other.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 128, "encoder_hash_byte_group_size": [3, 4]},
@@ -355,7 +355,7 @@ def _short_rope(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def period(config: PreTrainedConfig) -> int:
-    """How many of the first layers show every kind that the configuration has, at least `LAYERS` in a text model."""
+    """Count the first layers that include every kind of the configuration, at least `LAYERS` in a text model."""
     written = config.to_dict()
     total = _depth(written)
     least = LAYERS if _is_text(config) else 1
@@ -370,7 +370,7 @@ def period(config: PreTrainedConfig) -> int:
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[str]:
-    """What the layers are, by the names that transformers has for them, sorted."""
+    """List the kinds of layers, by transformers' names for them, sorted."""
     text = _text(config)
     names = ("layer_types", "layers_block_type", "attention_layers", "attn_layers", "block_types")
     for name in names:

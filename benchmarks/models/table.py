@@ -1,9 +1,9 @@
-"""`python -m benchmarks models`: which model types are scored and trained exactly, and which are refused, why.
+"""`python -m benchmarks models`: find which model types are scored and trained exactly, and why others are refused.
 
 Builds every causal model type of the installed transformers small (`small_models.py`), scores ragged batches and
 compares with one full forward per span; takes log-probs as the trainer does and compares them, and every gradient,
 with the model's own forwards of each row. Each type has a process and a time limit of its own and leaves a line in a
-file, so that a run that broke off goes on where it was. Writes `docs/models.md` and `benchmarks/results/models.json`.
+file, so that an interrupted run resumes where it was. Writes `docs/models.md` and `benchmarks/results/models.json`.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""One model of the table against its own plain forwards: the batches, the comparisons, what came of them.
+"""Compare one model of the table with its own plain forwards: batches, comparisons, verdicts.
 
-Beside `table.py`, which builds the models, runs them one by one and writes what came of it.
+`table.py` builds the models, runs them one by one and writes the verdicts.
 """
 
 import math
@@ -39,7 +39,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one comparison: a key of `MEANINGS`, why, and the largest error in nats if numbers came."""
+    """Result of one comparison: a key of `MEANINGS`, why, and the largest error in nats if numbers came."""
 
     status: str
     why: str = ""
@@ -248,7 +248,7 @@ def _weighted(rows: Sequence[Tensor], first: int = 0) -> Tensor:
 
 
 def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What the parameters have been given; zeros where nothing."""
+    """Collect the gradients of the parameters; zeros where there are none."""
     return {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         for name, parameter in model.named_parameters()
@@ -280,7 +280,7 @@ def gradient_gap(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 def rounding_of_gradients(model: PreTrainedModel, batch: Batch) -> float:
-    """How far the model's own gradients move when each weight goes to a neighbouring number, up or down by chance."""
+    """Measure how far the model's own gradients move when each weight moves to a neighbouring number, at random."""
     before = plain_gradients(model, batch)
     generator = torch.Generator().manual_seed(0)
     kept = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

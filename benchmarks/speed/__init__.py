@@ -1,1 +1,1 @@
-"""speed"""
+"""Race this library against what users would run instead."""

@@ -1,4 +1,4 @@
-"""The gradients of tree attention along training trees, against those of flash attention."""
+"""Race the gradients of tree attention along training trees against those of flash attention."""
 
 import functools
 import itertools
@@ -88,7 +88,7 @@ def gradients_along_each_segment(job: AttentionJob, by_out: Tensor, q: Tensor, k
 
 
 def gradients_of(attend: Callable[..., Tensor], by_out: Tensor, *inputs: Tensor) -> Callable[[], Gradients]:
-    """What takes the gradients of one forward, which the first call does, again and again."""
+    """Make a function that takes the gradients of one forward repeatedly; its first call runs the forward."""
     graph: list[tuple[Tensor, list[Tensor]]] = []
 
     def run() -> Gradients:

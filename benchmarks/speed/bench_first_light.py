@@ -1,4 +1,4 @@
-"""First light: every kernel once, in the builds that ship, on 64 rows, against float64, with what the driver loaded.
+"""Run every kernel once, in the builds that ship, on 64 rows, against float64; record what the driver loaded.
 
 The first thing to run on a device, in minutes: bfloat16, heads 64 and 128 wide, a vocabulary of 151,936. On a CPU a
 reduced form runs in Triton's interpreter.
@@ -49,7 +49,7 @@ class Light:
 
 @dataclass(frozen=True)
 class Size:
-    """How large the operands are."""
+    """Sizes of the operands."""
 
     dtype: torch.dtype
     heads: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What span detection and packing take on the CPU, beside the scoring they are for."""
+"""Time span detection and packing on the CPU, relative to the scoring that they serve."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ STAGES = ("span detection", "packing", "ours")
 
 @dataclass(frozen=True)
 class Load:
-    """Which model, and how many problems of four completions each."""
+    """Workload: a model, and a number of problems of four completions each."""
 
     model: str
     problems: int
@@ -62,7 +62,7 @@ def stage_laps(
 def _stages(model: PreTrainedModel, job: Job) -> list[Contender]:
     ids = {b: completion.tolist() for b, completion in enumerate(job.completions)}
     run = PEERS["ours"].run
-    run(model, job.part([0]))  # proves once per model that it can be scored
+    run(model, job.part([0]))  # checks once per model that it can be scored
 
     def detect() -> dict[int, Reasoning]:
         return find_reasoning(ids, job.tokenizer)
@@ -90,7 +90,7 @@ def _check_spans(job: Job, found: dict[int, Reasoning]) -> None:
 def _check_packs(job: Job, packed: tuple[ScoringPlan, list[Pack]]) -> dict[str, Any]:
     plan, packs = packed
     asked = sum(1 + len(spans) for spans in job.spans)
-    if (laid_out := sum(map(len, plan.units))) != asked:
+    if (laid_out := sum(map(len, plan.bundles))) != asked:
         raise WrongAnswer(f"{laid_out} sequences are packed, {asked} were asked for")
     return {"packs": len(packs), "tokens_fed": sum(pack.num_tokens for pack in packs)}
 

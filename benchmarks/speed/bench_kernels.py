@@ -1,4 +1,4 @@
-"""The two forward kernels alone: tree attention against flash attention, log-probs against what the device can do."""
+"""Race the two forward kernels: tree attention against flash attention, log-probs against what the device can do."""
 
 import functools
 import itertools
@@ -81,7 +81,7 @@ class AttentionJob:
 
     @property
     def flash_shape(self) -> tuple[int, int]:
-        """How many causal sequences of which length have about as many tokens and visible pairs as the trees."""
+        """Find the number and length of causal sequences with about as many tokens and visible pairs as the trees."""
         length = max(round(2 * self.table.visible_pairs() / self.table.num_rows) - 1, 1)
         return max(round(self.table.num_rows / length), 1), length
 
@@ -103,7 +103,7 @@ class AttentionJob:
         return self._flops(batch * length * (length + 1) / 2)
 
     def _flops(self, pairs: float) -> float:
-        """Of QK^T and PV."""
+        """Count the operations of QK^T and PV."""
         return 4.0 * self.q.shape[1] * self.q.shape[2] * pairs
 
 

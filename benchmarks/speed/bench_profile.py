@@ -1,6 +1,6 @@
-"""Where a training step's time goes on the device: one step of a contender under `torch.profiler`.
+"""Profile one training step of a contender on the device, under `torch.profiler`.
 
-Gradients are checked where steps are raced, in `test_step.py`; here nothing is.
+Gradients are checked where steps are raced, in `bench_step.py`; here they are not.
 """
 
 import functools

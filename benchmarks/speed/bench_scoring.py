@@ -1,4 +1,4 @@
-"""Scoring masked spans: ours against everything a user could pick instead, on the same completions and model."""
+"""Race the scoring of masked spans against everything a user could pick instead, on the same completions and model."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def scoring_contenders(model: PreTrainedModel, job: Job, peers: dict[str, Peer]) -> list[Contender]:
     """The peers as contenders, each checked against the definition; the first run of each counts what it feeds."""
     reference = Reference.of(model, job)
-    PEERS["ours"].run(model, job.part([0]))  # proves once per model that it can be scored; not to be counted
+    PEERS["ours"].run(model, job.part([0]))  # checks once per model that it can be scored; not to be counted
     dtype = next(model.parameters()).dtype
 
     def contender(name: str, peer: Peer) -> Contender:

@@ -1,4 +1,4 @@
-"""What a training step costs: credit and update on recorded rollouts, ours against what trainers do today.
+"""Race a training step, credit and update on recorded rollouts, against what trainers do today.
 
 Table 8 of the CF paper, side by side in one run. Every contender replays the same completions with their own rewards
 and leaves a gradient, which is held to padded autograd in higher precision before anything is timed. No optimizer
@@ -40,12 +40,12 @@ from benchmarks.speed.step_peers import (
 )
 from benchmarks.speed.step_reference import StepResult, Truth, taken_gradients
 from cfa_kernels.hf.model import backbone, causal_lm
-from cfa_kernels.hf.verify import prove_trainable
+from cfa_kernels.hf.verify import check_trainable
 
 
 @dataclass(frozen=True)
 class Target:
-    """`of` is to cost at most `ceiling` times `to`; without a ceiling the ratio is reported alone."""
+    """`of` is to cost at most `ceiling` times `to`; without a ceiling the ratio is only reported."""
 
     of: str
     to: str
@@ -140,7 +140,7 @@ WORKLOADS: dict[str, dict[str, Workload]] = {
 
 @dataclass
 class Measured:
-    """What a contender's runs took beside the race's own clock, and what the first of them fed."""
+    """Costs of a contender's runs other than the race's clock, and counts of what the first of them fed."""
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"credit": [], "update": []})
     cpu_seconds: dict[str, list[float]] = field(default_factory=lambda: {"credit": [], "update": []})
@@ -157,7 +157,7 @@ def step_contenders(
     if "forward" in vars(replay.causal):
         raise ValueError("replay: its policy's forward has been replaced; references need a fresh policy")
     dtype = next(replay.policy.parameters()).dtype
-    prove_trainable(replay.causal)  # once per model; not to be counted, nor timed
+    check_trainable(replay.causal)  # once per model; not to be counted, nor timed
     exact = copy.deepcopy(replay.policy)
     exact.to(torch.float64 if dtype == torch.float32 else torch.float32)
     truths: dict[str, Truth] = {}
@@ -174,7 +174,7 @@ def step_contenders(
 
     def contender(name: str) -> Contender:
         peer, notes = STEP_PEERS[name], measured[name]
-        # Made before anything runs, so that it counts to nobody's peak memory.
+        # Made before anything runs, so that no contender's peak memory includes it.
         own = peer.own_policy and peer.kind not in absent
         used = Replay(fresh(), replay.rollouts) if own else replay
 
@@ -294,7 +294,7 @@ def fastest_micro_batch(replay: Replay, sizes: Sequence[int]) -> tuple[int | Non
 
 @dataclass
 class StepRace:
-    """What one workload's contenders took, without and with the sampling before it."""
+    """Results of one workload's contenders, without and with the sampling before it."""
 
     steps: dict[str, Lap]
     sampled: dict[str, Lap]

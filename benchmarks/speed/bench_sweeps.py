@@ -1,4 +1,4 @@
-"""How the cost of scoring grows with spans, completion length and group size."""
+"""Measure how the cost of scoring grows with spans, completion length and group size."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ SWEPT = ("ours", "per span with logits_to_keep", "padded batches of 8 with logit
 
 @dataclass(frozen=True)
 class Scale:
-    """Which model, the shape all points share, and the points of each axis, which replace one number of it."""
+    """Sweep: a model, the shape that all points share, and the points of each axis, which replace one number of it."""
 
     model: str
     dtype: torch.dtype

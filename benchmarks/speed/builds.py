@@ -1,4 +1,4 @@
-"""Triton kernels as the driver loaded them: what compiling ahead of time cannot show."""
+"""Read Triton kernels as the driver loaded them, which compiling ahead of time cannot show."""
 
 import importlib
 import pkgutil

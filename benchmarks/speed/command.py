@@ -1,8 +1,8 @@
 """`python -m benchmarks speed`: test on the device, measure its ceilings, time everything, write one JSON file.
 
-The file follows the run: a part that is cut off, or killed, leaves what it had measured. Without a CUDA or HIP device
-the command says so and exits with status 2, unless `--device cpu` asks for the CPU's figures. It exits with 1 if a
-part failed, with 3 if none failed but one was cut.
+The file is written as the run goes: a part that is cut off, or killed, leaves its measurements. Without a CUDA or HIP
+device the command says so and exits with status 2, unless `--device cpu` asks for the CPU's figures. It exits with 1 if
+a part failed, with 3 if none failed but one was cut.
 """
 
 import argparse

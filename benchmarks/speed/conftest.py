@@ -1,4 +1,4 @@
-"""Fixtures of the benchmarks: the device, the time budget, and where figures are reported to."""
+"""Fixtures of the benchmarks: the device, the time budget, and the report of figures."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +53,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def _race(item: pytest.Item) -> dict[str, Any]:
-    """What an item's race is of: its parameters but for the contender's name."""
+    """Name the race of an item: its parameters without the contender's name."""
     parameters = getattr(item, "callspec", None)
     return {k: v for k, v in parameters.params.items() if k != "name"} if parameters is not None else {}
 
@@ -65,7 +65,7 @@ def figures(request: pytest.FixtureRequest) -> Figures:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the contenders run."""
+    """Device that the contenders run on."""
     name = device_name(request.config)
     if name == "cuda" and not torch.cuda.is_available():
         pytest.exit("--bench-device cuda: there is no CUDA or HIP device", returncode=2)

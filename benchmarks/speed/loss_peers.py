@@ -141,7 +141,7 @@ def verl_kernel(job: Job) -> Result:
 
 
 def bare_gemms(job: Job) -> Result:
-    """The products alone, chunked as ours are, with nothing between them: what no exact method can beat."""
+    """Compute only the products, chunked as ours are: what no exact method can beat."""
     hidden, head = job.flat, job.head
     chunk = CHUNK[hidden.device.type]
     by_hidden = torch.empty_like(hidden)

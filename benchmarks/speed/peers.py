@@ -1,4 +1,4 @@
-"""Every way to score masked spans that a user could pick instead, one function each, all with one signature.
+"""Collect the ways to score masked spans that a user could pick instead, one function each, with one signature.
 
 A peer takes `(model, job)` and returns, per completion, what it observes: normally (1 + K_b,) fp32 answer
 log-probs in nats, the unmasked one first. Peers built on other people's packages report in those packages' own
@@ -80,7 +80,7 @@ def per_span(model: PreTrainedModel, job: Job) -> Observed:
 
 @torch.no_grad()
 def per_span_logits_to_keep(model: PreTrainedModel, job: Job) -> Observed:
-    """The same, with logits of the rows that predict the answer alone."""
+    """Score likewise, with logits only of the rows that predict the answer."""
     observed = []
     for b, (prompt, answer) in enumerate(zip(job.prompts, job.answers, strict=True)):
         scores = []
@@ -331,7 +331,7 @@ def using_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 @functools.cache
 def authors_package() -> ModuleType:
-    """The module with its two importance functions, loaded alone: the package itself imports far more."""
+    """The module with its two importance functions, loaded by itself: the package imports far more."""
     spec = importlib.util.find_spec("aligntune")
     if spec is None or not spec.submodule_search_locations:
         raise Absent("aligntune is not installed; it pins an older trl: pip install --no-deps aligntune")
@@ -381,7 +381,7 @@ def aligntune_batched(model: PreTrainedModel, job: Job) -> Observed:
 
 
 def aligntune_importance(scores: Tensor, job: Job, b: int) -> Tensor:
-    """What aligntune reports per completion token: the drop per span token, stretched to [0.5, 1].
+    """Compute what aligntune reports per completion token: the drop per span token, stretched to [0.5, 1].
 
     Its drop is base minus masked, on top of a floor that every reasoning token has; 0 from the marker on.
     """

@@ -1,4 +1,4 @@
-"""What a device does during a step: kernels summed by class, and how long it stands idle."""
+"""Summarize what a device does during a step: kernels by class, and idle time."""
 
 import re
 from collections import defaultdict

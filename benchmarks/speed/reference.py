@@ -1,4 +1,4 @@
-"""What is right, in float64, and by how much a result may miss it."""
+"""Compute references in float64, and the error budget of a result."""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from benchmarks.speed.peers import Observed, Peer, per_span, per_span_logits_to_
 
 @dataclass(frozen=True)
 class Reference:
-    """What is right, and by how much a result may miss it.
+    """Reference results and their error budget.
 
     The budget is the error that the definition itself makes in the model's precision, measured against the same
     in the next higher one, doubled: `2 * (max |per_span - truth| + eps * max |truth|)` nats per score.
@@ -78,7 +78,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class ErrorBudget:
-    """What a tensor should be, and how far the same maths in the inputs' precision is from it."""
+    """Reference of a tensor, and how far the same maths in the inputs' precision is from it."""
 
     truth: Tensor  # of float64 arithmetic
     low_error: float

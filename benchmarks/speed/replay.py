@@ -1,4 +1,4 @@
-"""Recorded rollouts replayed to a training step: what a contender is given, how it is clocked, and TRL's trainer.
+"""Replay recorded rollouts to a training step: the contender's input, its clock, and TRL's trainer.
 
 `step_peers.py` holds the contenders themselves.
 """
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from benchmarks.harness.race import Absent
 from benchmarks.harness.workloads import Job, Rollouts
 from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.verify import prove_trainable
+from cfa_kernels.hf.verify import check_trainable
 from cfa_kernels.integrations.credit import fold_weights, pad_rows
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28
@@ -28,7 +28,7 @@ Weights = list[Tensor]
 
 @dataclass
 class Replay:
-    """What a contender is given.
+    """Input of a contender.
 
     Attributes:
         policy: the model to train, whose trainable parameters take the gradient.
@@ -59,7 +59,7 @@ class Replay:
         return next(self.policy.parameters()).device
 
     def advantages(self, rows: Sequence[int]) -> Tensor:
-        """Those of some rows, on the device."""
+        """Return the advantages of some rows, on the device."""
         return self.rollouts.advantages[list(rows)].to(self.device)
 
     def trl(self, *, micro_batch: int | None = None, **settings: bool) -> Any:
@@ -125,7 +125,7 @@ class StepPeer:
             and answers that it finds itself) or "authors" (their code's).
         head_products: products of a row with the head in the update while the head is frozen; one more if it trains.
         head_rows: which rows those are: "active" tokens (with an advantage), all "tokens", or, of padded batches
-            and on a CPU alone, all "positions".
+            and on a CPU only, all "positions".
         sampling: whose comes before it, "TRL" or "ours".
         own_policy: it changes the policy's layers, so it works on a policy of its own.
         recomputes: layers run forwards twice (activation checkpointing).
@@ -139,7 +139,7 @@ class StepPeer:
     sampling: str
     own_policy: bool = False
     recomputes: bool = False
-    prepare: Callable[[Replay], Any] = lambda replay: prove_trainable(replay.causal)
+    prepare: Callable[[Replay], Any] = lambda replay: check_trainable(replay.causal)
 
 
 def _trl_trainer(
@@ -262,5 +262,5 @@ def trl_update(replay: Replay, trainer: Any, weights: Weights | None) -> Tensor:
     trainer.recorded["advantages"] = advantages
     trainer._buffered_inputs, trainer._step = None, 0
     steps = trainer.args.gradient_accumulation_steps
-    # Each loss comes back divided by the number of micro-batches, for the log alone.
+    # Each loss comes back divided by the number of micro-batches, only for the log.
     return torch.stack([trainer.training_step(trainer.model, None, None) for _ in range(steps)]).sum()

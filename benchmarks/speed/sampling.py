@@ -1,4 +1,4 @@
-"""The sampling before a training step: each contender's own way, made to sample what was recorded."""
+"""Run the sampling before a training step in each contender's own way, made to sample what was recorded."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Every way to do the credit and the update of one training step, one function each, all with one signature.
+"""Collect the ways to do credit and update of one training step, one function each, all with one signature.
 
 A contender takes a `Replay` (a policy and recorded rollouts) and a `Stopwatch`, does its work inside
 `with stopwatch.credit()` and `with stopwatch.update()`, leaves its gradient on the policy's parameters and returns
@@ -26,7 +26,7 @@ from cfa_kernels import policy_loss, score_counterfactuals, span_weights
 from cfa_kernels.hf.head import Head
 from cfa_kernels.hf.limits import default_token_budget
 from cfa_kernels.hf.model import backbone
-from cfa_kernels.hf.verify import noise_floor, prove_head
+from cfa_kernels.hf.verify import check_head, noise_floor
 from cfa_kernels.integrations.credit import pad_rows
 from cfa_kernels.losses.policy import linear_policy_loss
 from cfa_kernels.losses.ragged import LossBatch
@@ -160,7 +160,7 @@ def _fused_loss(replay: Replay, head: Head, hidden: Tensor, rows: Sequence[int])
 
 def varlen(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     """Padding-free, every completion with its own prompt: sequences end to end, positions that start again."""
-    causal, head, total = replay.causal, prove_head(replay.causal), torch.zeros((), device=replay.device)
+    causal, head, total = replay.causal, check_head(replay.causal), torch.zeros((), device=replay.device)
     with stopwatch.update(), using_attention(causal, "benchmark_per_sequence"):
         sequences = _sequences(replay)
         for rows in _in_budget([len(ids) for ids, _ in sequences], default_token_budget(causal)):
@@ -227,7 +227,7 @@ AttentionInterface.register("benchmark_repeated_prompt", _repeated_prompt_attent
 
 def repeated_prompt(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     """PrefixGrouper's way, without padding outside the attention."""
-    causal, head, total = replay.causal, prove_head(replay.causal), torch.zeros((), device=replay.device)
+    causal, head, total = replay.causal, check_head(replay.causal), torch.zeros((), device=replay.device)
     job, size = replay.job, replay.rollouts.group
     with stopwatch.update(), using_attention(causal, "benchmark_repeated_prompt"):
         firsts = range(0, len(job.prompts), size)
@@ -265,7 +265,7 @@ def flex_tree(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
 
     if replay.device.type == "cpu":
         raise Absent("FlexAttention has no backward on a CPU (torch raises NotImplementedError)")
-    causal, head, job = replay.causal, prove_head(replay.causal), replay.job
+    causal, head, job = replay.causal, check_head(replay.causal), replay.job
     bare = Job(**{**vars(job), "spans": [[] for _ in job.spans]})
     with stopwatch.update():
         forest = packed_forest(bare)
@@ -337,8 +337,8 @@ def _weights(job: Job, drops: dict[int, Tensor]) -> Weights:
 
 
 def _padded_update(replay: Replay, weights: Weights, rows: Sequence[int]) -> Tensor:
-    """Micro-batches of rows of like length, padded, the head on counted rows alone; log-probs, then `policy_loss`."""
-    job, head = replay.job, prove_head(replay.causal)
+    """Micro-batches of rows of like length, padded, the head only on counted rows; log-probs, then `policy_loss`."""
+    job, head = replay.job, check_head(replay.causal)
     total = torch.zeros((), device=replay.device)
     ordered = sorted(rows, key=lambda b: len(job.completions[b]))
     for start in range(0, len(ordered), replay.micro_batch):

@@ -1,4 +1,4 @@
-"""What a training step is to leave behind, by its definition in higher precision, and by how much one may miss it."""
+"""Compute what a training step should leave behind, in higher precision, and its error budget."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ Gradients = dict[str, Tensor]
 
 @dataclass
 class StepResult:
-    """What a contender leaves behind."""
+    """Results that a contender leaves behind."""
 
     loss: float
     weights: Weights | None

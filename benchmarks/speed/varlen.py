@@ -1,4 +1,4 @@
-"""PyTorch's own attention over ragged sequences, as the torch at hand takes it."""
+"""Call PyTorch's own attention over ragged sequences, by the interface of the installed torch."""
 
 import inspect
 from typing import Any

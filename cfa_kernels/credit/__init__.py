@@ -1,5 +1,5 @@
 """Credit from importances.
 
-A module here knows estimators and what reads completions; what belongs here turns importances into weights or
-advantages, or says how that is configured.
+Modules here know estimators and readers of completions. They turn importances into weights or advantages, and define
+how that is configured.
 """

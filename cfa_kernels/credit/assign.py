@@ -1,7 +1,7 @@
 """Credit padded batches of sampled tokens: find answers and units, judge the units, weigh every token.
 
-`counterfactual_credit` is what trainers call once per generation batch: answers and units of the completions that
-matter (`units.py`), their importance by an estimator (`estimators/`), token weights by a rule (`weights.py`).
+Trainers call `counterfactual_credit` once per generation batch. It finds answers and units of the completions that
+matter (`units.py`), their importance by an estimator (`estimators/`), and token weights by a rule (`weights.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,20 +26,20 @@ from .weights import Judged, drawn, normalized_weights, spread_over_tokens
 
 @dataclass(frozen=True)
 class Credit:
-    """Weights of a (B, T) batch and what they came from; completions that were not judged have no spans.
+    """Weights of a (B, T) batch and their origin; completions that were not judged have no spans.
 
     Attributes:
         weights: (B, T) fp32, 1 on padding and on completions without credit.
-        answers: B spans or None.
+        answers: B spans, None where no answer was found.
         spans: B lists of the units that were judged.
-        drop: B tensors (K_b,) fp32 on the CPU, minus the importance of each unit; of masking, as the answer's
-            log-prob changes, in nats; minus the total effects where those were asked for.
+        drop: B tensors (K_b,) fp32 on the CPU, minus the importance of each unit; under masking the change of
+            the answer's log-prob, in nats, or minus the total effect where that was configured.
         base: (B,) fp32 on the CPU, log P(answer), nats; nan where it was not scored.
-        work: what the estimator fed; None where it fed nothing.
-        advantages: (B, T) fp32, what to train on in place of `advantages`, where the estimator's values are signed;
-            else None.
-        added: (B, T) fp32 on the host, what of those was added to the caller's; None where nothing was.
-        noise: B tensors (K_b,) on the CPU, nats that each drop may be off by rounding; None for 0.
+        work: counts of what the estimator fed; None where it fed nothing.
+        advantages: (B, T) fp32, to train on instead of the caller's, where the estimator's values are signed; else
+            None.
+        added: (B, T) fp32 on the host, the part of those that was added to the caller's; None where nothing was.
+        noise: B tensors (K_b,) on the CPU, nats by which rounding may move each drop; None for 0.
     """
 
     weights: Tensor
@@ -54,11 +54,11 @@ class Credit:
 
     @staticmethod
     def of_parts(shape: torch.Size, parts: Sequence[tuple[Sequence[int], "Credit"]]) -> "Credit":
-        """Put credit of a batch together from that of parts of it, each with the numbers of its rows.
+        """Join the credit of parts of a batch, each given with the numbers of its rows.
 
         Args:
             shape: (B, T) of the batch.
-            parts: rows and their credit, over T tokens; rows in no part weigh 1 and were not scored.
+            parts: rows and their credit, over T tokens; rows in no part get weight 1 and count as not scored.
         """
         signed = any(credit.advantages is not None for _, credit in parts)
         work = [credit.work for _, credit in parts if credit.work is not None]
@@ -86,10 +86,10 @@ class Credit:
         return whole
 
     def metrics(self, completion_mask: Tensor) -> dict[str, float]:
-        """Figures to log; `completion_mask` is (B, T). Drops are in nats, negative for spans that matter.
+        """Compute figures to log; `completion_mask` is (B, T). Drops are in nats, negative for spans that matter.
 
-        A drop counts as that of a distractor where it is above `noise`. Of signed credit the figures are those of what
-        is added to the advantages, in place of weights and drops.
+        A drop above `noise` counts as a distractor's. For signed credit the figures describe what is added to the
+        advantages, instead of weights and drops.
         """
         counted = completion_mask.bool()
         scored = [i for i, spans in enumerate(self.spans) if spans]
@@ -133,7 +133,7 @@ def counterfactual_weights(
 ) -> Tensor:
     """Weigh the tokens of a padded batch, (B, T) fp32: `counterfactual_credit(...).weights`.
 
-    Also raises `ValueError` where credit is signed, which weights cannot express.
+    Also raises `ValueError` if credit is signed, which weights cannot express.
     """
     credit = counterfactual_credit(
         model, tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask,
@@ -161,19 +161,19 @@ def counterfactual_credit(
     """Find answers and units, judge them, and weigh every token of a batch laid out as TRL does.
 
     Args:
-        model: as in `score_counterfactuals`, or how it may be asked otherwise: `TrainingForward`, `LogprobService`.
-            Estimators that only compare completions do not look at it.
+        model: as in `score_counterfactuals`, or another `ModelAccess`: `TrainingForward`, `LogprobService`. Estimators
+            that only compare completions do not use it.
         tokenizer: the one that sampled the ids.
         prompt_ids, prompt_mask: (B, P), left-padded; the mask is 1 on real tokens.
-        completion_ids, completion_mask: (B, T), right-padded. A row masked out altogether (a truncated completion,
-            say) gets no credit.
+        completion_ids, completion_mask: (B, T), right-padded. A fully masked row (a truncated completion, for
+            example) gets no credit.
         advantages: (B,) or (B, T). Completions where they are all zero contribute nothing to the loss, so they
-            are not judged and weigh 1. Needed where the estimator's values are signed.
+            are not judged and get weight 1. Required where the estimator's values are signed.
         config: default `CounterfactualConfig()`.
-        generator: source of the random control and of what an estimator draws, on the CPU.
+        generator: random source of the control `random` and of the estimator, on the CPU.
         noise: nats per answer token by which rounding moves the scores. Importances of a completion that are no further
             apart count as equal, and a drop within it is not a distractor's. By default that of `model`, measured once.
-        **known: what else is known of the completions, of `Known`: `groups` (B,), `rewards` (B,), `entropies` (B, T),
+        **known: further columns about the completions, see `Known`: `groups` (B,), `rewards` (B,), `entropies` (B, T),
             `external`, `probes`, `targets` (B tensors or None each).
 
     Returns:
@@ -183,8 +183,8 @@ def counterfactual_credit(
         ValueError: shapes or masks that are not as described, an empty prompt; an estimator that lacks what it reads,
             or gives values of the wrong number or that are not finite; advantages that are not finite where signed
             values are added; names the row.
-        NotImplementedError: an estimator that asks the model for what it cannot be asked for here.
-        Also whatever the estimator raises.
+        NotImplementedError: an estimator needs what this access to the model does not offer.
+        Also what the estimator itself raises.
     """
     config, access = config or CounterfactualConfig(), as_access(model)
     given = PaddedBatch.of(prompt_ids, prompt_mask, completion_ids, completion_mask, advantages, known)
@@ -196,7 +196,7 @@ def counterfactual_credit(
 
 @dataclass(frozen=True)
 class _Judged:
-    """Importances by number of the completion in the padded batch."""
+    """Importances, by a completion's number in the padded batch."""
 
     values: dict[int, Tensor]  # (K,) importances
     roundings: dict[int, "_Rounding"]
@@ -205,10 +205,10 @@ class _Judged:
 
 
 class _Rounding(NamedTuple):
-    """Nats that a completion's importances may be off by rounding."""
+    """Rounding of a completion's importances, nats."""
 
-    drops: Tensor  # (K,) of each
-    spread: float = 0.0  # of the largest less the smallest
+    drops: Tensor  # (K,) of each importance
+    spread: float = 0.0  # of the difference of the largest and the smallest
 
 
 def _judge(
@@ -245,7 +245,7 @@ def _judge(
 def _roundings(
     importances: Importances, answers: Sequence[Span | None], noise_of_token: Callable[[], float]
 ) -> list[_Rounding]:
-    """Bound the rounding of importances that are changes of an answer's log-prob; 0 for all others."""
+    """Bound the rounding of importances that are changes of an answer's log-prob or probability; 0 for others."""
     found = []
     for i, (values, answer) in enumerate(zip(importances.values, answers, strict=True)):
         if not len(values) or answer is None or importances.change_of is None:
@@ -318,7 +318,7 @@ def _weigh(
     judged: _Judged,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Make the weights (B, T) and, of signed importances, what they add to the advantages (B, T)."""
+    """Make the weights (B, T) and, for signed importances, what they add to the advantages (B, T)."""
     weights, signed = torch.ones(given.padded.shape, dtype=torch.float32), judged.importances.signed
     rule = None if signed else config.weights
     if config.control == "off" or (rule is None and not signed):
@@ -345,7 +345,7 @@ def _weigh(
 
 
 def _added(rows: Mapping[int, Judged], shape: torch.Size, *, inverted: bool) -> Tensor:
-    """Spread signed values over the tokens of their units, (B, T) fp32; 0 on others."""
+    """Spread signed values over the tokens of their units, (B, T) fp32; 0 on other tokens."""
     added = torch.zeros(shape)
     for b, row in rows.items():
         values = -row.importances if inverted else row.importances

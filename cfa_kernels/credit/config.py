@@ -1,7 +1,7 @@
-"""Say how credit is assigned, in parts that cannot contradict each other.
+"""Configure how credit is assigned, in parts that cannot contradict each other.
 
-The parts are dataclasses: an estimator with its options, a rule for weights, rules for spans and for answers. A part's
-fields are declared once, there; flags, YAML, hosts and `docs/credit.md` take them from it by their flat names.
+The parts are dataclasses: an estimator with its options, a rule for weights, rules for spans and for answers. Each part
+declares its fields once; flags, YAML, hosts and `docs/credit.md` derive from them by their flat names.
 """
 
 import difflib
@@ -26,30 +26,30 @@ class CounterfactualConfig:
     names are `mode` ("counterfactual", "inverted", "random", "uniform") for `control`, `reshape` for `weights` and
     `cheap` for `preselect_by`.
 
-    Raises `ValueError` for a value that an option does not take and for an option that none of the chosen parts reads;
+    Raises `ValueError` for a value that an option does not take, or an option that none of the chosen parts reads;
     the message names the option, what reads it, and what was expected.
     """
 
     estimator: Estimator
-    """What finds the importance of a unit: a part or name of `ESTIMATORS`, or a function (model, `ScoredBatch`) ->
+    """Estimator of the importance of units: a part or name of `ESTIMATORS`, or a function (model, `ScoredBatch`) ->
     `Importances`."""
     weights: WeightRule | None
-    """How importances become weights: a part or name of `WEIGHTS`, or a function. By default what the estimator's
-    source does; None where the estimator's values are added to the advantages instead."""
+    """Rule that turns importances into weights: a part or name of `WEIGHTS`, or a function. By default that of the
+    estimator's source; None where the estimator's values are added to the advantages instead."""
     control: Control | None
-    """A control of a comparison: "inverted", high importance gets low weight; "random", draws take the place of
-    what the estimator finds; "off", all weights are 1. None for credit as it is."""
+    """Control of a comparison: "inverted", high importance gets low weight; "random", draws replace what the
+    estimator finds; "off", all weights are 1. None for no control."""
     units: Literal["spans", "tokens"]
-    """What is judged as one: spans, or tokens, each by itself: those before the answer's marker where an answer is
-    needed, else all. By default what the estimator's source does."""
+    """What is judged: spans, or single tokens; those before the answer's marker where an answer is needed, else all.
+    By default as in the estimator's source."""
     spans: SpanRules
-    """What counts as a span."""
+    """Rules for spans."""
     answers: AnswerRules
-    """What counts as the answer."""
+    """Rules for answers."""
     normalize: Literal["mean"] | None
     """\"mean\" rescales each completion's weights to mean 1, unless all are 0; None, as in the CF paper, does not."""
     token_budget: Count | None
-    """Most packed tokens per forward; None derives it from free memory."""
+    """Maximum packed tokens per forward; None derives it from free memory."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class CounterfactualConfig:
         chosen = _named("estimator", estimator, ESTIMATORS, OwnFunction, flat)
         weights = _one_of("weights", weights, flat.pop("weights", None), "reshape")
         control = _one_of("control", control, flat.pop("control", None), "mode")
-        control = "off" if control is False else control  # as YAML reads an unquoted off
+        control = "off" if control is False else control  # YAML reads an unquoted off as False
         rule = _weight_rule(weights, chosen, flat)
         judged = chosen.judges if units is None else units
         parts: dict[str, Any] = {
@@ -119,7 +119,7 @@ class CounterfactualConfig:
 
     @property
     def asked_for(self) -> str:
-        """The estimator and its options that are not the default, as they are written."""
+        """Write out the estimator and its options that are not the default, for messages."""
         options = {
             entry.name: value
             for entry in fields(self.estimator)  # type: ignore[arg-type]
@@ -129,8 +129,8 @@ class CounterfactualConfig:
 
     @property
     def runs_estimator(self) -> bool:
-        """Whether the estimator runs: not where weights are drawn or all 1."""
-        if self.control == "random":  # signed values, which are dealt out anew, may come of it
+        """Whether the estimator runs; it does not where weights are drawn or all 1."""
+        if self.control == "random":  # the estimator may give signed values, which are then permuted
             return self.weights is None or isinstance(self.estimator, OwnFunction)
         return self.control != "off"
 
@@ -142,7 +142,7 @@ class CounterfactualConfig:
 
     @property
     def continues(self) -> bool:
-        """Whether the estimator asks what continues completions that a training forward has fed already."""
+        """Whether the estimator's queries continue completions that a training forward has fed already."""
         return self.runs_estimator and self.estimator.continues
 
     @property
@@ -164,7 +164,7 @@ class CounterfactualConfig:
 def flat_options() -> Iterator[tuple[str, type, Any]]:
     """Yield every option under its flat name, with the part that declares it and the field.
 
-    Where two parts share a name (`outcome`, `samples`, `correct_threshold`) each is given.
+    A name that two parts share (`outcome`, `samples`, `correct_threshold`) is yielded for each.
     """
     for part in (*ESTIMATORS.values(), *WEIGHTS.values(), SpanRules, AnswerRules):
         for entry in fields(part):  # type: ignore[arg-type]
@@ -207,7 +207,7 @@ def _named(option: str, given: Any, among: Mapping[str, type], own: type, flat: 
     """Resolve a part given by name or as an object; a function becomes an `own` part."""
     if isinstance(given, str) and given in among:
         return _part(among[given], None, flat)
-    says = own.__annotations__.keys() - {"function"}  # what a part says of itself, registered or not
+    says = own.__annotations__.keys() - {"function"}  # attributes of the part itself, registered or not
     if callable(given) and all(hasattr(given, name) for name in says):
         return _part(given, None, flat) if isinstance(given, type) else _part(type(given), given, flat)
     if callable(given):
@@ -237,7 +237,7 @@ def _near(name: str, among: Mapping[str, Any]) -> str:
 
 
 def _unread(name: str, parts: Mapping[str, Any]) -> str:
-    """Explain why an option is refused that none of the chosen parts reads."""
+    """Explain why an option that none of the chosen parts reads is refused."""
     owners = [part for option, part, _ in flat_options() if option == name]
     if not owners:
         known = {option: None for option, _, _ in flat_options()} | dict.fromkeys(parts)

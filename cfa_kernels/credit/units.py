@@ -1,4 +1,4 @@
-"""Read a padded batch: completions without padding, their answers and units, and what is scored of them."""
+"""Read a padded batch: take off padding, find answers and units, and append probes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,14 +37,14 @@ class Known(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """The batch without padding, on the host."""
+    """Batch without padding, on the host."""
 
     prompts: list[Tensor]
     completions: list[Tensor]
-    padded: Tensor  # (B, T) completion_ids, for shape and device
+    padded: Tensor  # completion_ids (B, T), for their shape and device
     advantages: Tensor | None
     known: Known
-    credited: list[int]  # rows with an advantage and tokens
+    credited: list[int]  # rows that have an advantage and tokens
 
     @classmethod
     def of(
@@ -71,13 +71,13 @@ class PaddedBatch:
 
     @property
     def probed(self) -> set[int]:
-        """Credited rows with a probe."""
+        """List the credited rows with a probe."""
         probes = self.known.get("probes")
         return {b for b in self.credited if probes is not None and probes[b] is not None}
 
 
 def find_units(config: CounterfactualConfig, tokenizer: Any, given: PaddedBatch) -> dict[int, Reasoning]:
-    """Find answer, end of the reasoning and units of credited completions, as far as control and estimator need them.
+    """Find answers, ends of reasoning and units of credited completions, as far as control and estimator need them.
 
     Completions with a probe have units even without an answer.
     """
@@ -103,7 +103,7 @@ def find_units(config: CounterfactualConfig, tokenizer: Any, given: PaddedBatch)
 def scored_as(
     completion: Tensor, found: Reasoning, probe: Probe | None, target: Tensor | None, b: int, eos_ids: Sequence[int]
 ) -> tuple[Tensor, Reasoning]:
-    """Put a probe behind a completion, or another answer in place of its own."""
+    """Append a probe to a completion, or replace its answer by another."""
     if not found.spans or (probe is None and target is None):
         return completion, found
     if probe is not None and target is not None:
@@ -130,7 +130,7 @@ def equal_prompts(prompts: Sequence[Tensor]) -> Tensor:
 
 
 def special_ids(tokenizer: Any) -> tuple[int, ...]:
-    """List the tokens that are no content: those that end a text and pad a batch."""
+    """List the ids that are not content: those that end a text or pad a batch."""
     ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
     return tuple(token for token in ids if token is not None)
 

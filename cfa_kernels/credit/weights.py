@@ -1,6 +1,6 @@
 """Turn importances into token weights, one completion at a time: the ranges and thresholds of the source papers.
 
-An importance says how much a unit, a span of tokens, matters; a reshaping says what its tokens weigh in the loss.
+An importance is how much a unit, a span of tokens, matters; a rule turns it into weights of tokens in the loss.
 `inverted` and `random` act in between, so they are controls of every estimator.
 """
 
@@ -26,10 +26,10 @@ MODES: dict[str, Control | None] = {
 NORMALIZATIONS = (None, "mean")
 
 _EQUAL = 1e-6
-"""Importances under "range" that are not in nats count as equal where they are no further apart."""
+"""Difference up to which importances under "range" that are not in nats count as equal."""
 
 Reshape = Callable[[Tensor, Sequence[Span], Span | None, int], Tensor]
-"""Importances (K,), their K units, the answer, the completion's length -> its token weights, (length,) fp32."""
+"""Function from importances (K,), their K units, the answer and the completion's length to weights (length,) fp32."""
 
 
 def span_weights(
@@ -49,8 +49,8 @@ def span_weights(
     """Weigh the tokens of one completion by the drops of its spans (CF paper, eqs. 4, 6 and 7).
 
     Importance `-drop` is min-max normalised over the spans and mapped to `[w_min, w_max]`. Tokens outside every
-    span weigh 1, answer tokens `w_answer`. One span, or importances that are equal but for `noise`, weigh 1: there is
-    nothing to tell apart (eq. 6 would blow rounding up to the whole weight range). A token in several spans takes the
+    span weigh 1, answer tokens `w_answer`. One span, or importances that differ by at most `noise`, weigh 1: eq. 6
+    would amplify rounding to the whole range of weights. A token in several spans takes the
     largest importance among them.
 
     Args:
@@ -59,12 +59,12 @@ def span_weights(
         answer: the answer's tokens, or None.
         length: completion tokens.
         mode: `counterfactual`; `inverted` (one minus the normalised importance); `random` (each token
-            outside the answer uniform in `[w_min, w_max]`; spans and drops are not looked at); `uniform` (all 1,
-            the answer too).
+            outside the answer uniform in `[w_min, w_max]`; spans and drops are not read); `uniform` (all 1, the
+            answer too).
         w_min, w_max, w_answer: finite weights >= 0, `w_min <= w_max`.
         normalize: `"mean"` rescales the result to mean 1; None leaves it.
-        noise: nats; drops that are no further apart count as equal. The default is that of scores in float32; for
-            those of a bfloat16 model take `noise_floor(model)` times the root of twice the answer's tokens.
+        noise: nats; drops that differ by at most this count as equal. The default is that of scores in float32; for a
+            bfloat16 model take `noise_floor(model)` times the square root of twice the answer's tokens.
         generator: source of the random mode, on the CPU; default torch's global one.
 
     Returns:
@@ -109,7 +109,7 @@ def range_weights(
     """Map min-max normalised importances to weights in `[w_min, w_max]`, (length,) (CF paper, eqs. 6 and 7).
 
     See `span_weights`, which takes drops and checks its input; here `importances` (K,) are high where a unit matters.
-    They count as equal where they are no further apart than `noise`.
+    They count as equal where they differ by at most `noise`.
     """
     weights = torch.ones(length, dtype=torch.float32)
     low, high = _bounds(importances)
@@ -147,7 +147,7 @@ def bilevel_weights(
         tau: quantile level of the threshold, in [0, 1]; 0 boosts all, 1 suppresses all but the largest.
         boost: how much more the most important token gets than one at the threshold; >= 0.
         floor: least omega, before the rescaling, in [0, 1]; the authors' code has 0.1.
-        noise: importances that are no further apart count as equal.
+        noise: importances that differ by at most this count as equal.
         inverted: take 1 - I^ for I^.
     """
     weights = torch.ones(length, dtype=torch.float32)
@@ -179,7 +179,7 @@ def top_weights(
     threshold: float,
     inverted: bool = False,
 ) -> Tensor:
-    """Weigh tokens 1 whose importance reaches `threshold`, others of the units 0, (length,) ("80/20", 2506.01939).
+    """Weigh tokens whose importance reaches `threshold` 1, other tokens of units 0, (length,) ("80/20", 2506.01939).
 
     Tokens outside every unit weigh 1. `inverted` keeps what is below. `top_threshold` finds the threshold of a batch.
     """
@@ -195,7 +195,7 @@ def top_threshold(
 ) -> float:
     """Find the (1 - fraction)-quantile of the importances of the tokens of a batch's units, by linear interpolation.
 
-    -inf if there are none. As TRL's `top_entropy_quantile`, in one process.
+    Returns -inf for a batch without units. As TRL's `top_entropy_quantile`, in one process.
     """
     rows = [spread_over_tokens(*row) for row in zip(importances, units, lengths, strict=True)]
     tokens = torch.cat([row[~row.isnan()] for row in rows] or [torch.zeros(0)]).sort().values
@@ -266,7 +266,7 @@ class Judged(NamedTuple):
     units: Sequence[Span]
     answer: Span | None
     length: int
-    noise: float = 0.0  # importances that are no further apart count as equal
+    noise: float = 0.0  # importances that differ by at most this count as equal
     drawn: bool = False  # the importances are a weight for each token, (length,)
 
 
@@ -293,7 +293,7 @@ class WeightRule(Protocol):
 
 @dataclass(frozen=True)
 class Range:
-    """Min-max normalised importance, mapped to a range of weights (CF paper, eqs. 6 and 7)."""
+    """Rule that maps min-max normalised importances to a range of weights (CF paper, eqs. 6 and 7)."""
 
     name: ClassVar[str] = "range"
 
@@ -311,7 +311,7 @@ class Range:
 
     @property
     def limits(self) -> dict[str, float]:
-        """Its options by name."""
+        """Return the options by name."""
         return {"w_min": self.w_min, "w_max": self.w_max, "w_answer": self.w_answer}
 
     @property
@@ -331,7 +331,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Bilevel:
-    """Suppression below a quantile of the importances and a boost above it (OAR paper, eqs. 14 to 17)."""
+    """Rule that suppresses weights below a quantile of importances and boosts those above (OAR paper, eqs. 14-17)."""
 
     name: ClassVar[str] = "bilevel"
     token_draws: ClassVar[None] = None
@@ -339,7 +339,7 @@ class Bilevel:
     tau: Share = 0.4
     """Quantile of a completion's importances below which weights are suppressed."""
     boost: NotNegative = 2.0
-    """How much more than at the threshold the most important token weighs, before the rescaling."""
+    """How much more the most important token weighs than one at the threshold, before the rescaling."""
     floor: Share = 0.0
     """Least weight, before the rescaling."""
 
@@ -354,7 +354,7 @@ class Bilevel:
 
 @dataclass(frozen=True)
 class TopShare:
-    """Weight 1 for the most important share of a batch's tokens and 0 for the others ("80/20", arXiv 2506.01939)."""
+    """Rule of weight 1 for the most important share of a batch's tokens, else 0 ("80/20", arXiv 2506.01939)."""
 
     name: ClassVar[str] = "top"
     token_draws: ClassVar[None] = None
@@ -374,7 +374,7 @@ class TopShare:
 
 @dataclass(frozen=True)
 class Identity:
-    """Importances that are weights already."""
+    """Rule that takes importances as weights."""
 
     name: ClassVar[str] = "identity"
     token_draws: ClassVar[None] = None
@@ -386,7 +386,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class OwnWeights:
-    """A caller's own rule: a function of importances (K,), units, answer and length -> weights (length,)."""
+    """Rule of the caller: a function from importances (K,), units, answer and length to weights (length,)."""
 
     function: Reshape
 
@@ -394,11 +394,11 @@ class OwnWeights:
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The function's own name."""
+        """Return the function's own name."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
-        """Call the function for every completion and check what it gives."""
+        """Call the function for every completion and check its result."""
         return [_checked(self.function(*_inverted(row, inverted)[:4]), b, row.length) for b, row in enumerate(rows)]
 
 
@@ -429,7 +429,7 @@ def _inverted(row: Judged, inverted: bool) -> Judged:
 
 
 def _checked(given: Any, b: int, length: int) -> Tensor:
-    """Check what a caller's function gave for completion `b`; raises `ValueError` naming token and value."""
+    """Check the result of a caller's function for completion `b`; raises `ValueError` naming token and value."""
     weights = as_numbers(given, f"weights, row {b}", f"{length} tokens")
     if weights.shape != (length,):
         raise ValueError(f"weights, row {b}: gave shape {tuple(weights.shape)} for {length} tokens")

@@ -1,5 +1,5 @@
 """Estimators of importance.
 
-A module here knows `ScoredBatch` and `ModelAccess`; what belongs here says how much a unit matters, one file and one
-line of `registry.py` for each estimator.
+Modules here know `ScoredBatch` and `ModelAccess`. They estimate how much a unit matters; each estimator is one file and
+one line of `registry.py`.
 """

@@ -1,4 +1,4 @@
-"""Interface of estimators: what they take, return and declare."""
+"""Define the interface of estimators: what they take, return and declare."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ NEEDS = CAPABILITIES | {
     ENTROPIES: "the entropy of each sampled token's distribution",
     EXTERNAL: "importances that the caller passes in",
 }
-"""What an estimator may need of a batch and of a model, in words; a host says which of them it offers."""
+"""Needs that an estimator may have of a batch and a model, and what each means; a host declares which it offers."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Importances:
         values: B tensors (K_b,) fp32 on the host, one per unit in the batch's order, high where the unit matters.
         signed: the values are added to the advantages of their units' tokens, instead of becoming weights.
         base: (B,) fp32 log P(answer), nats, nan where there is no answer; None where answers were not scored.
-        work: what was fed for them; None for nothing.
-        change_of: what of the answer the values are changes of, by which their rounding is known: its "logprob", its
-            "mean_logprob", or the "probability" by that mean; None for all else.
-        details: what else was found, by name; each estimator's docstring says what.
+        work: counts of what was fed; None for nothing.
+        change_of: quantity of the answer whose changes the values are, from which their rounding follows: "logprob",
+            "mean_logprob", or the "probability" by that mean; None for any other value.
+        details: further results by name, documented by each estimator.
     """
 
     values: list[Tensor]
@@ -49,14 +49,14 @@ class Importances:
 
 
 class Estimator(Protocol):
-    """A way to find the importance of units: a frozen dataclass whose fields are its options.
+    """Estimator of the importance of units: a frozen dataclass whose fields are its options.
 
     Attributes:
         name: what configurations call it.
-        judges: what it judges unless told otherwise, "spans" or "tokens".
-        weights: how its importances become weights unless told otherwise; None where they are signed.
-        needs: of `NEEDS`, what it cannot do without; may depend on its options.
-        continues: whether what it asks continues completions that a training forward has fed already.
+        judges: what it judges by default, "spans" or "tokens".
+        weights: rule by which its importances become weights by default; None where they are signed.
+        needs: names of `NEEDS` that it requires; may depend on its options.
+        continues: whether its queries continue completions that a training forward has fed already.
     """
 
     name: ClassVar[str]
@@ -70,12 +70,12 @@ class Estimator(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Needs, of `NEEDS`, that must be met."""
+        """Names of `NEEDS` that must be met."""
         ...
 
     @property
     def continues(self) -> bool:
-        """Whether it continues completions that are fed already."""
+        """Whether its queries continue completions that are fed already."""
         ...
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
@@ -85,10 +85,10 @@ class Estimator(Protocol):
 
 @dataclass(frozen=True)
 class OwnFunction:
-    """A caller's own estimator: a function (model, `ScoredBatch`) -> `Importances`.
+    """Estimator of the caller: a function (model, `ScoredBatch`) -> `Importances`.
 
-    It is given every completion of the batch, whatever its advantage. Where the model is in other processes, it is
-    given the access that answers for it: `access.score(replace(batch, placeholder_id=0))`.
+    It gets every completion of the batch, whatever its advantage. Where the model is in other processes, it gets the
+    access in the model's place: `access.score(replace(batch, placeholder_id=0))`.
     """
 
     function: Callable[..., Importances]
@@ -96,12 +96,12 @@ class OwnFunction:
     judges: ClassVar[str] = "spans"
     weights: ClassVar[str | None] = "range"
     needs: ClassVar[frozenset[str]] = frozenset()
-    negative: ClassVar[bool] = False  # that is for its weights to find out
+    negative: ClassVar[bool] = False  # unknown; its weights check
     continues: ClassVar[bool] = False
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The function's own name."""
+        """Return the function's own name."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
@@ -110,7 +110,7 @@ class OwnFunction:
 
 
 def unit_means(tokens: Sequence[Tensor], batch: ScoredBatch, rows: Sequence[int] | None = None) -> list[Tensor]:
-    """Average values of tokens, (T_b,) a completion, over each unit: (K_b,). `rows` are their places; default all."""
+    """Average token values (T_b,) of completions over each unit, (K_b,). `rows` are their places; default all."""
     means = []
     for b, row in zip(range(len(batch)) if rows is None else rows, tokens, strict=True):
         if row.shape != (batch.lengths[b],):

@@ -9,7 +9,7 @@ def edited_tokens(completion: Tensor, corrected: Tensor) -> Tensor:
     """Mark by 1 the tokens of `completion` that an alignment with `corrected` finds edited, the others by 0.
 
     The alignment has the fewest substitutions, deletions and insertions (Levenshtein). A substituted or deleted token
-    counts as edited, and so does the token before which something is inserted; what is inserted at the end counts for
+    counts as edited, and so does the token before which something is inserted; an insertion at the end counts for
     the last token. Of several best alignments the one that matches tokens earliest is taken: walking back from the
     ends it prefers to delete, then to substitute, then to insert, and matches last. Tokens before the first difference
     are thus never edited.
@@ -47,7 +47,7 @@ def edited_tokens(completion: Tensor, corrected: Tensor) -> Tensor:
 
 
 def token_places(row: np.ndarray) -> dict[int, int]:
-    """For each token of a row, the set of its positions as the bits of an integer."""
+    """Map each token of a row to the set of its positions, as the bits of an integer."""
     places: dict[int, int] = {}
     for t, token in enumerate(row.tolist()):
         places[token] = places.get(token, 0) | 1 << t
@@ -55,7 +55,7 @@ def token_places(row: np.ndarray) -> dict[int, int]:
 
 
 def _columns(places: dict[int, int], length: int, other: np.ndarray) -> tuple[list[int], list[int]]:
-    """The columns of the edit-distance table of a row (given by its `token_places`) against `other`, as bit sets.
+    """Yield the columns of the edit-distance table of a row, given by its `token_places`, and `other`, as bit sets.
 
     Hyyro's form (2003) of Myers' bit-parallel algorithm (1999): neighbouring cells differ by at most 1, so a column is
     two sets of rows, those whose distance is one more than that of the row above and those with one less, and the next
@@ -75,6 +75,6 @@ def _columns(places: dict[int, int], length: int, other: np.ndarray) -> tuple[li
 
 
 def edit_distance(places: dict[int, int], length: int, other: np.ndarray) -> int:
-    """Levenshtein distance of a row, given by its `token_places`, to `other`."""
+    """Compute the Levenshtein distance of a row, given by its `token_places`, to `other`."""
     rises, falls = _columns(places, length, other)
     return len(other) + rises[-1].bit_count() - falls[-1].bit_count()

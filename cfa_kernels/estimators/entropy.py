@@ -1,4 +1,4 @@
-"""Judge units by the entropy that their tokens were drawn with."""
+"""Judge units by the entropy of the distributions that their tokens were drawn from."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +10,7 @@ from .base import ENTROPIES, Importances, given, unit_means
 
 @dataclass(frozen=True)
 class Entropy:
-    """The entropy of each token's distribution, averaged over a unit (arXiv 2506.01939)."""
+    """Entropy of each token's distribution, averaged over a unit (arXiv 2506.01939)."""
 
     name: ClassVar[str] = "entropy"
     judges: ClassVar[str] = "tokens"

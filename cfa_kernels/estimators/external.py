@@ -11,7 +11,7 @@ from .base import EXTERNAL, Importances, given, unit_means
 
 @dataclass(frozen=True)
 class External:
-    """The caller's own numbers, one per unit or one per token: process rewards, attention, a teacher's opinion."""
+    """Numbers of the caller, one per unit or per token: process rewards, attention, a teacher's judgement."""
 
     name: ClassVar[str] = "external"
     judges: ClassVar[str] = "spans"

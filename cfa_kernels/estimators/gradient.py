@@ -1,7 +1,7 @@
-"""Gradient times input at the embeddings: how much each unit of the reasoning moves the outcome, to first order.
+"""Estimate importance by gradient times input at the embeddings: how a unit moves the outcome, to first order.
 
-The estimator that costs a backward instead of a branch for every unit. Completions run packed, prompts once; what
-is below the embeddings is never asked for a gradient, nor is any weight.
+It costs one backward instead of a branch for every unit. Completions run packed, prompts once; gradients are computed
+down to the embeddings only, never for weights.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from ..hf.limits import apart_by_length, default_token_budget, rows_per_forward
 from ..hf.memory import halves, rows_at_once, run_in_memory
 from ..hf.model import embedding
 from ..hf.tree_forward import last_layer_on_rows, packed_hidden, tree_attention_mode
-from ..hf.verify import prove_supported
+from ..hf.verify import check_supported
 from ..ops.upload import upload
 from ..options import Count, NotNegative, check_fields
 from ..packing.packs import lay_out
@@ -48,7 +48,7 @@ class Gradient:
     continues: ClassVar[bool] = False
 
     outcome: Outcome = "mean"
-    """What is watched: "logprob" or "mean_logprob" of the answer, or by KL divergence the distribution of its first
+    """Outcome to compare: "logprob" or "mean_logprob" of the answer, or by KL divergence the distribution of its first
     token ("last") or of its mean logits ("mean")."""
     sigma: NotNegative = 1e-3
     """Standard deviation of the noise, in the embeddings' own scale; 0 for plain gradient x input."""
@@ -66,43 +66,43 @@ class Gradient:
 def gradient_saliency(
     access: ModelAccess, batch: ScoredBatch, *, outcome: Outcome = "mean", sigma: float = 1e-3, samples: int = 1
 ) -> Importances:
-    """Importance of each unit by the gradient of an outcome's change under noise (OAR-G; OAR paper, section 3).
+    """Compute importances from the gradient of an outcome's change under noise (OAR-G; OAR paper, section 3).
 
-    Noise N(0, sigma^2) is put on the embeddings e of the units' tokens; prompt, answer and tokens of no unit stay
-    clean. J is what it changes, and a token's importance |<dJ/de_t, e_t>| with the clean e_t; a unit's is the sum over
-    its tokens. e is what the input embedding gives out, before whatever the model does to it.
+    Noise N(0, sigma^2) is added to the embeddings e of the units' tokens; prompt, answer and tokens of no unit stay
+    clean. J is the change of the outcome. A token's importance is |<dJ/de_t, e_t>| with the clean e_t, a unit's the sum
+    over its tokens. e is the output of the input embedding, before anything that the model does to it.
 
     | outcome | J |
     |---|---|
-    | `last` | KL(P_0, P_noisy), P what predicts the answer's first token |
-    | `mean` | the same, P the softmax of the mean of the logits that predict the answer's tokens |
+    | `last` | KL(P_0, P_noisy), P the distribution of the answer's first token |
+    | `mean` | the same, P the softmax of the mean logits over the answer's tokens |
     | `mean_logprob` | mean log-prob of the answer's tokens, clean minus noisy |
     | `logprob` | their sum, clean minus noisy |
 
     Near zero noise the gradient of a KL is the outcome's Fisher matrix times the noise: importances of `last` and
     `mean` are proportional to `sigma`, and one draw scatters by some two thirds of its size; average several `samples`.
-    At `sigma` 0 that gradient vanishes, so there they are those of `mean_logprob`: gradient times input, one
+    At `sigma` 0 that gradient vanishes, so importances are then those of `mean_logprob`: gradient times input, one
     deterministic pass.
 
-    Importances are first-order and non-negative: they say how sensitive the outcome is to a token, not in which
-    direction, and small ones of a half-precision model are rounding.
+    Importances are first-order and non-negative: the sensitivity of the outcome to a token, not its direction. Small
+    ones of a half-precision model are rounding.
 
     Args:
-        access: how the model may be asked; the model itself must be at hand. It is left exactly as it was: mode,
+        access: access to the model, which must be in this process. The model is left exactly as it was: mode,
             attention implementation, random state, hooks, every parameter's `.grad` and `requires_grad`; it runs in
             evaluation mode.
         batch: completions, units and answers. Tokens after those that decide the outcome are not fed. Units may overlap
-            each other, never the answer; what is behind the rows that decide the outcome has importance 0 by causality.
-            Its `generator` gives one seed for the call: the noise of a row follows only from that seed, its prompt and
-            its completion, draw after draw, neither from its neighbours nor from the number of draws. None seeds every
-            call alike. No other random state is read. Without a token budget it is what free memory holds with the
-            activations that a backward needs. A completion is never cut.
+            each other, never the answer; units after the rows that decide the outcome have importance 0 by causality.
+            Its `generator` gives one seed for the call: the noise of a row depends only on that seed, its prompt and
+            its completion, not on its neighbours or the number of draws. None seeds every call alike. No other random
+            state is read. The default token budget is what free memory holds with the activations that a backward
+            needs. A completion is never cut.
         outcome: see above.
         sigma: standard deviation of the noise, in the embedding's own scale (that of the authors' code by default).
         samples: draws to average; each costs a forward and a backward to the embeddings.
 
     Returns:
-        Importances, nan in completions without an answer, and what they took. KL outcomes take one clean forward for
+        Importances, nan in completions without an answer, and counts of work. KL outcomes take one clean forward for
         all draws; every draw takes a forward and one backward to the embeddings.
 
     Raises:
@@ -121,12 +121,12 @@ def gradient_saliency(
     rows = [_Row.of(row) for row in batch.rows]
     queries = [[row.query(ask.outcome)] if len(row.moving) else [] for row in rows]
     lengths = [len(row.prompt) + len(row.completion) for row in rows]
-    head = _widened(prove_supported(model))
+    head = _widened(check_supported(model))
 
     def together(budget: int) -> Iterator[_Fed]:
         for part in apart_by_length(model, queries, lengths, batch.numbers):
             for pack in lay_out(part, budget):
-                fed = [i for i in pack.units if part[i]]
+                fed = [i for i in pack.bundles if part[i]]
                 yield _Fed(fed, [part[i] for i in fed], pack)
 
     def run(fed: _Fed) -> _Found:
@@ -143,7 +143,7 @@ def gradient_saliency(
 
 @dataclass(frozen=True)
 class _Ask:
-    """What one call wants of every row."""
+    """Options of one call, for every row."""
 
     outcome: str
     sigma: float
@@ -152,7 +152,7 @@ class _Ask:
 
     @property
     def diverges(self) -> bool:
-        """Whether J is a KL, which needs the clean distribution; the gradient of a difference does not."""
+        """Whether J is a KL divergence, which needs the clean distribution; a difference does not."""
         return self.outcome in DIVERGENCES
 
 
@@ -172,7 +172,7 @@ class _Row:
 
     @cached_property
     def moving(self) -> np.ndarray:
-        """(n,) tokens of the units that can move the outcome, ascending."""
+        """List the tokens (n,) of the units that can move the outcome, ascending."""
         if self.answer is None:
             return np.zeros(0, np.int64)
         steps = np.zeros(len(self.completion) + 1, np.int64)
@@ -181,7 +181,7 @@ class _Row:
         return np.flatnonzero(np.cumsum(steps)[: self.answer.start])
 
     def query(self, outcome: str) -> Query:
-        """The tokens to feed and the rows that decide the outcome."""
+        """Make the query: the tokens to feed and the rows that decide the outcome."""
         assert self.answer is not None
         start, end = self.answer.start, self.answer.start + 1 if outcome == "last" else self.answer.end
         before = len(self.prompt)
@@ -189,12 +189,12 @@ class _Row:
         return Query(fed, before + start - 1, self.completion[start:end], beyond=beyond, alone_from=before)
 
     def importances(self, tokens: np.ndarray) -> Tensor:
-        """(K,) fp32 sums over each unit of the importances (n,) of the `moving` tokens."""
+        """Sum the importances (n,) of the `moving` tokens over each unit, (K,) fp32."""
         if self.answer is None:
             return torch.full((len(self.spans),), math.nan)
         each = np.zeros(len(self.completion) + 1)
         each[self.moving] = tokens
-        # Sums over [start, end) and over what lies between one end and the next start, of which the former are kept.
+        # Sums over [start, end) and over what is between one end and the next start; only the former are kept.
         sums = np.add.reduceat(each, self.spans.ravel())[::2] if len(self.spans) else np.zeros(0)
         return torch.from_numpy(sums).float()
 
@@ -217,7 +217,7 @@ def _seed(generator: torch.Generator | None) -> int:
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter asks for a gradient, so that a backward computes only those of activations."""
+    """Switch off gradients of parameters inside, so that a backward computes only those of activations."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:
@@ -232,17 +232,17 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 class _Fed:
     """Completions that share forwards."""
 
-    members: list[int]  # the place of each in the batch
-    units: list[list[Query]]  # theirs
+    members: list[int]  # place of each in the batch
+    bundles: list[list[Query]]  # their queries
     pack: Pack
 
     def halved(self) -> "list[_Fed]":
-        """Two packs of half of the completions each; none where there is one completion."""
+        """Split into two packs of half of the completions each; none where there is one completion."""
         found = []
         for some in halves(range(len(self.members)), int):
-            units = [self.units[i] for i in some]
-            (pack,) = lay_out(units, self.pack.num_tokens)
-            found.append(_Fed([self.members[i] for i in some], units, pack))
+            bundles = [self.bundles[i] for i in some]
+            (pack,) = lay_out(bundles, self.pack.num_tokens)
+            found.append(_Fed([self.members[i] for i in some], bundles, pack))
         return found
 
 
@@ -256,7 +256,7 @@ class _Found:
 
 
 def _gather(rows: list[_Row], numbers: Sequence[int], found: list[_Found], ask: _Ask) -> Importances:
-    """Importances of every row; one copy to the host, which waits for the device."""
+    """Collect the importances of every row by one copy to the host, which waits for the device."""
     tokens, work = [np.zeros(0)] * len(rows), sum((one.work for one in found), ScoringWork())
     if found:
         means = torch.cat([one.sums for one in found]).cpu().numpy() / ask.samples
@@ -270,12 +270,12 @@ def _gather(rows: list[_Row], numbers: Sequence[int], found: list[_Found], ask: 
 
 
 class _PackSaliency:
-    """The forwards and backwards of one pack of completions. Nothing here waits for the device."""
+    """Forwards and backwards of one pack of completions. Nothing here waits for the device."""
 
     def __init__(self, model: PreTrainedModel, head: Head, fed: _Fed, rows: list[_Row], ask: _Ask) -> None:
         self.model, self.head, self.fed, self.rows, self.ask = model, head, fed, rows, ask
         queries = [row.query(ask.outcome) for row in rows]
-        self.sizes = [len(query.targets) for query in queries]  # rows that decide each outcome
+        self.sizes = [len(query.targets) for query in queries]  # number of rows that decide each outcome
         read = fed.pack.rows[fed.pack.query_index]  # (R,) those rows, one member after the other
         first = read[np.cumsum(self.sizes) - self.sizes]
         # From its first token on a completion's rows are its own, one after the other.
@@ -301,7 +301,7 @@ class _PackSaliency:
         )
 
     def run(self) -> _Found:
-        """All draws."""
+        """Run all draws."""
         generators = [_row_generator(self.ask.seed, row, device=self.device) for row in self.rows]
         clean = self._forward(_EmbeddingTap(self.model)) if self.ask.diverges else None
         total = self._draw(clean, generators)
@@ -310,7 +310,7 @@ class _PackSaliency:
         return _Found(self.fed.members, total, self.work)
 
     def _draw(self, clean: Tensor | None, generators: list[torch.Generator]) -> Tensor:
-        """(n,) float64 |<dJ/de, e>| under one draw of noise."""
+        """Compute |<dJ/de, e>| (n,) float64 under one draw of noise."""
         noise = None
         if self.ask.sigma:
             width = embedding(self.model).shape[1]
@@ -325,7 +325,7 @@ class _PackSaliency:
             if not rows.requires_grad:
                 raise NotImplementedError(tap.no_gradient)
             by_rows = self._by_rows(clean, rows.detach())
-            # Each completion's gradient in a size that half precision resolves: a power of two is taken out of it.
+            # A power of two is taken out of each completion's gradient, so that half precision resolves it.
             largest = torch.segment_reduce(by_rows.abs().amax(1), "max", lengths=self.lengths, unsafe=True)
             unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1])
             scaled = (by_rows / unit.index_select(0, self.member_of_row)[:, None]).to(rows.dtype)
@@ -336,13 +336,13 @@ class _PackSaliency:
         return products.sum(1).abs() * unit.double().to(self.device).index_select(0, self.member_of_token)
 
     def _forward(self, tap: "_EmbeddingTap") -> Tensor:
-        """Hidden states (R, H) of the rows that decide the outcomes."""
+        """Compute the hidden states (R, H) of the rows that decide the outcomes."""
         with tap, last_layer_on_rows(self.model, self.once):
             hidden = packed_hidden(self.model, self.fed.pack)
         return hidden.index_select(0, self.read.to(hidden.device))
 
     def _by_rows(self, clean: Tensor | None, noisy: Tensor) -> Tensor:
-        """Gradient (R, H) of the sum of all J by the hidden states `noisy` of the rows that decide them."""
+        """Compute the gradient (R, H) of the sum of all J by the hidden states `noisy` of the rows that decide them."""
         weight = self.head.weight
         with torch.autocast(weight.device.type, enabled=False):
             if clean is None:
@@ -355,7 +355,7 @@ class _PackSaliency:
 
 
 def _row_generator(seed: int, row: _Row, *, device: torch.device) -> torch.Generator:
-    """The noise's source for one row: equal rows of calls with equal seeds have equal noise."""
+    """Make the source of a row's noise: equal rows have equal noise in calls with equal seeds."""
     digest = hashlib.blake2b(f"{seed} {len(row.prompt)} ".encode(), digest_size=8)
     digest.update(row.prompt.tobytes())
     digest.update(row.completion.tobytes())
@@ -363,13 +363,13 @@ def _row_generator(seed: int, row: _Row, *, device: torch.device) -> torch.Gener
 
 
 def _widened(head: Head) -> Head:
-    """The same head with float32 weights, or wider ones."""
+    """Copy a head with weights in float32 at least."""
     dtype = torch.promote_types(head.weight.dtype, torch.float32)
     return replace(head, weight=head.weight.to(dtype), bias=None if head.bias is None else head.bias.to(dtype))
 
 
 def _divergence_by_rows(clean: Tensor, noisy: Tensor, sizes: Sequence[int], head: Head) -> Tensor:
-    """Gradient (R, H) by `noisy` of the sum of KL(P_0, P_noisy) over outcomes of `sizes` rows each."""
+    """Compute the gradient (R, H) by `noisy` of the sum of KL(P_0, P_noisy) over outcomes of `sizes` rows each."""
     most = rows_at_once(len(head.weight))
     found, start, i = list[Tensor](), 0, 0
     while i < len(sizes):
@@ -382,7 +382,7 @@ def _divergence_by_rows(clean: Tensor, noisy: Tensor, sizes: Sequence[int], head
             expected = _outcome_logits(clean[rows].to(head.weight), counts, head).softmax(-1)
         leaf = noisy[rows].to(head.weight, copy=True).requires_grad_()
         logits = _outcome_logits(leaf, counts, head)
-        # The KL's gradient by the logits, where it is a small difference of what two forwards gave.
+        # The KL's gradient by the logits is a small difference between results of two forwards.
         by_logits = logits.detach().softmax(-1) - expected
         found.append(torch.autograd.grad(logits, leaf, by_logits)[0])
         start, i = rows.stop, i + len(taken)
@@ -390,24 +390,24 @@ def _divergence_by_rows(clean: Tensor, noisy: Tensor, sizes: Sequence[int], head
 
 
 def _outcome_logits(rows: Tensor, counts: Tensor, head: Head) -> Tensor:
-    """(B, V) mean logits of B outcomes that are decided by `counts` (B,) of the `rows` (R, H) each."""
-    if head.softcap is None:  # a linear head takes the mean of its inputs to the mean of its outputs
+    """Compute mean logits (B, V) of B outcomes, each decided by `counts` (B,) of the `rows` (R, H)."""
+    if head.softcap is None:  # a linear head maps the mean of its inputs to the mean of its outputs
         return head.logits(row_means(rows, counts))
     return row_means(head.logits(rows), counts)
 
 
 class _EmbeddingTap:
-    """Within it, the input embedding gives out a leaf of its own: what it would give, with noise on some rows."""
+    """Make the input embedding return a leaf tensor inside: its output, with noise on some rows."""
 
-    clean: Tensor  # (1, N, H) what the embedding gives
-    fed: Tensor  # (1, N, H) what the model is fed, to be differentiated by
+    clean: Tensor  # (1, N, H) output of the embedding
+    fed: Tensor  # (1, N, H) input of the model, to be differentiated by
 
     def __init__(self, model: PreTrainedModel, rows: Tensor | None = None, noise: Tensor | None = None) -> None:
         self.model, self.rows, self.noise, self.calls = model, rows, noise, 0
 
     @property
     def no_gradient(self) -> str:
-        """Why a gradient that is missing cannot be had."""
+        """Say why a missing gradient cannot be computed."""
         return f"model: {type(self.model).__name__} passes no gradient to its embeddings"
 
     def __enter__(self) -> None:
@@ -429,5 +429,5 @@ class _EmbeddingTap:
             self.fed[0, self.rows] = noisy.to(output.dtype)
         if torch.is_grad_enabled():
             self.fed.requires_grad_()
-        # Not the leaf itself: hooks that count or profile what modules are given cannot follow one in `autograd.grad`.
+        # Not the leaf itself: hooks that count or profile inputs of modules cannot follow one in `autograd.grad`.
         return self.fed.view_as(self.fed)

@@ -1,4 +1,4 @@
-"""Mask each unit and see how the answer moves: the estimator that the others are held to."""
+"""Mask each unit and see how the answer moves: the reference for the other estimators."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -39,24 +39,24 @@ class Masking:
     weights: ClassVar[str | None] = "range"
 
     outcome: Outcome = "logprob"
-    """What is watched: "logprob" or "mean_logprob" of the answer, or by KL divergence the distribution of its first
+    """Outcome to compare: "logprob" or "mean_logprob" of the answer, or by KL divergence the distribution of its first
     token ("last") or of its mean logits ("mean")."""
     effect: Literal["direct", "total"] = "direct"
     """"direct", what the answer loses while all later text stays as it was written, or "total", also what it loses
     through later units that would not have come out as they did, see `total_effects`. Total effects are exact, of the
     answer's log-prob, with placeholders."""
     fill: Literal["placeholder", "resampled"] = "placeholder"
-    """What replaces a masked unit: "placeholder", or "resampled", what the model itself might have written there, see
+    """Replacement of a masked unit: "placeholder", or "resampled", what the model itself might have written there, see
     `resampled_fills`."""
     samples: Count = 1
     """Draws of resampled units to average."""
     approximation: Literal["short_branches", "knockout"] | None = None
     """None masks exactly; "short_branches" computes anew only the unit and the rows from the marker on, "knockout"
-    hides the unit from the rows from the marker on. They miss effects that pass through later steps."""
+    hides the unit from the rows from the marker on. Both miss effects that pass through later steps."""
     preselect: PositiveShare = 1.0
     """Share of each completion's units that is masked, at least one; the others count as 0. 1 masks all."""
     preselect_by: Preselector = "length"
-    """What chooses that share: "length", "first", "last", one of the approximations, or another estimator."""
+    """Estimate that chooses that share: "length", "first", "last", one of the approximations, or another estimator."""
     placeholder_id: TokenId | None = None
     """Id that replaces masked tokens; None takes the tokenizer's pad token, else its end-of-text token."""
 
@@ -76,7 +76,7 @@ class Masking:
 
     @property
     def needs(self) -> frozenset[str]:
-        """An answer, and what the way of masking and the preselector ask of the model."""
+        """Needs: an answer, and what the way of masking and the preselector need of the model."""
         if self.effect == "total" or self.fill == "resampled" or self.approximation is not None:
             asked = {MODEL}
         else:
@@ -93,7 +93,7 @@ class Masking:
 
     @property
     def continues(self) -> bool:
-        """Whether branches are those of completions as sampled, not fills or parts of rows."""
+        """Whether branches continue completions as sampled, without fills or parts of rows."""
         return self.fill == "placeholder" and self.approximation is None
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
@@ -128,7 +128,7 @@ class Masking:
         return None if self.outcome in DIVERGENCES else self.outcome  # type: ignore[return-value]
 
     def _scoring(self, batch: ScoredBatch) -> Callable[[ModelAccess, ScoredBatch], CounterfactualScores]:
-        """What masks and scores."""
+        """Select the function that masks and scores."""
         if self.approximation == "short_branches":
             return partial(short_branches, fed_from=batch.reasoning_ends, outcome=self.outcome)
         if self.approximation == "knockout":
@@ -139,7 +139,7 @@ class Masking:
         return lambda access, some: access.score(some, outcome=self.outcome)
 
     def _estimate(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
-        """What chooses the units that are worth masking."""
+        """Estimate the importances by which the units worth masking are chosen."""
         if self.preselect_by in POSITION_RULES:
             return Importances(position_estimates(self.preselect_by, batch.units))
         if self.preselect_by in _ESTIMATORS:
@@ -156,6 +156,6 @@ class Masking:
 
 
 def _importances(drop: list[Tensor]) -> list[Tensor]:
-    """Minus the drops (K_b,), fp32 on the host by one copy."""
+    """Negate the drops (K_b,), fp32, copied to the host at once."""
     flat = -torch.cat([torch.zeros(0), *(row.detach().float().cpu() for row in drop)])
     return list(flat.split([len(row) for row in drop]))

@@ -1,9 +1,9 @@
-"""Approximations of masking that compute a few rows anew instead of all rows behind a span.
+"""Approximate masking by computing a few rows anew instead of all rows after a span.
 
 A branch of `score_counterfactuals` feeds everything from the span to the answer. Here the rows between the span and the
 last few stay those of the completion as sampled: `short_branches` feeds the masked span and the last rows,
-`answer_knockout` the last rows alone, which then do not see the span. Both show what the last rows read from the span
-themselves; what later reasoning carries over from it is missed.
+`answer_knockout` only the last rows, which then do not see the span. Both show what the last rows read from the span
+itself, and miss what later reasoning carries over from it.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from ..hf.limits import refuse_length_dependent_rope, rows_per_forward
 from ..hf.memory import halves, run_in_memory
 from ..hf.stateful_layers import has_cells
 from ..hf.tree_forward import TreeMask, Visibility, pack_states, tree_attention_mode
-from ..hf.verify import prove_supported
+from ..hf.verify import check_supported
 from ..ops.segment_table import SegmentTable
 from ..packing.prefix_tree import Pack, PrefixTree, Query
 from ..scoring.access import ModelAccess
@@ -40,19 +40,19 @@ def short_branches(
     `score_counterfactuals`.
 
     Args:
-        access: how the model may be asked; the model itself must be at hand, without layers that carry a state.
+        access: access to the model, which must be in this process and have no layers that carry a state.
         batch: completions, units and answers, with a placeholder or fills. A completion and its branches stay together,
             even over the token budget, as long as memory holds them.
-        fed_from: for each completion, the first token whose row is computed anew where it is behind the unit; at most,
-            and by default, the one before the answer. The first of the answer's marker, or some tokens earlier, comes
-            nearer to exact masking.
+        fed_from: for each completion, the first token whose row is computed anew if it is after the unit; at most,
+            and by default, the one before the answer. The first of the answer's marker, or some tokens earlier, is
+            closer to exact masking.
         outcome: as in `score_counterfactuals`.
 
     Returns:
         `CounterfactualScores`, in the batch's order.
 
     Raises:
-        ValueError: a `fed_from` behind the answer's start; the message names row and value.
+        ValueError: a `fed_from` after the answer's start; the message names row and value.
         TypeError, NotImplementedError, FloatingPointError: as `score_counterfactuals`.
     """
     return _score(access.model, batch, "fed_from", fed_from, ScoringOptions(outcome), hidden=False)
@@ -68,9 +68,9 @@ def answer_knockout(
     to rounding. It costs only the last rows.
 
     Args:
-        access: how the model may be asked; the model itself must be at hand, with full attention in every layer.
+        access: access to the model, which must be in this process and have full attention in every layer.
         batch: completions, units and answers; a completion and its branches stay together, even over the token budget,
-            as long as memory holds them. A row never loses sight of itself.
+            as long as memory holds them. A row always sees itself.
         blind_from: for each completion, the first token whose row is blind; at most, and by default, the one before
             the answer.
         outcome: as in `score_counterfactuals`.
@@ -79,7 +79,7 @@ def answer_knockout(
         `CounterfactualScores`, in the batch's order.
 
     Raises:
-        ValueError: a `blind_from` behind the answer's start; the message names row and value.
+        ValueError: a `blind_from` after the answer's start; the message names row and value.
         NotImplementedError: also a model with windows or chunks of positions.
         TypeError, FloatingPointError: as `score_counterfactuals`.
 
@@ -105,9 +105,9 @@ def _score(
         )
     refuse_length_dependent_rope(model, batch.longest)
     placeholder_id = 0 if hidden else batch.placeholder_id  # nothing replaces what is hidden
-    units = [queries_of(row, options, placeholder_id) for row in batch.rows]
-    plan = ScoringPlan(batch.numbers, units, batch.rows)
-    head = prove_supported(model)
+    bundles = [queries_of(row, options, placeholder_id) for row in batch.rows]
+    plan = ScoringPlan(batch.numbers, bundles, batch.rows)
+    head = check_supported(model)
     layout = _Layout(plan, first, hidden)
     reader = OutcomeReader(head)
 
@@ -123,7 +123,7 @@ def _score(
 
 
 def _first_rows(batch: ScoredBatch, name: str, given: Sequence[int] | None) -> list[int]:
-    """The first token of each completion whose row is computed anew; -1 before an answer that it starts with."""
+    """Find the first token of each completion whose row is computed anew; -1 before an answer at its start."""
     rows = batch.rows
     before = [-1 if row.answer is None else row.answer.start - 1 for row in rows]
     if given is None:
@@ -132,20 +132,20 @@ def _first_rows(batch: ScoredBatch, name: str, given: Sequence[int] | None) -> l
         raise ValueError(f"{name} has {len(given)} rows, the batch has {len(rows)}; they must agree")
     for b, row, first in zip(batch.numbers, rows, given, strict=True):
         if row.answer is not None and not 0 <= first <= row.answer.start:
-            raise ValueError(f"{name} row {b}: {first} is outside [0, {row.answer.start}], up to the answer")
+            raise ValueError(f"{name} row {b}: {first} is outside [0, {row.answer.start}], the places up to the answer")
     return [min(first, last) for first, last in zip(given, before, strict=True)]
 
 
 @contextmanager
 def _full_attention(model: PreTrainedModel, *, required: bool) -> Iterator[None]:
-    """Refuse layers with a window or a chunk: where rows are left out, places in a context are no positions."""
+    """Refuse layers with a window or a chunk: where rows are left out, places in a context are not positions."""
 
     def refuse(module: nn.Module, args: tuple, kwargs: dict) -> None:
         for mask in (*args, *kwargs.values()):
             if isinstance(mask, TreeMask) and mask.visibility != Visibility():
                 raise NotImplementedError(
-                    f"model: {type(model).__name__} has layers with a window or chunk of positions, which cannot lose "
-                    "sight of a span alone; use short_branches"
+                    f"model: {type(model).__name__} has layers with a window or chunk of positions, from which a span "
+                    "cannot be hidden by itself; use short_branches"
                 )
 
     modules = model.modules() if required else ()
@@ -159,22 +159,22 @@ def _full_attention(model: PreTrainedModel, *, required: bool) -> Iterator[None]
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows behind the tree, side by side, and what they see before themselves."""
+    """Rows after the tree, side by side, and what they see before themselves."""
 
     tokens: np.ndarray
-    start: int  # position of the first
+    start: int  # position of the first row
     seen: np.ndarray  # packed rows; -1, -2, ... for the first, second, ... row of part number `masked`
     masked: int = -1
 
     @property
     def key(self) -> Hashable:
-        """Equal for parts that compute the same."""
+        """Key that is equal for parts that compute the same."""
         return self.tokens.tobytes(), self.start, self.seen.tobytes(), self.masked
 
 
 @dataclass(frozen=True)
 class _Branch:
-    """Where the targets of a query are predicted: on the tree, or by the last rows of parts, given by number."""
+    """Places where a query's targets are predicted: on the tree, or by the last rows of parts, given by number."""
 
     query: Query
     on_tree: np.ndarray  # packed rows
@@ -183,9 +183,9 @@ class _Branch:
 
 @dataclass
 class _Trunk:
-    """Completions of one forward as a tree, and the rows behind it that are computed anew, equal ones once."""
+    """Completions of one forward as a tree, and the rows after it that are computed anew, equal ones once."""
 
-    numbers: list[int] = field(default_factory=list)  # of the queries that it answers
+    numbers: list[int] = field(default_factory=list)  # numbers of the queries that it answers
     tree: PrefixTree = field(default_factory=PrefixTree)
     parts: list[_Part] = field(default_factory=list)
     part_numbers: dict[Hashable, int] = field(default_factory=dict)
@@ -194,30 +194,30 @@ class _Trunk:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the forward."""
+        """Count the rows of the forward."""
         return self.tree.num_tokens + self.num_anew
 
-    def add(self, row: Row, unit: Sequence[Query], asked: Mapping[int, int], first: int, hidden: bool) -> None:
-        """Lay a completion out as sampled, and the last rows behind of those of its branches that are asked for.
+    def add(self, row: Row, bundle: Sequence[Query], asked: Mapping[int, int], first: int, hidden: bool) -> None:
+        """Lay out a completion as sampled and, after it, the last rows of the wanted branches.
 
         Args:
             row: the completion.
-            unit: its queries: as sampled, then a branch for each span that matters.
-            asked: places in `unit`, ascending, each with the number that the query has in the plan.
-            first: the first row that is computed anew.
+            bundle: its queries: as sampled, then a branch for each span that can change the answer.
+            asked: places in `bundle` of the wanted queries, ascending, each with the query's number in the plan.
+            first: first row that is computed anew.
             hidden: whether those rows do not see the span.
         """
-        base, matter = unit[0], [span for span in row.spans if row.masks_something(span)]
+        base, matter = bundle[0], [span for span in row.spans if row.masks_something(span)]
         path = self.tree.insert(base.tokens)
         on_tree = path[base.first : base.first + len(base.targets)]
         for place, number in asked.items():
-            query = unit[place]
+            query = bundle[place]
             parts = self._lay_out(row, query, path, matter[place - 1], first, hidden) if place else []
             self.branches.append(_Branch(query, on_tree, parts))
             self.numbers.append(number)
 
     def _lay_out(self, row: Row, query: Query, path: np.ndarray, span: Span, first: int, hidden: bool) -> list[int]:
-        """The rows of a masked branch that are computed anew: its span's unless hidden, and those from `first` on."""
+        """Add the rows of a masked branch to compute anew: its span's unless hidden, and those from `first` on."""
         shift, length = len(row.prompt), len(path)
         start, stop = shift + span.start, min(shift + span.end, length)
         before, numbers = path[:start], list[int]()
@@ -241,11 +241,11 @@ class _Trunk:
         return number
 
     def mark(self) -> tuple[int, int, int]:
-        """What to `rollback` to."""
+        """Return a mark to `rollback` to."""
         return self.tree.checkpoint(), len(self.parts), len(self.branches)
 
     def rollback(self, mark: tuple[int, int, int]) -> None:
-        """Forget what was added since `mark`."""
+        """Forget everything added since `mark`."""
         segments, parts, branches = mark
         self.tree.rollback(segments)
         for part in self.parts[parts:]:
@@ -254,7 +254,7 @@ class _Trunk:
         del self.parts[parts:], self.branches[branches:], self.numbers[branches:]
 
     def pack(self) -> Pack:
-        """The whole forward."""
+        """Make the pack of the whole forward."""
         tree = self.tree.table()
         table = _with_parts(tree, self.parts)
         first = table.row_start[len(tree.length) :]
@@ -272,13 +272,13 @@ class _Trunk:
             targets=targets,
             num_tempered=0,
             query_index=np.arange(len(targets)),
-            units=range(0),  # `numbers` say whose rows these are
+            bundles=range(0),  # `numbers` identifies the queries instead
             tree=self.tree,
         )
 
 
 def _with_parts(tree: SegmentTable, parts: list[_Part]) -> SegmentTable:
-    """`tree` with a segment behind it for each of `parts`."""
+    """Append a segment to `tree` for each of `parts`."""
     length = np.array([len(part.tokens) for part in parts], dtype=np.int32)
     row = tree.num_rows + np.cumsum(length) - length
     seen = [np.where(part.seen < 0, row[part.masked] - 1 - part.seen, part.seen) for part in parts]
@@ -295,14 +295,14 @@ def _with_parts(tree: SegmentTable, parts: list[_Part]) -> SegmentTable:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the queries of a plan become trunks."""
+    """Builder of trunks from the queries of a plan."""
 
     plan: ScoringPlan
-    first: list[int]  # of each unit, the first token whose row is computed anew
+    first: list[int]  # of each bundle, the first token whose row is computed anew
     hidden: bool
 
     def trunks(self, budget: int) -> Iterator[_Trunk]:
-        """Forwards of at most `budget` rows each; a completion that is over it with its branches has its own."""
+        """Yield trunks of at most `budget` rows; a completion that exceeds it with its branches gets its own."""
         trunk = _Trunk()
         for i, numbers in enumerate(self.plan.query_numbers):
             if not numbers:
@@ -318,15 +318,15 @@ class _Layout:
             yield trunk
 
     def halved(self, trunk: _Trunk) -> list[_Trunk]:
-        """Two with half of its completions each, or with half of the branches of its only one, which both then feed."""
-        return [self._of(numbers) for numbers in halves(trunk.numbers, self.plan.unit_of.__getitem__)]
+        """Split into two, of half of the completions each, or of half of the branches of a single one."""
+        return [self._of(numbers) for numbers in halves(trunk.numbers, self.plan.bundle_of.__getitem__)]
 
     def _of(self, numbers: Sequence[int]) -> _Trunk:
         trunk = _Trunk()
-        for i, some in groupby(numbers, self.plan.unit_of.__getitem__):
+        for i, some in groupby(numbers, self.plan.bundle_of.__getitem__):
             self._add(trunk, i, list(some))
         return trunk
 
-    def _add(self, trunk: _Trunk, unit: int, numbers: Sequence[int]) -> None:
-        asked = {number - self.plan.query_numbers[unit].start: number for number in numbers}
-        trunk.add(self.plan.rows[unit], self.plan.units[unit], asked, self.first[unit], self.hidden)
+    def _add(self, trunk: _Trunk, bundle: int, numbers: Sequence[int]) -> None:
+        asked = {number - self.plan.query_numbers[bundle].start: number for number in numbers}
+        trunk.add(self.plan.rows[bundle], self.plan.bundles[bundle], asked, self.first[bundle], self.hidden)

@@ -1,7 +1,7 @@
-"""Ask what an answer is worth after each step of the reasoning.
+"""Score an answer after each step of the reasoning.
 
-A probe is tokens appended after a beginning of a completion, and scored there. `prefix_values` asks it after every
-step, which shows the total effect of a step, where masking shows only the direct one.
+A probe is tokens appended after a beginning of a completion, and scored there. `prefix_values` scores it after every
+step, which shows the total effect of a step; masking shows only the direct one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ MEASURES = ("probability", "mean_logprob")
 
 @dataclass(frozen=True)
 class PrefixGain:
-    """What each unit adds to the probability of the answer, asked right behind it (IGPO 2510.14967, PACR 2510.22255).
+    """Gain in the probability of the answer, asked right after each unit (IGPO 2510.14967, PACR 2510.22255).
 
     The probe is the completion's own marker and answer, from the end of the reasoning on.
     """
@@ -61,18 +61,18 @@ def prefix_values(
 ) -> tuple[list[Tensor], ScoringWork]:
     """Score a probe after beginnings of each completion: pi(target | prompt, completion[:t], probe up to the target).
 
-    All are queries of one packed tree: it costs the completion up to its last boundary, and one probe per boundary.
-    A log-prob service is asked for a sequence of its own for each boundary.
+    All are queries of one packed tree: the cost is the completion up to its last boundary, and one probe per boundary.
+    A log-prob service gets a sequence of its own for each boundary.
 
     Args:
-        access: how the model may be asked.
+        access: access to the model.
         batch: completions.
-        boundaries: for each completion, how many of its tokens are before the probe; any order, repeats allowed.
+        boundaries: for each completion, numbers of its tokens before the probe; any order, repeats allowed.
         probes: for each completion its probe; None only where there are no boundaries.
         measure: `probability`, exp of the mean log-prob of the target's tokens, or `mean_logprob`, nats.
 
     Returns:
-        B tensors (N_b,) fp32 on the host, one value per boundary; and what it took.
+        B tensors (N_b,) fp32 on the host, one value per boundary; and counts of work.
 
     Raises:
         ValueError: bad input; the message names argument, row and value.
@@ -100,7 +100,7 @@ def prefix_values(
 def _by_queries(
     access: ModelAccess, batch: ScoredBatch, boundaries: Sequence[Sequence[int]], probes: Sequence[Probe | None]
 ) -> tuple[list[Tensor], ScoringWork]:
-    """Mean log-probs of the targets at each boundary, from packed trees."""
+    """Compute the mean log-probs of the targets at each boundary, from packed trees."""
     queries = [
         [] if probe is None else [_query(row.prompt, row.completion, int(t), probe) for t in row_boundaries]
         for row, row_boundaries, probe in zip(batch.rows, boundaries, probes, strict=True)
@@ -127,7 +127,7 @@ def _by_queries(
 def _by_scores(
     access: ModelAccess, batch: ScoredBatch, boundaries: Sequence[Sequence[int]], probes: Sequence[Probe | None]
 ) -> tuple[list[Tensor], ScoringWork]:
-    """The same from the answer's score of a completion that is cut at each boundary and continued by the probe."""
+    """Compute the same by scoring completions that are cut at each boundary and continued by the probe."""
     rows, numbers = list[Row](), list[int]()
     for b, row, row_boundaries, probe in zip(batch.numbers, batch.rows, boundaries, probes, strict=True):
         for t in row_boundaries:
@@ -147,11 +147,11 @@ def prefix_gain(
 ) -> Importances:
     """Judge each unit by what it adds to the answer's value: the value after it less the value after the unit before.
 
-    Text between two units counts to the later one. The first unit's gain is from its own start, so that text before it
-    counts to none; the gains of a row sum to the value after its last unit less that at the start of its first.
+    Text between two units counts towards the later one. The first unit's gain is from its own start, so text before it
+    counts towards none; the gains of a row sum to the value after its last unit less that at the start of its first.
 
     Args:
-        access: how the model may be asked.
+        access: access to the model.
         batch: completions with disjoint units in order of position.
         probes: as in `prefix_values`; a probe may be None only where there are no units.
         measure: as in `prefix_values`.

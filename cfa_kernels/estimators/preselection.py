@@ -1,4 +1,4 @@
-"""Choose the units that are worth masking, by what costs nothing, and units of several tokens."""
+"""Choose the units worth masking, estimate importance at no cost, and cut tokens into units."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ def top_units(importance: Tensor, share: float) -> list[int]:
 
     Args:
         importance: (K,) finite, high = matters. K may be 0, which gives no unit.
-        share: in (0, 1].
+        share: share of the units, in (0, 1].
 
     Raises:
         ValueError: a share outside (0, 1]; importances of another shape or not finite, naming unit and value.
@@ -64,9 +64,9 @@ def run_units(end: int, length: int, *, start: int = 0) -> list[Span]:
     OAR-P then takes one branch per run instead of one per token, and cannot distinguish tokens within a run.
 
     Args:
-        end: where the reasoning ends, usually at the answer's marker.
+        end: end of the reasoning, usually the answer's marker.
         length: tokens of a unit, at least 1; 1 is exact.
-        start: where it starts.
+        start: its start.
 
     Raises:
         ValueError: a length below 1, a start outside [0, end].

@@ -1,4 +1,4 @@
-"""Probes: tokens that ask for an answer, put behind a completion or behind its steps."""
+"""Make probes, tokens that ask for an answer, and append them to completions."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -11,10 +11,10 @@ from ..span import Span
 
 
 class Probe(NamedTuple):
-    """Tokens to append, and which of them are scored."""
+    """Probe: tokens to append, and the span of them that is scored."""
 
     tokens: Tensor  # (L,) int64
-    target: Span  # of `tokens`
+    target: Span  # in `tokens`
 
 
 def own_probe(completion: Tensor, answer: Span, reasoning_end: int) -> Probe:
@@ -26,7 +26,7 @@ def own_probe(completion: Tensor, answer: Span, reasoning_end: int) -> Probe:
         reasoning_end: first token of the answer's marker, at most `answer.start`.
 
     Raises:
-        ValueError: a reasoning end behind the answer's start, an answer outside the completion.
+        ValueError: a reasoning end after the answer's start, an answer outside the completion.
     """
     if not 0 <= reasoning_end <= answer.start < answer.end <= len(completion):
         raise ValueError(
@@ -53,9 +53,9 @@ def with_probes(
     *,
     spans: Sequence[Sequence[Span]] | None = None,
 ) -> tuple[list[Tensor], list[Span | None]]:
-    """Put probes behind completions, and find the answers that are then scored.
+    """Append probes to completions, and find the answers that are then scored.
 
-    For `score_counterfactuals` as they are. A row with a probe loses the end-of-text tokens that it ends with and is
+    The results fit `score_counterfactuals`. A row with a probe loses the end-of-text tokens that it ends with and is
     scored on the probe's target, whatever its own answer; a row without one stays as it is. Token positions of the
     completions do not move, so spans stay valid and weights, made for the completion's own length, never cover a probe.
 

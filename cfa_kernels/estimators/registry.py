@@ -1,4 +1,4 @@
-"""The estimators by name: a new one is a file beside this one and a line here."""
+"""List the estimators by name: a new one is a file in this folder and a line here."""
 
 from .base import Estimator
 from .entropy import Entropy

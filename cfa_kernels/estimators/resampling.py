@@ -1,7 +1,7 @@
-"""Put in the place of a masked unit what the model itself might have written there.
+"""Replace a masked unit by what the model itself might have written there.
 
-Placeholders are the default of `score_counterfactuals`. `resampled_fills` samples what replaces each unit, and
-`resampled_scores` scores the answers behind it.
+`score_counterfactuals` uses placeholders by default. `resampled_fills` samples replacements of each unit, and
+`resampled_scores` scores the answers after them.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from ..hf.memory import halves, rows_at_once, run_in_memory
 from ..hf.model import vocab_size
 from ..hf.stateful_layers import has_cells
 from ..hf.tree_forward import KeyValueStore, packed_hidden, tree_attention_mode
-from ..hf.verify import prove_supported
+from ..hf.verify import check_supported
 from ..ops.head_matmul import empty_strip, write_logits
 from ..ops.row_softmax import Softmax, compute_dtype, probabilities
 from ..packing.prefix_tree import Pack, PrefixTree
@@ -35,27 +35,27 @@ from ..span import Span
 def resampled_fills(
     access: ModelAccess, batch: ScoredBatch, *, seed: int, samples: int = 1, temperature: float = 1.0
 ) -> tuple[list[list[np.ndarray]], ScoringWork]:
-    """Sample, for every unit, as many tokens as it has from the model's own distribution in its place.
+    """Sample replacements of every unit, of equal length, from the model's own distribution at its place.
 
-    Each token is drawn given the prompt, the completion before the unit and the fill so far; what is behind the unit
+    Each token is drawn given the prompt, the completion before the unit and the fill so far; text after the unit
     is not seen. All units of all completions advance together, one token each per forward, on the keys and values of
-    one packed tree; prompts and completions are fed once. Hand the ids to `ScoredBatch.with_units`.
+    one packed tree; prompts and completions are fed once. Pass the ids to `ScoredBatch.with_units`.
 
     A fill depends only on the seed, the prompt, the completion before the unit, the temperature and the model, not on
-    what else is in the batch (to rounding, which can move a draw that falls on an edge between two tokens). Units that
-    start at one place share their draws.
+    the rest of the batch (to rounding, which can change a draw that falls on an edge between two tokens). Units that
+    start at the same place share their draws.
 
     Args:
-        access: how the model may be asked; the model itself must be at hand.
+        access: access to the model, which must be in this process.
         batch: completions and the units to fill. A completion and its fills stay together, even over the token budget,
             as long as memory holds them.
-        seed: of the draws, an integer.
+        seed: seed of the draws, an integer.
         samples: fills of each unit, at least 1.
         temperature: divides the logits.
 
     Returns:
-        For each completion the ids, int64, of all its units draw by draw, as many as the unit has tokens; and what it
-        took.
+        For each completion the ids, int64, of all its units, draw by draw, as many as the unit has tokens; and counts
+        of work.
 
     Raises:
         ValueError: bad options; the message names argument and value.
@@ -74,11 +74,11 @@ def resampled_fills(
         [_Fill(b, row, span, f"{seed}/{draw}") for draw in range(samples) for span in row.spans]
         for b, row in zip(batch.numbers, batch.rows, strict=True)
     ]
-    head = prove_supported(model)
+    head = check_supported(model)
 
     def write(fills: Sequence[_Fill]) -> ScoringWork:
         for fill in fills:
-            fill.tokens.clear()  # what was drawn before memory ran out
+            fill.tokens.clear()  # ids that were drawn before memory ran out
         writer = _Writer(model, head, _tree_of(fills))
         writer.write(fills, temperature)
         return ScoringWork(writer.forwards, writer.tokens_fed)
@@ -97,13 +97,13 @@ def resampled_fills(
 def resampled_scores(
     access: ModelAccess, batch: ScoredBatch, *, seed: int, samples: int = 1, outcome: Outcome = "logprob"
 ) -> CounterfactualScores:
-    """Score answers with what the model itself might have written in place of each unit.
+    """Score answers with each unit replaced by what the model itself might have written in its place.
 
-    The mean over `samples` fills of each unit, all of them branches of the same trees. A unit scores low where its own
-    words matter to the answer, not merely that something is in its place.
+    Averages over `samples` fills of each unit, all of them branches of the same trees. A unit's drop is low where its
+    own words matter to the answer, not merely that something is in its place.
 
     Args:
-        access: how the model may be asked; the model itself must be at hand.
+        access: access to the model, which must be in this process.
         batch: completions, units and answers.
         seed, samples: as in `resampled_fills`.
         outcome: as in `score_counterfactuals`.
@@ -126,25 +126,25 @@ def resampled_scores(
 
 
 class _Fill:
-    """One span's replacement under way; `key` tells draws apart that have the same text before them."""
+    """Replacement of a span, partly drawn; `key` distinguishes draws that have the same text before them."""
 
     def __init__(self, number: int, row: Row, span: Span, key: str) -> None:
         self.row, self.length = number, span.end - span.start
         self.context = np.concatenate([row.prompt, row.completion[: span.start]])
         self.tokens: list[int] = []
-        self.packed_row = 0  # the row that predicts the next token
+        self.packed_row = 0  # row that predicts the next token
         digest = hashlib.blake2b(f"{key}/".encode() + self.context.tobytes(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
         self.draws = torch.rand(self.length, generator=generator, dtype=torch.float64)
 
     @property
     def draw(self) -> Tensor:
-        """The number in [0, 1) that chooses the next token."""
+        """Return the number in [0, 1) that chooses the next token."""
         return self.draws[len(self.tokens)]
 
 
 def _in_budget(drawn: list[list[_Fill]], budget: int) -> Iterator[Sequence[_Fill]]:
-    """Fills to write together, whole rows of them, at most `budget` rows of a tree in the end."""
+    """Batch fills that are drawn together, those of a completion at once, for trees of at most `budget` rows."""
     members, growth, tree = list[_Fill](), 0, PrefixTree()
     for fills in drawn:
         if not fills:
@@ -163,7 +163,7 @@ def _in_budget(drawn: list[list[_Fill]], budget: int) -> Iterator[Sequence[_Fill
 
 
 def _tree_of(fills: Sequence[_Fill]) -> PrefixTree:
-    """What stands before fills, those of a row side by side."""
+    """Lay out the text before fills as a tree; fills of a completion are side by side."""
     tree = PrefixTree()
     for _, of_row in groupby(fills, lambda fill: fill.row):
         tree.insert(_longest_context(of_row))
@@ -175,10 +175,10 @@ def _longest_context(fills: Iterable[_Fill]) -> np.ndarray:
 
 
 class _GrowingStore(KeyValueStore):
-    """Keys and values of all rows so far: what continues them is kept, too."""
+    """Keys and values of all rows so far; those of rows that continue them are added."""
 
     def before(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """What this call of `layer` kept, followed by `key` and `value`, all of which it keeps."""
+        """Return and keep what this call of `layer` kept before, followed by `key` and `value`."""
         call = self._read.get(layer, 0)
         self._kept[layer][call] = joined = super().before(layer, key, value)
         return joined
@@ -186,7 +186,7 @@ class _GrowingStore(KeyValueStore):
 
 @dataclass
 class _Writer:
-    """A tree that grows by a token of each fill at a time, with the hidden states of its rows."""
+    """Tree that grows by one token of each fill at a time, with the hidden states of its rows."""
 
     model: PreTrainedModel
     head: Head
@@ -197,7 +197,7 @@ class _Writer:
     hidden: Tensor = field(init=False)  # (N, H) on the head's device
 
     def __post_init__(self) -> None:
-        # Layers that carry a state would have to be handed it: they are fed from the roots again.
+        # Layers that carry a state would need it: they are fed from the roots again.
         self.store = None if has_cells(self.model) else _GrowingStore()
         self.hidden = self.head.weight.new_zeros(0, self.head.weight.shape[1])
         self._feed()
@@ -216,14 +216,14 @@ class _Writer:
             fills = [fill for fill in fills if len(fill.tokens) < fill.length]
 
     def _feed(self) -> None:
-        """The hidden states of the rows that are new."""
+        """Compute the hidden states of the new rows."""
         if self.tree.num_tokens == len(self.hidden):
             return
         first = 0 if self.store is None else len(self.hidden)
         table, none = self.tree.table(), np.zeros(0, np.int64)
         pack = Pack(
             input_ids=self.tree.input_ids()[first:], position_ids=table.positions()[first:], table=table, rows=none,
-            targets=none, num_tempered=0, query_index=none, units=range(0), tree=self.tree, first_row=first,
+            targets=none, num_tempered=0, query_index=none, bundles=range(0), tree=self.tree, first_row=first,
         )  # fmt: skip
         found = packed_hidden(self.model, pack, store=self.store).to(self.head.weight)
         self.hidden = torch.cat([self.hidden[:first], found])
@@ -231,7 +231,7 @@ class _Writer:
         self.tokens_fed += pack.num_tokens
 
     def _sample(self, rows: Tensor, draws: Tensor, temperature: float, fills: Sequence[_Fill]) -> Tensor:
-        """(N,) ids from hidden states (N, H): the first whose cumulated probability exceeds the draw."""
+        """Choose ids (N,) from hidden states (N, H): the first whose cumulated probability exceeds the draw."""
         weight, bias = self.head.weight, self.head.bias
         softmax = Softmax.of(temperature, self.head.softcap, self.head.logit_scale)
         height = rows_at_once(len(weight))
@@ -242,7 +242,7 @@ class _Writer:
             logits, _ = empty_strip(len(some), len(weight), exact, exact, weight.device)
             write_logits(some, weight, logits)
             none = torch.zeros(len(some), dtype=torch.long, device=weight.device)
-            p = probabilities(logits[None], bias, none, none.bool(), softmax, keep_below=False, room=logits[None]).p[0]
+            p = probabilities(logits[None], bias, none, none.bool(), softmax, keep_below=False, out=logits[None]).p[0]
             cumulated = p[:, :usable].double().cumsum(-1)
             threshold = draw.to(weight.device)[:, None] * cumulated[:, -1:]
             chosen.append(torch.searchsorted(cumulated, threshold, right=True)[:, 0].clamp(max=usable - 1))

@@ -20,16 +20,16 @@ from ..scoring.batch import ScoredBatch, token_ids
 from .base import REWARDS, SIBLINGS, Importances, given, unit_means
 from .edit_distance import edit_distance, edited_tokens, token_places
 
-# Sums of equal rewards in another order differ by rounding; relative to the largest reward this much is no difference.
+# Sums of equal rewards in another order differ by rounding, by less than this relative to the largest reward.
 _EQUAL = 1e-12
 
 
 @dataclass(frozen=True)
 class PrefixTreeValues:
-    """What each token does to the mean reward of those who share the prefix (TEMPO / P2T, 2509.18314); signed.
+    """Change by each token of the mean reward of completions that share the prefix (TEMPO / P2T, 2509.18314); signed.
 
-    In the units of the advantages where those are (B,): rewards that a group's standard deviation has divided there
-    are divided by it here. Else in the units of the rewards.
+    On the scale of the advantages where those are (B,): if they were divided by a group's standard deviation, so are
+    the rewards here. Else on the scale of the rewards.
     """
 
     name: ClassVar[str] = "prefix_tree"
@@ -50,7 +50,7 @@ class PrefixTreeValues:
 
 @dataclass(frozen=True)
 class KTAE:
-    """How strongly a token goes with correct completions of its group (KTAE); signed."""
+    """Association of a token with correct completions of its group (KTAE); signed."""
 
     name: ClassVar[str] = "ktae"
     judges: ClassVar[str] = "tokens"
@@ -74,7 +74,7 @@ class KTAE:
 
 @dataclass(frozen=True)
 class SiblingEdits:
-    """1 where a wrong completion differs from its nearest correct sibling; after IBPO, without a correction of its own.
+    """Marks where a wrong completion differs from its nearest correct sibling; after IBPO, but nothing is generated.
 
     Completions that are correct, or have no correct sibling, get 1 throughout.
     """
@@ -99,7 +99,7 @@ class SiblingEdits:
 
 
 def _siblings(batch: ScoredBatch) -> Tensor:
-    """The groups; raises `ValueError` where no completion has another one to be compared with."""
+    """Return the groups; raise `ValueError` where no completion has another one to be compared with."""
     if batch.groups is None or len(batch.groups.unique()) == len(batch.groups):
         raise ValueError("groups: no two completions are of one group, so there is nothing to compare them with")
     return batch.groups
@@ -117,7 +117,7 @@ def _finite_rewards(rewards: Tensor, numbers: Sequence[int]) -> Tensor:
 
 
 def _scales(groups: Tensor, rewards: Tensor, advantages: Tensor | None) -> list[float]:
-    """Find how much wider the advantages (B,) of each row's group are than its rewards; 1 where that cannot be told."""
+    """Find the ratio of spread of advantages (B,) to rewards in each row's group; 1 where it cannot be found."""
     scales = torch.ones(len(groups), dtype=torch.float64)
     if advantages is None or advantages.ndim != 1:
         return scales.tolist()
@@ -135,11 +135,11 @@ def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor | None, rew
     The completions of a group form a prefix tree. V(s) is the mean reward of those that begin with s, V of the empty
     prefix that of the whole group; token t gets V(y_1..y_t) - V(y_1..y_(t-1)). That is 0 wherever no completion leaves
     the prefix, so only branching tokens get anything, and a completion's values add up to its own leaf's mean reward
-    less the group's. They are signed and to be added to the group's advantage, in whose units they are if `rewards` are
+    less the group's. They are signed and to be added to the group's advantage, so `rewards` must be on its scale
     (for advantages divided by a standard deviation, divide the rewards by it).
 
     A completion that is a prefix of another passes through none of the longer one's further nodes: the other's next
-    token is then a branching token, and the end of the shorter one is none, unless an end-of-text token is part of it.
+    token is then a branching token, but the end of the shorter one is not, unless an end-of-text token is part of it.
     Equal completions share one leaf. A group of one gets 0 everywhere.
 
     Args:
@@ -151,8 +151,8 @@ def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor | None, rew
         B tensors (T_b,) fp32 on the host.
 
     Raises:
-        ValueError: no groups or rewards given, rows that do not agree, a reward that is not finite; names argument, row
-            and value.
+        ValueError: no groups or rewards given, columns of different lengths, a reward that is not finite; names
+            argument, row and value.
     """
     ids, members = _checked_groups(completions, groups)
     scores = _checked_rewards(rewards, len(ids))
@@ -181,7 +181,7 @@ def ktae_values(
     top: float = 1.0,
     ignored: Collection[int] = (),
 ) -> list[Tensor]:
-    """Measure how strongly a token goes with correct completions of its group (KTAE, arXiv 2505.16826).
+    """Measure a token's association with correct completions of its group (KTAE, arXiv 2505.16826).
 
     For each distinct token of a group, a 2x2 table counts the correct and wrong completions with and without it
     (how often it occurs in one does not matter). From the table, as the authors' published code has it:
@@ -267,10 +267,10 @@ def sibling_edits(
         completions: B 1-D int64 tensors (T_b,) on the host, unpadded.
         groups: (B,) int64, equal for completions of one prompt, in any order.
         correct: (B,) bool.
-        siblings: what `correct_siblings` gave for the same arguments, if it is known.
+        siblings: result of `correct_siblings` for the same arguments, if known.
 
     Returns:
-        B tensors (T_b,) fp32 on the host. All 0 for a wrong completion with the very tokens of a correct one.
+        B tensors (T_b,) fp32 on the host. All 0 for a wrong completion with the same tokens as a correct one.
 
     Raises:
         ValueError: no groups or correctness given, rows that do not agree, `correct` not boolean; names argument, row
@@ -306,7 +306,7 @@ def correct_siblings(completions: Sequence[Tensor], groups: Tensor | None, corre
 
 
 def _checked_groups(completions: Sequence[Tensor], groups: Tensor | None) -> tuple[list[np.ndarray], list[list[int]]]:
-    """Token ids of each row, and the rows of each group."""
+    """Return the token ids of each row, and the rows of each group."""
     if groups is None:
         raise ValueError("groups: none given; which completions share a prompt must be known")
     rows = []
@@ -342,7 +342,7 @@ def _checked_correct(correct: Tensor | None, batch: int) -> np.ndarray:
 
 
 def _shared_prefixes(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """(G, G) how many first tokens each two of G rows have in common."""
+    """Count the first tokens that each two of G rows have in common, (G, G)."""
     shared = np.diag([len(row) for row in rows])
     for i, one in enumerate(rows):
         for j, other in enumerate(rows[:i]):
@@ -353,7 +353,7 @@ def _shared_prefixes(rows: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _fisher_p(rights: int, wrongs: int) -> np.ndarray:
-    """(rights + 1, wrongs + 1) two-sided p of every table with these margins: all tables that are no likelier."""
+    """Compute two-sided p of every table with these margins, (rights + 1, wrongs + 1): sum over no likelier tables."""
     p = np.empty((rights + 1, wrongs + 1))
     for holders in range(rights + wrongs + 1):
         ways = {
@@ -370,10 +370,10 @@ def _fisher_p(rights: int, wrongs: int) -> np.ndarray:
 
 
 def _information_gain(with_right: np.ndarray, with_wrong: np.ndarray, rights: int, wrongs: int) -> np.ndarray:
-    """(N,) bits that a token's presence tells about correctness."""
+    """Compute the bits (N,) that a token's presence tells about correctness."""
 
     def entropy(right: np.ndarray, wrong: np.ndarray) -> np.ndarray:
-        """Of a class drawn among `right + wrong`, times that number; 0 where there are none."""
+        """Compute the entropy of a class among `right + wrong`, times that number; 0 where both are 0."""
         total = np.maximum(right + wrong, 1)
         bits = [-part * np.log2(np.where(part > 0, part / total, 1)) for part in (right, wrong)]
         return bits[0] + bits[1]

@@ -1,8 +1,8 @@
-"""Total effects by masking: what a unit does to the answer directly, and through the units behind it.
+"""Compute total effects by masking: those of a unit on the answer, directly and through later units.
 
-Masking a unit while the rest stays as it was written shows only its direct effect. But every branch of masking feeds
-what stands behind the unit anyhow, so it also tells how much less probable each later unit becomes: the links of a
-chain that ends at the answer. `scoring/` feeds and reads the branches; the chain is computed here, on the host.
+Masking a unit while the rest stays as it was written shows only its direct effect. But every branch feeds the text
+after the unit anyway, so it also tells how much less probable each later unit becomes: the links of a chain that ends
+at the answer. `scoring/` feeds and reads the branches; the chain is computed here, on the host.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,14 @@ from .base import Importances
 
 
 def total_effects(access: ModelAccess, batch: ScoredBatch) -> Importances:
-    """Mask each unit, see how the answer and every later unit move, and add up all ways from the unit to the answer.
+    """Mask each unit, see how the answer and every later unit move, and sum all paths from the unit to the answer.
 
-    It feeds what `score_counterfactuals` feeds for the same units. Only the head has more rows: the tokens of the
-    later units in every branch.
+    It feeds the same tokens as `score_counterfactuals`. Only the head has more rows: the tokens of the later units in
+    every branch.
 
     Args:
-        access: how the model may be asked; the model itself must be at hand.
-        batch: completions with disjoint units, none of which overlaps the answer, in any order. One behind the answer
+        access: access to the model, which must be in this process.
+        batch: completions with disjoint units, none of which overlaps the answer, in any order. One after the answer
             has effect 0 by causality.
 
     Returns:
@@ -67,10 +67,10 @@ def total_effects(access: ModelAccess, batch: ScoredBatch) -> Importances:
 
 
 def chained_effects(direct: np.ndarray, links: np.ndarray) -> np.ndarray:
-    """The total effect of each unit: `T_i = D_i + sum over j > i of (1 - exp(-L_ij)) max(T_j, 0)`.
+    """Chain links to total effects: `T_i = D_i + sum over j > i of (1 - exp(-L_ij)) max(T_j, 0)`.
 
-    `1 - exp(-L_ij)` is how probably a token of unit j would not have come out as it did without unit i, and with j all
-    is lost that rests on j. A unit that hurts the answer passes nothing on.
+    `1 - exp(-L_ij)` is the probability that a token of unit j would not have come out as it did without unit i; if so,
+    everything that rests on j is lost. A unit that hurts the answer passes nothing on.
 
     Args:
         direct: (K,) float64 D, nats, of units in order of position; may be negative.
@@ -81,13 +81,13 @@ def chained_effects(direct: np.ndarray, links: np.ndarray) -> np.ndarray:
     """
     total, lost = np.array(direct, dtype=np.float64), -np.expm1(-links)
     for i in range(len(total) - 2, -1, -1):
-        reached = np.flatnonzero(lost[i, i + 1 :]) + i + 1  # nothing is lost of any effect, infinite ones too, without
+        reached = np.flatnonzero(lost[i, i + 1 :]) + i + 1  # others lose nothing, even of inf
         total[i] += lost[i, reached] @ np.maximum(total[reached], 0.0)
     return total
 
 
 def _judged(b: int, row: Row) -> list[int]:
-    """The numbers of the units of row `b` that can move its answer, in order of position; refuses overlaps."""
+    """List the numbers of the units of row `b` that can move its answer, in order of position; refuse overlaps."""
     order = sorted(range(len(row.spans)), key=lambda k: row.spans[k])
     for k, later in pairwise(order):
         if row.spans[k].end > row.spans[later].start:
@@ -99,10 +99,10 @@ def _judged(b: int, row: Row) -> list[int]:
 
 
 def _branches(units: Sequence[Span], answer: Span) -> Iterator[tuple[Span | None, list[Span]]]:
-    """None for the completion as sampled, then each unit to mask; with each, the runs of tokens to ask for.
+    """Yield None for the completion as sampled, then each unit to mask; with each, the runs of tokens to score.
 
-    They are the later units and the answer. Those that touch are one run: gaps are not worth the head's rows, and many
-    short queries not the host's time. Of the completion as sampled no more is asked than any branch asks.
+    They are the later units and the answer. Those that touch are one run: gaps would cost rows of the head, and many
+    short queries time of the host. Of the completion as sampled, only tokens that some branch scores are scored.
     """
     runs = list[Span]()
     for start, end in (*units, answer):
@@ -130,7 +130,7 @@ def _queries(row: Row, judged: Sequence[int], placeholder_id: int | None) -> lis
 
 
 def _effects(units: Sequence[Span], answer: Span, values: Sequence[Tensor]) -> tuple[float, np.ndarray, np.ndarray]:
-    """The answer's log-prob, direct effects (K,) and links (K, K), float64, from the values of `_queries`."""
+    """Compute the answer's log-prob, direct effects (K,) and links (K, K), float64, from the values of `_queries`."""
     edges, found = np.array([*units, answer]).ravel(), iter(values)
     sums = []  # of each branch, (K + 1,) log-probs of the units and of the answer; 0 where nothing was asked
     for _, runs in _branches(units, answer):
@@ -141,7 +141,7 @@ def _effects(units: Sequence[Span], answer: Span, values: Sequence[Tensor]) -> t
     sampled, masked = sums[0], np.array(sums[1:]).reshape(-1, len(sums[0]))
     with np.errstate(invalid="ignore"):
         losses = sampled - masked
-    # What was impossible as sampled, and is so still, has lost nothing: fmax takes 0 over the nan of -inf - -inf.
-    # By the token: without any one unit a long one is as a whole so much less probable that every link would be firm.
+    # A token that was impossible as sampled has lost nothing: fmax takes 0 over the nan of -inf - -inf.
+    # Mean over tokens: summed over a long unit, every link would saturate at 1.
     sizes = np.array([unit.end - unit.start for unit in units], dtype=np.int64)
     return float(sampled[-1]), losses[:, -1], np.triu(np.fmax(losses[:, :-1] / sizes, 0.0), 1)

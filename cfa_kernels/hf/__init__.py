@@ -1,5 +1,5 @@
 """Access to transformers models.
 
-A module here knows transformers, PEFT and Liger; what belongs here patches a model, asks what it is, or limits what it
-is fed. README.md lists every patch.
+Modules here know transformers, PEFT and Liger. They patch a model, find out what it is, and limit what it is fed.
+README.md lists every patch.
 """

@@ -1,4 +1,4 @@
-"""cfa_kernels/hf/head.py."""
+"""Read a causal model's output layer, and compute logits and log-probs with it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,25 +21,25 @@ class Head:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `linear_logprob` and `linear_policy_loss` must know beside the weight."""
+        """Keyword options of `linear_logprob` and `linear_policy_loss` that this head implies."""
         return {"bias": self.bias, "softcap": self.softcap, "logit_scale": self.logit_scale}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(R, V) logits of `hidden` (R, H), differentiable."""
+        """Compute logits (R, V) of `hidden` (R, H), differentiable."""
         return self.transformed(nn.functional.linear(hidden, self.weight, self.bias))
 
     def transformed(self, linear: Tensor) -> Tensor:
-        """Logits, a tensor of its own, from what the linear layer gives: scaled, then capped; differentiable."""
+        """Scale, then cap what the linear layer gives; returns a new tensor, differentiable."""
         logits = self.logit_scale * linear
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-        """Log-probs of `targets` (R,) given `hidden` (R, H), fp32, in nats."""
+        """Compute log-probs of `targets` (R,) given `hidden` (R, H), fp32, in nats."""
         return linear_logprob(hidden, self.weight, targets, temperature=temperature, **self.options)
 
 
 def read_head(model: PreTrainedModel) -> Head:
-    """The head's weight and bias. What the model does to its logits besides is for `verify.py` to find out.
+    """Read the head's weight and bias; `verify.check_head` finds out how the model transforms its logits.
 
     Raises `NotImplementedError` unless the layer is a plain linear one: an adapter on it may be the identity today
     and drift in training.

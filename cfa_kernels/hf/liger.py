@@ -1,10 +1,10 @@
-"""Liger's fused norms, rotary embeddings and gated MLPs in place of a model's own, for a while.
+"""Run a model with Liger's fused norms, rotary embeddings and gated MLPs in place of its own, within a `with` block.
 
-What lies between a model's matrix products and its attention is half of a forward on a GPU, one small kernel after the
-other. Liger (Hsu et al., arXiv:2410.10989) has one kernel for each norm, rotation and gate. What it would change in a
-model is found once, by letting it; here it is put in, and taken out again as if it had never been there. Weights,
-hooks and adapters stay where they are: a module keeps its own and runs another `forward` over it. `verify.py` shows
-that the model computes the same.
+The small kernels between a model's matrix products and its attention take half of a forward on a GPU. Liger (Hsu et
+al., arXiv:2410.10989) has one kernel for each norm, rotation and gate. To find out what Liger would change in a model,
+it is applied once and undone; afterwards those changes are put in and taken out on entry and exit. Weights, hooks and
+adapters stay where they are: only a module's `forward` is replaced. `hf/verify.py` checks that the model computes the
+same.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from .model import causal_lm, structure
 
-# Of what Liger brings: mixtures of experts are left to the model, for they are no module of one token's own.
+# Mixtures of experts are left to the model: they do not act on each token by itself.
 _GATES = ("liger_kernel.transformers.swiglu", "liger_kernel.transformers.geglu")
 _FILES = ("liger_kernel.transformers.rms_norm", *_GATES)
 _EXPERTS = ("Expert", "MoE", "Moe", "SparseTop2")
@@ -30,7 +30,7 @@ _EXPERTS = ("Expert", "MoE", "Moe", "SparseTop2")
 
 @dataclass(frozen=True)
 class _Exchange:
-    """A function of a transformers file, or attributes of a module, that Liger replaces."""
+    """A replacement by Liger: of a function in a transformers file, or of attributes of a module."""
 
     owner: ModuleType | nn.Module
     fused: dict[str, Any]
@@ -48,7 +48,7 @@ _OWN: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def keep_own_modules(model: nn.Module) -> None:
-    """Keep a model as it is from now on: `fused_modules` changes nothing in it."""
+    """Keep a model's own modules from now on: `fused_modules` changes nothing in it."""
     _OWN.add(causal_lm(model))
 
 
@@ -59,11 +59,12 @@ def keeps_own_modules(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def fused_modules(model: PreTrainedModel) -> Iterator[bool]:
-    """Within it `model` runs Liger's norms, rotary embeddings and gated MLPs; its own come back, also after an error.
+    """Run `model` with Liger's norms, rotary embeddings and gated MLPs inside; its own come back, also after an error.
 
-    For models that Liger knows and that lie on a GPU as a whole, where Liger is installed; all others stay as they
-    are, and so does every module that somebody else gave a `forward` of its own. Rotary embeddings are a function of
-    the model's file: others of its kind share it in the meantime. Yields whether anything is exchanged.
+    Applies to models that Liger knows and that are wholly on a GPU, where Liger is installed; all other models stay
+    as they are, and so does every module whose `forward` other code has replaced. Rotary embeddings are a function of
+    the model's file, so other models of its kind use the replacement too in the meantime. Yields whether anything is
+    exchanged.
     """
     outer, exchanges = _IN_PLACE.get(model), _exchanges(model)
     _IN_PLACE[model] = exchanges
@@ -78,24 +79,24 @@ def fused_modules(model: PreTrainedModel) -> Iterator[bool]:
 
 
 def in_place(model: PreTrainedModel) -> list[_Exchange]:
-    """What the `fused_modules` around this call exchanges in `model`, for `put_in`."""
+    """Return what the `fused_modules` around this call exchanges in `model`, for `put_in`."""
     return _IN_PLACE.get(model, [])
 
 
 def overwrites(exchanges: list[_Exchange]) -> bool:
-    """Whether any of them overwrites in the backward what its forward has saved, as Liger's gated MLPs do."""
+    """Whether any exchanged module overwrites in its backward what its forward saved, as Liger's gated MLPs do."""
     return any(_file(exchange.fused.get("forward")) in _GATES for exchange in exchanges)
 
 
 @contextmanager
 def put_in(exchanges: list[_Exchange]) -> Iterator[None]:
-    """Within it `exchanges` are in place. Without a walk over the model, so that single layers can afford it."""
+    """Put `exchanges` in place inside; does not walk over the model, so single layers can afford it."""
     undo: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
     try:
         for exchange in exchanges:
             place = exchange.owner.__dict__
             if "forward" in exchange.fused and "forward" in place:
-                continue  # in place already, or somebody else's
+                continue  # in place already, or replaced by other code
             before = {name: place[name] for name in exchange.fused if name in place}
             undo.append((place, before, [name for name in exchange.fused if name not in place]))
             place.update(exchange.fused)
@@ -112,7 +113,7 @@ def _on_gpu(model: PreTrainedModel) -> bool:
 
 
 def runs_fused(model: PreTrainedModel) -> bool:
-    """Whether `fused_modules` exchanges anything, as the model lies now."""
+    """Whether `fused_modules` would exchange anything, given the devices that the model is on now."""
     return bool(_exchanges(model))
 
 
@@ -126,7 +127,7 @@ def _exchanges(model: PreTrainedModel) -> list[_Exchange]:
 
 
 def _asked(model: PreTrainedModel) -> list[_Exchange]:
-    """What Liger changes in `model`, by letting it and putting everything back."""
+    """Find what Liger changes in `model` by applying it and undoing every change."""
     if importlib.util.find_spec("liger_kernel") is None:
         return []
     files = [file for name, file in list(sys.modules.items()) if name.startswith("transformers.models.")]
@@ -152,7 +153,7 @@ def _asked(model: PreTrainedModel) -> list[_Exchange]:
 
 
 def _wanted(change: _Exchange) -> _Exchange | None:
-    """Rotary embeddings of a file, norms and gated MLPs; not the classes that models to come are made of."""
+    """Reduce a change to rotary embeddings, norms and gated MLPs; classes, of which later models are made, stay."""
     if isinstance(change.owner, ModuleType):
         functions = {name: value for name, value in change.fused.items() if isinstance(value, FunctionType)}
         return _Exchange(change.owner, functions) if functions else None
@@ -163,7 +164,7 @@ def _wanted(change: _Exchange) -> _Exchange | None:
 
 
 def _file(forward: Any) -> str | None:
-    """The file that a module's `forward` comes from."""
+    """Return the transformers file that a module's `forward` comes from."""
     return getattr(getattr(forward, "__func__", None), "__module__", None)
 
 

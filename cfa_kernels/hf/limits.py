@@ -1,4 +1,4 @@
-"""The one place that knows transformers models as such: what lies in their wrappers, their head, their limits."""
+"""Limits of what may share a forward: positions, rotary frequencies, memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from .modes import checkpoints
 
 
 def rope_lengths(model: PreTrainedModel) -> tuple[list[int], int | None]:
-    """Where the model's rotary frequencies follow the longest sequence of a forward.
+    """Find the lengths at which the model's rotary frequencies change with the longest sequence of a forward.
 
     Returns the lengths beyond which longrope takes its other set of frequencies, ascending, and the length beyond
     which dynamic scaling recomputes them for each length (None without it).
@@ -49,9 +49,9 @@ def refuse_length_dependent_rope(model: PreTrainedModel, longest: int) -> None:
 
 
 def apart_by_length(
-    model: PreTrainedModel, units: Sequence[list[Query]], lengths: Sequence[int], order: Sequence[int]
+    model: PreTrainedModel, bundles: Sequence[list[Query]], lengths: Sequence[int], order: Sequence[int]
 ) -> list[list[list[Query]]]:
-    """The units cut into parts that must not share a forward, each with every row.
+    """Split bundles into parts that must not share a forward, each with every row.
 
     Rotary frequencies of some models change for a whole forward when its longest sequence passes a length. Each row,
     of `lengths` tokens in all, then keeps the frequencies that it has when fed by itself and whole: rows on both sides
@@ -59,30 +59,30 @@ def apart_by_length(
     """
     switches, dynamic = rope_lengths(model)
     if dynamic is not None:
-        for unit, length, b in zip(units, lengths, order, strict=True):
-            if unit and length > dynamic:
+        for bundle, length, b in zip(bundles, lengths, order, strict=True):
+            if bundle and length > dynamic:
                 raise NotImplementedError(
                     f"completions row {b}: has {length} tokens with its prompt, but beyond {dynamic} the dynamic "
                     f"rotary frequencies of {type(model).__name__} are another set for every length, so rows cannot "
                     "share a forward"
                 )
     if not switches:
-        return [list(units)]
+        return [list(bundles)]
     sides = [sum(length > switch for switch in switches) for length in lengths]
     parts = []
     for side in sorted(set(sides)):
         least = switches[side - 1] + 1 if side else 0
         parts.append(
             [
-                [query.fed_to(least) for query in unit] if of == side else []
-                for unit, of in zip(units, sides, strict=True)
+                [query.fed_to(least) for query in bundle] if of == side else []
+                for bundle, of in zip(bundles, sides, strict=True)
             ]
         )
     return parts
 
 
 def largest_forward(model: PreTrainedModel) -> int | None:
-    """Most rows of a forward in which a row's place does not matter; None where it never does.
+    """Find the most rows of a forward in which a row's place does not matter; None where it never matters.
 
     Llama 4 scales the queries of layers without rotary embeddings by a row's place, in steps of this many.
     """
@@ -94,12 +94,12 @@ def largest_forward(model: PreTrainedModel) -> int | None:
     return min(steps, default=None)
 
 
-# Beyond this a forward gains nothing from more rows: matrix products are full, and a CPU's caches overflow.
+# More rows than this make a forward no faster: matrix products are saturated, and a CPU's caches overflow.
 _LARGEST_BUDGET = {"cpu": 2048, "cuda": 65536}
 
 
 def rows_per_forward(model: PreTrainedModel, token_budget: int | None) -> int:
-    """`token_budget`, by default `default_token_budget`, within `largest_forward`."""
+    """Return `token_budget`, by default `default_token_budget`, capped by `largest_forward`."""
     if token_budget is None:
         return default_token_budget(model)
     check_token_budget(token_budget)
@@ -107,9 +107,9 @@ def rows_per_forward(model: PreTrainedModel, token_budget: int | None) -> int:
 
 
 def default_token_budget(model: PreTrainedModel, *, training: bool = False, fused: bool = False) -> int:
-    """Tokens per packed forward: on a GPU what half of the free memory holds, at least 1,024.
+    """Estimate tokens per packed forward: on a GPU what half of the free memory holds, at least 1,024.
 
-    The estimate counts a layer's widest moment, the MLP's or attention's intermediate results and the residual; for
+    The estimate counts a layer's peak: the MLP's or attention's intermediate results, and the residual; for
     `training` what every layer keeps for the backward (`kept_per_row`), or with checkpointing its input and one layer's
     all. `fused` says whether Liger's modules run.
     """
@@ -129,7 +129,7 @@ def default_token_budget(model: PreTrainedModel, *, training: bool = False, fuse
 
 
 def kept_per_row(model: PreTrainedModel, *, fused: bool = False) -> int:
-    """Bytes that all layers keep of a row for a backward, about: results of their own, and what their adapters add.
+    """Estimate the bytes that all layers keep of a row for a backward: their own results and what adapters add.
 
     A LoRA layer keeps its input in the adapter's dtype, a copy where that is wider than the model's, and the product
     of low rank. A model's own norms and gates keep float32 copies and every intermediate result; Liger's do not.
@@ -146,7 +146,7 @@ def kept_per_row(model: PreTrainedModel, *, fused: bool = False) -> int:
 
 
 def _layer_per_row(model: PreTrainedModel, *, whole: bool) -> int:
-    """Bytes of a row in a layer: of the MLP and the attention together if `whole`, else of the wider; the residual."""
+    """Bytes of a row in a layer: MLP plus attention if `whole`, else the wider of both; and the residual."""
     config = model.config.get_text_config()
     width = config.hidden_size
     heads = config.num_attention_heads * (getattr(config, "head_dim", None) or width // config.num_attention_heads)

@@ -1,7 +1,7 @@
-"""LoRA layers of a model on a CPU by one op, for a while: without the passes that scale and add an adapter's product.
+"""Run each LoRA layer of a model on a CPU as one op, which saves the passes that scale and add an adapter's product.
 
-A module keeps its weights and hooks and runs another `forward` over them, as in `liger.py`; what is no plain
-LoRA, by PEFT's own reading of it, runs as PEFT has it.
+A module keeps its weights and hooks; only its `forward` is replaced, as in `liger.py`. Layers that are not plain LoRA,
+as PEFT itself defines it, run PEFT's own code.
 """
 
 import sys
@@ -17,7 +17,7 @@ from ..ops.adapted_linear import adapted_linear
 
 
 class _Layer(NamedTuple):
-    """The parts of a LoRA layer that `adapted_linear` takes."""
+    """Parts of a LoRA layer, as `adapted_linear` takes them."""
 
     base: nn.Linear
     down: nn.Linear
@@ -27,9 +27,9 @@ class _Layer(NamedTuple):
 
 @contextmanager
 def one_pass_adapters(model: nn.Module) -> Iterator[None]:
-    """Within it LoRA layers of `model` on a CPU run as one op each; their own come back, also after an error.
+    """Run each LoRA layer of `model` on a CPU as one op inside; their own come back, also after an error.
 
-    Modules that somebody else gave a `forward` of its own stay as they are.
+    Modules whose `forward` other code has replaced stay as they are.
     """
     layers = _lora_layers(model)
     try:
@@ -42,7 +42,7 @@ def one_pass_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _lora_layers(model: nn.Module) -> list[nn.Module]:
-    peft = sys.modules.get("peft.tuners.lora.layer")  # not there, no such layers
+    peft = sys.modules.get("peft.tuners.lora.layer")  # not imported: the model has no such layers
     if peft is None:
         return []
     return [
@@ -66,7 +66,7 @@ def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _plain(layer: Any, x: Tensor) -> _Layer | None:
-    """A layer's parts if it is one adapter on a linear layer, all in one of the full precisions, on a CPU."""
+    """Return a layer's parts if it is one adapter on a linear layer, all in one full precision, on a CPU."""
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     if len(names) != 1 or layer.disable_adapters or layer.merged or names[0] in layer.lora_variant:
         return None
@@ -88,6 +88,6 @@ def _plain(layer: Any, x: Tensor) -> _Layer | None:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether somebody expects the module itself to be called."""
+    """Whether a module has hooks or a replaced `forward`, which need the module itself to be called."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or "forward" in module.__dict__

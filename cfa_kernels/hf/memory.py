@@ -1,6 +1,7 @@
-"""What fits on a device at once: logits where a formula needs them themselves, and work that is cut until it fits.
+"""Limit what is on a device at once: strips of logits where a formula needs them, and work that is cut until it fits.
 
-How many tokens a forward takes is for `limits.default_token_budget` to estimate; what is here holds when it is wrong.
+`limits.default_token_budget` estimates how many tokens a forward takes; this module handles an estimate that is too
+high.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,10 +14,10 @@ _Work = TypeVar("_Work")
 _Result = TypeVar("_Result")
 
 LOGITS_AT_ONCE = 1 << 24
-"""Most logits that exist where a formula needs them themselves, in elements, for gradients, fills and divergences.
+"""Maximum number of logits in memory, in elements, where a formula needs them: gradients, fills and divergences.
 
-Some four tensors of this size live together, the widest in float64. What the passes from the head to log-probs and
-losses hold is another matter, tuned for their speed: `STRIP_BYTES` of `ops.linear_logprob_backward`, in bytes, and
+About four tensors of this size exist at the same time, the widest in float64. Kernels from the head to log-probs and
+losses have limits of their own, tuned for speed: `STRIP_BYTES` of `ops.linear_logprob_backward`, in bytes, and
 `chunk_size` of `linear_policy_loss`, in rows.
 """
 
@@ -24,17 +25,17 @@ _CACHED = 1 << 20  # elements that stay in a CPU's caches
 
 
 def rows_at_once(vocabulary: int) -> int:
-    """Most rows of a strip of whole rows, at least 1.
+    """Return the maximum rows of a strip of whole rows, at least 1.
 
-    Every such strip reads the whole head, so it is as high as memory allows, on every device.
+    Every such strip reads the whole head, so it has as many rows as memory allows, on every device.
     """
     return max(LOGITS_AT_ONCE // vocabulary, 1)
 
 
 def columns_at_once(rows: int, device: torch.device) -> int:
-    """Most columns of a strip of all of `rows`, at least 256.
+    """Return the maximum columns of a strip of all `rows`, at least 256.
 
-    Such strips read the head once between them, however narrow, so on a CPU they are cut to what its caches hold.
+    Together such strips read the head once, however narrow they are, so on a CPU they are cut to fit its caches.
     """
     most = _CACHED if device.type == "cpu" else LOGITS_AT_ONCE
     return max(most // max(rows, 1), 256)
@@ -44,9 +45,9 @@ _SPELLINGS = ("out of memory", "alloc_failed", "not enough memory", "can't alloc
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it says that a device has no memory left: PyTorch's own error, or what cuBLAS, a driver or Triton raise.
+    """Whether an error means that a device is out of memory, raised by PyTorch, cuBLAS, a driver or Triton.
 
-    Those are plain `RuntimeError`s ("CUBLAS_STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory").
+    The latter raise plain `RuntimeError`s ("CUBLAS_STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory").
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True
@@ -56,17 +57,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 def run_in_memory(
     works: Iterable[_Work], run: Callable[[_Work], _Result], smaller: Callable[[_Work], Sequence[_Work]]
 ) -> Iterator[_Result]:
-    """`run(work)` of each of `works`, in order; where the device has no memory for one, of smaller ones in its place.
+    """Yield `run(work)` of each work, in order; where the device has no memory for one, of smaller ones instead.
 
-    Each work is made when it is asked for, after the one before has been launched.
+    Each work is made only after the one before it has been launched.
 
     Args:
-        works: what is to be done.
-        run: does it; what it left half done when it ran out of memory must not matter.
-        smaller: works that do the same together, each in less memory; none if there are none.
+        works: what to do.
+        run: does one work; what it leaves half done when memory runs out must not matter.
+        smaller: works that together do the same, each in less memory; empty if there are none.
 
     Raises:
-        RuntimeError: the device's own (`is_out_of_memory`), where nothing smaller can take a work's place.
+        RuntimeError: the device's own (`is_out_of_memory`), where a work cannot be made smaller.
     """
     for work in works:
         todo = [work]
@@ -78,7 +79,7 @@ def run_in_memory(
                 cut = list(smaller(one)) if is_out_of_memory(error) else []
                 if not cut:
                     raise
-            if cut:  # here, where the error no longer holds on to what was made before it
+            if cut:  # outside the except block: the error would keep what was allocated before it alive
                 torch.cuda.empty_cache()
                 todo += reversed(cut)
             else:
@@ -86,11 +87,11 @@ def run_in_memory(
 
 
 def halves(items: Sequence[_Item], row_of: Callable[[_Item], int]) -> list[Sequence[_Item]]:
-    """`items` in two parts, cut between two rows where they are of several; nothing where there is but one item.
+    """Split `items` into two parts, between two rows where there are several; empty for a single item.
 
     Args:
-        items: those of a row side by side.
-        row_of: the row of an item.
+        items: items, those of a row side by side.
+        row_of: returns the row of an item.
     """
     rows = list(dict.fromkeys(map(row_of, items)))
     cut = len(items) // 2

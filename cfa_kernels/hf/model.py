@@ -1,4 +1,4 @@
-"""cfa_kernels/hf/model.py."""
+"""Find the causal model inside its wrappers, its parts, and what decides how it computes."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ _Result = TypeVar("_Result")
 
 
 def run_inside(model: nn.Module, causal: PreTrainedModel, body: Callable[[], _Result]) -> _Result:
-    """`body()`, run as the forward of whatever wraps `causal` for distributed training, so that it sees it."""
+    """Run `body()` as the forward of the wrapper of `causal` for distributed training, so that the wrapper sees it."""
     wrapper = next((w for w in _wrappers(model) if isinstance(w, DistributedDataParallel)), None)
     if wrapper is None:
         return body()
@@ -36,7 +36,7 @@ def run_inside(model: nn.Module, causal: PreTrainedModel, body: Callable[[], _Re
 
 
 def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
-    """`model` and what it wraps, down to the transformers model."""
+    """List `model` and what it wraps, down to the transformers model."""
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
         yield inner
@@ -52,7 +52,7 @@ def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside DDP, torch.compile and PEFT wrappers, adapter layers still in place.
+    """Find the transformers model inside DDP, torch.compile and PEFT wrappers, adapter layers still in place.
 
     Raises `NotImplementedError` for PEFT methods that do not act on each token by itself, `TypeError` for anything
     that is not a transformers causal model, both naming the class.
@@ -62,9 +62,9 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     assert isinstance(inner, PreTrainedModel)
     embedded = getattr(_input_embeddings(inner), "weight", None)
     if not isinstance(embedded, Tensor) or embedded.ndim != 2:
-        raise NotImplementedError(f"model: {type(inner).__name__} has no one table of token embeddings")
+        raise NotImplementedError(f"model: {type(inner).__name__} has no single token-embedding matrix")
     if inner.get_output_embeddings() is None or backbone(inner) is inner:
-        raise NotImplementedError(f"model: {type(inner).__name__} has no language-model head on a body of its own")
+        raise NotImplementedError(f"model: {type(inner).__name__} has no LM head separate from its backbone")
     return inner
 
 
@@ -76,7 +76,7 @@ def _input_embeddings(model: PreTrainedModel) -> nn.Module | None:
 
 
 def _refuse_adapters(model: nn.Module) -> None:
-    """Adapters whose layers need more than their own input: extra tokens, or a look at the whole prompt."""
+    """Refuse adapters whose layers need more than their own input: extra tokens, or the whole prompt."""
     configs = getattr(model, "peft_config", None)
     for config in configs.values() if isinstance(configs, dict) else ():
         method = str(getattr(config.peft_type, "value", config.peft_type))
@@ -86,7 +86,7 @@ def _refuse_adapters(model: nn.Module) -> None:
         elif getattr(config, "is_adaption_prompt", False):
             reason = f"{method} adds virtual tokens to the attention"
         elif getattr(config, "alora_invocation_tokens", None):
-            reason = "activated LoRA (alora_invocation_tokens) switches on at a place in each prompt"
+            reason = "activated LoRA (alora_invocation_tokens) switches on at a position of each prompt"
         elif method in ("XLORA", "POLY"):
             reason = f"{method} mixes adapters by the whole input"
         if reason:
@@ -94,18 +94,18 @@ def _refuse_adapters(model: nn.Module) -> None:
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
-    """The part of a causal model below its head, which maps ids to hidden states; the model itself if it has none."""
+    """Return the part of a causal model below its head, from ids to hidden states; the model itself if it has none."""
     body = model.base_model
     return body if body is not model else getattr(model, "model", model)
 
 
 def embedding(model: PreTrainedModel) -> Tensor:
-    """(V, H) weight of the input embedding: its device is where ids go in."""
+    """Weight (V, H) of the input embedding, on the device that ids must be on."""
     return cast(Tensor, model.get_input_embeddings().weight)
 
 
 def vocab_size(model: PreTrainedModel) -> int:
-    """Rows of the input embedding: ids from 0 up to this can be fed."""
+    """Number of rows of the input embedding: ids in [0, this) can be fed."""
     return len(embedding(model))
 
 
@@ -116,9 +116,9 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 
 def structure(model: nn.Module, *, forwards: bool = False) -> int:
-    """Equal as long as the model has the same modules: an adapter put on, taken off or merged changes it.
+    """Hash of a model's modules: adding, removing or merging an adapter changes it.
 
-    With `forwards` also as long as they run the same `forward`, of their own or of their class.
+    With `forwards`, so does a module that runs another `forward`, its own or its class's.
     """
     if not forwards:
         return hash(tuple((name, type(module)) for name, module in model.named_modules()))
@@ -136,9 +136,9 @@ _NO_NOISE = re.compile("^(classifier|summary)")  # of heads that a language mode
 
 
 def computation(model: PreTrainedModel) -> int:
-    """Equal as long as the model computes by the same code, from the same numbers beside its weights.
+    """Hash of how a model computes: its code and its numbers other than weights.
 
-    What it looks at: `structure` with forwards; caps and scales of logits, of the model's own or in its configuration;
+    It covers: `structure` with forwards; caps and scales of logits, of the model's own or in its configuration;
     `noise_settings`; the hooks on the model, its body, its embedding and its head. A hook or a number on another
     module, or a function of the model's file that is exchanged, does not change it.
     """
@@ -154,7 +154,7 @@ def computation(model: PreTrainedModel) -> int:
 
 
 def noise_settings(model: PreTrainedModel) -> list[tuple[str, float]]:
-    """What its configuration says about noise in training mode: names and values above 0 of dropout, jitter, noise."""
+    """List the configuration's noise in training mode: names and values above 0 of dropout, jitter, noise."""
     found = dict.fromkeys(item for config in _configs(model) for item in _numbers(config, _NOISE))
     return [(name, value) for name, value in found if value > 0 and not _NO_NOISE.search(name)]
 
@@ -177,7 +177,7 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 
 def _hook(hook: Any) -> object:
-    """What a hook is known by: one that the same code makes anew from the same numbers is the same."""
+    """Key of a hook: equal for hooks that the same code makes from the same numbers."""
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
     if code is None:
         return id(hook)
@@ -186,7 +186,7 @@ def _hook(hook: Any) -> object:
 
 
 def own_forward(module: nn.Module) -> Any:
-    """The `forward` that somebody gave a module itself, without the autocast that accelerate puts round it; else None.
+    """Return the `forward` that a module itself was given, without accelerate's autocast wrapper; None if it has none.
 
     accelerate keeps what it wraps as `_original_forward`, in the module or as the bound method of its class.
     """
@@ -196,5 +196,5 @@ def own_forward(module: nn.Module) -> Any:
 
 
 def _function(called: Any) -> int:
-    """What a function is known by, bound or not."""
+    """Key of a function, bound or not."""
     return id(getattr(called, "__func__", called))

@@ -1,4 +1,4 @@
-"""Weights and adapters of a model as one of its forwards found them, so that whoever continues it notices a change."""
+"""Record a model's weights and adapters at a forward, so that code which continues that forward detects a change."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A tensor as it was: which one, how often it had been written to, where it lay. Its values are not looked at.
+    """Record of a tensor: which one, how often it had been written to, and its memory. Its values are not read.
 
     PyTorch counts what is written in place, but not what is written through `.data`.
     """
@@ -19,15 +19,15 @@ class Weight:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Weight":
-        """What `tensor` is now."""
+        """Record `tensor` as it is now."""
         try:
             address = tensor.data_ptr()
-        except RuntimeError:  # a tensor that others make up has no storage of its own
+        except RuntimeError:  # a tensor made up of others has no storage of its own
             address = None
         return cls(tensor, None if tensor.is_inference() else tensor._version, address)
 
     def change(self, now: Tensor) -> str | None:
-        """What happened to it, in words; None for nothing. `now` is what stands in its place."""
+        """Describe what happened to the tensor, which is `now`; None for nothing."""
         if now is not self.tensor:
             return "has been exchanged"
         current = Weight.of(now)
@@ -37,10 +37,10 @@ class Weight:
 
 
 class ModelState:
-    """What decides the values that a model computes: its weights, and which of its adapters act and how strongly.
+    """Record of what decides a model's values: its weights, and which of its adapters act and how strongly.
 
-    Weights are parameters and those buffers that a checkpoint holds. Gradients, modes and `requires_grad` are no part
-    of it. One walk over the modules; nothing waits for a device.
+    Weights are parameters and those buffers that a checkpoint holds. Gradients, modes and `requires_grad` are not
+    included. Walks over the modules once and does not wait for a device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,7 +48,7 @@ class ModelState:
         self._weights = {name: Weight.of(tensor) for name, tensor in tensors.items()}
 
     def change(self, model: nn.Module) -> str | None:
-        """The first difference between `model` as it is now and as it was, in words; None for none."""
+        """Describe the first difference between `model` as it is now and as it was; None for none."""
         tensors, adapters = _read(model)
         for name, before in self._adapters.items():
             for key, value in adapters.get(name, before).items():
@@ -63,7 +63,7 @@ class ModelState:
 
 
 def _read(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Weights by name; and of every layer that PEFT has put in whether it acts, which of its adapters, how strongly."""
+    """Collect weights by name, and for each PEFT layer whether it acts, which adapters, and how strongly."""
     tensors, adapters = dict[str, Tensor](), dict[str, dict[str, Any]]()
     for prefix, module in model.named_modules():
         own = vars(module)

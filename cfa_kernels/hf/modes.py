@@ -1,4 +1,4 @@
-"""cfa_kernels/hf/modes.py."""
+"""Set the mode, attention and autocast that a model runs in, within a `with` block."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +9,13 @@ from transformers import PreTrainedModel
 
 
 def checkpoints(model: nn.Module) -> bool:
-    """Whether layers run again in the backward instead of keeping what it needs."""
+    """Whether layers are checkpointed: run again in the backward instead of keeping what it needs."""
     return any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
 
 
 @contextmanager
 def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Every module in evaluation mode and no gradients; each module's own mode comes back, also after an error."""
+    """Set every module to evaluation mode, without gradients; each mode comes back, also after an error."""
     training = [module for module in model.modules() if module.training]
     try:
         for module in training:
@@ -29,7 +29,7 @@ def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Attention `name` in every layer; each configuration's own comes back, also after an error.
+    """Set attention `name` in every layer; each configuration's own comes back, also after an error.
 
     Raises `NotImplementedError` if the model does not go through transformers' attention interface.
     """
@@ -47,7 +47,7 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
 
 @contextmanager
 def without_accelerates_autocast(model: PreTrainedModel) -> Iterator[None]:
-    """Within it the model runs its own forward, not the one that accelerate has wrapped into autocast."""
+    """Run the model's own forward inside, not the one that accelerate has wrapped in autocast."""
     wrapped = vars(model).get("forward") if "_original_forward" in vars(model) else None
     try:
         if wrapped is not None:

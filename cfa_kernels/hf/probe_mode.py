@@ -1,4 +1,4 @@
-"""A model made ready for a short probe: windows that matter in it, float32 weights, adapters off the identity."""
+"""Prepare a model for a short probe: windows that matter in it, float32 weights, adapters off the identity."""
 
 import zlib
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 HALVES = (torch.bfloat16, torch.float16)
-_SMALL = 5  # the window and chunk that a probe is run with
+_SMALL = 5  # tokens: the window and chunk during a probe
 
 
 @contextmanager
 def small_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Windows and chunks that matter in a short probe; masks are built from the configuration in each forward."""
+    """Set windows and chunks that matter in a short probe; each forward builds its masks from the configuration."""
     configs = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     configs += [config.get_text_config() for config in configs]
     changed: list[tuple[Any, str, int]] = []
@@ -34,7 +34,7 @@ def small_windows(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def float32_weights(model: PreTrainedModel, moved: bool) -> Iterator[None]:
-    """Half-precision weights in float32, those of one layer at a time while it runs; trainable adapters `moved` a bit.
+    """Run with half-precision weights in float32, one layer at a time; shift trainable adapters a little if `moved`.
 
     A weight is exchanged in its module's dictionary, so the parameter itself is never touched.
     """
@@ -85,7 +85,7 @@ def float32_weights(model: PreTrainedModel, moved: bool) -> Iterator[None]:
 
 
 def _split(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The modules outside every list of layers, and the layers."""
+    """Split a model into the modules outside every list of layers, and the layers."""
     outside, layers = [model], list[nn.Module]()
     for child in model.children():
         if isinstance(child, nn.ModuleList):
@@ -98,7 +98,7 @@ def _split(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
 
 
 def _nudge(tensor: Tensor, name: str) -> Tensor:
-    """Repeatable noise, a tenth of the tensor's size, or of an ordinary weight's where it is all zero."""
+    """Make repeatable noise, a tenth of the tensor's size, or of an ordinary weight's where it is all zero."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)
     return noise * tensor.square().mean().sqrt().clamp(min=0.2) * 0.1

@@ -1,7 +1,7 @@
-"""Layers with a state instead of attention (Mamba, gated delta nets, short convolutions) on a packed tree.
+"""Run layers with a state instead of attention (Mamba, gated delta nets, short convolutions) on a packed tree.
 
-Such a cell reads tokens in order. A tree is cut where branches leave it; each piece runs on the model's own cell,
-which is handed the state that its path has reached, as a cache would hand it to a generated token.
+Such a cell reads tokens in order. A tree is cut where branches leave it; each piece runs through the model's own cell
+from the state at the end of its parent, as generation continues from a cache.
 """
 
 import inspect
@@ -24,7 +24,7 @@ _KEEPS_STATE = {"update_conv_state", "update_recurrent_state"}
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows [start, end) of one segment, run on from the state at row `after`, -1 at a root.
+    """Piece of a tree: rows [start, end) of one segment, continued from the state at row `after`, -1 at a root.
 
     Where the piece before is a single row, `lead` is that row: it is run again, and `after` is the row before it.
     """
@@ -39,24 +39,24 @@ class _Piece:
         return self.end - self.start + (self.lead is not None)
 
     def rows(self, hidden_states: Tensor) -> Tensor:
-        """What the cell reads of `hidden_states` (1, N, H): the lead, if any, and the piece."""
+        """Select what the cell reads of `hidden_states` (1, N, H): the lead, if any, and the piece."""
         own = hidden_states[:, self.start : self.end]
         if self.lead is None:
             return own
         return torch.cat([hidden_states[:, self.lead : self.lead + 1], own], dim=1)
 
     def own(self, out: Tensor) -> Tensor:
-        """Its rows of what the cell gave for the rows that it read, and for what they were padded with."""
+        """Select the piece's rows of the cell's output, which also covers the lead and padding."""
         return out[:, self.num_run - (self.end - self.start) : self.num_run]
 
 
 @dataclass
 class _State:
-    """What a cell carries from token to token, with the methods of transformers' cache that cells call."""
+    """State that a cell carries from token to token, with the methods of transformers' cache that cells call."""
 
     conv_states: dict[int, Tensor] = field(default_factory=dict)
     recurrent_states: dict[int, Tensor] = field(default_factory=dict)
-    record_past: ClassVar[bool] = True  # a root of one token then takes a convolution's way for several
+    record_past: ClassVar[bool] = True  # so that at a root of one token a convolution runs its code for several tokens
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.conv_states.get(state_idx)
@@ -69,13 +69,13 @@ class _State:
 
     @property
     def layers(self) -> "dict[int, _State]":
-        """Itself at every index: before transformers 5.21 cells read the fields of their own layer's cache."""
+        """Return itself at every index: before transformers 5.21 cells read the fields of their own layer's cache."""
         return defaultdict(lambda: self)
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: object
     ) -> Tensor:
-        """Remember the last inputs of a convolution; returns them with those before them."""
+        """Keep the last inputs of a convolution; return them with those before them."""
         before = self.conv_states.get(state_idx)
         width = conv_kernel_size or (conv_states if before is None else before).shape[-1]
         if before is not None:
@@ -95,7 +95,7 @@ class _State:
         return self.record_past
 
     def copy(self) -> "_State":
-        """One that can go on without changing this one; no cell writes into a state that it is handed."""
+        """Copy a state to continue from, so that this one does not change; no cell writes into a state it is given."""
         return _State(dict(self.conv_states), dict(self.recurrent_states))
 
     @staticmethod
@@ -107,23 +107,23 @@ class _State:
 
 
 @dataclass(frozen=True)
-class _Course:
+class _Schedule:
     """The order in which a tree's pieces run: first those whose state others continue, then the rest in batches.
 
-    No cell is handed one token and a state. It would take its way for a token that is being generated, which may write
-    the state in place, have no backward pass on a GPU, or leave out limits that the way for several tokens keeps.
+    No cell is given one token and a state: it would run its code for generation, which may write the state in place,
+    have no backward pass on a GPU, or leave out limits that its code for several tokens keeps.
     """
 
     handed_on: list[_Piece]
     batches: list[list[_Piece]]
 
     @staticmethod
-    def of(table: SegmentTable) -> "_Course":
+    def of(table: SegmentTable) -> "_Schedule":
         last_context = table.context_start + table.context_length - 1
         after = np.where(
             table.context_length > 0, table.context_rows[last_context] if len(table.context_rows) else 0, -1
         )
-        cuts = np.unique(after[after >= 0]) + 1  # rows that begin a piece because a branch left before them
+        cuts = np.unique(after[after >= 0]) + 1  # rows that begin a piece because a branch leaves before them
         pieces: dict[int, _Piece] = {}  # by their last row
         for start, length, before in zip(table.row_start.tolist(), table.length.tolist(), after.tolist(), strict=True):
             inside = cuts[(cuts > start) & (cuts < start + length)].tolist()
@@ -137,11 +137,11 @@ class _Course:
         continued = {piece.after for piece in pieces.values()}
         handed_on = [piece for last, piece in pieces.items() if last in continued]
         ends = [piece for last, piece in pieces.items() if last not in continued]
-        return _Course(handed_on, _batches(ends))
+        return _Schedule(handed_on, _batches(ends))
 
 
 def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
-    """Pieces of like length together, so that padding them costs less than half of what they are."""
+    """Batch pieces of similar length, so that padding is less than half of a batch."""
     batches: list[list[_Piece]] = []
     tokens = 0
     for piece in sorted(pieces, key=lambda piece: (piece.after < 0, piece.num_run)):
@@ -157,14 +157,14 @@ def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
 
 @contextmanager
 def tree_states(model: nn.Module, table: SegmentTable) -> Iterator[None]:
-    """Within it, every cell of `model` runs on the pieces of the packed tree that `table` describes."""
+    """Run every cell of `model` inside on the pieces of the packed tree that `table` describes."""
     cells = [(module, name) for module in model.modules() if (name := _cache_argument(module))]
-    course = _Course.of(table) if cells else None
+    schedule = _Schedule.of(table) if cells else None
     own = [module.__dict__.get("forward") for module, _ in cells]
     try:
         for module, name in cells:
-            assert course is not None
-            module.forward = _on_tree(module.forward, name, course)
+            assert schedule is not None
+            module.forward = _on_tree(module.forward, name, schedule)
         yield
     finally:
         for (module, _), forward in zip(cells, own, strict=True):
@@ -180,14 +180,14 @@ def has_cells(model: nn.Module) -> bool:
 
 
 def _cache_argument(module: nn.Module) -> str | None:
-    """The argument through which `module` is handed a state, if it is a cell that keeps one."""
+    """Return the argument through which `module` is given a state, if it is a cell that keeps one."""
     forward = inspect.unwrap(type(module).forward)
     if not _KEEPS_STATE & set(getattr(getattr(forward, "__code__", None), "co_names", ())):
         return None
     return next((name for name in _CACHE_ARGUMENTS if name in inspect.signature(forward).parameters), None)
 
 
-def _on_tree(forward: Callable[..., Any], cache_argument: str, course: _Course) -> Callable[..., Tensor]:
+def _on_tree(forward: Callable[..., Any], cache_argument: str, schedule: _Schedule) -> Callable[..., Tensor]:
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if "attention_mask" in kwargs:  # every row of a tree counts
             kwargs = {**kwargs, "attention_mask": None}
@@ -197,13 +197,13 @@ def _on_tree(forward: Callable[..., Any], cache_argument: str, course: _Course) 
             return out[0] if isinstance(out, tuple) else out
 
         states, outputs = dict[int, _State](), list[tuple[int, Tensor]]()
-        for piece in course.handed_on:
+        for piece in schedule.handed_on:
             state = states[piece.after].copy() if piece.after >= 0 else _State()
             outputs.append((piece.start, piece.own(cell(piece.rows(hidden_states), state))))
             states[piece.end - 1] = state
-        for batch in course.batches:
+        for batch in schedule.batches:
             root = batch[0].after < 0
-            longest = max(1 if root else 2, *(piece.num_run for piece in batch))  # two: see `_Course`
+            longest = max(1 if root else 2, *(piece.num_run for piece in batch))  # two: see `_Schedule`
             rows = hidden_states.new_zeros(len(batch), longest, hidden_states.shape[-1])
             for i, piece in enumerate(batch):
                 rows[i, : piece.num_run] = piece.rows(hidden_states)[0]

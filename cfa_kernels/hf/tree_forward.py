@@ -1,6 +1,6 @@
-"""A packed tree inside a transformers model: its attention, its masks, and one forward over the tree's rows.
+"""Run a packed tree through a transformers model: its attention, its masks, and one forward over the tree's rows.
 
-Whether a model computes the same this way as by itself is shown once, by `verify.py`.
+`verify.py` checks once per model that this gives the model's own results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,22 +28,22 @@ from .modes import attention_implementation, evaluation_mode
 from .stateful_layers import tree_states
 
 ATTENTION = "cfa_tree"
-# Arguments some models hand to their attention that change its result and that tree attention does not implement.
+# Arguments that some models pass to attention, that change its result and that tree attention does not implement.
 _UNSUPPORTED_ARGUMENTS = ("position_bias", "cache_position_bias", "head_mask", "block_mask", "score_mod", "indices")
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """What a row may look back at: everything, a window of so many positions, or its own chunk of positions."""
+    """Range of positions a row may attend to: all before it, a window of them, or its own chunk."""
 
     sliding_window: int | None = None
     chunk_size: int | None = None
 
 
 class TreeMask:
-    """Stands where a layer expects its attention mask: the pack's segments and what that layer may look back at.
+    """Stand-in for a layer's attention mask: the pack's segments and the range of positions that layer attends to.
 
-    No dataclass: wrappers that cast what a module is given rebuild those, and would upload the table in every layer.
+    Not a dataclass: wrappers that cast a module's inputs rebuild those, and would upload the table in every layer.
     """
 
     def __init__(self, table: SegmentTable, visibility: Visibility) -> None:
@@ -63,11 +63,11 @@ class KeyValueStore:
         self._kept.setdefault(layer, []).append((key.detach(), value.detach()))
 
     def rewind(self) -> None:
-        """Read from the first call of each layer again."""
+        """Rewind, so that reading starts at the first call of each layer again."""
         self._read.clear()
 
     def before(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """What this call of `layer` kept, followed by `key` and `value`."""
+        """Return what this call of `layer` kept, followed by `key` and `value`."""
         call = self._read.get(layer, 0)
         self._read[layer] = call + 1
         earlier = self._kept[layer][call]
@@ -79,7 +79,7 @@ class _PackedForward:
     """The packed forward under way."""
 
     table: SegmentTable
-    attended: list[str] | None  # names of the attention layers that ran, if anyone counts
+    attended: list[str] | None  # names of the attention layers that ran, if wanted
     store: KeyValueStore | None
     first_row: int  # rows before it are in the store
 
@@ -101,7 +101,7 @@ def _attention(
     is_causal: bool | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Attention in transformers' calling convention: q (1, H, N, D), k, v (1, Hkv, N, D or Dv) -> (1, N, H, Dv)."""
+    """Attend, in transformers' calling convention: q (1, H, N, D), k, v (1, Hkv, N, D or Dv) -> (1, N, H, Dv)."""
     name = type(module).__name__
     if query.shape[0] != 1:
         raise NotImplementedError(f"{name} runs on a batch of {query.shape[0]}; a packed tree is one sequence")
@@ -127,7 +127,7 @@ def _attention(
     if torch.is_autocast_enabled(kind):  # as PyTorch's own attention: norms and rotary embeddings left float32
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     first_row = 0
-    if (running := _FORWARD.get()) is not None:  # else the mask has come without a forward of ours
+    if (running := _FORWARD.get()) is not None:  # else the mask was passed without a packed forward
         if running.attended is not None:
             running.attended.append(name)
         first_row = running.first_row
@@ -157,7 +157,7 @@ def _build_mask(
     device: torch.device | None = None,
     **_: object,
 ) -> TreeMask:
-    """What transformers' mask builder calls for a layer's mask; it says by `mask_function` who sees whom."""
+    """Make a layer's mask, called by transformers' mask builder, whose `mask_function` says which keys a query sees."""
     forward = _FORWARD.get()
     if forward is None:
         raise RuntimeError(f"attn_implementation={ATTENTION!r} runs only inside a packed forward")
@@ -173,9 +173,9 @@ _VISIBILITY: dict[tuple, Visibility] = {}
 def read_visibility(
     mask_function: Callable[..., Any], local_size: int | None, device: torch.device | None = None
 ) -> Visibility:
-    """The rule that `mask_function(batch, head, query position, key position)` follows, found by asking it.
+    """Find the rule that `mask_function(batch, head, query position, key position)` follows, by calling it.
 
-    Read from the function itself, so that a window which lives in the mask alone is seen. Raises
+    The function itself is asked, so a window that only the mask has is found too. Raises
     `NotImplementedError` for a rule that is not causal, a causal window or a causal chunk.
     """
     key = (local_size, _shape(mask_function))
@@ -192,11 +192,11 @@ def _ask(mask_function: Callable[..., Any], local_size: int | None, device: torc
     try:
         try:
             seen = mask_function(0, 0, query, key)
-        except Exception:  # it holds tensors of its own, on the device
+        except Exception:  # the function holds tensors of its own, on the device
             seen = mask_function(0, 0, query.to(device), key.to(device))
     except Exception as error:  # a rule that looks at tokens, or at a table of this very batch
         raise NotImplementedError(
-            f"its attention mask does not depend on positions alone ({type(error).__name__}: {error})"
+            f"its attention mask does not depend on positions only ({type(error).__name__}: {error})"
         ) from error
     seen = torch.as_tensor(seen).cpu().expand(len(positions), len(positions))
     causal = key <= query
@@ -210,11 +210,11 @@ def _ask(mask_function: Callable[..., Any], local_size: int | None, device: torc
 
 
 def _shape(function: Any) -> object:
-    """A key by which two mask functions that the same code built from the same numbers are equal."""
+    """Make a key, equal for mask functions that the same code built from the same numbers."""
     if not callable(function):
         return function if isinstance(function, (int, float, str, type(None))) else type(function)
     if not hasattr(function, "__code__"):
-        return object()  # nothing to know it by: equal to no other
+        return object()  # no key can be made: equal to no other
     inside = [cell.cell_contents for cell in function.__closure__ or ()]
     parts = [part for item in inside for part in (item if isinstance(item, (tuple, list)) else [item])]
     return (function.__code__, *map(_shape, parts))
@@ -222,29 +222,29 @@ def _shape(function: Any) -> object:
 
 @contextmanager
 def tree_attention_mode(model: PreTrainedModel) -> Iterator[None]:
-    """`evaluation_mode` with tree attention in every layer, and modules in fewer passes where there are such."""
+    """Set `evaluation_mode` with tree attention in every layer and, where available, fused modules."""
     with tree_training_mode(model), evaluation_mode(model):
         yield
 
 
 @contextmanager
 def tree_training_mode(model: PreTrainedModel) -> Iterator[None]:
-    """`tree_attention_mode` with modes and gradients as they are."""
+    """Set tree attention as `tree_attention_mode` does, with modes and gradients as they are."""
     with attention_implementation(model, ATTENTION), fused_modules(model), one_pass_adapters(model):
         yield
 
 
 class HeadRows(NamedTuple):
-    """What the head reads of a pack, on the head's device."""
+    """Rows that the head reads of a pack, on the head's device."""
 
     states: Tensor  # (R, H) hidden states, in the head's dtype
     targets: Tensor  # (R,) int64
-    num_tempered: int = 0  # the last so many of the R are wanted at the sampling temperature
+    num_tempered: int = 0  # how many of the R, the last ones, are wanted at the sampling temperature
 
 
 @dataclass(frozen=True)
 class _Staged:
-    """The index arrays of a pack on the model's device, sent there by one copy before its forward is launched.
+    """Index arrays of a pack on the model's device, sent there by one copy before its forward is launched.
 
     Of the head's rows, `own` are rows of this forward and `before` rows of the one that it continues; `order` puts the
     latter, followed by the former, in the pack's order, and is None where the pack continues nothing.
@@ -252,7 +252,7 @@ class _Staged:
 
     input_ids: Tensor  # (1, N)
     position_ids: Tensor  # (1, N)
-    everywhere: Tensor  # (1, N) ones, of a single number in memory
+    everywhere: Tensor  # (1, N) ones, expanded from a single number
     own: Tensor
     before: Tensor
     order: Tensor | None  # (R,)
@@ -288,11 +288,11 @@ def packed_hidden(
     attended: list[str] | None = None,
     store: KeyValueStore | None = None,
 ) -> Tensor:
-    """Hidden states (N, H) of the rows that a pack feeds, as the head takes them, by one forward.
+    """Compute the hidden states (N, H) of the rows that a pack feeds, as the head takes them, by one forward.
 
-    Call with tree attention set; layers that are checkpointed find it again in a backward, whatever else that one runs
-    again. `staged` is the pack's index arrays where they are on the device already. `attended` collects the name of
-    every attention layer that ran. `store` takes the keys and values of a pack's rows, or gives those of the rows
+    Call with tree attention set; checkpointed layers find it again in a backward, whatever other layers run again
+    there. `staged` is the pack's index arrays if they are on the device already. `attended` collects the name of
+    every attention layer that ran. `store` takes the keys and values of a pack's rows, or provides those of the rows
     before the pack's first one. Where Liger's gated MLPs run and layers are not checkpointed, the graph takes one
     backward, and a second raises `RuntimeError`.
     """
@@ -311,7 +311,7 @@ def packed_hidden(
         with tree_states(model, pack.table), _recomputed_on_trees(model, checkpointed, running):
             hidden = backbone(model)(
                 input_ids=staged.input_ids,
-                # A mask, so that position ids that start again are not taken for sequences laid end to end.
+                # A mask, else position ids that start again would be taken for sequences laid end to end.
                 attention_mask=staged.everywhere,
                 position_ids=staged.position_ids,
                 use_cache=False,
@@ -327,10 +327,10 @@ def packed_hidden(
 def _recomputed_on_trees(
     model: PreTrainedModel, checkpointed: Sequence[nn.Module], running: _PackedForward
 ) -> Iterator[None]:
-    """Within it what the modules `checkpointed` hand to checkpoints is run again, in a backward, as it runs now.
+    """Make checkpointed modules run again, in a backward, exactly as they run inside.
 
-    Each function for itself takes the attention, the pack and the modules of this forward: the same backward may run
-    layers of other forwards again, packed or plain, before, between and after.
+    Each checkpointed function restores the attention, the pack and the modules of this forward by itself, because one
+    backward may also rerun layers of other forwards, packed or plain, before, between and after.
     """
     if not checkpointed:
         yield
@@ -378,7 +378,7 @@ def _recomputed_on_trees(
 
 
 def _take_one_backward(hidden: Tensor) -> None:
-    """Let the forward that gave `hidden` raise at a second backward, which would be wrong without a word."""
+    """Make a second backward through `hidden` raise; it would silently be wrong."""
     taken = list[bool]()
 
     def once(_: object) -> None:
@@ -391,7 +391,7 @@ def _take_one_backward(hidden: Tensor) -> None:
         taken.append(True)
 
     assert hidden.grad_fn is not None
-    hidden.grad_fn.register_prehook(once)  # of the node, which gradients at `hidden` itself do not run
+    hidden.grad_fn.register_prehook(once)  # on the node, which gradients at `hidden` itself do not run
 
 
 def pack_states(
@@ -403,13 +403,13 @@ def pack_states(
     store: KeyValueStore | None = None,
     earlier: Tensor | None = None,
 ) -> HeadRows:
-    """The rows of `pack` that have a target, by one forward.
+    """Compute the rows of `pack` that have a target, by one forward.
 
-    Call inside `tree_attention_mode`, with the `head` that was proven. A pack that continues another takes that
-    one's `store` and hidden states (N, H), `earlier`.
+    Call inside `tree_attention_mode`, with the `head` that was checked. A pack that continues another takes the
+    other's `store` and hidden states (N, H), `earlier`.
     """
     staged = _stage(model, pack)
-    device = head.weight.device  # may be another than the embedding's, where a model's layers are spread out
+    device = head.weight.device  # differs from the embedding's where a model's layers are spread over devices
     parts = []
     if staged.order is not None:
         assert earlier is not None
@@ -425,7 +425,7 @@ def pack_states(
 
 
 def target_logprobs(head: Head, rows: HeadRows, temperature: float = 1.0) -> Tensor:
-    """Log-probs (R,) fp32 of the targets of `rows`, of the tempered ones at `temperature`."""
+    """Compute log-probs (R,) fp32 of the targets of `rows`, the tempered ones at `temperature`."""
     if not rows.num_tempered:
         return head.logprobs(rows.states, rows.targets)
     plain = len(rows.targets) - rows.num_tempered
@@ -435,11 +435,11 @@ def target_logprobs(head: Head, rows: HeadRows, temperature: float = 1.0) -> Ten
 
 @contextmanager
 def last_layer_on_rows(model: PreTrainedModel, rows: Tensor) -> Iterator[None]:
-    """Run the last layer's attention output and MLP, which nothing else reads, on `rows` alone.
+    """Run the last layer's attention output and MLP, which nothing else reads, only on `rows`.
 
-    Both act on each token by itself, so they are given the rows that the head will see and their results are put
-    back among zeros. Queries stay whole: the attention module norms and rotates them beside the keys, which every
-    row needs. Where a model names its layers otherwise, all rows are computed, to the same result.
+    Both act on each token by itself, so they get the rows that the head will read, and their results are put back
+    among zeros. Queries stay whole: the attention module norms and rotates them with the keys, which every row needs.
+    Where a model names its layers differently, all rows are computed, with the same result.
     """
     layers = getattr(backbone(model), "layers", None)
     last = layers[-1] if isinstance(layers, nn.ModuleList) and len(layers) else None
@@ -453,7 +453,7 @@ def last_layer_on_rows(model: PreTrainedModel, rows: Tensor) -> Iterator[None]:
 
 
 def _hook_rows(module: nn.Module, rows: Tensor) -> list[RemovableHandle]:
-    """Hooks under which `module`, given (1, N, H), computes `rows` and returns zeros elsewhere."""
+    """Hook `module` so that, given (1, N, H), it computes only `rows` and returns zeros elsewhere."""
     seen: list[tuple[Tensor, int]] = []
 
     def select(_: nn.Module, args: tuple) -> tuple:

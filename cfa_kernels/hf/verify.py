@@ -1,8 +1,9 @@
-"""Once per model: does it compute the same through our head and in a packed tree as by itself?
+"""Check, once per model, that log-probs from a packed tree and from the head equal the model's own.
 
 A short branching tree is run both ways in float32, whatever the model's own dtype, so that rounding hides nothing;
 windows and chunks are made small enough to matter in it, and adapters that start as the identity are moved off it.
-What no attribute tells is caught here: layers that mix tokens without attention, logits changed after the head.
+This catches what no attribute of a model tells: layers that mix tokens without attention, logits changed after the
+head.
 """
 
 import warnings
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ..ops.matmul import float32_precision, ieee_products
 from ..ops.row_softmax import FLOAT32_NOISE
-from ..packing.packs import pack_units
+from ..packing.packs import pack_bundles
 from ..packing.prefix_tree import Query
 from .head import Head, read_head
 from .liger import keep_own_modules, runs_fused
@@ -34,81 +35,83 @@ from .tree_forward import pack_states, target_logprobs, tree_attention_mode, tre
 
 
 @dataclass
-class _Proof:
-    computation: int  # of the model that was proven
+class _SelfCheck:
+    computation: int  # of the model that was checked
     transform: tuple[float | None, float]  # softcap and scale of its logits
-    packed: set[bool] = field(default_factory=set)  # whether the tree was proven too, with fused modules or without
-    trained: set[bool] = field(default_factory=set)  # and in training mode
+    packed: set[bool] = field(default_factory=set)  # `runs_fused` of the packed trees that were checked
+    trained: set[bool] = field(default_factory=set)  # the same in training mode
     noise: dict[object, float] = field(default_factory=dict)  # nats per token, by the arithmetic that it was run in
 
 
-_PROOFS: weakref.WeakKeyDictionary[PreTrainedModel, _Proof] = weakref.WeakKeyDictionary()
+_CHECKED: weakref.WeakKeyDictionary[PreTrainedModel, _SelfCheck] = weakref.WeakKeyDictionary()
 
 # Log-probs that differ by more than this many nats are wrong, unless the model's own rounding is worse: float32
 # leaves some 1e-5, a wrong mask, position or transform of logits whole nats.
 _TOLERANCE = 1e-3
-_ROUNDINGS = 8  # so many times what the model's own two ways of computing a row differ by
+_ROUNDINGS = 8  # tolerated multiple of the difference between the model's own two ways of computing a row
 
 _Result = TypeVar("_Result")
 
-_SHARE = 0.02  # of what masking moves
-_DEVIATIONS = 3  # so many root mean squares of rounding errors hold nearly all of them
+_SHARE = 0.02  # tolerated share of what masking moves
+_DEVIATIONS = 3  # root mean squares of rounding errors that cover nearly all of them
 _LARGE = 60.0  # the largest logit before scale and cap
 _ALMOST_ONE = 1 - 2**-8  # below 1 in every dtype
 _LORA_DROPOUT = "set lora_dropout=0 in its LoraConfig (TRL's own default is 0.05)"
 _LENGTH = 24  # tokens of the probe
 
 
-def prove_head(model: PreTrainedModel) -> Head:
-    """The output layer with the scale and cap that the model puts on its logits, shown to give its log-probs.
+def check_head(model: PreTrainedModel) -> Head:
+    """Return the output layer with the model's scale and cap of logits, after checking that it gives its log-probs.
 
-    Shown anew when what `hf.computation` looks at has changed, such as a cap, a `forward` or a hook on the head; the
-    weights are read anew at every call.
+    Checked again when what `model.computation` covers has changed, such as a cap, a `forward` or a hook on the head;
+    the weights are read at every call.
 
     Raises:
-        NotImplementedError: the head is no plain linear layer, or the model's logits are not its head's output,
+        NotImplementedError: the head is not a plain linear layer, or the model's logits are not its head's output,
             scaled and capped as its configuration says; the message names the model.
     """
     head = read_head(model)
-    proof, now = _PROOFS.get(model), computation(model)
-    if proof is None or proof.computation != now:
-        proof = _PROOFS[model] = _Proof(now, _proven_transform(model))
-    softcap, scale = proof.transform
+    found, now = _CHECKED.get(model), computation(model)
+    if found is None or found.computation != now:
+        found = _CHECKED[model] = _SelfCheck(now, _checked_transform(model))
+    softcap, scale = found.transform
     return replace(head, softcap=softcap, logit_scale=scale)
 
 
-def prove_supported(model: PreTrainedModel) -> Head:
-    """`prove_head`, and that a packed tree gives the model's own log-probs.
+def check_supported(model: PreTrainedModel) -> Head:
+    """Check as `check_head` does, and that a packed tree gives the model's own log-probs.
 
     Raises:
-        NotImplementedError: it does not, or cannot be run that way; the message names the model and the reason.
+        NotImplementedError: the tree does not, or cannot be run; the message names the model and the reason.
     """
-    head = prove_head(model)
-    if runs_fused(model) not in _PROOFS[model].packed:
-        _prove_layout(model)
+    head = check_head(model)
+    if runs_fused(model) not in _CHECKED[model].packed:
+        _check_layout(model)
     return head
 
 
-def prove_trainable(model: PreTrainedModel) -> Head:
-    """`prove_supported` for the mode that the model is in: what training mode changes must not depend on the layout.
+def check_trainable(model: PreTrainedModel) -> Head:
+    """Check as `check_supported` does, and that what training mode changes does not depend on the layout.
+
+    The model is checked in the mode that it is in.
 
     Raises:
-        NotImplementedError: also for dropout above 0 (a row that completions share would get one mask for all of
-            them), losses of routers, noise in training mode, and checkpointed layers that hand on a state.
+        NotImplementedError: as `check_supported`, and for dropout above 0 (a row that completions share would get one
+            mask for all of them), losses of routers, noise in training mode, and checkpointed layers with a state.
     """
-    head = prove_supported(model)
+    head = check_supported(model)
     if reason := _training_obstacle(model):
         raise NotImplementedError(f"model: {type(model).__name__} {reason}, so it cannot be trained on packed trees")
-    if runs_fused(model) not in _PROOFS[model].trained and any(module.training for module in model.modules()):
-        _prove_repeatable(model)
-        _prove_layout(model, training=True)
+    if runs_fused(model) not in _CHECKED[model].trained and any(module.training for module in model.modules()):
+        _check_repeatable(model)
+        _check_layout(model, training=True)
     return head
 
 
 def check_model(model: nn.Module) -> None:
     """Check that a model can be scored and trained on packed trees, in the mode that it is in; once per structure.
 
-    Scoring and training check by themselves: call it before a run, so that what is refused is refused at once.
+    Scoring and training check by themselves; call it before a run to get a refusal at once.
 
     Args:
         model: a transformers causal model, or what wraps one.
@@ -117,7 +120,7 @@ def check_model(model: nn.Module) -> None:
         NotImplementedError: it cannot; names the model, the reason and, where there is one, the remedy.
         TypeError: it is not a transformers causal model.
     """
-    prove_trainable(causal_lm(model))
+    check_trainable(causal_lm(model))
 
 
 def noise_floor(model: nn.Module) -> float:
@@ -126,8 +129,8 @@ def noise_floor(model: nn.Module) -> float:
     Three times the root mean square, over the tokens of the probe, of the difference between a packed tree in the
     arithmetic that the model runs in now (its own dtype, the caller's autocast and TF32) and the model by itself in
     float32; at least `FLOAT32_NOISE`. Measured once per model and arithmetic, with the weights of that moment, and kept
-    with the proof: a forward each way. Where the model cannot run in float32 (quantised layers), the model by itself
-    in its own dtype stands for the truth, and the figure is too small by what both ways round alike.
+    with the self-check; that takes one forward each way. Where the model cannot run in float32 (quantised layers),
+    the model in its own dtype stands for the truth, and the figure is too small by what both ways round alike.
 
     Roundings of different tokens add like independent errors, and those of a likely token shrink with its distance
     from certainty, 1 - p <= -log p. So the log-prob L (<= 0) of an answer of n tokens has an error of up to
@@ -141,11 +144,11 @@ def noise_floor(model: nn.Module) -> float:
         model: a transformers causal model, or what wraps one.
 
     Raises:
-        NotImplementedError: as `prove_supported`.
+        NotImplementedError: as `check_supported`.
     """
     model = causal_lm(model)
-    head = prove_supported(model)
-    noise, arithmetic = _PROOFS[model].noise, _arithmetic(model)
+    head = check_supported(model)
+    noise, arithmetic = _CHECKED[model].noise, _arithmetic(model)
     if arithmetic not in noise:
         noise[arithmetic] = max(FLOAT32_NOISE, _DEVIATIONS * _rounding(model, head))
     return noise[arithmetic]
@@ -158,9 +161,9 @@ def _arithmetic(model: PreTrainedModel) -> object:
 
 
 def _rounding(model: PreTrainedModel, head: Head) -> float:
-    """Root mean square, over the probe's tokens, of what rounding does to log-probs from a packed tree, nats."""
+    """Measure the root mean square, over the probe's tokens, of rounding in log-probs from a packed tree, nats."""
     queries = _probe(model)
-    (pack,) = pack_units([queries], token_budget=_LENGTH * len(queries))
+    (pack,) = pack_bundles([queries], token_budget=_LENGTH * len(queries))
     rows = torch.from_numpy(np.stack([query.tokens for query in queries]))
     targets = torch.from_numpy(np.stack([query.targets for query in queries]))[..., None]
 
@@ -188,15 +191,15 @@ def _training_obstacle(model: PreTrainedModel) -> str | None:
 
 
 def _settings(model: PreTrainedModel) -> str:
-    """How to load the model without the noise of its configuration, in words; empty if that speaks of none."""
+    """Say how to load the model without the noise of its configuration; empty if that has none."""
     found = noise_settings(model)
     zeros = ", ".join(f"{name}=0" for name, _ in found)
     values = ", ".join(f"{value:g}" for _, value in found)
     return f" (from_pretrained takes {zeros}; its configuration has {values})" if found else ""
 
 
-def _prove_repeatable(model: PreTrainedModel) -> None:
-    """Show that two equal calls in the modes that the model is in agree to rounding, whatever is drawn in between."""
+def _check_repeatable(model: PreTrainedModel) -> None:
+    """Check that two equal calls, in the model's present modes, agree to rounding, whatever is drawn in between."""
     rows = torch.from_numpy(np.stack([query.tokens for query in _probe(model)]))
 
     def measure() -> tuple[float, float]:
@@ -221,7 +224,7 @@ def _prove_repeatable(model: PreTrainedModel) -> None:
 
 
 class _EveryThreshold(TorchFunctionMode):
-    """Uniform draws, as those that decide whether a layer is left out, all `share`: even a rare event shows."""
+    """Make all uniform draws, such as those that decide whether a layer is skipped, `share`, so rare events show."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -237,8 +240,8 @@ def _called(model: PreTrainedModel, rows: Tensor, factor: float, share: float) -
         return model(input_ids=rows.to(embedding(model).device), use_cache=False).logits.float()
 
 
-def _proven_transform(model: PreTrainedModel) -> tuple[float | None, float]:
-    """The softcap and scale under which the head gives the model's own log-probs."""
+def _checked_transform(model: PreTrainedModel) -> tuple[float | None, float]:
+    """Find the softcap and scale under which the head gives the model's own log-probs."""
     rows = torch.from_numpy(np.stack([query.tokens for query in _probe(model)]))
 
     def measure() -> tuple[float, float, tuple[float | None, float]]:
@@ -253,7 +256,10 @@ def _proven_transform(model: PreTrainedModel) -> tuple[float | None, float]:
         theirs, rounding = _own_logits(model, rows, factor)
         linear = functional.linear(hidden.to(head.weight) * factor, head.weight, head.bias).float()
         if linear.shape != theirs.shape:
-            raise NotImplementedError(f"model: {type(model).__name__} gives logits of shape {tuple(theirs.shape)}")
+            raise NotImplementedError(
+                f"model: {type(model).__name__} gives logits of shape {tuple(theirs.shape)}, expected "
+                f"{tuple(linear.shape)}, those of its head"
+            )
         truth = theirs.log_softmax(-1)
         gaps = {
             transform: _gap(Head(head.weight, head.bias, *transform).transformed(linear).log_softmax(-1), truth)
@@ -273,7 +279,7 @@ def _proven_transform(model: PreTrainedModel) -> tuple[float | None, float]:
 
 
 def _transforms(model: PreTrainedModel) -> list[tuple[float | None, float]]:
-    """Softcaps and scales of logits that the configuration speaks of, plain ones first."""
+    """List softcaps and scales of logits that the configuration names, plain ones first."""
     config = model.config.get_text_config()
 
     def numbers(*names: str) -> list[float]:
@@ -288,31 +294,31 @@ def _transforms(model: PreTrainedModel) -> list[tuple[float | None, float]]:
     return [(cap, scale) for cap in (None, *caps) for scale in dict.fromkeys(scales)]
 
 
-def _prove_layout(model: PreTrainedModel, training: bool = False) -> None:
-    """`_prove_tree` with the fused modules that the model will run; where they are at fault it keeps its own."""
-    proof, fused = _PROOFS[model], runs_fused(model)
+def _check_layout(model: PreTrainedModel, training: bool = False) -> None:
+    """Check the tree with the fused modules that the model will run; where they are at fault it keeps its own."""
+    found, fused = _CHECKED[model], runs_fused(model)
     try:
-        _prove_tree(model, training)
+        _check_tree(model, training)
     except NotImplementedError as error:
         if not fused:
             raise
         keep_own_modules(model)
-        _prove_tree(model)
-        proof.packed.add(False)
+        _check_tree(model)
+        found.packed.add(False)
         if training:
-            _prove_tree(model, training)
+            _check_tree(model, training)
         warnings.warn(f"model: {type(model).__name__} keeps its own norms, rotations and gates: {error}", stacklevel=2)
-    (proof.trained if training else proof.packed).add(runs_fused(model))
+    (found.trained if training else found.packed).add(runs_fused(model))
 
 
-def _prove_tree(model: PreTrainedModel, training: bool = False) -> None:
+def _check_tree(model: PreTrainedModel, training: bool = False) -> None:
     queries = _probe(model)
-    (pack,) = pack_units([queries], token_budget=_LENGTH * len(queries))
+    (pack,) = pack_bundles([queries], token_budget=_LENGTH * len(queries))
     rows = torch.from_numpy(np.stack([query.tokens for query in queries]))
     name, attended = type(model).__name__, list[str]()
 
     def measure() -> tuple[float, float]:
-        head = prove_head(model)
+        head = check_head(model)
         hidden = backbone(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
         factor = _amplification(hidden, head)
         theirs, rounding = _own_logits(model, rows, factor)
@@ -327,7 +333,7 @@ def _prove_tree(model: PreTrainedModel, training: bool = False) -> None:
         except NotImplementedError as error:
             own = str(error) if str(error).startswith("model:") else f"model: {name}: {error}"
             raise NotImplementedError(f"{own}, so it cannot be scored") from error
-        except Exception as error:  # whatever a model's own code meets in a sequence that it did not expect
+        except Exception as error:  # anything that a model's own code raises on a sequence that it does not expect
             if is_out_of_memory(error):
                 raise
             raise NotImplementedError(
@@ -349,7 +355,7 @@ def _prove_tree(model: PreTrainedModel, training: bool = False) -> None:
 
 
 def _other_mixers(model: PreTrainedModel, attended: list[str]) -> str:
-    """What else than attention may look at other tokens, in words, if it can be told."""
+    """Say what other than attention may look at other tokens, if that can be told."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     layers = getattr(config, "num_hidden_layers", None)
@@ -364,7 +370,7 @@ def _other_mixers(model: PreTrainedModel, attended: list[str]) -> str:
 
 
 def _probe(model: PreTrainedModel) -> list[Query]:
-    """A row and branches that leave it and come back: one of a branch, neighbours one token apart, a last token."""
+    """Make a row and branches that leave it and return: one of a branch, two one token apart, one at a last token."""
     special = {
         value
         for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values()
@@ -385,15 +391,15 @@ def _probe(model: PreTrainedModel) -> list[Query]:
 
 
 def _amplification(hidden: Tensor, head: Head) -> float:
-    """What to multiply the head's input by, for an untrained model's logits to show a cap, or what a token does."""
+    """Find the factor of the head's input that makes an untrained model's logits show a cap and effects of tokens."""
     largest = functional.linear(hidden.to(head.weight), head.weight, head.bias).abs().max().item()
     return max(1.0, _LARGE / largest) if largest > 0 else 1.0
 
 
 def _own_logits(model: PreTrainedModel, rows: Tensor, factor: float) -> tuple[Tensor, float]:
-    """The model's logits of `rows` (n, L) by itself, fp32, and how far its own rounding moves their log-probs, nats.
+    """Compute the model's own logits of `rows` (n, L), fp32, and how far its rounding moves their log-probs, nats.
 
-    The input of the head is multiplied by `factor`. Rounding shows between the rows in one batch and each alone.
+    The input of the head is multiplied by `factor`. Rounding is the difference between rows in a batch and one by one.
     """
     ids = rows.to(embedding(model).device)
     with _amplified(model, factor):
@@ -414,17 +420,17 @@ def _amplified(model: PreTrainedModel, factor: float) -> Iterator[None]:
 
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:
-    """Largest difference; an excluded token, -inf in both, is none."""
+    """Return the largest difference; an excluded token, -inf in both, has none."""
     return torch.where(ours == theirs, 0.0, ours - theirs).abs().max().item()
 
 
 def _measured(
     model: PreTrainedModel, measure: Callable[[], _Result], training: bool = False, moved: bool = True
 ) -> _Result:
-    """`measure()` with the model made ready for a probe, in float32 if its layers run in it, else in its own dtype.
+    """Run `measure()` with the model prepared for a probe, in float32 if its layers run in it, else in its own dtype.
 
-    In evaluation mode, or for `training` in the modes that its modules are in; the random state is left alone.
-    Trainable adapters are `moved` off what they are.
+    In evaluation mode, or for `training` in the modes that its modules are in; the random state does not change.
+    Trainable adapters are shifted if `moved`.
     """
     halves = any(parameter.dtype in HALVES for parameter in model.parameters())
     with ExitStack() as stack:
@@ -445,7 +451,7 @@ def _measured(
                 return measure()
         except (NotImplementedError, FloatingPointError):
             raise
-        except Exception:  # a quantised layer, or a kernel of halves alone
+        except Exception:  # a quantised layer, or a kernel for halves only
             if not halves:
                 raise
         return measure()

@@ -1,7 +1,7 @@
-"""Adapters of host trainers. A module here knows the public API and one host; code that adapts a host belongs here.
+"""Adapters of host trainers. Each module here knows the public API and one host.
 
-`integrations.trl`, `integrations.verl` and `integrations.openrlhf` need the package they are named after, and are
-imported only when asked for.
+`integrations.trl`, `integrations.verl` and `integrations.openrlhf` need the package that they are named after, and are
+imported only on request.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -10,11 +10,11 @@ from packaging.version import Version
 
 
 def require(package: str, oldest: str) -> Version:
-    """Return the installed version of a trainer's package, or refuse it.
+    """Return the installed version of a trainer's package; raise if it is absent or too old.
 
     Args:
-        package: its name, of the package and of the module here that needs it.
-        oldest: the first version that will do.
+        package: name of the package, and of the module here that needs it.
+        oldest: oldest version that works.
 
     Returns:
         The version, for comparisons.

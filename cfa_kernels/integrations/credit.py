@@ -19,10 +19,10 @@ from ..scoring.access import DISTRIBUTIONS, LOGPROBS, MODEL, LogprobService, Log
 
 
 class Draws:
-    """Random generators of credit, one per batch, which a resumed run finds again.
+    """Random generators of credit, one per batch, which a resumed run makes again.
 
-    They follow from seed, process, step, and how many batches of that step came before. A resumed run knows all
-    of these, so nothing needs to be saved.
+    They depend on the seed, the process, the step, and the number of earlier batches of that step. A resumed run knows
+    all of these, so nothing needs to be saved.
     """
 
     def __init__(self, seed: int, process: int = 0) -> None:
@@ -47,8 +47,8 @@ def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
         weights: (B, T), finite and >= 0.
 
     Returns:
-        (B, T) in advantages' dtype; `advantages` itself if every weight is 1, so that a host's arithmetic stays
-        its own to the last bit.
+        (B, T) in advantages' dtype; `advantages` itself if every weight is 1, so that a host's own arithmetic is
+        bitwise unchanged.
 
     Raises:
         ValueError: shapes that do not fit; a weight that is negative or not finite, naming row, token and value.
@@ -89,7 +89,7 @@ def token_entropies(
 ) -> Tensor:
     """Compute the entropy (nats) that each token of a padded batch was drawn with, by one packed forward.
 
-    The model runs in evaluation mode, as where answers are scored: dropout and noise of training have no part in it.
+    The model runs in evaluation mode, as in scoring: without dropout or noise of training.
 
     Args:
         model: as in `packed_logprobs`.
@@ -119,11 +119,11 @@ def weighed_text(tokenizer: Any, token_ids: Tensor, values: Tensor, plain: float
     Args:
         tokenizer: the one that sampled the ids.
         token_ids: (T,) int64.
-        values: (T,) float, what each token was given.
-        plain: what a token is given that was not weighed; such tokens are left out.
+        values: (T,) float, the weight or advantage of each token.
+        plain: the value of tokens that were not weighed; those are left out.
 
     Returns:
-        Runs of neighbours of one value, each with that value behind it: "3 + 4 = 7. (4.00) | #### 7 (1.50)".
+        Runs of neighbours of one value, each followed by that value: "3 + 4 = 7. (4.00) | #### 7 (1.50)".
     """
     found = []
     kept, counts = values.unique_consecutive(return_counts=True)
@@ -138,7 +138,7 @@ def pad_rows(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tenso
 
     Args:
         rows: B tensors of one dtype, 1-D each, at least one.
-        side: where padding goes, `right` or `left`.
+        side: side of the padding, `right` or `left`.
 
     Returns:
         (B, longest) padded with 0, and the mask (B, longest) of what is real, both in the rows' dtype.
@@ -156,7 +156,7 @@ def pad_rows(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tenso
 
 
 OFFERED_BY_A_SERVICE = frozenset({ANSWER, SIBLINGS, REWARDS, LOGPROBS})
-"""What of `NEEDS` a host offers that gives log-probs of sampled tokens and nothing else of its model."""
+"""Names of `NEEDS` offered by a host that gives only log-probs of sampled tokens of its model."""
 
 OFFERS = {
     "TRL": frozenset(NEEDS) - {EXTERNAL},
@@ -165,17 +165,17 @@ OFFERS = {
     "your loop, `InProcess` or `TrainingForward`": frozenset(NEEDS),
     "your loop, `LogprobService`": frozenset(NEEDS) - {DISTRIBUTIONS, MODEL},
 }
-"""By host, what of `NEEDS` it offers; what is refused and the table in docs/other_trainers.md follow from it."""
+"""Names of `NEEDS` that each host offers; refusals and the table in docs/other_trainers.md derive from it."""
 
 
 def obstacles(config: CounterfactualConfig, offers: Collection[str]) -> Iterator[str]:
     """Yield a sentence for each thing that `config` needs and a host does not offer.
 
-    Each begins with the option that needs it and its value, and ends with what to do.
+    Each begins with the option that needs it and its value, and ends with a remedy.
 
     Args:
         config: how credit is to be assigned.
-        offers: of `NEEDS`, what the host offers.
+        offers: names of `NEEDS` that the host offers.
     """
     for missing in sorted(config.needs - set(offers)):
         causes = _options_that_need(missing, config.estimator)
@@ -191,7 +191,7 @@ _INSTEAD = {
     EXTERNAL: "give a function (model, ScoredBatch) -> Importances for estimator",
     SIBLINGS: "sample more than one completion of each prompt",
 }
-"""What to do about a need of an estimator that another estimator is no answer to."""
+"""Remedies for needs that another estimator would not remove."""
 
 
 def _options_that_need(missing: str, estimator: Estimator) -> list[str]:
@@ -203,7 +203,7 @@ def _options_that_need(missing: str, estimator: Estimator) -> list[str]:
         for names in combinations(changed, size):
             try:
                 without: Any = replace(estimator, **{name: usual[name] for name in names})  # type: ignore[type-var]
-            except ValueError:  # another option is read only with this one
+            except ValueError:  # another option is read only together with this one
                 continue
             if missing not in without.needs:
                 return [f"{name}={getattr(estimator, name)!r}" for name in names]
@@ -230,9 +230,9 @@ def credit_rows(
     Args:
         tokenizer, config, generator: as in `counterfactual_credit`.
         prompts, completions: B 1-D int64 tensors.
-        counted: B tensors (T_b,), 1 on tokens that are trained on, 0 on a tool's, say.
-        advantages: B tensors (T_b,), float. Where each row has one advantage throughout, estimators that compare
-            rewards with advantages see it as that.
+        counted: B tensors (T_b,), 1 on tokens that are trained on, 0 on others, such as a tool's.
+        advantages: B tensors (T_b,), float. Where each row has a single advantage, estimators that compare rewards with
+            advantages get (B,).
         logprobs_of: the host's log-prob service.
         groups: (B,) int64, equal for completions that are compared with each other.
         rewards: (B,) float.
@@ -241,8 +241,8 @@ def credit_rows(
             model in bfloat16 gives some hundredths.
 
     Returns:
-        B tensors (T_b,) in the advantages' dtype, what to train on; tokens that do not count keep theirs. And
-        the figures to log.
+        B tensors (T_b,) in the advantages' dtype, to train on; tokens that do not count keep theirs. And the
+        figures to log.
 
     Raises:
         ValueError, NotImplementedError: as `counterfactual_credit`.

@@ -1,8 +1,8 @@
-"""Counterfactual credit in OpenRLHF: a policy loss, the hook that makes the weights, and a launcher.
+"""Add counterfactual credit to OpenRLHF: a policy loss, the hook that makes the weights, and a launcher.
 
-The hook overrides `RemoteExperienceMaker.compute_advantages_and_returns`: spans are scored by forwards of
-OpenRLHF's own actors, whatever shards the model there, and credit goes into `experience.advantages`, which every loss
-of OpenRLHF multiplies its ratio with. `python -m cfa_kernels.integrations.openrlhf` is
+The hook overrides `RemoteExperienceMaker.compute_advantages_and_returns`: OpenRLHF's own actors score the spans,
+however the model is sharded there, and credit goes into `experience.advantages`, by which every loss of OpenRLHF
+multiplies its ratio. `python -m cfa_kernels.integrations.openrlhf` is
 `python -m openrlhf.cli.train_ppo_ray` with that hook.
 """
 
@@ -31,10 +31,10 @@ else:
 
 
 class CounterfactualPolicyLoss(nn.Module):
-    """OpenRLHF's `PolicyLoss`, computed by `policy_loss`, with token weights; works without OpenRLHF.
+    """Policy loss equal to OpenRLHF's `PolicyLoss`, with token weights; works without OpenRLHF.
 
-    Equal to it, to rounding, for `ppo` (also with `dual_clip`) and `gspo`. Parameters are OpenRLHF's; those of
-    the importance correction are accepted but not read, since it is refused.
+    Computed by `policy_loss`; equal to rounding for `ppo` (also with `dual_clip`) and `gspo`. Parameters are those of
+    OpenRLHF; those of the importance correction are accepted but not read, since it is refused.
 
     Raises:
         ValueError: an unknown `policy_loss_type`; a `dual_clip` inside the clip range.
@@ -68,7 +68,7 @@ class CounterfactualPolicyLoss(nn.Module):
         self.options: dict[str, Any] = {
             "epsilon": clip_eps_low,
             "epsilon_high": clip_eps_high,
-            "delta": dual_clip,  # above the clip range the cap on the ratio is the dual clip, and leaves A > 0 as it is
+            "delta": dual_clip,  # a cap on the ratio above the clip range is the dual clip, and does not change A > 0
             "importance_sampling_level": "sequence" if self.sequence_level else "token",
         }
 
@@ -85,19 +85,19 @@ class CounterfactualPolicyLoss(nn.Module):
         *,
         weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Compute OpenRLHF's loss with the clipped loss of each token weighed.
+        """Compute OpenRLHF's loss, with a weight on the clipped loss of each token.
 
         Args:
             log_probs, old_log_probs, advantages: (B, A) float, nats.
             action_mask: (B, A), 0 or 1; default all 1.
             rollout_log_probs: not read.
-            dp_size: processes that the two totals are of.
+            dp_size: number of processes that the two totals cover.
             batch_num_tokens: tokens of the whole batch; default this micro-batch's.
             global_batch_size: sequences of the whole batch; default this micro-batch's.
             weights: (B, A), finite and >= 0; default 1.
 
         Returns:
-            Loss, clip ratio (of tokens, for `gspo` of sequences), approximate KL (nats), and None twice in the place
+            Loss, clip ratio (of tokens, for `gspo` of sequences), approximate KL (nats), and None twice instead
             of an importance correction's figures.
 
         Raises:
@@ -123,17 +123,17 @@ class CounterfactualMixin(_Maker):
 
     Answers are scored at the rollout temperature, which OpenRLHF's actor divides its logits by. `credit/*` goes
     into `experience.info` and so into OpenRLHF's log. No model is refused: answers are scored by OpenRLHF's own
-    log-probs. What credit draws (random weights) follows from the seed and `global_step`, which a trainer sets before
-    each step, so that a resumed run draws what the run it resumes would have; `trainer_with_credit` does.
+    log-probs. Draws (random weights) depend on the seed and `global_step`, which the trainer must set before each step,
+    as `trainer_with_credit` does; then a resumed run draws as the run that it resumes.
 
     Args:
         *args, **kwargs: the experience maker's own.
-        counterfactual: how credit is assigned; default the CF paper's. `control="off"` switches credit off:
+        counterfactual: configuration of credit; default the CF paper's. `control="off"` switches credit off:
             OpenRLHF runs as without it, and nothing is refused.
 
     Raises:
         ImportError: OpenRLHF is absent or too old.
-        NotImplementedError: settings that credit cannot be combined with, each by its name.
+        NotImplementedError: settings that credit cannot be combined with; names each.
     """
 
     args: Any
@@ -167,7 +167,7 @@ class CounterfactualMixin(_Maker):
             experiences: the rollouts of a step, with their rewards.
 
         Returns:
-            What OpenRLHF's method returns; every experience's `info` has the figures of the step.
+            The result of OpenRLHF's method; every experience's `info` has the figures of the step.
 
         Raises:
             NotImplementedError: images among the inputs.
@@ -206,7 +206,7 @@ class CounterfactualMixin(_Maker):
     def _logprobs(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[Tensor]:
         """Ask OpenRLHF's actors for the log-probs of completions.
 
-        Micro-batches hold what OpenRLHF's own rollout batches may hold; each actor gets as many, of like lengths.
+        Micro-batches are as large as OpenRLHF's own rollout batches; each actor gets as many, of similar lengths.
         """
         ids = [torch.cat(pair) for pair in zip(prompts, completions, strict=True)]
         copies = self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size
@@ -214,10 +214,10 @@ class CounterfactualMixin(_Maker):
         batches: list[list[int]] = []
         for i in sorted(range(len(ids)), key=lambda i: len(ids[i])):
             if self.args.train.dynamic_batch_enable:
-                room = self.args.rollout.max_tokens_per_gpu * copies // len(ids[i])
+                most = self.args.rollout.max_tokens_per_gpu * copies // len(ids[i])
             else:
-                room = self.args.rollout.micro_batch_size
-            if not batches or len(batches[-1]) >= room:
+                most = self.args.rollout.micro_batch_size
+            if not batches or len(batches[-1]) >= most:
                 batches.append([])
             batches[-1].append(i)
         batches = batches[:1] * (-len(batches) % actors) + batches
@@ -238,17 +238,17 @@ class CounterfactualMixin(_Maker):
 
 
 class _Row(NamedTuple):
-    """One sample of an experience; `first` is where its completion begins among the (A,) action positions."""
+    """Sample of an experience; `first` is the action position, of (A,), at which its completion begins."""
 
     prompt: Tensor
-    completion: Tensor  # from the first sampled token on, a tool's tokens among them
+    completion: Tensor  # from the first sampled token on, with a tool's tokens
     first: int
     counted: Tensor  # 1 on sampled tokens
     advantages: Tensor
 
 
 def _rows(experience: Any) -> list[_Row]:
-    """Take the padding off samples; action position t is about token t + 1.
+    """Take the padding off samples; action position t belongs to token t + 1.
 
     A sample without actions has no completion.
     """
@@ -274,7 +274,7 @@ def trainer_with_credit(config: CounterfactualConfig) -> Any:
     """Build OpenRLHF's synchronous trainer with credit in its experience maker.
 
     Args:
-        config: how credit is assigned.
+        config: configuration of credit.
 
     Returns:
         A Ray actor class, a subclass of the one in `openrlhf.trainer.ppo_trainer.PPOTrainer`.
@@ -284,10 +284,10 @@ def trainer_with_credit(config: CounterfactualConfig) -> Any:
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 
     class ExperienceMaker(CounterfactualMixin, RemoteExperienceMaker):
-        """OpenRLHF's experience maker with credit."""
+        """Experience maker of OpenRLHF with credit."""
 
     class CounterfactualPPOTrainer(PPOTrainer.__ray_actor_class__):  # type: ignore[name-defined, misc]
-        """OpenRLHF's trainer, with credit in the experience maker that it makes."""
+        """Trainer of OpenRLHF that makes an experience maker with credit."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)

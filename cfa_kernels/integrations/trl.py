@@ -21,17 +21,17 @@ from .. import CounterfactualConfig, Credit, counterfactual_credit
 from ..estimators.base import ENTROPIES, OwnFunction
 from ..hf.model import causal_lm
 from ..hf.stateful_layers import has_cells
-from ..hf.verify import noise_floor, prove_head
+from ..hf.verify import check_head, noise_floor
 from ..losses.policy import LOSS_TYPES
 from ..scoring.access import CAPABILITIES
 from . import require
 from .credit import OFFERS, Draws, credited_advantages, obstacles, token_entropies, weighed_text
 from .trl_losses import (
     accept_policy_loss,
+    check_trains_packed,
     loss_of_hidden_states,
     loss_of_packed_rows,
     prompts_together,
-    prove_trains_packed,
 )
 
 OLDEST = "1.0.0"
@@ -74,31 +74,31 @@ class CounterfactualMixin(_Trainer):
 
     Args:
         *args, **kwargs: the trainer's own.
-        counterfactual: how credit is assigned; default `CounterfactualConfig()`, the CF paper's. `control="off"`
+        counterfactual: configuration of credit; default `CounterfactualConfig()`, the CF paper's. `control="off"`
             switches credit off: nothing is scored and nothing is refused because of it; losses and gradients are
-            TRL's own to the last bit.
+            bitwise TRL's own.
         fused_loss: compute the loss with `linear_policy_loss`, from hidden states; with or without credit.
         packed_loss: compute the same loss from one packed forward of each micro-batch, which feeds equal prompts once
             and no padding. The rows of one optimizer step are put in order, equal prompts side by side (not for
             `bnpo`, whose micro-batches are its denominators).
         log_entropy: False leaves TRL's `entropy` out of the metrics of these two losses. It is the mean over all
-            completions; without it those that have no advantage need no part in the loss, and are not fed by
-            `packed_loss` (KL term apart).
+            completions; without it, and without a KL term, `packed_loss` does not feed completions that have no
+            advantage.
 
-    Weights are made in training only; evaluation is TRL's. Completions without an advantage are not scored. Logs
+    Weights are computed in training only; evaluation is TRL's. Completions without an advantage are not scored. Logs
     `credit/weight_mean`, `weight_std`, `scored_fraction`, `spans_mean`, `drop_mean`, `drop_min`,
-    `distractor_fraction` (means over the processes; of signed credit `added_abs_mean` and `added_fraction` in place of
+    `distractor_fraction` (means over the processes; for signed credit `added_abs_mean` and `added_fraction` replace
     weights and drops), `tokens_fed`, `forwards` (sums) and `seconds` (of the slowest process) among TRL's metrics;
     `packed_loss` logs `packed/tokens_fed` and, for comparison, what padding would have fed, `packed/tokens_padded`
     (sums).
 
     Raises:
         ValueError: both losses at once; `log_entropy=False` without one of them.
-        NotImplementedError: settings that credit, or the loss, cannot be combined with, each by its name; a model
-            that cannot be scored, whose head the fused loss cannot read, or that cannot be trained on packed trees
-            (dropout above 0, a loss of its routers), by its class. The model is checked at construction. Where it is
-            not on its device by then (DeepSpeed and `bf16_full_eval` place it in `train`, and stage 3 has to gather
-            it), it is checked before the first completion is generated.
+        NotImplementedError: settings that credit or the loss cannot be combined with, each named; a model that
+            cannot be scored, whose head the fused loss cannot read, or that cannot be trained on packed trees
+            (dropout above 0, a loss of its routers), named by its class. The model is checked at construction. If it
+            is not on its device by then (DeepSpeed and `bf16_full_eval` place it in `train`, and stage 3 has to
+            gather it), it is checked before the first completion is generated.
     """
 
     args: Any
@@ -129,13 +129,13 @@ class CounterfactualMixin(_Trainer):
             _refuse("packed_loss=True", _packing_obstacles(self))
         if self._own_loss:
             accept_policy_loss(causal_lm(self.accelerator.unwrap_model(self.model)))
-        self._model_is_proven = self._has_warned = False
+        self._model_is_checked = self._has_warned = False
         if self._model_is_placed():
-            self._prove_model()
+            self._check_model()
 
     @property
     def _own_loss(self) -> str | None:
-        """Name of the argument that replaces TRL's loss, if any."""
+        """Return the name of the argument that replaces TRL's loss, if any."""
         return "fused_loss=True" if self.fused_loss else "packed_loss=True" if self.packed_loss else None
 
     def _model_is_placed(self) -> bool:
@@ -144,30 +144,30 @@ class CounterfactualMixin(_Trainer):
             return False
         return all(parameter.device.type == self.accelerator.device.type for parameter in self.model.parameters())
 
-    def _prove_model(self) -> None:
+    def _check_model(self) -> None:
         """Refuse a model that credit cannot score, or that the chosen loss cannot run on."""
-        proofs: list[tuple[Any, str]] = []
+        checks: list[tuple[Any, str]] = []
         config = self.counterfactual
         asks_model = bool(config.needs & {*CAPABILITIES, ENTROPIES}) or isinstance(config.estimator, OwnFunction)
         if asks_model and config.control not in ("off", "random"):
-            proofs.append((noise_floor, "CounterfactualConfig(control='off') trains it as TRL does"))
+            checks.append((noise_floor, "CounterfactualConfig(control='off') trains it as TRL does"))
         if self.fused_loss:
-            proofs.append((prove_head, "leave out fused_loss=True"))
+            checks.append((check_head, "leave out fused_loss=True"))
         if self.packed_loss:
-            proofs.append((prove_trains_packed, "leave out packed_loss=True"))
-        if proofs:
+            checks.append((check_trains_packed, "leave out packed_loss=True"))
+        if checks:
             with self._whole_model() as model, self.accelerator.autocast():
-                for prove, remedy in proofs:
+                for check, remedy in checks:
                     try:
-                        prove(causal_lm(model))
+                        check(causal_lm(model))
                     except NotImplementedError as error:
                         remedy = f"{_NO_DROPOUT}; or {remedy}" if "dropout" in str(error) else remedy
                         raise NotImplementedError(f"{error}; {remedy}") from error
-        self._model_is_proven = True
+        self._model_is_checked = True
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        if not self._model_is_proven:
-            self._prove_model()
+        if not self._model_is_checked:
+            self._check_model()
         output = super()._generate_and_score_completions(inputs)
         credited = self.model.training and self.counterfactual.control != "off"
         if "pixel_values" in output and (credited or self._own_loss):
@@ -179,7 +179,7 @@ class CounterfactualMixin(_Trainer):
             return output
         start = time.perf_counter()
         rewards = self._own_rewards(len(output["advantages"]))
-        known = (~rewards.isnan()).to(output["completion_mask"])  # the others have no advantage and are no siblings
+        known = (~rewards.isnan()).to(output["completion_mask"])  # others have no advantage and are not siblings
         batch = [output[name] for name in ("prompt_ids", "prompt_mask", "completion_ids")]
         batch.append(output["completion_mask"] * known[:, None])
         with self._whole_model() as model, self.accelerator.autocast():
@@ -210,7 +210,7 @@ class CounterfactualMixin(_Trainer):
         return getattr(self.processing_class, "tokenizer", self.processing_class)
 
     def _warn_of_no_credit(self, credit: Credit, output: dict[str, Any]) -> None:
-        """Warn once where no completion that has an advantage got credit: training is then TRL's, weights of 1."""
+        """Warn once if no completion with an advantage got credit: training is then TRL's, with weights of 1."""
         due = (output["advantages"] != 0).nonzero().flatten().tolist()
         if self._has_warned or not due or not self.counterfactual.runs_estimator or any(credit.spans):
             return
@@ -220,18 +220,18 @@ class CounterfactualMixin(_Trainer):
         else:
             ids = output["completion_ids"][due[0]][output["completion_mask"][due[0]].bool()]
             reason = (
-                "no answer was found. Answers are read behind ####, in \\boxed{} and behind words such as 'the answer "
+                "no answer was found. Answers are read after ####, in \\boxed{} and after words such as 'the answer "
                 "is'; for others give CounterfactualConfig(answer_format=...) or answer_fallback='last_number'. The "
                 f"first of these completions ends with {self._tokenizer_of_ids.decode(ids)[-60:]!r}"
             )
         warnings.warn(
             f"credit/scored_fraction is 0: of {len(due)} completions with an advantage none got credit, and their "
-            f"tokens weigh 1: {reason}",
+            f"tokens have weight 1: {reason}",
             stacklevel=2,
         )
 
     def _weighed(self, credit: Credit, output: dict[str, Any]) -> list[str]:
-        """Describe the weighed tokens of each completion with their weights or, of signed credit, their advantages."""
+        """Describe the weighed tokens of each completion, with weights or, for signed credit, advantages."""
         plain = torch.ones(len(credit.weights)) if credit.advantages is None else output["advantages"]
         values = credit.weights if credit.advantages is None else credit.advantages
         real = output["completion_mask"].bool()
@@ -241,7 +241,7 @@ class CounterfactualMixin(_Trainer):
         ]
 
     def _log_weighed(self, texts: Sequence[str | None]) -> None:
-        """Put a column `weighed` into TRL's table of completions, which has a row for each of every process."""
+        """Add a column `weighed` to TRL's table of completions, which has the rows of all processes."""
         if self.log_completions and "extra" in self._logs:
             self._logs["extra"]["weighed"].extend(gather_object(list(texts)))  # type: ignore[index]
 
@@ -269,7 +269,7 @@ class CounterfactualMixin(_Trainer):
         inputs = super()._prepare_inputs(generation_batch)
         made = self._buffered_inputs
         window, most = sorted((self.args.steps_per_generation, self.args.gradient_accumulation_steps))
-        # TRL has shuffled the rows of the batch. The gradients of one optimizer step are added up, so within that the
+        # TRL has shuffled the rows of the batch. Gradients of one optimizer step are summed, so within a step the
         # rows may be in any order, unless a micro-batch is its own denominator, or steps and batches overlap.
         if not self.model.training or made is before or self.loss_type == "bnpo" or most % window:
             return inputs
@@ -362,7 +362,7 @@ class CounterfactualMixin(_Trainer):
 
 
 class CounterfactualGRPOTrainer(CounterfactualMixin, GRPOTrainer):
-    """TRL's `GRPOTrainer` with counterfactual credit; see `CounterfactualMixin` for what it adds."""
+    """Trainer of TRL, `GRPOTrainer`, with counterfactual credit; see `CounterfactualMixin` for what it adds."""
 
 
 def _loss_mask(inputs: dict[str, Any]) -> Tensor:
@@ -410,7 +410,7 @@ def _fusion_obstacles(trainer: Any) -> Iterator[str]:
     if _TRL < _LOSSES_OF_TODAY:
         yield f"TRL {_TRL}: it normalises losses in another way than TRL 1.10 and later"
     if trainer.loss_type not in LOSS_TYPES:
-        yield f"loss_type={trainer.loss_type!r}: it is none of {', '.join(LOSS_TYPES)}"
+        yield f"loss_type={trainer.loss_type!r}: it is not one of {', '.join(LOSS_TYPES)}"
     for what, name in (("a loss", "_compute_loss"), ("log-probs", "_get_per_token_logps_and_entropies")):
         method = getattr(super(CounterfactualMixin, trainer), name)
         if getattr(method, "__func__", None) is not getattr(GRPOTrainer, name):
@@ -458,7 +458,7 @@ def _packing_obstacles(trainer: Any) -> Iterator[str]:
 
 
 def _splits_of_the_model(trainer: Any) -> Iterator[str]:
-    """Yield what leaves a process without the whole model or whole sequences, except DeepSpeed's stage 3."""
+    """Yield settings that leave a process without the whole model or whole sequences, except DeepSpeed's stage 3."""
     if trainer.accelerator.distributed_type not in _WHOLE_MODEL:
         yield str(trainer.accelerator.distributed_type)
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)

@@ -1,7 +1,7 @@
-"""Compute TRL's loss in its place: from hidden states of its padded batch, or from a packed tree of it.
+"""Replace TRL's loss by the same loss from hidden states of its padded batch, or from a packed tree of it.
 
-Both run inside the model's forward, since DDP and autocast wrap that: what runs outside would miss them. `trl.py`
-decides which one runs and with what; nothing here imports TRL.
+Both run inside the model's forward, since DDP and autocast wrap that. `trl.py` decides which one runs; nothing here
+imports TRL.
 """
 
 import functools
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from .. import linear_policy_loss
 from ..hf.model import backbone
-from ..hf.verify import prove_head, prove_trainable
+from ..hf.verify import check_head, check_trainable
 from ..losses.ragged import LossBatch
 from ..scoring.training_forward import packed_forward
 
@@ -44,7 +44,7 @@ def loss_of_hidden_states(
     options = dict(options)
     targets = options.pop("targets")
     hidden = backbone(model)(*args, use_cache=False, **kwargs).last_hidden_state[:, -targets.shape[1] - 1 : -1]
-    head = prove_head(model)
+    head = check_head(model)
     if head_in_float32:
         hidden = hidden.float()
     with _head_precision(hidden.device, head_in_float32):
@@ -65,7 +65,7 @@ def loss_of_hidden_states(
 def loss_of_packed_rows(
     model: PreTrainedModel, *, inputs: dict[str, Any], options: dict[str, Any], head_in_float32: bool
 ) -> LossAndMetrics:
-    """Compute the same loss from one packed forward: prompts once, no padding.
+    """Compute the same loss from one packed forward, which feeds each prompt once and no padding.
 
     Args:
         model: what `causal_lm` finds.
@@ -78,14 +78,14 @@ def loss_of_packed_rows(
         `packed/tokens_padded` (those of TRL's padded batch).
 
     Raises:
-        ValueError: masks that are no padding on the left (prompts) or on the right (completions); names the row.
-        NotImplementedError: as `prove_trainable`.
+        ValueError: masks that are not padding on the left (prompts) or right (completions); names the row.
+        NotImplementedError: as `check_trainable`.
     """
     options = dict(options)
     padded = options.pop("targets")
     prompts = _unpadded("prompt_mask", inputs["prompt_ids"], inputs["prompt_mask"], left=True)
     completions = _unpadded("completion_mask", padded, inputs["completion_mask"], left=False)
-    # A completion that is masked out altogether counts as a row all the same; its first token stands for it.
+    # A fully masked completion still counts as a row; its first token represents it.
     first = padded[:, :1].cpu()
     completions = [row if len(row) else first[b] for b, row in enumerate(completions)]
     lengths = [len(row) for row in completions]
@@ -107,7 +107,7 @@ def loss_of_packed_rows(
         **options,
     )
     needed = batch.needed()
-    if not any(needed):  # gradients of zero must come out all the same: other processes wait for them
+    if not any(needed):  # zero gradients must still be computed: other processes wait for them
         needed[0] = 1
     forward = packed_forward(model, prompts, completions, needed=needed)
     with _head_precision(forward.device, head_in_float32):
@@ -136,7 +136,7 @@ def _unpadded(name: str, ids: Tensor, mask: Tensor, *, left: bool) -> list[Tenso
 def prompts_together(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Sort the rows of micro-batches by prompt; number and sizes of the micro-batches stay.
 
-    Rows are ordered by the first occurrence of their prompt. What is not one value per row is left where it is.
+    Rows are ordered by the first occurrence of their prompt. Inputs without one value per row are not sorted.
     """
     first: dict[tuple[bytes, bytes], int] = {}
     sizes = [len(micro["prompt_ids"]) for micro in micro_batches]
@@ -161,10 +161,10 @@ def prompts_together(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, 
     return made
 
 
-def prove_trains_packed(model: PreTrainedModel) -> None:
-    """`prove_trainable` in training mode, whatever mode the model is in."""
+def check_trains_packed(model: PreTrainedModel) -> None:
+    """Check as `check_trainable` does, in training mode, whatever mode the model is in."""
     with _training_mode(model):
-        prove_trainable(model)
+        check_trainable(model)
 
 
 @contextmanager

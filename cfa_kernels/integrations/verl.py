@@ -1,8 +1,8 @@
-"""Counterfactual credit in verl: a policy loss, the step that makes the weights, and the launcher that puts it in.
+"""Add counterfactual credit to verl: a policy loss, the step that makes the weights, and a launcher.
 
 verl imports this module in each of its processes (entry point `verl.plugins`), which registers the policy loss
 `counterfactual`. `python -m cfa_kernels.integrations.verl` starts verl's PPO trainer with one more step: after
-the advantages, spans are scored by log-prob requests to the actor's workers, whatever shards the model there, and
+the advantages, spans are scored by log-prob requests to the actor's workers, however the model is sharded there, and
 credit goes into the advantages, the only per-token tensor that reaches every loss.
 """
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 else:
     _Trainer = object
 
-# Losses where weighing the advantages is not weighing each token's loss: they read more than the advantage's sign
-# outside the product with it.
+# Losses in which weights on advantages are not weights on each token's loss: they use advantages, beyond their sign,
+# outside the product with the ratio.
 INEXACT_LOSSES = ("clip_cov", "dro", "geo_mean", "kl_cov")
 
 
@@ -58,7 +58,7 @@ def counterfactual_policy_loss(
         rollout_is_weights: (B, T), finite and >= 0, or None.
 
     Returns:
-        The loss, to be summed over micro-batches as verl does, and the figures that verl logs of its own.
+        The loss, to be summed over micro-batches as verl does, and the figures that verl logs itself.
 
     Raises:
         ValueError: an unknown `loss_agg_mode`, totals that several processes need and do not have, `clip_ratio_c`
@@ -78,7 +78,7 @@ def counterfactual_policy_loss(
         weights=rollout_is_weights,
         epsilon=low,
         epsilon_high=high,
-        delta=dual_clip,  # above the clip range the cap on the ratio is verl's dual clip, and leaves A > 0 as it is
+        delta=dual_clip,  # a cap on the ratio above the clip range is verl's dual clip, and does not change A > 0
         **options,
     )
     drift = (old_log_prob - log_prob.detach()).clamp(-20, 20)  # verl's range
@@ -127,13 +127,13 @@ def credit_config(config: Any) -> CounterfactualConfig:
     """Read the section `counterfactual` of verl's configuration.
 
     Args:
-        config: verl's whole configuration, with the section or without it.
+        config: verl's whole configuration, with or without the section.
 
     Returns:
         `CounterfactualConfig` with the section's fields; the defaults without it.
 
     Raises:
-        ValueError: an option that does not exist or that nothing reads, a value that cannot be.
+        ValueError: an option that does not exist or that nothing reads, or an invalid value.
     """
     return CounterfactualConfig.from_flat(dict(config.get("counterfactual") or {}))
 
@@ -145,7 +145,7 @@ class CounterfactualMixin(_Trainer):
     without it, and nothing is refused. No model is refused: verl's workers compute the log-probs.
 
     Raises:
-        NotImplementedError: at the start, settings that credit cannot be combined with, each by its name.
+        NotImplementedError: at the start, settings that credit cannot be combined with; names each.
     """
 
     config: Any
@@ -287,11 +287,11 @@ def _refuse(config: Any) -> None:
     offers = OFFERS["verl"] - ({SIBLINGS} if completions == 1 else set())
     found = list(obstacles(credit_config(config), offers))
     if actor.policy_loss.loss_mode in INEXACT_LOSSES:
-        found.append(f"policy_loss.loss_mode={actor.policy_loss.loss_mode}: it uses advantages beyond a product")
+        found.append(f"policy_loss.loss_mode={actor.policy_loss.loss_mode}: it uses advantages outside the product")
     if config.algorithm.use_kl_in_reward:
         found.append("algorithm.use_kl_in_reward: credit would weigh the KL term; use actor.use_kl_loss")
     if config.actor_rollout_ref.rollout.enable_rollout_routing_replay:
-        found.append("rollout.enable_rollout_routing_replay: there is no rollout of a masked answer to replay")
+        found.append("rollout.enable_rollout_routing_replay: a masked answer has no rollout to replay")
     if not config.trainer.use_v1:
         found.append("trainer.use_v1=False, verl's old trainer")
     if found:
@@ -299,11 +299,11 @@ def _refuse(config: Any) -> None:
 
 
 def add_credit(trainers: dict[str, type], mode: str) -> None:
-    """Put a subclass with credit in the place of a trainer that verl has registered.
+    """Replace a trainer that verl has registered by a subclass with credit.
 
     Args:
         trainers: verl's registry, which is changed.
-        mode: the key in it, `trainer.v1.trainer_mode`.
+        mode: key of the trainer, `trainer.v1.trainer_mode`.
     """
     if not issubclass(trainers[mode], CounterfactualMixin):
         trainers[mode] = type(f"Counterfactual{trainers[mode].__name__}", (CounterfactualMixin, trainers[mode]), {})
@@ -313,10 +313,10 @@ def run(config: Any) -> None:
     """Run `verl.trainer.main_ppo` with credit in the trainer that the configuration names.
 
     Args:
-        config: verl's whole configuration. With `control` "off" nothing is added and nothing refused.
+        config: verl's whole configuration. With `control` "off" nothing is added and nothing is refused.
 
     Raises:
-        NotImplementedError: settings that credit cannot be combined with, each by its name.
+        NotImplementedError: settings that credit cannot be combined with; names each.
     """
     if credit_config(config).control == "off":
         from verl.trainer.main_ppo import main
@@ -330,7 +330,7 @@ def run(config: Any) -> None:
     from verl.utils.device import auto_set_device
 
     class TaskRunner(TaskRunnerV1.__ray_actor_class__):  # type: ignore[name-defined, misc]
-        """verl's task runner, which builds the trainer in a process of its own, with credit in it."""
+        """Task runner of verl, which builds the trainer, with credit, in a process of its own."""
 
         def run(self, config: Any) -> None:
             from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY

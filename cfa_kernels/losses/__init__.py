@@ -1,6 +1,6 @@
 """Policy losses.
 
-A module here knows tensors; what belongs here sums the losses of tokens or checks what goes into them.
+Modules here know tensors only. They sum the losses of tokens and check what goes into them.
 """
 
 from .policy import contributing_rows, linear_policy_loss, logits_policy_loss, policy_loss

@@ -1,6 +1,6 @@
-"""What goes into a policy loss, checked: the options that all forms share, and tensors as the formulas take them.
+"""Check the input of a policy loss: the options that all forms share, and tensors as the formulas take them.
 
-`losses` starts here. Bad input is refused where it enters, by the name of the argument, the row and the value.
+Errors name the argument, the row and the value.
 """
 
 import math
@@ -19,7 +19,7 @@ LEVELS = ("token", "sequence")
 
 
 class LossOptions(TypedDict, total=False):
-    """The keyword options of all three losses; `policy_loss` says what they mean and what they are by default."""
+    """Keyword options of all three losses; `policy_loss` documents them and their defaults."""
 
     weights: Tensor | None
     ref_logprobs: Tensor | None
@@ -64,14 +64,14 @@ def check_batch(
     """Check everything but the log-probs (or logits) themselves, and bring it into one form.
 
     Args:
-        function: the loss that was called, as the error about an unknown option names it.
+        function: name of the loss that was called, for the error about an unknown option.
         shape: (B, T) of the log-probs.
         device: where the log-probs or logits are.
-        dtype: what the loss is computed in.
+        dtype: the dtype that the loss is computed in.
         old_logprobs, advantages, mask, options: as `policy_loss` takes them.
 
     Returns:
-        The batch; tokens outside the mask hold 0, whatever came in.
+        The batch; tokens outside the mask hold 0, whatever they held before.
 
     Raises:
         ValueError: a wrong option, shape, device or value.
@@ -128,7 +128,7 @@ def _loss_type(options: LossOptions) -> str:
 
 
 def _policy_options(options: LossOptions) -> PolicyOptions:
-    """Those that the formula of a token takes; the defaults of its numbers are `PolicyOptions`' own."""
+    """Build the options that the formula of a token takes; defaults of numbers are those of `PolicyOptions`."""
     loss_type = _loss_type(options)
     numbers: dict[str, Any] = {name: value for name, value in options.items() if name in PolicyOptions._fields}
     if numbers.get("delta", 0.0) is None:
@@ -152,7 +152,7 @@ def _policy_options(options: LossOptions) -> PolicyOptions:
 def _check_count(
     name: str, value: Tensor | float | None, validate: bool | None, *, zero: bool
 ) -> Tensor | float | None:
-    """A total of the step: a number, or 0-d, whose value is looked at where that does not wait for a device."""
+    """Check a total of the step, a number or 0-d; its value is read only where that does not wait for a device."""
     if value is None:
         return None
     if isinstance(value, np.generic):
@@ -181,7 +181,7 @@ def _token_scale(
     max_completion_length: int,
     num_sequences: Tensor | float | None,
 ) -> Tensor:
-    """(B, T) factor of each token's loss in the sum that is the loss; 0 where the mask is 0."""
+    """Compute the factor (B, T) of each token's loss in the sum that is the loss; 0 where the mask is 0."""
     mask = keep.to(dtype)
     sequences = keep.size(0) if num_sequences is None else num_sequences
     if loss_type in ("grpo", "sapo"):
@@ -200,29 +200,29 @@ def _at_least_one(count: Tensor | float) -> Tensor | float:
 
 
 def counted(tensor: Tensor, keep: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` broadcast to (B, T) in `dtype`, with 0 (whatever it held, also in the gradient) where not counted."""
+    """Broadcast `tensor` to (B, T) in `dtype`, with 0, also in the gradient, where tokens are not counted."""
     return torch.where(keep, tensor, 0).to(dtype)
 
 
-# Checks that losses make by themselves
+# Checks that several losses share
 
 
 def should_validate(validate: bool | None, tensor: Tensor) -> bool:
-    """Whether to look at values: by default where that waits for no GPU and breaks no compiled graph."""
+    """Whether to check values: by default where that neither waits for a GPU nor breaks a compiled graph."""
     if validate is None:
         return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
     return validate
 
 
 def check_level(level: str) -> str:
-    """`level` itself; `ValueError` if it is none of `LEVELS`."""
+    """Return `level`; raise `ValueError` unless it is one of `LEVELS`."""
     if level not in LEVELS:
         raise ValueError(f"importance_sampling_level must be one of {LEVELS}, got {level!r}")
     return level
 
 
 def check_float(name: str, tensor: Tensor) -> None:
-    """`TypeError` for what is no tensor or not floating point."""
+    """Raise `TypeError` unless `tensor` is a floating-point tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if not tensor.is_floating_point():
@@ -232,7 +232,7 @@ def check_float(name: str, tensor: Tensor) -> None:
 def check_tensor(
     name: str, tensor: Tensor, shapes: list[torch.Size], device: torch.device, floating: bool = True
 ) -> None:
-    """`TypeError` as `check_float`, if `floating`; `ValueError` for none of `shapes` or another device."""
+    """Raise `TypeError` as `check_float`, if `floating`; `ValueError` for another shape or device."""
     if floating:
         check_float(name, tensor)
     elif not isinstance(tensor, Tensor):
@@ -245,7 +245,7 @@ def check_tensor(
 
 
 def check_finite(name: str, tensor: Tensor, keep: Tensor) -> None:
-    """`ValueError` for the first element where `keep` that is infinite or nan."""
+    """Raise `ValueError` for the first infinite or nan element where `keep` is true."""
     _check_rows(name, tensor, keep & ~torch.isfinite(tensor), "must be finite")
 
 
@@ -259,14 +259,14 @@ def _check_rows(name: str, tensor: Tensor, bad: Tensor, rule: str) -> None:
 
 
 def check_logits_dtype(name: str, tensor: Tensor, backend: str) -> None:
-    """`TypeError` for a dtype that the backend does not take."""
+    """Raise `TypeError` for a dtype that the backend does not take."""
     allowed = LOGIT_DTYPES if backend == "triton" else (*LOGIT_DTYPES, torch.float64)
     if tensor.dtype not in allowed:
         raise TypeError(f"{name} must be one of {allowed} for backend {backend!r}, got {tensor.dtype}")
 
 
 def check_targets(targets: Tensor, keep: Tensor, vocabulary: int, checked: bool) -> None:
-    """`ValueError` or `TypeError` for targets that are not (B, T) int64, or, if `checked`, not in the vocabulary."""
+    """Raise `ValueError` or `TypeError` unless targets are (B, T) int64 and, if `checked`, in the vocabulary."""
     check_tensor("targets", targets, [keep.shape], keep.device, floating=False)
     if targets.dtype != torch.int64:
         raise TypeError(f"targets must be int64, got {targets.dtype}")
@@ -276,9 +276,9 @@ def check_targets(targets: Tensor, keep: Tensor, vocabulary: int, checked: bool)
 
 
 def check_linear(hidden: Tensor, lm_head: Tensor, bias: Tensor | None, rows: Tensor | None) -> None:
-    """`ValueError` or `TypeError` for hidden states, head (V, H) and bias (V,) that do not fit together.
+    """Raise `ValueError` or `TypeError` unless hidden states, head (V, H) and bias (V,) fit together.
 
-    The states are (B, T, H), or (M, H) of the M `rows` alone.
+    The states are (B, T, H), or (M, H) of the M `rows` only.
     """
     for name, tensor, dims, sizes in (
         ("hidden", hidden, "(B, T, H), or (M, H) for M rows", (2, 3)),
@@ -301,7 +301,7 @@ def check_linear(hidden: Tensor, lm_head: Tensor, bias: Tensor | None, rows: Ten
 
 
 def check_given_rows(rows: Tensor, batch: Batch, with_entropy: bool, checked: bool) -> None:
-    """`ValueError` for `rows` of `linear_policy_loss` that are no indices or, if `checked`, leave a token out."""
+    """Raise `ValueError` unless `rows` of `linear_policy_loss` are indices that, if `checked`, leave no token out."""
     if rows.dim() != 1 or rows.dtype != torch.int64:
         raise ValueError(f"rows must be 1-D int64, got {rows.dtype} of shape {tuple(rows.shape)}")
     if rows.device != batch.keep.device:

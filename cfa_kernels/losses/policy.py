@@ -1,7 +1,7 @@
-"""The weighted clipped policy loss, the last step before the optimizer: log-probs and token weights to a scalar.
+"""Compute the weighted clipped policy loss, the last step before the optimizer, from log-probs and token weights.
 
-The formula of one token is `ops.policy_loss.token_terms`; `loss_input` checks the input; this module sums the tokens
-and reports metrics. Formulas, names and defaults follow TRL 1.16's GRPO trainer.
+The formula of one token is `ops.token_loss.token_terms`; `checks.py` checks the input; this module sums the tokens and
+reports metrics. Formulas, names and defaults follow TRL 1.16's GRPO trainer.
 """
 
 import math
@@ -35,7 +35,7 @@ from .checks import (
 )
 
 Metrics = dict[str, Tensor]
-"""Detached 0-d tensors by name."""
+"""Metrics of a loss: detached 0-d tensors by name."""
 
 __all__ = [
     "LEVELS",
@@ -57,14 +57,14 @@ def policy_loss(
     entropies: Tensor | None = None,
     **options: Unpack[LossOptions],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weighted clipped policy-gradient loss from log-probs; differentiable in `logprobs` and `entropies`, once.
+    """Compute the weighted clipped policy loss from log-probs; differentiable once in `logprobs` and `entropies`.
 
     Args:
-        logprobs: (B, T) log pi(token), nats, any float dtype; float64 is computed in float64, the rest in float32.
+        logprobs: (B, T) log pi(token), nats, any float dtype; computed in float64 for float64, else in float32.
         old_logprobs: (B, T) under the sampling policy; None means on-policy, `logprobs.detach()`.
         advantages: (B,) or (B, T).
         mask: (B, T) of 0 and 1, any dtype; tokens with 0 may hold anything, NaN included.
-        entropies: (B, T), nats; `entropy_coef` times their mean over the counted tokens is taken off the loss.
+        entropies: (B, T), nats; `entropy_coef` times their mean over the counted tokens is subtracted.
         **options: the fields of `LossOptions`, which all three losses share:
 
     | option | default | what it is |
@@ -82,7 +82,7 @@ def policy_loss(
     | max_completion_length | None | tokens, needed by dr_grpo |
     | sapo_temperature_pos, sapo_temperature_neg | 1.0, 1.05 | of sapo's gate, by the sign of the advantage |
     | entropy_coef | 0.0 | see `entropies` |
-    | validate | None | whether to look at values; None: where they lie on a CPU, as a GPU would have to be waited for |
+    | validate | None | whether to check values; None checks them on a CPU only, as a GPU would have to be waited for |
 
     A token of weight 0 stays in every denominator and counts as unclipped. Options and shapes are always checked.
 
@@ -94,13 +94,13 @@ def policy_loss(
     | dapo, cispo | sum(l * m) / max(N, 1), N = num_items_in_batch or else sum(m) |
     | luspo | sum(l * m) / B |
 
-    Gradient accumulation: give every micro-batch the step's totals and add the losses up, and the result does not
+    Gradient accumulation: give every micro-batch the step's totals and add the losses; then the result does not
     depend on the split. The totals are `num_items_in_batch` and `num_sequences_in_batch`, numbers or 0-d tensors;
     with gradients averaged over processes divide both by the number of processes. bnpo normalises by its own
-    micro-batch, by definition. Totals whose values nobody looks at (tensors on a GPU, or in a compiled graph) follow
+    micro-batch, by definition. Totals whose values are not checked (tensors on a GPU, or in a compiled graph) follow
     the table: fewer items than 1 count as 1, while 0 sequences give an infinite loss or nan.
 
-    Log-ratios above 40 nats are cut off there: no overflow in float32, and no gradient beyond.
+    Log-ratios are cut off at 40 nats, so float32 does not overflow; beyond that there is no gradient.
 
     Returns:
         The 0-d loss, and metrics as detached 0-d tensors that were never moved to the host: `ratio_mean` (over
@@ -155,7 +155,7 @@ def logits_policy_loss(
     backend: str | None = None,
     **options: Unpack[LossOptions],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`policy_loss` from logits: `log_softmax(softcap * tanh(logit_scale * logits / softcap) / temperature)`.
+    """Compute `policy_loss` from logits: `log_softmax(softcap * tanh(logit_scale * logits / softcap) / temperature)`.
 
     The gradient by the logits is made in the forward pass, in one pass over each row at the token level (Triton), in
     memory of their size. Kernel: `ops/policy_rows.py`.
@@ -167,9 +167,9 @@ def logits_policy_loss(
             nan.
         old_logprobs, advantages, mask, **options: as in `policy_loss`; `entropy_coef` needs no entropies here.
         temperature, logit_scale: > 0.
-        softcap: > 0; without one there is no tanh, as in a model without one.
+        softcap: > 0; None for a model without one: no tanh.
         compute_entropy: adds the `entropy` metric.
-        inplace: puts the gradient over the logits themselves, where one is wanted: then the logits are lost, backward
+        inplace: writes the gradient over the logits, where one is wanted: then the logits are lost, backward
             runs once, and PyTorch raises its version error if another operation, such as a tanh that made them, needs
             them for its own backward.
         backend: `"triton"` or `"torch"`; by default what the device has.
@@ -246,7 +246,7 @@ def linear_policy_loss(  # type: ignore[misc]
     backend: str | None = None,
     **options: Unpack[LossOptions],
 ) -> tuple[Tensor, Metrics] | tuple[Tensor, Metrics, Tensor]:
-    """`logits_policy_loss` of `hidden @ lm_head.T + bias`, whose logits never exist as a whole.
+    """Compute `logits_policy_loss` of `hidden @ lm_head.T + bias` without ever holding all logits.
 
     Gradients are ready when this returns: the head's, a sum in float32, is made only if it trains, so a frozen head
     costs two GEMMs instead of three (one more at the sequence level). Kernels: `ops/linear_policy_loss.py`.
@@ -256,26 +256,26 @@ def linear_policy_loss(  # type: ignore[misc]
     float32 weights with `torch.set_float32_matmul_precision("highest")`.
 
     Tokens that add nothing (mask 0; also advantage or weight 0, if neither ref_logprobs nor the entropy want them)
-    need no GEMM. How many they are is known on a CPU only, so there they are dropped by default, and on a GPU not,
-    where looking would wait for the device in every step. Pass `rows`, made where the batch is made, or accept the
-    wait with `drop_inactive=True`. Loss, gradients and metrics are the same in every case.
+    need no GEMM. On a CPU they are dropped by default; on a GPU they are not, because finding them would wait for
+    the device in every step. Pass `rows`, computed where the batch is made, or accept the wait with
+    `drop_inactive=True`. Loss, gradients and metrics are the same in every case.
 
     Args:
-        hidden: (B, T, H), or (M, H) for the M tokens of `rows` alone, in their order; float32, bfloat16 or float16
+        hidden: (B, T, H), or (M, H) for only the M tokens of `rows`, in their order; float32, bfloat16 or float16
             (float64 too on the PyTorch backend); under autocast cast to its dtype, as `torch.nn.functional.linear`
             would.
         lm_head: (V, H), of that dtype, cast likewise.
         targets, old_logprobs, advantages, mask, **options: as in `logits_policy_loss`.
         bias: (V,). It, hidden and head may require gradients.
         temperature, softcap, logit_scale, compute_entropy, backend: as in `logits_policy_loss`.
-        rows: (M,) flattened indices from `contributing_rows`: the tokens to look at.
-        drop_inactive: looks for those tokens here, and drops clipped ones from the gradients' GEMMs too.
+        rows: (M,) flattened indices from `contributing_rows`: the tokens that the loss depends on.
+        drop_inactive: finds those tokens here, and drops clipped ones from the gradients' GEMMs too.
         chunk_size: rows of logits that exist at a time; by default 4096, on a CPU 512.
         fp32_logits: True keeps logits in float32 as the GEMM summed them; False rounds them to the dtype of
             `hidden`, at half the memory traffic.
 
         return_logprobs: also return the log-probs (B, T) that the loss is made of, detached, in float32 (float64
-            for float64); nan where no token was looked at.
+            for float64); nan for tokens that were dropped.
 
     Returns:
         As `policy_loss`, and the log-probs if asked for.
@@ -345,7 +345,7 @@ def contributing_rows(
     importance_sampling_level: str = "token",
     all_counted: bool = False,
 ) -> Tensor:
-    """Flattened indices of the tokens that `linear_policy_loss` has to look at, for its `rows`.
+    """Find the flattened indices of the tokens that `linear_policy_loss` depends on, for its `rows`.
 
     Waits for the device if the tensors are on a GPU: call it where they are still on the CPU, and copy the result.
 
@@ -354,14 +354,14 @@ def contributing_rows(
         advantages: (B,) or (B, T).
         weights: (B, T), as in `policy_loss`.
         importance_sampling_level: that of the loss.
-        all_counted: set it where ref_logprobs or the entropy are used.
+        all_counted: True where ref_logprobs or the entropy are used.
 
     Returns:
         (M,) int64, ascending.
 
     Raises:
         ValueError: a wrong level, shape or device.
-        TypeError: advantages or weights that are no floats.
+        TypeError: advantages or weights that are not floats.
     """
     level = check_level(importance_sampling_level)
     if mask.dim() != 2:
@@ -375,7 +375,7 @@ def contributing_rows(
 
 
 def _metrics_of_rows(batch: Batch, stats: Tensor, with_entropy: bool, checked: bool, source: str) -> dict[str, Tensor]:
-    """Metrics from the `STATS` (5, N) that the kernels give; raises where a log-prob is not finite."""
+    """Compute metrics from the `STATS` (5, N) that the kernels give; raises where a log-prob is not finite."""
     logprobs, entropy, ratio, kl, clip = stats.detach().view(-1, *batch.keep.shape)
     if checked:
         check_finite(f"the target's log-prob from {source}", logprobs, batch.keep)
@@ -383,12 +383,12 @@ def _metrics_of_rows(batch: Batch, stats: Tensor, with_entropy: bool, checked: b
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """(N,) contiguous; flattening alone keeps the strides of a single row."""
+    """Flatten to (N,), contiguous; flattening by itself would keep the strides of a single row."""
     return tensor.contiguous().flatten()
 
 
 class _WithGradient(torch.autograd.Function):
-    """The identity on a loss whose gradient by `source` is already known."""
+    """Identity on a loss whose gradient by `source` is already known."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, source: Tensor, gradient: Tensor) -> Tensor:
@@ -405,7 +405,7 @@ class _WithGradient(torch.autograd.Function):
 
 @torch.no_grad()
 def _metrics(batch: Batch, ratio: Tensor, kl: Tensor, clip: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
-    """The metrics of `policy_loss` from (B, T) values of the counted tokens."""
+    """Compute the metrics of `policy_loss` from (B, T) values of the counted tokens."""
     keep, tokens = batch.keep, batch.tokens
     per_sequence = keep.sum(1)
     count = per_sequence.sum().clamp(min=1)
@@ -419,7 +419,7 @@ def _metrics(batch: Batch, ratio: Tensor, kl: Tensor, clip: Tensor, entropy: Ten
         metrics["entropy"] = torch.where(keep, entropy, 0).sum() / count
 
     def clip_ratio(flag: Tensor) -> tuple[Tensor, Tensor]:
-        """Overall mean, and share of each sequence (B,)."""
+        """Compute the overall mean, and the share of each sequence (B,)."""
         clipped = (flag & keep).sum(1)
         share = clipped / per_sequence.clamp(min=1)
         return (share.mean() if batch.options.level == "sequence" else clipped.sum() / count), share

@@ -1,4 +1,4 @@
-"""Rows of a packed loss, checked and padded, and how far each must be fed for it."""
+"""Check and pad the rows of a packed loss, and find how far each must be fed for it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from .policy import contributing_rows
 
 @dataclass(frozen=True)
 class LossBatch:
-    """What a loss needs beside the model, as padded tensors on the host."""
+    """Inputs of a loss other than the model's, as padded tensors on the host."""
 
     targets: Tensor  # (B, T) int64
     mask: Tensor  # (B, T) bool
@@ -79,13 +79,13 @@ class LossBatch:
         )
 
     def needed(self) -> list[int]:
-        """For each row, how many tokens must be fed: up to the last one whose log-prob the loss needs."""
+        """Count the tokens of each row that must be fed: up to the last one whose log-prob the loss needs."""
         last = torch.zeros(self.mask.shape, dtype=torch.int64)
         last.view(-1)[self.rows] = self.rows % self.mask.shape[1] + 1
         return last.amax(1).tolist()
 
     def to(self, device: torch.device, *others: Tensor) -> tuple["LossBatch", tuple[Tensor, ...]]:
-        """The same on `device`, and other tensors of the host with it, by one copy."""
+        """Copy the batch to `device`, and other tensors of the host with it, by one copy."""
         given = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
         there = upload([*given.values(), *others], device)
         moved: dict[str, Any] = dict.fromkeys(vars(self)) | dict(zip(given, there, strict=False))
@@ -93,7 +93,7 @@ class LossBatch:
 
 
 def _padded(name: str, rows: Sequence[Tensor], lengths: list[int]) -> Tensor:
-    """(B, T) on the host from B tensors (T_b,), 0 behind their ends."""
+    """Pad B tensors (T_b,) with 0 at the end, to (B, T) on the host."""
     if len(rows) != len(lengths):
         raise ValueError(f"{name} has {len(rows)} rows, completions has {len(lengths)}; they must agree")
     for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):

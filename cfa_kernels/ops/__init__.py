@@ -1,5 +1,5 @@
 """Kernels and their plain PyTorch references.
 
-A module here knows torch and triton only; what belongs here is a kernel, its launcher, its operator and its reference,
-one file for each family.
+Modules here know torch and triton only. Each family of kernels has one file with its kernel, launcher, operator and
+reference.
 """

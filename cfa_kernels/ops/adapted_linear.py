@@ -1,6 +1,6 @@
-"""A linear layer with a low-rank adapter, both products into one result.
+"""Apply a linear layer with a low-rank adapter, both products summed into one result.
 
-Apart, the adapter's product is as large as the layer's and is scaled and added in passes of its own, forwards and
+Separately, the adapter's product is as large as the layer's and is scaled and added in further passes, forwards and
 backwards, which on a CPU take longer than the product itself.
 """
 
@@ -22,7 +22,7 @@ def adapted_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor,
         bias: (M,) or None.
         down: (R, K).
         up: (M, R).
-        scale: of the adapter.
+        scale: factor of the adapter.
 
     Returns:
         (N, M).

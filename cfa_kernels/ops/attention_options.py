@@ -44,9 +44,9 @@ EVERYTHING = Reach()
 
 @dataclass(frozen=True, eq=False)
 class AttentionRule:
-    """Options of `tree_attention`: what becomes of `q . k`, and which earlier keys a row sees.
+    """Options of `tree_attention`: how `q . k` becomes a logit, and which earlier keys a row sees.
 
-    Raises `ValueError` for values that make no sense, naming the option.
+    Raises `ValueError` for invalid values, naming the option.
     """
 
     scale: float

@@ -1,4 +1,4 @@
-"""Matrix products between hidden rows and the language-model head, one strip of logits at a time.
+"""Multiply hidden rows and the language-model head, one strip of logits at a time.
 
 A strip is the logits of some rows. Half-precision operands, float32 sums: logits may stay in float32, and the
 head's gradient is summed over strips in float32.
@@ -38,7 +38,7 @@ def empty_strip(
     Args:
         rows, vocabulary: shape of the strip.
         dtype, gradient_dtype: of logits and gradient, the latter not wider.
-        device: where.
+        device: device of the memory.
 
     Returns:
         Two tensors (rows, vocabulary) that hold anything.
@@ -63,7 +63,7 @@ def write_logits(hidden: Tensor, head: Tensor, out: Tensor) -> None:
 def hidden_gradient(by_logits: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
     """Return `by_logits @ head`: (n, V), (V, H) -> (n, H)."""
     if by_logits.dtype == torch.bfloat16 and by_logits.device.type == "cpu" and by_logits.size(1) % 2:
-        by_logits = by_logits.contiguous()  # oneDNN on AMX multiplies what is behind rows of odd length, nan as well
+        by_logits = by_logits.contiguous()  # oneDNN on AMX also multiplies what follows rows of odd length: maybe nan
     return multiply(by_logits, head, by_logits.new_empty(len(by_logits), head.size(1)) if out is None else out)
 
 

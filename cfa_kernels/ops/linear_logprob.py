@@ -1,7 +1,7 @@
-"""Log-probability of a given target per row under a linear head, without the rows x vocabulary logits.
+"""Compute the log-prob of a given target per row under a linear head, without the rows x vocabulary logits.
 
-Scoring reads answers with it, and a trainer may differentiate it. The plain PyTorch form stands first, the Triton
-kernels after it: one multiplies tiles of hidden states and head and keeps a few sums per row and tile, one merges
+Scoring reads answers with it, and a trainer may differentiate it. The plain PyTorch form is first, then the Triton
+kernels: one multiplies tiles of hidden states and head and keeps a few sums per row and tile, one merges
 those sums. The backward is in `linear_logprob_backward`.
 """
 

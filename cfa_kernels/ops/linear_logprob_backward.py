@@ -1,4 +1,4 @@
-"""Gradients of `linear_logprob`, from strips of logits that are made again, by the row gradient of the policy loss.
+"""Compute gradients of `linear_logprob` from recomputed strips of logits, by the row gradient of the policy loss.
 
 `linear_logprob` registers the operator as its gradient.
 """

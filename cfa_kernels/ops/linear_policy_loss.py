@@ -1,4 +1,4 @@
-"""The policy loss from hidden states and the head, without the logits: strip by strip, gradients in the forward.
+"""Compute the policy loss from hidden states and the head, strip by strip of logits, with gradients in the forward.
 
 For each chunk of rows: a strip of logits by GEMM, one row kernel that turns it into its own gradient, then the
 GEMMs of the gradients by hidden and, if the head trains, by the head. At the sequence level a pass without

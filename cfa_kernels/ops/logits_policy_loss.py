@@ -1,4 +1,4 @@
-"""Operators of `logits_policy_loss`, as torch.compile, autograd and autocast see `policy_rows`."""
+"""Operators of `logits_policy_loss`: `policy_rows` as torch.compile, autograd and autocast see it."""
 
 from collections.abc import Sequence
 from typing import Any

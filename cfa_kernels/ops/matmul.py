@@ -1,7 +1,7 @@
-"""Matrix products of every dtype and device, float32 ones on a CPU by oneDNN.
+"""Multiply matrices of every dtype and device, in float32 on a CPU by oneDNN.
 
-Torch's own are MKL's there, which take twice as long on a processor of AMD's (Zen 5). Which library multiplies
-changes how a sum of products is rounded and nothing else.
+Torch itself uses MKL there, which takes twice as long on an AMD processor (Zen 5). The library only changes how sums
+of products are rounded.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _BLOCK_ELEMENTS = 2**20
-"""Numbers of a product that exist twice at a time, as oneDNN gave them and where they belong."""
+"""Maximum numbers of a product that exist twice at a time: as oneDNN gave them, and where they belong."""
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def _onednn(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _multiply_in_blocks(left: Tensor, right: Tensor, out: Tensor, add: bool) -> Tensor:
-    """Multiply by columns of the result, or by rows where it has more of those: oneDNN gives memory of its own."""
+    """Multiply strip by strip, of columns or, where there are more of them, rows: oneDNN allocates its results."""
     size = max(_BLOCK_ELEMENTS // min(out.shape), 64)
     if len(out) > out.size(1):
         blocks = [(some, right, place) for some, place in zip(left.split(size), out.split(size), strict=True)]
@@ -72,10 +72,10 @@ def _float32_backends() -> tuple[Any, Any]:
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """Multiply float32 matrices as such, whatever torch is set to; its setting comes back, also after an error.
+    """Multiply float32 matrices exactly inside, whatever torch is set to; its setting comes back, also after an error.
 
-    The setting is the process's, so other threads multiply so too in the meantime. torch keeps it twice, by
-    `set_float32_matmul_precision` and by `fp32_precision`, and refuses to be asked where they disagree.
+    The setting is the process's, so other threads multiply exactly too in the meantime. torch keeps it twice, by
+    `set_float32_matmul_precision` and by `fp32_precision`, and raises when read where they disagree.
     """
     backends, before = _float32_backends(), float32_precision()
     for backend in backends:

@@ -1,4 +1,4 @@
-"""Arguments of custom operators by name, in every function that torch hands them to as one tuple."""
+"""Name the arguments of custom operators in every function that torch passes them to as one tuple."""
 
 import inspect
 from collections import namedtuple

@@ -1,8 +1,7 @@
-"""The policy loss of rows of logits and its gradient by the logits, in one pass over each row.
+"""Compute the policy loss of rows of logits and its gradient by the logits, in one pass over each row.
 
-Rows are (B, T, V) logits of a model, or strips of them that `linear_policy_loss` makes. What a row's kernel computes
-is stated in `row_softmax` and `policy_loss`; here are the kernels, and the functions that run them or the plain
-PyTorch form.
+Rows are (B, T, V) logits of a model, or strips of them that `linear_policy_loss` makes. `row_softmax` and `token_loss`
+define what a row's kernel computes; here are the kernels, and the functions that run them or the plain PyTorch form.
 """
 
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from .triton_math import LOG2E
 from .tuning import tuned
 
 STATS = ("logprob", "entropy", "ratio", "kl", "clip")
-"""Figures of each token that its row gives; metrics are made of them."""
+"""Values of each token that its row gives and that metrics are made of."""
 
 SCALE_PROGRAMS = 512
 """Programs of `scale_rows`: enough for any GPU's multiprocessors, and soon over where the factor is 1."""
@@ -281,7 +280,7 @@ def row_gradients(
     """
     if backend == "torch":
         keep_below, has_target = by_entropy is not None, by_logprob != 0
-        of = probabilities(logits, bias, targets, has_target, softmax, keep_below=keep_below, room=gradient)
+        of = probabilities(logits, bias, targets, has_target, softmax, keep_below=keep_below, out=gradient)
         _copy_unless_there(row_gradients_reference(of, by_logprob, by_entropy, softmax), gradient)
         return
     _run(
@@ -317,7 +316,7 @@ def policy_rows(
         logits, bias, targets, softmax, with_entropy, backend: as in `row_logprobs`.
         tokens: fields (N,) in the compute dtype.
         entropy_scale: 0-d factor of the entropies in the loss.
-        options: of the loss of a token.
+        options: options of a token's loss.
         gradient: (B, T, V), where the gradient by the logits goes, as in `row_gradients`; None for no gradient.
 
     Returns:
@@ -329,7 +328,7 @@ def policy_rows(
         )
     counted, shape = tokens.scale > 0, logits.shape[:2]
     if backend == "torch":
-        of = probabilities(logits, bias, targets, counted, softmax, keep_below=with_entropy, room=gradient)
+        of = probabilities(logits, bias, targets, counted, softmax, keep_below=with_entropy, out=gradient)
         rows = row_logprobs_reference(of, counted)
     else:
         rows = row_logprobs(logits, bias, targets, counted, softmax, with_entropy=with_entropy, backend=backend)

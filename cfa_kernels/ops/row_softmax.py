@@ -1,4 +1,4 @@
-"""Log-prob and entropy of a row of logits and their derivative, stated once for every kernel of rows.
+"""Define the log-prob and entropy of a row of logits and their derivative, once for every kernel of rows.
 
 The plain PyTorch form stands first, for rows (B, T, V) at once; the Triton functions mirror it for the program that
 has one row. Kernels that put them together are in `policy_rows`.
@@ -82,7 +82,7 @@ def probabilities(
     softmax: Softmax,
     *,
     keep_below: bool,
-    room: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Probabilities:
     """Compute what log-probs and gradients share.
 
@@ -95,24 +95,24 @@ def probabilities(
         has_target: (N,) bool; of the other rows no target is read.
         softmax: how logits become log-probs.
         keep_below: the entropy or its gradient is wanted.
-        room: (B, T, V), perhaps the logits' own memory, where `p` is put if that has the compute dtype and `below` is
-            not kept: fresh memory of that size takes longer than all the arithmetic.
+        out: (B, T, V), perhaps the logits' own memory, where `p` is put if that has the compute dtype and `below` is
+            not kept: allocating memory of that size takes longer than all the arithmetic.
 
     Returns:
         Probabilities in the compute dtype.
     """
     z = logits.to(compute_dtype(logits.dtype))
-    if room is not None and room.dtype != z.dtype:
-        room = None
+    if out is not None and out.dtype != z.dtype:
+        out = None
     if bias is not None:
-        z = torch.add(z, bias.to(z.dtype), out=room)
+        z = torch.add(z, bias.to(z.dtype), out=out)
     slope = None
     if softmax.softcap:
-        squashed = torch.div(z, softmax.softcap, out=room).tanh_()
+        squashed = torch.div(z, softmax.softcap, out=out).tanh_()
         slope = 1 - squashed * squashed
         z = squashed.mul_(softmax.softcap)
     row_max = z.amax(-1, keepdim=True)
-    below = torch.sub(z, row_max, out=room)
+    below = torch.sub(z, row_max, out=out)
     if softmax.temperature != 1:
         below.div_(softmax.temperature)
     index = torch.where(has_target, targets, 0).view(*logits.shape[:2], 1)

@@ -1,6 +1,6 @@
-"""Tables of which rows of a packed sequence attend to which, the description that tree attention works by.
+"""Describe which rows of a packed sequence attend to which, in tables that tree attention reads.
 
-`packing/prefix_tree.py` builds it from token sequences, `tree_attention.py` reads it.
+`packing/prefix_tree.py` builds them from token sequences.
 """
 
 from dataclasses import dataclass, field

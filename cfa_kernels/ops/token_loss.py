@@ -1,4 +1,4 @@
-"""The clipped policy-gradient loss of a token and its derivative, stated once for every form of the loss.
+"""Define the clipped policy-gradient loss of a token and its derivative, once for every form of the loss.
 
 `token_terms` is the formula; `policy_terms` adds the two levels of the ratio. `policy_loss` on log-probs uses them
 directly. `token_terms_triton` mirrors the formula for kernels that go from logits to gradient in one program.
@@ -24,7 +24,7 @@ class PolicyOptions(NamedTuple):
     """Hyper-parameters of the loss of a token, under TRL's names.
 
     `surrogate` is `"clip"` (grpo, bnpo, dr_grpo, dapo, luspo), `"cispo"` or `"sapo"`; `level` is `"token"`
-    or `"sequence"`; `delta` is infinite when there is no upper clip; `use_bias_correction_kl` multiplies the KL
+    or `"sequence"`; `delta` is infinite without an upper clip; `use_bias_correction_kl` multiplies the KL
     term by the ratio.
     """
 
@@ -105,7 +105,7 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
         Terms of that shape.
 
     Raises:
-        ValueError: a surrogate that is none of `SURROGATES`.
+        ValueError: a surrogate that is not one of `SURROGATES`.
     """
     inside = log_ratio <= LOG_RATIO_MAX
     ratio = log_ratio.clamp(max=LOG_RATIO_MAX).exp()

@@ -1,8 +1,8 @@
-"""Attention over a packed tree of token sequences.
+"""Attend over a packed tree of token sequences.
 
-Rows of one packed sequence form *segments*. A segment's rows attend to the segment's context, a list of earlier
-rows in the order of their positions, and causally to the segment itself. No padding, no dense mask, no cache:
-that is what lets masked branches, completions and prompts share everything up to where they differ.
+Rows of one packed sequence form *segments*. A segment's rows attend to the segment's context, a list of earlier rows in
+the order of their positions, and causally to the segment itself. Masked branches, completions and prompts thereby
+share everything up to where they differ, without padding, dense masks or a cache.
 """
 
 from typing import Any
@@ -202,7 +202,7 @@ def tree_attention_kernel(
 
     The definition is `tree_attention_reference`. Grid: (work items, key heads). `span` is the positions of the
     sliding window or of an attention chunk; rows before `first_query_row` have no query and no result. A head's
-    columns are one block, or a block and a narrower one for the rest. Blocks of keys are cut by position alone, never
+    columns are one block, or a block and a narrower one for the rest. Blocks of keys are cut by position only, never
     by where the rows are or where a tile starts, so a row's sums are formed in the same order in every pack.
     WITH_LSE, p_lse (N, H) takes the logarithm, to base 2, of a row's sum of exponentials, sink included. Strides
     count STRIDE_UNIT elements.
@@ -461,7 +461,9 @@ _OPTIONS = ("scale", "softcap", "sliding_window", "attention_chunk_size")
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     given = _Arguments(*inputs)
     if given.first_query_row or not given.with_lse:
-        raise NotImplementedError("tree_attention keeps nothing to make gradients from")
+        raise NotImplementedError(
+            "tree_attention has gradients only if called with with_lse and without first_query_row"
+        )
     ctx.save_for_backward(*output, *(getattr(given, name) for name in _KEPT))
     ctx.options = {name: getattr(given, name) for name in _OPTIONS}
     ctx.mark_non_differentiable(output[1])

@@ -1,7 +1,7 @@
-"""Gradients of tree attention on a GPU: one kernel for those of the queries, one for those of keys and values.
+"""Compute gradients of tree attention on a GPU, by one kernel for queries and one for keys and values.
 
-Each sums what a gradient is made of in one program and in one order, so nothing is added atomically and a pack gives
-the same bits every time. The formulas are those of softmax attention: with `P` the probabilities that the forward's
+Each gradient is summed in one program and in one order: nothing is added atomically, and a pack gives the same bits
+every time. The formulas are those of softmax attention: with `P` the probabilities that the forward's
 log-sum-exp gives back, `delta = rowsum(dO * O)` and `dS = P * (dO V^T - delta)`, the gradients are `dS K`, `dS^T Q`
 and `P^T dO`. `tree_attention.py` registers them as the gradient of its operator.
 """

@@ -1,4 +1,4 @@
-"""Host arrays on their way to a device: one buffer, one copy, and nobody waits for it."""
+"""Copy several host arrays to a device in one asynchronous transfer."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes, of which each array starts at a multiple: Triton compiles wide loads for such pointers."""
+"""Alignment of each array, bytes: Triton compiles wide loads for such pointers."""
 
 
 def stream_of(device: torch.device) -> int | None:
@@ -23,7 +23,7 @@ def upload(arrays: Sequence[np.ndarray | Tensor], device: torch.device) -> tuple
 
     Args:
         arrays: of any shapes and dtypes, in host memory.
-        device: where to.
+        device: destination.
 
     Returns:
         Tensors of those shapes and dtypes, each from a multiple of `ALIGNMENT` bytes on.

@@ -1,5 +1,4 @@
 """Layouts of token sequences.
 
-A module here knows token ids, no model and no GPU; what belongs here lays sequences out as a prefix tree or cuts a
-tree into packs.
+Modules here know token ids, but neither models nor GPUs. They lay sequences out as a prefix tree and cut it into packs.
 """

@@ -1,8 +1,8 @@
-"""Packing token sequences into shared-prefix trees: what is common is laid out, and computed, once.
+"""Pack token sequences into prefix trees, so that what they have in common is laid out and computed once.
 
-Every sequence to score, a completion or one of its masked branches, is inserted into a radix tree. Equal
-prompts, equal completions, equal branches and any longer common prefix are then shared by construction, and each
-sequence adds one segment: the part of it that no earlier sequence had.
+Every sequence to score, a completion or one of its masked branches, is inserted into a radix tree. Equal prompts,
+equal completions, equal branches and any longer common prefix are thereby shared, and each sequence adds one segment:
+the part of it that no earlier sequence had. Queries that are scored together, those of one completion, are a bundle.
 """
 
 import numbers
@@ -16,15 +16,15 @@ from .prefix_tree import Pack, PrefixTree, Query
 
 @dataclass(frozen=True)
 class Limits:
-    """What the packs that a model is fed keep to.
+    """Limits of the packs that a model is fed.
 
     Attributes:
-        token_budget: most tokens of a pack; a sequence that is over it by itself gets its own pack.
+        token_budget: maximum tokens of a pack; a longer sequence gets a pack of its own.
         continues: whether a pack may continue the rows of an earlier one, by its keys and values.
-        most_rows: most rows of a pack and the one that it continues together; None for any number.
+        most_rows: maximum rows of a pack together with the one that it continues; None for any number.
 
     Raises:
-        ValueError: a token budget that is not a whole number, at least one.
+        ValueError: the token budget is not a whole number of at least 1.
     """
 
     token_budget: int
@@ -36,55 +36,55 @@ class Limits:
 
 
 def check_token_budget(token_budget: int) -> None:
-    """Raise `ValueError` for what is not a whole number of tokens, at least one."""
+    """Raise `ValueError` unless the budget is a whole number of tokens, at least 1."""
     if isinstance(token_budget, bool) or not isinstance(token_budget, numbers.Integral):
         raise ValueError(f"token_budget must be a whole number of tokens, got {token_budget!r}")
     if token_budget < 1:
         raise ValueError(f"token_budget must be at least 1, got {token_budget}")
 
 
-def pack_units(units: Sequence[Sequence[Query]], token_budget: int) -> list[Pack]:
-    """Cut `units` into packs of at most `token_budget` fed tokens each, in order.
+def pack_bundles(bundles: Sequence[Sequence[Query]], token_budget: int) -> list[Pack]:
+    """Cut `bundles` into packs of at most `token_budget` fed tokens each, in order.
 
-    A unit is what must be scored together: a completion and its masked branches. A unit that alone is over the
-    budget gets a pack of its own. Neighbours in `units` share what they have in common, so put completions of
-    one prompt side by side. An empty unit costs nothing.
+    A bundle is what must be scored together: a completion and its masked branches. One that is over the budget by
+    itself gets a pack of its own. Neighbours in `bundles` share what they have in common, so put completions of one
+    prompt side by side. An empty bundle costs nothing.
 
-    Raises `ValueError` for a token budget below one.
+    Raises `ValueError` for a token budget below 1.
     """
-    return list(lay_out(units, token_budget))
+    return list(lay_out(bundles, token_budget))
 
 
-def lay_out(units: Sequence[Sequence[Query]], token_budget: int) -> Iterator[Pack]:
-    """`pack_units`, each pack made when it is asked for: while a device runs the one before."""
-    return (_whole(units, *cut) for cut in _cut(units, Limits(token_budget)))
+def lay_out(bundles: Sequence[Sequence[Query]], token_budget: int) -> Iterator[Pack]:
+    """Pack as `pack_bundles` does, one pack at a time, while a device runs the one before."""
+    return (_whole(bundles, *cut) for cut in _cut(bundles, Limits(token_budget)))
 
 
 def _cut(
-    units: Sequence[Sequence[Query]], limits: Limits
+    bundles: Sequence[Sequence[Query]], limits: Limits
 ) -> Iterator[tuple[range, PrefixTree, list[np.ndarray] | None]]:
-    """Neighbouring units that fit in a pack, with their tree and rows; one that alone does not, with an empty tree."""
+    """Yield neighbouring bundles that fit in a pack, with tree and rows; one too large for a pack has an empty tree."""
     tree, rows_of, start = PrefixTree(), list[np.ndarray](), 0
-    for i, unit in enumerate(units):
-        rows = tree.insert_within(unit, limits.token_budget)
+    for i, bundle in enumerate(bundles):
+        rows = tree.insert_within(bundle, limits.token_budget)
         if rows is None and tree.num_tokens:
             yield range(start, i), tree, rows_of
             tree, rows_of, start = PrefixTree(), [], i
-            rows = tree.insert_within(unit, limits.token_budget)
+            rows = tree.insert_within(bundle, limits.token_budget)
         if rows is None:
             yield range(start, i + 1), tree, None
             tree, start = PrefixTree(), i + 1
         else:
             rows_of += rows
     if tree.num_tokens:
-        yield range(start, len(units)), tree, rows_of
+        yield range(start, len(bundles)), tree, rows_of
 
 
 def _whole(
-    units: Sequence[Sequence[Query]], covered: range, tree: PrefixTree, rows_of: list[np.ndarray] | None
+    bundles: Sequence[Sequence[Query]], covered: range, tree: PrefixTree, rows_of: list[np.ndarray] | None
 ) -> Pack:
-    """One pack of all that `_cut` found, also where it does not fit."""
-    queries = [query for i in covered for query in units[i]]
+    """Make one pack of the bundles that `_cut` found, also where they do not fit."""
+    queries = [query for i in covered for query in bundles[i]]
     if rows_of is None:
         rows_of = [tree.insert(query.tokens, query.alone_from) for query in queries]
     return _finish(tree, rows_of, queries, covered)
@@ -92,66 +92,65 @@ def _whole(
 
 @dataclass(frozen=True)
 class Chain:
-    """A pack of some units; or, for one that does not fit, a pack of its longest sequence and those that continue it.
+    """Chain of packs: one for bundles that fit; else one of the longest sequence, and those that continue it.
 
-    Queries are known by their numbers in a list that all chains share.
+    Queries are given by their numbers in a list that all chains share.
     """
 
     first: Pack  # answers all queries, or none if others continue it
-    units: list[Sequence[int]]  # the queries of each of its units
+    bundles: list[Sequence[int]]  # the queries of each of its bundles
     limits: Limits
     continued: bool
 
     def packs(self, queries: Sequence[Query]) -> Iterator[tuple[Pack, list[int]]]:
-        """Every pack with the numbers of the queries that it answers, in order, made when it is asked for."""
-        numbers = [n for unit in self.units for n in unit]
+        """Yield every pack, in order, with the numbers of the queries that it answers."""
+        numbers = [n for bundle in self.bundles for n in bundle]
         yield self.first, [] if self.continued else numbers
         if self.continued:
             budget, most = self.limits.token_budget, self.limits.most_rows
             if most is not None:
                 budget = max(min(budget, most - self.first.num_tokens), 1)
             for pack in continue_pack(self.first, [queries[n] for n in numbers], budget):
-                yield pack, [numbers[i] for i in pack.units]
+                yield pack, [numbers[i] for i in pack.bundles]
 
 
-def chain_units(queries: Sequence[Query], units: Sequence[Sequence[int]], limits: Limits) -> Iterator[Chain]:
-    """Cut units of queries, given by number, into chains of packs, in order, each made when it is asked for.
+def chain_bundles(queries: Sequence[Query], bundles: Sequence[Sequence[int]], limits: Limits) -> Iterator[Chain]:
+    """Cut bundles of queries, given by number, into chains of packs, in order, one at a time.
 
-    Units share packs as in `pack_units`. One that alone is over the budget is split: its longest sequence is fed first,
-    and what leaves that one goes into packs that continue its rows, so nothing is fed twice; where no pack may continue
-    another, each feeds what its queries have in common again. Queries are answered in their order.
+    Bundles share packs as in `pack_bundles`. One that is over the budget by itself is split: its longest sequence is
+    fed first, and its branches go into packs that continue those rows, so nothing is fed twice; where no pack may
+    continue another, each feeds again what its queries have in common. Queries are answered in their order.
     """
-    for covered, tree, rows_of in _cut([[queries[n] for n in unit] for unit in units], limits):
-        inside = [units[i] for i in covered]
-        asked = [queries[n] for unit in inside for n in unit]
+    for covered, tree, rows_of in _cut([[queries[n] for n in bundle] for bundle in bundles], limits):
+        inside = [bundles[i] for i in covered]
+        asked = [queries[n] for bundle in inside for n in bundle]
         if rows_of is not None:
             yield Chain(_finish(tree, rows_of, asked, covered), inside, limits, continued=False)
         elif limits.continues:
             yield _continued(tree, asked, inside, covered, limits)
         else:
-            numbers = [n for unit in inside for n in unit]
+            numbers = [n for bundle in inside for n in bundle]
             for pack in lay_out([[query] for query in asked], limits.token_budget):
-                yield Chain(pack, [[numbers[i] for i in pack.units]], limits, continued=False)
+                yield Chain(pack, [[numbers[i] for i in pack.bundles]], limits, continued=False)
 
 
 def _continued(
-    tree: PrefixTree, asked: Sequence[Query], units: list[Sequence[int]], covered: range, limits: Limits
+    tree: PrefixTree, asked: Sequence[Query], bundles: list[Sequence[int]], covered: range, limits: Limits
 ) -> Chain:
-    """A chain that begins with the longest sequence; of that pack alone if all others lie on it."""
+    """Make a chain that begins with the longest sequence; only that pack if it contains all others."""
     longest = max(asked, key=lambda query: len(query.tokens))
     rows = tree.insert(longest.tokens)
     rows_of = tree.insert_within(asked, tree.num_tokens)
     if rows_of is not None:
-        return Chain(_finish(tree, rows_of, asked, covered), units, limits, continued=False)
+        return Chain(_finish(tree, rows_of, asked, covered), bundles, limits, continued=False)
     silent = replace(longest, targets=longest.targets[:0])
-    return Chain(_finish(tree, [rows], [silent], covered), units, limits, continued=True)
+    return Chain(_finish(tree, [rows], [silent], covered), bundles, limits, continued=True)
 
 
 def continue_pack(pack: Pack, queries: Sequence[Query], token_budget: int) -> Iterator[Pack]:
-    """Packs of only branches: `queries` that continue rows which `pack` fed, at most `token_budget` new rows each.
+    """Yield packs of branches only, `queries` that continue rows of `pack`, with at most `token_budget` new rows each.
 
-    A query that is over the budget by itself gets a pack of its own. `units` of the result counts queries. Each is
-    made when it is asked for.
+    A query that is over the budget by itself gets a pack of its own. Each query counts as a bundle.
     """
     tree, start = pack.tree, 0
     mark, fed = tree.checkpoint(), tree.num_tokens
@@ -176,7 +175,7 @@ def _finish(
     rows = np.concatenate(wanted).astype(np.int64)
     targets = np.concatenate([query.targets for query in queries])
     tempered = np.repeat([query.tempered for query in queries], [len(query.targets) for query in queries])
-    # Two queries that ask the same row for the same token share one head row; tempered ones come last.
+    # Queries that ask the same row for the same token share one logits row; tempered ones come last.
     num_ids = int(targets.max(initial=0)) + 1
     key = (tempered * np.int64(tree.num_tokens) + rows) * num_ids + targets
     _, asked, index = np.unique(key, return_index=True, return_inverse=True)
@@ -189,7 +188,7 @@ def _finish(
         targets=targets[asked],
         num_tempered=int(tempered[asked].sum()),
         query_index=index,
-        units=covered,
+        bundles=covered,
         tree=tree,
         first_row=first_row,
     )

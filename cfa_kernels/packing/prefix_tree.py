@@ -1,4 +1,4 @@
-"""cfa_kernels/packing/prefix_tree.py."""
+"""Lay token sequences out as a prefix tree: one packed row for each token, shared where sequences are equal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,34 +10,34 @@ from ..ops.segment_table import SegmentTable
 
 @dataclass(frozen=True)
 class Query:
-    """One sequence to feed and the targets whose log-probs are wanted along it.
+    """One sequence to feed, and the targets along it whose log-probs are wanted.
 
     `targets[i]` is the token predicted at position `first + i`; `tokens` ends at or after the last such
     position, so the last target itself need not be fed. `tempered` asks for log-probs at the sampling temperature
-    instead of at 1. `divergence` asks for one number instead: how far the outcome over the rows of those positions is
-    from that of the row's first such query (`outcomes.py`).
+    instead of at 1. `divergence` asks for one number instead: how far the outcome at those positions diverges from that
+    of the completion's first such query (`scoring/outcomes.py`).
     """
 
     tokens: np.ndarray  # (L,) int64
     first: int
     targets: np.ndarray  # (A,) int64
     tempered: bool = False
-    beyond: np.ndarray | None = None  # tokens that may be fed after these, where a model needs a longer sequence
+    beyond: np.ndarray | None = None  # tokens that may be fed after `tokens`, where a model needs a longer sequence
     divergence: bool = False
-    alone_from: int | None = None  # from this position on, its rows are its own even where another's are equal
+    alone_from: int | None = None  # from this position on, its rows are not shared even with equal ones
 
     @property
     def num_values(self) -> int:
-        """How many numbers are read for it."""
+        """Count the numbers that are read for this query."""
         return 1 if self.divergence else len(self.targets)
 
     @property
     def length(self) -> int:
-        """Tokens of the whole sequence, with those beyond."""
+        """Count the tokens of the whole sequence, `beyond` included."""
         return len(self.tokens) + (0 if self.beyond is None else len(self.beyond))
 
     def fed_to(self, length: int) -> "Query":
-        """The same, fed up to `length` tokens at least, as far as there are some."""
+        """Extend what is fed to at least `length` tokens, as far as `beyond` reaches."""
         if length <= len(self.tokens) or self.beyond is None:
             return self
         missing = self.beyond[: length - len(self.tokens)]
@@ -46,48 +46,48 @@ class Query:
     def __post_init__(self) -> None:
         if not 0 <= self.first <= self.first + len(self.targets) <= len(self.tokens):
             raise ValueError(
-                f"targets at positions [{self.first}, {self.first + len(self.targets)}) do not lie on a sequence "
+                f"targets at positions [{self.first}, {self.first + len(self.targets)}) are outside a sequence "
                 f"of {len(self.tokens)} tokens"
             )
 
 
 @dataclass(frozen=True)
 class Pack:
-    """One packed forward: N rows to feed, R of them with a target for the head, and where each query's are."""
+    """One packed forward: N rows to feed, R logits rows with a target, and the rows of each query."""
 
     input_ids: np.ndarray  # (N,) int64
     position_ids: np.ndarray  # (N,) int64
     table: SegmentTable
-    rows: np.ndarray  # (R,) int64: rows whose hidden state the head needs, no (row, target, tempered) twice
+    rows: np.ndarray  # (R,) int64: rows whose hidden state the head needs; each (row, target, tempered) is there once
     targets: np.ndarray  # (R,) int64
-    num_tempered: int  # the last so many of the R are wanted at the sampling temperature
-    query_index: np.ndarray  # (sum A,) int64: into rows / targets, the pack's queries one after the other
-    units: range  # the units this pack covers
-    tree: "PrefixTree" = field(repr=False)  # that of all its rows
-    first_row: int = 0  # of the rows fed: those before it were fed by the pack that this one continues
+    num_tempered: int  # how many of the R, the last ones, are wanted at the sampling temperature
+    query_index: np.ndarray  # (sum A,) int64: index into rows and targets, for the pack's queries one after the other
+    bundles: range  # numbers of the bundles in this pack
+    tree: "PrefixTree" = field(repr=False)  # tree of all rows, those of the pack it continues included
+    first_row: int = 0  # of the rows fed here: those before were fed by the pack that this one continues
 
     @property
     def num_tokens(self) -> int:
-        """Rows fed."""
+        """Count the rows fed."""
         return len(self.input_ids)
 
 
 @dataclass
 class _Segment:
-    key: tuple[int, int, int]  # under which it is found
-    tokens: np.ndarray  # own tokens
-    start: int  # position of the first of them
-    row: int  # packed row of the first of them
+    key: tuple[int, int, int]  # key under which the segment is found
+    tokens: np.ndarray  # tokens of the segment
+    start: int  # position of its first token
+    row: int  # packed row of its first token
     path: np.ndarray  # packed row of every position from 0 to the segment's end
     has_children: bool = False
 
 
 class PrefixTree:
-    """A radix tree whose segments are the rows of one packed sequence, in order of insertion."""
+    """Radix tree whose segments are the rows of one packed sequence, in order of insertion."""
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
-        # (segment, position, token) -> segment; one that is shared with nobody has a negative number for its token.
+        # (segment, position, token) -> segment; one that is never shared has a negative number for its token.
         self._branches: dict[tuple[int, int, int], int] = {}
         self._parents: list[int] = []
         self.num_tokens = 0
@@ -106,11 +106,11 @@ class PrefixTree:
         return self._segments[current].path[: len(tokens)]
 
     def common_prefix(self, tokens: np.ndarray) -> int:
-        """How many tokens of a sequence, from its first on, have a row here already."""
+        """Count the first tokens of a sequence that have a row here already."""
         return self._find(tokens)[1]
 
     def _find(self, tokens: np.ndarray) -> tuple[int, int]:
-        """The segment that holds the end of the longest prefix of `tokens` here, -1 for none, and its length."""
+        """Find the segment with the end of the longest prefix of `tokens`, -1 for none, and that prefix's length."""
         current, depth = -1, 0
         while depth < len(tokens):
             child = self._branches.get((current, depth, int(tokens[depth])), -1)
@@ -121,7 +121,7 @@ class PrefixTree:
         return current, depth
 
     def _append(self, parent: int, start: int, tokens: np.ndarray, token: int) -> int:
-        """A new segment for `tokens[start:]`, found below `parent` under `token`."""
+        """Add a segment for `tokens[start:]`, found below `parent` under `token`."""
         own = tokens[start:]
         rows = np.arange(self.num_tokens, self.num_tokens + len(own), dtype=np.int32)
         path = rows
@@ -136,7 +136,7 @@ class PrefixTree:
         return len(self._segments) - 1
 
     def insert_within(self, queries: Sequence[Query], most: int) -> list[np.ndarray] | None:
-        """Add the sequences of all `queries`, or of none, and return None, if that makes more than `most` rows."""
+        """Add the sequences of all `queries`; if that makes more than `most` rows, add none and return None."""
         mark, rows_of = self.checkpoint(), []
         for query in queries:
             rows_of.append(self.insert(query.tokens, query.alone_from))
@@ -146,7 +146,7 @@ class PrefixTree:
         return rows_of
 
     def checkpoint(self) -> int:
-        """A mark to `rollback` to."""
+        """Return a mark to `rollback` to."""
         return len(self._segments)
 
     def rollback(self, mark: int) -> None:
@@ -158,11 +158,11 @@ class PrefixTree:
             self.num_tokens = segment.row
 
     def input_ids(self) -> np.ndarray:
-        """(N,) int64 tokens in packed order."""
+        """Return the tokens in packed order, (N,) int64."""
         return np.concatenate([segment.tokens for segment in self._segments])
 
     def table(self) -> SegmentTable:
-        """The segments with their contexts; a path is stored once for all that branch off it."""
+        """Tabulate the segments with their contexts; a path is stored once for all branches that leave it."""
         stored: dict[int, int] = {}
         paths, size = [], 0
         for i, segment in enumerate(self._segments):
@@ -184,6 +184,6 @@ def _int32(values: list[int]) -> np.ndarray:
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two sequences share that begin with the same one."""
+    """Count the tokens that two sequences share from their first on."""
     n = min(len(a), len(b))
     return int((a[:n] != b[:n]).argmax()) or n

@@ -1,5 +1,4 @@
 """Log-probs of packed tokens.
 
-A module here knows models through `hf`; what belongs here asks a model for log-probs or other outcomes, with or
-without gradients.
+Modules here know models through `hf`. They ask a model for log-probs or other outcomes, with or without gradients.
 """

@@ -18,7 +18,7 @@ from .plan import ScoringOptions
 from .training_forward import PackedForward
 
 LogprobsOf = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
-"""Prompts and completions, lists of 1-D int64 tensors, to the log-prob (nats) of each completion token, 1-D each."""
+"""Function from prompts and completions, lists of 1-D int64 tensors, to log-probs (nats) of each completion, 1-D."""
 
 LOGPROBS = "logprobs"
 DISTRIBUTIONS = "distributions"
@@ -28,17 +28,17 @@ CAPABILITIES = {
     DISTRIBUTIONS: "distributions over the vocabulary, not only log-probs of given tokens",
     MODEL: "the model itself in this process",
 }
-"""What a `ModelAccess` may be capable of, in words."""
+"""Capabilities of a `ModelAccess`, and what each means."""
 
 _EVERYTHING = frozenset(CAPABILITIES)
 
 
 class ModelAccess(Protocol):
-    """How a model may be asked.
+    """Way to ask a model.
 
     Attributes:
-        capabilities: of `CAPABILITIES`, what it can be asked for.
-        module: the model as the caller has it, perhaps wrapped; None where it is not at hand.
+        capabilities: names of `CAPABILITIES`, what the model can be asked for.
+        module: the model as the caller has it, perhaps wrapped; None where it is in another process.
     """
 
     capabilities: frozenset[str]
@@ -46,25 +46,25 @@ class ModelAccess(Protocol):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model itself, as `causal_lm` finds it; needs the capability `model`."""
+        """Return the model itself, as `causal_lm` finds it; needs the capability `model`."""
         ...
 
     @property
     def noise(self) -> float:
-        """Nats per answer token by which rounding moves what it gives, see `noise_floor`."""
+        """Return the nats per answer token by which rounding moves scores, see `noise_floor`."""
         ...
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Score the answers of a batch as sampled and with each unit masked, in the batch's order."""
         ...
 
-    def query(self, groups: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
+    def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
         """Answer queries as `query_logprobs` does; needs the capability `model`."""
         ...
 
 
 class InProcess:
-    """A model in this process, bare or wrapped as in `score_counterfactuals`."""
+    """Access to a model in this process, bare or wrapped as in `score_counterfactuals`."""
 
     capabilities = _EVERYTHING
 
@@ -73,29 +73,29 @@ class InProcess:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The causal model inside its wrappers."""
+        """Return the causal model inside its wrappers."""
         if self.module is None:
             raise ValueError("model: must be given to an estimator that asks it, got None")
         return causal_lm(self.module)
 
     @property
     def noise(self) -> float:
-        """As measured for this model in its own arithmetic."""
+        """Measure it for this model in its own arithmetic."""
         return noise_floor(self.model)
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Feed the batch as packed trees of its own."""
         return score_batch(self.model, batch, ScoringOptions(outcome))
 
-    def query(self, groups: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
+    def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
         """Feed the queries as packed trees of their own."""
-        return query_logprobs(self.model, groups, **options)
+        return query_logprobs(self.model, bundles, **options)
 
 
 class TrainingForward:
-    """The model of a `PackedForward`, whose completions are fed already: answers and queries continue its rows.
+    """Access to the model of a `PackedForward`, whose completions are fed already: answers and queries continue them.
 
-    What continues nothing (gradients, fills, partial branches) asks the forward's model itself.
+    Estimators that continue nothing (gradients, fills, partial branches) use the forward's model itself.
     """
 
     capabilities = _EVERYTHING
@@ -106,29 +106,29 @@ class TrainingForward:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The forward's model."""
+        """Return the forward's model."""
         return self._forward.causal
 
     @property
     def noise(self) -> float:
-        """As measured for this model in its own arithmetic."""
+        """Measure it for this model in its own arithmetic."""
         return noise_floor(self.model)
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Feed only the masked branches."""
         return self._forward.score_batch(batch, ScoringOptions(outcome))
 
-    def query(self, groups: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
+    def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
         """Feed only what the forward has not fed."""
-        return self._forward.query_logprobs(self.model, groups, **options)
+        return self._forward.query_logprobs(self.model, bundles, **options)
 
 
 class LogprobService:
-    """A host's own log-prob service, for models that are spread over other processes.
+    """Access through a host's own log-prob service, for models that are spread over other processes.
 
     Each answer, and each answer with a unit masked, becomes an ordinary sequence, cut after the answer; all go out in
     one request. Scores are those of `score_counterfactuals` to rounding, at the service's temperature. No work is
-    shared between sequences; `work.tokens_fed` says how much it was.
+    shared between sequences; `work.tokens_fed` counts it.
 
     Args:
         logprobs_of: the service; called at most once for a batch that is scored.
@@ -143,16 +143,16 @@ class LogprobService:
 
     @property
     def noise(self) -> float:
-        """As the host says."""
+        """Return what the host says."""
         return self._noise
 
     @property
     def model(self) -> PreTrainedModel:
-        """Refuse: the model is elsewhere."""
+        """Raise: the model is in other processes."""
         raise NotImplementedError("model: it is in other processes, and only its log-probs can be asked for")
 
-    def query(self, groups: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
-        """Refuse: a service takes whole sequences."""
+    def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
+        """Raise: a service takes whole completions."""
         raise NotImplementedError("model: it is in other processes, which take whole completions and not queries")
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:

@@ -24,7 +24,7 @@ class Row:
     fills: list[np.ndarray] | None = None  # what replaces each span, int64; None for placeholders
 
     def masks_something(self, span: Span) -> bool:
-        """Whether masking `span` can change the answer: a later span cannot, by causality."""
+        """Whether masking `span` can change the answer; by causality a later span cannot."""
         return self.answer is not None and span.start < self.answer.start
 
     def masked(self, k: int, placeholder_id: int | None) -> np.ndarray:
@@ -39,17 +39,17 @@ class Row:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """B completions, their units and answers: checked once, on the host, completions of equal prompts side by side.
+    """Batch that an estimator judges: B completions, their units and answers, checked on the host, by equal prompts.
 
-    What an estimator is given. Columns behind `token_budget` are what else is known of the completions, in their order;
-    what an estimator does not read may be None.
+    Fields after `token_budget` are optional: each holds one value per completion, in the order of the completions, or
+    None where no estimator in use reads it.
 
     Attributes:
         rows: B completions with their prompts, units and answers, as numpy arrays.
         numbers: (B,) the caller's number of each completion, by which errors name it.
         placeholder_id: the id that replaces a masked token; None where nothing is masked by it.
-        token_budget: most packed tokens per forward; None derives it from free memory.
-        lengths: (B,) sampled tokens of each completion; a probe or another answer may stand behind them.
+        token_budget: maximum packed tokens per forward; None derives it from free memory.
+        lengths: (B,) sampled tokens of each completion; a probe or another answer may follow them.
         reasoning_ends: (B,) where the answer's marker begins; the length where there is no answer.
         generator: source of what is drawn, on the CPU; None for a fixed one.
         groups: (B,) int64, equal for the completions of one prompt.
@@ -57,7 +57,7 @@ class ScoredBatch:
         advantages: (B,) or (B, T) float.
         entropies: B tensors (T_b,) of each sampled token's distribution, nats.
         external: B tensors (K_b,) or (T_b,), the caller's own importances.
-        special_ids: tokens that say nothing of a completion: those that end a text and fill a batch.
+        special_ids: ids that are not content: those that end a text or pad a batch.
     """
 
     rows: list[Row]
@@ -92,11 +92,11 @@ class ScoredBatch:
         """Check columns of one completion each and put them into packing order.
 
         Args:
-            model: what `causal_lm` finds; its vocabulary and context bound the ids. None where it is not at hand.
+            model: what `causal_lm` finds; its vocabulary and context limit the ids. None if in another process.
             prompts, completions, units, answers, placeholder_id, token_budget, fills: as in `score_counterfactuals`
                 (its `spans` are `units` here); without units or answers there are none.
-            numbers: what errors call each completion; default its place.
-            apart: whether a unit that overlaps the answer is an error, as where units are masked.
+            numbers: number by which errors name each completion; default its place.
+            apart: whether a unit that overlaps the answer is an error, as it is where units are masked.
 
         Raises:
             ValueError: bad input; the message names argument, row and value.
@@ -125,32 +125,32 @@ class ScoredBatch:
 
     @property
     def prompts(self) -> list[Tensor]:
-        """B 1-D int64 tensors on the host."""
+        """Return B 1-D int64 tensors on the host."""
         return [torch.from_numpy(row.prompt) for row in self.rows]
 
     @property
     def completions(self) -> list[Tensor]:
-        """B 1-D int64 tensors on the host, as scored: with what stands behind the sampled tokens."""
+        """Return B 1-D int64 tensors on the host, as scored: with what follows the sampled tokens."""
         return [torch.from_numpy(row.completion) for row in self.rows]
 
     @property
     def sampled(self) -> list[Tensor]:
-        """B 1-D int64 tensors: the completions as they were sampled."""
+        """Return B 1-D int64 tensors, the completions as they were sampled."""
         return [row[:length] for row, length in zip(self.completions, self.lengths, strict=True)]
 
     @property
     def units(self) -> list[list[Span]]:
-        """B lists of K_b spans of completion tokens, each judged as one."""
+        """Return B lists of K_b spans of completion tokens, each judged as one."""
         return [row.spans for row in self.rows]
 
     @property
     def answers(self) -> list[Span | None]:
-        """B spans of `completions`, or None."""
+        """Return B spans of `completions`, None where there is no answer."""
         return [row.answer for row in self.rows]
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and completion; 0 for an empty batch."""
+        """Count the tokens of the longest prompt with its completion; 0 for an empty batch."""
         return max((len(row.prompt) + len(row.completion) for row in self.rows), default=0)
 
     def with_units(
@@ -205,7 +205,7 @@ def _checked_fills(b: int, fills: Sequence[Tensor], spans: list[Span], vocab: in
 
 
 def check_columns(prompts: Sized, **columns: Sized) -> None:
-    """Raise `ValueError` naming a column that has not as many rows as `prompts`."""
+    """Raise `ValueError` naming a column with another number of rows than `prompts`."""
     for name, column in columns.items():
         if len(column) != len(prompts):
             raise ValueError(f"{name} has {len(column)} rows, prompts has {len(prompts)}; they must agree")
@@ -214,7 +214,7 @@ def check_columns(prompts: Sized, **columns: Sized) -> None:
 def checked_ids(
     model: PreTrainedModel, prompts: Sequence[Tensor], completions: Sequence[Tensor]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Copy prompt (P,) and completion (T,) of each row to the host, int64, by one copy for each column.
+    """Copy each row's prompt (P,) and completion (T,) to the host, int64, by one copy for each column.
 
     Raises `ValueError` naming argument, row and value: not a 1-D int64 tensor, empty, an id outside the vocabulary, or
     more tokens together than the context of `model`.

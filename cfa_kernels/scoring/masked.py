@@ -1,9 +1,9 @@
-"""Counterfactual scores: how much an answer's log-prob drops when a span of the reasoning is masked.
+"""Score counterfactuals: how much an answer's log-prob drops when a span of the reasoning is masked.
 
 `Row.masked` of `batch.py` replaces a span's tokens. Completions and their masked branches become packed trees
-(`packing/prefix_tree.py`); one forward per pack (`hf/tree_forward.py`) yields all answer log-probs and, when asked, the
-log-prob of every completion token. `outcomes.py` says what else than a log-prob may drop. The host lays out a pack
-while the device runs the one before, and looks at values once, at the end.
+(`packing/prefix_tree.py`); one forward per pack (`hf/tree_forward.py`) gives all answer log-probs and, if wanted, the
+log-prob of every completion token. `outcomes.py` defines the other outcomes. The host lays out a pack while the device
+runs the one before, and reads values once, at the end.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from ..hf.head import Head
 from ..hf.memory import run_in_memory
 from ..hf.model import causal_lm
 from ..hf.tree_forward import HeadRows, KeyValueStore, pack_states, packed_hidden, tree_attention_mode
-from ..hf.verify import prove_supported
-from ..packing.packs import Chain, chain_units
+from ..hf.verify import check_supported
+from ..packing.packs import Chain, chain_bundles
 from ..packing.prefix_tree import Pack, Query
 from ..span import Span
 from .batch import ScoredBatch
@@ -31,15 +31,15 @@ from .plan import ScoringOptions, ScoringPlan, plan_queries, plan_scoring
 
 @dataclass(frozen=True)
 class ScoringWork:
-    """What scoring did, for accounting: compare `tokens_fed` with `tokens_unshared`."""
+    """Counts of what scoring did; compare `tokens_fed` with `tokens_unshared`."""
 
     forwards: int = 0
     tokens_fed: int = 0
-    tokens_unshared: int = 0  # if every query (log-probs, base answer, each branch) took a forward of its own
+    tokens_unshared: int = 0  # tokens if every query (log-probs, base answer, each branch) took a forward of its own
     head_rows: int = 0
 
     def __add__(self, other: "ScoringWork") -> "ScoringWork":
-        """The sum of two counts."""
+        """Add two counts."""
         return ScoringWork(
             self.forwards + other.forwards,
             self.tokens_fed + other.tokens_fed,
@@ -53,15 +53,15 @@ class CounterfactualScores:
     """Scores of the answers of B completions, as sampled and without each span, in nats.
 
     Where the outcome is a log-prob, `base` and `masked` are that of the answer; where it is a distribution (`last`,
-    `mean`), they are minus its KL divergence from the unmasked one, so `base` is 0. Either way a span matters the
-    more the lower its drop is: its importance is `-drop`.
+    `mean`), they are minus its KL divergence from the unmasked one, so `base` is 0. Either way, the lower its drop, the
+    more a span matters: its importance is `-drop`.
 
     Attributes:
         base: (B,) fp32 log P(answer | prompt, reasoning), or its mean over tokens, or 0; nan where there is no answer.
         masked: B tensors (K_b,) fp32, the same with span k replaced by placeholders; or minus the divergence.
         drop: B tensors (K_b,) fp32, `masked - base`; of log-probs, positive marks a distractor (CF paper, eq. 3);
-            minus a divergence is never positive.
-        logprobs: B tensors (T_b,) fp32 of every completion token, if asked for.
+            of divergences it is never positive.
+        logprobs: B tensors (T_b,) fp32 of every completion token, if wanted.
         work: counts of what was computed.
 
     All tensors are on the host.
@@ -99,7 +99,7 @@ def score_counterfactuals(
 
     Exact: the same numbers as one full forward per span, to rounding, from far fewer tokens. Prompts, completions,
     branches and any longer prefixes that are equal are computed once. With spans of one token each and a divergence
-    for outcome this is OAR-P (OAR paper).
+    as the outcome this is OAR-P (OAR paper).
 
     Args:
         model: a transformers causal model that uses the attention interface, bare or under PEFT (LoRA), DDP or
@@ -111,9 +111,9 @@ def score_counterfactuals(
         answers: for each completion its answer, or None; then it has no scores (`base` nan, `drop` nan).
         placeholder_id: the id that replaces each token of a masked span, so positions do not move.
         fills: if given, the int64 ids that replace each span instead, as many as it has tokens; see `resampled_fills`.
-        token_budget: most tokens per forward; default by free memory. Where a completion and its branches are over
+        token_budget: maximum tokens per forward; default by free memory. Where a completion and its branches are over
             it, the completion is fed first and its branches, in several forwards, continue its keys and values;
-            layers that carry a state begin again with what branches have in common. The result does not depend on
+            layers that carry a state feed again what branches have in common. The result does not depend on
             the budget (to rounding).
         outcome: what is compared, of `Outcome`: the answer's log-prob (`logprob`), its mean over tokens
             (`mean_logprob`), or by KL divergence the distribution of the answer's first token (`last`) or that of
@@ -148,44 +148,44 @@ def score_batch(
 
 def query_logprobs(
     model: nn.Module,
-    units: Sequence[Sequence[Query]],
+    bundles: Sequence[Sequence[Query]],
     *,
     lengths: Sequence[int] | None = None,
     row_numbers: Sequence[int] | None = None,
     token_budget: int | None = None,
     temperature: float = 1.0,
 ) -> tuple[list[list[Tensor]], ScoringWork]:
-    """Log-probs of every query's targets, without gradient, from packed trees: what queries have in common is fed once.
+    """Compute log-probs of all queries' targets, without gradient, from packed trees, which feed common prefixes once.
 
     Args:
         model: as in `score_counterfactuals`.
-        units: U sequences of queries, each those of one row; a row may ask nothing. Neighbours share their common
-            prefixes, so put rows of one prompt side by side. A query feeds at least one token; its ids are trusted.
+        bundles: U sequences of queries, each those of one row, which may have none. Neighbours share common prefixes,
+            so put rows of one prompt side by side. A query feeds at least one token; its ids are not checked.
         lengths: (U,) tokens of each row fed by itself and whole, by which models whose rotary frequencies follow a
             sequence's length choose them; default the longest query of the row with what is beyond it.
-        row_numbers: (U,) what errors call each row; default its place in `units`.
+        row_numbers: (U,) number by which errors name each row; default its place in `bundles`.
         token_budget: as in `score_counterfactuals`.
         temperature: divides the logits of the queries that are `tempered`.
 
     Returns:
-        For each unit a list with, for each of its queries, fp32 log-probs (A,) in nats on the host; and what it took.
+        For each bundle a list with, for each query, fp32 log-probs (A,) in nats on the host; and counts of work.
 
     Raises:
-        ValueError: `lengths` or `row_numbers` of another number than `units`, a token budget below 1, a temperature
+        ValueError: `lengths` or `row_numbers` of another number than `bundles`, a token budget below 1, a temperature
             that is not positive.
         TypeError, NotImplementedError: models that cannot be scored; the message says why.
         FloatingPointError: the model gave a nan log-prob; the message names the row.
     """
     causal = causal_lm(model)
     plan = plan_queries(
-        causal, units, lengths=lengths, row_numbers=row_numbers, token_budget=token_budget, temperature=temperature
+        causal, bundles, lengths=lengths, row_numbers=row_numbers, token_budget=token_budget, temperature=temperature
     )
     values, work = _run(causal, plan, temperature)
     return collect_logprobs(values, plan), work
 
 
 class Read(NamedTuple):
-    """A pack that was fed, and what the queries that it answers read of it."""
+    """Values that queries read of a pack which was fed."""
 
     pack: Pack
     numbers: Sequence[int]  # of those queries
@@ -194,8 +194,8 @@ class Read(NamedTuple):
 
 
 def _run(model: PreTrainedModel, plan: ScoringPlan, temperature: float) -> tuple[Tensor, ScoringWork]:
-    """The values of every query in order, fp32 on the host, and what it took."""
-    head = prove_supported(model)
+    """Run a plan: the values of every query in order, fp32 on the host, and counts of work."""
+    head = check_supported(model)
     reader = OutcomeReader(head, temperature)
     with tree_attention_mode(model):
         found = run_in_memory(
@@ -206,7 +206,7 @@ def _run(model: PreTrainedModel, plan: ScoringPlan, temperature: float) -> tuple
 
 
 def gather(plan: ScoringPlan, read: Sequence[Read]) -> tuple[Tensor, ScoringWork]:
-    """The values of all queries of `plan` in order, on the host, and what it took.
+    """Copy the values of all queries of `plan` to the host, in order, and count the work.
 
     One copy for all of them, which waits for the device.
     """
@@ -225,7 +225,7 @@ def gather(plan: ScoringPlan, read: Sequence[Read]) -> tuple[Tensor, ScoringWork
 
 
 def _in_order(answered: list[int], sizes: list[int]) -> np.ndarray:
-    """Index that puts the values of queries `answered` one after the other in the order of their numbers."""
+    """Make the index that puts the values of queries `answered` one after the other into the order of their numbers."""
     size, numbers = np.array(sizes), np.array(answered)
     starts = np.empty(len(sizes), dtype=np.int64)
     starts[numbers] = np.cumsum(size[numbers]) - size[numbers]
@@ -235,7 +235,7 @@ def _in_order(answered: list[int], sizes: list[int]) -> np.ndarray:
 def _read_chain(
     model: PreTrainedModel, head: Head, plan: ScoringPlan, reader: OutcomeReader, chain: Chain
 ) -> list[Read]:
-    """What a chain's packs say."""
+    """Feed a chain's packs and read their queries."""
     store, hidden, read = None, None, list[Read]()
     for pack, numbers in chain.packs(plan.queries):
         if chain.continued and hidden is None:
@@ -249,27 +249,27 @@ def _read_chain(
 
 
 def read_pack(reader: OutcomeReader, plan: ScoringPlan, pack: Pack, numbers: Sequence[int], rows: HeadRows) -> Read:
-    """What the queries `numbers` of `plan`, those of `pack`, read of its rows."""
-    queries, units = [plan.queries[n] for n in numbers], [plan.unit_of[n] for n in numbers]
-    return Read(pack, numbers, *reader.read(pack, queries, units, rows))
+    """Read the values of the queries `numbers` of `plan`, those of `pack`, off its rows."""
+    queries, bundles = [plan.queries[n] for n in numbers], [plan.bundle_of[n] for n in numbers]
+    return Read(pack, numbers, *reader.read(pack, queries, bundles, rows))
 
 
 def _smaller_chains(plan: ScoringPlan, chain: Chain) -> list[Chain]:
-    """The queries of a chain in more packs, of half the rows or of one query each; none if that is what it has."""
+    """Split a chain into more packs, of half the rows or of one query each; none if it cannot be split."""
     sizes = [pack.num_tokens for pack, _ in chain.packs(plan.queries)]
     for budget in (max(sizes[1:] or sizes) // 2, 1):
         limits = replace(chain.limits, token_budget=max(budget, 1))
-        chains = list(chain_units(plan.queries, chain.units, limits))
+        chains = list(chain_bundles(plan.queries, chain.bundles, limits))
         if sum(1 for one in chains for _ in one.packs(plan.queries)) > len(sizes):
             return chains
     return []
 
 
 def collect_logprobs(values: Tensor, plan: ScoringPlan) -> list[list[Tensor]]:
-    """Values, as from `gather`, by unit and query."""
+    """Split values, as from `gather`, by bundle and query."""
     _reject_nan(values, plan)
     each = iter(values.split([query.num_values for query in plan.queries]))
-    return [[next(each) for _ in unit] for unit in plan.units]
+    return [[next(each) for _ in bundle] for bundle in plan.bundles]
 
 
 def collect_scores(
@@ -284,10 +284,10 @@ def collect_scores(
     base = values.new_full((len(plan.rows),), float("nan"))
     masked, drop, per_token = (list[Tensor]() for _ in range(3))
     start = 0
-    for b, (unit, row) in enumerate(zip(plan.units, plan.rows, strict=True)):
-        token_values = [next(tokens) for _ in unit]
-        answered = scores[start + options.logprobs : start + len(unit)]  # the base, then a branch per span that matters
-        start += len(unit)
+    for b, (bundle, row) in enumerate(zip(plan.bundles, plan.rows, strict=True)):
+        token_values = [next(tokens) for _ in bundle]
+        answered = scores[start + options.logprobs : start + len(bundle)]  # base, then a branch per masked span
+        start += len(bundle)
         if options.logprobs:
             per_token.append(token_values[0])
         if row.answer is None:
@@ -308,6 +308,6 @@ def _reject_nan(values: Tensor, plan: ScoringPlan) -> None:
     if not torch.isnan(values).any():
         return
     position = int(torch.isnan(values).nonzero()[0])
-    ends = np.cumsum([sum(query.num_values for query in unit) for unit in plan.units])
+    ends = np.cumsum([sum(query.num_values for query in bundle) for bundle in plan.bundles])
     row = plan.numbers[int(np.searchsorted(ends, position, side="right"))]
     raise FloatingPointError(f"completions row {row}: the model gave a nan log-prob")

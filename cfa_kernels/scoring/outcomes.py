@@ -1,8 +1,7 @@
-"""What a masked span may move: an answer's log-probs, or the distribution that they come from, by its KL divergence.
+"""Read outcomes off packed rows: an answer's log-probs, or the KL divergence of the distribution they come from.
 
-Scoring feeds packs and reads them here, off the hidden states of the rows that predict an answer. No row's logits are
-kept: a divergence takes one log-prob and one dot product a branch, or strips of the vocabulary. Nothing here waits for
-the device.
+Outcomes are read off the hidden states of the rows that predict an answer. Logits are never kept: a divergence takes
+one log-prob and one dot product per branch, or strips of the vocabulary. Nothing here waits for the device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from ..ops.upload import upload
 from ..packing.prefix_tree import Pack, Query
 
 Outcome = Literal["logprob", "mean_logprob", "last", "mean"]
-"""What is compared between a completion and its branches.
+"""Outcomes: the quantities that can be compared between a completion and its branches.
 
 | name | of the answer's A tokens | source |
 |---|---|---|
@@ -35,21 +34,21 @@ A KL is KL(P || P_t), the unmasked distribution first (OAR paper, OAR-P).
 """
 
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
-"""Their names."""
+"""Names of the outcomes."""
 
 DIVERGENCES: tuple[Outcome, ...] = ("last", "mean")
-"""Outcomes that are distributions."""
+"""Names of the outcomes that are distributions."""
 
 
 def checked_outcome(outcome: str) -> Outcome:
-    """Raises `ValueError` for a name that is none."""
+    """Return the name of an outcome; raise `ValueError` for another name."""
     if outcome not in OUTCOMES:
         raise ValueError(f"outcome must be one of {', '.join(OUTCOMES)}, got {outcome!r}")
     return outcome  # type: ignore[return-value]
 
 
 def rounding(logprobs: Tensor, tokens: int, noise: float = FLOAT32_NOISE) -> Tensor:
-    """Nats by which log-probs (<= 0) of an answer of so many tokens may be off just by rounding.
+    """Estimate the nats by which rounding may move log-probs (<= 0) of an answer of so many tokens.
 
     `noise` is that of one token, see `noise_floor`: roundings of tokens add like independent errors, and those of a
     likely answer shrink with its distance from certainty.
@@ -58,11 +57,11 @@ def rounding(logprobs: Tensor, tokens: int, noise: float = FLOAT32_NOISE) -> Ten
 
 
 class OutcomeReader:
-    """Reads the values of queries off packs; what completions gave is kept for branches in later packs.
+    """Reader of queries' values off packs; it keeps what completions gave for branches in later packs.
 
     Args:
-        head: the proven head.
-        temperature: of tempered log-probs.
+        head: the head that `check_head` gives.
+        temperature: sampling temperature of tempered log-probs.
     """
 
     def __init__(self, head: Head, temperature: float = 1.0) -> None:
@@ -70,20 +69,20 @@ class OutcomeReader:
         self._divergences = Divergences(head)
 
     def read(
-        self, pack: Pack, queries: Sequence[Query], units: Sequence[int], rows: HeadRows
+        self, pack: Pack, queries: Sequence[Query], bundles: Sequence[int], rows: HeadRows
     ) -> tuple[Tensor, np.ndarray]:
-        """The values of a pack's queries: log-probs, or minus a divergence.
+        """Read the values of a pack's queries: log-probs, or minus a divergence.
 
         Args:
-            pack: that was fed.
-            queries: of the pack, in its order.
-            units: the row that each belongs to. A row's first divergence query is the completion as sampled, from
-                which its others diverge.
-            rows: R of them, of the pack.
+            pack: the pack that was fed.
+            queries: the pack's queries, in its order.
+            bundles: (Q,) number of the bundle that each query belongs to. A bundle's first divergence query is the
+                completion as sampled, which its others are compared with.
+            rows: the pack's R logits rows.
 
         Returns:
-            fp32 values, or those of a float64 head, on its device; and an index into them, (sum of `num_values`,)
-            int64 on the host, under which they are those of one query after the other.
+            Values on the head's device, fp32, or float64 for a float64 head; and an index into them, (sum of
+            `num_values`,) int64 on the host, that lists them query by query.
         """
         diverges = np.array([query.divergence for query in queries], dtype=bool)
         if not diverges.any():
@@ -98,7 +97,7 @@ class OutcomeReader:
             rows.states.index_select(0, moved),
             counts,
             rows.targets.index_select(0, tokens),
-            [unit for unit, one in zip(units, diverges, strict=True) if one],
+            [bundle for bundle, one in zip(bundles, diverges, strict=True) if one],
         )
         is_divergence = np.repeat(diverges, [query.num_values for query in queries])
         index = np.empty(len(is_divergence), dtype=np.int64)
@@ -112,7 +111,7 @@ class OutcomeReader:
 
 @dataclass(frozen=True)
 class _Tangent:
-    """The distribution of a completion under a linear head, as branches need it."""
+    """Tangent of KL at a completion's distribution under a linear head, from which branches get their KL."""
 
     state: Tensor  # (H,) fp64
     slope: Tensor  # (H,) fp64: of minus the token's log-prob, by the hidden state
@@ -120,12 +119,12 @@ class _Tangent:
 
 
 class Divergences:
-    """KL(P || P_t) of branches from their completions, P the softmax of the mean logits over a query's rows.
+    """Computation of KL(P || P_t) of branches, where P is the softmax of the mean logits over a query's rows.
 
     For a linear head the mean of the logits is the head of the mean hidden state h, and with
-    `f(h) = -log softmax(W h + b)[g]`, g any token, `KL = f(h_t) - f(h) - f'(h) (h_t - h)`: the logits' log-sum-exp is
-    what KL is the Bregman divergence of, and a term linear in h changes nothing. A cap makes the mean another one;
-    then, and for the mean of half-precision rows, which is none, strips of the logits themselves are averaged.
+    `f(h) = -log softmax(W h + b)[g]`, g any token, `KL = f(h_t) - f(h) - f'(h) (h_t - h)`: KL is the Bregman
+    divergence of the logits' log-sum-exp, and a term linear in h cancels. With a cap, logits are not linear in h;
+    then, and for the mean of half-precision rows, which is not exact, strips of the logits themselves are averaged.
 
     Args:
         head: maps hidden states to logits.
@@ -136,17 +135,17 @@ class Divergences:
         self._tangents: dict[int, _Tangent] = {}
         self._rows: dict[int, Tensor] = {}
 
-    def read(self, states: Tensor, counts: np.ndarray, tokens: Tensor, units: Sequence[int]) -> Tensor:
-        """KL of each of Q queries from the first query of its unit, in this call or an earlier one; 0 for that one.
+    def read(self, states: Tensor, counts: np.ndarray, tokens: Tensor, bundles: Sequence[int]) -> Tensor:
+        """Compute the KL of each of Q queries from the first query of its bundle, in this call or an earlier one.
 
         Args:
-            states: (N, H) hidden states of their rows, one query after the other.
-            counts: (Q,) rows of each, at least one; equal in a unit.
-            tokens: (Q,) any token, equal in a unit; best a likely one.
-            units: (Q,) whose.
+            states: (N, H) hidden states of the queries' rows, one query after the other.
+            counts: (Q,) rows of each query, at least 1; equal in a bundle.
+            tokens: (Q,) any token, equal in a bundle; a likely one is most accurate.
+            bundles: (Q,) number of each query's bundle.
 
         Returns:
-            (Q,) nats, fp32 or the dtype of a float64 head.
+            (Q,) nats, fp32, or float64 for a float64 head; 0 for a bundle's first query.
         """
         head = self._head
         exact = head.weight.dtype in (torch.float32, torch.float64)
@@ -155,42 +154,42 @@ class Divergences:
         with torch.autocast(states.device.type, enabled=False):
             for chosen, of in ((linear, self._by_tangents), (~linear, self._by_strips)):
                 if chosen.all():
-                    out = of(states, counts, tokens, units).to(out.dtype)
+                    out = of(states, counts, tokens, bundles).to(out.dtype)
                 elif chosen.any():
                     taken = [np.flatnonzero(np.repeat(chosen, counts)), np.flatnonzero(chosen)]
                     rows, which = upload(taken, states.device)
-                    mine = [unit for unit, one in zip(units, chosen, strict=True) if one]
+                    mine = [bundle for bundle, one in zip(bundles, chosen, strict=True) if one]
                     found = of(states.index_select(0, rows), counts[chosen], tokens.index_select(0, which), mine)
                     out.index_copy_(0, which, found.to(out.dtype))
         return out.clamp_(min=0)  # below it only by rounding
 
-    def _by_tangents(self, states: Tensor, counts: np.ndarray, tokens: Tensor, units: Sequence[int]) -> Tensor:
-        new = {unit: q for q, unit in reversed(list(enumerate(units))) if unit not in self._tangents}
-        of = {unit: i for i, unit in enumerate(dict.fromkeys(units))}
-        arrays = [counts, np.array(list(new.values()), dtype=np.int64), np.array([of[unit] for unit in units])]
+    def _by_tangents(self, states: Tensor, counts: np.ndarray, tokens: Tensor, bundles: Sequence[int]) -> Tensor:
+        new = {bundle: q for q, bundle in reversed(list(enumerate(bundles))) if bundle not in self._tangents}
+        of = {bundle: i for i, bundle in enumerate(dict.fromkeys(bundles))}
+        arrays = [counts, np.array(list(new.values()), dtype=np.int64), np.array([of[bundle] for bundle in bundles])]
         rows_of, first, which = upload(arrays, states.device)
         means = row_means(states, rows_of).to(self._head.weight.dtype)
         logprobs, means = self._head.logprobs(means, tokens), means.double()
         if new:
             own = [part.index_select(0, first) for part in (means, tokens, logprobs)]
-            for unit, state, slope, logprob in zip(new, own[0], _slopes(self._head, *own[:2]), own[2], strict=True):
-                self._tangents[unit] = _Tangent(state, slope, logprob)
-        tangents = [self._tangents[unit] for unit in of]
+            for bundle, state, slope, logprob in zip(new, own[0], _slopes(self._head, *own[:2]), own[2], strict=True):
+                self._tangents[bundle] = _Tangent(state, slope, logprob)
+        tangents = [self._tangents[bundle] for bundle in of]
         state, slope, logprob = (
             torch.stack([getattr(tangent, name) for tangent in tangents]).index_select(0, which)
             for name in ("state", "slope", "logprob")
         )
         return logprob.double() - logprobs - ((means - state) * slope).sum(1)
 
-    def _by_strips(self, states: Tensor, counts: np.ndarray, tokens: Tensor, units: Sequence[int]) -> Tensor:
+    def _by_strips(self, states: Tensor, counts: np.ndarray, tokens: Tensor, bundles: Sequence[int]) -> Tensor:
         starts = np.cumsum(counts) - counts
-        for q, unit in enumerate(units):
-            if unit not in self._rows:
-                self._rows[unit] = states[starts[q] : starts[q] + counts[q]].clone()
-        of = {unit: i for i, unit in enumerate(dict.fromkeys(units))}
-        bases = [self._rows[unit] for unit in of]
+        for q, bundle in enumerate(bundles):
+            if bundle not in self._rows:
+                self._rows[bundle] = states[starts[q] : starts[q] + counts[q]].clone()
+        of = {bundle: i for i, bundle in enumerate(dict.fromkeys(bundles))}
+        bases = [self._rows[bundle] for bundle in of]
         rows, first = torch.cat([*bases, states]), len(bases)
-        arrays = [np.concatenate([[len(base) for base in bases], counts]), np.array([of[unit] for unit in units])]
+        arrays = [np.concatenate([[len(base) for base in bases], counts]), np.array([of[bundle] for bundle in bundles])]
         rows_of, which = upload(arrays, states.device)
         log_sums = rows.new_full((len(rows_of),), float("-inf"), dtype=torch.float64)
         for z in _strips(self._head, rows, rows_of):
@@ -204,7 +203,7 @@ class Divergences:
 
 
 def row_means(rows: Tensor, counts: Tensor) -> Tensor:
-    """(Q, N) mean of each query's rows, `counts` (Q,) of them, in their sums' dtype."""
+    """Average the rows of each query, `counts` (Q,) of them; returns (Q, N) in the sums' dtype."""
     rows = rows.to(sum_dtype(rows.dtype))
     if len(rows) == len(counts):
         return rows
@@ -212,7 +211,7 @@ def row_means(rows: Tensor, counts: Tensor) -> Tensor:
 
 
 def _slopes(head: Head, states: Tensor, tokens: Tensor) -> Tensor:
-    """(B, H) derivative of minus each token's log-prob by its row's hidden state (B, H), float64."""
+    """Derive minus each token's log-prob by its row's hidden state (B, H); returns (B, H) float64."""
     width = columns_at_once(max(states.shape), states.device)  # of the logits, and of the head in float64
     scale = head.logit_scale
     peak = states.new_full((len(states), 1), float("-inf"))
@@ -230,7 +229,7 @@ def _slopes(head: Head, states: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _strips(head: Head, rows: Tensor, counts: Tensor) -> Iterator[Tensor]:
-    """(Q, S) mean logits over each query's rows, strip after strip of the vocabulary."""
+    """Yield mean logits (Q, S) over each query's rows, strip after strip of the vocabulary."""
     kind = sum_dtype(rows.dtype)
     width = columns_at_once(len(rows), rows.device)
     for start in range(0, len(head.weight), width):

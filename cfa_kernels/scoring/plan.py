@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..hf.limits import apart_by_length, largest_forward, rows_per_forward
 from ..hf.stateful_layers import has_cells
-from ..packing.packs import Chain, Limits, chain_units
+from ..packing.packs import Chain, Limits, chain_bundles
 from ..packing.prefix_tree import Pack, Query
 from .batch import Row, ScoredBatch
 from .outcomes import DIVERGENCES, Outcome, checked_outcome
@@ -41,58 +41,58 @@ class ScoringOptions:
 
 @dataclass(frozen=True)
 class _Part:
-    """Units, by number, that may share a forward: all, unless the model's positions follow the longest of a forward."""
+    """Bundles, by number, that may share a forward: all, unless positions depend on a forward's longest sequence."""
 
-    units: list[int]
+    bundles: list[int]
     limits: Limits
 
 
 @dataclass(frozen=True)
 class ScoringPlan:
-    """What is asked in one call, and what may be fed together."""
+    """Plan of a call: the queries, and which of them may be fed together."""
 
-    numbers: list[int]  # what errors call each row
-    units: list[list[Query]]  # of each row
+    numbers: list[int]  # by which errors name each row
+    bundles: list[list[Query]]  # of each row
     rows: list[Row] = field(default_factory=list)  # equal prompts side by side; none where only queries are given
     parts: list[_Part] = field(default_factory=list)
 
     @cached_property
     def queries(self) -> list[Query]:
-        """Those of all units, by number."""
-        return [query for unit in self.units for query in unit]
+        """List the queries of all bundles, by number."""
+        return [query for bundle in self.bundles for query in bundle]
 
     @cached_property
     def query_numbers(self) -> list[range]:
-        """The numbers of each unit's queries."""
-        stops = np.cumsum([len(unit) for unit in self.units]).tolist()
-        return [range(stop - len(unit), stop) for unit, stop in zip(self.units, stops, strict=True)]
+        """List the numbers of each bundle's queries."""
+        stops = np.cumsum([len(bundle) for bundle in self.bundles]).tolist()
+        return [range(stop - len(bundle), stop) for bundle, stop in zip(self.bundles, stops, strict=True)]
 
     @cached_property
-    def unit_of(self) -> list[int]:
-        """The unit of each query, by number."""
-        return [i for i, unit in enumerate(self.units) for _ in unit]
+    def bundle_of(self) -> list[int]:
+        """List the bundle of each query, by number."""
+        return [i for i, bundle in enumerate(self.bundles) for _ in bundle]
 
     def chains(self) -> Iterator[Chain]:
-        """Every chain of packs, in order, made when it is asked for."""
+        """Yield every chain of packs, in order."""
         for part in self.parts:
-            yield from chain_units(self.queries, [self.query_numbers[i] for i in part.units], part.limits)
+            yield from chain_bundles(self.queries, [self.query_numbers[i] for i in part.bundles], part.limits)
 
     @property
     def packs(self) -> list[Pack]:
-        """Every forward, in order."""
+        """List every pack, in order."""
         return [pack for chain in self.chains() for pack, _ in chain.packs(self.queries)]
 
 
 def plan_scoring(model: PreTrainedModel, batch: ScoredBatch, options: ScoringOptions) -> ScoringPlan:
-    """Plan the scores of a batch; nothing runs on a device. Packs are laid out when they are asked for."""
-    units = [queries_of(row, options, batch.placeholder_id) for row in batch.rows]
+    """Plan the scores of a batch; nothing runs on a device. Packs are laid out one at a time, as they are fed."""
+    bundles = [queries_of(row, options, batch.placeholder_id) for row in batch.rows]
     lengths = [len(row.prompt) + len(row.completion) for row in batch.rows]
-    return _lay_out(model, batch.numbers, units, lengths, batch.token_budget, batch.rows)
+    return _lay_out(model, batch.numbers, bundles, lengths, batch.token_budget, batch.rows)
 
 
 def plan_queries(
     model: PreTrainedModel,
-    units: Sequence[Sequence[Query]],
+    bundles: Sequence[Sequence[Query]],
     *,
     lengths: Sequence[int] | None = None,
     row_numbers: Sequence[int] | None = None,
@@ -101,40 +101,40 @@ def plan_queries(
 ) -> ScoringPlan:
     """Check the input of `query_logprobs`; nothing runs on a device."""
     check_temperature(temperature)
-    asked = [list(unit) for unit in units]
+    asked = [list(bundle) for bundle in bundles]
     if lengths is None:
-        lengths = [max((query.length for query in unit), default=0) for unit in asked]
+        lengths = [max((query.length for query in bundle), default=0) for bundle in asked]
     numbers = list(range(len(asked)) if row_numbers is None else row_numbers)
     for name, column in (("lengths", lengths), ("row_numbers", numbers)):
         if len(column) != len(asked):
-            raise ValueError(f"{name} has {len(column)} rows, units has {len(asked)}; they must agree")
+            raise ValueError(f"{name} has {len(column)} rows, bundles has {len(asked)}; they must agree")
     return _lay_out(model, numbers, asked, lengths, token_budget, rows=[])
 
 
 def _lay_out(
     model: PreTrainedModel,
     numbers: list[int],
-    units: list[list[Query]],
+    bundles: list[list[Query]],
     lengths: Sequence[int],
     token_budget: int | None,
     rows: list[Row],
 ) -> ScoringPlan:
     limits = Limits(
         rows_per_forward(model, token_budget),
-        continues=not has_cells(model),  # layers that carry a state keep none for branches of a later forward
+        continues=not has_cells(model),  # layers that carry a state do not keep it for branches of a later forward
         most_rows=largest_forward(model),
     )
-    parts = apart_by_length(model, units, lengths, numbers)
+    parts = apart_by_length(model, bundles, lengths, numbers)
     return ScoringPlan(
         numbers,
-        [max(unit, key=len) for unit in zip(*parts, strict=True)],  # each asks in one part at most
+        [max(bundle, key=len) for bundle in zip(*parts, strict=True)],  # each has queries in at most one part
         rows,
-        [_Part([i for i, unit in enumerate(part) if unit], limits) for part in parts],
+        [_Part([i for i, bundle in enumerate(part) if bundle], limits) for part in parts],
     )
 
 
 def queries_of(row: Row, options: ScoringOptions, placeholder_id: int | None) -> list[Query]:
-    """What to ask for one completion: every token's log-prob if wanted, the base answer, then a branch per span."""
+    """List the queries of one completion: every token's log-prob if wanted, the base answer, then a branch per span."""
     prompt_length = len(row.prompt)
     tokens = np.concatenate([row.prompt, row.completion])
     queries = []

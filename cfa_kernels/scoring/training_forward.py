@@ -1,7 +1,7 @@
-"""Log-probs and the policy loss of whole completions, with gradients, from packed trees: prompts once, no padding.
+"""Compute log-probs and the policy loss of whole completions, with gradients, by one packed forward without padding.
 
 `packed_forward` runs the model; log-probs, the loss and, from the keys and values that it kept, counterfactual scores
-are then read off that one forward. `packed_logprobs` and `packed_policy_loss` are the two usual ways in one call.
+are then read off that one forward. `packed_logprobs` and `packed_policy_loss` do the two usual things in one call.
 """
 
 import numbers
@@ -21,7 +21,7 @@ from ..hf.model import causal_lm, run_inside
 from ..hf.model_state import ModelState, Weight
 from ..hf.stateful_layers import has_cells
 from ..hf.tree_forward import KeyValueStore, pack_states, packed_hidden, tree_attention_mode, tree_training_mode
-from ..hf.verify import prove_trainable
+from ..hf.verify import check_trainable
 from ..losses.policy import linear_policy_loss
 from ..losses.ragged import LossBatch
 from ..ops.linear_logprob import linear_logprob
@@ -62,15 +62,15 @@ def packed_logprobs(
     return_entropy: bool = False,
     token_budget: int | None = None,
 ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
-    """Log-probs of every completion token by one prompt-shared, padding-free forward, differentiable by the model.
+    """Compute log-probs of every completion token by one forward that feeds each prompt once; differentiable.
 
     Args:
-        model: as in `score_counterfactuals`, in any mode without dropout. DDP sees the forward.
+        model: as in `score_counterfactuals`, in any mode without dropout. The forward goes through DDP.
         prompts: B 1-D int64 tensors of token ids, unpadded. Equal ones, and longer common prefixes, are fed once.
         completions: B 1-D int64 tensors, unpadded.
         temperature: divides the logits.
         return_entropy: also return the entropy of the distribution that each token was drawn from.
-        token_budget: most tokens per forward; default by free memory. Completions of one prompt stay together, even
+        token_budget: maximum tokens per forward; default by free memory. Completions of one prompt stay together, even
             over the budget. The result does not depend on it (to rounding).
 
     Returns:
@@ -106,10 +106,10 @@ def packed_policy_loss(
     token_budget: int | None = None,
     **options: Any,
 ) -> PackedLoss:
-    """`policy_loss` from token ids, in one prompt-shared, padding-free forward with the head fused into the loss.
+    """Compute `policy_loss` from token ids, by one forward that feeds each prompt once, the head fused into the loss.
 
-    The loss is that of the unshared batch: denominators, and what equal completions or common prefixes count for,
-    do not depend on what is shared. Completions, and ends of completions, that the loss does not need (no advantage,
+    The loss is that of the unshared batch: neither denominators nor the share of equal completions or common prefixes
+    depend on what is shared. Completions, and ends of completions, that the loss does not need (no advantage,
     weight or mask there, and neither KL nor entropy wanted) are not fed; their tokens stay in the denominators.
 
     Args:
@@ -157,16 +157,16 @@ def packed_forward(
     """Run `causal` on the packed trees of a batch, with gradients.
 
     Args:
-        causal: what `causal_lm` finds.
+        causal: the model that `causal_lm` finds.
         prompts, completions: as in `packed_logprobs`.
-        needed: for each row, how many of its first tokens will be asked for; 0 feeds nothing. Default all.
+        needed: for each row, how many of its first tokens will be read; 0 feeds nothing. Default all.
         token_budget: as in `packed_logprobs`.
         keep_states: keep the keys and values of every layer, so that `PackedForward.score` can continue the rows.
 
     Returns:
-        `PackedForward`, which no rows are read off once the weights that they came from have changed. Without any
-        rows it runs nothing. Where Liger's gated MLPs run (`hf/liger.py`) and layers are not checkpointed, its
-        graph takes one backward: a second one raises `RuntimeError`.
+        `PackedForward`; its rows cannot be read once the weights that they came from have changed. Without any rows it
+        runs nothing. Where Liger's gated MLPs run (`hf/liger.py`) and layers are not checkpointed, its graph takes one
+        backward: a second one raises `RuntimeError`.
 
     Raises:
         ValueError: bad input; the message names argument, row and value.
@@ -175,23 +175,23 @@ def packed_forward(
     rows = checked_ids(causal, prompts, completions)
     counts = _checked_needed(needed, [len(completion) for _, completion in rows])
     budget = rows_per_forward(causal, token_budget)
-    head = prove_trainable(causal)
+    head = check_trainable(causal)
     order = packing_order([prompt for prompt, _ in rows])
     fed: list[_Fed] = []
     with tree_training_mode(causal):
-        units = [_sequence(*rows[b], int(counts[b])) for b in order]
+        bundles = [_sequence(*rows[b], int(counts[b])) for b in order]
         lengths = [len(rows[b][0]) + len(rows[b][1]) for b in order]
-        for part in apart_by_length(causal, units, lengths, order):
+        for part in apart_by_length(causal, bundles, lengths, order):
             groups = _by_prompt(part, [rows[b][0] for b in order])
             for pack in lay_out([[query for i in group for query in part[i]] for group in groups], budget):
-                members = [order[i] for g in pack.units for i in groups[g] if part[i]]
+                members = [order[i] for g in pack.bundles for i in groups[g] if part[i]]
                 store = KeyValueStore() if keep_states else None
                 fed.append(_Fed(pack, members, packed_hidden(causal, pack, store=store), store))
     return PackedForward(causal, head, rows, counts, fed, keep_states=keep_states)
 
 
 def _checked_needed(needed: Sequence[int] | None, lengths: Sequence[int]) -> np.ndarray:
-    """(B,) int64, how many tokens of each completion are to be fed."""
+    """Return how many tokens of each completion are to be fed, (B,) int64."""
     if needed is None:
         return np.array(lengths, dtype=np.int64)
     check_columns(lengths, needed=needed)
@@ -202,18 +202,18 @@ def _checked_needed(needed: Sequence[int] | None, lengths: Sequence[int]) -> np.
 
 
 def _sequence(prompt: np.ndarray, completion: np.ndarray, count: int) -> list[Query]:
-    """The first `count` tokens of a completion; nothing for none."""
+    """Make the query of a completion's first `count` tokens; none for 0."""
     if count == 0:
         return []
     tokens = np.concatenate([prompt, completion[: count - 1]])
     return [Query(tokens, len(prompt) - 1, completion[:count], beyond=completion[count - 1 :])]
 
 
-def _by_prompt(units: Sequence[Sequence[Query]], prompts: Sequence[np.ndarray]) -> list[list[int]]:
-    """Numbers of the units that ask something, those of equal prompts together; equal prompts are neighbours."""
+def _by_prompt(bundles: Sequence[Sequence[Query]], prompts: Sequence[np.ndarray]) -> list[list[int]]:
+    """Group the numbers of bundles with queries by prompt; equal prompts are neighbours."""
     groups: list[list[int]] = []
-    for i, unit in enumerate(units):
-        if not unit:
+    for i, bundle in enumerate(bundles):
+        if not bundle:
             continue
         if groups and np.array_equal(prompts[groups[-1][-1]], prompts[i]):
             groups[-1].append(i)
@@ -237,7 +237,7 @@ class _Fed:
 
 
 class PackedForward:
-    """The hidden states of a batch's completions, and everything that is read off them."""
+    """Hidden states of a batch's completions, and everything that is read off them."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class PackedForward:
         self.device = head.weight.device
         self._head = {name: Weight.of(part) for name, part in _parts(head).items()}
         self._model = ModelState(causal) if keep_states else None
-        # For each batch row the packed row that predicts each of its tokens, packs laid end to end.
+        # For each completion the packed row that predicts each of its tokens, packs laid end to end.
         self._predicting = [np.zeros(0, np.int64)] * len(rows)
         offset = 0
         for one in fed:
@@ -266,13 +266,13 @@ class PackedForward:
 
     @property
     def tokens_fed(self) -> int:
-        """Rows that went through the model."""
+        """Count the packed tokens that went through the model."""
         return sum(one.pack.num_tokens for one in self.fed)
 
     def logprobs(
         self, temperature: float = 1.0, *, return_entropy: bool = False
     ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
-        """Log-probs of the fed tokens of each row, and if asked for their entropies, nats; differentiable.
+        """Compute log-probs of the fed tokens of each row and, if wanted, their entropies, nats; differentiable.
 
         As in `packed_logprobs`. Raises `RuntimeError` if the head's weights have changed since this forward.
         """
@@ -292,7 +292,7 @@ class PackedForward:
     def policy_loss(
         self, batch: LossBatch, temperature: float = 1.0, *, compute_entropy: bool = False, **options: Any
     ) -> PackedLoss:
-        """The loss of `packed_policy_loss`; `batch` must have been fed as far as its loss needs it.
+        """Compute the loss of `packed_policy_loss`; `batch` must have been fed as far as its loss needs it.
 
         Raises:
             ValueError: a batch of other rows, or with a row that its loss needs more of than was fed.
@@ -337,7 +337,7 @@ class PackedForward:
         token_budget: int | None = None,
         outcome: Outcome = "logprob",
     ) -> CounterfactualScores:
-        """`score_counterfactuals` of the same rows, from the hidden states and keys and values of this forward.
+        """Score the same rows as `score_counterfactuals` does, from hidden states, keys and values of this forward.
 
         Only branches are fed, without gradient; base answers cost nothing. The model's weights and adapters must be
         those of this forward. Arguments as there. Layers that carry a state, and rotary frequencies that follow a
@@ -366,10 +366,10 @@ class PackedForward:
         places = self._places_of(batch)
         order = np.argsort(places, kind="stable").tolist()  # as fed, for packs that do not depend on the batch's order
         rows = [batch.rows[i] for i in order]
-        units = [queries_of(row, options, batch.placeholder_id) for row in rows]
-        plan = ScoringPlan([batch.numbers[i] for i in order], units, rows)
-        for i, unit in zip(order, units, strict=True):
-            if unit and not self.counts[places[i]]:
+        bundles = [queries_of(row, options, batch.placeholder_id) for row in rows]
+        plan = ScoringPlan([batch.numbers[i] for i in order], bundles, rows)
+        for i, bundle in zip(order, bundles, strict=True):
+            if bundle and not self.counts[places[i]]:
                 b = batch.numbers[i]
                 raise ValueError(f"answers row {b}: its completion was not fed (needed[{places[i]}] was 0)")
         forward_of = {b: f for f, one in enumerate(self.fed) for b in one.members}
@@ -384,14 +384,14 @@ class PackedForward:
     def query_logprobs(
         self,
         model: nn.Module,
-        units: Sequence[Sequence[Query]],
+        bundles: Sequence[Sequence[Query]],
         *,
         lengths: Sequence[int] | None = None,
         row_numbers: Sequence[int] | None = None,
         token_budget: int | None = None,
         temperature: float = 1.0,
     ) -> tuple[list[list[Tensor]], ScoringWork]:
-        """`scoring.query_logprobs` of the same model, from the hidden states and keys and values of this forward.
+        """Answer queries as `masked.query_logprobs` does, from hidden states, keys and values of this forward.
 
         Of each query only what this forward has not fed is fed, without gradient. Arguments and errors as there.
         The model's weights and adapters must be those of this forward. Takes forwards of its own where `score` does.
@@ -405,9 +405,9 @@ class PackedForward:
             "lengths": lengths, "row_numbers": row_numbers, "token_budget": token_budget, "temperature": temperature,
         }  # fmt: skip
         if not self.fed or self._stands_alone:
-            return query_logprobs(model, units, **options)
-        plan = plan_queries(self.causal, units, **options)
-        owners = [self._nearest(unit[0].tokens) if unit else 0 for unit in plan.units]
+            return query_logprobs(model, bundles, **options)
+        plan = plan_queries(self.causal, bundles, **options)
+        owners = [self._nearest(bundle[0].tokens) if bundle else 0 for bundle in plan.bundles]
         budget = rows_per_forward(self.causal, token_budget)
         values, work = self._continued(plan, owners, OutcomeReader(self.head, temperature), budget)
         return collect_logprobs(values, plan), work
@@ -433,27 +433,27 @@ class PackedForward:
 
     @property
     def _stands_alone(self) -> bool:
-        """Whether no later rows can continue this forward's."""
+        """Whether later rows cannot continue this forward's."""
         return has_cells(self.causal) or bool(rope_lengths(self.causal)[0])
 
     def _nearest(self, tokens: np.ndarray) -> int:
-        """The forward that has fed most of a sequence."""
+        """Find the pack that has fed most of a sequence."""
         shared = [one.pack.tree.common_prefix(tokens) for one in self.fed]
         return shared.index(max(shared))
 
     def _continued(
         self, plan: ScoringPlan, owners: Sequence[int], reader: OutcomeReader, budget: int
     ) -> tuple[Tensor, ScoringWork]:
-        """The values of a plan's queries; those of each unit continue the forward that owns it."""
+        """Compute the values of a plan's queries; those of each bundle continue the pack that owns it."""
 
         def continuing(one: _Fed, numbers: Sequence[int], budget: int) -> Iterator[tuple[_Fed, Sequence[int], Pack]]:
             for pack in continue_pack(one.pack, [plan.queries[n] for n in numbers], budget):
-                yield one, [numbers[i] for i in pack.units], pack
+                yield one, [numbers[i] for i in pack.bundles], pack
 
         def upcoming() -> Iterator[tuple[_Fed, Sequence[int], Pack]]:
             for f, one in enumerate(self.fed):
-                owned = [unit for unit, owner in zip(plan.query_numbers, owners, strict=True) if owner == f]
-                yield from continuing(one, [n for unit in owned for n in unit], budget)
+                owned = [bundle for bundle, owner in zip(plan.query_numbers, owners, strict=True) if owner == f]
+                yield from continuing(one, [n for bundle in owned for n in bundle], budget)
 
         def run(work: tuple[_Fed, Sequence[int], Pack]) -> Read:
             one, numbers, pack = work
@@ -462,14 +462,14 @@ class PackedForward:
 
         def smaller(work: tuple[_Fed, Sequence[int], Pack]) -> list[tuple[_Fed, Sequence[int], Pack]]:
             one, numbers, pack = work
-            parts = halves(numbers, plan.unit_of.__getitem__)
+            parts = halves(numbers, plan.bundle_of.__getitem__)
             return [made for part in parts for made in continuing(one, part, pack.num_tokens)]
 
         with torch.no_grad(), tree_attention_mode(self.causal):
             return gather(plan, list(run_in_memory(upcoming(), run, smaller)))
 
     def _places_of(self, batch: ScoredBatch) -> list[int]:
-        """Which completion of this forward each of the batch is; equal ones in order."""
+        """Find the completion of this forward that each one of the batch is; equal ones in order."""
         fed: dict[tuple[bytes, bytes], list[int]] = {}
         for place in reversed(range(len(self.rows))):
             prompt, completion = self.rows[place]
@@ -483,12 +483,12 @@ class PackedForward:
         return places
 
     def states(self) -> list[Tensor]:
-        """For each row the hidden states (T_b, H) that predict its fed tokens; differentiable."""
+        """List, for each row, the hidden states (T_b, H) that predict its fed tokens; differentiable."""
         (predicting,) = upload([np.concatenate([*self._predicting, np.zeros(0, np.int64)])], self.device)
         return list(self._hidden(predicting).split(self.counts.tolist()))
 
     def _hidden(self, predicting: Tensor) -> Tensor:
-        """(R, H), with gradient, of packed rows (R,), which may repeat."""
+        """Gather the hidden states (R, H), with gradient, of packed rows (R,), which may repeat."""
         if not self.fed:
             return self.head.weight.new_zeros(0, self.head.weight.shape[1])
         hidden = self.fed[0].hidden if len(self.fed) == 1 else torch.cat([one.hidden for one in self.fed])

@@ -1,4 +1,4 @@
 """Readers of completions.
 
-A module here knows token ids, tokenizers and text, and no model; what belongs here finds answers, spans and offsets.
+Modules here know token ids, tokenizers and text, but no models. They find answers, spans and offsets.
 """

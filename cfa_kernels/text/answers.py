@@ -77,7 +77,7 @@ def _value_after(pattern: re.Pattern[str], text: str, position: int, limit: int)
 
 
 def _values_in(text: str, start: int, end: int) -> Iterator[Interval]:
-    """Every value in `[start, end)`, a chain as its last member; not the number of a list item that opens it."""
+    """List the values in `[start, end)`, a chain as its last member; not the number of a list item that opens it."""
     position = start
     while match := _VALUE_IN_TEXT.search(text, position, end):
         value = _value_after(_VALUE_IN_TEXT, text, match.start(), end) or match.span("value")
@@ -87,7 +87,7 @@ def _values_in(text: str, start: int, end: int) -> Iterator[Interval]:
 
 
 def _content(text: str, start: int, end: int) -> Interval | None:
-    r"""What a box or a tag gives: one number without its units, else all that is not blanks or `\text`."""
+    r"""Read the answer in a box or a tag: one number without its units, else all that is not blanks or `\text`."""
     start, end = trimmed(text, start, end)
     value = _value_after(_LEAD_AND_VALUE, text, start, end)
     if value and _UNITS_ONLY.fullmatch(text, value[1], end):
@@ -104,9 +104,9 @@ _THOUGHT_TAG = re.compile(r"<(/?)think(?:ing)?>")
 
 
 def _spoken(text: str) -> str:
-    """Replace what a model thinks to itself by as many line breaks: an answer is what it says aloud.
+    """Replace a model's thoughts by as many line breaks; only text outside thoughts can be an answer.
 
-    A closing tag without an opening one ends a thought that began in the prompt, as chat templates have it.
+    A closing tag without an opening one ends a thought that began in the prompt, as in chat templates.
     """
     if "think" not in text:
         return text
@@ -131,7 +131,7 @@ _BRACE = re.compile(r"\\(?:boxed|fbox)\s{0,3}(?:\{|(?=[\d\-+.$]))|\\.|[{}]", re.
 
 
 def _boxed_answer(text: str) -> AnswerText | None:
-    """The box that opens last and holds something; its marker is the outermost box around it."""
+    """Find the non-empty box that opens last; its marker is the outermost box around it."""
     if r"\boxed" not in text and r"\fbox" not in text:
         return None
     boxes: list[tuple[int, int, int | None]] = []
@@ -180,7 +180,7 @@ _ANNOUNCEMENT = re.compile(
     rf"|(?P<letter>^[*_> \t]{{0,8}}A{_COLON})|(?P<chinese_is>{_CHINESE_IS})|(?P<chinese_colon>{_CHINESE_COLON})",
     re.MULTILINE,
 )
-# Every announcement holds one of these; the whole is then tried in their neighbourhood alone, for speed.
+# Every announcement holds one of these; for speed, the whole pattern is tried only near them.
 _KEYWORD = re.compile(rf"nswer|NSWER|答(?=案|\s?[:：])|^[*_> \t]{{0,8}}A{_COLON}", re.MULTILINE)
 _BEFORE_KEYWORD, _AFTER_KEYWORD = 48, 120
 _ANNOUNCED_AT_END = re.compile(
@@ -206,7 +206,7 @@ _NUMBER_WORD = (
     "(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen"
     "|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundred|thousand|million|billion)"
 )
-# Alone or with a unit up to the end of its sentence: "one of these" is no number.
+# By itself or with a unit up to the end of its sentence: "one of these" is not a number.
 _IN_WORDS = re.compile(
     rf"{_LEAD}(?P<value>(?i:{_NUMBER_WORD}(?:[\s-](?:and\s)?{_NUMBER_WORD}){{0,8}}))\b"
     rf"(?={BLANK}?(?:(?!of\b|that\b|who|which\b|more\b|less\b)[^\W\d_]{{2,20}}{BLANK}?){{0,2}}[*_\"')}}]{{0,4}}(?:[.!,;。]|\s*\Z|\n))"
@@ -225,7 +225,7 @@ _REACH = 300
 
 
 def _announced_value(text: str, announcement: re.Match[str], closing: int) -> Interval | None:
-    """The value that one announcement gives, or `None`; `closing` is where the text's last closing tag begins."""
+    """Find the value that one announcement gives, or `None`; `closing` is where the last closing tag begins."""
     kind = announcement.lastgroup or ""
     start = announcement.end()
     if _SUPPOSED.search(text, max(0, announcement.start() - 24), announcement.start()):
@@ -270,7 +270,7 @@ def _is_asked_or_part_of_a_solution(text: str, announcement: re.Match[str], star
 
 
 def _value_in_sentence(text: str, start: int, *, must_be_last: bool) -> Interval | None:
-    """The number of a sentence about the answer: its only one, the emphasised one, or the last that "is" points at."""
+    """Find the number of a sentence about the answer: the only, the emphasised, or the last that "is" points at."""
     ending = SENTENCE_END.search(text, start, start + _REACH)
     if ending is None and start + _REACH < len(text):
         return None
@@ -349,8 +349,8 @@ def _hashes_answer(text: str, boxed: AnswerText | None) -> AnswerText | None:
 def _is_numbered_heading(text: str, value: Interval, numbered: dict[str, int], later: int) -> bool:
     """Whether "#### 2. Add the tips" heads a part of the solution, rather than give 2 as the answer.
 
-    It does if its number goes on from an earlier one (`numbered`: where each stands first), if it is 1 with a part
-    below it, or if an answer of another kind comes after it (at `later`).
+    It does if its number continues an earlier one (`numbered`: first place of each), if it is 1 with a part below it,
+    or if an answer of another kind comes after it (at `later`).
     """
     number = text[slice(*value)]
     if not number.isdecimal() or len(number) > 2:
@@ -360,7 +360,7 @@ def _is_numbered_heading(text: str, value: Interval, numbered: dict[str, int], l
 
 
 def _last_heading_answer(text: str) -> AnswerText | None:
-    r"""A number and its units alone in a heading, "### 18", as the last line."""
+    r"""Find a number with its units that is a whole heading, "### 18", on the last line."""
     for heading in reversed(list(_LAST_HEADING.finditer(text, max(0, len(text) - _REACH)))):
         value = _value_after(_LEAD_AND_VALUE, text, heading.end(), len(text))
         if value and "\n" not in text[value[1] :].rstrip() and _UNITS_ONLY.fullmatch(text, value[1]):
@@ -444,8 +444,8 @@ def answer_text_span(
     In this order: after the last `####` that an answer follows (not a numbered heading, "#### 2. Add the tips"); else
     inside the non-empty balanced `\boxed{}` or `\fbox{}` that opens last, so of nested ones the inner; else after the
     last statement: "the answer is 18", "Final Answer: 18", a heading or line "Answer" with 18 below it, "A: 18" at the
-    start of a line, `<answer>18</answer>`, "答案是18", "【答案】18". What stands between `<think>` and `</think>`, or
-    after a `<think>` that nothing closes, is no answer.
+    start of a line, `<answer>18</answer>`, "答案是18", "【答案】18". Text between `<think>` and `</think>`, or after
+    a `<think>` that is not closed, is never an answer.
 
     Currency signs, emphasis, brackets, `\boxed` and "the answer is" may stand between marker and number and are not
     part of it, nor are units and percent signs. The number may carry a sign (ASCII, Unicode minus or en dash, also
@@ -459,7 +459,7 @@ def answer_text_span(
 
     Args:
         text: decoded completion.
-        answer_format: the run's own form, in place of all of the above: a regular expression whose one group, or group
+        answer_format: the run's own form, instead of all of the above: a regular expression whose one group, or group
             `answer`, is the answer (the last match counts; it reads the text with thoughts blanked out), or a function
             from the whole text to half-open characters or None.
         answer_fallback: "last_number" takes, where nothing is found so far, the last number of the last sentence that

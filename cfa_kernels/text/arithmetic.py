@@ -24,7 +24,7 @@ from .patterns import (
 
 
 class LexemeKind(NamedTuple):
-    """A kind of lexeme: its name, and a lexeme of that kind in a text."""
+    """Kind of lexeme: its name, and an example in a text."""
 
     name: str
     lexeme: str
@@ -53,14 +53,14 @@ LEXEME_KINDS = {
     "L": LexemeKind("line break", "\n", "2\n3"),
     "B": LexemeKind("label or sign that no expression contains", "2020-01-02", "on 2020-01-02"),
 }
-"""What each letter in the expressions over kinds stands for."""
+"""Kinds of lexemes, by the letter for each in expressions over kinds."""
 
 _BEFORE_NUMBER = r"(?=\s{1,4}[\d$(\\.])"
 _WORD_OPERATOR = rf"(?:plus|minus|times|mod|divided|multiplied|equals|is equal|of(?: the)?{_BEFORE_NUMBER})"
 _WORD = r"(?:[^\W\d_]{2,}(?:['’/-][^\W\d_]+){0,4}(?:-\d{1,4}(?![\d.,]))?|[aAI](?= [^\W\d_]{2}))"
 
 # A call, a root or a binomial is one operand with all that it takes: no expression begins inside it. Arithmetic in
-# brackets right after a word, "eggs(16-3=13)", is no call.
+# brackets right after a word, "eggs(16-3=13)", is not a call.
 _IN_PARENTHESES = r"\((?:[^()\n]|\([^()\n]{0,60}\)){1,60}\)"
 _CALL = (
     rf"(?=\w{{1,13}}+\()(?<!\d)(?:[a-zA-Z](?=\((?:[^()\n]{{0,60}}\d|[a-zA-Z]\)))"
@@ -174,7 +174,7 @@ def _arithmetic_intervals(text: str) -> list[Interval]:
 
 _BRACKET_KIND = re.compile("[PIC]")
 _REACH = 40
-"""Lexemes within which the other half of a bracket is looked for."""
+"""Distance, in lexemes, within which the other half of a bracket is searched."""
 
 
 def _bracket(lexeme: re.Match[str]) -> int:

@@ -38,7 +38,7 @@ def find_answer(
     Args:
         token_ids: (T,) sampled ids, a sequence of ints or an integer tensor; T may be 0.
         tokenizer: a transformers tokenizer.
-        answer_format, answer_fallback: the run's own form of answers, and what counts where none is found, as in
+        answer_format, answer_fallback: the run's own form of answers, and the fallback where none is found, as in
             `answer_text_span`.
 
     Returns:
@@ -65,10 +65,10 @@ def detect_spans(
 ) -> list[Span]:
     """Find the reasoning spans of a completion that counterfactual scoring masks one at a time.
 
-    Spans lie before the answer's marker (`####`, `\\boxed{`, "the answer is"), or anywhere when there is no
+    Spans are before the answer's marker (`####`, `\\boxed{`, "the answer is"), or anywhere when there is no
     answer. A detector's intervals are widened to whole tokens in the detector's order; a token that an earlier
     interval or the marker holds is cut from a later one, which is dropped if no letter or digit remains or if
-    an earlier one lies inside it.
+    an earlier one is inside it.
 
     Args:
         token_ids: (T,) sampled ids, a sequence of ints or an integer tensor; T may be 0.
@@ -88,7 +88,7 @@ def detect_spans(
         Disjoint non-empty spans in order of position.
 
     Raises:
-        TypeError: ids or `max_spans` that are no integers, a `detector` that is neither name nor function.
+        TypeError: ids or `max_spans` that are not integers, a `detector` that is neither name nor function.
         ValueError: as `token_offsets`; an unknown `detector` or `selection`; `max_spans` below 1; an
             `answer` or an interval of the detector that is empty or outside the completion.
 
@@ -110,14 +110,14 @@ def find_reasoning(
 ) -> dict[int, Reasoning]:
     """Find answer, end of the reasoning and spans of completions by row number, each decoded once.
 
-    Step by step over all rows, which is a fifth quicker than row by row. Raises as `find_answer` and `detect_spans`;
+    Runs each step over all rows, which is faster than row by row. Raises as `find_answer` and `detect_spans`;
     errors about ids, the answer's format and the detector's intervals name the row.
 
     Args:
         rows: (T_b,) sampled ids by row number.
         tokenizer: a transformers tokenizer.
-        spans: what counts as a span; None looks for no spans.
-        answers: what counts as the answer.
+        spans: rules for spans; None looks for no spans.
+        answers: rules for answers.
         unanswered: also look for spans where there is no answer.
     """
     offsets, located = dict[int, TokenOffsets](), dict[int, AnswerText | None]()
@@ -161,7 +161,7 @@ def _reasoning_end(offsets: TokenOffsets, located: AnswerText | None, answer: Sp
             raise ValueError(f"answer must be a non-empty span inside the {length} tokens, got [{start}, {end})")
         limit, token_limit = int(offsets.starts[start]), start
         if located and not (limit < located.end and located.start < offsets.ends[end - 1]):
-            located = None  # the caller's answer is another than the one marked in the text
+            located = None  # the caller's answer is not the one marked in the text
     if located:
         limit = min(limit, located.marker)
         token_limit = min(token_limit, offsets.tokens([(located.marker, located.end)])[0][0])
@@ -187,7 +187,7 @@ def _chosen_spans(
 
 
 def _spread(places: int, count: int) -> list[int]:
-    """Choose `count` of so many places at even distances, the first and the last included; of one place, the middle."""
+    """Choose `count` of so many places at even distances, with the first and the last; if `count` is 1, the middle."""
     if count < 2:
         return [places // 2] * count
     return [round(i * (places - 1) / (count - 1)) for i in range(count)]

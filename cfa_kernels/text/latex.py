@@ -24,7 +24,7 @@ _OPERATION = re.compile(
     r"[+*<>＋×·⋅∙÷±≤≥≠∈]|(?<=[\w)}\]!|])\s*[-−–－]"
     r"|\\(?:times|cdot|div|pm|mp|[bp]?mod|l(?:e|eq|t|l)|g(?:e|eq|t|g)|neq?|leqslant|geqslant|in|mid|nmid|sim|propto"
     r"|sum|prod|int|oint|cup|cap|subset(?:eq)?|oplus|otimes|implies|iff|Rightarrow)(?![a-zA-Z])"
-    r"|(?<![\^{])\\circ(?![a-zA-Z])"  # a degree is none
+    r"|(?<![\^{])\\circ(?![a-zA-Z])"  # a degree is not an exponent
 )
 _PROSE = re.compile(
     r"(?<![\\a-zA-Z])(?!(?:mod|sin|cos|tan|log|max|min|gcd|lcm|exp)\b)(?:[a-z]{3,}|and|or|to|of|is|in|at|by|an)(?![a-zA-Z])"

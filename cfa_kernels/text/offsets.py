@@ -21,7 +21,7 @@ REPLACEMENT = "\ufffd"
 
 
 class TokenOffsets(NamedTuple):
-    """The text of a completion and the characters `text[starts[t]:ends[t]]` that token `t` helps to spell.
+    """Text of a completion, and the characters `text[starts[t]:ends[t]]` that token `t` helps to spell.
 
     `starts` and `ends` are (T,) int64, both non-decreasing. Tokens that share a multi-byte character both
     hold it, so neighbouring intervals may overlap by one. A token without text of its own (EOS, padding) has an
@@ -63,7 +63,7 @@ def _token(i: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 class _Vocabulary:
-    """What decoding with one tokenizer needs, learnt once per id: text-free ids, and bytes where they are fixed.
+    """Facts about a tokenizer's ids, found once per id: those without text, and bytes where they are fixed.
 
     `style` says how ids become text. "byte_level": each id is a fixed byte string, the text is their UTF-8
     reading (GPT-2, Qwen, Llama 3). "byte_fallback": the same, as long as the bytes are valid UTF-8 (Llama 2,
@@ -148,7 +148,7 @@ class _Vocabulary:
 
 
 def _byte_offsets(pieces: list[bytes], strips_blank: bool) -> TokenOffsets:
-    """Offsets of tokens that are fixed byte strings; `strips_blank` drops one blank before the text."""
+    """Compute offsets of tokens that are fixed byte strings; `strips_blank` drops one blank before the text."""
     data = b"".join(pieces)
     bounds = np.fromiter(accumulate(map(len, pieces), initial=0), np.int64, len(pieces) + 1)
     if strips_blank and data.startswith(b" "):
@@ -172,7 +172,7 @@ def _byte_offsets(pieces: list[bytes], strips_blank: bool) -> TokenOffsets:
 
 
 def _offsets_with_broken_runs(pieces: list[bytes], runs: list[list[int]], strips_blank: bool) -> TokenOffsets:
-    """Offsets where fallback bytes that are not UTF-8 decode run by run, to one replacement character for each byte.
+    """Compute offsets where fallback bytes that are not UTF-8 decode run by run, a replacement character per byte.
 
     Linear in the tokens, where decoding prefix after prefix is not: a run can break its first bytes by its last.
 
@@ -200,7 +200,7 @@ def _offsets_with_broken_runs(pieces: list[bytes], runs: list[list[int]], strips
 
 
 def _broken_run_prefixes(data: bytes, strips_blank: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Characters of a broken run that stay as they are, and that are begun, after each of its bytes and before all.
+    """Count characters of a broken run that stay, and that are begun, before all and after each of its bytes.
 
     A prefix that happens to be UTF-8 shows as such until the next byte breaks it.
     """
@@ -224,7 +224,7 @@ def _broken_run_prefixes(data: bytes, strips_blank: bool) -> tuple[np.ndarray, n
 
 
 def _invalid_utf8(data: bytes) -> Iterator[tuple[int, int]]:
-    """Byte intervals that decoding replaces by one replacement character each."""
+    """Find the byte intervals that decoding replaces by one replacement character each."""
     view, position = memoryview(data), 0
     while position < len(data):
         try:
@@ -255,7 +255,7 @@ def _prefix_texts(
 
 
 def _incremental_offsets(ids: Sequence[int], special: set[int], decode: Callable[[Sequence[int]], str]) -> TokenOffsets:
-    """Offsets by incremental decoding, for any tokenizer: a token holds what its arrival adds to the text.
+    """Compute offsets by incremental decoding, for any tokenizer: a token holds what it adds to the text.
 
     While a multi-byte character is incomplete its tokens all hold it. A character that stays unreadable belongs
     to the first token that shows it.
@@ -270,7 +270,7 @@ def _incremental_offsets(ids: Sequence[int], special: set[int], decode: Callable
         if rebuilt == text:
             break
     # Prefixes 0 to n: characters that stay as they are, and characters begun. An incomplete run of fallback bytes
-    # may blot out text that stood before and will stand again, so neither goes back.
+    # may hide text that was there before and will be again, so neither count decreases.
     agreed, reached = [0], [0]
     for settled, tail in prefixes:
         same = accumulate((a == b for a, b in zip(tail, text[settled:], strict=False)), operator.and_)
@@ -318,7 +318,7 @@ def token_offsets(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrained
     begins. For byte-level and byte-fallback tokenizers they are computed from the tokens' bytes in one pass,
     with no decode call.
 
-    Bytes that are no UTF-8 decode to U+FFFD. Such a character belongs to the token that begins it; a token that
+    Bytes that are not UTF-8 decode to U+FFFD. Such a character belongs to the token that begins it; a token that
     only continues it has an empty interval.
 
     Args:
@@ -326,7 +326,7 @@ def token_offsets(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrained
         tokenizer: a transformers tokenizer.
 
     Raises:
-        TypeError: ids that are no integers.
+        TypeError: ids that are not integers.
         ValueError: ids that are not 1-D, or outside the tokenizer's vocabulary.
     """
     return _vocabulary(tokenizer).offsets(_as_ids(token_ids), tokenizer)

@@ -1,4 +1,4 @@
-"""Patterns of numbers and sentences that the modules of this package share; a text in, character intervals out."""
+"""Find numbers and sentences in a text, as character intervals, for all modules of this package."""
 
 import re
 from collections.abc import Iterable, Iterator

@@ -51,11 +51,11 @@ class _Units(NamedTuple):
     remarks: list[Interval]
 
 
-# --- Where the program stands -----------------------------------------------------------------------------------
+# --- Where the program is ---------------------------------------------------------------------------------------
 
 
 def _program(text: str) -> tuple[int, int, _Units | None] | None:
-    """The characters of the program and its units if it parses; `None` if the text holds none."""
+    """Find the characters of the program, and its units if it parses; `None` if the text holds no program."""
     blocks = list(_fenced_blocks(text))
     for start, end, info in blocks:
         if _PYTHON_INFO.match(info):
@@ -67,7 +67,7 @@ def _program(text: str) -> tuple[int, int, _Units | None] | None:
 
 
 def _fenced_blocks(text: str) -> Iterator[tuple[int, int, str]]:
-    """Contents and first line's words of Markdown's fenced blocks; one that nothing closes reaches to the end."""
+    """List contents and first line's words of Markdown's fenced blocks; one that is not closed reaches to the end."""
     opening = None
     for line in _FENCE.finditer(text):
         info = line["info"].strip()
@@ -84,13 +84,13 @@ def _fenced_blocks(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _parsed_units(code: str) -> _Units | None:
-    """Units of a program by its syntax tree and its tokens; `None` if it does not parse."""
+    """Find the units of a program by its syntax tree and its tokens; `None` if it does not parse."""
     code = _with_plain_line_ends(code)
     first = _FIRST_INDENT.search(code)
     wrapper = _WRAPPER if first and first.group().rpartition("\f")[2] else ""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an invalid escape in a sampled string is no concern of the user's
+            warnings.simplefilter("ignore")  # an invalid escape in a sampled string is not the user's doing
             body = ast.parse(wrapper + code).body
         if wrapper and isinstance(body[0], ast.If):
             if body[0].orelse:
@@ -104,21 +104,21 @@ def _parsed_units(code: str) -> _Units | None:
 
 
 def _with_plain_line_ends(code: str) -> str:
-    r"""The program with `\n` for `\r\n` and `\r`, each character where it was: a blank stands for a `\r` too many."""
+    r"""Replace `\r\n` and `\r` by `\n`, with each character where it was: a superfluous `\r` becomes a blank."""
     if "\r" not in code:
         return code
     return code.replace("\\\r\n", " \\\n").replace("\r\n", " \n").replace("\r", "\n")
 
 
 class _Source:
-    """A program's characters by the parser's lines and columns, and its comments and colons."""
+    """Map from the parser's lines and columns to a program's characters, with its comments and colons."""
 
     def __init__(self, code: str) -> None:
         self.code = code
         self.comments: list[Interval] = []
         self._lines = code.split("\n")
         self._starts = list(itertools.accumulate([len(line) + 1 for line in self._lines], initial=0))
-        self._bytes: dict[int, list[int]] = {}  # of a line that is not ASCII: where its characters start
+        self._bytes: dict[int, list[int]] = {}  # by line that is not ASCII: the bytes at which its characters start
         self._colon_ends: list[int] = []
         self._logical_lines: list[int] = []  # where they start
         fresh = True
@@ -135,7 +135,7 @@ class _Source:
                 self._colon_ends.append(place + 1)
 
     def character(self, line: int, byte: int) -> int:
-        """The character at a column that counts bytes of UTF-8, as the parser's columns do."""
+        """Return the character at a column that counts bytes of UTF-8, as the parser's columns do."""
         text = self._lines[line - 1]
         if text.isascii():
             return self._starts[line - 1] + byte
@@ -144,22 +144,22 @@ class _Source:
         return self._starts[line - 1] + bisect.bisect_left(self._bytes[line], byte)
 
     def logical_line(self, place: int) -> int:
-        """Where the logical line that holds a character starts."""
+        """Return the start of the logical line that holds a character."""
         return self._logical_lines[bisect.bisect_right(self._logical_lines, place) - 1]
 
     def start(self, node: ast.stmt) -> int:
-        """Where a statement starts, its decorators included."""
+        """Return the start of a statement, its decorators included."""
         decorators = getattr(node, "decorator_list", None)
         if not decorators:
             return self.character(node.lineno, node.col_offset)
         return self.logical_line(self.character(decorators[0].lineno, decorators[0].col_offset))
 
     def end(self, node: ast.stmt) -> int:
-        """Where a statement ends."""
+        """Return the end of a statement."""
         return self.character(node.end_lineno or node.lineno, node.end_col_offset or 0)
 
     def header(self, after: int) -> Interval:
-        """The header before what starts at `after`: from its logical line's start to the last colon."""
+        """Return the header before `after`: from its logical line's start to the last colon."""
         end = self._colon_ends[bisect.bisect_right(self._colon_ends, after) - 1]
         return self.logical_line(end - 1), end
 
@@ -190,7 +190,7 @@ def _units(source: _Source, body: list[ast.stmt]) -> _Units:
 
 
 def _opened(source: _Source, node: ast.stmt) -> tuple[list[Interval], list[ast.stmt]]:
-    """Headers and inner statements of a compound statement; nothing of a simple one."""
+    """List headers and inner statements of a compound statement; none for a simple one."""
     first: list[ast.stmt] = getattr(node, "body", [])
     bodies = [getattr(node, "orelse", []), getattr(node, "finalbody", [])]
     bodies += [part.body for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ()))]
@@ -204,17 +204,17 @@ def _opened(source: _Source, node: ast.stmt) -> tuple[list[Interval], list[ast.s
         if not body:
             continue
         start = source.start(body[0])
-        # A branch of an `if` stands in the tree as an `if` in its `else`; its header is its own.
+        # The tree has an `elif` as an `if` in the `else`; its header is its own.
         if not (isinstance(body[0], ast.If) and source.code.startswith("elif", start)):
             headers.append(source.header(start))
     return headers, [*first, *itertools.chain.from_iterable(bodies)]
 
 
-# --- A program that does not ------------------------------------------------------------------------------------
+# --- A program that does not parse -------------------------------------------------------------------------------
 
 
 def _line_units(code: str) -> _Units:
-    """Lines without outer blanks; those that are a comment or stand in a docstring are remarks."""
+    """List lines without outer blanks; those in a comment or docstring are remarks."""
     units = _Units([], [])
     quote, in_docstring = "", False
     for line in _LINE.finditer(code):

@@ -1,4 +1,4 @@
-"""Rules by which a run reads its completions: what counts as a span and what counts as the answer."""
+"""Define how a run reads its completions: what counts as a span and what counts as the answer."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -12,10 +12,10 @@ from .python_code import ranked_python_intervals
 
 Detector = Callable[[str], Iterable[Interval]]
 RankedDetector = Callable[[str], Sequence[list[Interval]]]
-"""Intervals by rank, those of a rank wanted before those of the next."""
+"""Intervals by rank; those of a rank are taken before those of the next."""
 
 AnswerFormat = str | re.Pattern[str] | Callable[[str], Interval | None]
-"""A run's own form of answers, see `answer_text_span`."""
+"""Type of a run's own form of answers, see `answer_text_span`."""
 
 DETECTORS: dict[str, RankedDetector] = {
     "math": ranked_math_intervals,
@@ -29,12 +29,12 @@ FALLBACKS = (None, "last_number")
 
 @dataclass(frozen=True)
 class SpanRules:
-    """What counts as a span of a completion."""
+    """Rules for the spans of a completion."""
 
     detector: str | Detector = "math"
-    """What counts as a span, see `detect_spans`."""
+    """Finder of spans, a name or a function, see `detect_spans`."""
     max_spans: int = 10
-    """Most spans per completion (K_max)."""
+    """Maximum spans per completion (K_max)."""
     selection: str = "first"
     """Which spans stay when there are more, see `detect_spans`."""
 
@@ -65,10 +65,10 @@ class SpanRules:
 
 @dataclass(frozen=True)
 class AnswerRules:
-    """What counts as the answer of a completion."""
+    """Rules for the answer of a completion."""
 
     answer_format: AnswerFormat | None = None
-    """The run's own form of answers, a pattern or a function, see `answer_text_span`; None knows the usual forms."""
+    """The run's own form of answers, a pattern or a function, see `answer_text_span`; None reads the usual forms."""
     answer_fallback: str | None = None
     """\"last_number\" takes the last number where no answer is marked; None takes nothing."""
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from cfa_kernels.estimators import gradient
 from cfa_kernels.estimators.gradient import gradient_saliency
-from cfa_kernels.hf.verify import prove_supported
+from cfa_kernels.hf.verify import check_supported
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
@@ -278,7 +278,7 @@ def test_the_model_is_left_as_it_was_also_when_it_fails(grad, fails, monkeypatch
     model = make_model("Qwen3").train()
     model.model.layers[1].eval()
     model.model.norm.weight.requires_grad_(False)
-    prove_supported(model)
+    check_supported(model)
     for i, parameter in enumerate(model.parameters()):
         if i % 2 and parameter.requires_grad:
             parameter.grad = torch.randn_like(parameter)
@@ -366,7 +366,7 @@ def test_bad_options_are_refused_by_name(option, message):
 
 def test_a_model_that_passes_no_gradient_to_its_embeddings_is_refused_by_name(monkeypatch):
     model = make_model("Qwen3")
-    prove_supported(model)
+    check_supported(model)
     with monkeypatch.context() as patch:
         patch.setattr(model.model.layers[0], "forward", torch.no_grad()(model.model.layers[0].forward))
         with pytest.raises(NotImplementedError, match="Qwen3ForCausalLM passes no gradient to its embeddings"):
@@ -383,7 +383,7 @@ def test_a_model_that_passes_no_gradient_to_its_embeddings_is_refused_by_name(mo
 
 def test_a_gradient_that_is_not_finite_is_an_error_that_names_the_row():
     model = make_model("Qwen3")
-    prove_supported(model)
+    check_supported(model)
     completions = [row.clone() for row in COMPLETIONS]
     completions[4][20] = 210
     with torch.no_grad():

@@ -88,17 +88,17 @@ def test_ieee_products_leave_the_setting_of_all_backends_in_force():
 
 
 @pytest.mark.parametrize("way", ["set_float32_matmul_precision", "cuda.matmul.fp32_precision"])
-def test_a_model_is_proven_where_tf32_is_allowed(way):
+def test_a_model_is_checked_where_tf32_is_allowed(way):
     model = make_model("Qwen3", num_hidden_layers=2)
     WAYS[way]()
     before = settings()
     with LikeTensorCores():
-        verify.prove_supported(model)
+        verify.check_supported(model)
         assert verify.noise_floor(model) > verify.FLOAT32_NOISE
         assert settings() == before
         model.forward = lambda **_: 1 / 0
         with pytest.raises(ZeroDivisionError):
-            verify.prove_supported(model)
+            verify.check_supported(model)
     assert settings() == before
 
 

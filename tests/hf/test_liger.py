@@ -13,7 +13,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from cfa_kernels import packed_logprobs, score_counterfactuals
 from cfa_kernels.hf.liger import fused_modules, keep_own_modules, keeps_own_modules
 from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.verify import prove_head
+from cfa_kernels.hf.verify import check_head
 from cfa_kernels.scoring import training_forward
 from cfa_kernels.span import Span
 from tests.support.liger import liger_runs
@@ -72,7 +72,7 @@ def gradients(model):
 
 @pytest.mark.parametrize("checkpointing", [{}, {"use_reentrant": False}, {"use_reentrant": True}])
 def test_adapters_train_through_fused_modules_also_where_layers_run_again_in_the_backward(checkpointing, monkeypatch):
-    monkeypatch.setattr(training_forward, "prove_trainable", prove_head)
+    monkeypatch.setattr(training_forward, "check_trainable", check_head)
     own, model = adapted(), adapted(**checkpointing)
     keep_own_modules(causal_lm(own))
     expected = gradients(own)
@@ -96,7 +96,7 @@ def two_backwards(model):
 
 
 def test_a_second_backward_over_activations_that_the_first_has_overwritten_is_refused(monkeypatch):
-    monkeypatch.setattr(training_forward, "prove_trainable", prove_head)
+    monkeypatch.setattr(training_forward, "check_trainable", check_head)
     model = small_model().train()
     with (
         liger_runs(),
@@ -110,7 +110,7 @@ def test_a_second_backward_over_activations_that_the_first_has_overwritten_is_re
 
 @pytest.mark.parametrize("case", ["no gate is exchanged", "layers run again"])
 def test_a_second_backward_is_taken_where_nothing_is_overwritten(case, monkeypatch):
-    monkeypatch.setattr(training_forward, "prove_trainable", prove_head)
+    monkeypatch.setattr(training_forward, "check_trainable", check_head)
     model = small_model().train()
     if case == "no gate is exchanged":
         monkeypatch.setattr("cfa_kernels.hf.liger._FILES", ("liger_kernel.transformers.rms_norm",))
@@ -124,7 +124,7 @@ def test_a_second_backward_is_taken_where_nothing_is_overwritten(case, monkeypat
 
 
 def test_gradients_at_the_hidden_states_are_no_backward_through_the_modules(monkeypatch):
-    monkeypatch.setattr(training_forward, "prove_trainable", prove_head)
+    monkeypatch.setattr(training_forward, "check_trainable", check_head)
     model = small_model().train()
     with liger_runs():
         forward = training_forward.packed_forward(model, *SMALL[:2])

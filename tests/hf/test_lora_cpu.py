@@ -9,7 +9,7 @@ from cfa_kernels import packed_logprobs, score_counterfactuals
 from cfa_kernels.hf import lora_cpu
 from cfa_kernels.hf.lora_cpu import one_pass_adapters
 from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.verify import prove_head
+from cfa_kernels.hf.verify import check_head
 from cfa_kernels.ops.adapted_linear import adapted_linear
 from cfa_kernels.scoring import training_forward
 from cfa_kernels.span import Span
@@ -55,7 +55,7 @@ def test_the_op_is_its_formula_and_passes_gradcheck(bias, trains):
 
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
 def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointing, monkeypatch):
-    monkeypatch.setattr(training_forward, "prove_trainable", prove_head)
+    monkeypatch.setattr(training_forward, "check_trainable", check_head)
     made = calls(monkeypatch)
 
     def gradients(model):

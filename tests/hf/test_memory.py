@@ -11,7 +11,7 @@ from cfa_kernels.estimators.partial_branches import answer_knockout, short_branc
 from cfa_kernels.estimators.resampling import resampled_fills
 from cfa_kernels.hf import limits, memory, tree_forward
 from cfa_kernels.hf.memory import columns_at_once, halves, rows_at_once, run_in_memory
-from cfa_kernels.hf.verify import prove_head, prove_supported
+from cfa_kernels.hf.verify import check_head, check_supported
 from cfa_kernels.scoring import masked, training_forward
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import score_counterfactuals
@@ -58,7 +58,7 @@ CALLS = {
 @functools.cache
 def model():
     made = make_model("Qwen3").cpu().double()  # whose rounding moves no draw from one token to the next
-    prove_supported(made)
+    check_supported(made)
     return made
 
 
@@ -188,7 +188,7 @@ def test_strips_of_logits_stay_within_what_may_exist_at_once():
 @pytest.mark.parametrize("adapted", [False, True])
 def test_what_a_training_forward_keeps_is_estimated_within_its_measure_and_a_third_more(adapted, monkeypatch):
     """Halves, as on a GPU, where PEFT's own layers copy their inputs to the float32 of the adapters."""
-    monkeypatch.setattr(training_forward, "prove_trainable", prove_head)
+    monkeypatch.setattr(training_forward, "check_trainable", check_head)
     (prompt,), (completion,) = tokens(8), tokens(93, seed=1)
 
     def made(layers):

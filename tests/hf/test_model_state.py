@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 from cfa_kernels import ScoredBatch, TrainingForward
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.model_state import ModelState
-from cfa_kernels.hf.verify import prove_head
+from cfa_kernels.hf.verify import check_head
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.packing.prefix_tree import Query
 from cfa_kernels.scoring import training_forward
@@ -20,9 +20,9 @@ ASKED = ([[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
 
 
 @pytest.fixture(autouse=True)
-def without_proofs(monkeypatch):
-    """Of models that other tests prove."""
-    monkeypatch.setattr(training_forward, "prove_trainable", prove_head)
+def without_self_checks(monkeypatch):
+    """Skip the self-check, which other tests run on these models."""
+    monkeypatch.setattr(training_forward, "check_trainable", check_head)
 
 
 def small_model(**changes):

@@ -59,7 +59,7 @@ def test_noise_is_measured_once_for_each_arithmetic_and_leaves_adapters_and_mode
 
 def test_noise_of_layers_that_cannot_run_in_float32_is_measured_in_their_own_dtype():
     model = make_model("Qwen3").bfloat16()
-    verify.prove_supported(model)
+    verify.check_supported(model)
 
     def halves_only(module, args):
         if args[0].dtype != torch.bfloat16:

@@ -32,10 +32,10 @@ def test_noise_of_training_mode_is_refused_with_what_to_set(kind):
     model = make_model(name, **options).train()
     states = torch.get_rng_state(), random.getstate()
     with pytest.raises(NotImplementedError, match=rf"model: {type(model).__name__} draws at random .*{remedy}"):
-        verify.prove_trainable(model)
+        verify.check_trainable(model)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
-    verify.prove_trainable(model.eval())
+    verify.check_trainable(model.eval())
 
 
 QUIET_MODELS = {
@@ -54,35 +54,35 @@ QUIET_MODELS = {
 
 @pytest.mark.parametrize("name", QUIET_MODELS)
 def test_models_without_noise_are_trained(name):
-    verify.prove_trainable(make_model(name, **QUIET_MODELS[name]).train())
+    verify.check_trainable(make_model(name, **QUIET_MODELS[name]).train())
 
 
 def test_draws_that_change_nothing_are_no_noise():
     model = make_model("Qwen3").train()
     draws = []
     model.model.layers[0].register_forward_hook(lambda *_: draws.append(torch.rand([])))
-    verify.prove_trainable(model)
+    verify.check_trainable(model)
     assert draws
 
 
 def test_noise_that_a_hook_on_the_embedding_adds_later_is_noticed():
     model = make_model("Qwen3").train()
-    verify.prove_trainable(model)
+    verify.check_trainable(model)
 
     def noisy(module, args, out):
         return out + 0.1 * torch.rand_like(out) if module.training else None
 
     hook = model.get_input_embeddings().register_forward_hook(noisy)
     with pytest.raises(NotImplementedError, match=r"draws at random .* or its hooks, such as NEFTune's"):
-        verify.prove_trainable(model)
+        verify.check_trainable(model)
     hook.remove()
-    verify.prove_trainable(model)
+    verify.check_trainable(model)
 
 
 def test_dropout_modules_are_refused_with_the_setting_that_puts_them_to_zero():
     model = make_model("Persimmon", **{key: SHAPE[key] for key in SHAPE if key != "num_key_value_heads"})
     assert model.config.hidden_dropout == 0
-    verify.prove_trainable(model.train())
+    verify.check_trainable(model.train())
     model = make_model("Persimmon", hidden_dropout=0.2).train()
     with pytest.raises(NotImplementedError, match=r"has dropout 0\.2 in .* set it to 0 \(from_pretrained takes hidden"):
-        verify.prove_trainable(model)
+        verify.check_trainable(model)

@@ -124,7 +124,7 @@ def scaled(model, factor):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("use", [verify.prove_head, verify.prove_supported])
+@pytest.mark.parametrize("use", [verify.check_head, verify.check_supported])
 def test_logits_changed_after_the_head_are_refused_in_every_dtype(dtype, use):
     use(make_model("Qwen3").to(dtype))
     with pytest.raises(
@@ -141,13 +141,13 @@ def uncapped(model):
     model.config.final_logit_softcapping = None
 
 
-def test_a_cap_changed_after_a_proof_is_read_anew():
+def test_a_cap_changed_after_a_check_is_read_anew():
     model = make_model("Gemma2", final_logit_softcapping=30.0)
-    assert verify.prove_head(model).softcap == 30.0
+    assert verify.check_head(model).softcap == 30.0
     capped(model)
-    assert verify.prove_head(model).softcap == 3.0
+    assert verify.check_head(model).softcap == 3.0
     uncapped(model)
-    assert verify.prove_head(model).softcap is None
+    assert verify.check_head(model).softcap is None
 
 
 def rescaled(model):
@@ -167,18 +167,18 @@ CHANGES = {"scale": rescaled, "hook": hooked, "forward": lambda model: scaled(mo
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_model_changed_after_its_proof_is_proven_again(change):
+def test_a_model_changed_after_its_self_check_is_checked_again(change):
     model = make_model("Cohere")
-    verify.prove_supported(model)
+    verify.check_supported(model)
     CHANGES[change](model)
     for _ in range(2):
         with pytest.raises(NotImplementedError, match="model: "):
-            verify.prove_supported(model)
+            verify.check_supported(model)
 
 
 def test_a_forward_exchanged_in_the_models_class_is_noticed(monkeypatch):
     model = make_model("Qwen3")
-    verify.prove_head(model)
+    verify.check_head(model)
     own = type(model).forward
 
     def louder(self, *args, **kwargs):
@@ -188,17 +188,17 @@ def test_a_forward_exchanged_in_the_models_class_is_noticed(monkeypatch):
 
     monkeypatch.setattr(type(model), "forward", louder)
     with pytest.raises(NotImplementedError, match="logits of Qwen3ForCausalLM are not its head's"):
-        verify.prove_head(model)
+        verify.check_head(model)
 
 
-def test_a_proof_is_kept_while_nothing_changes_by_one_walk_over_the_modules(monkeypatch):
+def test_a_self_check_is_kept_while_nothing_changes_by_one_walk_over_the_modules(monkeypatch):
     model = make_model("Qwen3")
 
     def watched():  # made anew, as hooks are where checkpointing goes off and on
         return model.get_input_embeddings().register_forward_hook(lambda _, args, out: None)
 
     hook = watched()
-    verify.prove_head(model)
+    verify.check_head(model)
     monkeypatch.setattr(verify, "_measured", None)
     walks, walk = [], type(model).named_modules
 
@@ -209,18 +209,18 @@ def test_a_proof_is_kept_while_nothing_changes_by_one_walk_over_the_modules(monk
     monkeypatch.setattr(type(model), "named_modules", counted)
     hook.remove()
     hook = watched()
-    verify.prove_head(model)
+    verify.check_head(model)
     assert len(walks) == 1
 
 
 def test_gradients_of_the_input_have_no_model_checked_again(monkeypatch):
     """transformers adds a hook to the embedding at every call, TRL and PEFT call it at every step."""
     model = make_model("Qwen3")
-    verify.prove_head(model)
+    verify.check_head(model)
     monkeypatch.setattr(verify, "_measured", None)
     for _ in range(2):
         model.enable_input_require_grads()
-        verify.prove_head(model)
+        verify.check_head(model)
 
 
 def test_a_model_in_accelerates_autocast_is_checked_by_its_own_forward():
@@ -230,7 +230,7 @@ def test_a_model_in_accelerates_autocast_is_checked_by_its_own_forward():
         accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
         wrapped = accelerator.prepare_model(model)
         with accelerator.autocast():
-            verify.prove_supported(wrapped)
+            verify.check_supported(wrapped)
         assert wrapped(input_ids=torch.arange(4, 9)[None]).logits.dtype == torch.float32  # still accelerate's
     finally:
         AcceleratorState._reset_state(True)
@@ -247,7 +247,7 @@ def test_a_head_of_another_width_than_its_body_is_refused_in_one_line():
 
 @pytest.mark.parametrize("cap", [None, 30.0])
 def test_a_cap_is_found_before_training_has_made_the_logits_large_enough_to_show_it(cap):
-    head = verify.prove_head(make_model("Gemma2", initializer_range=0.001, final_logit_softcapping=cap))
+    head = verify.check_head(make_model("Gemma2", initializer_range=0.001, final_logit_softcapping=cap))
     assert head.softcap == cap
     assert head.logit_scale == 1.0
 
@@ -265,14 +265,14 @@ def test_a_layer_that_looks_at_other_tokens_without_attention_is_refused(dtype):
             return self.inner(x + 0.05 * x.roll(1, dims=1))
 
     model.model.layers[1].mlp = ShiftsALittle(model.model.layers[1].mlp)
-    verify.prove_head(model)
+    verify.check_head(model)
     with pytest.raises(NotImplementedError, match="Qwen3ForCausalLM does not compute the same in a packed tree"):
-        verify.prove_supported(model)
+        verify.check_supported(model)
 
 
-def test_right_models_in_low_precision_pass_the_proof():
+def test_right_models_in_low_precision_pass_the_self_check():
     for name in ("Qwen2", "Gemma2", "Granite", "Cohere", "Qwen3Moe"):
-        head = verify.prove_supported(make_model(name, initializer_range=0.3).bfloat16())
+        head = verify.check_supported(make_model(name, initializer_range=0.3).bfloat16())
         assert head.weight.dtype == torch.bfloat16
 
 
@@ -294,7 +294,7 @@ def test_an_adapter_on_the_head_is_refused_even_while_it_changes_nothing(method)
         score(model)
 
 
-def test_an_adapter_put_on_the_head_after_a_proof_is_refused_too():
+def test_an_adapter_put_on_the_head_after_a_self_check_is_refused_too():
     model = make_model("Qwen3")
     score(model)
     adapted = get_peft_model(model, LoraConfig(target_modules=["lm_head"]))
@@ -319,11 +319,11 @@ class OnlyFirstTokens(torch.nn.Module):
 OnlyFirstTokens.__module__ = "peft.tuners.invented"
 
 
-def test_an_adapter_in_the_body_that_starts_as_the_identity_is_proven_as_it_may_become():
+def test_an_adapter_in_the_body_that_starts_as_the_identity_is_checked_as_it_may_become():
     model = make_model("Qwen3")
     model.model.layers[0].mlp = OnlyFirstTokens(model.model.layers[0].mlp)
     with pytest.raises(NotImplementedError, match="does not compute the same in a packed tree"):
-        verify.prove_supported(model)
+        verify.check_supported(model)
 
 
 @pytest.mark.parametrize("kind", ["loha", "ia3", "lora", "oft"])
@@ -348,7 +348,7 @@ def test_adapters_on_other_layers_are_scored_exactly(kind):
 
 REFUSED = [
     (lambda: torch.nn.Linear(2, 2), TypeError, "must be a transformers causal language model, got Linear"),
-    (lambda: make_model("Qwen3").model, NotImplementedError, "Qwen3Model has no language-model head"),
+    (lambda: make_model("Qwen3").model, NotImplementedError, "Qwen3Model has no LM head"),
     (
         lambda: transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_head=2)),
         NotImplementedError,
@@ -389,12 +389,12 @@ def test_a_model_is_refused_also_while_it_is_so_little_trained_that_its_tokens_h
     with torch.no_grad():
         model.lm_head.weight.mul_(scale)
     with pytest.raises(NotImplementedError, match="MambaForCausalLM does not compute the same"):
-        verify.prove_supported(model)
+        verify.check_supported(model)
 
 
-def test_the_head_of_a_model_that_cannot_be_scored_can_still_be_proven():
+def test_the_head_of_a_model_that_cannot_be_scored_can_still_be_checked():
     config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_heads=4)
-    head = verify.prove_head(transformers.MambaForCausalLM(config))
+    head = verify.check_head(transformers.MambaForCausalLM(config))
     assert head.weight.shape == (VOCAB, 32)
 
 

@@ -20,7 +20,7 @@ from tests.support.trl_training import build, fuses, logged, parameters, rollout
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), fuses]
 UNIFORM = CounterfactualConfig(mode="uniform")
 
-# Tests compare the losses with TRL's under these: here, in test_trl_packed.py, test_trl_fused.py and test_losses.py.
+# Tests compare losses with TRL's under these: here, in test_trl_packed.py, test_trl_fused.py, test_policy_trl.py.
 EQUAL = {
     "beta", "cast_lm_head_to_fp32", "delta", "disable_dropout", "epsilon", "epsilon_high", "importance_sampling_level",
     "loss_type", "mask_truncated_completions", "max_completion_length", "num_iterations", "pad_to_multiple_of",

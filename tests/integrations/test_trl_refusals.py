@@ -119,7 +119,7 @@ CREDIT: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
 }  # fmt: skip
 FUSION: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "TRL before 1.10": ({}, {}, GRPOTrainer, before_1_10, "combined with TRL 1.9.0: it normalises"),
-    "vespo": ({"loss_type": "vespo"}, {}, GRPOTrainer, None, "combined with loss_type='vespo': it is none of grpo"),
+    "vespo": ({"loss_type": "vespo"}, {}, GRPOTrainer, None, "combined with loss_type='vespo': it is not one of grpo"),
     "GMPO": ({}, {}, GMPOTrainer, None, r"GMPOTrainer: it has a loss of its own \(_compute_loss\)"),
     "a loss of one's own": ({}, {}, OwnLoss, None, r"OwnLoss: it has a loss of its own \(_compute_loss\)"),
     "Liger's loss": ({}, {}, Ligers, None, "combined with use_liger_kernel=True in TRL"),
@@ -294,7 +294,7 @@ def test_images_that_come_with_the_rollouts_are_refused_where_there_is_credit_or
     trainer = object.__new__(with_mixin(WithImages))
     trainer.counterfactual, trainer.fused_loss = CounterfactualConfig(mode=mode), False
     trainer.packed_loss = False
-    trainer.model, trainer._model_is_proven = SimpleNamespace(training=True), True
+    trainer.model, trainer._model_is_checked = SimpleNamespace(training=True), True
     batch = {"pixel_values": torch.zeros(1)}
     if mode == "uniform":
         assert trainer._generate_and_score_completions(batch) is batch
@@ -318,10 +318,10 @@ def test_a_model_that_is_placed_by_training_is_tried_before_the_first_completion
     if fused and RELEASE < (1, 10):
         pytest.skip("the fused loss needs TRL 1.10")
     tried: list[str] = []
-    for name in ("noise_floor", "prove_head"):
-        prove = getattr(integration, name)
-        monkeypatch.setattr(integration, name, lambda model, name=name, prove=prove: tried.append(name) or prove(model))
-    expected = ["noise_floor", "prove_head"][: 1 + fused]
+    for name in ("noise_floor", "check_head"):
+        check = getattr(integration, name)
+        monkeypatch.setattr(integration, name, lambda model, name=name, check=check: tried.append(name) or check(model))
+    expected = ["noise_floor", "check_head"][: 1 + fused]
 
     class Later(CounterfactualGRPOTrainer):
         def _model_is_placed(self) -> bool:

@@ -1,4 +1,4 @@
-"""PrefixTree and pack_units: every sequence keeps its tokens and positions, and nothing common is laid out twice."""
+"""PrefixTree and pack_bundles: every sequence keeps its tokens and positions, and nothing common is laid out twice."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfa_kernels.ops.segment_table import SegmentTable
-from cfa_kernels.packing.packs import Limits, chain_units, pack_units
+from cfa_kernels.packing.packs import Limits, chain_bundles, pack_bundles
 from cfa_kernels.packing.prefix_tree import PrefixTree, Query
 
 # Few distinct tokens, so that prefixes collide often.
@@ -80,25 +80,25 @@ def test_a_sequence_shares_nothing_from_where_it_stands_alone(rows, alone_from):
     assert tree.num_tokens == distinct_prefixes(rows) + len(own)
 
 
-def units_of(rows):
+def bundles_of(rows):
     return [[Query(ids(row), len(row) - 1, ids([7]))] for row in rows]
 
 
 @given(sequences, st.integers(1, 40))
 def test_packs_cover_all_units_in_order_within_the_budget(rows, budget):
-    packs = pack_units(units_of(rows), budget)
-    assert [i for pack in packs for i in pack.units] == list(range(len(rows)))
+    packs = pack_bundles(bundles_of(rows), budget)
+    assert [i for pack in packs for i in pack.bundles] == list(range(len(rows)))
     for pack in packs:
-        assert pack.num_tokens <= budget or len(pack.units) == 1
+        assert pack.num_tokens <= budget or len(pack.bundles) == 1
 
 
 @given(sequences, st.integers(1, 40))
 def test_a_queries_rows_and_targets_survive_packing(rows, budget):
-    units = [[Query(ids(row), 0, ids([*row[1:], 9]))] for row in rows]
-    for pack in pack_units(units, budget):
+    bundles = [[Query(ids(row), 0, ids([*row[1:], 9]))] for row in rows]
+    for pack in pack_bundles(bundles, budget):
         wanted_rows, wanted_targets = pack.rows[pack.query_index], pack.targets[pack.query_index]
         start = 0
-        for i in pack.units:
+        for i in pack.bundles:
             part = slice(start, start + len(rows[i]))
             assert pack.input_ids[wanted_rows[part]].tolist() == rows[i]
             assert pack.position_ids[wanted_rows[part]].tolist() == list(range(len(rows[i])))
@@ -111,8 +111,8 @@ def test_chains_answer_each_query_once_within_the_budget(rows, budget, continues
     queries = [Query(ids(row), 0, ids([*row[1:], 9])) for row in rows]
     half = len(rows) // 2
     answered = []
-    for chain in chain_units(queries, [range(half), [], range(half, len(rows))], Limits(budget, continues)):
-        fed, inside, asked = 0, [], [n for unit in chain.units for n in unit]
+    for chain in chain_bundles(queries, [range(half), [], range(half, len(rows))], Limits(budget, continues)):
+        fed, inside, asked = 0, [], [n for bundle in chain.bundles for n in bundle]
         for pack, numbers in chain.packs(queries):
             tokens = pack.input_ids if pack is chain.first else np.concatenate([chain.first.input_ids, pack.input_ids])
             ends = np.cumsum([len(rows[n]) for n in numbers], dtype=np.int64)
@@ -130,16 +130,16 @@ def test_chains_answer_each_query_once_within_the_budget(rows, budget, continues
 def test_branches_over_the_budget_are_fed_once_in_packs_that_continue_their_sequence():
     rows = [list(range(12)), *([*range(t), 99, *range(t + 1, 12)] for t in range(12))]
     queries = [Query(ids(row), 11, ids([7])) for row in rows]
-    (chain,) = chain_units(queries, [range(13)], Limits(15))
+    (chain,) = chain_bundles(queries, [range(13)], Limits(15))
     fed = [pack.num_tokens for pack, _ in chain.packs(queries)]
     assert fed == [12, 12, 11, 10, 9, 15, 15, 6]
-    (short,) = chain_units(queries, [range(13)], Limits(15, most_rows=24))
+    (short,) = chain_bundles(queries, [range(13)], Limits(15, most_rows=24))
     assert max(12 + pack.num_tokens for pack, _ in short.packs(queries)) <= 24
 
 
 def test_equal_head_rows_are_asked_once_unless_one_is_tempered():
     row = ids([1, 2, 3])
-    (pack,) = pack_units(
+    (pack,) = pack_bundles(
         [[Query(row, 1, ids([5, 6])), Query(row, 1, ids([5, 8])), Query(row, 1, ids([5, 6]), True)]], 99
     )
     assert list(zip(pack.rows.tolist(), pack.targets.tolist(), strict=True)) == [(1, 5), (2, 6), (2, 8), (1, 5), (2, 6)]
@@ -148,19 +148,19 @@ def test_equal_head_rows_are_asked_once_unless_one_is_tempered():
 
 
 def test_empty_units_are_covered_and_cost_nothing():
-    packs = pack_units([[], *units_of([[1, 2]]), []], 10)
+    packs = pack_bundles([[], *bundles_of([[1, 2]]), []], 10)
     assert len(packs) == 1
     assert packs[0].num_tokens == 2
-    assert pack_units([[], []], 10) == []
+    assert pack_bundles([[], []], 10) == []
 
 
 def test_a_token_budget_below_one_is_refused():
     with pytest.raises(ValueError, match="token_budget must be at least 1, got 0"):
-        pack_units(units_of([[1]]), 0)
+        pack_bundles(bundles_of([[1]]), 0)
 
 
 def test_a_query_beyond_its_sequence_is_refused():
-    with pytest.raises(ValueError, match=r"positions \[1, 3\) do not lie on a sequence of 2 tokens"):
+    with pytest.raises(ValueError, match=r"positions \[1, 3\) are outside a sequence of 2 tokens"):
         Query(ids([1, 2]), 1, ids([3, 4]))
 
 

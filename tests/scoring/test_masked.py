@@ -125,7 +125,7 @@ def test_queries_of_any_sequences_get_the_logprobs_of_their_targets(qwen3, budge
 
 
 def test_lengths_of_queries_that_do_not_fit_their_units_are_refused(qwen3):
-    with pytest.raises(ValueError, match="lengths has 1 rows, units has 2; they must agree"):
+    with pytest.raises(ValueError, match="lengths has 1 rows, bundles has 2; they must agree"):
         query_logprobs(qwen3, [[], []], lengths=[3])
 
 
@@ -143,7 +143,7 @@ def count_tokens(monkeypatch):
 
 
 def test_equal_completions_and_branches_are_fed_once(qwen3, monkeypatch):
-    verify.prove_supported(qwen3)
+    verify.check_supported(qwen3)
     fed = count_tokens(monkeypatch)
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
     span, answer = Span(4, 8), Span(16, 19)
@@ -174,7 +174,7 @@ def test_the_last_layer_computes_its_output_and_mlp_for_answer_rows_alone(name):
         layer.mlp.down_proj.register_forward_hook(lambda _, args, out: rows.append(args[0].shape[-2]))
         layer.self_attn.o_proj.register_forward_hook(lambda _, args, out: rows.append(out.shape[-2]))
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
-    verify.prove_supported(model)
+    verify.check_supported(model)
     rows.clear()
     score_counterfactuals(model, [prompt], [completion], [[Span(4, 8)]], [Span(16, 19)], placeholder_id=PLACEHOLDER)
     fed = 9 + 18 + 14
@@ -182,7 +182,7 @@ def test_the_last_layer_computes_its_output_and_mlp_for_answer_rows_alone(name):
 
 
 def test_nothing_is_computed_for_rows_without_an_answer(qwen3, monkeypatch):
-    verify.prove_supported(qwen3)
+    verify.check_supported(qwen3)
     fed = count_tokens(monkeypatch)
     scores = score_counterfactuals(qwen3, *([x] for x in (*tokens(5, 9), [Span(1, 2)], None)), placeholder_id=0)
     assert fed == []
@@ -221,7 +221,7 @@ def state_of(model):
     )
 
 
-@pytest.mark.parametrize("fails", ["never", "in the proof", "in scoring"])
+@pytest.mark.parametrize("fails", ["never", "in the self-check", "in scoring"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_model_is_as_before_afterwards_also_after_an_exception(implementation, fails, dtype, monkeypatch):
@@ -287,7 +287,7 @@ def test_one_completion_that_does_not_fit_in_memory_is_an_error(qwen3, monkeypat
     def no_memory(*_, **__):
         raise torch.OutOfMemoryError("pretend")
 
-    verify.prove_supported(qwen3)
+    verify.check_supported(qwen3)
     for module in (tree_forward, masked):
         monkeypatch.setattr(module, "packed_hidden", no_memory)
     with pytest.raises(torch.OutOfMemoryError, match="pretend"):

@@ -115,8 +115,8 @@ def test_a_policy_that_trains_as_it_samples_is_not_stopped(fresh, dtype, roundin
 def test_log_probs_that_are_not_those_sampled_with_stop_the_run_before_a_step(fresh, dtype, monkeypatch) -> None:
     # Logits at half their size: about what a scale that the model's configuration names otherwise does.
     trainer = fresh(f"--dtype={dtype}")
-    prove = packed_loss.prove_trainable
-    monkeypatch.setattr(packed_loss, "prove_trainable", lambda model: replace(prove(model), logit_scale=0.5))
+    check = packed_loss.check_trainable
+    monkeypatch.setattr(packed_loss, "check_trainable", lambda model: replace(check(model), logit_scale=0.5))
     before = [p.detach().clone() for p in trainer.policy.parameters()]
     with pytest.raises(FloatingPointError, match=r"^samples \[\d.*\]: their log-probs in the update are not those"):
         update_on_a_group(trainer)

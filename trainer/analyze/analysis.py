@@ -27,7 +27,7 @@ _MARKDOWN = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_|[]$~#"} | {"<": 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; what is wrong is one line on stderr and exit code 1, or 2 for settings."""
+    """Run the program; an error gives one line on stderr and exit code 1, or 2 for settings."""
     parser = argparse.ArgumentParser(prog="python -m trainer.analyze", description=DESCRIPTION)
     parser.add_argument("run_or_file", type=Path, metavar="RUN_OR_FILE")
     parser.add_argument("--out", type=Path, help="folder to write to; default: analysis in the run, or NAME-analysis")
@@ -101,7 +101,7 @@ def write_analysis(
 
 
 def _threshold_of(source: Path) -> float:
-    """`correct_threshold` of a run's settings, 0.5 where there are none or they do not name it."""
+    """Return `correct_threshold` of a run's settings, 0.5 where there are none or they do not name it."""
     file = source / "config.yaml"
     if not file.exists():
         return 0.5
@@ -123,7 +123,7 @@ def _threshold_of(source: Path) -> float:
 
 
 def _shown(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """The samples for the page, in order: those with most estimators, then spans; of equal texts and ranks the last."""
+    """Choose the page's samples: most estimators first, then most spans; of equal texts and ranks the last."""
     last = {tuple(sample.tokens): i for i, sample in enumerate(samples)}
     order = sorted(last.values(), key=lambda i: (-len(samples[i].credit), -len(samples[i].spans), -i))
     return [samples[i] for i in sorted(order[:count])]

@@ -35,7 +35,7 @@ NAMES = ("cf", "oar_p", "oar_g", "prefix_gain", "entropy_80_20", "prefix_tree", 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; what is wrong with its input is one line on stderr and exit code 1 or 2."""
+    """Run the program; wrong input gives one line on stderr and exit code 1 or 2."""
     parser = argparse.ArgumentParser(prog="python -m trainer.judge", description=DESCRIPTION)
     parser.add_argument("out", type=Path, help="file to write, one JSON object a completion")
     parser.add_argument("--problems", type=int, default=8, help="training problems, num_generations completions each")

@@ -1,7 +1,7 @@
 """Write one page of HTML on which completions are shaded by the credit of their tokens, estimators side by side.
 
-The page needs nothing but itself: the style and the few lines of script of `assets/` are copied into it, and it forbids
-itself to load anything. Every text is escaped, and what does not print is shown as a sign.
+The page is self-contained: the style and the few lines of script of `assets/` are copied into it, and it forbids itself
+to load anything. Every text is escaped, and characters that do not print are shown as signs.
 """
 
 import html
@@ -22,7 +22,7 @@ _STYLE, _SCRIPT = (
 def page_of(samples: Sequence[Sample], title: str) -> str:
     """Make the page: a block of tokens per completion and estimator, with scales, numbers and the completion's spans.
 
-    Blocks stand side by side where there is room and below each other where there is none. A token's number shows on
+    Blocks are side by side where the window is wide enough, else below each other. A token's number shows on
     hover, or with the arrow keys once its block has the focus, for all estimators at once.
 
     Args:
@@ -107,8 +107,8 @@ def _figure(sample: Sample, name: str, kind: str, values: list[float | None], bo
     neutral = 1.0 if kind == "weights" else 0.0
     low, high = bounds if kind == "weights" else (min(known, default=0.0), max(known, default=0.0))
     low, high = min(low, neutral), max(high, neutral)
-    # Weights have room on either side of 1; other numbers are as strong below 0 as above, so rounding stays pale.
-    rooms = (neutral - low, high - neutral) if kind == "weights" else (max(-low, high),) * 2
+    # Weights range on either side of 1; other numbers are as strong below 0 as above, so rounding stays pale.
+    ranges = (neutral - low, high - neutral) if kind == "weights" else (max(-low, high),) * 2
     notes = [kind]
     if kind == "weights" and any(known):
         notes.append(f"ESS ratio {ess_ratio(known):.3f}")
@@ -116,36 +116,36 @@ def _figure(sample: Sample, name: str, kind: str, values: list[float | None], bo
         notes.append(f"top 10 % mass {top_mass(known):.3f}")
     first, last = sample.answer or (0, 0)
     tokens = "".join(
-        _token(text, value, _shade(value, neutral, rooms), first <= place < last)
+        _token(text, value, _shade(value, neutral, ranges), first <= place < last)
         for place, (text, value) in enumerate(zip(sample.tokens, values, strict=True))
     )
     label = _escaped(name)
     return (
         f"<figure><figcaption><strong><bdi>{label}</bdi></strong> <small>{_escaped(', '.join(notes))}</small>"
-        f'{_scale(low, neutral, high, rooms)}</figcaption>\n<div class="tokens" tabindex="0" role="group" '
+        f'{_scale(low, neutral, high, ranges)}</figcaption>\n<div class="tokens" tabindex="0" role="group" '
         f'aria-label="{label}">{tokens}</div></figure>\n'
     )
 
 
-def _scale(low: float, neutral: float, high: float, rooms: tuple[float, float]) -> str:
-    """The shades from the lowest to the highest value, in steps of two, with the numbers at both ends."""
-    down, up = (_step(value, neutral, rooms) for value in (low, high))
+def _scale(low: float, neutral: float, high: float, ranges: tuple[float, float]) -> str:
+    """Make the scale of shades from the lowest to the highest value, in steps of two, with the numbers at both ends."""
+    down, up = (_step(value, neutral, ranges) for value in (low, high))
     below = "".join(f'<i class="c{step}"></i>' for step in range(down, 0, -2))
     above = "".join(f'<i class="w{step}"></i>' for step in range(2 - up % 2, up + 1, 2))
     ends = [f"{value:.3g} " if value != neutral else "" for value in (low, high)]
     return f'<span class="scale">{ends[0]}{below}<i></i>{neutral:g}<i></i>{above} {ends[1]}</span>'
 
 
-def _step(value: float, neutral: float, rooms: tuple[float, float]) -> int:
-    room = rooms[value > neutral]
-    return round(_STEPS * abs(value - neutral) / room) if room > 0 else 0
+def _step(value: float, neutral: float, ranges: tuple[float, float]) -> int:
+    extent = ranges[value > neutral]
+    return round(_STEPS * abs(value - neutral) / extent) if extent > 0 else 0
 
 
-def _shade(value: float | None, neutral: float, rooms: tuple[float, float]) -> str:
-    """The class of a token: w1 to w8 above the neutral value, c1 to c8 below it."""
+def _shade(value: float | None, neutral: float, ranges: tuple[float, float]) -> str:
+    """Return the class of a token: w1 to w8 above the neutral value, c1 to c8 below it."""
     if value is None:
         return "none"
-    step = _step(value, neutral, rooms)
+    step = _step(value, neutral, ranges)
     return f"{'w' if value > neutral else 'c'}{step}" if step else ""
 
 
@@ -172,7 +172,7 @@ def _span_table(sample: Sample) -> str:
 _SIGNS = {code: chr(0x2400 + code) for code in range(32) if code not in (9, 10)} | {
     0x7F: "\u2421", 0x85: "\u2424", 0x2028: "\u2424", 0x2029: "\u2424",
 }  # fmt: skip
-# Marks that turn the direction of what follows them are named; isolated right-to-left text itself is left alone.
+# Marks that turn the direction of what follows them are named; isolated right-to-left text itself is not changed.
 _SIGNS |= {code: f"[U+{code:04X}]" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F)}
 _SIGNS |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
 _SIGNS |= {code: "\ufffd" for code in range(0x80, 0xA0) if code != 0x85}
@@ -183,7 +183,7 @@ def _escaped(text: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """A token's text, with signs for line ends and tabs before them."""
+    """Return a token's text, with signs before line ends and tabs."""
     if not text:
         return '<b class="sign">∅</b>'
     shown = _escaped(text)

@@ -44,7 +44,7 @@ def draw_analysis(path: Path, tables: Mapping[str, Table], drops: list[float], t
 def _bars(
     axes: Axes, title: str, table: Table | None, column: int, *, second: int | None = None, mark: float = 0.0
 ) -> None:
-    """Horizontal bars of one column of a table by its first one, a second column beside it."""
+    """Draw horizontal bars of one column of a table by its first one, a second column beside it."""
     axes.set_title(title)
     rows = [row for row in (table.rows if table else []) if row[column] is not None or second is not None]
     if not rows:
@@ -59,7 +59,7 @@ def _bars(
 
 
 def _intervals(axes: Axes, title: str, tables: list[Table | None]) -> None:
-    """Means with their intervals from tables that hold name, count, mean, low and high."""
+    """Draw means with their intervals from tables that hold name, count, mean, low and high."""
     axes.set_title(title)
     rows = [row for table in tables if table for row in table.rows]
     if not rows:

@@ -15,7 +15,7 @@ KINDS = ("weights", "advantages", "importances")
 
 @dataclass(frozen=True)
 class MaskedSpan:
-    """Tokens `[start, end)` of a completion, and how the answer's log-prob moves when they are masked; of other
+    """Span of tokens `[start, end)` of a completion, and how the answer's log-prob moves when they are masked; of other
     estimators, minus their importance."""
 
     start: int
@@ -26,7 +26,7 @@ class MaskedSpan:
 
 @dataclass(frozen=True)
 class TokenCredit:
-    """What one estimator says of each token: `kind` is one of `KINDS`."""
+    """Judgement of each token by one estimator: `kind` is one of `KINDS`."""
 
     kind: str
     values: list[float | None]
@@ -34,7 +34,7 @@ class TokenCredit:
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion of T tokens; None where the file does not say."""
+    """Completion of T tokens; None for fields that the file does not have."""
 
     line: int
     tokens: list[str]

@@ -23,7 +23,7 @@ _ROUNDING = 1e-9
 
 
 class Interval(NamedTuple):
-    """A statistic and its bootstrap interval `[low, high]`."""
+    """Statistic and its bootstrap interval `[low, high]`."""
 
     value: float
     low: float
@@ -208,7 +208,7 @@ def _top_count(length: int, share: float) -> int:
 
 
 def _vector(name: str, values: Numbers) -> np.ndarray:
-    """(N,) float64, a copy, checked."""
+    """Check numbers and copy them to (N,) float64."""
     given = values.detach().double().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     if given.ndim != 1:
         raise ValueError(f"{name}: must be one row of numbers, got shape {given.shape}")

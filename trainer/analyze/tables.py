@@ -50,7 +50,7 @@ PATTERNS: dict[str, re.Pattern[str]] = {
 
 @dataclass(frozen=True)
 class Table:
-    """A table for JSON and Markdown; `note` says how to read it."""
+    """Table for JSON and Markdown; `note` says how to read it."""
 
     title: str
     columns: tuple[str, ...]
@@ -94,7 +94,7 @@ def classes_of(drops: np.ndarray, noise: float) -> tuple[list[str], list[float]]
 
 @dataclass(frozen=True)
 class _Masked:
-    """A masked span with what the tables ask of it."""
+    """Masked span with the properties that tables use."""
 
     sample: int
     span: MaskedSpan
@@ -237,7 +237,7 @@ def _patterns(spans: list[_Masked]) -> Table:
 def _means(
     title: str, column: str, spans: list[_Masked], key: Callable[[_Masked], str], names: Iterable[str], note: str = ""
 ) -> Table:
-    """Mean and median drop by a property of spans, with an interval of the mean over resampled completions."""
+    """Tabulate mean and median drop by a property of spans, with an interval of the mean over resampled completions."""
     rows: list[list[Cell]] = []
     for name in names:
         inside = [item for item in spans if key(item) == name]
@@ -293,7 +293,7 @@ def _distractors(spans: list[_Masked]) -> Table:
 
 
 def _example(samples: Sequence[Sample]) -> Table:
-    """The completion with the widest range of drops among those with most spans, correct ones first."""
+    """Show the completion with the widest range of drops among those with most spans, correct ones first."""
 
     def spread(sample: Sample) -> tuple[bool, int, float]:
         drops = [span.drop for span in sample.spans] or [0.0]
@@ -311,7 +311,7 @@ def _example(samples: Sequence[Sample]) -> Table:
 
 
 def trained_samples(samples: Iterable[Sample]) -> list[Sample]:
-    """Keep those that move the policy: neither truncated nor known to have an advantage of 0."""
+    """Keep the samples that move the policy: neither truncated nor known to have an advantage of 0."""
     return [sample for sample in samples if not sample.truncated and sample.advantage != 0 and sample.tokens]
 
 
@@ -346,7 +346,7 @@ def _concentration(samples: Sequence[Sample]) -> Table:
 
 
 def _gradient(samples: Sequence[Sample]) -> dict[str, Table]:
-    """Shares of tokens and of gradient by normalised importance; none where no span or no weight is."""
+    """Tabulate shares of tokens and of gradient by normalised importance; none where no span or no weight is."""
     rows: list[list[Cell]] = []
     for name in dict.fromkeys(name for sample in samples for name in sample.credit):
         mass: dict[str, list[float]] = {level: [0.0, 0.0, 0.0] for level in ("high", "medium", "low", "outside spans")}
@@ -376,7 +376,7 @@ def _gradient(samples: Sequence[Sample]) -> dict[str, Table]:
 
 
 def _levels(sample: Sample) -> list[str]:
-    """The class of normalised importance of every token; of two spans over a token the larger one counts."""
+    """Classify the normalised importance of every token; of two spans over a token the larger one counts."""
     importances = [-span.drop for span in sample.spans]
     low, high = min(importances), max(importances)
     share = np.full(len(sample.tokens), -1.0)
@@ -388,7 +388,7 @@ def _levels(sample: Sample) -> list[str]:
 
 
 def _agreement(samples: Sequence[Sample]) -> dict[str, Table]:
-    """Mean Spearman correlation of every two estimators over tokens that both speak of."""
+    """Tabulate the mean Spearman correlation of every two estimators over tokens that both judge."""
     names = list(dict.fromkeys(name for sample in samples for name in sample.credit))
     rows: list[list[Cell]] = []
     for i, first in enumerate(names):

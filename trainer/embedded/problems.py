@@ -1,7 +1,6 @@
 """Generate word problems in GSM8K's form: several arithmetic steps, idle facts, a final `#### N`.
 
-Problems are drawn from a seed.
-Whether a problem is for training or held out follows only from its arithmetic, so the splits never share one.
+Problems are drawn from a seed. A problem's arithmetic decides whether it is held out, so splits never share one.
 """
 
 import hashlib

@@ -71,7 +71,7 @@ SUITED = {
 
 @dataclass
 class WarmupConfig(DataConfig):
-    """One warm-up run; the defaults made the embedded checkpoint."""
+    """Settings of one warm-up run; the defaults made the embedded checkpoint."""
 
     output_dir: str = "runs/warmup"
     """Model folder to write; it must not exist or be empty."""
@@ -254,7 +254,7 @@ def warm_up(config: WarmupConfig) -> Path:
             if step % math.ceil(config.max_steps / 10) == 0:
                 console.print(f"  step {step:>5}   loss {sum(losses[-100:]) / len(losses[-100:]):.4f}")
         longest = sorted(len(example.solution) for example in examples)[int(0.995 * len(examples))]
-        room = 16 * math.ceil(longest * 1.1 / 16)
+        length_limit = 16 * math.ceil(longest * 1.1 / 16)
         bar = progress.add_task("held-out", total=len(held_out), note="")
         result = evaluate(
             model.eval(),
@@ -262,12 +262,12 @@ def warm_up(config: WarmupConfig) -> Path:
             held_out,
             [encode_prompt(row["question"], tokenizer) for row in held_out],
             batch_size=128,
-            max_completion_length=room,
+            max_completion_length=length_limit,
             advance=lambda n: progress.advance(bar, n),
         )
     save_policy(model, tokenizer, folder)
     (folder / DEFAULTS_FILE).write_text(
-        yaml.safe_dump(SUITED | {"max_completion_length": room}, sort_keys=False), encoding="utf-8"
+        yaml.safe_dump(SUITED | {"max_completion_length": length_limit}, sort_keys=False), encoding="utf-8"
     )
     record = {
         "config": asdict(config) | {"output_dir": None},
@@ -287,7 +287,7 @@ def warm_up(config: WarmupConfig) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; what is wrong with settings or data is one line on stderr and exit code 1 or 2."""
+    """Run the program; wrong settings or data give one line on stderr and exit code 1 or 2."""
     argv = sys.argv[1:] if argv is None else argv
     config = parse(WarmupConfig, argv, prog="python -m trainer.warmup", description=DESCRIPTION)
     logging.disable_progress_bar()

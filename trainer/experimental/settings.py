@@ -17,14 +17,14 @@ class CorrectionSettings:
     correction_score: float = 0.5
     """IBPO's rho: score of a correction that is correct, from 0 to 1; others score 0."""
     correction_references: int = 1
-    """Most correct siblings shown beside a wrong completion, nearest by edit distance first."""
+    """Maximum correct siblings shown beside a wrong completion, nearest by edit distance first."""
     correction_credit: Literal["right", "all"] = "right"
-    """Whose unedited tokens lose credit: of completions whose correction is right, or of all that were corrected."""
+    """Completions whose unedited tokens lose credit: those with a right correction, or all that were corrected."""
     correction_template: str = (
         "{question}\n\nThis attempt is wrong:\n{attempt}\n\nThis is correct:\n{references}\n\n"
         "Write the attempt again, corrected. Keep what is right in it and change only what is wrong."
     )
-    """How a correction is asked for, in place of the question; holds {question}, {attempt} and {references}."""
+    """Prompt that asks for a correction, in place of the question; holds {question}, {attempt} and {references}."""
 
     def check_corrections(self, num_generations: int) -> None:
         """Reject values outside their range, naming the setting."""

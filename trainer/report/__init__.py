@@ -1,6 +1,6 @@
-"""Show what a run does and write it down: console, run folder, curves, logging back-ends.
+"""Show and record what a run does: console, run folder, curves, logging back-ends.
 
-A run on several devices reports from one of them: what they measured is summed up before it comes here.
+A run on several devices reports from one of them: measurements are combined before they are passed to this package.
 """
 
 from trainer.report.metrics import Step

@@ -12,7 +12,7 @@ _BLUE, _ORANGE, _GREEN, _GREY = "#3366aa", "#dd7722", "#2a8a57", "#999999"
 
 def draw_curves(path: Path, history: list[dict[str, float]], title: str) -> None:
     """Draw six panels from metrics by step; steps without a metric are left out of its curve."""
-    # No pyplot: the figure belongs to nobody's screen and no global state.
+    # No pyplot: the figure needs neither a screen nor global state.
     figure = Figure(figsize=(13, 7), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=13)

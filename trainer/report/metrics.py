@@ -13,7 +13,7 @@ from trainer.rollouts import Rollouts
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did: metrics under TRL's names plus `credit/*`, and the batch of B samples they came from."""
+    """Record of one step: metrics under TRL's names plus `credit/*`, and the batch of B samples they came from."""
 
     metrics: dict[str, float]
     problems: list[int]  # of each sample, its number in the training set
@@ -43,7 +43,7 @@ class Averages:
                 self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def values(self) -> dict[str, float]:
-        """The figures so far."""
+        """Return the figures so far."""
         return {name: total / self._weights[name] for name, total in self._sums.items() if self._weights[name]}
 
 

@@ -169,7 +169,7 @@ class Report:
         )  # fmt: skip
 
     def closing(self) -> None:
-        """Say by how much held-out accuracy moved, and where everything is."""
+        """Print by how much held-out accuracy moved, and where all files are."""
         (_, before), (_, after) = self._evaluations[0], self._evaluations[-1]
         seconds = time.perf_counter() - self._started
         gain, error = paired_gain(before, after)

@@ -1,4 +1,4 @@
-"""Log to optional back-ends, each by its own library, imported only when asked for."""
+"""Log to optional back-ends, each by its own library, imported only on request."""
 
 import importlib
 from collections.abc import Callable

@@ -1,7 +1,6 @@
 """Sample completions with transformers' `generate`, every draw keyed by run seed, step, problem and sample.
 
-A keyed draw does not depend on what else is in the batch nor on what was drawn before: a run repeats exactly from its
-seed.
+A keyed draw depends neither on the rest of the batch nor on earlier draws: a run repeats exactly from its seed.
 """
 
 from collections.abc import Sequence
