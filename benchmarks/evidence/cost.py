@@ -1,11 +1,11 @@
-"""`python -m benchmarks cost`: what each estimator of credit costs, beside what a user would run instead.
+"""`python -m benchmarks cost`: measure the cost of each estimator of credit, and of what a user would run instead.
 
     python -m benchmarks cost          # cost on real completions; tables beside the other results
     python -m benchmarks cost draws    # how many draws of noise the gradient takes; a table of its own
 
 Every estimator is first held to its definition (`definitions.py`); a wrong answer ends the run without a figure.
 Seconds are those of one processor thread, contenders in turns in one process. Finished pieces are kept in a ledger, so
-that a run broken off goes on where it stopped.
+that an interrupted run resumes where it stopped.
 """
 
 import argparse
