@@ -8,7 +8,7 @@ from cfa_kernels.estimators.registry import ESTIMATORS
 from cfa_kernels.losses.policy import LEVELS, LOSS_TYPES
 from tests.support import known_values
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.traced]  # all is on the host: nothing to tell apart
 
 TOLERANCE = 1e-4  # of a tensor's norm: some layers and weights are computed in float32 whatever the model's dtype
 

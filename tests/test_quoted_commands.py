@@ -1,0 +1,75 @@
+"""Every command of the training program and of the benchmarks that a page or the Makefile quotes is one that parses."""
+
+import argparse
+import importlib
+import re
+import shlex
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+STARTS = re.compile(r"(?:python3?|\$\(PY\)) -m ((?:benchmarks|trainer)\b[\w.]*)(.*)")
+MAINS = {
+    "benchmarks": "benchmarks.__main__",
+    "trainer": "trainer.__main__",
+    "trainer.analyze": "trainer.analyze.analysis",
+    "trainer.judge": "trainer.analyze.judge",
+    "trainer.warmup": "trainer.embedded.warmup",
+}
+SETTINGS = ("trainer", "trainer.judge", "trainer.warmup")  # take the fields of a dataclass, by `trainer.cli.parse`
+
+
+def quoted() -> list[str]:
+    """The commands, each once; a placeholder in capitals is left as it is, unless the program has to know the word."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        blocks = re.findall(r"^```[^\n]*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+        found += [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+        found += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+    found += (REPOSITORY / "Makefile").read_text().splitlines()
+    commands = [f"{match[1]}{match[2]}" for line in found if (match := STARTS.search(line))]
+    return sorted({re.sub(r"evidence(?: NAME)?$", "evidence planted", command) for command in commands})
+
+
+class ParsedError(Exception):
+    """Raised where the program would begin."""
+
+
+def raising(parse):
+    """The function `parse`, which ends the program once it has parsed."""
+
+    def parsed(*args, **kwargs):
+        found = parse(*args, **kwargs)
+        if not getattr(args[0], "prog", "").endswith("-m benchmarks"):  # which passes on to its commands
+            raise ParsedError(found)
+        return found
+
+    return parsed
+
+
+@pytest.mark.parametrize("command", quoted())
+def test_a_quoted_command_parses(command, monkeypatch):
+    name, *arguments = shlex.split(command, comments=True)
+    module = importlib.import_module(MAINS[name])
+    if name in SETTINGS:
+        monkeypatch.setattr(module, "parse", raising(module.parse))
+    else:
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", raising(argparse.ArgumentParser.parse_args))
+    with pytest.raises(ParsedError):
+        module.main(arguments)
+
+
+def test_a_command_that_does_not_parse_is_noticed(monkeypatch):
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", raising(argparse.ArgumentParser.parse_args))
+    with pytest.raises(SystemExit):
+        importlib.import_module(MAINS["benchmarks"]).main(["--deviec", "cpu"])
+
+
+def test_commands_are_found_in_blocks_in_prose_and_in_the_makefile():
+    commands = quoted()
+    assert {"benchmarks --device cpu", "trainer", "benchmarks cost", "benchmarks models --only TYPE"} <= set(commands)
+    assert any(command.startswith("benchmarks --into R --only step") for command in commands)
