@@ -23,6 +23,21 @@ from .config import CounterfactualConfig
 from .units import Known, PaddedBatch, equal_prompts, find_units, placeholder_of, scored_as, special_ids
 from .weights import Judged, drawn, normalized_weights, spread_over_tokens
 
+FIGURES: dict[str, str] = {
+    "credit/weight_mean": "mean",
+    "credit/weight_std": "mean",
+    "credit/scored_fraction": "mean",
+    "credit/spans_mean": "mean",
+    "credit/drop_mean": "mean",
+    "credit/drop_min": "min",
+    "credit/distractor_fraction": "mean",
+    "credit/tokens_fed": "sum",
+    "credit/forwards": "sum",
+    "credit/added_abs_mean": "mean",
+    "credit/added_fraction": "mean",
+}
+"""Every name that `Credit.metrics` may give, and how those of several processes combine: mean, sum, min or max."""
+
 
 @dataclass(frozen=True)
 class Credit:

@@ -18,6 +18,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from .. import CounterfactualConfig, Credit, counterfactual_credit
+from ..credit.assign import FIGURES
 from ..estimators.base import ENTROPIES, OwnFunction
 from ..hf.model import causal_lm
 from ..hf.stateful_layers import has_cells
@@ -48,15 +49,15 @@ else:
 # From here on luspo leaves the padding of (B, T) advantages out, and all losses are normalised as in 1.16.
 _LOSSES_OF_TODAY = Version("1.10.0")
 
-# How the logged figures of the processes combine; all others by their mean.
-_SUMMED = ("credit/tokens_fed", "credit/forwards", "packed/tokens_fed", "packed/tokens_padded")
-_LOWEST = ("credit/drop_min", "clip_ratio/low_min")
-_HIGHEST = ("credit/seconds", "clip_ratio/high_max")
-_FIGURES = (
-    *("credit/weight_mean", "credit/weight_std", "credit/scored_fraction", "credit/spans_mean", "credit/drop_mean"),
-    *("credit/drop_min", "credit/distractor_fraction", "credit/tokens_fed", "credit/forwards", "credit/seconds"),
-    *("credit/added_abs_mean", "credit/added_fraction"),
-)
+_CREDIT_FIGURES = FIGURES | {"credit/seconds": "max"}
+# How the logged figures of the processes combine; others by their mean.
+_COMBINE = _CREDIT_FIGURES | {
+    "packed/tokens_fed": "sum",
+    "packed/tokens_padded": "sum",
+    "clip_ratio/low_min": "min",
+    "clip_ratio/high_max": "max",
+}
+_COMBINATIONS = {"mean": Tensor.mean, "sum": Tensor.sum, "min": Tensor.min, "max": Tensor.max}
 
 _NO_DROPOUT = (
     "attention_dropout=0 in the model's config ends that of the attention, lora_dropout=0 that of LoRA (TRL's "
@@ -289,7 +290,7 @@ class CounterfactualMixin(_Trainer):
 
     def _log_credit(self, credit: Credit, mask: Tensor, seconds: float) -> None:
         figures = credit.metrics(mask) | {"credit/seconds": seconds}
-        self._log_gathered({name: figures.get(name, float("nan")) for name in _FIGURES}, "train")
+        self._log_gathered({name: figures.get(name, float("nan")) for name in _CREDIT_FIGURES}, "train")
 
     def _log_gathered(self, figures: dict[str, Any], mode: str) -> None:
         """Append figures to TRL's metrics, combined over the processes; all must come with the same names."""
@@ -298,17 +299,9 @@ class CounterfactualMixin(_Trainer):
         gathered = self.accelerator.gather(local).view(-1, len(figures))
         for name, column in zip(figures, gathered.cpu().unbind(1), strict=True):
             known = column[~column.isnan()]
-            if not len(known):
-                continue
-            if name in _SUMMED:
-                combined = known.sum()
-            elif name in _LOWEST:
-                combined = known.min()
-            elif name in _HIGHEST:
-                combined = known.max()
-            else:
-                combined = known.mean()
-            self._metrics[mode][name].append(combined.item())
+            if len(known):
+                combine = _COMBINATIONS[_COMBINE.get(name, "mean")]
+                self._metrics[mode][name].append(combine(known).item())
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if not self._own_loss:

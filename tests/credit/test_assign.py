@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cfa_kernels.credit import units as units_module
-from cfa_kernels.credit.assign import counterfactual_credit, counterfactual_weights
+from cfa_kernels.credit.assign import FIGURES, counterfactual_credit, counterfactual_weights
 from cfa_kernels.credit.config import CounterfactualConfig
 from cfa_kernels.estimators import gradient
 from cfa_kernels.estimators.base import Importances
@@ -122,6 +122,7 @@ def test_credit_metrics_describe_the_scored_rows(scored):
     assert metrics["credit/drop_min"] == -2.0
     assert metrics["credit/distractor_fraction"] == 0
     assert metrics["credit/weight_mean"] == (8 + 7 + 2 + 8) / 16
+    assert metrics.keys() <= FIGURES.keys()
 
 
 @pytest.mark.parametrize(
@@ -375,6 +376,7 @@ def test_a_prefix_tree_adds_to_the_advantage_where_siblings_part(scored):
         scored, Tokenizer(), *SIBLINGS, advantages=torch.tensor([1.0, -1.0, 0, 0]),
         rewards=torch.tensor([1.0, 0, 1, 1]), config=CounterfactualConfig(estimator="prefix_tree"),
     )  # fmt: skip
+    assert credit.metrics(torch.ones(4, 5)).keys() <= FIGURES.keys()
     assert credit.weights.eq(1).all()
     assert credit.advantages[:2].tolist() == [[1, 1, 1, 2, 1], [-1, -1, -1, -2, -1]]
     assert credit.advantages[2:].eq(0).all()
