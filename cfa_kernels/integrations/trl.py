@@ -7,7 +7,7 @@ training model, and multiplied into the advantages. From there on TRL's own loss
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,12 @@ _COMBINE = _CREDIT_FIGURES | {
     "clip_ratio/low_min": "min",
     "clip_ratio/high_max": "max",
 }
-_COMBINATIONS = {"mean": Tensor.mean, "sum": Tensor.sum, "min": Tensor.min, "max": Tensor.max}
+_COMBINATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": Tensor.mean,
+    "sum": Tensor.sum,
+    "min": Tensor.min,
+    "max": Tensor.max,
+}
 
 _NO_DROPOUT = (
     "attention_dropout=0 in the model's config ends that of the attention, lora_dropout=0 that of LoRA (TRL's "
