@@ -22,6 +22,7 @@ from ..hf.liger import runs_fused
 from ..hf.limits import apart_by_length, default_token_budget, rows_per_forward
 from ..hf.memory import halves, rows_at_once, run_in_memory
 from ..hf.model import embedding
+from ..hf.model_walk import ModelWalk
 from ..hf.tree_forward import last_layer_on_rows, packed_hidden, tree_attention_mode
 from ..hf.verify import check_supported
 from ..ops.upload import upload
@@ -117,26 +118,26 @@ def gradient_saliency(
         ask = _Ask("mean_logprob" if outcome in DIVERGENCES else outcome, 0.0, 1, seed)
     else:
         ask = _Ask(outcome, float(sigma), samples, seed)
-    model = access.model
+    walk = ModelWalk.of(access.model)
     rows = [_Row.of(row) for row in batch.rows]
     queries = [[row.query(ask.outcome)] if len(row.moving) else [] for row in rows]
     lengths = [len(row.prompt) + len(row.completion) for row in rows]
-    head = _widened(check_supported(model))
+    head = _widened(check_supported(walk))
 
     def together(budget: int) -> Iterator[_Fed]:
-        for part in apart_by_length(model, queries, lengths, batch.numbers):
+        for part in apart_by_length(walk, queries, lengths, batch.numbers):
             for pack in lay_out(part, budget):
                 fed = [i for i in pack.bundles if part[i]]
                 yield _Fed(fed, [part[i] for i in fed], pack)
 
     def run(fed: _Fed) -> _Found:
-        return _PackSaliency(model, head, fed, [rows[i] for i in fed.members], ask).run()
+        return _PackSaliency(walk, head, fed, [rows[i] for i in fed.members], ask).run()
 
-    with torch.inference_mode(False), tree_attention_mode(model), _frozen(model):
+    with torch.inference_mode(False), tree_attention_mode(walk), _frozen(walk):
         if batch.token_budget is None:
-            budget = default_token_budget(model, training=True, fused=runs_fused(model))
+            budget = default_token_budget(walk, training=True, fused=runs_fused(walk))
         else:
-            budget = rows_per_forward(model, batch.token_budget)
+            budget = rows_per_forward(walk, batch.token_budget)
         found = list(run_in_memory(together(budget), run, _Fed.halved))
     return _gather(rows, batch.numbers, found, ask)
 
@@ -216,9 +217,9 @@ def _seed(generator: torch.Generator | None) -> int:
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
+def _frozen(walk: ModelWalk) -> Iterator[None]:
     """Switch off gradients of parameters inside, so that a backward computes only those of activations."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in walk.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:
             parameter.requires_grad_(False)
@@ -272,8 +273,8 @@ def _gather(rows: list[_Row], numbers: Sequence[int], found: list[_Found], ask: 
 class _PackSaliency:
     """Forwards and backwards of one pack of completions. Nothing here waits for the device."""
 
-    def __init__(self, model: PreTrainedModel, head: Head, fed: _Fed, rows: list[_Row], ask: _Ask) -> None:
-        self.model, self.head, self.fed, self.rows, self.ask = model, head, fed, rows, ask
+    def __init__(self, walk: ModelWalk, head: Head, fed: _Fed, rows: list[_Row], ask: _Ask) -> None:
+        self.walk, self.model, self.head, self.fed, self.rows, self.ask = walk, walk.model, head, fed, rows, ask
         queries = [row.query(ask.outcome) for row in rows]
         self.sizes = [len(query.targets) for query in queries]  # number of rows that decide each outcome
         read = fed.pack.rows[fed.pack.query_index]  # (R,) those rows, one member after the other
@@ -282,7 +283,7 @@ class _PackSaliency:
         own = [row.moving + at + 1 - row.answer.start for row, at in zip(rows, first, strict=True) if row.answer]
         self.counts = [len(tokens) for tokens in own]
         member, share = np.arange(len(rows)), [1 / size for size in self.sizes]
-        self.device = embedding(model).device
+        self.device = embedding(self.model).device
         self.noised, self.member_of_token, self.once, self.read = upload(
             [np.concatenate(own), np.repeat(member, self.counts), np.unique(read), read], self.device
         )  # (n,) rows of the units' tokens
@@ -338,7 +339,7 @@ class _PackSaliency:
     def _forward(self, tap: "_EmbeddingTap") -> Tensor:
         """Compute the hidden states (R, H) of the rows that decide the outcomes."""
         with tap, last_layer_on_rows(self.model, self.once):
-            hidden = packed_hidden(self.model, self.fed.pack)
+            hidden = packed_hidden(self.walk, self.fed.pack)
         return hidden.index_select(0, self.read.to(hidden.device))
 
     def _by_rows(self, clean: Tensor | None, noisy: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..hf.limits import refuse_length_dependent_rope, rows_per_forward
 from ..hf.memory import halves, run_in_memory
+from ..hf.model_walk import ModelWalk
 from ..hf.stateful_layers import has_cells
 from ..hf.tree_forward import TreeMask, Visibility, pack_states, tree_attention_mode
 from ..hf.verify import check_supported
@@ -98,25 +99,26 @@ def _score(
     hidden: bool,
 ) -> CounterfactualScores:
     first = _first_rows(batch, name, fed_from)
-    if has_cells(model):
+    walk = ModelWalk.of(model)
+    if has_cells(walk):
         raise NotImplementedError(
             f"model: {type(model).__name__} has layers that carry a state through rows which are not fed again; use "
             "score_counterfactuals"
         )
-    refuse_length_dependent_rope(model, batch.longest)
+    refuse_length_dependent_rope(walk, batch.longest)
     placeholder_id = 0 if hidden else batch.placeholder_id  # nothing replaces what is hidden
     bundles = [queries_of(row, options, placeholder_id) for row in batch.rows]
     plan = ScoringPlan(batch.numbers, bundles, batch.rows)
-    head = check_supported(model)
+    head = check_supported(walk)
     layout = _Layout(plan, first, hidden)
     reader = OutcomeReader(head)
 
     def read_trunk(trunk: _Trunk) -> Read:
         pack = trunk.pack()
-        return read_pack(reader, plan, pack, trunk.numbers, pack_states(model, head, pack))
+        return read_pack(reader, plan, pack, trunk.numbers, pack_states(walk, head, pack))
 
-    with tree_attention_mode(model), _full_attention(model, required=hidden):
-        trunks = layout.trunks(rows_per_forward(model, batch.token_budget))
+    with tree_attention_mode(walk), _full_attention(walk, required=hidden):
+        trunks = layout.trunks(rows_per_forward(walk, batch.token_budget))
         read = list(run_in_memory(trunks, read_trunk, layout.halved))
     values, work = gather(plan, read)
     return collect_scores(values, plan, options, work)
@@ -137,18 +139,18 @@ def _first_rows(batch: ScoredBatch, name: str, given: Sequence[int] | None) -> l
 
 
 @contextmanager
-def _full_attention(model: PreTrainedModel, *, required: bool) -> Iterator[None]:
+def _full_attention(walk: ModelWalk, *, required: bool) -> Iterator[None]:
     """Refuse layers with a window or a chunk: where rows are left out, places in a context are not positions."""
 
     def refuse(module: nn.Module, args: tuple, kwargs: dict) -> None:
         for mask in (*args, *kwargs.values()):
             if isinstance(mask, TreeMask) and mask.visibility != Visibility():
                 raise NotImplementedError(
-                    f"model: {type(model).__name__} has layers with a window or chunk of positions, from which a span "
-                    "cannot be hidden by itself; use short_branches"
+                    f"model: {type(walk.model).__name__} has layers with a window or chunk of positions, from which a "
+                    "span cannot be hidden by itself; use short_branches"
                 )
 
-    modules = model.modules() if required else ()
+    modules = walk.modules.values() if required else ()
     hooks = [module.register_forward_pre_hook(refuse, with_kwargs=True) for module in modules]
     try:
         yield

@@ -12,12 +12,12 @@ from itertools import groupby
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..hf.head import Head
 from ..hf.limits import refuse_length_dependent_rope, rows_per_forward
 from ..hf.memory import halves, rows_at_once, run_in_memory
 from ..hf.model import vocab_size
+from ..hf.model_walk import ModelWalk
 from ..hf.stateful_layers import has_cells
 from ..hf.tree_forward import KeyValueStore, packed_hidden, tree_attention_mode
 from ..hf.verify import check_supported
@@ -63,29 +63,29 @@ def resampled_fills(
             batch this long; the message says why.
         FloatingPointError: the model gave no distribution; the message names the row.
     """
-    model = access.model
+    walk = ModelWalk.of(access.model)
     check_temperature(temperature)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ValueError(f"seed must be an integer, got {seed!r}")
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples must be an integer of at least 1, got {samples!r}")
-    refuse_length_dependent_rope(model, batch.longest)
+    refuse_length_dependent_rope(walk, batch.longest)
     drawn = [
         [_Fill(b, row, span, f"{seed}/{draw}") for draw in range(samples) for span in row.spans]
         for b, row in zip(batch.numbers, batch.rows, strict=True)
     ]
-    head = check_supported(model)
+    head = check_supported(walk)
 
     def write(fills: Sequence[_Fill]) -> ScoringWork:
         for fill in fills:
             fill.tokens.clear()  # ids that were drawn before memory ran out
-        writer = _Writer(model, head, _tree_of(fills))
+        writer = _Writer(walk, head, _tree_of(fills))
         writer.write(fills, temperature)
         return ScoringWork(writer.forwards, writer.tokens_fed)
 
     work = ScoringWork()
-    with tree_attention_mode(model):
-        together = _in_budget(drawn, rows_per_forward(model, batch.token_budget))
+    with tree_attention_mode(walk):
+        together = _in_budget(drawn, rows_per_forward(walk, batch.token_budget))
         for done in run_in_memory(together, write, lambda fills: halves(fills, lambda fill: fill.row)):
             work += done
     every = [fill for row in drawn for fill in row]
@@ -188,7 +188,7 @@ class _GrowingStore(KeyValueStore):
 class _Writer:
     """Tree that grows by one token of each fill at a time, with the hidden states of its rows."""
 
-    model: PreTrainedModel
+    walk: ModelWalk
     head: Head
     tree: PrefixTree
     forwards: int = 0
@@ -198,7 +198,7 @@ class _Writer:
 
     def __post_init__(self) -> None:
         # Layers that carry a state would need it: they are fed from the roots again.
-        self.store = None if has_cells(self.model) else _GrowingStore()
+        self.store = None if has_cells(self.walk) else _GrowingStore()
         self.hidden = self.head.weight.new_zeros(0, self.head.weight.shape[1])
         self._feed()
 
@@ -225,7 +225,7 @@ class _Writer:
             input_ids=self.tree.input_ids()[first:], position_ids=table.positions()[first:], table=table, rows=none,
             targets=none, num_tempered=0, query_index=none, bundles=range(0), tree=self.tree, first_row=first,
         )  # fmt: skip
-        found = packed_hidden(self.model, pack, store=self.store).to(self.head.weight)
+        found = packed_hidden(self.walk, pack, store=self.store).to(self.head.weight)
         self.hidden = torch.cat([self.hidden[:first], found])
         self.forwards += 1
         self.tokens_fed += pack.num_tokens
@@ -235,7 +235,7 @@ class _Writer:
         weight, bias = self.head.weight, self.head.bias
         softmax = Softmax.of(temperature, self.head.softcap, self.head.logit_scale)
         height = rows_at_once(len(weight))
-        usable = min(vocab_size(self.model), len(weight))
+        usable = min(vocab_size(self.walk.model), len(weight))
         chosen = []
         for some, draw in zip(rows.split(height), draws.split(height), strict=True):
             exact = compute_dtype(weight.dtype)

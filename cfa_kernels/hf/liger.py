@@ -20,7 +20,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from .model import causal_lm, structure
+from .model import causal_lm
+from .model_walk import Model, ModelWalk
 
 # Mixtures of experts are left to the model: they do not act on each token by itself.
 _GATES = ("liger_kernel.transformers.swiglu", "liger_kernel.transformers.geglu")
@@ -58,7 +59,7 @@ def keeps_own_modules(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def fused_modules(model: PreTrainedModel) -> Iterator[bool]:
+def fused_modules(model: Model) -> Iterator[bool]:
     """Run `model` with Liger's norms, rotary embeddings and gated MLPs inside; its own come back, also after an error.
 
     Applies to models that Liger knows and that are wholly on a GPU, where Liger is installed; all other models stay
@@ -66,7 +67,9 @@ def fused_modules(model: PreTrainedModel) -> Iterator[bool]:
     the model's file, so other models of its kind use the replacement too in the meantime. Yields whether anything is
     exchanged.
     """
-    outer, exchanges = _IN_PLACE.get(model), _exchanges(model)
+    walk = ModelWalk.of(model)
+    model = walk.model
+    outer, exchanges = _IN_PLACE.get(model), _exchanges(walk)
     _IN_PLACE[model] = exchanges
     try:
         with put_in(exchanges):
@@ -108,37 +111,38 @@ def put_in(exchanges: list[_Exchange]) -> Iterator[None]:
                 place.pop(name, None)
 
 
-def _on_gpu(model: PreTrainedModel) -> bool:
-    return all(parameter.device.type == "cuda" for parameter in model.parameters())
+def _on_gpu(walk: ModelWalk) -> bool:
+    return all(parameter.device.type == "cuda" for parameter in walk.parameters())
 
 
-def runs_fused(model: PreTrainedModel) -> bool:
+def runs_fused(model: Model) -> bool:
     """Whether `fused_modules` would exchange anything, given the devices that the model is on now."""
-    return bool(_exchanges(model))
+    return bool(_exchanges(ModelWalk.of(model)))
 
 
-def _exchanges(model: PreTrainedModel) -> list[_Exchange]:
-    if model in _OWN or not _on_gpu(model):
+def _exchanges(walk: ModelWalk) -> list[_Exchange]:
+    model = walk.model
+    if model in _OWN or not _on_gpu(walk):
         return []
-    found, now = _FOUND.get(model), structure(model)
-    if found is None or found.structure != now:
-        found = _FOUND[model] = _Found(now, _asked(model))
+    found = _FOUND.get(model)
+    if found is None or found.structure != walk.structure:
+        found = _FOUND[model] = _Found(walk.structure, _asked(walk))
     return found.exchanges
 
 
-def _asked(model: PreTrainedModel) -> list[_Exchange]:
-    """Find what Liger changes in `model` by applying it and undoing every change."""
+def _asked(walk: ModelWalk) -> list[_Exchange]:
+    """Find what Liger changes in a model by applying it and undoing every change."""
     if importlib.util.find_spec("liger_kernel") is None:
         return []
     files = [file for name, file in list(sys.modules.items()) if name.startswith("transformers.models.")]
     files = [file for file in files if file.__name__.rpartition(".")[2].startswith("modeling_")]
-    owners: list[ModuleType | nn.Module] = [*files, *model.modules()]
+    owners: list[ModuleType | nn.Module] = [*files, *walk.modules.values()]
     before = [dict(owner.__dict__) for owner in owners]
     try:
-        _apply_liger(model)
+        _apply_liger(walk.model)
         after = [dict(owner.__dict__) for owner in owners]
     except Exception as error:  # a version of transformers that this Liger does not know
-        warnings.warn(f"model: {type(model).__name__} runs without Liger's modules: {error}", stacklevel=2)
+        warnings.warn(f"model: {type(walk.model).__name__} runs without Liger's modules: {error}", stacklevel=2)
         return []
     finally:
         for owner, old in zip(owners, before, strict=True):

@@ -1,28 +1,27 @@
 """Limits of what may share a forward: positions, rotary frequencies, memory."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..packing.packs import check_token_budget
 from ..packing.prefix_tree import Query
+from .lora import kept_by_adapter
 from .model import embedding
-from .modes import checkpoints
+from .model_walk import Model, ModelWalk
+from .modes import checkpointed_modules
 
 
-def rope_lengths(model: PreTrainedModel) -> tuple[list[int], int | None]:
+def rope_lengths(model: Model) -> tuple[list[int], int | None]:
     """Find the lengths at which the model's rotary frequencies change with the longest sequence of a forward.
 
     Returns the lengths beyond which longrope takes its other set of frequencies, ascending, and the length beyond
     which dynamic scaling recomputes them for each length (None without it).
     """
     switches, dynamic = set(), []
-    module: Any
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
+    for module in ModelWalk.of(model).having("rope_type"):
+        kinds = module.rope_type
         for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
             if kind == "longrope":
                 parameters = module.config.rope_parameters
@@ -33,23 +32,24 @@ def rope_lengths(model: PreTrainedModel) -> tuple[list[int], int | None]:
     return sorted(switches), min(dynamic, default=None)
 
 
-def refuse_length_dependent_rope(model: PreTrainedModel, longest: int) -> None:
+def refuse_length_dependent_rope(model: Model, longest: int) -> None:
     """Raise `NotImplementedError` if rows of up to `longest` tokens, in one batch, change each other's positions.
 
     For padded batches, whose rotary frequencies follow their longest row; packed scoring keeps such rows apart.
     """
-    switches, dynamic = rope_lengths(model)
+    walk = ModelWalk.of(model)
+    switches, dynamic = rope_lengths(walk)
     for length in [*switches, *([] if dynamic is None else [dynamic])]:
         if longest > length:
             raise NotImplementedError(
-                f"model: the rotary frequencies of {type(model).__name__} change for a whole batch once a row is "
+                f"model: the rotary frequencies of {type(walk.model).__name__} change for a whole batch once a row is "
                 f"longer than {length} tokens, and rows may reach {longest}: then a row's log-probs would depend on "
                 f"its neighbours; keep prompt and completion within {length} tokens"
             )
 
 
 def apart_by_length(
-    model: PreTrainedModel, bundles: Sequence[list[Query]], lengths: Sequence[int], order: Sequence[int]
+    model: Model, bundles: Sequence[list[Query]], lengths: Sequence[int], order: Sequence[int]
 ) -> list[list[list[Query]]]:
     """Split bundles into parts that must not share a forward, each with every row.
 
@@ -57,14 +57,15 @@ def apart_by_length(
     of `lengths` tokens in all, then keeps the frequencies that it has when fed by itself and whole: rows on both sides
     are fed apart, and a longer row is fed far enough for its side. `order` holds the caller's number of each row.
     """
-    switches, dynamic = rope_lengths(model)
+    walk = ModelWalk.of(model)
+    switches, dynamic = rope_lengths(walk)
     if dynamic is not None:
         for bundle, length, b in zip(bundles, lengths, order, strict=True):
             if bundle and length > dynamic:
                 raise NotImplementedError(
                     f"completions row {b}: has {length} tokens with its prompt, but beyond {dynamic} the dynamic "
-                    f"rotary frequencies of {type(model).__name__} are another set for every length, so rows cannot "
-                    "share a forward"
+                    f"rotary frequencies of {type(walk.model).__name__} are another set for every length, so rows "
+                    "cannot share a forward"
                 )
     if not switches:
         return [list(bundles)]
@@ -81,15 +82,15 @@ def apart_by_length(
     return parts
 
 
-def largest_forward(model: PreTrainedModel) -> int | None:
+def largest_forward(model: Model) -> int | None:
     """Find the most rows of a forward in which a row's place does not matter; None where it never matters.
 
     Llama 4 scales the queries of layers without rotary embeddings by a row's place, in steps of this many.
     """
     steps = [
-        int(module.floor_scale) - 1  # type: ignore[arg-type]
-        for module in model.modules()
-        if getattr(module, "attn_temperature_tuning", False) and hasattr(module, "floor_scale")
+        int(module.floor_scale) - 1
+        for module in ModelWalk.of(model).having("attn_temperature_tuning")
+        if module.attn_temperature_tuning and hasattr(module, "floor_scale")
     ]
     return min(steps, default=None)
 
@@ -98,7 +99,7 @@ def largest_forward(model: PreTrainedModel) -> int | None:
 _LARGEST_BUDGET = {"cpu": 2048, "cuda": 65536}
 
 
-def rows_per_forward(model: PreTrainedModel, token_budget: int | None) -> int:
+def rows_per_forward(model: Model, token_budget: int | None) -> int:
     """Return `token_budget`, by default `default_token_budget`, capped by `largest_forward`."""
     if token_budget is None:
         return default_token_budget(model)
@@ -106,43 +107,40 @@ def rows_per_forward(model: PreTrainedModel, token_budget: int | None) -> int:
     return min(token_budget, largest_forward(model) or token_budget)
 
 
-def default_token_budget(model: PreTrainedModel, *, training: bool = False, fused: bool = False) -> int:
+def default_token_budget(model: Model, *, training: bool = False, fused: bool = False) -> int:
     """Estimate tokens per packed forward: on a GPU what half of the free memory holds, at least 1,024.
 
     The estimate counts a layer's peak: the MLP's or attention's intermediate results, and the residual; for
     `training` what every layer keeps for the backward (`kept_per_row`), or with checkpointing its input and one layer's
     all. `fused` says whether Liger's modules run.
     """
+    walk = ModelWalk.of(model)
+    model = walk.model
     device = embedding(model).device
-    largest = min(_LARGEST_BUDGET["cuda" if device.type == "cuda" else "cpu"], largest_forward(model) or 1 << 30)
+    largest = min(_LARGEST_BUDGET["cuda" if device.type == "cuda" else "cpu"], largest_forward(walk) or 1 << 30)
     if device.type != "cuda":
         return largest
     config = model.config.get_text_config()
     bytes_per_token = _layer_per_row(model, whole=False)
     if training:
-        bytes_per_token = kept_per_row(model, fused=fused)
-        if checkpoints(model):
+        bytes_per_token = kept_per_row(walk, fused=fused)
+        if checkpointed_modules(walk):
             bytes_per_token //= config.num_hidden_layers
             bytes_per_token += config.num_hidden_layers * config.hidden_size * model.dtype.itemsize
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(min(max(free // 2 // bytes_per_token, 1024), largest))
 
 
-def kept_per_row(model: PreTrainedModel, *, fused: bool = False) -> int:
+def kept_per_row(model: Model, *, fused: bool = False) -> int:
     """Estimate the bytes that all layers keep of a row for a backward: their own results and what adapters add.
 
-    A LoRA layer keeps its input in the adapter's dtype, a copy where that is wider than the model's, and the product
-    of low rank. A model's own norms and gates keep float32 copies and every intermediate result; Liger's do not.
+    Adapters keep what `lora.kept_by_adapter` says. A model's own norms and gates keep float32 copies and every
+    intermediate result; Liger's do not.
     """
-    layers: int = model.config.get_text_config().num_hidden_layers
-    kept = layers * _layer_per_row(model, whole=not fused)
-    module: Any
-    for module in model.modules():
-        if "_disable_adapters" in vars(module) and not module.disable_adapters:
-            downs = [down for name, down in getattr(module, "lora_A", {}).items() if name in module.active_adapters]
-            weights = [down.weight for down in downs if isinstance(down, nn.Linear) and down.weight.requires_grad]
-            kept += sum(sum(weight.shape) * weight.dtype.itemsize for weight in weights)
-    return kept
+    walk = ModelWalk.of(model)
+    layers: int = walk.model.config.get_text_config().num_hidden_layers
+    kept = layers * _layer_per_row(walk.model, whole=not fused)
+    return kept + sum(map(kept_by_adapter, walk.having("_disable_adapters")))
 
 
 def _layer_per_row(model: PreTrainedModel, *, whole: bool) -> int:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from .model_walk import Model, ModelWalk
+
 _Result = TypeVar("_Result")
 
 
@@ -115,37 +117,24 @@ def context_length(model: PreTrainedModel) -> int | None:
     return longest if isinstance(longest, int) and longest > 0 else None
 
 
-def structure(model: nn.Module, *, forwards: bool = False) -> int:
-    """Hash of a model's modules: adding, removing or merging an adapter changes it.
-
-    With `forwards`, so does a module that runs another `forward`, its own or its class's.
-    """
-    if not forwards:
-        return hash(tuple((name, type(module)) for name, module in model.named_modules()))
-    return hash(
-        tuple(
-            (name, type(module), _function(own_forward(module) or type(module).forward))
-            for name, module in model.named_modules()
-        )
-    )
-
-
 _SHAPES_LOGITS = re.compile("cap|logit|scale|scaling|multiplier|dim_model_base")
 _NOISE = re.compile("drop|jitter|noise")
 _NO_NOISE = re.compile("^(classifier|summary)")  # of heads that a language model does not have
 
 
-def computation(model: PreTrainedModel) -> int:
+def computation(model: Model) -> int:
     """Hash of how a model computes: its code and its numbers other than weights.
 
-    It covers: `structure` with forwards; caps and scales of logits, of the model's own or in its configuration;
+    It covers: the modules and their forwards; caps and scales of logits, of the model's own or in its configuration;
     `noise_settings`; the hooks on the model, its body, its embedding and its head. A hook or a number on another
     module, or a function of the model's file that is exchanged, does not change it.
     """
+    walk = ModelWalk.of(model)
+    model = walk.model
     hooked = [model, backbone(model), model.get_input_embeddings(), model.get_output_embeddings()]
     return hash(
         (
-            structure(model, forwards=True),
+            walk.forwards,
             *(item for owner in (model, *_configs(model)) for item in _numbers(owner, _SHAPES_LOGITS)),
             *noise_settings(model),
             *(_hook(hook) for module in hooked if module is not None for hook in _hooks(module)),
@@ -183,18 +172,3 @@ def _hook(hook: Any) -> object:
         return id(hook)
     inside = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
     return id(code), *(value for value in inside if isinstance(value, (int, float)))
-
-
-def own_forward(module: nn.Module) -> Any:
-    """Return the `forward` that a module itself was given, without accelerate's autocast wrapper; None if it has none.
-
-    accelerate keeps what it wraps as `_original_forward`, in the module or as the bound method of its class.
-    """
-    own = vars(module)
-    kept = own.get("_original_forward", own.get("forward"))
-    return None if getattr(kept, "__func__", None) is type(module).forward else kept
-
-
-def _function(called: Any) -> int:
-    """Key of a function, bound or not."""
-    return id(getattr(called, "__func__", called))

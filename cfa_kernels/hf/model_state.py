@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .model_walk import Model, ModelWalk
+
 
 @dataclass(frozen=True, eq=False)
 class Weight:
@@ -40,14 +42,14 @@ class ModelState:
     """Record of what decides a model's values: its weights, and which of its adapters act and how strongly.
 
     Weights are parameters and those buffers that a checkpoint holds. Gradients, modes and `requires_grad` are not
-    included. Walks over the modules once and does not wait for a device.
+    included. Does not wait for a device.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Model | nn.Module) -> None:
         tensors, self._adapters = _read(model)
         self._weights = {name: Weight.of(tensor) for name, tensor in tensors.items()}
 
-    def change(self, model: nn.Module) -> str | None:
+    def change(self, model: Model | nn.Module) -> str | None:
         """Describe the first difference between `model` as it is now and as it was; None for none."""
         tensors, adapters = _read(model)
         for name, before in self._adapters.items():
@@ -62,10 +64,10 @@ class ModelState:
         return f"{min(added)} has been added" if added else None
 
 
-def _read(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+def _read(model: Model | nn.Module) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """Collect weights by name, and for each PEFT layer whether it acts, which adapters, and how strongly."""
     tensors, adapters = dict[str, Tensor](), dict[str, dict[str, Any]]()
-    for prefix, module in model.named_modules():
+    for prefix, module in ModelWalk.of(model).modules.items():
         own = vars(module)
         for name, tensor in own["_parameters"].items():
             if tensor is not None:

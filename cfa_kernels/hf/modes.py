@@ -1,44 +1,63 @@
 """Set the mode, attention and autocast that a model runs in, within a `with` block."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .model_walk import Model, ModelWalk
 
-def checkpoints(model: nn.Module) -> bool:
-    """Whether layers are checkpointed: run again in the backward instead of keeping what it needs."""
-    return any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
+
+def checkpointed_modules(model: Model) -> list[nn.Module]:
+    """List the modules whose layers run again in the backward, in the modes that they are in, instead of keeping it."""
+    flagged = ModelWalk.of(model).having("gradient_checkpointing")
+    return [module for module in flagged if module.gradient_checkpointing and module.training]
 
 
 @contextmanager
-def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
+def evaluation_mode(model: Model) -> Iterator[None]:
     """Set every module to evaluation mode, without gradients; each mode comes back, also after an error."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
+    with torch.no_grad(), one_mode(model, training=False):
+        yield
 
 
 @contextmanager
-def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Set attention `name` in every layer; each configuration's own comes back, also after an error.
+def one_mode(model: Model, *, training: bool) -> Iterator[None]:
+    """Set every module to training mode, or to evaluation mode; each mode comes back, also after an error."""
+    changed = [module for module in ModelWalk.of(model).modules.values() if module.training != training]
+    try:
+        _set_mode(changed, training)
+        yield
+    finally:
+        _set_mode(changed, not training)
+
+
+def _set_mode(modules: Iterable[nn.Module], training: bool) -> None:
+    """Write the flag itself: as an attribute each takes a search for parameters, buffers and modules of its name."""
+    for module in modules:
+        own = vars(module)
+        if "training" in own:
+            own["training"] = training
+        else:  # a scripted module keeps it elsewhere
+            module.training = training
+
+
+@contextmanager
+def attention_implementation(model: Model, name: str) -> Iterator[None]:
+    """Set attention `name`, a registered one, in every layer; each configuration's own comes back, also after an error.
 
     Raises `NotImplementedError` if the model does not go through transformers' attention interface.
     """
-    if not model._can_set_attn_implementation():
-        raise NotImplementedError(f"model: {type(model).__name__} does not use transformers' attention interface")
-    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    implementations = [(config, config._attn_implementation) for config in configs.values()]
+    walk = ModelWalk.of(model)
+    if not walk.model._can_set_attn_implementation():
+        kind = type(walk.model).__name__
+        raise NotImplementedError(f"model: {kind} does not use transformers' attention interface")
+    implementations = [(config, config._attn_implementation) for config in walk.configs]
     try:
-        model.set_attn_implementation(name)
+        for config, _ in implementations:
+            config._attn_implementation = name
         yield
     finally:
         for config, implementation in implementations:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.segment_table import SegmentTable
+from .model_walk import Model, ModelWalk
 
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 _KEEPS_STATE = {"update_conv_state", "update_recurrent_state"}
@@ -156,9 +157,9 @@ def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
 
 
 @contextmanager
-def tree_states(model: nn.Module, table: SegmentTable) -> Iterator[None]:
+def tree_states(model: Model, table: SegmentTable) -> Iterator[None]:
     """Run every cell of `model` inside on the pieces of the packed tree that `table` describes."""
-    cells = [(module, name) for module in model.modules() if (name := _cache_argument(module))]
+    cells = _cells(model)
     schedule = _Schedule.of(table) if cells else None
     own = [module.__dict__.get("forward") for module, _ in cells]
     try:
@@ -174,14 +175,20 @@ def tree_states(model: nn.Module, table: SegmentTable) -> Iterator[None]:
                 module.forward = forward
 
 
-def has_cells(model: nn.Module) -> bool:
+def has_cells(model: Model) -> bool:
     """Whether `model` has layers that carry a state."""
-    return any(_cache_argument(module) for module in model.modules())
+    return bool(_cells(model))
 
 
-def _cache_argument(module: nn.Module) -> str | None:
-    """Return the argument through which `module` is given a state, if it is a cell that keeps one."""
-    forward = inspect.unwrap(type(module).forward)
+def _cells(model: Model) -> list[tuple[nn.Module, str]]:
+    """List the layers that carry a state, with the argument through which each is given it."""
+    by_class = ModelWalk.of(model).by_class
+    return [(cell, name) for kind, cells in by_class.items() if (name := _cache_argument(kind)) for cell in cells]
+
+
+def _cache_argument(kind: type[nn.Module]) -> str | None:
+    """Return the argument through which modules of a class are given a state, if they are cells that keep one."""
+    forward = inspect.unwrap(kind.forward)
     if not _KEEPS_STATE & set(getattr(getattr(forward, "__code__", None), "co_names", ())):
         return None
     return next((name for name in _CACHE_ARGUMENTS if name in inspect.signature(forward).parameters), None)

@@ -22,9 +22,10 @@ from ..packing.prefix_tree import Pack
 from .head import Head
 from .liger import fused_modules, in_place, overwrites, put_in
 from .limits import largest_forward
-from .lora_cpu import one_pass_adapters
+from .lora import one_pass_adapters
 from .model import backbone, embedding
-from .modes import attention_implementation, evaluation_mode
+from .model_walk import Model, ModelWalk
+from .modes import attention_implementation, checkpointed_modules, evaluation_mode
 from .stateful_layers import tree_states
 
 ATTENTION = "cfa_tree"
@@ -221,16 +222,18 @@ def _shape(function: Any) -> object:
 
 
 @contextmanager
-def tree_attention_mode(model: PreTrainedModel) -> Iterator[None]:
+def tree_attention_mode(model: Model) -> Iterator[None]:
     """Set `evaluation_mode` with tree attention in every layer and, where available, fused modules."""
-    with tree_training_mode(model), evaluation_mode(model):
+    walk = ModelWalk.of(model)
+    with tree_training_mode(walk), evaluation_mode(walk):
         yield
 
 
 @contextmanager
-def tree_training_mode(model: PreTrainedModel) -> Iterator[None]:
+def tree_training_mode(model: Model) -> Iterator[None]:
     """Set tree attention as `tree_attention_mode` does, with modes and gradients as they are."""
-    with attention_implementation(model, ATTENTION), fused_modules(model), one_pass_adapters(model):
+    walk = ModelWalk.of(model)
+    with attention_implementation(walk, ATTENTION), fused_modules(walk), one_pass_adapters(walk):
         yield
 
 
@@ -281,7 +284,7 @@ def _stage(model: PreTrainedModel, pack: Pack) -> _Staged:
 
 
 def packed_hidden(
-    model: PreTrainedModel,
+    model: Model,
     pack: Pack,
     *,
     staged: _Staged | None = None,
@@ -296,8 +299,10 @@ def packed_hidden(
     before the pack's first one. Where Liger's gated MLPs run and layers are not checkpointed, the graph takes one
     backward, and a second raises `RuntimeError`.
     """
+    walk = ModelWalk.of(model)
+    model = walk.model
     staged = staged or _stage(model, pack)
-    if (most := largest_forward(model)) is not None and pack.table.num_rows > most:
+    if (most := largest_forward(walk)) is not None and pack.table.num_rows > most:
         raise NotImplementedError(
             f"model: {type(model).__name__} scales queries by their place in a forward of more than {most} rows, and a "
             f"group of {pack.table.num_rows} rows must share one; take fewer or shorter completions"
@@ -305,10 +310,10 @@ def packed_hidden(
     if store is not None:
         store.rewind()
     running = _PackedForward(pack.table, attended, store, pack.first_row)
-    checkpointed = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) and m.training]
+    checkpointed = checkpointed_modules(walk)
     token = _FORWARD.set(running)
     try:
-        with tree_states(model, pack.table), _recomputed_on_trees(model, checkpointed, running):
+        with tree_states(walk, pack.table), _recomputed_on_trees(walk, checkpointed, running):
             hidden = backbone(model)(
                 input_ids=staged.input_ids,
                 # A mask, else position ids that start again would be taken for sequences laid end to end.
@@ -324,9 +329,7 @@ def packed_hidden(
 
 
 @contextmanager
-def _recomputed_on_trees(
-    model: PreTrainedModel, checkpointed: Sequence[nn.Module], running: _PackedForward
-) -> Iterator[None]:
+def _recomputed_on_trees(walk: ModelWalk, checkpointed: Sequence[nn.Module], running: _PackedForward) -> Iterator[None]:
     """Make checkpointed modules run again, in a backward, exactly as they run inside.
 
     Each checkpointed function restores the attention, the pack and the modules of this forward by itself, because one
@@ -335,22 +338,21 @@ def _recomputed_on_trees(
     if not checkpointed:
         yield
         return
-    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    configs = {key: config for key, config in configs.items() if config._attn_implementation == ATTENTION}
-    exchanges, again = in_place(model), replace(running, attended=None, store=None)
+    configs = [config for config in walk.configs if config._attn_implementation == ATTENTION]
+    exchanges, again = in_place(walk.model), replace(running, attended=None, store=None)
 
     @contextmanager
     def as_now(module: nn.Module) -> Iterator[None]:
-        before = [config._attn_implementation for config in configs.values()]
+        before = [config._attn_implementation for config in configs]
         token = _FORWARD.set(again)
         try:
-            for config in configs.values():
+            for config in configs:
                 config._attn_implementation = ATTENTION
             with put_in(exchanges), one_pass_adapters(module):
                 yield
         finally:
             _FORWARD.reset(token)
-            for config, implementation in zip(configs.values(), before, strict=True):
+            for config, implementation in zip(configs, before, strict=True):
                 config._attn_implementation = implementation
 
     def checkpointing(module: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -395,7 +397,7 @@ def _take_one_backward(hidden: Tensor) -> None:
 
 
 def pack_states(
-    model: PreTrainedModel,
+    model: Model,
     head: Head,
     pack: Pack,
     *,
@@ -408,15 +410,16 @@ def pack_states(
     Call inside `tree_attention_mode`, with the `head` that was checked. A pack that continues another takes the
     other's `store` and hidden states (N, H), `earlier`.
     """
-    staged = _stage(model, pack)
+    walk = ModelWalk.of(model)
+    staged = _stage(walk.model, pack)
     device = head.weight.device  # differs from the embedding's where a model's layers are spread over devices
     parts = []
     if staged.order is not None:
         assert earlier is not None
         parts.append(earlier.index_select(0, staged.before.to(earlier.device)).to(head.weight))
     if pack.num_tokens:
-        with last_layer_on_rows(model, staged.last):
-            hidden = packed_hidden(model, pack, staged=staged, attended=attended, store=store)
+        with last_layer_on_rows(walk.model, staged.last):
+            hidden = packed_hidden(walk, pack, staged=staged, attended=attended, store=store)
         parts.append(hidden.index_select(0, staged.own.to(hidden.device)).to(head.weight))
     states = parts[0] if len(parts) == 1 else torch.cat(parts)
     if staged.order is not None:

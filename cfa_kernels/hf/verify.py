@@ -28,7 +28,8 @@ from .head import Head, read_head
 from .liger import keep_own_modules, runs_fused
 from .memory import is_out_of_memory
 from .model import backbone, causal_lm, computation, embedding, noise_settings, vocab_size
-from .modes import attention_implementation, checkpoints, evaluation_mode, without_accelerates_autocast
+from .model_walk import Model, ModelWalk
+from .modes import attention_implementation, checkpointed_modules, evaluation_mode, without_accelerates_autocast
 from .probe_mode import HALVES, float32_weights, small_windows
 from .stateful_layers import has_cells
 from .tree_forward import pack_states, target_logprobs, tree_attention_mode, tree_training_mode
@@ -60,7 +61,7 @@ _LORA_DROPOUT = "set lora_dropout=0 in its LoraConfig (TRL's own default is 0.05
 _LENGTH = 24  # tokens of the probe
 
 
-def check_head(model: PreTrainedModel) -> Head:
+def check_head(model: Model) -> Head:
     """Return the output layer with the model's scale and cap of logits, after checking that it gives its log-probs.
 
     Checked again when what `model.computation` covers has changed, such as a cap, a `forward` or a hook on the head;
@@ -70,27 +71,30 @@ def check_head(model: PreTrainedModel) -> Head:
         NotImplementedError: the head is not a plain linear layer, or the model's logits are not its head's output,
             scaled and capped as its configuration says; the message names the model.
     """
+    walk = ModelWalk.of(model)
+    model = walk.model
     head = read_head(model)
-    found, now = _CHECKED.get(model), computation(model)
+    found, now = _CHECKED.get(model), computation(walk)
     if found is None or found.computation != now:
         found = _CHECKED[model] = _SelfCheck(now, _checked_transform(model))
     softcap, scale = found.transform
     return replace(head, softcap=softcap, logit_scale=scale)
 
 
-def check_supported(model: PreTrainedModel) -> Head:
+def check_supported(model: Model) -> Head:
     """Check as `check_head` does, and that a packed tree gives the model's own log-probs.
 
     Raises:
         NotImplementedError: the tree does not, or cannot be run; the message names the model and the reason.
     """
-    head = check_head(model)
-    if runs_fused(model) not in _CHECKED[model].packed:
-        _check_layout(model)
+    walk = ModelWalk.of(model)
+    head = check_head(walk)
+    if runs_fused(walk) not in _CHECKED[walk.model].packed:
+        _check_layout(walk.model)
     return head
 
 
-def check_trainable(model: PreTrainedModel) -> Head:
+def check_trainable(model: Model) -> Head:
     """Check as `check_supported` does, and that what training mode changes does not depend on the layout.
 
     The model is checked in the mode that it is in.
@@ -99,10 +103,11 @@ def check_trainable(model: PreTrainedModel) -> Head:
         NotImplementedError: as `check_supported`, and for dropout above 0 (a row that completions share would get one
             mask for all of them), losses of routers, noise in training mode, and checkpointed layers with a state.
     """
-    head = check_supported(model)
-    if reason := _training_obstacle(model):
+    walk = ModelWalk.of(model)
+    model, head = walk.model, check_supported(walk)
+    if reason := _training_obstacle(walk):
         raise NotImplementedError(f"model: {type(model).__name__} {reason}, so it cannot be trained on packed trees")
-    if runs_fused(model) not in _CHECKED[model].trained and any(module.training for module in model.modules()):
+    if runs_fused(walk) not in _CHECKED[model].trained and any(m.training for m in walk.modules.values()):
         _check_repeatable(model)
         _check_layout(model, training=True)
     return head
@@ -178,14 +183,14 @@ def _rounding(model: PreTrainedModel, head: Head) -> float:
     return torch.where(ours == truth, 0.0, ours - truth).square().mean().sqrt().item()
 
 
-def _training_obstacle(model: PreTrainedModel) -> str | None:
-    for name, module in model.named_modules():
+def _training_obstacle(walk: ModelWalk) -> str | None:
+    for name, module in walk.modules.items():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-            remedy = _LORA_DROPOUT if "lora_dropout" in name else f"set it to 0{_settings(model)}"
+            remedy = _LORA_DROPOUT if "lora_dropout" in name else f"set it to 0{_settings(walk.model)}"
             return f"has dropout {module.p} in {name}: rows that completions share would get one mask; {remedy}"
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
+    if getattr(walk.model.config.get_text_config(), "output_router_logits", False):
         return "adds a loss of its routers (output_router_logits), which counts shared rows once; switch it off"
-    if has_cells(model) and checkpoints(model):
+    if has_cells(walk) and checkpointed_modules(walk):
         return "hands states from token to token, which checkpointed layers would not find again; switch that off"
     return None
 

@@ -5,17 +5,18 @@ imports TRL.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import linear_policy_loss
 from ..hf.model import backbone
+from ..hf.modes import one_mode
 from ..hf.verify import check_head, check_trainable
 from ..losses.ragged import LossBatch
 from ..scoring.training_forward import packed_forward
@@ -163,17 +164,5 @@ def prompts_together(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, 
 
 def check_trains_packed(model: PreTrainedModel) -> None:
     """Check as `check_trainable` does, in training mode, whatever mode the model is in."""
-    with _training_mode(model):
+    with one_mode(model, training=True):
         check_trainable(model)
-
-
-@contextmanager
-def _training_mode(model: nn.Module) -> Iterator[None]:
-    resting = [module for module in model.modules() if not module.training]
-    try:
-        for module in resting:
-            module.training = True
-        yield
-    finally:
-        for module in resting:
-            module.training = False

@@ -27,7 +27,7 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> 
 
     (n, K), (K, M) -> (n, M).
     """
-    if not out.is_cuda:  # which has products of halves that keep their float32 sums
+    if not _keeps_sums(out):
         left, right = left.to(out.dtype), right.to(out.dtype)
     if _has_onednn(out) and left.numel() and out.numel():
         return _multiply_in_blocks(left, right, out, add)
@@ -36,6 +36,18 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> 
     if add:
         return torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
     return torch.mm(left, right, out_dtype=out.dtype, out=out)
+
+
+def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Compute `out += left @ right`, (n, K), (K, M) -> (n, M) of one dtype, rounded once; return `out`."""
+    if _keeps_sums(out) or out.dtype not in (torch.bfloat16, torch.float16):
+        return out.addmm_(left, right)
+    return out.copy_(torch.addmm(out.float(), left.float(), right.float()))
+
+
+def _keeps_sums(tensor: Tensor) -> bool:
+    """Whether products of halves on the tensor's device can be given as the float32 sums that they are."""
+    return tensor.is_cuda
 
 
 def _has_onednn(tensor: Tensor) -> bool:

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ..hf.head import Head
 from ..hf.memory import run_in_memory
 from ..hf.model import causal_lm
+from ..hf.model_walk import Model, ModelWalk
 from ..hf.tree_forward import HeadRows, KeyValueStore, pack_states, packed_hidden, tree_attention_mode
 from ..hf.verify import check_supported
 from ..packing.packs import Chain, chain_bundles
@@ -136,13 +136,12 @@ def score_counterfactuals(
     return score_batch(causal, batch, options).in_callers_order(batch)
 
 
-def score_batch(
-    model: PreTrainedModel, batch: ScoredBatch, options: ScoringOptions | None = None
-) -> CounterfactualScores:
+def score_batch(model: Model, batch: ScoredBatch, options: ScoringOptions | None = None) -> CounterfactualScores:
     """Score a checked batch as `score_counterfactuals` does, in the batch's order."""
     options = options or ScoringOptions()
-    plan = plan_scoring(model, batch, options)
-    values, work = _run(model, plan, options.temperature)
+    walk = ModelWalk.of(model)
+    plan = plan_scoring(walk, batch, options)
+    values, work = _run(walk, plan, options.temperature)
     return collect_scores(values, plan, options, work)
 
 
@@ -176,11 +175,11 @@ def query_logprobs(
         TypeError, NotImplementedError: models that cannot be scored; the message says why.
         FloatingPointError: the model gave a nan log-prob; the message names the row.
     """
-    causal = causal_lm(model)
+    walk = ModelWalk.of(causal_lm(model))
     plan = plan_queries(
-        causal, bundles, lengths=lengths, row_numbers=row_numbers, token_budget=token_budget, temperature=temperature
+        walk, bundles, lengths=lengths, row_numbers=row_numbers, token_budget=token_budget, temperature=temperature
     )
-    values, work = _run(causal, plan, temperature)
+    values, work = _run(walk, plan, temperature)
     return collect_logprobs(values, plan), work
 
 
@@ -193,13 +192,13 @@ class Read(NamedTuple):
     places: np.ndarray  # int64: of the queries' values among `values`, one query after the other
 
 
-def _run(model: PreTrainedModel, plan: ScoringPlan, temperature: float) -> tuple[Tensor, ScoringWork]:
+def _run(walk: ModelWalk, plan: ScoringPlan, temperature: float) -> tuple[Tensor, ScoringWork]:
     """Run a plan: the values of every query in order, fp32 on the host, and counts of work."""
-    head = check_supported(model)
+    head = check_supported(walk)
     reader = OutcomeReader(head, temperature)
-    with tree_attention_mode(model):
+    with tree_attention_mode(walk):
         found = run_in_memory(
-            plan.chains(), partial(_read_chain, model, head, plan, reader), partial(_smaller_chains, plan)
+            plan.chains(), partial(_read_chain, walk, head, plan, reader), partial(_smaller_chains, plan)
         )
         read = [one for chain in found for one in chain]
     return gather(plan, read)
@@ -232,18 +231,16 @@ def _in_order(answered: list[int], sizes: list[int]) -> np.ndarray:
     return np.repeat(starts - (np.cumsum(size) - size), size) + np.arange(size.sum())
 
 
-def _read_chain(
-    model: PreTrainedModel, head: Head, plan: ScoringPlan, reader: OutcomeReader, chain: Chain
-) -> list[Read]:
+def _read_chain(walk: ModelWalk, head: Head, plan: ScoringPlan, reader: OutcomeReader, chain: Chain) -> list[Read]:
     """Feed a chain's packs and read their queries."""
     store, hidden, read = None, None, list[Read]()
     for pack, numbers in chain.packs(plan.queries):
         if chain.continued and hidden is None:
             store = KeyValueStore()
-            hidden = packed_hidden(model, pack, store=store)
+            hidden = packed_hidden(walk, pack, store=store)
             read.append(Read(pack, [], hidden.new_zeros(0), np.zeros(0, np.int64)))
         else:
-            rows = pack_states(model, head, pack, store=store, earlier=hidden)
+            rows = pack_states(walk, head, pack, store=store, earlier=hidden)
             read.append(read_pack(reader, plan, pack, numbers, rows))
     return read
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from ..hf.limits import apart_by_length, largest_forward, rows_per_forward
+from ..hf.model_walk import Model, ModelWalk
 from ..hf.stateful_layers import has_cells
 from ..packing.packs import Chain, Limits, chain_bundles
 from ..packing.prefix_tree import Pack, Query
@@ -83,7 +83,7 @@ class ScoringPlan:
         return [pack for chain in self.chains() for pack, _ in chain.packs(self.queries)]
 
 
-def plan_scoring(model: PreTrainedModel, batch: ScoredBatch, options: ScoringOptions) -> ScoringPlan:
+def plan_scoring(model: Model, batch: ScoredBatch, options: ScoringOptions) -> ScoringPlan:
     """Plan the scores of a batch; nothing runs on a device. Packs are laid out one at a time, as they are fed."""
     bundles = [queries_of(row, options, batch.placeholder_id) for row in batch.rows]
     lengths = [len(row.prompt) + len(row.completion) for row in batch.rows]
@@ -91,7 +91,7 @@ def plan_scoring(model: PreTrainedModel, batch: ScoredBatch, options: ScoringOpt
 
 
 def plan_queries(
-    model: PreTrainedModel,
+    model: Model,
     bundles: Sequence[Sequence[Query]],
     *,
     lengths: Sequence[int] | None = None,
@@ -112,19 +112,20 @@ def plan_queries(
 
 
 def _lay_out(
-    model: PreTrainedModel,
+    model: Model,
     numbers: list[int],
     bundles: list[list[Query]],
     lengths: Sequence[int],
     token_budget: int | None,
     rows: list[Row],
 ) -> ScoringPlan:
+    walk = ModelWalk.of(model)
     limits = Limits(
-        rows_per_forward(model, token_budget),
-        continues=not has_cells(model),  # layers that carry a state do not keep it for branches of a later forward
-        most_rows=largest_forward(model),
+        rows_per_forward(walk, token_budget),
+        continues=not has_cells(walk),  # layers that carry a state do not keep it for branches of a later forward
+        most_rows=largest_forward(walk),
     )
-    parts = apart_by_length(model, bundles, lengths, numbers)
+    parts = apart_by_length(walk, bundles, lengths, numbers)
     return ScoringPlan(
         numbers,
         [max(bundle, key=len) for bundle in zip(*parts, strict=True)],  # each has queries in at most one part

@@ -19,6 +19,7 @@ from ..hf.limits import apart_by_length, rope_lengths, rows_per_forward
 from ..hf.memory import halves, run_in_memory
 from ..hf.model import causal_lm, run_inside
 from ..hf.model_state import ModelState, Weight
+from ..hf.model_walk import ModelWalk
 from ..hf.stateful_layers import has_cells
 from ..hf.tree_forward import KeyValueStore, pack_states, packed_hidden, tree_attention_mode, tree_training_mode
 from ..hf.verify import check_trainable
@@ -174,20 +175,21 @@ def packed_forward(
     """
     rows = checked_ids(causal, prompts, completions)
     counts = _checked_needed(needed, [len(completion) for _, completion in rows])
-    budget = rows_per_forward(causal, token_budget)
-    head = check_trainable(causal)
+    walk = ModelWalk.of(causal)
+    budget = rows_per_forward(walk, token_budget)
+    head = check_trainable(walk)
     order = packing_order([prompt for prompt, _ in rows])
     fed: list[_Fed] = []
-    with tree_training_mode(causal):
+    with tree_training_mode(walk):
         bundles = [_sequence(*rows[b], int(counts[b])) for b in order]
         lengths = [len(rows[b][0]) + len(rows[b][1]) for b in order]
-        for part in apart_by_length(causal, bundles, lengths, order):
+        for part in apart_by_length(walk, bundles, lengths, order):
             groups = _by_prompt(part, [rows[b][0] for b in order])
             for pack in lay_out([[query for i in group for query in part[i]] for group in groups], budget):
                 members = [order[i] for g in pack.bundles for i in groups[g] if part[i]]
                 store = KeyValueStore() if keep_states else None
-                fed.append(_Fed(pack, members, packed_hidden(causal, pack, store=store), store))
-    return PackedForward(causal, head, rows, counts, fed, keep_states=keep_states)
+                fed.append(_Fed(pack, members, packed_hidden(walk, pack, store=store), store))
+    return PackedForward(causal, head, rows, counts, fed, ModelState(walk) if keep_states else None)
 
 
 def _checked_needed(needed: Sequence[int] | None, lengths: Sequence[int]) -> np.ndarray:
@@ -246,13 +248,12 @@ class PackedForward:
         rows: list[tuple[np.ndarray, np.ndarray]],
         counts: np.ndarray,
         fed: list[_Fed],
-        *,
-        keep_states: bool,
+        state: ModelState | None,
     ) -> None:
         self.causal, self.head, self.rows, self.counts, self.fed = causal, head, rows, counts, fed
         self.device = head.weight.device
         self._head = {name: Weight.of(part) for name, part in _parts(head).items()}
-        self._model = ModelState(causal) if keep_states else None
+        self._model = state
         # For each completion the packed row that predicts each of its tokens, packs laid end to end.
         self._predicting = [np.zeros(0, np.int64)] * len(rows)
         offset = 0
@@ -360,9 +361,9 @@ class PackedForward:
         Raises:
             ValueError: also a completion that this forward has not fed.
         """
-        self._require_same_model()
-        if self._stands_alone:
-            return score_batch(self.causal, batch, options)
+        walk = self._same_model()
+        if self._stands_alone(walk):
+            return score_batch(walk, batch, options)
         places = self._places_of(batch)
         order = np.argsort(places, kind="stable").tolist()  # as fed, for packs that do not depend on the batch's order
         rows = [batch.rows[i] for i in order]
@@ -374,8 +375,8 @@ class PackedForward:
                 raise ValueError(f"answers row {b}: its completion was not fed (needed[{places[i]}] was 0)")
         forward_of = {b: f for f, one in enumerate(self.fed) for b in one.members}
         owners = [forward_of.get(places[i], 0) for i in order]
-        budget = rows_per_forward(self.causal, batch.token_budget)
-        values, work = self._continued(plan, owners, OutcomeReader(self.head), budget)
+        budget = rows_per_forward(walk, batch.token_budget)
+        values, work = self._continued(walk, plan, owners, OutcomeReader(self.head), budget)
         found = collect_scores(values, plan, options, work)
         back = np.argsort(order).tolist()
         masked, drop = ([column[i] for i in back] for column in (found.masked, found.drop))
@@ -400,27 +401,29 @@ class PackedForward:
             ValueError: also where states were not kept.
             RuntimeError: as in `score`.
         """
-        self._require_same_model()
+        walk = self._same_model()
         options: dict[str, Any] = {
             "lengths": lengths, "row_numbers": row_numbers, "token_budget": token_budget, "temperature": temperature,
         }  # fmt: skip
-        if not self.fed or self._stands_alone:
+        if not self.fed or self._stands_alone(walk):
             return query_logprobs(model, bundles, **options)
-        plan = plan_queries(self.causal, bundles, **options)
+        plan = plan_queries(walk, bundles, **options)
         owners = [self._nearest(bundle[0].tokens) if bundle else 0 for bundle in plan.bundles]
-        budget = rows_per_forward(self.causal, token_budget)
-        values, work = self._continued(plan, owners, OutcomeReader(self.head, temperature), budget)
+        budget = rows_per_forward(walk, token_budget)
+        values, work = self._continued(walk, plan, owners, OutcomeReader(self.head, temperature), budget)
         return collect_logprobs(values, plan), work
 
-    def _require_same_model(self) -> None:
-        """Raise unless what is computed now continues the rows of this forward."""
+    def _same_model(self) -> ModelWalk:
+        """Walk over the model, and raise unless what it computes now continues the rows of this forward."""
         if self._model is None:
             raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
-        if (change := self._model.change(self.causal)) is not None:
+        walk = ModelWalk.of(self.causal)
+        if (change := self._model.change(walk)) is not None:
             raise RuntimeError(
                 f"this forward's rows cannot be continued: {change} since it ran, so scores would mix two models; ask "
                 "before the weights or adapters change, or run packed_forward again"
             )
+        return walk
 
     def _require_same_head(self) -> None:
         """Raise `RuntimeError` unless the head is the one that this forward's hidden states were made for."""
@@ -431,10 +434,10 @@ class PackedForward:
                     "mix two models; ask before the optimizer step, or run packed_forward again"
                 )
 
-    @property
-    def _stands_alone(self) -> bool:
+    @staticmethod
+    def _stands_alone(walk: ModelWalk) -> bool:
         """Whether later rows cannot continue this forward's."""
-        return has_cells(self.causal) or bool(rope_lengths(self.causal)[0])
+        return has_cells(walk) or bool(rope_lengths(walk)[0])
 
     def _nearest(self, tokens: np.ndarray) -> int:
         """Find the pack that has fed most of a sequence."""
@@ -442,7 +445,7 @@ class PackedForward:
         return shared.index(max(shared))
 
     def _continued(
-        self, plan: ScoringPlan, owners: Sequence[int], reader: OutcomeReader, budget: int
+        self, walk: ModelWalk, plan: ScoringPlan, owners: Sequence[int], reader: OutcomeReader, budget: int
     ) -> tuple[Tensor, ScoringWork]:
         """Compute the values of a plan's queries; those of each bundle continue the pack that owns it."""
 
@@ -457,7 +460,7 @@ class PackedForward:
 
         def run(work: tuple[_Fed, Sequence[int], Pack]) -> Read:
             one, numbers, pack = work
-            states = pack_states(self.causal, self.head, pack, store=one.store, earlier=one.hidden.detach())
+            states = pack_states(walk, self.head, pack, store=one.store, earlier=one.hidden.detach())
             return read_pack(reader, plan, pack, numbers, states)
 
         def smaller(work: tuple[_Fed, Sequence[int], Pack]) -> list[tuple[_Fed, Sequence[int], Pack]]:
@@ -465,7 +468,7 @@ class PackedForward:
             parts = halves(numbers, plan.bundle_of.__getitem__)
             return [made for part in parts for made in continuing(one, part, pack.num_tokens)]
 
-        with torch.no_grad(), tree_attention_mode(self.causal):
+        with torch.no_grad(), tree_attention_mode(walk):
             return gather(plan, list(run_in_memory(upcoming(), run, smaller)))
 
     def _places_of(self, batch: ScoredBatch) -> list[int]:

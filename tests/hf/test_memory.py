@@ -185,7 +185,7 @@ def test_strips_of_logits_stay_within_what_may_exist_at_once():
             assert columns == 256 or rows * columns <= memory.LOGITS_AT_ONCE
 
 
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("adapted", ["not", "by PEFT", "by one op"])
 def test_what_a_training_forward_keeps_is_estimated_within_its_measure_and_a_third_more(adapted, monkeypatch):
     """Halves, as on a GPU, where PEFT's own layers copy their inputs to the float32 of the adapters."""
     monkeypatch.setattr(training_forward, "check_trainable", check_head)
@@ -194,7 +194,7 @@ def test_what_a_training_forward_keeps_is_estimated_within_its_measure_and_a_thi
     def made(layers):
         shape = {"num_hidden_layers": layers, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
         model = make_model("Qwen3", **shape).cpu().to(torch.bfloat16).train()
-        if adapted:
+        if adapted != "not":
             get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
         return model
 

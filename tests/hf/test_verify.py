@@ -11,6 +11,7 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from cfa_kernels.hf import limits, tree_forward, verify
+from cfa_kernels.hf.model_walk import ModelWalk
 from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
 from tests.support.models import (
@@ -200,13 +201,9 @@ def test_a_self_check_is_kept_while_nothing_changes_by_one_walk_over_the_modules
     hook = watched()
     verify.check_head(model)
     monkeypatch.setattr(verify, "_measured", None)
-    walks, walk = [], type(model).named_modules
-
-    def counted(self, *args, **kwargs):
-        walks.append(self)
-        return walk(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(model), "named_modules", counted)
+    walks, walk = [], ModelWalk.__init__
+    monkeypatch.setattr(ModelWalk, "__init__", lambda self, model: walks.append(model) or walk(self, model))
+    monkeypatch.setattr(type(model), "named_modules", None)
     hook.remove()
     hook = watched()
     verify.check_head(model)

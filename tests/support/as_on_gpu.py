@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from triton.runtime.interpreter import GridExecutor
 
+from cfa_kernels.hf import lora
 from cfa_kernels.losses import policy
 
 linear_logprob, tree_attention = (
@@ -205,6 +206,8 @@ def install() -> None:
     """Put the checks into the library, for good."""
     GridExecutor.__call__ = _launched(GridExecutor.__call__)  # type: ignore[method-assign]
     nn.Parameter.__new__ = _as_its_data(nn.Parameter.__new__)  # type: ignore[method-assign]
+    # Within an operator or a backward no mode is active, and nothing is told apart: nobody asks there.
+    lora.is_on_gpu = lambda tensor: AsOnGpu.active and on_gpu(tensor)
     checks = {
         tree_attention: lambda of: tree_attention._check_triton(of["q"], of["k"], of["v"]),
         linear_logprob: lambda of: linear_logprob._check(

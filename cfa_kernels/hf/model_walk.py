@@ -1,0 +1,104 @@
+"""Walk over the modules of a model once, for everything that a call reads of them.
+
+A public call walks once and hands the walk down, so that a change of the model between two calls is seen by the second,
+and no call pays for it more than once. torch's own `named_modules` resumes a generator per level for each module and
+takes several times as long.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+class ModelWalk:
+    """Modules of a model by name, in the order of `named_modules`, each once.
+
+    Holds as long as no module is added, taken out or exchanged and no `forward` is overwritten. Modes, flags, weights
+    and what else a module has are read off the modules when they are asked for.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.modules: dict[str, nn.Module] = {}
+        self.by_class: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
+        self._having: dict[str, list[Any]] = {}
+        seen, todo = set[nn.Module](), [("", model)]
+        while todo:
+            name, module = todo.pop()
+            if module in seen:
+                continue
+            seen.add(module)
+            self.modules[name] = module
+            self.by_class[type(module)].append(module)
+            if children := module._modules:
+                prefix = f"{name}." if name else ""
+                inside = [(prefix + key, child) for key, child in children.items() if child is not None]
+                todo += reversed(inside)
+
+    @classmethod
+    def of(cls, model: "Model | nn.Module") -> "ModelWalk":
+        """Walk over `model`; return what is a walk already."""
+        return model if isinstance(model, ModelWalk) else cls(model)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model itself."""
+        return self._model  # type: ignore[return-value]
+
+    @property
+    def configs(self) -> list[Any]:
+        """Configurations of the transformers models among the modules, each once."""
+        found = (m.config for kind, each in self.by_class.items() if issubclass(kind, PreTrainedModel) for m in each)
+        return list({id(config): config for config in found}.values())
+
+    @cached_property
+    def structure(self) -> int:
+        """Equal as long as the model has the same modules: an adapter put on, taken off or merged changes it."""
+        return hash(tuple((name, type(module)) for name, module in self.modules.items()))
+
+    @cached_property
+    def forwards(self) -> int:
+        """Equal as long as it also runs the same `forward` in each, its own or that of its class."""
+        of_class = {kind: _function(kind.forward) for kind in self.by_class}
+        own = ((name, own_forward(module)) for name, module in self.modules.items())
+        overwritten = ((name, _function(forward)) for name, forward in own if forward is not None)
+        return hash((self.structure, *of_class.values(), *overwritten))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Every parameter, those that modules share as often as they do."""
+        return (p for module in self.modules.values() for p in module._parameters.values() if p is not None)
+
+    def having(self, name: str) -> list[Any]:
+        """Modules that had an attribute `name`, of their own or of their class, when first asked."""
+        if name not in self._having:
+            self._having[name] = [
+                module
+                for kind, each in self.by_class.items()
+                for module in (each if hasattr(kind, name) else [m for m in each if name in m.__dict__])
+            ]
+        return self._having[name]
+
+
+Model: TypeAlias = PreTrainedModel | ModelWalk
+"""A transformers model, which is walked over, or the walk of a caller that has taken one."""
+
+
+def own_forward(module: nn.Module) -> Any:
+    """Return the `forward` that a module itself was given, without accelerate's autocast wrapper; None if it has none.
+
+    accelerate keeps what it wraps as `_original_forward`, in the module or as the bound method of its class.
+    """
+    own = vars(module)
+    kept = own.get("_original_forward", own.get("forward"))
+    if kept is None:
+        return None
+    return None if getattr(kept, "__func__", None) is type(module).forward else kept
+
+
+def _function(called: Any) -> int:
+    """Key of a function, bound or not."""
+    return id(getattr(called, "__func__", called))

@@ -1,0 +1,234 @@
+"""LoRA layers run as one op compute what PEFT's own do, on a CPU and as on a GPU, and leave no trace."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from cfa_kernels import packed_logprobs, score_counterfactuals
+from cfa_kernels.hf import lora
+from cfa_kernels.hf.lora import adapters_left_to_peft, one_pass_adapters
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.hf.verify import check_head
+from cfa_kernels.ops.adapted_linear import adapted_linear
+from cfa_kernels.scoring import training_forward
+from cfa_kernels.span import Span
+from tests.support.as_on_gpu import DEVICE
+from tests.support.models import PLACEHOLDER, assert_equals_naive, make_model, tokens
+
+SMALL = ([tokens(4)[0]] * 2, tokens(7, 6, seed=1), [[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
+
+
+def adapted(**config):
+    torch.manual_seed(3)
+    model = make_model("Qwen3", num_hidden_layers=1, hidden_size=32, intermediate_size=48, head_dim=8).cpu()
+    options = {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+    return get_peft_model(model, LoraConfig(**options | config)).train()
+
+
+def layer_of(model):
+    return causal_lm(model).model.layers[0].mlp.down_proj
+
+
+def calls(monkeypatch):
+    """How often the op runs from now on."""
+    made: list[int] = []
+    monkeypatch.setattr(lora, "adapted_linear", lambda *args: made.append(1) or adapted_linear(*args))
+    return made
+
+
+@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
+def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointing, monkeypatch):
+    monkeypatch.setattr(training_forward, "check_trainable", check_head)
+    made = calls(monkeypatch)
+
+    def gradients(model):
+        sum(row.square().sum() for row in packed_logprobs(model, *SMALL[:2])).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    own, model = adapted(), adapted()
+    for module in own.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda *_: None)  # so that PEFT calls it
+    expected = gradients(own)
+    assert not made
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+    found = gradients(model)
+    assert len(made) == (4 if checkpointing else 2)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+
+
+def test_scores_of_adapted_models_are_their_own(monkeypatch):
+    model, made = adapted(), calls(monkeypatch)
+    scores = score_counterfactuals(model, *SMALL, placeholder_id=PLACEHOLDER)
+    assert made
+    assert_equals_naive(scores, model.eval(), *SMALL)
+
+
+def in_halves(**config):
+    """An adapted model as PEFT loads it on a GPU: bfloat16 weights, float32 adapters."""
+    model = adapted(**config)
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    return model.to(DEVICE)
+
+
+@pytest.fixture
+def log_probs_by_peft(monkeypatch):
+    """Log-probs and the adapters' gradients of a model whose layers PEFT runs, or which run as one op."""
+    monkeypatch.setattr(training_forward, "check_trainable", check_head)
+
+    def run(model, own):
+        with monkeypatch.context() as patch:
+            if own:
+                patch.setattr(lora, "_lora_layers", lambda walk: [])
+            rows = packed_logprobs(model, *SMALL[:2])
+        sum(row.sum() for row in rows).backward()
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        return torch.cat(rows).detach(), torch.cat([parameter.grad.flatten() for parameter in trained])
+
+    return run
+
+
+@pytest.mark.parametrize("config", [{}, {"use_rslora": True}, {"target_modules": "all-linear"}])
+def test_float32_adapters_on_halves_are_as_close_to_the_truth_as_peft_on_a_gpu(config, monkeypatch, log_probs_by_peft):
+    made = calls(monkeypatch)
+    ours, by_ours = log_probs_by_peft(in_halves(**config), own=False)
+    assert len(made) == (7 if config.get("target_modules") else 2)
+    theirs, by_theirs = log_probs_by_peft(in_halves(**config), own=True)
+    assert len(made) == (7 if config.get("target_modules") else 2)
+    wide = in_halves(**config).float()
+    truth, by_truth = log_probs_by_peft(wide, own=True)
+    assert (ours - truth).norm() <= 1.5 * (theirs - truth).norm()
+    assert (by_ours - by_truth).norm() <= 1.5 * (by_theirs - by_truth).norm()
+    assert by_ours.dtype == torch.float32
+
+
+def test_parts_of_adapters_are_split_once_for_several_forwards_and_anew_after_a_step(monkeypatch):
+    model, split = in_halves(), []
+    own = lora.AdapterParts.of
+    monkeypatch.setattr(lora.AdapterParts, "of", lambda *args: split.append(1) or own(*args))
+    x = torch.randn(1, 3, 48, dtype=torch.bfloat16).to(DEVICE)
+    layer = layer_of(model)
+    with one_pass_adapters(causal_lm(model)), torch.no_grad():
+        first, again = layer(x), layer(x)
+        assert len(split) == 1
+        layer.lora_A["default"].weight.mul_(2)
+        after = layer(x)
+    assert len(split) == 2
+    assert torch.equal(first, again)
+    assert not torch.equal(first, after)
+
+
+def test_autocast_in_the_dtype_of_halves_changes_nothing_on_a_gpu(monkeypatch):
+    model, made = in_halves(), calls(monkeypatch)
+    x = torch.randn(1, 3, 48, dtype=torch.bfloat16).to(DEVICE)
+    with one_pass_adapters(causal_lm(model)):
+        expected = layer_of(model)(x)
+        with torch.autocast(x.device.type, torch.bfloat16):
+            assert torch.equal(layer_of(model)(x), expected)
+        with torch.autocast(x.device.type, torch.float16):
+            layer_of(model)(x)
+    assert len(made) == 2
+
+
+def merged(model):
+    model.merge_adapter()
+
+
+def disabled(model):
+    model.base_model.disable_adapter_layers()
+
+
+def two_adapters(model):
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "other"])
+
+
+def half(model):
+    model.to(torch.bfloat16)
+
+
+def watched(model):
+    layer_of(model).base_layer.register_forward_hook(lambda *_: None)
+
+
+def own_forward(model):
+    layer = layer_of(model)
+    layer.forward = type(layer).forward.__get__(layer)
+
+
+REASONS = {
+    merged: "its adapters are switched off or merged",
+    disabled: "its adapters are switched off or merged",
+    two_adapters: "2 of its adapters are active",
+    half: "rows of torch.bfloat16 on cpu: halves would round once",
+    watched: "has hooks",
+    own_forward: "it has a forward of its own",
+}
+
+
+@pytest.mark.parametrize("change", REASONS)
+def test_what_is_no_plain_adapter_runs_as_peft_has_it(change, monkeypatch):
+    model, made = adapted(), calls(monkeypatch)
+    change(model)
+    layer = layer_of(model)
+    assert REASONS[change] in adapters_left_to_peft(causal_lm(model))["model.layers.0.mlp.down_proj"]
+    x = torch.randn(1, 3, 48, dtype=next(model.parameters()).dtype)
+    expected = layer(x)
+    with one_pass_adapters(causal_lm(model)):
+        assert torch.equal(layer(x), expected)
+    assert not made
+
+
+KINDS = {
+    "its adapter is another kind of LoRA (DoraLinearVariant)": {"use_dora": True},
+    "it has dropout 0.5": {"lora_dropout": 0.5},
+    "its adapter has a bias": {"lora_bias": True},
+}
+
+
+@pytest.mark.parametrize("make", [adapted, in_halves])
+@pytest.mark.parametrize("reason", KINDS)
+def test_variants_dropout_and_biases_of_adapters_run_as_peft_has_them(reason, make, monkeypatch):
+    model, made = make(**KINDS[reason]), calls(monkeypatch)
+    assert set(adapters_left_to_peft(causal_lm(model)).values()) == {reason}
+    dtype = causal_lm(model).dtype
+    with one_pass_adapters(causal_lm(model)):
+        layer_of(model)(torch.randn(1, 3, 48, dtype=dtype).to(DEVICE if make is in_halves else "cpu"))
+    assert not made
+
+
+def test_every_other_layer_of_peft_is_named_with_the_reason():
+    assert not adapters_left_to_peft(causal_lm(adapted()))
+    assert not adapters_left_to_peft(causal_lm(in_halves()))
+    model = adapted(target_modules=["q_proj", "embed_tokens"])
+    found = adapters_left_to_peft(causal_lm(model))
+    assert found == {"model.embed_tokens": "Embedding on Embedding is no LoRA layer on a linear one"}
+
+
+def test_autocast_runs_as_peft_has_it(monkeypatch):
+    model, made = adapted(), calls(monkeypatch)
+    with one_pass_adapters(causal_lm(model)), torch.autocast("cpu", torch.bfloat16):
+        assert layer_of(model)(torch.randn(1, 3, 48)).dtype == torch.bfloat16
+    assert not made
+
+
+def test_layers_come_back_also_after_an_error_and_from_within_themselves():
+    model = adapted()
+    before = dict(layer_of(model).__dict__)
+
+    def fail():
+        with one_pass_adapters(causal_lm(model)):
+            with one_pass_adapters(causal_lm(model)):
+                pass
+            assert "forward" in layer_of(model).__dict__
+            raise OSError("stop")
+
+    with pytest.raises(OSError, match="stop"):
+        fail()
+    assert layer_of(model).__dict__ == before

@@ -1,0 +1,120 @@
+"""A model's modules are walked over once per call, and what a call needs to know of them comes from that walk."""
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from cfa_kernels import score_counterfactuals
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.hf.model_walk import ModelWalk
+from cfa_kernels.hf.modes import checkpointed_modules, one_mode
+from cfa_kernels.scoring.training_forward import packed_forward
+from cfa_kernels.span import Span
+from tests.support.models import PLACEHOLDER, make_model, tokens
+
+PROMPTS, COMPLETIONS = [tokens(4)[0]] * 2, tokens(7, 6, seed=1)
+ASKED = ([[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
+
+
+@pytest.fixture(scope="module")
+def adapted():
+    model = make_model("Qwen3", num_hidden_layers=2, hidden_size=32, intermediate_size=48, head_dim=8).cpu()
+    config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(model, config).train()
+
+
+@pytest.fixture
+def walks(monkeypatch):
+    """The walks over a whole model from now on: our own, and those of torch and transformers, by whatever method."""
+    taken, walk, own = [], nn.Module.named_modules, ModelWalk.__init__
+
+    def counted(self, *args, **kwargs):
+        if hasattr(self, "lm_head") and not args and not kwargs.get("prefix"):
+            taken.append(type(self).__name__)
+        return walk(self, *args, **kwargs)
+
+    def counted_own(self, model):
+        if hasattr(model, "lm_head"):
+            taken.append("ours")
+        own(self, model)
+
+    monkeypatch.setattr(nn.Module, "named_modules", counted)
+    monkeypatch.setattr(ModelWalk, "__init__", counted_own)
+    return taken
+
+
+def test_a_packed_forward_its_scores_and_scores_apart_take_one_walk_each(adapted, walks):
+    causal = causal_lm(adapted)
+    packed_forward(causal, PROMPTS, COMPLETIONS, keep_states=True)  # verified
+    walks.clear()
+    forward = packed_forward(causal, PROMPTS, COMPLETIONS, keep_states=True)
+    assert walks == ["ours"]
+    forward.score(*ASKED, placeholder_id=PLACEHOLDER)
+    assert walks == ["ours"] * 2
+    score_counterfactuals(adapted, PROMPTS, COMPLETIONS, *ASKED, placeholder_id=PLACEHOLDER)
+    assert walks == ["ours"] * 3
+
+
+def test_a_walk_meets_the_modules_that_torch_meets_in_its_order(adapted):
+    adapted.shared = adapted.base_model.model.lm_head
+    adapted.none = None
+    adapted.register_module("missing", None)
+    assert list(ModelWalk(adapted).modules.items()) == list(adapted.named_modules())
+    del adapted.shared, adapted.none, adapted.missing
+
+
+def test_a_walk_finds_attributes_of_modules_and_of_their_classes(adapted):
+    walk = ModelWalk(causal_lm(adapted))
+    assert {type(module).__name__ for module in walk.having("rope_type")} == {"Qwen3RotaryEmbedding"}
+    flagged = {id(module) for module in walk.modules.values() if hasattr(module, "gradient_checkpointing")}
+    assert {id(module) for module in walk.having("gradient_checkpointing")} == flagged
+
+
+CHANGES = {
+    "a module added": lambda model: model.model.add_module("more", nn.Identity()),
+    "a module replaced": lambda model: setattr(model.model.layers[0], "mlp", nn.Identity()),
+    "a module wrapped": lambda model: get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])),
+    "a module renamed": lambda model: setattr(model.model, "end", model.model._modules.pop("norm")),
+}
+FORWARDS = {
+    "a forward overwritten": lambda model: setattr(model.model.norm, "forward", lambda x: x),
+    "a class exchanged": lambda model: setattr(model.model.norm, "__class__", type("Norm", (nn.Module,), {})),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES | FORWARDS)
+def test_a_change_of_structure_or_forwards_shows_in_the_next_walk(change):
+    model = make_model("Qwen3", num_hidden_layers=1)
+    before, again = ModelWalk(model), ModelWalk(model)
+    assert (before.structure, before.forwards) == (again.structure, again.forwards)
+    (CHANGES | FORWARDS)[change](model)
+    after = ModelWalk(model)
+    assert after.forwards != before.forwards
+    assert (after.structure != before.structure) is (change != "a forward overwritten")
+
+
+def test_modes_come_back_module_by_module_also_after_an_error(adapted):
+    causal = causal_lm(adapted)
+    causal.model.norm.eval()
+    before = {name: module.training for name, module in causal.named_modules()}
+
+    def fail(training):
+        with one_mode(causal, training=training):
+            assert {module.training for module in causal.modules()} == {training}
+            raise OSError("stop")
+
+    for training in (True, False):
+        with pytest.raises(OSError, match="stop"):
+            fail(training)
+        assert {name: module.training for name, module in causal.named_modules()} == before
+    causal.train()
+
+
+def test_checkpointed_modules_are_those_flagged_and_in_training_now():
+    model = make_model("Qwen3", num_hidden_layers=2).train()
+    walk = ModelWalk(model)
+    assert not checkpointed_modules(walk)
+    model.gradient_checkpointing_enable()
+    found = checkpointed_modules(walk)
+    assert {id(module) for module in model.model.layers} <= {id(module) for module in found}
+    assert not checkpointed_modules(walk.model.eval())

@@ -1,0 +1,188 @@
+"""A linear layer and its adapter as one op: the formula, its gradients, its rounding, and what it moves on a GPU."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cfa_kernels.ops import matmul
+from cfa_kernels.ops.adapted_linear import AdapterParts, _WiderAdapter, adapted_linear
+from tests.support.traffic import Traffic, bytes_per_row
+
+HALF, FULL = torch.bfloat16, torch.float32
+# (K, M) of a layer of Qwen3-1.7B: queries, keys, values, output, gate, up, down.
+QWEN3 = [(2048, 2048), (2048, 1024), (2048, 1024), (2048, 2048), (2048, 6144), (2048, 6144), (6144, 2048)]
+RANK = 32
+
+
+def wider(x, weight, shift, down, up, scale):
+    """The op for an adapter of another dtype than the rows, whatever theirs are."""
+    return _WiderAdapter.apply(x, weight, shift, down, up, scale, AdapterParts.of(down, up, scale, x.dtype))
+
+
+@pytest.mark.parametrize("trains", ["all", "adapter", "input"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("op", [adapted_linear, wider])
+def test_the_op_is_its_formula_and_passes_gradcheck(op, bias, trains):
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(*shape, trained):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_(trained)
+
+    base, adapter = trains == "all", trains != "input"
+    x, weight = tensor(3, 5, trained=trains != "adapter"), tensor(4, 5, trained=base)
+    shift = tensor(4, trained=base) if bias else None
+    down, up = tensor(2, 5, trained=adapter), tensor(4, 2, trained=adapter)
+    expected = x @ weight.t() + 0.7 * (x @ down.t()) @ up.t() + (0 if shift is None else shift)
+    torch.testing.assert_close(op(x, weight, shift, down, up, 0.7), expected)
+    torch.autograd.gradcheck(lambda *inputs: op(*inputs, 0.7), (x, weight, shift, down, up))
+
+
+def test_parts_hold_sixteen_bits_of_an_adapter():
+    generator = torch.Generator().manual_seed(1)
+    down, up = torch.randn(4, 64, generator=generator), torch.randn(48, 4, generator=generator)
+    parts = AdapterParts.of(down, up, 1.0, HALF)
+    for matrix, (high, low, again) in ((down, parts.down.split(4)), (up, parts.up.split(4, dim=1))):
+        assert high.dtype == low.dtype == HALF
+        assert torch.equal(high, matrix.to(HALF))
+        assert torch.equal(high, again)
+        assert ((high.double() + low.double() - matrix).abs() <= 2**-16 * matrix.abs()).all()
+
+
+def of_layer(rows=200, width=96, out=64, rank=8):
+    """Rows and gradient of bfloat16, a base layer of bfloat16, and an adapter of float32 that counts as much."""
+    generator = torch.Generator().manual_seed(2)
+    x, by_out = (torch.randn(rows, n, generator=generator).to(HALF) for n in (width, out))
+    weight = (torch.randn(out, width, generator=generator) / width**0.5).to(HALF)
+    down = torch.randn(rank, width, generator=generator) / width**0.5
+    up = torch.randn(out, rank, generator=generator) / rank**0.5
+    return x, by_out, weight, down, up
+
+
+def gradients(op, x, by_out, weight, down, up, dtype=None):
+    """What `op` gives, and its gradients by rows and adapter."""
+    given = [v if dtype is None else v.to(dtype) for v in (x, down, up)]
+    leaves = [v.detach().clone().requires_grad_() for v in given]
+    out = op(leaves[0], weight.to(leaves[0].dtype), None, leaves[1], leaves[2], 0.5)
+    return [out, *torch.autograd.grad(out, leaves, by_out.to(out.dtype))]
+
+
+def as_peft(x, weight, bias, down, up, scale):
+    """PEFT's own path."""
+    base = nn.functional.linear(x, weight, bias)
+    return (base + (x.to(down.dtype) @ down.t() @ up.t()) * scale).to(x.dtype)
+
+
+def test_rounding_is_no_worse_than_that_of_pefts_own_path_and_adapters_keep_sixteen_bits():
+    layer = of_layer()
+    truth = gradients(as_peft, *layer, dtype=torch.float64)
+    ours, theirs = (gradients(op, *layer) for op in (adapted_linear, as_peft))
+    assert [v.dtype for v in ours] == [v.dtype for v in theirs] == [HALF, HALF, FULL, FULL]
+
+    def errors(found):
+        return [((v - t).norm() / t.norm()).item() for v, t in zip(found, truth, strict=True)]
+
+    (out, by_x, by_down, by_up), (their_out, their_by_x, *_) = errors(ours), errors(theirs)
+    assert out <= 1.01 * their_out < 2**-7
+    assert by_x <= 1.01 * their_by_x < 2**-7
+    assert max(by_down, by_up) < 2**-15
+
+
+def test_parts_of_one_half_each_would_lose_an_adapter_that_two_keep():
+    x, by_out, weight, down, up = of_layer()
+    silent = torch.zeros_like(weight)  # so that only the adapter shows
+    truth = 0.5 * (x.double() @ down.double().t()) @ up.double().t()
+    wide = gradients(adapted_linear, x, by_out, silent, down, up)
+    narrow = gradients(adapted_linear, x, by_out, silent, down.to(HALF), up.to(HALF))
+    assert (wide[0] - truth).norm() < 0.8 * (narrow[0] - truth).norm()
+    by_up = 0.5 * by_out.double().t() @ (x.double() @ down.double().t())
+    assert (wide[3] - by_up).norm() < 2**-6 * (narrow[3] - by_up).norm()
+
+
+def test_parts_that_are_kept_give_what_parts_made_anew_give():
+    x, _, weight, down, up = of_layer()
+    kept = AdapterParts.of(down, up, 0.5, HALF)
+    found = adapted_linear(x, weight, None, down, up, 0.5, kept)
+    assert torch.equal(found, adapted_linear(x, weight, None, down, up, 0.5))
+
+
+def test_no_rows_give_no_rows_and_gradients_of_nothing():
+    _, _, weight, down, up = of_layer()
+    out, by_x, by_down, by_up = gradients(
+        adapted_linear, torch.zeros(0, 96, dtype=HALF), torch.zeros(0, 64), weight, down, up
+    )
+    assert out.shape == (0, 64)
+    assert by_x.shape == (0, 96)
+    assert not by_down.any()
+    assert not by_up.any()
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """The traffic of a forward and a backward of the op's code for a GPU, on tensors that hold nothing."""
+    monkeypatch.setattr(matmul, "_keeps_sums", lambda _: True)
+    monkeypatch.setattr(matmul, "_has_onednn", lambda _: False)
+
+    def traffic(rows, width, out, rank=RANK):
+        with FakeTensorMode():
+            x, by_out = (torch.empty(rows, n, dtype=HALF) for n in (width, out))
+            weight = torch.empty(out, width, dtype=HALF)
+            leaves = [v.requires_grad_() for v in (x, torch.empty(rank, width), torch.empty(out, rank))]
+            parts = AdapterParts.of(*leaves[1:], 0.5, HALF)
+            with Traffic() as forward:
+                found = adapted_linear(x, weight, None, *leaves[1:], 0.5, parts)
+            with Traffic() as backward:
+                torch.autograd.grad(found, leaves, by_out)
+        return forward, backward
+
+    return traffic
+
+
+def of_pefts_layer(width, out):
+    """A function of rows that runs PEFT's own layer forwards and backwards."""
+    model = get_peft_model(
+        nn.Sequential(nn.Linear(width, out, bias=False, dtype=HALF)), LoraConfig(r=RANK, target_modules=["0"])
+    )
+
+    def run(rows):
+        x = torch.empty(rows, width, dtype=HALF).requires_grad_()
+        found = model(x)
+        torch.autograd.grad(found, [x, *(p for p in model.parameters() if p.requires_grad)], torch.empty_like(found))
+
+    return run
+
+
+@pytest.mark.traced
+def test_an_adapter_moves_a_fifth_of_the_bytes_of_pefts_own_path_on_a_gpu(on_a_gpu):
+    """Beside the base layer's products, by layer of Qwen3-1.7B and row: at most 130 KB forward and 210 KB backward."""
+    base = sum(2 * (width + out) for width, out in QWEN3)  # rows in, rows out; as much again backward
+    few, more = ([on_a_gpu(rows, *shape) for shape in QWEN3] for rows in (1000, 2000))
+    forward, backward = (
+        sum(m[which].bytes - f[which].bytes for f, m in zip(few, more, strict=True)) / 1000 - base for which in (0, 1)
+    )
+    assert forward <= 130e3
+    assert backward <= 210e3
+    runs = [of_pefts_layer(*shape) for shape in QWEN3]
+    assert sum(map(bytes_per_row, runs)) - 2 * base > 4.5 * (forward + backward)
+
+
+@pytest.mark.traced
+def test_kernels_of_a_forward_and_a_backward_on_a_gpu_are_no_more_than_pefts(on_a_gpu):
+    forward, backward = on_a_gpu(1000, 64, 48, rank=4)
+    assert forward.kernels == ["mm", "add", "copy_", "sub", "mm", "addmm_"]
+    assert backward.kernels == ["mm", "add", "copy_", "sub", "mm", "addmm_", "mm", "add_", "mm", "add", "mul_"]
+    run = of_pefts_layer(64, 48)
+    with Traffic() as theirs:
+        run(10)
+    assert len(forward.kernels) + len(backward.kernels) <= len(theirs.kernels)
+
+
+def test_traffic_counts_operands_and_results_once_and_views_not_at_all():
+    x = torch.zeros(4, 8)
+    with Traffic() as traffic:
+        y = (x.t()[:2] + x[0, 0].expand(2, 4)).to(HALF)
+        y.copy_(x[:2, :4])
+        torch.empty(100)
+    assert traffic.kernels == ["add", "_to_copy", "copy_"]
+    assert traffic.bytes == (32 + 4 + 32) + (32 + 16) + (32 + 16)
