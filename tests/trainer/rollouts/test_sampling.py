@@ -8,7 +8,8 @@ import torch
 from cfa_kernels.scoring.training_forward import packed_logprobs
 from tests.support.embedded import sample
 from trainer.evaluate import evaluate
-from trainer.rollouts.sampling import KeyedSampler, keyed_uniforms, mask_after_end
+from trainer.rollouts.engine import keyed_uniforms, mask_after_end
+from trainer.rollouts.sampling import KeyedSampler
 
 
 def test_a_sampled_completion_does_not_depend_on_the_rest_of_the_batch(trainer, rollouts) -> None:
@@ -109,6 +110,6 @@ def test_evaluation_names_the_problem_whose_logits_are_not_finite(trainer, poiso
     order = sorted(range(8), key=lambda i: len(trainer.held_out_prompts[i]))
     with pytest.raises(FloatingPointError, match=rf"^held-out problem {order[0]} \(1 of 8\)"):
         evaluate(
-            trainer.policy, trainer.tokenizer, trainer.held_out, trainer.held_out_prompts, batch_size=8,
+            trainer.engine, trainer.held_out, trainer.held_out_prompts, batch_size=8,
             max_completion_length=2,
         )  # fmt: skip
