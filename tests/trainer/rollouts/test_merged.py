@@ -26,9 +26,10 @@ def tokenizer():
 
 def tiny(dtype: torch.dtype = torch.float64, **options) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
+    options = {"num_hidden_layers": 2} | options
     config = Qwen3Config(
-        vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, initializer_range=0.3, eos_token_id=tokenizer().eos_token_id, **options,
+        vocab_size=512, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        initializer_range=0.3, eos_token_id=tokenizer().eos_token_id, **options,
     )  # fmt: skip
     return Qwen3ForCausalLM(config).to(dtype).eval()
 
@@ -89,12 +90,17 @@ def test_merged_adapters_sample_the_same_and_leave_the_same_bits(options) -> Non
 def test_a_merge_in_bfloat16_leaves_the_same_bits_even_after_an_error() -> None:
     model = adapted(tiny(torch.bfloat16))
     state, before = ModelState(causal_lm(model)), bits(model)
-    with pytest.raises(KeyError), merged_adapters(model) as layers:
-        assert layers == 14
-        assert "merged" in state.change(causal_lm(model))
-        changed = {name for name, (values, *_) in bits(model).items() if not torch.equal(values, before[name][0])}
-        assert changed == {name for name in before if name.endswith("base_layer.weight")}
-        raise KeyError
+
+    def fail_inside() -> None:
+        with merged_adapters(model) as layers:
+            assert layers == 14
+            assert "merged" in state.change(causal_lm(model))
+            changed = {name for name, (values, *_) in bits(model).items() if not torch.equal(values, before[name][0])}
+            assert changed == {name for name in before if name.endswith("base_layer.weight")}
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_inside()
     assert_same_bits(before, bits(model))
     assert state.change(causal_lm(model)) is None
 
