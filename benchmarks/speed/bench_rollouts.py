@@ -17,7 +17,7 @@ from benchmarks.harness.options import workload_set
 from benchmarks.harness.race import Budget, Contender, Figures, Lap, WrongAnswer, race, release_memory, replay_clock
 from benchmarks.harness.workloads import SEED, Job, gsm8k_job, policy
 from cfa_kernels.scoring.training_forward import packed_logprobs
-from trainer.rollouts import Engine, InProcess, RolloutSettings, Rollouts
+from trainer.rollouts import Engine, InProcess, Rollouts, RolloutSettings
 
 PROMISE = 1.5  # on a CPU, beside adapters left where they are and a sort of the vocabulary for each token
 GAP = {torch.float32: 2e-3, torch.bfloat16: 0.3}  # nats, on average over tokens, between sampling and one forward
@@ -81,10 +81,11 @@ def contenders(model: nn.Module, job: Job, load: Load) -> list[Contender]:
             rollouts = engine(prompts, max_completion_length=load.tokens, keys=keys, **SAMPLING)
         return rollouts, time.process_time() - began
 
+    check = functools.partial(_check, model)
     return [
-        Contender(name, functools.partial(run, InProcess(model, job.tokenizer, how), patched), functools.partial(_check, model))
+        Contender(name, functools.partial(run, InProcess(model, job.tokenizer, how), patched), check)
         for name, (how, patched) in ways.items()
-    ]  # fmt: skip
+    ]
 
 
 def _check(model: nn.Module, sampled: tuple[Rollouts, float]) -> dict[str, Any]:
@@ -95,7 +96,8 @@ def _check(model: nn.Module, sampled: tuple[Rollouts, float]) -> dict[str, Any]:
     completions = [ids[kept] for ids, kept in zip(rollouts.completion_ids, mask, strict=True)]
     with torch.no_grad():
         found = packed_logprobs(model, prompts, completions, temperature=SAMPLING["temperature"])
-    assert rollouts.logprobs is not None and isinstance(found, list)
+    assert rollouts.logprobs is not None
+    assert isinstance(found, list)
     gap = (torch.cat(found) - rollouts.logprobs[mask]).abs().mean().item()
     if not gap <= GAP[next(model.parameters()).dtype]:
         raise WrongAnswer(f"tokens were drawn with log-probs that are {gap:.3g} nats from the policy's, on average")
