@@ -17,7 +17,7 @@ from benchmarks.harness.options import workload_set
 from benchmarks.harness.race import Budget, Contender, Figures, Lap, WrongAnswer, race, release_memory, replay_clock
 from benchmarks.harness.workloads import SEED, Job, gsm8k_job, policy
 from cfa_kernels.scoring.training_forward import packed_logprobs
-from trainer.rollouts import Engine, InProcess, Rollouts, RolloutSettings
+from trainer.rollouts import Engine, Rollouts, RolloutSettings, TransformersEngine
 
 PROMISE = 1.5  # on a CPU, beside adapters left where they are and a sort of the vocabulary for each token
 GAP = {torch.float32: 2e-3, torch.bfloat16: 0.3}  # nats, on average over tokens, between sampling and one forward
@@ -83,7 +83,7 @@ def contenders(model: nn.Module, job: Job, load: Load) -> list[Contender]:
 
     check = functools.partial(_check, model)
     return [
-        Contender(name, functools.partial(run, InProcess(model, job.tokenizer, how), patched), check)
+        Contender(name, functools.partial(run, TransformersEngine(model, job.tokenizer, how), patched), check)
         for name, (how, patched) in ways.items()
     ]
 

@@ -8,12 +8,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from trainer.rollouts.engine import Engine, Rollouts
-from trainer.rollouts.in_process import InProcess, generate
+from trainer.rollouts.in_process import TransformersEngine, generate
 from trainer.rollouts.settings import RolloutSettings
 
-__all__ = ["Engine", "InProcess", "RolloutSettings", "Rollouts", "engine_for", "generate"]
+__all__ = ["Engine", "RolloutSettings", "Rollouts", "TransformersEngine", "engine_for", "generate"]
 
-ENGINES = {"transformers": InProcess}
+ENGINES = {"transformers": TransformersEngine}
 
 
 def engine_for(model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings) -> Engine:

@@ -20,7 +20,7 @@ _FEWEST_ROWS = 8  # of a static cache, doubled until the batch fits
 _LENGTHS = 64  # tokens that a static cache holds are a multiple of it, so that shapes repeat
 
 
-class InProcess:
+class TransformersEngine:
     """The policy itself as an engine: adapters merged while it samples, a static cache where there are CUDA graphs.
 
     Attributes:

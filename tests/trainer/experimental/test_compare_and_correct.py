@@ -13,7 +13,7 @@ from trainer.cli import parse, to_yaml
 from trainer.config import TrainConfig
 from trainer.experimental.compare_and_correct import compare_and_correct, correction_prompt
 from trainer.rewards import group_advantages
-from trainer.rollouts import InProcess, Rollouts
+from trainer.rollouts import Rollouts, TransformersEngine
 from trainer.run import set_up
 from trainer.state import Batch, Shaped
 from trainer.step import training_step, update
@@ -29,7 +29,7 @@ BARE = "--correction_template={question}{attempt}{references}"
 def written(monkeypatch):
     """Every batch of corrections that is generated, with what it was asked for."""
     batches = []
-    sample = InProcess.__call__
+    sample = TransformersEngine.__call__
 
     def recorded(engine, prompts, **options):
         rollouts = sample(engine, prompts, **options)
@@ -37,7 +37,7 @@ def written(monkeypatch):
             batches.append((prompts, options, rollouts))
         return rollouts
 
-    monkeypatch.setattr(InProcess, "__call__", recorded)
+    monkeypatch.setattr(TransformersEngine, "__call__", recorded)
     return batches
 
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.model_state import ModelState
 from trainer.config import ASSETS
-from trainer.rollouts import InProcess, RolloutSettings
+from trainer.rollouts import RolloutSettings, TransformersEngine
 from trainer.rollouts.merged import CannotMerge, adapted_layers, merged_adapters
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [14, 15]]
@@ -77,7 +77,7 @@ def test_merged_adapters_sample_the_same_and_leave_the_same_bits(options) -> Non
     model = adapted(tiny(tie_word_embeddings=False), **options)
     state, before = ModelState(causal_lm(model)), bits(model)
     beside, merged = (
-        InProcess(model, tokenizer(), RolloutSettings(merge_adapters=how))(PROMPTS, **SAMPLED)
+        TransformersEngine(model, tokenizer(), RolloutSettings(merge_adapters=how))(PROMPTS, **SAMPLED)
         for how in ("never", "always")
     )
     assert torch.equal(beside.completion_ids, merged.completion_ids)
@@ -116,7 +116,7 @@ def test_a_forward_before_sampling_goes_backward_after_it() -> None:
         loss.backward()
         return [p.grad for p in model.parameters() if p.requires_grad]
 
-    engine = InProcess(model, tokenizer(), RolloutSettings())
+    engine = TransformersEngine(model, tokenizer(), RolloutSettings())
     expected = copy.deepcopy(gradients(lambda: None))
     for found, plain in zip(gradients(lambda: engine(PROMPTS, **SAMPLED)), expected, strict=True):
         assert torch.equal(found, plain)
@@ -156,8 +156,8 @@ def test_what_cannot_be_merged_is_named_and_stays_as_it_is(make, message) -> Non
     assert_same_bits(before, bits(model))
     assert all(not layer.merged for layer in adapted_layers(model).values())
     with pytest.raises(ValueError, match="^merge_adapters: .*" + message):
-        InProcess(model, tokenizer(), RolloutSettings(merge_adapters="always"))
-    (note,) = InProcess(model, tokenizer(), RolloutSettings()).notes
+        TransformersEngine(model, tokenizer(), RolloutSettings(merge_adapters="always"))
+    (note,) = TransformersEngine(model, tokenizer(), RolloutSettings()).notes
     assert note.startswith("merge_adapters: sampling with the adapters beside")
 
 
@@ -167,4 +167,4 @@ def test_a_model_without_adapters_or_with_all_of_them_off_is_left_alone() -> Non
         assert layers == 0
     with model.disable_adapter(), merged_adapters(model) as layers:
         assert layers == 0
-    assert InProcess(plain, tokenizer(), RolloutSettings(merge_adapters="always")).notes == []
+    assert TransformersEngine(plain, tokenizer(), RolloutSettings(merge_adapters="always")).notes == []

@@ -1,13 +1,16 @@
 """A cache of fixed size: the same completions, one graph for each decoding step, and shapes that repeat."""
 
+import contextlib
+
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.overrides import _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig
 
 from cfa_kernels.hf.model import causal_lm
 from tests.trainer.rollouts.test_merged import PROMPTS, SAMPLED, adapted, tiny, tokenizer
-from trainer.rollouts import InProcess, RolloutSettings
+from trainer.rollouts import RolloutSettings, TransformersEngine
 from trainer.rollouts.in_process import static_cache_obstacle
 
 STATIC = RolloutSettings(rollout_cache="static")
@@ -17,7 +20,9 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers"
 @pytest.mark.parametrize("options", [{}, WINDOWED], ids=["full attention", "one layer with a window"])
 def test_a_cache_of_fixed_size_gives_the_same_completions_call_after_call(options) -> None:
     model = tiny(**options)
-    engines = [InProcess(model, tokenizer(), RolloutSettings(rollout_cache=how)) for how in ("dynamic", "static")]
+    engines = [
+        TransformersEngine(model, tokenizer(), RolloutSettings(rollout_cache=how)) for how in ("dynamic", "static")
+    ]
     for prompts in (PROMPTS, PROMPTS[:2], [PROMPTS[1] * 4, *PROMPTS[:2]]):
         asked = SAMPLED | {"keys": SAMPLED["keys"][: len(prompts)]}
         dynamic, static = (engine(prompts, **asked) for engine in engines)
@@ -55,12 +60,18 @@ def launches_a_token(settings: RolloutSettings, monkeypatch, lengths=(4, 12)) ->
     model, launches = adapted(tiny(torch.float32)), _Launches()
     config = CompileConfig(backend=launches.backend, fullgraph=True, mode=None)
     config._compile_all_devices = True
-    engine = InProcess(model, tokenizer(), settings, config if settings.rollout_cache == "static" else None)
+    engine = TransformersEngine(model, tokenizer(), settings, config if settings.rollout_cache == "static" else None)
     compiled = type(causal_lm(model)).get_compiled_call
 
     def uncounted(causal, config):
         def call(*args, **kwargs):
-            with _disable_current_modes():  # what counts inside would keep it from being compiled
+            counting = torch.utils._python_dispatch._get_current_dispatch_mode() is launches
+            with contextlib.ExitStack() as stack:  # what watches inside would keep it from being compiled
+                if counting:
+                    launches.__exit__(None, None, None)
+                    stack.callback(launches.__enter__)
+                while torch._C._len_torch_function_stack():
+                    stack.enter_context(_pop_mode_temporarily())
                 return compiled(causal, config)(*args, **kwargs)
 
         return call
@@ -87,7 +98,7 @@ def test_a_decoding_step_is_one_graph_whatever_the_number_of_layers_and_is_compi
 
 
 def test_the_cache_stays_where_it_was_while_shapes_repeat() -> None:
-    engine = InProcess(tiny(), tokenizer(), STATIC)
+    engine = TransformersEngine(tiny(), tokenizer(), STATIC)
     engine(PROMPTS, **SAMPLED)
     first = engine._cache.layers[0].keys
     assert first.shape[0::2] == (8, 64)  # rows and tokens
@@ -104,5 +115,5 @@ def test_a_model_that_cannot_decode_with_it_is_named() -> None:
     for model, message in ((hybrid, "linear_attention"), (eager, "cannot compile a decoding step of Qwen3ForCausalLM")):
         assert message in static_cache_obstacle(causal_lm(model))
         with pytest.raises(ValueError, match=f"^rollout_cache: .*{message}"):
-            InProcess(model, tokenizer(), STATIC)
-    assert InProcess(eager, tokenizer(), RolloutSettings()).notes == []  # nobody asked for it
+            TransformersEngine(model, tokenizer(), STATIC)
+    assert TransformersEngine(eager, tokenizer(), RolloutSettings()).notes == []  # nobody asked for it
