@@ -1,4 +1,7 @@
-"""Sampling with a LoRA policy: what merging its adapters and a nucleus without a sort are worth."""
+"""Sampling with a LoRA policy: what merging its adapters and a nucleus without a sort are worth.
+
+Random weights would leave nuclei of thousands of tokens; the last norm is scaled so that they are a trained model's.
+"""
 
 import contextlib
 import functools
@@ -16,9 +19,11 @@ from transformers import LogitsProcessor, TemperatureLogitsWarper, TopPLogitsWar
 from benchmarks.harness.options import workload_set
 from benchmarks.harness.race import Budget, Contender, Figures, Lap, WrongAnswer, race, release_memory, replay_clock
 from benchmarks.harness.workloads import SEED, Job, gsm8k_job, policy
+from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.scoring.training_forward import packed_logprobs
 from trainer.rollouts import Engine, Rollouts, RolloutSettings, TransformersEngine
 
+SHARPNESS = 6.0  # of the logits, beside those of random weights
 PROMISE = 1.5  # on a CPU, beside adapters left where they are and a sort of the vocabulary for each token
 GAP = {torch.float32: 2e-3, torch.bfloat16: 0.3}  # nats, on average over tokens, between sampling and one forward
 SAMPLING = {"temperature": 0.6, "top_p": 0.95}
@@ -60,6 +65,13 @@ class SortingSampler(LogitsProcessor):
         token = torch.searchsorted(cumulative, threshold, right=True).clamp(max=scores.shape[1] - 1)
         self.logprobs.append(full.gather(1, token).squeeze(1))
         return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
+
+
+def sharpened(model: nn.Module) -> nn.Module:
+    """Scale the logits of a policy, in place."""
+    with torch.no_grad():
+        causal_lm(model).model.norm.weight.mul_(SHARPNESS)
+    return model
 
 
 def contenders(model: nn.Module, job: Job, load: Load) -> list[Contender]:
@@ -115,7 +127,7 @@ def rollout_laps(
     request: pytest.FixtureRequest, group: str, device: torch.device, budget: Budget, figures: Figures
 ) -> Iterator[dict[str, Lap]]:
     load = LOADS[workload_set(request.config)]
-    model = policy(load.model, lora=True, device=device, dtype=load.dtype).eval()
+    model = sharpened(policy(load.model, lora=True, device=device, dtype=load.dtype).eval())
     job = gsm8k_job(load.problems).to(device)
     figures.workloads[group] = {**job.describe(), **SAMPLING, "model": load.model, "seed": SEED}
     yield race(contenders(model, job, load), device=device, budget=budget)

@@ -1,18 +1,17 @@
-"""Draw tokens from logits, every draw keyed, the nucleus found by a threshold instead of a sort of the vocabulary.
+"""Draw tokens from logits, every draw keyed, the nucleus found among the likeliest tokens.
 
 A keyed draw does not depend on what else is in the batch nor on what was drawn before: a run repeats exactly from its
 seed. A token is drawn by inverse CDF, in the order of the vocabulary.
 """
 
-import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
 CANDIDATES = 256  # likeliest tokens that are looked at first; a nucleus is rarely larger
-_HALVINGS = 8  # of the range in which a larger nucleus ends, before the tokens in it are sorted
 _BLOCK = 256  # tokens whose probabilities are summed up before the one that a draw falls on is looked for
 _EXACT = {"cpu": torch.float64}  # of probabilities over the whole vocabulary: others keep float32 and sum in float64
 
@@ -75,39 +74,30 @@ def drawn(scores: Tensor, logprobs: Tensor, uniforms: Tensor, top_p: float) -> T
     values, tokens = scores.topk(min(CANDIDATES, size))
     # Log of the sum of all weights: a row's best token shows it.
     normalizer = values[:, :1].double() - logprobs.gather(1, tokens[:, :1]).double()
-    found = _cut(values, tokens, normalizer, torch.zeros_like(normalizer), top_p)
+    found = _cut(values, tokens, normalizer, top_p)
     token = _of_candidates(found, uniforms)
     if values.shape[1] < size and not found.whole.all():  # the one wait for the device
         rows = (~found.whole).nonzero().flatten()
-        token[rows] = _of_large_nucleus(scores[rows], normalizer[rows], uniforms[rows], top_p, values[rows, -1:])
+        token[rows] = _of_large_nucleus(scores[rows], normalizer[rows], uniforms[rows], top_p)
     return token
 
 
 class _Cut(NamedTuple):
-    """The k likeliest tokens of each row, or those in some range, and which of them are in the nucleus."""
+    """The k likeliest tokens of each row, and which of them are in the nucleus."""
 
     values: Tensor  # (B, k) fp32 scores, falling, of equal ones the last of the vocabulary first
     tokens: Tensor  # (B, k) int64
     kept: Tensor  # (B, k) bool: the first few
     whole: Tensor  # (B,) bool: the nucleus ends among them
 
-    @property
-    def edge(self) -> tuple[Tensor, Tensor]:
-        """Score (B, 1) of the last token kept, and its number (B, 1)."""
-        last = (self.kept.sum(-1, keepdim=True) - 1).clamp(min=0)
-        return self.values.gather(1, last), self.tokens.gather(1, last)
 
-
-def _cut(values: Tensor, tokens: Tensor, normalizer: Tensor, above: Tensor, top_p: float) -> _Cut:
-    """Find out which of the tokens (B, k), all that score as high as the lowest of them but for its equals, are kept.
-
-    `above` (B, 1) is the probability of all tokens that score higher than these.
-    """
+def _cut(values: Tensor, tokens: Tensor, normalizer: Tensor, top_p: float) -> _Cut:
+    """Find out which of the k likeliest tokens (B, k) are kept."""
     tokens, order = tokens.sort(-1, descending=True)
     values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
     tokens = tokens.gather(1, order)
     mass = (values.double() - normalizer).exp()
-    kept = above + (mass.cumsum(-1) - mass) < top_p
+    kept = mass.cumsum(-1) - mass < top_p
     last = values.gather(1, (kept.sum(-1, keepdim=True) - 1).clamp(min=0))
     return _Cut(values, tokens, kept, (last > values[:, -1:]).squeeze(1))
 
@@ -119,32 +109,25 @@ def _of_candidates(cut: _Cut, uniforms: Tensor) -> Tensor:
     return tokens.gather(1, _first_beyond(cumulative, uniforms * cumulative[:, -1:]))
 
 
-def _of_large_nucleus(scores: Tensor, normalizer: Tensor, uniforms: Tensor, top_p: float, high: Tensor) -> Tensor:
-    """Draw from nuclei that end below `high` (B, 1): by halving the range in which they do, then a sort of its tokens.
-
-    A sort of all tokens is what is left where too many are in that range or as likely as each other.
-    """
-    size = scores.shape[1]
-    # Tokens of less than (1 - top_p) / V each cannot make up what is left out; 1e-3 is more than any rounding.
-    low = (normalizer + math.log1p(-top_p) - math.log(size) - 1e-3).float()
-    mass = (scores - normalizer.float()).exp()  # (B, V)
-    total = mass.sum(-1, keepdim=True, dtype=torch.float64)  # 1, but for the rounding of the normalizer
-    normalizer, wanted = normalizer.float().double() + total.log(), top_p * total
-
-    def above(threshold: Tensor) -> Tensor:
-        return torch.where(scores > threshold, mass, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
-
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        short = above(middle) < wanted
-        low, high = torch.where(short, low, middle), torch.where(short, middle, high)
-    inside = scores.masked_fill((scores > high) | (scores <= low), -torch.inf)
-    cut = _cut(*inside.topk(min(4 * CANDIDATES, size)), normalizer, above(high) / total, top_p)
-    if not cut.whole.all():
-        cut = _cut(*scores.topk(size), normalizer, torch.zeros_like(normalizer), top_p)
-    edge, last = cut.edge
-    kept = (scores > edge) | ((scores == edge) & (torch.arange(size, device=scores.device) >= last))
+def _of_large_nucleus(scores: Tensor, normalizer: Tensor, uniforms: Tensor, top_p: float) -> Tensor:
+    """Draw from nuclei of more tokens than `CANDIDATES`: where they end is seen from sorted scores, without numbers."""
+    values = _sorted(scores)
+    mass = (values.double() - normalizer).exp()
+    total = mass.sum(-1, keepdim=True)  # 1, but for the rounding of the normalizer
+    count = (mass.cumsum(-1) - mass < top_p * total).sum(-1, keepdim=True).clamp(min=1)
+    edge = values.gather(1, count - 1)
+    kept, tied = scores >= edge, scores == edge
+    spare = kept.sum(-1, keepdim=True) - count  # of the tied ones, the first of the vocabulary
+    if spare.any():
+        kept &= ~tied | (tied.cumsum(-1) > spare)
     return _of_all(scores.masked_fill(~kept, -torch.inf), uniforms)
+
+
+def _sorted(scores: Tensor) -> Tensor:
+    """Sort rows, largest first; on a CPU by numpy, which is several times as fast where no numbers are asked for."""
+    if scores.device.type == "cpu":
+        return torch.from_numpy(np.sort(scores.numpy(), axis=-1)).flip(-1)
+    return scores.sort(descending=True).values
 
 
 def _of_all(scores: Tensor, uniforms: Tensor) -> Tensor:

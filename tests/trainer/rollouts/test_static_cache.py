@@ -44,21 +44,21 @@ class _Launches(TorchDispatchMode):
         self.count += not func.is_view
         return func(*args, **(kwargs or {}))
 
-    def backend(self, graph, _inputs):
-        """What `torch.compile` takes: runs a graph as it is, as one launch."""
-        self.graphs += 1
-
-        def run(*args):
-            self.count += 1
-            return graph.forward(*args)
-
-        return run
-
 
 def launches_a_token(settings: RolloutSettings, monkeypatch, lengths=(4, 12)) -> tuple[float, _Launches]:
     """Operators of a decoding step, from completions of two lengths, and what counted them."""
     model, launches = adapted(tiny(torch.float32)), _Launches()
-    config = CompileConfig(backend=launches.backend, fullgraph=True, mode=None)
+
+    def backend(graph, _inputs):  # a function: transformers copies a configuration with all that it holds
+        launches.graphs += 1
+
+        def run(*args):
+            launches.count += 1
+            return graph.forward(*args)
+
+        return run
+
+    config = CompileConfig(backend=backend, fullgraph=True, mode=None)
     config._compile_all_devices = True
     engine = TransformersEngine(model, tokenizer(), settings, config if settings.rollout_cache == "static" else None)
     compiled = type(causal_lm(model)).get_compiled_call
