@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from trainer.credit_settings import CreditSettings
 from trainer.experimental.settings import CorrectionSettings
+from trainer.rollouts.settings import RolloutSettings
 
 EMBEDDED = "embedded"
 GENERATED = "generated"
@@ -70,7 +71,7 @@ class DataConfig:
 
 
 @dataclass
-class TrainConfig(CorrectionSettings, CreditSettings, DataConfig):
+class TrainConfig(CorrectionSettings, RolloutSettings, CreditSettings, DataConfig):
     """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
 
     model: str = EMBEDDED

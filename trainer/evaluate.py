@@ -3,12 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import nn
-from transformers import PreTrainedTokenizerBase
-
 from trainer.data import Row
 from trainer.rewards import Reward, exact_match
-from trainer.rollouts import generate
+from trainer.rollouts import Engine
 
 
 @dataclass(frozen=True)
@@ -26,8 +23,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
+    engine: Engine,
     rows: Sequence[Row],
     prompts: Sequence[Sequence[int]],
     *,
@@ -45,9 +41,7 @@ def evaluate(
     by_length = sorted(range(len(rows)), key=lambda i: len(prompts[i]))
     for start in range(0, len(rows), batch_size):
         batch = by_length[start : start + batch_size]
-        rollouts = generate(
-            model,
-            tokenizer,
+        rollouts = engine(
             [prompts[i] for i in batch],
             max_completion_length=max_completion_length,
             names=[f"held-out problem {i}" for i in batch],

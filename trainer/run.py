@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from transformers import get_scheduler, set_seed
 
-from cfa_kernels.hf.liger import fused_modules
 from cfa_kernels.hf.model import causal_lm, context_length
 from trainer.checkpoints import Reference, load_policy, save_policy
 from trainer.checks import require_supported
@@ -16,6 +15,7 @@ from trainer.evaluate import evaluate
 from trainer.experimental.hook import check_experiments
 from trainer.report import Report
 from trainer.rewards import load_reward, load_rewards
+from trainer.rollouts import engine_for
 from trainer.state import Trainer
 from trainer.step import problem_batches, training_step
 
@@ -45,8 +45,9 @@ def set_up(config: TrainConfig) -> Trainer:
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, config.max_steps)
     reference = Reference(policy) if config.beta else None
     trainer = Trainer(
-        config, policy, tokenizer, optimizer, scheduler, reference, rewards, rows, prompts, held_out, held_out_prompts
-    )
+        config, policy, tokenizer, engine_for(policy, tokenizer, config), optimizer, scheduler, reference, rewards,
+        rows, prompts, held_out, held_out_prompts,
+    )  # fmt: skip
     check_experiments(trainer)
     return trainer
 
@@ -62,13 +63,12 @@ def train(trainer: Trainer) -> Path:
     _require_unused(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with Report(folder, config, trainer.tokenizer) as report:
-        report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out))
+        report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), trainer.engine.notes)
 
         def evaluate_at(step: int) -> None:
-            with fused_modules(causal_lm(trainer.policy)), report.evaluating(step, len(trainer.held_out)) as advance:
+            with report.evaluating(step, len(trainer.held_out)) as advance:
                 result = evaluate(
-                    trainer.policy,
-                    trainer.tokenizer,
+                    trainer.engine,
                     trainer.held_out,
                     trainer.held_out_prompts,
                     batch_size=config.eval_batch_size,

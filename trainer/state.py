@@ -12,7 +12,7 @@ from trainer.checkpoints import Reference
 from trainer.config import TrainConfig
 from trainer.data import Row
 from trainer.rewards import Reward
-from trainer.rollouts import Rollouts
+from trainer.rollouts import Engine, Rollouts
 
 
 @dataclass
@@ -22,6 +22,7 @@ class Trainer:
     config: TrainConfig
     policy: nn.Module
     tokenizer: PreTrainedTokenizerBase
+    engine: Engine
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     reference: Reference | None

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from cfa_kernels import Credit
-from cfa_kernels.hf.liger import fused_modules
 from cfa_kernels.hf.memory import run_in_memory
-from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.scoring.training_forward import PackedLoss
 from trainer.checks import checked_sampling_gap, require_finite, sampling_metrics
 from trainer.experimental.hook import shape_rewards
 from trainer.microbatch import Credits, MicroBatch, Pass, by_row, fetched, micro_batches, on_host, to_host, unpadded
 from trainer.report.metrics import Averages, Step, length_metrics, reward_metrics
 from trainer.rewards import compute_rewards, group_advantages
-from trainer.rollouts import Rollouts, generate
+from trainer.rollouts import Rollouts
 from trainer.state import Batch, Trainer
 
 
@@ -57,16 +55,13 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
 def draw(trainer: Trainer, keys: Sequence[tuple[int, ...]]) -> Rollouts:
     """Sample a completion for each key, whose last but one integer is the number of the problem."""
     config = trainer.config
-    with fused_modules(causal_lm(trainer.policy)):
-        return generate(
-            trainer.policy,
-            trainer.tokenizer,
-            [trainer.prompts[key[-2]] for key in keys],
-            max_completion_length=config.max_completion_length,
-            keys=keys,
-            temperature=config.temperature,
-            top_p=config.top_p,
-        )
+    return trainer.engine(
+        [trainer.prompts[key[-2]] for key in keys],
+        max_completion_length=config.max_completion_length,
+        keys=keys,
+        temperature=config.temperature,
+        top_p=config.top_p,
+    )
 
 
 def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollouts) -> Batch:

@@ -21,7 +21,7 @@ from cfa_kernels.scoring.access import InProcess
 from trainer.analyze.statistics import spearman
 from trainer.config import EMBEDDED, model_path
 from trainer.data import encode_prompt, load_rows
-from trainer.rollouts.sampling import generate
+from trainer.rollouts import generate
 
 OUTCOMES = ("mean", "last", "mean_logprob")
 REFERENCE_DRAWS, DRAWS = 64, (1, 4, 16)

@@ -23,7 +23,7 @@ from cfa_kernels.estimators.siblings import ktae_values, prefix_tree_values, sib
 from cfa_kernels.estimators.total_effects import total_effects
 from cfa_kernels.scoring.access import InProcess
 from trainer.numbers import final_number
-from trainer.rollouts.sampling import generate
+from trainer.rollouts import generate
 
 
 class Siblings(NamedTuple):

@@ -18,7 +18,7 @@ from cfa_kernels import Span, detect_spans, find_answer, score_counterfactuals
 from trainer.analyze.statistics import bootstrap_interval
 from trainer.config import EMBEDDED, model_path
 from trainer.data import encode_prompt, load_rows
-from trainer.rollouts.sampling import generate
+from trainer.rollouts import generate
 
 PLACEHOLDERS = (" ", ".", "=", "0", "\n")
 """Tokens beside pad and end-of-text, where the model has them as one token."""

@@ -12,7 +12,7 @@ from benchmarks.evidence.cases import Case, sampled_case
 from benchmarks.evidence.models import Subject
 from trainer.data import encode_prompt
 from trainer.numbers import final_number
-from trainer.rollouts.sampling import generate
+from trainer.rollouts import generate
 
 _ROWS = 256  # continuations decoded together
 

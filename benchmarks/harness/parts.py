@@ -49,6 +49,7 @@ PARTS = {
     "kernels": Part(("benchmarks/speed/bench_kernels.py", "benchmarks/speed/bench_attention_backward.py")),
     "scoring": Part(("benchmarks/speed/bench_scoring.py",), peers=True),
     "host": Part(("benchmarks/speed/bench_host.py",)),
+    "rollouts": Part(("benchmarks/speed/bench_rollouts.py",)),
     "sweeps": Part(("benchmarks/speed/bench_sweeps.py",)),
     "loss": Part(("benchmarks/speed/bench_loss.py",)),
     "step": Part(("benchmarks/speed/bench_step.py",), peers=True),

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from benchmarks.harness.race import Contender, Lap, WrongAnswer
 from benchmarks.harness.workloads import SEED
 from benchmarks.speed.replay import Replay
-from trainer.rollouts.sampling import generate
+from trainer.rollouts import generate
 
 
 class _Recorded(LogitsProcessor):

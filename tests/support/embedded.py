@@ -8,7 +8,7 @@ import torch
 from trainer.cli import parse
 from trainer.config import TrainConfig
 from trainer.rewards import group_advantages
-from trainer.rollouts.sampling import Rollouts, generate
+from trainer.rollouts import Rollouts, generate
 from trainer.run import set_up, train
 from trainer.step import Trainer
 

@@ -135,10 +135,9 @@ def test_a_run_trains_and_evaluates_by_its_own_answer_format(monkeypatch, tmp_pa
         assert grade(completions=ENDS_IN_TOTAL, answer=["18"] * 3) == [1.0, 0.0, 0.0]
 
 
-def test_evaluation_grades_with_the_function_it_is_given(monkeypatch) -> None:
+def test_evaluation_grades_with_the_function_it_is_given() -> None:
     rollouts = SimpleNamespace(texts=ENDS_IN_TOTAL, completion_mask=torch.ones(3, 2))
-    monkeypatch.setattr("trainer.evaluate.generate", lambda *_, **__: rollouts)
-    arguments = (None, None, [{"answer": "#### 18"}] * 3, [[1]] * 3)
+    arguments = (lambda *_, **__: rollouts, [{"answer": "#### 18"}] * 3, [[1]] * 3)
     for options, correct in (({}, [False, True, False]), ({"answer_format": r"TOTAL (\d+)"}, [True, False, False])):
         grade = load_reward("exact_match", **options)
         assert evaluate(*arguments, batch_size=3, max_completion_length=2, match=grade).correct == correct

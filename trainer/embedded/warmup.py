@@ -40,6 +40,7 @@ from trainer.config import DEFAULTS_FILE, GENERATED, DataConfig
 from trainer.data import HELD_OUT_PROBLEMS, Row, encode_prompt, load_rows, train_and_eval_rows
 from trainer.embedded.problems import generate
 from trainer.evaluate import evaluate
+from trainer.rollouts import RolloutSettings, TransformersEngine
 
 DESCRIPTION = """Train a byte-level BPE tokenizer and a small Qwen3-architecture language model from scratch on worked
 solutions. The result is a model folder for python -m trainer --model."""
@@ -257,8 +258,7 @@ def warm_up(config: WarmupConfig) -> Path:
         length_limit = 16 * math.ceil(longest * 1.1 / 16)
         bar = progress.add_task("held-out", total=len(held_out), note="")
         result = evaluate(
-            model.eval(),
-            tokenizer,
+            TransformersEngine(model.eval(), tokenizer, RolloutSettings()),
             held_out,
             [encode_prompt(row["question"], tokenizer) for row in held_out],
             batch_size=128,

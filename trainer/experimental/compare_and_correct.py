@@ -27,7 +27,7 @@ from cfa_kernels.hf.model import causal_lm, context_length
 from trainer.config import TrainConfig
 from trainer.data import encode_prompt, longest_prompt
 from trainer.rewards import Reward, compute_rewards
-from trainer.rollouts import generate
+from trainer.rollouts import Engine
 from trainer.state import Batch, Shaped, Trainer
 
 _STREAM = 1  # at the end of a sample's key: its correction draws numbers of its own
@@ -36,6 +36,7 @@ _STREAM = 1  # at the end of a sample's key: its correction draws numbers of its
 def compare_and_correct(
     policy: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
+    engine: Engine,
     functions: dict[str, Reward],
     config: TrainConfig,
     batch: Batch,
@@ -47,7 +48,9 @@ def compare_and_correct(
     context allow (counted as `corrections/too_long`).
 
     Args:
-        policy, tokenizer: as in `generate`.
+        policy: the model that corrects.
+        tokenizer: the policy's.
+        engine: what samples from the policy.
         functions: what says how good a correction is, as it did for the completions.
         config: the run's settings.
         batch: B completions, of which what is wrong is corrected.
@@ -74,9 +77,7 @@ def compare_and_correct(
     }
     notes: dict[int, dict[str, Any]] = {}
     if fitting:
-        corrected = generate(
-            policy,
-            tokenizer,
+        corrected = engine(
             [prompts[b] for b in fitting],
             max_completion_length=config.max_completion_length,
             keys=[(*batch.keys[b], _STREAM) for b in fitting],

@@ -16,7 +16,9 @@ def shape_rewards(trainer: Trainer, batch: Batch) -> Shaped:
     if not trainer.config.compare_and_correct:
         return Shaped(batch.rewards)
     began = time.perf_counter()
-    shaped = compare_and_correct(trainer.policy, trainer.tokenizer, trainer.rewards, trainer.config, batch)
+    shaped = compare_and_correct(
+        trainer.policy, trainer.tokenizer, trainer.engine, trainer.rewards, trainer.config, batch
+    )
     seconds = time.perf_counter() - began
     return dataclasses.replace(shaped, metrics={**shaped.metrics, "time/correct": seconds}, seconds=seconds)
 

@@ -8,7 +8,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -70,8 +70,8 @@ class Report:
         if self._history:
             draw_curves(self._folder / "curves.png", self._history, self._title())
 
-    def opening(self, policy: nn.Module, train_problems: int, held_out: int) -> None:
-        """Say what is about to happen."""
+    def opening(self, policy: nn.Module, train_problems: int, held_out: int, notes: Sequence[str] = ()) -> None:
+        """Say what is about to happen; `notes` are settings that do not hold here, and why."""
         config = self._config
         total = sum(p.numel() for p in policy.parameters())
         trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
@@ -87,6 +87,8 @@ class Report:
             f"  results  {escape(str(self._folder))}\n",
             soft_wrap=True,
         )
+        for note in notes:
+            self.console.print(f"  note     {escape(note)}\n", soft_wrap=True)
 
     def _title(self) -> str:
         name = {"counterfactual": "Counterfactual ", "uniform": "", "inverted": "Inverted ", "random": "Random-weight "}

@@ -1,9 +1,25 @@
 """Sample completions of prompts.
 
-An engine that samples (transformers' `generate` today, a server or another process later) is a module here with one
-function that takes prompts with their keys and gives `Rollouts`; no other part of the trainer knows which one it was.
+An engine takes prompts with their keys and gives `Rollouts` (`engine.py`); a run has one, chosen by `rollout_engine`,
+and samples and evaluates with it. Nothing outside this package knows which.
 """
 
-from trainer.rollouts.sampling import Rollouts, generate
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Rollouts", "generate"]
+from trainer.rollouts.engine import Engine, Rollouts
+from trainer.rollouts.in_process import TransformersEngine, generate
+from trainer.rollouts.settings import RolloutSettings
+
+__all__ = ["Engine", "RolloutSettings", "Rollouts", "TransformersEngine", "engine_for", "generate"]
+
+ENGINES = {"transformers": TransformersEngine}
+
+
+def engine_for(model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings) -> Engine:
+    """Set up the engine that `rollout_engine` names, for a policy and its tokenizer.
+
+    Raises:
+        ValueError: the settings ask for what the engine or the model cannot do; the message names the setting.
+    """
+    return ENGINES[settings.rollout_engine](model, tokenizer, settings)

@@ -1,23 +1,19 @@
-"""Sample completions with transformers' `generate`, every draw keyed by run seed, step, problem and sample.
+"""Draw tokens from logits, every draw keyed, the nucleus found among the likeliest tokens.
 
-A keyed draw depends neither on the rest of the batch nor on earlier draws: a run repeats exactly from its seed.
+A keyed draw does not depend on what else is in the batch nor on what was drawn before: a run repeats exactly from its
+seed. A token is drawn by inverse CDF, in the order of the vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedTokenizerBase,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
-)
+from torch import Tensor
+from transformers import LogitsProcessor
 
-_NAMES_SHOWN = 8
+CANDIDATES = 256  # likeliest tokens that are looked at first; a nucleus is rarely larger
+_BLOCK = 256  # tokens whose probabilities are summed up before the one that a draw falls on is looked for
+_EXACT = {"cpu": torch.float64}  # of probabilities over the whole vocabulary: others keep float32 and sum in float64
 
 
 class FiniteScores(LogitsProcessor):
@@ -35,32 +31,6 @@ class FiniteScores(LogitsProcessor):
         return scores
 
 
-@dataclass(frozen=True)
-class Rollouts:
-    """A batch of B completions laid out as TRL does: prompts left-padded, completions right-padded.
-
-    Attributes:
-        prompt_ids, prompt_mask: (B, P) int64.
-        completion_ids, completion_mask: (B, T) int64; the end-of-text token is the last one the mask counts.
-        truncated: (B,) bool, completions that were cut off at the length limit.
-        texts: B decoded completions without special tokens.
-        logprobs: (B, T) fp32, nats: what the sampler gave each token (before nucleus truncation); None if greedy.
-    """
-
-    prompt_ids: Tensor
-    prompt_mask: Tensor
-    completion_ids: Tensor
-    completion_mask: Tensor
-    truncated: Tensor
-    texts: list[str]
-    logprobs: Tensor | None
-
-    def ids(self) -> list[list[int]]:
-        """B unpadded completions."""
-        lengths = self.completion_mask.sum(1).tolist()
-        return [row[:length] for row, length in zip(self.completion_ids.tolist(), lengths, strict=True)]
-
-
 class KeyedSampler(LogitsProcessor):
     """Turns each row of scores into the one token that its own uniform draw picks, by inverse CDF.
 
@@ -70,102 +40,116 @@ class KeyedSampler(LogitsProcessor):
     def __init__(self, uniforms: Tensor, temperature: float, top_p: float) -> None:
         self.logprobs: list[Tensor] = []
         self._uniforms = uniforms
-        self._temperature = TemperatureLogitsWarper(temperature)
-        self._top_p = TopPLogitsWarper(top_p) if top_p < 1 else None
+        self._temperature = temperature
+        self._top_p = top_p
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores (B, V) in; 0 at the drawn token and -inf elsewhere out."""
         position = len(self.logprobs)
-        scores = self._temperature(input_ids, scores.float())
-        full = torch.log_softmax(scores, -1)
-        kept = self._top_p(input_ids, scores) if self._top_p else scores
-        cumulative = torch.softmax(kept.double(), -1).cumsum(-1)  # (B, V)
-        threshold = self._uniforms[:, position : position + 1] * cumulative[:, -1:]
-        # The first token whose cumulative probability passes the draw: never one of probability 0.
-        token = torch.searchsorted(cumulative, threshold, right=True).clamp(max=scores.shape[1] - 1)  # (B, 1)
-        self.logprobs.append(full.gather(1, token).squeeze(1))
-        return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
+        scores = scores.float() if self._temperature == 1 else scores.float() / self._temperature
+        logprobs = torch.log_softmax(scores, -1)  # before the nucleus
+        token = drawn(scores, logprobs, self._uniforms[:, position : position + 1], self._top_p)
+        self.logprobs.append(logprobs.gather(1, token).squeeze(1))
+        return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
 
 
-def keyed_uniforms(keys: Sequence[Sequence[int]], length: int) -> Tensor:
-    """Draw (B, length) float64 in [0, 1): row b holds the draws of `keys[b]`, whatever the other rows are."""
-    return torch.from_numpy(np.stack([np.random.default_rng(list(key)).random(length) for key in keys]))
+def drawn(scores: Tensor, logprobs: Tensor, uniforms: Tensor, top_p: float) -> Tensor:
+    """Draw one token of each row by inverse CDF from its nucleus: the likeliest tokens that make up `top_p`.
 
+    A token is in it if those likelier than it weigh less than `top_p`; of equally likely ones the last of the
+    vocabulary come first.
 
-@torch.no_grad()
-def generate(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_completion_length: int,
-    keys: Sequence[Sequence[int]] | None = None,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    names: Sequence[str] | None = None,
-) -> Rollouts:
-    """Complete B prompts: by sampling with one key of integers per prompt, or greedily without keys.
+    Args:
+        scores: (B, V) fp32, over the temperature.
+        logprobs: (B, V) fp32, their log-softmax.
+        uniforms: (B, 1) float64 in [0, 1).
+        top_p: in (0, 1].
 
-    Log-probs that the sampler records are at `temperature`. Leaves the model in the mode it was in. `names` is what
-    an error calls the prompts, by default "sample 0", "sample 1", ...
-
-    Raises:
-        FloatingPointError: the model gave a prompt logits that are not finite before its completion ended; the
-            message names prompts and the first such token.
+    Returns:
+        (B, 1) int64; some token or other for a row whose scores are not numbers.
     """
-    device = next(model.parameters()).device
-    batch = tokenizer.pad({"input_ids": [list(prompt) for prompt in prompts]}, return_tensors="pt", padding_side="left")
-    prompt_ids, prompt_mask = batch["input_ids"].to(device), batch["attention_mask"].to(device)
-    scores, sampler = FiniteScores(), None
-    if keys is not None:
-        sampler = KeyedSampler(keyed_uniforms(keys, max_completion_length).to(device), temperature, top_p)
-    training = model.training
-    model.eval()
-    try:
-        sequences = model.generate(  # type: ignore[operator]
-            input_ids=prompt_ids,
-            attention_mask=prompt_mask,
-            max_new_tokens=max_completion_length,
-            logits_processor=LogitsProcessorList([scores, sampler] if sampler else [scores]),
-            do_sample=False,
-            eos_token_id=_end_ids(model, tokenizer),
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    finally:
-        model.train(training)
-    completion_ids = sequences[:, prompt_ids.shape[1] :]
-    completion_mask, truncated = mask_after_end(completion_ids, _end_ids(model, tokenizer))
-    _require_finite(torch.stack(scores.finite, 1), completion_mask, names)
-    completion_ids = torch.where(completion_mask.bool(), completion_ids, tokenizer.pad_token_id)
-    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    logprobs = torch.stack(sampler.logprobs, 1) * completion_mask if sampler else None
-    return Rollouts(prompt_ids, prompt_mask, completion_ids, completion_mask, truncated, texts, logprobs)
+    if top_p >= 1:
+        return _of_all(scores, uniforms)
+    size = scores.shape[1]
+    values, tokens = scores.topk(min(CANDIDATES, size))
+    # Log of the sum of all weights: a row's best token shows it.
+    normalizer = values[:, :1].double() - logprobs.gather(1, tokens[:, :1]).double()
+    found = _cut(values, tokens, normalizer, top_p)
+    token = _of_candidates(found, uniforms)
+    if values.shape[1] < size and not found.whole.all():  # the one wait for the device
+        rows = (~found.whole).nonzero().flatten()
+        token[rows] = _of_large_nucleus(scores[rows], normalizer[rows], uniforms[rows], top_p)
+    return token
 
 
-def _require_finite(finite: Tensor, mask: Tensor, names: Sequence[str] | None) -> None:
-    """Raise `FloatingPointError` naming the rows of `finite` (B, T) with a False that `mask` counts."""
-    broken = ~finite & mask.bool()
-    if broken.any():
-        rows = broken.any(1).nonzero().flatten().tolist()
-        called = [names[b] if names else f"sample {b}" for b in rows]
-        raise FloatingPointError(
-            f"{', '.join(called[:_NAMES_SHOWN])} ({len(rows)} of {len(mask)}): the model's logits are not finite "
-            f"(in {called[0]} from token {int(broken[rows[0]].int().argmax())} on)"
-        )
+class _Cut(NamedTuple):
+    """The k likeliest tokens of each row, and which of them are in the nucleus."""
+
+    values: Tensor  # (B, k) fp32 scores, falling, of equal ones the last of the vocabulary first
+    tokens: Tensor  # (B, k) int64
+    kept: Tensor  # (B, k) bool: the first few
+    whole: Tensor  # (B,) bool: the nucleus ends among them
 
 
-def _end_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a completion: the model may know several, the tokenizer names one."""
-    ends = model.generation_config.eos_token_id  # type: ignore[union-attr]
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    return sorted({*ends, tokenizer.eos_token_id} - {None})
+def _cut(values: Tensor, tokens: Tensor, normalizer: Tensor, top_p: float) -> _Cut:
+    """Find out which of the k likeliest tokens (B, k) are kept."""
+    tokens, order = tokens.sort(-1, descending=True)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    tokens = tokens.gather(1, order)
+    mass = (values.double() - normalizer).exp()
+    kept = mass.cumsum(-1) - mass < top_p
+    last = values.gather(1, (kept.sum(-1, keepdim=True) - 1).clamp(min=0))
+    return _Cut(values, tokens, kept, (last > values[:, -1:]).squeeze(1))
 
 
-def mask_after_end(completion_ids: Tensor, ends: list[int]) -> tuple[Tensor, Tensor]:
-    """Count each row up to its first end token, by position: pad may be the same id as end.
+def _of_candidates(cut: _Cut, uniforms: Tensor) -> Tensor:
+    tokens, order = cut.tokens.sort(-1)
+    weights = (cut.values.double() - cut.values[:, :1].double()).exp() * cut.kept
+    cumulative = weights.gather(1, order).cumsum(-1)
+    return tokens.gather(1, _first_beyond(cumulative, uniforms * cumulative[:, -1:]))
 
-    Returns the (B, T) int64 mask and (B,) bool: no end token was sampled.
-    """
-    is_end = torch.isin(completion_ids, torch.tensor(ends, device=completion_ids.device))
-    ended_before = is_end.cumsum(1) - is_end.long()
-    return (ended_before == 0).long(), ~is_end.any(1)
+
+def _of_large_nucleus(scores: Tensor, normalizer: Tensor, uniforms: Tensor, top_p: float) -> Tensor:
+    """Draw from nuclei of more tokens than `CANDIDATES`: where they end is seen from sorted scores, without numbers."""
+    values = _sorted(scores)
+    mass = (values.double() - normalizer).exp()
+    total = mass.sum(-1, keepdim=True)  # 1, but for the rounding of the normalizer
+    count = (mass.cumsum(-1) - mass < top_p * total).sum(-1, keepdim=True).clamp(min=1)
+    edge = values.gather(1, count - 1)
+    kept, tied = scores >= edge, scores == edge
+    spare = kept.sum(-1, keepdim=True) - count  # of the tied ones, the first of the vocabulary
+    if spare.any():
+        kept &= ~tied | (tied.cumsum(-1) > spare)
+    return _of_all(scores.masked_fill(~kept, -torch.inf), uniforms)
+
+
+def _sorted(scores: Tensor) -> Tensor:
+    """Sort rows, largest first; on a CPU by numpy, which is several times as fast where no numbers are asked for."""
+    if scores.device.type == "cpu":
+        return torch.from_numpy(np.sort(scores.numpy(), axis=-1)).flip(-1)
+    return scores.sort(descending=True).values
+
+
+def _of_all(scores: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw from all tokens whose score is not -inf: first a block of the vocabulary, then a token in it."""
+    weights = scores.to(_EXACT.get(scores.device.type, torch.float32))
+    weights = (weights - weights.amax(-1, keepdim=True)).exp_()
+    size = weights.shape[1]
+    even = size // _BLOCK * _BLOCK
+    blocks = [weights[:, :even].unflatten(1, (-1, _BLOCK)).sum(-1, dtype=torch.float64)]  # (B, V / block)
+    if even < size:
+        blocks.append(weights[:, even:].sum(-1, keepdim=True, dtype=torch.float64))
+    upto = torch.cat(blocks, -1).cumsum(-1)
+    draw = uniforms * upto[:, -1:]
+    block = _first_beyond(upto, draw)
+    inside = block * _BLOCK + torch.arange(_BLOCK, device=scores.device)  # (B, block)
+    own = weights.gather(1, inside.clamp(max=size - 1)).double() * (inside < size)
+    before = torch.where(block > 0, upto.gather(1, (block - 1).clamp(min=0)), 0.0)
+    return inside.gather(1, _first_beyond(before + own.cumsum(-1), draw)).clamp(max=size - 1)
+
+
+def _first_beyond(cumulative: Tensor, threshold: Tensor) -> Tensor:
+    """Find where cumulative weights (B, n) first pass a threshold (B, 1) below the last: never one of weight 0."""
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    found = torch.minimum(torch.searchsorted(cumulative, threshold, right=True), last)
+    return found.clamp(max=cumulative.shape[1] - 1)  # beyond it are only sums that are nan

@@ -11,10 +11,9 @@ from tests.support.edit_table import edits_by_table, table
 from tests.support.embedded import EVEN, metrics_of, run, samples_of, settings
 from trainer.cli import parse, to_yaml
 from trainer.config import TrainConfig
-from trainer.experimental import compare_and_correct as corrections
 from trainer.experimental.compare_and_correct import compare_and_correct, correction_prompt
 from trainer.rewards import group_advantages
-from trainer.rollouts import Rollouts
+from trainer.rollouts import Rollouts, TransformersEngine
 from trainer.run import set_up
 from trainer.state import Batch, Shaped
 from trainer.step import training_step, update
@@ -30,13 +29,15 @@ BARE = "--correction_template={question}{attempt}{references}"
 def written(monkeypatch):
     """Every batch of corrections that is generated, with what it was asked for."""
     batches = []
-    generate = corrections.generate
+    sample = TransformersEngine.__call__
 
-    def recorded(policy, tokenizer, prompts, **options):
-        batches.append((prompts, options, generate(policy, tokenizer, prompts, **options)))
-        return batches[-1][2]
+    def recorded(engine, prompts, **options):
+        rollouts = sample(engine, prompts, **options)
+        if options.get("names"):  # of corrections
+            batches.append((prompts, options, rollouts))
+        return rollouts
 
-    monkeypatch.setattr(corrections, "generate", recorded)
+    monkeypatch.setattr(TransformersEngine, "__call__", recorded)
     return batches
 
 
@@ -44,7 +45,7 @@ def parameters(trainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
 
 
-def by_hand(trainer, config, monkeypatch, rewards, corrected, *, truncated=()) -> Shaped:
+def by_hand(trainer, config, rewards, corrected, *, truncated=()) -> Shaped:
     """Corrections of one group of "a 0", "a 1", ... by given texts; "right" in a text is what earns a reward."""
     tokenizer = trainer.tokenizer
     texts = [f"a {i}" for i in range(len(rewards))]
@@ -57,8 +58,6 @@ def by_hand(trainer, config, monkeypatch, rewards, corrected, *, truncated=()) -
         cut = torch.tensor([i in truncated for i in range(len(texts))])
         return Rollouts(ids[:, :1], mask[:, :1], ids, mask, cut, texts, torch.zeros(ids.shape))
 
-    monkeypatch.setattr(corrections, "generate", lambda *_, **__: batch(corrected))
-
     def judge(prompts, completions, completion_ids, question):
         wrong = [f"q {b}" for b in range(len(rewards)) if rewards[b] < config.correct_threshold]
         assert question == prompts == wrong[: len(completions)]
@@ -67,7 +66,8 @@ def by_hand(trainer, config, monkeypatch, rewards, corrected, *, truncated=()) -
 
     keys, columns = [(0, 0, 0, g) for g in range(len(texts))], {"question": [f"q {b}" for b in range(len(texts))]}
     given = Batch([0] * len(texts), keys, batch(texts), columns, torch.tensor(rewards))
-    return compare_and_correct(trainer.policy, tokenizer, {"judge": judge}, config, given)
+    engine = lambda *_, **__: batch(corrected)  # noqa: E731
+    return compare_and_correct(trainer.policy, tokenizer, engine, {"judge": judge}, config, given)
 
 
 def texts_of(notes) -> dict[int, str]:
@@ -78,9 +78,9 @@ def right_in(notes) -> dict[int, bool]:
     return {b: note["correction"]["right"] for b, note in notes.items()}
 
 
-def test_a_right_correction_raises_its_attempt_before_the_group_is_compared(trainer, monkeypatch) -> None:
+def test_a_right_correction_raises_its_attempt_before_the_group_is_compared(trainer) -> None:
     config = settings("--compare_and_correct", "--num_generations=4")
-    found = by_hand(trainer, config, monkeypatch, [1.0, 0.0, 0.0, 1.0], ["right", "no"])
+    found = by_hand(trainer, config, [1.0, 0.0, 0.0, 1.0], ["right", "no"])
     assert found.rewards.tolist() == pytest.approx([1, 0.6 * 0.5, 0, 1])
     assert texts_of(found.notes) == {1: "right", 2: "no"}
     assert right_in(found.notes) == {1: True, 2: False}
@@ -90,19 +90,19 @@ def test_a_right_correction_raises_its_attempt_before_the_group_is_compared(trai
     assert advantages.tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_lambda_rho_and_what_counts_as_correct_are_settings(trainer, monkeypatch) -> None:
+def test_lambda_rho_and_what_counts_as_correct_are_settings(trainer) -> None:
     config = settings(
         "--compare_and_correct", "--num_generations=4", "--correction_reward=0.8", "--correction_score=0.25",
         "--correct_threshold=1",
     )  # fmt: skip
-    found = by_hand(trainer, config, monkeypatch, [1.0, 0.5, 0.0, 1.0], ["right", "right"])
+    found = by_hand(trainer, config, [1.0, 0.5, 0.0, 1.0], ["right", "right"])
     assert found.rewards.tolist() == pytest.approx([1, 0.7, 0.2, 1])
 
 
 @pytest.mark.parametrize(("credit", "gated"), [("right", [1]), ("all", [1, 2])])
-def test_only_tokens_that_a_correction_edits_keep_credit(trainer, monkeypatch, credit, gated) -> None:
+def test_only_tokens_that_a_correction_edits_keep_credit(trainer, credit, gated) -> None:
     config = settings("--compare_and_correct", "--num_generations=4", f"--correction_credit={credit}")
-    found = by_hand(trainer, config, monkeypatch, [1.0, 0.0, 0.0, 1.0], ["a 1 right", "a 3"])
+    found = by_hand(trainer, config, [1.0, 0.0, 0.0, 1.0], ["a 1 right", "a 3"])
     ids = [trainer.tokenizer(text)["input_ids"] for text in ("a 0", "a 1", "a 2", "a 3")]
     corrected = {1: trainer.tokenizer("a 1 right")["input_ids"], 2: ids[3]}
     for b, row in enumerate(ids):
@@ -117,31 +117,31 @@ def test_only_tokens_that_a_correction_edits_keep_credit(trainer, monkeypatch, c
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_a_truncated_attempt_is_corrected_only_if_the_loss_counts_it(trainer, monkeypatch, masked) -> None:
+def test_a_truncated_attempt_is_corrected_only_if_the_loss_counts_it(trainer, masked) -> None:
     config = settings(
         "--compare_and_correct",
         "--num_generations=4",
         "--mask_truncated_completions" if masked else "--no_mask_truncated_completions",
     )
     corrected = ["right"] if masked else ["right", "right"]
-    found = by_hand(trainer, config, monkeypatch, [1.0, 0.0, 0.0, 1.0], corrected, truncated=[2])
+    found = by_hand(trainer, config, [1.0, 0.0, 0.0, 1.0], corrected, truncated=[2])
     assert list(found.notes) == ([1] if masked else [1, 2])
 
 
 @pytest.mark.parametrize("rewards", [[0.0] * 4, [1.0] * 4])
-def test_without_a_wrong_and_a_correct_sibling_nothing_is_generated(trainer, monkeypatch, rewards) -> None:
-    found = by_hand(trainer, settings("--compare_and_correct", "--num_generations=4"), monkeypatch, rewards, None)
+def test_without_a_wrong_and_a_correct_sibling_nothing_is_generated(trainer, rewards) -> None:
+    found = by_hand(trainer, settings("--compare_and_correct", "--num_generations=4"), rewards, None)
     assert found.rewards.tolist() == rewards
     assert (found.edits == 1).all()
     assert found.metrics == {"corrections/fraction": 0, "corrections/too_long": 0, "corrections/tokens": 0}
 
 
-def test_a_reward_that_fails_on_corrections_names_their_samples(trainer, monkeypatch) -> None:
+def test_a_reward_that_fails_on_corrections_names_their_samples(trainer) -> None:
     config = settings("--compare_and_correct", "--num_generations=4")
     with pytest.raises(
         ValueError, match=r"corrections of samples \[1, 2\], counted from 0: sample 1: every reward func"
     ):
-        by_hand(trainer, config, monkeypatch, [1.0, 0.0, 0.0, 1.0], ["right", "?"])
+        by_hand(trainer, config, [1.0, 0.0, 0.0, 1.0], ["right", "?"])
 
 
 def test_the_prompt_shows_the_attempt_and_its_nearest_correct_siblings(fresh, written) -> None:

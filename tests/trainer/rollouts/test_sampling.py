@@ -4,11 +4,15 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import TopPLogitsWarper
 
 from cfa_kernels.scoring.training_forward import packed_logprobs
 from tests.support.embedded import sample
 from trainer.evaluate import evaluate
-from trainer.rollouts.sampling import KeyedSampler, keyed_uniforms, mask_after_end
+from trainer.rollouts.engine import keyed_uniforms, mask_after_end
+from trainer.rollouts.sampling import KeyedSampler
 
 
 def test_a_sampled_completion_does_not_depend_on_the_rest_of_the_batch(trainer, rollouts) -> None:
@@ -46,6 +50,86 @@ def test_nucleus_sampling_never_leaves_the_nucleus_and_notes_the_probability_bef
     tokens, logprobs = draws(scores, top_p=0.9)
     assert set(tokens.tolist()) == {0, 1}
     torch.testing.assert_close(logprobs.exp(), expected[tokens])
+
+
+def by_sorting(scores: torch.Tensor, uniforms: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
+    """Tokens (B, 1) as `KeyedSampler` draws them, by its definition: in float64, with a sort of the vocabulary."""
+    scores = (scores / temperature).double()
+    if top_p < 1:
+        values, order = scores.sort(dim=-1, stable=True)
+        left_out = values.softmax(-1).cumsum(-1) <= 1 - top_p
+        left_out[:, -1] = False
+        scores = scores.masked_fill(torch.zeros_like(left_out).scatter(1, order, left_out), -torch.inf)
+    cumulative = scores.softmax(-1).cumsum(-1)
+    return torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+
+
+def rows(kind: str, size: int) -> torch.Tensor:
+    """150 rows of scores (150, size)."""
+    generator = torch.Generator().manual_seed(size)
+    scores = torch.randn(150, size, generator=generator)
+    impossible = torch.randperm(size, generator=generator)[: size // 2]
+    return {
+        "peaked": lambda: scores * 8,
+        "flat": lambda: scores * 0.3,
+        "with ties": lambda: (scores * 2).round() / 2,
+        "all alike": lambda: torch.full_like(scores, 1.5),
+        "half impossible": lambda: scores.index_fill(1, impossible, -torch.inf),
+    }[kind]()
+
+
+@pytest.mark.parametrize("size", [7, 301, 2003])
+@pytest.mark.parametrize("kind", ["peaked", "flat", "with ties", "all alike", "half impossible"])
+def test_the_same_draws_give_the_tokens_that_a_sort_in_float64_gives(kind, size) -> None:
+    scores = rows(kind, size)
+    uniforms = torch.rand(len(scores), 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    differ = total = 0
+    for temperature in (0.05, 0.6, 3.0):
+        for top_p in (1e-6, 0.3, 0.95, 1.0):
+            sampler = KeyedSampler(uniforms, temperature, top_p)
+            picked = sampler(torch.zeros(0), scores.clone()).argmax(1)
+            differ += int((picked != by_sorting(scores, uniforms, temperature, top_p)[:, 0]).sum())
+            total += len(scores)
+            full = torch.log_softmax(scores / temperature, -1)
+            assert torch.equal(sampler.logprobs[0], full.gather(1, picked[:, None])[:, 0])
+    assert differ <= total / 900  # a nucleus whose edge is nearer to top_p than float32 tells apart
+
+
+class _Traffic(TorchDispatchMode):
+    """Adds up the bytes of every tensor that an operator reads or writes; views cost nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
+            self.bytes += sum(t.numel() * t.element_size() for t in tensors)
+        return result
+
+
+def test_the_sampler_moves_at_most_a_third_of_the_bytes_of_a_sort() -> None:
+    scores = 8 * torch.randn(4, 151_936, generator=torch.Generator().manual_seed(0))
+    uniforms = torch.full((4, 1), 0.5, dtype=torch.float64)
+
+    def sorting(scores: torch.Tensor) -> torch.Tensor:
+        scores = scores / 0.6
+        full = torch.log_softmax(scores, -1)
+        kept = TopPLogitsWarper(0.95)(None, scores)
+        cumulative = torch.softmax(kept.double(), -1).cumsum(-1)
+        token = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+        full.gather(1, token)
+        return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
+
+    moved = []
+    for run in (sorting, lambda scores: KeyedSampler(uniforms, 0.6, 0.95)(None, scores)):
+        with _Traffic() as traffic:
+            picked = run(scores)
+        moved.append(traffic.bytes / scores.numel())
+        print(f"{moved[-1]:.1f} bytes a logit, token {picked.argmax(1).tolist()}")
+    assert moved[1] <= moved[0] / 3
 
 
 def test_a_completion_counts_up_to_its_first_end_even_where_padding_is_the_end_token() -> None:
@@ -109,6 +193,6 @@ def test_evaluation_names_the_problem_whose_logits_are_not_finite(trainer, poiso
     order = sorted(range(8), key=lambda i: len(trainer.held_out_prompts[i]))
     with pytest.raises(FloatingPointError, match=rf"^held-out problem {order[0]} \(1 of 8\)"):
         evaluate(
-            trainer.policy, trainer.tokenizer, trainer.held_out, trainer.held_out_prompts, batch_size=8,
+            trainer.engine, trainer.held_out, trainer.held_out_prompts, batch_size=8,
             max_completion_length=2,
         )  # fmt: skip

@@ -1,0 +1,170 @@
+"""Merging adapters for sampling: the same completions, and the same bits of the weights afterwards."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.hf.model_state import ModelState
+from trainer.config import ASSETS
+from trainer.rollouts import RolloutSettings, TransformersEngine
+from trainer.rollouts.merged import CannotMerge, adapted_layers, merged_adapters
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [14, 15]]
+SAMPLED = {"max_completion_length": 12, "keys": [(3, i) for i in range(4)], "top_p": 0.9}
+
+
+@functools.cache
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ASSETS, padding_side="left")
+
+
+def tiny(dtype: torch.dtype = torch.float64, **options) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    options = {"num_hidden_layers": 2} | options
+    config = Qwen3Config(
+        vocab_size=512, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        initializer_range=0.3, eos_token_id=tokenizer().eos_token_id, **options,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).to(dtype).eval()
+
+
+def adapted(model: nn.Module, adapters: int = 1, **options) -> PeftModel:
+    """A model with adapters far from zero, all of them active."""
+    config = LoraConfig(r=4, lora_alpha=8, **({"target_modules": "all-linear"} | options))
+    model = get_peft_model(model, config)
+    for i in range(1, adapters):
+        model.add_adapter(f"adapter_{i}", config)
+    model.base_model.set_adapter([*model.peft_config])
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in ("lora_B", "lora_embedding_B", "modules_to_save")):
+            nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def bits(model: nn.Module) -> dict[str, tuple]:
+    """Values of every weight, where it is, and how often it was written to."""
+    return {
+        name: (tensor.detach().clone(), tensor.data_ptr(), tensor._version)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
+
+
+def assert_same_bits(before: dict[str, tuple], after: dict[str, tuple]) -> None:
+    assert before.keys() == after.keys()
+    for name, (values, *rest) in before.items():
+        assert torch.equal(values, after[name][0]), name
+        assert rest == list(after[name][1:]), name
+
+
+KINDS = {
+    "lora": {},
+    "rslora on some": {"use_rslora": True, "target_modules": ["q_proj", "down_proj"]},
+    "two adapters": {"adapters": 2},
+    "dora": {"use_dora": True},
+    "embeddings": {"target_modules": ["embed_tokens", "v_proj"]},
+    "a head that trains": {"modules_to_save": ["lm_head"]},
+}
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_merged_adapters_sample_the_same_and_leave_the_same_bits(options) -> None:
+    model = adapted(tiny(tie_word_embeddings=False), **options)
+    state, before = ModelState(causal_lm(model)), bits(model)
+    beside, merged = (
+        TransformersEngine(model, tokenizer(), RolloutSettings(merge_adapters=how))(PROMPTS, **SAMPLED)
+        for how in ("never", "always")
+    )
+    assert torch.equal(beside.completion_ids, merged.completion_ids)
+    torch.testing.assert_close(beside.logprobs, merged.logprobs, rtol=1e-6, atol=1e-6)
+    assert_same_bits(before, bits(model))
+    assert state.change(causal_lm(model)) is None
+    assert adapted_layers(model)
+
+
+def test_a_merge_in_bfloat16_leaves_the_same_bits_even_after_an_error() -> None:
+    model = adapted(tiny(torch.bfloat16))
+    state, before = ModelState(causal_lm(model)), bits(model)
+
+    def fail_inside() -> None:
+        with merged_adapters(model) as layers:
+            assert layers == 14
+            assert "merged" in state.change(causal_lm(model))
+            changed = {name for name, (values, *_) in bits(model).items() if not torch.equal(values, before[name][0])}
+            assert changed == {name for name in before if name.endswith("base_layer.weight")}
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_inside()
+    assert_same_bits(before, bits(model))
+    assert state.change(causal_lm(model)) is None
+
+
+def test_a_forward_before_sampling_goes_backward_after_it() -> None:
+    model = adapted(tiny())
+    ids = torch.tensor([PROMPTS[1]])
+
+    def gradients(between) -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        between()
+        loss.backward()
+        return [p.grad for p in model.parameters() if p.requires_grad]
+
+    engine = TransformersEngine(model, tokenizer(), RolloutSettings())
+    expected = copy.deepcopy(gradients(lambda: None))
+    for found, plain in zip(gradients(lambda: engine(PROMPTS, **SAMPLED)), expected, strict=True):
+        assert torch.equal(found, plain)
+
+
+def tied() -> PeftModel:
+    return adapted(tiny(tie_word_embeddings=True), target_modules=["embed_tokens", "q_proj"])
+
+
+def quantised() -> PeftModel:
+    model = adapted(tiny(), target_modules=["q_proj"])
+    layer = causal_lm(model).model.layers[1].self_attn.q_proj.base_layer
+    layer.weight = nn.Parameter(layer.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
+    return model
+
+
+def unmergeable() -> PeftModel:
+    model = adapted(tiny(), target_modules=["q_proj", "v_proj"])
+    layer = causal_lm(model).model.layers[1].self_attn.v_proj
+    layer.merge = lambda: (_ for _ in ()).throw(NotImplementedError("this kind stays beside"))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (tied, r"embed_tokens: its weight is tied to another module's"),
+        (quantised, r"layers.1.self_attn.q_proj: its weight is a Tensor of float8_e4m3fn"),
+        (unmergeable, r"layers.1.self_attn.v_proj: PEFT does not merge .*stays beside"),
+    ],
+)
+def test_what_cannot_be_merged_is_named_and_stays_as_it_is(make, message) -> None:
+    model = make()
+    before = bits(model)
+    with pytest.raises(CannotMerge, match=message), merged_adapters(model):
+        pass
+    assert_same_bits(before, bits(model))
+    assert all(not layer.merged for layer in adapted_layers(model).values())
+    with pytest.raises(ValueError, match="^merge_adapters: .*" + message):
+        TransformersEngine(model, tokenizer(), RolloutSettings(merge_adapters="always"))
+    (note,) = TransformersEngine(model, tokenizer(), RolloutSettings()).notes
+    assert note.startswith("merge_adapters: sampling with the adapters beside")
+
+
+def test_a_model_without_adapters_or_with_all_of_them_off_is_left_alone() -> None:
+    plain, model = tiny(), adapted(tiny())
+    with merged_adapters(plain) as layers:
+        assert layers == 0
+    with model.disable_adapter(), merged_adapters(model) as layers:
+        assert layers == 0
+    assert TransformersEngine(plain, tokenizer(), RolloutSettings(merge_adapters="always")).notes == []

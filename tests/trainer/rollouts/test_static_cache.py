@@ -1,0 +1,119 @@
+"""A cache of fixed size: the same completions, one graph for each decoding step, and shapes that repeat."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.overrides import _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CompileConfig
+
+from cfa_kernels.hf.model import causal_lm
+from tests.trainer.rollouts.test_merged import PROMPTS, SAMPLED, adapted, tiny, tokenizer
+from trainer.rollouts import RolloutSettings, TransformersEngine
+from trainer.rollouts.in_process import static_cache_obstacle
+
+STATIC = RolloutSettings(rollout_cache="static")
+WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize("options", [{}, WINDOWED], ids=["full attention", "one layer with a window"])
+def test_a_cache_of_fixed_size_gives_the_same_completions_call_after_call(options) -> None:
+    model = tiny(**options)
+    engines = [
+        TransformersEngine(model, tokenizer(), RolloutSettings(rollout_cache=how)) for how in ("dynamic", "static")
+    ]
+    for prompts in (PROMPTS, PROMPTS[:2], [PROMPTS[1] * 4, *PROMPTS[:2]]):
+        asked = SAMPLED | {"keys": SAMPLED["keys"][: len(prompts)]}
+        dynamic, static = (engine(prompts, **asked) for engine in engines)
+        assert torch.equal(dynamic.completion_ids, static.completion_ids)
+        assert torch.equal(dynamic.prompt_ids, static.prompt_ids)
+        torch.testing.assert_close(dynamic.logprobs, static.logprobs, rtol=1e-6, atol=1e-6)
+        greedy = {"max_completion_length": 6}
+        assert engines[0](prompts, **greedy).texts == engines[1](prompts, **greedy).texts
+
+
+class _Launches(TorchDispatchMode):
+    """Counts operators that run, views left out; one for all that a compiled graph runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.graphs = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def launches_a_token(settings: RolloutSettings, monkeypatch, lengths=(4, 12)) -> tuple[float, _Launches]:
+    """Operators of a decoding step, from completions of two lengths, and what counted them."""
+    model, launches = adapted(tiny(torch.float32)), _Launches()
+
+    def backend(graph, _inputs):  # a function: transformers copies a configuration with all that it holds
+        launches.graphs += 1
+
+        def run(*args):
+            launches.count += 1
+            return graph.forward(*args)
+
+        return run
+
+    config = CompileConfig(backend=backend, fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    engine = TransformersEngine(model, tokenizer(), settings, config if settings.rollout_cache == "static" else None)
+    compiled = type(causal_lm(model)).get_compiled_call
+
+    def uncounted(causal, config):
+        def call(*args, **kwargs):
+            counting = torch.utils._python_dispatch._get_current_dispatch_mode() is launches
+            with contextlib.ExitStack() as stack:  # what watches inside would keep it from being compiled
+                if counting:
+                    launches.__exit__(None, None, None)
+                    stack.callback(launches.__enter__)
+                while torch._C._len_torch_function_stack():
+                    stack.enter_context(_pop_mode_temporarily())
+                return compiled(causal, config)(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(type(causal_lm(model)), "get_compiled_call", uncounted)
+    counts = []
+    for length in lengths:
+        before = launches.count
+        with launches:
+            engine(PROMPTS, **SAMPLED | {"max_completion_length": length})
+        counts.append(launches.count - before)
+    monkeypatch.undo()
+    return (counts[1] - counts[0]) / (lengths[1] - lengths[0]), launches
+
+
+def test_a_decoding_step_is_one_graph_whatever_the_number_of_layers_and_is_compiled_once(monkeypatch) -> None:
+    torch._dynamo.reset()
+    beside, _ = launches_a_token(RolloutSettings(merge_adapters="never", rollout_cache="dynamic"), monkeypatch)
+    merged, _ = launches_a_token(RolloutSettings(rollout_cache="dynamic"), monkeypatch)
+    graphed, launches = launches_a_token(STATIC, monkeypatch)
+    print(f"operators a token of 2 layers: {beside:g} adapters beside, {merged:g} merged, {graphed:g} as a graph")
+    assert launches.graphs == 1
+    assert graphed < merged < beside
+
+
+def test_the_cache_stays_where_it_was_while_shapes_repeat() -> None:
+    engine = TransformersEngine(tiny(), tokenizer(), STATIC)
+    engine(PROMPTS, **SAMPLED)
+    first = engine._cache.layers[0].keys
+    assert first.shape[0::2] == (8, 64)  # rows and tokens
+    engine(PROMPTS[:1], max_completion_length=20)
+    assert engine._cache.layers[0].keys is first
+    engine(PROMPTS, max_completion_length=70)
+    assert engine._cache.layers[0].keys.shape[0::2] == (8, 128)
+
+
+def test_a_model_that_cannot_decode_with_it_is_named() -> None:
+    hybrid, eager = tiny(), tiny()
+    hybrid.config.layer_types = ["full_attention", "linear_attention"]
+    eager._can_compile_fullgraph = False
+    for model, message in ((hybrid, "linear_attention"), (eager, "cannot compile a decoding step of Qwen3ForCausalLM")):
+        assert message in static_cache_obstacle(causal_lm(model))
+        with pytest.raises(ValueError, match=f"^rollout_cache: .*{message}"):
+            TransformersEngine(model, tokenizer(), STATIC)
+    assert TransformersEngine(eager, tokenizer(), RolloutSettings()).notes == []  # nobody asked for it

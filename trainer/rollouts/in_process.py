@@ -1,0 +1,184 @@
+"""Complete prompts with transformers' `generate`, in the process that trains and from its weights."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CompileConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
+
+from cfa_kernels.hf.liger import fused_modules
+from cfa_kernels.hf.model import causal_lm
+from trainer.rollouts.engine import Rollouts, keyed_uniforms, mask_after_end
+from trainer.rollouts.merged import CannotMerge, merged_adapters
+from trainer.rollouts.sampling import FiniteScores, KeyedSampler
+from trainer.rollouts.settings import RolloutSettings
+
+_NAMES_SHOWN = 8
+_FEWEST_ROWS = 8  # of a static cache, doubled until the batch fits
+_LENGTHS = 64  # tokens that a static cache holds are a multiple of it, so that shapes repeat
+
+
+class TransformersEngine:
+    """The policy itself as an engine: adapters merged while it samples, a static cache where there are CUDA graphs.
+
+    Attributes:
+        notes: what of the settings does not hold for this model, and why.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: RolloutSettings,
+        compile_config: CompileConfig | None = None,
+    ) -> None:
+        """Find out what `model` can do; `compile_config` says how its decoding step is compiled, if not by default.
+
+        Raises:
+            ValueError: the settings ask for what it cannot; the message names the setting and the reason.
+        """
+        self._model, self._tokenizer, self._compile_config = model, tokenizer, compile_config
+        self.notes: list[str] = []
+        self._merges = settings.merge_adapters != "never" and self._can_merge(settings)
+        self._cache: StaticCache | None = None  # kept: a CUDA graph reads and writes where it was recorded
+        self._shape = 0, 0  # its rows and tokens
+        wanted = settings.rollout_cache
+        if wanted == "auto":
+            wanted = "static" if next(model.parameters()).device.type == "cuda" else "dynamic"
+        obstacle = static_cache_obstacle(causal_lm(model)) if wanted == "static" else None
+        if obstacle and settings.rollout_cache == "static":
+            raise ValueError(f"rollout_cache: static was asked for, and {obstacle}; auto takes what the model can")
+        if obstacle:
+            self.notes.append(f"rollout_cache: dynamic, for {obstacle}; every layer of a decoding step is launched")
+        self._static = wanted == "static" and not obstacle
+
+    def __call__(self, prompts: Sequence[Sequence[int]], **options: Any) -> Rollouts:
+        """Complete prompts as `Engine` says."""
+        causal = causal_lm(self._model)
+        with contextlib.ExitStack() as stack:
+            if self._merges:
+                stack.enter_context(merged_adapters(self._model))
+            if not self._static:  # what compiles a decoding step fuses its norms and gates by itself
+                stack.enter_context(fused_modules(causal))
+                return generate(self._model, self._tokenizer, prompts, **options)
+            longest = max(map(len, prompts)) + options["max_completion_length"]
+            cache = self._cache_for(causal, len(prompts), longest)
+            return generate(
+                self._model, self._tokenizer, prompts, **options, cache=cache, rows=self._shape[0],
+                compile_config=self._compile_config,
+            )  # fmt: skip
+
+    def _can_merge(self, settings: RolloutSettings) -> bool:
+        try:
+            with merged_adapters(self._model) as layers:
+                return layers > 0
+        except CannotMerge as problem:
+            if settings.merge_adapters == "always":
+                raise ValueError(f"merge_adapters: {problem}; auto samples with the adapters beside") from problem
+            self.notes.append(f"merge_adapters: sampling with the adapters beside the weights, for {problem}")
+            return False
+
+    def _cache_for(self, causal: PreTrainedModel, rows: int, longest: int) -> StaticCache:
+        """Empty the cache of the call before, or make one that holds `rows` sequences of `longest` tokens."""
+        held_rows = _FEWEST_ROWS
+        while held_rows < rows:
+            held_rows *= 2
+        held = max(-(-longest // _LENGTHS) * _LENGTHS, self._shape[1])
+        if self._cache is None or self._shape != (held_rows, held):
+            self._cache, self._shape = None, (held_rows, held)  # one is freed before the next is made
+            self._cache = StaticCache(config=causal.config.get_text_config(decoder=True), max_cache_len=held)
+        elif self._cache.is_initialized:
+            self._cache.reset()
+        return self._cache
+
+
+def static_cache_obstacle(model: PreTrainedModel) -> str | None:
+    """Say why `model` cannot decode with a cache of fixed size; None where it can."""
+    name = type(model).__name__
+    if not getattr(model, "_can_compile_fullgraph", False):
+        return f"transformers cannot compile a decoding step of {name}"
+    kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["full_attention"])
+    if others := sorted(kinds - {"full_attention", "sliding_attention"}):
+        return f"layers of {name} keep other states than keys and values ({', '.join(others)})"
+    return None
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_completion_length: int,
+    keys: Sequence[Sequence[int]] | None = None,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    names: Sequence[str] | None = None,
+    cache: StaticCache | None = None,
+    rows: int = 0,
+    compile_config: CompileConfig | None = None,
+) -> Rollouts:
+    """Complete B prompts with `model` as it is, as `Engine` says. Leaves the model in the mode it was in.
+
+    Args:
+        cache: an empty one of fixed size, for `rows` rows.
+        rows: decoded together, at least B: the last prompt again and again, left out of what is given.
+        compile_config: how a decoding step with a cache of fixed size is compiled, if not by default.
+    """
+    device = next(model.parameters()).device
+    count, given = len(prompts), [list(prompt) for prompt in prompts]
+    given += given[-1:] * (rows - count)
+    batch = tokenizer.pad({"input_ids": given}, return_tensors="pt", padding_side="left")
+    prompt_ids, prompt_mask = batch["input_ids"].to(device), batch["attention_mask"].to(device)
+    scores, sampler = FiniteScores(), None
+    if keys is not None:
+        keys = [*keys, *[keys[-1]] * (len(given) - count)]
+        sampler = KeyedSampler(keyed_uniforms(keys, max_completion_length).to(device), temperature, top_p)
+    special: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+    if compile_config is not None:
+        special["compile_config"] = compile_config
+    training = model.training
+    model.eval()
+    try:
+        sequences = model.generate(  # type: ignore[operator]
+            input_ids=prompt_ids,
+            attention_mask=prompt_mask,
+            max_new_tokens=max_completion_length,
+            logits_processor=LogitsProcessorList([scores, sampler] if sampler else [scores]),
+            do_sample=False,
+            eos_token_id=_end_ids(model, tokenizer),
+            pad_token_id=tokenizer.pad_token_id,
+            **special,
+        )
+    finally:
+        model.train(training)
+    completion_ids = sequences[:count, prompt_ids.shape[1] :]
+    completion_mask, truncated = mask_after_end(completion_ids, _end_ids(model, tokenizer))
+    _require_finite(torch.stack(scores.finite, 1)[:count], completion_mask, names)
+    completion_ids = torch.where(completion_mask.bool(), completion_ids, tokenizer.pad_token_id)
+    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    logprobs = torch.stack(sampler.logprobs, 1)[:count] * completion_mask if sampler else None
+    return Rollouts(
+        prompt_ids[:count], prompt_mask[:count], completion_ids, completion_mask, truncated, texts, logprobs
+    )
+
+
+def _require_finite(finite: Tensor, mask: Tensor, names: Sequence[str] | None) -> None:
+    """Raise `FloatingPointError` naming the rows of `finite` (B, T) with a False that `mask` counts."""
+    broken = ~finite & mask.bool()
+    if broken.any():
+        rows = broken.any(1).nonzero().flatten().tolist()
+        called = [names[b] if names else f"sample {b}" for b in rows]
+        raise FloatingPointError(
+            f"{', '.join(called[:_NAMES_SHOWN])} ({len(rows)} of {len(mask)}): the model's logits are not finite "
+            f"(in {called[0]} from token {int(broken[rows[0]].int().argmax())} on)"
+        )
+
+
+def _end_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end a completion: the model may know several, the tokenizer names one."""
+    ends = model.generation_config.eos_token_id  # type: ignore[union-attr]
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    return sorted({*ends, tokenizer.eos_token_id} - {None})

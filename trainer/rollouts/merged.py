@@ -1,0 +1,90 @@
+"""Merge a model's adapters into its weights while it samples, and give back the same bits afterwards.
+
+An adapter beside a weight costs a decoding step several small products for each layer, merged it costs none. PEFT
+merges; what it writes to is kept aside before and put back where it was, for subtracting again what was added leaves
+rounding behind. Storage and version counters of weights stay as they are, so whoever continues a forward, or goes
+backward through one, finds them unchanged.
+"""
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MERGEABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Types of weights that an adapter can be added to without quantising the sum."""
+
+
+class CannotMerge(ValueError):
+    """Adapters of a model cannot be merged and taken out again; the message names the module and the reason."""
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Find the layers, by name, whose adapters act and are not merged yet."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # not there, no such layers
+    if tuners is None:
+        return {}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, tuners.BaseTunerLayer) and not module.disable_adapters and not module.merged
+    }
+
+
+@contextlib.contextmanager
+def merged_adapters(model: nn.Module) -> Iterator[int]:
+    """Within it the active adapters of `model` are part of its weights; gives how many layers that are.
+
+    The copies of the weights take as much memory as those of the adapted layers, where these are. Not to be left by a
+    backward: what was computed before is right again only afterwards.
+
+    Raises:
+        CannotMerge: nothing has changed then.
+    """
+    layers = adapted_layers(model)
+    _require_mergeable(model, layers)
+    kept: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # with its storage and the values in it
+    try:
+        for name, layer in layers.items():
+            own = layer.get_base_layer().parameters(recurse=False)
+            kept += [(parameter, parameter.data, parameter.data.clone()) for parameter in own]
+            try:
+                layer.merge()
+            except Exception as problem:  # each kind of adapter has reasons of its own
+                raise CannotMerge(f"{name}: PEFT does not merge its adapter ({problem!r})") from problem
+        yield len(layers)
+    finally:
+        for parameter, storage, values in reversed(kept):  # several layers may adapt one module's parameters
+            storage.copy_(values)
+            parameter.data = storage
+        for layer in layers.values():
+            layer.merged_adapters.clear()
+
+
+def _require_mergeable(model: nn.Module, layers: dict[str, Any]) -> None:
+    """Raise `CannotMerge` for weights that are quantised, or that something beside the layer computes with."""
+    if not layers:
+        return
+    owners = Counter(_place(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    for name, layer in layers.items():
+        for key, weight in layer.get_base_layer().named_parameters(recurse=False):
+            if not _is_plain(weight) or weight.dtype not in MERGEABLE:
+                kind = f"{type(weight.data).__name__} of {str(weight.dtype).removeprefix('torch.')}"
+                raise CannotMerge(f"{name}: its {key} is a {kind}; merged into it, an adapter would be quantised, too")
+            if owners[_place(weight)] > 1:
+                raise CannotMerge(
+                    f"{name}: its {key} is tied to another module's, which would compute with the adapter as well"
+                )
+
+
+def _place(weight: Tensor) -> int:
+    """Where a tensor's values are; equal for those that share them."""
+    return weight.untyped_storage().data_ptr() if _is_plain(weight) and not weight.is_meta else id(weight)
+
+
+def _is_plain(weight: Tensor) -> bool:
+    return type(weight.data) is Tensor
