@@ -25,6 +25,7 @@ def test_every_command_has_a_help_that_says_how_it_is_called(name, capsys):
         ([], "speed.command", []),
         (["--device", "cpu", "--only", "loss"], "speed.command", ["--device", "cpu", "--only", "loss"]),
         (["speed", "--smoke"], "speed.command", ["--smoke"]),
+        (["step", "--explain"], "explain.command", ["--explain"]),
         (["cost", "draws"], "evidence.cost", ["draws"]),
         (["evidence", "planted", "--mixed"], "evidence.command", ["planted", "--mixed"]),
         (["models", "--only", "llama"], "models.table", ["--only", "llama"]),
