@@ -12,11 +12,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from peft.tuners.lora.layer import Linear as LoraLinear
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.explain.tally import ATTENTION, Tally
-from cfa_kernels.ops.adapted_linear import adapted_linear
 
 _LIGER = {  # how many results, each like the argument of its place; from which argument on the backward reads them
     "LigerRMSNormFunction": (1, 0),
@@ -26,6 +24,7 @@ _LIGER = {  # how many results, each like the argument of its place; from which 
 }
 _PATCHED = (
     ("cfa_kernels.hf.liger._on_gpu", lambda model: True),
+    ("cfa_kernels.ops.matmul._keeps_sums", lambda tensor: True),
     ("cfa_kernels.ops.tree_attention.resolve_backend", lambda backend, tensor: "triton"),
     ("cfa_kernels.ops.linear_logprob.resolve_backend", lambda backend, tensor: "triton"),
     ("cfa_kernels.losses.policy.resolve_backend", lambda backend, tensor: "triton"),
@@ -43,9 +42,13 @@ def has_liger() -> bool:
 
 
 @contextmanager
-def as_on_gpu(tally: Tally) -> Iterator[None]:
-    """Within it models without memory run what they would run on a GPU, counted by `tally`."""
+def as_on_gpu(tally: Tally, *, fused: bool) -> Iterator[None]:
+    """Within it models without memory run what they would run on a GPU, counted by `tally`.
+
+    `fused`: adapters as one op, as on a GPU, instead of PEFT's own layers.
+    """
     with ExitStack() as stack:
+        stack.enter_context(mock.patch("cfa_kernels.hf.lora.is_on_gpu", return_value=fused))
         for target, stand_in in _PATCHED:
             stack.enter_context(mock.patch(target, stand_in))
         stack.enter_context(mock.patch("torch.nn.functional.scaled_dot_product_attention", _attention(tally)))
@@ -101,39 +104,3 @@ def _attention(tally: Tally) -> Any:
         return out
 
     return attention
-
-
-@contextmanager
-def fused_adapters(model: nn.Module) -> Iterator[None]:
-    """Within it each LoRA layer of `model` is one operator: float32 adapters as two halves each, `adapted_linear`.
-
-    A product with half the bits of A and B beside one with the other half is a product with twice the columns.
-    """
-    layers = [module for module in model.modules() if type(module) is LoraLinear]
-    try:
-        for layer in layers:
-            layer.__dict__["forward"] = _as_one_operator(layer)
-        yield
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
-
-
-def _as_one_operator(layer: Any) -> Any:
-    (name,) = layer.active_adapters
-    base, down, up = layer.base_layer, layer.lora_A[name].weight, layer.lora_B[name].weight
-    scale = layer.scaling[name]
-    down, up = (_in_halves(weight, dim, base.weight.dtype) for weight, dim in ((down, 0), (up, 1)))
-
-    def forward(x: Tensor) -> Tensor:
-        out = adapted_linear(x.reshape(-1, x.shape[-1]), base.weight, base.bias, down, up, scale)
-        return out.view(*x.shape[:-1], -1)
-
-    return forward
-
-
-def _in_halves(weight: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    if weight.dtype == dtype:
-        return weight
-    shape = [2 * n if i == dim else n for i, n in enumerate(weight.shape)]
-    return torch.empty(shape, dtype=dtype, device=weight.device, requires_grad=weight.requires_grad)

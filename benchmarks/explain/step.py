@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, StaticCache
 
 from benchmarks.explain.batch import Described
-from benchmarks.explain.stand_ins import as_on_gpu, fused_adapters
+from benchmarks.explain.stand_ins import as_on_gpu
 from benchmarks.explain.tally import SAMPLER, Counts, Tally
 from benchmarks.harness.workloads import MODELS
 from cfa_kernels.hf.liger import fused_modules
@@ -173,7 +173,6 @@ def _merged(policy: nn.Module) -> Iterator[None]:
 @contextmanager
 def _counting(tally: Tally, policy: nn.Module, *, fused: bool) -> Iterator[None]:
     with ExitStack() as stack:
-        stack.enter_context(fused_adapters(policy) if fused else ExitStack())
-        for context in (as_on_gpu(tally), tally.watch(policy), tally):
+        for context in (as_on_gpu(tally, fused=fused), tally.watch(policy), tally):
             stack.enter_context(context)
         yield

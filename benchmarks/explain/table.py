@@ -29,13 +29,12 @@ once more, the clip reads and writes it."""
 
 @dataclass(frozen=True)
 class Variant:
-    """What a column runs: full training in float32 or bfloat16 products; adapters, decoding, walks."""
+    """What a column runs: full training in float32 or bfloat16 products; adapters, decoding."""
 
     name: str
     mixed_precision: bool = True
     fused: bool = False
     merged: bool = False
-    one_walk: bool = False
 
 
 def variants(training: Training) -> list[Variant]:
@@ -43,15 +42,13 @@ def variants(training: Training) -> list[Variant]:
     if training.rank:
         return [
             Variant("eager"),
-            Variant("adapters fused", fused=True),
+            Variant("adapters as one op", fused=True),
             Variant("+ decode merged, in a graph", fused=True, merged=True),
-            Variant("+ one walk", fused=True, merged=True, one_walk=True),
         ]
     return [
         Variant("eager", mixed_precision=False),
         Variant("mixed precision"),
         Variant("+ decode in a graph", merged=True),
-        Variant("+ one walk", merged=True, one_walk=True),
     ]
 
 
@@ -83,7 +80,6 @@ class Explained:
 class _Counted:
     update: Counts
     decoding: Counts
-    modules: int
     trained: int
 
 
@@ -111,10 +107,7 @@ def explain(
         if (precision, variant.merged) not in decodings:
             decodings[precision, variant.merged] = count_decoding(policy, batch, merged=variant.merged)
         trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-        modules = sum(1 for _ in policy.modules())
-        counted.append(
-            _Counted(updates[precision, variant.fused][0], decodings[precision, variant.merged], modules, trained)
-        )
+        counted.append(_Counted(updates[precision, variant.fused][0], decodings[precision, variant.merged], trained))
     fed = next(iter(updates.values()))[1]
     sampling = _decoding(columns, counted, batch.positions, rates)
     learning = _update(columns, counted, fed, rates)
@@ -181,7 +174,7 @@ def _update(columns: Sequence[Variant], counted: Sequence[_Counted], fed: dict[s
     bytes_of_optimizer = OPTIMIZER_BYTES * counted[0].trained
     rows.append(Row("optimizer, norm", [bytes_of_optimizer / rates.bandwidth] * len(columns),
                     f"{_amount(bytes_of_optimizer, 'B')}"))  # fmt: skip
-    idle = [_waits(variant, one, fed["packs"], rates) for variant, one in zip(columns, counted, strict=True)]
+    idle = [_waits(one, fed["packs"], rates) for one in counted]
     visits = counted[0].update.visits
     updating = [sum(one.values()) - one[CREDIT] for one in idle]
     rows.append(Row("update: the device waits for the host", updating,
@@ -197,7 +190,7 @@ def _update(columns: Sequence[Variant], counted: Sequence[_Counted], fed: dict[s
     return [*rows, _sum(UPDATE, rows), _sum(CREDITS, rows[first:])]
 
 
-def _waits(variant: Variant, one: _Counted, packs: int, rates: Rates) -> dict[str, float]:
+def _waits(one: _Counted, packs: int, rates: Rates) -> dict[str, float]:
     """Seconds that the device stands idle in each section, for every pack in the order in which the trainer runs them.
 
     The host walks over modules, then queues launches and runs ahead, until a section asks for values of the device.
@@ -206,8 +199,7 @@ def _waits(variant: Variant, one: _Counted, packs: int, rates: Rates) -> dict[st
     idle = dict.fromkeys(ORDER, 0.0)
     for _ in range(packs):
         for section in ORDER:
-            visits = one.update.visits[section] / packs
-            host += HOST.visit * (min(visits, one.modules) if variant.one_walk else visits)
+            host += HOST.visit * one.update.visits[section] / packs
             busy = one.update.seconds(rates, section) / packs
             per_launch = HOST.backward if section == BACKWARD else HOST.forward
             queued = host + per_launch * one.update.launches(section) / packs

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.explain.rates import Rates
+from cfa_kernels.hf.model_walk import ModelWalk
 
 GEMM, ADAPTERS, ATTENTION, CACHE, HEAD, SAMPLER, OTHER = PARTS = (
     "base GEMMs", "adapters", "attention", "keys and values", "head and loss", "sampler", "element-wise",
@@ -114,8 +115,16 @@ class Tally(TorchDispatchMode):
             self.counts.visits[self.section] += 1
             return walk(module, *args, **kwargs)
 
+        def walked(walk_of: ModelWalk, model: nn.Module) -> None:
+            begin(walk_of, model)
+            self.counts.visits[self.section] += len(walk_of.modules)
+
+        begin = ModelWalk.__init__
         try:
-            with mock.patch.object(nn.Module, "named_modules", counted):
+            with (
+                mock.patch.object(nn.Module, "named_modules", counted),
+                mock.patch.object(ModelWalk, "__init__", walked),
+            ):
                 yield
         finally:
             for hook in hooks:

