@@ -1,6 +1,7 @@
 """Sampling with a LoRA policy: what merging its adapters and a nucleus without a sort are worth.
 
-Random weights would leave nuclei of thousands of tokens; the last norm is scaled so that they are a trained model's.
+Raced twice, because the sampler's time depends on the size of the nucleus: random weights leave nuclei of thousands of
+tokens, and with their logits scaled a few tokens carry nearly everything, as where a trained model is sure.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.scoring.training_forward import packed_logprobs
 from trainer.rollouts import Engine, Rollouts, RolloutSettings, TransformersEngine
 
-SHARPNESS = 6.0  # of the logits, beside those of random weights
+NUCLEI = {"narrow nuclei": 6.0, "wide nuclei": 1.0}
+"""Factor of the logits of random weights; 6 is chosen, not taken from a trained model."""
 PROMISE = 1.5  # on a CPU, beside adapters left where they are and a sort of the vocabulary for each token
 GAP = {torch.float32: 2e-3, torch.bfloat16: 0.3}  # nats, on average over tokens, between sampling and one forward
 SAMPLING = {"temperature": 0.6, "top_p": 0.95}
@@ -67,10 +69,10 @@ class SortingSampler(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
 
 
-def sharpened(model: nn.Module) -> nn.Module:
+def sharpened(model: nn.Module, factor: float) -> nn.Module:
     """Scale the logits of a policy, in place."""
     with torch.no_grad():
-        causal_lm(model).model.norm.weight.mul_(SHARPNESS)
+        causal_lm(model).model.norm.weight.mul_(factor)
     return model
 
 
@@ -116,18 +118,23 @@ def _check(model: nn.Module, sampled: tuple[Rollouts, float]) -> dict[str, Any]:
     return {"gap_nats": gap, "tokens": int(mask.sum()), "cpu_seconds": cpu_seconds}
 
 
+@pytest.fixture(scope="module", params=NUCLEI)
+def nuclei(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def group(request: pytest.FixtureRequest) -> str:
+def group(request: pytest.FixtureRequest, nuclei: str) -> str:
     load = LOADS[workload_set(request.config)]
-    return f"rollouts {load.model}, LoRA, {4 * load.problems} completions of {load.tokens} tokens"
+    return f"rollouts {load.model}, LoRA, {4 * load.problems} completions of {load.tokens} tokens, {nuclei}"
 
 
 @pytest.fixture(scope="module")
 def rollout_laps(
-    request: pytest.FixtureRequest, group: str, device: torch.device, budget: Budget, figures: Figures
+    request: pytest.FixtureRequest, group: str, nuclei: str, device: torch.device, budget: Budget, figures: Figures
 ) -> Iterator[dict[str, Lap]]:
     load = LOADS[workload_set(request.config)]
-    model = sharpened(policy(load.model, lora=True, device=device, dtype=load.dtype).eval())
+    model = sharpened(policy(load.model, lora=True, device=device, dtype=load.dtype).eval(), NUCLEI[nuclei])
     job = gsm8k_job(load.problems).to(device)
     figures.workloads[group] = {**job.describe(), **SAMPLING, "model": load.model, "seed": SEED}
     yield race(contenders(model, job, load), device=device, budget=budget)
