@@ -151,6 +151,11 @@ class CounterfactualConfig:
         return SIBLINGS in self.estimator.needs or isinstance(self.estimator, OwnFunction)
 
     @property
+    def compares_rows(self) -> bool:
+        """Whether the credit of a completion depends on others, by the estimator or by the rule for weights."""
+        return self.compares or (self.weights is not None and self.weights.compares)
+
+    @property
     def needs(self) -> frozenset[str]:
         """Needs, of `NEEDS`, that a host must meet; none where no estimator runs."""
         return self.estimator.needs if self.runs_estimator else frozenset()

@@ -277,9 +277,11 @@ class WeightRule(Protocol):
         name: what configurations call it.
         token_draws: where each token draws a weight of its own under the control `random`, the limits of that weight;
             None where each unit draws an importance. See `drawn`.
+        compares: whether the weights of a completion depend on the others of the batch.
     """
 
     name: ClassVar[str]
+    compares: ClassVar[bool]
 
     @property
     def token_draws(self) -> tuple[float, float] | None:
@@ -296,6 +298,7 @@ class Range:
     """Rule that maps min-max normalised importances to a range of weights (CF paper, eqs. 6 and 7)."""
 
     name: ClassVar[str] = "range"
+    compares: ClassVar[bool] = False
 
     w_min: NotNegative = 0.5
     """Weight of the least important span of a completion."""
@@ -334,6 +337,7 @@ class Bilevel:
     """Rule that suppresses weights below a quantile of importances and boosts those above (OAR paper, eqs. 14-17)."""
 
     name: ClassVar[str] = "bilevel"
+    compares: ClassVar[bool] = False
     token_draws: ClassVar[None] = None
 
     tau: Share = 0.4
@@ -357,6 +361,7 @@ class TopShare:
     """Rule of weight 1 for the most important share of a batch's tokens, else 0 ("80/20", arXiv 2506.01939)."""
 
     name: ClassVar[str] = "top"
+    compares: ClassVar[bool] = True
     token_draws: ClassVar[None] = None
 
     fraction: Share = 0.2
@@ -377,6 +382,7 @@ class Identity:
     """Rule that takes importances as weights."""
 
     name: ClassVar[str] = "identity"
+    compares: ClassVar[bool] = False
     token_draws: ClassVar[None] = None
 
     def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
@@ -391,6 +397,7 @@ class OwnWeights:
     function: Reshape
 
     token_draws: ClassVar[None] = None
+    compares: ClassVar[bool] = False
 
     @property
     def name(self) -> str:  # type: ignore[override]

@@ -107,8 +107,13 @@ def token_entropies(
         _, found = packed_logprobs(
             model, prompts, completions, temperature=temperature, return_entropy=True, token_budget=token_budget
         )
-    padded = torch.zeros(completion_ids.shape)
-    for row, line in zip(found, padded, strict=True):
+    return padded_entropies(found, completion_ids.shape)
+
+
+def padded_entropies(rows: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """Pad B tensors (T_b,) with 0 to `shape`, (B, T) fp32 on the host."""
+    padded = torch.zeros(tuple(shape))
+    for row, line in zip(rows, padded, strict=True):
         line[: len(row)] = row
     return padded
 

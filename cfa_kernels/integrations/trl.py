@@ -1,8 +1,9 @@
 """Counterfactual credit in TRL: `CounterfactualGRPOTrainer` where a script says `GRPOTrainer`.
 
-TRL generates, rewards and computes advantages; then credit is computed once for the generation batch, with the
-training model, and multiplied into the advantages. From there on TRL's own loss runs, whatever it is set to, or one of
-`trl_losses.py` in its place. Each process scores its own rows, so nothing is communicated but the logged figures.
+TRL generates, rewards and computes advantages; then credit is computed once for the generation batch (`trl_credit.py`),
+with the training model, and multiplied into the advantages. From there on TRL's own loss runs, whatever it is set to,
+or one of `trl_losses.py` in its place; the packed one may assign credit itself, from what it feeds for the loss. Each
+process scores its own rows, so nothing is communicated but the logged figures.
 """
 
 import time
@@ -13,20 +14,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, gather_object
 from packaging.version import Version
 from torch import Tensor, nn
 
-from .. import CounterfactualConfig, Credit, counterfactual_credit
+from .. import CounterfactualConfig, Credit
 from ..credit.assign import FIGURES
-from ..estimators.base import ENTROPIES, OwnFunction
 from ..hf.model import causal_lm
 from ..hf.stateful_layers import has_cells
 from ..hf.verify import check_head, noise_floor
 from ..losses.policy import LOSS_TYPES
-from ..scoring.access import CAPABILITIES
 from . import require
-from .credit import OFFERS, Draws, credited_advantages, obstacles, token_entropies, weighed_text
+from .credit import OFFERS, Draws, obstacles
+from .trl_credit import ROW, BatchCredit, asks_model, loss_mask, why_at_once
 from .trl_losses import (
     accept_policy_loss,
     check_trains_packed,
@@ -37,6 +38,7 @@ from .trl_losses import (
 
 OLDEST = "1.0.0"
 _TRL = require("trl", OLDEST)
+_LOG = get_logger(__name__)
 
 from trl import GRPOTrainer  # noqa: E402  the check above says more than a failing import would
 from trl.models import unwrap_model_for_generation  # noqa: E402
@@ -135,7 +137,8 @@ class CounterfactualMixin(_Trainer):
             _refuse("packed_loss=True", _packing_obstacles(self))
         if self._own_loss:
             accept_policy_loss(causal_lm(self.accelerator.unwrap_model(self.model)))
-        self._model_is_checked = self._has_warned = False
+        self._model_is_checked = self._has_warned = self._has_said_why = False
+        self._deferred: BatchCredit | None = None
         if self._model_is_placed():
             self._check_model()
 
@@ -154,8 +157,7 @@ class CounterfactualMixin(_Trainer):
         """Refuse a model that credit cannot score, or that the chosen loss cannot run on."""
         checks: list[tuple[Any, str]] = []
         config = self.counterfactual
-        asks_model = bool(config.needs & {*CAPABILITIES, ENTROPIES}) or isinstance(config.estimator, OwnFunction)
-        if asks_model and config.control not in ("off", "random"):
+        if asks_model(config) and config.control not in ("off", "random"):
             checks.append((noise_floor, "CounterfactualConfig(control='off') trains it as TRL does"))
         if self.fused_loss:
             checks.append((check_head, "leave out fused_loss=True"))
@@ -183,68 +185,46 @@ class CounterfactualMixin(_Trainer):
             if self.counterfactual.control != "off":  # the table is filled in evaluation too
                 self._log_weighed([None] * len(output["completion_ids"]))
             return output
+        batch = BatchCredit(
+            self.counterfactual, self._tokenizer_of_ids, output, self._own_rewards(len(output["advantages"])),
+            generator=self._draws.of(self.state.global_step), temperature=self.temperature,
+        )  # fmt: skip
+        if self._is_deferred(output):
+            self._deferred = batch
+            output[ROW] = torch.arange(len(output["advantages"]), device=output["advantages"].device)
+            return output
         start = time.perf_counter()
-        rewards = self._own_rewards(len(output["advantages"]))
-        known = (~rewards.isnan()).to(output["completion_mask"])  # others have no advantage and are not siblings
-        batch = [output[name] for name in ("prompt_ids", "prompt_mask", "completion_ids")]
-        batch.append(output["completion_mask"] * known[:, None])
         with self._whole_model() as model, self.accelerator.autocast():
-            entropies = None
-            if self.counterfactual.reads_entropies:
-                entropies = token_entropies(
-                    model, *batch, temperature=self.temperature, token_budget=self.counterfactual.token_budget
-                )
-            credit = counterfactual_credit(
-                model,
-                self._tokenizer_of_ids,
-                *batch,
-                advantages=output["advantages"],
-                config=self.counterfactual,
-                generator=self._draws.of(self.state.global_step),
-                rewards=rewards,
-                entropies=entropies,
-            )
-        self._log_credit(credit, _loss_mask(output), time.perf_counter() - start)
-        self._warn_of_no_credit(credit, output)
-        if self.log_completions:
-            self._log_weighed(self._weighed(credit, output))
-        output["advantages"] = credited_advantages(output["advantages"], credit)
+            output["advantages"] = batch.by_model(model).to(output["advantages"].device)
+        batch.seconds = time.perf_counter() - start
+        self._report(batch)
         return output
+
+    def _is_deferred(self, output: dict[str, Any]) -> bool:
+        """Whether credit is assigned from the training forwards; says once why not, where that would save work."""
+        if not self.packed_loss or not asks_model(self.counterfactual):
+            return False
+        reason = why_at_once(self.counterfactual, output, self.args.steps_per_generation)
+        if reason is not None and not self._has_said_why:
+            self._has_said_why = True
+            _LOG.warning(f"packed_loss=True: credit takes a forward of its own, before the update: {reason}")
+        return reason is None
+
+    def _report(self, batch: BatchCredit) -> None:
+        """Log the credit of a generation batch once all of it is assigned, which all processes find at once."""
+        credit = batch.finished()
+        if credit is None:
+            return
+        self._log_credit(credit, batch.loss_mask, batch.seconds)
+        if not self._has_warned and (problem := batch.why_nothing(credit)) is not None:
+            self._has_warned = True
+            warnings.warn(problem, stacklevel=2)
+        if self.log_completions:
+            self._log_weighed(batch.weighed(credit))
 
     @property
     def _tokenizer_of_ids(self) -> Any:
         return getattr(self.processing_class, "tokenizer", self.processing_class)
-
-    def _warn_of_no_credit(self, credit: Credit, output: dict[str, Any]) -> None:
-        """Warn once if no completion with an advantage got credit: training is then TRL's, with weights of 1."""
-        due = (output["advantages"] != 0).nonzero().flatten().tolist()
-        if self._has_warned or not due or not self.counterfactual.runs_estimator or any(credit.spans):
-            return
-        self._has_warned = True
-        if any(answer is not None for answer in credit.answers):
-            reason = "answers were found, but no span before them; see CounterfactualConfig's detector and units"
-        else:
-            ids = output["completion_ids"][due[0]][output["completion_mask"][due[0]].bool()]
-            reason = (
-                "no answer was found. Answers are read after ####, in \\boxed{} and after words such as 'the answer "
-                "is'; for others give CounterfactualConfig(answer_format=...) or answer_fallback='last_number'. The "
-                f"first of these completions ends with {self._tokenizer_of_ids.decode(ids)[-60:]!r}"
-            )
-        warnings.warn(
-            f"credit/scored_fraction is 0: of {len(due)} completions with an advantage none got credit, and their "
-            f"tokens have weight 1: {reason}",
-            stacklevel=2,
-        )
-
-    def _weighed(self, credit: Credit, output: dict[str, Any]) -> list[str]:
-        """Describe the weighed tokens of each completion, with weights or, for signed credit, advantages."""
-        plain = torch.ones(len(credit.weights)) if credit.advantages is None else output["advantages"]
-        values = credit.weights if credit.advantages is None else credit.advantages
-        real = output["completion_mask"].bool()
-        return [
-            weighed_text(self._tokenizer_of_ids, ids[kept], row[kept], float(usual))
-            for ids, kept, row, usual in zip(output["completion_ids"], real, values, plain, strict=True)
-        ]
 
     def _log_weighed(self, texts: Sequence[str | None]) -> None:
         """Add a column `weighed` to TRL's table of completions, which has the rows of all processes."""
@@ -316,7 +296,10 @@ class CounterfactualMixin(_Trainer):
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)
         given: dict[str, Any] = {"options": options, "head_in_float32": in_float32}
         if self.packed_loss:
-            loss, metrics = model(policy_loss=partial(loss_of_packed_rows, inputs=inputs, **given))
+            credit = self._deferred if ROW in inputs else None
+            loss, metrics = model(policy_loss=partial(loss_of_packed_rows, inputs=inputs, credit=credit, **given))
+            if credit is not None:
+                self._report(credit)
         else:
             loss, metrics = model(
                 input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
@@ -334,7 +317,7 @@ class CounterfactualMixin(_Trainer):
             "targets": inputs["completion_ids"],
             "old_logprobs": inputs.get("old_per_token_logps"),
             "advantages": inputs["advantages"],
-            "mask": _loss_mask(inputs),
+            "mask": loss_mask(inputs),
             "weights": None if ratio is None else ratio.expand_as(inputs["completion_ids"]),
             "ref_logprobs": inputs.get("ref_per_token_logps"),
             "temperature": self.temperature,
@@ -361,11 +344,6 @@ class CounterfactualMixin(_Trainer):
 
 class CounterfactualGRPOTrainer(CounterfactualMixin, GRPOTrainer):
     """Trainer of TRL, `GRPOTrainer`, with counterfactual credit; see `CounterfactualMixin` for what it adds."""
-
-
-def _loss_mask(inputs: dict[str, Any]) -> Tensor:
-    mask = inputs["completion_mask"]
-    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def _zero_stage(trainer: Any) -> int:

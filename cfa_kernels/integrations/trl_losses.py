@@ -20,6 +20,7 @@ from ..hf.modes import one_mode
 from ..hf.verify import check_head, check_trainable
 from ..losses.ragged import LossBatch
 from ..scoring.training_forward import packed_forward
+from .trl_credit import ROW, BatchCredit
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
@@ -64,7 +65,12 @@ def loss_of_hidden_states(
 
 @torch.compiler.disable  # a tree has its own shape in each micro-batch and is laid out on the host
 def loss_of_packed_rows(
-    model: PreTrainedModel, *, inputs: dict[str, Any], options: dict[str, Any], head_in_float32: bool
+    model: PreTrainedModel,
+    *,
+    inputs: dict[str, Any],
+    options: dict[str, Any],
+    head_in_float32: bool,
+    credit: BatchCredit | None = None,
 ) -> LossAndMetrics:
     """Compute the same loss from one packed forward, which feeds each prompt once and no padding.
 
@@ -73,6 +79,8 @@ def loss_of_packed_rows(
         inputs: TRL's `prompt_ids`, `prompt_mask`, `completion_mask`, padded as TRL pads.
         options: those of `linear_policy_loss`, (B, T) as there; `targets` are TRL's completions.
         head_in_float32: the head's products in float32, outside autocast.
+        credit: that of the generation batch, if these rows get theirs from this forward or have had it from an earlier
+            one; None if `advantages` are those to train on.
 
     Returns:
         The loss, and its metrics with `packed/tokens_fed` (tokens that went through the model) and
@@ -97,20 +105,28 @@ def loss_of_packed_rows(
 
     temperature, with_entropy = options.pop("temperature"), options.pop("compute_entropy")
     advantages = options.pop("advantages").cpu()
-    batch = LossBatch.of(
-        completions,
-        cut("old_logprobs"),
-        advantages if advantages.dim() == 1 else [row[:n] for row, n in zip(advantages, lengths, strict=True)],
-        weights=cut("weights"),
-        mask=cut("mask"),
-        ref_logprobs=cut("ref_logprobs"),
-        compute_entropy=with_entropy,
-        **options,
-    )
+    columns = {name: cut(name) for name in ("weights", "mask", "ref_logprobs")}
+    old = cut("old_logprobs")
+
+    def loss_batch(advantages: Tensor) -> LossBatch:
+        rows = advantages if advantages.dim() == 1 else [row[:n] for row, n in zip(advantages, lengths, strict=True)]
+        return LossBatch.of(completions, old, rows, compute_entropy=with_entropy, **columns, **options)
+
+    is_due = credit is not None and credit.is_due(inputs[ROW])
+    if credit is not None and not is_due:
+        advantages = credit.advantages(inputs[ROW])
+    batch = loss_batch(advantages)
     needed = batch.needed()
+    if credit is not None and is_due:
+        read = credit.reads(inputs[ROW])
+        needed = [n if whole else count for n, count, whole in zip(lengths, needed, read, strict=True)]
     if not any(needed):  # zero gradients must still be computed: other processes wait for them
         needed[0] = 1
-    forward = packed_forward(model, prompts, completions, needed=needed)
+    keep_states = credit is not None and is_due and credit.config.continues
+    forward = packed_forward(model, prompts, completions, needed=needed, keep_states=keep_states)
+    if credit is not None and is_due:
+        credit.by_forward(inputs[ROW], forward)
+        batch = loss_batch(credit.advantages(inputs[ROW]))
     with _head_precision(forward.device, head_in_float32):
         loss, metrics, _ = forward.policy_loss(batch, temperature, compute_entropy=with_entropy, **options)
     size = inputs["prompt_ids"].numel() + padded.numel()

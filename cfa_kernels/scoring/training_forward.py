@@ -472,9 +472,9 @@ class PackedForward:
             return gather(plan, list(run_in_memory(upcoming(), run, smaller)))
 
     def _places_of(self, batch: ScoredBatch) -> list[int]:
-        """Find the completion of this forward that each one of the batch is; equal ones in order."""
+        """Find the completion of this forward that each one of the batch is; of equal ones first what was fed most."""
         fed: dict[tuple[bytes, bytes], list[int]] = {}
-        for place in reversed(range(len(self.rows))):
+        for place in np.argsort(-self.counts, kind="stable")[::-1].tolist():
             prompt, completion = self.rows[place]
             fed.setdefault((prompt.tobytes(), completion.tobytes()), []).append(place)
         places = []

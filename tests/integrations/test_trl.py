@@ -17,6 +17,7 @@ integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is
 from datasets import Dataset  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 
+from cfa_kernels.integrations import trl_credit  # noqa: E402
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer  # noqa: E402
 from tests.support.trl_training import (  # noqa: E402
     LORA,
@@ -80,7 +81,7 @@ def test_the_advantages_are_trls_times_the_weights_of_the_completions(train):
 
 def test_rows_without_advantage_cost_no_scoring(train, monkeypatch):
     fed: list[int] = []
-    credit = integration.counterfactual_credit
+    credit = trl_credit.counterfactual_credit
 
     def counted(model: Any, *args: Any, **kwargs: Any) -> Any:
         norm = model.model.layers[0].input_layernorm  # a hook on the embedding has the model checked again
@@ -93,7 +94,7 @@ def test_rows_without_advantage_cost_no_scoring(train, monkeypatch):
         """Advantage for the first of three groups alone."""
         return [reward * (i < 8) for i, reward in enumerate(seven(completions))]
 
-    monkeypatch.setattr(integration, "counterfactual_credit", counted)
+    monkeypatch.setattr(trl_credit, "counterfactual_credit", counted)
     everywhere = train(per_device_train_batch_size=24)
     (all_rows,) = logged(everywhere, "credit/tokens_fed")
     assert sum(fed) == all_rows
@@ -159,7 +160,7 @@ class Processor:
 
 def test_scoring_runs_in_trls_precision_with_the_tokenizer_of_a_processor(train, monkeypatch):
     seen: list[Any] = []
-    credit = integration.counterfactual_credit
+    credit = trl_credit.counterfactual_credit
 
     def watched(model: Any, tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append((torch.is_autocast_enabled("cpu"), type(tokenizer)))
@@ -170,7 +171,7 @@ def test_scoring_runs_in_trls_precision_with_the_tokenizer_of_a_processor(train,
             self.processing_class = Processor(self.processing_class)
             return super().train()
 
-    monkeypatch.setattr(integration, "counterfactual_credit", watched)
+    monkeypatch.setattr(trl_credit, "counterfactual_credit", watched)
     train(Processed, bf16=True)
     assert seen == [(True, type(tiny_tokenizer()))]
 

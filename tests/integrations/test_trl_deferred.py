@@ -1,0 +1,174 @@
+"""Credit from the training forward of `packed_loss=True`: the same as from a forward of its own, from fewer tokens."""
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from cfa_kernels import CounterfactualConfig, counterfactual_credit
+from cfa_kernels.scoring.access import TrainingForward
+from cfa_kernels.scoring.training_forward import packed_forward
+
+integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
+
+from tests.support.tiny import tiny_model, tiny_tokenizer  # noqa: E402
+from tests.support.trl_training import (  # noqa: E402
+    LORA,
+    build,
+    fuses,
+    logged,
+    parameters,
+    record_generations,
+    rollouts,
+    same_rollouts,
+    seven,
+    with_vllm,
+)  # fmt: skip
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), fuses]
+SGD = {"optim": "sgd", "learning_rate": 0.3}  # no square roots of gradients that are rounding alone
+FIGURES = [
+    name for name in integration._CREDIT_FIGURES if name.split("/")[1] not in ("tokens_fed", "forwards", "seconds")
+]
+
+
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on credit is assigned to the generation batch by a forward of its own."""
+    monkeypatch.setattr(integration, "why_at_once", lambda *given: "a test asks for it")
+
+
+def train_both(train: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, Any]:
+    """The trainer with credit from training forwards, and the one with credit at once."""
+    options["trainer"] = {"packed_loss": True} | options.get("trainer", {})
+    deferred = train(**options)
+    at_once(monkeypatch)
+    return deferred, train(**options)
+
+
+def test_a_step_feeds_every_completion_once(tmp_path):
+    recorded, record = record_generations()
+    arguments = {"packed_loss": True, "rollout_func": same_rollouts}
+    trainer = build(str(tmp_path), recorded, trainer=arguments, gradient_checkpointing=False)
+    fed: list[int] = []
+    norm = trainer.model.model.layers[0].input_layernorm  # a hook on the embedding has the model checked again
+    hook = norm.register_forward_hook(lambda _, args, out: fed.append(args[0].shape[:2].numel()))
+    trainer.train()
+    hook.remove()
+
+    ((_, output, _),) = record
+    pairs = [("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")]
+    rows = [[ids[kept.bool()] for ids, kept in zip(output[a], output[b], strict=True)] for a, b in pairs]
+    forward = packed_forward(tiny_model(), *rows, keep_states=True)
+    batch = {name: output[name] for pair in pairs for name in pair}
+    credit = counterfactual_credit(TrainingForward(forward), tiny_tokenizer(), **batch, advantages=output["advantages"])
+    assert credit.work is not None
+    assert logged(trainer, "packed/tokens_fed") == [forward.tokens_fed]
+    assert logged(trainer, "credit/tokens_fed") == [credit.work.tokens_fed]
+    assert sum(fed) == forward.tokens_fed + credit.work.tokens_fed
+
+
+def uneven(completions: list[Any], **kwargs: object) -> list[float]:
+    """Advantage for the first of three groups only."""
+    return [reward * (i < 8) for i, reward in enumerate(seven(completions))]
+
+
+def config(**options: Any) -> dict[str, Any]:
+    return {"trainer": {"counterfactual": CounterfactualConfig(**options)}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_steps": 3},
+        {"trainer": {"peft_config": LORA}, "beta": 0.1, "max_steps": 3},
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "max_steps": 2},
+        {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "num_iterations": 2},
+        {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"trainer": {"reward_funcs": uneven, "log_entropy": False}, "per_device_train_batch_size": 24},
+        {"trainer": {"rollout_func": rollouts}},
+        {"mask_truncated_completions": True, "max_completion_length": 8},
+        config(estimator="prefix_gain"),
+        config(effect="total"),
+        config(estimator="entropy"),
+        config(preselect=0.5, preselect_by="gradient") | {"gradient_accumulation_steps": 2},
+        config(preselect=0.5, preselect_by="entropy", weights="bilevel") | {"gradient_accumulation_steps": 2},
+    ],
+    ids=str,
+)
+def test_training_and_figures_are_those_of_credit_at_once(train, monkeypatch, options):
+    deferred, plain = train_both(train, monkeypatch, **SGD | options)
+    for name, value in parameters(plain).items():
+        torch.testing.assert_close(parameters(deferred)[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    for name in ("loss", "grad_norm", "reward", "entropy", "packed/tokens_fed", *FIGURES):
+        assert logged(deferred, name) == pytest.approx(logged(plain, name), rel=1e-4, abs=1e-5), name
+    assert logged(plain, "credit/scored_fraction")[0] > 0
+    fed, fed_at_once = (sum(logged(trainer, "credit/tokens_fed")) for trainer in (deferred, plain))
+    assert fed < fed_at_once or fed == fed_at_once == 0
+
+
+def test_so_they_are_under_autocast_to_the_rounding_of_bfloat16(train, monkeypatch):
+    deferred, plain = train_both(train, monkeypatch, **SGD, bf16=True)
+    for name in ("loss", "grad_norm", "credit/weight_mean", "credit/drop_mean"):
+        assert logged(deferred, name) == pytest.approx(logged(plain, name), rel=3e-2, abs=3e-3), name
+    started = dict(tiny_model().named_parameters())
+    for name, value in parameters(deferred).items():  # casts of scoring, without gradient, do not serve the loss
+        assert not torch.equal(value, started[name]), name
+
+
+def test_the_table_of_completions_is_in_the_order_of_generation(train, monkeypatch):
+    options = {"log_completions": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    tables = [list(trainer._logs["extra"]["weighed"]) for trainer in train_both(train, monkeypatch, **options)]
+    number = re.compile(r"\((\d+\.\d+)\)")
+    texts, values = ([[f(text) for text in table] for table in tables] for f in (number.split, number.findall))
+    assert any(map(len, values[0]))
+    assert [row[::2] for row in texts[0]] == [row[::2] for row in texts[1]]
+    for row, other in zip(*values, strict=True):
+        assert [float(value) for value in row] == pytest.approx([float(value) for value in other], abs=0.011)
+
+
+def test_of_equal_completions_the_one_that_was_fed_is_scored(train, monkeypatch):
+    def first(completions: list[Any], **kwargs: object) -> list[float]:
+        """Advantage for the second of two groups of one prompt and the same completions."""
+        return [float(i % 3 == 0) if i >= 8 else 0.0 for i in range(len(completions))]
+
+    def twice(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        made = same_rollouts(prompts[:8], trainer)
+        return {name: column * 2 for name, column in made.items()}
+
+    arguments = {"rollout_func": twice, "reward_funcs": first, "log_entropy": False}
+    options = SGD | {"per_device_train_batch_size": 16, "trainer": arguments}
+    deferred, plain = train_both(train, monkeypatch, **options)
+    assert logged(deferred, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-4, abs=1e-6)
+    assert logged(deferred, "credit/drop_mean") == pytest.approx(logged(plain, "credit/drop_mean"), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"num_iterations": 2, "max_steps": 2}, "TRL takes log-probs of the generation batch before the first update"),
+        (config(control="random"), None),  # feeds nothing
+        (config(estimator="prefix_tree"), None),
+        (config(estimator="gradient"), "estimator='gradient' reads nothing that a training forward has fed"),
+        (config(approximation="knockout"), "estimator='masking', approximation='knockout' reads nothing"),
+        (config(estimator="entropy") | {"gradient_accumulation_steps": 2}, "weights='top' compares completions"),
+        (config(weights="top") | {"gradient_accumulation_steps": 2}, "weights='top' compares completions"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_what_keeps_credit_out_of_the_training_forward_is_said_once(train, caplog, options, reason):
+    options["trainer"] = {"packed_loss": True} | options.get("trainer", {})
+    with caplog.at_level(logging.WARNING, logger=integration.__name__):
+        trainer = train(**options)
+    said = [record.message for record in caplog.records if "a forward of its own" in record.message]
+    assert len(said) == (reason is not None)
+    assert reason is None or reason in said[0]
+    assert (trainer._deferred is not None) == (options == {"trainer": {"packed_loss": True}})
+
+
+@pytest.mark.skipif(integration._TRL.release < (1, 14), reason="the stand-in for vLLM speaks TRL 1.14's interface")
+def test_vllms_correction_has_credit_at_once(train):
+    trainer = train(with_vllm(integration.CounterfactualGRPOTrainer), trainer={"packed_loss": True})
+    assert trainer._deferred is None
