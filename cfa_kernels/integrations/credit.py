@@ -107,6 +107,7 @@ def token_entropies(
         _, found = packed_logprobs(
             model, prompts, completions, temperature=temperature, return_entropy=True, token_budget=token_budget
         )
+    assert isinstance(found, list)
     return padded_entropies(found, completion_ids.shape)
 
 

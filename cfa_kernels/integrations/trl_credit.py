@@ -92,11 +92,10 @@ class BatchCredit:
         """Assign credit to all completions with `model`; return the advantages to train on, (B,) or (B, T)."""
         entropies = None
         if self.config.reads_entropies:
-            columns = [self._columns[name] for name in ("prompt_ids", "prompt_mask", "completion_ids")]
-            entropies = token_entropies(
-                model, *columns, self._columns["completion_mask"],
-                temperature=self.temperature, token_budget=self.config.token_budget,
-            )  # fmt: skip
+            names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+            given = {name: self._columns[name] for name in names}
+            budget = self.config.token_budget
+            entropies = token_entropies(model, **given, temperature=self.temperature, token_budget=budget)  # type: ignore[arg-type]
         return self._assign(torch.arange(len(self.loss_mask)), model, entropies)
 
     def is_due(self, rows: Tensor) -> bool:
@@ -116,6 +115,7 @@ class BatchCredit:
         if self.config.reads_entropies:
             with torch.no_grad():
                 _, found = forward.logprobs(self.temperature, return_entropy=True)
+            assert isinstance(found, list)
             entropies = padded_entropies(found, (len(rows), self.loss_mask.shape[1]))
         self._assign(rows.cpu(), TrainingForward(forward), entropies)
         self.seconds += time.perf_counter() - began
