@@ -221,10 +221,10 @@ def _credited(replaying: type) -> type:
         raise Absent(str(error)) from error
 
     class Crediting(CounterfactualMixin, replaying):
-        """Its `stopwatch` clocks the credit; `credited` are the advantages that it then trains on."""
+        """Its `stopwatch` clocks the credit; `weights` are those of the tokens, (B, T)."""
 
         stopwatch: Stopwatch
-        credited: Tensor
+        weights: Tensor
 
         def __init__(self, **options: Any) -> None:
             super().__init__(**options, packed_loss=True)
@@ -232,8 +232,20 @@ def _credited(replaying: type) -> type:
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
             with self.stopwatch.credit():
                 output = super()._generate_and_score_completions(inputs)
-            self.credited = output["advantages"]
+            if self._deferred is not None:  # credit is assigned from the training forwards that follow
+                self._deferred.by_forward = self._clocked(self._deferred.by_forward)
             return output
+
+        def _clocked(self, assign: Callable[..., None]) -> Callable[..., None]:
+            def clocked(*given: Any) -> None:
+                with self.stopwatch.credit():
+                    assign(*given)
+
+            return clocked
+
+        def _log_credit(self, credit: Any, *given: Any) -> None:
+            self.weights = credit.weights
+            super()._log_credit(credit, *given)
 
     return Crediting
 

@@ -18,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, PreTrainedModel
 
 from benchmarks.harness.race import Absent
-from benchmarks.harness.workloads import Job, Rollouts
+from benchmarks.harness.workloads import Job
 from benchmarks.speed.peers import Observed, aligntune_batched, authors_package, packed_forest, using_attention
 from benchmarks.speed.replay import EPSILON, EPSILON_HIGH, Replay, StepPeer, Stopwatch, Weights, trl_update
 from benchmarks.speed.varlen import causal_varlen_attention
@@ -71,22 +71,14 @@ def trl_credited(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]
     trainer.stopwatch = stopwatch
     with stopwatch.update():
         loss = trl_update(replay, trainer, None)
-    return loss, _weights_of(trainer.credited.cpu(), replay.rollouts)
+    completions = replay.rollouts.job.completions
+    return loss, [row[: len(completion)] for row, completion in zip(trainer.weights, completions, strict=True)]
 
 
 def _prepare_credited(replay: Replay) -> None:
     """Make the trainer, which checks its model, and measure the noise of its arithmetic."""
     with replay.trl(credited=True).accelerator.autocast():
         noise_floor(replay.causal)
-
-
-def _weights_of(credited: Tensor, rollouts: Rollouts) -> Weights:
-    """The token weights by which advantages were multiplied to `credited`, (B,) or (B, T); 1 where they are 0."""
-    weights = []
-    for row, advantage, completion in zip(credited, rollouts.advantages, rollouts.job.completions, strict=True):
-        found = row.expand(len(completion)) if not row.dim() else row[: len(completion)]
-        weights.append(found / advantage if advantage else torch.ones(len(completion)))
-    return weights
 
 
 # Without padding, without sharing
