@@ -473,10 +473,9 @@ class PackedForward:
 
     def _places_of(self, batch: ScoredBatch) -> list[int]:
         """Find the completion of this forward that each one of the batch is; of equal ones first what was fed most."""
-        fed: dict[tuple[bytes, bytes], list[int]] = {}
+        fed: dict[tuple[bytes, ...], list[int]] = {}
         for place in np.argsort(-self.counts, kind="stable")[::-1].tolist():
-            prompt, completion = self.rows[place]
-            fed.setdefault((prompt.tobytes(), completion.tobytes()), []).append(place)
+            fed.setdefault(tuple(ids.tobytes() for ids in self.rows[place]), []).append(place)
         places = []
         for number, row in zip(batch.numbers, batch.rows, strict=True):
             found = fed.get((row.prompt.tobytes(), row.completion.tobytes()))

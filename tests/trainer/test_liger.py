@@ -56,10 +56,10 @@ def test_sampling_evaluation_reference_and_update_run_them_unless_the_setting_fo
         monkeypatch.setattr(module, name, watch)
 
     trainer = fresh(*argv)
-    for module, name in ((step, "generate"), (run, "evaluate"), (step, "update")):
+    for module, name in ((step, "draw"), (run, "evaluate"), (step, "update")):
         watched(module, name)
     run.train(trainer)
-    assert shares == dict.fromkeys(("generate", "evaluate", "update"), use)
+    assert shares == dict.fromkeys(("draw", "evaluate", "update"), use)
     policy = causal_lm(trainer.policy)
     assert bool(norms) == use
     assert any(not any(norm is module for module in policy.modules()) for norm in norms) == (

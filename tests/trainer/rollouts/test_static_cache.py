@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig
 
 from cfa_kernels.hf.model import causal_lm
-from tests.trainer.rollouts.test_merged import PROMPTS, SAMPLED, adapted, tiny, tokenizer
+from tests.support.adapted import PROMPTS, SAMPLED, adapted, tiny, tokenizer
 from trainer.rollouts import RolloutSettings, TransformersEngine
 from trainer.rollouts.in_process import static_cache_obstacle
 
