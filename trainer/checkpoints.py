@@ -117,7 +117,7 @@ def save_policy(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) ->
 
 
 class Reference:
-    """Return the model as it was loaded, for the KL term: the policy with its adapter off, or a frozen copy."""
+    """Model as it was loaded, for the KL term: the policy with its adapter off, or a frozen copy."""
 
     def __init__(self, policy: nn.Module) -> None:
         self._policy = policy

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.explain.tally import ATTENTION, Tally
+from benchmarks.harness.traffic import nbytes
 
 _LIGER = {  # how many results, each like the argument of its place; from which argument on the backward reads them
     "LigerRMSNormFunction": (1, 0),
@@ -71,7 +72,7 @@ def _one_kernel(tally: Tally, name: str, results: int, kept: int) -> Any:
             ctx.places = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
             ctx.count = len(args)
             out = tuple(torch.empty_like(x) for x in inputs[:results])
-            tally.add(name, None, 0.0, _nbytes([*inputs, *out]), out[0].dtype)
+            tally.add(name, None, 0.0, nbytes([*inputs, *out]), out[0].dtype)
             return out if results > 1 else out[0]
 
         @staticmethod
@@ -80,15 +81,11 @@ def _one_kernel(tally: Tally, name: str, results: int, kept: int) -> Any:
             given = [torch.empty_like(x) if ctx.needs_input_grad[i] else None
                      for i, x in zip(ctx.places, inputs, strict=True)]  # fmt: skip
             made = [x for x in given if x is not None]
-            tally.add(f"{name} backward", None, 0.0, _nbytes([*inputs[kept:], *by_out, *made]), by_out[0].dtype)
+            tally.add(f"{name} backward", None, 0.0, nbytes([*inputs[kept:], *by_out, *made]), by_out[0].dtype)
             places = dict(zip(ctx.places, given, strict=True))
             return tuple(places.get(i) for i in range(ctx.count))
 
     return Kernel.apply
-
-
-def _nbytes(tensors: list[Tensor]) -> float:
-    return float(sum(x.numel() * x.element_size() for x in tensors))
 
 
 def _attention(tally: Tally) -> Any:
@@ -99,7 +96,7 @@ def _attention(tally: Tally) -> Any:
         batch, heads, rows, width = query.shape
         pairs = batch * heads * rows * key.shape[2] * (0.5 if rows > 1 else 1.0)
         out = query.new_empty(batch, heads, rows, value.shape[3])
-        moved = _nbytes([query, key, value, out])
+        moved = nbytes([query, key, value, out])
         tally.add("attention", ATTENTION, 2.0 * pairs * (width + value.shape[3]), moved, query.dtype)
         return out
 

@@ -5,9 +5,8 @@ come from torch's registry of formulas, which holds the library's own attention 
 and results, each once. What a backward runs counts to the part of the model whose forward made its node.
 """
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,19 +20,12 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.explain.rates import Rates
+from benchmarks.harness.traffic import launches, moved_bytes, nbytes, operator_name
 from cfa_kernels.hf.model_walk import ModelWalk
 
 GEMM, ADAPTERS, ATTENTION, CACHE, HEAD, SAMPLER, OTHER = PARTS = (
     "base GEMMs", "adapters", "attention", "keys and values", "head and loss", "sampler", "element-wise",
 )  # fmt: skip
-
-_FREE = {  # allocate or ask, and launch nothing
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_local_scalar_dense",
-    "_unsafe_view", "_reshape_alias", "resize_", "set_", "lift_fresh", "stack_trace",
-}  # fmt: skip
-_BY_INDEX = {"embedding", "index_select", "gather", "index"}  # read as much as they write
-_INTO = {"index_copy_", "scatter_", "index_put_"}  # write as much as they are given
-_SORT_PASSES = 4  # of a radix sort of float32: 8 bits each, keys and their places read and written
 
 
 class Operator(NamedTuple):
@@ -147,7 +139,7 @@ class Tally(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._overloadpacket.__name__
+        name = operator_name(func)
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for tensor in tensors):
             if name == "_local_scalar_dense":
@@ -158,7 +150,7 @@ class Tally(TorchDispatchMode):
                 return torch.zeros_like(tensors[0], device="cpu", dtype=kwargs.get("dtype"))
         found = func(*args, **kwargs)
         results = [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, Tensor)]
-        if not any(tensor.is_meta for tensor in results) or name in _FREE or func.is_view:
+        if not any(tensor.is_meta for tensor in results) or not launches(func):
             return found
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         dtype = (tensors or results)[0].dtype
@@ -177,27 +169,8 @@ class Tally(TorchDispatchMode):
         else:
             part = self._part(GEMM if flops else OTHER)
             part = OTHER if part == GEMM and not flops else part
-        self.add(name, part, flops, float(_moved(name, tensors, results)), dtype)
+        self.add(name, part, flops, float(moved_bytes(func, args, kwargs, found)), dtype)
         return found
-
-
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of memory, that of a dimension which repeats the same once."""
-    sizes = (math.prod(n for n, stride in zip(t.shape, t.stride(), strict=True) if stride) for t in tensors)
-    return sum(size * t.element_size() for size, t in zip(sizes, tensors, strict=True))  # type: ignore[call-overload]
-
-
-def _moved(name: str, tensors: list[Tensor], results: list[Tensor]) -> int:
-    """Bytes that an operator reads and writes."""
-    if name in _BY_INDEX:
-        return 2 * _nbytes(results)
-    if name in _INTO:
-        return 2 * _nbytes(tensors[1:])
-    if name.startswith("new_") or name.endswith("_like") or name in ("zero_", "fill_"):
-        return _nbytes(results)
-    if name == "copy_":
-        return _nbytes(tensors)
-    return (2 * _SORT_PASSES if name == "sort" else 1) * _nbytes(results) + _nbytes(tensors)
 
 
 def _is_cache(name: str, given: dict[str, Any], results: list[Tensor]) -> bool:
@@ -228,7 +201,7 @@ def _policy_loss(given: dict[str, Any]) -> list[tuple[str, float, float]]:
 def _logprob(given: dict[str, Any]) -> list[tuple[str, float, float]]:
     """Count `linear_logprob`: one product whose tiles of logits stay on the chip."""
     hidden, head = given["hidden"], given["lm_head"]
-    return [("products", 2.0 * len(hidden) * head.numel(), float(_nbytes([hidden, head])))]
+    return [("products", 2.0 * len(hidden) * head.numel(), float(nbytes([hidden, head])))]
 
 
 HEADS: dict[str, Callable[[dict[str, Any]], list[tuple[str, float, float]]]] = {

@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import TopPLogitsWarper
 
+from benchmarks.harness.traffic import Traffic
 from cfa_kernels.scoring.training_forward import packed_logprobs
 from tests.support.embedded import sample
 from trainer.evaluate import evaluate
@@ -95,21 +94,6 @@ def test_the_same_draws_give_the_tokens_that_a_sort_in_float64_gives(kind, size)
     assert differ <= total / 900  # a nucleus whose edge is nearer to top_p than float32 tells apart
 
 
-class _Traffic(TorchDispatchMode):
-    """Adds up the bytes of every tensor that an operator reads or writes; views cost nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
-            self.bytes += sum(t.numel() * t.element_size() for t in tensors)
-        return result
-
-
 def test_the_sampler_moves_at_most_a_third_of_the_bytes_of_a_sort() -> None:
     scores = 8 * torch.randn(4, 151_936, generator=torch.Generator().manual_seed(0))
     uniforms = torch.full((4, 1), 0.5, dtype=torch.float64)
@@ -125,7 +109,7 @@ def test_the_sampler_moves_at_most_a_third_of_the_bytes_of_a_sort() -> None:
 
     moved = []
     for run in (sorting, lambda scores: KeyedSampler(uniforms, 0.6, 0.95)(None, scores)):
-        with _Traffic() as traffic:
+        with Traffic() as traffic:
             picked = run(scores)
         moved.append(traffic.bytes / scores.numel())
         print(f"{moved[-1]:.1f} bytes a logit, token {picked.argmax(1).tolist()}")
