@@ -4,7 +4,6 @@ This is the trainer's one contact with PEFT and with files of weights.
 """
 
 import contextlib
-import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,29 +12,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from cfa_kernels.hf.liger import keep_own_modules, keeps_own_modules
-from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.hf.liger import keep_own_modules
 from trainer.checks import require_finite_parameters
 from trainer.config import TrainConfig, model_path
+from trainer.precision import frozen_copy
 
 _NAMES_SHOWN = 5
-
-
-def resolve_device(device: str) -> torch.device:
-    """Give the device that `device` names; `auto` is the first GPU if there is one, else the CPU."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
-
-
-def resolve_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Give the type of weights; `auto` is bfloat16 for a frozen base on a GPU, else float32.
-
-    Weights that train need float32: a step of AdamW is smaller than the gap between neighbouring bfloat16 numbers.
-    """
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)
-    return torch.bfloat16 if device.type == "cuda" and config.use_peft else torch.float32
 
 
 def load_policy(config: TrainConfig) -> tuple[nn.Module, PreTrainedTokenizerBase]:
@@ -46,10 +28,9 @@ def load_policy(config: TrainConfig) -> tuple[nn.Module, PreTrainedTokenizerBase
             with; the message names model and tensors.
         FloatingPointError: a weight is not finite; the message names it.
     """
-    device = resolve_device(config.device)
     tokenizer = AutoTokenizer.from_pretrained(model_path(config.model), padding_side="left")
-    model = _load_whole(config.model, resolve_dtype(config, device))
-    model.to(device)
+    model = _load_whole(config.model, config.precision.weights)
+    model.to(config.precision.device)
     require_finite_parameters(model)
     if not config.use_liger_kernel:
         keep_own_modules(model)
@@ -121,9 +102,7 @@ class Reference:
 
     def __init__(self, policy: nn.Module) -> None:
         self._policy = policy
-        self._copy = None if hasattr(policy, "disable_adapter") else copy.deepcopy(policy).requires_grad_(False)
-        if self._copy is not None and keeps_own_modules(causal_lm(policy)):
-            keep_own_modules(causal_lm(self._copy))
+        self._copy = None if hasattr(policy, "disable_adapter") else frozen_copy(policy)
 
     @contextlib.contextmanager
     def model(self) -> Iterator[nn.Module]:

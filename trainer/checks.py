@@ -103,10 +103,11 @@ def checked_sampling_gap(passes: Sequence[Pass], policy: nn.Module, config: Trai
 
 
 def sampling_gap_limit(config: TrainConfig, model: nn.Module) -> float:
-    """Give `max_sampling_gap`, or what the coarsest type of weights explains at this temperature, nats."""
+    """Give `max_sampling_gap`, or what the coarsest type of weights or products explains at this temperature, nats."""
     if config.max_sampling_gap is not None:
         return config.max_sampling_gap
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    dtypes.add(config.precision.products)
     return max(_ROUNDING.get(dtype, _ROUNDING_OF_OTHERS) for dtype in dtypes) / min(config.temperature, 1.0)
 
 

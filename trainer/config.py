@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from trainer.credit_settings import CreditSettings
 from trainer.experimental.settings import CorrectionSettings
+from trainer.precision import DtypeName, Precision
 from trainer.rollouts.settings import RolloutSettings
 
 EMBEDDED = "embedded"
@@ -128,7 +129,7 @@ class TrainConfig(CorrectionSettings, RolloutSettings, CreditSettings, DataConfi
     max_sampling_gap: float | None = None
     """Largest gap, in nats, between the log-probs a batch was sampled with and those its first update computes; a run
     with a larger one stops, because one of the two is wrong. It is a mean over tokens, each weighed by the probability
-    of another in its place. By default what rounding explains: 0.02 in float32, 0.3 in bfloat16, over the temperature
+    of another in its place. By default what rounding explains: 0.02 in float32, 0.3 in bfloat16 or mixed, over the temperature
     if that is below 1."""
     max_prompt_length: int | None = None
     """Longest prompt in tokens; a longer one is an error. By default what the model's context leaves."""
@@ -153,8 +154,10 @@ class TrainConfig(CorrectionSettings, RolloutSettings, CreditSettings, DataConfi
     """Dropout inside the adapter; above 0 it is refused: rows that completions share would get one mask."""
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
     """Modules that get an adapter; "all-linear" is every linear layer but the head."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the weights; auto is bfloat16 under LoRA on a GPU, else float32. Adapters are float32 always."""
+    dtype: DtypeName = "auto"
+    """Arithmetic: float32 throughout; mixed, which keeps weights in float32 and multiplies them in bfloat16 (autocast);
+    or bfloat16 weights, beside which adapters are float32. On a GPU auto is bfloat16 under LoRA and mixed where all
+    weights train; on a CPU it is float32. Under mixed a bfloat16 copy of the weights samples."""
     device: str = "auto"
     """Device, for example "cpu" or "cuda:0"; auto is the first GPU if there is one."""
     gradient_checkpointing: bool = False
@@ -193,6 +196,11 @@ class TrainConfig(CorrectionSettings, RolloutSettings, CreditSettings, DataConfi
             )
         self.counterfactual()  # checks the settings of credit
         self.check_corrections(self.num_generations)
+
+    @property
+    def precision(self) -> Precision:
+        """Return the arithmetic that `dtype`, `device` and `use_peft` choose."""
+        return Precision.of(self.dtype, self.device, adapters=self.use_peft)
 
     @property
     def generation_batch_size(self) -> int:

@@ -3,7 +3,6 @@
 import time
 from pathlib import Path
 
-import torch
 from transformers import get_scheduler, set_seed
 
 from cfa_kernels.hf.model import causal_lm, context_length
@@ -13,6 +12,7 @@ from trainer.config import TrainConfig
 from trainer.data import encode_prompts, train_and_eval_rows
 from trainer.evaluate import evaluate
 from trainer.experimental.hook import check_experiments
+from trainer.precision import adamw
 from trainer.report import Report
 from trainer.rewards import load_reward, load_rewards
 from trainer.rollouts import engine_for
@@ -38,15 +38,20 @@ def set_up(config: TrainConfig) -> Trainer:
     limit = context_length(causal_lm(policy))
     prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit) for part in (rows, held_out))
     longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
-    require_supported(policy, longest)
-    optimizer = torch.optim.AdamW(
-        [p for p in policy.parameters() if p.requires_grad], config.learning_rate, weight_decay=config.weight_decay
+    with config.precision.autocast():
+        require_supported(policy, longest)
+    optimizer = adamw(
+        [p for p in policy.parameters() if p.requires_grad],
+        config.precision.device,
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
     )
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, config.max_steps)
     reference = Reference(policy) if config.beta else None
+    engine = engine_for(policy, tokenizer, config, config.precision)
     trainer = Trainer(
-        config, policy, tokenizer, engine_for(policy, tokenizer, config), optimizer, scheduler, reference, rewards,
-        rows, prompts, held_out, held_out_prompts,
+        config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
+        held_out_prompts,
     )  # fmt: skip
     check_experiments(trainer)
     return trainer

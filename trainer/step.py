@@ -104,10 +104,11 @@ def update(
 
     def forward_and_loss(micro: MicroBatch) -> tuple[MicroBatch, PackedLoss]:
         """Do all of a micro-batch before its backward, which may start again in halves."""
-        forward = micro.forward(policy, config, keep_states=credits.needs_states(micro))
-        batch = micro.loss_batch(credits.of(micro, forward), old, reference, config)
-        options = {**config.loss_options, **totals, "compute_entropy": True, "validate": False}
-        return micro, forward.policy_loss(batch, config.temperature, **options)
+        with config.precision.autocast():  # of one micro-batch: it keeps the weights that it has cast
+            forward = micro.forward(policy, config, keep_states=credits.needs_states(micro))
+            batch = micro.loss_batch(credits.of(micro, forward), old, reference, config)
+            options = {**config.loss_options, **totals, "compute_entropy": True, "validate": False}
+            return micro, forward.policy_loss(batch, config.temperature, **options)
 
     for iteration in range(config.num_iterations):
         passes, norm = backward(trainer, parts, forward_and_loss, count)
@@ -164,7 +165,7 @@ def reference_logprobs(trainer: Trainer, parts: Sequence[MicroBatch]) -> dict[in
     """Compute log-probs under the reference model; nothing where the loss has no KL term."""
     if trainer.reference is None:
         return {}
-    with trainer.reference.model() as reference:
+    with trainer.reference.model() as reference, trainer.config.precision.autocast():
         found = [row for micro in parts for row in micro.logprobs(reference, trainer.config)]
     return by_row(parts, on_host(found))
 

@@ -7,6 +7,7 @@ and samples and evaluates with it. Nothing outside this package knows which.
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from trainer.precision import Precision
 from trainer.rollouts.engine import Engine, Rollouts
 from trainer.rollouts.in_process import TransformersEngine, generate
 from trainer.rollouts.settings import RolloutSettings
@@ -16,10 +17,13 @@ __all__ = ["Engine", "RolloutSettings", "Rollouts", "TransformersEngine", "engin
 ENGINES = {"transformers": TransformersEngine}
 
 
-def engine_for(model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings) -> Engine:
-    """Set up the engine that `rollout_engine` names, for a policy and its tokenizer.
+def engine_for(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings, precision: Precision
+) -> Engine:
+    """Set up the engine that `rollout_engine` names, for a policy and its tokenizer; it multiplies as `precision` does.
 
     Raises:
         ValueError: the settings ask for what the engine or the model cannot do; the message names the setting.
     """
-    return ENGINES[settings.rollout_engine](model, tokenizer, settings)
+    dtype = precision.products if precision.is_mixed else None
+    return ENGINES[settings.rollout_engine](model, tokenizer, settings, dtype=dtype)

@@ -10,6 +10,7 @@ from transformers import CompileConfig, LogitsProcessorList, PreTrainedModel, Pr
 
 from cfa_kernels.hf.liger import fused_modules
 from cfa_kernels.hf.model import causal_lm
+from trainer.precision import frozen_copy
 from trainer.rollouts.engine import Rollouts, keyed_uniforms, mask_after_end
 from trainer.rollouts.merged import CannotMerge, merged_adapters
 from trainer.rollouts.sampling import FiniteScores, KeyedSampler
@@ -23,6 +24,8 @@ _LENGTHS = 64  # tokens that a static cache holds are a multiple of it, so that 
 class TransformersEngine:
     """The policy itself as an engine: adapters merged while it samples, a static cache where there are CUDA graphs.
 
+    With a `dtype` it is a copy of the policy in that type, rounded anew from its weights at every call.
+
     Attributes:
         notes: what of the settings does not hold for this model, and why.
     """
@@ -33,13 +36,15 @@ class TransformersEngine:
         tokenizer: PreTrainedTokenizerBase,
         settings: RolloutSettings,
         compile_config: CompileConfig | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Find out what `model` can do; `compile_config` says how its decoding step is compiled, if not by default.
 
         Raises:
             ValueError: the settings ask for what it cannot; the message names the setting and the reason.
         """
-        self._model, self._tokenizer, self._compile_config = model, tokenizer, compile_config
+        self._policy, self._tokenizer, self._compile_config = model, tokenizer, compile_config
+        self._model = model = model if dtype is None else frozen_copy(model, dtype)
         self.notes: list[str] = []
         self._merges = settings.merge_adapters != "never" and self._can_merge(settings)
         self._cache: StaticCache | None = None  # kept: a CUDA graph reads and writes where it was recorded
@@ -57,6 +62,7 @@ class TransformersEngine:
     def __call__(self, prompts: Sequence[Sequence[int]], **options: Any) -> Rollouts:
         """Complete prompts as `Engine` says."""
         causal = causal_lm(self._model)
+        self._round()
         with contextlib.ExitStack() as stack:
             if self._merges:
                 stack.enter_context(merged_adapters(self._model))
@@ -69,6 +75,13 @@ class TransformersEngine:
                 self._model, self._tokenizer, prompts, **options, cache=cache, rows=self._shape[0],
                 compile_config=self._compile_config,
             )  # fmt: skip
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """Give a copy of the policy the weights of now, in the memory that a CUDA graph reads them from."""
+        if self._model is not self._policy:
+            for rounded, weight in zip(self._model.parameters(), self._policy.parameters(), strict=True):
+                rounded.copy_(weight)
 
     def _can_merge(self, settings: RolloutSettings) -> bool:
         try:

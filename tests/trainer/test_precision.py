@@ -1,0 +1,167 @@
+"""Arithmetic of a run: what `--dtype` chooses, and mixed precision with float32 weights and bfloat16 products."""
+
+import pytest
+import torch
+from torch import nn
+
+from cfa_kernels import policy_loss
+from cfa_kernels.hf.liger import keep_own_modules, keeps_own_modules
+from cfa_kernels.hf.verify import check_trainable
+from tests.support.adapted import tiny
+from tests.support.budget import assert_within_budget
+from tests.support.embedded import EVERY_OTHER, settings
+from tests.support.tiny import tiny_model, tiny_tokenizer
+from trainer.checks import sampling_gap_limit
+from trainer.config import TrainConfig
+from trainer.precision import Precision, adamw, frozen_copy
+from trainer.rollouts import TransformersEngine
+from trainer.run import set_up
+from trainer.step import draw, training_step, update
+
+F32, BF16 = torch.float32, torch.bfloat16
+KEYS = [(0, 1, 0, g) for g in range(8)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A saved model of a few thousand parameters."""
+    made = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(made)
+    tiny_tokenizer().save_pretrained(made)
+    return made
+
+
+@pytest.fixture
+def mixed(folder):
+    """Sets a tiny policy up in mixed precision; one group is a micro-batch, truncated completions count."""
+    usual = [
+        f"--model={folder}", "--dtype=mixed", "--no_use_peft", "--token_budget=1", "--max_completion_length=12",
+        "--no_mask_truncated_completions", "--instruction=", "--max_grad_norm=1e9", EVERY_OTHER,
+    ]  # fmt: skip
+    return lambda *argv: set_up(settings(*usual, *argv))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "adapters", "weights", "products"),
+    [
+        ("auto", "cpu", False, F32, F32),
+        ("auto", "cpu", True, F32, F32),
+        ("auto", "cuda:1", True, BF16, BF16),
+        ("auto", "cuda", False, F32, BF16),
+        ("mixed", "cuda", True, F32, BF16),
+        ("float32", "cuda", False, F32, F32),
+        ("bfloat16", "cuda", False, BF16, BF16),
+        ("mixed", "cpu", False, F32, BF16),
+    ],
+)
+def test_dtype_chooses_the_type_of_weights_and_of_products(dtype, device, adapters, weights, products) -> None:
+    found = Precision.of(dtype, device, adapters=adapters)
+    assert found == Precision(torch.device(device), weights, products)
+    assert found.is_mixed == (weights != products)
+
+
+def test_where_types_are_the_same_nothing_is_cast() -> None:
+    for dtype in ("auto", "float32", "bfloat16"):
+        with TrainConfig(dtype=dtype, device="cpu").precision.autocast():
+            assert not torch.is_autocast_enabled("cpu")
+    with TrainConfig(dtype="mixed", device="cpu").precision.autocast():
+        assert torch.get_autocast_dtype("cpu") == BF16
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_adamw_is_fused_on_a_gpu_only() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    made = adamw([weight], torch.device("cuda:0"), lr=1e-3, weight_decay=0.1).defaults
+    assert (made["fused"], made["lr"], made["weight_decay"]) == (True, 1e-3, 0.1)
+    assert adamw([weight], torch.device("cpu")).defaults["fused"] is None
+
+
+def test_forwards_of_a_step_run_in_bfloat16_and_backwards_outside_autocast(mixed) -> None:
+    trainer = mixed("--beta=0.1")
+    seen: dict[str, list] = {"policy": [], "reference": [], "sampled": [], "backward": []}
+
+    def watch(model: nn.Module, name: str) -> None:
+        def note(layer, _, out) -> None:
+            seen[name].append((torch.is_autocast_enabled("cpu"), layer.weight.dtype, out.dtype))
+            if out.requires_grad:
+                out.register_hook(lambda _: seen["backward"].append(torch.is_autocast_enabled("cpu")))
+
+        model.get_submodule("model.layers.0.mlp.down_proj").register_forward_hook(note)
+
+    watch(trainer.policy, "policy")
+    watch(trainer.engine._model, "sampled")
+    with trainer.reference.model() as reference:
+        check_trainable(reference)  # which is in float32, and done once
+        watch(reference, "reference")
+    training_step(trainer, 1, [0, 1])
+    assert len(seen["policy"]) > 2  # branches of masked spans, too
+    assert {*seen["policy"], *seen["reference"]} == {(True, F32, BF16)}
+    assert set(seen["sampled"]) == {(False, BF16, BF16)}
+    assert set(seen["backward"]) == {False}
+    assert all(p.dtype == p.grad.dtype == F32 for p in trainer.policy.parameters())
+
+
+def test_the_gradient_in_mixed_precision_is_float32_and_off_by_the_rounding_of_bfloat16(mixed) -> None:
+    """Bounded by what autocast makes of the model's own forward over the padded batch, in the same precision."""
+    trainer = mixed("--temperature=1", "--top_p=1")
+    rollouts = draw(trainer, KEYS)
+    advantages, weights = torch.tensor([1.0, -1.0] * 4), torch.ones_like(rollouts.logprobs)
+
+    def padded(model: nn.Module, *, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast("cpu", BF16, enabled=rounded):
+            logits = model(
+                input_ids=torch.cat([rollouts.prompt_ids, rollouts.completion_ids], 1),
+                attention_mask=torch.cat([rollouts.prompt_mask, rollouts.completion_mask], 1),
+            ).logits[:, rollouts.prompt_ids.shape[1] - 1 : -1]
+            logprobs = logits.double().log_softmax(-1).gather(2, rollouts.completion_ids[..., None]).squeeze(2)
+        loss, _ = policy_loss(
+            logprobs, None, advantages, rollouts.completion_mask, loss_type="dapo", max_completion_length=12
+        )
+        gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+        return loss.detach(), torch.cat([g.flatten() for g in gradients])
+
+    budget, oracle = padded(trainer.policy, rounded=True), padded(trainer.policy, rounded=False)
+    metrics = update(trainer, 1, rollouts, rollouts.completion_mask, advantages, weights)[1]
+    found = torch.cat([p.grad.flatten() for p in trainer.policy.parameters()])
+    assert found.dtype == F32
+    error, allowed = ((x.double() - oracle[1].double()).norm() for x in (found, budget[1]))
+    assert 0 < error <= 2 * allowed < 0.1 * oracle[1].norm()
+    assert_within_budget(found, budget[1], oracle[1].double())
+    assert metrics["loss"] == pytest.approx(float(oracle[0]), abs=2 * float((budget[0] - oracle[0]).abs()) + 1e-3)
+
+
+@pytest.mark.parametrize("peft", [False, True])
+def test_a_bfloat16_copy_samples_and_follows_the_weights(mixed, peft) -> None:
+    trainer = mixed("--use_peft" if peft else "--no_use_peft")
+    assert all(p.dtype == F32 for p in trainer.policy.parameters())
+    places, before = [p.data_ptr() for p in trainer.engine._model.parameters()], draw(trainer, KEYS)
+    gap = training_step(trainer, 1, [0]).metrics["sampling/gap"]
+    assert 1e-4 < gap < 0.15 / trainer.config.temperature
+    with torch.no_grad():
+        for parameter in trainer.policy.parameters():
+            parameter.mul_(1.5)
+    found = draw(trainer, KEYS)
+    expected = TransformersEngine(frozen_copy(trainer.policy, BF16), trainer.tokenizer, trainer.config)
+    asked = {"max_completion_length": 12, "keys": KEYS, "temperature": 0.6, "top_p": 0.95}
+    assert torch.equal(found.completion_ids, expected([trainer.prompts[0]] * 8, **asked).completion_ids)
+    assert not torch.equal(found.completion_ids, before.completion_ids)
+    assert places == [p.data_ptr() for p in trainer.engine._model.parameters()]
+
+
+def test_the_limit_of_the_sampling_gap_is_that_of_products_where_they_are_coarser() -> None:
+    model = tiny_model()
+    for dtype, limit in {"auto": 0.02, "mixed": 0.3, "bfloat16": 0.3}.items():
+        assert sampling_gap_limit(TrainConfig(dtype=dtype, device="cpu", temperature=1.0), model) == limit
+    assert sampling_gap_limit(TrainConfig(dtype="mixed", device="cpu", max_sampling_gap=0.1), model) == 0.1
+
+
+def test_a_copy_is_frozen_and_rounds_parameters_only() -> None:
+    model = tiny(F32, tie_word_embeddings=True)
+    keep_own_modules(model)
+    made = frozen_copy(model, BF16)
+    assert {p.dtype for p in made.parameters()} == {BF16}
+    assert {b.dtype for b in made.buffers()} == {b.dtype for b in model.buffers()} == {F32}
+    assert not any(p.requires_grad for p in made.parameters())
+    assert all(p.requires_grad and p.dtype == F32 for p in model.parameters())
+    assert made.lm_head.weight is made.model.embed_tokens.weight
+    assert keeps_own_modules(made)

@@ -1,0 +1,64 @@
+"""Decide the arithmetic of a run: its device, the type of its weights and that of their products."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from cfa_kernels.hf.liger import keep_own_modules, keeps_own_modules
+from cfa_kernels.hf.model import causal_lm
+
+DtypeName = Literal["auto", "float32", "mixed", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Arithmetic of a run, chosen by `Precision.of`."""
+
+    device: torch.device
+    weights: torch.dtype  # as they are kept and, if they train, updated
+    products: torch.dtype  # what a forward multiplies matrices in
+
+    @classmethod
+    def of(cls, dtype: DtypeName, device: str, *, adapters: bool) -> "Precision":
+        """Choose what `--dtype` names; `device` "auto" is the first GPU if there is one, else the CPU.
+
+        `auto` is float32 on a CPU. On a GPU products are bfloat16, and so is a base that `adapters` leave frozen.
+        Weights that train stay float32: a step of AdamW is smaller than the gap between neighbouring bfloat16 numbers.
+        """
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        where = torch.device(device)
+        if dtype == "auto":
+            dtype = "float32" if where.type != "cuda" else "bfloat16" if adapters else "mixed"
+        weights = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        return cls(where, weights, torch.float32 if dtype == "float32" else torch.bfloat16)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether products are rounded more than the weights are."""
+        return self.weights != self.products
+
+    def autocast(self) -> torch.autocast:
+        """Make the context of a forward and all that is computed from it, but not of its backward; off unless mixed."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.is_mixed)
+
+
+def adamw(parameters: Iterable[nn.Parameter], device: torch.device, **options: Any) -> torch.optim.AdamW:
+    """Make AdamW: on a GPU as fused kernels, each of which updates many parameters; elsewhere by torch's own choice."""
+    return torch.optim.AdamW(parameters, fused=True if device.type == "cuda" else None, **options)
+
+
+def frozen_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Copy a model, frozen, with its parameters in `dtype`; buffers, such as rotary frequencies, keep theirs."""
+    own: dict[int, Any] = {}  # what `deepcopy` finds it need not copy
+    if dtype is not None:
+        plain = [p for p in model.parameters() if type(p) is nn.Parameter and p.is_floating_point()]
+        own = {id(p): nn.Parameter(p.detach().to(dtype, copy=True)) for p in plain}
+    made = copy.deepcopy(model, own).requires_grad_(False)
+    if keeps_own_modules(causal_lm(model)):
+        keep_own_modules(causal_lm(made))
+    return made
