@@ -129,8 +129,8 @@ class TrainConfig(CorrectionSettings, RolloutSettings, CreditSettings, DataConfi
     max_sampling_gap: float | None = None
     """Largest gap, in nats, between the log-probs a batch was sampled with and those its first update computes; a run
     with a larger one stops, because one of the two is wrong. It is a mean over tokens, each weighed by the probability
-    of another in its place. By default what rounding explains: 0.02 in float32, 0.3 in bfloat16 or mixed, over the temperature
-    if that is below 1."""
+    of another in its place. By default what rounding explains: 0.02 in float32, 0.3 in bfloat16 and mixed, over the
+    temperature if that is below 1."""
     max_prompt_length: int | None = None
     """Longest prompt in tokens; a longer one is an error. By default what the model's context leaves."""
     max_completion_length: int = 512

@@ -189,7 +189,7 @@ class CounterfactualMixin(_Trainer):
             self.counterfactual, self._tokenizer_of_ids, output, self._own_rewards(len(output["advantages"])),
             generator=self._draws.of(self.state.global_step), temperature=self.temperature,
         )  # fmt: skip
-        if self._is_deferred(output):
+        if self._is_deferred():
             self._deferred = batch
             output[ROW] = torch.arange(len(output["advantages"]), device=output["advantages"].device)
             return output
@@ -200,11 +200,13 @@ class CounterfactualMixin(_Trainer):
         self._report(batch)
         return output
 
-    def _is_deferred(self, output: dict[str, Any]) -> bool:
+    def _is_deferred(self) -> bool:
         """Whether credit is assigned from the training forwards; says once why not, where that would save work."""
         if not self.packed_loss or not asks_model(self.counterfactual):
             return False
-        reason = why_at_once(self.counterfactual, output, self.args.steps_per_generation)
+        micro_batches = self.args.steps_per_generation
+        one_update = self.args.gradient_accumulation_steps % (micro_batches * self.num_iterations) == 0
+        reason = why_at_once(self.counterfactual, micro_batches, one_update)
         if reason is not None and not self._has_said_why:
             self._has_said_why = True
             _LOG.warning(f"packed_loss=True: credit takes a forward of its own, before the update: {reason}")

@@ -26,20 +26,20 @@ def asks_model(config: CounterfactualConfig) -> bool:
     return bool(config.needs & {*CAPABILITIES, ENTROPIES}) or isinstance(config.estimator, OwnFunction)
 
 
-def why_at_once(config: CounterfactualConfig, output: Mapping[str, Any], micro_batches: int) -> str | None:
+def why_at_once(config: CounterfactualConfig, micro_batches: int, one_update: bool) -> str | None:
     """Say why credit cannot be assigned from training forwards; None if it can.
 
     Args:
         config: how credit is to be assigned.
-        output: TRL's generation batch.
-        micro_batches: into how many training forwards it is split.
+        micro_batches: into how many training forwards a generation batch is split.
+        one_update: whether the policy changes only after all of them.
     """
     if not (config.continues or config.reads_entropies):
         return f"{config.asked_for} reads nothing that a training forward has fed"
-    if "old_per_token_logps" in output:
+    if not one_update:
         return (
-            "TRL takes log-probs of the generation batch before the first update, for several updates per generation "
-            "or vLLM's importance sampling correction"
+            "the policy changes between training forwards over one generation batch (gradient_accumulation_steps is no "
+            "multiple of steps_per_generation * num_iterations), and credit is that of the policy before"
         )
     if config.control == "random":
         return "control='random' draws for one completion after the other, in the order of the generation batch"

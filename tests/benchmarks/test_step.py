@@ -12,11 +12,12 @@ from benchmarks.harness.plots import plot_steps
 from benchmarks.harness.race import Absent, Budget, Lap, WrongAnswer, race
 from benchmarks.harness.workloads import gsm8k_rollouts, policy, shaped_rollouts
 from benchmarks.speed import bench_step as benchmark
-from benchmarks.speed.bench_step import Target, compare, step_contenders
+from benchmarks.speed.bench_step import Target, compare, rows_fed, step_contenders
 from benchmarks.speed.replay import Replay, Stopwatch
 from benchmarks.speed.sampling import sampling_contenders, with_sampling
 from benchmarks.speed.step_peers import CREDITED, EXACT, PLAIN, SEPARATE, STEP_PEERS, TRL
 from benchmarks.speed.step_reference import StepResult, taken_gradients
+from cfa_kernels.hf.verify import check_trainable
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +93,22 @@ def test_the_trl_trainer_credits_what_it_finds_and_is_held_to_it(credited):
         contender.check(replace(result, weights=[torch.ones_like(row) for row in result.weights]))
     contender.run()
     assert min(measured.seconds["credit"][0], measured.seconds["update"][0]) > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_trl_trainer_feeds_no_more_than_ours(credited):
+    contender, measured = credited
+    try:
+        contender.run()
+    except Absent as error:
+        pytest.skip(str(error))
+    replay = Replay(tiny_policy(True), gsm8k_rollouts(1, mixed=True))
+    check_trainable(replay.causal)
+    with rows_fed(replay.causal) as ours:
+        STEP_PEERS[EXACT].run(replay, Stopwatch(CPU))
+    assert measured.fed["rows_with_gradient"] == ours["rows_with_gradient"]
+    # Ours is given spans, TRL's finds them: not all of them are the same.
+    assert 0 < measured.fed["rows_without_gradient"] <= 1.05 * ours["rows_without_gradient"]
 
 
 def test_words_without_an_answer_are_nothing_to_credit(contenders):

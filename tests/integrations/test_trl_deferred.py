@@ -145,7 +145,7 @@ def test_of_equal_completions_the_one_that_was_fed_is_scored(train, monkeypatch)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"num_iterations": 2, "max_steps": 2}, "TRL takes log-probs of the generation batch before the first update"),
+        ({"num_iterations": 2, "max_steps": 2}, "the policy changes between training forwards over one generation"),
         (config(control="random"), None),  # feeds nothing
         (config(estimator="prefix_tree"), None),
         (config(estimator="gradient"), "estimator='gradient' reads nothing that a training forward has fed"),
@@ -167,6 +167,17 @@ def test_what_keeps_credit_out_of_the_training_forward_is_said_once(train, caplo
 
 
 @pytest.mark.skipif(integration._TRL.release < (1, 14), reason="the stand-in for vLLM speaks TRL 1.14's interface")
-def test_vllms_correction_has_credit_at_once(train):
-    trainer = train(with_vllm(integration.CounterfactualGRPOTrainer), trainer={"packed_loss": True})
-    assert trainer._deferred is None
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_vllms_correction_takes_log_probs_beside_and_credit_is_deferred_all_the_same(train, monkeypatch, mode):
+    """TRL's padded forward for the log-probs keeps nothing that credit could read."""
+    options = SGD | {"vllm_importance_sampling_mode": mode, "gradient_accumulation_steps": 2}
+    vllm = with_vllm(integration.CounterfactualGRPOTrainer)
+    deferred, plain = train_both(lambda **given: train(vllm, **given), monkeypatch, **options)
+    assert deferred._deferred is not None
+    for name, value in parameters(plain).items():
+        torch.testing.assert_close(parameters(deferred)[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    ratio = "sampling/importance_sampling_ratio/mean"
+    for name in ("loss", "grad_norm", ratio, "packed/tokens_fed", *FIGURES):
+        assert logged(deferred, name) == pytest.approx(logged(plain, name), rel=1e-4, abs=1e-5), name
+    assert logged(deferred, ratio)[0] != pytest.approx(1, abs=0.01)
+    assert sum(logged(deferred, "credit/tokens_fed")) < sum(logged(plain, "credit/tokens_fed"))
