@@ -1,44 +1,16 @@
 """Find the causal model inside its wrappers, its parts, and what decides how it computes."""
 
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from collections.abc import Iterator
+from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from .model_walk import Model, ModelWalk
 
-_Result = TypeVar("_Result")
-
-
-def run_inside(model: nn.Module, causal: PreTrainedModel, body: Callable[[], _Result]) -> _Result:
-    """Run `body()` as the forward of the wrapper of `causal` for distributed training, so that the wrapper sees it."""
-    wrapper = next((w for w in _wrappers(model) if isinstance(w, DistributedDataParallel)), None)
-    if wrapper is None:
-        return body()
-    own = causal.__dict__.get("forward")
-
-    def redirected(*_: object, **__: object) -> _Result:
-        restore()
-        return body()
-
-    def restore() -> None:
-        if own is None:
-            causal.__dict__.pop("forward", None)
-        else:
-            causal.forward = own
-
-    causal.forward = redirected  # type: ignore[method-assign]
-    try:
-        return wrapper(input_ids=None)
-    finally:
-        restore()
-
-
-def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
-    """List `model` and what it wraps, down to the transformers model."""
+def wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield `model` and what it wraps, down to the transformers model."""
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
         yield inner
@@ -59,15 +31,20 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     Raises `NotImplementedError` for PEFT methods that do not act on each token by itself, `TypeError` for anything
     that is not a transformers causal model, both naming the class.
     """
-    for inner in _wrappers(model):
+    for inner in wrappers(model):
         _refuse_adapters(inner)
     assert isinstance(inner, PreTrainedModel)
-    embedded = getattr(_input_embeddings(inner), "weight", None)
-    if not isinstance(embedded, Tensor) or embedded.ndim != 2:
+    if not _has_one_matrix(_input_embeddings(inner)):
         raise NotImplementedError(f"model: {type(inner).__name__} has no single token-embedding matrix")
     if inner.get_output_embeddings() is None or backbone(inner) is inner:
         raise NotImplementedError(f"model: {type(inner).__name__} has no LM head separate from its backbone")
     return inner
+
+
+def _has_one_matrix(embeddings: nn.Module | None) -> bool:
+    """Whether a module embeds tokens by one matrix, whose pieces alone are here where the model is sharded."""
+    weight = getattr(embeddings, "weight", None)
+    return isinstance(weight, Tensor) and (isinstance(embeddings, nn.Embedding) or weight.ndim == 2)
 
 
 def _input_embeddings(model: PreTrainedModel) -> nn.Module | None:
@@ -108,7 +85,8 @@ def embedding(model: PreTrainedModel) -> Tensor:
 
 def vocab_size(model: PreTrainedModel) -> int:
     """Number of rows of the input embedding: ids in [0, this) can be fed."""
-    return len(embedding(model))
+    of_module = getattr(model.get_input_embeddings(), "num_embeddings", None)  # right where the weight is in pieces
+    return len(embedding(model)) if of_module is None else int(of_module)
 
 
 def context_length(model: PreTrainedModel) -> int | None:

@@ -26,6 +26,7 @@ from .lora import one_pass_adapters
 from .model import backbone, embedding
 from .model_walk import Model, ModelWalk
 from .modes import attention_implementation, checkpointed_modules, evaluation_mode
+from .ranks import inside
 from .stateful_layers import tree_states
 
 ATTENTION = "cfa_tree"
@@ -290,18 +291,21 @@ def packed_hidden(
     staged: _Staged | None = None,
     attended: list[str] | None = None,
     store: KeyValueStore | None = None,
+    idle: bool = False,
 ) -> Tensor:
     """Compute the hidden states (N, H) of the rows that a pack feeds, as the head takes them, by one forward.
 
     Call with tree attention set; checkpointed layers find it again in a backward, whatever other layers run again
-    there. `staged` is the pack's index arrays if they are on the device already. `attended` collects the name of
+    there. Where processes share the model, all of them run a forward. `staged` is the pack's index arrays if they are on the device already. `attended` collects the name of
     every attention layer that ran. `store` takes the keys and values of a pack's rows, or provides those of the rows
-    before the pack's first one. Where Liger's gated MLPs run and layers are not checkpointed, the graph takes one
+    before the pack's first one. `idle` says that processes which share the model have met already. Where Liger's gated MLPs run and layers are not checkpointed, the graph takes one
     backward, and a second raises `RuntimeError`.
     """
     walk = ModelWalk.of(model)
     model = walk.model
     staged = staged or _stage(model, pack)
+    if (ranks := inside()) is not None and not idle:
+        ranks.before_forward()
     if (most := largest_forward(walk)) is not None and pack.table.num_rows > most:
         raise NotImplementedError(
             f"model: {type(model).__name__} scales queries by their place in a forward of more than {most} rows, and a "

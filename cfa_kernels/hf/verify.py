@@ -6,6 +6,7 @@ This catches what no attribute of a model tells: layers that mix tokens without 
 head.
 """
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from .memory import is_out_of_memory
 from .model import backbone, causal_lm, computation, embedding, noise_settings, vocab_size
 from .model_walk import Model, ModelWalk
 from .modes import attention_implementation, checkpointed_modules, evaluation_mode, without_accelerates_autocast
+from .ranks import inside
 from .probe_mode import HALVES, float32_weights, small_windows
 from .stateful_layers import has_cells
 from .tree_forward import pack_states, target_logprobs, tree_attention_mode, tree_training_mode
@@ -173,7 +175,7 @@ def _rounding(model: PreTrainedModel, head: Head) -> float:
     targets = torch.from_numpy(np.stack([query.targets for query in queries]))[..., None]
 
     def own() -> Tensor:
-        logits = model(input_ids=rows.to(embedding(model).device), use_cache=False).logits[:, queries[0].first :]
+        logits = _whole_model(model)(input_ids=rows.to(embedding(model).device), use_cache=False).logits[:, queries[0].first :]
         return logits.float().log_softmax(-1).gather(-1, targets.to(logits.device))[..., 0]
 
     with small_windows(model), tree_attention_mode(model):
@@ -242,7 +244,7 @@ class _EveryThreshold(TorchFunctionMode):
 
 def _called(model: PreTrainedModel, rows: Tensor, factor: float, share: float) -> Tensor:
     with _amplified(model, factor), _EveryThreshold(share):
-        return model(input_ids=rows.to(embedding(model).device), use_cache=False).logits.float()
+        return _whole_model(model)(input_ids=rows.to(embedding(model).device), use_cache=False).logits.float()
 
 
 def _checked_transform(model: PreTrainedModel) -> tuple[float | None, float]:
@@ -408,11 +410,17 @@ def _own_logits(model: PreTrainedModel, rows: Tensor, factor: float) -> tuple[Te
     """
     ids = rows.to(embedding(model).device)
     with _amplified(model, factor):
-        together = model(input_ids=ids, use_cache=False).logits.float()
-        alone = torch.cat([model(input_ids=row[None], use_cache=False).logits.float() for row in ids[:2]])
+        call = _whole_model(model)
+        together = call(input_ids=ids, use_cache=False).logits.float()
+        alone = torch.cat([call(input_ids=row[None], use_cache=False).logits.float() for row in ids[:2]])
     if torch.isnan(together).any():
         raise FloatingPointError(f"model: {type(model).__name__} gives nan logits on an ordinary row of tokens")
     return together, _gap(together[:2].log_softmax(-1), alone.log_softmax(-1))
+
+
+def _whole_model(model: PreTrainedModel) -> Callable[..., Any]:
+    """Return the model with its hooks; inside what distributes it without them, which would start that anew."""
+    return model if inside() is None else model.forward
 
 
 @contextmanager
@@ -425,8 +433,9 @@ def _amplified(model: PreTrainedModel, factor: float) -> Iterator[None]:
 
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference; an excluded token, -inf in both, has none."""
-    return torch.where(ours == theirs, 0.0, ours - theirs).abs().max().item()
+    """Return the largest difference, of all processes that share the model; a token excluded in both has none."""
+    gap = torch.where(ours == theirs, 0.0, ours - theirs).abs().max().nan_to_num(math.inf).item()
+    return gap if (ranks := inside()) is None else ranks.largest(gap)
 
 
 def _measured(

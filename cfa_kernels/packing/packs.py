@@ -60,6 +60,12 @@ def lay_out(bundles: Sequence[Sequence[Query]], token_budget: int) -> Iterator[P
     return (_whole(bundles, *cut) for cut in _cut(bundles, Limits(token_budget)))
 
 
+def idle_pack() -> Pack:
+    """Make a pack of one token without a target, for a process that must run a forward because others do."""
+    token = np.zeros(1, np.int64)
+    return next(lay_out([[Query(token, 0, token[:0])]], 1))
+
+
 def _cut(
     bundles: Sequence[Sequence[Query]], limits: Limits
 ) -> Iterator[tuple[range, PrefixTree, list[np.ndarray] | None]]:

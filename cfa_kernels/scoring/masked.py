@@ -19,6 +19,7 @@ from ..hf.head import Head
 from ..hf.memory import run_in_memory
 from ..hf.model import causal_lm
 from ..hf.model_walk import Model, ModelWalk
+from ..hf.sharding import run_inside
 from ..hf.tree_forward import HeadRows, KeyValueStore, pack_states, packed_hidden, tree_attention_mode
 from ..hf.verify import check_supported
 from ..packing.packs import Chain, chain_bundles
@@ -128,12 +129,16 @@ def score_counterfactuals(
         FloatingPointError: the model gave a nan log-prob; the message names the row.
     """
     causal = causal_lm(model)
-    options = ScoringOptions(outcome, logprobs, temperature)
-    batch = ScoredBatch.of(
-        causal, prompts, completions, spans, answers, placeholder_id=placeholder_id, token_budget=token_budget,
-        fills=fills,
-    )  # fmt: skip
-    return score_batch(causal, batch, options).in_callers_order(batch)
+
+    def body() -> CounterfactualScores:
+        options = ScoringOptions(outcome, logprobs, temperature)
+        batch = ScoredBatch.of(
+            causal, prompts, completions, spans, answers, placeholder_id=placeholder_id, token_budget=token_budget,
+            fills=fills,
+        )  # fmt: skip
+        return score_batch(causal, batch, options).in_callers_order(batch)
+
+    return run_inside(model, body)
 
 
 def score_batch(model: Model, batch: ScoredBatch, options: ScoringOptions | None = None) -> CounterfactualScores:
@@ -175,12 +180,17 @@ def query_logprobs(
         TypeError, NotImplementedError: models that cannot be scored; the message says why.
         FloatingPointError: the model gave a nan log-prob; the message names the row.
     """
-    walk = ModelWalk.of(causal_lm(model))
-    plan = plan_queries(
-        walk, bundles, lengths=lengths, row_numbers=row_numbers, token_budget=token_budget, temperature=temperature
-    )
-    values, work = _run(walk, plan, temperature)
-    return collect_logprobs(values, plan), work
+
+
+    def body() -> tuple[list[list[Tensor]], ScoringWork]:
+        walk = ModelWalk.of(causal_lm(model))
+        plan = plan_queries(
+            walk, bundles, lengths=lengths, row_numbers=row_numbers, token_budget=token_budget, temperature=temperature
+        )
+        values, work = _run(walk, plan, temperature)
+        return collect_logprobs(values, plan), work
+
+    return run_inside(model, body)
 
 
 class Read(NamedTuple):

@@ -5,7 +5,7 @@ are then read off that one forward. `packed_logprobs` and `packed_policy_loss` d
 """
 
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,9 +17,11 @@ from transformers import PreTrainedModel
 from ..hf.head import Head
 from ..hf.limits import apart_by_length, rope_lengths, rows_per_forward
 from ..hf.memory import halves, run_in_memory
-from ..hf.model import causal_lm, run_inside
+from ..hf.model import causal_lm
 from ..hf.model_state import ModelState, Weight
 from ..hf.model_walk import ModelWalk
+from ..hf.ranks import Ranks, Replicas, inside
+from ..hf.sharding import run_inside
 from ..hf.stateful_layers import has_cells
 from ..hf.tree_forward import KeyValueStore, pack_states, packed_hidden, tree_attention_mode, tree_training_mode
 from ..hf.verify import check_trainable
@@ -27,7 +29,7 @@ from ..losses.policy import linear_policy_loss
 from ..losses.ragged import LossBatch
 from ..ops.linear_logprob import linear_logprob
 from ..ops.upload import upload
-from ..packing.packs import continue_pack, lay_out
+from ..packing.packs import continue_pack, idle_pack, lay_out
 from ..packing.prefix_tree import Pack, Query
 from ..span import Span
 from .batch import ScoredBatch, check_columns, checked_ids, packing_order
@@ -83,13 +85,13 @@ def packed_logprobs(
         NotImplementedError: a model that cannot be run this way, by name and reason.
     """
     causal = causal_lm(model)
-    check_temperature(temperature)
 
     def body() -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+        check_temperature(temperature)
         forward = packed_forward(causal, prompts, completions, token_budget=token_budget)
         return forward.logprobs(temperature, return_entropy=return_entropy)
 
-    return run_inside(model, causal, body)
+    return run_inside(model, body, trains=True)
 
 
 def packed_policy_loss(
@@ -131,19 +133,18 @@ def packed_policy_loss(
         NotImplementedError: a model that cannot be run this way, by name and reason.
     """
     causal = causal_lm(model)
-    check_temperature(temperature)
-
-    check_columns(prompts, completions=completions)
-    batch = LossBatch.of(
-        completions, old_logprobs, advantages, weights=weights, mask=mask, ref_logprobs=ref_logprobs,
-        compute_entropy=compute_entropy, **options,
-    )  # fmt: skip
 
     def body() -> PackedLoss:
+        check_temperature(temperature)
+        check_columns(prompts, completions=completions)
+        batch = LossBatch.of(
+            completions, old_logprobs, advantages, weights=weights, mask=mask, ref_logprobs=ref_logprobs,
+            compute_entropy=compute_entropy, **options,
+        )  # fmt: skip
         forward = packed_forward(causal, prompts, completions, needed=batch.needed(), token_budget=token_budget)
         return forward.policy_loss(batch, temperature, compute_entropy=compute_entropy, **options)
 
-    return run_inside(model, causal, body)
+    return run_inside(model, body, trains=True)
 
 
 def packed_forward(
@@ -181,15 +182,31 @@ def packed_forward(
     order = packing_order([prompt for prompt, _ in rows])
     fed: list[_Fed] = []
     with tree_training_mode(walk):
-        bundles = [_sequence(*rows[b], int(counts[b])) for b in order]
-        lengths = [len(rows[b][0]) + len(rows[b][1]) for b in order]
-        for part in apart_by_length(walk, bundles, lengths, order):
-            groups = _by_prompt(part, [rows[b][0] for b in order])
-            for pack in lay_out([[query for i in group for query in part[i]] for group in groups], budget):
-                members = [order[i] for g in pack.bundles for i in groups[g] if part[i]]
-                store = KeyValueStore() if keep_states else None
-                fed.append(_Fed(pack, members, packed_hidden(walk, pack, store=store), store))
+        upcoming = _packs(rows, counts, walk, order, budget)
+        for pack, members in upcoming if (ranks := inside()) is None else _as_many_as_others(ranks, upcoming):
+            store = KeyValueStore() if keep_states else None
+            fed.append(_Fed(pack, members, packed_hidden(walk, pack, store=store), store))
     return PackedForward(causal, head, rows, counts, fed, ModelState(walk) if keep_states else None)
+
+
+def _packs(
+    rows: Sequence[tuple[np.ndarray, np.ndarray]], counts: np.ndarray, walk: ModelWalk, order: Sequence[int], budget: int
+) -> Iterator[tuple[Pack, list[int]]]:
+    """Lay out what is fed of each row; yield packs with the rows of their queries."""
+    bundles = [_sequence(*rows[b], int(counts[b])) for b in order]
+    lengths = [len(rows[b][0]) + len(rows[b][1]) for b in order]
+    for part in apart_by_length(walk, bundles, lengths, order):
+        groups = _by_prompt(part, [rows[b][0] for b in order])
+        for pack in lay_out([[query for i in group for query in part[i]] for group in groups], budget):
+            yield pack, [order[i] for g in pack.bundles for i in groups[g] if part[i]]
+
+
+def _as_many_as_others(
+    ranks: Ranks | Replicas, packs: Iterable[tuple[Pack, list[int]]]
+) -> list[tuple[Pack, list[int]]]:
+    """Add idle packs where other processes feed more: each must run as many forwards, and their backwards."""
+    own = list(packs)
+    return own + [(idle_pack(), list[int]())] * (ranks.forwards(len(own)) - len(own))
 
 
 def _checked_needed(needed: Sequence[int] | None, lengths: Sequence[int]) -> np.ndarray:

@@ -1,0 +1,135 @@
+"""Keep the processes that share a model in step while all of them are inside its outermost module.
+
+Weights of a sharded model are gathered layer by layer, so each process must run every layer as often as the others.
+Before each forward they exchange a few numbers; one whose work is done feeds idle packs until that of all is done, and
+where one fails all raise. `sharding.run_inside` sets this up; without it `inside()` is None and nothing is exchanged.
+"""
+
+import builtins
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class OtherProcessFailedError(RuntimeError):
+    """Another process could not do its part; raised on those that could."""
+
+
+class _Met(NamedTuple):
+    """Numbers that processes exchange; of each the largest counts."""
+
+    forward: float = 0  # 1: about to run a forward
+    working: float = 0  # 1: not done with its work
+    failed: float = 0  # 1: could not do it
+    number: float = 0  # what else they compare
+
+
+class Ranks:
+    """Processes that share a model by sharding it.
+
+    Args:
+        group: their process group.
+        idle: runs a forward of one token, as the others' forwards run.
+    """
+
+    def __init__(self, group: Any, idle: Callable[[], object]) -> None:
+        self._control, self._idle = _control_group(group), idle
+
+    def before_forward(self) -> None:
+        """Wait until every process is about to run a forward or has done its work; raise if one has failed."""
+        if self._meet(_Met(forward=1, working=1)).failed:
+            raise OtherProcessFailedError
+
+    def largest(self, number: float) -> float:
+        """Return the largest `number` of all processes, which all ask for it; raise if one has failed."""
+        met = self._meet(_Met(working=1, number=number))
+        if met.failed:
+            raise OtherProcessFailedError
+        if met.forward:
+            self._idle()
+            raise RuntimeError("processes that share a model are not at the same place: one asks, one runs a forward")
+        return met.number
+
+    def forwards(self, count: int) -> int:
+        """Return how many forwards with gradient each process must run, where this one has `count` to do."""
+        return int(self.largest(count))
+
+    def differ(self, answer: bool) -> bool:
+        """Whether processes answer differently, all of them asked."""
+        return self.largest(answer) != -self.largest(-int(answer))
+
+    def finish(self, failed: bool) -> bool:
+        """Feed idle packs until the work of all is done or one has failed; whether one has."""
+        while True:
+            met = self._meet(_Met(failed=failed))
+            failed = failed or bool(met.failed)
+            if not met.working:
+                return failed
+            if met.forward and not met.failed:
+                try:
+                    self._idle()
+                except Exception:
+                    failed = True
+
+    def agree(self, problem: Exception | None) -> None:
+        """Raise on all processes if one has a problem: its own there, that of the first by rank elsewhere.
+
+        Raises:
+            Exception: of the problem's own type where that is a built-in one, else `RuntimeError`.
+        """
+        if not self._meet(_Met(failed=problem is not None)).failed:
+            return
+        own = None if problem is None or isinstance(problem, OtherProcessFailedError) else problem
+        found: list[tuple[str, str] | None] = [None] * dist.get_world_size(self._control)
+        dist.all_gather_object(found, own and (type(own).__name__, str(own)), self._control)
+        if own is not None:
+            raise own
+        rank, (kind, text) = next((rank, one) for rank, one in enumerate(found) if one is not None)
+        if kind in _RAISED_AS_THEY_ARE:
+            raise getattr(builtins, kind)(f"rank {rank}: {text}")
+        raise OtherProcessFailedError(f"rank {rank}: {kind}: {text}")
+
+    def _meet(self, met: _Met) -> _Met:
+        numbers = torch.tensor(met, dtype=torch.float64)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._control)
+        return _Met(*numbers.tolist())
+
+
+_RAISED_AS_THEY_ARE = ("ValueError", "TypeError", "NotImplementedError", "FloatingPointError", "RuntimeError")
+
+
+class Replicas:
+    """Processes that hold a whole model each and share its gradients: a backward of one needs one of all."""
+
+    def before_forward(self) -> None:
+        """Wait for nothing."""
+
+    def largest(self, number: float) -> float:
+        """Return `number`: models are equal."""
+        return number
+
+    def forwards(self, count: int) -> int:
+        """Return `count`, at least 1."""
+        return max(count, 1)
+
+
+_CONTROL: dict[Any, Any] = {}
+
+
+def _control_group(group: Any) -> Any:
+    """Make a gloo group of the same processes, once: what they exchange must not wait for a device."""
+    if group not in _CONTROL:
+        members = dist.get_process_group_ranks(group)
+        _CONTROL[group] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    return _CONTROL[group]
+
+
+INSIDE: ContextVar[Ranks | Replicas | None] = ContextVar("cfa_ranks", default=None)
+
+
+def inside() -> Ranks | Replicas | None:
+    """Return the processes whose shared model's outermost module is running; None in a process by itself."""
+    return INSIDE.get()

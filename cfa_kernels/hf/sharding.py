@@ -1,0 +1,302 @@
+"""Run work inside one call of the module that distributes a model among processes.
+
+Weights of a sharded model (FSDP, ZeRO-3) are whole only while its outermost module runs. So a whole unit of work, the
+check of the model, all packs, the head, the loss, is the body of ONE call of that module: for that call the causal
+model's `forward` is replaced by one that runs the body. `ranks.py` keeps the processes in step meanwhile.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from transformers import PreTrainedModel
+
+from ..packing.packs import idle_pack
+from .model import backbone, causal_lm, wrappers
+from .model_walk import ModelWalk
+from .ranks import INSIDE, Ranks, Replicas, inside
+from .tree_forward import packed_hidden, tree_attention_mode
+from .verify import check_supported, check_trainable
+
+_Result = TypeVar("_Result")
+
+
+def run_inside(model: nn.Module, body: Callable[[], _Result], *, trains: bool = False) -> _Result:
+    """Run `body()` as the forward of the module that distributes `model`; by itself where nothing does.
+
+    Everything that reads weights belongs into one body: scores, log-probs, the loss, and what an estimator asks. Call
+    `backward` on what it returns, outside. Where the model is sharded all processes must call this, each with work of
+    its own or none, and those that have gradients must all call `backward`; one that raises makes all raise.
+
+    Args:
+        model: a transformers causal model, or what wraps one: PEFT, DDP, FSDP (both kinds) or DeepSpeed's ZeRO-3.
+        body: returns a result whose tensors may be in tuples, lists and dictionaries.
+        trains: whether it makes gradients of the weights.
+
+    Raises:
+        NotImplementedError: a way of sharding that this cannot run through, or a model that cannot be checked.
+        Exception: what `body` raises; on the other processes an error of that type with the rank in its text.
+    """
+    if inside() is not None:
+        return body()
+    causal = causal_lm(model)
+    root = _root(model)
+    if root is None:
+        return body()
+    if isinstance(root, DistributedDataParallel):
+        return _through(root, causal, _within(Replicas(), body)) if trains and torch.is_grad_enabled() else body()
+    with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+        return _in_step(root, causal, body, check_trainable if trains else check_supported)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether processes hold pieces of the weights of `model` (FSDP, ZeRO-3), so that all must take part."""
+    root = _root(model)
+    return root is not None and not isinstance(root, DistributedDataParallel)
+
+
+def _root(model: nn.Module) -> Any:
+    """Find the outermost module that distributes `model` among processes; None where it is in this one only."""
+    found = [module for module in wrappers(model) if _distributes(module)]
+    pieces = any(type(p).__name__ == "DTensor" for p in causal_lm(model).parameters()) if not found else False
+    if pieces:
+        raise NotImplementedError(
+            f"model: the weights of {type(model).__name__} are pieces (DTensor) and nothing that wraps it gathers them; "
+            "pass the module that fully_shard was called on last. Tensor parallelism is not supported"
+        )
+    return found[0] if found else None
+
+
+def _distributes(module: nn.Module) -> bool:
+    return isinstance(module, DistributedDataParallel) or _fsdp1(module) or _fsdp2(module) or _zero3(module)
+
+
+def _loaded(module: object, package: str, name: str) -> bool:
+    """Whether `module` is of a class that is imported only where it is used."""
+    kind = getattr(sys.modules.get(package), name, None)
+    return kind is not None and isinstance(module, kind)
+
+
+def _fsdp1(module: object) -> bool:
+    return _loaded(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
+
+
+def _fsdp2(module: object) -> bool:
+    return _loaded(module, "torch.distributed.fsdp", "FSDPModule")
+
+
+def _zero3(module: Any) -> bool:
+    return _loaded(module, "deepspeed", "DeepSpeedEngine") and module.zero_optimization_stage() == 3
+
+
+def _group(root: Any) -> Any:
+    """Return the process group among which `root` is sharded."""
+    if _fsdp1(root):
+        return root.process_group
+    if not _fsdp2(root):
+        return root.data_parallel_group
+    mesh = next(p for p in root.parameters() if hasattr(p, "device_mesh")).device_mesh
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.size() == torch.distributed.get_world_size():  # HSDP: all replicas run every layer as often
+        return torch.distributed.group.WORLD
+    raise NotImplementedError(f"model: it is sharded over a mesh of {mesh.ndim} dimensions that is not the whole world")
+
+
+def _through(root: nn.Module, causal: PreTrainedModel, body: Callable[[], _Result]) -> _Result:
+    """Call `root` with `body` for the forward of `causal`, which is put back before the body runs."""
+    own = causal.__dict__.get("forward")
+
+    def redirected(*_: object, **__: object) -> _Result:
+        restore()
+        return body()
+
+    def restore() -> None:
+        if own is None:
+            causal.__dict__.pop("forward", None)
+        else:
+            causal.forward = own
+
+    causal.forward = redirected  # type: ignore[method-assign]
+    try:
+        return root(input_ids=None)  # type: ignore[no-any-return]
+    finally:
+        restore()
+
+
+def _within(ranks: Ranks | Replicas, body: Callable[[], _Result]) -> Callable[[], _Result]:
+    def run() -> _Result:
+        token = INSIDE.set(ranks)
+        try:
+            return body()
+        finally:
+            INSIDE.reset(token)
+
+    return run
+
+
+def _in_step(
+    root: Any, causal: PreTrainedModel, body: Callable[[], _Result], check: Callable[[ModelWalk], object]
+) -> _Result:
+    """Check the model and run `body` inside `root`, with all processes in step; raise on all what one raises."""
+    walk = ModelWalk.of(causal)
+    found: list[_Result] = []
+    problem: Exception | None = None
+    failed = False
+
+    def idle() -> None:
+        with tree_attention_mode(walk):
+            packed_hidden(walk, idle_pack(), idle=True)
+
+    ranks = Ranks(_group(root), idle)
+
+    def whole() -> tuple[Tensor, ...]:
+        nonlocal problem, failed
+        with _head_whole(root, causal), _errors_held(causal, ranks):
+            try:
+                check(walk)
+                found.append(body())
+            except Exception as error:
+                problem = error
+            failed = ranks.finish(problem is not None)
+            outputs = () if failed else _with_gradient(found)
+            if not failed and torch.is_grad_enabled() and ranks.differ(bool(outputs)):
+                problem, failed = None if outputs else ValueError(_NO_GRADIENT), True
+        return () if failed else outputs
+
+    outputs = _through(root, causal, _within(ranks, whole))
+    if failed or not outputs:
+        _reshard(root)
+    if failed:
+        found.clear()
+        ranks.agree(problem)
+    return _replaced(found, outputs)[0] if _zero3(root) else found[0]
+
+
+_NO_GRADIENT = (
+    "this process has no row to call backward on, and others have; where processes share a model, every one needs a "
+    "row (packed_policy_loss takes one without advantage)"
+)
+
+
+def _with_gradient(found: list[Any]) -> tuple[Tensor, ...]:
+    """Pick the tensors of a result that a backward may start from: what shares the model puts its hooks on them."""
+    return tuple(leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and leaf.requires_grad)
+
+
+def _replaced(found: list[Any], outputs: Sequence[Tensor]) -> list[Any]:
+    """Put `outputs` in the place of the tensors `_with_gradient`: DeepSpeed wraps what its call returns."""
+    given = iter(outputs)
+    leaves, shape = tree_flatten(found)
+    return tree_unflatten(  # type: ignore[no-any-return]
+        [next(given) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves], shape
+    )
+
+
+def _reshard(root: Any) -> None:
+    """Give back what a call without backward leaves whole; the next call would not gather it anew."""
+    if _fsdp2(root):
+        for module in root.modules():
+            if _fsdp2(module):
+                module.reshard()
+        root.reset_iter_state()
+
+
+@contextmanager
+def _head_whole(root: Any, causal: PreTrainedModel) -> Iterator[None]:
+    """Keep the head's weight whole, which is read beside the head's own call."""
+    if _zero3(root):
+        from deepspeed.zero import register_external_parameter
+
+        register_external_parameter(causal, causal.get_output_embeddings().weight)
+    unit = _unit_of_head(root, causal) if _fsdp2(root) else None
+    if unit is None:
+        yield
+        return
+    groups = unit._get_fsdp_state()._fsdp_param_groups
+    before = [group.post_forward_mesh_info for group in groups]
+    unit.unshard()
+    unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for group, meshes in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = meshes
+
+
+def _unit_of_head(root: nn.Module, causal: PreTrainedModel) -> Any:
+    """Find the innermost unit of FSDP that holds the head; None where `root` itself holds it."""
+    head = causal.get_output_embeddings()
+    name = next(name for name, module in root.named_modules() if module is head)
+    parts = name.split(".")
+    above = [root.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
+    units = [module for module in [*above, *head.modules()] if _fsdp2(module)]
+    return units[-1] if units else None
+
+
+@contextmanager
+def _errors_held(causal: PreTrainedModel, ranks: Ranks) -> Iterator[None]:
+    """Let a forward end in which a layer fails, and raise its error then: every layer's weights have been gathered.
+
+    The layer that fails, and those above it, give back what they were given. Layers are `layers` of the backbone; an
+    error elsewhere, or in a model that names them otherwise, is raised where it is.
+    """
+    body = backbone(causal)
+    layers = getattr(body, "layers", None)
+    held = _HeldErrors()
+    modules = [getattr(layer, "_fsdp_wrapped_module", layer) for layer in layers or ()]
+    before = [vars(module).get("forward") for module in modules]
+    for module in modules:
+        held.forwards[module] = module.forward
+        module.forward = MethodType(_held, module)
+    token = _HELD.set(held)
+    hook = body.register_forward_hook(lambda *_: held.release())
+    try:
+        yield
+    finally:
+        hook.remove()
+        _HELD.reset(token)
+        for module, own in zip(modules, before, strict=True):
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+
+class _HeldErrors:
+    """The first error of a layer in the forward under way."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.forwards: dict[nn.Module, Callable[..., Any]] = {}
+
+    def release(self) -> None:
+        """Raise it, once."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+
+_HELD: ContextVar[_HeldErrors | None] = ContextVar("cfa_held", default=None)
+
+
+def _held(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the own forward of a layer, or give back what it was given once a layer has failed.
+
+    One function for all layers and calls, so that `ModelWalk.forwards` sees no change from call to call.
+    """
+    held = _HELD.get()
+    assert held is not None
+    if held.error is None:
+        try:
+            return held.forwards[module](*args, **kwargs)
+        except Exception as error:
+            held.error = error
+    return args[0] if args else kwargs["hidden_states"]
