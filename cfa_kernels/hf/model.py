@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from .model_walk import Model, ModelWalk
 
+
 def wrappers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield `model` and what it wraps, down to the transformers model."""
     inner: Any = model

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .fsdp import holds_pieces, is_fsdp2
+
 HALVES = (torch.bfloat16, torch.float16)
 _SMALL = 5  # tokens: the window and chunk during a probe
 
@@ -40,14 +42,15 @@ def float32_weights(model: PreTrainedModel, moved: bool) -> Iterator[None]:
     """
     names = {module: name for name, module in model.named_modules()}
     adapted = moved and any(type(module).__module__.startswith("peft.") for module in names)
-    outside, layers = _split(model)
+    outside, sites = _sites(model)
 
     def widen(modules: list[nn.Module]) -> list[tuple[dict, str, Tensor]]:
         exchanged: list[tuple[dict, str, Tensor]] = []
         for module in modules:
-            for store in (module._parameters, module._buffers):
+            # Inside its call, torch's first FSDP has the weights as plain attributes.
+            for store in (module._parameters, module._buffers, vars(module)):
                 for name, tensor in list(store.items()):
-                    if tensor is None:
+                    if not isinstance(tensor, Tensor):
                         continue
                     trained = adapted and tensor.requires_grad
                     if not trained and tensor.dtype not in HALVES:
@@ -67,13 +70,15 @@ def float32_weights(model: PreTrainedModel, moved: bool) -> Iterator[None]:
 
     inside: dict[nn.Module, list[tuple[dict, str, Tensor]]] = {}
     hooks = []
-    for layer in layers:
+    for site, modules in sites.items():  # after the hook that gathers a sharded layer, and before that which drops it
         hooks.append(
-            layer.register_forward_pre_hook(
-                lambda module, _: inside.__setitem__(module, widen(list(module.modules()))), prepend=True
+            site.register_forward_pre_hook(lambda module, _, own=modules: inside.__setitem__(module, widen(own)))
+        )
+        hooks.append(
+            site.register_forward_hook(
+                lambda module, *_: restore(inside.pop(module, [])), prepend=True, always_call=True
             )
         )
-        hooks.append(layer.register_forward_hook(lambda module, *_: restore(inside.pop(module, [])), always_call=True))
     rest = widen(outside)
     try:
         yield
@@ -84,17 +89,29 @@ def float32_weights(model: PreTrainedModel, moved: bool) -> Iterator[None]:
             restore(exchanged)
 
 
-def _split(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Split a model into the modules outside every list of layers, and the layers."""
-    outside, layers = [model], list[nn.Module]()
-    for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            layers += list(child)
-        else:
-            below = _split(child)
-            outside += below[0]
-            layers += below[1]
-    return outside, list(dict.fromkeys(layers))
+def _sites(model: nn.Module) -> tuple[list[nn.Module], dict[nn.Module, list[nn.Module]]]:
+    """Split the modules of a model into those outside every site, and those of each site, at most one site each.
+
+    Sites are layers, whose weights are exchanged one layer at a time, and units of FSDP whose weights are in pieces
+    outside their own forward.
+    """
+    outside, sites, seen = list[nn.Module](), dict[nn.Module, list[nn.Module]](), set[nn.Module]()
+
+    def add(module: nn.Module, own: list[nn.Module]) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        own.append(module)
+        for child in module.children():
+            inner = getattr(child, "_fsdp_wrapped_module", child)
+            layer = isinstance(module, nn.ModuleList) and own is outside
+            if layer or inner is not child or (is_fsdp2(child) and holds_pieces(child)):
+                add(inner, sites.setdefault(inner, []))
+            else:
+                add(child, own)
+
+    add(model, outside)
+    return outside, sites
 
 
 def _nudge(tensor: Tensor, name: str) -> Tensor:

@@ -5,7 +5,6 @@ check of the model, all packs, the head, the loss, is the body of ONE call of th
 model's `forward` is replaced by one that runs the body. `ranks.py` keeps the processes in step meanwhile.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import PreTrainedModel
 
 from ..packing.packs import idle_pack
+from .fsdp import give_back, head_whole, holds_pieces, is_fsdp1, is_fsdp2, is_zero3, sharding_group
 from .model import backbone, causal_lm, wrappers
 from .model_walk import ModelWalk
 from .ranks import INSIDE, Ranks, Replicas, inside
@@ -64,50 +64,16 @@ def is_sharded(model: nn.Module) -> bool:
 
 def _root(model: nn.Module) -> Any:
     """Find the outermost module that distributes `model` among processes; None where it is in this one only."""
-    found = [module for module in wrappers(model) if _distributes(module)]
-    pieces = any(type(p).__name__ == "DTensor" for p in causal_lm(model).parameters()) if not found else False
-    if pieces:
+    kinds = lambda module: isinstance(module, DistributedDataParallel), is_fsdp1, is_fsdp2, is_zero3
+    for module in wrappers(model):
+        if any(kind(module) for kind in kinds):
+            return module
+    if holds_pieces(model):
         raise NotImplementedError(
             f"model: the weights of {type(model).__name__} are pieces (DTensor) and nothing that wraps it gathers them; "
             "pass the module that fully_shard was called on last. Tensor parallelism is not supported"
         )
-    return found[0] if found else None
-
-
-def _distributes(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel) or _fsdp1(module) or _fsdp2(module) or _zero3(module)
-
-
-def _loaded(module: object, package: str, name: str) -> bool:
-    """Whether `module` is of a class that is imported only where it is used."""
-    kind = getattr(sys.modules.get(package), name, None)
-    return kind is not None and isinstance(module, kind)
-
-
-def _fsdp1(module: object) -> bool:
-    return _loaded(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
-
-
-def _fsdp2(module: object) -> bool:
-    return _loaded(module, "torch.distributed.fsdp", "FSDPModule")
-
-
-def _zero3(module: Any) -> bool:
-    return _loaded(module, "deepspeed", "DeepSpeedEngine") and module.zero_optimization_stage() == 3
-
-
-def _group(root: Any) -> Any:
-    """Return the process group among which `root` is sharded."""
-    if _fsdp1(root):
-        return root.process_group
-    if not _fsdp2(root):
-        return root.data_parallel_group
-    mesh = next(p for p in root.parameters() if hasattr(p, "device_mesh")).device_mesh
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    if mesh.size() == torch.distributed.get_world_size():  # HSDP: all replicas run every layer as often
-        return torch.distributed.group.WORLD
-    raise NotImplementedError(f"model: it is sharded over a mesh of {mesh.ndim} dimensions that is not the whole world")
+    return None
 
 
 def _through(root: nn.Module, causal: PreTrainedModel, body: Callable[[], _Result]) -> _Result:
@@ -155,11 +121,11 @@ def _in_step(
         with tree_attention_mode(walk):
             packed_hidden(walk, idle_pack(), idle=True)
 
-    ranks = Ranks(_group(root), idle)
+    ranks = Ranks(sharding_group(root), idle)
 
     def whole() -> tuple[Tensor, ...]:
         nonlocal problem, failed
-        with _head_whole(root, causal), _errors_held(causal, ranks):
+        with head_whole(root, causal), _errors_held(causal, ranks):
             try:
                 check(walk)
                 found.append(body())
@@ -173,11 +139,11 @@ def _in_step(
 
     outputs = _through(root, causal, _within(ranks, whole))
     if failed or not outputs:
-        _reshard(root)
+        give_back(root)
     if failed:
         found.clear()
         ranks.agree(problem)
-    return _replaced(found, outputs)[0] if _zero3(root) else found[0]
+    return _replaced(found, outputs)[0] if is_zero3(root) else found[0]
 
 
 _NO_GRADIENT = (
@@ -198,47 +164,6 @@ def _replaced(found: list[Any], outputs: Sequence[Tensor]) -> list[Any]:
     return tree_unflatten(  # type: ignore[no-any-return]
         [next(given) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves], shape
     )
-
-
-def _reshard(root: Any) -> None:
-    """Give back what a call without backward leaves whole; the next call would not gather it anew."""
-    if _fsdp2(root):
-        for module in root.modules():
-            if _fsdp2(module):
-                module.reshard()
-        root.reset_iter_state()
-
-
-@contextmanager
-def _head_whole(root: Any, causal: PreTrainedModel) -> Iterator[None]:
-    """Keep the head's weight whole, which is read beside the head's own call."""
-    if _zero3(root):
-        from deepspeed.zero import register_external_parameter
-
-        register_external_parameter(causal, causal.get_output_embeddings().weight)
-    unit = _unit_of_head(root, causal) if _fsdp2(root) else None
-    if unit is None:
-        yield
-        return
-    groups = unit._get_fsdp_state()._fsdp_param_groups
-    before = [group.post_forward_mesh_info for group in groups]
-    unit.unshard()
-    unit.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
-        for group, meshes in zip(groups, before, strict=True):
-            group.post_forward_mesh_info = meshes
-
-
-def _unit_of_head(root: nn.Module, causal: PreTrainedModel) -> Any:
-    """Find the innermost unit of FSDP that holds the head; None where `root` itself holds it."""
-    head = causal.get_output_embeddings()
-    name = next(name for name, module in root.named_modules() if module is head)
-    parts = name.split(".")
-    above = [root.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
-    units = [module for module in [*above, *head.modules()] if _fsdp2(module)]
-    return units[-1] if units else None
 
 
 @contextmanager

@@ -25,14 +25,15 @@ from ..ops.matmul import float32_precision, ieee_products
 from ..ops.row_softmax import FLOAT32_NOISE
 from ..packing.packs import pack_bundles
 from ..packing.prefix_tree import Query
+from .fsdp import without_casts
 from .head import Head, read_head
 from .liger import keep_own_modules, runs_fused
 from .memory import is_out_of_memory
 from .model import backbone, causal_lm, computation, embedding, noise_settings, vocab_size
 from .model_walk import Model, ModelWalk
 from .modes import attention_implementation, checkpointed_modules, evaluation_mode, without_accelerates_autocast
-from .ranks import inside
 from .probe_mode import HALVES, float32_weights, small_windows
+from .ranks import inside
 from .stateful_layers import has_cells
 from .tree_forward import pack_states, target_logprobs, tree_attention_mode, tree_training_mode
 
@@ -175,7 +176,9 @@ def _rounding(model: PreTrainedModel, head: Head) -> float:
     targets = torch.from_numpy(np.stack([query.targets for query in queries]))[..., None]
 
     def own() -> Tensor:
-        logits = _whole_model(model)(input_ids=rows.to(embedding(model).device), use_cache=False).logits[:, queries[0].first :]
+        logits = _whole_model(model)(input_ids=rows.to(embedding(model).device), use_cache=False).logits[
+            :, queries[0].first :
+        ]
         return logits.float().log_softmax(-1).gather(-1, targets.to(logits.device))[..., 0]
 
     with small_windows(model), tree_attention_mode(model):
@@ -460,6 +463,8 @@ def _measured(
         stack.enter_context(ieee_products())
         stack.enter_context(without_accelerates_autocast(model))
         stack.enter_context(torch.autocast(embedding(model).device.type, enabled=False))
+        if inside() is not None:
+            stack.enter_context(without_casts(model))
         try:
             with float32_weights(model, moved):
                 return measure()

@@ -181,7 +181,6 @@ def query_logprobs(
         FloatingPointError: the model gave a nan log-prob; the message names the row.
     """
 
-
     def body() -> tuple[list[list[Tensor]], ScoringWork]:
         walk = ModelWalk.of(causal_lm(model))
         plan = plan_queries(

@@ -190,7 +190,11 @@ def packed_forward(
 
 
 def _packs(
-    rows: Sequence[tuple[np.ndarray, np.ndarray]], counts: np.ndarray, walk: ModelWalk, order: Sequence[int], budget: int
+    rows: Sequence[tuple[np.ndarray, np.ndarray]],
+    counts: np.ndarray,
+    walk: ModelWalk,
+    order: Sequence[int],
+    budget: int,
 ) -> Iterator[tuple[Pack, list[int]]]:
     """Lay out what is fed of each row; yield packs with the rows of their queries."""
     bundles = [_sequence(*rows[b], int(counts[b])) for b in order]

@@ -1,0 +1,124 @@
+"""What is known of torch's two kinds of FSDP and of DeepSpeed's ZeRO-3: how to recognise them, and their inner states.
+
+None of their packages is imported here unless the model is of theirs. A private name of torch that is read or written
+is named in the docstring of the function that does; `tests/hf/test_sharding.py` holds them to the torch that is here.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def _of_class(module: object, package: str, name: str) -> bool:
+    kind = getattr(sys.modules.get(package), name, None)
+    return kind is not None and isinstance(module, kind)
+
+
+def is_fsdp1(module: object) -> bool:
+    """Whether `module` is torch's `FullyShardedDataParallel`."""
+    return _of_class(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
+
+
+def is_fsdp2(module: object) -> bool:
+    """Whether torch's `fully_shard` was called on `module`."""
+    return _of_class(module, "torch.distributed.fsdp", "FSDPModule")
+
+
+def is_zero3(module: Any) -> bool:
+    """Whether `module` is an engine of DeepSpeed that shards weights."""
+    return _of_class(module, "deepspeed", "DeepSpeedEngine") and module.zero_optimization_stage() == 3
+
+
+def holds_pieces(module: nn.Module) -> bool:
+    """Whether a weight of `module` is a piece (a `DTensor`) now."""
+    return any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
+
+
+def sharding_group(root: Any) -> Any:
+    """Return the process group among which the weights of `root` are in pieces.
+
+    Raises `NotImplementedError` for a mesh of several dimensions that is not the whole world.
+    """
+    if is_fsdp1(root):
+        return root.process_group
+    if not is_fsdp2(root):
+        return root.data_parallel_group
+    mesh = next(parameter.device_mesh for parameter in root.parameters() if hasattr(parameter, "device_mesh"))
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.size() == torch.distributed.get_world_size():  # HSDP: replicas run every layer as often
+        return torch.distributed.group.WORLD
+    raise NotImplementedError(f"model: is sharded over a mesh of {mesh.ndim} dimensions that is not the whole world")
+
+
+def give_back(root: Any) -> None:
+    """Give back what a call without backward leaves whole, which the next call would not gather anew."""
+    if is_fsdp2(root):
+        for module in root.modules():
+            if is_fsdp2(module):
+                module.reshard()
+        if hasattr(root, "reset_iter_state"):  # since torch 2.13
+            root.reset_iter_state()
+
+
+@contextmanager
+def head_whole(root: Any, causal: PreTrainedModel) -> Iterator[None]:
+    """Keep the head's weight whole inside a call of `root`: it is read beside the head's own call.
+
+    Reads `_get_fsdp_state()._fsdp_param_groups` of a unit and sets `post_forward_mesh_info` back, for which there is
+    no public way.
+    """
+    if is_zero3(root):
+        from deepspeed.zero import register_external_parameter
+
+        register_external_parameter(causal, causal.get_output_embeddings().weight)
+    unit = _unit_of_head(root, causal) if is_fsdp2(root) else None
+    if unit is None:
+        yield
+        return
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    before = [group.post_forward_mesh_info for group in groups]
+    unit.unshard()
+    unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for group, meshes in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = meshes
+
+
+def _unit_of_head(root: nn.Module, causal: PreTrainedModel) -> Any:
+    """Find the innermost unit of FSDP that holds the head; None where `root` itself holds it."""
+    head = causal.get_output_embeddings()
+    parts = next(name for name, module in root.named_modules() if module is head).split(".")
+    above = [root.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
+    units = [module for module in [*above, *head.modules()] if is_fsdp2(module)]
+    return units[-1] if units else None
+
+
+@contextmanager
+def without_casts(root: nn.Module) -> Iterator[None]:
+    """Leave the inputs of units as they are, which mixed precision would cast.
+
+    Exchanges `_mp_policy` of a unit's state (FSDP2) and the attribute `mixed_precision` (FSDP1).
+    """
+    with ExitStack() as stack:
+        for module in root.modules():
+            if is_fsdp2(module):
+                _set(stack, module._get_fsdp_state(), "_mp_policy", cast_forward_inputs=False, output_dtype=None)  # type: ignore[operator]
+            elif is_fsdp1(module):
+                _set(stack, module, "mixed_precision", cast_forward_inputs=False, cast_root_forward_inputs=False)
+        yield
+
+
+def _set(stack: ExitStack, owner: Any, name: str, **fields: object) -> None:
+    before = getattr(owner, name)
+    setattr(owner, name, dataclasses.replace(before, **fields))
+    stack.callback(setattr, owner, name, before)
