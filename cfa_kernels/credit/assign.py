@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..estimators.base import ANSWER, Importances
 from ..options import as_numbers
-from ..scoring.access import CAPABILITIES, MODEL, ModelAccess, as_access
+from ..scoring.access import CAPABILITIES, MODEL, ModelAccess, Sharded, as_access
 from ..scoring.batch import ScoredBatch
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import rounding
@@ -202,11 +202,16 @@ def counterfactual_credit(
         Also what the estimator itself raises.
     """
     config, access = config or CounterfactualConfig(), as_access(model)
-    given = PaddedBatch.of(prompt_ids, prompt_mask, completion_ids, completion_mask, advantages, known)
-    found = find_units(config, tokenizer, given)
-    judged = _judge(config, access, tokenizer, given, found, generator, noise)
-    weights, added = _weigh(config, given, found, judged, generator)
-    return _credit(config, given, found, judged, weights, added)
+
+    def assign() -> Credit:
+        given = PaddedBatch.of(prompt_ids, prompt_mask, completion_ids, completion_mask, advantages, known)
+        found = find_units(config, tokenizer, given)
+        judged = _judge(config, access, tokenizer, given, found, generator, noise)
+        weights, added = _weigh(config, given, found, judged, generator)
+        return _credit(config, given, found, judged, weights, added)
+
+    asks = config.runs_estimator and config.needs & set(CAPABILITIES)
+    return access.run(assign) if asks else assign()
 
 
 @dataclass(frozen=True)
@@ -236,7 +241,10 @@ def _judge(
     noise: float | None,
 ) -> _Judged:
     """Run the estimator on the units that were found."""
-    if not config.runs_estimator or not any(found[b].spans for b in given.credited):
+    nothing = not config.runs_estimator or not any(found[b].spans for b in given.credited)
+    if noise is None and config.runs_estimator and isinstance(access, Sharded):  # also one that judges nothing
+        noise = access.noise
+    if nothing:
         return _Judged({}, {}, Importances([]), [])
     if missing := sorted(config.estimator.needs & set(CAPABILITIES) - access.capabilities):
         raise NotImplementedError(

@@ -29,7 +29,7 @@ from ..ops.upload import upload
 from ..options import Count, NotNegative, check_fields
 from ..packing.packs import lay_out
 from ..packing.prefix_tree import Pack, Query
-from ..scoring.access import MODEL, ModelAccess
+from ..scoring.access import GRADIENTS, ModelAccess
 from ..scoring.batch import Row, ScoredBatch
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import DIVERGENCES, Outcome, checked_outcome, row_means
@@ -45,7 +45,7 @@ class Gradient:
     judges: ClassVar[str] = "tokens"
     negative: ClassVar[bool] = False
     weights: ClassVar[str | None] = "bilevel"
-    needs: ClassVar[frozenset[str]] = frozenset({ANSWER, MODEL})
+    needs: ClassVar[frozenset[str]] = frozenset({ANSWER, GRADIENTS})
     continues: ClassVar[bool] = False
 
     outcome: Outcome = "mean"

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
@@ -35,9 +35,14 @@ def is_zero3(module: Any) -> bool:
     return _of_class(module, "deepspeed", "DeepSpeedEngine") and module.zero_optimization_stage() == 3
 
 
+def is_piece(weight: Tensor) -> bool:
+    """Whether this process holds a piece of a weight only, as FSDP's second kind or tensor parallelism keep it."""
+    return _of_class(weight, "torch.distributed.tensor", "DTensor")
+
+
 def holds_pieces(module: nn.Module) -> bool:
-    """Whether a weight of `module` is a piece (a `DTensor`) now."""
-    return any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
+    """Whether a weight of `module` is a piece now."""
+    return any(map(is_piece, module.parameters()))
 
 
 def sharding_group(root: Any) -> Any:

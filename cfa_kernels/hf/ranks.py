@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 
 
-class OtherProcessFailedError(RuntimeError):
-    """Another process could not do its part; raised on those that could."""
+class OtherProcessFailed(BaseException):
+    """Another process could not do its part: ends the body of one that could. It never leaves `run_inside`.
+
+    Not an `Exception`, which what tries a model out would take for a fault of the model.
+    """
 
 
 class _Met(NamedTuple):
@@ -41,13 +44,13 @@ class Ranks:
     def before_forward(self) -> None:
         """Wait until every process is about to run a forward or has done its work; raise if one has failed."""
         if self._meet(_Met(forward=1, working=1)).failed:
-            raise OtherProcessFailedError
+            raise OtherProcessFailed
 
     def largest(self, number: float) -> float:
         """Return the largest `number` of all processes, which all ask for it; raise if one has failed."""
         met = self._meet(_Met(working=1, number=number))
         if met.failed:
-            raise OtherProcessFailedError
+            raise OtherProcessFailed
         if met.forward:
             self._idle()
             raise RuntimeError("processes that share a model are not at the same place: one asks, one runs a forward")
@@ -78,19 +81,18 @@ class Ranks:
         """Raise on all processes if one has a problem: its own there, that of the first by rank elsewhere.
 
         Raises:
-            Exception: of the problem's own type where that is a built-in one, else `RuntimeError`.
+            Exception: of the problem's own type where it is an ordinary built-in one, else `RuntimeError`.
         """
         if not self._meet(_Met(failed=problem is not None)).failed:
             return
-        own = None if problem is None or isinstance(problem, OtherProcessFailedError) else problem
         found: list[tuple[str, str] | None] = [None] * dist.get_world_size(self._control)
-        dist.all_gather_object(found, own and (type(own).__name__, str(own)), self._control)
-        if own is not None:
-            raise own
+        dist.all_gather_object(found, problem and (type(problem).__name__, str(problem)), self._control)
+        if problem is not None:
+            raise problem
         rank, (kind, text) = next((rank, one) for rank, one in enumerate(found) if one is not None)
         if kind in _RAISED_AS_THEY_ARE:
             raise getattr(builtins, kind)(f"rank {rank}: {text}")
-        raise OtherProcessFailedError(f"rank {rank}: {kind}: {text}")
+        raise RuntimeError(f"rank {rank}: {kind}: {text}")
 
     def _meet(self, met: _Met) -> _Met:
         numbers = torch.tensor(met, dtype=torch.float64)

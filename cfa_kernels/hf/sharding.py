@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import PreTrainedModel
 
 from ..packing.packs import idle_pack
-from .fsdp import give_back, head_whole, holds_pieces, is_fsdp1, is_fsdp2, is_zero3, sharding_group
-from .model import backbone, causal_lm, wrappers
+from .fsdp import give_back, head_whole, is_fsdp1, is_fsdp2, is_piece, is_zero3, sharding_group
+from .model import backbone, causal_lm, embedding, wrappers
 from .model_walk import ModelWalk
-from .ranks import INSIDE, Ranks, Replicas, inside
+from .ranks import INSIDE, OtherProcessFailed, Ranks, Replicas, inside
 from .tree_forward import packed_hidden, tree_attention_mode
 from .verify import check_supported, check_trainable
 
@@ -47,7 +47,7 @@ def run_inside(model: nn.Module, body: Callable[[], _Result], *, trains: bool = 
     if inside() is not None:
         return body()
     causal = causal_lm(model)
-    root = _root(model)
+    root = _root(model, causal)
     if root is None:
         return body()
     if isinstance(root, DistributedDataParallel):
@@ -58,20 +58,21 @@ def run_inside(model: nn.Module, body: Callable[[], _Result], *, trains: bool = 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether processes hold pieces of the weights of `model` (FSDP, ZeRO-3), so that all must take part."""
-    root = _root(model)
-    return root is not None and not isinstance(root, DistributedDataParallel)
+    try:
+        return any(kind(module) for module in wrappers(model) for kind in (is_fsdp1, is_fsdp2, is_zero3))
+    except TypeError:  # no model of transformers; what asks it says so
+        return False
 
 
-def _root(model: nn.Module) -> Any:
+def _root(model: nn.Module, causal: PreTrainedModel) -> Any:
     """Find the outermost module that distributes `model` among processes; None where it is in this one only."""
-    kinds = lambda module: isinstance(module, DistributedDataParallel), is_fsdp1, is_fsdp2, is_zero3
     for module in wrappers(model):
-        if any(kind(module) for kind in kinds):
+        if isinstance(module, DistributedDataParallel) or is_fsdp1(module) or is_fsdp2(module) or is_zero3(module):
             return module
-    if holds_pieces(model):
+    if is_piece(embedding(causal)):
         raise NotImplementedError(
-            f"model: the weights of {type(model).__name__} are pieces (DTensor) and nothing that wraps it gathers them; "
-            "pass the module that fully_shard was called on last. Tensor parallelism is not supported"
+            f"model: the weights of {type(model).__name__} are pieces (DTensor), and nothing that wraps it gathers "
+            "them; pass the module that fully_shard was called on last. Tensor parallelism is not supported"
         )
     return None
 
@@ -129,9 +130,11 @@ def _in_step(
             try:
                 check(walk)
                 found.append(body())
+            except OtherProcessFailed:
+                failed = True
             except Exception as error:
-                problem = error
-            failed = ranks.finish(problem is not None)
+                problem, failed = error, True
+            failed = ranks.finish(failed)
             outputs = () if failed else _with_gradient(found)
             if not failed and torch.is_grad_enabled() and ranks.differ(bool(outputs)):
                 problem, failed = None if outputs else ValueError(_NO_GRADIENT), True

@@ -214,7 +214,7 @@ def _check_repeatable(model: PreTrainedModel) -> None:
 
     def measure() -> tuple[float, float]:
         with evaluation_mode(model):
-            hidden = backbone(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
+            hidden = _body(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
             factor = _amplification(hidden, read_head(model))
             _, rounding = _own_logits(model, rows, factor)
         first, second = (_called(model, rows, factor, share) for share in (0.0, _ALMOST_ONE))
@@ -255,7 +255,7 @@ def _checked_transform(model: PreTrainedModel) -> tuple[float | None, float]:
     rows = torch.from_numpy(np.stack([query.tokens for query in _probe(model)]))
 
     def measure() -> tuple[float, float, tuple[float | None, float]]:
-        hidden = backbone(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
+        hidden = _body(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
         head = read_head(model)
         if hidden.shape[-1] != head.weight.shape[-1]:
             raise NotImplementedError(
@@ -329,7 +329,7 @@ def _check_tree(model: PreTrainedModel, training: bool = False) -> None:
 
     def measure() -> tuple[float, float]:
         head = check_head(model)
-        hidden = backbone(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
+        hidden = _body(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
         factor = _amplification(hidden, head)
         theirs, rounding = _own_logits(model, rows, factor)
         targets = torch.from_numpy(np.stack([query.targets for query in queries])).to(theirs.device)
@@ -413,9 +413,8 @@ def _own_logits(model: PreTrainedModel, rows: Tensor, factor: float) -> tuple[Te
     """
     ids = rows.to(embedding(model).device)
     with _amplified(model, factor):
-        call = _whole_model(model)
-        together = call(input_ids=ids, use_cache=False).logits.float()
-        alone = torch.cat([call(input_ids=row[None], use_cache=False).logits.float() for row in ids[:2]])
+        together = _whole_model(model)(input_ids=ids, use_cache=False).logits.float()
+        alone = torch.cat([_whole_model(model)(input_ids=row[None], use_cache=False).logits.float() for row in ids[:2]])
     if torch.isnan(together).any():
         raise FloatingPointError(f"model: {type(model).__name__} gives nan logits on an ordinary row of tokens")
     return together, _gap(together[:2].log_softmax(-1), alone.log_softmax(-1))
@@ -423,7 +422,22 @@ def _own_logits(model: PreTrainedModel, rows: Tensor, factor: float) -> tuple[Te
 
 def _whole_model(model: PreTrainedModel) -> Callable[..., Any]:
     """Return the model with its hooks; inside what distributes it without them, which would start that anew."""
-    return model if inside() is None else model.forward
+    return model if inside() is None else _met(model.forward)
+
+
+def _body(model: PreTrainedModel) -> Callable[..., Any]:
+    return _met(backbone(model))
+
+
+def _met(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let processes that share the model meet before each call of `forward`: none starts it where one has failed."""
+
+    def together(*args: Any, **kwargs: Any) -> Any:
+        if (ranks := inside()) is not None:
+            ranks.before_forward()
+        return forward(*args, **kwargs)
+
+    return together
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from ..estimators.registry import ESTIMATORS
 from ..hf.model import causal_lm
 from ..hf.modes import evaluation_mode
 from ..ops.row_softmax import FLOAT32_NOISE
-from ..scoring.access import DISTRIBUTIONS, LOGPROBS, MODEL, LogprobService, LogprobsOf
+from ..scoring.access import DISTRIBUTIONS, GRADIENTS, LOGPROBS, MODEL, LogprobService, LogprobsOf
 
 
 class Draws:
@@ -169,7 +169,8 @@ OFFERS = {
     "verl": OFFERED_BY_A_SERVICE | {ENTROPIES},
     "OpenRLHF": OFFERED_BY_A_SERVICE,
     "your loop, `InProcess` or `TrainingForward`": frozenset(NEEDS),
-    "your loop, `LogprobService`": frozenset(NEEDS) - {DISTRIBUTIONS, MODEL},
+    "your loop, `Sharded`": frozenset(NEEDS) - {GRADIENTS},
+    "your loop, `LogprobService`": frozenset(NEEDS) - {DISTRIBUTIONS, MODEL, GRADIENTS},
 }
 """Names of `NEEDS` that each host offers; refusals and the table in docs/other_trainers.md derive from it."""
 

@@ -1,13 +1,14 @@
 """Say how a model may be asked: in this process, from its training forward, or by a host's log-prob service."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..hf.model import causal_lm
+from ..hf.sharding import is_sharded, run_inside
 from ..hf.verify import noise_floor
 from ..ops.row_softmax import FLOAT32_NOISE
 from ..packing.prefix_tree import Query
@@ -17,16 +18,20 @@ from .outcomes import DIVERGENCES, Outcome
 from .plan import ScoringOptions
 from .training_forward import PackedForward
 
+_Result = TypeVar("_Result")
+
 LogprobsOf = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
 """Function from prompts and completions, lists of 1-D int64 tensors, to log-probs (nats) of each completion, 1-D."""
 
 LOGPROBS = "logprobs"
 DISTRIBUTIONS = "distributions"
 MODEL = "model"
+GRADIENTS = "gradients"
 CAPABILITIES = {
     LOGPROBS: "log-probs of given tokens",
     DISTRIBUTIONS: "distributions over the vocabulary, not only log-probs of given tokens",
     MODEL: "the model itself in this process",
+    GRADIENTS: "gradients through the model itself, whole in this process",
 }
 """Capabilities of a `ModelAccess`, and what each means."""
 
@@ -54,6 +59,10 @@ class ModelAccess(Protocol):
         """Return the nats per answer token by which rounding moves scores, see `noise_floor`."""
         ...
 
+    def run(self, body: Callable[[], _Result]) -> _Result:
+        """Run what asks the model, perhaps several times; where processes share it all of them call this."""
+        ...
+
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Score the answers of a batch as sampled and with each unit masked, in the batch's order."""
         ...
@@ -64,7 +73,7 @@ class ModelAccess(Protocol):
 
 
 class InProcess:
-    """Access to a model in this process, bare or wrapped as in `score_counterfactuals`."""
+    """Access to a model whose weights are whole in this process, bare or wrapped as in `score_counterfactuals`."""
 
     capabilities = _EVERYTHING
 
@@ -90,6 +99,35 @@ class InProcess:
     def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
         """Feed the queries as packed trees of their own."""
         return query_logprobs(self.model, bundles, **options)
+
+    def run(self, body: Callable[[], _Result]) -> _Result:
+        """Run `body()`."""
+        return body()
+
+
+class Sharded(InProcess):
+    """Access to a model whose weights are in pieces on several processes (FSDP, ZeRO-3), given as its outermost module.
+
+    Every process asks the same things in the same order, each about completions of its own or about none: `run` takes
+    care of that for all that is asked inside it. Gradients through the model are not offered: a backward inside the
+    outermost module's call would end that call for FSDP.
+    """
+
+    capabilities = _EVERYTHING - {GRADIENTS}
+
+    @property
+    def noise(self) -> float:
+        """Measure it for this model in its own arithmetic."""
+        return self.run(lambda: noise_floor(self.model))
+
+    def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
+        """Feed the batch as packed trees of its own, while the other processes feed theirs."""
+        return self.run(lambda: score_batch(self.model, batch, ScoringOptions(outcome)))
+
+    def run(self, body: Callable[[], _Result]) -> _Result:
+        """Run `body()` inside one call of the outermost module; raise on all processes what one of them raises."""
+        assert self.module is not None
+        return run_inside(self.module, body)
 
 
 class TrainingForward:
@@ -122,6 +160,10 @@ class TrainingForward:
         """Feed only what the forward has not fed."""
         return self._forward.query_logprobs(self.model, bundles, **options)
 
+    def run(self, body: Callable[[], _Result]) -> _Result:
+        """Run `body()`: where processes share the model, all of them are inside its outermost module already."""
+        return body()
+
 
 class LogprobService:
     """Access through a host's own log-prob service, for models that are spread over other processes.
@@ -150,6 +192,10 @@ class LogprobService:
     def model(self) -> PreTrainedModel:
         """Raise: the model is in other processes."""
         raise NotImplementedError("model: it is in other processes, and only its log-probs can be asked for")
+
+    def run(self, body: Callable[[], _Result]) -> _Result:
+        """Run `body()`."""
+        return body()
 
     def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
         """Raise: a service takes whole completions."""
@@ -195,5 +241,7 @@ class LogprobService:
 
 
 def as_access(model: nn.Module | ModelAccess | None) -> ModelAccess:
-    """Wrap a module, or None for one that is never asked, as `InProcess`; return every other access as it is."""
-    return InProcess(model) if model is None or isinstance(model, nn.Module) else model
+    """Wrap a module as `Sharded` or `InProcess`, None, for one that is never asked, too; return an access as it is."""
+    if model is None or not isinstance(model, nn.Module):
+        return InProcess(None) if model is None else model
+    return Sharded(model) if is_sharded(model) else InProcess(model)

@@ -1,0 +1,47 @@
+"""Models whose weights are in pieces on several processes: results are those of one, and none waits for ever."""
+
+import pytest
+import torch
+
+from tests.support import sharded
+from tests.support.models import HYBRIDS
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("how", "architecture", "changes"),
+    [
+        ("DDP", "Qwen3", {}),
+        ("FSDP1", "Qwen3", {}),
+        ("FSDP2", "Qwen3", {}),
+        ("FSDP2, as accelerate", "Qwen3", {"tie_word_embeddings": True}),
+        ("FSDP2", "Bamba", HYBRIDS["Bamba"]),
+        ("FSDP2", "Qwen3Moe", {}),
+        ("FSDP2, head apart", "Gemma2", {"tie_word_embeddings": False}),
+    ],
+)
+def test_scores_gradients_and_steps_of_two_processes_are_those_of_one(how, architecture, changes):
+    sharded.run(2, sharded.as_one_process, how, architecture, changes)
+
+
+@pytest.mark.parametrize("how", ["FSDP1", "FSDP2, as accelerate"])
+@pytest.mark.parametrize(
+    ("error", "inside"), [(RuntimeError, "self_attn"), (torch.OutOfMemoryError, "mlp")], ids=["error", "memory"]
+)
+def test_a_layer_that_fails_in_one_process_leaves_none_waiting(how, error, inside):
+    sharded.run(2, sharded.failing_layer, how, error, inside)
+
+
+@pytest.mark.parametrize(
+    ("how", "halves", "dtype"),
+    [
+        ("FSDP1", False, torch.float32),
+        ("FSDP1", True, torch.float32),
+        ("FSDP2", False, torch.bfloat16),
+        ("FSDP2, as accelerate", True, torch.float32),
+        ("FSDP2, as accelerate", False, torch.float32),
+    ],
+)
+def test_adapters_and_halves_are_scored_and_no_weight_is_changed_by_the_check(how, halves, dtype):
+    sharded.run(2, sharded.adapters, how, halves, dtype)

@@ -1,0 +1,231 @@
+"""What each of several processes does in `tests/hf/test_sharding.py`, and a way to run them with a deadline.
+
+They are forked from a server that has imported everything once, and talk by gloo.
+"""
+
+import contextlib
+import datetime
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from cfa_kernels import packed_logprobs, packed_policy_loss, score_counterfactuals
+from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.span import Span
+from tests.support.models import PLACEHOLDER, batch, make_model
+
+SECONDS = 40
+PROMPTS, COMPLETIONS, SPANS, ANSWERS = batch()
+ADVANTAGES = torch.tensor([1.0, -0.5, 0.2, 0.7, -1.2, 0.3, 0.4])
+TOKENS = sum(map(len, COMPLETIONS))
+HALVES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def run(processes: int, work: Callable[..., None], *given: object) -> None:
+    """Run `work(rank, *given)` in each process; raise what one raised, or `TimeoutError` if one does not end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder) / f"rank{rank}" for rank in range(processes)]
+        started = [
+            context.Process(target=_one, args=(rank, processes, folder, said[rank], work, given), daemon=True)
+            for rank in range(processes)
+        ]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(SECONDS)
+        hung = [rank for rank, process in enumerate(started) if process.is_alive()]
+        for process in started:
+            process.kill()
+        problems = [f"rank {rank}: {one.read_text()}" for rank, one in enumerate(said) if one.exists()]
+    if problems:
+        raise AssertionError("\n".join(problems))
+    if hung:
+        raise TimeoutError(f"ranks {hung} did not end in {SECONDS} seconds")
+    assert [process.exitcode for process in started] == [0] * processes
+
+
+def _one(rank: int, processes: int, folder: str, said: Path, work: Callable[..., None], given: tuple) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=processes,
+        timeout=datetime.timedelta(seconds=SECONDS),
+    )  # fmt: skip
+    try:
+        work(rank, *given)
+        dist.barrier()  # a process that ends while the other still talks to it may abort
+    except BaseException:
+        said.write_text(traceback.format_exc())
+        raise
+    dist.destroy_process_group()
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """Put LoRA on a model; its second factor is 0, as it starts."""
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0))
+
+
+def wrapped(model: nn.Module, how: str, halves: bool = False) -> nn.Module:
+    """Distribute a model: the ways that people and hosts do."""
+    inner = causal_lm(model)
+    layers = inner.model.layers
+    if how == "DDP":
+        return DistributedDataParallel(model)
+    if how == "FSDP1":
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy({type(layers[0])}), use_orig_params=True,
+            device_id=torch.device("cpu"), mixed_precision=MixedPrecision(**HALVES) if halves else None,
+        )  # fmt: skip
+    policy = MixedPrecisionPolicy(**HALVES, output_dtype=torch.bfloat16) if halves else MixedPrecisionPolicy()
+    for layer in layers:
+        fully_shard(layer, mp_policy=policy)
+    if how == "FSDP2, as accelerate":
+        tied = inner.lm_head.weight is inner.model.embed_tokens.weight
+        ends = [inner.model.norm, inner.lm_head]
+        if tied:
+            ends.insert(1, inner.model.embed_tokens)
+        else:
+            fully_shard(inner.model.embed_tokens, mp_policy=policy)
+        fully_shard(ends, reshard_after_forward=False, mp_policy=policy)
+    elif how == "FSDP2, head apart":
+        fully_shard(inner.lm_head, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def scores(model: nn.Module, rows: list[int], **options: object):
+    """Scores of some rows of the batch."""
+    columns = ([column[b] for b in rows] for column in (PROMPTS, COMPLETIONS, SPANS, ANSWERS))
+    return score_counterfactuals(model, *columns, placeholder_id=PLACEHOLDER, **{"token_budget": 64, **options})
+
+
+def loss(model: nn.Module, rows: list[int], processes: int, advantages: torch.Tensor = ADVANTAGES):
+    """Loss of some rows, so that the mean over processes is that of the batch."""
+    return packed_policy_loss(
+        model, [PROMPTS[b] for b in rows], [COMPLETIONS[b] for b in rows], None, advantages[rows],
+        num_items_in_batch=TOKENS / processes, token_budget=64,
+    )  # fmt: skip
+
+
+def same(found, expected, rows: list[int], tolerance: float = 2e-5) -> None:
+    """Hold scores of some rows to those of the whole batch."""
+    for i, b in enumerate(rows):
+        torch.testing.assert_close(found.base[i], expected.base[b], atol=tolerance, rtol=0, equal_nan=True)
+        torch.testing.assert_close(found.drop[i], expected.drop[b], atol=2 * tolerance, rtol=0, equal_nan=True)
+
+
+def values(model: nn.Module, gradients: bool = False) -> dict[str, torch.Tensor]:
+    """Whole weights by name, or their gradients."""
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+    gathered = (
+        FullyShardedDataParallel.summon_full_params(model, with_grads=gradients)
+        if isinstance(model, FullyShardedDataParallel)
+        else contextlib.nullcontext()
+    )
+    with gathered:
+        named = [
+            (n.replace("_fsdp_wrapped_module.", "").removeprefix("module."), p) for n, p in model.named_parameters()
+        ]
+        return {n: whole(p.grad if gradients else p) for n, p in named if not gradients or p.grad is not None}
+
+
+def as_one_process(rank: int, how: str, architecture: str, changes: dict) -> None:
+    """Scores, gradients, two optimizer steps and errors of two processes are those of one."""
+    alone, shared = make_model(architecture, **changes), wrapped(make_model(architecture, **changes), how)
+    expected = scores(alone, list(range(7)))
+    for rows in ([[0, 1, 2, 3, 4, 5], [6]], [[], [0, 3]], [[0, 2, 4, 6], [1, 3, 5]]):
+        same(scores(shared, rows[rank]), expected, rows[rank])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (alone, shared)]
+    none = torch.zeros(7)
+    for rows, advantages in (
+        ([[0, 2, 4, 6], [1, 3, 5]], ADVANTAGES),
+        ([[0, 1, 2, 3, 4, 5, 6], [6]], ADVANTAGES if rank == 0 else none),  # of one without advantage nothing is fed
+    ):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss(alone, list(range(7)), 1).loss.backward()
+        loss(shared, rows[rank], 2, advantages).loss.backward()
+        found, own = values(shared, gradients=True), values(alone, gradients=True)
+        assert found.keys() == own.keys()
+        worst = max(((found[name] - own[name]).norm() / own[name].norm().clamp(min=1e-3)).item() for name in own)
+        assert worst < 1e-4, worst
+        for optimizer in optimizers:
+            optimizer.step()
+    expected = scores(alone, list(range(7)))
+    same(scores(shared, [rank, 2 + rank]), expected, [rank, 2 + rank], 1e-4)
+    if how != "DDP":
+        errors(rank, shared)
+    same(scores(shared, [rank]), expected, [rank], 1e-4)
+
+
+def errors(rank: int, shared: nn.Module) -> None:
+    """What is wrong in one process is raised in all, and names it."""
+    spans = [SPANS[0] if rank == 0 else [Span(0, 999)]]
+    told = "rank 1: " if rank == 0 else ""
+    with pytest.raises(ValueError, match=f"^{told}spans row 0, span 0: .0, 999."):
+        score_counterfactuals(shared, PROMPTS[:1], COMPLETIONS[:1], spans, ANSWERS[:1], placeholder_id=PLACEHOLDER)
+    rows = slice(0, 1 - rank)
+    with pytest.raises(ValueError, match=f"^{told}this process has no row to call backward on"):
+        packed_logprobs(shared, PROMPTS[rows], COMPLETIONS[rows])
+
+
+def failing_layer(rank: int, how: str, error: type[Exception], inside: str) -> None:
+    """A layer that fails once in one process: all raise, or for want of memory that one feeds smaller packs."""
+    alone, shared = make_model("Qwen3"), wrapped(make_model("Qwen3"), how)
+    expected = scores(alone, list(range(7)))
+    rows = [[0, 1, 2, 4], [5]][rank]
+    same(scores(shared, rows), expected, rows)
+    layer, left = causal_lm(shared).model.layers[1], [1]
+
+    def fails(module, args, kwargs):
+        if rank == 0 and left and next(iter([*args, *kwargs.values()])).shape[1] > 20:
+            left.pop()
+            raise error("CUDA out of memory" if error is torch.OutOfMemoryError else "a broken layer")
+
+    part = getattr(getattr(layer, "_fsdp_wrapped_module", layer), inside)
+    hook = part.register_forward_pre_hook(fails, with_kwargs=True)
+    if error is torch.OutOfMemoryError:
+        found = scores(shared, rows)
+        assert found.work.forwards > 0
+        same(found, expected, rows)
+    else:
+        with pytest.raises(RuntimeError, match=f"^{'rank 0: ' if rank else ''}a broken layer"):
+            scores(shared, rows)
+    assert bool(left) == bool(rank)
+    hook.remove()
+    same(scores(shared, rows), expected, rows)
+    loss(shared, rows, 2).loss.backward()
+
+
+def adapters(rank: int, how: str, halves: bool, dtype: torch.dtype) -> None:
+    """Adapters, bfloat16 weights and mixed precision: scores agree, the check leaves every weight as it was."""
+    alone, shared = (adapted(make_model("Qwen3").to(dtype)) for _ in range(2))
+    shared = wrapped(shared, how, halves)
+    before = values(shared)
+    expected = scores(alone.to(torch.bfloat16) if halves else alone, list(range(7)))
+    rows = [[0, 1, 2, 3, 4, 5], [6]][rank]
+    # Mixed precision keeps norms and products apart from those of a model in bfloat16 by some roundings.
+    same(scores(shared, rows), expected, rows, 0.5 if halves else 2e-5)
+    after = values(shared)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    given = loss(shared, rows, 2)
+    assert given.loss.dtype == given.logprobs[0].dtype == torch.float32
+    given.loss.backward()
+    found = values(shared, gradients=True)
+    assert found
+    assert all(gradient.isfinite().all() and gradient.any() for name, gradient in found.items() if "lora_B" in name)
