@@ -136,12 +136,18 @@ def _numbers(owner: object, names: re.Pattern) -> list[tuple[str, float]]:
     return [(name, value) for name, value in attributes if not isinstance(value, bool) and names.search(name)]
 
 
+_OWN_HOOKS = (f"{__package__}.probe_mode", f"{__package__}.sharding")
 _NO_CHANGE = "enable_input_require_grads"  # transformers adds a hook of it at every call
 
 
 def _hooks(module: nn.Module) -> list[Any]:
+    """List the hooks that others have put on a module."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return [hook for hook in hooks if _NO_CHANGE not in getattr(hook, "__qualname__", "")]
+    return [
+        hook
+        for hook in hooks
+        if _NO_CHANGE not in getattr(hook, "__qualname__", "") and getattr(hook, "__module__", "") not in _OWN_HOOKS
+    ]
 
 
 def _hook(hook: Any) -> object:

@@ -296,10 +296,11 @@ def packed_hidden(
     """Compute the hidden states (N, H) of the rows that a pack feeds, as the head takes them, by one forward.
 
     Call with tree attention set; checkpointed layers find it again in a backward, whatever other layers run again
-    there. Where processes share the model, all of them run a forward. `staged` is the pack's index arrays if they are on the device already. `attended` collects the name of
-    every attention layer that ran. `store` takes the keys and values of a pack's rows, or provides those of the rows
-    before the pack's first one. `idle` says that processes which share the model have met already. Where Liger's gated MLPs run and layers are not checkpointed, the graph takes one
-    backward, and a second raises `RuntimeError`.
+    there. Where processes share the model, all of them run a forward; `idle` says that they have met already. `staged`
+    is the pack's index arrays if they are on the device already. `attended` collects the name of every attention layer
+    that ran. `store` takes the keys and values of a pack's rows, or provides those of the rows before the pack's first
+    one. Where Liger's gated MLPs run and layers are not checkpointed, the graph takes one backward, and a second raises
+    `RuntimeError`.
     """
     walk = ModelWalk.of(model)
     model = walk.model

@@ -45,3 +45,8 @@ def test_a_layer_that_fails_in_one_process_leaves_none_waiting(how, error, insid
 )
 def test_adapters_and_halves_are_scored_and_no_weight_is_changed_by_the_check(how, halves, dtype):
     sharded.run(2, sharded.adapters, how, halves, dtype)
+
+
+@pytest.mark.parametrize("how", ["FSDP1", "FSDP2, as accelerate"])
+def test_estimators_and_credit_of_two_processes_of_which_one_judges_nothing(how):
+    sharded.run(2, sharded.estimators, how)

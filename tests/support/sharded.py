@@ -20,10 +20,19 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from cfa_kernels import packed_logprobs, packed_policy_loss, score_counterfactuals
+from cfa_kernels import (
+    CounterfactualConfig,
+    counterfactual_credit,
+    packed_logprobs,
+    packed_policy_loss,
+    score_counterfactuals,
+)
+from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.scoring.access import as_access
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, batch, make_model
+from tests.support.models import PLACEHOLDER, batch, batch_of, make_model
+from tests.support.tiny import tiny_model, tiny_tokenizer
 
 SECONDS = 40
 PROMPTS, COMPLETIONS, SPANS, ANSWERS = batch()
@@ -229,3 +238,39 @@ def adapters(rank: int, how: str, halves: bool, dtype: torch.dtype) -> None:
     found = values(shared, gradients=True)
     assert found
     assert all(gradient.isfinite().all() and gradient.any() for name, gradient in found.items() if "lora_B" in name)
+
+
+def estimators(rank: int, how: str) -> None:
+    """Estimators that ask the model several times, one process with nothing to judge; and credit as a whole."""
+    alone, shared = make_model("Qwen3"), wrapped(make_model("Qwen3"), how)
+    rows = [[2, 4], []][rank]  # whose units are disjoint
+    columns = [[column[b] for b in rows] for column in (PROMPTS, COMPLETIONS, SPANS, ANSWERS)]
+
+    def judged(model: nn.Module, estimator: Masking):
+        access = as_access(model)
+        return access.run(lambda: estimator(access, batch_of(model, *columns)).values if rows else [])
+
+    for estimator in (
+        Masking(),
+        Masking(effect="total"),
+        Masking(outcome="mean"),
+        Masking(fill="resampled", samples=2),
+        Masking(approximation="short_branches"),
+        Masking(approximation="knockout"),
+        Masking(preselect=0.5, preselect_by="short_branches"),
+    ):
+        for own, ours in zip(judged(alone, estimator), judged(shared, estimator), strict=True):
+            torch.testing.assert_close(ours, own, atol=5e-5, rtol=0, equal_nan=True)
+    names = tiny_tokenizer().get_vocab()
+    said = torch.tensor([[names[phrase] for phrase in ("3 + 4 = 7. ", "So we add them up. ", "#### 7")]] * 2)
+    asked = torch.tensor([[names[word] for word in ("What", "is", "3", "+", "4", "?")]] * 2)
+    ids = asked, torch.ones_like(asked), said, torch.ones_like(said)
+    for config in (CounterfactualConfig(), CounterfactualConfig(estimator="prefix_gain")):
+        tiny = wrapped(tiny_model(), how)
+        advantages = torch.tensor([1.0, -1.0]) if rank == 0 else torch.zeros(2)
+        expected = counterfactual_credit(tiny_model(), tiny_tokenizer(), *ids, advantages=advantages, config=config)
+        credit = counterfactual_credit(tiny, tiny_tokenizer(), *ids, advantages=advantages, config=config)
+        torch.testing.assert_close(credit.weights, expected.weights, atol=1e-3, rtol=0)
+        assert (credit.weights != 1).any() == (rank == 0)
+    with pytest.raises(NotImplementedError, match="gradients through the model itself, whole in this process"):
+        counterfactual_credit(tiny, tiny_tokenizer(), *ids, config=CounterfactualConfig(estimator="gradient"))
