@@ -30,6 +30,9 @@ class Scored:
     def __init__(self, drops=(-2.0, -1.0), base=0.0, capabilities=(LOGPROBS,)):
         self.drops, self.base, self.capabilities, self.batches = torch.tensor(drops), base, frozenset(capabilities), []
 
+    def run(self, body):
+        return body()
+
     def score(self, batch, *, outcome="logprob"):
         self.batches.append(batch)
         drop = [self.drops[: len(row)] for row in batch.units]
@@ -431,13 +434,17 @@ def test_gradients_judge_every_token_before_the_marker_by_the_model(scored, monk
 
 
 @pytest.mark.parametrize(
-    "config",
-    [{"estimator": "gradient"}, {"approximation": "knockout"}, {"fill": "resampled"}],
+    ("config", "needed"),
+    [
+        ({"estimator": "gradient"}, "gradients through the model itself, whole in this process"),
+        ({"approximation": "knockout"}, "the model itself in this process"),
+        ({"fill": "resampled"}, "the model itself in this process"),
+    ],
     ids=lambda c: next(iter(c)),
 )
-def test_what_needs_the_model_here_says_so_where_it_lies_in_other_processes(scored, config):
+def test_what_needs_the_model_here_says_so_where_it_lies_in_other_processes(scored, config, needed):
     service, (name, value) = LogprobService(lambda *_: []), next(iter(config.items()))
-    with pytest.raises(NotImplementedError, match=f"{name}='{value}': it needs the model itself in this process"):
+    with pytest.raises(NotImplementedError, match=f"{name}='{value}': it needs {needed}"):
         counterfactual_credit(service, Tokenizer(), *ARRAYS, config=CounterfactualConfig(**config))
 
 
