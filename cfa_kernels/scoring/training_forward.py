@@ -4,8 +4,7 @@
 are then read off that one forward. `packed_logprobs` and `packed_policy_loss` do the two usual things in one call.
 """
 
-import numbers
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,12 +14,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..hf.head import Head
-from ..hf.limits import apart_by_length, rope_lengths, rows_per_forward
+from ..hf.limits import rope_lengths, rows_per_forward
 from ..hf.memory import halves, run_in_memory
 from ..hf.model import causal_lm
 from ..hf.model_state import ModelState, Weight
 from ..hf.model_walk import ModelWalk
-from ..hf.ranks import Ranks, Replicas, inside
 from ..hf.sharding import run_inside
 from ..hf.stateful_layers import has_cells
 from ..hf.tree_forward import KeyValueStore, pack_states, packed_hidden, tree_attention_mode, tree_training_mode
@@ -29,10 +27,11 @@ from ..losses.policy import linear_policy_loss
 from ..losses.ragged import LossBatch
 from ..ops.linear_logprob import linear_logprob
 from ..ops.upload import upload
-from ..packing.packs import continue_pack, idle_pack, lay_out
+from ..packing.packs import continue_pack
 from ..packing.prefix_tree import Pack, Query
 from ..span import Span
 from .batch import ScoredBatch, check_columns, checked_ids, packing_order
+from .layout import as_many_as_others, checked_needed, packs_of
 from .masked import (
     CounterfactualScores,
     Read,
@@ -175,74 +174,17 @@ def packed_forward(
         NotImplementedError: a model that cannot be run this way, by name and reason.
     """
     rows = checked_ids(causal, prompts, completions)
-    counts = _checked_needed(needed, [len(completion) for _, completion in rows])
+    counts = checked_needed(needed, [len(completion) for _, completion in rows])
     walk = ModelWalk.of(causal)
     budget = rows_per_forward(walk, token_budget)
     head = check_trainable(walk)
     order = packing_order([prompt for prompt, _ in rows])
     fed: list[_Fed] = []
     with tree_training_mode(walk):
-        upcoming = _packs(rows, counts, walk, order, budget)
-        for pack, members in upcoming if (ranks := inside()) is None else _as_many_as_others(ranks, upcoming):
+        for pack, members in as_many_as_others(packs_of(rows, counts, walk, order, budget)):
             store = KeyValueStore() if keep_states else None
             fed.append(_Fed(pack, members, packed_hidden(walk, pack, store=store), store))
     return PackedForward(causal, head, rows, counts, fed, ModelState(walk) if keep_states else None)
-
-
-def _packs(
-    rows: Sequence[tuple[np.ndarray, np.ndarray]],
-    counts: np.ndarray,
-    walk: ModelWalk,
-    order: Sequence[int],
-    budget: int,
-) -> Iterator[tuple[Pack, list[int]]]:
-    """Lay out what is fed of each row; yield packs with the rows of their queries."""
-    bundles = [_sequence(*rows[b], int(counts[b])) for b in order]
-    lengths = [len(rows[b][0]) + len(rows[b][1]) for b in order]
-    for part in apart_by_length(walk, bundles, lengths, order):
-        groups = _by_prompt(part, [rows[b][0] for b in order])
-        for pack in lay_out([[query for i in group for query in part[i]] for group in groups], budget):
-            yield pack, [order[i] for g in pack.bundles for i in groups[g] if part[i]]
-
-
-def _as_many_as_others(
-    ranks: Ranks | Replicas, packs: Iterable[tuple[Pack, list[int]]]
-) -> list[tuple[Pack, list[int]]]:
-    """Add idle packs where other processes feed more: each must run as many forwards, and their backwards."""
-    own = list(packs)
-    return own + [(idle_pack(), list[int]())] * (ranks.forwards(len(own)) - len(own))
-
-
-def _checked_needed(needed: Sequence[int] | None, lengths: Sequence[int]) -> np.ndarray:
-    """Return how many tokens of each completion are to be fed, (B,) int64."""
-    if needed is None:
-        return np.array(lengths, dtype=np.int64)
-    check_columns(lengths, needed=needed)
-    for b, (count, length) in enumerate(zip(needed, lengths, strict=True)):
-        if isinstance(count, bool) or not isinstance(count, numbers.Integral) or not 0 <= count <= length:
-            raise ValueError(f"needed row {b}: must be a number of tokens from 0 to {length}, got {count!r}")
-    return np.array(needed, dtype=np.int64)
-
-
-def _sequence(prompt: np.ndarray, completion: np.ndarray, count: int) -> list[Query]:
-    """Make the query of a completion's first `count` tokens; none for 0."""
-    if count == 0:
-        return []
-    tokens = np.concatenate([prompt, completion[: count - 1]])
-    return [Query(tokens, len(prompt) - 1, completion[:count], beyond=completion[count - 1 :])]
-
-
-def _by_prompt(bundles: Sequence[Sequence[Query]], prompts: Sequence[np.ndarray]) -> list[list[int]]:
-    """Group the numbers of bundles with queries by prompt; equal prompts are neighbours."""
-    groups: list[list[int]] = []
-    for i, bundle in enumerate(bundles):
-        if not bundle:
-            continue
-        if groups and np.array_equal(prompts[groups[-1][-1]], prompts[i]):
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
 
 
 def _parts(head: Head) -> dict[str, Tensor]:

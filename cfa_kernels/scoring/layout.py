@@ -1,0 +1,69 @@
+"""Lay out whole completions as packs for a forward with gradients."""
+
+import numbers
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from ..hf.limits import apart_by_length
+from ..hf.model_walk import ModelWalk
+from ..hf.ranks import inside
+from ..packing.packs import idle_pack, lay_out
+from ..packing.prefix_tree import Pack, Query
+from .batch import check_columns
+
+
+def packs_of(
+    rows: Sequence[tuple[np.ndarray, np.ndarray]],
+    counts: np.ndarray,
+    walk: ModelWalk,
+    order: Sequence[int],
+    budget: int,
+) -> Iterator[tuple[Pack, list[int]]]:
+    """Lay out what is fed of each row; yield packs with the rows of their queries."""
+    bundles = [_sequence(*rows[b], int(counts[b])) for b in order]
+    lengths = [len(rows[b][0]) + len(rows[b][1]) for b in order]
+    for part in apart_by_length(walk, bundles, lengths, order):
+        groups = _by_prompt(part, [rows[b][0] for b in order])
+        for pack in lay_out([[query for i in group for query in part[i]] for group in groups], budget):
+            yield pack, [order[i] for g in pack.bundles for i in groups[g] if part[i]]
+
+
+def as_many_as_others(packs: Iterable[tuple[Pack, list[int]]]) -> Iterable[tuple[Pack, list[int]]]:
+    """Add idle packs where processes that share the model feed more: each runs as many forwards, and backwards."""
+    if (ranks := inside()) is None:
+        return packs
+    own = list(packs)
+    return own + [(idle_pack(), list[int]())] * (ranks.forwards(len(own)) - len(own))
+
+
+def checked_needed(needed: Sequence[int] | None, lengths: Sequence[int]) -> np.ndarray:
+    """Return how many tokens of each completion are to be fed, (B,) int64."""
+    if needed is None:
+        return np.array(lengths, dtype=np.int64)
+    check_columns(lengths, needed=needed)
+    for b, (count, length) in enumerate(zip(needed, lengths, strict=True)):
+        if isinstance(count, bool) or not isinstance(count, numbers.Integral) or not 0 <= count <= length:
+            raise ValueError(f"needed row {b}: must be a number of tokens from 0 to {length}, got {count!r}")
+    return np.array(needed, dtype=np.int64)
+
+
+def _sequence(prompt: np.ndarray, completion: np.ndarray, count: int) -> list[Query]:
+    """Make the query of a completion's first `count` tokens; none for 0."""
+    if count == 0:
+        return []
+    tokens = np.concatenate([prompt, completion[: count - 1]])
+    return [Query(tokens, len(prompt) - 1, completion[:count], beyond=completion[count - 1 :])]
+
+
+def _by_prompt(bundles: Sequence[Sequence[Query]], prompts: Sequence[np.ndarray]) -> list[list[int]]:
+    """Group the numbers of bundles with queries by prompt; equal prompts are neighbours."""
+    groups: list[list[int]] = []
+    for i, bundle in enumerate(bundles):
+        if not bundle:
+            continue
+        if groups and np.array_equal(prompts[groups[-1][-1]], prompts[i]):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
