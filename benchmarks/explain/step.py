@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, StaticCache
 
@@ -56,13 +57,23 @@ def configuration(model: str) -> PretrainedConfig:
 
 
 def policy_on_meta(config: PretrainedConfig, training: Training, *, float32: bool = False) -> nn.Module:
-    """A policy without memory, in training mode; its weights in bfloat16 or float32, adapters in float32 always."""
+    """A policy without memory, in training mode; its weights in bfloat16 or float32, adapters in float32 always.
+
+    Raises:
+        NotImplementedError: adapters on the weights of experts.
+    """
     with META:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if float32 else torch.bfloat16)
         if training.rank:
             targets = "all-linear" if training.targets == ("all-linear",) else list(training.targets)
             lora = LoraConfig(r=training.rank, lora_alpha=training.rank, target_modules=targets)
-            return get_peft_model(model, lora).train()
+            policy = get_peft_model(model, lora).train()
+            if any(isinstance(module, ParamWrapper) for module in policy.modules()):
+                raise NotImplementedError(
+                    "adapters on experts' weights add to whole weights, which is not counted; name other modules by "
+                    "--targets, such as q_proj k_proj v_proj o_proj"
+                )
+            return policy
     return model.train()
 
 
@@ -133,7 +144,8 @@ def count_decoding(policy: nn.Module, batch: Described, *, merged: bool) -> Coun
             _feed(causal, cache, rows, prompt, seen=size if merged else prompt)
         if not merged:
             _grow(cache, past - 1)
-        with tally.within(DECODE):
+        # `generate` changes how experts run while it decodes.
+        with causal._optimize_model_for_decode(), tally.within(DECODE):
             scores = _feed(causal, cache, rows, 1, seen=size if merged else past)
         with tally.within(DECODE, SAMPLER):
             ids = torch.empty(rows, past, dtype=torch.long, device=META)

@@ -64,6 +64,12 @@ class Counts:
         """Sum the rooflines of operators, one after the other as a device runs them."""
         return sum(rates.seconds(o.flops, o.moved, o.dtype, _share(o, rates)) * n for o, n in self.of(section, *parts))
 
+    def needs(self, rates: Rates, section: str, *parts: str) -> tuple[float, float]:
+        """Sum the seconds of matrix products, and those of memory, as if neither waited for the other."""
+        ran = list(self.of(section, *parts))
+        products = sum(rates.products(o.flops, o.dtype, _share(o, rates)) * n for o, n in ran)
+        return products, sum(o.moved * n for o, n in ran) / rates.bandwidth
+
 
 def _share(operator: Operator, rates: Rates) -> float:
     if operator.part != ATTENTION:
@@ -79,6 +85,7 @@ class Tally(TorchDispatchMode):
         self.counts, self.section = Counts(), ""
         self._inside: list[str] = []
         self._base: set[int] = set()  # memory of weights that adapters leave as they are
+        self._experts: set[int] = set()  # memory of weights that hold one matrix for each expert
         self._made_by: dict[int, str] = {}  # part, by the number of an autograd node
 
     @contextmanager
@@ -98,7 +105,10 @@ class Tally(TorchDispatchMode):
         """Follow which module of `model` runs, and count walks over its modules."""
         adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
         own = [weight for module in adapted for weight in module.get_base_layer().parameters(recurse=False)]
-        self._base = {weight.untyped_storage()._cdata for weight in own}
+        self._base = {_memory(weight) for weight in own}
+        experts = [module for module in model.modules() if hasattr(module, "num_experts")]
+        weights = [weight for module in experts for weight in module.parameters(recurse=False)]
+        self._experts = {_memory(weight) for weight in weights if weight.dim() == 3}
         hooks = [module.register_forward_pre_hook(lambda *_: self._inside.append(ADAPTERS)) for module in adapted]
         hooks += [module.register_forward_hook(lambda *_: self._inside.pop() and None) for module in adapted]
         walk = nn.Module.named_modules
@@ -148,6 +158,8 @@ class Tally(TorchDispatchMode):
             if torch.device(kwargs.get("device") or "meta").type == "cpu":
                 self.counts.waits[self.section] += 1
                 return torch.zeros_like(tensors[0], device="cpu", dtype=kwargs.get("dtype"))
+        if name == "_grouped_mm":
+            return self._product_of_experts(func, args, kwargs)
         found = func(*args, **kwargs)
         results = [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, Tensor)]
         if not any(tensor.is_meta for tensor in results) or not launches(func):
@@ -162,7 +174,7 @@ class Tally(TorchDispatchMode):
         flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=found))
         if func.namespace == "cfa_kernels":
             part = ATTENTION if name.startswith("tree_attention") else HEAD
-        elif flops and any(tensor.untyped_storage()._cdata in self._base for tensor in tensors):
+        elif any(_memory(tensor) in (self._base if flops else self._experts) for tensor in tensors):
             part = GEMM
         elif _is_cache(name, given, results):
             part = CACHE
@@ -171,6 +183,30 @@ class Tally(TorchDispatchMode):
             part = OTHER if part == GEMM and not flops else part
         self.add(name, part, flops, float(moved_bytes(func, args, kwargs, found)), dtype)
         return found
+
+    def _product_of_experts(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Count rows, sorted by expert, times one matrix of each expert, or the gradient of either.
+
+        Rows are taken to spread evenly: as many experts are read as there are rows, at most all. In bfloat16 it is one
+        kernel; in float32 torch waits for how many rows each expert has and runs a product for each.
+        """
+        first, second = args[:2]
+        halves = [x.to(torch.bfloat16) for x in (first, second)]  # the only dtype that runs without memory
+        found: Tensor = func(*halves, *args[2:], **kwargs).to(first.dtype)
+        experts = next(len(x) for x in (first, second, found) if x.dim() == 3)
+        rows = len(first) if second.dim() == 3 else second.shape[1] if first.dim() == 3 else len(second)
+        read = min(rows, experts)
+        flops = 2.0 * first.shape[-2] * first.shape[-1] * second.shape[-1]
+        moved = sum(nbytes([x]) * (read / experts if x.dim() == 3 else 1) for x in (first, second, found))
+        products = 1 if first.dtype == torch.bfloat16 else read
+        self.counts.waits[self.section] += products > 1
+        for _ in range(products):
+            self.add("_grouped_mm", GEMM, flops / products, moved / products, first.dtype)
+        return found
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _is_cache(name: str, given: dict[str, Any], results: list[Tensor]) -> bool:
