@@ -13,8 +13,10 @@ import torch
 from benchmarks.explain.batch import Described, described, real
 from benchmarks.explain.measured import find
 from benchmarks.explain.rates import GPUS, Rates, measured
+from benchmarks.explain.schedule import Parts, real_lengths
+from benchmarks.explain.schedule import markdown as markdown_of_schedules
 from benchmarks.explain.stand_ins import has_liger
-from benchmarks.explain.step import Training, configuration
+from benchmarks.explain.step import Training, configuration, policy_on_meta
 from benchmarks.explain.table import Explained, explain, markdown
 from benchmarks.harness.ceilings import measure_ceilings
 from benchmarks.harness.tables import RESULTS
@@ -47,12 +49,44 @@ def page(options: argparse.Namespace) -> str:
     batch = _batch(options, config.get_text_config().vocab_size)
     name = options.model if options.model in MODELS else Path(options.model).name
     try:
+        if options.schedule:
+            return f"{name}, {training.words}, {batch.words}; {rates.name}.\n\n{_schedules(options, training, rates)}"
         explained = explain(lambda: configuration(options.model), training, batch, rates, most=options.rows)
     except (NotImplementedError, RuntimeError, TypeError) as error:
         raise ValueError(f"{name} ({type(config).__name__}) does not run on tensors without memory: {error}") from error
     trains = f"LoRA r = {options.rank}" if training.rank else "all"
     table = markdown(explained, find(RESULTS, name, options.gpu, trains))
     return f"{_heading(name, training, batch, rates, explained)}\n\n{table}"
+
+
+def _schedules(options: argparse.Namespace, training: Training, rates: Rates) -> str:
+    """Make the table of `schedule`, for lengths that are equal and for GSM8K's, up to `--longest`.
+
+    Raises:
+        ValueError: options that it does not follow.
+    """
+    if options.mixed != 1 or options.lengths != "equal":
+        raise ValueError("--schedule works on every group and has both lengths: leave --mixed and --lengths out")
+    config = configuration(options.model)
+    policy, vocabulary = policy_on_meta(config, training), config.get_text_config().vocab_size
+    mean, longest = options.completion, options.longest or options.completion
+    equal = [[mean] * options.group] * options.problems
+    real = real_lengths(options.problems, options.group, mean, longest)
+
+    def shape(problems: int, group: int, longest: int) -> Described:
+        return described(
+            problems, group, prompt=options.prompt, completion=mean, spans=options.spans, mixed=1.0, longest=longest,
+            vocabulary=vocabulary,
+        )  # fmt: skip
+
+    columns = {
+        "equal lengths": (equal, True),
+        "GSM8K's, padded": (real, True),
+        "GSM8K's, those that go on": (real, False),
+    }
+    return markdown_of_schedules(
+        {name: Parts.of(policy, shape, lengths, rates, padded=padded) for name, (lengths, padded) in columns.items()}
+    )
 
 
 def write(file: Path, command: str, text: str) -> None:
@@ -119,5 +153,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--targets", nargs="+", default=["all-linear"], help="modules with an adapter")
     made.add_argument("--rows", type=int, help="most of a training forward; default: what half of free memory holds")
     made.add_argument("--write", type=Path, metavar="PAGE", help="also into a page, in place of its earlier table")
+    made.add_argument("--schedule", action="store_true", help="instead: the step with work on groups as they end")
     made.add_argument("--full", action="store_true", help="train all weights")
     return made

@@ -41,8 +41,11 @@ class Rates:
 
     def seconds(self, flops: float, moved: float, dtype: torch.dtype, share: float = 1.0) -> float:
         """Roofline of one operator: the longest of its products, its bytes and a launch."""
-        rate = self.float32 if dtype in (torch.float32, torch.float64) else self.halves
-        return max(flops / (rate * share), moved / self.bandwidth, self.launch)
+        return max(self.products(flops, dtype, share), moved / self.bandwidth, self.launch)
+
+    def products(self, flops: float, dtype: torch.dtype, share: float = 1.0) -> float:
+        """Seconds of matrix products only."""
+        return flops / ((self.float32 if dtype in (torch.float32, torch.float64) else self.halves) * share)
 
 
 def _of_data_sheet(name: str, halves: float, float32: float, bandwidth: float, memory: float, sheet: str) -> Rates:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3MoeConfig
 
 from benchmarks.explain import command, measured, table
 from benchmarks.explain.batch import described
@@ -29,7 +30,7 @@ from benchmarks.explain.step import (
     count_update,
     policy_on_meta,
 )
-from benchmarks.explain.tally import ADAPTERS, ATTENTION, GEMM, HEAD, HEADS, SAMPLER, Counts, Operator
+from benchmarks.explain.tally import ADAPTERS, ATTENTION, GEMM, HEAD, HEADS, SAMPLER, Counts, Operator, Tally
 from benchmarks.harness.workloads import MODELS, policy
 from cfa_kernels import linear_logprob, linear_policy_loss, packed_policy_loss, score_counterfactuals
 from cfa_kernels.hf.model import causal_lm
@@ -205,6 +206,66 @@ def test_a_decoded_token_reads_the_weights_once_and_every_key():
         assert counts.total("moved", DECODE, ATTENTION) == tokens * keys + queries
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def of_experts(training, **changes):
+    dense, own = tiny().to_dict(), Qwen3MoeConfig().to_dict()
+    shape = {
+        name: value for name, value in dense.items() if name in own and name not in ("model_type", "architectures")
+    }
+    return policy_on_meta(Qwen3MoeConfig(**(shape | EXPERTS)), training, **changes)
+
+
+def products_of_experts(config, rows):
+    return 2.0 * rows * 2 * 3 * config.hidden_size * 32 * config.num_hidden_layers
+
+
+def test_products_of_experts_count_with_the_base_weights():
+    """Every row goes through two of eight: two products, of which the first makes gates and ups."""
+    batch, attention = described(2, 2, **SHAPE), Training(4, ("q_proj", "v_proj"))
+    model, config = of_experts(attention), tiny()
+    counts, _ = count_update(model, batch, MEMORY, fused=True)
+    heads, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    dense = 2.0 * config.hidden_size * (2 * heads + 2 * kv + 8) * config.num_hidden_layers
+    assert counts.total("flops", FORWARD, GEMM) == dense * ROWS + products_of_experts(config, ROWS)
+    found = [operator for operator, _ in counts.of(FORWARD, GEMM) if operator.name == "_grouped_mm"]
+    every = 8 * config.hidden_size * 32  # numbers of all experts' gates, or ups, or downs
+    assert sorted(o.moved for o in found) == sorted(
+        2 * (n * every + 2 * ROWS * (config.hidden_size + n * 32)) for n in (1, 2)
+    )
+    decoded = count_decoding(model, batch, merged=True)
+    head = 2.0 * config.hidden_size * config.vocab_size
+    assert decoded.total("flops", DECODE, GEMM) == (dense + head) * 4 + products_of_experts(config, 4)
+    # Copies of the weights that each row asks for, as `generate` has them, and their products.
+    assert decoded.total("moved", DECODE, GEMM) > 3 * 4 * 2 * 3 * config.hidden_size * 32 * 2 * config.num_hidden_layers
+
+
+def test_experts_in_float32_take_a_product_each_and_in_training_two_more():
+    counts, _ = count_update(of_experts(Training(0), float32=True), described(2, 2, **SHAPE), MEMORY, fused=False)
+    config = tiny()
+    for section, times in ((FORWARD, 1), (BACKWARD, 2)):
+        ran = [(o, n) for o, n in counts.of(section, GEMM) if o.name == "_grouped_mm"]
+        assert sum(n for _, n in ran) == times * 2 * 8 * config.num_hidden_layers
+        assert sum(o.flops * n for o, n in ran) == times * products_of_experts(config, ROWS)
+    assert counts.waits[FORWARD] == 2 * config.num_hidden_layers
+
+
+def test_experts_that_few_rows_choose_from_are_not_all_read():
+    tally, weights = Tally(), torch.empty(8, 16, 32, device="meta", dtype=torch.bfloat16)
+    rows = torch.empty(3, 16, device="meta", dtype=torch.bfloat16)
+    with tally.within(FORWARD), tally:
+        nn.functional.grouped_mm(rows, weights, offs=torch.empty(8, device="meta", dtype=torch.int32))
+    ((operator, _),) = tally.counts.of(FORWARD)
+    assert operator.flops == 2 * 3 * 16 * 32
+    assert operator.moved == 2 * (3 * 16 + 3 * 16 * 32 + 3 * 32)
+
+
+def test_adapters_on_experts_are_refused_with_what_to_do():
+    with pytest.raises(NotImplementedError, match=r"adapters on experts' weights .* --targets, such as q_proj"):
+        of_experts(Training(4))
+
+
 def test_walks_over_modules_are_counted_where_they_happen(counted):
     counts, _ = counted[False]
     assert counts.visits[FORWARD] > 0
@@ -280,6 +341,7 @@ def test_what_was_measured_stands_beside_and_says_of_which_rows(tmp_path, explai
         (["--spans", "40"], "spans=40 of 12 tokens do not fit in 216"),
         (["--mixed", "2"], "mixed must be"),
         (["--longest", "10"], "longest must be at least"),
+        (["--schedule", "--mixed", "0.5"], "leave --mixed and --lengths out"),
     ],
 )
 def test_what_cannot_be_described_is_refused(given, message, capsys):
@@ -313,9 +375,11 @@ def test_a_table_takes_the_place_of_the_one_by_the_same_command(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_pages_table_is_what_the_command_prints():
+def test_the_pages_tables_are_what_the_commands_print():
     text = PAGE.read_text("utf-8")
-    ((given, shown),) = re.findall(r"<!-- python -m benchmarks step (.*?) -->\n(.*?)<!-- end -->", text, re.DOTALL)
-    assert command.page(command.parser().parse_args(given.split())) == shown
-    share = shown.splitlines()[-1].split(" | ")[-2].replace("%", " %")
+    tables = re.findall(r"<!-- python -m benchmarks step (.*?) -->\n(.*?)<!-- end -->", text, re.DOTALL)
+    assert len(tables) == 3
+    for given, shown in tables:
+        assert command.page(command.parser().parse_args(given.split())) == shown
+    share = tables[0][1].splitlines()[-1].split(" | ")[-2].replace("%", " %")
     assert f"credit\nis {share} where every group is mixed" in text
