@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from cfa_kernels import ScoredBatch, TrainingForward
+from cfa_kernels.hf import model_state
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.model_state import ModelState
 from cfa_kernels.hf.verify import check_head
@@ -156,6 +157,25 @@ def test_under_a_head_that_stays_they_are_those_of_the_forward_however_its_adapt
     sum(row.sum() for row in before).backward()
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1.0).step()
     assert all(map(torch.equal, forward.logprobs(), before))
+
+
+def test_the_state_is_read_once_by_a_forward_that_is_continued_and_once_by_what_continues_it(monkeypatch):
+    """Not by a forward that is not, and not again while one call runs, in which weights do not change."""
+    reads, read = [], model_state._read
+    monkeypatch.setattr(model_state, "_read", lambda model: reads.append(model) or read(model))
+    causal = causal_lm(adapted())
+    packed_forward(causal, PROMPTS, COMPLETIONS)
+    assert not reads
+    forward = forward_of(causal)
+    assert len(reads) == 1
+    drops(forward)
+    assert len(reads) == 2
+    forward.query_logprobs(
+        causal, [[Query(torch.cat([PROMPTS[0], COMPLETIONS[0]]).numpy(), 8, COMPLETIONS[0][:2].numpy())]]
+    )
+    assert len(reads) == 3
+    forward.policy_loss(LossBatch.of(COMPLETIONS, None, torch.ones(2)))
+    assert len(reads) == 3  # the head is looked at by itself
 
 
 def test_buffers_that_a_checkpoint_holds_count_and_others_do_not():
