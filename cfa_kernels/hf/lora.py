@@ -114,7 +114,7 @@ class _Ops:
                 out = adapted_linear(*given)
         else:
             out = adapted_linear(*given)
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], out.shape[-1])  # also of no rows
 
     def _split(self, layer: nn.Module, read: _Layer, dtype: torch.dtype) -> AdapterParts:
         kept, down, up = self._parts.get((layer, read.scale)), read.down.weight, read.up.weight

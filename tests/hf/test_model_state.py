@@ -159,6 +159,13 @@ def test_under_a_head_that_stays_they_are_those_of_the_forward_however_its_adapt
     assert all(map(torch.equal, forward.logprobs(), before))
 
 
+def test_a_query_that_reads_only_rows_of_the_forward_runs_adapters_on_none_of_its_own():
+    forward = forward_of(adapted())
+    query = Query(torch.cat([PROMPTS[0], COMPLETIONS[0]]).numpy(), 8, COMPLETIONS[0][:2].numpy())
+    ((found,),), work = forward.query_logprobs(forward.causal, [[query]])
+    assert (len(found), work.tokens_fed) == (2, 1)
+
+
 def test_the_state_is_read_once_by_a_forward_that_is_continued_and_once_by_what_continues_it(monkeypatch):
     """Not by a forward that is not, and not again while one call runs, in which weights do not change."""
     reads, read = [], model_state._read
