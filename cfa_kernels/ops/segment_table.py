@@ -130,9 +130,10 @@ class SegmentTable:
         return int((position + 1 - reach.oldest_visible(position)).sum())
 
     def work_list(self, tokens_per_tile: int, first_row: int = 0) -> np.ndarray:
-        """Return (W, 2) int32: segment and first token of every query tile, those with most keys first.
+        """Return (W, 5) int32: segment and first token of every query tile, those with most keys first.
 
-        Segments that start before `first_row` have none.
+        A segment is its four numbers in `segments`, so that a program reads all five at once. Segments that start
+        before `first_row` have none.
         """
         tiles = np.where(self.row_start < first_row, 0, -(-self.length // tokens_per_tile))
         segment = np.repeat(np.arange(len(self.length), dtype=np.int32), tiles)
@@ -140,19 +141,16 @@ class SegmentTable:
         first = (ordinal * tokens_per_tile).astype(np.int32)
         keys = self.context_length[segment] + first
         order = np.argsort(-keys, kind="stable")
-        return np.stack([segment[order], first[order]], axis=1)
+        return np.column_stack([self.segments.numpy()[segment], first])[order]
 
-    def on_device(
-        self, device: torch.device, tokens_per_tile: int, first_row: int = 0
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `(work list (W, 2), segments (S, 4), context_rows (C,))` on `device`, copied once a stream and kept.
+    def on_device(self, device: torch.device, tokens_per_tile: int, first_row: int = 0) -> tuple[Tensor, Tensor]:
+        """Return `(work_list (W, 5), context_rows (C,))` on `device`, copied once a stream and kept.
 
-        The work list is of segments from `first_row` on. A segment's four numbers are row_start, length,
-        context_start, context_length.
+        The work list is of segments from `first_row` on.
         """
         key = (device, stream_of(device), tokens_per_tile, first_row)
         if key not in self._on_device:
-            parts = [self.work_list(tokens_per_tile, first_row), self.segments.numpy(), self.context_rows]
+            parts = [self.work_list(tokens_per_tile, first_row), self.context_rows]
             self._on_device[key] = upload(parts, device)
         return self._on_device[key]
 

@@ -18,7 +18,7 @@ from .attention_options import AttentionRule, Reach
 from .dispatch import architecture, resolve_backend
 from .operator_arguments import arguments_of
 from .segment_table import SegmentTable
-from .tree_attention_backward import load_columns, stride_unit, tree_attention_backward_triton
+from .tree_attention_backward import load_columns, stride_unit, tile_rows, tree_attention_backward_triton
 from .triton_math import LOG2E, tanh
 from .tuning import column_blocks, tuned
 
@@ -179,17 +179,9 @@ def _attend_reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, rule: At
     return (probs.to(q.dtype) @ v)[0].transpose(0, 1)
 
 
-@triton.jit
-def _tile_rows(o_m, first, stop, i_head, GROUP: tl.constexpr):
-    """Return whether rows `o_m` of a tile have a token, the token, at most `stop - 1`, and the query head."""
-    o_m = o_m.to(tl.uint32)  # whose division by a group that is not a power of two takes the fewest registers
-    o_token = first + (o_m // GROUP).to(tl.int32)
-    return o_token < stop, tl.minimum(o_token, stop - 1), i_head * GROUP + (o_m % GROUP).to(tl.int32)
-
-
 @triton.jit(do_not_specialize=["first_query_row"])
 def tree_attention_kernel(
-    p_q, p_k, p_v, p_sinks, p_out, p_lse, p_work, p_segments, p_context,
+    p_q, p_k, p_v, p_sinks, p_out, p_lse, p_work, p_context,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
     scale, softcap, span, first_query_row,
     STRIDE_UNIT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -207,19 +199,18 @@ def tree_attention_kernel(
     WITH_LSE, p_lse (N, H) takes the logarithm, to base 2, of a row's sum of exponentials, sink included. Strides
     count STRIDE_UNIT elements.
     """
-    i_work = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1).to(tl.int64)
-    i_segment = tl.load(p_work + i_work * 2).to(tl.int64)
-    first = tl.load(p_work + i_work * 2 + 1)
-    first_again = tl.load(p_work + i_work * 2 + 1, volatile=True)
-    row_start = tl.load(p_segments + i_segment * 4)
-    length = tl.load(p_segments + i_segment * 4 + 1)
-    p_context += tl.load(p_segments + i_segment * 4 + 2).to(tl.int64)
-    context_length = tl.load(p_segments + i_segment * 4 + 3)
+    p_work += tl.program_id(0).to(tl.int64) * 5
+    row_start = tl.load(p_work)
+    length = tl.load(p_work + 1)
+    p_context += tl.load(p_work + 2).to(tl.int64)
+    context_length = tl.load(p_work + 3)
+    first = tl.load(p_work + 4)
+    first_again = tl.load(p_work + 4, volatile=True)
 
     # Tile rows beyond the last token repeat it, so that every row sees a key; they are not stored.
     stop = tl.minimum(first + BLOCK_M // GROUP, length)
-    m_token, o_token, o_head = _tile_rows(tl.arange(0, BLOCK_M), first, stop, i_head, GROUP)
+    m_token, o_token, o_head = tile_rows(tl.arange(0, BLOCK_M), first, stop, i_head, GROUP)
     o_row = (row_start - first_query_row + o_token).to(tl.int64)
     o_query = context_length + o_token
     oldest = context_length + first
@@ -291,7 +282,7 @@ def tree_attention_kernel(
     # Worked out once more, from a number that the compiler cannot know to be 0: kept through the loop, they take
     # registers that two programs on a multiprocessor do not have.
     o_m = tl.arange(0, BLOCK_M) + (first_again - first)
-    m_token, o_token, o_head = _tile_rows(o_m, first, stop, i_head, GROUP)
+    m_token, o_token, o_head = tile_rows(o_m, first, stop, i_head, GROUP)
     o_row = (row_start - first_query_row + o_token).to(tl.int64)
     if HAS_SINKS:
         b_sum += tl.exp2(tl.load(p_sinks + o_head).to(tl.float32) * LOG2E - b_max)
@@ -395,14 +386,14 @@ def tree_attention_op(
     )  # fmt: skip
     sinks = None if sinks is None else sinks.contiguous()
     tokens = options["BLOCK_M"] // options["GROUP"]
-    work, device_segments, device_rows = table.on_device(q.device, tokens, first_query_row)
+    work, device_rows = table.on_device(q.device, tokens, first_query_row)
     out = torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2] if with_lse else (0,), dtype=torch.float32, device=q.device)
     strides = [stride for x in (q, k, v, out) for stride in x.stride()[:2]]
     unit = stride_unit(strides)
     with torch.cuda.device_of(q):
         tree_attention_kernel[(work.shape[0], k.shape[1])](
-            q, k, v, sinks, out, lse if with_lse else None, work, device_segments, device_rows,
+            q, k, v, sinks, out, lse if with_lse else None, work, device_rows,
             *(stride // unit for stride in strides),
             scale, softcap or 0.0, rule.reach.span, first_query_row, STRIDE_UNIT=unit, **options,
         )  # fmt: skip

@@ -51,6 +51,14 @@ def load_columns(p_rows, o_d, DIM: tl.constexpr, STOP: tl.constexpr, WIDEN: tl.c
 
 
 @triton.jit
+def tile_rows(o_m, first, stop, i_head, GROUP: tl.constexpr):
+    """Return whether rows `o_m` of a tile have a token, the token, at most `stop - 1`, and the query head."""
+    o_m = o_m.to(tl.uint32)  # whose division by a group that is not a power of two takes the fewest registers
+    o_token = first + (o_m // GROUP).to(tl.int32)
+    return o_token < stop, tl.minimum(o_token, stop - 1), i_head * GROUP + (o_m % GROUP).to(tl.int32)
+
+
+@triton.jit
 def _load_rows(p_rows, COLUMN: tl.constexpr):
     """Load what `p_rows` point to; with COLUMN as a column, whose loads are spread over lanes like a matrix's."""
     if COLUMN:
@@ -83,7 +91,7 @@ def _probabilities(b_s, b_lse, visible, scale, softcap, HAS_SOFTCAP: tl.constexp
 
 @triton.jit
 def query_gradient_kernel(
-    p_q, p_k, p_v, p_out, p_by_out, p_lse, p_delta, p_by_q, p_work, p_segments, p_context,
+    p_q, p_k, p_v, p_out, p_by_out, p_lse, p_delta, p_by_q, p_work, p_context,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh, n_heads,
     scale, softcap, span,
     STRIDE_UNIT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -97,29 +105,25 @@ def query_gradient_kernel(
     depend on the rest of the pack either. `p_out`, `p_lse`, `p_delta` and `p_by_q` are contiguous. Strides count
     STRIDE_UNIT elements.
     """
-    i_work = tl.program_id(0).to(tl.int64)
     i_head = tl.program_id(1).to(tl.int64)
-    i_segment = tl.load(p_work + i_work * 2).to(tl.int64)
-    first = tl.load(p_work + i_work * 2 + 1)
-    row_start = tl.load(p_segments + i_segment * 4).to(tl.int64)
-    length = tl.load(p_segments + i_segment * 4 + 1)
-    p_context += tl.load(p_segments + i_segment * 4 + 2).to(tl.int64)
-    context_length = tl.load(p_segments + i_segment * 4 + 3)
+    p_work += tl.program_id(0).to(tl.int64) * 5
+    row_start = tl.load(p_work)
+    length = tl.load(p_work + 1)
+    p_context += tl.load(p_work + 2).to(tl.int64)
+    context_length = tl.load(p_work + 3)
+    first = tl.load(p_work + 4)
+    first_again = tl.load(p_work + 4, volatile=True)
 
     # Tile rows beyond the last token repeat it, so that every row sees a key; they are not stored.
     stop = tl.minimum(first + BLOCK_M // GROUP, length)
-    o_m = tl.arange(0, BLOCK_M)
-    m_token = first + o_m // GROUP < stop
-    o_token = tl.minimum(first + o_m // GROUP, stop - 1)
-    o_head = i_head * GROUP + o_m % GROUP
-    o_row = row_start + o_token
+    m_token, o_token, o_head = tile_rows(tl.arange(0, BLOCK_M), first, stop, i_head, GROUP)
+    o_row = (row_start + o_token).to(tl.int64)
     o_entry = o_row * n_heads + o_head
     o_query = context_length + o_token
     oldest = context_length + first
     high = context_length + stop
     low = 0
     if HAS_WINDOW:
-        o_first = o_query - span + 1
         low = tl.maximum(oldest - span + 1, 0) // BLOCK_N * BLOCK_N
     if HAS_CHUNK:
         o_first = o_query // span * span
@@ -140,25 +144,32 @@ def query_gradient_kernel(
     b_acc = tl.zeros([BLOCK_M, KEY_BLOCK], tl.float32)
 
     # Row numbers come one block ahead: loads of keys and values then depend only on registers and can be pipelined.
+    shift = row_start - context_length
     o_next = low + tl.arange(0, BLOCK_N)
     b_next = tl.load(p_context + o_next, mask=o_next < context_length, other=0)
     for start in range(low, high, BLOCK_N):
         o_key = start + tl.arange(0, BLOCK_N)
         o_next = o_key + BLOCK_N
-        b_own = row_start + (tl.minimum(o_key, high - 1) - context_length)
-        b_row = tl.where(o_key < context_length, b_next.to(tl.int64), b_own)
+        b_row = tl.where(o_key < context_length, b_next, shift + tl.minimum(o_key, high - 1)).to(tl.int64)
         b_next = tl.load(p_context + o_next, mask=o_next < context_length, other=0)
         b_k = load_columns(p_k + b_row[:, None] * stride_kt * STRIDE_UNIT, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_v = load_columns(p_v + b_row[:, None] * stride_vt * STRIDE_UNIT, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN)
         b_by_p = tl.dot(b_by_out, tl.trans(b_v), input_precision=PRECISION)
-        visible = o_key[None, :] <= o_query[:, None]
-        if HAS_WINDOW or HAS_CHUNK:
+        b_age = o_query[:, None] - o_key[None, :]  # for both bounds: one more number a row would not fit the registers
+        visible = b_age >= 0
+        if HAS_WINDOW:
+            visible = visible & (b_age < span)
+        if HAS_CHUNK:
             visible = visible & (o_key[None, :] >= o_first[:, None])
         b_p, b_slope = _probabilities(b_s, b_lse[:, None], visible, scale, softcap, HAS_SOFTCAP, LOG2E)
-        b_by_s = b_p * (b_by_p - b_delta[:, None]) * b_slope
+        b_by_s = b_p * b_slope * (b_by_p - b_delta[:, None])
         b_acc = tl.dot(_round(b_by_s, p_k, WIDEN), b_k, b_acc, input_precision=PRECISION)
 
+    # Worked out once more, as the forward does, for two programs on a multiprocessor.
+    o_m = tl.arange(0, BLOCK_M) + (first_again - first)
+    m_token, o_token, o_head = tile_rows(o_m, first, stop, i_head, GROUP)
+    o_entry = (row_start + o_token).to(tl.int64) * n_heads + o_head
     p_by_q += o_entry[:, None] * KEY_DIM
     b_by_q = (b_acc * scale).to(p_by_q.dtype.element_ty)
     tl.store(p_by_q + o_dk[None, :], b_by_q, mask=m_token[:, None] & (o_dk < KEY_DIM)[None, :])
@@ -376,7 +387,7 @@ def tree_attention_backward_triton(
     keys_per_tile, tokens = by_key[0]["BLOCK_N"], max(QUERY_ROWS_PER_PROGRAM * key_heads // heads, 1)
     width = by_key[0]["KEY_BLOCK"] + by_key[0]["VALUE_BLOCK"]
     most_parts = PARTIAL_SUM_BYTES // (4 * key_heads * keys_per_tile * width)
-    work, segments, context_rows = table.on_device(q.device, by_query["BLOCK_M"] // by_query["GROUP"])
+    work, context_rows = table.on_device(q.device, by_query["BLOCK_M"] // by_query["GROUP"])
     key_work, splits, seers, n_parts = table.key_work_on_device(q.device, keys_per_tile, tokens, rule.reach, most_parts)
     by_q, by_k, by_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
@@ -387,7 +398,7 @@ def tree_attention_backward_triton(
     numbers = (rule.scale, rule.softcap or 0.0, rule.reach.span)
     with torch.cuda.device_of(q):
         query_gradient_kernel[(work.shape[0], key_heads)](
-            q, k, v, out, by_out, lse, delta, by_q, work, segments, context_rows, *strides, heads, *numbers,
+            q, k, v, out, by_out, lse, delta, by_q, work, context_rows, *strides, heads, *numbers,
             STRIDE_UNIT=unit, **by_query,
         )  # fmt: skip
         for options in by_key:

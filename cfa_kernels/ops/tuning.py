@@ -66,6 +66,7 @@ TUNED: dict[str, tuple[Tuned, ...]] = {
         Tuned("sm_90", "*", _tile(128, 32, 8, 3)),
         Tuned("*", "*", _tile(64, 64, 8, 2)),
     ),
+    # On Hopper the forward's tiles, for the same reason.
     "query_gradient_kernel": (
         Tuned("*", "float32", _tile(16, 16, 4, 3), widest=128, group=16),
         Tuned("*", "float32", _tile(16, 16, 4, 2), group=16),
@@ -75,6 +76,8 @@ TUNED: dict[str, tuple[Tuned, ...]] = {
         Tuned("hip", "*", _tile(64, 16, 4, 1)),
         Tuned("sm_8*", "*", _tile(128, 64, 8, 3), widest=64),
         Tuned("sm_8*", "*", _tile(128, 32, 8, 3), widest=128),
+        Tuned("sm_90", "*", _tile(64, 32, 4, 3, maxnreg=128), widest=64, group=64),
+        Tuned("sm_90", "*", _tile(128, 32, 8, 3, maxnreg=128), widest=128, group=128),
         Tuned("*", "*", _tile(128, 64, 8, 3), widest=128),
         Tuned("sm_90", "*", _tile(128, 32, 8, 2)),
         Tuned("sm_100", "*", _tile(64, 32, 4, 2)),

@@ -28,7 +28,7 @@ def case(
     constexprs = launch_options(architecture, dtype, *dims, group, **features)
     compiler = {name: constexprs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constexprs}
     signature = {f"p_{name}": f"*{NAMES[dtype]}:16" for name in ("q", "k", "v", "out")}
-    signature |= dict.fromkeys(("p_work", "p_segments", "p_context"), "*i32:16") | {"scale": "fp32", "softcap": "fp32"}
+    signature |= dict.fromkeys(("p_work", "p_context"), "*i32:16") | {"scale": "fp32", "softcap": "fp32"}
     signature |= {"first_query_row": "i32"}
     if features.get("sinks"):
         signature |= {"p_sinks": "*bf16:16"}

@@ -196,12 +196,10 @@ def test_the_work_list_covers_every_row_once_with_the_longest_tiles_first(rows, 
     work = table.work_list(tokens_per_tile)
     covered = sorted(
         row
-        for segment, first in work.tolist()
-        for row in range(
-            table.row_start[segment] + first,
-            table.row_start[segment] + min(first + tokens_per_tile, table.length[segment]),
-        )
+        for row_start, length, _, _, first in work.tolist()
+        for row in range(row_start + first, row_start + min(first + tokens_per_tile, length))
     )
     assert covered == list(range(table.num_rows))
-    keys = table.context_length[work[:, 0]] + work[:, 1]
+    assert {tuple(entry[:4]) for entry in work.tolist()} == {tuple(entry) for entry in table.segments.tolist()}
+    keys = work[:, 3] + work[:, 4]
     assert (np.diff(keys) <= 0).all()
