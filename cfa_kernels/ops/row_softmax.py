@@ -170,9 +170,17 @@ def row_gradients_reference(
 
 
 @triton.jit
-def load_logits(p_logits, p_bias, o_v, m_v, stride_v, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """Load some logits of a row in fp32 after bias and softcap, -inf outside the mask, and the cap's slope."""
-    b_z = tl.load(p_logits + o_v.to(tl.int64) * stride_v, mask=m_v, other=float("-inf")).to(tl.float32)
+def load_logits(
+    p_logits, p_bias, o_v, m_v, stride_v, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """Load some logits of a row in fp32 after bias and softcap, -inf outside the mask, and the cap's slope.
+
+    LAST: nobody here reads them again, so that they are the first to leave the L2 cache.
+    """
+    p_some = p_logits + o_v.to(tl.int64) * stride_v
+    eviction: tl.constexpr = "evict_first" if LAST else ""
+    b_z = tl.load(p_some, mask=m_v, other=float("-inf"), eviction_policy=eviction).to(tl.float32)
     if HAS_BIAS:
         b_z += tl.load(p_bias + o_v, mask=m_v, other=0.0).to(tl.float32)
     b_slope = 1.0
@@ -222,13 +230,13 @@ def row_sums(
     b_tilt = tl.zeros([LANES], tl.float32)  # sum of (z - max) * exp((z - max) / temperature)
     if V % VECTOR != 0:
         o_rest, m_rest = row_rest(V, BLOCK, VECTOR)
-        b_rest, _slope = load_logits(p_logits, p_bias, o_rest, m_rest, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP)
+        b_rest, _slope = load_logits(p_logits, p_bias, o_rest, m_rest, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP, False)
         b_max = tl.maximum(b_max, b_rest)
         b_sum = tl.exp2(b_rest - b_max)  # 1, or 0 where there is no logit, or nan
     n_tiles = tl.cdiv(V, BLOCK)
     for i in range(0, n_tiles):
         o_v, m_v = row_tile(n_tiles - 1 - i, V, BLOCK, VECTOR)
-        b_z, _ = load_logits(p_logits, p_bias, o_v, m_v, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP)
+        b_z, _ = load_logits(p_logits, p_bias, o_v, m_v, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP, False)
         b_new = tl.maximum(b_max, tl.max(b_z, 1))
         b_gap = b_max - b_new
         b_decay = tl.exp2(b_gap * factor)
@@ -262,7 +270,7 @@ def target_logprob(
     logits, one warp could read it when another has overwritten it.
     """
     valid = (target >= 0) & (target < V)
-    chosen, _ = load_logits(p_logits, p_bias, target, valid, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP)
+    chosen, _ = load_logits(p_logits, p_bias, target, valid, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP, False)
     chosen = tl.where(valid, chosen, float("nan"))
     row_max, log_sum, entropy = row_sums(
         p_logits, p_bias, V, stride_v, inv_temperature, softcap,
@@ -277,10 +285,10 @@ def write_zeros(p_gradient, V, stride_v, BLOCK: tl.constexpr, VECTOR: tl.constex
     b_zero = tl.zeros([BLOCK // VECTOR, VECTOR], p_gradient.dtype.element_ty)
     for i in range(0, tl.cdiv(V, BLOCK)):
         o_v, m_v = row_tile(i, V, BLOCK, VECTOR)
-        tl.store(p_gradient + o_v.to(tl.int64) * stride_v, b_zero, mask=m_v)
+        tl.store(p_gradient + o_v.to(tl.int64) * stride_v, b_zero, mask=m_v, eviction_policy="evict_first")
     o_rest, m_rest = row_rest(V, BLOCK, VECTOR)
     b_zero_rest = tl.zeros([BLOCK // VECTOR], p_gradient.dtype.element_ty)
-    tl.store(p_gradient + o_rest.to(tl.int64) * stride_v, b_zero_rest, mask=m_rest)
+    tl.store(p_gradient + o_rest.to(tl.int64) * stride_v, b_zero_rest, mask=m_rest, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -289,8 +297,11 @@ def _write_some(
     row_max, log2_sum, factor, softcap, prob_coeff, label_coeff, entropy_coeff,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Do `write_gradient` for some columns; `near` is whether the target may be one of them."""
-    b_z, b_slope = load_logits(p_logits, p_bias, o_v, m_v, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP)
+    """Do `write_gradient` for some columns; `near` is whether the target may be one of them.
+
+    Logits and gradient leave the L2 cache before the logits of other rows, which are yet to be read a second time.
+    """
+    b_z, b_slope = load_logits(p_logits, p_bias, o_v, m_v, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP, True)
     b_log2p = (b_z - row_max) * factor - log2_sum
     b_p = tl.exp2(b_log2p)
     b_gradient = b_p * prob_coeff
@@ -302,7 +313,7 @@ def _write_some(
     if OVERLAPS:
         tl.debug_barrier()
     p_some = p_gradient + o_v.to(tl.int64) * stride_gv
-    tl.store(p_some, b_gradient.to(p_gradient.dtype.element_ty), mask=m_v)
+    tl.store(p_some, b_gradient.to(p_gradient.dtype.element_ty), mask=m_v, eviction_policy="evict_first")
 
 
 @triton.jit
