@@ -24,7 +24,7 @@ class Rates:
         bandwidth: bytes read and written per second.
         memory: bytes.
         attention, attention_backward: share of `halves` that tree attention reaches at completions of some 200 tokens.
-            From the timing model of its machine code on sm_90: 223 to 253 TFLOP/s forward, 111 backward, of 720.
+            From the timing model of its machine code on sm_90: 223 to 253 TFLOP/s forward, 152 backward, of 720.
         launch: seconds that the shortest kernel keeps the device busy, also within a CUDA graph.
         source: where the rates come from.
     """
@@ -36,7 +36,7 @@ class Rates:
     memory: float
     source: str
     attention: float = 0.32
-    attention_backward: float = 0.155
+    attention_backward: float = 0.21
     launch: float = 2e-6
 
     def seconds(self, flops: float, moved: float, dtype: torch.dtype, share: float = 1.0) -> float:
