@@ -445,21 +445,21 @@ def test_a_counter_of_operations_counts_the_pairs_of_rows_that_see_each_other(op
 
 
 MUTANTS = {
-    "delta of the queries": ("b_p * (b_by_p - b_delta[:, None])", "b_p * b_by_p"),
+    "delta of the queries": ("b_slope * (b_by_p - b_delta[:, None])", "b_slope * b_by_p"),
     "delta of the keys": ("b_p * (b_by_p - b_delta[None, :])", "b_p * b_by_p"),
     "slope of the softcap": ("b_slope = 1.0 - b_s * b_s", "b_slope = 1.0"),
     "log-sum-exp": ("b_s * factor - b_lse", "b_s * factor"),
     "scale of the queries' gradient": ("(b_acc * scale)", "b_acc"),
     "scale of the keys' gradient": ("(b_by_k * scale)", "b_by_k"),
     "scale of the keys' partial sums": ("b_by_k * scale)\n", "b_by_k)\n"),
-    "causality of the queries": ("o_key[None, :] <= o_query[:, None]", "o_key[None, :] <= high"),
+    "causality of the queries": ("visible = b_age >= 0", "visible = b_age >= -999"),
     "causality of the keys": ("b_limit = tl.where(o_query < own, o_query + 1, b_limit)", "b_limit = b_limit + 999"),
     "cut of a seer": ("mask=m_listed, other=0) - first", "mask=m_listed, other=0)"),
     "end of the queries": ("b_limit = tl.where(o_query < end, b_limit, 0)", ""),
-    "window of the queries": ("(o_key[None, :] >= o_first[:, None])", "(o_key[None, :] >= 0)"),
+    "window of the queries": ("(b_age < span)", "(b_age < 999)"),
     "window of the keys": ("(position + o_n)[:, None] > (b_at - span)[None, :]", "(position + o_n)[:, None] >= 0"),
     "position of a seer": ("b_position = tl.where(o_query < own, b_position, ", "b_position = b_position + 0 * ("),
-    "query heads of a key head": ("i_head * GROUP + o_m % GROUP", "i_head * GROUP"),
+    "query heads of a key head": ("i_head * GROUP + (o_m % GROUP).to(tl.int32)", "i_head * GROUP + o_token * 0"),
     "partial sums": ("for _ in range(count)", "for _ in range(1)"),
     "sinks": ("-(share * delta)", "(share * delta)"),
 }
