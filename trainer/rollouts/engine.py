@@ -6,7 +6,12 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+from cfa_kernels.losses.off_policy import open_choice, sampling_gaps
+from cfa_kernels.scoring.training_forward import packed_logprobs
 
 
 @dataclass(frozen=True)
@@ -18,7 +23,8 @@ class Rollouts:
         completion_ids, completion_mask: (B, T) int64; the end-of-text token is the last one the mask counts.
         truncated: (B,) bool, completions that were cut off at the length limit.
         texts: B decoded completions without special tokens.
-        logprobs: (B, T) fp32, nats: what the sampler gave each token (before nucleus truncation); None if greedy.
+        logprobs: (B, T) fp32, nats: what the sampler gave each token; None if greedy.
+        nucleus: least probability of the tokens that `logprobs` are normalised over: 1 for the whole vocabulary.
     """
 
     prompt_ids: Tensor
@@ -28,6 +34,29 @@ class Rollouts:
     truncated: Tensor
     texts: list[str]
     logprobs: Tensor | None
+    nucleus: float = 1.0
+
+    @classmethod
+    def of(
+        cls, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, ends: Sequence[int],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> "Rollouts":  # fmt: skip
+        """Read completions (B, T), without log-probs, up to their first end token each; pads what follows it."""
+        mask, truncated = mask_after_end(completion_ids, ends)
+        completion_ids = torch.where(mask.bool(), completion_ids, tokenizer.pad_token_id)
+        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        return cls(prompt_ids, prompt_mask, completion_ids, mask, truncated, texts, None)
+
+    @classmethod
+    def padded(
+        cls, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], ends: Sequence[int],
+        tokenizer: PreTrainedTokenizerBase, device: torch.device,
+    ) -> "Rollouts":  # fmt: skip
+        """Lay lists of token ids out on `device`, as `of` reads them."""
+        batch = tokenizer.pad({"input_ids": [list(row) for row in prompts]}, return_tensors="pt", padding_side="left")
+        rows = pad_sequence([torch.tensor(row) for row in completions], True, tokenizer.pad_token_id)  # type: ignore[arg-type]
+        batch = batch.to(device)
+        return cls.of(batch["input_ids"], batch["attention_mask"], rows.to(device), ends, tokenizer)
 
     def ids(self) -> list[list[int]]:
         """B unpadded completions."""
@@ -69,6 +98,26 @@ class Engine(Protocol):
                 message names prompts and the first such token.
         """
         ...
+
+    def weights_changed(self) -> None:
+        """Learn that the policy has changed since the last call; PyTorch does not count what fused optimizers write."""
+
+
+@torch.no_grad()
+def gap_to_policy(
+    model: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], sampled: Sequence[Tensor]
+) -> float:
+    """Measure how far log-probs of B completions, (t,) at temperature 1, are from the policy's, as `trainer.checks`."""
+    rows = [[torch.tensor(row) for row in part] for part in (prompts, completions)]
+    theirs, ours = torch.cat([row.cpu() for row in sampled]), torch.cat(list(packed_logprobs(model, *rows))).cpu()  # type: ignore[arg-type]
+    return float(sampling_gaps(theirs, ours).sum() / open_choice(theirs).sum())
+
+
+def end_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """List tokens that end a completion: the model may know several, the tokenizer names one."""
+    ends = model.generation_config.eos_token_id  # type: ignore[union-attr]
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    return sorted({*ends, tokenizer.eos_token_id} - {None})
 
 
 def keyed_uniforms(keys: Sequence[Sequence[int]], length: int) -> Tensor:

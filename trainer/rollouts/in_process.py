@@ -1,6 +1,7 @@
 """Complete prompts with transformers' `generate`, in the process that trains and from its weights."""
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import CompileConfig, LogitsProcessorList, PreTrainedModel, Pr
 from cfa_kernels.hf.liger import fused_modules
 from cfa_kernels.hf.model import causal_lm
 from trainer.precision import frozen_copy
-from trainer.rollouts.engine import Rollouts, keyed_uniforms, mask_after_end
+from trainer.rollouts.engine import Rollouts, end_ids, keyed_uniforms
 from trainer.rollouts.merged import CannotMerge, merged_adapters
 from trainer.rollouts.sampling import FiniteScores, KeyedSampler
 from trainer.rollouts.settings import RolloutSettings
@@ -82,6 +83,9 @@ class TransformersEngine:
         if self._model is not self._policy:
             for rounded, weight in zip(self._model.parameters(), self._policy.parameters(), strict=True):
                 rounded.copy_(weight)
+
+    def weights_changed(self) -> None:
+        """Do nothing: the policy's own weights sample."""
 
     def _can_merge(self, settings: RolloutSettings) -> bool:
         try:
@@ -161,24 +165,23 @@ def generate(
             max_new_tokens=max_completion_length,
             logits_processor=LogitsProcessorList([scores, sampler] if sampler else [scores]),
             do_sample=False,
-            eos_token_id=_end_ids(model, tokenizer),
+            eos_token_id=end_ids(model, tokenizer),
             pad_token_id=tokenizer.pad_token_id,
             **special,
         )
     finally:
         model.train(training)
     completion_ids = sequences[:count, prompt_ids.shape[1] :]
-    completion_mask, truncated = mask_after_end(completion_ids, _end_ids(model, tokenizer))
-    _require_finite(torch.stack(scores.finite, 1)[:count], completion_mask, names)
-    completion_ids = torch.where(completion_mask.bool(), completion_ids, tokenizer.pad_token_id)
-    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    logprobs = torch.stack(sampler.logprobs, 1)[:count] * completion_mask if sampler else None
-    return Rollouts(
-        prompt_ids[:count], prompt_mask[:count], completion_ids, completion_mask, truncated, texts, logprobs
+    rollouts = Rollouts.of(
+        prompt_ids[:count], prompt_mask[:count], completion_ids, end_ids(model, tokenizer), tokenizer
     )
+    require_finite(torch.stack(scores.finite, 1)[:count], rollouts.completion_mask, names)
+    if sampler is None:
+        return rollouts
+    return dataclasses.replace(rollouts, logprobs=torch.stack(sampler.logprobs, 1)[:count] * rollouts.completion_mask)
 
 
-def _require_finite(finite: Tensor, mask: Tensor, names: Sequence[str] | None) -> None:
+def require_finite(finite: Tensor, mask: Tensor, names: Sequence[str] | None) -> None:
     """Raise `FloatingPointError` naming the rows of `finite` (B, T) with a False that `mask` counts."""
     broken = ~finite & mask.bool()
     if broken.any():
@@ -188,10 +191,3 @@ def _require_finite(finite: Tensor, mask: Tensor, names: Sequence[str] | None) -
             f"{', '.join(called[:_NAMES_SHOWN])} ({len(rows)} of {len(mask)}): the model's logits are not finite "
             f"(in {called[0]} from token {int(broken[rows[0]].int().argmax())} on)"
         )
-
-
-def _end_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a completion: the model may know several, the tokenizer names one."""
-    ends = model.generation_config.eos_token_id  # type: ignore[union-attr]
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    return sorted({*ends, tokenizer.eos_token_id} - {None})

@@ -46,11 +46,17 @@ class KeyedSampler(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores (B, V) in; 0 at the drawn token and -inf elsewhere out."""
         position = len(self.logprobs)
-        scores = scores.float() if self._temperature == 1 else scores.float() / self._temperature
-        logprobs = torch.log_softmax(scores, -1)  # before the nucleus
-        token = drawn(scores, logprobs, self._uniforms[:, position : position + 1], self._top_p)
-        self.logprobs.append(logprobs.gather(1, token).squeeze(1))
-        return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
+        token, logprobs = picked(scores, self._uniforms[:, position : position + 1], self._temperature, self._top_p)
+        self.logprobs.append(logprobs)
+        return torch.full_like(scores, -torch.inf, dtype=torch.float32).scatter_(1, token, 0.0)
+
+
+def picked(scores: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
+    """Draw from scores (B, V) by `uniforms` (B, 1): tokens (B, 1), and log-probs (B,) before the nucleus, in fp32."""
+    scores = scores.float() if temperature == 1 else scores.float() / temperature
+    logprobs = torch.log_softmax(scores, -1)
+    token = drawn(scores, logprobs, uniforms, top_p)
+    return token, logprobs.gather(1, token).squeeze(1)
 
 
 def drawn(scores: Tensor, logprobs: Tensor, uniforms: Tensor, top_p: float) -> Tensor:
