@@ -32,6 +32,7 @@ TESTING = [
     "pytest-timeout>=2.3",
     "hypothesis>=6.100",
     "setuptools>=77",
+    "requests>=2.32",
 ]
 
 setup(
@@ -51,6 +52,7 @@ setup(
         "verl": ["verl>=0.9.1"],
         "openrlhf": ["openrlhf>=0.11.2"],
         "trainer": TRAINER,
+        "vllm": [*TRAINER, "trl[vllm]>=1.16,<1.17", "requests>=2.32"],
         # aligntune, a contender of the benchmarks, pins an older trl: pip install --no-deps aligntune
         "bench": [*TRL, *TRAINER, *TESTING, "captum>=0.8", "lm-eval>=0.4.9"],
         "test": [*TRL, *TRAINER, *TESTING],

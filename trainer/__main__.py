@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     try:
         train(trainer)
-    except FloatingPointError as problem:
+    except (FloatingPointError, ConnectionError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
     return 0

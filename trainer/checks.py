@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from cfa_kernels.hf.limits import refuse_length_dependent_rope
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.verify import check_trainable, noise_floor
+from cfa_kernels.losses.off_policy import open_choice, sampling_gaps
 from trainer.config import TrainConfig
-from trainer.microbatch import MicroBatch, Pass
+from trainer.microbatch import ByRow, MicroBatch, Pass
 
 # Nats by which rounding moves logits between sampling token by token and one forward over whole rows, on average;
 # several times what was seen on models of 4 to 24 layers (float32 6e-6, bfloat16 0.07). On the embedded model in
@@ -62,17 +63,24 @@ def require_finite(done: Pass, policy: nn.Module) -> None:
         raise FloatingPointError(f"samples {micro.rows.tolist()}: gradient{where} is not finite")
 
 
-def sampling_metrics(done: Pass) -> dict[str, Tensor]:
-    """Measure how far generation's log-probs are from those of a pass, under TRL's names."""
-    gap = torch.cat(_gaps(done.micro, done.logprobs))[torch.cat(done.micro.mask).bool()]
-    return {"sampling/sampling_logp_difference/mean": gap.mean(), "sampling/sampling_logp_difference/max": gap.max()}
+def sampling_metrics(done: Pass, ratios: ByRow) -> dict[str, Tensor]:
+    """Measure how far generation's log-probs are from those of a pass, and what corrects it, under TRL's names."""
+    counted = torch.cat(done.micro.mask).bool()
+    gap = torch.cat(_gaps(done.micro, done.logprobs))[counted]
+    found = {"sampling/sampling_logp_difference/mean": gap.mean(), "sampling/sampling_logp_difference/max": gap.max()}
+    if ratios:
+        ratio = torch.cat([ratios[b] for b in done.micro.rows.tolist()])[counted]
+        figures = {"min": ratio.min(), "mean": ratio.mean(), "max": ratio.max()}
+        found |= {f"sampling/importance_sampling_ratio/{name}": figure for name, figure in figures.items()}
+    return found
 
 
 def checked_sampling_gap(passes: Sequence[Pass], policy: nn.Module, config: TrainConfig) -> float:
     """Measure how far log-probs are from those a batch was sampled with, nats, and hold it to `sampling_gap_limit`.
 
     To be asked before the first optimizer step on the batch, while the policy is the one that sampled. The gap is the
-    mean of |sampled - found| over counted tokens, each weighed by how probably it could have come out otherwise.
+    mean of |sampled - found| over counted tokens, each weighed by how probably it could have come out otherwise; what
+    normalising over the sampler's nucleus explains is no gap.
 
     Args:
         passes: those of the batch, on the host.
@@ -86,11 +94,12 @@ def checked_sampling_gap(passes: Sequence[Pass], policy: nn.Module, config: Trai
     by_row: dict[int, float] = {}
     gap_sum = choice_sum = 0.0
     for done in passes:
-        micro, gaps = done.micro, _gaps(done.micro, done.logprobs)
-        for row, gap, choice in zip(micro.rows.tolist(), gaps, _open_choice(micro), strict=True):
+        micro, found = done.micro, _gaps(done.micro, done.logprobs, done.micro.nucleus)
+        for row, gap, sampled, mask in zip(micro.rows.tolist(), found, micro.sampled_logprobs, micro.mask, strict=True):
+            choice = (open_choice(sampled) * mask).sum()
             gap_sum += float(gap.sum())
-            choice_sum += float(choice.sum())
-            by_row[row] = float(gap.sum() / choice.sum())
+            choice_sum += float(choice)
+            by_row[row] = float(gap.sum() / choice)
     mean = gap_sum / choice_sum
     if mean <= limit:
         return mean
@@ -112,18 +121,9 @@ def sampling_gap_limit(config: TrainConfig, model: nn.Module) -> float:
     return max(_ROUNDING.get(dtype, _ROUNDING_OF_OTHERS) for dtype in dtypes) / min(config.temperature, 1.0)
 
 
-def _gaps(micro: MicroBatch, logprobs: Sequence[Tensor]) -> list[Tensor]:
+def _gaps(micro: MicroBatch, logprobs: Sequence[Tensor], nucleus: float = 1.0) -> list[Tensor]:
     """b tensors (t,): how far `logprobs` are from those sampled with, nats; 0 where nothing counts."""
     return [
-        torch.where(mask.bool(), (sampled - found).abs(), 0.0)
+        torch.where(mask.bool(), sampling_gaps(sampled, found, nucleus), 0.0)
         for sampled, found, mask in zip(micro.sampled_logprobs, logprobs, micro.mask, strict=True)
     ]
-
-
-def _open_choice(micro: MicroBatch) -> list[Tensor]:
-    """b tensors (t,): how probably each counted token could have come out otherwise, and a little more.
-
-    Logits that are off by x move a token's log-prob by some x (1 - p): near-certain tokens hide any error. The
-    little keeps those of probability 1 from dividing rounding by nothing.
-    """
-    return [(1 - x.exp() + 1e-3) * mask for x, mask in zip(micro.sampled_logprobs, micro.mask, strict=True)]

@@ -34,7 +34,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
         "epsilon", "epsilon_high", "beta", "weight_decay", "warmup_steps", "log_completions",
     )),
     "positive and finite": (lambda value: 0 < value < float("inf"), (
-        "learning_rate", "temperature", "max_grad_norm", "max_sampling_gap",
+        "learning_rate", "temperature", "max_grad_norm", "max_sampling_gap", "importance_sampling_clip_max",
     )),
     "finite": (lambda value: abs(value) < float("inf"), ("correct_threshold",)),
 }  # fmt: skip
@@ -129,8 +129,11 @@ class TrainConfig(CorrectionSettings, RolloutSettings, CreditSettings, DataConfi
     max_sampling_gap: float | None = None
     """Largest gap, in nats, between the log-probs a batch was sampled with and those its first update computes; a run
     with a larger one stops, because one of the two is wrong. It is a mean over tokens, each weighed by the probability
-    of another in its place. By default what rounding explains: 0.02 in float32, 0.3 in bfloat16 and mixed, over the
-    temperature if that is below 1."""
+    of another in its place, less what normalising over the nucleus explains. By default what rounding explains: 0.02
+    in float32, 0.3 in bfloat16 and mixed, over the temperature if that is below 1."""
+    importance_sampling_clip_max: float | None = None
+    """Correct the loss for the engine's log-probs: each token's policy term is multiplied by its probability in the
+    update over the one it was sampled with, at most this much (TRL: token_truncate, 3.0). By default it is not."""
     max_prompt_length: int | None = None
     """Longest prompt in tokens; a longer one is an error. By default what the model's context leaves."""
     max_completion_length: int = 512
@@ -196,6 +199,7 @@ class TrainConfig(CorrectionSettings, RolloutSettings, CreditSettings, DataConfi
             )
         self.counterfactual()  # checks the settings of credit
         self.check_corrections(self.num_generations)
+        self.check_engine(self.rollout_engine)
 
     @property
     def precision(self) -> Precision:

@@ -19,6 +19,7 @@ from cfa_kernels.hf.liger import runs_fused
 from cfa_kernels.hf.limits import default_token_budget
 from cfa_kernels.hf.memory import halves
 from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.losses.off_policy import truncated_ratios
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.scoring.access import TrainingForward
 from cfa_kernels.scoring.training_forward import PackedForward, packed_forward, packed_logprobs
@@ -39,6 +40,7 @@ class MicroBatch:
     mask: list[Tensor]  # b tensors (t,): what the loss counts
     advantages: Tensor  # (b,)
     sampled_logprobs: list[Tensor]  # b tensors (t,)
+    nucleus: float = 1.0  # least probability of the tokens that they are normalised over
     share: float = 1.0  # of the loss of the micro-batch that it is a part of, where the denominator is its own
 
     @property
@@ -68,6 +70,18 @@ class MicroBatch:
             ref_logprobs=self.of(reference), compute_entropy=True,
             importance_sampling_level=config.importance_sampling_level,
         )  # fmt: skip
+
+    def corrected(self, credited: "Credited", forward: PackedForward, ratios: ByRow, config: TrainConfig) -> "Credited":
+        """Multiply weights by `ratios` to the sampling engine; the first forward fills them, before a step."""
+        if config.importance_sampling_clip_max is None:
+            return credited
+        if int(self.rows[0]) not in ratios:
+            with torch.no_grad():
+                found = forward.logprobs(config.temperature)
+            assert isinstance(found, list)
+            own = truncated_ratios(on_host(found), self.sampled_logprobs, config.importance_sampling_clip_max)
+            ratios |= by_row([self], own)
+        return credited._replace(weights=[w * r for w, r in zip(credited.weights, self.of(ratios) or [], strict=True)])
 
     def of(self, by_row: ByRow) -> list[Tensor] | None:
         """Pick b tensors (t,) of those of a batch; None where there are none."""
@@ -143,6 +157,7 @@ def micro_batches(
             mask=[mask[b, : lengths[b]] for b in part],
             advantages=advantages[part],
             sampled_logprobs=[rollouts.logprobs[b, : lengths[b]] for b in part],
+            nucleus=rollouts.nucleus,
         )
         for part in parts
     ]

@@ -7,7 +7,7 @@ from transformers import get_scheduler, set_seed
 
 from cfa_kernels.hf.model import causal_lm, context_length
 from trainer.checkpoints import Reference, load_policy, save_policy
-from trainer.checks import require_supported
+from trainer.checks import require_supported, sampling_gap_limit
 from trainer.config import TrainConfig
 from trainer.data import encode_prompts, train_and_eval_rows
 from trainer.evaluate import evaluate
@@ -48,7 +48,7 @@ def set_up(config: TrainConfig) -> Trainer:
     )
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, config.max_steps)
     reference = Reference(policy) if config.beta else None
-    engine = engine_for(policy, tokenizer, config, config.precision)
+    engine = engine_for(policy, tokenizer, config, config.precision, sampling_gap_limit(config, policy))
     trainer = Trainer(
         config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
         held_out_prompts,

@@ -92,7 +92,8 @@ def update(
     its loss with the weights that follow. Raises `FloatingPointError` for a log-prob or gradient that is not finite,
     and for log-probs that are not those the batch was sampled with.
     """
-    config, policy, metrics, old = trainer.config, trainer.policy, Averages(), dict[int, Tensor]()
+    config, policy, metrics = trainer.config, trainer.policy, Averages()
+    old, ratios = dict[int, Tensor](), dict[int, Tensor]()  # by the number of the completion
     rollouts, mask, advantages = to_host(rollouts), mask.cpu(), advantages.cpu()
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     given = unpadded(weights, rollouts.completion_mask)
@@ -106,7 +107,8 @@ def update(
         """Do all of a micro-batch before its backward, which may start again in halves."""
         with config.precision.autocast():  # of one micro-batch: it keeps the weights that it has cast
             forward = micro.forward(policy, config, keep_states=credits.needs_states(micro))
-            batch = micro.loss_batch(credits.of(micro, forward), old, reference, config)
+            credited = micro.corrected(credits.of(micro, forward), forward, ratios, config)
+            batch = micro.loss_batch(credited, old, reference, config)
             options = {**config.loss_options, **totals, "compute_entropy": True, "validate": False}
             return micro, forward.policy_loss(batch, config.temperature, **options)
 
@@ -115,7 +117,7 @@ def update(
         for done in passes:
             require_finite(done, policy)
             if iteration == 0:  # the policy is the one that sampled
-                metrics.add(sampling_metrics(done), done.micro.tokens)
+                metrics.add(sampling_metrics(done, ratios), done.micro.tokens)
             metrics.add(done.metrics, done.micro.tokens)
         parts = [done.micro for done in passes]  # cut where the device had no memory for them
         if iteration == 0 and passes:
@@ -123,6 +125,7 @@ def update(
             old |= by_row(parts, [row for done in passes for row in done.logprobs])
         torch.nn.utils.clip_grads_with_norm_(trained(trainer), config.max_grad_norm, norm)
         trainer.optimizer.step()
+        trainer.engine.weights_changed()
         loss = sum((done.loss.item() for done in passes), 0.0)
         metrics.add({"loss": loss, "grad_norm": passes[-1].norm if passes else norm})
     policy.eval()

@@ -14,6 +14,7 @@ from trainer.config import DataConfig, TrainConfig
 from trainer.embedded.warmup import WarmupConfig
 from trainer.experimental.settings import CorrectionSettings
 from trainer.rollouts import RolloutSettings
+from trainer.rollouts.vllm.settings import VllmSettings
 
 
 def settings(*argv: str, kind=TrainConfig):
@@ -78,7 +79,7 @@ def test_settings_written_to_a_file_read_back_the_same(tmp_path) -> None:
 @pytest.mark.parametrize("kind", [TrainConfig, WarmupConfig])
 def test_every_setting_is_documented(kind) -> None:
     texts = {field.name: field.metadata["help"] for field in fields(kind) if "help" in field.metadata}
-    for part in (DataConfig, CorrectionSettings, RolloutSettings, kind):
+    for part in (DataConfig, CorrectionSettings, VllmSettings, RolloutSettings, kind):
         if not issubclass(kind, part):
             continue
         texts |= option_docs(part)
@@ -115,6 +116,16 @@ def test_help_shows_the_documentation_and_the_default(capsys) -> None:
         (["--w_min", "5"], "w_min must not exceed w_max, got 5.0 and 4.0"),
         (["--w_answer", "-1"], "w_answer must be finite and at least 0, got -1.0"),
         (["--epsilon", "-0.2"], "epsilon must be at least 0, got -0.2"),
+        (["--importance_sampling_clip_max", "0"], "importance_sampling_clip_max must be positive and finite, got 0.0"),
+        (["--vllm_server_base_url", "http://gpu:1"], "vllm_server_base_url: rollout_engine=transformers does not read"),
+        (
+            ["--rollout_engine=continuous", "--rollout_cache=static"],
+            "rollout_cache: rollout_engine=continuous does not",
+        ),
+        (["--rollout_engine=vllm", "--merge_adapters=never"], "merge_adapters: rollout_engine=vllm does not read it"),
+        (["--rollout_engine=vllm", "--rollout_cache=static"], "rollout_cache: rollout_engine=vllm does not read it"),
+        (["--rollout_engine=vllm", "--vllm_server_base_url=gpu:1"], "vllm_server_base_url must begin with http://"),
+        (["--rollout_engine=vllm", "--vllm_request_timeout=0"], "vllm_request_timeout must be positive and finite"),
         (["--config", "no_such_file.yaml"], "no_such_file.yaml"),
     ],
 )

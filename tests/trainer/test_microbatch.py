@@ -1,5 +1,6 @@
 """Micro-batches: which rows are fed, and that their log-probs are those they were sampled with."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -130,3 +131,27 @@ def test_one_sample_of_wrong_log_probs_is_the_one_named(trainer, rollouts) -> No
     found = [x - 2.0 * (b == 5) for b, x in enumerate(part.logprobs(trainer.policy, settings("--temperature=1")))]
     with pytest.raises(FloatingPointError, match=r"^samples \[5\]: .* in sample 5, and max_sampling_gap is 0.0"):
         checked_sampling_gap([Pass(part, torch.ones(()), torch.ones(()), {}, found)], trainer.policy, config)
+
+
+def test_the_correction_multiplies_the_policy_term_by_the_truncated_ratio(fresh) -> None:
+    """Over two iterations: the ratio is that of the first, while the policy is the one that sampled."""
+    argv = ("--max_sampling_gap=1000", "--num_iterations=2", "--max_grad_norm=1e9")
+    plain, correcting = fresh(*argv), fresh(*argv, "--importance_sampling_clip_max=1.5")
+    rollouts = sample(plain, [0], temperature=plain.config.temperature, max_completion_length=24)
+    mask, advantages = rollouts.completion_mask, advantages_of(rollouts)
+    shift = torch.tensor([0.0, 0.2, -0.2, 1.0])[torch.arange(mask.shape[1]) % 4]  # nats
+    shifted = replace(rollouts, logprobs=(rollouts.logprobs - shift) * mask)
+
+    def updated(trainer, rollouts, **options) -> tuple[torch.Tensor, dict[str, float]]:
+        trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 1e-3)
+        before = torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
+        _, metrics = update(trainer, 1, rollouts, mask, advantages, **options)
+        return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()]) - before, metrics
+
+    weights = 0.5 + torch.rand(mask.shape, generator=torch.Generator().manual_seed(0))
+    expected, _ = updated(plain, rollouts, weights=weights * shift.exp().clamp(max=1.5))
+    found, metrics = updated(correcting, shifted, weights=weights)
+    assert expected.any()
+    assert (found - expected).norm() <= 1e-3 * expected.norm()
+    assert metrics["sampling/importance_sampling_ratio/max"] == pytest.approx(1.5)
+    assert metrics["sampling/importance_sampling_ratio/min"] == pytest.approx(math.exp(-0.2), rel=1e-3)

@@ -11,19 +11,31 @@ from trainer.precision import Precision
 from trainer.rollouts.engine import Engine, Rollouts
 from trainer.rollouts.in_process import TransformersEngine, generate
 from trainer.rollouts.settings import RolloutSettings
+from trainer.rollouts.vllm.engine import VllmEngine
 
-__all__ = ["Engine", "RolloutSettings", "Rollouts", "TransformersEngine", "engine_for", "generate"]
-
-ENGINES = {"transformers": TransformersEngine}
+__all__ = ["Engine", "RolloutSettings", "Rollouts", "TransformersEngine", "VllmEngine", "engine_for", "generate"]
 
 
 def engine_for(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings, precision: Precision
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: RolloutSettings,
+    precision: Precision,
+    max_gap: float,
 ) -> Engine:
-    """Set up the engine that `rollout_engine` names, for a policy and its tokenizer; it multiplies as `precision` does.
+    """Set up the engine that `rollout_engine` names, for a policy; it multiplies as `precision` does.
+
+    `max_gap` is what rounding explains of the distance between its log-probs and the policy's, nats.
 
     Raises:
         ValueError: the settings ask for what the engine or the model cannot do; the message names the setting.
+        ImportError, ConnectionError, NotImplementedError: a server cannot be used; the message says why.
     """
     dtype = precision.products if precision.is_mixed else None
-    return ENGINES[settings.rollout_engine](model, tokenizer, settings, dtype=dtype)
+    if settings.rollout_engine == "continuous":
+        from trainer.rollouts.continuous.engine import ContinuousEngine  # not in every transformers
+
+        return ContinuousEngine(model, tokenizer, settings, max_gap, dtype)
+    if settings.rollout_engine == "vllm":
+        return VllmEngine(model, tokenizer, settings, max_gap)
+    return TransformersEngine(model, tokenizer, settings, dtype=dtype)

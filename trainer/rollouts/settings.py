@@ -3,13 +3,16 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer.rollouts.vllm.settings import VllmSettings
+
 
 @dataclass
-class RolloutSettings:
+class RolloutSettings(VllmSettings):
     """How completions are sampled, in training and in evaluation alike."""
 
-    rollout_engine: Literal["transformers"] = "transformers"
-    """What samples: transformers' generate, in the training process."""
+    rollout_engine: Literal["transformers", "continuous", "vllm"] = "transformers"
+    """What samples: transformers' generate or its continuous batching, in the training process, or a vLLM server,
+    reached through TRL's client."""
     merge_adapters: Literal["auto", "always", "never"] = "auto"
     """Merge adapters into the weights while sampling; the weights come back to the bit. Where they cannot be merged
     (quantised or tied weights, an adapter that PEFT does not merge), auto samples with them beside the weights and says

@@ -44,16 +44,16 @@ class ContinuousEngine(TransformersEngine):
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings, limit: float = math.inf
-    ) -> None:
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings, limit: float = math.inf,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         """See that `model` runs over a paged cache, and that its log-probs there are its own.
 
         Raises:
             ValueError: it does not, or they are more than `limit` nats away.
         """
-        super().__init__(
-            model, tokenizer, RolloutSettings(merge_adapters=settings.merge_adapters, rollout_cache="dynamic")
-        )
+        given = RolloutSettings(merge_adapters=settings.merge_adapters, rollout_cache="dynamic")
+        super().__init__(model, tokenizer, given, dtype=dtype)
         name, prompt = type(causal_lm(model)).__name__, tokenizer("What is 3 + 4? Add 3 and 4.")["input_ids"]
         try:
             shown = self([prompt, prompt[:-2]], max_completion_length=16, keys=[(0, 0), (0, 1)])
@@ -80,6 +80,7 @@ class ContinuousEngine(TransformersEngine):
         names: Sequence[str] | None = None,
     ) -> Rollouts:
         """Complete prompts as `Engine` says."""
+        self._round()
         causal, ends = causal_lm(self._model), end_ids(self._model, self._tokenizer)
         device = next(self._model.parameters()).device
         draws = None if keys is None else keyed_uniforms(keys, max_completion_length).to(device)
