@@ -104,16 +104,16 @@ class ContinuousEngine(TransformersEngine):
             found = _completed(causal, config, sampler, prompts, max_completion_length, ends)
         rollouts = Rollouts.padded(prompts, found, ends, self._tokenizer, device)
         length = rollouts.completion_ids.shape[1]
-        require_finite(sampler.finite[:, :length], rollouts.completion_mask, names)
+        require_finite(sampler.finite[:-1, :length], rollouts.completion_mask, names)
         if draws is None:
             return rollouts
-        return dataclasses.replace(rollouts, logprobs=sampler.logprobs[:, :length] * rollouts.completion_mask)
+        return dataclasses.replace(rollouts, logprobs=sampler.logprobs[:-1, :length] * rollouts.completion_mask)
 
 
 class _Picks(ContinuousBatchingLogitsProcessor):
     """Turns each row of scores into the one token that is picked, by the place of its draw: row times length and token.
 
-    Keeps log-probs (B, T) and whether scores were numbers (B, T) at the same places.
+    Keeps log-probs (B + 1, T) and whether scores were numbers (B + 1, T) at the same places.
     """
 
     supported_kwargs = {"row": int}  # noqa: RUF012 (declared so by its base)
@@ -123,12 +123,13 @@ class _Picks(ContinuousBatchingLogitsProcessor):
         self, rows: int, length: int, uniforms: Tensor | None, temperature: float, top_p: float, device: torch.device
     ) -> None:
         self._length, self._uniforms, self._options = length, uniforms, (temperature, top_p)
-        self.logprobs = torch.zeros(rows, length, device=device)
-        self.finite = torch.ones(rows, length, dtype=torch.bool, device=device)
+        self._nowhere = rows * length  # the place of rows that pick nothing: prompts that are fed in parts
+        self.logprobs = torch.zeros(rows + 1, length, device=device)
+        self.finite = torch.ones(rows + 1, length, dtype=torch.bool, device=device)
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
-        """Fill places of rows that are padding."""
-        int32_tensor.fill_(0)
+        """Give rows that pick nothing a place of their own."""
+        int32_tensor.fill_(self._nowhere)
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
         """Give the place of each request's next draw; one that started anew holds its tokens in its prompt."""
@@ -145,7 +146,8 @@ class _Picks(ContinuousBatchingLogitsProcessor):
         self.finite.view(-1)[place] = scores.amax(-1).isfinite()
         if self._uniforms is None:
             return scores
-        token, logprobs = picked(scores, self._uniforms.view(-1)[place][:, None], *self._options)
+        uniforms = self._uniforms.view(-1)[place.clamp(max=self._nowhere - 1)]
+        token, logprobs = picked(scores, uniforms[:, None], *self._options)
         self.logprobs.view(-1)[place] = logprobs
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
 

@@ -51,7 +51,16 @@ def test_a_completion_ends_at_its_first_end_and_makes_way_for_the_next(monkeypat
     assert len(end_ids(model, tokenizer())) > 3
     assert len(set(expected.completion_mask.sum(1).tolist())) > 1
     assert found.ids() == expected.ids()
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-6, atol=1e-6)
     assert torch.equal(found.truncated, expected.truncated)
+
+
+def test_a_prompt_that_is_fed_in_parts_writes_over_no_others_log_probs(monkeypatch) -> None:
+    model = tiny()
+    expected = TransformersEngine(model, tokenizer(), RolloutSettings())(PROMPTS * 3, **MANY)
+    engine = continuous.ContinuousEngine(model, tokenizer(), RolloutSettings())
+    monkeypatch.setattr(continuous, "_FORWARD", 1)  # 12 tokens at once, of prompts of 33
+    torch.testing.assert_close(engine(PROMPTS * 3, **MANY).logprobs, expected.logprobs, rtol=1e-6, atol=1e-6)
 
 
 def test_log_probs_that_are_not_the_policys_are_refused_by_name(monkeypatch) -> None:
