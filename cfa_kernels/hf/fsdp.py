@@ -72,6 +72,12 @@ def give_back(root: Any) -> None:
             root.reset_iter_state()
 
 
+def announce_head(root: Any, causal: PreTrainedModel) -> None:
+    """Tell ZeRO-3, before a call of `root`, that the causal model reads the head's weight beside the head's call."""
+    if is_zero3(root):
+        sys.modules["deepspeed"].zero.register_external_parameter(causal, causal.get_output_embeddings().weight)
+
+
 @contextmanager
 def head_whole(root: Any, causal: PreTrainedModel) -> Iterator[None]:
     """Keep the head's weight whole inside a call of `root`: it is read beside the head's own call.
@@ -79,10 +85,6 @@ def head_whole(root: Any, causal: PreTrainedModel) -> Iterator[None]:
     Reads `_get_fsdp_state()._fsdp_param_groups` of a unit and sets `post_forward_mesh_info` back, for which there is
     no public way.
     """
-    if is_zero3(root):
-        from deepspeed.zero import register_external_parameter
-
-        register_external_parameter(causal, causal.get_output_embeddings().weight)
     unit = _unit_of_head(root, causal) if is_fsdp2(root) else None
     if unit is None:
         yield

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import PreTrainedModel
 
 from ..packing.packs import idle_pack
-from .fsdp import give_back, head_whole, is_fsdp1, is_fsdp2, is_piece, is_zero3, sharding_group
+from .fsdp import announce_head, give_back, head_whole, is_fsdp1, is_fsdp2, is_piece, is_zero3, sharding_group
 from .model import backbone, causal_lm, embedding, wrappers
 from .model_walk import ModelWalk
 from .ranks import INSIDE, OtherProcessFailed, Ranks, Replicas, inside
@@ -140,6 +140,7 @@ def _in_step(
                 problem, failed = None if outputs else ValueError(_NO_GRADIENT), True
         return () if failed else outputs
 
+    announce_head(root, causal)
     outputs = _through(root, causal, _within(ranks, whole))
     if failed or not outputs:
         give_back(root)
