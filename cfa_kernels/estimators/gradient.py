@@ -21,7 +21,7 @@ from ..hf.head import Head
 from ..hf.liger import runs_fused
 from ..hf.limits import apart_by_length, default_token_budget, rows_per_forward
 from ..hf.memory import halves, rows_at_once, run_in_memory
-from ..hf.model import embedding
+from ..hf.model import embedding, input_device
 from ..hf.model_walk import ModelWalk
 from ..hf.tree_forward import last_layer_on_rows, packed_hidden, tree_attention_mode
 from ..hf.verify import check_supported
@@ -283,7 +283,7 @@ class _PackSaliency:
         own = [row.moving + at + 1 - row.answer.start for row, at in zip(rows, first, strict=True) if row.answer]
         self.counts = [len(tokens) for tokens in own]
         member, share = np.arange(len(rows)), [1 / size for size in self.sizes]
-        self.device = embedding(self.model).device
+        self.device = input_device(self.model)
         self.noised, self.member_of_token, self.once, self.read = upload(
             [np.concatenate(own), np.repeat(member, self.counts), np.unique(read), read], self.device
         )  # (n,) rows of the units' tokens

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from ..packing.packs import check_token_budget
 from ..packing.prefix_tree import Query
 from .lora import kept_by_adapter
-from .model import embedding
+from .model import input_device
 from .model_walk import Model, ModelWalk
 from .modes import checkpointed_modules
 
@@ -116,7 +116,7 @@ def default_token_budget(model: Model, *, training: bool = False, fused: bool = 
     """
     walk = ModelWalk.of(model)
     model = walk.model
-    device = embedding(model).device
+    device = input_device(model)
     largest = min(_LARGEST_BUDGET["cuda" if device.type == "cuda" else "cpu"], largest_forward(walk) or 1 << 30)
     if device.type != "cuda":
         return largest

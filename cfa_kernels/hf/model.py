@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -44,8 +45,10 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
 
 def _has_one_matrix(embeddings: nn.Module | None) -> bool:
     """Whether a module embeds tokens by one matrix, whose pieces alone are here where the model is sharded."""
+    if isinstance(embeddings, nn.Embedding):
+        return True
     weight = getattr(embeddings, "weight", None)
-    return isinstance(weight, Tensor) and (isinstance(embeddings, nn.Embedding) or weight.ndim == 2)
+    return isinstance(weight, Tensor) and weight.ndim == 2
 
 
 def _input_embeddings(model: PreTrainedModel) -> nn.Module | None:
@@ -80,8 +83,13 @@ def backbone(model: PreTrainedModel) -> nn.Module:
 
 
 def embedding(model: PreTrainedModel) -> Tensor:
-    """Weight (V, H) of the input embedding, on the device that ids must be on."""
+    """Weight (V, H) of the input embedding; ZeRO-3 gathers it for who reads it."""
     return cast(Tensor, model.get_input_embeddings().weight)
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Device that ids must be on."""
+    return next(model.get_input_embeddings().parameters()).device
 
 
 def vocab_size(model: PreTrainedModel) -> int:

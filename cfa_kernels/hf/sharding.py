@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..packing.packs import idle_pack
 from .fsdp import announce_head, give_back, head_whole, is_fsdp1, is_fsdp2, is_piece, is_zero3, sharding_group
-from .model import backbone, causal_lm, embedding, wrappers
+from .model import backbone, causal_lm, wrappers
 from .model_walk import ModelWalk
 from .ranks import INSIDE, OtherProcessFailed, Ranks, Replicas, inside
 from .tree_forward import packed_hidden, tree_attention_mode
@@ -69,7 +69,7 @@ def _root(model: nn.Module, causal: PreTrainedModel) -> Any:
     for module in wrappers(model):
         if isinstance(module, DistributedDataParallel) or is_fsdp1(module) or is_fsdp2(module) or is_zero3(module):
             return module
-    if is_piece(embedding(causal)):
+    if any(map(is_piece, causal.get_input_embeddings().parameters())):
         raise NotImplementedError(
             f"model: the weights of {type(model).__name__} are pieces (DTensor), and nothing that wraps it gathers "
             "them; pass the module that fully_shard was called on last. Tensor parallelism is not supported"

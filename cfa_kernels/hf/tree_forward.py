@@ -23,7 +23,7 @@ from .head import Head
 from .liger import fused_modules, in_place, overwrites, put_in
 from .limits import largest_forward
 from .lora import one_pass_adapters
-from .model import backbone, embedding
+from .model import backbone, input_device
 from .model_walk import Model, ModelWalk
 from .modes import attention_implementation, checkpointed_modules, evaluation_mode
 from .ranks import inside
@@ -270,7 +270,7 @@ def _stage(model: PreTrainedModel, pack: Pack) -> _Staged:
     order = np.argsort(np.concatenate([np.flatnonzero(~fed), np.flatnonzero(fed)])) if len(before) else before
     one = np.ones(1, np.int64)
     arrays = [pack.input_ids, pack.position_ids, one, own, before, order, np.unique(own), pack.targets]
-    ids, positions, ones, *rest = upload(arrays, embedding(model).device)
+    ids, positions, ones, *rest = upload(arrays, input_device(model))
     own_there, before_there, order_there, last, targets = rest
     return _Staged(
         input_ids=ids[None],

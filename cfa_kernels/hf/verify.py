@@ -29,7 +29,7 @@ from .fsdp import without_casts
 from .head import Head, read_head
 from .liger import keep_own_modules, runs_fused
 from .memory import is_out_of_memory
-from .model import backbone, causal_lm, computation, embedding, noise_settings, vocab_size
+from .model import backbone, causal_lm, computation, input_device, noise_settings, vocab_size
 from .model_walk import Model, ModelWalk
 from .modes import attention_implementation, checkpointed_modules, evaluation_mode, without_accelerates_autocast
 from .probe_mode import HALVES, float32_weights, small_windows
@@ -163,7 +163,7 @@ def noise_floor(model: nn.Module) -> float:
 
 
 def _arithmetic(model: PreTrainedModel) -> object:
-    kind = embedding(model).device.type
+    kind = input_device(model).type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return model.dtype, kind, autocast, float32_precision()
 
@@ -176,7 +176,7 @@ def _rounding(model: PreTrainedModel, head: Head) -> float:
     targets = torch.from_numpy(np.stack([query.targets for query in queries]))[..., None]
 
     def own() -> Tensor:
-        logits = _whole_model(model)(input_ids=rows.to(embedding(model).device), use_cache=False).logits[
+        logits = _whole_model(model)(input_ids=rows.to(input_device(model)), use_cache=False).logits[
             :, queries[0].first :
         ]
         return logits.float().log_softmax(-1).gather(-1, targets.to(logits.device))[..., 0]
@@ -214,7 +214,7 @@ def _check_repeatable(model: PreTrainedModel) -> None:
 
     def measure() -> tuple[float, float]:
         with evaluation_mode(model):
-            hidden = _body(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
+            hidden = _body(model)(input_ids=rows.to(input_device(model)), use_cache=False).last_hidden_state
             factor = _amplification(hidden, read_head(model))
             _, rounding = _own_logits(model, rows, factor)
         first, second = (_called(model, rows, factor, share) for share in (0.0, _ALMOST_ONE))
@@ -247,7 +247,7 @@ class _EveryThreshold(TorchFunctionMode):
 
 def _called(model: PreTrainedModel, rows: Tensor, factor: float, share: float) -> Tensor:
     with _amplified(model, factor), _EveryThreshold(share):
-        return _whole_model(model)(input_ids=rows.to(embedding(model).device), use_cache=False).logits.float()
+        return _whole_model(model)(input_ids=rows.to(input_device(model)), use_cache=False).logits.float()
 
 
 def _checked_transform(model: PreTrainedModel) -> tuple[float | None, float]:
@@ -255,7 +255,7 @@ def _checked_transform(model: PreTrainedModel) -> tuple[float | None, float]:
     rows = torch.from_numpy(np.stack([query.tokens for query in _probe(model)]))
 
     def measure() -> tuple[float, float, tuple[float | None, float]]:
-        hidden = _body(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
+        hidden = _body(model)(input_ids=rows.to(input_device(model)), use_cache=False).last_hidden_state
         head = read_head(model)
         if hidden.shape[-1] != head.weight.shape[-1]:
             raise NotImplementedError(
@@ -329,7 +329,7 @@ def _check_tree(model: PreTrainedModel, training: bool = False) -> None:
 
     def measure() -> tuple[float, float]:
         head = check_head(model)
-        hidden = _body(model)(input_ids=rows.to(embedding(model).device), use_cache=False).last_hidden_state
+        hidden = _body(model)(input_ids=rows.to(input_device(model)), use_cache=False).last_hidden_state
         factor = _amplification(hidden, head)
         theirs, rounding = _own_logits(model, rows, factor)
         targets = torch.from_numpy(np.stack([query.targets for query in queries])).to(theirs.device)
@@ -411,7 +411,7 @@ def _own_logits(model: PreTrainedModel, rows: Tensor, factor: float) -> tuple[Te
 
     The input of the head is multiplied by `factor`. Rounding is the difference between rows in a batch and one by one.
     """
-    ids = rows.to(embedding(model).device)
+    ids = rows.to(input_device(model))
     with _amplified(model, factor):
         together = _whole_model(model)(input_ids=ids, use_cache=False).logits.float()
         alone = torch.cat([_whole_model(model)(input_ids=row[None], use_cache=False).logits.float() for row in ids[:2]])
@@ -476,7 +476,7 @@ def _measured(
         stack.enter_context(small_windows(model))
         stack.enter_context(ieee_products())
         stack.enter_context(without_accelerates_autocast(model))
-        stack.enter_context(torch.autocast(embedding(model).device.type, enabled=False))
+        stack.enter_context(torch.autocast(input_device(model).type, enabled=False))
         if inside() is not None:
             stack.enter_context(without_casts(model))
         try:
