@@ -6,7 +6,7 @@ is named in the docstring of the function that does; `tests/hf/test_sharding.py`
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -43,6 +43,37 @@ def is_piece(weight: Tensor) -> bool:
 def holds_pieces(module: nn.Module) -> bool:
     """Whether a weight of `module` is a piece now."""
     return any(map(is_piece, module.parameters()))
+
+
+def is_zero3_weight(tensor: Tensor | None) -> bool:
+    """Whether ZeRO-3 keeps a weight in pieces outside the forwards that read it."""
+    return hasattr(tensor, "ds_id")
+
+
+_HELD = -1  # no module of DeepSpeed's has this number
+
+
+def gathered_zero3(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Gather the weights of modules that ZeRO-3 has in pieces, all processes together; return what gives them back.
+
+    Adds to `ds_active_sub_modules` of a weight, the modules for which DeepSpeed keeps it whole.
+    """
+    parameters = (weight for module in modules for weight in module._parameters.values())
+    weights: list[Any] = [weight for weight in parameters if is_zero3_weight(weight)]
+    away = [weight for weight in weights if weight.ds_status.name == "NOT_AVAILABLE"]
+    if away:
+        away[0].all_gather(param_list=away)
+    for weight in weights:
+        weight.ds_active_sub_modules.add(_HELD)
+
+    def give_back() -> None:
+        for weight in weights:
+            weight.ds_active_sub_modules.discard(_HELD)
+        for weight in away:
+            if not weight.ds_active_sub_modules and weight.ds_status.name == "AVAILABLE":
+                weight.partition()
+
+    return give_back
 
 
 def sharding_group(root: Any) -> Any:

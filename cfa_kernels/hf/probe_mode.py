@@ -1,7 +1,7 @@
 """Prepare a model for a short probe: windows that matter in it, float32 weights, adapters off the identity."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .fsdp import holds_pieces, is_fsdp2
+from .fsdp import gathered_zero3, holds_pieces, is_fsdp2, is_zero3_weight
 
 HALVES = (torch.bfloat16, torch.float16)
 _SMALL = 5  # tokens: the window and chunk during a probe
@@ -38,14 +38,16 @@ def small_windows(model: PreTrainedModel) -> Iterator[None]:
 def float32_weights(model: PreTrainedModel, moved: bool) -> Iterator[None]:
     """Run with half-precision weights in float32, one layer at a time; shift trainable adapters a little if `moved`.
 
-    A weight is exchanged in its module's dictionary, so the parameter itself is never touched.
+    A weight is exchanged in its module's dictionary, so the parameter itself is never touched; under ZeRO-3 its memory
+    is exchanged.
     """
     names = {module: name for name, module in model.named_modules()}
     adapted = moved and any(type(module).__module__.startswith("peft.") for module in names)
     outside, sites = _sites(model)
 
-    def widen(modules: list[nn.Module]) -> list[tuple[dict, str, Tensor]]:
-        exchanged: list[tuple[dict, str, Tensor]] = []
+    def widen(modules: list[nn.Module]) -> list[Callable[[], None]]:
+        """Exchange the weights of modules; return what puts each back."""
+        undo = [gathered_zero3(modules)]
         for module in modules:
             # Inside its call, torch's first FSDP has the weights as plain attributes.
             for store in (module._parameters, module._buffers, vars(module)):
@@ -58,17 +60,14 @@ def float32_weights(model: PreTrainedModel, moved: bool) -> Iterator[None]:
                     wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
                     if trained:
                         wide = wide + _nudge(wide, f"{names[module]}.{name}")
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    store[name] = nn.Parameter(wide, requires_grad=False) if is_parameter else wide  # type: ignore[assignment]
-                    exchanged.append((store, name, tensor))
-        return exchanged
+                    undo.append(_exchanged(store, name, tensor, wide))
+        return undo
 
-    def restore(exchanged: list[tuple[dict, str, Tensor]]) -> None:
-        while exchanged:
-            store, name, tensor = exchanged.pop()
-            store[name] = tensor
+    def restore(undo: list[Callable[[], None]]) -> None:
+        while undo:
+            undo.pop()()
 
-    inside: dict[nn.Module, list[tuple[dict, str, Tensor]]] = {}
+    inside: dict[nn.Module, list[Callable[[], None]]] = {}
     hooks = []
     for site, modules in sites.items():  # after the hook that gathers a sharded layer, and before that which drops it
         hooks.append(
@@ -85,8 +84,17 @@ def float32_weights(model: PreTrainedModel, moved: bool) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for exchanged in (rest, *inside.values()):
-            restore(exchanged)
+        for undo in (rest, *inside.values()):
+            restore(undo)
+
+
+def _exchanged(store: dict[str, Any], name: str, tensor: Tensor, wide: Tensor) -> Callable[[], None]:
+    """Put `wide` in the place of a weight; return what puts the weight back."""
+    if is_zero3_weight(tensor):  # what DeepSpeed has noted about a parameter is on the parameter itself
+        kept, tensor.data = tensor.data, wide
+        return lambda: setattr(tensor, "data", kept)
+    store[name] = nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
+    return lambda: store.__setitem__(name, tensor)
 
 
 def _sites(model: nn.Module) -> tuple[list[nn.Module], dict[nn.Module, list[nn.Module]]]:

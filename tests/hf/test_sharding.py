@@ -50,3 +50,9 @@ def test_adapters_and_halves_are_scored_and_no_weight_is_changed_by_the_check(ho
 @pytest.mark.parametrize("how", ["FSDP1", "FSDP2, as accelerate"])
 def test_estimators_and_credit_of_two_processes_of_which_one_judges_nothing(how):
     sharded.run(2, sharded.estimators, how)
+
+
+@pytest.mark.parametrize(("halves", "lora"), [(False, False), (False, True), (True, False), (True, True)])
+def test_zero_3_gives_what_one_process_gives(halves, lora):
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    sharded.run(2, sharded.zero3, halves, lora)

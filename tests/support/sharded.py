@@ -6,6 +6,8 @@ They are forked from a server that has imported everything once, and talk by glo
 import contextlib
 import datetime
 import multiprocessing
+import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -34,7 +36,7 @@ from cfa_kernels.span import Span
 from tests.support.models import PLACEHOLDER, batch, batch_of, make_model
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
-SECONDS = 40
+SECONDS = 90
 PROMPTS, COMPLETIONS, SPANS, ANSWERS = batch()
 ADVANTAGES = torch.tensor([1.0, -0.5, 0.2, 0.7, -1.2, 0.3, 0.4])
 TOKENS = sum(map(len, COMPLETIONS))
@@ -68,6 +70,7 @@ def run(processes: int, work: Callable[..., None], *given: object) -> None:
 
 def _one(rank: int, processes: int, folder: str, said: Path, work: Callable[..., None], given: tuple) -> None:
     torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "DS_ACCELERATOR": "cpu"}
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=processes,
         timeout=datetime.timedelta(seconds=SECONDS),
@@ -274,3 +277,44 @@ def estimators(rank: int, how: str) -> None:
         assert (credit.weights != 1).any() == (rank == 0)
     with pytest.raises(NotImplementedError, match="gradients through the model itself, whole in this process"):
         counterfactual_credit(tiny, tiny_tokenizer(), *ids, config=CounterfactualConfig(estimator="gradient"))
+
+
+def zero3(rank: int, halves: bool, lora: bool) -> None:
+    """DeepSpeed's engine of ZeRO-3: scores, gradients, two steps and errors are those of one process."""
+    import deepspeed
+
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # compiled for minutes, and for speed only
+    alone, model = (adapted(make_model("Qwen3")) if lora else make_model("Qwen3") for _ in range(2))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    shared, *_ = deepspeed.initialize(
+        model=model, model_parameters=trained, optimizer=torch.optim.SGD(trained, lr=0.05),
+        config={
+            "train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "gradient_clipping": 1e9,
+            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "bf16": {"enabled": halves},
+        },
+    )  # fmt: skip
+    expected, tolerance = scores(alone, list(range(7))), 1.0 if halves else 2e-5
+    for rows in ([[0, 1, 2, 3, 4, 5], [6]], [[], [0, 3]]):
+        same(scores(shared, rows[rank]), expected, rows[rank], tolerance)
+    for _ in range(2):
+        alone.zero_grad()
+        loss(alone, list(range(7)), 1).loss.backward()
+        shared.backward(loss(shared, [[0, 2, 4, 6], [1, 3, 5]][rank], 2).loss)
+        own = {name: parameter.grad for name, parameter in alone.named_parameters() if parameter.grad is not None}
+        found = {
+            name: deepspeed.utils.safe_get_full_grad(parameter)
+            for name, parameter in shared.module.named_parameters()
+            if parameter.requires_grad
+        }
+        worst = max(((found[name] - own[name]).norm() / own[name].norm().clamp(min=1e-3)).item() for name in own)
+        assert worst < (0.2 if halves else 1e-4), worst
+        shared.step()
+        with torch.no_grad():
+            for name, parameter in alone.named_parameters():
+                if name in own:
+                    parameter -= 0.05 * own[name]
+    expected = scores(alone, list(range(7)))
+    same(scores(shared, [rank]), expected, [rank], max(tolerance, 1e-4))
+    errors(rank, shared)
+    same(scores(shared, [rank]), expected, [rank], max(tolerance, 1e-4))
