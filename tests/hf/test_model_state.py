@@ -44,6 +44,11 @@ def drops(forward):
     return torch.cat(forward.score(*ASKED, placeholder_id=PLACEHOLDER).drop)
 
 
+def fused_step(model, forward):
+    sum(row.sum() for row in forward.logprobs()).backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True).step()
+
+
 def optimizer_step(model, forward):
     sum(row.sum() for row in forward.logprobs()).backward()
     torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1).step()
@@ -74,6 +79,7 @@ def other_adapter(model, _):
 
 CHANGES = {
     "an optimizer step": (small_model, optimizer_step, r"embed_tokens.weight has been written to since it ran"),
+    "a fused optimizer step": (small_model, fused_step, r"has been written to since it ran"),
     "an adapter's step": (adapted, optimizer_step, r"q_proj.lora_A.default.weight has been written to"),
     "a checkpoint": (small_model, lambda model, _: model.load_state_dict(small_model().state_dict()), "written to"),
     "a weight put in": (small_model, exchanged, r"layers.0.input_layernorm.weight has been exchanged"),
