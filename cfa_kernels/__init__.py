@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .estimators.siblings import SiblingEdits as SiblingEdits
     from .estimators.total_effects import total_effects as total_effects
     from .hf.liger import keep_own_modules as keep_own_modules
+    from .hf.sharding import run_inside as run_inside
     from .hf.verify import check_model as check_model
     from .hf.verify import noise_floor as noise_floor
     from .integrations.credit import credited_advantages as credited_advantages
@@ -51,6 +52,7 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .scoring.access import InProcess as InProcess
     from .scoring.access import LogprobService as LogprobService
     from .scoring.access import ModelAccess as ModelAccess
+    from .scoring.access import Sharded as Sharded
     from .scoring.access import TrainingForward as TrainingForward
     from .scoring.batch import ScoredBatch as CreditBatch  # noqa: F401
     from .scoring.batch import ScoredBatch as ScoredBatch
@@ -83,11 +85,12 @@ _PUBLIC = {
     "estimators.siblings": "KTAE PrefixTreeValues SiblingEdits",
     "estimators.total_effects": "total_effects",
     "hf.liger": "keep_own_modules",
+    "hf.sharding": "run_inside",
     "hf.verify": "check_model noise_floor",
     "integrations.credit": "credited_advantages fold_weights pad_rows",
     "losses.policy": "contributing_rows linear_policy_loss logits_policy_loss policy_loss",
     "ops.linear_logprob": "linear_logprob",
-    "scoring.access": "InProcess LogprobService ModelAccess TrainingForward",
+    "scoring.access": "InProcess LogprobService ModelAccess Sharded TrainingForward",
     "scoring.batch": "ScoredBatch",
     "scoring.masked": "CounterfactualScores ScoringWork score_counterfactuals",
     "scoring.training_forward": "PackedForward PackedLoss packed_forward packed_logprobs packed_policy_loss",

@@ -103,8 +103,9 @@ def score_counterfactuals(
     as the outcome this is OAR-P (OAR paper).
 
     Args:
-        model: a transformers causal model that uses the attention interface, bare or under PEFT (LoRA), DDP or
-            torch.compile. Left exactly as it was: mode, attention implementation, random state.
+        model: a transformers causal model that uses the attention interface, bare or under PEFT (LoRA), torch.compile,
+            DDP, FSDP or ZeRO-3. Where processes share its weights all must call, each with rows of its own or none, and
+            what one raises all raise. Left exactly as it was: mode, attention implementation, random state.
         prompts: B 1-D int64 tensors of token ids, unpadded.
         completions: B 1-D int64 tensors, unpadded. Tokens after the answer are allowed and not fed.
         spans: for each completion, spans to mask one at a time. They may overlap each other, never the answer; a

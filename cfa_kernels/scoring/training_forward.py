@@ -67,7 +67,7 @@ def packed_logprobs(
     """Compute log-probs of every completion token by one forward that feeds each prompt once; differentiable.
 
     Args:
-        model: as in `score_counterfactuals`, in any mode without dropout. The forward goes through DDP.
+        model: as in `score_counterfactuals`, in any mode without dropout. Where processes share it each needs a row.
         prompts: B 1-D int64 tensors of token ids, unpadded. Equal ones, and longer common prefixes, are fed once.
         completions: B 1-D int64 tensors, unpadded.
         temperature: divides the logits.

@@ -56,3 +56,8 @@ def test_estimators_and_credit_of_two_processes_of_which_one_judges_nothing(how)
 def test_zero_3_gives_what_one_process_gives(halves, lora):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     sharded.run(2, sharded.zero3, halves, lora)
+
+
+@pytest.mark.parametrize("how", ["DDP", "FSDP1", "FSDP2, as accelerate"])
+def test_forward_credit_and_loss_in_one_call_as_the_page_shows(how):
+    sharded.run(2, sharded.in_one_call, how)

@@ -318,3 +318,30 @@ def zero3(rank: int, halves: bool, lora: bool) -> None:
     same(scores(shared, [rank]), expected, [rank], max(tolerance, 1e-4))
     errors(rank, shared)
     same(scores(shared, [rank]), expected, [rank], max(tolerance, 1e-4))
+
+
+def in_one_call(rank: int, how: str) -> None:
+    """The page's function: forward, credit and loss in one call of the wrapper, of one process without credit."""
+    page = (Path(__file__).parents[2] / "docs" / "plain_pytorch.md").read_text(encoding="utf-8")
+    (block,) = [one for one in page.split("```") if one.startswith("python") and "def loss_with_credit" in one]
+    names: dict[str, Callable] = {}
+    exec(block.removeprefix("python"), names)
+    vocabulary = tiny_tokenizer().get_vocab()
+    said = [["3 + 4 = 7. ", "So we add them up. ", "#### 7"], ["7 - 2 = 5. ", "Then half is left. ", "#### 5"]]
+    rows = torch.tensor([[vocabulary[phrase] for phrase in line] for line in said])
+    asked = torch.tensor([[vocabulary[word] for word in ("What", "is", "3", "+", "4", "?")]] * 2)
+    advantages = torch.tensor([[1.0, -1.0], [0.0, 0.0]])
+    alone, tiny = tiny_model(), tiny_model()
+    shared = wrapped(tiny, how)
+
+    def of(model: nn.Module, causal: nn.Module, which: int):
+        batch = asked, torch.ones_like(asked), rows, torch.ones_like(rows)
+        given = list(asked), list(rows), advantages[which], 6.0
+        return names["loss_with_credit"](model, causal, tiny_tokenizer(), batch, *given).loss
+
+    of(alone, alone, 0).backward()
+    of(shared, tiny, rank).backward()
+    found = values(shared, gradients=True)
+    for name, parameter in alone.named_parameters():
+        if parameter.grad is not None:  # the mean over processes, of which one has no gradient
+            torch.testing.assert_close(2 * found[name], parameter.grad, atol=1e-6, rtol=1e-4)
