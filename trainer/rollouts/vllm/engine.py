@@ -130,7 +130,8 @@ class VllmEngine:
                 "pip install '.[vllm]'"
             ) from absent
         # The client sets no time limit of its own: a server that is stuck would be waited for without end.
-        client.session.request = functools.partial(client.session.request, timeout=settings.vllm_request_timeout)
+        patient = functools.partial(client.session.request, timeout=settings.vllm_request_timeout)
+        client.session.request = patient  # type: ignore[method-assign]
         with self._asked("tell its configuration"):
             mode = client.get_server_info()["model_config"]["logprobs_mode"]
         if mode != _MODE:
