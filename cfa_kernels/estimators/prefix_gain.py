@@ -1,7 +1,7 @@
 """Score an answer after each step of the reasoning.
 
 A probe is tokens appended after a beginning of a completion, and scored there. `prefix_values` scores it after every
-step, which shows the total effect of a step; masking shows only the direct one.
+step, which shows what a step adds to the text before it; masking shows what is lost while all other text stays.
 """
 
 from collections.abc import Iterable, Sequence
