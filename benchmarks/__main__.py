@@ -12,6 +12,7 @@ from trainer.extras import needed_by
 COMMANDS = {
     "speed": ("benchmarks.speed.command", "test on the device, measure its ceilings, time everything"),
     "step": ("benchmarks.explain.command", "the time of a training step: explained by counted work, or measured"),
+    "scale": ("benchmarks.scale.command", "how long ranks that share a model wait for each other, by their number"),
     "cost": ("benchmarks.evidence.cost", "what each estimator of credit costs, beside what a user would run instead"),
     "evidence": ("benchmarks.evidence.command", "what credit finds and what it is good for, NAME by NAME"),
     "models": ("benchmarks.models.table", "which model types are scored and trained exactly, for docs/models.md"),

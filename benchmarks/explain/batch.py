@@ -47,10 +47,7 @@ class Described:
 
     def micro_batches(self, policy: nn.Module, memory: float, most: int | None = None) -> list[MicroBatch]:
         """Cut what has an advantage as the trainer does: `most` rows, by default what half of the free memory holds."""
-        causal = causal_lm(policy)
-        weights = sum(p.numel() * p.element_size() for p in policy.parameters())
-        holds = int((memory - weights) / 2 / kept_per_row(causal, fused=True))
-        budget = most or min(max(holds, 1024), ROWS)
+        budget = most or training_rows(policy, memory)
         b, width = len(self.prompts), max(map(len, self.prompts))
         longest = max(map(len, self.completions))
         prompts, completions = torch.zeros(b, width, dtype=torch.long), torch.zeros(b, longest, dtype=torch.long)
@@ -74,6 +71,13 @@ class Described:
             causal_lm(policy), micro.prompts, micro.completions, [self.spans[b] for b in rows],
             [self.answers[b] for b in rows], placeholder_id=0, token_budget=ROWS,
         )  # fmt: skip
+
+
+def training_rows(policy: nn.Module, memory: float) -> int:
+    """Estimate rows of a forward with gradients: what half of the memory holds that the weights leave."""
+    weights = sum(p.numel() * p.element_size() for p in policy.parameters())
+    holds = int((memory - weights) / 2 / kept_per_row(causal_lm(policy), fused=True))
+    return min(max(holds, 1024), ROWS)
 
 
 def described(

@@ -229,7 +229,7 @@ def gsm8k_job(problems: int, *, seed: int = SEED) -> Job:
     return _job_of_problems(f"gsm8k-{4 * problems}", _drawn_problems(problems, seed, lambda question: True))
 
 
-def _drawn_problems(problems: int, seed: int, wanted: Callable[[str], bool]) -> list[tuple[str, list[_Scored]]]:
+def _drawn_problems(problems: int | None, seed: int, wanted: Callable[[str], bool]) -> list[tuple[str, list[_Scored]]]:
     """The first `problems` wanted ones of a random order, with their first four completions, all scorable."""
     order = list(corpus().problems)
     random.Random(seed).shuffle(order)
@@ -242,6 +242,8 @@ def _drawn_problems(problems: int, seed: int, wanted: Callable[[str], bool]) -> 
             drawn.append((question, scored))
         if len(drawn) == problems:
             return drawn
+    if problems is None:
+        return drawn
     raise ValueError(f"problems must be at most {len(drawn)}, how many have four scorable solutions; got {problems}")
 
 
@@ -343,10 +345,10 @@ class Rollouts:
         }
 
 
-def gsm8k_rollouts(problems: int, *, mixed: bool, seed: int = STEP_SEED) -> Rollouts:
+def gsm8k_rollouts(problems: int | None, *, mixed: bool, seed: int = STEP_SEED) -> Rollouts:
     """`problems` problems drawn at random with four completions each and their own rewards, 1 for a right answer.
 
-    With `mixed` only problems whose completions differ in reward; else as they come.
+    None draws all that can be. With `mixed` only problems whose completions differ in reward; else as they come.
     """
     correct = corpus().correct
 
@@ -354,7 +356,7 @@ def gsm8k_rollouts(problems: int, *, mixed: bool, seed: int = STEP_SEED) -> Roll
         return not mixed or len(set(correct[question][:4])) > 1
 
     drawn = _drawn_problems(problems, seed, wanted)
-    job = _job_of_problems(f"gsm8k-{'mixed' if mixed else 'as-they-come'}-{4 * problems}", drawn)
+    job = _job_of_problems(f"gsm8k-{'mixed' if mixed else 'as-they-come'}-{4 * len(drawn)}", drawn)
     return _rollouts(job, 4, [float(right) for question, _ in drawn for right in correct[question][:4]])
 
 

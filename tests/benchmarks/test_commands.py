@@ -28,6 +28,7 @@ def test_every_command_has_a_help_that_says_how_it_is_called(name, capsys):
         (["step", "--explain"], "explain.command", ["--explain"]),
         (["cost", "draws"], "evidence.cost", ["draws"]),
         (["evidence", "planted", "--mixed"], "evidence.command", ["planted", "--mixed"]),
+        (["scale", "--at", "8"], "scale.command", ["--at", "8"]),
         (["models", "--only", "llama"], "models.table", ["--only", "llama"]),
         (["plots", "a.json"], "harness.plots", ["a.json"]),
     ],
