@@ -244,7 +244,7 @@ def _counts(rows: Iterable[Row], column: str) -> dict[str, int]:
 # What the columns compare, kept in the result: a page tells of the run that it was written from.
 COMPARED = f"""\
 "Scores" compares `score_counterfactuals` with one full forward of the model per span, over ragged batches of shared
-prompts and prefixes, pieces of one token, equal completions and such as begin alike; "trains" compares what the
+prompts and prefixes, pieces of one token, equal completions and some that begin alike; "trains" compares what the
 trainer differentiates with the model's own forward and backward of each row: log-probs, and the gradient of every
 parameter by value. That may be off by {GRADIENT_TOLERANCE:g} of its norm, or by {ROUNDINGS} times what the model's own
 moves by when every weight goes to a neighbouring float32 number, at most by {MOST:g}."""
@@ -268,14 +268,9 @@ a comma is the type with something switched on that its default leaves off.
 A model of your own answers for itself, before any work is done:
 
 ```python
-import torch
+from cfa_kernels import check_model
 
-import cfa_kernels
-from cfa_kernels import Span, score_counterfactuals
-from cfa_kernels import packed_logprobs
-
-ids = torch.arange(8)
-scores = score_counterfactuals(model, [ids[:3]], [ids[3:]], [[Span(0, 2)]], [Span(3, 4)], placeholder_id=0)
+check_model(model)  # NotImplementedError names the model and the reason
 ```
 
 | Type | Model | Layers | Scores | Trains | Off by less than, nats | Gradients, of their norm | Why |

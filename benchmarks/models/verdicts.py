@@ -27,7 +27,7 @@ TEMPERATURE = 0.7
 EXACT, REFUSED, WRONG, UNCLEAR = "exact", "refused", "WRONG", "unclear error"
 NOT_RUNNABLE, NOT_BUILDABLE, NOT_JUDGED = "not runnable", "not buildable", "not judged"
 MEANINGS = {
-    EXACT: f"the numbers of one full forward per span, or row, to {TOLERANCE:g} nats in float32",
+    EXACT: f"the numbers of one full forward per span, or row, to {TOLERANCE:g} nats in float32; gradients of rows too",
     REFUSED: "`NotImplementedError` before the first score, naming the model and the reason",
     WRONG: "other numbers, without an error: a defect",
     UNCLEAR: "an error that does not name the model: a defect",
