@@ -265,7 +265,7 @@ def _in_turns(runs: dict[str, Callable[[], Any]], turns: int) -> tuple[dict[str,
     """Operations of each run, seconds of `turns` rounds, each round starting one further along; and what each gave."""
     found, results = {}, {}
     for name, run in runs.items():
-        with FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
+        with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
             results[name] = run()
         found[name] = {"flops": counter.get_total_flops(), "each_seconds": list[float]()}
     names = list(runs)
@@ -287,13 +287,23 @@ def _attention_backward(_: Shape, q: Shape, k: Shape, v: Shape, *__: Any, **___:
     return 2 * Shape(q[:-1]).numel() * k[-2] * (3 * q[-1] + 2 * v[-1])
 
 
+def _linear(rows: Shape, weight: Shape, *_: Any, **__: Any) -> int:
+    return 2 * Shape(rows).numel() * weight[0]
+
+
+def _add_product(_: Shape, left: Shape, right: Shape, *__: Any, **___: Any) -> int:
+    return 2 * Shape(left).numel() * right[1]
+
+
 def _head(hidden: Shape, lm_head: Shape, *_: Any, **__: Any) -> int:
     return 2 * hidden[0] * Shape(lm_head).numel()
 
 
-# What torch has no count for.
-_FORMULAS = {
+FORMULAS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.mkldnn._linear_pointwise: _linear,
+    torch.ops.aten.addmm_: _add_product,
     torch.ops.cfa_kernels.linear_logprob: _head,
 }
+"""Operations of the ops that torch has no count for."""

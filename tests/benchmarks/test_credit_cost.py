@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.evidence import cost_runs
 from benchmarks.evidence import definitions as credit_definitions
@@ -12,6 +13,7 @@ from benchmarks.evidence.cost_tables import compared, markdown, reached
 from benchmarks.harness.race import WrongAnswer
 from benchmarks.harness.workloads import Job, random_model
 from cfa_kernels import Span
+from cfa_kernels.ops.adapted_linear import adapted_linear
 from cfa_kernels.scoring.masked import score_counterfactuals
 
 pytestmark = pytest.mark.slow
@@ -60,6 +62,14 @@ def test_a_cost_is_scaled_to_the_forwards_that_were_not_run(model, job):
     assert (some.run, every.run) == (4, 12)
     assert some.of_all(some.flops) == pytest.approx(every.flops)
     assert every.of_all(every.tokens_fed) == every.tokens_fed
+
+
+def test_products_of_adapted_layers_are_counted():
+    """They are ops that torch has no count for: a draw seemed to cost less than its linear layers."""
+    rows, weight, down, up = torch.ones(6, 8), torch.ones(5, 8), torch.ones(2, 8), torch.ones(5, 2)
+    with FlopCounterMode(display=False, custom_mapping=cost_runs.FORMULAS) as counter:
+        adapted_linear(rows, weight, None, down, up, 1.0)
+    assert counter.get_total_flops() == 2 * (6 * 8 * 5 + 6 * 8 * 2 + 6 * 2 * 5)
 
 
 @pytest.mark.parametrize("outcome", ["logprob", "mean", "last"])
