@@ -8,13 +8,14 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 CORE = [
-    "torch>=2.10",
+    "torch>=2.11",
     "triton>=3.6,<3.8; platform_system == 'Linux'",
-    "transformers>=5.17,<6",
+    "transformers>=5.5.3,<6",
     "numpy>=2.0",
 ]
 TRL = ["trl>=1.0,<2", "peft>=0.18", "accelerate>=1.10", "datasets>=4.0"]
 TRAINER = [
+    "transformers>=5.17",
     "peft>=0.18",
     "datasets>=4.0",
     "liger-kernel>=0.8",

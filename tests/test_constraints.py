@@ -16,15 +16,21 @@ from tests.conftest import REPOSITORY
 @pytest.mark.parametrize("package", ["transformers", "triton"])
 def test_the_oldest_version_that_is_tested_is_the_oldest_that_is_allowed(package):
     (pin,) = re.findall(rf"^{package}==([\d.]+)$", (REPOSITORY / "constraints-oldest.txt").read_text(), re.MULTILINE)
-    (oldest,) = re.findall(rf'"{package}>=([\d.]+)', (REPOSITORY / "setup.py").read_text())
-    assert pin.removesuffix(".0") == oldest.removesuffix(".0")
+    (oldest,) = (each.version for each in _requirements()[package].specifier if each.operator == ">=")
+    assert Version(pin) == Version(oldest)
+
+
+def _setup() -> dict[str, Any]:
+    """What setup.py tells setuptools."""
+    asked: dict[str, Any] = {}
+    with mock.patch("setuptools.setup", lambda **options: asked.update(options)):
+        runpy.run_path(str(REPOSITORY / "setup.py"))
+    return asked
 
 
 def _requirements(*extras: str) -> dict[str, Requirement]:
     """What `pip install .[extras]` asks for by itself, by setup.py."""
-    asked: dict[str, Any] = {}
-    with mock.patch("setuptools.setup", lambda **options: asked.update(options)):
-        runpy.run_path(str(REPOSITORY / "setup.py"))
+    asked = _setup()
     lines = [*asked["install_requires"], *(line for extra in extras for line in asked["extras_require"][extra])]
     return {canonicalize_name(Requirement(line).name): Requirement(line) for line in lines}
 
@@ -52,3 +58,13 @@ def test_an_extra_asks_for_the_oldest_version_that_its_integration_takes(host):
     (oldest,) = re.findall(r'^OLDEST = "([\d.]+)"$', source, re.MULTILINE)
     (least,) = (Version(each.version) for each in _requirements(host)[host].specifier if each.operator == ">=")
     assert least == Version(oldest)
+
+
+def test_verl_is_not_installed_beside_trl():
+    """verl 0.9.1 imports a class that TRL has dropped wherever it finds TRL."""
+    assert "trl" not in _requirements("verl")
+
+
+def test_every_extra_is_tried_by_default():
+    (tried,) = re.findall(r"set -- (.+)$", (REPOSITORY / ".ci" / "extras").read_text(), re.MULTILINE)
+    assert set(tried.split()) == _setup()["extras_require"].keys()

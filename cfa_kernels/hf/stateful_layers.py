@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 from ..ops.segment_table import SegmentTable
@@ -21,6 +23,7 @@ from .model_walk import Model, ModelWalk
 
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 _KEEPS_STATE = {"update_conv_state", "update_recurrent_state"}
+OLDEST = "5.15"  # before it, transformers' cells run several tokens from an empty state only
 
 
 @dataclass(frozen=True)
@@ -186,12 +189,36 @@ def _cells(model: Model) -> list[tuple[nn.Module, str]]:
     return [(cell, name) for kind, cells in by_class.items() if (name := _cache_argument(kind)) for cell in cells]
 
 
+def refuse_older_cells(model: Model) -> None:
+    """Raise `NotImplementedError` for layers with a state where transformers is too old to continue one on a tree."""
+    if Version(transformers.__version__) >= Version(OLDEST):
+        return
+    walk = ModelWalk.of(model)
+    methods = {kind: inspect.getmembers(kind, inspect.isfunction) for kind in walk.by_class}
+    found = [kind.__name__ for kind, named in methods.items() if any(_keeping_state(method) for _, method in named)]
+    if found:
+        raise NotImplementedError(
+            f"model: {type(walk.model).__name__} has layers with a state ({', '.join(found)}), which need transformers "
+            f"{OLDEST} or newer, found {transformers.__version__}: pip install 'transformers>={OLDEST}' "
+            "(docs/models.md says which of them it runs), so it cannot be scored"
+        )
+
+
 def _cache_argument(kind: type[nn.Module]) -> str | None:
     """Return the argument through which modules of a class are given a state, if they are cells that keep one."""
-    forward = inspect.unwrap(kind.forward)
-    if not _KEEPS_STATE & set(getattr(getattr(forward, "__code__", None), "co_names", ())):
+    if (forward := _keeping_state(kind.forward)) is None:
         return None
     return next((name for name in _CACHE_ARGUMENTS if name in inspect.signature(forward).parameters), None)
+
+
+def _keeping_state(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return the function, or the one inside its decorator, that hands a cache a new state."""
+    outer = inspect.unwrap(function)
+    if not inspect.isfunction(outer):
+        return None
+    decorated = [cell.cell_contents for cell in outer.__closure__ or ()]  # transformers 5.15 sets no `__wrapped__`
+    functions = [outer, *(inspect.unwrap(each) for each in decorated if inspect.isfunction(each))]
+    return next((each for each in functions if _KEEPS_STATE & set(each.__code__.co_names)), None)
 
 
 def _on_tree(forward: Callable[..., Any], cache_argument: str, schedule: _Schedule) -> Callable[..., Tensor]:

@@ -34,7 +34,7 @@ from .model_walk import Model, ModelWalk
 from .modes import attention_implementation, checkpointed_modules, evaluation_mode, without_accelerates_autocast
 from .probe_mode import HALVES, float32_weights, small_windows
 from .ranks import inside
-from .stateful_layers import has_cells
+from .stateful_layers import has_cells, refuse_older_cells
 from .tree_forward import pack_states, target_logprobs, tree_attention_mode, tree_training_mode
 
 
@@ -91,6 +91,7 @@ def check_supported(model: Model) -> Head:
         NotImplementedError: the tree does not, or cannot be run; the message names the model and the reason.
     """
     walk = ModelWalk.of(model)
+    refuse_older_cells(walk)
     head = check_head(walk)
     if runs_fused(walk) not in _CHECKED[walk.model].packed:
         _check_layout(walk.model)

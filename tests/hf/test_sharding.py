@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support import sharded
-from tests.support.models import HYBRIDS
+from tests.support.models import HYBRIDS, skip_unless_runs
 
 pytestmark = pytest.mark.slow
 
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_scores_gradients_and_steps_of_two_processes_are_those_of_one(how, architecture, changes):
+    skip_unless_runs(architecture)
     sharded.run(2, sharded.as_one_process, how, architecture, changes)
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import transformers
 
-from cfa_kernels import packed_logprobs
-from tests.support.models import HYBRIDS, make_model, tokens
+from cfa_kernels import check_model, packed_logprobs
+from tests.support.models import HYBRIDS, SHAPE, make_model, tokens
 
 PROMPT, OTHER, LONG, MORE, LESS = tokens(5, 1, 7, 5, 3, seed=5)
 END, LAST = tokens(1, 1, seed=6)
@@ -58,3 +59,18 @@ def test_pieces_of_one_token_train_as_plain_forwards_do(name, training):
     for parameter, gradient in expected.items():
         off = (found[parameter] - gradient).norm() / max(gradient.norm(), 1e-3 * largest)
         assert off <= 1e-3, f"{parameter}: {off:.2g}"
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_before_anything_runs_an_older_transformers_is_refused_with_the_version_needed(monkeypatch, name):
+    config = getattr(transformers, f"{name}Config")(**SHAPE | HYBRIDS[name])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    monkeypatch.setattr(transformers, "__version__", "5.14.0")
+    with pytest.raises(NotImplementedError, match=rf"model: {type(model).__name__} .*need transformers 5\.15 or newer"):
+        check_model(model)
+
+
+def test_models_with_attention_only_run_with_an_older_transformers(monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.14.0")
+    check_model(make_model("Qwen3"))

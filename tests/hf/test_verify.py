@@ -98,6 +98,8 @@ def test_windows_and_chunks_that_only_the_mask_knows_of_are_scored_exactly(name)
 @pytest.mark.parametrize("name", OTHERS)
 def test_sinks_latent_attention_and_scaled_heads_are_scored_exactly(name):
     model = make_model(name, **OTHERS[name])
+    if not model._can_set_attn_implementation():
+        pytest.skip(f"{name} of transformers {transformers.__version__} does not use the attention interface")
     model.set_attn_implementation("eager")
     assert_equals_naive(score(model), model, *batch())
 
@@ -356,7 +358,7 @@ REFUSED = [
             transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1)
         ),
         NotImplementedError,
-        "MambaForCausalLM .*linear_attention layers carry a state that several tokens of a branch cannot take up",
+        r"MambaForCausalLM .*(linear_attention layers carry a state|layers with a state \(MambaMixer\))",
     ),
     (
         lambda: get_peft_model(make_model("Qwen3"), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")),
@@ -385,7 +387,9 @@ def test_a_model_is_refused_also_while_it_is_so_little_trained_that_its_tokens_h
     model = make_model("Mamba")
     with torch.no_grad():
         model.lm_head.weight.mul_(scale)
-    with pytest.raises(NotImplementedError, match="MambaForCausalLM does not compute the same"):
+    with pytest.raises(
+        NotImplementedError, match="MambaForCausalLM (does not compute the same|has layers with a state)"
+    ):
         verify.check_supported(model)
 
 

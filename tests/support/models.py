@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 import transformers
+from packaging.version import Version
 
 from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.hf.stateful_layers import OLDEST
 from cfa_kernels.scoring.batch import ScoredBatch
 from cfa_kernels.span import Span
 from tests.support.as_on_gpu import DEVICE
@@ -86,7 +89,17 @@ HYBRIDS = {
 }
 
 
+def skip_unless_runs(name: str) -> None:
+    """Skip the test where the installed transformers has no such type of model, or cannot continue its state."""
+    version = transformers.__version__
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"transformers {version} has no {name}")
+    if name in HYBRIDS and Version(version) < Version(OLDEST):
+        pytest.skip(f"transformers {version} cannot continue the state of {name}: needs {OLDEST}")
+
+
 def make_model(name: str, **changes):
+    skip_unless_runs(name)
     config = getattr(transformers, f"{name}Config")(**{**SHAPE, **ARCHITECTURES.get(name, {}), **changes})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
