@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..estimators.base import ANSWER, Importances
+from ..estimators.base import ANSWER, Importances, OwnFunction
+from ..hf.ranks import Ranks, inside
 from ..options import as_numbers
 from ..scoring.access import CAPABILITIES, MODEL, ModelAccess, Sharded, as_access
 from ..scoring.batch import ScoredBatch
@@ -210,7 +211,7 @@ def counterfactual_credit(
         weights, added = _weigh(config, given, found, judged, generator)
         return _credit(config, given, found, judged, weights, added)
 
-    asks = config.runs_estimator and config.needs & set(CAPABILITIES)
+    asks = config.runs_estimator and (config.needs & set(CAPABILITIES) or isinstance(config.estimator, OwnFunction))
     return access.run(assign) if asks else assign()
 
 
@@ -242,7 +243,8 @@ def _judge(
 ) -> _Judged:
     """Run the estimator on the units that were found."""
     nothing = not config.runs_estimator or not any(found[b].spans for b in given.credited)
-    if noise is None and config.runs_estimator and isinstance(access, Sharded):  # also one that judges nothing
+    shared = isinstance(access, Sharded) or isinstance(inside(), Ranks)
+    if noise is None and config.runs_estimator and shared:  # also one that judges nothing
         noise = access.noise
     if nothing:
         return _Judged({}, {}, Importances([]), [])

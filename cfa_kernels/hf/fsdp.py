@@ -30,9 +30,14 @@ def is_fsdp2(module: object) -> bool:
     return _of_class(module, "torch.distributed.fsdp", "FSDPModule")
 
 
+def is_engine(module: object) -> bool:
+    """Whether `module` is an engine of DeepSpeed, of any stage."""
+    return _of_class(module, "deepspeed", "DeepSpeedEngine")
+
+
 def is_zero3(module: Any) -> bool:
     """Whether `module` is an engine of DeepSpeed that shards weights."""
-    return _of_class(module, "deepspeed", "DeepSpeedEngine") and module.zero_optimization_stage() == 3
+    return is_engine(module) and module.zero_optimization_stage() == 3
 
 
 def is_piece(weight: Tensor) -> bool:

@@ -12,8 +12,9 @@ from .model_walk import Model, ModelWalk
 
 def checkpointed_modules(model: Model) -> list[nn.Module]:
     """List the modules whose layers run again in the backward, in the modes that they are in, instead of keeping it."""
-    flagged = ModelWalk.of(model).having("gradient_checkpointing")
-    return [module for module in flagged if module.gradient_checkpointing and module.training]
+    walk = ModelWalk.of(model)
+    flagged = [module for module in walk.having("gradient_checkpointing") if module.gradient_checkpointing]
+    return [module for module in [*flagged, *walk.having("checkpoint_fn")] if module.training]
 
 
 @contextmanager

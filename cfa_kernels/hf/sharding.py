@@ -18,7 +18,17 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import PreTrainedModel
 
 from ..packing.packs import idle_pack
-from .fsdp import announce_head, give_back, head_whole, is_fsdp1, is_fsdp2, is_piece, is_zero3, sharding_group
+from .fsdp import (
+    announce_head,
+    give_back,
+    head_whole,
+    is_engine,
+    is_fsdp1,
+    is_fsdp2,
+    is_piece,
+    is_zero3,
+    sharding_group,
+)
 from .model import backbone, causal_lm, wrappers
 from .model_walk import ModelWalk
 from .ranks import INSIDE, OtherProcessFailed, Ranks, Replicas, inside
@@ -50,7 +60,7 @@ def run_inside(model: nn.Module, body: Callable[[], _Result], *, trains: bool = 
     root = _root(model, causal)
     if root is None:
         return body()
-    if isinstance(root, DistributedDataParallel):
+    if not is_sharded(root):  # DDP, and DeepSpeed's engine below stage 3
         return _through(root, causal, _within(Replicas(), body)) if trains and torch.is_grad_enabled() else body()
     with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
         return _in_step(root, causal, body, check_trainable if trains else check_supported)
@@ -67,7 +77,7 @@ def is_sharded(model: nn.Module) -> bool:
 def _root(model: nn.Module, causal: PreTrainedModel) -> Any:
     """Find the outermost module that distributes `model` among processes; None where it is in this one only."""
     for module in wrappers(model):
-        if isinstance(module, DistributedDataParallel) or is_fsdp1(module) or is_fsdp2(module) or is_zero3(module):
+        if isinstance(module, DistributedDataParallel) or is_fsdp1(module) or is_fsdp2(module) or is_engine(module):
             return module
     if any(map(is_piece, causal.get_input_embeddings().parameters())):
         raise NotImplementedError(
@@ -180,7 +190,7 @@ def _errors_held(causal: PreTrainedModel, ranks: Ranks) -> Iterator[None]:
     body = backbone(causal)
     layers = getattr(body, "layers", None)
     held = _HeldErrors()
-    modules = [getattr(layer, "_fsdp_wrapped_module", layer) for layer in layers or ()]
+    modules = [_innermost(layer) for layer in layers or ()]
     before = [vars(module).get("forward") for module in modules]
     for module in modules:
         held.forwards[module] = module.forward
@@ -197,6 +207,13 @@ def _errors_held(causal: PreTrainedModel, ranks: Ranks) -> Iterator[None]:
                 del module.forward
             else:
                 module.forward = own
+
+
+def _innermost(layer: nn.Module) -> nn.Module:
+    """Find a layer inside what FSDP and torch's checkpointing wrap around it."""
+    parts = layer._modules
+    inner = parts.get("_fsdp_wrapped_module") or parts.get("_checkpoint_wrapped_module")
+    return layer if inner is None else _innermost(inner)
 
 
 class _HeldErrors:

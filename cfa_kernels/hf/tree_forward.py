@@ -333,6 +333,10 @@ def packed_hidden(
     return hidden
 
 
+_CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+"""Attributes that hold a module's checkpoint function: of transformers, and of torch's wrapper that FSDP uses."""
+
+
 @contextmanager
 def _recomputed_on_trees(walk: ModelWalk, checkpointed: Sequence[nn.Module], running: _PackedForward) -> Iterator[None]:
     """Make checkpointed modules run again, in a backward, exactly as they run inside.
@@ -372,16 +376,19 @@ def _recomputed_on_trees(walk: ModelWalk, checkpointed: Sequence[nn.Module], run
 
         return on_trees
 
-    own = [module.__dict__.get("_gradient_checkpointing_func") for module in checkpointed]
+    own = [
+        (module, name, module.__dict__[name])
+        for module in checkpointed
+        for name in _CHECKPOINTS
+        if module.__dict__.get(name) is not None
+    ]
     try:
-        for module, checkpoint in zip(checkpointed, own, strict=True):
-            if checkpoint is not None:
-                module.__dict__["_gradient_checkpointing_func"] = checkpointing(module, checkpoint)
+        for module, name, checkpoint in own:
+            module.__dict__[name] = checkpointing(module, checkpoint)
         yield
     finally:
-        for module, checkpoint in zip(checkpointed, own, strict=True):
-            if checkpoint is not None:
-                module.__dict__["_gradient_checkpointing_func"] = checkpoint
+        for module, name, checkpoint in own:
+            module.__dict__[name] = checkpoint
 
 
 def _take_one_backward(hidden: Tensor) -> None:

@@ -166,6 +166,7 @@ OFFERED_BY_A_SERVICE = frozenset({ANSWER, SIBLINGS, REWARDS, LOGPROBS})
 
 OFFERS = {
     "TRL": frozenset(NEEDS) - {EXTERNAL},
+    "TRL, FSDP": frozenset(NEEDS) - {EXTERNAL, GRADIENTS},
     "verl": OFFERED_BY_A_SERVICE | {ENTROPIES},
     "OpenRLHF": OFFERED_BY_A_SERVICE,
     "your loop, `InProcess` or `TrainingForward`": frozenset(NEEDS),

@@ -3,7 +3,8 @@
 TRL generates, rewards and computes advantages; then credit is computed once for the generation batch (`trl_credit.py`),
 with the training model, and multiplied into the advantages. From there on TRL's own loss runs, whatever it is set to,
 or one of `trl_losses.py` in its place; the packed one may assign credit itself, from what it feeds for the loss. Each
-process scores its own rows, so nothing is communicated but the logged figures.
+process scores its own rows. Where they share out the model's weights (FSDP), all run credit and packed loss together,
+inside the module that shards them; else nothing is communicated but the logged figures.
 """
 
 import time
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from .. import CounterfactualConfig, Credit
 from ..credit.assign import FIGURES
 from ..hf.model import causal_lm
+from ..hf.sharding import run_inside
 from ..hf.stateful_layers import has_cells
 from ..hf.verify import check_head, noise_floor
 from ..losses.policy import LOSS_TYPES
@@ -71,8 +73,8 @@ _NO_DROPOUT = (
     "ModelConfig sets 0.05), disable_dropout=True the rest"
 )
 
-# The processes hold the whole model (DeepSpeed's stage 3 can gather it).
-_WHOLE_MODEL = {DistributedType.NO, DistributedType.DEEPSPEED} | {
+# Each process holds the whole model, or what wraps it gathers its weights in a forward.
+_RUNS = {DistributedType.NO, DistributedType.DEEPSPEED, DistributedType.FSDP} | {
     kind for kind in DistributedType if kind.name.startswith("MULTI_")
 }
 
@@ -105,8 +107,8 @@ class CounterfactualMixin(_Trainer):
         NotImplementedError: settings that credit or the loss cannot be combined with, each named; a model that
             cannot be scored, whose head the fused loss cannot read, or that cannot be trained on packed trees
             (dropout above 0, a loss of its routers), named by its class. The model is checked at construction. If it
-            is not on its device by then (DeepSpeed and `bf16_full_eval` place it in `train`, and stage 3 has to
-            gather it), it is checked before the first completion is generated.
+            is not on its device by then (DeepSpeed, FSDP and `bf16_full_eval` place it in `train`), it is checked
+            before the first completion is generated.
     """
 
     args: Any
@@ -135,7 +137,7 @@ class CounterfactualMixin(_Trainer):
             _refuse("fused_loss=True", _fusion_obstacles(self))
         if packed_loss:
             _refuse("packed_loss=True", _packing_obstacles(self))
-        if self._own_loss:
+        if fused_loss:
             accept_policy_loss(causal_lm(self.accelerator.unwrap_model(self.model)))
         self._model_is_checked = self._has_warned = self._has_said_why = False
         self._deferred: BatchCredit | None = None
@@ -148,8 +150,8 @@ class CounterfactualMixin(_Trainer):
         return "fused_loss=True" if self.fused_loss else "packed_loss=True" if self.packed_loss else None
 
     def _model_is_placed(self) -> bool:
-        """Whether the model is whole and on its device; DeepSpeed sees to that when training starts."""
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+        """Whether the model is whole and on its device; DeepSpeed and FSDP see to that when training starts."""
+        if self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
             return False
         return all(parameter.device.type == self.accelerator.device.type for parameter in self.model.parameters())
 
@@ -164,10 +166,10 @@ class CounterfactualMixin(_Trainer):
         if self.packed_loss:
             checks.append((check_trains_packed, "leave out packed_loss=True"))
         if checks:
-            with self._whole_model() as model, self.accelerator.autocast():
+            with self._asked_model() as model, self.accelerator.autocast():
                 for check, remedy in checks:
                     try:
-                        check(causal_lm(model))
+                        run_inside(model, partial(check, causal_lm(model)))
                     except NotImplementedError as error:
                         remedy = f"{_NO_DROPOUT}; or {remedy}" if "dropout" in str(error) else remedy
                         raise NotImplementedError(f"{error}; {remedy}") from error
@@ -194,7 +196,7 @@ class CounterfactualMixin(_Trainer):
             output[ROW] = torch.arange(len(output["advantages"]), device=output["advantages"].device)
             return output
         start = time.perf_counter()
-        with self._whole_model() as model, self.accelerator.autocast():
+        with self._asked_model() as model, self.accelerator.autocast():
             output["advantages"] = batch.by_model(model).to(output["advantages"].device)
         batch.seconds = time.perf_counter() - start
         self._report(batch)
@@ -267,10 +269,14 @@ class CounterfactualMixin(_Trainer):
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     @contextmanager
-    def _whole_model(self) -> Iterator[nn.Module]:
-        """Yield the model without its distributed wrapper; every process enters, even with nothing to score."""
+    def _asked_model(self) -> Iterator[nn.Module]:
+        """Yield the model as credit asks it; every process enters, even with nothing to score.
+
+        That is the outermost module where FSDP has its weights in pieces, else the model without its wrapper.
+        """
         if _zero_stage(self) != 3:
-            yield self.accelerator.unwrap_model(self.model)
+            shared = self.accelerator.distributed_type == DistributedType.FSDP
+            yield self.model_wrapped if shared else self.accelerator.unwrap_model(self.model)
             return
         with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model:
             yield model
@@ -299,7 +305,9 @@ class CounterfactualMixin(_Trainer):
         given: dict[str, Any] = {"options": options, "head_in_float32": in_float32}
         if self.packed_loss:
             credit = self._deferred if ROW in inputs else None
-            loss, metrics = model(policy_loss=partial(loss_of_packed_rows, inputs=inputs, credit=credit, **given))
+            body = partial(loss_of_packed_rows, causal_lm(model), inputs=inputs, credit=credit, **given)
+            with self.accelerator.autocast():  # around TRL's own forward, too
+                loss, metrics = run_inside(model, body, trains=True)
             if credit is not None:
                 self._report(credit)
         else:
@@ -374,9 +382,10 @@ def _credit_obstacles(trainer: Any) -> Iterator[str]:
             f"estimator={config.estimator.name!r} on {trainer.accelerator.num_processes} processes of {rows} "
             f"completions: groups of {trainer.num_generations} are split between them; give each process whole groups"
         )
-    yield from obstacles(config, OFFERS["TRL"])
+    offers = OFFERS["TRL, FSDP" if trainer.accelerator.distributed_type == DistributedType.FSDP else "TRL"]
+    yield from obstacles(config, offers)
     for how in _splits_of_the_model(trainer):
-        yield f"{how}: scoring needs the whole model and whole sequences in each process; use DDP or DeepSpeed"
+        yield f"{how}: credit needs whole layers and whole sequences in each process; use DDP, FSDP or DeepSpeed"
     if _zero_stage(trainer) == 3 and not trainer.args.ds3_gather_for_generation:
         yield "ds3_gather_for_generation=False: scoring gathers the model of DeepSpeed's stage 3 on every device"
     if _has_images(trainer):
@@ -384,6 +393,12 @@ def _credit_obstacles(trainer: Any) -> Iterator[str]:
 
 
 def _fusion_obstacles(trainer: Any) -> Iterator[str]:
+    yield from _loss_obstacles(trainer)
+    if trainer.accelerator.distributed_type == DistributedType.FSDP:
+        yield "FSDP, which shards the head: packed_loss=True computes the same loss inside it"
+
+
+def _loss_obstacles(trainer: Any) -> Iterator[str]:
     args = trainer.args
     if _TRL < _LOSSES_OF_TODAY:
         yield f"TRL {_TRL}: it normalises losses in another way than TRL 1.10 and later"
@@ -405,7 +420,7 @@ def _fusion_obstacles(trainer: Any) -> Iterator[str]:
         usual = f" (None takes the model's {trainer.router_aux_loss_coef})" if args.router_aux_loss_coef is None else ""
         yield f"the auxiliary loss of a mixture of experts: set router_aux_loss_coef=0.0{usual}"
     for how in _splits_of_the_model(trainer):
-        yield f"{how}, which may split the head"
+        yield f"{how}, which may split the head: use DDP or FSDP"
     if _zero_stage(trainer) == 3:
         yield "DeepSpeed's stage 3, which shards the head"
     if _has_images(trainer):
@@ -413,7 +428,7 @@ def _fusion_obstacles(trainer: Any) -> Iterator[str]:
 
 
 def _packing_obstacles(trainer: Any) -> Iterator[str]:
-    yield from _fusion_obstacles(trainer)
+    yield from _loss_obstacles(trainer)
     args = trainer.args
     if args.neftune_noise_alpha:
         yield (
@@ -436,8 +451,8 @@ def _packing_obstacles(trainer: Any) -> Iterator[str]:
 
 
 def _splits_of_the_model(trainer: Any) -> Iterator[str]:
-    """Yield settings that leave a process without the whole model or whole sequences, except DeepSpeed's stage 3."""
-    if trainer.accelerator.distributed_type not in _WHOLE_MODEL:
+    """Yield settings that leave a process without whole layers or whole sequences."""
+    if trainer.accelerator.distributed_type not in _RUNS:
         yield str(trainer.accelerator.distributed_type)
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("tp", "cp", "sp"):

@@ -1,7 +1,7 @@
 """Replace TRL's loss by the same loss from hidden states of its padded batch, or from a packed tree of it.
 
-Both run inside the model's forward, since DDP and autocast wrap that. `trl.py` decides which one runs; nothing here
-imports TRL.
+Both run inside the forward of what distributes the model: the first as the model's own, since torch.compile and
+autocast wrap that, the second by `run_inside`. `trl.py` decides which one runs; nothing here imports TRL.
 """
 
 import functools

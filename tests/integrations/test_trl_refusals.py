@@ -94,8 +94,8 @@ def before_1_10(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(integration, "_TRL", Version("1.9.0"))
 
 
-def sharded(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(integration, "_WHOLE_MODEL", {DistributedType.MULTI_GPU})
+def another_kind(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(integration, "_RUNS", {DistributedType.MULTI_GPU})
 
 
 def stage_3(patch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ CREDIT: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
               "combined with loss_type='luspo' in TRL 1.9.0"),
     "GMPO": ({}, {}, GMPOTrainer, None, "combined with GMPOTrainer: its loss takes one advantage per sequence"),
     "Liger's loss": ({}, {}, Ligers, None, "combined with use_liger_kernel=True in TRL"),
-    "FSDP": ({}, {}, GRPOTrainer, sharded, "combined with DistributedType.NO: scoring needs the whole model"),
+    "another kind": ({}, {}, GRPOTrainer, another_kind, "combined with DistributedType.NO: credit needs whole layers"),
     "stage 3": ({"ds3_gather_for_generation": False}, {}, GRPOTrainer, stage_3,
                 "combined with ds3_gather_for_generation=False"),
     "images": ({}, IMAGES, GRPOTrainer, None, "combined with images in the dataset"),
@@ -126,7 +126,7 @@ FUSION: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "entropy mask": ({"top_entropy_quantile": 0.5}, {}, GRPOTrainer, None, "combined with top_entropy_quantile=0.5"),
     "off-policy mask": ({"off_policy_mask_threshold": 0.5}, {}, GRPOTrainer, None, "off_policy_mask_threshold=0.5"),
     "entropy bonus": ({"entropy_coef": 0.01}, {}, GRPOTrainer, None, "combined with an entropy bonus"),
-    "FSDP": ({}, {}, GRPOTrainer, sharded, "combined with DistributedType.NO, which may split the head"),
+    "another kind": ({}, {}, GRPOTrainer, another_kind, "combined with DistributedType.NO, which may split the head"),
     "stage 3": ({}, {}, GRPOTrainer, stage_3, "combined with DeepSpeed's stage 3"),
     "images": ({}, IMAGES, GRPOTrainer, None, "combined with images in the dataset"),
     "logits changed": ({}, {"model": louder}, GRPOTrainer, None, r"model: .* LouderLM .* nats.*leave out LOSS"),
@@ -271,17 +271,44 @@ def test_a_model_or_sequences_that_processes_share_out_are_refused(build, name):
         state=built.accelerator.state,
     )})  # fmt: skip
     assert list(integration._credit_obstacles(trainer)) == [
-        f"{name} parallelism: scoring needs the whole model and whole sequences in each process; use DDP or DeepSpeed"
+        f"{name} parallelism: credit needs whole layers and whole sequences in each process; use DDP, FSDP or DeepSpeed"
     ]
 
 
-def test_sharded_models_are_refused_and_gathered_ones_are_not(mine, monkeypatch):
+def test_credit_of_sharded_models_is_not_refused(mine, monkeypatch):
     state = mine.accelerator.state
     monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
-    assert any("whole model" in reason for reason in integration._credit_obstacles(mine))
+    assert list(integration._credit_obstacles(mine)) == []
     monkeypatch.setattr(state, "distributed_type", DistributedType.DEEPSPEED)
     stage_3(monkeypatch)
     assert list(integration._credit_obstacles(mine)) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            CounterfactualConfig(estimator="gradient"),
+            "estimator='gradient': .*which this trainer.*; take one of mask",
+        ),
+        (CounterfactualConfig(preselect=0.5, preselect_by="gradient"), "preselect_by='gradient': .*; leave it out"),
+    ],
+)
+def test_gradients_through_a_sharded_model_are_refused(mine, monkeypatch, config, message):
+    trainer = SimpleNamespace(**vars(mine) | {"counterfactual": config})
+    assert list(integration._credit_obstacles(trainer)) == []
+    monkeypatch.setattr(mine.accelerator.state, "distributed_type", DistributedType.FSDP)
+    (reason,) = integration._credit_obstacles(trainer)
+    assert re.match(message, reason)
+
+
+@fuses
+def test_under_fsdp_the_packed_loss_takes_the_place_of_the_fused_one(mine, monkeypatch):
+    assert list(integration._fusion_obstacles(mine)) == list(integration._packing_obstacles(mine)) == []
+    monkeypatch.setattr(mine.accelerator.state, "distributed_type", DistributedType.FSDP)
+    (reason,) = integration._fusion_obstacles(mine)
+    assert reason == "FSDP, which shards the head: packed_loss=True computes the same loss inside it"
+    assert list(integration._packing_obstacles(mine)) == []
 
 
 @pytest.mark.parametrize("loss", ["fused_loss", "packed_loss"])
@@ -328,20 +355,20 @@ def test_a_model_that_is_placed_by_training_is_tried_before_the_first_completion
             return False
 
         @contextmanager
-        def _whole_model(self):
-            tried.append("whole")
-            with super()._whole_model() as model:
+        def _asked_model(self):
+            tried.append("asked")
+            with super()._asked_model() as model:
                 yield model
 
         def _generate(self, *args, **kwargs):
-            assert tried[: 1 + len(expected)] == ["whole", *expected]
+            assert tried[: 1 + len(expected)] == ["asked", *expected]
             return super()._generate(*args, **kwargs)
 
     trainer = build(Later, trainer={"fused_loss": fused}, max_steps=2)
     assert tried == []
     trainer.train()
-    assert tried.count("whole") > 0
-    assert [name for name in tried if name != "whole"][: len(expected)] == expected
+    assert tried.count("asked") > 0
+    assert [name for name in tried if name != "asked"][: len(expected)] == expected
     assert tried.count("noise_floor") == 1
 
 
@@ -352,6 +379,7 @@ def test_a_model_that_is_placed_by_training_is_tried_before_the_first_completion
         (DistributedType.MULTI_GPU, "cpu", True),
         (DistributedType.MULTI_GPU, "meta", False),
         (DistributedType.DEEPSPEED, "cpu", False),
+        (DistributedType.FSDP, "cpu", False),
     ],
 )
 def test_a_model_is_placed_when_it_is_whole_on_the_device(kind, device, placed):

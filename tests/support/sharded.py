@@ -46,7 +46,7 @@ HALVES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 def run(processes: int, work: Callable[..., None], *given: object) -> None:
     """Run `work(rank, *given)` in each process; raise what one raised, or `TimeoutError` if one does not end."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([work.__module__])
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder) / f"rank{rank}" for rank in range(processes)]
         started = [

@@ -1,0 +1,94 @@
+"""What each of several processes does in `tests/integrations/test_trl_sharded.py`: train with TRL under accelerate.
+
+accelerate takes FSDP for processes with GPUs only: on a CPU it keeps its kind at `MULTI_CPU` and drops the plugin. So
+the plugin is put back once its state is made; all that shards, reduces, clips and steps is accelerate's own.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from trl import GRPOConfig
+
+from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
+from tests.support.sharded import values
+from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.trl_training import PROMPT, same_rollouts, seven
+
+
+def accept_fsdp_on_a_cpu() -> None:
+    """Let accelerate's state keep the plugin of FSDP."""
+    made = AcceleratorState.__init__
+
+    def keep(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        made(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin = fsdp_plugin
+            for state in (self.__dict__, PartialState._shared_state):  # of which later ones are made
+                state |= {"distributed_type": DistributedType.FSDP, "device": torch.device("cpu")}  # FSDP1: not cpu:0
+
+    AcceleratorState.__init__ = keep
+
+
+def first_half(completions: list[Any], **kwargs: object) -> list[float]:
+    """No advantage for the second half of eight: the mean is theirs."""
+    first = int(os.environ.get("RANK", 0)) * len(completions)
+    return [(1.0, 0.0, 0.5)[i % 2 if i < 4 else 2] for i in range(first, first + len(completions))]
+
+
+def unwatched(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Names without those of wrappers."""
+    return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in named.items()}
+
+
+def build(how: str, processes: int, folder: str, given: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Make the trainer of one of `processes`."""
+    fsdp: dict[str, Any] = {}
+    if how.startswith("FSDP"):  # weights are equal from the start; accelerate broadcasts them through a device only
+        wraps = not options.get("gradient_checkpointing", True)
+        config = {"version": int(how[-1]), "sync_module_states": False, "activation_checkpointing": wraps}
+        fsdp = {"fsdp": True, "fsdp_config": config}
+    rows = 8 // processes // options.get("gradient_accumulation_steps", 1)
+    settings = {
+        "use_cpu": True, "bf16": False, "per_device_train_batch_size": rows, "num_generations": 8,
+        "max_completion_length": 16, "max_steps": 2, "report_to": [], "logging_steps": 1, "save_strategy": "no",
+        "learning_rate": 1e-2, "disable_tqdm": True, "shuffle_dataset": False, "optim": "sgd",
+    }  # fmt: skip
+    return CounterfactualGRPOTrainer(
+        model=tiny_model(), args=GRPOConfig(folder, **settings | fsdp | options), processing_class=tiny_tokenizer(),
+        train_dataset=Dataset.from_dict({"prompt": [PROMPT] * 8}), rollout_func=same_rollouts,
+        **{"reward_funcs": seven} | given,
+    )  # fmt: skip
+
+
+def train(how: str, processes: int, given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Train in one of `processes`; return whole weights by name, the log, and what the model became."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build(how, processes, folder, given, options)
+        trainer.train()
+    kind = type(trainer.model_wrapped).__name__
+    return {"state": unwatched(values(trainer.model_wrapped)), "log": trainer.state.log_history, "kind": kind}
+
+
+Cases = dict[str, tuple[dict[str, Any], dict[str, Any]]]
+
+
+def as_one_of_two(rank: int, folder: str, how: str, cases: Cases) -> None:
+    """Train by each of `cases`, arguments of the trainer and of TRL's configuration; save what came of it."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    accept_fsdp_on_a_cpu()
+    found = {}
+    for name, case in cases.items():
+        try:
+            found[name] = train(how, 2, *case)
+        except Exception as error:
+            raise AssertionError(f"{how}, {name}") from error
+    if rank == 0:
+        torch.save(found, Path(folder) / "two.pt")
