@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..estimators.base import ANSWER, Importances, OwnFunction
 from ..hf.ranks import Ranks, inside
 from ..options import as_numbers
-from ..scoring.access import CAPABILITIES, MODEL, ModelAccess, Sharded, as_access
+from ..scoring.access import CAPABILITIES, ModelAccess, Sharded, as_access
 from ..scoring.batch import ScoredBatch
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import rounding
@@ -261,7 +261,9 @@ def _judge(
         rows = [b for b in given.credited if found[b].spans]
     batch = _scored_batch(config, access, tokenizer, given, found, rows, generator)
     units, answers = [found[b].spans if b in found else [] for b in batch.numbers], batch.answers
-    importances = _checked(config.estimator(access, batch), units, batch.numbers)
+    asks = config.needs & set(CAPABILITIES)
+    judged = access.judge(config.estimator, batch) if asks else config.estimator(access, batch)
+    importances = _checked(judged, units, batch.numbers)
     roundings = _roundings(importances, answers, lambda: access.noise if noise is None else noise)
     by_row = dict(zip(batch.numbers, importances.values, strict=True))
     return _Judged(by_row, dict(zip(batch.numbers, roundings, strict=True)), importances, batch.numbers)
@@ -307,7 +309,7 @@ def _scored_batch(
         for b in rows
     }  # fmt: skip
     batch = ScoredBatch.of(
-        access.model if MODEL in access.capabilities and config.needs & set(CAPABILITIES) else None,
+        access.model if access.module is not None and config.needs & set(CAPABILITIES) else None,
         [given.prompts[b] for b in rows],
         [asked[b][0] for b in rows],
         [asked[b][1].spans for b in rows],

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ..scoring.access import CAPABILITIES, MODEL, ModelAccess
+from ..scoring.access import CAPABILITIES, ModelAccess
 from ..scoring.batch import ScoredBatch
 from ..scoring.masked import ScoringWork
 
@@ -106,7 +106,7 @@ class OwnFunction:
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Call the function."""
-        return self.function(access.module if MODEL in access.capabilities else access, batch)
+        return self.function(access if access.module is None else access.module, batch)
 
 
 def unit_means(tokens: Sequence[Tensor], batch: ScoredBatch, rows: Sequence[int] | None = None) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -89,7 +90,8 @@ def embedding(model: PreTrainedModel) -> Tensor:
 
 def input_device(model: PreTrainedModel) -> torch.device:
     """Device that ids must be on."""
-    return next(model.get_input_embeddings().parameters()).device
+    # Where FSDP's first kind keeps flat parameters, those are of the layers around the embedding.
+    return next(chain(model.get_input_embeddings().parameters(), model.parameters())).device
 
 
 def vocab_size(model: PreTrainedModel) -> int:

@@ -14,8 +14,7 @@ from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, NEEDS, REWARDS, SIBLI
 from ..estimators.registry import ESTIMATORS
 from ..hf.model import causal_lm
 from ..hf.modes import evaluation_mode
-from ..ops.row_softmax import FLOAT32_NOISE
-from ..scoring.access import DISTRIBUTIONS, GRADIENTS, LOGPROBS, MODEL, LogprobService, LogprobsOf
+from ..scoring.access import DISTRIBUTIONS, GRADIENTS, LOGPROBS, MODEL, ModelAccess, Sharded
 
 
 class Draws:
@@ -167,7 +166,8 @@ OFFERED_BY_A_SERVICE = frozenset({ANSWER, SIBLINGS, REWARDS, LOGPROBS})
 OFFERS = {
     "TRL": frozenset(NEEDS) - {EXTERNAL},
     "TRL, FSDP": frozenset(NEEDS) - {EXTERNAL, GRADIENTS},
-    "verl": OFFERED_BY_A_SERVICE | {ENTROPIES},
+    "verl": OFFERED_BY_A_SERVICE | {ENTROPIES} | Sharded.capabilities,
+    "verl, by log-prob requests": OFFERED_BY_A_SERVICE | {ENTROPIES},
     "OpenRLHF": OFFERED_BY_A_SERVICE,
     "your loop, `InProcess` or `TrainingForward`": frozenset(NEEDS),
     "your loop, `Sharded`": frozenset(NEEDS) - {GRADIENTS},
@@ -224,14 +224,13 @@ def credit_rows(
     completions: Sequence[Tensor],
     counted: Sequence[Tensor],
     advantages: Sequence[Tensor],
-    logprobs_of: LogprobsOf,
+    access: ModelAccess,
     *,
     config: CounterfactualConfig,
     generator: torch.Generator,
     groups: Tensor,
     rewards: Tensor,
     entropies: Sequence[Tensor] | None = None,
-    noise: float = FLOAT32_NOISE,
 ) -> tuple[list[Tensor], dict[str, float]]:
     """Credit a batch of rows whose model is in other processes.
 
@@ -241,12 +240,10 @@ def credit_rows(
         counted: B tensors (T_b,), 1 on tokens that are trained on, 0 on others, such as a tool's.
         advantages: B tensors (T_b,), float. Where each row has a single advantage, estimators that compare rewards with
             advantages get (B,).
-        logprobs_of: the host's log-prob service.
+        access: the host's log-prob service or its workers.
         groups: (B,) int64, equal for completions that are compared with each other.
         rewards: (B,) float.
         entropies: B tensors (T_b,), nats.
-        noise: nats per answer token by which rounding moves the service's log-probs; the default is that of float32, a
-            model in bfloat16 gives some hundredths.
 
     Returns:
         B tensors (T_b,) in the advantages' dtype, to train on; tokens that do not count keep theirs. And the
@@ -257,7 +254,7 @@ def credit_rows(
     """
     mask, own = pad_rows(counted)[0], pad_rows(advantages)[0]
     credit = counterfactual_credit(
-        LogprobService(logprobs_of, noise=noise),
+        access,
         tokenizer,
         *pad_rows(prompts, "left"),
         *pad_rows(completions),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .. import CounterfactualConfig, policy_loss
 from ..estimators.base import SIBLINGS
+from ..scoring.access import LogprobService
 from . import require
 from .credit import OFFERS, Draws, credit_rows, obstacles, pad_rows
 
@@ -186,7 +187,7 @@ class CounterfactualMixin(_Maker):
             [row.completion for row in rows],
             [row.counted for row in rows],
             [row.advantages for row in rows],
-            self._logprobs,
+            LogprobService(self._logprobs),
             config=self.counterfactual,
             generator=self._draws.of(self.global_step),
             groups=index // self.args.rollout.n_samples_per_prompt,  # OpenRLHF counts samples in the order of prompts

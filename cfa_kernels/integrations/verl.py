@@ -2,10 +2,12 @@
 
 verl imports this module in each of its processes (entry point `verl.plugins`), which registers the policy loss
 `counterfactual`. `python -m cfa_kernels.integrations.verl` starts verl's PPO trainer with one more step: after
-the advantages, spans are scored by log-prob requests to the actor's workers, however the model is sharded there, and
-credit goes into the advantages, the only per-token tensor that reaches every loss.
+the advantages, spans are scored by the actor's workers, and credit goes into the advantages, the only per-token tensor
+that reaches every loss. Where the actor runs on FSDP its workers score packed trees (`TreeScoring`); elsewhere they
+get ordinary log-prob requests.
 """
 
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -16,18 +18,24 @@ from torch import Tensor
 
 from .. import CounterfactualConfig, policy_loss
 from ..estimators.base import SIBLINGS
+from ..scoring.access import CAPABILITIES, LogprobService, ModelAccess
 from . import require
 from .credit import OFFERS, Draws, credit_rows, obstacles
+from .workers import Found, Share, Workers, judge_share
 
 OLDEST = "0.9.1"
 _VERL = require("verl", OLDEST)
 
-from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402  the check above says more
+from verl.single_controller.base.decorator import Dispatch, register  # noqa: E402  the check above says more
+from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1 import PPOTrainer as _Trainer
+    from verl.workers.engine_workers import ActorRolloutRefWorker as _Worker
 else:
-    _Trainer = object
+    _Trainer = _Worker = object
+
+_LOG = logging.getLogger(__name__)
 
 # Losses in which weights on advantages are not weights on each token's loss: they use advantages, beyond their sign,
 # outside the product with the ratio.
@@ -138,11 +146,49 @@ def credit_config(config: Any) -> CounterfactualConfig:
     return CounterfactualConfig.from_flat(dict(config.get("counterfactual") or {}))
 
 
+class TreeScoring(_Worker):
+    """Add scoring of packed trees to verl's actor worker: `class Mine(TreeScoring, ActorRolloutRefWorker)`."""
+
+    actor: Any
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def score_trees(self, share: Share) -> Found:
+        """Judge this worker's share by the actor's model; all workers are called at once, each with its own.
+
+        verl's group of workers takes a list with a share for each, and returns a list.
+
+        Raises:
+            As `judge_share`.
+        """
+        engine = self.actor.engine
+        with engine.eval_mode():
+            return judge_share(engine.module, share)
+
+
+def with_tree_scoring(worker: Any) -> Any:
+    """Make a Ray actor class like `worker`, one of verl's, with `TreeScoring`."""
+    import ray
+
+    plain = worker.__ray_actor_class__
+    return ray.remote(type(f"TreeScoring{plain.__name__}", (TreeScoring, plain), {}))
+
+
+def tree_obstacles(config: Any) -> list[str]:
+    """Name the settings of verl with which its workers cannot score trees, so that log-prob requests are sent."""
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    if actor.strategy not in ("fsdp", "fsdp2"):
+        return [f"actor.strategy={actor.strategy}"]
+    pieces = max(actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size)
+    found = [f"actor.fsdp_config.ulysses_sequence_parallel_size={pieces}"] * (pieces > 1)
+    return found + ["model.use_fused_kernels=True"] * bool(model.use_fused_kernels)
+
+
 class CounterfactualMixin(_Trainer):
     """Add credit to a trainer of `verl.trainer.ppo.v1`: `class Mine(CounterfactualMixin, PPOTrainerSync)`.
 
     Logs the same `credit/*` as in TRL, for the whole batch. `control="off"` switches credit off: verl runs as
-    without it, and nothing is refused. No model is refused: verl's workers compute the log-probs.
+    without it, and nothing is refused. A model that cannot be scored in packed trees gets log-prob requests, which the
+    log says once, with the reason.
 
     Raises:
         NotImplementedError: at the start, settings that credit cannot be combined with; names each.
@@ -153,6 +199,8 @@ class CounterfactualMixin(_Trainer):
     processor: Any
     actor_rollout_wg: Any
     global_steps: int
+    role_worker_mapping: dict[Any, Any]
+    _workers: Workers | None = None  # those that score trees; None where log-probs are requested
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.counterfactual = credit_config(config)
@@ -165,6 +213,37 @@ class CounterfactualMixin(_Trainer):
         super()._init_tokenizer()
         if self.processor is not None and self.counterfactual.control != "off":
             raise NotImplementedError("counterfactual credit cannot be combined with images (a processor) in verl")
+
+    @property
+    def _asks(self) -> bool:
+        """Whether credit asks the model anything."""
+        return self.counterfactual.runs_estimator and bool(self.counterfactual.needs & set(CAPABILITIES))
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        if self._asks and not tree_obstacles(self.config):
+            from verl.trainer.ppo.utils import Role
+
+            for role in {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef} & set(self.role_worker_mapping):
+                self.role_worker_mapping[role] = with_tree_scoring(self.role_worker_mapping[role])
+
+    def _setup(self) -> None:
+        """Set verl up, then choose how the model is asked: before the first rollout, its workers check the model."""
+        super()._setup()
+        if not self._asks:
+            return
+        reasons = tree_obstacles(self.config)
+        if not reasons:
+            workers = Workers(self.actor_rollout_wg.score_trees, self.actor_rollout_wg.world_size)
+            try:
+                noise = workers.noise  # checks the model
+                _LOG.info("credit: packed trees are scored on %d workers, noise %.2g", workers.count, noise)
+                self._workers = workers
+                return
+            except NotImplementedError as error:
+                reasons = [str(error)]
+                _refuse(self.config, reasons)
+        _LOG.warning("credit: scored by log-prob requests, which share no prefixes, because of %s", "; ".join(reasons))
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_advantage(batch, metrics)
@@ -189,7 +268,7 @@ class CounterfactualMixin(_Trainer):
             responses,
             masks,
             advantages,
-            self._logprobs,
+            self._access,
             config=self.counterfactual,
             generator=self._draws.of(self.global_steps),
             groups=_siblings(batch.keys, prompts),
@@ -201,6 +280,11 @@ class CounterfactualMixin(_Trainer):
         metrics |= figures
         metrics["credit/seconds"] = time.perf_counter() - start
         return batch
+
+    @property
+    def _access(self) -> ModelAccess:
+        """Return how the model is asked."""
+        return LogprobService(self._logprobs) if self._workers is None else self._workers
 
     def _logprobs(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[Tensor]:
         """Ask the actor for the log-probs of completions, at temperature 1."""
@@ -281,11 +365,14 @@ def _session_rewards(keys: Sequence[str], scores: Sequence[Tensor]) -> Tensor:
     return torch.tensor([last[session][1] for session, _, _ in sessions])
 
 
-def _refuse(config: Any) -> None:
+def _refuse(config: Any, reasons: Sequence[str] | None = None) -> None:
+    """Raise for settings that credit cannot be combined with; `reasons` are why log-probs are requested."""
     actor = config.actor_rollout_ref.actor
     completions = config.actor_rollout_ref.rollout.n
-    offers = OFFERS["verl"] - ({SIBLINGS} if completions == 1 else set())
-    found = list(obstacles(credit_config(config), offers))
+    reasons = tree_obstacles(config) if reasons is None else reasons
+    offers = OFFERS["verl, by log-prob requests" if reasons else "verl"] - ({SIBLINGS} if completions == 1 else set())
+    because = f" (log-probs are requested because of {'; '.join(reasons)})" if reasons else ""
+    found = [sentence + because for sentence in obstacles(credit_config(config), offers)]
     if actor.policy_loss.loss_mode in INEXACT_LOSSES:
         found.append(f"policy_loss.loss_mode={actor.policy_loss.loss_mode}: it uses advantages outside the product")
     if config.algorithm.use_kl_in_reward:

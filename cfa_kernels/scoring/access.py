@@ -63,6 +63,10 @@ class ModelAccess(Protocol):
         """Run what asks the model, perhaps several times; where processes share it all of them call this."""
         ...
 
+    def judge(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
+        """Call an estimator that asks the model, `estimator(access, batch)`, where the model is."""
+        ...
+
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Score the answers of a batch as sampled and with each unit masked, in the batch's order."""
         ...
@@ -91,6 +95,10 @@ class InProcess:
     def noise(self) -> float:
         """Measure it for this model in its own arithmetic."""
         return noise_floor(self.model)
+
+    def judge(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
+        """Call `estimator` in this process."""
+        return estimator(self, batch)
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Feed the batch as packed trees of its own."""
@@ -152,6 +160,10 @@ class TrainingForward:
         """Measure it for this model in its own arithmetic."""
         return noise_floor(self.model)
 
+    def judge(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
+        """Call `estimator` in this process."""
+        return estimator(self, batch)
+
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Feed only the masked branches."""
         return self._forward.score_batch(batch, ScoringOptions(outcome))
@@ -200,6 +212,10 @@ class LogprobService:
     def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
         """Raise: a service takes whole completions."""
         raise NotImplementedError("model: it is in other processes, which take whole completions and not queries")
+
+    def judge(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
+        """Call `estimator` in this process."""
+        return estimator(self, batch)
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Ask for each sequence; scores are on the host.

@@ -164,9 +164,22 @@ class ScoredBatch:
         ]
         return replace(self, rows=rows)
 
+    def take(self, places: Sequence[int]) -> "ScoredBatch":
+        """Copy the batch with some of its completions, in the order of `places`."""
+
+        def taken(column: Any) -> Any:
+            if column is None:
+                return None
+            return column[list(places)] if isinstance(column, Tensor) else [column[i] for i in places]
+
+        return replace(self, **{name: taken(getattr(self, name)) for name in _COLUMNS})
+
     def to_callers_order(self, column: Sequence[Any]) -> list[Any]:
         """Put a column of this batch into the order of `numbers`."""
         return [column[i] for i in np.argsort(self.numbers, kind="stable")]
+
+
+_COLUMNS = ("rows", "numbers", "lengths", "reasoning_ends", "groups", "rewards", "advantages", "entropies", "external")
 
 
 def _check_placeholder(placeholder_id: int | None, vocab: int | None) -> None:
@@ -212,15 +225,19 @@ def check_columns(prompts: Sized, **columns: Sized) -> None:
 
 
 def checked_ids(
-    model: PreTrainedModel, prompts: Sequence[Tensor], completions: Sequence[Tensor]
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Tensor],
+    numbers: Sequence[int] | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Copy each row's prompt (P,) and completion (T,) to the host, int64, by one copy for each column.
 
-    Raises `ValueError` naming argument, row and value: not a 1-D int64 tensor, empty, an id outside the vocabulary, or
-    more tokens together than the context of `model`.
+    Raises `ValueError` naming argument, row (its place, or that of `numbers`) and value: not a 1-D int64 tensor, empty,
+    an id outside the vocabulary, or more tokens together than the context of `model`.
     """
     check_columns(prompts, completions=completions)
-    return _checked_ids(prompts, completions, vocab_size(model), context_length(model), range(len(prompts)))
+    named = range(len(prompts)) if numbers is None else numbers
+    return _checked_ids(prompts, completions, vocab_size(model), context_length(model), named)
 
 
 def _checked_ids(

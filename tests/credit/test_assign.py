@@ -33,6 +33,9 @@ class Scored:
     def run(self, body):
         return body()
 
+    def judge(self, estimator, batch):
+        return estimator(self, batch)
+
     def score(self, batch, *, outcome="logprob"):
         self.batches.append(batch)
         drop = [self.drops[: len(row)] for row in batch.units]

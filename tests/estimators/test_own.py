@@ -93,8 +93,9 @@ def test_a_host_that_lacks_what_it_needs_refuses_it():
 
 def test_its_importances_become_the_weights_of_its_rule():
     access = SimpleNamespace(
-        capabilities=frozenset({LOGPROBS, DISTRIBUTIONS}), module=None, noise=0.0, run=lambda body: body()
-    )
+        capabilities=frozenset({LOGPROBS, DISTRIBUTIONS}), module=None, noise=0.0, run=lambda body: body(),
+        judge=lambda estimator, batch: estimator(access, batch),
+    )  # fmt: skip
     weights = {}
     for power in (1.0, 2.0):
         credit = credit_of(access, CounterfactualConfig(estimator="lateness", power=power))

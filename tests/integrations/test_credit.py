@@ -115,7 +115,7 @@ def test_signed_credit_of_rows_is_in_the_units_of_their_advantages_and_leaves_wh
         [torch.tensor([IDS[0], IDS[i], IDS[3]]) for i in (1, 2)],
         [torch.tensor([1, 1, 1]), torch.tensor([1, 1, 0])],
         [torch.tensor(row) for row in advantages],
-        service,
+        LogprobService(service),
         config=CounterfactualConfig(estimator="prefix_tree"),
         generator=torch.Generator(),
         groups=torch.tensor([4, 4]),
@@ -137,7 +137,7 @@ def test_a_function_of_the_callers_asks_the_service_in_the_models_place():
             COMPLETIONS[:2],
             [torch.ones(len(row)) for row in COMPLETIONS[:2]],
             [torch.full((len(row),), 1.0 - 2 * b) for b, row in enumerate(COMPLETIONS[:2])],
-            service,
+            LogprobService(service),
             config=config,
             generator=torch.Generator(),
             groups=torch.tensor([0, 1]),
@@ -167,7 +167,7 @@ def test_an_obstacle_says_what_to_do():
 
     service = OFFERED_BY_A_SERVICE
     assert said(service, effect="total") == "leave it out"
-    assert said(service, fill="resampled", preselect=0.5, preselect_by="gradient") == "leave them out"
+    assert said(service, fill="resampled", preselect=0.5, preselect_by="short_branches") == "leave them out"
     assert said(service, estimator="entropy") == "take one of masking, prefix_gain, prefix_tree, ktae, sibling_edits"
     assert said(service - {SIBLINGS}, estimator="ktae") == "sample more than one completion of each prompt"
     assert said(frozenset(NEEDS) - {"external"}, estimator="external").startswith("give a function")

@@ -1,6 +1,7 @@
 """verl's own code with counterfactual credit: its plug-in loader, its trainer's step, its workers' log-probs.
 
-The model runs in verl's FSDP engine without the sharding, which needs GPUs; data goes through a real TransferQueue.
+Log-prob requests run in verl's FSDP engine without the sharding, trees in its FSDP2 engine on two processes; data goes
+through a real TransferQueue.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cfa_kernels import CounterfactualConfig, counterfactual_weights
+from tests.support import sharded, workers
 from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, completions, credited, padded
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -40,6 +42,8 @@ import cfa_kernels.integrations.verl as integration  # noqa: E402
 from cfa_kernels.credit.config import flat_options  # noqa: E402
 from cfa_kernels.integrations.credit import Draws  # noqa: E402
 from cfa_kernels.integrations.verl import CounterfactualMixin  # noqa: E402
+from cfa_kernels.integrations.workers import Found, Share, judge_share  # noqa: E402
+from cfa_kernels.scoring.access import LogprobService  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -250,9 +254,83 @@ def test_siblings_have_one_uid_and_one_prompt_and_a_session_the_reward_of_its_la
     assert integration._session_rewards(keys, scores).tolist() == [1.0, 1.0, 0.0, 0.5, -1.0]
 
 
+@pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
+def test_verls_engine_of_two_processes_scores_trees_as_one_process_does(param_dtype):
+    sharded.run(2, workers.on_verls_engine, param_dtype)
+
+
+class Group:
+    """verl's worker group, of which each worker has the whole model."""
+
+    world_size = 2
+
+    def __init__(self, problem: Exception | None = None) -> None:
+        self.model, self.problem, self.asked = tiny_model().eval(), problem, 0
+
+    def init_model(self) -> None:
+        pass
+
+    def score_trees(self, shares: list[Share]) -> list[Found]:
+        assert len(shares) == self.world_size
+        self.asked += 1
+        if self.problem is not None:
+            raise self.problem
+        return [judge_share(self.model, pickle.loads(pickle.dumps(share))) for share in shares]
+
+
+def set_up(config: Any, group: Any, **credit: Any) -> Any:
+    """A trainer after verl's own set-up, in which its workers were made."""
+
+    class Host(PPOTrainerSync):
+        def _setup(self) -> None:
+            self._init_resource_pool_mgr()
+            self.actor_rollout_wg = group
+
+    trainer = build(config, None, Host, **credit)
+    trainer._setup()
+    return trainer
+
+
+def test_where_the_actor_is_sharded_by_fsdp_its_workers_score_trees(config, transfer_queue):
+    options = {"effect": "total"}  # needs more than log-probs
+    trainer, metrics = set_up(config, Group(), **options), dict[str, float]()
+    ((role, worker),) = trainer.role_worker_mapping.items()
+    assert issubclass(worker.__ray_actor_class__, integration.TreeScoring)
+    assert str(role) == "actor_rollout"
+    own = advantages_of(PPOTrainerSync._compute_advantage(build(config, None), put(transfer_queue), {}))
+    batch = trainer._compute_advantage(put(transfer_queue), metrics)
+    expected = credited(torch.stack([row[0] for row in own]), options)
+    expected[1, 1] = 0.0  # a tool's token stays as verl left it
+    for given, row in zip(advantages_of(batch), expected, strict=True):
+        torch.testing.assert_close(given, row[: len(given)], rtol=1e-4, atol=1e-5)
+    assert trainer.actor_rollout_wg.asked == 2  # of which the first checks the model
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "reason"),
+    [
+        ({"actor": {"strategy": "megatron"}}, None, "actor.strategy=megatron"),
+        ({"actor": {"fsdp_config": {"ulysses_sequence_parallel_size": 2}}}, None, "ulysses_sequence_parallel_size=2"),
+        ({"model": {"use_fused_kernels": True}}, None, "model.use_fused_kernels=True"),
+        ({}, NotImplementedError("Mamba has no tree"), "Mamba has no tree"),
+    ],
+    ids=str,
+)
+def test_where_trees_cannot_be_scored_the_log_says_why_and_requests_are_sent(config, caplog, change, problem, reason):
+    config = OmegaConf.merge(config, {"actor_rollout_ref": change})
+    trainer = set_up(config, Group(problem))
+    assert isinstance(trainer._access, LogprobService)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == integration.__name__]
+    assert said.startswith("credit: scored by log-prob requests")
+    assert said.endswith(f"{reason}")
+    config = OmegaConf.merge(config, {"counterfactual": {"effect": "total"}})
+    with pytest.raises(NotImplementedError, match=rf"effect='total': .*requested because of .*{re.escape(reason)}"):
+        set_up(config, Group(problem), effect="total") if problem else integration.run(config)
+
+
 @pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=str)
-def test_an_estimator_that_needs_the_model_at_hand_is_refused_at_the_start(config, options, message):
-    config = config.copy()
+def test_an_estimator_that_needs_the_model_at_hand_is_refused_where_log_probs_are_requested(config, options, message):
+    config = OmegaConf.merge(config, {"actor_rollout_ref": {"actor": {"strategy": "megatron"}}})
     for name, value in options.items():
         OmegaConf.update(config, f"counterfactual.{name}", value, force_add=True)
     if message is None:
@@ -346,9 +424,8 @@ def test_the_configuration_of_the_documentation_is_valid_and_starts_a_trainer_wi
 
 
 def test_the_configuration_of_the_documentation_has_every_option_that_can_run(config):
-    need_the_model_at_hand = {"effect", "fill", "approximation", "sigma", "samples", "token_budget"}
     every = {name for name, _, _ in flat_options()} | {field.name for field in dataclasses.fields(CounterfactualConfig)}
-    assert set(config.counterfactual) == every - {"spans", "answers"} - need_the_model_at_hand
+    assert set(config.counterfactual) == every - {"spans", "answers", "sigma"}  # `sigma` is of gradients
 
 
 REFUSED = pytest.mark.parametrize(

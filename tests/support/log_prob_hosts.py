@@ -22,18 +22,18 @@ CREDIT = [
 """Each estimator by name with options of others among them; `entropy` only where the host has entropies."""
 
 IMPOSSIBLE = [
-    ({"estimator": "gradient"}, "estimator='gradient': it needs the model"),
-    ({"estimator": "gradient", "sigma": 0.1}, "estimator='gradient': it needs the model"),
+    ({"estimator": "gradient"}, "estimator='gradient': it needs gradients"),
+    ({"estimator": "gradient", "sigma": 0.1}, "estimator='gradient': it needs gradients"),
     ({"outcome": "last"}, "outcome='last': it needs distributions"),
     ({"outcome": "mean", "units": "tokens"}, "outcome='mean': it needs distributions"),
     ({"effect": "total"}, "effect='total': it needs the model"),
     ({"fill": "resampled"}, "fill='resampled': it needs the model"),
     ({"approximation": "knockout"}, "approximation='knockout': it needs the model"),
     ({"preselect": 0.5, "cheap": "short_branches"}, "preselect_by='short_branches': it needs the model"),
-    ({"preselect": 0.5, "cheap": "gradient"}, "preselect_by='gradient': it needs the model"),
+    ({"preselect": 0.5, "cheap": "gradient"}, "preselect_by='gradient': it needs gradients"),
     (
-        {"approximation": "knockout", "preselect": 0.5, "cheap": "gradient"},
-        "approximation='knockout' and preselect_by='gradient': each needs the model",
+        {"fill": "resampled", "preselect": 0.5, "cheap": "short_branches"},
+        "fill='resampled' and preselect_by='short_branches': each needs the model",
     ),
     ({"estimator": "external"}, "estimator='external': it needs importances that the caller passes in"),
     ({"estimator": "ktae", "mode": "random"}, None),

@@ -1,0 +1,179 @@
+"""Judge completions by a model that a host's workers hold: estimators go to the model, importances come back in order.
+
+The host's main process gives `counterfactual_credit` a `Workers`; each worker calls `judge_share` on what it is sent.
+Groups are dealt whole, so that every prompt is fed once and completions that are compared stay together.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..credit.units import equal_prompts
+from ..packing import balance
+from ..packing.prefix_tree import Query
+from ..scoring.access import Sharded, as_access
+from ..scoring.batch import Row, ScoredBatch, checked_ids
+from ..scoring.masked import CounterfactualScores, ScoringWork
+from ..scoring.outcomes import Outcome
+
+
+class Share(NamedTuple):
+    """Part of a batch that one worker judges, perhaps of no completions."""
+
+    estimator: Callable[[Any, ScoredBatch], Any]
+    batch: ScoredBatch
+
+
+class Found(NamedTuple):
+    """Result of a share; `result` is None where it had no completions."""
+
+    result: Any
+    noise: float  # nats per answer token, as `ModelAccess.noise`
+
+
+def judge_share(module: nn.Module, share: Share) -> Found:
+    """Run a share's estimator beside the model. Workers that hold pieces of one model all call this, each with its own.
+
+    Args:
+        module: the model as the worker has it, with what shards it around it.
+        share: the worker's share of the batch.
+
+    Returns:
+        What the estimator gave, on the host; and how far rounding moves scores.
+
+    Raises:
+        ValueError: ids outside the vocabulary, or more tokens than the model's context; names the row.
+        Also what the estimator raises: where workers share a model all of them raise, with the rank in the text.
+    """
+    access, batch = as_access(module), share.batch
+
+    def judged() -> Found:
+        noise = access.noise  # first: it runs forwards, of all workers alike
+        if not len(batch):
+            return Found(None, noise)
+        checked_ids(access.model, batch.prompts, batch.completions, batch.numbers)
+        return Found(_joined([share.estimator(access, batch)], [range(len(batch))]), noise)
+
+    with torch.no_grad():
+        return access.run(judged)
+
+
+class Workers:
+    """Access to a model that workers of a host hold, whole or in pieces; estimators that ask it are run there.
+
+    Args:
+        ask: sends each worker its share, at once, and returns what `judge_share` gave, in the same order. Every worker
+            is called, also with an empty share, since those that hold pieces of one model run it together.
+        count: number of workers, also an attribute.
+    """
+
+    capabilities = Sharded.capabilities
+
+    def __init__(self, ask: Callable[[list[Share]], Sequence[Found]], count: int) -> None:
+        self._ask, self.count = ask, count
+        self._noise: float | None = None
+        self.module: nn.Module | None = None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """Raise: the model is in other processes."""
+        raise NotImplementedError("model: it is in the workers' processes; what asks it runs there, by judge")
+
+    @property
+    def noise(self) -> float:
+        """Return the largest that workers have measured."""
+        if self._noise is None:
+            nobody = ScoredBatch([], [])
+            self._receive(self._ask([Share(_nothing, nobody)] * self.count))
+        assert self._noise is not None
+        return self._noise
+
+    def run(self, body: Callable[[], Any]) -> Any:
+        """Run `body()`."""
+        return body()
+
+    def judge(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
+        """Deal the batch's groups over the workers and join what they find, in the batch's order."""
+        places = deal(batch, self.count)
+        shares = [Share(estimator, batch.take(own)) for own in places]
+        found = self._receive(self._ask(shares))
+        kept = [(one.result, own) for one, own in zip(found, places, strict=True) if own]
+        return _joined([result for result, _ in kept], [own for _, own in kept])
+
+    def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
+        """Score the batch on the workers."""
+        return self.judge(_Scores(outcome), batch)  # type: ignore[no-any-return]
+
+    def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
+        """Raise: queries are asked where the model is."""
+        raise NotImplementedError("model: it is in the workers' processes; what asks it runs there, by judge")
+
+    def _receive(self, found: Sequence[Found]) -> Sequence[Found]:
+        if len(found) != self.count:
+            raise ValueError(f"asked {self.count} workers, {len(found)} answered")
+        self._noise = max(one.noise for one in found)
+        return found
+
+
+def _nothing(access: Any, batch: ScoredBatch) -> None:
+    """Judge nothing."""
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Estimator that gives the scores themselves."""
+
+    outcome: Outcome
+
+    def __call__(self, access: Any, batch: ScoredBatch) -> CounterfactualScores:
+        return access.score(batch, outcome=self.outcome)  # type: ignore[no-any-return]
+
+
+def deal(batch: ScoredBatch, workers: int) -> list[list[int]]:
+    """Deal the completions of a batch over workers by the rows that they feed, groups whole.
+
+    Args:
+        batch: completions; its groups, or equal prompts where it has none.
+        workers: how many, at least 1.
+
+    Returns:
+        The places of each worker's completions in the batch, in rising order; none where there are fewer groups than
+        workers.
+    """
+    groups = equal_prompts(batch.prompts) if batch.groups is None else batch.groups
+    members: dict[int, list[int]] = {}
+    for place, group in enumerate(groups.tolist()):
+        members.setdefault(group, []).append(place)
+    own = list(members.values())
+    dealt = balance.deal([_size_of([batch.rows[place] for place in group]) for group in own], workers)
+    return [sorted(place for group in groups for place in own[group]) for groups in dealt]
+
+
+def _size_of(rows: Sequence[Row]) -> int:
+    """Count the rows that masking feeds of a group."""
+    answered = [(row.spans, row.answer) for row in rows if row.answer is not None]
+    spans, answers = [spans for spans, _ in answered], [answer for _, answer in answered]
+    return balance.rows_to_score(len(rows[0].prompt), spans, answers)
+
+
+def _joined(parts: Sequence[Any], places: Sequence[Sequence[int]]) -> Any:
+    """Join what several shares gave, on the host: columns by their places, counts of work by adding, else the first's.
+
+    A column is a tensor or list of as many values as the share has completions. `details` are dropped.
+    """
+    first = parts[0]
+    if isinstance(first, ScoringWork):
+        return sum(parts, ScoringWork())
+    if hasattr(first, "__dataclass_fields__"):
+        columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(first)}
+        return replace(first, **{name: _joined(values, places) for name, values in columns.items()})
+    if isinstance(first, list | Tensor):
+        order = torch.tensor([place for own in places for place in own]).argsort().tolist()
+        values = [value.cpu() if isinstance(value, Tensor) else value for part in parts for value in part]
+        ordered = [values[i] for i in order]
+        return torch.stack(ordered) if isinstance(first, Tensor) else ordered
+    return None if isinstance(first, dict) else first

@@ -1,0 +1,95 @@
+"""Trees scored by a host's workers: dealt by tokens, groups whole, results of one process in the batch's order."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from cfa_kernels import Span
+from cfa_kernels.estimators.base import Importances
+from cfa_kernels.integrations.workers import Share, Workers, deal, judge_share
+from cfa_kernels.scoring.access import LogprobService
+from cfa_kernels.scoring.batch import ScoredBatch
+from tests.support import sharded, workers
+from tests.support.models import make_model
+from tests.support.tiny import tiny_model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["FSDP2", "FSDP1, flat"])
+def test_two_workers_that_share_a_model_credit_as_one_process_does(how):
+    sharded.run(2, workers.on_a_sharded_model, how)
+
+
+def batch(lengths, prompts, groups=None, *, spans=2) -> ScoredBatch:
+    """A batch of completions of some lengths; the last token of each is its answer."""
+    draw = torch.Generator().manual_seed(0)
+    completions = [torch.randint(3, 20, (length,), generator=draw) for length in lengths]
+    edges = [torch.linspace(0, length - 1, spans + 1).int().tolist() for length in lengths]
+    units = [[Span(*pair) for pair in pairwise(row)] for row in edges]
+    answers = [Span(length - 1, length) for length in lengths]
+    ids = [torch.tensor(prompt) for prompt in prompts]
+    found = ScoredBatch.of(None, ids, completions, units, answers, placeholder_id=0)
+    return found if groups is None else replace(found, groups=torch.tensor(groups))
+
+
+def test_groups_are_dealt_whole_the_heaviest_first():
+    given = batch([9, 3, 9, 3, 30, 5], [[3], [4], [3], [4], [5], [6]], spans=1)
+    assert [given.numbers[place] for place in range(6)] == [0, 2, 1, 3, 4, 5]
+    dealt = deal(given, 2)
+    assert [[given.numbers[place] for place in own] for own in dealt] == [[4], [0, 2, 1, 3, 5]]
+    assert deal(given, 7)[5:] == [[], []] or sorted(map(len, deal(given, 7))) == [0, 0, 0, 1, 1, 2, 2]
+    together = deal(replace(given, groups=torch.zeros(6, dtype=torch.int64)), 3)
+    assert sorted(map(len, together)) == [0, 0, 6]
+
+
+def test_every_worker_is_asked_and_results_are_in_the_batchs_order():
+    model, asked = tiny_model().eval(), []
+
+    def ask(shares):
+        asked.append([share.batch.numbers for share in shares])
+        return [judge_share(model, share) for share in shares]
+
+    given = batch([9, 3, 6, 5], [[3], [4], [5], [3]])
+    found, expected = Workers(ask, 5).score(given), Workers(ask, 1).score(given)
+    assert sorted(map(len, asked[0])) == [0, 0, 1, 1, 2]
+    torch.testing.assert_close(found.base, expected.base, atol=1e-5, rtol=0)
+    for row, own in zip(found.drop, expected.drop, strict=True):
+        torch.testing.assert_close(row, own, atol=1e-5, rtol=0)
+    assert found.work.tokens_fed == expected.work.tokens_fed
+
+
+def test_a_worker_that_does_not_answer_is_noticed():
+    with pytest.raises(ValueError, match="asked 2 workers, 1 answered"):
+        Workers(lambda shares: [judge_share(tiny_model(), shares[0])], 2).score(batch([4, 4], [[3], [4]]))
+
+
+def test_what_only_the_workers_have_is_refused_by_name():
+    nobody = Workers(lambda shares: [], 1)
+    for ask in (lambda: nobody.model, lambda: nobody.query([])):
+        with pytest.raises(NotImplementedError, match="it is in the workers' processes"):
+            ask()
+
+
+def test_what_is_joined_keeps_what_belongs_to_no_completion():
+    def marked(access, some):
+        base = torch.tensor(some.numbers).float()
+        return Importances([base[b : b + 1] for b in range(len(some))], base=base, change_of="logprob", details={})
+
+    model, given = tiny_model(), batch([5, 3, 4], [[3], [4], [5]])
+    found = Workers(lambda shares: [judge_share(model, Share(marked, share.batch)) for share in shares], 2).judge(
+        marked, given
+    )
+    assert found.base.tolist() == [0, 1, 2]
+    assert [row.item() for row in found.values] == [0, 1, 2]
+    assert (found.change_of, found.work, found.details) == ("logprob", None, None)
+
+
+def test_trees_feed_less_than_half_of_what_requests_feed():
+    lengths = [88, 131, 104, 117, 96, 142, 75, 110, 92, 128, 101, 84, 139, 99, 121, 107]  # as of GSM8K's solutions
+    given = batch(lengths, [list(range(3, 19)) * 5] * 8 + [list(range(4, 20)) * 5] * 8, spans=8)
+    model = make_model("Qwen3")
+    trees = Workers(lambda shares: [judge_share(model, share) for share in shares], 2).score(given).work
+    requests = LogprobService(lambda _, asked: [torch.zeros(len(row)) for row in asked]).score(given).work
+    assert trees.tokens_fed <= 0.45 * requests.tokens_fed
