@@ -10,7 +10,7 @@ from tests.support.quoted_figures import Results, blocks
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-# models.md, performance.md and scale.md are what their commands write; what spans.md counts on GSM8K has no result file.
+# What models.md, performance.md and scale.md quote their commands write; what spans.md counts on GSM8K has no file.
 ELSEWHERE = {"models.md", "performance.md", "scale.md", "spans.md"}
 EVERY = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 PAGES = [page for page in EVERY if page.name not in ELSEWHERE]
