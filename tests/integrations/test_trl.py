@@ -245,9 +245,14 @@ def test_vllms_importance_ratios_multiply_with_the_weights(train, mode, loss):
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
     logits = model(ids, attention_mask=torch.cat([output["prompt_mask"], output["completion_mask"]], 1)).logits
     logprobs = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[:, -5:, 0]
+    if loss.get("packed_loss"):  # credit is assigned later, from the training forward
+        columns = (output[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"))
+        weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), *columns, advantages=before)
+    else:
+        weights = output["advantages"] / before[:, None]
     loss, _ = policy_loss(
-        logprobs, output["old_per_token_logps"], before, output["completion_mask"],
-        weights=ratio * output["advantages"] / before[:, None], epsilon_high=0.2,
+        logprobs, output["old_per_token_logps"], before, output["completion_mask"], weights=ratio * weights,
+        epsilon_high=0.2,
     )  # fmt: skip
     assert logged(trained, "loss")[0] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
 
