@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..estimators.base import ANSWER, Importances, OwnFunction
 from ..hf.ranks import Ranks, inside
 from ..options import as_numbers
-from ..scoring.access import CAPABILITIES, ModelAccess, Sharded, as_access
+from ..scoring.access import CAPABILITIES, ModelAccess, Sharded, TrainingForward, as_access
 from ..scoring.batch import ScoredBatch
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import rounding
@@ -243,7 +243,8 @@ def _judge(
 ) -> _Judged:
     """Run the estimator on the units that were found."""
     nothing = not config.runs_estimator or not any(found[b].spans for b in given.credited)
-    shared = isinstance(access, Sharded) or isinstance(inside(), Ranks)
+    continued = isinstance(access, TrainingForward) and isinstance(inside(access.model), Ranks)
+    shared = isinstance(access, Sharded) or continued
     if noise is None and config.runs_estimator and shared:  # also one that judges nothing
         noise = access.noise
     if nothing:

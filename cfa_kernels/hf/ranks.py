@@ -2,7 +2,7 @@
 
 Weights of a sharded model are gathered layer by layer, so each process must run every layer as often as the others.
 Before each forward they exchange a few numbers; one whose work is done feeds idle packs until that of all is done, and
-where one fails all raise. `sharding.run_inside` sets this up; without it `inside()` is None and nothing is exchanged.
+where one fails all raise. `sharding.run_inside` sets this up; without it `inside` finds None, and nothing is exchanged.
 """
 
 import builtins
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 
 class OtherProcessFailed(BaseException):
@@ -34,12 +35,13 @@ class Ranks:
     """Processes that share a model by sharding it.
 
     Args:
+        model: the causal model, also an attribute.
         group: their process group.
         idle: runs a forward of one token, as the others' forwards run.
     """
 
-    def __init__(self, group: Any, idle: Callable[[], object]) -> None:
-        self._control, self._idle = _control_group(group), idle
+    def __init__(self, model: nn.Module, group: Any, idle: Callable[[], object]) -> None:
+        self.model, self._control, self._idle = model, _control_group(group), idle
 
     def before_forward(self) -> None:
         """Wait until every process is about to run a forward or has done its work; raise if one has failed."""
@@ -106,6 +108,9 @@ _RAISED_AS_THEY_ARE = ("ValueError", "TypeError", "NotImplementedError", "Floati
 class Replicas:
     """Processes that hold a whole model each and share its gradients: a backward of one needs one of all."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
     def before_forward(self) -> None:
         """Wait for nothing."""
 
@@ -132,6 +137,7 @@ def _control_group(group: Any) -> Any:
 INSIDE: ContextVar[Ranks | Replicas | None] = ContextVar("cfa_ranks", default=None)
 
 
-def inside() -> Ranks | Replicas | None:
-    """Return the processes whose shared model's outermost module is running; None in a process by itself."""
-    return INSIDE.get()
+def inside(model: nn.Module) -> Ranks | Replicas | None:
+    """Return the processes that share a causal model whose outermost module is running; None for any other model."""
+    ranks = INSIDE.get()
+    return ranks if ranks is not None and ranks.model is model else None

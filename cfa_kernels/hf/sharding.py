@@ -54,14 +54,14 @@ def run_inside(model: nn.Module, body: Callable[[], _Result], *, trains: bool = 
         NotImplementedError: a way of sharding that this cannot run through, or a model that cannot be checked.
         Exception: what `body` raises; on the other processes an error of that type with the rank in its text.
     """
-    if inside() is not None:
-        return body()
     causal = causal_lm(model)
+    if inside(causal) is not None:
+        return body()
     root = _root(model, causal)
     if root is None:
         return body()
     if not is_sharded(root):  # DDP, and DeepSpeed's engine below stage 3
-        return _through(root, causal, _within(Replicas(), body)) if trains and torch.is_grad_enabled() else body()
+        return _through(root, causal, _within(Replicas(causal), body)) if trains and torch.is_grad_enabled() else body()
     with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
         return _in_step(root, causal, body, check_trainable if trains else check_supported)
 
@@ -132,7 +132,7 @@ def _in_step(
         with tree_attention_mode(walk):
             packed_hidden(walk, idle_pack(), idle=True)
 
-    ranks = Ranks(sharding_group(root), idle)
+    ranks = Ranks(causal, sharding_group(root), idle)
 
     def whole() -> tuple[Tensor, ...]:
         nonlocal problem, failed

@@ -305,7 +305,7 @@ def packed_hidden(
     walk = ModelWalk.of(model)
     model = walk.model
     staged = staged or _stage(model, pack)
-    if (ranks := inside()) is not None and not idle:
+    if (ranks := inside(model)) is not None and not idle:
         ranks.before_forward()
     if (most := largest_forward(walk)) is not None and pack.table.num_rows > most:
         raise NotImplementedError(

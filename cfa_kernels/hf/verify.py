@@ -219,7 +219,7 @@ def _check_repeatable(model: PreTrainedModel) -> None:
             factor = _amplification(hidden, read_head(model))
             _, rounding = _own_logits(model, rows, factor)
         first, second = (_called(model, rows, factor, share) for share in (0.0, _ALMOST_ONE))
-        return _gap(first.log_softmax(-1), second.log_softmax(-1)), rounding
+        return _gap(model, first.log_softmax(-1), second.log_softmax(-1)), rounding
 
     gap, rounding = _measured(model, measure, training=True)
     if not gap <= max(_TOLERANCE, _ROUNDINGS * rounding):
@@ -273,7 +273,7 @@ def _checked_transform(model: PreTrainedModel) -> tuple[float | None, float]:
             )
         truth = theirs.log_softmax(-1)
         gaps = {
-            transform: _gap(Head(head.weight, head.bias, *transform).transformed(linear).log_softmax(-1), truth)
+            transform: _gap(model, Head(head.weight, head.bias, *transform).transformed(linear).log_softmax(-1), truth)
             for transform in _transforms(model)
         }
         best = min(gaps, key=lambda transform: gaps[transform])
@@ -355,7 +355,9 @@ def _check_tree(model: PreTrainedModel, training: bool = False) -> None:
         fed = rows[:, first:].to(targets.device)
         same = (fed == fed[:1]) & (targets == targets[:1])
         mixing = torch.where(same, truth - truth[:1], 0.0).abs().max().item()
-        return _gap(ours.to(truth), truth), max(min(_TOLERANCE, _SHARE * mixing), _ROUNDINGS * rounding, FLOAT32_NOISE)
+        return _gap(model, ours.to(truth), truth), max(
+            min(_TOLERANCE, _SHARE * mixing), _ROUNDINGS * rounding, FLOAT32_NOISE
+        )
 
     gap, tolerance = _measured(model, measure, training)
     if not gap <= tolerance:
@@ -418,23 +420,23 @@ def _own_logits(model: PreTrainedModel, rows: Tensor, factor: float) -> tuple[Te
         alone = torch.cat([_whole_model(model)(input_ids=row[None], use_cache=False).logits.float() for row in ids[:2]])
     if torch.isnan(together).any():
         raise FloatingPointError(f"model: {type(model).__name__} gives nan logits on an ordinary row of tokens")
-    return together, _gap(together[:2].log_softmax(-1), alone.log_softmax(-1))
+    return together, _gap(model, together[:2].log_softmax(-1), alone.log_softmax(-1))
 
 
 def _whole_model(model: PreTrainedModel) -> Callable[..., Any]:
     """Return the model with its hooks; inside what distributes it without them, which would start that anew."""
-    return model if inside() is None else _met(model.forward)
+    return model if inside(model) is None else _met(model, model.forward)
 
 
 def _body(model: PreTrainedModel) -> Callable[..., Any]:
-    return _met(backbone(model))
+    return _met(model, backbone(model))
 
 
-def _met(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _met(model: PreTrainedModel, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Let processes that share the model meet before each call of `forward`: none starts it where one has failed."""
 
     def together(*args: Any, **kwargs: Any) -> Any:
-        if (ranks := inside()) is not None:
+        if (ranks := inside(model)) is not None:
             ranks.before_forward()
         return forward(*args, **kwargs)
 
@@ -450,10 +452,10 @@ def _amplified(model: PreTrainedModel, factor: float) -> Iterator[None]:
         hook.remove()
 
 
-def _gap(ours: Tensor, theirs: Tensor) -> float:
+def _gap(model: PreTrainedModel, ours: Tensor, theirs: Tensor) -> float:
     """Return the largest difference, of all processes that share the model; a token excluded in both has none."""
     gap = torch.where(ours == theirs, 0.0, ours - theirs).abs().max().nan_to_num(math.inf).item()
-    return gap if (ranks := inside()) is None else ranks.largest(gap)
+    return gap if (ranks := inside(model)) is None else ranks.largest(gap)
 
 
 def _measured(
@@ -478,7 +480,7 @@ def _measured(
         stack.enter_context(ieee_products())
         stack.enter_context(without_accelerates_autocast(model))
         stack.enter_context(torch.autocast(input_device(model).type, enabled=False))
-        if inside() is not None:
+        if inside(model) is not None:
             stack.enter_context(without_casts(model))
         try:
             with float32_weights(model, moved):

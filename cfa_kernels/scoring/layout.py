@@ -4,6 +4,7 @@ import numbers
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from ..hf.limits import apart_by_length
 from ..hf.model_walk import ModelWalk
@@ -29,9 +30,11 @@ def packs_of(
             yield pack, [order[i] for g in pack.bundles for i in groups[g] if part[i]]
 
 
-def as_many_as_others(packs: Iterable[tuple[Pack, list[int]]]) -> Iterable[tuple[Pack, list[int]]]:
-    """Add idle packs where processes that share the model feed more: each runs as many forwards, and backwards."""
-    if (ranks := inside()) is None:
+def as_many_as_others(
+    model: PreTrainedModel, packs: Iterable[tuple[Pack, list[int]]]
+) -> Iterable[tuple[Pack, list[int]]]:
+    """Add idle packs where processes that share `model` feed more: each runs as many forwards, and backwards."""
+    if (ranks := inside(model)) is None:
         return packs
     own = list(packs)
     return own + [(idle_pack(), list[int]())] * (ranks.forwards(len(own)) - len(own))

@@ -181,7 +181,7 @@ def packed_forward(
     order = packing_order([prompt for prompt, _ in rows])
     fed: list[_Fed] = []
     with tree_training_mode(walk):
-        for pack, members in as_many_as_others(packs_of(rows, counts, walk, order, budget)):
+        for pack, members in as_many_as_others(causal, packs_of(rows, counts, walk, order, budget)):
             store = KeyValueStore() if keep_states else None
             fed.append(_Fed(pack, members, packed_hidden(walk, pack, store=store), store))
     return PackedForward(causal, head, rows, counts, fed, ModelState(walk) if keep_states else None)

@@ -62,3 +62,7 @@ def test_zero_3_gives_what_one_process_gives(halves, lora):
 @pytest.mark.parametrize("how", ["DDP", "FSDP1", "FSDP2, as accelerate"])
 def test_forward_credit_and_loss_in_one_call_as_the_page_shows(how):
     sharded.run(2, sharded.in_one_call, how)
+
+
+def test_another_model_is_asked_inside_the_call_of_one_by_each_process_as_often_as_it_likes():
+    sharded.run(2, sharded.another_model, "FSDP2")

@@ -31,6 +31,7 @@ from cfa_kernels import (
 )
 from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.hf.sharding import run_inside
 from cfa_kernels.scoring.access import as_access
 from cfa_kernels.span import Span
 from tests.support.models import PLACEHOLDER, batch, batch_of, make_model
@@ -345,3 +346,19 @@ def in_one_call(rank: int, how: str) -> None:
     for name, parameter in alone.named_parameters():
         if parameter.grad is not None:  # the mean over processes, of which one has no gradient
             torch.testing.assert_close(2 * found[name], parameter.grad, atol=1e-6, rtol=1e-4)
+
+
+def another_model(rank: int, how: str) -> None:
+    """Inside the call of one model a process asks another, that it holds whole, as often as it likes."""
+    reference, policy = make_model("Llama"), make_model("Qwen3")
+    shared = wrapped(policy, how)
+    expected = packed_logprobs(reference, PROMPTS[:1], COMPLETIONS[:1])[0].detach()
+
+    def body() -> torch.Tensor:
+        for _ in range(2 * rank):
+            found = packed_logprobs(reference, PROMPTS[:1], COMPLETIONS[:1])
+            torch.testing.assert_close(found[0], expected)
+        return scores(policy, [rank]).base
+
+    base = run_inside(shared, body)
+    torch.testing.assert_close(base, scores(make_model("Qwen3"), [rank]).base, atol=2e-5, rtol=0)
