@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from cfa_kernels import check_model, packed_logprobs
+from cfa_kernels.hf import stateful_layers
 from tests.support.models import HYBRIDS, SHAPE, make_model, tokens
 
 PROMPT, OTHER, LONG, MORE, LESS = tokens(5, 1, 7, 5, 3, seed=5)
@@ -66,11 +67,11 @@ def test_before_anything_runs_an_older_transformers_is_refused_with_the_version_
     config = getattr(transformers, f"{name}Config")(**SHAPE | HYBRIDS[name])
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
-    monkeypatch.setattr(transformers, "__version__", "5.14.0")
+    monkeypatch.setattr(stateful_layers.transformers, "__version__", "5.14.0")
     with pytest.raises(NotImplementedError, match=rf"model: {type(model).__name__} .*need transformers 5\.15 or newer"):
         check_model(model)
 
 
 def test_models_with_attention_only_run_with_an_older_transformers(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "5.14.0")
+    monkeypatch.setattr(stateful_layers.transformers, "__version__", "5.14.0")
     check_model(make_model("Qwen3"))
