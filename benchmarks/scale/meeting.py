@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from cfa_kernels.hf.ranks import Ranks
 
@@ -46,7 +47,7 @@ def _meet(rank: int, folder: str, times: int, found: Any) -> None:
     torch.set_num_threads(1)
     deadline = datetime.timedelta(seconds=SECONDS)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=deadline)
-    ranks, took = Ranks(dist.group.WORLD, lambda: None), []
+    ranks, took = Ranks(nn.Module(), dist.group.WORLD, lambda: None), []
     for _ in range(times):
         start = time.perf_counter()
         ranks.before_forward()

@@ -66,18 +66,23 @@ class Ranks:
         """Whether processes answer differently, all of them asked."""
         return self.largest(answer) != -self.largest(-int(answer))
 
-    def finish(self, failed: bool) -> bool:
-        """Feed idle packs until the work of all is done or one has failed; whether one has."""
+    def finish(self, failed: bool) -> tuple[bool, Exception | None]:
+        """Feed idle packs until the work of all is done or one has failed.
+
+        Returns:
+            Whether one has failed, and what a pack of this process raised.
+        """
+        problem = None
         while True:
             met = self._meet(_Met(failed=failed))
             failed = failed or bool(met.failed)
             if not met.working:
-                return failed
+                return failed, problem
             if met.forward and not met.failed:
                 try:
                     self._idle()
-                except Exception:
-                    failed = True
+                except Exception as error:
+                    problem, failed = error, True
 
     def agree(self, problem: Exception | None) -> None:
         """Raise on all processes if one has a problem: its own there, that of the first by rank elsewhere.

@@ -144,7 +144,8 @@ def _in_step(
                 failed = True
             except Exception as error:
                 problem, failed = error, True
-            failed = ranks.finish(failed)
+            failed, while_idle = ranks.finish(failed)
+            problem = problem or while_idle
             outputs = () if failed else _with_gradient(found)
             if not failed and torch.is_grad_enabled() and ranks.differ(bool(outputs)):
                 problem, failed = None if outputs else ValueError(_NO_GRADIENT), True

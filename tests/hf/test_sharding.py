@@ -66,3 +66,8 @@ def test_forward_credit_and_loss_in_one_call_as_the_page_shows(how):
 
 def test_another_model_is_asked_inside_the_call_of_one_by_each_process_as_often_as_it_likes():
     sharded.run(2, sharded.another_model, "FSDP2")
+
+
+@pytest.mark.parametrize("how", ["FSDP1", "FSDP2"])
+def test_an_error_in_a_pack_that_is_fed_for_the_others_is_raised_on_all(how):
+    sharded.run(2, sharded.failing_idle_pack, how)

@@ -225,6 +225,26 @@ def failing_layer(rank: int, how: str, error: type[Exception], inside: str) -> N
     loss(shared, rows, 2).loss.backward()
 
 
+def failing_idle_pack(rank: int, how: str) -> None:
+    """A process without rows whose layer fails while the other feeds: both raise what it raised."""
+    shared = wrapped(make_model("Qwen3"), how)
+    rows = [[0, 1], []][rank]
+    scores(shared, rows)
+
+    def fails(module, args, kwargs):
+        raise ZeroDivisionError("a broken layer")
+
+    layer = causal_lm(shared).model.layers[1]
+    mlp = getattr(layer, "_fsdp_wrapped_module", layer).mlp
+    hook = mlp.register_forward_pre_hook(fails, with_kwargs=True) if rank else None
+    kind = ZeroDivisionError if rank else RuntimeError
+    with pytest.raises(kind, match=f"^{'' if rank else 'rank 1: ZeroDivisionError: '}a broken layer"):
+        scores(shared, rows)
+    if hook:
+        hook.remove()
+    scores(shared, rows)
+
+
 def adapters(rank: int, how: str, halves: bool, dtype: torch.dtype) -> None:
     """Adapters, bfloat16 weights and mixed precision: scores agree, the check leaves every weight as it was."""
     alone, shared = (adapted(make_model("Qwen3").to(dtype)) for _ in range(2))
