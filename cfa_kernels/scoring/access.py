@@ -76,7 +76,19 @@ class ModelAccess(Protocol):
         ...
 
 
-class InProcess:
+class _Here:
+    """Way to run what asks: here and now, by itself."""
+
+    def run(self, body: Callable[[], _Result]) -> _Result:
+        """Run `body()`."""
+        return body()
+
+    def judge(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
+        """Call `estimator` in this process."""
+        return estimator(self, batch)
+
+
+class InProcess(_Here):
     """Access to a model whose weights are whole in this process, bare or wrapped as in `score_counterfactuals`."""
 
     capabilities = _EVERYTHING
@@ -96,10 +108,6 @@ class InProcess:
         """Measure it for this model in its own arithmetic."""
         return noise_floor(self.model)
 
-    def judge(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
-        """Call `estimator` in this process."""
-        return estimator(self, batch)
-
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Feed the batch as packed trees of its own."""
         return score_batch(self.model, batch, ScoringOptions(outcome))
@@ -107,10 +115,6 @@ class InProcess:
     def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
         """Feed the queries as packed trees of their own."""
         return query_logprobs(self.model, bundles, **options)
-
-    def run(self, body: Callable[[], _Result]) -> _Result:
-        """Run `body()`."""
-        return body()
 
 
 class Sharded(InProcess):
@@ -138,31 +142,15 @@ class Sharded(InProcess):
         return run_inside(self.module, body)
 
 
-class TrainingForward:
+class TrainingForward(InProcess):
     """Access to the model of a `PackedForward`, whose completions are fed already: answers and queries continue them.
 
     Estimators that continue nothing (gradients, fills, partial branches) use the forward's model itself.
     """
 
-    capabilities = _EVERYTHING
-
     def __init__(self, forward: PackedForward) -> None:
+        super().__init__(forward.causal)
         self._forward = forward
-        self.module: nn.Module | None = forward.causal
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """Return the forward's model."""
-        return self._forward.causal
-
-    @property
-    def noise(self) -> float:
-        """Measure it for this model in its own arithmetic."""
-        return noise_floor(self.model)
-
-    def judge(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
-        """Call `estimator` in this process."""
-        return estimator(self, batch)
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Feed only the masked branches."""
@@ -172,12 +160,8 @@ class TrainingForward:
         """Feed only what the forward has not fed."""
         return self._forward.query_logprobs(self.model, bundles, **options)
 
-    def run(self, body: Callable[[], _Result]) -> _Result:
-        """Run `body()`: where processes share the model, all of them are inside its outermost module already."""
-        return body()
 
-
-class LogprobService:
+class LogprobService(_Here):
     """Access through a host's own log-prob service, for models that are spread over other processes.
 
     Each answer, and each answer with a unit masked, becomes an ordinary sequence, cut after the answer; all go out in
@@ -205,17 +189,9 @@ class LogprobService:
         """Raise: the model is in other processes."""
         raise NotImplementedError("model: it is in other processes, and only its log-probs can be asked for")
 
-    def run(self, body: Callable[[], _Result]) -> _Result:
-        """Run `body()`."""
-        return body()
-
     def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
         """Raise: a service takes whole completions."""
         raise NotImplementedError("model: it is in other processes, which take whole completions and not queries")
-
-    def judge(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
-        """Call `estimator` in this process."""
-        return estimator(self, batch)
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Ask for each sequence; scores are on the host.
