@@ -1,5 +1,6 @@
 """Check and pad the rows of a packed loss, and find how far each must be fed for it."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ class LossBatch:
     weights: Tensor | None  # (B, T)
     ref_logprobs: Tensor | None  # (B, T)
     rows: Tensor  # (M,) int64: the flattened tokens whose log-prob the loss needs
+    trained: Tensor  # (B,) bool: rows that get a gradient, of others the loss or a metric needs values only
 
     @staticmethod
     def of(
@@ -56,14 +58,14 @@ class LossBatch:
             signed = advantages.detach().cpu()
         else:
             signed = _padded("advantages", advantages, lengths)
-        whole = ref_logprobs is not None or compute_entropy or bool(options.get("entropy_coef"))
-        rows = contributing_rows(
-            counted,
-            signed,
-            weights=padded["weights"],
-            importance_sampling_level=options.get("importance_sampling_level", "token"),
-            all_counted=whole,
+        level = options.get("importance_sampling_level", "token")
+        contributes = functools.partial(
+            contributing_rows, counted, signed, weights=padded["weights"], importance_sampling_level=level
         )
+        all_trained = ref_logprobs is not None or bool(options.get("entropy_coef"))
+        rows = contributes(all_counted=all_trained or compute_entropy)
+        trained = torch.zeros(len(lengths), dtype=torch.bool)
+        trained[contributes(all_counted=all_trained) // counted.shape[1]] = True
         old = padded["old_logprobs"]
         if old is not None:  # tokens that no earlier loss needed were never scored
             needed = torch.zeros(counted.numel(), dtype=torch.bool).index_fill_(0, rows, True).view_as(counted)
@@ -76,6 +78,7 @@ class LossBatch:
             weights=padded["weights"],
             ref_logprobs=padded["ref_logprobs"],
             rows=rows,
+            trained=trained,
         )
 
     def needed(self) -> list[int]:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ..hf.limits import apart_by_length
 from ..hf.model_walk import ModelWalk
-from ..hf.ranks import inside
+from ..hf.ranks import Ranks, inside
 from ..packing.packs import idle_pack, lay_out
 from ..packing.prefix_tree import Pack, Query
 from .batch import check_columns
@@ -38,6 +38,29 @@ def as_many_as_others(
         return packs
     own = list(packs)
     return own + [(idle_pack(), list[int]())] * (ranks.forwards(len(own)) - len(own))
+
+
+def trained_first(
+    model: PreTrainedModel,
+    rows: Sequence[tuple[np.ndarray, np.ndarray]],
+    counts: np.ndarray,
+    order: Sequence[int],
+    trained: Sequence[bool] | None,
+) -> tuple[list[int], list[int]]:
+    """Part the rows of `order` into those of prompts with a row that a backward is to reach, and all others.
+
+    Where there is no such row, or processes share `model` and so run as many forwards as each other, all are of the
+    first kind.
+    """
+    if trained is not None:
+        check_columns(rows, trained=trained)
+    if trained is None or isinstance(inside(model), Ranks):
+        return list(order), []
+    reached = {rows[b][0].tobytes() for b in order if trained[b] and counts[b]}
+    parts: tuple[list[int], list[int]] = [], []
+    for b in order:
+        parts[bool(reached) and rows[b][0].tobytes() not in reached].append(b)
+    return parts
 
 
 def checked_needed(needed: Sequence[int] | None, lengths: Sequence[int]) -> np.ndarray:

@@ -4,7 +4,7 @@
 are then read off that one forward. `packed_logprobs` and `packed_policy_loss` do the two usual things in one call.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from ..packing.packs import continue_pack
 from ..packing.prefix_tree import Pack, Query
 from ..span import Span
 from .batch import ScoredBatch, check_columns, checked_ids, packing_order
-from .layout import as_many_as_others, checked_needed, packs_of
+from .layout import as_many_as_others, checked_needed, packs_of, trained_first
 from .masked import (
     CounterfactualScores,
     Read,
@@ -140,7 +140,10 @@ def packed_policy_loss(
             completions, old_logprobs, advantages, weights=weights, mask=mask, ref_logprobs=ref_logprobs,
             compute_entropy=compute_entropy, **options,
         )  # fmt: skip
-        forward = packed_forward(causal, prompts, completions, needed=batch.needed(), token_budget=token_budget)
+        forward = packed_forward(
+            causal, prompts, completions,
+            needed=batch.needed(), trained=batch.trained.tolist(), token_budget=token_budget,
+        )  # fmt: skip
         return forward.policy_loss(batch, temperature, compute_entropy=compute_entropy, **options)
 
     return run_inside(model, body, trains=True)
@@ -152,6 +155,7 @@ def packed_forward(
     completions: Sequence[Tensor],
     *,
     needed: Sequence[int] | None = None,
+    trained: Sequence[bool] | None = None,
     token_budget: int | None = None,
     keep_states: bool = False,
 ) -> "PackedForward":
@@ -161,6 +165,8 @@ def packed_forward(
         causal: the model that `causal_lm` finds.
         prompts, completions: as in `packed_logprobs`.
         needed: for each row, how many of its first tokens will be read; 0 feeds nothing. Default all.
+        trained: for each row, whether a backward is to reach it. Prompts without any such row are fed without gradient,
+            unless there is no other, or processes share the model. Default all.
         token_budget: as in `packed_logprobs`.
         keep_states: keep the keys and values of every layer, so that `PackedForward.score` can continue the rows.
 
@@ -179,12 +185,19 @@ def packed_forward(
     budget = rows_per_forward(walk, token_budget)
     head = check_trainable(walk)
     order = packing_order([prompt for prompt, _ in rows])
+    with_gradient, without = trained_first(causal, rows, counts, order, trained)
     fed: list[_Fed] = []
-    with tree_training_mode(walk):
-        for pack, members in as_many_as_others(causal, packs_of(rows, counts, walk, order, budget)):
+
+    def feed(packs: Iterable[tuple[Pack, list[int]]]) -> None:
+        for pack, members in packs:
             store = KeyValueStore() if keep_states else None
             fed.append(_Fed(pack, members, packed_hidden(walk, pack, store=store), store))
-    return PackedForward(causal, head, rows, counts, fed, ModelState(walk) if keep_states else None)
+
+    with tree_training_mode(walk):
+        feed(as_many_as_others(causal, packs_of(rows, counts, walk, with_gradient, budget)))
+        with torch.no_grad():
+            feed(packs_of(rows, counts, walk, without, budget))
+    return PackedForward(causal, head, rows, counts, fed, without, ModelState(walk) if keep_states else None)
 
 
 def _parts(head: Head) -> dict[str, Tensor]:
@@ -197,7 +210,7 @@ class _Fed:
 
     pack: Pack
     members: list[int]  # batch row of each of its queries
-    hidden: Tensor  # (N, H), with gradient
+    hidden: Tensor  # (N, H), with gradient if a row of it is trained
     store: KeyValueStore | None
 
 
@@ -211,9 +224,11 @@ class PackedForward:
         rows: list[tuple[np.ndarray, np.ndarray]],
         counts: np.ndarray,
         fed: list[_Fed],
+        without_gradient: list[int],
         state: ModelState | None,
     ) -> None:
         self.causal, self.head, self.rows, self.counts, self.fed = causal, head, rows, counts, fed
+        self._without_gradient = without_gradient
         self.device = head.weight.device
         self._head = {name: Weight.of(part) for name, part in _parts(head).items()}
         self._model = state
@@ -259,7 +274,7 @@ class PackedForward:
         """Compute the loss of `packed_policy_loss`; `batch` must have been fed as far as its loss needs it.
 
         Raises:
-            ValueError: a batch of other rows, or with a row that its loss needs more of than was fed.
+            ValueError: a batch of other rows, or with a row that its loss needs more of, or differently, than was fed.
             RuntimeError: the head's weights have changed since this forward.
         """
         self._require_same_head()
@@ -268,6 +283,9 @@ class PackedForward:
         for b, (needed, count) in enumerate(zip(batch.needed(), self.counts.tolist(), strict=True)):
             if needed > count:
                 raise ValueError(f"batch row {b}: its loss needs {needed} tokens, but {count} were fed (needed[{b}])")
+        for b in self._without_gradient:
+            if batch.trained[b] and torch.is_grad_enabled():
+                raise ValueError(f"batch row {b}: its loss has a gradient, but it was fed without (trained[{b}])")
         width = batch.mask.shape[1]
         row, token = np.divmod(batch.rows.numpy(), width)
         starts = np.cumsum(self.counts) - self.counts

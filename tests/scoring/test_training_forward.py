@@ -233,6 +233,41 @@ def test_what_the_loss_does_not_need_is_not_fed():
     assert whole.needed() == [20, 12, 20]
 
 
+@pytest.mark.parametrize("name", ["Qwen3", "Bamba"])
+def test_prompts_without_a_trained_row_are_fed_without_gradient(name, monkeypatch):
+    model = make_model(name)
+    prompts, rows = [p for p in tokens(9, 9, 7) for _ in range(2)], tokens(*[12] * 6, seed=5)
+    advantages = torch.tensor([0.0, 0.0, 1.0, 0.0, -1.0, 1.0])
+    options = {"compute_entropy": True, "epsilon": 0.2}
+    with_gradient = []
+    feed = training_forward.packed_hidden
+
+    def recorded(*args, **kwargs):
+        hidden = feed(*args, **kwargs)
+        with_gradient.append((hidden.requires_grad, len(hidden)))
+        return hidden
+
+    monkeypatch.setattr(training_forward, "packed_hidden", recorded)
+    ours = packed_policy_loss(model, prompts, rows, None, advantages, **options)
+    assert with_gradient == [(True, 9 + 2 * 11 + 7 + 2 * 11), (False, 9 + 2 * 11)]
+    monkeypatch.setattr(training_forward, "trained_first", lambda model, rows, counts, order, trained: (order, []))
+    whole = packed_policy_loss(model, prompts, rows, None, advantages, **options)
+    assert with_gradient[2:] == [(True, 9 + 9 + 7 + 6 * 11)]
+    for one, other in zip(ours.logprobs, whole.logprobs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+    torch.testing.assert_close(ours.metrics["entropy"], whole.metrics["entropy"], rtol=1e-5, atol=0)
+    assert_same_gradients(gradients(model, ours.loss), gradients(model, whole.loss))
+
+
+def test_a_loss_without_gradient_is_a_forward_with_one_and_so_is_one_with_a_kl_term():
+    rows = tokens(12, 12, seed=5)
+    forward = packed_forward(make_model("Qwen3", num_hidden_layers=1), tokens(9, 7), rows, trained=[False, False])
+    assert all(states.requires_grad for states in forward.states())
+    kl = LossBatch.of(rows, None, torch.zeros(2), ref_logprobs=[torch.zeros(12)] * 2, beta=0.1)
+    assert kl.trained.tolist() == [True, True]
+    assert LossBatch.of(rows, None, torch.tensor([0.0, 1.0]), compute_entropy=True).trained.tolist() == [False, True]
+
+
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma2", "Qwen3Moe"])
 @pytest.mark.parametrize("budget", [None, 25])
 def test_scores_read_off_the_training_forward_are_those_of_separate_scoring(name, budget):
@@ -378,6 +413,7 @@ def test_bad_input_is_refused_by_argument_row_and_value(change, message):
         ({"needed": [5, -1, *[5] * 5]}, "needed row 1: must be a number of tokens from 0 to 33, got -1"),
         ({"needed": [5, 2.5, *[5] * 5]}, "needed row 1: must be a number of tokens from 0 to 33, got 2.5"),
         ({"needed": [5]}, "needed has 1 rows, prompts has 7; they must agree"),
+        ({"trained": [True]}, "trained has 1 rows, prompts has 7; they must agree"),
         ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
         ({"token_budget": -5}, "token_budget must be at least 1, got -5"),
         ({"token_budget": 1.5}, "token_budget must be a whole number of tokens, got 1.5"),
@@ -402,6 +438,10 @@ def test_what_is_asked_of_a_forward_is_refused_by_argument_row_and_value():
     whole = LossBatch.of(COMPLETIONS, None, torch.ones(7))
     with pytest.raises(ValueError, match=r"batch row 0: its loss needs 20 tokens, but 12 were fed \(needed\[0\]\)"):
         forward.policy_loss(whole)
+    rows = tokens(12, 12)
+    some = packed_forward(model, tokens(9, 7), rows, trained=[False, True])
+    with pytest.raises(ValueError, match=r"batch row 0: its loss has a gradient, but it was fed without \(trained\[0"):
+        some.policy_loss(LossBatch.of(rows, None, torch.ones(2)))
     with pytest.raises(ValueError, match="batch has 2 rows, this forward has 7; they must agree"):
         forward.policy_loss(LossBatch.of(COMPLETIONS[:2], None, torch.ones(2)))
 
