@@ -7,6 +7,7 @@ from trainer.extras import needed_by
 with needed_by("python -m trainer", "trainer"):
     from transformers.utils import logging
 
+    from trainer.calls import RewardError
     from trainer.cli import parse
     from trainer.config import TrainConfig
     from trainer.run import set_up, train
@@ -25,14 +26,18 @@ def main(argv: list[str] | None = None) -> int:
         with needed_by("python -m trainer", "trainer"):
             trainer = set_up(config)
     except (ValueError, OSError, ImportError, FloatingPointError, NotImplementedError) as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 1
+        return _failed(problem)
     try:
         train(trainer)
-    except (FloatingPointError, ConnectionError) as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 1
+    except (FloatingPointError, NotImplementedError, OSError, RewardError) as problem:
+        return _failed(problem)
     return 0
+
+
+def _failed(problem: Exception) -> int:
+    """Say in one line what went wrong."""
+    print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

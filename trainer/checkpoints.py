@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from cfa_kernels.hf.liger import keep_own_modules
 from trainer.checks import require_finite_parameters
@@ -20,15 +27,42 @@ from trainer.precision import frozen_copy
 _NAMES_SHOWN = 5
 
 
-def load_policy(config: TrainConfig) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """Load the model to train, on its device and in eval mode, and its tokenizer with a pad token and left padding.
+def load_tokenizer(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+    """Load the tokenizer, with a pad token and left padding, and the configuration of the model that it is for.
+
+    Raises `ValueError` naming the model if one cannot be loaded, the tokenizer has no token to pad with or does not
+    know ordinary text, or the model does not know a token that the tokenizer gives.
+    """
+    with _loading(config.model, "configuration"):
+        architecture = AutoConfig.from_pretrained(model_path(config.model))
+    with _loading(config.model, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(model_path(config.model), padding_side="left")
+        known = tokenizer("What is 3 + 4?")["input_ids"]
+    if not known:  # transformers makes an empty tokenizer where it finds no file of one
+        raise ValueError(f"model {config.model}: its tokenizer gives no token for text; has it a tokenizer.json?")
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ValueError(f"model {config.model}: its tokenizer has neither a pad nor an end-of-text token")
+        tokenizer.pad_token = tokenizer.eos_token
+    largest = max(*known, tokenizer.pad_token_id, tokenizer.eos_token_id or 0)
+    size = getattr(architecture.get_text_config(), "vocab_size", None)
+    if size is not None and largest >= size:
+        raise ValueError(
+            f"model {config.model}: its tokenizer gives token {largest}, beyond the model's vocabulary (vocab_size "
+            f"{size}); it is another model's"
+        )
+    return tokenizer, architecture
+
+
+def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+    """Load the model to train, on its device and in eval mode.
 
     Raises:
-        ValueError: the checkpoint does not hold exactly the model's tensors, or the tokenizer has no token to pad
-            with; the message names model and tensors.
+        ValueError: the model cannot be loaded, its checkpoint does not hold exactly its tensors, it has no module of
+            `lora_target_modules`, or neither it nor the tokenizer names a token that ends a completion; the message
+            names model and tensors.
         FloatingPointError: a weight is not finite; the message names it.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model_path(config.model), padding_side="left")
     model = _load_whole(config.model, config.precision.weights)
     model.to(config.precision.device)
     require_finite_parameters(model)
@@ -37,10 +71,11 @@ def load_policy(config: TrainConfig) -> tuple[nn.Module, PreTrainedTokenizerBase
     # Sampling must follow the distribution that the loss differentiates: a repetition penalty or a top-k that the
     # model's own generation settings carry would bend it.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
-    if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            raise ValueError(f"model {config.model}: its tokenizer has neither a pad nor an end-of-text token")
-        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.eos_token is None and model.generation_config.eos_token_id is None:
+        raise ValueError(
+            f"model {config.model}: neither its tokenizer nor its generation settings name a token that ends a "
+            "completion; set eos_token in tokenizer_config.json"
+        )
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -50,8 +85,23 @@ def load_policy(config: TrainConfig) -> tuple[nn.Module, PreTrainedTokenizerBase
         modules = "all-linear" if config.lora_target_modules == ["all-linear"] else config.lora_target_modules
         lora: dict[str, Any] = {"lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
         adapter = LoraConfig(r=config.lora_r, target_modules=modules, task_type="CAUSAL_LM", **lora)
-        model = get_peft_model(model, adapter)
-    return model.eval(), tokenizer
+        try:
+            model = get_peft_model(model, adapter)
+        except ValueError as problem:
+            raise ValueError(f"lora_target_modules: {problem}") from problem
+    return model.eval()
+
+
+@contextlib.contextmanager
+def _loading(name: str, part: str) -> Iterator[None]:
+    """Name the model and its part where transformers does not; every file and version has errors of its own."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as problem:
+        said = str(problem).partition("\n")[0]
+        raise ValueError(f"model {name}: its {part} cannot be loaded: {type(problem).__name__}: {said}") from problem
 
 
 def _load_whole(name: str, dtype: torch.dtype) -> Any:
@@ -60,17 +110,21 @@ def _load_whole(name: str, dtype: torch.dtype) -> Any:
     transformers by itself gives a tensor that is missing random values. Tied weights and what a model declares
     optional or to be ignored are not missed.
     """
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        model_path(name), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-    )
+    with _loading(name, "weights"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model_path(name), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     model, found = loaded
     faults = []
     if found["missing_keys"]:
         faults.append(f"lacks {_listed(found['missing_keys'])}")
     if found["unexpected_keys"]:
         faults.append(f"holds {_listed(found['unexpected_keys'])}, for which the model has no place")
-    for tensor, saved, needed in sorted(found["mismatched_keys"]):
-        faults.append(f"holds {tensor} as {tuple(saved)} where the model needs {tuple(needed)}")
+    if mismatched := found["mismatched_keys"]:
+        sizes = [
+            f"{tensor} as {tuple(saved)} where the model needs {tuple(needed)}" for tensor, saved, needed in mismatched
+        ]
+        faults.append(f"holds {_listed(sizes)}")
     if faults:
         raise ValueError(
             f"model {name}: its checkpoint does not fit {type(model).__name__}: it {'; it '.join(faults)}. What the "

@@ -22,6 +22,10 @@ _ROUNDING = {torch.float64: 0.02, torch.float32: 0.02, torch.float16: 0.05}
 _ROUNDING_OF_OTHERS = 0.3  # bfloat16 and what is coarser
 
 
+class SamplingGapError(FloatingPointError):
+    """Log-probs are not those that a batch was sampled with; no later step could be trusted more."""
+
+
 def require_supported(policy: nn.Module, longest: int) -> None:
     """Raise `NotImplementedError` naming the model if what a run computes of rows of up to `longest` tokens is wrong.
 
@@ -88,7 +92,7 @@ def checked_sampling_gap(passes: Sequence[Pass], policy: nn.Module, config: Trai
         config: the run's settings.
 
     Raises:
-        FloatingPointError: rounding cannot explain the gap; the message names the samples and how large it is.
+        SamplingGapError: rounding cannot explain the gap; the message names the samples and how large it is.
     """
     limit = sampling_gap_limit(config, policy)
     by_row: dict[int, float] = {}
@@ -104,7 +108,7 @@ def checked_sampling_gap(passes: Sequence[Pass], policy: nn.Module, config: Trai
     if mean <= limit:
         return mean
     worst = max(by_row, key=lambda row: by_row[row] if by_row[row] == by_row[row] else math.inf)
-    raise FloatingPointError(
+    raise SamplingGapError(
         f"samples {sorted(row for row, gap in by_row.items() if not gap <= limit)}: their log-probs in the update are "
         f"not those they were sampled with, though no weight has changed: {mean:.3g} nats apart over the batch, "
         f"{by_row[worst]:.3g} in sample {worst}, and max_sampling_gap is {limit:.3g}. The model computes "

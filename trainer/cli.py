@@ -14,6 +14,16 @@ import yaml
 from trainer.config import DEFAULTS_FILE, PRESETS, model_path
 from trainer.credit_settings import OLDER_NAMES
 
+FOREIGN_NAMES = {
+    "resume_from_checkpoint": "the same command with the same --output_dir goes on from its last good checkpoint",
+    "num_train_epochs": "a run is as long as --max_steps says",
+    "bf16": "take --dtype bfloat16 or mixed",
+    "fp16": "take --dtype bfloat16 or mixed",
+    "use_vllm": "take --rollout_engine vllm",
+    "logging_steps": "every step is logged",
+}
+"""What to do instead of settings that other trainers have."""
+
 
 def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any:
     """Fill the dataclass `kind` from, in rising order: its defaults, the model folder's, `--config`, flags.
@@ -28,6 +38,9 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any
     settings_flags, file_flag = Annotated[kind, tyro.conf.arg(name="")], Annotated[str | None, tyro.conf.arg(help=text)]
     command = make_dataclass("Command", [("settings", settings_flags), ("config", file_flag, None)])
     try:
+        for flag in argv:
+            if flag.startswith("--") and (hint := _foreign(flag.lstrip("-").partition("=")[0].replace("-", "_"), kind)):
+                raise ValueError(hint)
         found, _ = where.parse_known_args(argv)
         settings = _read_yaml(_config_file(found.config), kind) if found.config else {}
         model = found.model or settings.get("model") or getattr(kind, "model", None)
@@ -38,8 +51,8 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any
             command, args=flags, prog=prog, description=description, use_underscores=True,
             config=(tyro.conf.OmitArgPrefixes,),
         )  # fmt: skip
-    except (ValueError, OSError, yaml.YAMLError) as problem:
-        print(f"{prog}: error: {problem}", file=sys.stderr)
+    except (ValueError, OSError) as problem:
+        print(f"{prog}: error: {' '.join(str(problem).split())}", file=sys.stderr)
         sys.exit(2)
     return given.settings
 
@@ -60,18 +73,34 @@ def to_yaml(config: Any) -> str:
 
 
 def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
-    settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"{path}: is not UTF-8 text: {problem}; save it as UTF-8") from problem
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:
+        raise ValueError(f"{path}: is not YAML of plain values: {problem}") from problem
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: must hold settings as 'name: value', got {type(settings).__name__}")
     names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
     named = {}
     for name, value in settings.items():
         name = OLDER_NAMES.get(name, name)
+        if hint := _foreign(str(name), kind):
+            raise ValueError(f"{path}: {hint}")
+        if isinstance(value, dict):
+            raise ValueError(f"{path}: {name} must be a value or a list of values, got dict")
         if name not in names:
             close = difflib.get_close_matches(str(name), names, n=1)
             raise ValueError(f"{path}: unknown setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
         named[name] = value
     return named
+
+
+def _foreign(name: str, kind: type) -> str | None:
+    """Say what to do instead of a setting of another trainer; None for a name of our own or of nobody."""
+    if name not in FOREIGN_NAMES or name in {entry.name for entry in fields(kind)}:  # type: ignore[arg-type]
+        return None
+    return f"there is no setting {name}: {FOREIGN_NAMES[name]}"
 
 
 def _as_flags(settings: dict[str, Any]) -> list[str]:

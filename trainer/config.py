@@ -28,15 +28,18 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "at least 1": (lambda value: value >= 1, (
         "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations",
         "max_completion_length", "eval_batch_size", "lora_r", "no_advantage_patience", "max_prompt_length",
-        "eval_steps", "token_budget",
+        "eval_steps", "token_budget", "lora_alpha",
     )),
-    "at least 0": (lambda value: value >= 0, (
+    "finite and at least 0": (lambda value: 0 <= value < float("inf"), (
         "epsilon", "epsilon_high", "beta", "weight_decay", "warmup_steps", "log_completions",
     )),
     "positive and finite": (lambda value: 0 < value < float("inf"), (
-        "learning_rate", "temperature", "max_grad_norm", "max_sampling_gap", "importance_sampling_clip_max",
+        "learning_rate", "temperature", "max_grad_norm", "max_sampling_gap", "importance_sampling_clip_max", "delta",
     )),
     "finite": (lambda value: abs(value) < float("inf"), ("correct_threshold",)),
+    "in (0, 1]": (lambda value: 0 < value <= 1, ("top_p",)),
+    "in [0, 1)": (lambda value: 0 <= value < 1, ("lora_dropout",)),
+    "in [0, 2**32)": (lambda value: 0 <= value < 2**32, ("seed",)),  # what NumPy's generator takes
 }  # fmt: skip
 
 
@@ -170,6 +173,10 @@ class TrainConfig(CorrectionSettings, RolloutSettings, CreditSettings, DataConfi
     seed: int = 0
     """Seed of everything drawn at random."""
 
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What follows a reward, a log-prob or a gradient that is nan or infinite, both named with step, sample and cause:
+    the run ends and nothing is saved, or the step is logged, changes nothing and is counted as nonfinite/skipped."""
+
     report_to: list[str] = field(default_factory=list)
     """Further logging back-ends, any of: tensorboard, wandb, trackio (each must be installed)."""
     log_completions: int = 4
@@ -187,8 +194,12 @@ class TrainConfig(CorrectionSettings, RolloutSettings, CreditSettings, DataConfi
                 if getattr(self, name) is not None and not holds(getattr(self, name)):
                     raise ValueError(f"{name} must be {expected}, got {getattr(self, name)}")
         super().__post_init__()
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not self.reward_funcs:
+            raise ValueError("reward_funcs must name at least one function, got none")
+        try:
+            Precision.of(self.dtype, self.device, adapters=self.use_peft)
+        except RuntimeError as problem:
+            raise ValueError(f"device must be auto, cpu or a GPU such as cuda:0, got {self.device!r}") from problem
         if self.num_generations < 2:
             raise ValueError(f"num_generations must be at least 2 for a group to compare, got {self.num_generations}")
         if self.generation_batch_size % self.num_generations:

@@ -1,13 +1,13 @@
 """Load problems to train and evaluate on from a file, the hub or the generator, and check them row by row.
 
-A row is a dict with at least `question` and `answer`, both text; other columns are passed on to reward functions.
+A row has at least `question` and `answer`, both text; other columns, the same in all rows, go to reward functions.
 """
 
 import functools
 import itertools
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,22 @@ from trainer.config import GENERATED, DataConfig, TrainConfig
 from trainer.embedded.problems import generate
 from trainer.numbers import gold_number
 
-Row = dict[str, Any]
+RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
+"""What reward functions are given beside the columns of the data, under these names."""
+
+
+class Row(dict[str, Any]):
+    """Columns of one problem; `where` names the data set and the row in it, counted from 0."""
+
+    where = "a row"
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Any], where: str) -> "Row":
+        """Make a row of `columns` that comes from `where`."""
+        row = cls(columns)
+        row.where = where
+        return row
+
 
 GENERATED_TRAIN_PROBLEMS = 8192
 HELD_OUT_PROBLEMS = 256
@@ -43,12 +58,16 @@ def load_rows(
     path = Path(name)
     if name == GENERATED:
         stream = generate(split, seed)
-        problems = itertools.islice(stream, count or GENERATED_TRAIN_PROBLEMS)
-        return [{"question": problem.question, "answer": problem.solution()} for problem in problems]
-    if path.suffix == ".jsonl":
-        rows = _read_jsonl(path)
-    elif path.suffix == ".parquet":
-        rows = _read_parquet(path)
+        problems = enumerate(itertools.islice(stream, count or GENERATED_TRAIN_PROBLEMS))
+        return [
+            Row.of({"question": problem.question, "answer": problem.solution()}, f"dataset {name}, row {i}")
+            for i, problem in problems
+        ]
+    if path.suffix in _READERS and not path.is_dir():
+        try:
+            rows = _READERS[path.suffix](path)
+        except OSError as problem:
+            raise type(problem)(f"dataset {name}: cannot be read: {problem.strerror or problem}") from problem
     elif path.suffix in (".json", ".csv", ".txt") or path.exists():
         raise ValueError(f"dataset {name}: expected a .jsonl or .parquet file, a hub name or {GENERATED!r}")
     else:
@@ -56,7 +75,9 @@ def load_rows(
     rows = rows[:count]
     if not rows:
         raise ValueError(f"dataset {name}: has no rows")
-    return [_checked(row, f"dataset {name}, row {i}", question_column, answer_column) for i, row in enumerate(rows)]
+    checked = [_checked(row, f"dataset {name}, row {i}", question_column, answer_column) for i, row in enumerate(rows)]
+    _require_same_columns(checked, name)
+    return checked
 
 
 def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tuple[list[Row], list[Row]]:
@@ -118,17 +139,22 @@ def encode_prompts(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: TrainConfig, context: int | None
 ) -> list[list[int]]:
     """Encode the prompts of all rows; one too long for the settings or the context is an error that names it."""
-    limit = longest_prompt(config, context)
+    limit, completion = longest_prompt(config, context), config.max_completion_length
+    if context is not None and completion >= context:
+        raise ValueError(
+            f"max_completion_length {completion} leaves no place for a prompt in the context of {context} tokens that "
+            f"model {config.model} has; it must be at most {context - 1}, less the longest prompt"
+        )
     prompts = []
-    for i, row in enumerate(rows):
+    for row in rows:
         ids = encode_prompt(
             row["question"], tokenizer, instruction=config.instruction, enable_thinking=config.enable_thinking
         )
         if limit is not None and len(ids) > limit:
             raise ValueError(
-                f"row {i}: the prompt has {len(ids)} tokens, at most {limit} fit (max_prompt_length "
-                f"{config.max_prompt_length}; context {context} less max_completion_length "
-                f"{config.max_completion_length}): {row['question'][:60]!r}"
+                f"{row.where}: the prompt has {len(ids)} tokens, at most {limit} fit "
+                f"(max_prompt_length {config.max_prompt_length}; context {context} less max_completion_length "
+                f"{completion}): {row['question'][:60]!r}; shorten or remove it, or change these settings"
             )
         prompts.append(ids)
     return prompts
@@ -141,7 +167,9 @@ def _checked(row: Any, where: str, question_column: str, answer_column: str) -> 
     texts = {}
     for role, column in (("question", question_column), ("answer", answer_column)):
         if column not in row:
-            raise ValueError(f"{where}: has no column {column!r}; its columns are {sorted(row)}")
+            raise ValueError(
+                f"{where}: has no column {column!r}; its columns are {sorted(row)}; name the one by {role}_column"
+            )
         value = row[column]
         if role == "answer" and isinstance(value, int | float) and not isinstance(value, bool):
             value = str(value)
@@ -153,15 +181,34 @@ def _checked(row: Any, where: str, question_column: str, answer_column: str) -> 
     if gold_number(texts["answer"]) is None:
         raise ValueError(f"{where}: no number can be read from column {answer_column!r}: {texts['answer'][-60:]!r}")
     others = {name: value for name, value in row.items() if name not in (question_column, answer_column)}
-    return others | texts
+    return Row.of(others | texts, where)
+
+
+def _require_same_columns(rows: Sequence[Row], name: str) -> None:
+    """Raise `ValueError` for a column that only some rows have, or that has a name which reward functions know."""
+    if taken := [column for column in RESERVED_COLUMNS if column in rows[0]]:
+        raise ValueError(
+            f"dataset {name}: has a column {taken[0]!r}, a name under which reward functions are given something else; "
+            "rename the column"
+        )
+    for row in rows:
+        for column in sorted(row.keys() ^ rows[0].keys()):
+            found = (
+                "has no column {!r}, which row 0 has" if column in rows[0] else "has a column {!r}, which row 0 has not"
+            )
+            raise ValueError(f"{row.where}: {found.format(column)}; a column must be in all rows, if need be as null")
 
 
 def _read_jsonl(path: Path) -> list[Any]:
     rows = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for i, line in enumerate(lines):
             try:
-                rows.append(json.loads(line))
+                rows.append(json.loads(line.decode("utf-8-sig")))
+            except UnicodeDecodeError as problem:
+                raise ValueError(
+                    f"dataset {path}, row {i}: is not UTF-8 text (byte {line[problem.start]:#x}); save it as UTF-8"
+                ) from problem
             except (ValueError, RecursionError) as problem:
                 raise ValueError(f"dataset {path}, row {i}: is not JSON: {problem}") from problem
     return rows
@@ -170,7 +217,14 @@ def _read_jsonl(path: Path) -> list[Any]:
 def _read_parquet(path: Path) -> list[Any]:
     import pyarrow.parquet  # comes with datasets; read only in this mode
 
-    return pyarrow.parquet.read_table(path).to_pylist()
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowInvalid as problem:
+        raise ValueError(f"dataset {path}: is not a Parquet file: {problem}") from problem
+
+
+_READERS: dict[str, Callable[[Path], list[Any]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+"""Readers of files, by suffix."""
 
 
 def _read_hub(name: str, config: str | None, split: str) -> list[Any]:

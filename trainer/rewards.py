@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cfa_kernels.text.rules import AnswerFormat
+from trainer.calls import RewardError, called
 from trainer.numbers import final_number, gold_number
 
 Reward = Callable[..., list[float | None]]
@@ -81,8 +82,9 @@ def _imported(setting: str, name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as problem:
-        raise ValueError(f"{setting}: cannot import {name!r}: {problem}") from problem
+    except Exception as problem:  # a module may raise anything while it is imported
+        said = f"{type(problem).__name__}: {problem}"
+        raise ValueError(f"{setting}: cannot import {name!r}: {said}") from problem
     if not callable(found):
         raise ValueError(f"{setting}: {name!r} is a {type(found).__name__}, not a function")
     return found
@@ -94,35 +96,40 @@ def compute_rewards(
     completions: Sequence[str],
     completion_ids: Sequence[list[int]],
     columns: dict[str, list[Any]],
+    names: Sequence[str] | None = None,
 ) -> tuple[Tensor, dict[str, list[float | None]]]:
     """Call each reward function on B samples and add the results up; None abstains.
 
-    A reward is any real number: a float, an integer, a bool, a NumPy number, a tensor without dimensions.
+    A reward is any real number: a float, an integer, a bool, a NumPy number, a tensor without dimensions. `names` are
+    what an error calls the samples, by default "sample 0", "sample 1", ...
 
     Returns:
         The (B,) fp32 sums and each function's own list.
 
     Raises:
-        ValueError: a function returns no list, the wrong number of values or a value that is no real number, or
-            every function abstains on a sample.
+        RewardError: a function raises, returns no list, the wrong number of values or a value that is no real number,
+            or every function abstains on a sample.
         FloatingPointError: a reward is not finite in float32. Messages name function, sample and value.
     """
     by_function: dict[str, list[float | None]] = {}
     total, voted = torch.zeros(len(completions)), [False] * len(completions)
+    samples = names or [f"sample {i}" for i in range(len(completions))]
+    arguments = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
     for name, function in functions.items():
-        values = function(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
-        if not isinstance(values, Sequence) and getattr(values, "ndim", None) != 1:
-            raise ValueError(f"reward {name}: returned a {type(values).__name__}, expected a list of numbers")
+        values = called(name, function, samples, arguments)
+        is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
+        if not is_list and getattr(values, "ndim", None) != 1:
+            raise RewardError(f"reward {name}: returned a {type(values).__name__}, expected a list of numbers")
         if len(values) != len(completions):
-            raise ValueError(f"reward {name}: returned {len(values)} values for {len(completions)} completions")
-        given = [v if v is None else _real(v, f"sample {i}: reward {name}") for i, v in enumerate(values)]
+            raise RewardError(f"reward {name}: returned {len(values)} values for {len(completions)} completions")
+        given = [v if v is None else _real(v, f"{samples[i]}: reward {name}") for i, v in enumerate(values)]
         for i, number in enumerate(given):
             if number is not None:
                 total[i] += number
                 voted[i] = True
         by_function[name] = given
     if not all(voted):
-        raise ValueError(f"sample {voted.index(False)}: every reward function returned None")
+        raise RewardError(f"{samples[voted.index(False)]}: every reward function returned None")
     return total, by_function
 
 
@@ -130,7 +137,7 @@ def _real(value: Any, what: str) -> float:
     """The number that a reward function gave, or an error that begins with `what`."""
     number: Any = value.item() if getattr(value, "ndim", None) == 0 else value
     if not isinstance(number, Real):
-        raise ValueError(f"{what} is {value!r}, expected a real number or None")
+        raise RewardError(f"{what} is {value!r}, expected a real number or None")
     if not abs(number) <= torch.finfo(torch.float32).max:  # type: ignore[operator]
         too_long = isinstance(number, int) and abs(number) > 10**20
         raise FloatingPointError(f"{what} is {'an integer' if too_long else value}, beyond what float32 holds")

@@ -5,19 +5,22 @@ from pathlib import Path
 
 from transformers import get_scheduler, set_seed
 
-from cfa_kernels.hf.model import causal_lm, context_length
-from trainer.checkpoints import Reference, load_policy, save_policy
+from cfa_kernels.hf.model import context_length
+from trainer.calls import RewardError, require_callable
+from trainer.checkpoints import Reference, load_policy, load_tokenizer, save_policy
 from trainer.checks import require_supported, sampling_gap_limit
 from trainer.config import TrainConfig
 from trainer.data import encode_prompts, train_and_eval_rows
 from trainer.evaluate import evaluate
 from trainer.experimental.hook import check_experiments
+from trainer.nonfinite import attempted_step
 from trainer.precision import adamw
+from trainer.preflight import check_before_loading
 from trainer.report import Report
 from trainer.rewards import load_reward, load_rewards
 from trainer.rollouts import engine_for
 from trainer.state import Trainer
-from trainer.step import problem_batches, training_step
+from trainer.step import problem_batches
 
 
 def set_up(config: TrainConfig) -> Trainer:
@@ -31,12 +34,15 @@ def set_up(config: TrainConfig) -> Trainer:
             model and the reason.
     """
     _require_unused(run_folder(config))
+    check_before_loading(config, run_folder(config))
     rewards = load_rewards(config.reward_funcs, **config.answer_options())
     rows, held_out = train_and_eval_rows(config)
-    set_seed(config.seed)
-    policy, tokenizer = load_policy(config)
-    limit = context_length(causal_lm(policy))
+    require_callable(rewards, rows[0])
+    tokenizer, architecture = load_tokenizer(config)
+    limit = context_length(architecture)
     prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit) for part in (rows, held_out))
+    set_seed(config.seed)
+    policy = load_policy(config, tokenizer)
     longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
     with config.precision.autocast():
         require_supported(policy, longest)
@@ -63,6 +69,7 @@ def train(trainer: Trainer) -> Path:
     Raises:
         FloatingPointError: log-probs, gradients, rewards or weights cannot be trusted; the message names step and
             samples. No model is saved then.
+        RewardError: a reward function failed; the message names step, function and row.
     """
     config, folder = trainer.config, run_folder(trainer.config)
     _require_unused(folder)
@@ -88,12 +95,13 @@ def train(trainer: Trainer) -> Path:
         try:
             evaluate_at(0)
             for step in range(1, config.max_steps + 1):
-                report.stepped(step, training_step(trainer, step, next(batches)))
+                report.stepped(step, attempted_step(trainer, step, next(batches)))
                 if step == config.max_steps or (config.eval_steps and step % config.eval_steps == 0):
                     evaluate_at(step)
             save_policy(trainer.policy, trainer.tokenizer, folder / ("adapter" if config.use_peft else "checkpoint"))
-        except FloatingPointError as problem:
-            raise FloatingPointError(f"step {step}, {problem}; nothing was saved") from problem
+        except (FloatingPointError, RewardError) as problem:
+            kind = RewardError if isinstance(problem, RewardError) else FloatingPointError
+            raise kind(f"step {step}, {problem}; nothing was saved") from problem
         report.closing()
     return folder
 
@@ -107,5 +115,5 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def _require_unused(folder: Path) -> None:
-    if folder.exists() and any(folder.iterdir()):
+    if folder.is_dir() and any(folder.iterdir()):
         raise FileExistsError(f"output_dir: {folder} is not empty; name another folder or remove it")

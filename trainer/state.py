@@ -31,6 +31,7 @@ class Trainer:
     prompts: list[list[int]]
     held_out: list[Row]
     held_out_prompts: list[list[int]]
+    sampled: "Batch | None" = None  # by the step under way, as far as it is known
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Batch:
     columns: Mapping[str, Sequence[Any]]  # B values of each column of the data, `question` among them
     rewards: Tensor  # (B,) fp32, summed over reward functions
     by_function: Mapping[str, list[float | None]] = field(default_factory=dict)  # B values of each reward function
+
+    @classmethod
+    def unrewarded(cls, problems: list[int], rollouts: Rollouts, keys: Sequence[tuple[int, ...]] = ()) -> "Batch":
+        """Make a batch whose rewards are not known, and nan."""
+        return cls(problems, keys, rollouts, {}, torch.full((len(problems),), torch.nan))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     rollouts = draw(trainer, keys)
     generated = time.perf_counter()
 
-    batch = rewarded(trainer, keys, rollouts)
+    trainer.sampled = Batch.unrewarded([key[-2] for key in keys], rollouts, keys)
+    batch = trainer.sampled = rewarded(trainer, keys, rollouts)
     shaped = shape_rewards(trainer, batch)  # rewards (B,), edits (B, T)
     advantages = group_advantages(shaped.rewards, config.num_generations, config.scale_rewards)  # (B,)
     mask = rollouts.completion_mask  # (B, T)
@@ -68,8 +69,11 @@ def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollou
     """Put completions together with what they earn."""
     problems = [key[-2] for key in keys]
     rows = [trainer.rows[i] for i in problems]
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    rewards, found = compute_rewards(trainer.rewards, columns["question"], rollouts.texts, rollouts.ids(), columns)
+    columns = {column: [row[column] for row in rows] for column in rows[0]}
+    names = [f"sample {b} ({row.where})" for b, row in enumerate(rows)]
+    rewards, found = compute_rewards(
+        trainer.rewards, columns["question"], rollouts.texts, rollouts.ids(), columns, names
+    )
     return Batch(problems, keys, rollouts, columns, rewards, found)
 
 

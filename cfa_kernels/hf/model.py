@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .model_walk import Model, ModelWalk
 
@@ -100,9 +100,10 @@ def vocab_size(model: PreTrainedModel) -> int:
     return len(embedding(model)) if of_module is None else int(of_module)
 
 
-def context_length(model: PreTrainedModel) -> int | None:
-    """Longest sequence the model was made for, if its configuration says."""
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def context_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:
+    """Longest sequence the model, or one of this configuration, was made for, if it says."""
+    config = model if isinstance(model, PreTrainedConfig) else model.config
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else None
 
 

@@ -14,8 +14,8 @@ Record = dict[str, Any]
 
 
 def completion_record(
-    ids: list[int], tokenizer: PreTrainedTokenizerBase, *, text: str, problem: int, reward: float, advantage: float,
-    truncated: bool,
+    ids: list[int], tokenizer: PreTrainedTokenizerBase, *, text: str, problem: int, reward: float | None,
+    advantage: float, truncated: bool,
 ) -> Record:  # fmt: skip
     """Record a completion of the token ids `ids`, before any credit."""
     return {

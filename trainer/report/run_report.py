@@ -26,8 +26,9 @@ from trainer.cli import to_yaml
 from trainer.config import TrainConfig
 from trainer.evaluate import Evaluation
 from trainer.report.curves import draw_curves
-from trainer.report.metrics import Step
+from trainer.report.metrics import SKIPPED, Step
 from trainer.report.trackers import open_tracker
+from trainer.report.watch import Watch
 
 _ROWS_SHOWN = 10
 
@@ -42,7 +43,7 @@ class Report:
         self._evaluations: list[tuple[int, Evaluation]] = []
         self._history: list[dict[str, float]] = []
         self._tokens = 0
-        self._without_advantage = 0
+        self._watch = Watch(config)
         self._last: Step | None = None
 
     def __enter__(self) -> "Report":
@@ -110,6 +111,7 @@ class Report:
             f"  step {step:>4}   [bold]held-out accuracy {result.accuracy:6.1%}[/bold]  "
             f"({sum(result.correct)} of {len(result.correct)}, greedy)"
         )
+        self._warn(step, self._watch.warning_of_held_out(result.texts))
 
     def stepped(self, step: int, result: Step) -> None:
         """Take in a training step: files, bar, and a line now and then."""
@@ -118,25 +120,22 @@ class Report:
         self._record(step, result.metrics | {"num_tokens": self._tokens})
         self._log_completions(step, result)
         metrics = result.metrics
-        self._progress.update(self._bar, advance=1, visible=True, note=f"reward {metrics['reward']:.2f}")
-        if step % math.ceil(self._config.max_steps / _ROWS_SHOWN) == 0:
+        note = f"reward {metrics['reward']:.2f}" if "reward" in metrics else ""
+        self._progress.update(self._bar, advance=1, visible=True, note=note)
+        if result.skipped:
+            self._warn(step, f"skipped, nothing is learnt from it: {result.skipped}")
+        elif step % math.ceil(self._config.max_steps / _ROWS_SHOWN) == 0:
             self.console.print(
                 f"  step {step:>4}   reward {metrics['reward']:.2f}   "
                 f"mixed groups {1 - metrics['frac_reward_zero_std']:4.0%}   "
                 f"spans {metrics['credit/spans_mean']:.1f}   {metrics['step_time']:4.1f} s, "
                 f"credit {metrics['time/credit'] / metrics['step_time']:.0%}"
             )
-        self._watch_advantages(step, metrics)
+        self._warn(step, self._watch.warning(result))
 
-    def _watch_advantages(self, step: int, metrics: dict[str, float]) -> None:
-        self._without_advantage = self._without_advantage + 1 if metrics["frac_reward_zero_std"] == 1 else 0
-        if self._without_advantage == self._config.no_advantage_patience:
-            self.console.print(
-                f"[bold yellow]warning[/bold yellow]: step {step}: no group had an advantage for "
-                f"{self._without_advantage} steps in a row (mean reward {metrics['reward']:.2f}), so nothing is "
-                "learnt; the problems are too hard or too easy for the model, or the temperature is too low",
-                soft_wrap=True,
-            )
+    def _warn(self, step: int, warning: str | None) -> None:
+        if warning:
+            self.console.print(f"[bold yellow]warning[/bold yellow]: step {step}: {escape(warning)}", soft_wrap=True)
 
     def _record(self, step: int, metrics: dict[str, float]) -> None:
         entry = {"step": step, **metrics}
@@ -158,11 +157,12 @@ class Report:
         ids, credit, config = result.rollouts.ids()[b], result.credit, self._config
         of_tokens = token_credit(credit, b, len(ids))
         signed = {} if "weights" in of_tokens else {"estimators": {config.estimator: of_tokens}}
+        reward = result.rewards[b].item()
         name = {"counterfactual": config.estimator, "inverted": f"{config.estimator}, inverted"}.get(config.credit)
         return (
             completion_record(
                 ids, self._tokenizer, text=result.rollouts.texts[b], problem=result.problems[b],
-                reward=result.rewards[b].item(), advantage=result.advantages[b].item(),
+                reward=None if math.isnan(reward) else reward, advantage=result.advantages[b].item(),
                 truncated=bool(result.rollouts.truncated[b]),
             )
             | judged_spans(credit, b, ids, self._tokenizer, config.counterfactual())
@@ -184,6 +184,8 @@ class Report:
             "steps": self._config.max_steps,
             "seconds": round(seconds, 1),
         }
+        if skipped := int(sum(entry.get(SKIPPED, 0) for entry in self._history)):
+            summary["skipped_steps"] = skipped
         (self._folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         self._progress.update(self._bar, visible=False)
         self._show_weights()

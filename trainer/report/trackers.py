@@ -8,15 +8,20 @@ from typing import Any
 Log = Callable[[dict[str, float], int], None]
 
 
+def tracker_library(name: str) -> Any:
+    """Import the library of back-end `name`; raises `ImportError` that says what to install."""
+    try:
+        return importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
+    except ImportError as problem:
+        raise ImportError(f"report_to: {name} is not installed (pip install {name})") from problem
+
+
 def open_tracker(name: str, folder: Path, settings: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
     """Start back-end `name` for a run; returns `log(metrics, step)` and `close()`.
 
     Raises `ImportError` that says what to install.
     """
-    try:
-        library = importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
-    except ImportError as problem:
-        raise ImportError(f"report_to: {name} is not installed (pip install {name})") from problem
+    library = tracker_library(name)
     if name == "tensorboard":
         writer = library.SummaryWriter(folder)
 

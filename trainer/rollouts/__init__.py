@@ -8,12 +8,21 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from trainer.precision import Precision
-from trainer.rollouts.engine import Engine, Rollouts
+from trainer.rollouts.engine import Engine, NonFiniteLogits, Rollouts
 from trainer.rollouts.in_process import TransformersEngine, generate
 from trainer.rollouts.settings import RolloutSettings
 from trainer.rollouts.vllm.engine import VllmEngine
 
-__all__ = ["Engine", "RolloutSettings", "Rollouts", "TransformersEngine", "VllmEngine", "engine_for", "generate"]
+__all__ = [
+    "Engine",
+    "NonFiniteLogits",
+    "RolloutSettings",
+    "Rollouts",
+    "TransformersEngine",
+    "VllmEngine",
+    "engine_for",
+    "generate",
+]
 
 
 def engine_for(

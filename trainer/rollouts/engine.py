@@ -64,6 +64,14 @@ class Rollouts:
         return [row[:length] for row, length in zip(self.completion_ids.tolist(), lengths, strict=True)]
 
 
+class NonFiniteLogits(FloatingPointError):
+    """The model gave logits that are not finite; `rollouts` are what was drawn from them nevertheless."""
+
+    def __init__(self, message: str, rollouts: Rollouts) -> None:
+        super().__init__(message)
+        self.rollouts = rollouts
+
+
 class Engine(Protocol):
     """A way to complete prompts with the policy as it is now.
 
@@ -95,7 +103,7 @@ class Engine(Protocol):
 
         Raises:
             FloatingPointError: the model gave a prompt logits that are not finite before its completion ended; the
-                message names prompts and the first such token.
+                message names prompts and the first such token. `NonFiniteLogits` where the completions are known.
         """
         ...
 

@@ -12,7 +12,7 @@ from transformers import CompileConfig, LogitsProcessorList, PreTrainedModel, Pr
 from cfa_kernels.hf.liger import fused_modules
 from cfa_kernels.hf.model import causal_lm
 from trainer.precision import frozen_copy
-from trainer.rollouts.engine import Rollouts, end_ids, keyed_uniforms
+from trainer.rollouts.engine import NonFiniteLogits, Rollouts, end_ids, keyed_uniforms
 from trainer.rollouts.merged import CannotMerge, merged_adapters
 from trainer.rollouts.sampling import FiniteScores, KeyedSampler
 from trainer.rollouts.settings import RolloutSettings
@@ -175,19 +175,21 @@ def generate(
     rollouts = Rollouts.of(
         prompt_ids[:count], prompt_mask[:count], completion_ids, end_ids(model, tokenizer), tokenizer
     )
-    require_finite(torch.stack(scores.finite, 1)[:count], rollouts.completion_mask, names)
+    require_finite(torch.stack(scores.finite, 1)[:count], rollouts, names)
     if sampler is None:
         return rollouts
     return dataclasses.replace(rollouts, logprobs=torch.stack(sampler.logprobs, 1)[:count] * rollouts.completion_mask)
 
 
-def require_finite(finite: Tensor, mask: Tensor, names: Sequence[str] | None) -> None:
-    """Raise `FloatingPointError` naming the rows of `finite` (B, T) with a False that `mask` counts."""
+def require_finite(finite: Tensor, rollouts: Rollouts, names: Sequence[str] | None) -> None:
+    """Raise `NonFiniteLogits` naming the rows of `finite` (B, T) with a False at a token that their mask counts."""
+    mask = rollouts.completion_mask
     broken = ~finite & mask.bool()
     if broken.any():
         rows = broken.any(1).nonzero().flatten().tolist()
         called = [names[b] if names else f"sample {b}" for b in rows]
-        raise FloatingPointError(
+        raise NonFiniteLogits(
             f"{', '.join(called[:_NAMES_SHOWN])} ({len(rows)} of {len(mask)}): the model's logits are not finite "
-            f"(in {called[0]} from token {int(broken[rows[0]].int().argmax())} on)"
+            f"(in {called[0]} from token {int(broken[rows[0]].int().argmax())} on)",
+            rollouts,
         )

@@ -104,7 +104,7 @@ class ContinuousEngine(TransformersEngine):
             found = _completed(causal, config, sampler, prompts, max_completion_length, ends)
         rollouts = Rollouts.padded(prompts, found, ends, self._tokenizer, device)
         length = rollouts.completion_ids.shape[1]
-        require_finite(sampler.finite[:-1, :length], rollouts.completion_mask, names)
+        require_finite(sampler.finite[:-1, :length], rollouts, names)
         if draws is None:
             return rollouts
         return dataclasses.replace(rollouts, logprobs=sampler.logprobs[:-1, :length] * rollouts.completion_mask)

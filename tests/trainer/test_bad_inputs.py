@@ -1,0 +1,369 @@
+"""Catalogue of bad inputs: what the program is told, how it ends, and what it says.
+
+A case is a line of `CATALOGUE`. What can be known before the model is loaded is refused before it is loaded.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.tiny import tiny_model, tiny_tokenizer
+from trainer import run
+from trainer.__main__ import main
+
+PARSE, BEFORE, LATER = "settings", "before the model is loaded", "with the model"
+EXIT = {PARSE: 2, BEFORE: 1, LATER: 1}
+ROWS = [{"question": f"What is 3 + 4 ? Add {i}", "answer": "#### 7"} for i in range(8)]
+QUICK = [
+    "--eval_problems=2", "--device=cpu", "--per_device_train_batch_size=4", "--gradient_accumulation_steps=1",
+    "--num_generations=2", "--max_steps=1", "--max_completion_length=8", "--instruction=",
+]  # fmt: skip
+REWARDS = """
+def raises(completions, **_): raise KeyError("difficulty")
+def raises_at_odd(question, **_): return [1 / (int(one.split()[-1]) % 2 - 1) for one in question]
+def too_few(completions, **_): return [1.0]
+def nothing(completions, **_): return None
+def text(completions, **_): return "good"
+def scalar(completions, **_): return 1.0
+def mapping(completions, **_): return dict.fromkeys(range(len(completions)), 1.0)
+def words(completions, **_): return ["good"] * len(completions)
+def nested(completions, **_): return [[1.0]] * len(completions)
+def not_a_number(completions, **_): return [float("nan")] * len(completions)
+def infinite(completions, **_): return [float("inf")] * len(completions)
+def abstains(completions, **_): return [None] * len(completions)
+def one_argument(completions): return [1.0] * len(completions)
+def another_column(completions, difficulty, **_): return difficulty
+number = 3
+"""
+
+
+def jsonl(*rows) -> str:
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+def row(**changes) -> dict:
+    return ROWS[0] | changes
+
+
+DATA = {"rows.jsonl"}
+WEIGHTS, CONFIG, TOKENIZER = "m/model.safetensors", "m/config.json", "m/tokenizer.json"
+OWN_DATA, OWN_MODEL = "--dataset={tmp}/rows.jsonl", "--model={tmp}/m"
+
+# What is wrong: the flags, where the program ends, the words of its message, and files. Files of `m/` change a copy of
+# the tiny model, None takes one away.
+CATALOGUE: dict[str, tuple] = {
+    # Values
+    "delta below 0": (["--delta=-1"], PARSE, "delta must be positive and finite, got -1.0"),
+    "delta nan": (["--delta=nan"], PARSE, "delta must be positive and finite, got nan"),
+    "delta inf": (["--delta=inf"], PARSE, "delta must be positive and finite, got inf"),
+    "beta inf": (["--beta=inf"], PARSE, "beta must be finite and at least 0, got inf"),
+    "beta nan": (["--beta=nan"], PARSE, "beta must be finite and at least 0, got nan"),
+    "beta below 0": (["--beta=-0.1"], PARSE, "beta must be finite and at least 0, got -0.1"),
+    "weight decay inf": (["--weight_decay=inf"], PARSE, "weight_decay must be finite and at least 0, got inf"),
+    "epsilon inf": (["--epsilon=inf"], PARSE, "epsilon must be finite and at least 0, got inf"),
+    "epsilon_high nan": (["--epsilon_high=nan"], PARSE, "epsilon_high must be finite and at least 0, got nan"),
+    "learning rate inf": (["--learning_rate=inf"], PARSE, "learning_rate must be positive and finite, got inf"),
+    "temperature 0": (["--temperature=0"], PARSE, "temperature must be positive and finite, got 0.0"),
+    "top_p nan": (["--top_p=nan"], PARSE, "top_p must be in (0, 1], got nan"),
+    "gradient norm nan": (["--max_grad_norm=nan"], PARSE, "max_grad_norm must be positive and finite, got nan"),
+    "adapter of scale 0": (["--lora_alpha=0"], PARSE, "lora_alpha must be at least 1, got 0"),
+    "dropout of 1.5": (["--lora_dropout=1.5"], PARSE, "lora_dropout must be in [0, 1), got 1.5"),
+    "seed below 0": (["--seed=-1"], PARSE, "seed must be in [0, 2**32), got -1"),
+    "seed too large": (["--seed=4294967296"], PARSE, "seed must be in [0, 2**32), got 4294967296"),
+    "no steps": (["--max_steps=0"], PARSE, "max_steps must be at least 1, got 0"),
+    "steps in words": (["--max_steps=ten"], PARSE, "--max_steps: invalid literal for int() with base 10: 'ten'"),
+    "no tokens": (["--max_completion_length=0"], PARSE, "max_completion_length must be at least 1, got 0"),
+    "groups of one": (["--num_generations=1"], PARSE, "num_generations must be at least 2"),
+    "groups that do not fit": (["--num_generations=3"], PARSE, "a multiple of num_generations, got 4 * 1 and 3"),
+    "evaluation every 0 steps": (["--eval_steps=0"], PARSE, "eval_steps must be at least 1, got 0"),
+    "weights in reverse": (["--w_min=5"], PARSE, "w_min must not exceed w_max, got 5.0 and 4.0"),
+    "an unknown tracker": (["--report_to=pigeon"], PARSE, "report_to must be among", "'pigeon'"),
+    "no reward function": (["--reward_funcs"], PARSE, "reward_funcs must name at least one function"),
+    "an unknown policy": (["--on_nonfinite=ignore"], PARSE, "--on_nonfinite", "invalid choice 'ignore'"),
+    "an unknown kind of credit": (["--credit=counterfactuals"], PARSE, "invalid choice 'counterfactuals'", "--credit"),
+    "an unknown kind of device": (["--device=toaster"], PARSE, "device must be", "cpu", "cuda:0", "got 'toaster'"),
+    "a device without number": (["--device=cuda:x"], PARSE, "device must be", "got 'cuda:x'"),
+    # Flags
+    "a flag misspelt": (["--learning_rat=1"], PARSE, "--learning_rat", "Perhaps you meant", "--learning_rate"),
+    "a flag of nothing": (["--frobnicate"], PARSE, "Unrecognized options: --frobnicate"),
+    "TRL's way to resume": (
+        ["--resume_from_checkpoint=runs/x"], PARSE, "resume_from_checkpoint", "same command", "output_dir",
+    ),
+    "TRL's epochs": (["--num_train_epochs=3"], PARSE, "num_train_epochs", "max_steps"),
+    "TRL's bf16": (["--bf16"], PARSE, "bf16", "--dtype"),
+    "a server that no engine asks": (
+        ["--vllm_server_base_url=http://gpu:1"], PARSE, "rollout_engine=transformers does not read it",
+    ),
+    # Files of settings
+    "no such file of settings": (["--config={tmp}/no.yaml"], PARSE, "No such file", "no.yaml"),
+    "a folder of settings": (["--config={tmp}"], PARSE, "Is a directory", "{tmp}"),
+    "--config of nothing": (["--config"], PARSE, "--config", "expected one argument"),
+    "settings in Latin-1": (["--config={tmp}/a.yaml"], PARSE, "a.yaml", "not UTF-8", {"a.yaml": b"model: caf\xe9"}),
+    "settings in binary": (["--config={tmp}/a.yaml"], PARSE, "a.yaml", "not YAML", {"a.yaml": b"\x00\x01\x02"}),
+    "settings that do not parse": (
+        ["--config={tmp}/a.yaml"], PARSE, "a.yaml", "not YAML", "line 1", {"a.yaml": "max_steps: [1"},
+    ),
+    "settings with tags": (
+        ["--config={tmp}/a.yaml"], PARSE, "a.yaml", "not YAML", "python/object",
+        {"a.yaml": "max_steps: !!python/object/apply:os.getpid []"},
+    ),
+    "settings that are a list": (["--config={tmp}/a.yaml"], PARSE, "a.yaml", "got list", {"a.yaml": "- max_steps"}),
+    "an unknown name in a file": (
+        ["--config={tmp}/a.yaml"], PARSE, "a.yaml: unknown setting 'max_step'; did you mean 'max_steps'?",
+        {"a.yaml": "max_step: 3"},
+    ),
+    "TRL's way to resume in a file": (
+        ["--config={tmp}/a.yaml"], PARSE, "resume_from_checkpoint", "same command",
+        {"a.yaml": "resume_from_checkpoint: runs/x"},
+    ),
+    "half a step in a file": (["--config={tmp}/a.yaml"], PARSE, "--eval_steps", "'2.5'", {"a.yaml": "eval_steps: 2.5"}),
+    "a mapping for a number": (
+        ["--config={tmp}/a.yaml"], PARSE, "a.yaml", "learning_rate", "got dict", {"a.yaml": "learning_rate: {a: 1}"},
+    ),
+    "a model's defaults that do not parse": (
+        [OWN_MODEL], PARSE, "m/defaults.yaml", "not YAML", {"m/defaults.yaml": "lora_r: {"},
+    ),
+    "a model's defaults with tags": (
+        [OWN_MODEL], PARSE, "m/defaults.yaml", "not YAML", {"m/defaults.yaml": "lora_r: !!python/name:os.getpid"},
+    ),
+    # The run folder
+    "a run folder with files": (["--output_dir={tmp}/old"], BEFORE, "old is not empty", {"old/metrics.jsonl": "{}"}),
+    "a run folder that is a file": (
+        ["--output_dir={tmp}/a"], BEFORE, "output_dir: ", "/a is a file; name a folder", {"a": "text"},
+    ),
+    "a run folder under a file": (
+        ["--output_dir={tmp}/a/b/c"], BEFORE, "output_dir: ", "/a/b/c cannot be made", "/a is a file", {"a": "text"},
+    ),
+    "a run folder in /proc": (["--output_dir=/proc/run"], BEFORE, "output_dir: /proc/run cannot be", "/proc"),
+    # What is not there
+    "a tracker that is not installed": (["--report_to=wandb"], BEFORE, "report_to: wandb is not installed", "pip"),
+    "TensorBoard not installed": (
+        ["--report_to=tensorboard"], BEFORE, "report_to: tensorboard is not installed", "pip install tensorboard",
+    ),
+    "a GPU that is not there": (["--device=cuda:99"], BEFORE, "device: cuda:99 cannot be used"),
+    "a device without memory": (["--device=meta"], BEFORE, "device: meta cannot be used"),
+    # Reward functions as they are named
+    "a reward of no form": (["--reward_funcs=good"], BEFORE, "reward_funcs: 'good' is neither"),
+    "a reward of no module": (["--reward_funcs=nowhere:f"], BEFORE, "reward_funcs: cannot import 'nowhere:f'"),
+    "a reward that is not there": (["--reward_funcs=own:absent"], BEFORE, "reward_funcs: cannot import 'own:absent'"),
+    "a reward that is a number": (["--reward_funcs=own:number"], BEFORE, "'own:number' is a int, not a function"),
+    "a reward that does not parse": (
+        ["--reward_funcs=broken:f"], BEFORE, "reward_funcs: cannot import 'broken:f'", "SyntaxError",
+        {"broken.py": "def f(:"},
+    ),
+    "a module that raises": (
+        ["--reward_funcs=raising:f"], BEFORE, "cannot import 'raising:f'", "RuntimeError: no key", {
+            "raising.py": "raise RuntimeError('no key')",
+        },
+    ),
+    "two rewards of one name": (
+        ["--reward_funcs", "own:raises", "own:raises"], BEFORE, "would both be reported as 'raises'",
+    ),
+    "a reward of one argument": (
+        ["--reward_funcs=own:one_argument"], BEFORE, "reward one_argument: ", "'prompts'", "**",
+    ),
+    "a reward of a column that is not there": (
+        ["--reward_funcs=own:another_column"], BEFORE, "reward another_column: ", "'difficulty'", "'question'",
+    ),
+    # Data
+    "no such data": (["--dataset={tmp}/no.jsonl"], BEFORE, "dataset {tmp}/no.jsonl: ", "No such file"),
+    "a folder of data": (["--dataset={tmp}"], BEFORE, "dataset {tmp}: expected a .jsonl or .parquet file"),
+    "a table of data": (["--dataset={tmp}/a.csv"], BEFORE, "a.csv: expected a .jsonl or .parquet file", {"a.csv": "a"}),
+    "data in Latin-1": (
+        [OWN_DATA], BEFORE, "rows.jsonl, row 1: is not UTF-8",
+        {"rows.jsonl": (jsonl(ROWS[0]) + '{"question": "café?", "answer": "1"}\n').encode("latin-1")},
+    ),
+    "data in UTF-16": ([OWN_DATA], BEFORE, "row 0: is not UTF-8", {"rows.jsonl": jsonl(*ROWS).encode("utf-16")}),
+    "data that are not JSON": (
+        [OWN_DATA], BEFORE, "rows.jsonl, row 1: is not JSON", {"rows.jsonl": jsonl(ROWS[0], '{"question": ')},
+    ),
+    "a row that is a list": ([OWN_DATA], BEFORE, "row 0: expected an object", {"rows.jsonl": "[1, 2]\n"}),
+    "no data": ([OWN_DATA], BEFORE, "rows.jsonl: has no rows", {"rows.jsonl": ""}),
+    "a question that is null": (
+        [OWN_DATA], BEFORE, "row 0: column 'question' must be text", {"rows.jsonl": jsonl(row(question=None))},
+    ),
+    "an answer without number": (
+        [OWN_DATA], BEFORE, "row 0: no number can be read", {"rows.jsonl": jsonl(row(answer="seven"))},
+    ),
+    "another name of the column": (
+        [OWN_DATA], BEFORE, "row 0: has no column 'question'", "['prompt']", "question_column",
+        {"rows.jsonl": jsonl({"prompt": "3?"})},
+    ),
+    **{
+        f"a column named {name}": (
+            [OWN_DATA], BEFORE, f"rows.jsonl: has a column {name!r}", "rename",
+            {"rows.jsonl": jsonl(*(one | {name: 1} for one in ROWS))},
+        )
+        for name in ("prompts", "completions", "completion_ids")
+    },
+    "a column that some rows lack": (
+        [OWN_DATA], BEFORE, "rows.jsonl, row 3: has no column 'level', which row 0 has",
+        {"rows.jsonl": jsonl(*(one | {"level": 1} for one in ROWS[:3]), *ROWS[3:])},
+    ),
+    "a column that some rows have": (
+        [OWN_DATA], BEFORE, "rows.jsonl, row 3: has a column 'level', which row 0 has not",
+        {"rows.jsonl": jsonl(*ROWS[:3], row(level=1))},
+    ),
+    "text for Parquet": (
+        ["--dataset={tmp}/a.parquet"], BEFORE, "dataset {tmp}/a.parquet: is not a Parquet file", {"a.parquet": "x"},
+    ),
+    "more held out than there is": (["--eval_problems=8"], BEFORE, "eval_problems: cannot set 8 of 8 rows"),
+    "all held out": (["--eval_dataset={data}", "--eval_problems=8"], BEFORE, "every training problem is also held out"),
+    # Prompts
+    "a prompt that the context does not hold": (
+        [OWN_DATA, "--max_completion_length=100"], BEFORE, "rows.jsonl, row 5: the prompt has 42 tokens, at most 28",
+        {"rows.jsonl": jsonl(*ROWS[:5], row(question="What is 3 + 4 ?" + " 3" * 35), *ROWS[5:])},
+    ),
+    "a prompt over its limit": (
+        ["--max_prompt_length=2"], BEFORE, "rows.jsonl, row ", "the prompt has", "at most 2", "max_prompt_length",
+    ),
+    "completions that fill the context": (
+        ["--max_completion_length=128"], BEFORE, "max_completion_length 128", "context of 128 tokens", "at most",
+    ),
+    "completions beyond the context": (["--max_completion_length=2000"], BEFORE, "max_completion_length 2000"),
+    # The model's folder
+    "no such model": (["--model={tmp}/nowhere"], BEFORE, "model {tmp}/nowhere: ", "no such folder"),
+    "a model that is a file": (["--model={tmp}/a"], BEFORE, "model {tmp}/a: ", "is a file", {"a": "text"}),
+    "no configuration": ([OWN_MODEL], BEFORE, "model {tmp}/m: ", "config.json", {CONFIG: None}),
+    "a configuration that is not JSON": ([OWN_MODEL], BEFORE, "model {tmp}/m: ", "config.json", {CONFIG: "{"}),
+    "a model of no known kind": (
+        [OWN_MODEL], BEFORE, "model {tmp}/m: ", "qwen99", {CONFIG: '{"model_type": "qwen99"}'},
+    ),
+    "no language model": ([OWN_MODEL], LATER, "model {tmp}/m: ", "ViTConfig", {CONFIG: '{"model_type": "vit"}'}),
+    "no tokenizer": (
+        [OWN_MODEL], BEFORE, "model {tmp}/m: ", "tokenizer", {TOKENIZER: None, "m/tokenizer_config.json": None},
+    ),
+    "a tokenizer cut short": ([OWN_MODEL], BEFORE, "model {tmp}/m: ", "tokenizer", {TOKENIZER: '{"version": '}),
+    "a tokenizer that can neither pad nor end": (
+        [OWN_MODEL], BEFORE, "model {tmp}/m: its tokenizer has neither a pad nor an end-of-text token",
+        {"m/tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}'},
+    ),
+    "completions that cannot end": (
+        [OWN_MODEL], LATER, "model {tmp}/m: neither its tokenizer nor its generation settings name a token", "eos_token",
+        {"m/tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>"}', "no end": 1},
+    ),
+    "a tokenizer of another model": (
+        [OWN_MODEL], BEFORE, "model {tmp}/m: ", "its tokenizer", "vocabulary", "vocab_size 4", {"vocabulary": 4},
+    ),
+    "no weights": ([OWN_MODEL], BEFORE, "model {tmp}/m: ", "model.safetensors", {WEIGHTS: None}),
+    "no weights in their file": ([OWN_MODEL], BEFORE, "m/model.safetensors", "is not whole", {WEIGHTS: b""}),
+    "weights cut short": ([OWN_MODEL], BEFORE, "m/model.safetensors", "is not whole", {"cut": 0.5}),
+    "text for weights": ([OWN_MODEL], BEFORE, "m/model.safetensors", "is not whole", {WEIGHTS: b"x" * 4000}),
+    "a shard that is missing": (
+        [OWN_MODEL], BEFORE, "m/model.safetensors.index.json", "b.safetensors",
+        {WEIGHTS: None, "m/model.safetensors.index.json": '{"metadata": {}, "weight_map": {"a": "b.safetensors"}}'},
+    ),
+    "weights of another size": ([OWN_MODEL], LATER, "model {tmp}/m: its checkpoint does not fit", " more", {"hidden": 64}),
+    "weights that are nan": ([OWN_MODEL], LATER, "model: parameter model.norm.weight is not finite", {"nan": True}),
+    "no such module to adapt": (["--lora_target_modules=nothing"], LATER, "lora_target_modules", "nothing"),
+    # What reward functions give
+    "a reward that raises": (
+        ["--reward_funcs=own:raises"], LATER, "step 1, sample 0 (dataset {data}, row ", "reward raises raised",
+        "KeyError: 'difficulty'", "own.py, line 2",
+    ),
+    "a reward that raises for a row": (
+        ["--reward_funcs=own:raises_at_odd"], LATER, "row ", "reward raises_at_odd raised ZeroDivisionError", "own.py",
+    ),
+    "too few rewards": (["--reward_funcs=own:too_few"], LATER, "step 1, reward too_few: returned 1 values for 4"),
+    "no rewards": (["--reward_funcs=own:nothing"], LATER, "reward nothing: returned a NoneType, expected a list"),
+    "text for rewards": (["--reward_funcs=own:text"], LATER, "reward text: returned a str, expected a list"),
+    "one number for all": (["--reward_funcs=own:scalar"], LATER, "reward scalar: returned a float, expected a list"),
+    "a mapping of rewards": (["--reward_funcs=own:mapping"], LATER, "reward mapping: returned a dict"),
+    "a word for a reward": (
+        ["--reward_funcs=own:words"], LATER, "sample 0 (dataset {data}, row ", "reward words is 'good', expected",
+    ),
+    "a list for a reward": (["--reward_funcs=own:nested"], LATER, "reward nested is [1.0], expected a real number"),
+    "a reward of nan": (["--reward_funcs=own:not_a_number"], LATER, "step 1, sample 0 (", "reward not_a_number is nan"),
+    "a reward of inf": (["--reward_funcs=own:infinite"], LATER, "reward infinite is inf", "nothing was saved"),
+    "a reward of none": (["--reward_funcs=own:abstains"], LATER, "sample 0 (", "every reward function returned None"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> Path:
+    """A folder with a model, data and reward functions that nothing is wrong with."""
+    folder = tmp_path_factory.mktemp("good")
+    tiny_model().save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    (folder / "rows.jsonl").write_text(jsonl(*ROWS))
+    (folder / "own.py").write_text(REWARDS)
+    return folder
+
+
+def spoil(folder: Path, good: Path, files: dict) -> None:
+    """Write a case's files; what is no path changes the copy of the model."""
+    model = folder / "m"
+    if any(name.startswith("m/") or "." not in name for name in files):
+        shutil.copytree(good / "model", model)
+    for name, content in files.items():
+        path = folder / name
+        if name == "cut":
+            whole = (folder / WEIGHTS).read_bytes()
+            (folder / WEIGHTS).write_bytes(whole[: int(len(whole) * content)])
+        elif name in ("vocabulary", "hidden"):
+            config = json.loads((folder / CONFIG).read_text())
+            (folder / CONFIG).write_text(
+                json.dumps(config | {{"vocabulary": "vocab_size", "hidden": "hidden_size"}[name]: content})
+            )
+        elif name == "nan":
+            broken = tiny_model()
+            broken.model.norm.weight.data[3] = torch.nan
+            broken.save_pretrained(model)
+        elif name == "no end":
+            for file in ("config.json", "generation_config.json"):
+                (model / file).write_text(json.dumps(json.loads((model / file).read_text()) | {"eos_token_id": None}))
+        elif content is None:
+            path.unlink()
+        else:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+@pytest.mark.parametrize("case", CATALOGUE)
+def test_what_is_wrong_is_said_in_one_line(case, good, tmp_path, capsys, monkeypatch) -> None:
+    argv, stage, *says = CATALOGUE[case]
+    files = says.pop() if isinstance(says[-1], dict) else {}
+    spoil(tmp_path, good, files)
+
+    def filled(text: str) -> str:
+        return text.replace("{tmp}", str(tmp_path)).replace("{data}", str(good / "rows.jsonl"))
+
+    out = tmp_path / "out"
+    given = [
+        f"--model={good / 'model'}",
+        f"--dataset={good / 'rows.jsonl'}",
+        f"--output_dir={out}",
+        *QUICK,
+        *map(filled, argv),
+    ]
+    for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    monkeypatch.syspath_prepend(good)
+    monkeypatch.syspath_prepend(tmp_path)
+    if stage != LATER:
+        monkeypatch.setattr(run, "load_policy", lambda *_: pytest.fail("the model was loaded before"))
+    try:
+        code = main(given)
+    except SystemExit as ended:
+        code = ended.code
+    said = capsys.readouterr()
+    line = " ".join(said.err.replace("│", " ").split())
+    assert code == EXIT[stage], line
+    assert "Traceback" not in said.out + said.err
+    if stage != PARSE:
+        line = said.err.strip().splitlines()[-1]
+        assert line.startswith("error: ")
+    assert len(line) < 700
+    for words in says:
+        assert filled(words) in line
+    if stage != LATER:
+        assert not out.exists()
+
+
+def test_there_are_at_least_sixty_cases_of_each_kind_some() -> None:
+    assert len(CATALOGUE) >= 60
+    assert {stage for _, stage, *_ in CATALOGUE.values()} == {PARSE, BEFORE, LATER}

@@ -1,0 +1,65 @@
+"""Call reward functions, and say which one failed, on which row of the data and where in its code."""
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class RewardError(ValueError):
+    """A reward function did not give rewards; the message names it and, if it can be known, the row."""
+
+
+def require_callable(functions: Mapping[str, Callable[..., Any]], columns: Mapping[str, Any]) -> None:
+    """Raise `ValueError` naming the first reward function that cannot be called with `columns` of the data."""
+    given = dict.fromkeys(["prompts", "completions", "completion_ids", *columns])
+    for name, function in functions.items():
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # of a builtin that does not say
+            continue
+        try:
+            signature.bind(**given)
+        except TypeError as problem:
+            raise ValueError(
+                f"reward {name}: {problem}; it is called with prompts, completions, completion_ids and the columns "
+                f"{sorted(columns)} by name, and takes those that it does not read by **others"
+            ) from problem
+
+
+def called(name: str, function: Callable[..., Any], samples: Sequence[str], given: Mapping[str, Sequence[Any]]) -> Any:
+    """Call a reward function on B samples.
+
+    Args:
+        name: what it is reported under.
+        function: as TRL calls it.
+        samples: what an error calls the B samples.
+        given: B values of each argument.
+
+    Returns:
+        What it gave, unseen.
+
+    Raises:
+        RewardError: it raised; the message says where in its code, and for which sample: the first for which it also
+            raises when it is called with that one only, unless the error is one of files or network.
+    """
+    try:
+        return function(**given)
+    except Exception as problem:
+        which = None if isinstance(problem, OSError) else _first_raising(function, len(samples), given)
+        place = traceback.extract_tb(problem.__traceback__)[-1]
+        where = f"{samples[which]}: " if which is not None else ""
+        raise RewardError(
+            f"{where}reward {name} raised {type(problem).__name__}: {problem} "
+            f"(in {Path(place.filename).name}, line {place.lineno})"
+        ) from problem
+
+
+def _first_raising(function: Callable[..., Any], count: int, given: Mapping[str, Sequence[Any]]) -> int | None:
+    for b in range(count):
+        try:
+            function(**{argument: [values[b]] for argument, values in given.items()})
+        except Exception:
+            return b
+    return None
