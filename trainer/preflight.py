@@ -1,6 +1,7 @@
 """Refuse, before the model is loaded, what can be known to fail then."""
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -15,8 +16,10 @@ def check_before_loading(config: TrainConfig, folder: Path) -> None:
     """Check what a run writes to and is given by name: its folder, the trackers, the device, the model's files.
 
     Raises:
-        ValueError, OSError, ImportError: the message names the setting and says what is wrong.
+        ValueError, OSError, ImportError, NotImplementedError: the message names the setting and says what is wrong.
     """
+    if config.on_nonfinite == "skip" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise NotImplementedError("on_nonfinite: skip is for one process; several would have to agree on every step")
     _require_place(folder)
     for name in config.report_to:
         tracker_library(name)

@@ -1,5 +1,8 @@
 """A language model of a few thousand parameters whose random completions hold arithmetic and answers."""
 
+import json
+from pathlib import Path
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -32,3 +35,24 @@ def tiny_model(**options: object) -> Qwen3ForCausalLM:
         pad_token_id=0, eos_token_id=1, bos_token_id=None, tie_word_embeddings=False, **options,
     )  # fmt: skip
     return Qwen3ForCausalLM(config)
+
+
+ROWS = [{"question": f"What is 3 + 4 ?{' Add' * (i % 3)} {i}", "answer": "#### 7"} for i in range(8)]
+TINY_RUN = [
+    "--eval_problems=2", "--device=cpu", "--per_device_train_batch_size=4", "--gradient_accumulation_steps=1",
+    "--num_generations=2", "--max_steps=1", "--max_completion_length=8", "--instruction=",
+]  # fmt: skip
+"""Settings of the training program for the model and the problems of `write_tiny`."""
+
+
+def jsonl(*rows: dict | str) -> str:
+    """Lines of JSON; text as it is."""
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+def write_tiny(folder: Path) -> Path:
+    """Write the model with its tokenizer to `model`, and problems to `rows.jsonl`."""
+    tiny_model().save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    (folder / "rows.jsonl").write_text(jsonl(*ROWS))
+    return folder

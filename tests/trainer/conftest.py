@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.embedded import sample, settings
+from tests.support.tiny import write_tiny
 from trainer.run import set_up
 
 
@@ -22,3 +23,9 @@ def fresh():
 def rollouts(trainer):
     """32 completions of 4 problems."""
     return sample(trainer, [0, 1, 2, 3])
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """A folder with a tiny model and problems that it can be trained on in a moment."""
+    return write_tiny(tmp_path_factory.mktemp("tiny"))

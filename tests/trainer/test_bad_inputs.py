@@ -4,24 +4,22 @@ A case is a line of `CATALOGUE`. What can be known before the model is loaded is
 """
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.conftest import REPOSITORY
+from tests.support.tiny import ROWS, TINY_RUN, jsonl, tiny_model
 from trainer import run
 from trainer.__main__ import main
 
 PARSE, BEFORE, LATER = "settings", "before the model is loaded", "with the model"
 EXIT = {PARSE: 2, BEFORE: 1, LATER: 1}
-ROWS = [{"question": f"What is 3 + 4 ? Add {i}", "answer": "#### 7"} for i in range(8)]
-QUICK = [
-    "--eval_problems=2", "--device=cpu", "--per_device_train_batch_size=4", "--gradient_accumulation_steps=1",
-    "--num_generations=2", "--max_steps=1", "--max_completion_length=8", "--instruction=",
-]  # fmt: skip
 REWARDS = """
 def raises(completions, **_): raise KeyError("difficulty")
 def raises_at_odd(question, **_): return [1 / (int(one.split()[-1]) % 2 - 1) for one in question]
@@ -41,15 +39,10 @@ number = 3
 """
 
 
-def jsonl(*rows) -> str:
-    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-
-
 def row(**changes) -> dict:
     return ROWS[0] | changes
 
 
-DATA = {"rows.jsonl"}
 WEIGHTS, CONFIG, TOKENIZER = "m/model.safetensors", "m/config.json", "m/tokenizer.json"
 OWN_DATA, OWN_MODEL = "--dataset={tmp}/rows.jsonl", "--model={tmp}/m"
 
@@ -243,8 +236,8 @@ CATALOGUE: dict[str, tuple] = {
         {"m/tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}'},
     ),
     "completions that cannot end": (
-        [OWN_MODEL], LATER, "model {tmp}/m: neither its tokenizer nor its generation settings name a token", "eos_token",
-        {"m/tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>"}', "no end": 1},
+        [OWN_MODEL], LATER, "model {tmp}/m: neither its tokenizer nor its generation settings name", "eos_token",
+        {"no end": 1, "m/tokenizer_config.json": '{"tokenizer_class": "TokenizersBackend", "pad_token": "<pad>"}'},
     ),
     "a tokenizer of another model": (
         [OWN_MODEL], BEFORE, "model {tmp}/m: ", "its tokenizer", "vocabulary", "vocab_size 4", {"vocabulary": 4},
@@ -257,7 +250,7 @@ CATALOGUE: dict[str, tuple] = {
         [OWN_MODEL], BEFORE, "m/model.safetensors.index.json", "b.safetensors",
         {WEIGHTS: None, "m/model.safetensors.index.json": '{"metadata": {}, "weight_map": {"a": "b.safetensors"}}'},
     ),
-    "weights of another size": ([OWN_MODEL], LATER, "model {tmp}/m: its checkpoint does not fit", " more", {"hidden": 64}),
+    "weights of another size": ([OWN_MODEL], LATER, "model {tmp}/m: its checkpoint does not fit", {"hidden": 64}),
     "weights that are nan": ([OWN_MODEL], LATER, "model: parameter model.norm.weight is not finite", {"nan": True}),
     "no such module to adapt": (["--lora_target_modules=nothing"], LATER, "lora_target_modules", "nothing"),
     # What reward functions give
@@ -284,14 +277,10 @@ CATALOGUE: dict[str, tuple] = {
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory) -> Path:
+def good(tiny_folder) -> Path:
     """A folder with a model, data and reward functions that nothing is wrong with."""
-    folder = tmp_path_factory.mktemp("good")
-    tiny_model().save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
-    (folder / "rows.jsonl").write_text(jsonl(*ROWS))
-    (folder / "own.py").write_text(REWARDS)
-    return folder
+    (tiny_folder / "own.py").write_text(REWARDS)
+    return tiny_folder
 
 
 def spoil(folder: Path, good: Path, files: dict) -> None:
@@ -337,11 +326,12 @@ def test_what_is_wrong_is_said_in_one_line(case, good, tmp_path, capsys, monkeyp
         f"--model={good / 'model'}",
         f"--dataset={good / 'rows.jsonl'}",
         f"--output_dir={out}",
-        *QUICK,
+        *TINY_RUN,
         *map(filled, argv),
     ]
     for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    monkeypatch.setattr("trainer.report.run_report.draw_curves", lambda *_: None)  # takes longer than all else
     monkeypatch.syspath_prepend(good)
     monkeypatch.syspath_prepend(tmp_path)
     if stage != LATER:
@@ -364,6 +354,20 @@ def test_what_is_wrong_is_said_in_one_line(case, good, tmp_path, capsys, monkeyp
         assert not out.exists()
 
 
-def test_there_are_at_least_sixty_cases_of_each_kind_some() -> None:
+@pytest.mark.slow
+def test_a_reward_that_raises_ends_the_program_itself_with_one_line_and_without_weights(good, tmp_path) -> None:
+    files = [f"--model={good / 'model'}", f"--dataset={good / 'rows.jsonl'}", f"--output_dir={tmp_path / 'out'}"]
+    command = [sys.executable, "-m", "trainer", *files, *TINY_RUN, "--reward_funcs=own:raises"]
+    path = os.pathsep.join([str(REPOSITORY), str(good)])
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert "reward raises raised KeyError: 'difficulty' (in own.py, line 2)" in ended.stderr.splitlines()[-1]
+    assert not (tmp_path / "out" / "adapter").exists()
+
+
+def test_the_catalogue_has_at_least_sixty_cases_and_some_of_each_kind() -> None:
     assert len(CATALOGUE) >= 60
     assert {stage for _, stage, *_ in CATALOGUE.values()} == {PARSE, BEFORE, LATER}

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.embedded import SMALL, settings
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from trainer.__main__ import main
-from trainer.checkpoints import load_policy, save_policy
+from trainer.checkpoints import load_policy, load_tokenizer, save_policy
 
 NORM = "model.layers.1.input_layernorm.weight"
 
@@ -20,6 +20,13 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
+def loaded(folder, *argv):
+    """The policy in `folder` and its tokenizer."""
+    config = settings(f"--model={folder}", *argv)
+    tokenizer, _ = load_tokenizer(config)
+    return load_policy(config, tokenizer), tokenizer
+
+
 def change(folder, **tensors) -> None:
     """Put tensors into the checkpoint in `folder` under these names, or take them out by None."""
     file = folder / "model.safetensors"
@@ -28,7 +35,7 @@ def change(folder, **tensors) -> None:
 
 
 def test_a_whole_checkpoint_loads_as_it_was_saved(folder) -> None:
-    policy, _ = load_policy(settings(f"--model={folder}", "--no_use_peft"))
+    policy, _ = loaded(folder, "--no_use_peft")
     saved = load_file(folder / "model.safetensors")
     assert all(torch.equal(p, saved[name]) for name, p in policy.named_parameters())
 
@@ -55,13 +62,13 @@ def test_many_missing_tensors_are_counted(folder) -> None:
     names = [name for name in load_file(folder / "model.safetensors") if "layers.1." in name]
     change(folder, **dict.fromkeys(names))
     with pytest.raises(ValueError, match=rf"it lacks {NORM}, .* and {len(names) - 5} more"):
-        load_policy(settings(f"--model={folder}"))
+        loaded(folder)
 
 
 @pytest.mark.parametrize("peft", ["--no_use_peft", "--use_peft"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_model_with_a_weight_that_is_not_finite_is_not_saved(folder, peft, value) -> None:
-    policy, tokenizer = load_policy(settings(f"--model={folder}", peft))
+    policy, tokenizer = loaded(folder, peft)
     name, parameter = next((n, p) for n, p in policy.named_parameters() if p.requires_grad and "layers.1" in n)
     parameter.data.flatten()[3] = value
     with pytest.raises(FloatingPointError, match=f"parameter {name} is not finite"):

@@ -115,7 +115,7 @@ def test_help_shows_the_documentation_and_the_default(capsys) -> None:
         (["--report_to", "carrier_pigeon"], "report_to must be among"),
         (["--w_min", "5"], "w_min must not exceed w_max, got 5.0 and 4.0"),
         (["--w_answer", "-1"], "w_answer must be finite and at least 0, got -1.0"),
-        (["--epsilon", "-0.2"], "epsilon must be at least 0, got -0.2"),
+        (["--epsilon", "-0.2"], "epsilon must be finite and at least 0, got -0.2"),
         (["--importance_sampling_clip_max", "0"], "importance_sampling_clip_max must be positive and finite, got 0.0"),
         (["--vllm_server_base_url", "http://gpu:1"], "vllm_server_base_url: rollout_engine=transformers does not read"),
         (

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from trainer.config import DataConfig, TrainConfig
-from trainer.data import encode_prompts, load_rows, train_and_eval_rows
+from trainer.data import Row, encode_prompts, load_rows, train_and_eval_rows
 from trainer.embedded.problems import generate
 from trainer.numbers import gold_number
 
@@ -225,9 +225,21 @@ def test_prompts_follow_the_chat_template_if_there_is_one() -> None:
     assert plain.text == "Question: How many?\nThink.\nAnswer:"
 
 
-@pytest.mark.parametrize(("limit", "context"), [(6, 1024), (None, 518), (None, 100)])
-def test_a_prompt_that_does_not_fit_is_named_with_its_row(limit, context) -> None:
-    config = TrainConfig(instruction="", max_prompt_length=limit, max_completion_length=512)
-    rows = [GOOD, GOOD | {"question": "How many is far too many for this one?"}]
-    with pytest.raises(ValueError, match="row 1: the prompt has 12 tokens" if context > 512 else "row 0: the prompt"):
-        encode_prompts(rows, WordTokenizer(), config, context)
+@pytest.mark.parametrize(("limit", "context"), [(6, 1024), (None, 518)])
+def test_a_prompt_that_does_not_fit_is_named_with_its_data_set_and_its_row_of_the_file(
+    tmp_path, limit, context
+) -> None:
+    long = GOOD | {"question": "How many is far too many for this one?"}
+    name = write(tmp_path / "data.jsonl", [GOOD | {"question": f"How {i}?"} for i in range(9)] + [long])
+    config = TrainConfig(
+        dataset=name, eval_problems=3, instruction="", max_prompt_length=limit, max_completion_length=512
+    )
+    train, test = train_and_eval_rows(config)  # shuffled
+    with pytest.raises(ValueError, match=rf"^dataset {name}, row 9: the prompt has 12 tokens, at most 6 fit"):
+        encode_prompts(train + test, WordTokenizer(), config, context)
+
+
+@pytest.mark.parametrize("context", [512, 100])
+def test_a_context_that_completions_fill_is_said_without_counting_what_fits(context) -> None:
+    with pytest.raises(ValueError, match=rf"^max_completion_length 512 leaves no place .* at most {context - 1}, less"):
+        encode_prompts([Row(GOOD)], WordTokenizer(), TrainConfig(instruction=""), context)

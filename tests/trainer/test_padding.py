@@ -1,0 +1,51 @@
+"""What pads a batch and what ends a completion: by position, whatever the tokenizer calls them."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from tests.support.embedded import EVERY_OTHER
+from tests.support.tiny import TINY_RUN
+from trainer.cli import parse
+from trainer.config import TrainConfig
+from trainer.run import set_up
+from trainer.step import training_step
+
+END = 1
+
+
+@pytest.fixture
+def trained(tiny_folder, tmp_path):
+    """Trains two steps with some settings of the tokenizer; gives the trainer and the steps."""
+
+    def run(name: str, **changed):
+        model = shutil.copytree(tiny_folder / "model", tmp_path / name)
+        file = model / "tokenizer_config.json"
+        said = json.loads(file.read_text()) | changed
+        file.write_text(json.dumps({key: value for key, value in said.items() if value is not None}))
+        flags = ["--no_use_peft", "--learning_rate=1e-2", "--no_mask_truncated_completions", "--credit=uniform"]
+        files = [f"--model={model}", f"--dataset={tiny_folder / 'rows.jsonl'}"]
+        trainer = set_up(parse(TrainConfig, [*TINY_RUN, *files, *flags, EVERY_OTHER], prog="", description=""))
+        return trainer, [training_step(trainer, step, [0, 1, 2, 4]) for step in (1, 2)]
+
+    return run
+
+
+@pytest.mark.parametrize("pad", [None, "<eos>"])
+def test_where_the_end_token_pads_completions_end_and_learn_as_with_a_pad_token_of_its_own(trained, pad) -> None:
+    own, expected = trained("own")
+    shared, steps = trained("shared", pad_token=pad)
+    assert own.tokenizer.pad_token_id != shared.tokenizer.pad_token_id == END
+    for one, other in zip(expected, steps, strict=True):
+        mask = one.rollouts.completion_mask
+        assert torch.equal(mask, other.rollouts.completion_mask)
+        assert one.rollouts.texts == other.rollouts.texts
+        last = other.rollouts.completion_ids.gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
+        assert ((last == END) == ~other.rollouts.truncated).all()
+    ended = torch.cat([one.rollouts.completion_mask.sum(1) for one in steps])
+    assert ended.min() < ended.max()  # some are padded
+    assert any((~one.rollouts.truncated & (one.advantages != 0)).any() for one in steps)  # the end token is trained
+    for one, other in zip(own.policy.parameters(), shared.policy.parameters(), strict=True):
+        assert torch.equal(one, other)
