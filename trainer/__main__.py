@@ -7,6 +7,7 @@ from trainer.extras import needed_by
 with needed_by("python -m trainer", "trainer"):
     from transformers.utils import logging
 
+    from cfa_kernels.hf.memory import is_out_of_memory
     from trainer.calls import RewardError
     from trainer.cli import parse
     from trainer.config import TrainConfig
@@ -31,10 +32,14 @@ def main(argv: list[str] | None = None) -> int:
         train(trainer)
     except (FloatingPointError, NotImplementedError, OSError, RewardError) as problem:
         return _failed(problem)
+    except (MemoryError, RuntimeError) as problem:
+        if isinstance(problem, RuntimeError) and not is_out_of_memory(problem):
+            raise
+        return _failed(f"out of memory ({problem}); lower token_budget, max_completion_length or num_generations")
     return 0
 
 
-def _failed(problem: Exception) -> int:
+def _failed(problem: Exception | str) -> int:
     """Say in one line what went wrong."""
     print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
     return 1

@@ -48,12 +48,17 @@ def called(name: str, function: Callable[..., Any], samples: Sequence[str], give
         return function(**given)
     except Exception as problem:
         which = None if isinstance(problem, OSError) else _first_raising(function, len(samples), given)
-        place = traceback.extract_tb(problem.__traceback__)[-1]
         where = f"{samples[which]}: " if which is not None else ""
         raise RewardError(
-            f"{where}reward {name} raised {type(problem).__name__}: {problem} "
-            f"(in {Path(place.filename).name}, line {place.lineno})"
+            f"{where}reward {name} raised {type(problem).__name__}: {problem}{_place(problem)}"
         ) from problem
+
+
+def _place(problem: Exception) -> str:
+    """Name the line of the function's own file that the error came from, if it got so far."""
+    frames = traceback.extract_tb(problem.__traceback__)[1:]  # the first is our call
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" (in {Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 def _first_raising(function: Callable[..., Any], count: int, given: Mapping[str, Sequence[Any]]) -> int | None:

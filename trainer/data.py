@@ -75,7 +75,10 @@ def load_rows(
     rows = rows[:count]
     if not rows:
         raise ValueError(f"dataset {name}: has no rows")
-    checked = [_checked(row, f"dataset {name}, row {i}", question_column, answer_column) for i, row in enumerate(rows)]
+    checked = []
+    for i, row in enumerate(rows):
+        where = f"dataset {name}, row {i}"
+        checked.append(Row.of(_checked(row, where, question_column, answer_column), where))
     _require_same_columns(checked, name)
     return checked
 
@@ -160,7 +163,7 @@ def encode_prompts(
     return prompts
 
 
-def _checked(row: Any, where: str, question_column: str, answer_column: str) -> Row:
+def _checked(row: Any, where: str, question_column: str, answer_column: str) -> dict[str, Any]:
     """Give one row with its two columns renamed, or raise a `ValueError` that says what is wrong with it."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected an object with named columns, got {type(row).__name__}")
@@ -181,7 +184,7 @@ def _checked(row: Any, where: str, question_column: str, answer_column: str) -> 
     if gold_number(texts["answer"]) is None:
         raise ValueError(f"{where}: no number can be read from column {answer_column!r}: {texts['answer'][-60:]!r}")
     others = {name: value for name, value in row.items() if name not in (question_column, answer_column)}
-    return Row.of(others | texts, where)
+    return others | texts
 
 
 def _require_same_columns(rows: Sequence[Row], name: str) -> None:
@@ -230,9 +233,14 @@ _READERS: dict[str, Callable[[Path], list[Any]]] = {".jsonl": _read_jsonl, ".par
 def _read_hub(name: str, config: str | None, split: str) -> list[Any]:
     import datasets  # slow to import, and needed only in this mode
 
-    if config is None:
-        configs = datasets.get_dataset_config_names(name)
-        config = configs[0] if len(configs) == 1 else "main"
-        if config not in configs:
-            raise ValueError(f"dataset {name}: has several configurations, choose dataset_config from {configs}")
-    return datasets.load_dataset(name, config, split=split).to_list()
+    try:
+        configs = [config] if config is not None else datasets.get_dataset_config_names(name)
+        chosen = configs[0] if len(configs) == 1 else "main"
+        if chosen in configs:
+            return datasets.load_dataset(name, chosen, split=split).to_list()
+    except Exception as problem:  # of the library, of the network, of a file of any kind
+        said = str(problem).partition("\n")[0]
+        raise ValueError(
+            f"dataset {name}: split {split!r} cannot be read from the hub: {type(problem).__name__}: {said}"
+        ) from problem
+    raise ValueError(f"dataset {name}: has several configurations, choose dataset_config from {configs}")

@@ -96,6 +96,7 @@ def compute_rewards(
     completions: Sequence[str],
     completion_ids: Sequence[list[int]],
     columns: dict[str, list[Any]],
+    *,
     names: Sequence[str] | None = None,
 ) -> tuple[Tensor, dict[str, list[float | None]]]:
     """Call each reward function on B samples and add the results up; None abstains.

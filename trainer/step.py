@@ -72,7 +72,7 @@ def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollou
     columns = {column: [row[column] for row in rows] for column in rows[0]}
     names = [f"sample {b} ({row.where})" for b, row in enumerate(rows)]
     rewards, found = compute_rewards(
-        trainer.rewards, columns["question"], rollouts.texts, rollouts.ids(), columns, names
+        trainer.rewards, columns["question"], rollouts.texts, rollouts.ids(), columns, names=names
     )
     return Batch(problems, keys, rollouts, columns, rewards, found)
 

@@ -22,6 +22,7 @@ PARSE, BEFORE, LATER = "settings", "before the model is loaded", "with the model
 EXIT = {PARSE: 2, BEFORE: 1, LATER: 1}
 REWARDS = """
 def raises(completions, **_): raise KeyError("difficulty")
+def raises_elsewhere(completions, **_): return [__import__("json").loads(one) for one in completions]
 def raises_at_odd(question, **_): return [1 / (int(one.split()[-1]) % 2 - 1) for one in question]
 def too_few(completions, **_): return [1.0]
 def nothing(completions, **_): return None
@@ -80,6 +81,8 @@ CATALOGUE: dict[str, tuple] = {
     "an unknown kind of credit": (["--credit=counterfactuals"], PARSE, "invalid choice 'counterfactuals'", "--credit"),
     "an unknown kind of device": (["--device=toaster"], PARSE, "device must be", "cpu", "cuda:0", "got 'toaster'"),
     "a device without number": (["--device=cuda:x"], PARSE, "device must be", "got 'cuda:x'"),
+    "a pattern that is none": (["--answer_format=(x"], PARSE, "answer_format", "'(x'"),
+    "a form of answers that is not there": (["--answer_format=own:absent"], PARSE, "answer_format: cannot import"),
     # Flags
     "a flag misspelt": (["--learning_rat=1"], PARSE, "--learning_rat", "Perhaps you meant", "--learning_rate"),
     "a flag of nothing": (["--frobnicate"], PARSE, "Unrecognized options: --frobnicate"),
@@ -261,6 +264,9 @@ CATALOGUE: dict[str, tuple] = {
     "a reward that raises for a row": (
         ["--reward_funcs=own:raises_at_odd"], LATER, "row ", "reward raises_at_odd raised ZeroDivisionError", "own.py",
     ),
+    "a reward that raises in a library": (
+        ["--reward_funcs=own:raises_elsewhere"], LATER, "raised JSONDecodeError: Expecting", "(in own.py, line 3)",
+    ),
     "too few rewards": (["--reward_funcs=own:too_few"], LATER, "step 1, reward too_few: returned 1 values for 4"),
     "no rewards": (["--reward_funcs=own:nothing"], LATER, "reward nothing: returned a NoneType, expected a list"),
     "text for rewards": (["--reward_funcs=own:text"], LATER, "reward text: returned a str, expected a list"),
@@ -366,6 +372,26 @@ def test_a_reward_that_raises_ends_the_program_itself_with_one_line_and_without_
     assert "Traceback" not in ended.stderr
     assert "reward raises raised KeyError: 'difficulty' (in own.py, line 2)" in ended.stderr.splitlines()[-1]
     assert not (tmp_path / "out" / "adapter").exists()
+
+
+@pytest.mark.parametrize("problem", [torch.OutOfMemoryError("CUDA out of memory.\nTried 3 GiB"), MemoryError("host")])
+def test_a_step_without_memory_says_what_to_lower(good, tmp_path, capsys, monkeypatch, problem) -> None:
+    def attempt(*_):
+        raise problem
+
+    monkeypatch.setattr(run, "attempted_step", attempt)
+    files = [f"--model={good / 'model'}", f"--dataset={good / 'rows.jsonl'}", f"--output_dir={tmp_path / 'out'}"]
+    assert main([*files, *TINY_RUN]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: out of memory (")
+    assert line.endswith("; lower token_budget, max_completion_length or num_generations")
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(good, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(run, "attempted_step", lambda *_: {}["no such key"])
+    files = [f"--model={good / 'model'}", f"--dataset={good / 'rows.jsonl'}", f"--output_dir={tmp_path / 'out'}"]
+    with pytest.raises(KeyError):
+        main([*files, *TINY_RUN])
 
 
 def test_the_catalogue_has_at_least_sixty_cases_and_some_of_each_kind() -> None:

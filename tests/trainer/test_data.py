@@ -201,6 +201,20 @@ def test_a_hub_data_set_with_several_configurations_asks_which(monkeypatch) -> N
         train_and_eval_rows(DataConfig(dataset="somebody/problems"))
 
 
+def test_a_hub_data_set_that_cannot_be_read_is_named_with_its_split_in_one_line(monkeypatch) -> None:
+    class Unfinished(Exception):
+        pass
+
+    class Broken(Hub):
+        def load_dataset(self, name, config, split):
+            raise Unfinished("a file is cut short\nand so on")
+
+    monkeypatch.setitem(sys.modules, "datasets", Broken(["main"]))
+    said = r"^dataset somebody/problems: split 'train' cannot be read from the hub: Unfinished: a file is cut short$"
+    with pytest.raises(ValueError, match=said):
+        train_and_eval_rows(DataConfig(dataset="somebody/problems"))
+
+
 class WordTokenizer:
     """One id per word; with or without a chat template."""
 

@@ -216,7 +216,7 @@ def training_rows(config: WarmupConfig) -> tuple[list[Row], list[Row]]:
     rows = []
     for problem in itertools.islice(generate("train", config.seed), count):
         solution = problem.careless_solution(rng) if config.careless else problem.solution()
-        rows.append({"question": problem.question, "answer": solution})
+        rows.append(Row({"question": problem.question, "answer": solution}))
     return rows, load_rows(GENERATED, split="test", count=config.eval_problems or HELD_OUT_PROBLEMS)
 
 
