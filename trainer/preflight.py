@@ -10,10 +10,11 @@ from safetensors import SafetensorError, safe_open
 
 from trainer.config import TrainConfig, model_path
 from trainer.report.trackers import tracker_library
+from trainer.rollouts.vllm.engine import await_server
 
 
 def check_before_loading(config: TrainConfig, folder: Path) -> None:
-    """Check what a run writes to and is given by name: its folder, the trackers, the device, the model's files.
+    """Check what a run writes to and is given by name: its folder, trackers, device, the model's files, a server.
 
     Raises:
         ValueError, OSError, ImportError, NotImplementedError: the message names the setting and says what is wrong.
@@ -25,6 +26,8 @@ def check_before_loading(config: TrainConfig, folder: Path) -> None:
         tracker_library(name)
     _require_device(config.precision.device)
     _require_model_files(config.model, Path(model_path(config.model)))
+    if config.rollout_engine == "vllm":
+        await_server(config.vllm_server_base_url.rstrip("/"), config.vllm_server_timeout)
 
 
 def _require_place(folder: Path) -> None:

@@ -140,6 +140,14 @@ CATALOGUE: dict[str, tuple] = {
     "TensorBoard not installed": (
         ["--report_to=tensorboard"], BEFORE, "report_to: tensorboard is not installed", "pip install tensorboard",
     ),
+    "a tracker that does not start": (
+        ["--report_to=trackio"], LATER, "report_to: trackio cannot start: RuntimeError: no account",
+        {"trackio.py": "def init(**_): raise RuntimeError('no account')"},
+    ),
+    "a server that does not answer": (
+        ["--rollout_engine=vllm", "--vllm_server_base_url=http://127.0.0.1:9", "--vllm_server_timeout=0.1"], BEFORE,
+        "vllm_server_base_url: no vLLM server answers at http://127.0.0.1:9 within 0.1 seconds",
+    ),
     "a GPU that is not there": (["--device=cuda:99"], BEFORE, "device: cuda:99 cannot be used"),
     "a device without memory": (["--device=meta"], BEFORE, "device: meta cannot be used"),
     # Reward functions as they are named
@@ -338,6 +346,7 @@ def test_what_is_wrong_is_said_in_one_line(case, good, tmp_path, capsys, monkeyp
     for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     monkeypatch.setattr("trainer.report.run_report.draw_curves", lambda *_: None)  # takes longer than all else
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.syspath_prepend(good)
     monkeypatch.syspath_prepend(tmp_path)
     if stage != LATER:
@@ -346,6 +355,8 @@ def test_what_is_wrong_is_said_in_one_line(case, good, tmp_path, capsys, monkeyp
         code = main(given)
     except SystemExit as ended:
         code = ended.code
+    finally:
+        sys.modules.pop("trackio", None)  # the case's own
     said = capsys.readouterr()
     line = " ".join(said.err.replace("│", " ").split())
     assert code == EXIT[stage], line

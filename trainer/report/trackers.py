@@ -19,7 +19,7 @@ def tracker_library(name: str) -> Any:
 def open_tracker(name: str, folder: Path, settings: dict[str, Any]) -> tuple[Log, Callable[[], None]]:
     """Start back-end `name` for a run; returns `log(metrics, step)` and `close()`.
 
-    Raises `ImportError` that says what to install.
+    Raises `ImportError` that says what to install, `ConnectionError` if the back-end does not start.
     """
     library = tracker_library(name)
     if name == "tensorboard":
@@ -30,5 +30,8 @@ def open_tracker(name: str, folder: Path, settings: dict[str, Any]) -> tuple[Log
                 writer.add_scalar(metric, value, step)
 
         return log, writer.close
-    library.init(project="cfa_kernels", name=folder.name, config=settings)
+    try:
+        library.init(project="cfa_kernels", name=folder.name, config=settings)
+    except Exception as problem:  # each has errors of its own
+        raise ConnectionError(f"report_to: {name} cannot start: {type(problem).__name__}: {problem}") from problem
     return (lambda metrics, step: library.log(metrics, step=step)), library.finish

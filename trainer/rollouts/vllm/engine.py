@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from trainer.rollouts.engine import Rollouts, end_ids, gap_to_policy
+from trainer.rollouts.in_process import require_finite
 from trainer.rollouts.merged import CannotMerge, merged_adapters
 from trainer.rollouts.settings import RolloutSettings
 from trainer.rollouts.vllm.weights import halved_head, served_weights
@@ -80,7 +81,7 @@ class VllmEngine:
         """Complete prompts as `Engine` says, with as many requests; a key gives the seed of its request.
 
         Raises:
-            FloatingPointError: a log-prob is not a number; the message names prompt and token.
+            NonFiniteLogits: a log-prob is not a number; the message names prompt and token.
             ConnectionError: the server does not answer, refuses, or answers something else than was asked for; the
                 message names the prompt.
         """
@@ -107,9 +108,10 @@ class VllmEngine:
                 )
         device = next(self._model.parameters()).device
         rollouts = Rollouts.padded(prompts, [ids for ids, _ in found], self._ends, self._tokenizer, device)
+        logprobs = pad_sequence([torch.tensor(row, dtype=torch.float32) for _, row in found], True).to(device)
+        require_finite(logprobs.isfinite(), rollouts, called)
         if keys is None:
             return rollouts
-        logprobs = pad_sequence([torch.tensor(row, dtype=torch.float32) for _, row in found], True).to(device)
         return dataclasses.replace(rollouts, logprobs=logprobs, nucleus=top_p)
 
     def weights_changed(self) -> None:
@@ -121,7 +123,7 @@ class VllmEngine:
         try:
             from trl.generation.vllm_client import VLLMClient
 
-            _await_server(self._url, settings.vllm_server_timeout)
+            await_server(self._url, settings.vllm_server_timeout)
             with self._asked("say which model it serves"):
                 client = VLLMClient(base_url=self._url, group_port=settings.vllm_group_port)
         except ImportError as absent:
@@ -164,6 +166,8 @@ class VllmEngine:
             greedy: dict[str, Any] = {"max_tokens": _ANSWERED, "temperature": 0.0}
             ids, given = self._complete("the first prompt", prompt, {"ignore_eos": True}, **greedy)
             theirs = torch.tensor(given)
+            if not theirs.isfinite().all():
+                raise FloatingPointError(f"rollout_engine: the vLLM server at {self._url} gives log-probs of nan")
             sent = gap_to_policy(self._model, [prompt], [ids], [theirs])
         own = gap_to_policy(self._model, [prompt], [ids], [theirs])
         self._send()
@@ -192,13 +196,7 @@ class VllmEngine:
             raise ConnectionError(
                 f"{name}: the server at {self._url} gave no log-prob for each token of its completion"
             )
-        logprobs = [values[0] for values in given[0]]
-        if None in logprobs:
-            raise FloatingPointError(
-                f"{name}: the server's log-prob is not a number, in token {logprobs.index(None)}; the model's logits "
-                "are not finite"
-            )
-        return ids, logprobs
+        return ids, [math.nan if values[0] is None else values[0] for values in given[0]]  # JSON knows no nan
 
     @contextlib.contextmanager
     def _asked(self, task: str) -> Iterator[None]:
@@ -215,7 +213,7 @@ class VllmEngine:
             ) from problem
 
 
-def _await_server(url: str, seconds: float) -> None:
+def await_server(url: str, seconds: float) -> None:
     """Wait until a server is up; `ConnectionError` after so many seconds."""
     until = time.monotonic() + seconds
     while True:
