@@ -69,7 +69,7 @@ def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollou
     """Put completions together with what they earn."""
     problems = [key[-2] for key in keys]
     rows = [trainer.rows[i] for i in problems]
-    columns = {column: [row[column] for row in rows] for column in rows[0]}
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
     names = [f"sample {b} ({row.where})" for b, row in enumerate(rows)]
     rewards, found = compute_rewards(
         trainer.rewards, columns["question"], rollouts.texts, rollouts.ids(), columns, names=names

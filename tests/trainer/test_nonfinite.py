@@ -50,6 +50,12 @@ class Fault:
         return self.now and self.uses < 0
 
 
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch) -> None:
+    """Drawing takes longer than all else."""
+    monkeypatch.setattr("trainer.report.run_report.draw_curves", lambda *_: None)
+
+
 @pytest.fixture
 def tiny(tiny_folder, tmp_path):
     """Sets the tiny model up to train all its weights."""
