@@ -1,5 +1,6 @@
 """Take a training step, or skip it where a number is not finite and `on_nonfinite` says so."""
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -33,7 +34,9 @@ def attempted_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step
         require_finite_parameters(trainer.policy)
         trainer.optimizer.zero_grad()
         trainer.policy.eval()
-        trainer.scheduler.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of PyTorch, for a step without one of the optimizer
+            trainer.scheduler.step()
         return _skipped(sampled, config.num_generations, str(problem))
     if config.on_nonfinite == "skip":
         done.metrics[SKIPPED] = 0.0

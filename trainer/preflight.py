@@ -13,15 +13,14 @@ from trainer.report.trackers import tracker_library
 from trainer.rollouts.vllm.engine import await_server
 
 
-def check_before_loading(config: TrainConfig, folder: Path) -> None:
-    """Check what a run writes to and is given by name: its folder, trackers, device, the model's files, a server.
+def check_before_loading(config: TrainConfig) -> None:
+    """Check what a run is given by name: trackers, device, the model's files, a server.
 
     Raises:
         ValueError, OSError, ImportError, NotImplementedError: the message names the setting and says what is wrong.
     """
     if config.on_nonfinite == "skip" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise NotImplementedError("on_nonfinite: skip is for one process; several would have to agree on every step")
-    _require_place(folder)
     for name in config.report_to:
         tracker_library(name)
     _require_device(config.precision.device)
@@ -30,8 +29,8 @@ def check_before_loading(config: TrainConfig, folder: Path) -> None:
         await_server(config.vllm_server_base_url.rstrip("/"), config.vllm_server_timeout)
 
 
-def _require_place(folder: Path) -> None:
-    """Raise `OSError` unless files can be written to the run folder, or the folder can be made."""
+def require_place(folder: Path) -> None:
+    """Raise `OSError` naming `output_dir` unless files can be written to the run folder, or the folder can be made."""
     nearest = folder
     while not nearest.exists():
         nearest = nearest.parent

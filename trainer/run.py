@@ -15,7 +15,7 @@ from trainer.evaluate import evaluate
 from trainer.experimental.hook import check_experiments
 from trainer.nonfinite import attempted_step
 from trainer.precision import adamw
-from trainer.preflight import check_before_loading
+from trainer.preflight import check_before_loading, require_place
 from trainer.report import Report
 from trainer.rewards import load_reward, load_rewards
 from trainer.rollouts import engine_for
@@ -34,7 +34,7 @@ def set_up(config: TrainConfig) -> Trainer:
             model and the reason.
     """
     _require_unused(run_folder(config))
-    check_before_loading(config, run_folder(config))
+    check_before_loading(config)
     rewards = load_rewards(config.reward_funcs, **config.answer_options())
     rows, held_out = train_and_eval_rows(config)
     require_callable(rewards, rows[0])
@@ -115,5 +115,6 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def _require_unused(folder: Path) -> None:
+    require_place(folder)
     if folder.is_dir() and any(folder.iterdir()):
         raise FileExistsError(f"output_dir: {folder} is not empty; name another folder or remove it")

@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from trainer.config import TrainConfig
-from trainer.preflight import check_before_loading
+from trainer.preflight import require_place
 
 NOBODY = 65534
 
@@ -32,10 +31,10 @@ def test_a_folder_that_is_read_only_is_no_place_for_a_run(read_only, name, verb)
     place = read_only / name
     said = rf"^output_dir: {place} cannot be {verb}: nothing can be written in {read_only} \(Permission denied\)$"
     with pytest.raises(PermissionError, match=said):
-        check_before_loading(TrainConfig(device="cpu"), place)
+        require_place(place)
 
 
 @pytest.mark.parametrize("name", [".", "run", "runs/of/today"])
 def test_looking_for_a_place_leaves_nothing_behind(tmp_path, name) -> None:
-    check_before_loading(TrainConfig(device="cpu"), tmp_path / name)
+    require_place(tmp_path / name)
     assert list(tmp_path.iterdir()) == []
