@@ -6,12 +6,12 @@ from pathlib import Path
 from transformers import get_scheduler, set_seed
 
 from cfa_kernels.hf.model import causal_lm, context_length
-from trainer.checkpoints import Reference, load_policy, save_policy
 from trainer.checks import require_supported, sampling_gap_limit
 from trainer.config import TrainConfig
 from trainer.data import encode_prompts, train_and_eval_rows
 from trainer.evaluate import evaluate
 from trainer.experimental.hook import check_experiments
+from trainer.policy import Reference, load_policy, save_policy
 from trainer.precision import adamw
 from trainer.report import Report
 from trainer.rewards import load_reward, load_rewards
