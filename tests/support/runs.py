@@ -96,28 +96,31 @@ def _in_child(said: Any, work: Callable[..., Any], given: tuple[Any, ...]) -> No
     said.send(work(*given))
 
 
-def kill_at(moment: int, argv: list[str]) -> None:
-    """Run, and be killed at a moment: before or after a wait for the disk, in a reward, before an update of weights."""
+def kill_at(moment: int, argv: list[str], of: str = "") -> None:
+    """Run, and be killed at a moment: before or after a wait for the disk, in a reward, before an update of weights.
+
+    With `of` only moments of one kind are counted: "disk", "reward" or "update".
+    """
     seen = [0]
 
-    def counted(*_: Any) -> None:
-        seen[0] += 1
+    def counted(kind: str) -> None:
+        seen[0] += of in ("", kind)
         if seen[0] == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sync, step = files.sync, torch.optim.AdamW.step
 
     def counted_sync(file: int) -> None:
-        counted()
+        counted("disk")
         sync(file)
-        counted()
+        counted("disk")
 
-    def counted_step(optimizer: Any, *given: Any) -> Any:
-        counted()
-        return step(optimizer, *given)
+    def counted_step(optimizer: Any, *given: Any, **named: Any) -> Any:
+        counted("update")
+        return step(optimizer, *given, **named)
 
     files.sync, torch.optim.AdamW.step = counted_sync, counted_step  # type: ignore[method-assign]
-    main(argv, counted)
+    main(argv, lambda _: counted("reward"))
     raise AssertionError(f"a run has only {seen[0]} moments")
 
 
@@ -138,7 +141,7 @@ def outcome(folder: Path, trained: str = "checkpoint/model.safetensors") -> dict
         "samples": (folder / "completions.jsonl").read_text("utf-8"),
         "summary": summary | {"seconds": None},
         "files": sorted(path.name for path in folder.iterdir()),
-        "checkpoints": sorted(path.name for path in (folder / "checkpoints").iterdir()),
+        "last": last.name,
     }
 
 

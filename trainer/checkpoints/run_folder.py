@@ -231,14 +231,14 @@ def _differences(settings: dict[str, Any], config: TrainConfig) -> list[str]:
     """Say which settings of a run have changed that may not; one that is not there had its default."""
     then, changed = {**asdict(type(config)()), **settings}, []
     for name, value in asdict(config).items() if settings else []:
-        steady = name == "max_steps" and config.lr_scheduler_type in STEADY_SCHEDULES
-        if name not in MAY_CHANGE and not steady and then[name] != value:
-            why = (
-                f"; lr_scheduler_type={config.lr_scheduler_type} spreads the rate over it"
-                if name == "max_steps"
-                else ""
-            )
-            changed.append(f"{name} ({then[name]!r} then, {value!r} now{why})")
+        if name in MAY_CHANGE or then[name] == value:
+            continue
+        why = ""
+        if name == "max_steps":
+            if config.lr_scheduler_type in STEADY_SCHEDULES:
+                continue
+            why = f"; lr_scheduler_type={config.lr_scheduler_type} spreads the learning rate over it"
+        changed.append(f"{name} ({then[name]!r} then, {value!r} now{why})")
     return changed
 
 

@@ -76,7 +76,7 @@ def read_state(trainer: Trainer, folder: Path) -> None:
             group.update({name: value for name, value in before.items() if name != "params"})
         for name, parameter in own.items():
             if name not in by_name:  # it never had a gradient; torch gave it a state all the same
-                del optimizer.state[parameter]
+                optimizer.state.pop(parameter, None)
     trainer.scheduler.load_state_dict(state["scheduler"])
     for group, rate in zip(optimizer.param_groups, trainer.scheduler.get_last_lr(), strict=True):
         group["lr"] = rate

@@ -1,21 +1,20 @@
 """A run that was killed, at whatever moment, ends by the same command as one that was not."""
 
 import json
+import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
-import torch
 
-from tests.support.runs import child, config, flags, kill_at, main, outcome, timeless
-from trainer.checkpoints import files
-from trainer.checkpoints.run_folder import RunFolder, open_run
+from tests.support.runs import child, config, flags, kill_at, main, outcome
+from trainer.checkpoints.run_folder import RunFolder
 from trainer.run import set_up, train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.traced]
 PEFT = ["--use_peft", "--lora_r=2"]
-MOMENTS = 74  # of an undisturbed run: 4 checkpoints, 6 rewards, 12 updates, the model and files written whole
 
 
 @pytest.fixture(scope="module")
@@ -33,47 +32,26 @@ def undisturbed(there):
     return outcome(there / "undisturbed"), time.monotonic() - began
 
 
-def killed_and_gone_on(argv: list[str], moments: list[int]) -> str:
+def killed_and_gone_on(argv: list[str], moments: list[int], of: str = "") -> str:
+    """Kill a run at each of these moments after its last start, then let it end; gives what it says then."""
     for moment in moments:
-        assert child(kill_at, moment, argv)[0] == -signal.SIGKILL
+        assert child(kill_at, moment, argv, of)[0] == -signal.SIGKILL
     code, (ended, said, _) = child(main, argv)
     assert (code, ended) == (0, 0)
     return said
 
 
-def moments_of_a_run(argv: list[str]) -> int:
-    """Count them by asking for one that does not come."""
-    with pytest.raises(AssertionError, match="has only"):
-        kill_at(10**9, argv)
-    return 0
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_run_killed_at_random_moments_ends_as_the_undisturbed_one(there, undisturbed, seed) -> None:
-    folder, moments = there / f"killed{seed}", random.Random(seed).sample(range(1, 30), 2)
+    folder, moments = there / f"killed{seed}", random.Random(seed).sample(range(1, 40), 3)
     killed_and_gone_on(flags(there / "model", folder), moments)
     assert outcome(folder) == undisturbed[0]
 
 
 def test_a_run_killed_between_the_two_updates_of_a_step_ends_as_the_undisturbed_one(there, undisturbed) -> None:
     folder = there / "between"
-
-    def weights_change(step: int) -> None:
-        if step == 4:
-            optimizer_step, taken = torch.optim.AdamW.step, []
-
-            def second(optimizer, *given):
-                taken.append(optimizer)
-                if len(taken) == 2:
-                    raise KeyboardInterrupt  # stands for a kill: nothing catches it
-                return optimizer_step(optimizer, *given)
-
-            patch.setattr(torch.optim.AdamW, "step", second)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        main(flags(there / "model", folder), weights_change)
-    assert [entry["step"] for entry in timeless(folder)] == [0, 1, 2, 3, 3]  # the last checkpoint is of step 2
-    assert "going on from the checkpoint of step 2" in main(flags(there / "model", folder))[1]
+    said = killed_and_gone_on(flags(there / "model", folder), [8], "update")
+    assert "going on from the checkpoint of step 2" in said
     assert outcome(folder) == undisturbed[0]
 
 
@@ -89,7 +67,7 @@ def test_a_run_killed_after_random_times_ends_as_the_undisturbed_one(there, undi
 
 def test_a_lora_run_goes_on_from_its_adapter(there) -> None:
     one, other = (flags(there / "model", there / name, *PEFT) for name in ("adapter", "adapter-killed"))
-    assert main(one)[0] == 0
+    assert child(main, one)[0] == 0
     killed_and_gone_on(other, [20])
     trained = "adapter/adapter_model.safetensors"
     assert outcome(there / "adapter-killed", trained) == outcome(there / "adapter", trained)
@@ -97,45 +75,48 @@ def test_a_lora_run_goes_on_from_its_adapter(there) -> None:
     assert weights < (there / "undisturbed/checkpoints/step-6/weights.safetensors").stat().st_size / 2
 
 
-def test_a_steady_schedule_lets_a_finished_run_go_on_for_longer(there, capsys) -> None:
-    steady = ["--lr_scheduler_type=constant", "--max_steps=4"]
-    folder, whole = there / "longer", there / "whole"
-    assert main(flags(there / "model", folder, *steady))[0] == 0
-    assert main(flags(there / "model", folder, *steady, "--max_steps=6"))[0] == 0
-    assert main(flags(there / "model", whole, *steady, "--max_steps=6"))[0] == 0
-    ours, theirs = outcome(folder), outcome(whole)
+def test_a_steady_schedule_lets_a_finished_run_go_on_for_longer(there) -> None:
+    def ended(name: str, steps: int) -> tuple[int, str, str]:
+        argv = flags(there / "model", there / name, "--lr_scheduler_type=constant", f"--max_steps={steps}")
+        return child(main, argv)[1]
+
+    assert [ended(*run)[0] for run in (("longer", 4), ("longer", 6), ("whole", 6))] == [0, 0, 0]
+    ours, theirs = outcome(there / "longer"), outcome(there / "whole")
     assert ours["weights"] == theirs["weights"]
-    assert [entry for entry in ours["metrics"] if entry not in theirs["metrics"]] == [
-        entry for entry in ours["metrics"] if entry["step"] == 4 and "eval_accuracy" in entry
-    ]
-    code, _, said = main(flags(there / "model", folder, *steady))
-    assert (code, said) == (0, "")
-    (folder / "summary.json").unlink()
-    assert main(flags(there / "model", folder, *steady))[2].startswith(f"error: max_steps: {folder} is at step 6")
+    more = [entry for entry in ours["metrics"] if entry not in theirs["metrics"]]
+    assert [(entry["step"], "eval_accuracy" in entry) for entry in more] == [(4, True)]
+    assert "is finished: it has its 4 steps" in ended("longer", 4)[1]
+    (there / "longer" / "summary.json").unlink()
+    assert ended("longer", 4)[2].startswith(f"error: max_steps: {there / 'longer'} is at step 6 already, got 4")
+
+
+def without_a_gradient(argv: list[str]) -> list[tuple[int, bool, list[float]]]:
+    """Train one step in which a weight has no gradient, and set up again from its checkpoint."""
+    found = []
+    for _ in range(2):
+        trainer = set_up(config(*argv))
+        norm, optimizer = trainer.policy.model.norm.weight, trainer.optimizer
+        if found:
+            RunFolder(Path(trainer.config.output_dir)).begin(trainer)
+        else:
+            optimizer.register_step_pre_hook(lambda *_, norm=norm: setattr(norm, "grad", None))
+            train(trainer)
+        found.append((len(optimizer.state), norm in optimizer.state, optimizer.param_groups[0]["betas"]))
+    return found
 
 
 def test_weights_that_never_had_a_gradient_go_on_without_a_state_of_the_optimizer(there) -> None:
-    def trainer(name: str):
-        made = set_up(config(*flags(there / "model", there / name, "--max_steps=1")))
-        norm = made.policy.model.norm.weight
-        made.optimizer.register_step_pre_hook(lambda *_: setattr(norm, "grad", None))
-        return made, norm
-
-    one, norm = trainer("routed")
-    train(one)
-    assert norm not in one.optimizer.state
-    again, norm = trainer("routed")
-    assert RunFolder(there / "routed").begin(again)[0] == 1
-    assert norm not in again.optimizer.state
-    assert len(again.optimizer.state) == len(one.optimizer.state) > 0
-    assert again.optimizer.param_groups[0]["betas"] == one.optimizer.param_groups[0]["betas"]
+    _, (one, again) = child(without_a_gradient, flags(there / "model", there / "routed", "--max_steps=1"))
+    assert one == again
+    assert one[0] > 0
+    assert not one[1]
 
 
 @pytest.fixture(scope="module")
 def stopped(there):
-    """A trainer, and a run of its settings that was stopped after step 5: checkpoints of steps 2 and 4."""
+    """A trainer, and a run of its settings that was killed in step 6: checkpoints of steps 2 and 4."""
     argv = flags(there / "model", there / "stopped")
-    child(kill_at, 30, argv)
+    assert child(kill_at, 6, argv, "reward")[0] == -signal.SIGKILL
     return set_up(config(*argv)), there / "stopped"
 
 
@@ -211,37 +192,35 @@ def test_other_problems_under_the_same_settings_are_refused(stopped) -> None:
     trainer, folder = stopped
     first = trainer.rows[0]
     trainer.rows[0] = first | {"answer": "#### 12345"}
-    with pytest.raises(ValueError, match="SHA-256 of the training problems was .* and is .* now; --no_resume"):
+    with pytest.raises(ValueError, match=r"SHA-256 of the training problems was .* and is .* now; --no_resume"):
         RunFolder(folder).begin(trainer)
     trainer.rows[0] = first
 
 
-def test_a_clock_that_jumps_changes_neither_the_choice_of_a_checkpoint_nor_the_run(
-    there, undisturbed, monkeypatch
-) -> None:
+def at_jumping_times(argv: list[str], die: bool) -> str:
+    """Run while the clock jumps by years, to its end or to its fifth step."""
     hours = random.Random(0)
-    monkeypatch.setattr(time, "time", lambda: 1e9 + 1e8 * hours.uniform(-1, 1))
+    time.time = lambda: 1e9 + 1e8 * hours.uniform(-1, 1)
+    if die:
+        kill_at(5, argv, "reward")
+    return main(argv)[1]
+
+
+def test_a_clock_that_jumps_changes_neither_the_choice_of_a_checkpoint_nor_the_run(there, undisturbed) -> None:
     folder = there / "jumping"
     argv = flags(there / "model", folder)
-
-    def stop(call: int) -> None:
-        if call == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        main(argv, stop)
-    for age, path in enumerate(sorted((folder / "checkpoints").iterdir(), reverse=True)):
-        files.os.utime(path, (1e9 + age, 1e9 + age))  # the last one is the oldest by its date
-    assert "going on from the checkpoint of step 4" in main(argv)[1]
+    assert child(at_jumping_times, argv, True)[0] == -signal.SIGKILL
+    for age, name in enumerate(reversed(checkpoints(folder))):
+        os.utime(folder / "checkpoints" / name, (1e9 + age, 1e9 + age))  # the last one is the oldest by its date
+    assert "going on from the checkpoint of step 4" in child(at_jumping_times, argv, False)[1]
     assert outcome(folder) == undisturbed[0]
 
 
-def test_what_a_killed_process_left_half_written_is_deleted(there, undisturbed) -> None:
-    folder = there / "leftovers"
-    argv = flags(there / "model", folder, "--max_steps=2", "--lr_scheduler_type=constant")
-    (folder / "checkpoints" / ".step-1.partial").mkdir(parents=True)
-    with open_run(config(*argv)):
-        pass
-    assert main(argv)[0] == 0
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-0", "step-2"]
-    assert not list(folder.glob(".*.partial"))
+def test_what_a_killed_process_left_half_written_is_deleted(stopped, tmp_path) -> None:
+    trainer, _ = stopped
+    run = RunFolder(tmp_path)
+    assert run.begin(trainer) == (0, {})
+    (tmp_path / "checkpoints" / ".step-1.partial").mkdir(parents=True)
+    run.save(trainer, 0, {"bytes": {}})
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0"]
+    assert run.begin(trainer) == (0, {"bytes": {}})
