@@ -65,7 +65,9 @@ def main(argv: list[str], *disturbances: Callable[[int], None]) -> tuple[int, st
     return code, " ".join(out.getvalue().split()), err.getvalue()
 
 
-def child(work: Callable[..., Any], *given: Any, killed_after: float | None = None) -> tuple[int, Any]:
+def child(
+    work: Callable[..., Any], *given: Any, killed_after: float | None = None, deadline: float = SECONDS
+) -> tuple[int, Any]:
     """Do `work` in a process forked from one that has imported everything; gives its exit code and what it returned.
 
     Killed after so many seconds, it gives `-SIGKILL` unless it ended before.
@@ -77,12 +79,12 @@ def child(work: Callable[..., Any], *given: Any, killed_after: float | None = No
     process.start()
     theirs.close()
     ours.recv()
-    process.join(SECONDS if killed_after is None else killed_after)
+    process.join(deadline if killed_after is None else killed_after)
     if process.is_alive():
         process.kill()
         process.join()
         if killed_after is None:
-            raise TimeoutError(f"a run did not end in {SECONDS} seconds")
+            raise TimeoutError(f"a run did not end in {deadline} seconds")
     said = None
     with contextlib.suppress(EOFError):
         said = ours.recv()
