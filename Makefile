@@ -10,7 +10,7 @@ ifeq ($(PY),$(VENV)/bin/python)
 SETUP := $(VENV)/installed
 endif
 
-.PHONY: demo test test-oldest quick lint gpu first-hour bench clean
+.PHONY: demo test test-oldest quick soak lint gpu first-hour bench clean
 
 demo: $(SETUP)
 	$(PY) -m trainer
@@ -25,6 +25,10 @@ test-oldest: $(OLDEST)/installed
 
 quick: $(SETUP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 --dist loadfile
+
+# 2,000 tiny steps, once undisturbed and once killed twenty times: some minutes.
+soak: $(SETUP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -s tests/trainer/soak.py
 
 lint: $(SETUP)
 	$(PY) -m ruff check .

@@ -23,6 +23,8 @@ TRAINER = [
     "matplotlib>=3.9",
     "pyyaml>=6.0",
     "tyro>=1.0",
+    "filelock>=3.15",
+    "safetensors>=0.5",
     "scipy>=1.14",
 ]
 TESTING = [

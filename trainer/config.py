@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from trainer.checkpoints.settings import RunSettings
 from trainer.credit_settings import CreditSettings
 from trainer.experimental.settings import CorrectionSettings
 from trainer.precision import DtypeName, Precision
@@ -28,7 +29,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "at least 1": (lambda value: value >= 1, (
         "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations",
         "max_completion_length", "eval_batch_size", "lora_r", "no_advantage_patience", "max_prompt_length",
-        "eval_steps", "token_budget", "lora_alpha",
+        "eval_steps", "token_budget", "lora_alpha", "save_steps", "save_total_limit",
     )),
     "finite and at least 0": (lambda value: 0 <= value < float("inf"), (
         "epsilon", "epsilon_high", "beta", "weight_decay", "warmup_steps", "log_completions",
@@ -75,14 +76,15 @@ class DataConfig:
 
 
 @dataclass
-class TrainConfig(CorrectionSettings, RolloutSettings, CreditSettings, DataConfig):
+class TrainConfig(RunSettings, CorrectionSettings, RolloutSettings, CreditSettings, DataConfig):
     """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
 
     model: str = EMBEDDED
     """Model folder or hub name; "embedded" is the small model that comes with the program. If the folder holds
     a defaults.yaml, its settings replace the defaults shown here (--config and flags still win)."""
     output_dir: str | None = None
-    """Run folder, new or empty; by default one of its own under runs/, named by date, model, credit and seed."""
+    """Run folder: new, empty, or that of this run, stopped; by default one of its own under runs/, named by date,
+    model, credit and seed."""
 
     max_steps: int = 500
     """Optimizer steps (times num_iterations): rollouts, credit and update make one."""

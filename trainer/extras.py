@@ -9,7 +9,7 @@ OURS = {"cfa_kernels", "trainer", "benchmarks", "tests"}
 
 @contextmanager
 def needed_by(program: str, extra: str) -> Iterator[None]:
-    """End the program where an import finds no package, with one line that names the `pip install`.
+    """End the program where an import finds no package, with one line that names the `pip install`; or at Ctrl-C.
 
     Args:
         program: how it was started.
@@ -20,6 +20,8 @@ def needed_by(program: str, extra: str) -> Iterator[None]:
     """
     try:
         yield
+    except KeyboardInterrupt:
+        sys.exit(130)
     except ModuleNotFoundError as absent:
         if not absent.name or absent.name.partition(".")[0] in OURS:
             raise

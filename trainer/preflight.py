@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from pathlib import Path
 
 import torch
@@ -27,21 +26,6 @@ def check_before_loading(config: TrainConfig) -> None:
     _require_model_files(config.model, Path(model_path(config.model)))
     if config.rollout_engine == "vllm":
         await_server(config.vllm_server_base_url.rstrip("/"), config.vllm_server_timeout)
-
-
-def require_place(folder: Path) -> None:
-    """Raise `OSError` naming `output_dir` unless files can be written to the run folder, or the folder can be made."""
-    nearest = folder
-    while not nearest.exists():
-        nearest = nearest.parent
-    cannot = f"output_dir: {folder} cannot be {'written to' if nearest == folder else 'made'}"
-    if not nearest.is_dir():
-        raise NotADirectoryError(f"{cannot}: {nearest} is a file; name a folder")
-    try:
-        with tempfile.TemporaryDirectory(dir=nearest):
-            pass
-    except OSError as problem:
-        raise type(problem)(f"{cannot}: nothing can be written in {nearest} ({problem.strerror})") from problem
 
 
 def _require_device(device: torch.device) -> None:

@@ -1,21 +1,25 @@
-"""Set up a run, train with evaluations around it, and save the model."""
+"""Set up a run, train with evaluations and checkpoints in between, and save the model."""
 
-import time
+import contextlib
+import itertools
 from pathlib import Path
 
 from transformers import get_scheduler, set_seed
 
 from cfa_kernels.hf.model import context_length
 from trainer.calls import RewardError, require_callable
-from trainer.checkpoints import Reference, load_policy, load_tokenizer, save_policy
-from trainer.checks import require_supported, sampling_gap_limit
+from trainer.checkpoints.files import DiskError, whole_folder
+from trainer.checkpoints.run_folder import RunFolder, open_run
+from trainer.checks import require_finite_parameters, require_supported, sampling_gap_limit
 from trainer.config import TrainConfig
 from trainer.data import encode_prompts, train_and_eval_rows
+from trainer.endings import Ended, Ending
 from trainer.evaluate import evaluate
 from trainer.experimental.hook import check_experiments
 from trainer.nonfinite import attempted_step
+from trainer.policy import Reference, load_policy, load_tokenizer, save_policy
 from trainer.precision import adamw
-from trainer.preflight import check_before_loading, require_place
+from trainer.preflight import check_before_loading
 from trainer.report import Report
 from trainer.rewards import load_reward, load_rewards
 from trainer.rollouts import engine_for
@@ -33,7 +37,6 @@ def set_up(config: TrainConfig) -> Trainer:
         NotImplementedError: the model's log-probs cannot be taken or its answers not scored; the message names the
             model and the reason.
     """
-    _require_unused(run_folder(config))
     check_before_loading(config)
     rewards = load_rewards(config.reward_funcs, **config.answer_options())
     rows, held_out = train_and_eval_rows(config)
@@ -63,58 +66,80 @@ def set_up(config: TrainConfig) -> Trainer:
     return trainer
 
 
-def train(trainer: Trainer) -> Path:
-    """Evaluate, train, evaluate again, save; give the run folder.
+def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | None = None) -> Path:
+    """Evaluate, train, evaluate again, save, from the last good checkpoint on; give the run folder's path.
+
+    Args:
+        trainer: as `set_up` made it.
+        folder: as `open_run` found it, which this otherwise does itself.
+        ending: what may ask for an end after a step; all is kept then, and the same command goes on.
 
     Raises:
+        Finished, Refused: as `open_run`, or there is no checkpoint to go on from.
+        DiskError: what was to be kept cannot be written; checkpoints before it are untouched.
         FloatingPointError: log-probs, gradients, rewards or weights cannot be trusted; the message names step and
             samples. No model is saved then.
         RewardError: a reward function failed; the message names step, function and row.
     """
-    config, folder = trainer.config, run_folder(trainer.config)
-    _require_unused(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with Report(folder, config, trainer.tokenizer) as report:
-        report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), trainer.engine.notes)
-
-        def evaluate_at(step: int) -> None:
-            with report.evaluating(step, len(trainer.held_out)) as advance:
-                result = evaluate(
-                    trainer.engine,
-                    trainer.held_out,
-                    trainer.held_out_prompts,
-                    batch_size=config.eval_batch_size,
-                    max_completion_length=config.max_completion_length,
-                    match=load_reward("exact_match", **config.answer_options()),
-                    advance=advance,
-                )
-            report.evaluated(step, result)
-
-        per_step = config.generation_batch_size // config.num_generations
-        batches, step = problem_batches(len(trainer.rows), per_step, config.seed), 0
+    if folder is None:
+        with open_run(trainer.config) as folder:
+            return train(trainer, folder, ending)
+    config, ending = trainer.config, ending or Ending()
+    ending.waits = True
+    start, kept = folder.begin(trainer)
+    per_step = config.generation_batch_size // config.num_generations
+    batches = itertools.islice(problem_batches(len(trainer.rows), per_step, config.seed), start, None)
+    with Report(folder.path, config, trainer.tokenizer, kept) as report:
+        notes = [*folder.notes, *trainer.engine.notes]
+        if kept:
+            notes.insert(0, f"going on from the checkpoint of step {start}; --no_resume starts anew, in a new folder")
+        report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), notes)
+        step = start
         try:
-            evaluate_at(0)
-            for step in range(1, config.max_steps + 1):
-                report.stepped(step, attempted_step(trainer, step, next(batches)))
-                if step == config.max_steps or (config.eval_steps and step % config.eval_steps == 0):
-                    evaluate_at(step)
-            save_policy(trainer.policy, trainer.tokenizer, folder / ("adapter" if config.use_peft else "checkpoint"))
+            for step in range(start, config.max_steps + 1):
+                if step > start:
+                    report.stepped(step, attempted_step(trainer, step, next(batches)))
+                if is_due(step, config.eval_steps, config) and not report.has_evaluated(step):
+                    evaluate_at(trainer, report, step, ending)
+                if (step > start or not kept) and (ending.signal or is_due(step, config.save_steps, config)):
+                    require_finite_parameters(trainer.policy)
+                    folder.save(trainer, step, report.kept())
+                if ending.signal:
+                    report.ended(f"ended by {ending.signal.name} after step {step}; {folder.how_to_go_on()}")
+                    return folder.path
+            with whole_folder(folder.path / ("adapter" if config.use_peft else "checkpoint")) as aside:
+                save_policy(trainer.policy, trainer.tokenizer, aside)
+            report.closing()
         except (FloatingPointError, RewardError) as problem:
             kind = RewardError if isinstance(problem, RewardError) else FloatingPointError
-            raise kind(f"step {step}, {problem}; nothing was saved") from problem
-        report.closing()
-    return folder
+            raise kind(f"step {step}, {problem}; this step is not saved") from problem
+        except DiskError as problem:
+            raise DiskError(f"step {step}: {problem}; {folder.how_to_go_on()}") from problem
+    return folder.path
 
 
-def run_folder(config: TrainConfig) -> Path:
-    """Name the folder for a run's files: `output_dir`, or a folder of its own under `runs`."""
-    if config.output_dir is not None:
-        return Path(config.output_dir)
-    started = time.strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{started}-{Path(config.model).name}-{config.credit}-seed{config.seed}"
+def is_due(step: int, every: int | None, config: TrainConfig) -> bool:
+    """Say whether what is done every so many steps, at the beginning and at the end is done after `step`."""
+    return step in (0, config.max_steps) or (every is not None and step % every == 0)
 
 
-def _require_unused(folder: Path) -> None:
-    require_place(folder)
-    if folder.is_dir() and any(folder.iterdir()):
-        raise FileExistsError(f"output_dir: {folder} is not empty; name another folder or remove it")
+def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> None:
+    """Evaluate after a step; left unfinished where an end is asked for meanwhile."""
+    config = trainer.config
+    with contextlib.suppress(Ended), report.evaluating(step, len(trainer.held_out)) as advance:
+
+        def advance_or_end(problems: int) -> None:
+            advance(problems)
+            if ending.signal:
+                raise Ended
+
+        result = evaluate(
+            trainer.engine,
+            trainer.held_out,
+            trainer.held_out_prompts,
+            batch_size=config.eval_batch_size,
+            max_completion_length=config.max_completion_length,
+            match=load_reward("exact_match", **config.answer_options()),
+            advance=advance_or_end,
+        )
+        report.evaluated(step, result)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from trainer.checkpoints import Reference
 from trainer.config import TrainConfig
 from trainer.data import Row
+from trainer.policy import Reference
 from trainer.rewards import Reward
 from trainer.rollouts import Engine, Rollouts
 

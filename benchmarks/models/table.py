@@ -136,9 +136,7 @@ def run(
 ) -> None:
     """Judge each case by `worker` in a process of its own and append a line for each to `lines`."""
     context: Any = multiprocessing.get_context(start_method)
-    context.set_forkserver_preload(
-        ["benchmarks.models.small_models", "trainer.checkpoints"]
-    )  # what takes seconds to import
+    context.set_forkserver_preload(["benchmarks.models.small_models", "trainer.policy"])  # what takes seconds to import
     waiting = list(reversed(todo))
     running: dict[Connection, tuple[Case, Any, float]] = {}
     while waiting or running:
@@ -209,7 +207,7 @@ def source_digest() -> str:
     """A name for the code that is judged, what judges it and the libraries; rows of another are made anew."""
     files = sorted((REPOSITORY / "cfa_kernels").rglob("*.py"))
     files += [
-        REPOSITORY / "trainer" / "checkpoints.py",
+        REPOSITORY / "trainer" / "policy.py",
         *(Path(m.__file__) for m in (small_models, model_verdicts)),
         Path(__file__),
     ]

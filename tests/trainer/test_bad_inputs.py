@@ -129,12 +129,12 @@ CATALOGUE: dict[str, tuple] = {
     # The run folder
     "a run folder with files": (["--output_dir={tmp}/old"], BEFORE, "old is not empty", {"old/metrics.jsonl": "{}"}),
     "a run folder that is a file": (
-        ["--output_dir={tmp}/a"], BEFORE, "output_dir: ", "/a is a file; name a folder", {"a": "text"},
+        ["--output_dir={tmp}/a"], BEFORE, "output_dir: ", "/a cannot be written: File exists", {"a": "text"},
     ),
     "a run folder under a file": (
-        ["--output_dir={tmp}/a/b/c"], BEFORE, "output_dir: ", "/a/b/c cannot be made", "/a is a file", {"a": "text"},
+        ["--output_dir={tmp}/a/b/c"], BEFORE, "output_dir: ", "/a/b/c cannot be written: Not a dir", {"a": "text"},
     ),
-    "a run folder in /proc": (["--output_dir=/proc/run"], BEFORE, "output_dir: /proc/run cannot be", "/proc"),
+    "a run folder in /proc": (["--output_dir=/proc/run"], BEFORE, "/proc/run cannot be written: No such file"),
     # What is not there
     "a tracker that is not installed": (["--report_to=wandb"], BEFORE, "report_to: wandb is not installed", "pip"),
     "TensorBoard not installed": (
@@ -285,7 +285,7 @@ CATALOGUE: dict[str, tuple] = {
     ),
     "a list for a reward": (["--reward_funcs=own:nested"], LATER, "reward nested is [1.0], expected a real number"),
     "a reward of nan": (["--reward_funcs=own:not_a_number"], LATER, "step 1, sample 0 (", "reward not_a_number is nan"),
-    "a reward of inf": (["--reward_funcs=own:infinite"], LATER, "reward infinite is inf", "nothing was saved"),
+    "a reward of inf": (["--reward_funcs=own:infinite"], LATER, "reward infinite is inf", "this step is not saved"),
     "a reward of none": (["--reward_funcs=own:abstains"], LATER, "sample 0 (", "every reward function returned None"),
 }  # fmt: skip
 

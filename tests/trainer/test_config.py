@@ -9,6 +9,7 @@ import yaml
 from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.options import option_docs
+from trainer.checkpoints.settings import RunSettings
 from trainer.cli import parse, to_yaml
 from trainer.config import DataConfig, TrainConfig
 from trainer.embedded.warmup import WarmupConfig
@@ -79,7 +80,7 @@ def test_settings_written_to_a_file_read_back_the_same(tmp_path) -> None:
 @pytest.mark.parametrize("kind", [TrainConfig, WarmupConfig])
 def test_every_setting_is_documented(kind) -> None:
     texts = {field.name: field.metadata["help"] for field in fields(kind) if "help" in field.metadata}
-    for part in (DataConfig, CorrectionSettings, VllmSettings, RolloutSettings, kind):
+    for part in (DataConfig, RunSettings, CorrectionSettings, VllmSettings, RolloutSettings, kind):
         if not issubclass(kind, part):
             continue
         texts |= option_docs(part)
@@ -106,6 +107,8 @@ def test_help_shows_the_documentation_and_the_default(capsys) -> None:
         (["--loss_type", "vespo"], "invalid choice 'vespo' for argument '--loss_type'"),
         (["--max_steps", "many"], "Error parsing --max_steps: invalid literal for int() with base 10: 'many'"),
         (["--max_steps", "0"], "max_steps must be at least 1, got 0"),
+        (["--save_steps", "0"], "save_steps must be at least 1, got 0"),
+        (["--save_total_limit", "0"], "save_total_limit must be at least 1, got 0"),
         (["--temperature", "0"], "temperature must be positive and finite, got 0.0"),
         (["--learning_rate", "nan"], "learning_rate must be positive and finite, got nan"),
         (["--top_p", "1.5"], "top_p must be in (0, 1], got 1.5"),

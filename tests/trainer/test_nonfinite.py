@@ -168,7 +168,7 @@ def test_otherwise_the_run_ends_with_step_and_cause_and_saves_nothing(tiny, tmp_
     trainer = tiny("--credit=counterfactual" if kind == "scores" else "--credit=uniform")
     fault = Fault(trainer, kind)
     sampling(trainer, lambda step: setattr(fault, "now", step > 0))
-    with pytest.raises(FloatingPointError, match=rf"^step 1, {FAULTS[kind]}.*; nothing was saved$"):
+    with pytest.raises(FloatingPointError, match=rf"^step 1, {FAULTS[kind]}.*; this step is not saved$"):
         train(trainer)
     assert not (tmp_path / "run" / "checkpoint").exists()
 

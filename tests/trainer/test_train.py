@@ -130,7 +130,9 @@ def test_a_log_prob_that_is_not_finite_stops_the_run_and_names_step_and_sample(f
         return PackedLoss(loss, metrics, [x.fill_(torch.nan) if b == 1 else x for b, x in enumerate(logprobs)])
 
     monkeypatch.setattr(PackedForward, "policy_loss", poisoned)
-    with pytest.raises(FloatingPointError, match=r"step 1, samples \[\d+\]: log-prob is not finite; nothing was saved"):
+    with pytest.raises(
+        FloatingPointError, match=r"step 1, samples \[\d+\]: log-prob is not finite; this step is not saved"
+    ):
         train(trainer)
     assert len(calls) == 1
     assert not (tmp_path / "run" / "checkpoint").exists()
@@ -150,7 +152,9 @@ def test_a_model_that_emits_nan_stops_the_run_and_nothing_is_saved(fresh, tmp_pa
     # Its rewards are all equal: without the check no update would ever look at a log-prob.
     trainer = fresh(f"--output_dir={tmp_path / 'run'}", f"--credit={credit}", "--max_completion_length=4")
     trainer.policy.model.layers[2].mlp.down_proj.weight.data[7, 7] = torch.nan
-    with pytest.raises(FloatingPointError, match=r"^step 0, held-out problem .* not finite .*; nothing was saved$"):
+    with pytest.raises(
+        FloatingPointError, match=r"^step 0, held-out problem .* not finite .*; this step is not saved$"
+    ):
         train(trainer)
     with pytest.raises(FloatingPointError, match=r"^sample 0, sample 1, .* \(16 of 16\): .* not finite"):
         training_step(trainer, 1, [0, 1])
@@ -161,7 +165,7 @@ def test_a_model_that_turns_nan_in_its_last_step_is_not_saved(fresh, tmp_path) -
     trainer = fresh(f"--output_dir={tmp_path / 'run'}", "--max_completion_length=4", "--max_steps=1")
     weight = trainer.policy.model.norm.weight
     trainer.optimizer.register_step_post_hook(lambda *_: weight.data.fill_(torch.inf))
-    with pytest.raises(FloatingPointError, match=r"^step 1, .* nothing was saved$"):
+    with pytest.raises(FloatingPointError, match=r"^step 1, .* this step is not saved$"):
         train(trainer)
     assert not (tmp_path / "run" / "checkpoint").exists()
 
@@ -220,7 +224,10 @@ def finished(tmp_path_factory):
 
 def test_a_run_leaves_metrics_samples_curves_settings_and_a_checkpoint(finished) -> None:
     names = {path.name for path in finished.iterdir()}
-    assert names == {"metrics.jsonl", "completions.jsonl", "curves.png", "config.yaml", "summary.json", "checkpoint"}
+    assert names == {
+        "metrics.jsonl", "completions.jsonl", "curves.png", "config.yaml", "summary.json", "checkpoint", "checkpoints",
+        ".lock",
+    }  # fmt: skip
     assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {
         p.name for p in (finished / "checkpoint").iterdir()

@@ -34,12 +34,12 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from trainer.checkpoints import save_policy
 from trainer.cli import parse
 from trainer.config import DEFAULTS_FILE, GENERATED, DataConfig
 from trainer.data import HELD_OUT_PROBLEMS, Row, encode_prompt, load_rows, train_and_eval_rows
 from trainer.embedded.problems import generate
 from trainer.evaluate import evaluate
+from trainer.policy import save_policy
 from trainer.rollouts import RolloutSettings, TransformersEngine
 
 DESCRIPTION = """Train a byte-level BPE tokenizer and a small Qwen3-architecture language model from scratch on worked

@@ -1,6 +1,6 @@
 """Show a run's progress on the console and write the run folder's files.
 
-The folder holds `config.yaml`, `metrics.jsonl` (one object per step), `completions.jsonl` (samples with their tokens
+The folder holds `metrics.jsonl` (one object per step), `completions.jsonl` (samples with their tokens
 and weights), `curves.png` and `summary.json`.
 """
 
@@ -8,9 +8,11 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
@@ -22,7 +24,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from trainer.analyze.records import Record, completion_record, judged_spans, rounded, token_credit
-from trainer.cli import to_yaml
+from trainer.checkpoints.files import naming, sync, write_whole
 from trainer.config import TrainConfig
 from trainer.evaluate import Evaluation
 from trainer.report.curves import draw_curves
@@ -36,40 +38,73 @@ _ROWS_SHOWN = 10
 class Report:
     """Console and run folder of one run; a context manager, so that files are whole even after an error."""
 
-    def __init__(self, folder: Path, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, folder: Path, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, kept: Mapping[str, Any]
+    ) -> None:
+        """Begin a report, or go on with one from what it `kept` when a checkpoint was written."""
         self.console = Console(highlight=False)
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
-        self._started = time.perf_counter()
-        self._evaluations: list[tuple[int, Evaluation]] = []
+        self._started = time.perf_counter() - kept.get("seconds", 0.0)
+        self._evaluations = [(step, Evaluation(**result)) for step, result in kept.get("evaluations", [])]
+        self._bytes: dict[str, int] = kept.get("bytes", {})
+        self._id: str = kept.get("id", uuid.uuid4().hex)
         self._history: list[dict[str, float]] = []
-        self._tokens = 0
-        self._watch = Watch(config)
+        self._tokens: int = kept.get("tokens", 0)
+        self._watch = Watch(config, kept.get("watch"))
         self._last: Step | None = None
+
+    def kept(self) -> dict[str, Any]:
+        """Bring what was recorded to the disk; gives, as JSON, what a report needs to go on from here."""
+        sizes = {}
+        for file in (self._metrics_file, self._completions_file):
+            path = Path(file.name)
+            with naming(path):
+                file.flush()
+                sync(file.fileno())
+            sizes[path.name] = path.stat().st_size
+        return {
+            "id": self._id,
+            "bytes": sizes,
+            "evaluations": [(step, asdict(replace(result, texts=[]))) for step, result in self._evaluations],
+            "tokens": self._tokens,
+            "watch": self._watch.counts,
+            "seconds": time.perf_counter() - self._started,
+        }
 
     def __enter__(self) -> "Report":
         """Open the files, the back-ends and the progress bar."""
-        (self._folder / "config.yaml").write_text(to_yaml(self._config), encoding="utf-8")
         self._stack = contextlib.ExitStack()
-        self._metrics_file, self._completions_file = (
-            self._stack.enter_context((self._folder / name).open("w", encoding="utf-8"))
-            for name in ("metrics.jsonl", "completions.jsonl")
-        )
+        self._metrics_file, self._completions_file = map(self._opened, ("metrics.jsonl", "completions.jsonl"))
+        with Path(self._metrics_file.name).open(encoding="utf-8") as lines:
+            self._history = [json.loads(line) for line in lines]
+        last = int(self._history[-1]["step"]) if self._history else None
         self._trackers = []
         for name in self._config.report_to:
-            log, close = open_tracker(name, self._folder, asdict(self._config))
+            log, close = open_tracker(name, self._folder, asdict(self._config), self._id, last)
             self._trackers.append(log)
             self._stack.callback(close)
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
         columns += [TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn()]
         self._progress = self._stack.enter_context(Progress(*columns, console=self.console))
-        self._bar = self._progress.add_task("training", total=self._config.max_steps, note="", visible=False)
+        self._bar = self._progress.add_task(
+            "training", total=self._config.max_steps, completed=last or 0, note="", visible=False
+        )
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def _opened(self, name: str) -> TextIO:
+        """Open a file to append to, less what was written after the checkpoint."""
+        with naming(self._folder / name):
+            file = self._stack.enter_context((self._folder / name).open("a", encoding="utf-8"))
+            file.truncate(self._bytes.get(name, 0))
+        return file
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         """Close everything; draw what there is to draw."""
-        self._stack.close()
-        if self._history:
-            draw_curves(self._folder / "curves.png", self._history, self._title())
+        with contextlib.suppress(*[OSError] if failed else []):  # a full disk is known by then
+            self._stack.close()
+            if self._history:
+                with naming(self._folder / "curves.png"):
+                    draw_curves(self._folder / "curves.png", self._history, self._title())
 
     def opening(self, policy: nn.Module, train_problems: int, held_out: int, notes: Sequence[str] = ()) -> None:
         """Say what is about to happen; `notes` are settings that do not hold here, and why."""
@@ -101,6 +136,10 @@ class Report:
         task = self._progress.add_task(f"held-out, step {step}", total=problems, note="")
         yield lambda n: self._progress.advance(task, n)
         self._progress.remove_task(task)
+
+    def has_evaluated(self, step: int) -> bool:
+        """Say whether held-out accuracy after a step is known."""
+        return any(step == one for one, _ in self._evaluations)
 
     def evaluated(self, step: int, result: Evaluation) -> None:
         """Take in held-out accuracy after `step` steps."""
@@ -140,18 +179,22 @@ class Report:
     def _record(self, step: int, metrics: dict[str, float]) -> None:
         entry = {"step": step, **metrics}
         self._history.append(entry)
-        self._metrics_file.write(json.dumps(entry) + "\n")
-        self._metrics_file.flush()
+        self._write(self._metrics_file, [entry])
         for log in self._trackers:
             log(metrics, step)
 
     def _log_completions(self, step: int, result: Step) -> None:
         """Write some samples, those with spans first: what was masked, what it did, what each token weighs."""
         order = sorted(range(len(result.problems)), key=lambda b: -bool(result.credit.spans[b]))
-        for b in order[: self._config.log_completions]:
-            entry = {"step": step, **self._sample(result, b), **result.notes.get(b, {})}
-            self._completions_file.write(json.dumps(entry) + "\n")
-        self._completions_file.flush()
+        shown = order[: self._config.log_completions]
+        entries = [{"step": step, **self._sample(result, b), **result.notes.get(b, {})} for b in shown]
+        self._write(self._completions_file, entries)
+
+    def _write(self, file: TextIO, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Append lines of JSON, and hand them to the operating system."""
+        with naming(Path(file.name)):
+            file.writelines(json.dumps(entry) + "\n" for entry in entries)
+            file.flush()
 
     def _sample(self, result: Step, b: int) -> Record:
         ids, credit, config = result.rollouts.ids()[b], result.credit, self._config
@@ -170,6 +213,11 @@ class Report:
             | signed
         )  # fmt: skip
 
+    def ended(self, why: str) -> None:
+        """Say why the run ends before its last step, and how to go on."""
+        self._progress.update(self._bar, visible=False)
+        self.console.print(escape(why), soft_wrap=True)
+
     def closing(self) -> None:
         """Print by how much held-out accuracy moved, and where all files are."""
         (_, before), (_, after) = self._evaluations[0], self._evaluations[-1]
@@ -186,7 +234,7 @@ class Report:
         }
         if skipped := int(sum(entry.get(SKIPPED, 0) for entry in self._history)):
             summary["skipped_steps"] = skipped
-        (self._folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        write_whole(self._folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         self._progress.update(self._bar, visible=False)
         self._show_weights()
         self.console.print(

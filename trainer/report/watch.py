@@ -1,5 +1,7 @@
 """Notice steps that nothing can be learnt from, and say once what to try."""
 
+from collections.abc import Mapping
+
 from trainer.config import TrainConfig
 from trainer.numbers import final_number
 from trainer.report.metrics import Step
@@ -12,11 +14,11 @@ class Watch:
         counts: steps in a row, so far, by cause; the cause that explains the others comes first.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, counts: Mapping[str, int] | None = None) -> None:
         self._config = config
         self._reads_answers = any(name.rpartition(":")[2] == "exact_match" for name in config.reward_funcs)
         self._said = set[str]()
-        self.counts = {"truncated": 0, "no answer": 0, "no advantage": 0}
+        self.counts = {"truncated": 0, "no answer": 0, "no advantage": 0} | dict(counts or {})
 
     def warning(self, result: Step) -> str | None:
         """Take in a step; say what to try once a cause has held for `no_advantage_patience` steps in a row."""

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.embedded import SMALL, settings
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from trainer.__main__ import main
-from trainer.checkpoints import load_policy, load_tokenizer, save_policy
+from trainer.policy import load_policy, load_tokenizer, save_policy
 
 NORM = "model.layers.1.input_layernorm.weight"
 

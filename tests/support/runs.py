@@ -1,0 +1,184 @@
+"""Runs of the training program on the tiny model that are disturbed: killed, interrupted, on a disk that fills."""
+
+import contextlib
+import ctypes
+import io
+import json
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support.tiny import tiny_model, tiny_tokenizer
+from trainer import __main__ as program
+from trainer.checkpoints import files
+from trainer.cli import parse
+from trainer.config import TrainConfig
+
+SECONDS = 120
+DISTURBANCES: list[Callable[[int], None]] = []
+"""Called by `reward` with the number of the call: one a step. A test puts in what goes wrong."""
+_CALLS = [0]
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """A reward that draws from the global random states, and under which every group has advantages."""
+    _CALLS[0] += 1
+    for disturb in DISTURBANCES:
+        disturb(_CALLS[0])
+    noise = random.random() + np.random.random() + torch.rand(()).item()
+    return [i % 2 + 0.1 * noise * (i % 3) for i in range(len(completions))]
+
+
+def flags(model: Path, folder: Path | None, *more: str) -> list[str]:
+    """Six steps of two optimizer steps each, all weights of the tiny model; an evaluation and checkpoints between."""
+    if not model.exists():
+        tiny_model().save_pretrained(model)
+        tiny_tokenizer().save_pretrained(model)
+    return [
+        f"--model={model}", "--device=cpu", "--train_problems=6", "--eval_problems=2", "--no_use_peft",
+        "--per_device_train_batch_size=8", "--gradient_accumulation_steps=1", "--num_generations=4", "--max_steps=6",
+        "--save_steps=2", "--eval_steps=3", "--num_iterations=2", "--learning_rate=1e-3", "--log_completions=2",
+        "--max_completion_length=8", "--no_mask_truncated_completions", f"--reward_funcs={__name__}:reward",
+        *([] if folder is None else [f"--output_dir={folder}"]), *more,
+    ]  # fmt: skip
+
+
+def config(*argv: str) -> TrainConfig:
+    return parse(TrainConfig, argv, prog="python -m trainer", description="")
+
+
+def main(argv: list[str], *disturbances: Callable[[int], None]) -> tuple[int, str, str]:
+    """Run the program in this process; gives exit code, stdout and stderr."""
+    DISTURBANCES[:], _CALLS[0] = disturbances, 0
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            code = program.main(argv)
+        finally:
+            DISTURBANCES.clear()
+    return code, " ".join(out.getvalue().split()), err.getvalue()
+
+
+def child(
+    work: Callable[..., Any], *given: Any, killed_after: float | None = None, deadline: float = SECONDS
+) -> tuple[int, Any]:
+    """Do `work` in a process forked from one that has imported everything; gives its exit code and what it returned.
+
+    Killed after so many seconds, it gives `-SIGKILL` unless it ended before.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_in_child, args=(theirs, work, given), daemon=True)
+    process.start()
+    theirs.close()
+    ours.recv()
+    process.join(deadline if killed_after is None else killed_after)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        if killed_after is None:
+            raise TimeoutError(f"a run did not end in {deadline} seconds")
+    said = None
+    with contextlib.suppress(EOFError):
+        said = ours.recv()
+    assert process.exitcode is not None
+    return process.exitcode, said
+
+
+def _in_child(said: Any, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    said.send("started")
+    said.send(work(*given))
+
+
+def kill_at(moment: int, argv: list[str], of: str = "") -> None:
+    """Run, and be killed at a moment: before or after a wait for the disk, in a reward, before an update of weights.
+
+    With `of` only moments of one kind are counted: "disk", "reward" or "update".
+    """
+    seen = [0]
+
+    def counted(kind: str) -> None:
+        seen[0] += of in ("", kind)
+        if seen[0] == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sync, step = files.sync, torch.optim.AdamW.step
+
+    def counted_sync(file: int) -> None:
+        counted("disk")
+        sync(file)
+        counted("disk")
+
+    def counted_step(optimizer: Any, *given: Any, **named: Any) -> Any:
+        counted("update")
+        return step(optimizer, *given, **named)
+
+    files.sync, torch.optim.AdamW.step = counted_sync, counted_step  # type: ignore[method-assign]
+    main(argv, lambda _: counted("reward"))
+    raise AssertionError(f"a run has only {seen[0]} moments")
+
+
+def timeless(folder: Path) -> list[dict[str, float]]:
+    """What a run measured, but for times."""
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return [{k: v for k, v in entry.items() if k != "step_time" and not k.startswith("time/")} for entry in entries]
+
+
+def outcome(folder: Path, trained: str = "checkpoint/model.safetensors") -> dict[str, Any]:
+    """All that a run leaves behind but for times: weights to the byte, metrics, samples, summary, optimizer."""
+    summary = json.loads((folder / "summary.json").read_text("utf-8"))
+    last = max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step-")))
+    return {
+        "weights": (folder / trained).read_bytes(),
+        "optimizer": (last / "optimizer.safetensors").read_bytes(),
+        "metrics": timeless(folder),
+        "samples": (folder / "completions.jsonl").read_text("utf-8"),
+        "summary": summary | {"seconds": None},
+        "files": sorted(path.name for path in folder.iterdir()),
+        "last": last.name,
+    }
+
+
+class Disk:
+    """A small disk, mounted where only this process sees it; a context manager."""
+
+    def __init__(self, path: Path, size: str) -> None:
+        self.path, self._size, self._libc = path, size, ctypes.CDLL(None, use_errno=True)
+
+    def __enter__(self) -> "Disk":
+        """Mount it; `PermissionError` where the machine does not allow that."""
+        user, mounts = 0x10000000, 0x00020000
+        owner = os.getuid(), os.getgid()
+        self._must(self._libc.unshare(user | mounts))
+        Path("/proc/self/setgroups").write_text("deny")
+        for name, own in zip(("uid_map", "gid_map"), owner, strict=True):
+            Path(f"/proc/self/{name}").write_text(f"0 {own} 1")
+        self.path.mkdir(exist_ok=True)
+        self._mount(0, f"size={self._size}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave it to the end of the process."""
+
+    def resize(self, size: str) -> None:
+        """Give it another size."""
+        self._mount(32, f"size={size}")
+
+    def read_only(self, yes: bool) -> None:
+        """Refuse all writes, or take them again."""
+        self._mount(32 | yes, "")
+
+    def _mount(self, options: int, data: str) -> None:
+        self._must(self._libc.mount(b"tmpfs", bytes(self.path), b"tmpfs", ctypes.c_ulong(options), data.encode()))
+
+    def _must(self, result: int) -> None:
+        if result:
+            raise PermissionError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

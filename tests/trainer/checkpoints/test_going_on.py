@@ -1,0 +1,226 @@
+"""A run that was killed, at whatever moment, ends by the same command as one that was not."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import child, config, flags, kill_at, main, outcome
+from trainer.checkpoints.run_folder import RunFolder
+from trainer.run import set_up, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.traced]
+PEFT = ["--use_peft", "--lora_r=2"]
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory):
+    """A folder of runs, all of one model."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(there):
+    """The outcome of a run that nothing befell, and the seconds that it took."""
+    began = time.monotonic()
+    code, (ended, _, said) = child(main, flags(there / "model", there / "undisturbed"))
+    assert (code, ended, said) == (0, 0, "")
+    return outcome(there / "undisturbed"), time.monotonic() - began
+
+
+def killed_and_gone_on(argv: list[str], moments: list[int], of: str = "") -> str:
+    """Kill a run at each of these moments after its last start, then let it end; gives what it says then."""
+    for moment in moments:
+        assert child(kill_at, moment, argv, of)[0] == -signal.SIGKILL
+    code, (ended, said, _) = child(main, argv)
+    assert (code, ended) == (0, 0)
+    return said
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_killed_at_random_moments_ends_as_the_undisturbed_one(there, undisturbed, seed) -> None:
+    folder, moments = there / f"killed{seed}", random.Random(seed).sample(range(1, 40), 3)
+    killed_and_gone_on(flags(there / "model", folder), moments)
+    assert outcome(folder) == undisturbed[0]
+
+
+def test_a_run_killed_between_the_two_updates_of_a_step_ends_as_the_undisturbed_one(there, undisturbed) -> None:
+    folder = there / "between"
+    said = killed_and_gone_on(flags(there / "model", folder), [8], "update")
+    assert "going on from the checkpoint of step 2" in said
+    assert outcome(folder) == undisturbed[0]
+
+
+def test_a_run_killed_after_random_times_ends_as_the_undisturbed_one(there, undisturbed) -> None:
+    folder, draw = there / "timed", random.Random(0)
+    argv = flags(there / "model", folder)
+    for _ in range(3):
+        child(main, argv, killed_after=draw.random() * undisturbed[1])
+    code, (ended, _, _) = child(main, argv)
+    assert (code, ended) == (0, 0)
+    assert outcome(folder) == undisturbed[0]
+
+
+def test_a_lora_run_goes_on_from_its_adapter(there) -> None:
+    one, other = (flags(there / "model", there / name, *PEFT) for name in ("adapter", "adapter-killed"))
+    assert child(main, one)[0] == 0
+    killed_and_gone_on(other, [20])
+    trained = "adapter/adapter_model.safetensors"
+    assert outcome(there / "adapter-killed", trained) == outcome(there / "adapter", trained)
+    weights = (there / "adapter/checkpoints/step-6/weights.safetensors").stat().st_size
+    assert weights < (there / "undisturbed/checkpoints/step-6/weights.safetensors").stat().st_size / 2
+
+
+def test_a_steady_schedule_lets_a_finished_run_go_on_for_longer(there) -> None:
+    def ended(name: str, steps: int) -> tuple[int, str, str]:
+        argv = flags(there / "model", there / name, "--lr_scheduler_type=constant", f"--max_steps={steps}")
+        return child(main, argv)[1]
+
+    assert [ended(*run)[0] for run in (("longer", 4), ("longer", 6), ("whole", 6))] == [0, 0, 0]
+    ours, theirs = outcome(there / "longer"), outcome(there / "whole")
+    assert ours["weights"] == theirs["weights"]
+    more = [entry for entry in ours["metrics"] if entry not in theirs["metrics"]]
+    assert [(entry["step"], "eval_accuracy" in entry) for entry in more] == [(4, True)]
+    assert "is finished: it has its 4 steps" in ended("longer", 4)[1]
+    (there / "longer" / "summary.json").unlink()
+    assert ended("longer", 4)[2].startswith(f"error: max_steps: {there / 'longer'} is at step 6 already, got 4")
+
+
+def without_a_gradient(argv: list[str]) -> list[tuple[int, bool, list[float]]]:
+    """Train one step in which a weight has no gradient, and set up again from its checkpoint."""
+    found = []
+    for _ in range(2):
+        trainer = set_up(config(*argv))
+        norm, optimizer = trainer.policy.model.norm.weight, trainer.optimizer
+        if found:
+            RunFolder(Path(trainer.config.output_dir)).begin(trainer)
+        else:
+            optimizer.register_step_pre_hook(lambda *_, norm=norm: setattr(norm, "grad", None))
+            train(trainer)
+        found.append((len(optimizer.state), norm in optimizer.state, optimizer.param_groups[0]["betas"]))
+    return found
+
+
+def test_weights_that_never_had_a_gradient_go_on_without_a_state_of_the_optimizer(there) -> None:
+    _, (one, again) = child(without_a_gradient, flags(there / "model", there / "routed", "--max_steps=1"))
+    assert one == again
+    assert one[0] > 0
+    assert not one[1]
+
+
+@pytest.fixture(scope="module")
+def stopped(there):
+    """A trainer, and a run of its settings that was killed in step 6: checkpoints of steps 2 and 4."""
+    argv = flags(there / "model", there / "stopped")
+    assert child(kill_at, 6, argv, "reward")[0] == -signal.SIGKILL
+    return set_up(config(*argv)), there / "stopped"
+
+
+def checkpoints(folder) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+
+
+def faults():
+    def flip(path, draw):
+        content, place = bytearray(path.read_bytes()), draw.randrange(path.stat().st_size)
+        content[place] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+
+    def truncate(path, draw):
+        path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
+
+    def remove(path, _):
+        path.unlink()
+
+    return {"flipped": flip, "truncated": truncate, "missing": remove}
+
+
+@pytest.mark.parametrize("fault", faults())
+def test_a_damaged_file_is_named_and_the_checkpoint_before_it_used(stopped, fault) -> None:
+    trainer, folder = stopped
+    before, last = (int(name.removeprefix("step-")) for name in checkpoints(folder))
+    kept = folder / "checkpoints" / f"step-{last}"
+    names = sorted(path.name for path in kept.iterdir())
+    assert names == ["manifest.json", "optimizer.safetensors", "state.json", "weights.safetensors"]
+    for seed, name in enumerate(names * 3):
+        content = (kept / name).read_bytes()
+        faults()[fault](kept / name, random.Random(seed))
+        if (kept / name).exists() and fault == "flipped" and is_same_manifest(kept / name, content):
+            (kept / name).write_bytes(content)
+            continue
+        run = RunFolder(folder)
+        step, _ = run.begin(trainer)
+        (kept / name).write_bytes(content)
+        assert step == before
+        (note,) = run.notes
+        assert f"the checkpoint of step {last} is damaged and was left out: {kept}" in note
+        assert name == "manifest.json" or str(kept / name) in note
+    run = RunFolder(folder)
+    assert (run.begin(trainer)[0], run.notes) == (last, [])
+
+
+def is_same_manifest(path, content: bytes) -> bool:
+    """Whether a flipped bit changed only blanks of the manifest."""
+    try:
+        return path.name == "manifest.json" and json.loads(path.read_bytes()) == json.loads(content)
+    except ValueError:
+        return False
+
+
+def test_without_a_good_checkpoint_a_run_is_not_begun_again_over_its_files(stopped, tmp_path) -> None:
+    trainer, folder = stopped
+    weights = [path / "weights.safetensors" for path in (folder / "checkpoints").iterdir()]
+    contents = [path.read_bytes() for path in weights]
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    for path in weights:
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"no checkpoint to go on from; .*step 4 .*; .*step 2 .*; --no_resume"):
+        RunFolder(folder).begin(trainer)
+    for path, content in zip(weights, contents, strict=True):
+        path.write_bytes(content)
+    (folder / "metrics.jsonl").write_bytes(metrics[:100])
+    with pytest.raises(ValueError, match=r"metrics.jsonl is shorter than the \d+ bytes that it had at step 4"):
+        RunFolder(folder).begin(trainer)
+    (folder / "metrics.jsonl").write_bytes(metrics)
+
+
+def test_other_problems_under_the_same_settings_are_refused(stopped) -> None:
+    trainer, folder = stopped
+    first = trainer.rows[0]
+    trainer.rows[0] = first | {"answer": "#### 12345"}
+    with pytest.raises(ValueError, match=r"SHA-256 of the training problems was .* and is .* now; --no_resume"):
+        RunFolder(folder).begin(trainer)
+    trainer.rows[0] = first
+
+
+def at_jumping_times(argv: list[str], die: bool) -> str:
+    """Run while the clock jumps by years, to its end or to its fifth step."""
+    hours = random.Random(0)
+    time.time = lambda: 1e9 + 1e8 * hours.uniform(-1, 1)
+    if die:
+        kill_at(5, argv, "reward")
+    return main(argv)[1]
+
+
+def test_a_clock_that_jumps_changes_neither_the_choice_of_a_checkpoint_nor_the_run(there, undisturbed) -> None:
+    folder = there / "jumping"
+    argv = flags(there / "model", folder)
+    assert child(at_jumping_times, argv, True)[0] == -signal.SIGKILL
+    for age, name in enumerate(reversed(checkpoints(folder))):
+        os.utime(folder / "checkpoints" / name, (1e9 + age, 1e9 + age))  # the last one is the oldest by its date
+    assert "going on from the checkpoint of step 4" in child(at_jumping_times, argv, False)[1]
+    assert outcome(folder) == undisturbed[0]
+
+
+def test_what_a_killed_process_left_half_written_is_deleted(stopped, tmp_path) -> None:
+    trainer, _ = stopped
+    run = RunFolder(tmp_path)
+    assert run.begin(trainer) == (0, {})
+    (tmp_path / "checkpoints" / ".step-1.partial").mkdir(parents=True)
+    run.save(trainer, 0, {"bytes": {}})
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0"]
+    assert run.begin(trainer) == (0, {"bytes": {}})

@@ -1,0 +1,206 @@
+"""Which folder a run takes: a new one, its own, never another's."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import yaml
+
+from tests.support.runs import child, config, flags, main
+from trainer.checkpoints import run_folder
+from trainer.checkpoints.files import DiskError
+from trainer.checkpoints.run_folder import Finished, Refused, open_run
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def argv(tmp_path):
+    """Flags of a run in a folder of its own, or by `None` in one under runs/."""
+    (tmp_path / "model").mkdir()
+
+    def of(name: str | None = "run", *more: str) -> list[str]:
+        return flags(tmp_path / "model", None if name is None else tmp_path / name, *more)
+
+    return of
+
+
+def begun(argv: list[str], steps: int = 3, finished: bool = False):
+    """Leave a folder as a run of these settings that took so many steps would."""
+    with open_run(config(*argv)) as folder:
+        run_folder.write_whole(folder.path / "config.yaml", run_folder.to_yaml(config(*argv)))
+        (folder.path / "checkpoints" / f"step-{steps}").mkdir(parents=True)
+        (folder.path / "metrics.jsonl").write_text(
+            "".join(f'{{"step": {step}, "x": 1}}\n' for step in range(steps + 1))
+        )
+        if finished:
+            (folder.path / "summary.json").write_text(json.dumps({"steps": 6}))
+    return folder.path
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--learning_rate=2e-3"], r"learning_rate \(0.001 then, 0.002 now\)"),
+        (["--seed=1", "--beta=0.5"], r"beta \(0.0 then, 0.5 now\), seed \(0 then, 1 now\)"),
+        (["--rollout_engine=continuous"], r"rollout_engine \('transformers' then, 'continuous' now\)"),
+        (["--max_steps=8"], r"max_steps \(6 then, 8 now; lr_scheduler_type=linear spreads the learning rate over it\)"),
+        (["--reward_funcs", "exact_match"], r"reward_funcs \(\[.*\] then, \['exact_match'\] now\)"),
+    ],
+)
+def test_a_changed_setting_is_refused_and_the_difference_shown(argv, more, said) -> None:
+    path = begun(argv())
+    with pytest.raises(Refused, match=rf"{path} was begun with other settings: .*{said}.*--no_resume starts anew"):
+        open_run(config(*argv("run", *more))).__enter__()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        [
+            "--save_steps=5",
+            "--save_total_limit=9",
+            "--eval_steps=2",
+            "--log_completions=0",
+            "--no_advantage_patience=9",
+        ],
+        ["--report_to", "tensorboard"],
+        ["--device=auto"],
+    ],
+)
+def test_how_often_and_where_a_run_saves_tests_and_logs_may_change(argv, more) -> None:
+    path = begun(argv())
+    with open_run(config(*argv("run", *more))) as folder:
+        assert folder.path == path
+
+
+def test_under_a_steady_schedule_a_run_may_become_longer(argv) -> None:
+    path = begun(argv("run", "--lr_scheduler_type=constant"), finished=True)
+    with pytest.raises(Finished, match="run is finished: it has its 6 steps; --no_resume starts anew"):
+        open_run(config(*argv("run", "--lr_scheduler_type=constant"))).__enter__()
+    with open_run(config(*argv("run", "--lr_scheduler_type=constant", "--max_steps=8"))) as folder:
+        assert folder.path == path
+
+
+def test_a_setting_that_a_run_did_not_know_had_its_default(argv) -> None:
+    path = begun(argv())
+    settings = yaml.safe_load((path / "config.yaml").read_text())
+    del settings["beta"]
+    (path / "config.yaml").write_text(yaml.safe_dump(settings | {"gone": 1}))
+    with open_run(config(*argv())):
+        pass
+    with pytest.raises(Refused, match=r"beta \(0.0 then, 0.5 now\)"):
+        open_run(config(*argv("run", "--beta=0.5"))).__enter__()
+
+
+def test_to_start_anew_takes_a_new_folder(argv, tmp_path) -> None:
+    begun(argv())
+    for name in ("run-2", "run-3"):
+        assert begun(argv("run", "--no_resume", "--seed=4")) == tmp_path / name
+    assert begun(argv("another", "--no_resume")) == tmp_path / "another"
+
+
+def test_without_an_output_dir_the_newest_unfinished_run_of_the_same_command_goes_on(
+    argv, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    times = iter(f"20260101-00000{i}" for i in range(9))
+    monkeypatch.setattr(time, "strftime", lambda _: next(times))
+    folders = [begun(argv(None, *more)) for more in ([], ["--no_resume"], ["--seed=1"])]
+    begun(argv("runs/z"))  # one that was given a name is not looked for
+    assert [folder.name[:15] for folder in folders] == ["20260101-000000", "20260101-000001", "20260101-000002"]
+    with open_run(config(*argv(None))) as newest, open_run(config(*argv(None, "--save_steps=3"))) as next_one:
+        assert (newest.path, next_one.path) == (folders[1], folders[0])  # one that is in use is left alone
+    (folders[1] / "summary.json").write_text('{"steps": 6}')
+    with open_run(config(*argv(None))) as one:
+        assert one.path == folders[0]
+    (folders[0] / "summary.json").write_text('{"steps": 6}')
+    with open_run(config(*argv(None))) as one:
+        assert one.path.name.startswith("20260101-000003")
+
+
+def test_two_runs_begun_in_one_second_take_two_folders(argv, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda _: "20260101-000000")
+    first = begun(argv(None, "--no_resume"))
+    assert begun(argv(None, "--no_resume")).name == f"{first.name}-2"
+
+
+def test_a_second_run_in_a_folder_is_refused_while_the_first_one_lives(argv, tmp_path) -> None:
+    with open_run(config(*argv())):
+        code, _, said = main(argv())
+        assert (code, said) == (
+            1,
+            f"error: output_dir: another run is writing to {tmp_path / 'run'}; name another folder\n",
+        )
+    with open_run(config(*argv())):
+        pass
+
+
+def hold(argv: list[str]) -> None:
+    """Take a folder, and die with it."""
+    with open_run(config(*argv)):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_folder_is_free_again_when_the_process_that_had_it_was_killed(argv, tmp_path) -> None:
+    assert child(hold, argv())[0] == -signal.SIGKILL
+    with open_run(config(*argv())) as folder:
+        assert folder.path == tmp_path / "run"
+
+
+@pytest.mark.parametrize("more", [["--model=nowhere/to/be/found"], ["--dataset=absent.jsonl"], ["--reward_funcs=a:b"]])
+def test_a_start_that_fails_leaves_no_folder_behind(argv, tmp_path, more) -> None:
+    code, _, said = main(argv("run", *more))
+    assert code == 1
+    assert said.startswith("error: ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_a_run_that_failed_before_its_first_step_takes_other_settings(argv, tmp_path) -> None:
+    path = begun(argv(), steps=0)
+    with open_run(config(*argv("run", "--seed=1"))) as folder:
+        assert folder.path == path
+        assert not (path / "checkpoints").exists()
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(argv, tmp_path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("")
+    for more in ([], ["--no_resume"]):
+        with pytest.raises(Refused, match="run is not empty and holds no run; name another folder or remove it"):
+            open_run(config(*argv("run", *more))).__enter__()
+
+
+@pytest.mark.parametrize("where", ["/proc/run", "/dev/null/run"])
+def test_a_folder_that_cannot_be_made_is_an_error_before_the_model_is_loaded(argv, where) -> None:
+    with pytest.raises(DiskError, match=f"^output_dir: {where} cannot be written: (No such file|Not a directory)"):
+        open_run(config(*argv(), f"--output_dir={where}")).__enter__()
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    """A folder that everyone may read and nobody may write to, not even this process."""
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    folder.chmod(0o555)
+    before = os.geteuid()
+    if before == 0:
+        for parent in (tmp_path, *tmp_path.parents):
+            if not parent.stat().st_mode & 0o001:
+                parent.chmod(0o711)  # to pass through
+        os.seteuid(NOBODY)
+    yield folder
+    os.seteuid(before)
+    folder.chmod(0o755)
+
+
+@pytest.mark.parametrize("name", [".", "run", "runs/of/today"])
+def test_a_folder_that_is_read_only_is_no_place_for_a_run(argv, read_only, name) -> None:
+    place = read_only / name
+    with pytest.raises(DiskError, match=f"^output_dir: {place} cannot be written: Permission denied"):
+        open_run(config(*argv(), f"--output_dir={place}")).__enter__()

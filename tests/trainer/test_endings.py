@@ -1,0 +1,165 @@
+"""A run that is asked to end keeps what it has; one whose disk fills loses nothing it had kept."""
+
+import errno
+import itertools
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import Disk, child, flags, main, outcome
+from trainer.checkpoints import files
+from trainer.checkpoints.files import DiskError, naming, whole_folder, write_whole
+from trainer.endings import Ended, Ending
+from trainer.evaluate import evaluate
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory):
+    """A folder of runs, all of one model."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(there):
+    """The outcome of a run that nothing befell."""
+    assert child(main, flags(there / "model", there / "undisturbed"))[0] == 0
+    return outcome(there / "undisturbed")
+
+
+def signalled(argv: list[str], number: int, step: int, twice: bool = False) -> tuple[int, str, str]:
+    """Run, and send this process a signal in a step; in step 0 in its evaluation, before that while it is set up."""
+
+    def send(_: object = None) -> None:
+        for _ in range(1 + twice):
+            os.kill(os.getpid(), number)
+
+    if step < 0:
+        from trainer import __main__ as program
+
+        set_up = program.set_up
+        program.set_up = lambda given: (send(), set_up(given))[1]
+    if step == 0:
+        from trainer import run
+
+        run.evaluate = lambda *given, **named: (send(), evaluate(*given, **named))[1]
+    return main(argv, lambda call: send() if call == step else None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "code", "step"), [("SIGINT", 130, 3), ("SIGTERM", 0, 5), ("SIGHUP", 0, 3), ("SIGTERM", 0, 0)]
+)
+def test_a_signal_ends_a_run_after_its_step_and_the_same_command_goes_on(there, undisturbed, name, code, step) -> None:
+    folder = there / f"{name}{step}"
+    argv = flags(there / "model", folder)
+    exit_code, (ended, out, said) = child(signalled, argv, getattr(signal, name), step)
+    assert (exit_code, ended, said) == (0, code, "")
+    assert f"ended by {name} after step {step}; {folder} holds the checkpoint of step {step}: the same command" in out
+    assert f"going on from the checkpoint of step {step}; --no_resume starts anew" in child(main, argv)[1][1]
+    assert outcome(folder) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 0)])
+def test_a_signal_before_the_first_step_ends_at_once_and_leaves_nothing(there, name, code) -> None:
+    argv = flags(there / "model", there / "early")
+    _, (ended, _, said) = child(signalled, argv, getattr(signal, name), -1)
+    assert (ended, said) == (code, "ended before the first step; nothing was written\n")
+    assert not (there / "early").exists()
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_at_once(there) -> None:
+    folder = there / "twice"
+    assert child(signalled, flags(there / "model", folder), signal.SIGINT, 3, True) == (130, None)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-0", "step-2"]
+
+
+def test_signals_are_the_programs_own_again_afterwards() -> None:
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    with Ending() as ending, pytest.raises(Ended):
+        signal.raise_signal(signal.SIGTERM)
+    assert (ending.signal, ending.exit_code) == (signal.SIGTERM, 0)
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def on_a_small_disk(argv: list[str], disk: Path) -> str | list[tuple[int, str, str]]:
+    """Run on a disk that is full in step 3, again while it cannot be written to, and at last with space."""
+    try:
+        small = Disk(disk, "100m").__enter__()
+    except PermissionError as problem:
+        return f"this machine does not allow a process to mount a disk of its own: {problem}"
+    left = 64 << 10  # bytes: the weights do not fit, some lines of metrics do
+
+    def fill(call: int) -> None:
+        if call == 3:
+            (disk / "other").write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - left))
+
+    ends = [main(argv, fill)]
+    (disk / "other").unlink()
+    small.read_only(True)
+    ends.append(main(argv))
+    small.read_only(False)
+    ends.append(main(argv))
+    assert outcome(disk / "run") == outcome(disk.parent / "undisturbed")
+    return ends
+
+
+@pytest.mark.slow
+def test_a_full_or_read_only_disk_is_named_and_loses_no_checkpoint(there, undisturbed) -> None:
+    _, ends = child(on_a_small_disk, flags(there / "model", there / "disk" / "run"), there / "disk")
+    if isinstance(ends, str):
+        pytest.skip(ends)
+    full, read_only, whole = ends
+    folder = there / "disk" / "run"
+    assert full[0] == 1
+    assert full[2].startswith(f"error: step 4: {folder / 'checkpoints/step-4'} cannot be written: ")
+    assert "No space left on device" in full[2]
+    assert full[2].endswith(f"; {folder} holds the checkpoint of step 2: the same command goes on from there\n")
+    assert (read_only[0], read_only[2]) == (
+        1,
+        f"error: output_dir: {folder} cannot be written: Read-only file system\n",
+    )
+    assert whole[0] == 0
+    assert "going on from the checkpoint of step 2" in whole[1]
+
+
+def test_wherever_writing_fails_the_old_file_or_folder_is_whole(tmp_path, monkeypatch) -> None:
+    calls = itertools.count()
+
+    def fails(at: int):
+        def sync(_: int) -> None:
+            if next(calls) == at:
+                raise OSError(errno.EIO, "Input/output error")
+
+        return sync
+
+    def write(text: str) -> None:
+        write_whole(tmp_path / "file", text)
+        with whole_folder(tmp_path / "folder", manifest=True) as aside:
+            (aside / "one").write_text(text)
+            (aside / "two").write_text(text)
+
+    write("old")
+    for at in range(6):
+        calls = itertools.count()
+        monkeypatch.setattr(files, "sync", fails(at))
+        with pytest.raises(DiskError, match=rf"{tmp_path}/f\w+ cannot be written: Input/output error"):
+            write("new")
+        assert (tmp_path / "file").read_text() in ("old", "new")
+        files.require_whole(tmp_path / "folder")
+        assert {(tmp_path / "folder" / name).read_text() for name in ("one", "two")} == {"old"}
+        assert len(list(tmp_path.iterdir())) <= 3
+    monkeypatch.setattr(files, "sync", lambda _: None)
+    write("new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_an_error_of_the_disk_names_path_and_cause(tmp_path) -> None:
+    with (
+        pytest.raises(DiskError, match=f"^{tmp_path}/run cannot be written: No space left on device$"),
+        naming(tmp_path / "run"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")

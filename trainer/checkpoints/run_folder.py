@@ -1,0 +1,288 @@
+"""Find a run's folder, keep it for one process, and go on from its last good checkpoint.
+
+A run folder holds `config.yaml`, what the report writes, the trained model at the end, and `checkpoints/`, one folder
+for each step that was kept.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+
+from trainer.checkpoints.files import (
+    Damaged,
+    DiskError,
+    naming,
+    remove_leftovers,
+    require_whole,
+    whole_folder,
+    write_whole,
+)
+from trainer.checkpoints.settings import MAY_CHANGE, STEADY_SCHEDULES
+from trainer.checkpoints.state import read_json, read_state, write_state
+from trainer.cli import to_yaml
+from trainer.config import TrainConfig
+from trainer.state import Trainer
+
+RUNS = Path("runs")
+_SETTINGS, _SUMMARY, _METRICS, _LOCK, _CHECKPOINTS = (
+    "config.yaml",
+    "summary.json",
+    "metrics.jsonl",
+    ".lock",
+    "checkpoints",
+)
+_NEW = "--no_resume starts anew, in a new folder"
+
+
+class Finished(Exception):
+    """The run was carried to its end before; the message says where it is and how to begin another."""
+
+
+class Refused(ValueError):
+    """The run in a folder cannot be gone on with; the message says why and what to do."""
+
+
+@dataclass
+class RunFolder:
+    """Folder of a run, in which no other process writes.
+
+    Attributes:
+        path: the folder.
+        notes: checkpoints that were found damaged, for the run's log.
+    """
+
+    path: Path
+    notes: list[str] = field(default_factory=list)
+    _facts: dict[str, str] = field(default_factory=dict)
+
+    def begin(self, trainer: Trainer) -> tuple[int, dict[str, Any]]:
+        """Bring a trainer to the last good checkpoint; gives its step, and what the report kept then.
+
+        Where no step was taken yet, that is step 0 and nothing.
+
+        Raises:
+            Refused: no checkpoint is good, or the run was begun with other settings, data or kind of device.
+            DiskError: the settings cannot be written.
+        """
+        config, self._facts = trainer.config, _facts(trainer)
+        step, kept = 0, dict[str, Any]()
+        for step in sorted(_steps(self.path), reverse=True):
+            try:
+                kept = self._read(trainer, step)
+                break
+            except (Damaged, OSError) as problem:
+                self.notes.append(f"the checkpoint of step {step} is damaged and was left out: {problem}")
+        else:
+            if _is_begun(self.path):
+                raise Refused("; ".join([f"{self.path}: no checkpoint to go on from", *self.notes, _NEW]))
+            step = 0
+        if step > config.max_steps:
+            raise Refused(f"max_steps: {self.path} is at step {step} already, got {config.max_steps}")
+        write_whole(self.path / _SETTINGS, to_yaml(config))
+        return step, kept
+
+    def _read(self, trainer: Trainer, step: int) -> dict[str, Any]:
+        """Bring a trainer to the checkpoint of a step, which may be `Damaged`; gives what the report kept."""
+        folder = self._checkpoint(step)
+        require_whole(folder)
+        state = read_json(folder)
+        for name, size in state["report"]["bytes"].items():
+            if (self.path / name).stat().st_size < size:
+                raise Damaged(f"{self.path / name} is shorter than the {size} bytes that it had at step {step}")
+        _require_same(self.path, state["settings"], trainer.config)
+        for name, now in self._facts.items():
+            if state["facts"][name] != now:
+                raise Refused(f"{self.path}: {name} was {state['facts'][name]} and is {now} now; {_NEW}")
+        read_state(trainer, folder)
+        return state["report"]
+
+    def save(self, trainer: Trainer, step: int, report: dict[str, Any]) -> None:
+        """Keep a checkpoint of a step, then delete all but the newest `save_total_limit`.
+
+        Raises:
+            DiskError: it could not be written; those before it are untouched.
+        """
+        folder, config = self._checkpoint(step), trainer.config
+        state = {"step": step, "settings": asdict(config), "facts": self._facts, "report": report}
+        with whole_folder(folder, manifest=True) as aside:
+            write_state(trainer, aside, state)
+        kept = sorted(one for one in _steps(self.path) if one <= step)[-config.save_total_limit :]
+        for one in _steps(self.path) - {*kept}:  # those beyond this step were damaged
+            shutil.rmtree(self._checkpoint(one), ignore_errors=True)
+        remove_leftovers(folder.parent)
+
+    def how_to_go_on(self) -> str:
+        """Say what the same command will do."""
+        if not (steps := _steps(self.path)):
+            return "no checkpoint was kept yet"
+        return f"{self.path} holds the checkpoint of step {max(steps)}: the same command goes on from there"
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.path / _CHECKPOINTS / f"step-{step}"
+
+
+@contextlib.contextmanager
+def open_run(config: TrainConfig) -> Iterator[RunFolder]:
+    """Within it a run has a folder to itself: one to go on in, or a new one, which goes if nothing is written to it.
+
+    The lock is the operating system's: it ends with the process, however that ends.
+
+    Raises:
+        Finished: the folder holds this run, finished.
+        Refused: the folder holds a run with other settings, whose difference the message shows, or no run.
+        DiskError: it cannot be written to, or another process has it.
+    """
+    with contextlib.ExitStack() as stack:
+        yield RunFolder(_own_folder(config, stack))
+
+
+def _own_folder(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
+    """Choose a run's folder, and lock it until `stack` ends."""
+    if config.output_dir is None:
+        for path in _unfinished(config) if config.resume else []:
+            with contextlib.suppress(DiskError):  # another process has it
+                return _locked(path, stack)
+        started = time.strftime("%Y%m%d-%H%M%S")
+        return _locked(_free(RUNS / f"{started}-{Path(config.model).name}-{config.credit}-seed{config.seed}"), stack)
+    path = Path(config.output_dir)
+    if path.is_dir() and not (path / _SETTINGS).exists() and any(not _is_hidden(entry) for entry in path.iterdir()):
+        raise Refused(f"output_dir: {path} is not empty and holds no run; name another folder or remove it")
+    if not config.resume and _is_begun(path):
+        return _locked(_free(path), stack)
+    path = _locked(path, stack)
+    try:
+        _require_same(path, _settings(path), config)
+    except Refused:
+        if _is_begun(path):
+            raise
+        shutil.rmtree(path / _CHECKPOINTS, ignore_errors=True)  # of a start that failed
+    if _is_finished(path, config):
+        raise Finished(f"{path} is finished: it has its {config.max_steps} steps; {_NEW}")
+    return path
+
+
+def _locked(path: Path, stack: contextlib.ExitStack) -> Path:
+    """Make a folder if it is not there, and lock it."""
+    created = not path.exists()
+    with naming(path, "output_dir: "):
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            stack.enter_context(FileLock(path / _LOCK).acquire(blocking=False))
+        except Timeout as held:
+            raise DiskError(f"output_dir: another run is writing to {path}; name another folder") from held
+    stack.callback(_remove_unused, path, created)
+    return path
+
+
+def _remove_unused(path: Path, created: bool) -> None:
+    """Delete a folder's lock where nothing else was written, and the folder if this process made it."""
+    with contextlib.suppress(OSError):
+        if [entry.name for entry in path.iterdir()] == [_LOCK]:
+            (path / _LOCK).unlink()
+            if created:
+                path.rmdir()
+
+
+def _free(path: Path) -> Path:
+    """Give `path`, or the first of `path-2`, `path-3`, ... that is not there."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}-{i}") for i in itertools.count(2)))
+    return next(one for one in names if not one.exists())
+
+
+def _unfinished(config: TrainConfig) -> list[Path]:
+    """List folders under runs/ of the same command without an `output_dir` that can go on, the newest first."""
+    found = []
+    for path in sorted(file.parent for file in RUNS.glob(f"*/{_SETTINGS}")):
+        saved = _settings(path)
+        if saved and saved["output_dir"] is None and not _differences(saved, config) and not _is_finished(path, config):
+            found.append(path)
+    return [path for path in reversed(found) if _steps(path) or not _is_begun(path)]
+
+
+def _require_same(
+    path: Path,
+    settings: dict[str, Any],
+    config: TrainConfig,
+    then: dict[str, str] | None = None,
+    now: dict[str, str] | None = None,
+) -> None:
+    """Raise `Refused` that shows in what a run differs from the one in `path`: settings, and facts then and now."""
+    changed = _differences(settings, config)
+    changed += [
+        f"{name} ({then[name]} then, {value} now)"
+        for name, value in (now or {}).items()
+        if then and then[name] != value
+    ]
+    if changed:
+        raise Refused(f"{path} was begun with other settings: {', '.join(changed)}. Give the same ones, or {_NEW}")
+
+
+def _differences(settings: dict[str, Any], config: TrainConfig) -> list[str]:
+    """Say which settings of a run have changed that may not; one that is not there had its default."""
+    then, changed = {**asdict(type(config)()), **settings}, []
+    for name, value in asdict(config).items() if settings else []:
+        if name in MAY_CHANGE or then[name] == value:
+            continue
+        why = ""
+        if name == "max_steps":
+            if config.lr_scheduler_type in STEADY_SCHEDULES:
+                continue
+            why = f"; lr_scheduler_type={config.lr_scheduler_type} spreads the learning rate over it"
+        changed.append(f"{name} ({then[name]!r} then, {value!r} now{why})")
+    return changed
+
+
+def _facts(trainer: Trainer) -> dict[str, str]:
+    """Name what a run depends on beside its settings: its kind of device, its types of numbers, its problems."""
+    precision = trainer.config.precision
+    problems = json.dumps([trainer.prompts, trainer.rows], default=str).encode()
+    return {
+        "kind of device": precision.device.type,
+        "types of weights and products": f"{precision.weights} and {precision.products}".replace("torch.", ""),
+        "SHA-256 of the training problems": hashlib.sha256(problems).hexdigest()[:12],
+    }
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Read the settings that a run in `path` was begun with; none where there is no run."""
+    try:
+        saved = yaml.safe_load((path / _SETTINGS).read_text("utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    return saved if isinstance(saved, dict) else {}
+
+
+def _is_begun(path: Path) -> bool:
+    """Say whether `path` holds a run that took a step."""
+    try:
+        lines = (path / _METRICS).read_bytes().splitlines()
+    except OSError:
+        lines = []
+    return any(_steps(path)) or (path / _SUMMARY).exists() or any(not line.startswith(b'{"step": 0,') for line in lines)
+
+
+def _is_finished(path: Path, config: TrainConfig) -> bool:
+    try:
+        return json.loads((path / _SUMMARY).read_bytes())["steps"] >= config.max_steps
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _steps(path: Path) -> set[int]:
+    """List the steps whose checkpoints are in `path`, good or damaged."""
+    names = (entry.name.removeprefix("step-") for entry in (path / _CHECKPOINTS).glob("step-*"))
+    return {int(name) for name in names if name.isdecimal()}
+
+
+def _is_hidden(path: Path) -> bool:
+    return path.name.startswith(".")
