@@ -342,7 +342,7 @@ def test_an_estimator_that_needs_the_model_at_hand_is_refused_where_log_probs_ar
 
 def test_an_estimator_that_compares_completions_is_refused_where_a_prompt_has_one(config):
     changes = {"counterfactual": {"estimator": "ktae"}, "actor_rollout_ref": {"rollout": {"n": 1}}}
-    with pytest.raises(NotImplementedError, match="estimator='ktae': it compares the completions of a prompt"):
+    with pytest.raises(NotImplementedError, match="estimator='ktae': it needs several completions of one prompt"):
         integration.run(OmegaConf.merge(config, changes))
 
 
@@ -458,7 +458,7 @@ def test_with_credit_switched_off_the_launcher_is_verls_own_and_refuses_nothing(
     monkeypatch.setattr(main_ppo, "validate_config", lambda **arguments: None)
     monkeypatch.setattr(main_ppo, "run_ppo", lambda *args, **kwargs: started.append((*args, *kwargs.values())))
     config = OmegaConf.merge(config, change)
-    OmegaConf.update(config, "counterfactual.mode", "uniform")
+    OmegaConf.update(config, "counterfactual.control", "off")
     main_ppo.main(config)
     integration.run(config)
     theirs, mine = started
