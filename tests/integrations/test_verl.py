@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cfa_kernels import CounterfactualConfig, counterfactual_weights
-from tests.support import sharded, workers
+from tests.support import sharded, verl_engine
 from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, completions, credited, padded
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -256,7 +256,7 @@ def test_siblings_have_one_uid_and_one_prompt_and_a_session_the_reward_of_its_la
 
 @pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
 def test_verls_engine_of_two_processes_scores_trees_as_one_process_does(param_dtype):
-    sharded.run(2, workers.on_verls_engine, param_dtype)
+    sharded.run(2, verl_engine.scores_as_one_process, param_dtype)
 
 
 class Group:
