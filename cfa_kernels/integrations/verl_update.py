@@ -97,7 +97,7 @@ def pack(engine: Any) -> None:
 
 
 class WholeGroups(_Trainer):
-    """Keep the completions of a prompt in one micro-batch of a trainer of `verl.trainer.ppo.v1`, if it packs updates."""
+    """Keep the completions of a prompt in one micro-batch of a trainer of `verl.trainer.ppo.v1`."""
 
     config: Any
     actor_rollout_wg: Any
