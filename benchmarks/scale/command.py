@@ -191,10 +191,11 @@ def raced(command: str) -> str:
     header = ("contender", "tokens fed", "CPU s", "s", "trees feed", "trees' CPU time", "trees' time")
     return (
         f"{environment['device']['name']}, torch {environment['versions']['torch']}; {model['name']} with "
-        f"{model['layers']} layers and {model['vocabulary']:,} tokens, {model['dtype']}, in pieces (FSDP2) on {found['processes']} processes; "
-        f"{job['completions']} completions ({job['source']}) of {job['distinct_prompts']} prompts, "
-        f"{job['spans_mean']:.1f} spans in the mean. Medians of {found['rounds']} rounds in turns; scores differ by at "
-        f"most {found['difference']:.1g} nats ([file](../{file.relative_to(REPOSITORY)})).\n\n{table(header, rows)}"
+        f"{model['layers']} layers and {model['vocabulary']:,} tokens, {model['dtype']}, in pieces (FSDP2) on "
+        f"{found['processes']} processes; {job['completions']} completions ({job['source']}) of "
+        f"{job['distinct_prompts']} prompts, {job['spans_mean']:.1f} spans in the mean. Medians of {found['rounds']} "
+        f"rounds in turns; scores differ by at most {found['difference']:.1g} nats "
+        f"([file](../{file.relative_to(REPOSITORY)})).\n\n{table(header, rows)}"
     )
 
 
