@@ -1,7 +1,8 @@
 """`python -m benchmarks scale`: replay completions over 1 to 1,024 ranks and say how long they wait for each other.
 
 Nothing runs on a device: packs are those that the library lays out, their times a roofline (`docs/scale.md`). With
-`--measure` it measures instead what a CPU can: how long two processes take to meet, and what a pack of one token takes.
+`--measure` it measures instead what a CPU can: how long two processes take to meet, and what a pack of one token takes;
+with `--race`, trees against log-prob requests in two processes that hold one model in pieces.
 """
 
 import argparse
@@ -14,10 +15,12 @@ import torch
 
 from benchmarks.explain.command import write
 from benchmarks.explain.rates import GPUS
-from benchmarks.harness.environment import describe_environment
-from benchmarks.harness.tables import table
-from benchmarks.harness.workloads import MODELS, Rollouts, gsm8k_rollouts
-from benchmarks.scale import idle_packs, meeting
+from benchmarks.harness.environment import describe_environment, slug
+from benchmarks.harness.progress import write_json
+from benchmarks.harness.provenance import describe_source, document_head
+from benchmarks.harness.tables import RESULTS, table
+from benchmarks.harness.workloads import MODELS, REPOSITORY, Rollouts, gsm8k_rollouts
+from benchmarks.scale import idle_packs, meeting, trees
 from benchmarks.scale.cost import SCORING_ROWS, Sharded, Traffic, traffic
 from benchmarks.scale.replay import BACKWARD, Group, Outcome, groups_of, in_step, packed, shares
 
@@ -28,11 +31,12 @@ def main(argv: list[str]) -> int:
     """Print the tables; returns the exit status."""
     options = parser().parse_args(argv)
     try:
-        text = measurements() if options.measure else page(options)
+        given = argv[: argv.index("--write")] + argv[argv.index("--write") + 2 :] if options.write else argv
+        command = " ".join(["python -m benchmarks scale", *given])
+        text = measurements() if options.measure else raced(command) if options.race else page(options)
         print(text)
         if options.write:
-            given = argv[: argv.index("--write")] + argv[argv.index("--write") + 2 :]
-            write(options.write, " ".join(["python -m benchmarks scale", *given]), text)
+            write(options.write, command, text)
     except ValueError as error:
         parser().error(str(error))
     return 0
@@ -171,6 +175,30 @@ def measurements() -> str:
     )
 
 
+def raced(command: str) -> str:
+    """The race of trees against requests, as Markdown; also in a file of results."""
+    head, found = document_head(describe_source(command)), trees.race()
+    shares = trees.shares(found)
+    environment = head["environment"]
+    file = RESULTS / f"{environment['date'][:10]}-{slug(environment)}-scale.json"
+    write_json(file, head | found | {"trees_share_of": shares})
+    rows = [
+        [name, f"{one['tokens']:,}", f"{one['cpu_seconds']:.2f}", f"{one['seconds']:.2f}"]
+        + ([f"{share:.1%}" for share in shares[name].values()] if name in shares else ["–"] * 3)
+        for name, one in found["contenders"].items()
+    ]
+    job, model = found["job"], found["model"]
+    header = ("contender", "tokens fed", "CPU s", "s", "trees feed", "trees' CPU time", "trees' time")
+    return (
+        f"{environment['device']['name']}, torch {environment['versions']['torch']}; {model['name']} with "
+        f"{model['layers']} layers and {model['vocabulary']:,} tokens, {model['dtype']}, in pieces (FSDP2) on "
+        f"{found['processes']} processes; {job['completions']} completions ({job['source']}) of "
+        f"{job['distinct_prompts']} prompts, {job['spans_mean']:.1f} spans in the mean. Medians of {found['rounds']} "
+        f"rounds in turns; scores differ by at most {found['difference']:.1g} nats "
+        f"([file](../{file.relative_to(REPOSITORY)})).\n\n{table(header, rows)}"
+    )
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -189,5 +217,6 @@ def parser() -> argparse.ArgumentParser:
         help="of a forward that scores, at these ranks",
     )
     made.add_argument("--measure", action="store_true", help="measure on this CPU instead")
+    made.add_argument("--race", action="store_true", help="trees against log-prob requests on this CPU instead")
     made.add_argument("--write", type=Path, metavar="PAGE", help="also into a page, in place of its earlier table")
     return made

@@ -4,7 +4,7 @@ verl imports this module in each of its processes (entry point `verl.plugins`), 
 `counterfactual`. `python -m cfa_kernels.integrations.verl` starts verl's PPO trainer with one more step: after
 the advantages, spans are scored by the actor's workers, and credit goes into the advantages, the only per-token tensor
 that reaches every loss. Where the actor runs on FSDP its workers score packed trees (`TreeScoring`); elsewhere they
-get ordinary log-prob requests.
+get ordinary log-prob requests. With `packed_update=True` they also update the actor from packed trees (`verl_update`).
 """
 
 import logging
@@ -21,6 +21,7 @@ from ..estimators.base import SIBLINGS
 from ..scoring.access import CAPABILITIES, LogprobService, ModelAccess
 from . import require
 from .credit import OFFERS, Draws, credit_rows, obstacles
+from .verl_update import WholeGroups, pack, packs_updates
 from .workers import Found, Share, Workers, judge_share
 
 OLDEST = "0.9.1"
@@ -30,10 +31,9 @@ from verl.single_controller.base.decorator import Dispatch, register  # noqa: E4
 from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
 
 if TYPE_CHECKING:
-    from verl.trainer.ppo.v1 import PPOTrainer as _Trainer
     from verl.workers.engine_workers import ActorRolloutRefWorker as _Worker
 else:
-    _Trainer = _Worker = object
+    _Worker = object
 
 _LOG = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def credit_config(config: Any) -> CounterfactualConfig:
 
 
 class TreeScoring(_Worker):
-    """Add scoring of packed trees to verl's actor worker: `class Mine(TreeScoring, ActorRolloutRefWorker)`."""
+    """Add packed trees to verl's actor worker: `class Mine(TreeScoring, ActorRolloutRefWorker)`."""
 
     actor: Any
 
@@ -163,6 +163,15 @@ class TreeScoring(_Worker):
         engine = self.actor.engine
         with engine.eval_mode():
             return judge_share(engine.module, share)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pack_update(self) -> None:
+        """Let the actor's engine take log-probs from packed trees from now on; all workers are called at once.
+
+        Raises:
+            NotImplementedError: a model that cannot be trained this way, by name and reason.
+        """
+        pack(self.actor.engine)
 
 
 def with_tree_scoring(worker: Any) -> Any:
@@ -183,21 +192,20 @@ def tree_obstacles(config: Any) -> list[str]:
     return found + ["model.use_fused_kernels=True"] * bool(model.use_fused_kernels)
 
 
-class CounterfactualMixin(_Trainer):
+class CounterfactualMixin(WholeGroups):
     """Add credit to a trainer of `verl.trainer.ppo.v1`: `class Mine(CounterfactualMixin, PPOTrainerSync)`.
 
     Logs the same `credit/*` as in TRL, for the whole batch. `control="off"` switches credit off: verl runs as
     without it, and nothing is refused. A model that cannot be scored in packed trees gets log-prob requests, which the
-    log says once, with the reason.
+    log says once, with the reason. `packed_update=True` works with credit and without.
 
     Raises:
-        NotImplementedError: at the start, settings that credit cannot be combined with; names each.
+        NotImplementedError: before the first rollout, settings that credit or `packed_update=True` cannot be combined
+            with, by name; for the latter also a model.
     """
 
-    config: Any
     tokenizer: Any
     processor: Any
-    actor_rollout_wg: Any
     global_steps: int
     role_worker_mapping: dict[Any, Any]
     _workers: Workers | None = None  # those that score trees; None where log-probs are requested
@@ -206,13 +214,18 @@ class CounterfactualMixin(_Trainer):
         self.counterfactual = credit_config(config)
         if self.counterfactual.control != "off":
             _refuse(config)
+        _refuse_packed_update(config)
         super().__init__(config, *args, **kwargs)
         self._draws = Draws(config.actor_rollout_ref.actor.data_loader_seed or 0)
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()
-        if self.processor is not None and self.counterfactual.control != "off":
-            raise NotImplementedError("counterfactual credit cannot be combined with images (a processor) in verl")
+        for asked, what in (
+            (self.counterfactual.control != "off", "counterfactual credit"),
+            (packs_updates(self.config), "packed_update=True"),
+        ):
+            if asked and self.processor is not None:
+                raise NotImplementedError(f"{what} cannot be combined with images (a processor) in verl")
 
     @property
     def _asks(self) -> bool:
@@ -221,7 +234,7 @@ class CounterfactualMixin(_Trainer):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        if self._asks and not tree_obstacles(self.config):
+        if packs_updates(self.config) or (self._asks and not tree_obstacles(self.config)):
             from verl.trainer.ppo.utils import Role
 
             for role in {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef} & set(self.role_worker_mapping):
@@ -230,6 +243,8 @@ class CounterfactualMixin(_Trainer):
     def _setup(self) -> None:
         """Set verl up, then choose how the model is asked: before the first rollout, its workers check the model."""
         super()._setup()
+        if packs_updates(self.config):
+            self.actor_rollout_wg.pack_update()
         if not self._asks:
             return
         reasons = tree_obstacles(self.config)
@@ -385,6 +400,12 @@ def _refuse(config: Any, reasons: Sequence[str] | None = None) -> None:
         raise NotImplementedError("counterfactual credit cannot be combined with " + "; nor with ".join(found))
 
 
+def _refuse_packed_update(config: Any) -> None:
+    """Raise for settings that an update from packed trees cannot be combined with."""
+    if packs_updates(config) and (found := tree_obstacles(config)):
+        raise NotImplementedError("packed_update=True cannot be combined with " + "; nor with ".join(found))
+
+
 def add_credit(trainers: dict[str, type], mode: str) -> None:
     """Replace a trainer that verl has registered by a subclass with credit.
 
@@ -400,12 +421,14 @@ def run(config: Any) -> None:
     """Run `verl.trainer.main_ppo` with credit in the trainer that the configuration names.
 
     Args:
-        config: verl's whole configuration. With `control` "off" nothing is added and nothing is refused.
+        config: verl's whole configuration. With `control` "off", and without `packed_update=True`, nothing is added
+            and nothing is refused.
 
     Raises:
-        NotImplementedError: settings that credit cannot be combined with; names each.
+        NotImplementedError: settings that credit or `packed_update=True` cannot be combined with; names each.
     """
-    if credit_config(config).control == "off":
+    credit = credit_config(config).control != "off"
+    if not credit and not packs_updates(config):
         from verl.trainer.main_ppo import main
 
         main(config)
@@ -425,7 +448,9 @@ def run(config: Any) -> None:
             add_credit(TRAINER_REGISTRY, config.trainer.v1.trainer_mode)
             super().run(config)
 
-    _refuse(config)
+    if credit:
+        _refuse(config)
+    _refuse_packed_update(config)
     auto_set_device(config)
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     run_ppo(config, task_runner_class=ray.remote(TaskRunner))

@@ -126,12 +126,12 @@ class ScoredBatch:
     @property
     def prompts(self) -> list[Tensor]:
         """Return B 1-D int64 tensors on the host."""
-        return [torch.from_numpy(row.prompt) for row in self.rows]
+        return [torch.tensor(row.prompt) for row in self.rows]  # a copy: what Ray hands over cannot be written
 
     @property
     def completions(self) -> list[Tensor]:
         """Return B 1-D int64 tensors on the host, as scored: with what follows the sampled tokens."""
-        return [torch.from_numpy(row.completion) for row in self.rows]
+        return [torch.tensor(row.completion) for row in self.rows]
 
     @property
     def sampled(self) -> list[Tensor]:

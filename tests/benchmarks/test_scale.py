@@ -1,5 +1,6 @@
 """The replay over ranks: packs are the library's, times add up by hand, dealing by rows brings the idle share down."""
 
+import json
 import re
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from benchmarks.explain.rates import GPUS
 from benchmarks.harness.workloads import Job, Rollouts
-from benchmarks.scale import command, idle_packs, meeting
+from benchmarks.scale import command, idle_packs, meeting, trees
 from benchmarks.scale.cost import ACROSS, INSIDE, Sharded, traffic
 from benchmarks.scale.replay import DEALS, Group, counted, groups_of, in_step, packed, shares
 from cfa_kernels.packing.packs import pack_bundles
@@ -180,3 +181,34 @@ def test_measurements_are_a_table_with_their_machine(monkeypatch):
     assert "| idle pack relative to a full one | 2.0% |" in text
     assert "gloo over loopback | 0.20 ms |" in text
     assert f"torch {torch.__version__.split('+')[0]}" in text
+
+
+@pytest.mark.slow
+def test_trees_and_requests_on_a_model_in_pieces_find_the_same_scores_and_trees_feed_less_than_half(monkeypatch):
+    found = trees.race(1, model="qwen3-tiny", layers=2, problems=2)  # raises where scores differ
+    assert 0 < found["difference"] <= trees.TOLERANCE
+    for one in found["contenders"].values():
+        assert len(one["cpu_seconds_rounds"]) == len(one["seconds_rounds"]) == 1
+        assert one["cpu_seconds"] > 0 < one["seconds"]
+    assert all(0.2 < share["tokens"] < 0.5 for share in trees.shares(found).values())
+    monkeypatch.setattr(trees, "SECONDS", 0.01)
+    with pytest.raises(TimeoutError, match=r"did not end in 0\.01 s"):
+        trees.race(1, model="qwen3-tiny", layers=2, problems=2)
+
+
+def test_a_race_is_a_table_and_a_file_of_its_figures(monkeypatch, tmp_path):
+    figures = {"tokens": 50, "forwards": 1, "cpu_seconds": 1.0, "seconds": 2.0}
+    contenders = {"trees": figures, "requests": figures | {"tokens": 125, "cpu_seconds": 4.0}}
+    job = {"completions": 4, "source": "made here", "distinct_prompts": 2, "spans_mean": 1.0}
+    model = {"name": "qwen3-tiny", "layers": 2, "vocabulary": 9, "dtype": "float32"}
+    found = {"contenders": contenders, "difference": 1e-6, "job": job, "model": model, "processes": 2, "rounds": 1}
+    with pytest.raises(ValueError, match="problems must be at least 2, one for each process, got 1"):
+        trees.race(problems=1)
+    monkeypatch.setattr(trees, "race", lambda: found)
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr(command, "REPOSITORY", tmp_path.parent)
+    text = command.raced("python -m benchmarks scale --race")
+    assert "| requests | 125 | 4.00 | 2.00 | 40.0% | 25.0% | 100.0% |" in text
+    (file,) = tmp_path.glob("*-scale.json")
+    share = json.loads(file.read_text())["trees_share_of"]["requests"]
+    assert share == {"tokens": 0.4, "cpu_seconds": 0.25, "seconds": 1}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cfa_kernels import CounterfactualConfig, counterfactual_weights
-from tests.support import sharded, workers
+from tests.support import sharded, verl_engine
 from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, completions, credited, padded
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -256,7 +256,7 @@ def test_siblings_have_one_uid_and_one_prompt_and_a_session_the_reward_of_its_la
 
 @pytest.mark.parametrize("param_dtype", ["fp32", "bf16"])
 def test_verls_engine_of_two_processes_scores_trees_as_one_process_does(param_dtype):
-    sharded.run(2, workers.on_verls_engine, param_dtype)
+    sharded.run(2, verl_engine.scores_as_one_process, param_dtype)
 
 
 class Group:
@@ -342,7 +342,7 @@ def test_an_estimator_that_needs_the_model_at_hand_is_refused_where_log_probs_ar
 
 def test_an_estimator_that_compares_completions_is_refused_where_a_prompt_has_one(config):
     changes = {"counterfactual": {"estimator": "ktae"}, "actor_rollout_ref": {"rollout": {"n": 1}}}
-    with pytest.raises(NotImplementedError, match="estimator='ktae': it compares the completions of a prompt"):
+    with pytest.raises(NotImplementedError, match="estimator='ktae': it needs several completions of one prompt"):
         integration.run(OmegaConf.merge(config, changes))
 
 
@@ -458,7 +458,7 @@ def test_with_credit_switched_off_the_launcher_is_verls_own_and_refuses_nothing(
     monkeypatch.setattr(main_ppo, "validate_config", lambda **arguments: None)
     monkeypatch.setattr(main_ppo, "run_ppo", lambda *args, **kwargs: started.append((*args, *kwargs.values())))
     config = OmegaConf.merge(config, change)
-    OmegaConf.update(config, "counterfactual.mode", "uniform")
+    OmegaConf.update(config, "counterfactual.control", "off")
     main_ppo.main(config)
     integration.run(config)
     theirs, mine = started

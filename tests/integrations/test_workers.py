@@ -1,5 +1,6 @@
-"""Trees scored by a host's workers: dealt by tokens, groups whole, results of one process in the batch's order."""
+"""Trees scored by a host's workers: dealt by rows fed, groups whole, results of one process in the batch's order."""
 
+import warnings
 from dataclasses import replace
 from itertools import pairwise
 
@@ -93,3 +94,17 @@ def test_trees_feed_less_than_half_of_what_requests_feed():
     trees = Workers(lambda shares: [judge_share(model, share) for share in shares], 2).score(given).work
     requests = LogprobService(lambda _, asked: [torch.zeros(len(row)) for row in asked]).score(given).work
     assert trees.tokens_fed <= 0.45 * requests.tokens_fed
+
+
+def test_a_share_that_cannot_be_written_as_ray_hands_it_over_is_read_without_a_warning():
+    batch = ScoredBatch.of(None, [torch.tensor([3])], [torch.tensor([14, 15, 18])])
+    for ids in (batch.rows[0].prompt, batch.rows[0].completion):
+        ids.setflags(write=False)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert [row.tolist() for row in (*batch.prompts, *batch.completions)] == [[3], [14, 15, 18]]
+    finally:
+        torch.set_warn_always(always)

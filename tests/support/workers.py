@@ -1,12 +1,7 @@
-"""What each of two processes does where a host's workers score trees: stand-ins of a host, and verl's own engine."""
+"""What each of two processes does where workers of a host, for which these stand, score trees."""
 
-import os
-import tempfile
-import types
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,60 +74,3 @@ def on_a_sharded_model(rank: int, how: str) -> None:
     else:
         shared = wrapped(model, how)
     as_one_process(rank, partial(judge_share, shared))
-
-
-def on_verls_engine(rank: int, param_dtype: str) -> None:
-    """verl's FSDP2 engine on a CPU, for which verl has no platform; `TreeScoring` in a worker without Ray."""
-    engine = _engine(param_dtype)
-    from verl.workers.engine_workers import ActorRolloutRefWorker
-
-    from cfa_kernels.integrations.verl import TreeScoring
-
-    worker = object.__new__(type("Worker", (TreeScoring, ActorRolloutRefWorker), {}))
-    worker.actor = SimpleNamespace(engine=engine)
-    as_one_process(rank, worker.score_trees, 5e-5 if param_dtype == "fp32" else 0.2)
-    assert engine.mode is None
-
-
-def _engine(param_dtype: str) -> Any:
-    os.environ["VERL_PLATFORM"] = "cpu"
-    from verl.plugin.platform.platform_cuda import PlatformCUDA
-    from verl.plugin.platform.platform_manager import PlatformRegistry
-
-    class NoDevice(types.ModuleType):
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return lambda *_, **__: (0, 1) if name == "mem_get_info" else 0
-
-    @PlatformRegistry.register("cpu")
-    class PlatformCPU(PlatformCUDA):
-        device_name = vendor_name = "cpu"
-        device_module = NoDevice("no_device")
-        is_available = is_platform_available = lambda self, *_, **__: True
-        current_device = lambda self: "cpu"  # noqa: E731
-        communication_backend_name = lambda self: "gloo"  # noqa: E731
-        set_device = synchronize = empty_cache = lambda self, *_: None
-
-    from verl.models.transformers import monkey_patch
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
-    monkey_patch.is_trl_available = lambda: False  # verl 0.9.1 patches a class that trl 1.16 does not have
-    with tempfile.TemporaryDirectory() as folder:
-        tiny_model().save_pretrained(folder)
-        tiny_tokenizer().save_pretrained(folder)
-        model = HFModelConfig(
-            path=str(Path(folder)), use_remove_padding=False, enable_gradient_checkpointing=False,
-            override_config={"attn_implementation": "sdpa"},
-        )  # fmt: skip
-        engine = FSDPEngineWithLMHead(
-            model,
-            FSDPEngineConfig(strategy="fsdp2", mixed_precision={"param_dtype": param_dtype}, use_torch_compile=False),
-            FSDPOptimizerConfig(lr=1e-3, total_training_steps=2),
-            CheckpointConfig(),
-        )
-        engine.initialize()
-        dist.barrier()  # the folder goes when both have read it
-    return engine

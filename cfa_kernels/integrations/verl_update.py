@@ -1,0 +1,174 @@
+"""Update verl's actor from packed trees: the completions of a prompt share its rows in one micro-batch.
+
+`packed_update=True` in verl's configuration. The trainer keeps the completions of a prompt together, and the engine of
+each of its workers takes log-probs, with gradients, from `packed_logprobs`. Mini-batches, loss, metrics and optimizer
+are verl's. Where the trainer cannot keep them together less is shared; what is computed does not depend on it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import packed_logprobs
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1 import PPOTrainer as _Trainer
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as _Engine
+else:
+    _Trainer = _Engine = object
+
+VERLS_OWN = ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
+"""What a batch may ask for beyond log-probs and entropies, of all workers alike; such ones run as in verl."""
+
+
+def packs_updates(config: Any) -> bool:
+    """Whether verl's configuration asks for updates of the actor from packed trees."""
+    return bool(config.get("packed_update", False))
+
+
+class PackedEngine(_Engine):
+    """Give verl's FSDP engine log-probs from packed trees: `class Mine(PackedEngine, FSDPEngineWithLMHead)`."""
+
+    module: nn.Module
+
+    def forward_step(
+        self, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Compute what verl's `forward_step` does, feeding each prompt of a micro-batch once."""
+        from verl.utils.device import get_device_id
+        from verl.utils.tensordict_utils import get_non_tensor_data
+        from verl.workers.engine.utils import detach_tree
+
+        if any(get_non_tensor_data(micro_batch, name, False) for name in VERLS_OWN):
+            return super().forward_step(micro_batch, loss_function, forward_only)  # type: ignore[no-any-return]
+        micro_batch = micro_batch.to(get_device_id())
+        temperature, entropies = (
+            get_non_tensor_data(micro_batch, name, default)
+            for name, default in (("temperature", 1.0), ("calculate_entropy", False))
+        )
+        found = packed_outputs(self.module, micro_batch, temperature, entropies=entropies)
+        loss, metrics = torch.ones(()), {}
+        if loss_function is not None:
+            group = self.get_data_parallel_group()
+            loss, metrics = loss_function(model_output=found, data=micro_batch, dp_group=group)
+        return loss, {"model_output": detach_tree(found), "loss": loss.detach().item(), "metrics": metrics}
+
+
+def packed_outputs(module: nn.Module, rows: Any, temperature: float, *, entropies: bool) -> dict[str, Tensor]:
+    """Compute what verl's engine reads off the logits of rows; differentiable.
+
+    Args:
+        module: the model as the engine has it, with what shards it around it.
+        rows: jagged `input_ids`, which begin with `prompts`.
+        temperature: divides the logits.
+        entropies: whether to compute them too.
+
+    Returns:
+        `log_probs` and, if wanted, `entropy`, nats, jagged as `input_ids`: at each place that of the next token. Those
+        of the prompt's own tokens, which verl does not read, and the last place are 0.
+    """
+    ids, starts = list(rows["input_ids"].unbind()), rows["prompts"].offsets().diff().tolist()
+    prompts = [row[:start] for row, start in zip(ids, starts, strict=True)]
+    completions = [row[start:] for row, start in zip(ids, starts, strict=True)]
+    found = packed_logprobs(module, prompts, completions, temperature=temperature, return_entropy=entropies)
+    named = {"log_probs": found[0], "entropy": found[1]} if isinstance(found, tuple) else {"log_probs": found}
+
+    def jagged(values: Sequence[Tensor]) -> Tensor:
+        placed = [nn.functional.pad(row, (start - 1, 1)) for row, start in zip(values, starts, strict=True)]
+        return torch.nested.nested_tensor_from_jagged(torch.cat(placed), rows["input_ids"].offsets())
+
+    return {name: jagged(values) for name, values in named.items()}
+
+
+def pack(engine: Any) -> None:
+    """Let an engine of verl compute log-probs from packed trees from now on. All workers of a model call this together.
+
+    Raises:
+        NotImplementedError: a model that cannot be trained this way, by name and reason.
+    """
+    with engine.train_mode():
+        packed_logprobs(engine.module, [], [])  # checks the model
+    plain = type(engine)
+    if not issubclass(plain, PackedEngine):
+        engine.__class__ = type(f"Packed{plain.__name__}", (PackedEngine, plain), {})
+
+
+class WholeGroups(_Trainer):
+    """Keep the completions of a prompt in one micro-batch of a trainer of `verl.trainer.ppo.v1`."""
+
+    config: Any
+    actor_rollout_wg: Any
+    _largest: float = math.inf  # tokens of the batch's largest group; infinite where groups are not whole
+
+    def _balance_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = super()._balance_batch(batch, *args, **kwargs)
+        if packs_updates(self.config):
+            lengths = [tag["seq_len"] for tag in batch.tags]
+            actor, size = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
+            workers = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+            cut = actor.shuffle or actor.ppo_mini_batch_size % workers  # by verl, into mini-batches
+            groups = None if cut else whole_groups(batch.keys, lengths, size, workers)
+            self._largest = math.inf
+            if groups is not None:
+                batch.reorder([row for rows in groups for row in rows])
+                self._largest = max(sum(lengths[row] for row in rows) for rows in groups)
+        return batch
+
+    def _compute_old_log_prob(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._keep_together(batch, self.config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu)
+        return _freed(super()._compute_old_log_prob(batch, *args, **kwargs))
+
+    def _update_actor(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._keep_together(batch, self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu)
+        return _freed(super()._update_actor(batch, *args, **kwargs))
+
+    def _keep_together(self, batch: Any, tokens: int) -> None:
+        """Have verl deal so many rows in a row as one, if the largest such group fits; verl counts shared tokens again.
+
+        Not where micro-batches have a fixed size, which verl would then count in groups.
+        """
+        if (
+            packs_updates(self.config)
+            and self.config.actor_rollout_ref.actor.use_dynamic_bsz
+            and self._largest <= tokens
+        ):
+            batch.extra_info[_TOGETHER] = self.config.actor_rollout_ref.rollout.n
+
+
+_TOGETHER = "force_group_size"  # read by verl's `prepare_micro_batches`
+
+
+def _freed(batch: Any) -> Any:
+    (batch.extra_info or {}).pop(_TOGETHER, None)
+    return batch
+
+
+def whole_groups(keys: Sequence[str], lengths: Sequence[int], size: int, workers: int) -> list[list[int]] | None:
+    """Order the rows of a batch so that the workers' equal shares are whole groups, of about the same tokens.
+
+    Args:
+        keys: of each row, `uid_session_index`; a group has one uid.
+        lengths: tokens of each row.
+        size: rows of a group.
+        workers: how many, at least 1.
+
+    Returns:
+        The rows of each group, workers' shares one after the other; None where the rows of a uid are not a multiple of
+        `size`, or the groups not one of `workers`.
+    """
+    from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+    rows_of: dict[str, list[int]] = {}
+    for row, key in enumerate(keys):
+        rows_of.setdefault(key.rsplit("_", 2)[0], []).append(row)
+    if any(len(rows) % size for rows in rows_of.values()):
+        return None
+    groups = [rows[i : i + size] for rows in rows_of.values() for i in range(0, len(rows), size)]
+    if len(groups) % workers:
+        return None
+    tokens = [sum(lengths[row] for row in rows) for rows in groups]
+    shares = get_seqlen_balanced_partitions(tokens, k_partitions=workers, equal_size=True)
+    return [groups[i] for share in shares for i in share]

@@ -1,0 +1,114 @@
+"""verl's worker group under Ray: two actors, each with verl's own worker and engine, hold pieces of one model."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cfa_kernels import Span
+from cfa_kernels.scoring.batch import ScoredBatch
+from tests.support.tiny import tiny_model, tiny_tokenizer
+from tests.support.workers import credit
+
+REASON = "verl (with ray, TransferQueue and tensordict) is not installed"
+pytest.importorskip("verl.trainer.ppo.v1.trainer_base", reason=REASON, exc_type=ImportError)
+
+import ray  # noqa: E402
+from hydra import compose, initialize_config_dir  # noqa: E402
+from verl.protocol import BatchData  # noqa: E402
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
+from verl.single_controller.ray.base import create_colocated_worker_cls  # noqa: E402
+from verl.workers.engine_workers import ActorRolloutRefWorker  # noqa: E402
+
+from cfa_kernels.integrations.verl import with_tree_scoring  # noqa: E402
+from cfa_kernels.integrations.workers import Workers  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+REPOSITORY = Path(__file__).resolve().parents[2]
+# Read by a worker's process before it imports verl, which has no platform of a CPU.
+ENVIRONMENT = {
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",
+    "VERL_USE_EXTERNAL_MODULES": "tests.support.verl_cpu",
+}
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """verl's group of workers as its trainer makes it, the added methods included; only its GPUs are CPUs."""
+    folder = str(tmp_path_factory.mktemp("model"))
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    overrides = {
+        "model.path": folder, "model.use_remove_padding": "false", "model.enable_gradient_checkpointing": "false",
+        "+model.override_config.attn_implementation": "sdpa", "actor.strategy": "fsdp2",
+        "+actor.fsdp_config.mixed_precision.param_dtype": "fp32", "actor.fsdp_config.use_torch_compile": "false",
+        "actor.optim.total_training_steps": "2", "actor.optim.lr": "0.0", "actor.use_kl_loss": "true",
+        "actor.ppo_max_token_len_per_gpu": "60",
+    }  # fmt: skip
+    named = [
+        f"{'+' * key.startswith('+')}actor_rollout_ref.{key.removeprefix('+')}={value}"
+        for key, value in overrides.items()
+    ]
+    with initialize_config_dir(str(REPOSITORY / "docs"), version_base=None):
+        config = compose("verl_gsm8k", overrides=named).actor_rollout_ref
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    worker = with_tree_scoring(ray.remote(ActorRolloutRefWorker))
+    actor = RayClassWithInitArgs(cls=worker, config=config, distillation_config=None, role="actor")
+    made = RayWorkerGroup(
+        resource_pool=RayResourcePool([2], use_gpu=False, max_colocate_count=1),
+        ray_cls_with_init=create_colocated_worker_cls({"actor": actor}),
+        device_name="cpu",
+        worker_env=ENVIRONMENT,
+    ).spawn(prefix_set=["actor"])["actor"]
+    made.init_model()
+    yield made
+    ray.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [({}, [0, 0, 0, 0, 1, 2]), ({}, [0] * 6), ({"effect": "total"}, [0, 0, 0, 0, 1, 2])],
+    ids=["uneven groups", "a worker with nothing", "estimators that need the model"],
+)
+def test_two_workers_of_verl_under_ray_score_trees_as_one_process_does(group, options, groups):
+    found = credit(Workers(group.score_trees, group.world_size), options, groups)
+    expected = credit(tiny_model().eval(), options, groups)
+    assert any(map(len, expected.drop))
+    for ours, own in zip(found.drop, expected.drop, strict=True):
+        torch.testing.assert_close(ours, own, atol=2e-5, rtol=0)
+    torch.testing.assert_close(found.base, expected.base, atol=2e-5, rtol=0, equal_nan=True)
+
+
+def test_a_bad_row_of_one_worker_is_an_error_of_the_group_and_the_next_batch_is_scored(group):
+    workers = Workers(group.score_trees, group.world_size)
+    ids = [torch.tensor(row) for row in ([14, 15, 18], [14, 999, 18])]
+    prompts, spans, answers = [torch.tensor([3]), torch.tensor([4])], [[Span(0, 1)]] * 2, [Span(2, 3)] * 2
+    with pytest.raises(ValueError, match="completions row 1: id 999 at position 1 is outside the vocabulary"):
+        workers.score(ScoredBatch.of(None, prompts, ids, spans, answers, placeholder_id=0))
+    good = ScoredBatch.of(None, prompts, [ids[0], ids[0]], spans, answers, placeholder_id=0)
+    assert all(map(len, workers.score(good).drop))
+
+
+def test_an_update_from_packed_trees_says_what_verls_own_update_says(group):
+    from tests.support.verl_engine import GROUP, rows_to_train_on
+
+    def updated() -> dict[str, Any]:
+        batch = BatchData([rows_to_train_on(rank, **asked) for rank in range(2)]).concat()
+        return group.update_actor(batch)["metrics"]
+
+    asked = {
+        "mini_batch_size": 2 * 3 * GROUP, "epochs": 1, "seed": 1, "dataloader_kwargs": {"shuffle": False},
+        "global_batch_size": 2 * 3 * GROUP,
+    }  # fmt: skip
+    own = updated()
+    group.pack_update()
+    packed = updated()
+    assert own["grad_norm"][0] > 0.1
+    for name in ("grad_norm", "loss", "pg_loss", "kl_loss", "entropy_loss"):
+        (key,) = {name, f"actor/{name}"} & own.keys()
+        assert packed[key] == pytest.approx(own[key], rel=1e-4, abs=1e-6), key
