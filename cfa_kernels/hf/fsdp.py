@@ -41,7 +41,9 @@ def is_zero3(module: Any) -> bool:
 
 
 def is_piece(weight: Tensor) -> bool:
-    """Whether this process holds a piece of a weight only, as FSDP's second kind or tensor parallelism keep it."""
+    """Whether this process holds a piece of a weight only, as FSDP's second kind, ZeRO-3 or tensor parallelism do."""
+    if is_zero3_weight(weight):
+        return weight.ds_status.name == "NOT_AVAILABLE"  # type: ignore[attr-defined, no-any-return]
     return _of_class(weight, "torch.distributed.tensor", "DTensor")
 
 

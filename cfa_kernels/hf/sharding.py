@@ -82,8 +82,8 @@ def _root(model: nn.Module, causal: PreTrainedModel) -> Any:
             return module
     if any(map(is_piece, causal.get_input_embeddings().parameters())):
         raise NotImplementedError(
-            f"model: the weights of {type(model).__name__} are pieces (DTensor), and nothing that wraps it gathers "
-            "them; pass the module that fully_shard was called on last. Tensor parallelism is not supported"
+            f"model: the weights of {type(model).__name__} are pieces, and nothing that wraps it gathers them; pass "
+            "the module that fully_shard was called on last, or DeepSpeed's engine. Tensor parallelism is not supported"
         )
     return None
 
@@ -187,8 +187,8 @@ def _errors_held(causal: PreTrainedModel, *, gathers: bool) -> Iterator[None]:
     """Let a forward end in which a layer fails, and raise its error then: every layer's weights have been gathered.
 
     The layer that fails, and those above it, give back what they were given. Layers are `layers` of the backbone; an
-    error elsewhere, or in a model that names them otherwise, is raised where it is. With `gathers` a layer's weights are
-    gathered before it runs, since what shares them would do so for each of its parts, of which one may fail.
+    error elsewhere, or in a model that names them otherwise, is raised where it is. With `gathers` a layer's weights
+    are gathered before it runs, since what shares them would do so for each of its parts, of which one may fail.
     """
     body = backbone(causal)
     layers = getattr(body, "layers", None)
