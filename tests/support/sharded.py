@@ -26,7 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cfa_kernels import (
     CounterfactualConfig,
+    TrainingForward,
     counterfactual_credit,
+    packed_forward,
     packed_logprobs,
     packed_policy_loss,
     score_counterfactuals,
@@ -422,6 +424,15 @@ def in_one_call(rank: int, how: str) -> None:
     for name, parameter in alone.named_parameters():
         if parameter.grad is not None:  # the mean over processes, of which one has no gradient
             torch.testing.assert_close(2 * found[name], parameter.grad, atol=1e-6, rtol=1e-4)
+
+    def by_gradients() -> None:
+        forward = packed_forward(tiny, list(asked), list(rows), keep_states=True)
+        batch, config = (asked, torch.ones_like(asked), rows, torch.ones_like(rows)), CounterfactualConfig("gradient")
+        counterfactual_credit(TrainingForward(forward), tiny_tokenizer(), *batch, config=config)
+
+    if how != "DDP":
+        with pytest.raises(NotImplementedError, match=r"^estimator='gradient': it needs gradients through the model"):
+            run_inside(shared, by_gradients, trains=True)
 
 
 def another_model(rank: int, how: str) -> None:
