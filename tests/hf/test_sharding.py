@@ -60,10 +60,12 @@ def test_estimators_and_credit_of_two_processes_of_which_one_judges_nothing(how)
     sharded.run(2, sharded.estimators, how)
 
 
-@pytest.mark.parametrize(("halves", "lora"), [(False, False), (False, True), (True, False), (True, True)])
-def test_zero_3_gives_what_one_process_gives(halves, lora):
+@pytest.mark.parametrize("lora", [False, True], ids=["", "LoRA"])
+@pytest.mark.parametrize("halves", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_gives_what_one_process_gives(stage, halves, lora):
     skip_unless_deepspeed("ZeRO-3")
-    sharded.run(2, sharded.zero3, halves, lora)
+    sharded.run(2, sharded.zero, stage, halves, lora)
 
 
 @pytest.mark.parametrize("lora", [False, True])
