@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..estimators.base import ANSWER, Importances, OwnFunction
+from ..estimators.base import ANSWER, Importances
 from ..hf.ranks import Ranks, inside
 from ..options import as_numbers
 from ..scoring.access import CAPABILITIES, ModelAccess, Sharded, TrainingForward, as_access
@@ -211,8 +211,7 @@ def counterfactual_credit(
         weights, added = _weigh(config, given, found, judged, generator)
         return _credit(config, given, found, judged, weights, added)
 
-    asks = config.runs_estimator and (config.needs & set(CAPABILITIES) or isinstance(config.estimator, OwnFunction))
-    return access.run(assign) if asks else assign()
+    return access.run(assign) if config.asks_model else assign()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from ..estimators.base import ENTROPIES, SIBLINGS, Estimator, OwnFunction
 from ..estimators.masking import Masking
 from ..estimators.registry import ESTIMATORS
 from ..options import Count, check_fields
+from ..scoring.access import CAPABILITIES
 from ..text.rules import AnswerRules, SpanRules
 from .weights import MODES, WEIGHTS, Control, Identity, OwnWeights, WeightRule
 
@@ -159,6 +160,11 @@ class CounterfactualConfig:
     def needs(self) -> frozenset[str]:
         """Needs, of `NEEDS`, that a host must meet; none where no estimator runs."""
         return self.estimator.needs if self.runs_estimator else frozenset()
+
+    @property
+    def asks_model(self) -> bool:
+        """Whether the model is asked anything; a function of the caller's may."""
+        return self.runs_estimator and (bool(self.needs & set(CAPABILITIES)) or isinstance(self.estimator, OwnFunction))
 
     @property
     def reads_entropies(self) -> bool:

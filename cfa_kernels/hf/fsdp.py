@@ -41,7 +41,9 @@ def is_zero3(module: Any) -> bool:
 
 
 def is_piece(weight: Tensor) -> bool:
-    """Whether this process holds a piece of a weight only, as FSDP's second kind or tensor parallelism keep it."""
+    """Whether this process holds a piece of a weight only, as FSDP's second kind, ZeRO-3 or tensor parallelism do."""
+    if is_zero3_weight(weight):
+        return weight.ds_status.name == "NOT_AVAILABLE"  # type: ignore[attr-defined, no-any-return]
     return _of_class(weight, "torch.distributed.tensor", "DTensor")
 
 
@@ -58,22 +60,26 @@ def is_zero3_weight(tensor: Tensor | None) -> bool:
 _HELD = -1  # no module of DeepSpeed's has this number
 
 
+@torch.no_grad()
 def gathered_zero3(modules: Iterable[nn.Module]) -> Callable[[], None]:
     """Gather the weights of modules that ZeRO-3 has in pieces, all processes together; return what gives them back.
 
-    Adds to `ds_active_sub_modules` of a weight, the modules for which DeepSpeed keeps it whole.
+    Adds to `ds_active_sub_modules` of a weight, the modules for which DeepSpeed keeps it whole, and sets it back.
     """
     parameters = (weight for module in modules for weight in module._parameters.values())
     weights: list[Any] = [weight for weight in parameters if is_zero3_weight(weight)]
+    before = [set(weight.ds_active_sub_modules) for weight in weights]
     away = [weight for weight in weights if weight.ds_status.name == "NOT_AVAILABLE"]
-    if away:
-        away[0].all_gather(param_list=away)
+    if away:  # `all_gather` of several waits for the last only, and gloo may end that first
+        away[0].all_gather_coalesced(away).wait()
     for weight in weights:
         weight.ds_active_sub_modules.add(_HELD)
 
+    @torch.no_grad()
     def give_back() -> None:
-        for weight in weights:
-            weight.ds_active_sub_modules.discard(_HELD)
+        for weight, users in zip(weights, before, strict=True):
+            weight.ds_active_sub_modules.clear()
+            weight.ds_active_sub_modules.update(users)
         for weight in away:
             if not weight.ds_active_sub_modules and weight.ds_status.name == "AVAILABLE":
                 weight.partition()
@@ -108,10 +114,18 @@ def give_back(root: Any) -> None:
             root.reset_iter_state()
 
 
-def announce_head(root: Any, causal: PreTrainedModel) -> None:
-    """Tell ZeRO-3, before a call of `root`, that the causal model reads the head's weight beside the head's call."""
+def prepare_zero3(root: Any, causal: PreTrainedModel) -> None:
+    """Prepare ZeRO-3, before a call of `root`, for a body that runs layers as often as it likes.
+
+    The causal model reads the head's weight beside the head's call. DeepSpeed forgets the order in which it saw weights
+    read, by which it would gather them ahead: the body's is another one, and where a layer fails each process's own.
+    Calls `_invalidate_trace` of its coordinator.
+    """
     if is_zero3(root):
         sys.modules["deepspeed"].zero.register_external_parameter(causal, causal.get_output_embeddings().weight)
+        order = getattr(root.optimizer, "parameter_offload", root.optimizer).get_param_coordinator()
+        if not order.is_invalid_trace():
+            order._invalidate_trace()
 
 
 @contextmanager

@@ -96,15 +96,19 @@ class Ranks:
         dist.all_gather_object(found, problem and (type(problem).__name__, str(problem)), self._control)
         if problem is not None:
             raise problem
-        rank, (kind, text) = next((rank, one) for rank, one in enumerate(found) if one is not None)
-        if kind in _RAISED_AS_THEY_ARE:
-            raise getattr(builtins, kind)(f"rank {rank}: {text}")
-        raise RuntimeError(f"rank {rank}: {kind}: {text}")
+        raise next(raised_by(rank, *one) for rank, one in enumerate(found) if one is not None)
 
     def _meet(self, met: _Met) -> _Met:
         numbers = torch.tensor(met, dtype=torch.float64)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, self._control)
         return _Met(*numbers.tolist())
+
+
+def raised_by(rank: int, kind: str, text: str) -> Exception:
+    """Make an error that tells what a process raised: of the same type where that is an ordinary built-in one."""
+    if kind in _RAISED_AS_THEY_ARE:
+        return getattr(builtins, kind)(f"rank {rank}: {text}")  # type: ignore[no-any-return]
+    return RuntimeError(f"rank {rank}: {kind}: {text}")
 
 
 _RAISED_AS_THEY_ARE = ("ValueError", "TypeError", "NotImplementedError", "FloatingPointError", "RuntimeError")

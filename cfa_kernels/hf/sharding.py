@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..packing.packs import idle_pack
 from .fsdp import (
-    announce_head,
+    gathered_zero3,
     give_back,
     head_whole,
     is_engine,
@@ -27,6 +27,7 @@ from .fsdp import (
     is_fsdp2,
     is_piece,
     is_zero3,
+    prepare_zero3,
     sharding_group,
 )
 from .model import backbone, causal_lm, wrappers
@@ -81,8 +82,8 @@ def _root(model: nn.Module, causal: PreTrainedModel) -> Any:
             return module
     if any(map(is_piece, causal.get_input_embeddings().parameters())):
         raise NotImplementedError(
-            f"model: the weights of {type(model).__name__} are pieces (DTensor), and nothing that wraps it gathers "
-            "them; pass the module that fully_shard was called on last. Tensor parallelism is not supported"
+            f"model: the weights of {type(model).__name__} are pieces, and nothing that wraps it gathers them; pass "
+            "the module that fully_shard was called on last, or DeepSpeed's engine. Tensor parallelism is not supported"
         )
     return None
 
@@ -136,7 +137,7 @@ def _in_step(
 
     def whole() -> tuple[Tensor, ...]:
         nonlocal problem, failed
-        with head_whole(root, causal), _errors_held(causal, ranks):
+        with head_whole(root, causal), _errors_held(causal, gathers=is_zero3(root)):
             try:
                 check(walk)
                 found.append(body())
@@ -151,7 +152,7 @@ def _in_step(
                 problem, failed = None if outputs else ValueError(_NO_GRADIENT), True
         return () if failed else outputs
 
-    announce_head(root, causal)
+    prepare_zero3(root, causal)
     outputs = _through(root, causal, _within(ranks, whole))
     if failed or not outputs:
         give_back(root)
@@ -182,15 +183,16 @@ def _replaced(found: list[Any], outputs: Sequence[Tensor]) -> list[Any]:
 
 
 @contextmanager
-def _errors_held(causal: PreTrainedModel, ranks: Ranks) -> Iterator[None]:
+def _errors_held(causal: PreTrainedModel, *, gathers: bool) -> Iterator[None]:
     """Let a forward end in which a layer fails, and raise its error then: every layer's weights have been gathered.
 
     The layer that fails, and those above it, give back what they were given. Layers are `layers` of the backbone; an
-    error elsewhere, or in a model that names them otherwise, is raised where it is.
+    error elsewhere, or in a model that names them otherwise, is raised where it is. With `gathers` a layer's weights
+    are gathered before it runs, since what shares them would do so for each of its parts, of which one may fail.
     """
     body = backbone(causal)
     layers = getattr(body, "layers", None)
-    held = _HeldErrors()
+    held = _HeldErrors(gathers)
     modules = [_innermost(layer) for layer in layers or ()]
     before = [vars(module).get("forward") for module in modules]
     for module in modules:
@@ -220,7 +222,8 @@ def _innermost(layer: nn.Module) -> nn.Module:
 class _HeldErrors:
     """The first error of a layer in the forward under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, gathers: bool) -> None:
+        self.gathers = gathers
         self.error: Exception | None = None
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
 
@@ -241,9 +244,12 @@ def _held(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """
     held = _HELD.get()
     assert held is not None
-    if held.error is None:
-        try:
+    done = gathered_zero3(module.modules()) if held.gathers else lambda: None
+    try:
+        if held.error is None:
             return held.forwards[module](*args, **kwargs)
-        except Exception as error:
-            held.error = error
+    except Exception as error:
+        held.error = error
+    finally:
+        done()
     return args[0] if args else kwargs["hidden_states"]

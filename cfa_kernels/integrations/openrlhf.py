@@ -1,13 +1,14 @@
 """Add counterfactual credit to OpenRLHF: a policy loss, the hook that makes the weights, and a launcher.
 
-The hook overrides `RemoteExperienceMaker.compute_advantages_and_returns`: OpenRLHF's own actors score the spans,
-however the model is sharded there, and credit goes into `experience.advantages`, by which every loss of OpenRLHF
-multiplies its ratio. `python -m cfa_kernels.integrations.openrlhf` is
-`python -m openrlhf.cli.train_ppo_ray` with that hook.
+The hook overrides `RemoteExperienceMaker.compute_advantages_and_returns`: OpenRLHF's own actors score the spans, and
+credit goes into `experience.advantages`, by which every loss of OpenRLHF multiplies its ratio. Actors with
+`TreeScoring` score packed trees on their DeepSpeed engine; where they cannot, they get ordinary log-prob requests.
+`python -m cfa_kernels.integrations.openrlhf` is `python -m openrlhf.cli.train_ppo_ray` with the hook and those actors.
 """
 
 import argparse
 import json
+import logging
 import runpy
 import sys
 import time
@@ -18,17 +19,20 @@ import torch
 from torch import Tensor, nn
 
 from .. import CounterfactualConfig, policy_loss
-from ..estimators.base import SIBLINGS
-from ..scoring.access import LogprobService
+from ..scoring.access import LogprobService, ModelAccess
 from . import require
-from .credit import OFFERS, Draws, credit_rows, obstacles, pad_rows
+from .credit import Draws, credit_rows, pad_rows
+from .workers import Found, Share, Workers, judge_share, ray_class, scoring_workers, unmet
+
+_LOG = logging.getLogger(__name__)
 
 OLDEST = "0.11.2"
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker as _Maker
+    from openrlhf.trainer.ray.launcher import BaseModelActor as _Actor
 else:
-    _Maker = object
+    _Maker = _Actor = object
 
 
 class CounterfactualPolicyLoss(nn.Module):
@@ -119,13 +123,66 @@ class CounterfactualPolicyLoss(nn.Module):
         return loss / divisor, metrics["clip_ratio/region_mean"], drift, None, None
 
 
+class TreeScoring(_Actor):
+    """Add scoring of packed trees to OpenRLHF's actor, as `with_tree_scoring` does."""
+
+    actor: Any
+    strategy: Any
+    _rank: int
+
+    def score_trees(self, shares: Sequence[Share]) -> Found:
+        """Judge this process's share by the actor's DeepSpeed engine; all processes are called at once.
+
+        Args:
+            shares: those of the processes that OpenRLHF gives the same data: one, or one for each of a ring's.
+
+        Raises:
+            As `judge_share`.
+        """
+        self.actor.eval()
+        try:
+            return judge_share(self.actor.model, shares[self._rank % len(shares)])
+        finally:
+            self.actor.train()  # as OpenRLHF's own `forward` leaves it
+            if _shares_devices(self.strategy.args):
+                self.empty_cache()
+
+
+def with_tree_scoring(actor: Any) -> Any:
+    """Make a Ray actor class like `actor`, OpenRLHF's `PolicyModelActor`, with `TreeScoring`."""
+    return ray_class(TreeScoring, actor)
+
+
+def _shares_devices(args: Any) -> bool:
+    """Whether OpenRLHF empties the actor's cache after each call, since others use its GPUs too."""
+    return bool(args.train.colocate_all or args.train.colocate_actor_ref)
+
+
+def tree_obstacles(args: Any, group: Any) -> list[str]:
+    """Name the settings of OpenRLHF with which its actors cannot score trees, so that log-prob requests are sent.
+
+    Args:
+        args: OpenRLHF's arguments.
+        group: its group of actors.
+    """
+    actor = getattr(getattr(group, "ray_actor_type", None), "__ray_actor_class__", None)
+    pieces = args.ds.tensor_parallel_size
+    found = {
+        f"--ds.tensor_parallel_size {pieces}": pieces > 1,
+        "--ds.deepcompile": getattr(args.ds, "deepcompile", False),
+        "an actor class without with_tree_scoring": not hasattr(actor, "score_trees"),
+    }
+    return [name for name, holds in found.items() if holds]
+
+
 class CounterfactualMixin(_Maker):
     """Add credit to OpenRLHF's experience maker: `class Mine(CounterfactualMixin, RemoteExperienceMaker)`.
 
-    Answers are scored at the rollout temperature, which OpenRLHF's actor divides its logits by. `credit/*` goes
-    into `experience.info` and so into OpenRLHF's log. No model is refused: answers are scored by OpenRLHF's own
-    log-probs. Draws (random weights) depend on the seed and `global_step`, which the trainer must set before each step,
-    as `trainer_with_credit` does; then a resumed run draws as the run that it resumes.
+    Actors score trees at temperature 1, as everywhere else; by log-prob requests answers are scored at the rollout
+    temperature, which OpenRLHF's actor divides its logits by. `credit/*` goes into `experience.info` and so into
+    OpenRLHF's log. A model that cannot be scored in packed trees gets log-prob requests, which the log says once, with
+    the reason. Draws (random weights) depend on the seed and `global_step`, which the trainer must set before each
+    step, as `trainer_with_credit` does; then a resumed run draws as the run that it resumes.
 
     Args:
         *args, **kwargs: the experience maker's own.
@@ -140,6 +197,8 @@ class CounterfactualMixin(_Maker):
     args: Any
     tokenizer: Any
     actor_model_group: Any
+    _workers: Workers | None = None  # those that score trees; None where log-probs are requested
+    _is_set_up = False
 
     def __init__(self, *args: Any, counterfactual: CounterfactualConfig | None = None, **kwargs: Any) -> None:
         require("openrlhf", OLDEST)
@@ -149,7 +208,7 @@ class CounterfactualMixin(_Maker):
         self.global_step = 0
         if self.counterfactual.control == "off":
             return
-        _refuse_estimator(self.counterfactual, self.args.rollout.n_samples_per_prompt)
+        self._refuse_estimator(tree_obstacles(self.args, self.actor_model_group))
         if self.args.algo.kl.init_coef > 0 and not self.args.algo.kl.use_loss:
             raise NotImplementedError(
                 "counterfactual credit cannot be combined with a KL term in the reward, which it would weigh; use "
@@ -159,6 +218,22 @@ class CounterfactualMixin(_Maker):
             raise NotImplementedError(
                 f"counterfactual credit cannot be combined with images (--data.max_images_per_prompt {images})"
             )
+
+    def _refuse_estimator(self, reasons: Sequence[str]) -> None:
+        """Raise for what credit needs and OpenRLHF does not offer; `reasons` are why log-probs are requested."""
+        _refuse_estimator(self.counterfactual, self.args.rollout.n_samples_per_prompt, reasons)
+
+    def set_up(self) -> None:
+        """Choose how the model is asked, once the actors hold theirs: they check it. The first batch does it, too.
+
+        Raises:
+            NotImplementedError: the actors cannot score trees, and credit needs more than log-prob requests.
+        """
+        if self.counterfactual.asks_model and not self._is_set_up:
+            reasons = tree_obstacles(self.args, self.actor_model_group)
+            workers = Workers(self._score_trees, self._processes)
+            self._workers = scoring_workers(workers, reasons, self._refuse_estimator, _LOG)
+        self._is_set_up = True
 
     @torch.no_grad()
     def compute_advantages_and_returns(self, experiences: list[Any]) -> list[Any]:
@@ -178,6 +253,7 @@ class CounterfactualMixin(_Maker):
             return experiences
         if any(inputs for experience in experiences for inputs in experience.mm_train_inputs or ()):
             raise NotImplementedError("counterfactual credit cannot be combined with images (mm_train_inputs)")
+        self.set_up()
         start = time.perf_counter()
         rows = [row for experience in experiences for row in _rows(experience)]
         index = torch.tensor([number for experience in experiences for number in experience.index])
@@ -187,7 +263,7 @@ class CounterfactualMixin(_Maker):
             [row.completion for row in rows],
             [row.counted for row in rows],
             [row.advantages for row in rows],
-            LogprobService(self._logprobs),
+            self._access,
             config=self.counterfactual,
             generator=self._draws.of(self.global_step),
             groups=index // self.args.rollout.n_samples_per_prompt,  # OpenRLHF counts samples in the order of prompts
@@ -204,14 +280,35 @@ class CounterfactualMixin(_Maker):
             experience.info |= {name: torch.full((samples,), figure) for name, figure in figures.items()}
         return experiences
 
+    @property
+    def _access(self) -> ModelAccess:
+        """Return how the model is asked."""
+        return LogprobService(self._logprobs) if self._workers is None else self._workers
+
+    @property
+    def _processes(self) -> int:
+        """Count the actor's processes."""
+        return int(self.args.actor.num_nodes * self.args.actor.num_gpus_per_node)
+
+    @property
+    def _copies(self) -> int:
+        """Count the processes that OpenRLHF gives the same data, for ring attention or tensor parallelism."""
+        return int(self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size)
+
+    def _score_trees(self, shares: Sequence[Share]) -> list[Found]:
+        """Send each process its share: an item for each effective actor, of the shares of its processes."""
+        items = [shares[first : first + self._copies] for first in range(0, len(shares), self._copies)]
+        references = self.actor_model_group.async_run_method_batch(method_name="score_trees", shares=items)
+        return self._flatten_results(references, 1)
+
     def _logprobs(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[Tensor]:
         """Ask OpenRLHF's actors for the log-probs of completions.
 
         Micro-batches are as large as OpenRLHF's own rollout batches; each actor gets as many, of similar lengths.
         """
         ids = [torch.cat(pair) for pair in zip(prompts, completions, strict=True)]
-        copies = self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size
-        actors = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node // copies
+        copies = self._copies
+        actors = self._processes // copies
         batches: list[list[int]] = []
         for i in sorted(range(len(ids)), key=lambda i: len(ids[i])):
             if self.args.train.dynamic_batch_enable:
@@ -226,7 +323,7 @@ class CounterfactualMixin(_Maker):
         padded = [pad_rows([ids[i] for i in batch]) for batch in batches]
         references = self._dispatch_forward(
             self.actor_model_group,
-            self.args.train.colocate_all or self.args.train.colocate_actor_ref,
+            _shares_devices(self.args),
             sequences=[sequences for sequences, _ in padded],
             action_mask=[mask[:, 1:] for _, mask in padded],
             attention_mask=[mask for _, mask in padded],
@@ -265,9 +362,8 @@ def _rows(experience: Any) -> list[_Row]:
     return rows
 
 
-def _refuse_estimator(config: CounterfactualConfig, group_size: int | None = None) -> None:
-    offers = OFFERS["OpenRLHF"] - ({SIBLINGS} if group_size == 1 else set())
-    if found := list(obstacles(config, offers)):
+def _refuse_estimator(config: CounterfactualConfig, completions: int | None, reasons: Sequence[str]) -> None:
+    if found := unmet(config, "OpenRLHF", completions, reasons):
         raise NotImplementedError("counterfactual credit cannot be combined with " + "; nor with ".join(found))
 
 
@@ -307,13 +403,17 @@ def trainer_with_credit(config: CounterfactualConfig) -> Any:
             self.experience_maker.global_step = global_step
             return super().train_step(rollout_samples, global_step)
 
+        def fit(self, global_step: int = 0) -> None:
+            self.experience_maker.set_up()  # the actors hold their models by now
+            super().fit(global_step)
+
     return ray.remote(CounterfactualPPOTrainer)
 
 
 def main() -> None:
     """Run `openrlhf.cli.train_ppo_ray` with credit: its arguments, and `--counterfactual` with options as JSON.
 
-    `{"control": "off"}` starts OpenRLHF as it is.
+    Replaces OpenRLHF's trainer, and its actor where the model is asked. `{"control": "off"}` starts OpenRLHF as it is.
 
     Raises:
         ImportError: OpenRLHF is absent or too old.
@@ -325,15 +425,21 @@ def main() -> None:
     config = CounterfactualConfig.from_flat(ours.counterfactual)
     if config.control != "off" and any(option.startswith("--train.as") for option in theirs):  # abbreviations count
         raise NotImplementedError("counterfactual credit cannot be combined with --train.async_enable")
-    _refuse_estimator(config)
+    _refuse_estimator(config, None, ())  # the experience maker knows OpenRLHF's own arguments and refuses more
     require("openrlhf", OLDEST)
     if config.control != "off":
         from openrlhf.trainer import ppo_trainer
 
         ppo_trainer.PPOTrainer = trainer_with_credit(config)
+        if config.asks_model:
+            from openrlhf.trainer.ray import ppo_actor
+
+            ppo_actor.PolicyModelActor = with_tree_scoring(ppo_actor.PolicyModelActor)
     sys.argv[1:] = theirs
     runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
 
 
 if __name__ == "__main__":
-    main()
+    from .openrlhf import main as _main  # Ray's processes find what is defined here by that name
+
+    _main()

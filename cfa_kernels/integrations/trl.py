@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from .. import CounterfactualConfig, Credit
 from ..credit.assign import FIGURES
 from ..hf.model import causal_lm
-from ..hf.sharding import run_inside
+from ..hf.sharding import is_sharded, run_inside
 from ..hf.stateful_layers import has_cells
 from ..hf.verify import check_head, noise_floor
 from ..losses.policy import LOSS_TYPES
+from ..scoring.access import GRADIENTS
 from . import require
 from .credit import OFFERS, Draws, obstacles
 from .trl_credit import ROW, BatchCredit, asks_model, loss_mask, why_at_once
@@ -272,14 +273,14 @@ class CounterfactualMixin(_Trainer):
     def _asked_model(self) -> Iterator[nn.Module]:
         """Yield the model as credit asks it; every process enters, even with nothing to score.
 
-        That is the outermost module where FSDP has its weights in pieces, else the model without its wrapper.
+        That is the outermost module where its weights are in pieces, else the model without its wrapper. For gradients
+        through it DeepSpeed gathers the model, as TRL does for generation.
         """
-        if _zero_stage(self) != 3:
-            shared = self.accelerator.distributed_type == DistributedType.FSDP
-            yield self.model_wrapped if shared else self.accelerator.unwrap_model(self.model)
-            return
-        with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model:
-            yield model
+        if _zero_stage(self) == 3 and GRADIENTS in self.counterfactual.needs:
+            with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model:
+                yield model
+        else:
+            yield self.model_wrapped if is_sharded(self.model_wrapped) else self.accelerator.unwrap_model(self.model)
 
     def _log_credit(self, credit: Credit, mask: Tensor, seconds: float) -> None:
         figures = credit.metrics(mask) | {"credit/seconds": seconds}
@@ -306,8 +307,10 @@ class CounterfactualMixin(_Trainer):
         if self.packed_loss:
             credit = self._deferred if ROW in inputs else None
             body = partial(loss_of_packed_rows, causal_lm(model), inputs=inputs, credit=credit, **given)
+            # In evaluation transformers calls the model inside DeepSpeed's engine, whose hooks gather its layers.
+            outermost = self.model_wrapped if is_sharded(self.model_wrapped) else model
             with self.accelerator.autocast():  # around TRL's own forward, too
-                loss, metrics = run_inside(model, body, trains=True)
+                loss, metrics = run_inside(outermost, body, trains=True)
             if credit is not None:
                 self._report(credit)
         else:
@@ -356,6 +359,13 @@ class CounterfactualGRPOTrainer(CounterfactualMixin, GRPOTrainer):
     """Trainer of TRL, `GRPOTrainer`, with counterfactual credit; see `CounterfactualMixin` for what it adds."""
 
 
+def _sharded_by(trainer: Any) -> str | None:
+    """Say what will share out the weights once training starts; None where each process holds them all."""
+    if trainer.accelerator.distributed_type == DistributedType.FSDP:
+        return "FSDP"
+    return "DeepSpeed's stage 3" if _zero_stage(trainer) == 3 else None
+
+
 def _zero_stage(trainer: Any) -> int:
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     return plugin.zero_stage if plugin is not None else 0
@@ -382,20 +392,19 @@ def _credit_obstacles(trainer: Any) -> Iterator[str]:
             f"estimator={config.estimator.name!r} on {trainer.accelerator.num_processes} processes of {rows} "
             f"completions: groups of {trainer.num_generations} are split between them; give each process whole groups"
         )
-    offers = OFFERS["TRL, FSDP" if trainer.accelerator.distributed_type == DistributedType.FSDP else "TRL"]
+    gathered = trainer.args.ds3_gather_for_generation and _zero_stage(trainer) == 3
+    offers = OFFERS["TRL, FSDP" if _sharded_by(trainer) and not gathered else "TRL"]
     yield from obstacles(config, offers)
     for how in _splits_of_the_model(trainer):
         yield f"{how}: credit needs whole layers and whole sequences in each process; use DDP, FSDP or DeepSpeed"
-    if _zero_stage(trainer) == 3 and not trainer.args.ds3_gather_for_generation:
-        yield "ds3_gather_for_generation=False: scoring gathers the model of DeepSpeed's stage 3 on every device"
     if _has_images(trainer):
         yield "images in the dataset"
 
 
 def _fusion_obstacles(trainer: Any) -> Iterator[str]:
     yield from _loss_obstacles(trainer)
-    if trainer.accelerator.distributed_type == DistributedType.FSDP:
-        yield "FSDP, which shards the head: packed_loss=True computes the same loss inside it"
+    if how := _sharded_by(trainer):
+        yield f"{how}, which shards the head: packed_loss=True computes the same loss inside it"
 
 
 def _loss_obstacles(trainer: Any) -> Iterator[str]:
@@ -421,8 +430,6 @@ def _loss_obstacles(trainer: Any) -> Iterator[str]:
         yield f"the auxiliary loss of a mixture of experts: set router_aux_loss_coef=0.0{usual}"
     for how in _splits_of_the_model(trainer):
         yield f"{how}, which may split the head: use DDP or FSDP"
-    if _zero_stage(trainer) == 3:
-        yield "DeepSpeed's stage 3, which shards the head"
     if _has_images(trainer):
         yield "images in the dataset"
 
@@ -443,7 +450,9 @@ def _packing_obstacles(trainer: Any) -> Iterator[str]:
             f"gradient_checkpointing=True: {type(model).__name__} hands states from token to token, which checkpointed "
             "layers would not find again; set it to False"
         )
-    if (args.gradient_checkpointing_kwargs or {}).get("use_reentrant") and trainer.accelerator.num_processes > 1:
+    # DeepSpeed takes a gradient in several parts, and TRL asks for this kind under its stage 3 with LoRA.
+    reduces_once = trainer.accelerator.num_processes > 1 and not _zero_stage(trainer)
+    if (args.gradient_checkpointing_kwargs or {}).get("use_reentrant") and reduces_once:
         yield (
             "reentrant gradient checkpointing on several processes: a layer that runs in two packs would tell DDP "
             "twice that its gradient is ready; set use_reentrant to False"

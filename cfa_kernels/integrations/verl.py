@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from .. import CounterfactualConfig, policy_loss
-from ..estimators.base import SIBLINGS
-from ..scoring.access import CAPABILITIES, LogprobService, ModelAccess
+from ..scoring.access import LogprobService, ModelAccess
 from . import require
-from .credit import OFFERS, Draws, credit_rows, obstacles
+from .credit import Draws, credit_rows
 from .verl_update import WholeGroups, pack, packs_updates
-from .workers import Found, Share, Workers, judge_share
+from .workers import Found, Share, Workers, judge_share, ray_class, scoring_workers, unmet
 
 OLDEST = "0.9.1"
 _VERL = require("verl", OLDEST)
@@ -176,10 +175,7 @@ class TreeScoring(_Worker):
 
 def with_tree_scoring(worker: Any) -> Any:
     """Make a Ray actor class like `worker`, one of verl's, with `TreeScoring`."""
-    import ray
-
-    plain = worker.__ray_actor_class__
-    return ray.remote(type(f"TreeScoring{plain.__name__}", (TreeScoring, plain), {}))
+    return ray_class(TreeScoring, worker)
 
 
 def tree_obstacles(config: Any) -> list[str]:
@@ -227,14 +223,9 @@ class CounterfactualMixin(WholeGroups):
             if asked and self.processor is not None:
                 raise NotImplementedError(f"{what} cannot be combined with images (a processor) in verl")
 
-    @property
-    def _asks(self) -> bool:
-        """Whether credit asks the model anything."""
-        return self.counterfactual.runs_estimator and bool(self.counterfactual.needs & set(CAPABILITIES))
-
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        if packs_updates(self.config) or (self._asks and not tree_obstacles(self.config)):
+        if packs_updates(self.config) or (self.counterfactual.asks_model and not tree_obstacles(self.config)):
             from verl.trainer.ppo.utils import Role
 
             for role in {Role.Actor, Role.ActorRollout, Role.ActorRolloutRef} & set(self.role_worker_mapping):
@@ -245,20 +236,11 @@ class CounterfactualMixin(WholeGroups):
         super()._setup()
         if packs_updates(self.config):
             self.actor_rollout_wg.pack_update()
-        if not self._asks:
-            return
-        reasons = tree_obstacles(self.config)
-        if not reasons:
-            workers = Workers(self.actor_rollout_wg.score_trees, self.actor_rollout_wg.world_size)
-            try:
-                noise = workers.noise  # checks the model
-                _LOG.info("credit: packed trees are scored on %d workers, noise %.2g", workers.count, noise)
-                self._workers = workers
-                return
-            except NotImplementedError as error:
-                reasons = [str(error)]
-                _refuse(self.config, reasons)
-        _LOG.warning("credit: scored by log-prob requests, which share no prefixes, because of %s", "; ".join(reasons))
+        if self.counterfactual.asks_model:
+            reasons = tree_obstacles(self.config)
+            group = self.actor_rollout_wg
+            workers = Workers(lambda shares: group.score_trees(shares), group.world_size)
+            self._workers = scoring_workers(workers, reasons, lambda found: _refuse(self.config, found), _LOG)
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_advantage(batch, metrics)
@@ -383,11 +365,8 @@ def _session_rewards(keys: Sequence[str], scores: Sequence[Tensor]) -> Tensor:
 def _refuse(config: Any, reasons: Sequence[str] | None = None) -> None:
     """Raise for settings that credit cannot be combined with; `reasons` are why log-probs are requested."""
     actor = config.actor_rollout_ref.actor
-    completions = config.actor_rollout_ref.rollout.n
     reasons = tree_obstacles(config) if reasons is None else reasons
-    offers = OFFERS["verl, by log-prob requests" if reasons else "verl"] - ({SIBLINGS} if completions == 1 else set())
-    because = f" (log-probs are requested because of {'; '.join(reasons)})" if reasons else ""
-    found = [sentence + because for sentence in obstacles(credit_config(config), offers)]
+    found = unmet(credit_config(config), "verl", config.actor_rollout_ref.rollout.n, reasons)
     if actor.policy_loss.loss_mode in INEXACT_LOSSES:
         found.append(f"policy_loss.loss_mode={actor.policy_loss.loss_mode}: it uses advantages outside the product")
     if config.algorithm.use_kl_in_reward:

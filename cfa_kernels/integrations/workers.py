@@ -1,24 +1,31 @@
 """Judge completions by a model that a host's workers hold: estimators go to the model, importances come back in order.
 
 The host's main process gives `counterfactual_credit` a `Workers`; each worker calls `judge_share` on what it is sent.
-Groups are dealt whole, so that every prompt is fed once and completions that are compared stay together.
+Groups are dealt whole, so that every prompt is fed once and completions that are compared stay together. Where workers
+cannot (`scoring_workers`), the host's log-prob requests take their place.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .. import CounterfactualConfig
 from ..credit.units import equal_prompts
+from ..estimators.base import SIBLINGS, OwnFunction
+from ..hf.ranks import raised_by
 from ..packing import balance
 from ..packing.prefix_tree import Query
 from ..scoring.access import Sharded, as_access
 from ..scoring.batch import Row, ScoredBatch, checked_ids
 from ..scoring.masked import CounterfactualScores, ScoringWork
 from ..scoring.outcomes import Outcome
+from .credit import OFFERS, obstacles
 
 
 class Share(NamedTuple):
@@ -46,8 +53,9 @@ def judge_share(module: nn.Module, share: Share) -> Found:
         What the estimator gave, on the host; and how far rounding moves scores.
 
     Raises:
-        ValueError: ids outside the vocabulary, or more tokens than the model's context; names the row.
-        Also what the estimator raises: where workers share a model all of them raise, with the rank in the text.
+        NotImplementedError: the model cannot be scored in packed trees; names it and the reason.
+        ValueError: ids outside the vocabulary, or more tokens than the model's context; names rank and row.
+        Also what the estimator raises, with the rank; where workers share a model all of them raise it.
     """
     access, batch = as_access(module), share.batch
 
@@ -58,8 +66,15 @@ def judge_share(module: nn.Module, share: Share) -> Found:
         checked_ids(access.model, batch.prompts, batch.completions, batch.numbers)
         return Found(_joined([share.estimator(access, batch)], [range(len(batch))]), noise)
 
-    with torch.no_grad():
-        return access.run(judged)
+    try:
+        with torch.no_grad():
+            return access.run(judged)
+    except NotImplementedError:  # of the model, which is the same everywhere
+        raise
+    except Exception as error:
+        if not (dist.is_initialized() and dist.get_world_size() > 1) or str(error).startswith("rank "):
+            raise
+        raise raised_by(dist.get_rank(), type(error).__name__, str(error)) from error
 
 
 class Workers:
@@ -97,7 +112,12 @@ class Workers:
         return body()
 
     def judge(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
-        """Deal the batch's groups over the workers and join what they find, in the batch's order."""
+        """Deal the batch's groups over the workers and join what they find, in the batch's order.
+
+        A function of the caller's runs here, with these workers in the model's place.
+        """
+        if isinstance(estimator, OwnFunction):
+            return estimator(self, batch)
         places = deal(batch, self.count)
         shares = [Share(estimator, batch.take(own)) for own in places]
         found = self._receive(self._ask(shares))
@@ -131,6 +151,53 @@ class _Scores:
 
     def __call__(self, access: Any, batch: ScoredBatch) -> CounterfactualScores:
         return access.score(batch, outcome=self.outcome)  # type: ignore[no-any-return]
+
+
+def scoring_workers(
+    workers: Workers, reasons: Sequence[str], refuse: Callable[[Sequence[str]], None], log: logging.Logger
+) -> Workers | None:
+    """Choose how a host's model is asked, before the first rollout: by its workers, which check it now, or by requests.
+
+    Args:
+        workers: the host's.
+        reasons: settings with which they cannot score trees.
+        refuse: raises where credit needs more than log-prob requests, for these or other reasons.
+        log: the host's log, which is told the path, and what keeps trees off it.
+
+    Returns:
+        The workers, or None where log-probs must be requested.
+    """
+    if not reasons:
+        try:
+            log.info("credit: packed trees are scored on %d workers, noise %.2g", workers.count, workers.noise)
+            return workers
+        except NotImplementedError as error:
+            reasons = [str(getattr(error, "cause", error))]  # Ray's own text is a traceback
+    refuse(reasons)
+    log.warning("credit: scored by log-prob requests, which share no prefixes, because of %s", "; ".join(reasons))
+    return None
+
+
+def unmet(config: CounterfactualConfig, host: str, completions: int | None, reasons: Sequence[str]) -> list[str]:
+    """List what `config` needs and a host does not offer, a sentence for each.
+
+    Args:
+        config: configuration of credit.
+        host: key of `OFFERS`; there is another for its log-prob requests.
+        completions: completions of a prompt; None where that is not known yet.
+        reasons: why log-probs are requested; none where workers score trees.
+    """
+    offers = OFFERS[f"{host}, by log-prob requests" if reasons else host] - ({SIBLINGS} if completions == 1 else set())
+    because = f" (log-probs are requested because of {'; '.join(reasons)})" if reasons else ""
+    return [sentence + because for sentence in obstacles(config, offers)]
+
+
+def ray_class(mixin: type, worker: Any) -> Any:
+    """Make a Ray actor class like `worker`, a host's, with the methods of `mixin`."""
+    import ray
+
+    plain = worker.__ray_actor_class__
+    return ray.remote(type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), {}))
 
 
 def deal(batch: ScoredBatch, workers: int) -> list[list[int]]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..hf.model import causal_lm
+from ..hf.ranks import Ranks, inside
 from ..hf.sharding import is_sharded, run_inside
 from ..hf.verify import noise_floor
 from ..ops.row_softmax import FLOAT32_NOISE
@@ -121,8 +122,13 @@ class Sharded(InProcess):
     """Access to a model whose weights are in pieces on several processes (FSDP, ZeRO-3), given as its outermost module.
 
     Every process asks the same things in the same order, each about completions of its own or about none: `run` takes
-    care of that for all that is asked inside it. Gradients through the model are not offered: a backward inside the
-    outermost module's call would end that call for FSDP.
+    care of that for all that is asked inside it.
+
+    Gradients through the model are not offered: torch's FSDP knows one backward for each call of the outermost module,
+    after it. `FSDPState._root_post_backward_final_callback` (`torch/distributed/fsdp/_fully_shard/_fsdp_state.py`) runs
+    at the end of any backward and gives back the outermost module's own weights, which the rest of its call reads. The
+    first FSDP queues `_post_backward_final_callback` (`_runtime_utils.py`) from the outermost module's output only, and
+    a backward before that leaves its layers gathered and not idle. DeepSpeed's engine counts a backward as a step's.
     """
 
     capabilities = _EVERYTHING - {GRADIENTS}
@@ -151,6 +157,8 @@ class TrainingForward(InProcess):
     def __init__(self, forward: PackedForward) -> None:
         super().__init__(forward.causal)
         self._forward = forward
+        if isinstance(inside(forward.causal), Ranks):
+            self.capabilities = Sharded.capabilities
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Feed only the masked branches."""

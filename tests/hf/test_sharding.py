@@ -9,6 +9,12 @@ from tests.support.models import HYBRIDS, skip_unless_runs
 pytestmark = pytest.mark.slow
 
 
+def skip_unless_deepspeed(how: str) -> None:
+    """Skip what DeepSpeed shares out where it is not installed."""
+    if how == "ZeRO-3":
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+
 @pytest.mark.parametrize(
     ("how", "architecture", "changes"),
     [
@@ -26,11 +32,12 @@ def test_scores_gradients_and_steps_of_two_processes_are_those_of_one(how, archi
     sharded.run(2, sharded.as_one_process, how, architecture, changes)
 
 
-@pytest.mark.parametrize("how", ["FSDP1", "FSDP2, as accelerate"])
+@pytest.mark.parametrize("how", ["FSDP1", "FSDP2, as accelerate", "ZeRO-3"])
 @pytest.mark.parametrize(
     ("error", "inside"), [(RuntimeError, "self_attn"), (torch.OutOfMemoryError, "mlp")], ids=["error", "memory"]
 )
 def test_a_layer_that_fails_in_one_process_leaves_none_waiting(how, error, inside):
+    skip_unless_deepspeed(how)
     sharded.run(2, sharded.failing_layer, how, error, inside)
 
 
@@ -53,10 +60,18 @@ def test_estimators_and_credit_of_two_processes_of_which_one_judges_nothing(how)
     sharded.run(2, sharded.estimators, how)
 
 
-@pytest.mark.parametrize(("halves", "lora"), [(False, False), (False, True), (True, False), (True, True)])
-def test_zero_3_gives_what_one_process_gives(halves, lora):
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    sharded.run(2, sharded.zero3, halves, lora)
+@pytest.mark.parametrize("lora", [False, True], ids=["", "LoRA"])
+@pytest.mark.parametrize("halves", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_gives_what_one_process_gives(stage, halves, lora):
+    skip_unless_deepspeed("ZeRO-3")
+    sharded.run(2, sharded.zero, stage, halves, lora)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_zero_3_scores_after_ordinary_steps_that_gather_weights_ahead(lora):
+    skip_unless_deepspeed("ZeRO-3")
+    sharded.run(2, sharded.zero3_after_ordinary_steps, lora)
 
 
 @pytest.mark.parametrize("how", ["DDP", "FSDP1", "FSDP2, as accelerate"])
@@ -68,6 +83,7 @@ def test_another_model_is_asked_inside_the_call_of_one_by_each_process_as_often_
     sharded.run(2, sharded.another_model, "FSDP2")
 
 
-@pytest.mark.parametrize("how", ["FSDP1", "FSDP2"])
+@pytest.mark.parametrize("how", ["FSDP1", "FSDP2", "ZeRO-3"])
 def test_an_error_in_a_pack_that_is_fed_for_the_others_is_raised_on_all(how):
+    skip_unless_deepspeed(how)
     sharded.run(2, sharded.failing_idle_pack, how)

@@ -1,20 +1,14 @@
 """OpenRLHF's own experience maker and actor with counterfactual credit; libraries that need a GPU are replaced."""
 
 import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import inspect
 import json
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -25,143 +19,19 @@ from cfa_kernels import CounterfactualConfig, counterfactual_weights, integratio
 from cfa_kernels.estimators.base import Importances
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin, CounterfactualPolicyLoss
 from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, completions, credited, padded
+from tests.support.openrlhf_host import experiences, settings
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
 
 UNIFORM = CounterfactualConfig(mode="uniform")
-GPU_LIBRARIES = ("deepspeed", "flash_attn", "vllm", "bitsandbytes", "optree", "pynvml", "torchmetrics")
-
-
-class Replacements(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports any module of the named packages as one where every name is a mock."""
-
-    def __init__(self, packages: set[str]) -> None:
-        self.packages = packages
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
-        if name.startswith("flash_attn.ops"):  # without its kernels OpenRLHF computes log-probs in PyTorch
-            return None
-        if name.partition(".")[0] in self.packages:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: Any) -> Any:
-        return MagicMock(__path__=[], __name__=spec.name, __version__="0.99")
-
-    def exec_module(self, module: Any) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def openrlhf() -> Any:
-    """`RemoteExperienceMaker`, `Experience`, `Actor` and modules from the installed package."""
-    try:
-        distribution("openrlhf")
-    except PackageNotFoundError:
-        pytest.skip("OpenRLHF is not installed")
-    pytest.importorskip("ray", reason="ray, which OpenRLHF needs, is not installed")
-    patch = pytest.MonkeyPatch()
-    absent = {name for name in GPU_LIBRARIES if importlib.util.find_spec(name) is None}
-    patch.setattr(sys, "meta_path", [*sys.meta_path, Replacements(absent)])
-    maker = importlib.import_module("openrlhf.trainer.ppo_utils.experience_maker")
-    experience = importlib.import_module("openrlhf.trainer.ppo_utils.experience")
-    actor = importlib.import_module("openrlhf.models.actor")
-    patch.setattr(maker, "ray", SimpleNamespace(get=lambda references: references))
-    yield SimpleNamespace(
-        Maker=maker.RemoteExperienceMaker, Experience=experience.Experience, Actor=actor.Actor,
-        loss=importlib.import_module("openrlhf.models.loss"),
-        trainer=importlib.import_module("openrlhf.trainer.ppo_trainer"),
-    )  # fmt: skip
-    patch.undo()
-    for name in [name for name in sys.modules if name.partition(".")[0] in absent | {"openrlhf"}]:
-        del sys.modules[name]
-
-
-class Actors:
-    """OpenRLHF's actor group: as many batches for each of `number` actors, which `copies` processes share."""
-
-    def __init__(self, actor: Any, number: int, copies: int) -> None:
-        self.actor, self.number, self.copies, self.calls = actor, number, copies, []
-
-    def async_run_method_batch(self, method_name: str, **lists: list[Tensor]) -> list[list[Tensor]]:
-        assert method_name == "forward"
-        batches = list(zip(*(lists[name] for name in ("sequences", "action_mask", "attention_mask")), strict=True))
-        assert len(batches) % self.number == 0
-        self.calls.append(batches)
-        with torch.no_grad():
-            given = [self.actor(sequences, actions, attention) for sequences, actions, attention in batches]
-        share = len(given) // self.number
-        return [given[i : i + share] for i in range(0, len(given), share) for _ in range(self.copies)]
-
-
-def settings(**changes: Any) -> Any:
-    space = SimpleNamespace
-    return space(
-        actor=space(num_nodes=1, num_gpus_per_node=changes.get("actors", 1) * changes.get("copies", 1)),
-        algo=space(
-            advantage=space(estimator=changes.get("estimator", "group_norm"), gamma=1.0, lambd=1.0, no_std_norm=False),
-            kl=space(init_coef=changes.get("kl", 0.0), use_loss=changes.get("use_loss", False)),
-        ),
-        data=space(max_images_per_prompt=changes.get("images", 0)),
-        ds=space(ring_attn_size=changes.get("copies", 1), tensor_parallel_size=1),
-        reward=space(clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None),
-        rollout=space(
-            n_samples_per_prompt=changes.get("samples", 3), micro_batch_size=2, max_tokens_per_gpu=changes.get("tokens")
-        ),
-        train=space(
-            colocate_all=False,
-            colocate_actor_ref=False,
-            dynamic_batch_enable="tokens" in changes,
-            seed=changes.get("seed", 0),
-        ),
-    )
-
-
-@pytest.fixture
-def build(openrlhf: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = sys.modules[openrlhf.Maker.__module__]
-    monkeypatch.setattr(module, "apply_length_penalties", lambda experiences, args: None)
-
-    def make(credit: CounterfactualConfig | None, **changes: Any) -> Any:
-        actor = openrlhf.Actor(tiny_model().eval())
-        actor.packing_samples, actor.temperature = False, 1.0  # set by it only where it loads the model itself
-        group = Actors(actor, changes.get("actors", 1), changes.get("copies", 1))
-        arguments = (group, None, None, None, SimpleNamespace(value=0.0), SimpleNamespace(args=settings(**changes)))
-        if credit is None:
-            return openrlhf.Maker(*arguments, tiny_tokenizer())
-        cls = type("Maker", (CounterfactualMixin, openrlhf.Maker), {})
-        return cls(*arguments, tiny_tokenizer(), counterfactual=credit)
-
-    return make
-
-
-def experiences(openrlhf: Any, rewards: Sequence[float] = REWARDS) -> list[Any]:
-    """Six rollouts in two padded batches, as OpenRLHF concatenates them; one has a tool's token."""
-    made = []
-    for rows in (range(4), range(4, 6)):
-        ids = [torch.tensor(PROMPTS[i] + completions()[i]) for i in rows]
-        width = max(map(len, ids))
-        sequences, attention, actions = (torch.zeros(len(ids), width, dtype=torch.long) for _ in range(3))
-        for k, (i, row) in enumerate(zip(rows, ids, strict=True)):
-            sequences[k, : len(row)], attention[k, : len(row)] = row, 1
-            actions[k, len(PROMPTS[i]) : len(row)] = 1
-            actions[k, len(PROMPTS[i]) + 1] = i != 1
-        actions = actions[:, 1:]
-        made.append(
-            openrlhf.Experience(
-                sequences=sequences, attention_mask=attention, action_mask=actions, index=list(rows),
-                rewards=torch.tensor([float(rewards[i]) for i in rows]), kl=torch.zeros(actions.shape), info={},
-            )
-        )  # fmt: skip
-    return made
 
 
 @pytest.mark.parametrize(("actors", "copies"), [(1, 1), (3, 1), (2, 2)])
 def test_the_advantages_are_openrlhfs_times_the_weights_of_the_completions(build, openrlhf, actors, copies):
-    stock = build(None).compute_advantages_and_returns(experiences(openrlhf))
+    stock = build(None).compute_advantages_and_returns(experiences(openrlhf.Experience))
     maker = build(CounterfactualConfig(), actors=actors, copies=copies)
-    mine = maker.compute_advantages_and_returns(experiences(openrlhf))
+    mine = maker.compute_advantages_and_returns(experiences(openrlhf.Experience))
     weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), *padded())
     rows = iter(zip(PROMPTS, completions(), weights, strict=True))
     seen = 0
@@ -179,12 +49,13 @@ def test_the_advantages_are_openrlhfs_times_the_weights_of_the_completions(build
 
 @pytest.mark.parametrize("options", CREDIT, ids=str)
 def test_every_estimator_by_name_does_in_openrlhf_what_it_does_with_the_model_at_hand(build, openrlhf, options):
-    stock = build(None).compute_advantages_and_returns(experiences(openrlhf))
+    stock = build(None).compute_advantages_and_returns(experiences(openrlhf.Experience))
     samples = [pair for made in stock for pair in zip(made.advantages, made.action_mask, strict=True)]
     own = torch.stack([advantages[actions.bool()][0] for advantages, actions in samples])
     maker = build(CounterfactualConfig(**options))
     rows = iter(zip(PROMPTS, completions(), credited(own, options), strict=True))
-    for expected, given in zip(stock, maker.compute_advantages_and_returns(experiences(openrlhf)), strict=True):
+    mine = maker.compute_advantages_and_returns(experiences(openrlhf.Experience))
+    for expected, given in zip(stock, mine, strict=True):
         for actions, before, after in zip(given.action_mask, expected.advantages, given.advantages, strict=True):
             prompt, completion, row = next(rows)
             placed, first = before.clone(), len(prompt) - 1
@@ -203,7 +74,7 @@ def test_an_estimator_of_the_callers_sees_openrlhfs_groups_and_rewards_and_asks_
         seen.append((batch.groups.tolist(), batch.rewards.tolist(), batch.advantages.shape, scores.base.isfinite()))
         return Importances([torch.ones(len(units)) for units in batch.units], signed=True)
 
-    made = experiences(openrlhf)
+    made = experiences(openrlhf.Experience)
     made[0].index, made[1].index = [5, 3, 0, 4], [2, 1]
     maker = build(CounterfactualConfig(estimator=estimate))
     maker.compute_advantages_and_returns(made)
@@ -215,6 +86,7 @@ def test_an_estimator_of_the_callers_sees_openrlhfs_groups_and_rewards_and_asks_
     assert len(maker.actor_model_group.calls) == 1
 
 
+NO_TREES = ({"estimator": "gradient"}, {"preselect": 0.5, "cheap": "gradient"}, {"estimator": "external"})
 NO_ENTROPIES = [
     ({"estimator": "entropy"}, "estimator='entropy': it needs the entropy of each"),
     ({"preselect": 0.5, "cheap": "entropy"}, "preselect_by='entropy': it needs the entropy of each"),
@@ -222,15 +94,19 @@ NO_ENTROPIES = [
 
 
 @pytest.mark.parametrize(("options", "message"), [*IMPOSSIBLE, *NO_ENTROPIES], ids=str)
-def test_an_estimator_that_needs_the_model_at_hand_is_refused_at_the_start(build, monkeypatch, options, message):
+def test_an_estimator_that_needs_the_model_at_hand_is_refused_where_log_probs_are_requested(build, options, message):
     if message is None:
         build(CounterfactualConfig(**options))
         return
-    message = f"cannot be combined with {re.escape(message)}"
-    with pytest.raises(NotImplementedError, match=message):
+    said = rf"cannot be combined with {re.escape(message)}.*\(log-probs are requested because of an actor class"
+    with pytest.raises(NotImplementedError, match=said):
         build(CounterfactualConfig(**options))
+
+
+@pytest.mark.parametrize(("options", "message"), [*(case for case in IMPOSSIBLE if case[0] in NO_TREES), *NO_ENTROPIES])
+def test_the_launcher_refuses_what_trees_cannot_serve(monkeypatch, options, message):
     monkeypatch.setattr(sys, "argv", ["train", "--counterfactual", json.dumps(options)])
-    with pytest.raises(NotImplementedError, match=message):
+    with pytest.raises(NotImplementedError, match=f"cannot be combined with {re.escape(message)}"):
         integration.main()
 
 
@@ -241,7 +117,7 @@ def test_an_estimator_that_compares_completions_is_refused_where_a_prompt_has_on
 
 
 def test_what_credit_did_is_logged_for_each_sample_and_leaves_a_tools_tokens_out(build, openrlhf):
-    made = build(CounterfactualConfig()).compute_advantages_and_returns(experiences(openrlhf))
+    made = build(CounterfactualConfig()).compute_advantages_and_returns(experiences(openrlhf.Experience))
     weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), *padded())
     weights[1, 1] = float("nan")
     for experience in made:
@@ -253,7 +129,7 @@ def test_what_credit_did_is_logged_for_each_sample_and_leaves_a_tools_tokens_out
 
 
 def test_a_sample_that_acted_nowhere_is_left_alone(build, openrlhf):
-    made = experiences(openrlhf)
+    made = experiences(openrlhf.Experience)
     made[0].action_mask[0] = 0
     maker = build(CounterfactualConfig())
     (first, _) = maker.compute_advantages_and_returns(made)
@@ -264,7 +140,7 @@ def test_a_sample_that_acted_nowhere_is_left_alone(build, openrlhf):
 @pytest.mark.parametrize(("actors", "tokens"), [(1, None), (3, None), (1, 16), (2, 16)])
 def test_actors_get_as_many_batches_each_within_the_hosts_limits(build, openrlhf, actors, tokens):
     maker = build(CounterfactualConfig(), actors=actors, **({"tokens": tokens} if tokens else {}))
-    maker.compute_advantages_and_returns(experiences(openrlhf))
+    maker.compute_advantages_and_returns(experiences(openrlhf.Experience))
     (batches,) = maker.actor_model_group.calls
     assert len({tuple(row.tolist()) for sequences, _, _ in batches for row in sequences}) > 10
     assert all(sequences.numel() <= tokens if tokens else len(sequences) <= 2 for sequences, _, _ in batches)
@@ -276,25 +152,25 @@ def test_actors_get_as_many_batches_each_within_the_hosts_limits(build, openrlhf
 
 def test_rows_without_advantage_are_not_asked_for(build, openrlhf):
     maker = build(CounterfactualConfig())
-    maker.compute_advantages_and_returns(experiences(openrlhf, (1, 0, 0, 1, 1, 1)))
+    maker.compute_advantages_and_returns(experiences(openrlhf.Experience, (1, 0, 0, 1, 1, 1)))
     (batches,) = maker.actor_model_group.calls
     assert all(row[:3].tolist() == [3, 4, 5] for sequences, _, _ in batches for row in sequences)
     silent = build(CounterfactualConfig())
-    silent.compute_advantages_and_returns(experiences(openrlhf, (1,) * 6))
+    silent.compute_advantages_and_returns(experiences(openrlhf.Experience, (1,) * 6))
     assert silent.actor_model_group.calls == []
 
 
 @pytest.mark.parametrize("credit", [UNIFORM, CounterfactualConfig(w_min=1.0, w_max=1.0, w_answer=1.0)], ids=str)
 def test_with_weights_of_one_the_advantages_are_openrlhfs_to_the_last_bit(build, openrlhf, credit):
-    stock = build(None).compute_advantages_and_returns(experiences(openrlhf))
-    mine = build(credit).compute_advantages_and_returns(experiences(openrlhf))
+    stock = build(None).compute_advantages_and_returns(experiences(openrlhf.Experience))
+    mine = build(credit).compute_advantages_and_returns(experiences(openrlhf.Experience))
     assert all(torch.equal(a.advantages, b.advantages) for a, b in zip(stock, mine, strict=True))
 
 
 def test_random_weights_come_from_the_seed_and_ask_for_nothing(build, openrlhf):
     def advantages(seed: int) -> Tensor:
         maker = build(CounterfactualConfig(mode="random"), seed=seed)
-        (first, _) = maker.compute_advantages_and_returns(experiences(openrlhf))
+        (first, _) = maker.compute_advantages_and_returns(experiences(openrlhf.Experience))
         assert maker.actor_model_group.calls == []
         return first.advantages
 
@@ -308,7 +184,7 @@ def test_a_resumed_step_draws_what_it_would_have_drawn_without_the_break(monkeyp
 
     class Host:
         def __init__(self) -> None:
-            self.args, self.tokenizer = settings(), tiny_tokenizer()
+            self.args, self.tokenizer, self.actor_model_group = settings(), tiny_tokenizer(), None
 
         def compute_advantages_and_returns(self, made: list[Any]) -> list[Any]:
             return made
@@ -338,7 +214,7 @@ def test_a_resumed_step_draws_what_it_would_have_drawn_without_the_break(monkeyp
 
 def test_images_are_refused_where_there_is_credit(build, openrlhf):
     def with_images() -> list[Any]:
-        made = experiences(openrlhf)
+        made = experiences(openrlhf.Experience)
         made[1].mm_train_inputs = [None, {"pixel_values": torch.zeros(1)}]
         return made
 
@@ -441,18 +317,26 @@ def test_the_launcher_starts_openrlhfs_with_credit_in_its_experience_maker(openr
     monkeypatch.setattr(
         integration.runpy, "run_module", lambda name, run_name: started.append((name, run_name, *sys.argv[1:]))
     )
-    monkeypatch.setattr(openrlhf.trainer, "PPOTrainer", openrlhf.trainer.PPOTrainer)  # put back afterwards
+    actors = importlib.import_module("openrlhf.trainer.ray.ppo_actor")
+    plain = actors.PolicyModelActor.__ray_actor_class__
+    for module, name in ((openrlhf.trainer, "PPOTrainer"), (actors, "PolicyModelActor")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
     stock = openrlhf.trainer.PPOTrainer.__ray_actor_class__
     integration.main()
     assert started == [("openrlhf.cli.train_ppo_ray", "__main__", "--actor.num_nodes", "1")]
-    trainer = openrlhf.trainer.PPOTrainer.__ray_actor_class__
+    trainer, actor = (kind.__ray_actor_class__ for kind in (openrlhf.trainer.PPOTrainer, actors.PolicyModelActor))
     assert issubclass(trainer, stock)
+    assert issubclass(actor, plain)
+    assert actor.score_trees is integration.TreeScoring.score_trees
 
     def base(self: Any, *args: Any) -> None:
         self.strategy, self.tokenizer, self.kl_ctl = SimpleNamespace(args=settings()), tiny_tokenizer(), None
         self.actor_model_group = self.critic_model_group = self.reward_model_group = self.reference_model_group = None
 
     monkeypatch.setattr(stock, "__init__", base)
+    monkeypatch.setattr(stock, "fit", lambda self, step: started.append(self.experience_maker._is_set_up))
+    trainer().fit()
+    assert started[1:] == [True]
     maker = trainer().experience_maker
     assert isinstance(maker, CounterfactualMixin)
     assert isinstance(maker, sys.modules["openrlhf.trainer.ppo_utils.experience_maker"].RemoteExperienceMaker)

@@ -98,10 +98,6 @@ def another_kind(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(integration, "_RUNS", {DistributedType.MULTI_GPU})
 
 
-def stage_3(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(integration, "_zero_stage", lambda trainer: 3)
-
-
 ASKED = [[{"role": "user", "content": PROMPT}]] * 8
 IMAGES = {"train_dataset": Dataset.from_dict({"prompt": ASKED, "images": [[]] * 8})}
 # name: TRL's configuration, arguments of the trainer, TRL's class, what is pretended, what the refusal says
@@ -112,8 +108,6 @@ CREDIT: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "GMPO": ({}, {}, GMPOTrainer, None, "combined with GMPOTrainer: its loss takes one advantage per sequence"),
     "Liger's loss": ({}, {}, Ligers, None, "combined with use_liger_kernel=True in TRL"),
     "another kind": ({}, {}, GRPOTrainer, another_kind, "combined with DistributedType.NO: credit needs whole layers"),
-    "stage 3": ({"ds3_gather_for_generation": False}, {}, GRPOTrainer, stage_3,
-                "combined with ds3_gather_for_generation=False"),
     "images": ({}, IMAGES, GRPOTrainer, None, "combined with images in the dataset"),
     "a state space": ({}, {"model": mamba}, GRPOTrainer, None, r"model: MambaForCausalLM .*control='off'"),
 }  # fmt: skip
@@ -127,7 +121,6 @@ FUSION: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "off-policy mask": ({"off_policy_mask_threshold": 0.5}, {}, GRPOTrainer, None, "off_policy_mask_threshold=0.5"),
     "entropy bonus": ({"entropy_coef": 0.01}, {}, GRPOTrainer, None, "combined with an entropy bonus"),
     "another kind": ({}, {}, GRPOTrainer, another_kind, "combined with DistributedType.NO, which may split the head"),
-    "stage 3": ({}, {}, GRPOTrainer, stage_3, "combined with DeepSpeed's stage 3"),
     "images": ({}, IMAGES, GRPOTrainer, None, "combined with images in the dataset"),
     "logits changed": ({}, {"model": louder}, GRPOTrainer, None, r"model: .* LouderLM .* nats.*leave out LOSS"),
 }  # fmt: skip
@@ -255,12 +248,26 @@ def test_losses_that_make_no_sense_together_are_refused(build, arguments, messag
         build(trainer=arguments)
 
 
+@fuses
+def test_under_deepspeeds_stage_3_the_fused_loss_is_refused_and_the_packed_one_is_not(build, monkeypatch):
+    monkeypatch.setattr(integration, "_zero_stage", lambda trainer: 3)
+    with pytest.raises(NotImplementedError, match="combined with DeepSpeed's stage 3, which shards the head: pack"):
+        build(trainer={"fused_loss": True})
+    build(trainer={"packed_loss": True}, ds3_gather_for_generation=False)
+    gradient = {"counterfactual": CounterfactualConfig(estimator="gradient")}
+    with pytest.raises(NotImplementedError, match="gradients through the model itself, whole in this process"):
+        build(trainer=gradient, ds3_gather_for_generation=False)
+    build(trainer=gradient)
+
+
 def test_reentrant_checkpointing_on_several_processes_is_refused_for_packs(build, monkeypatch):
     built = build(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
     assert list(integration._packing_obstacles(built)) == []
     monkeypatch.setattr(type(built.accelerator), "num_processes", 2)
     (reason,) = integration._packing_obstacles(built)
     assert reason.startswith("reentrant gradient checkpointing on several processes")
+    monkeypatch.setattr(integration, "_zero_stage", lambda trainer: 2)
+    assert list(integration._packing_obstacles(built)) == []
 
 
 @pytest.mark.parametrize("name", ["tp", "cp", "sp"])
@@ -280,7 +287,7 @@ def test_credit_of_sharded_models_is_not_refused(mine, monkeypatch):
     monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
     assert list(integration._credit_obstacles(mine)) == []
     monkeypatch.setattr(state, "distributed_type", DistributedType.DEEPSPEED)
-    stage_3(monkeypatch)
+    monkeypatch.setattr(integration, "_zero_stage", lambda trainer: 3)
     assert list(integration._credit_obstacles(mine)) == []
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cfa_kernels import Span
-from cfa_kernels.estimators.base import Importances
+from cfa_kernels.estimators.base import Importances, OwnFunction
 from cfa_kernels.integrations.workers import Share, Workers, deal, judge_share
 from cfa_kernels.scoring.access import LogprobService
 from cfa_kernels.scoring.batch import ScoredBatch
@@ -59,6 +59,23 @@ def test_every_worker_is_asked_and_results_are_in_the_batchs_order():
     for row, own in zip(found.drop, expected.drop, strict=True):
         torch.testing.assert_close(row, own, atol=1e-5, rtol=0)
     assert found.work.tokens_fed == expected.work.tokens_fed
+
+
+def test_a_function_of_the_callers_runs_beside_the_host_and_asks_the_workers():
+    asked = []
+
+    def ask(shares):
+        asked.append(len(shares))
+        return [judge_share(tiny_model(), share) for share in shares]
+
+    workers, given = Workers(ask, 2), batch([5, 4], [[3], [4]])
+
+    def mine(access, some):
+        assert access is workers
+        return Importances(access.score(some).drop)
+
+    assert [len(row) for row in workers.judge(OwnFunction(mine), given).values] == [2, 2]
+    assert asked == [2]
 
 
 def test_a_worker_that_does_not_answer_is_noticed():

@@ -1,7 +1,8 @@
 """What each of several processes does in `tests/integrations/test_trl_sharded.py`: train with TRL under accelerate.
 
-accelerate takes FSDP for processes with GPUs only: on a CPU it keeps its kind at `MULTI_CPU` and drops the plugin. So
-the plugin is put back once its state is made; all that shards, reduces, clips and steps is accelerate's own.
+accelerate takes DeepSpeed as it is, and FSDP for processes with GPUs only: on a CPU it keeps its kind at `MULTI_CPU`
+and drops the plugin. So the plugin is put back once its state is made; all that shards, reduces, clips and steps is
+accelerate's own.
 """
 
 import os
@@ -9,14 +10,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from trl import GRPOConfig
 
+from cfa_kernels import CounterfactualConfig, Importances
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
-from tests.support.sharded import values
+from tests.support.sharded import deepspeed_on_a_cpu, values
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trl_training import PROMPT, same_rollouts, seven
 
@@ -49,20 +52,26 @@ def unwatched(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def build(how: str, processes: int, folder: str, given: dict[str, Any], options: dict[str, Any]) -> Any:
-    """Make the trainer of one of `processes`."""
-    fsdp: dict[str, Any] = {}
+    """Make the trainer of one of `processes`; `how` begins with FSDP or ZeRO and ends with its version or stage."""
+    shared: dict[str, Any] = {}
     if how.startswith("FSDP"):  # weights are equal from the start; accelerate broadcasts them through a device only
         wraps = not options.get("gradient_checkpointing", True)
         config = {"version": int(how[-1]), "sync_module_states": False, "activation_checkpointing": wraps}
-        fsdp = {"fsdp": True, "fsdp_config": config}
+        shared = {"fsdp": True, "fsdp_config": config}
+    elif how.startswith("ZeRO"):
+        zero = {"stage": int(how[-1]), "stage3_param_persistence_threshold": 0}
+        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+        config = dict.fromkeys(names, "auto") | {"zero_optimization": zero, "bf16": {"enabled": "auto"}}
+        shared = {"deepspeed": config}
     rows = 8 // processes // options.get("gradient_accumulation_steps", 1)
     settings = {
-        "use_cpu": True, "bf16": False, "per_device_train_batch_size": rows, "num_generations": 8,
+        "use_cpu": True, "bf16": False, "per_device_train_batch_size": rows, "per_device_eval_batch_size": rows,
+        "num_generations": 8,
         "max_completion_length": 16, "max_steps": 2, "report_to": [], "logging_steps": 1, "save_strategy": "no",
         "learning_rate": 1e-2, "disable_tqdm": True, "shuffle_dataset": False, "optim": "sgd",
     }  # fmt: skip
     return CounterfactualGRPOTrainer(
-        model=tiny_model(), args=GRPOConfig(folder, **settings | fsdp | options), processing_class=tiny_tokenizer(),
+        model=tiny_model(), args=GRPOConfig(folder, **settings | shared | options), processing_class=tiny_tokenizer(),
         train_dataset=Dataset.from_dict({"prompt": [PROMPT] * 8}), rollout_func=same_rollouts,
         **{"reward_funcs": seven} | given,
     )  # fmt: skip
@@ -80,10 +89,18 @@ def train(how: str, processes: int, given: dict[str, Any], options: dict[str, An
 Cases = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 
 
+def take_place(rank: int, how: str) -> None:
+    """Be one of two processes that share a model by `how`."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    if how.startswith("ZeRO"):
+        deepspeed_on_a_cpu(in_order=True)
+    else:
+        accept_fsdp_on_a_cpu()
+
+
 def as_one_of_two(rank: int, folder: str, how: str, cases: Cases) -> None:
     """Train by each of `cases`, arguments of the trainer and of TRL's configuration; save what came of it."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    accept_fsdp_on_a_cpu()
+    take_place(rank, how)
     found = {}
     for name, case in cases.items():
         try:
@@ -92,3 +109,17 @@ def as_one_of_two(rank: int, folder: str, how: str, cases: Cases) -> None:
             raise AssertionError(f"{how}, {name}") from error
     if rank == 0:
         torch.save(found, Path(folder) / "two.pt")
+
+
+def failing_in_one(rank: int, folder: str, how: str) -> None:
+    """Train with an estimator of one's own that fails in the second process."""
+    take_place(rank, how)
+
+    def estimator(model: Any, batch: Any) -> Any:
+        if rank == 1:
+            raise ValueError("nothing to say")
+        return Importances([torch.ones(len(row)) for row in batch.units])
+
+    credit = {"counterfactual": CounterfactualConfig(estimator=estimator, weights="range")}
+    with pytest.raises(ValueError, match=f"^{'' if rank else 'rank 1: '}nothing to say"):
+        train(how, 2, credit, {"num_generations": 4})  # whole groups in each process

@@ -40,10 +40,19 @@ def credit(model: object, options: dict[str, Any], groups: Sequence[int]) -> Cre
 def as_one_process(rank: int, judge: Callable[[Share], Found], tolerance: float = 5e-5) -> None:
     """Credit by two workers is that of one process: uneven groups, a worker with nothing, an error of one worker."""
 
+    def answer(share: Share) -> Any:
+        try:
+            return judge(share)
+        except Exception as error:
+            return error
+
     def ask(shares: list[Share]) -> list[Found]:
         sizes.append([len(share.batch) for share in shares])
         said: list[Any] = [None, None]
-        dist.all_gather_object(said, judge(shares[rank]))
+        dist.all_gather_object(said, answer(shares[rank]))
+        for one in said:
+            if isinstance(one, Exception):  # as Ray raises the first
+                raise one
         return said
 
     sizes: list[list[int]] = []
@@ -57,12 +66,18 @@ def as_one_process(rank: int, judge: Callable[[Share], Found], tolerance: float 
         torch.testing.assert_close(found.base, expected.base, atol=tolerance, rtol=0, equal_nan=True)
     assert sizes[0] in ([0, 5], [5, 0])  # of the sixth completion there is no answer
     assert all(min(share) > 0 for share in sizes[1:])
+    refuses_a_bad_id(workers)
+    assert workers.noise >= 1e-6
+
+
+def refuses_a_bad_id(workers: Workers) -> None:
+    """Workers name rank and row of an id that the model does not have."""
     ids = [torch.tensor(row) for row in ([14, 15, 18], [14, 999, 18])]
     spans, answers = [[Span(0, 1)]] * 2, [Span(2, 3)] * 2
     wrong = ScoredBatch.of(None, [torch.tensor([3]), torch.tensor([4])], ids, spans, answers, placeholder_id=0)
-    with pytest.raises(ValueError, match="completions row 1: id 999 at position 1 is outside the vocabulary"):
+    named = r"rank \d: completions row 1: id 999 at position 1 is outside the vocabulary"
+    with pytest.raises(ValueError, match=named):
         workers.score(wrong)
-    assert workers.noise >= 1e-6
 
 
 def on_a_sharded_model(rank: int, how: str) -> None:
