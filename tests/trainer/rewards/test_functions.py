@@ -99,7 +99,7 @@ def total_of(text: str) -> tuple[int, int] | None:
     [
         ({}, [0.0, 1.0, 0.0]),
         ({"answer_format": r"TOTAL (\d+)"}, [1.0, 0.0, 0.0]),
-        ({"answer_format": "tests.trainer.test_rewards:total_of"}, [1.0, 0.0, 0.0]),
+        ({"answer_format": "tests.trainer.rewards.test_functions:total_of"}, [1.0, 0.0, 0.0]),
         ({"answer_fallback": "last_number"}, [1.0, 1.0, 1.0]),
         ({"answer_format": r"SUM (\d+)", "answer_fallback": "last_number"}, [1.0, 1.0, 1.0]),
     ],
