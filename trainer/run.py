@@ -11,7 +11,7 @@ from trainer.checkpoints import Reference, load_policy, load_tokenizer, save_pol
 from trainer.checks import require_supported, sampling_gap_limit
 from trainer.config import TrainConfig
 from trainer.data import encode_prompts, train_and_eval_rows
-from trainer.evaluate import evaluate
+from trainer.evaluate import Draws, evaluate
 from trainer.experimental.hook import check_experiments
 from trainer.nonfinite import attempted_step
 from trainer.precision import adamw
@@ -35,9 +35,12 @@ def set_up(config: TrainConfig) -> Trainer:
     """
     _require_unused(run_folder(config))
     check_before_loading(config)
-    rewards = load_rewards(config.reward_funcs, **config.answer_options())
+    rewards = load_rewards(config.reward_funcs, **config.reward_options)
+    loaded = dict(zip(config.reward_funcs, rewards.values(), strict=True))
+    grader = loaded.get(config.grader) or load_reward(config.grader, **config.reward_options)
     rows, held_out = train_and_eval_rows(config)
     require_callable(rewards, rows[0])
+    require_callable({config.grader: grader}, held_out[0])
     tokenizer, architecture = load_tokenizer(config)
     limit = context_length(architecture)
     prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit) for part in (rows, held_out))
@@ -57,7 +60,7 @@ def set_up(config: TrainConfig) -> Trainer:
     engine = engine_for(policy, tokenizer, config, config.precision, sampling_gap_limit(config, policy))
     trainer = Trainer(
         config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
-        held_out_prompts,
+        held_out_prompts, grader,
     )  # fmt: skip
     check_experiments(trainer)
     return trainer
@@ -78,14 +81,15 @@ def train(trainer: Trainer) -> Path:
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), trainer.engine.notes)
 
         def evaluate_at(step: int) -> None:
-            with report.evaluating(step, len(trainer.held_out)) as advance:
+            with report.evaluating(step, len(trainer.held_out) * (1 + config.eval_samples)) as advance:
                 result = evaluate(
                     trainer.engine,
                     trainer.held_out,
                     trainer.held_out_prompts,
                     batch_size=config.eval_batch_size,
                     max_completion_length=config.max_completion_length,
-                    match=load_reward("exact_match", **config.answer_options()),
+                    match=trainer.grader,
+                    draws=Draws.of(config),
                     advance=advance,
                 )
             report.evaluated(step, result)

@@ -18,7 +18,7 @@ from trainer.rewards.children import next_line
 from trainer.rewards.isolation import LAUNCHES, NOBODY, PATH, Isolation
 
 MEMORY_BYTES = 1 << 30
-START_SECONDS = 60
+START_SECONDS = 60.0
 READY = b"ready\n"
 _JUDGE = Path(__file__).with_name("code_judge.py")
 _FENCED = re.compile(r"^```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
@@ -58,10 +58,12 @@ class CodeReward:
         """
         if not sys.platform.startswith("linux"):
             raise ValueError(f"reward code: runs programs on Linux only, and this is {sys.platform}")
-        self._timeout, reasons = timeout, []
+        reasons = []
         for self._isolation in ("bubblewrap", "unshare") if isolation == "auto" else (isolation,):
             try:
+                self._timeout = START_SECONDS  # of this program, whatever is asked of later ones
                 if self.passes("def right(): return 1", ["assert right() == 1"]):
+                    self._timeout = timeout
                     return
                 reasons.append(f"{self._isolation}: a program in it did not run to its end")
             except OSError as problem:
@@ -101,7 +103,7 @@ class CodeReward:
                 if next_line(judge, START_SECONDS) != READY:
                     os.killpg(judge.pid, signal.SIGKILL)
                     told = " ".join(judge.communicate()[1].decode(errors="replace").split())
-                    raise OSError(told[-300:] or f"no program was under way after {START_SECONDS} s")
+                    raise OSError(told[-300:] or f"no program was under way after {START_SECONDS:g} s")
                 return judge.communicate(order.encode(), self._timeout)[0] == nonce.encode()
             except subprocess.TimeoutExpired:
                 return False
