@@ -27,7 +27,9 @@ TRAINER = [
     "safetensors>=0.5",
     "scipy>=1.14",
 ]
+MATH = ["math-verify[antlr4_13_2]>=0.9"]
 TESTING = [
+    *MATH,
     "trl>=1.16,<1.17",
     "pytest>=8",
     "pytest-benchmark>=5",
@@ -55,6 +57,7 @@ setup(
         "verl": ["verl>=0.9.1"],
         "openrlhf": ["openrlhf>=0.11.2"],
         "trainer": TRAINER,
+        "math": MATH,
         "vllm": [*TRAINER, "trl[vllm]>=1.16,<1.17", "requests>=2.32"],
         # aligntune, a contender of the benchmarks, pins an older trl: pip install --no-deps aligntune
         "bench": [*TRL, *TRAINER, *TESTING, "captum>=0.8", "lm-eval>=0.4.9"],

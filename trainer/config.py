@@ -13,6 +13,7 @@ from trainer.checkpoints.settings import RunSettings
 from trainer.credit_settings import CreditSettings
 from trainer.experimental.settings import CorrectionSettings
 from trainer.precision import DtypeName, Precision
+from trainer.rewards.settings import RewardSettings
 from trainer.rollouts.settings import RolloutSettings
 
 EMBEDDED = "embedded"
@@ -21,6 +22,11 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 ASSETS = Path(__file__).parent / "embedded" / "assets"
 PRESETS = Path(__file__).parent / "presets"
 DEFAULTS_FILE = "defaults.yaml"
+_INSTRUCTIONS = {
+    "numbers": "Solve the problem step by step. End with a line of the form: #### <number>",
+    "text": "Solve the problem step by step. Put your final answer within \\boxed{}.",
+    "mbpp": "Answer with the program in one block of Python, between a line ```python and a line ```.",
+}
 _LOSS_OPTIONS = (
     "epsilon", "epsilon_high", "delta", "beta", "loss_type", "importance_sampling_level", "max_completion_length",
 )  # fmt: skip
@@ -74,9 +80,14 @@ class DataConfig:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
+    @property
+    def kind(self) -> str:
+        """Name what each row must have, see `RewardSettings.dataset_kind`; a worked solution unless that says else."""
+        return "numbers"
+
 
 @dataclass
-class TrainConfig(RunSettings, CorrectionSettings, RolloutSettings, CreditSettings, DataConfig):
+class TrainConfig(RunSettings, RewardSettings, CorrectionSettings, RolloutSettings, CreditSettings, DataConfig):
     """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
 
     model: str = EMBEDDED
@@ -123,9 +134,6 @@ class TrainConfig(RunSettings, CorrectionSettings, RolloutSettings, CreditSettin
     """Standard deviation that divides a group's centred rewards."""
     mask_truncated_completions: bool = True
     """Leave completions that hit max_completion_length out of the loss."""
-    reward_funcs: list[str] = field(default_factory=lambda: ["exact_match"])
-    """Reward functions, added up: "exact_match", or "module:function" with TRL's signature
-    f(prompts=, completions=, completion_ids=, **columns) -> list of float or None."""
 
     temperature: float = 0.6
     """Sampling temperature; log-probs in the loss are taken at the same one."""
@@ -143,8 +151,10 @@ class TrainConfig(RunSettings, CorrectionSettings, RolloutSettings, CreditSettin
     """Longest prompt in tokens; a longer one is an error. By default what the model's context leaves."""
     max_completion_length: int = 512
     """Maximum tokens sampled per completion."""
-    instruction: str = "Solve the problem step by step. End with a line of the form: #### <number>"
-    """Text after the question, on a line of its own; may be empty."""
+    instruction: str | None = None
+    """Text after the question, on a line of its own; may be empty. By default what dataset_kind asks for: numbers,
+    "Solve the problem step by step. End with a line of the form: #### <number>"; text, an answer in \\boxed{}; mbpp, a
+    fenced block of Python."""
     enable_thinking: bool = False
     """Passed to chat templates that know it (Qwen3): whether the model thinks before it answers."""
     eval_batch_size: int = 64
@@ -213,6 +223,11 @@ class TrainConfig(RunSettings, CorrectionSettings, RolloutSettings, CreditSettin
         self.counterfactual()  # checks the settings of credit
         self.check_corrections(self.num_generations)
         self.check_engine(self.rollout_engine)
+        self.check_rewards()
+        if self.dataset == GENERATED and self.kind == "mbpp":
+            raise ValueError("dataset: 'generated' has no tests; name a file or hub data set with MBPP's columns")
+        if self.instruction is None:
+            self.instruction = _INSTRUCTIONS[self.kind]
 
     @property
     def precision(self) -> Precision:
@@ -223,6 +238,11 @@ class TrainConfig(RunSettings, CorrectionSettings, RolloutSettings, CreditSettin
     def generation_batch_size(self) -> int:
         """Number of completions sampled per set of rollouts."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def reward_options(self) -> dict[str, Any]:
+        """Return the options of reward functions, by the names that `load_reward` takes."""
+        return {**self.answer_options(), "timeout": self.reward_timeout, "isolation": self.code_isolation}
 
     @property
     def loss_options(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Load problems to train and evaluate on from a file, the hub or the generator, and check them row by row.
 
-A row has at least `question` and `answer`, both text; other columns, the same in all rows, go to reward functions.
+A row has at least `question` and `answer`, both text, or for MBPP `question` and `tests`; other columns, the same in
+all rows, go to reward functions.
 """
 
 import functools
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config import GENERATED, DataConfig, TrainConfig
 from trainer.embedded.problems import generate
 from trainer.numbers import gold_number
+from trainer.rewards.mbpp import mbpp_row
 
 RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
 """What reward functions are given beside the columns of the data, under these names."""
@@ -48,12 +50,13 @@ def load_rows(
     config: str | None = None,
     question_column: str = "question",
     answer_column: str = "answer",
+    kind: str = "numbers",
     seed: int = GENERATED_SEED,
 ) -> list[Row]:
     """Read, rename to `question` and `answer`, and check the first `count` rows of a data set.
 
     `name` is a .jsonl or .parquet file, "generated", or a hub name; `split` and `config` are for the latter
-    two. Raises `ValueError` that names data set, row (counted from 0) and reason.
+    two, `kind` that of a config. Raises `ValueError` that names data set, row (counted from 0) and reason.
     """
     path = Path(name)
     if name == GENERATED:
@@ -78,7 +81,7 @@ def load_rows(
     checked = []
     for i, row in enumerate(rows):
         where = f"dataset {name}, row {i}"
-        checked.append(Row.of(_checked(row, where, question_column, answer_column), where))
+        checked.append(Row.of(_checked(row, where, kind, question_column, answer_column), where))
     _require_same_columns(checked, name)
     return checked
 
@@ -89,7 +92,9 @@ def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tu
     What is held out depends only on the settings in `config`: problems that warm-up holds out are held out of
     reinforcement learning with the same settings too.
     """
-    read = functools.partial(load_rows, question_column=config.question_column, answer_column=config.answer_column)
+    read = functools.partial(
+        load_rows, question_column=config.question_column, answer_column=config.answer_column, kind=config.kind
+    )
     train = read(
         config.dataset, split=config.dataset_split, count=config.train_problems, config=config.dataset_config, seed=seed
     )
@@ -151,7 +156,7 @@ def encode_prompts(
     prompts = []
     for row in rows:
         ids = encode_prompt(
-            row["question"], tokenizer, instruction=config.instruction, enable_thinking=config.enable_thinking
+            row["question"], tokenizer, instruction=config.instruction or "", enable_thinking=config.enable_thinking
         )
         if limit is not None and len(ids) > limit:
             raise ValueError(
@@ -163,10 +168,12 @@ def encode_prompts(
     return prompts
 
 
-def _checked(row: Any, where: str, question_column: str, answer_column: str) -> dict[str, Any]:
-    """Give one row with its two columns renamed, or raise a `ValueError` that says what is wrong with it."""
+def _checked(row: Any, where: str, kind: str, question_column: str, answer_column: str) -> dict[str, Any]:
+    """Give one row with what its kind demands, or raise a `ValueError` that says what is wrong with it."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected an object with named columns, got {type(row).__name__}")
+    if kind == "mbpp":
+        return mbpp_row(row, where)
     texts = {}
     for role, column in (("question", question_column), ("answer", answer_column)):
         if column not in row:
@@ -181,7 +188,7 @@ def _checked(row: Any, where: str, question_column: str, answer_column: str) -> 
         if not value.strip():
             raise ValueError(f"{where}: column {column!r} is empty")
         texts[role] = value
-    if gold_number(texts["answer"]) is None:
+    if kind == "numbers" and gold_number(texts["answer"]) is None:
         raise ValueError(f"{where}: no number can be read from column {answer_column!r}: {texts['answer'][-60:]!r}")
     others = {name: value for name, value in row.items() if name not in (question_column, answer_column)}
     return others | texts

@@ -14,7 +14,7 @@ from trainer.checks import require_finite_parameters, require_supported, samplin
 from trainer.config import TrainConfig
 from trainer.data import encode_prompts, train_and_eval_rows
 from trainer.endings import Ended, Ending
-from trainer.evaluate import evaluate
+from trainer.evaluate import Draws, evaluate
 from trainer.experimental.hook import check_experiments
 from trainer.nonfinite import attempted_step
 from trainer.policy import Reference, load_policy, load_tokenizer, save_policy
@@ -38,9 +38,12 @@ def set_up(config: TrainConfig) -> Trainer:
             model and the reason.
     """
     check_before_loading(config)
-    rewards = load_rewards(config.reward_funcs, **config.answer_options())
+    rewards = load_rewards(config.reward_funcs, **config.reward_options)
+    loaded = dict(zip(config.reward_funcs, rewards.values(), strict=True))
+    grader = loaded.get(config.grader) or load_reward(config.grader, **config.reward_options)
     rows, held_out = train_and_eval_rows(config)
     require_callable(rewards, rows[0])
+    require_callable({config.grader: grader}, held_out[0])
     tokenizer, architecture = load_tokenizer(config)
     limit = context_length(architecture)
     prompts, held_out_prompts = (encode_prompts(part, tokenizer, config, limit) for part in (rows, held_out))
@@ -60,7 +63,7 @@ def set_up(config: TrainConfig) -> Trainer:
     engine = engine_for(policy, tokenizer, config, config.precision, sampling_gap_limit(config, policy))
     trainer = Trainer(
         config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
-        held_out_prompts,
+        held_out_prompts, grader,
     )  # fmt: skip
     check_experiments(trainer)
     return trainer
@@ -125,8 +128,8 @@ def is_due(step: int, every: int | None, config: TrainConfig) -> bool:
 
 def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> None:
     """Evaluate after a step; left unfinished where an end is asked for meanwhile."""
-    config = trainer.config
-    with contextlib.suppress(Ended), report.evaluating(step, len(trainer.held_out)) as advance:
+    config, total = trainer.config, len(trainer.held_out) * (1 + trainer.config.eval_samples)
+    with contextlib.suppress(Ended), report.evaluating(step, total) as advance:
 
         def advance_or_end(problems: int) -> None:
             advance(problems)
@@ -139,7 +142,8 @@ def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> 
             trainer.held_out_prompts,
             batch_size=config.eval_batch_size,
             max_completion_length=config.max_completion_length,
-            match=load_reward("exact_match", **config.answer_options()),
+            match=trainer.grader,
+            draws=Draws.of(config),
             advance=advance_or_end,
         )
         report.evaluated(step, result)

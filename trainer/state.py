@@ -31,6 +31,7 @@ class Trainer:
     prompts: list[list[int]]
     held_out: list[Row]
     held_out_prompts: list[list[int]]
+    grader: Reward  # solved where it gives 1 or more
     sampled: "Batch | None" = None  # by the step under way, as far as it is known
 
 

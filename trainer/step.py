@@ -72,7 +72,13 @@ def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollou
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     names = [f"sample {b} ({row.where})" for b, row in enumerate(rows)]
     rewards, found = compute_rewards(
-        trainer.rewards, columns["question"], rollouts.texts, rollouts.ids(), columns, names=names
+        trainer.rewards,
+        columns["question"],
+        rollouts.texts,
+        rollouts.ids(),
+        columns,
+        weights=trainer.config.reward_weights,
+        names=names,
     )
     return Batch(problems, keys, rollouts, columns, rewards, found)
 

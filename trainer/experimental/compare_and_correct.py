@@ -133,7 +133,7 @@ def correction_prompt(
 ) -> list[int]:
     """Token ids of the prompt that asks for a correction: `correction_template` filled, then as any other prompt."""
     asked = config.correction_template.format(question=question, attempt=attempt, references="\n\n".join(references))
-    return encode_prompt(asked, tokenizer, instruction=config.instruction, enable_thinking=config.enable_thinking)
+    return encode_prompt(asked, tokenizer, instruction=config.instruction or "", enable_thinking=config.enable_thinking)
 
 
 def require_fitting_prompt(trainer: Trainer) -> None:
@@ -161,7 +161,9 @@ def _are_right(
     """Whether each correction earns the reward of a correct completion."""
     chosen = {name: [column[b] for b in samples] for name, column in columns.items()}
     try:
-        rewards, _ = compute_rewards(functions, chosen["question"], texts, list(ids), chosen)
+        rewards, _ = compute_rewards(
+            functions, chosen["question"], texts, list(ids), chosen, weights=config.reward_weights
+        )
     except (ValueError, FloatingPointError) as problem:
         raise type(problem)(f"corrections of samples {list(samples)}, counted from 0: {problem}") from problem
     return (rewards >= config.correct_threshold).tolist()

@@ -144,11 +144,11 @@ class Report:
     def evaluated(self, step: int, result: Evaluation) -> None:
         """Take in held-out accuracy after `step` steps."""
         self._evaluations.append((step, result))
-        figures = {"eval_accuracy": result.accuracy, "eval_completions/mean_length": result.mean_length}
-        self._record(step, figures)
+        self._record(step, result.metrics)
+        sampled = "".join(f", pass@{k} {share:.1%}" for k, share in result.pass_at.items())
         self.console.print(
             f"  step {step:>4}   [bold]held-out accuracy {result.accuracy:6.1%}[/bold]  "
-            f"({sum(result.correct)} of {len(result.correct)}, greedy)"
+            f"({sum(result.correct)} of {len(result.correct)}, greedy{sampled})"
         )
         self._warn(step, self._watch.warning_of_held_out(result.texts))
 

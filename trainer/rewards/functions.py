@@ -17,6 +17,10 @@ from torch import Tensor
 from cfa_kernels.text.rules import AnswerFormat
 from trainer.calls import RewardError, called
 from trainer.numbers import final_number, gold_number
+from trainer.rewards.code_reward import CodeReward
+from trainer.rewards.isolation import Isolation
+from trainer.rewards.math_reward import MathReward
+from trainer.rewards.settings import BUILT_IN
 
 Reward = Callable[..., list[float | None]]
 
@@ -47,21 +51,29 @@ def exact_match(
     return matches
 
 
-def load_reward(name: str, **answers: Any) -> Reward:
-    """Find a reward function by name: `exact_match`, or `module:function` on the import path.
+def load_reward(name: str, *, timeout: float = 10.0, isolation: Isolation = "auto", **answers: Any) -> Reward:
+    """Find a reward function by name: one of the program's, or `module:function` on the import path.
 
     `exact_match` reads completions by `answers`, the run's `answer_format` and `answer_fallback`; a function of another
-    module knows its own.
+    module knows its own. `timeout` (seconds) and `isolation` are those of `MathReward` and `CodeReward`.
     """
+    if name == "math_verify":
+        return MathReward(timeout)
+    if name == "code":
+        return CodeReward(timeout, isolation)
     if name != "exact_match" and ":" not in name:
-        raise ValueError(f"reward_funcs: {name!r} is neither 'exact_match' nor of the form 'module:function'")
+        known = ", ".join(map(repr, BUILT_IN))
+        raise ValueError(f"reward_funcs: {name!r} is neither one of {known} nor of the form 'module:function'")
     reward = exact_match if name == "exact_match" else _imported("reward_funcs", name)
     given = any(value is not None for value in answers.values())
     return functools.partial(exact_match, **answers) if reward is exact_match and given else reward
 
 
-def load_rewards(names: Sequence[str], **answers: Any) -> dict[str, Reward]:
-    """Load reward functions by the name they are reported under, the last part of `names`; no two have one name."""
+def load_rewards(names: Sequence[str], **options: Any) -> dict[str, Reward]:
+    """Load reward functions by the name they are reported under, the last part of `names`; no two have one name.
+
+    `options` are those of `load_reward`.
+    """
     full_names: dict[str, str] = {}
     for full_name in names:
         name = full_name.rpartition(":")[2]
@@ -70,7 +82,7 @@ def load_rewards(names: Sequence[str], **answers: Any) -> dict[str, Reward]:
                 f"reward_funcs: {full_names[name]!r} and {full_name!r} would both be reported as {name!r}; rename one"
             )
         full_names[name] = full_name
-    return {name: load_reward(full_name, **answers) for name, full_name in full_names.items()}
+    return {name: load_reward(full_name, **options) for name, full_name in full_names.items()}
 
 
 def load_answer_format(name: str | None) -> AnswerFormat | None:
@@ -97,26 +109,27 @@ def compute_rewards(
     completion_ids: Sequence[list[int]],
     columns: dict[str, list[Any]],
     *,
+    weights: Sequence[float] = (),
     names: Sequence[str] | None = None,
 ) -> tuple[Tensor, dict[str, list[float | None]]]:
-    """Call each reward function on B samples and add the results up; None abstains.
+    """Call each reward function on B samples and add the results up, by `weights` if there are any; None abstains.
 
     A reward is any real number: a float, an integer, a bool, a NumPy number, a tensor without dimensions. `names` are
     what an error calls the samples, by default "sample 0", "sample 1", ...
 
     Returns:
-        The (B,) fp32 sums and each function's own list.
+        The (B,) fp32 sums and each function's own list, without its weight.
 
     Raises:
         RewardError: a function raises, returns no list, the wrong number of values or a value that is no real number,
             or every function abstains on a sample.
-        FloatingPointError: a reward is not finite in float32. Messages name function, sample and value.
+        FloatingPointError: a reward or a sum is not finite in float32. Messages name function, sample and value.
     """
     by_function: dict[str, list[float | None]] = {}
     total, voted = torch.zeros(len(completions)), [False] * len(completions)
     samples = names or [f"sample {i}" for i in range(len(completions))]
     arguments = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
-    for name, function in functions.items():
+    for (name, function), weight in zip(functions.items(), weights or [1.0] * len(functions), strict=True):
         values = called(name, function, samples, arguments)
         is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
         if not is_list and getattr(values, "ndim", None) != 1:
@@ -126,11 +139,14 @@ def compute_rewards(
         given = [v if v is None else _real(v, f"{samples[i]}: reward {name}") for i, v in enumerate(values)]
         for i, number in enumerate(given):
             if number is not None:
-                total[i] += number
+                total[i] += weight * number
                 voted[i] = True
         by_function[name] = given
     if not all(voted):
         raise RewardError(f"{samples[voted.index(False)]}: every reward function returned None")
+    if not total.isfinite().all():
+        i = int((~total.isfinite()).nonzero()[0])
+        raise FloatingPointError(f"{samples[i]}: the sum of its rewards is {total[i].item()}")
     return total, by_function
 
 

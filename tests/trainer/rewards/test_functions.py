@@ -99,7 +99,7 @@ def total_of(text: str) -> tuple[int, int] | None:
     [
         ({}, [0.0, 1.0, 0.0]),
         ({"answer_format": r"TOTAL (\d+)"}, [1.0, 0.0, 0.0]),
-        ({"answer_format": "tests.trainer.test_rewards:total_of"}, [1.0, 0.0, 0.0]),
+        ({"answer_format": "tests.trainer.rewards.test_functions:total_of"}, [1.0, 0.0, 0.0]),
         ({"answer_fallback": "last_number"}, [1.0, 1.0, 1.0]),
         ({"answer_format": r"SUM (\d+)", "answer_fallback": "last_number"}, [1.0, 1.0, 1.0]),
     ],
@@ -136,8 +136,8 @@ def test_a_run_trains_and_evaluates_by_its_own_answer_format(monkeypatch, tmp_pa
 
 
 def test_evaluation_grades_with_the_function_it_is_given() -> None:
-    rollouts = SimpleNamespace(texts=ENDS_IN_TOTAL, completion_mask=torch.ones(3, 2))
-    arguments = (lambda *_, **__: rollouts, [{"answer": "#### 18"}] * 3, [[1]] * 3)
+    rollouts = SimpleNamespace(texts=ENDS_IN_TOTAL, completion_mask=torch.ones(3, 2), ids=lambda: [[1, 2]] * 3)
+    arguments = (lambda *_, **__: rollouts, [{"question": "?", "answer": "#### 18"}] * 3, [[1]] * 3)
     for options, correct in (({}, [False, True, False]), ({"answer_format": r"TOTAL (\d+)"}, [True, False, False])):
         grade = load_reward("exact_match", **options)
         assert evaluate(*arguments, batch_size=3, max_completion_length=2, match=grade).correct == correct
@@ -210,7 +210,7 @@ def test_a_bad_reward_names_function_and_sample(values, kind, message) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("accuracy", "neither 'exact_match' nor of the form"),
+        ("accuracy", "is neither one of 'exact_match', 'math_verify', 'code' nor of the form"),
         ("no_such_module:f", "cannot import 'no_such_module:f'"),
         ("math:no_such", "cannot import 'math:no_such'"),
         ("math:pi", "is a float, not a function"),

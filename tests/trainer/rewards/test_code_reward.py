@@ -1,0 +1,257 @@
+"""The reward for code: what passes, and what hostile programs get and cannot do."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from trainer.rewards.code_reward import CodeReward, fenced_code
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="programs are isolated by means of Linux"),
+]
+DEADLINE = 120.0  # only a hang reaches it
+RIGHT = "def f(x): return 2 * x"
+TESTS = ["assert f(1) == 2", "assert f(4) == 8"]
+
+
+def reward_of(isolation: str, timeout: float = DEADLINE) -> CodeReward:
+    try:
+        return CodeReward(timeout, isolation)
+    except ValueError as problem:
+        pytest.skip(str(problem))
+
+
+@pytest.fixture(scope="module", params=["bubblewrap", "unshare"])
+def isolated(request) -> CodeReward:
+    return reward_of(request.param)
+
+
+@pytest.fixture(scope="module", params=["bubblewrap", "unshare", "none"])
+def any_way(request) -> CodeReward:
+    return reward_of(request.param)
+
+
+def fenced(code: str) -> str:
+    return f"So:\n```python\n{code}\n```\nDone."
+
+
+def test_a_completion_is_judged_by_all_tests_of_its_row(any_way) -> None:
+    completions = [fenced(RIGHT), fenced("def f(x): return x + 1"), RIGHT, fenced("def f(x) return 2")]
+    assert any_way(completions=completions, tests=[TESTS] * 4, other=[0] * 4) == [1.0, 0.0, 0.0, 0.0]
+
+
+RIGHT_ANSWERS = {
+    "plain values come back as they are": (
+        "def f(x): return [None, True, 2, 0.1, 1e999, 'ä\\n', b'\\x00', (1, {2}), {(1,): frozenset()}, 1j]",
+        ["assert f(0) == [None, True, 2, 0.1, 1e999, 'ä\\n', b'\\x00', (1, {2}), {(1,): frozenset()}, 1j]"],
+    ),
+    "objects and methods of the solution": (
+        "class Pair:\n  def __init__(self, a, b): self.a, self.b = a, b\n"
+        "def f(pairs): return max(p.a + p.b for p in pairs)",
+        ["assert f([Pair(1, 2), Pair(a=3, b=4)]) == 7", "assert Pair(5, 6).b == 5 + 1"],
+    ),
+    "iterators": ("def f(n): yield from range(n)", ["assert list(f(3)) == [0, 1, 2]"]),
+    "modules that only the solution imports": ("import math\ndef f(r): return r", ["assert math.isclose(f(1.0), 1.0)"]),
+    "tests with functions": (RIGHT, ["def check(g):\n  assert all(g(i) == 2 * i for i in range(3))", "check(f)"]),
+    "errors that a test expects": (
+        "def f(x): raise ValueError('no')",
+        ["try:\n  f(1)\n  raise SystemExit\nexcept ValueError as e:\n  assert str(e) == 'no'"],
+    ),
+    "what a solution prints": ("print('#' * 100_000)\ndef f(x): print(x); return 2 * x", TESTS),
+    "more digits than Python writes": ("def f(n): return 10 ** n", ["assert f(5000) == 10 ** 5000"]),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT_ANSWERS)
+def test_right_solutions_pass(name) -> None:
+    solution, tests = RIGHT_ANSWERS[name]
+    assert reward_of("none").passes(solution, tests)
+
+
+def test_setup_runs_before_the_tests() -> None:
+    reward = reward_of("none")
+    judged = reward(completions=[fenced(RIGHT)] * 2, tests=[["assert f(one) == 2"]] * 2, test_setup=["one = 1", ""])
+    assert judged == [1.0, 0.0]
+
+
+EVERYWHERE = "for fd in range(64):\n  try: os.write(fd, {})\n  except OSError: pass\n"
+CHEATS = {
+    "exits with success": "import os\nos._exit(0)",
+    "exits politely": "raise SystemExit(0)",
+    "exits when called": "import os\ndef f(x): os._exit(0)",
+    "claims to have passed": "import os\n" + EVERYWHERE.format("b'ready\\n0123456789abcdef0123456789abcdef'"),
+    "answers for itself": "import os\n" + EVERYWHERE.format("b'{\"value\": null}\\n' * 9"),
+    "equals everything": "class A(int):\n  __eq__ = lambda *_: True\ndef f(x): return A(x + 9)",
+    "returns what equals everything": "class A:\n  __eq__ = lambda *_: True\ndef f(x): return A()",
+    "patches Python": "import builtins\nbuiltins.AssertionError = SystemExit\n__debug__ if True else 0\n"
+    "builtins.compile = builtins.exec = lambda *_: None\ndef f(x): return 0",
+    "looks for the verdict": "import gc\ntold = [o for o in gc.get_objects() if isinstance(o, dict) and 'nonce' in o]\n"
+    "print(told[0]['nonce'])\ndef f(x): return 2 * x",
+    "kills its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\ndef f(x): return 0",
+    "crashes": "import ctypes\nctypes.string_at(0)",
+    "answers without end": "import os\nfor fd in range(3, 64):\n  try:\n    while True: os.write(fd, b'[' * 65536)\n"
+    "  except OSError: pass",
+    "answers too deeply": "def f(x):\n  a = []\n  for _ in range(10**5): a = [a]\n  return a",
+    "eats memory": "a = bytearray(1 << 33)\ndef f(x): return 2 * x",
+    "eats memory bit by bit": "a = []\nwhile True: a.append(bytes(1 << 24))",
+    "fills the disk": "for i in range(10**5):\n  open(str(i), 'wb').write(bytes(1 << 20))",
+    "reads the judge": "import os\nfd = os.open(f'/proc/{os.getppid()}/mem', os.O_RDWR)\ndef f(x): return 2 * x",
+    "opens the judge's pipe": "import os\nos.open(f'/proc/{os.getppid()}/fd/1', os.O_WRONLY)\ndef f(x): return 2 * x",
+}
+
+
+@pytest.mark.parametrize("isolation", ["auto", "none"])
+def test_hostile_programs_earn_nothing_and_the_next_one_is_judged(isolation) -> None:
+    programs = {**CHEATS, "is right": RIGHT}
+    if isolation == "none":  # which stops nothing that it does to the disk
+        del programs["fills the disk"]
+    earned = reward_of(isolation)(
+        completions=[fenced(code) for code in programs.values()], tests=[TESTS] * len(programs)
+    )
+    assert dict(zip(programs, earned, strict=True)) == {name: float(name == "is right") for name in programs}
+
+
+ENDLESS = ["while True: pass", "import time\ntime.sleep(10**6)", "def f(x):\n  while True: pass"]
+
+
+def test_a_program_that_does_not_end_is_given_up(isolated) -> None:
+    began = time.monotonic()
+    reward = reward_of(isolated._isolation, 0.5)
+    assert reward(completions=[fenced(code) for code in ENDLESS], tests=[TESTS] * 3) == [0.0] * 3
+    assert time.monotonic() - began < DEADLINE
+
+
+def attempt(code: str) -> str:
+    """A solution whose `f` gives the name of the error that `code` ends with, or None."""
+    body = "\n".join(f"    {line}" for line in code.splitlines())
+    return f"import os, sys\ndef f(x):\n  try:\n{body}\n  except BaseException as e: return type(e).__name__\n"
+
+
+FORBIDDEN = {
+    "starts a process": ("os.fork()", "BlockingIOError"),
+    "starts a thread": ("import threading\nthreading.Thread(target=print).start()", "RuntimeError"),
+    "eats memory": ("bytearray(1 << 33)", "MemoryError"),
+    "writes a large file": ("with open('a', 'wb') as f: f.write(bytes(1 << 21))", "OSError"),
+    "writes many files": ("for i in range(99):\n  with open(str(i), 'wb') as f: f.write(bytes(1 << 19))", "OSError"),
+    "writes beside its folder": ("open('/written', 'w')", "OSError"),
+    "deletes Python": ("os.remove(os.__file__)", "OSError"),
+    "reads the list of users": ("open('/etc/passwd')", "FileNotFoundError"),
+    "reads homes": ("os.listdir('/home')", "FileNotFoundError"),
+    "sees processes": ("os.listdir('/proc')", "FileNotFoundError"),
+    "becomes root": ("os.setuid(0) or os.chown('/tmp', 0, 0) or os.chroot('/tmp')", "OSError"),
+    "opens a namespace of its own": (
+        "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0", "AssertionError"
+    ),
+    "raises its limits": (
+        "import resource\nresource.setrlimit(resource.RLIMIT_NPROC, (99, 99))", "ValueError"
+    ),
+    "sends": ("import socket\nsocket.create_connection(('192.0.2.1', 53), 5)", "OSError"),
+    "looks names up": ("import socket\nsocket.getaddrinfo('example.com', 80)", "gaierror"),
+}  # fmt: skip
+
+
+def test_a_program_in_isolation_is_refused_what_it_tries(isolated) -> None:
+    programs = [fenced(attempt(code)) for code, _ in FORBIDDEN.values()]
+    kinds = [["OSError", "PermissionError"] if error == "OSError" else [error] for _, error in FORBIDDEN.values()]
+    refused = isolated(completions=programs, tests=[[f"assert f(0) in {each}"] for each in kinds])
+    assert dict(zip(FORBIDDEN, refused, strict=True)) == dict.fromkeys(FORBIDDEN, 1.0)
+
+
+def test_a_program_sees_neither_environment_nor_files_nor_ports_of_the_trainer(isolated, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("TRAINERS_SECRET", "1")
+    (tmp_path / "kept").write_text("1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        solution = f"""
+import ctypes, os, socket
+def environment(): return sorted(os.environ)
+def everything(): return sorted(os.listdir("/"))
+def folder(): return [os.getcwd(), os.listdir(), os.path.exists({str(tmp_path)!r})]
+def reached(): return socket.socket().connect_ex(("127.0.0.1", {port}))
+def parent(): return os.getppid()
+"""
+        tests = [
+            "assert set(environment()) <= {'LC_CTYPE', 'PWD'}, environment()",
+            "assert not {'home', 'etc', 'proc', 'sys', 'var', 'run'} & set(everything())",
+            "assert folder() == ['/tmp', [], False]",
+            "assert reached() != 0",
+            "assert parent() in (1, 2)",
+        ]
+        assert isolated.passes(solution, tests)
+    assert (tmp_path / "kept").exists()
+
+
+def left_running(mark: int) -> list[str]:
+    """Numbers of processes with `mark` among the words of their command."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(mark).encode() in (folder / "cmdline").read_bytes().split(b"\0"):
+                found.append(folder.name)
+    return found
+
+
+def test_nothing_is_left_when_a_completion_is_judged(isolated, monkeypatch, tmp_path) -> None:
+    mark = (1 << 30) + os.getpid()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("trainer.rewards.code_reward.MEMORY_BYTES", mark)
+    sleeper = "import os, time\nopen('/tmp/a', 'w').write('x')\nos.setsid()\ntime.sleep(10**6)"
+    assert not reward_of(isolated._isolation, 0.5).passes(sleeper, TESTS)
+    assert isolated.passes("open('/tmp/a', 'w').write('x')\n" + RIGHT, TESTS)
+    assert list(tmp_path.iterdir()) == []
+    assert not os.path.exists("/tmp/a")
+    began = time.monotonic()
+    while (left := left_running(mark)) and time.monotonic() - began < DEADLINE:
+        time.sleep(0.05)
+    assert left == []
+
+
+def test_programs_run_without_isolation_only_if_told_to(monkeypatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    message = "bubblewrap: bwrap is not installed; unshare: unshare is not installed.*set code_isolation to none"
+    with pytest.raises(ValueError, match=message):
+        CodeReward()
+    assert CodeReward(isolation="none").passes(RIGHT, TESTS)
+
+
+def test_what_cannot_start_is_an_error_and_not_a_reward(monkeypatch) -> None:
+    reward = reward_of("none")
+    monkeypatch.setattr("sys.executable", "/usr/bin/false")
+    with pytest.raises(OSError, match="no program was under way"):
+        reward.passes(RIGHT, TESTS)
+
+
+def test_a_judge_whose_trainer_is_gone_ends_by_itself() -> None:
+    source = (REPOSITORY / "trainer/rewards/code_judge.py").read_text()
+    command = [sys.executable, "-I", "-S", "-c", source, "0", "/tmp", "1", str(1 << 30)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as judge:
+        assert judge.stdout is not None
+        assert judge.stdin is not None
+        assert judge.stdout.read(6) == b"ready\n"
+        judge.stdin.write(b'{"solution": "import time; time.sleep(1e6)", "setup": "", "tests": ["1"], "nonce": "n"}')
+        judge.stdin.close()
+        assert judge.wait(DEADLINE) == 1
+        assert judge.stdout.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("completion", "code"),
+    [
+        ("```python\na = 1\n```", "a = 1\n"),
+        ("```py\na\n```\nor\n```\nb\n```\nend", "b\n"),
+        ("```Python3\n```", ""),
+        ("no code", None),
+        ("```python\na = 1", None),
+        ("```rust\nlet a;\n```", None),
+    ],
+)
+def test_code_is_the_last_closed_block(completion, code) -> None:
+    assert fenced_code(completion) == code

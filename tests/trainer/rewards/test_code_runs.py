@@ -1,0 +1,60 @@
+"""Training on MBPP by the reward for code."""
+
+import dataclasses
+import json
+
+import pytest
+
+from tests.support.embedded import metrics_of, settings
+from trainer.__main__ import main
+from trainer.evaluate import evaluate
+from trainer.run import set_up, train
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def mbpp(tmp_path) -> list[str]:
+    """Flags of a run on eight tasks that each ask for another multiple."""
+    rows = [
+        {"text": f"Multiply by {n}.", "test_list": [f"assert f(1) == {n}", "assert f(0) == zero"],
+         "test_setup_code": "zero = 0"} for n in range(8)
+    ]  # fmt: skip
+    (tmp_path / "mbpp.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # What isolates is tested with the reward; here it may be missing.
+    return [
+        f"--dataset={tmp_path / 'mbpp.jsonl'}", "--reward_funcs=code", "--code_isolation=none", "--reward_timeout=120",
+        "--eval_problems=3", "--max_completion_length=16", "--max_steps=1", f"--output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+
+
+def test_evaluation_counts_the_problems_whose_tests_pass(mbpp) -> None:
+    trainer = set_up(settings(*mbpp))
+    assert trainer.grader is trainer.rewards["code"]
+    wanted = [row["question"].partition("Multiply by ")[2][0] for row in trainer.held_out]
+    wrong = wanted[1]
+
+    def solved(prompts, **options):
+        found = trainer.engine(prompts, **options)
+        asked = [trainer.tokenizer.decode(prompt).partition("Multiply by ")[2][0] for prompt in prompts]
+        texts = [f"```python\ndef f(x): return x * {99 if n == wrong else n}\n```" for n in asked]
+        return dataclasses.replace(found, texts=texts)
+
+    found = evaluate(
+        solved, trainer.held_out, trainer.held_out_prompts, batch_size=8, max_completion_length=2, match=trainer.grader
+    )
+    assert found.correct == [True, False, True]
+
+
+def test_a_run_on_mbpp_trains_and_evaluates_by_tests(mbpp, tmp_path) -> None:
+    folder = train(set_up(settings(*mbpp, "--eval_samples=2")))
+    before, step, after = metrics_of(folder)
+    assert step["rewards/code/mean"] == 0  # the embedded model knows no Python
+    assert before["eval_pass@2"] == after["eval_accuracy"] == 0
+
+
+def test_a_run_on_code_that_cannot_be_isolated_ends_with_one_line(mbpp, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    assert main([*mbpp, "--code_isolation=auto", "--device=cpu"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: reward code: programs cannot be isolated here")

@@ -1,0 +1,102 @@
+"""The reward by math-verify: what it finds equal, and that its process may hang, die or be absent."""
+
+import importlib.util
+import os
+import signal
+import sys
+
+import pytest
+
+from trainer.__main__ import main
+from trainer.rewards.math_reward import MathReward
+
+DEADLINE = 120.0  # only a hang reaches it
+# Stands in for math_child.py: a completion says what happens.
+OBEDIENT = """
+import json, os, sys, time
+print("loaded", flush=True)
+for line in sys.stdin:
+    answer, completion = json.loads(line)
+    if completion == "die":
+        os._exit(1)
+    if completion == "hang":
+        time.sleep(10**6)
+    if completion == "hold on":
+        9 ** 9 ** 9
+    print("null" if completion == "unreadable" else json.dumps(answer == completion), flush=True)
+"""
+
+
+@pytest.fixture
+def obedient(monkeypatch, tmp_path):
+    """Reward functions whose child does as a completion says."""
+    (tmp_path / "child.py").write_text(OBEDIENT)
+    monkeypatch.setattr("trainer.rewards.math_reward._CHILD", tmp_path / "child.py")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    return MathReward
+
+
+@pytest.mark.slow
+def test_a_child_that_dies_or_hangs_earns_nothing_and_is_started_anew(obedient) -> None:
+    said = ["5", "die", "5", "hang", "hold on", "5", "6"]
+    # A child that hangs is given up after a second; one that is asked again has all the time that it needs.
+    given = obedient(1.0)(completions=said[3:5], answer=["5"] * 2)
+    assert given == [0.0, 0.0]
+    reward = obedient(DEADLINE)
+    assert reward(completions=said[:3], answer=["5"] * 3) == [1.0, 0.0, 1.0]
+    assert reward(completions=said[5:], answer=["x\n#### 5", " 5 "]) == [1.0, 0.0]
+
+
+@pytest.mark.slow
+def test_a_child_that_was_killed_while_idle_costs_no_completion_its_reward(obedient) -> None:
+    reward = obedient(DEADLINE)
+    assert reward(completions=["5"], answer=["5"]) == [1.0]
+    os.kill(reward._child.pid, signal.SIGKILL)
+    reward._child.wait()
+    assert reward(completions=["5"], answer=["5"]) == [1.0]
+
+
+@pytest.mark.slow
+def test_an_answer_that_cannot_be_read_is_named_once(obedient) -> None:
+    reward = obedient(DEADLINE)
+    with pytest.warns(UserWarning, match="cannot read the answer 'five'") as warned:
+        assert reward(completions=["unreadable"] * 3, answer=["five"] * 3) == [0.0] * 3
+    assert len(warned) == 1
+
+
+@pytest.mark.slow
+def test_a_child_that_does_not_start_is_an_error(obedient, monkeypatch, tmp_path) -> None:
+    (tmp_path / "child.py").write_text("import no_such_module")
+    with pytest.raises(OSError, match="math_verify: its process did not start: ModuleNotFoundError"):
+        obedient()(completions=["5"], answer=["5"])
+
+
+def test_a_run_without_math_verify_ends_with_one_line(monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert main(["--reward_funcs", "math_verify", f"--output_dir={tmp_path / 'run'}"]) == 1
+    expected = "error: reward math_verify: math-verify is not installed; in the checkout: pip install '.[math]'\n"
+    assert capsys.readouterr().err == expected
+
+
+CASES = [
+    ("72", "The answer is $72$.", 1.0),
+    ("9*8=72\n#### 72", "#### 72", 1.0),
+    ("72", r"\boxed{\frac{144}{2}}", 1.0),
+    ("72", r"\boxed{73}", 0.0),
+    ("72", "", 0.0),
+    (r"\frac{\sqrt{3}}{2}", r"Thus $\sin(\pi/3) = \frac{\sqrt3}{2}$", 1.0),
+    (r"$\frac{1}{2}$", r"\boxed{0.5}", 1.0),
+    ("72", r"\boxed{36+36}", 1.0),  # a fault: nothing was computed
+    ("72", "<answer>72</answer>", 0.0),  # a fault: it finds nothing
+    ("72", "(" * 50_000, 0.0),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of memory are those of Linux")
+def test_what_math_verify_finds_equal_earns_a_reward() -> None:
+    golds, completions, expected = zip(*CASES, strict=True)
+    given = MathReward(DEADLINE)(completions=completions, answer=golds)
+    assert dict(zip(completions, given, strict=True)) == dict(zip(completions, expected, strict=True))
+    assert MathReward(1.0)(completions=[r"\boxed{9^{9^{9^{9}}}}"], answer=["72"]) == [0.0]

@@ -1,0 +1,74 @@
+"""Rows of MBPP: their question, their tests, and what is said about a bad one."""
+
+import json
+
+import pytest
+
+from trainer.config import TrainConfig
+from trainer.data import load_rows, train_and_eval_rows
+
+ROW = {
+    "task_id": 1,
+    "text": "Write a function to double a number.",
+    "code": "def double(x):\n    return 2 * x",
+    "test_list": ["assert double(1) == 2", "assert double(4) == 8"],
+    "test_setup_code": "",
+    "challenge_test_list": [],
+}
+SANITIZED = {
+    "prompt": "Write a function to double a number.",
+    "code": ROW["code"],
+    "test_imports": ["import math"],
+    "test_list": ROW["test_list"],
+}
+
+
+def written(path, rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(("row", "setup"), [(ROW, ""), (SANITIZED, "import math\n")])
+def test_a_question_shows_its_tests(tmp_path, row, setup) -> None:
+    (found,) = load_rows(written(tmp_path / "a.jsonl", [row]), split="train", kind="mbpp")
+    assert found["question"] == (
+        "You are an expert Python programmer, and here is your task: Write a function to double a number. "
+        "Your code should pass these tests:\n\nassert double(1) == 2\nassert double(4) == 8"
+    )
+    assert (found["tests"], found["test_setup"], found["code"]) == (ROW["test_list"], setup, ROW["code"])
+    assert "answer" not in found
+
+
+def test_rows_of_mbpp_are_held_out_like_all_others(tmp_path) -> None:
+    rows = [ROW | {"text": f"Task {i}."} for i in range(6)]
+    config = TrainConfig(dataset=written(tmp_path / "a.jsonl", rows), reward_funcs=["code"], eval_problems=2)
+    train, test = train_and_eval_rows(config)
+    assert (len(train), len(test)) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (
+            {"question": "?", "answer": "5"},
+            r"MBPP has columns text or prompt, and test_list; .* \['answer', 'question'\]",
+        ),
+        (ROW | {"text": " "}, "column 'text' must be text that is not empty, got ' '"),
+        (ROW | {"text": None}, "column 'text' must be text that is not empty, got None"),
+        (ROW | {"test_list": []}, r"column 'test_list' must be a list of tests, got \[\]"),
+        (ROW | {"test_list": "assert 1"}, "column 'test_list' must be a list of tests, got 'assert 1'"),
+        (ROW | {"test_list": ["assert f(1 == 2"]}, r"column 'test_list' has 'assert f\(1 == 2', which is not Python"),
+        (ROW | {"test_list": [3]}, "column 'test_list' has 3, which is not Python"),
+        (ROW | {"test_setup_code": "import"}, "column 'test_setup_code' has 'import', which is not Python"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_number_and_reason(tmp_path, bad, reason) -> None:
+    with pytest.raises(ValueError, match=f"row 1: {reason}"):
+        load_rows(written(tmp_path / "a.jsonl", [ROW, bad]), split="train", kind="mbpp")
+
+
+def test_only_numbers_must_hold_a_number(tmp_path) -> None:
+    name = written(tmp_path / "a.jsonl", [{"question": "?", "answer": r"\sqrt{2}"}])
+    assert load_rows(name, split="train", kind="text") == [{"question": "?", "answer": r"\sqrt{2}"}]
+    with pytest.raises(ValueError, match="row 0: no number can be read"):
+        load_rows(name, split="train")

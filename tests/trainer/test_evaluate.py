@@ -1,0 +1,93 @@
+"""Evaluation: pass@k by its estimator, draws that repeat and disturb nothing, and the reward that it counts by."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support.embedded import metrics_of, run, settings
+from trainer.evaluate import Draws, evaluate, pass_at_k
+
+
+@pytest.mark.parametrize(("samples", "solved"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 4), (6, 6)])
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_that_hold_a_right_one(samples, solved) -> None:
+    outcomes = [1] * solved + [0] * (samples - solved)
+    for k in range(1, samples + 1):
+        choices = list(itertools.combinations(outcomes, k))
+        assert pass_at_k(samples, solved, k) == pytest.approx(sum(map(any, choices)) / len(choices), abs=1e-12)
+
+
+def test_pass_at_k_of_many_samples_is_a_probability() -> None:
+    assert pass_at_k(1000, 1, 1) == pytest.approx(1e-3)
+    assert 0 < pass_at_k(1000, 500, 100) <= 1
+
+
+class Recorder:
+    """An engine that completes a prompt of n tokens by `n` greedily, and by its sample's number otherwise."""
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def __call__(self, prompts, *, keys=None, **options):
+        self.calls.append((prompts, keys, options))
+        texts = [str(len(prompt)) for prompt in prompts] if keys is None else [str(key[3]) for key in keys]
+        return SimpleNamespace(
+            texts=texts, completion_mask=torch.ones(len(texts), 4), ids=lambda: [[1] * 4 for _ in texts]
+        )
+
+
+def even(*, prompts, completions, completion_ids, level, **_):
+    """A reward of any kind: by TRL's contract."""
+    assert len(prompts) == len(completions) == len(completion_ids) == len(level)
+    return [None if text == "3" else 1.5 if int(text) % 2 == 0 else 0.5 for text in completions]
+
+
+ROWS = [{"question": f"{i}?", "level": i} for i in range(3)]
+PROMPTS = [[1] * 4, [1] * 3, [1] * 5]
+
+
+def test_a_problem_is_solved_where_the_runs_reward_gives_one_or_more() -> None:
+    found = evaluate(Recorder(), ROWS, PROMPTS, batch_size=2, max_completion_length=4, match=even)
+    assert (found.correct, found.texts, found.mean_length) == ([True, False, False], ["4", "3", "5"], 4.0)
+    assert found.metrics == {"eval_accuracy": 1 / 3, "eval_completions/mean_length": 4.0}
+
+
+def test_samples_are_drawn_by_keys_of_their_own_and_counted_per_problem() -> None:
+    engine, counted = Recorder(), []
+    draws = Draws(samples=3, pass_at=(1, 3), seed=7, temperature=0.5, top_p=0.9)
+    found = evaluate(
+        engine, ROWS, PROMPTS, batch_size=4, max_completion_length=4, match=even, draws=draws, advance=counted.append
+    )
+    keys = [key for _, given, _ in engine.calls for key in given or ()]
+    assert sorted(keys) == [(7, 0, i, s, 2) for i in range(3) for s in range(3)]
+    assert all(options["temperature"] == 0.5 for _, given, options in engine.calls if given)
+    assert all("temperature" not in options for _, given, options in engine.calls if given is None)
+    assert sum(counted) == 3 * (1 + 3)
+    assert found.pass_at == {1: pytest.approx(2 / 3), 3: 1.0}  # samples 0 and 2 of 3 are right
+    assert found.texts == ["4", "3", "5"]
+
+
+def test_a_runs_samples_repeat_at_the_same_weights_and_disturb_no_draws(trainer) -> None:
+    config = settings("--eval_samples=4", "--eval_k", "2", "4")
+    arguments = (trainer.engine, trainer.held_out[:3], trainer.held_out_prompts[:3])
+    options = {"batch_size": 5, "max_completion_length": 24, "draws": Draws.of(config)}
+    state = torch.get_rng_state()
+    first, again = evaluate(*arguments, **options), evaluate(*arguments, **options | {"batch_size": 8})
+    assert first == again
+    assert set(first.metrics) >= {"eval_pass@2", "eval_pass@4"}
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.slow
+def test_pass_at_k_is_in_the_metrics_of_every_evaluation_and_changes_nothing_else(tmp_path) -> None:
+    short = ["--eval_steps=1", "--eval_problems=3", "--max_completion_length=16"]
+    with_samples = metrics_of(run(tmp_path / "with", *short, "--eval_samples=3"))
+    without = metrics_of(run(tmp_path / "without", *short))
+    at = [entry for entry in with_samples if "eval_accuracy" in entry]
+    assert [entry["step"] for entry in at] == [0, 1, 2]
+    for entry in at:
+        assert 0 <= entry["eval_pass@1"] <= entry["eval_pass@3"] <= 1
+    for one, other in zip(with_samples, without, strict=True):
+        same = {name for name in other if "time" not in name}
+        assert {name: one[name] for name in same} == {name: other[name] for name in same}

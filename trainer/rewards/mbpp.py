@@ -1,0 +1,36 @@
+"""Read rows of MBPP: a task in words, statements that test a solution, perhaps what they need before.
+
+Source: Austin et al. (2021), "Program Synthesis with Large Language Models", whose prompt is used.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_PROMPT = (
+    "You are an expert Python programmer, and here is your task: {task} Your code should pass these tests:\n\n{tests}"
+)
+
+
+def mbpp_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Make a question of a row; the columns `tests` and `test_setup` are what the reward `code` reads.
+
+    The task is `text`, or `prompt` in the sanitized version, whose `test_imports` come before `test_setup_code`. Other
+    columns are kept. Raises `ValueError` that begins with `where` and names the column.
+    """
+    column = next((name for name in ("text", "prompt") if name in row), None)
+    if column is None or "test_list" not in row:
+        raise ValueError(f"{where}: MBPP has columns text or prompt, and test_list; this row has {sorted(row)}")
+    task, tests = row[column], row["test_list"]
+    if not isinstance(task, str) or not task.strip():
+        raise ValueError(f"{where}: column {column!r} must be text that is not empty, got {task!r}")
+    if not isinstance(tests, list) or not tests:
+        raise ValueError(f"{where}: column 'test_list' must be a list of tests, got {tests!r}")
+    setup = [*(row.get("test_imports") or ()), row.get("test_setup_code") or ""]
+    for name, statement in [*(("test_list", test) for test in tests), *(("test_setup_code", part) for part in setup)]:
+        try:
+            compile(statement, "test", "exec")
+        except (SyntaxError, ValueError, TypeError) as problem:
+            raise ValueError(f"{where}: column {name!r} has {statement!r}, which is not Python: {problem}") from problem
+    others = {name: value for name, value in row.items() if name not in (column, "test_list", "test_setup_code")}
+    question = _PROMPT.format(task=task.strip(), tests="\n".join(tests))
+    return others | {"question": question, "tests": tests, "test_setup": "\n".join(setup)}
