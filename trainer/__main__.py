@@ -8,6 +8,7 @@ with needed_by("python -m trainer", "trainer"):
     from transformers.utils import logging
 
     from cfa_kernels.hf.memory import is_out_of_memory
+    from trainer import processes
     from trainer.calls import RewardError
     from trainer.cli import parse
     from trainer.config import TrainConfig
@@ -21,7 +22,8 @@ trains the embedded model on generated word problems in a few minutes on a CPU; 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; wrong settings or data give one line on stderr and exit code 1 or 2."""
     argv = sys.argv[1:] if argv is None else argv
-    config = parse(TrainConfig, argv, prog="python -m trainer", description=DESCRIPTION)
+    with processes.quiet_unless_first():
+        config = parse(TrainConfig, argv, prog="python -m trainer", description=DESCRIPTION)
     logging.disable_progress_bar()
     try:
         with needed_by("python -m trainer", "trainer"):
@@ -35,14 +37,26 @@ def main(argv: list[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as problem:
         if isinstance(problem, RuntimeError) and not is_out_of_memory(problem):
             raise
-        return _failed(f"out of memory ({problem}); lower token_budget, max_completion_length or num_generations")
+        where = f"rank {processes.rank()}: " if processes.count() > 1 else ""
+        # Of several processes the launcher ends the others, which may be waiting in the middle of a forward.
+        _say(f"{where}out of memory ({problem}); lower token_budget, max_completion_length or num_generations")
+        return 1
+    processes.end()
     return 0
 
 
-def _failed(problem: Exception | str) -> int:
-    """Say in one line what went wrong."""
-    print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
+def _failed(problem: Exception) -> int:
+    """Say what ended the run, once for all its processes; give the exit code."""
+    told = processes.failed(problem)
+    if processes.is_first():
+        _say(told)
+    processes.end()
     return 1
+
+
+def _say(problem: str) -> None:
+    """Say in one line what went wrong."""
+    print(f"error: {' '.join(problem.split())}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trainer.data import Row
+from trainer.processes import gathered, own
 from trainer.rewards import Reward, exact_match
 from trainer.rollouts import Engine
 
@@ -34,12 +35,14 @@ def evaluate(
 ) -> Evaluation:
     """Complete every prompt greedily and `match` it with the row's answer; `advance(n)` reports progress.
 
+    Of several processes each takes a share of the prompts, and all get the whole result.
+
     Raises:
         FloatingPointError: the model gave logits that are not finite; the message names the problems.
     """
-    correct, texts, tokens = [False] * len(rows), [""] * len(rows), 0
-    by_length = sorted(range(len(rows)), key=lambda i: len(prompts[i]))
-    for start in range(0, len(rows), batch_size):
+    found, tokens = dict[int, tuple[bool, str]](), 0
+    by_length = own(sorted(range(len(rows)), key=lambda i: len(prompts[i])))
+    for start in range(0, len(by_length), batch_size):
         batch = by_length[start : start + batch_size]
         rollouts = engine(
             [prompts[i] for i in batch],
@@ -47,8 +50,10 @@ def evaluate(
             names=[f"held-out problem {i}" for i in batch],
         )
         matches = match(completions=rollouts.texts, answer=[rows[i]["answer"] for i in batch])
-        for i, text, matched in zip(batch, rollouts.texts, matches, strict=True):
-            correct[i], texts[i] = matched == 1, text
+        found |= {i: (one == 1, text) for i, text, one in zip(batch, rollouts.texts, matches, strict=True)}
         tokens += int(rollouts.completion_mask.sum())
         advance(len(batch))
-    return Evaluation(correct, texts, tokens / len(rows))
+    shares = gathered((found, tokens))
+    everywhere = {i: result for share, _ in shares for i, result in share.items()}
+    correct, texts = zip(*(everywhere[i] for i in range(len(rows))), strict=True)
+    return Evaluation([*correct], [*texts], sum(tokens for _, tokens in shares) / len(rows))

@@ -1,11 +1,13 @@
 """Set up a run, train with evaluations around it, and save the model."""
 
+import dataclasses
 import time
 from pathlib import Path
 
 from transformers import get_scheduler, set_seed
 
 from cfa_kernels.hf.model import context_length
+from trainer import processes
 from trainer.calls import RewardError, require_callable
 from trainer.checkpoints import Reference, load_policy, load_tokenizer, save_policy
 from trainer.checks import require_supported, sampling_gap_limit
@@ -16,7 +18,7 @@ from trainer.experimental.hook import check_experiments
 from trainer.nonfinite import attempted_step
 from trainer.precision import adamw
 from trainer.preflight import check_before_loading, require_place
-from trainer.report import Report
+from trainer.report import Report, Silence
 from trainer.rewards import load_reward, load_rewards
 from trainer.rollouts import engine_for
 from trainer.state import Trainer
@@ -33,7 +35,9 @@ def set_up(config: TrainConfig) -> Trainer:
         NotImplementedError: the model's log-probs cannot be taken or its answers not scored; the message names the
             model and the reason.
     """
-    _require_unused(run_folder(config))
+    processes.start(config)
+    if processes.is_first():
+        _require_unused(run_folder(config))
     check_before_loading(config)
     rewards = load_rewards(config.reward_funcs, **config.answer_options())
     rows, held_out = train_and_eval_rows(config)
@@ -46,6 +50,15 @@ def set_up(config: TrainConfig) -> Trainer:
     longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
     with config.precision.autocast():
         require_supported(policy, longest)
+    reference = Reference(policy) if config.beta else None
+    moving = processes.count() > 1 and config.parallel == "fsdp2"  # CUDA graphs do not follow weights that move
+    sampling = dataclasses.replace(config, rollout_cache="dynamic") if moving else config
+    engine = engine_for(policy, tokenizer, sampling, config.precision, sampling_gap_limit(config, policy))
+    for model in [policy, reference.copy] if reference and reference.copy else [policy]:
+        processes.distribute(model, config)
+    if moving:  # as it runs from now on
+        with config.precision.autocast():
+            require_supported(policy, longest)
     optimizer = adamw(
         [p for p in policy.parameters() if p.requires_grad],
         config.precision.device,
@@ -53,8 +66,6 @@ def set_up(config: TrainConfig) -> Trainer:
         weight_decay=config.weight_decay,
     )
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, config.max_steps)
-    reference = Reference(policy) if config.beta else None
-    engine = engine_for(policy, tokenizer, config, config.precision, sampling_gap_limit(config, policy))
     trainer = Trainer(
         config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
         held_out_prompts,
@@ -71,14 +82,16 @@ def train(trainer: Trainer) -> Path:
             samples. No model is saved then.
         RewardError: a reward function failed; the message names step, function and row.
     """
-    config, folder = trainer.config, run_folder(trainer.config)
-    _require_unused(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with Report(folder, config, trainer.tokenizer) as report:
+    config, folder = trainer.config, processes.gathered(run_folder(trainer.config))[0]
+    if processes.is_first():
+        _require_unused(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+    with Report(folder, config, trainer.tokenizer) if processes.is_first() else Silence() as report:
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), trainer.engine.notes)
 
         def evaluate_at(step: int) -> None:
-            with report.evaluating(step, len(trainer.held_out)) as advance:
+            share = processes.own(trainer.held_out)
+            with report.evaluating(step, len(share)) as advance, processes.whole(trainer.policy):
                 result = evaluate(
                     trainer.engine,
                     trainer.held_out,
@@ -103,6 +116,7 @@ def train(trainer: Trainer) -> Path:
             kind = RewardError if isinstance(problem, RewardError) else FloatingPointError
             raise kind(f"step {step}, {problem}; nothing was saved") from problem
         report.closing()
+        processes.gathered(None)  # the others end when the first has saved
     return folder
 
 

@@ -13,6 +13,7 @@ from trainer.cli import parse, to_yaml
 from trainer.config import DataConfig, TrainConfig
 from trainer.embedded.warmup import WarmupConfig
 from trainer.experimental.settings import CorrectionSettings
+from trainer.processes import ProcessSettings
 from trainer.rollouts import RolloutSettings
 from trainer.rollouts.vllm.settings import VllmSettings
 
@@ -79,7 +80,7 @@ def test_settings_written_to_a_file_read_back_the_same(tmp_path) -> None:
 @pytest.mark.parametrize("kind", [TrainConfig, WarmupConfig])
 def test_every_setting_is_documented(kind) -> None:
     texts = {field.name: field.metadata["help"] for field in fields(kind) if "help" in field.metadata}
-    for part in (DataConfig, CorrectionSettings, VllmSettings, RolloutSettings, kind):
+    for part in (DataConfig, ProcessSettings, CorrectionSettings, VllmSettings, RolloutSettings, kind):
         if not issubclass(kind, part):
             continue
         texts |= option_docs(part)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -216,6 +217,21 @@ class Report:
         self.console.print(f"\nA completion of the last step, reward {sample['reward']:g}, coloured by token weight:\n")
         self.console.print(Padding(text, (0, 2)))
         self.console.print(Padding(table, (0, 1)))
+
+
+class Silence:
+    """Report of a process that is not the first: nothing is shown or written."""
+
+    def __enter__(self) -> Any:
+        """Open nothing."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close nothing."""
+
+    def __getattr__(self, _: str) -> Any:
+        """Give a method that does nothing."""
+        return lambda *_, **__: contextlib.nullcontext(lambda _: None)
 
 
 def _weight_style(weight: float) -> str:
