@@ -8,6 +8,7 @@ with needed_by("python -m trainer", "trainer"):
     from transformers.utils import logging
 
     from cfa_kernels.hf.memory import is_out_of_memory
+    from trainer import processes
     from trainer.calls import RewardError
     from trainer.checkpoints.run_folder import Finished, Refused, open_run
     from trainer.cli import parse
@@ -28,32 +29,49 @@ _OF_TRAINING = (Refused, RewardError, OSError, ImportError, FloatingPointError, 
 def main(argv: list[str] | None = None) -> int:
     """Run the program: exit code 0; 1 or 2 and one line on stderr for what is wrong with settings, data or the disk."""
     argv = sys.argv[1:] if argv is None else argv
-    config = parse(TrainConfig, argv, prog="python -m trainer", description=DESCRIPTION)
+    with processes.quiet_unless_first():
+        config = parse(TrainConfig, argv, prog="python -m trainer", description=DESCRIPTION)
     logging.disable_progress_bar()
     expected = _OF_SET_UP
     with Ending() as ending:
         try:
-            with needed_by("python -m trainer", "trainer"), open_run(config) as folder:
-                trainer = set_up(config)
-                expected = _OF_TRAINING
-                train(trainer, folder, ending)
+            with needed_by("python -m trainer", "trainer"):
+                processes.start(config)
+                with open_run(config) as folder:
+                    trainer = set_up(config)
+                    expected = _OF_TRAINING
+                    train(trainer, folder, ending)
         except Finished as finished:
-            print(finished)
+            if processes.is_first():
+                print(finished)
         except Ended:
-            print("ended before the first step; nothing was written", file=sys.stderr)
+            if processes.is_first():
+                print("ended before the first step; nothing was written", file=sys.stderr)
         except expected as problem:
             return _failed(problem)
         except (MemoryError, RuntimeError) as problem:
             if isinstance(problem, RuntimeError) and not is_out_of_memory(problem):
                 raise
-            return _failed(f"out of memory ({problem}); lower token_budget, max_completion_length or num_generations")
+            where = f"rank {processes.rank()}: " if processes.count() > 1 else ""
+            # Of several processes the launcher ends the others, which may be waiting in the middle of a forward.
+            _say(f"{where}out of memory ({problem}); lower token_budget, max_completion_length or num_generations")
+            return 1
+    processes.end()
     return ending.exit_code
 
 
-def _failed(problem: Exception | str) -> int:
-    """Say in one line what went wrong."""
-    print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
+def _failed(problem: Exception) -> int:
+    """Say what ended the run, once for all its processes; give the exit code."""
+    told = processes.failed(problem)
+    if processes.is_first():
+        _say(told)
+    processes.end()
     return 1
+
+
+def _say(problem: str) -> None:
+    """Say in one line what went wrong."""
+    print(f"error: {' '.join(problem.split())}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """Stop a run whose numbers cannot be trusted, before they change a weight or are saved."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from cfa_kernels.hf.limits import refuse_length_dependent_rope
 from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.hf.sharding import run_inside
 from cfa_kernels.hf.verify import check_trainable, noise_floor
 from cfa_kernels.losses.off_policy import open_choice, sampling_gaps
 from trainer.config import TrainConfig
@@ -33,17 +34,24 @@ def require_supported(policy: nn.Module, longest: int) -> None:
     """
     causal = causal_lm(policy)
     refuse_length_dependent_rope(causal, longest)
-    policy.train()
-    try:
-        check_trainable(causal)
-    finally:
-        policy.eval()
-    noise_floor(causal)  # measured here, so that no step waits for it
+
+    def check() -> None:
+        policy.train()
+        try:
+            check_trainable(causal)
+        finally:
+            policy.eval()
+        noise_floor(causal)  # measured here, so that no step waits for it
+
+    run_inside(policy, check)
 
 
-def require_finite_parameters(model: nn.Module) -> None:
-    """Raise `FloatingPointError` naming the first parameter of `model` that holds a nan or an infinity."""
-    for name, parameter in model.named_parameters():
+def require_finite_parameters(model: nn.Module, gathered: Mapping[str, Tensor] | None = None) -> None:
+    """Raise `FloatingPointError` naming the first parameter of `model` that holds a nan or an infinity.
+
+    Where only pieces of them are here, `gathered` holds them by name.
+    """
+    for name, parameter in model.named_parameters() if gathered is None else gathered.items():
         if not parameter.isfinite().all():
             raise FloatingPointError(f"model: parameter {name} is not finite")
 

@@ -13,6 +13,7 @@ from trainer.checkpoints.settings import RunSettings
 from trainer.credit_settings import CreditSettings
 from trainer.experimental.settings import CorrectionSettings
 from trainer.precision import DtypeName, Precision
+from trainer.processes import ProcessSettings
 from trainer.rewards.settings import RewardSettings
 from trainer.rollouts.settings import RolloutSettings
 
@@ -35,7 +36,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "at least 1": (lambda value: value >= 1, (
         "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations",
         "max_completion_length", "eval_batch_size", "lora_r", "no_advantage_patience", "max_prompt_length",
-        "eval_steps", "token_budget", "lora_alpha", "save_steps", "save_total_limit",
+        "eval_steps", "token_budget", "lora_alpha", "save_steps", "save_total_limit", "ddp_timeout",
     )),
     "finite and at least 0": (lambda value: 0 <= value < float("inf"), (
         "epsilon", "epsilon_high", "beta", "weight_decay", "warmup_steps", "log_completions",
@@ -87,7 +88,9 @@ class DataConfig:
 
 
 @dataclass
-class TrainConfig(RunSettings, RewardSettings, CorrectionSettings, RolloutSettings, CreditSettings, DataConfig):
+class TrainConfig(
+    RunSettings, ProcessSettings, RewardSettings, CorrectionSettings, RolloutSettings, CreditSettings, DataConfig
+):
     """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
 
     model: str = EMBEDDED
@@ -100,7 +103,8 @@ class TrainConfig(RunSettings, RewardSettings, CorrectionSettings, RolloutSettin
     max_steps: int = 500
     """Optimizer steps (times num_iterations): rollouts, credit and update make one."""
     per_device_train_batch_size: int = 16
-    """Times gradient_accumulation_steps: number of completions that a step samples. token_budget limits one forward."""
+    """Times gradient_accumulation_steps: number of completions that a step samples, on however many devices.
+    token_budget limits one forward."""
     gradient_accumulation_steps: int = 4
     """See per_device_train_batch_size."""
     num_generations: int = 8

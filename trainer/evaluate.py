@@ -1,5 +1,6 @@
 """Measure on held-out problems how many are solved: greedily, and by at least one of k samples."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import Any
 from trainer.calls import called
 from trainer.config import TrainConfig
 from trainer.data import Row
+from trainer.processes import gathered, own
 from trainer.rewards import Reward, exact_match
 from trainer.rollouts import Engine
 
@@ -68,6 +70,8 @@ def evaluate(
 
     A completion solves its problem where `match`, a reward function, gives 1 or more. `advance(n)` reports progress.
 
+    Of several processes each takes a share of the prompts, and all get the whole result.
+
     Raises:
         FloatingPointError: the model gave logits that are not finite; the message names the problems.
         RewardError: `match` raised; the message names the problem.
@@ -76,7 +80,7 @@ def evaluate(
     def completed(problems: Sequence[int], **options: Any) -> list[tuple[bool, str, int]]:
         """Complete the prompts of problems, by number: whether solved, text and tokens of each."""
         keys, found = options.pop("keys", None), dict[int, tuple[bool, str, int]]()
-        by_length = sorted(range(len(problems)), key=lambda at: len(prompts[problems[at]]))
+        by_length = own(sorted(range(len(problems)), key=lambda at: len(prompts[problems[at]])))
         for start in range(0, len(by_length), batch_size):
             batch = by_length[start : start + batch_size]
             chosen = [problems[at] for at in batch]
@@ -95,7 +99,8 @@ def evaluate(
             for at, one, text, length in zip(batch, given, rollouts.texts, lengths, strict=True):
                 found[at] = one is not None and one >= 1, text, length
             advance(len(batch))
-        return [found[at] for at in range(len(problems))]
+        everywhere = dict(itertools.chain.from_iterable(share.items() for share in gathered(found)))
+        return [everywhere[at] for at in range(len(problems))]
 
     correct, texts, lengths = map(list, zip(*completed(range(len(rows))), strict=True))
     passes = dict[int, float]()

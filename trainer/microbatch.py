@@ -24,6 +24,7 @@ from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.scoring.access import TrainingForward
 from cfa_kernels.scoring.training_forward import PackedForward, packed_forward, packed_logprobs
 from trainer.config import TrainConfig
+from trainer.processes import gathered, own
 from trainer.rollouts import Rollouts
 
 ByRow = dict[int, Tensor]
@@ -87,6 +88,11 @@ class MicroBatch:
         """Pick b tensors (t,) of those of a batch; None where there are none."""
         return [by_row[b] for b in self.rows.tolist()] if by_row else None
 
+    @classmethod
+    def idle(cls) -> "MicroBatch":
+        """Make a micro-batch without rows, for a process that has fewer than others with which it shares the model."""
+        return cls(torch.zeros(0, dtype=torch.int64), [], [], [], torch.zeros(0), [])
+
     def halved(self, group_size: int) -> list["MicroBatch"]:
         """Cut the same rows into two micro-batches of whole groups of `group_size` completions; none for one group."""
         groups = (self.rows // group_size).tolist()
@@ -126,6 +132,8 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Cut a batch on the host into micro-batches of whole groups, as many as fit `token_budget`, at least one.
 
+    Of several processes each gets its own groups, perhaps none.
+
     Rows the mask leaves out are dropped, and rows without advantage too, unless the KL term or `bnpo`'s
     denominator (its own micro-batch) needs them. `mask` is (B, T), `advantages` (B,).
     """
@@ -139,7 +147,7 @@ def micro_batches(
     prompt_lengths = rollouts.prompt_mask.sum(1).tolist()
     parts: list[list[int]] = []
     size = 0
-    for start in range(0, len(wanted), config.num_generations):
+    for start in own(range(0, len(wanted), config.num_generations)):
         group = [b for b in range(start, start + config.num_generations) if wanted[b]]
         if not group:
             continue
@@ -243,7 +251,8 @@ class Credits:
 
     def of_batch(self) -> Credit:
         """Put credit of all (B, T) completions together; those in no micro-batch weigh 1 and were not scored."""
-        return Credit.of_parts(self.mask.shape, [(micro.rows.tolist(), credit) for micro, credit, _ in self.assigned])
+        assigned = [(micro.rows.tolist(), credit) for micro, credit, _ in self.assigned]
+        return Credit.of_parts(self.mask.shape, [part for parts in gathered(assigned) for part in parts])
 
 
 def by_row(micros: Iterable[MicroBatch], tensors: Iterable[Tensor]) -> ByRow:

@@ -23,6 +23,7 @@ from cfa_kernels.hf.liger import keep_own_modules
 from trainer.checks import require_finite_parameters
 from trainer.config import TrainConfig, model_path
 from trainer.precision import frozen_copy
+from trainer.processes import is_first, whole_state
 
 _NAMES_SHOWN = 5
 
@@ -141,28 +142,35 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def save_policy(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the adapter, or all weights, and the tokenizer.
+    """Write the adapter, or all weights, and the tokenizer; several processes call it, the first writes.
 
     Raises:
         FloatingPointError: a parameter is not finite; nothing is written, the message names it.
     """
-    require_finite_parameters(model)
-    model.save_pretrained(folder)
+    state = whole_state(model)
+    if not is_first():
+        return
+    require_finite_parameters(model, state)
+    model.save_pretrained(folder, **{} if state is None else {"state_dict": state})
     tokenizer.save_pretrained(folder)
 
 
 class Reference:
-    """Model as it was loaded, for the KL term: the policy with its adapter off, or a frozen copy."""
+    """Model as it was loaded, for the KL term: the policy with its adapter off, or a frozen copy.
+
+    Attributes:
+        copy: that copy; None without one.
+    """
 
     def __init__(self, policy: nn.Module) -> None:
         self._policy = policy
-        self._copy = None if hasattr(policy, "disable_adapter") else frozen_copy(policy)
+        self.copy = None if hasattr(policy, "disable_adapter") else frozen_copy(policy)
 
     @contextlib.contextmanager
     def model(self) -> Iterator[nn.Module]:
         """Give the reference while the context lasts."""
-        if self._copy is not None:
-            yield self._copy
+        if self.copy is not None:
+            yield self.copy
         else:
             with self._policy.disable_adapter():  # type: ignore[operator]
                 yield self._policy

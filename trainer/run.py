@@ -1,16 +1,18 @@
 """Set up a run, train with evaluations and checkpoints in between, and save the model."""
 
 import contextlib
+import dataclasses
 import itertools
 from pathlib import Path
 
 from transformers import get_scheduler, set_seed
 
 from cfa_kernels.hf.model import context_length
+from trainer import processes
 from trainer.calls import RewardError, require_callable
 from trainer.checkpoints.files import DiskError, whole_folder
 from trainer.checkpoints.run_folder import RunFolder, open_run
-from trainer.checks import require_finite_parameters, require_supported, sampling_gap_limit
+from trainer.checks import require_supported, sampling_gap_limit
 from trainer.config import TrainConfig
 from trainer.data import encode_prompts, train_and_eval_rows
 from trainer.endings import Ended, Ending
@@ -20,7 +22,7 @@ from trainer.nonfinite import attempted_step
 from trainer.policy import Reference, load_policy, load_tokenizer, save_policy
 from trainer.precision import adamw
 from trainer.preflight import check_before_loading
-from trainer.report import Report
+from trainer.report import Report, Silence
 from trainer.rewards import load_reward, load_rewards
 from trainer.rollouts import engine_for
 from trainer.state import Trainer
@@ -37,6 +39,7 @@ def set_up(config: TrainConfig) -> Trainer:
         NotImplementedError: the model's log-probs cannot be taken or its answers not scored; the message names the
             model and the reason.
     """
+    processes.start(config)
     check_before_loading(config)
     rewards = load_rewards(config.reward_funcs, **config.reward_options)
     loaded = dict(zip(config.reward_funcs, rewards.values(), strict=True))
@@ -52,6 +55,15 @@ def set_up(config: TrainConfig) -> Trainer:
     longest = max(map(len, prompts + held_out_prompts)) + config.max_completion_length
     with config.precision.autocast():
         require_supported(policy, longest)
+    reference = Reference(policy) if config.beta else None
+    moving = processes.count() > 1 and config.parallel == "fsdp2"  # CUDA graphs do not follow weights that move
+    sampling = dataclasses.replace(config, rollout_cache="dynamic") if moving else config
+    engine = engine_for(policy, tokenizer, sampling, config.precision, sampling_gap_limit(config, policy))
+    for model in [policy, reference.copy] if reference and reference.copy else [policy]:
+        processes.distribute(model, config)
+    if moving:  # as it runs from now on
+        with config.precision.autocast():
+            require_supported(policy, longest)
     optimizer = adamw(
         [p for p in policy.parameters() if p.requires_grad],
         config.precision.device,
@@ -59,8 +71,6 @@ def set_up(config: TrainConfig) -> Trainer:
         weight_decay=config.weight_decay,
     )
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, config.max_steps)
-    reference = Reference(policy) if config.beta else None
-    engine = engine_for(policy, tokenizer, config, config.precision, sampling_gap_limit(config, policy))
     trainer = Trainer(
         config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
         held_out_prompts, grader,
@@ -92,25 +102,27 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     start, kept = folder.begin(trainer)
     per_step = config.generation_batch_size // config.num_generations
     batches = itertools.islice(problem_batches(len(trainer.rows), per_step, config.seed), start, None)
-    with Report(folder.path, config, trainer.tokenizer, kept) as report:
+    with Report(folder.path, config, trainer.tokenizer, kept) if processes.is_first() else Silence() as report:
         notes = [*folder.notes, *trainer.engine.notes]
         if kept:
             notes.insert(0, f"going on from the checkpoint of step {start}; --no_resume starts anew, in a new folder")
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), notes)
-        step = start
+        evaluated, step = processes.gathered(report.evaluated_steps)[0], start
         try:
             for step in range(start, config.max_steps + 1):
                 if step > start:
                     report.stepped(step, attempted_step(trainer, step, next(batches)))
-                if is_due(step, config.eval_steps, config) and not report.has_evaluated(step):
+                if is_due(step, config.eval_steps, config) and step not in evaluated:
                     evaluate_at(trainer, report, step, ending)
-                if (step > start or not kept) and (ending.signal or is_due(step, config.save_steps, config)):
-                    require_finite_parameters(trainer.policy)
-                    folder.save(trainer, step, report.kept())
-                if ending.signal:
-                    report.ended(f"ended by {ending.signal.name} after step {step}; {folder.how_to_go_on()}")
+                # Looked at once: it may come between saving and the question whether to end.
+                asked = next(filter(None, processes.gathered(ending.signal)), None)
+                if (step > start or not kept) and (asked or is_due(step, config.save_steps, config)):
+                    folder.save(trainer, step, report.kept)
+                if asked:
+                    report.ended(f"ended by {asked.name} after step {step}; {folder.how_to_go_on()}")
                     return folder.path
-            with whole_folder(folder.path / ("adapter" if config.use_peft else "checkpoint")) as aside:
+            model = folder.path / ("adapter" if config.use_peft else "checkpoint")
+            with whole_folder(model) if processes.is_first() else contextlib.nullcontext(model) as aside:
                 save_policy(trainer.policy, trainer.tokenizer, aside)
             report.closing()
         except (FloatingPointError, RewardError) as problem:
@@ -118,6 +130,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
             raise kind(f"step {step}, {problem}; this step is not saved") from problem
         except DiskError as problem:
             raise DiskError(f"step {step}: {problem}; {folder.how_to_go_on()}") from problem
+        processes.gathered(None)  # the others end when the first has saved
     return folder.path
 
 
@@ -127,13 +140,14 @@ def is_due(step: int, every: int | None, config: TrainConfig) -> bool:
 
 
 def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> None:
-    """Evaluate after a step; left unfinished where an end is asked for meanwhile."""
-    config, total = trainer.config, len(trainer.held_out) * (1 + trainer.config.eval_samples)
-    with contextlib.suppress(Ended), report.evaluating(step, total) as advance:
+    """Evaluate after a step; one process leaves it unfinished where an end is asked for meanwhile."""
+    config, share = trainer.config, processes.own(trainer.held_out)
+    progress = report.evaluating(step, len(share) * (1 + config.eval_samples))
+    with contextlib.suppress(Ended), progress as advance, processes.whole(trainer.policy):
 
         def advance_or_end(problems: int) -> None:
             advance(problems)
-            if ending.signal:
+            if ending.signal and processes.count() == 1:
                 raise Ended
 
         result = evaluate(

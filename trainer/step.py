@@ -3,17 +3,21 @@
 `training_step` is a step from top to bottom; `update` changes the policy.
 """
 
+import dataclasses
 import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from cfa_kernels import Credit
+from cfa_kernels import Credit, packed_policy_loss
+from cfa_kernels.hf.fsdp import is_piece
 from cfa_kernels.hf.memory import run_in_memory
+from cfa_kernels.hf.sharding import is_sharded, run_inside
 from cfa_kernels.scoring.training_forward import PackedLoss
+from trainer import processes
 from trainer.checks import checked_sampling_gap, require_finite, sampling_metrics
 from trainer.experimental.hook import shape_rewards
 from trainer.microbatch import Credits, MicroBatch, Pass, by_row, fetched, micro_batches, on_host, to_host, unpadded
@@ -26,12 +30,13 @@ from trainer.state import Batch, Trainer
 def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     """Train one step on some problems, by number: B = problems x num_generations completions, T tokens at most."""
     config, started = trainer.config, time.perf_counter()
-    keys = [(config.seed, step, i, g) for i in problems for g in range(config.num_generations)]
+    keys = [(config.seed, step, i, g) for i in processes.own(problems) for g in range(config.num_generations)]
     rollouts = draw(trainer, keys)
     generated = time.perf_counter()
 
     trainer.sampled = Batch.unrewarded([key[-2] for key in keys], rollouts, keys)
-    batch = trainer.sampled = rewarded(trainer, keys, rollouts)
+    batch = trainer.sampled = of_all_processes(rewarded(trainer, keys, rollouts), config.num_generations)
+    rollouts = batch.rollouts
     shaped = shape_rewards(trainer, batch)  # rewards (B,), edits (B, T)
     advantages = group_advantages(shaped.rewards, config.num_generations, config.scale_rewards)  # (B,)
     mask = rollouts.completion_mask  # (B, T)
@@ -56,13 +61,14 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
 def draw(trainer: Trainer, keys: Sequence[tuple[int, ...]]) -> Rollouts:
     """Sample a completion for each key, whose last but one integer is the number of the problem."""
     config = trainer.config
-    return trainer.engine(
-        [trainer.prompts[key[-2]] for key in keys],
-        max_completion_length=config.max_completion_length,
-        keys=keys,
-        temperature=config.temperature,
-        top_p=config.top_p,
-    )
+    with processes.whole(trainer.policy):
+        return trainer.engine(
+            [trainer.prompts[key[-2]] for key in keys],
+            max_completion_length=config.max_completion_length,
+            keys=keys,
+            temperature=config.temperature,
+            top_p=config.top_p,
+        )
 
 
 def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollouts) -> Batch:
@@ -81,6 +87,13 @@ def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollou
         names=names,
     )
     return Batch(problems, keys, rollouts, columns, rewards, found)
+
+
+def of_all_processes(batch: Batch, size: int) -> Batch:
+    """Put what each process sampled, whole groups of `size`, together on each, in the order of the step's problems."""
+    if processes.count() == 1:
+        return batch
+    return Batch.joined(processes.gathered(dataclasses.replace(batch, rollouts=to_host(batch.rollouts))), size)
 
 
 def update(
@@ -105,34 +118,42 @@ def update(
     config, policy, metrics = trainer.config, trainer.policy, Averages()
     old, ratios = dict[int, Tensor](), dict[int, Tensor]()  # by the number of the completion
     rollouts, mask, advantages = to_host(rollouts), mask.cpu(), advantages.cpu()
-    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step + (processes.rank() << 48))
     given = unpadded(weights, rollouts.completion_mask)
     credits = Credits(config, rollouts, mask, trainer.tokenizer, generator, rewards, edits, given)
     totals = {"num_items_in_batch": int(mask.sum()), "num_sequences_in_batch": len(mask)}
     policy.train()
     parts = micro_batches(config, rollouts, mask, advantages, policy)
-    count, reference = len(parts), reference_logprobs(trainer, parts)
+    counts, shared = processes.gathered(len(parts)), is_sharded(policy)
+    if shared:  # its processes run every layer equally often
+        parts += [MicroBatch.idle()] * (max(counts) - len(parts))
+    reference = reference_logprobs(trainer, parts)
 
     def forward_and_loss(micro: MicroBatch) -> tuple[MicroBatch, PackedLoss]:
         """Do all of a micro-batch before its backward, which may start again in halves."""
-        with config.precision.autocast():  # of one micro-batch: it keeps the weights that it has cast
+
+        def body() -> PackedLoss:
             forward = micro.forward(policy, config, keep_states=credits.needs_states(micro))
             credited = micro.corrected(credits.of(micro, forward), forward, ratios, config)
             batch = micro.loss_batch(credited, old, reference, config)
             options = {**config.loss_options, **totals, "compute_entropy": True, "validate": False}
-            return micro, forward.policy_loss(batch, config.temperature, **options)
+            return forward.policy_loss(batch, config.temperature, **options)
+
+        with config.precision.autocast():  # of one micro-batch: it keeps the weights that it has cast
+            return micro, run_inside(policy, body, trains=True) if micro.prompts else idle_loss(policy)
 
     for iteration in range(config.num_iterations):
-        passes, norm = backward(trainer, parts, forward_and_loss, count)
+        passes, norm = backward(trainer, parts, forward_and_loss, sum(counts))
+        parts = [done.micro for done in passes]  # cut where the device had no memory for them
+        passes, norm = of_all_gradients(trainer, passes, norm, ratios)
         for done in passes:
             require_finite(done, policy)
             if iteration == 0:  # the policy is the one that sampled
                 metrics.add(sampling_metrics(done, ratios), done.micro.tokens)
             metrics.add(done.metrics, done.micro.tokens)
-        parts = [done.micro for done in passes]  # cut where the device had no memory for them
         if iteration == 0 and passes:
             metrics.add({"sampling/gap": checked_sampling_gap(passes, policy, config)})
-            old |= by_row(parts, [row for done in passes for row in done.logprobs])
+            old |= by_row([done.micro for done in passes], [row for done in passes for row in done.logprobs])
         torch.nn.utils.clip_grads_with_norm_(trained(trainer), config.max_grad_norm, norm)
         trainer.optimizer.step()
         trainer.engine.weights_changed()
@@ -153,20 +174,58 @@ def backward(
     """Sum the gradients of micro-batches; return their measurements, on the host, and the norm, on the device.
 
     A micro-batch that the device has no memory for is done in halves of whole groups, as long as its backward has not
-    begun; `count` is how many there were before any was cut. Passes queue up on the device without a wait.
+    begun; `count` is how many there were, of all processes, before any was cut. Passes queue up on the device without
+    a wait.
     """
-    config, parameters = trainer.config, trained(trainer)
+    config, shared = trainer.config, is_sharded(trainer.policy)
+
+    def smaller(micro: MicroBatch) -> list[MicroBatch]:
+        halves = micro.halved(config.num_generations)
+        if shared and any(processes.gathered(bool(halves))):  # where one has no memory, all come here
+            return halves or [micro, MicroBatch.idle()]
+        return halves
+
     trainer.optimizer.zero_grad()  # to None: without a micro-batch the optimizer step changes nothing
     passes, norm = list[Pass](), torch.zeros(())
-    for micro, (loss, measured, logprobs) in run_in_memory(
-        parts, forward_and_loss, lambda micro: micro.halved(config.num_generations)
-    ):
+    for micro, (loss, measured, logprobs) in run_in_memory(parts, forward_and_loss, smaller):
         if config.loss_type == "bnpo":  # the one type that normalises by its own micro-batch
             loss = loss * (micro.share / count)
-        loss.backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        (loss * processes.count() if shared else loss).backward()  # what shares the model averages its gradients
+        norm = gradient_norm(trained(trainer))
         passes.append(Pass(micro, loss.detach(), norm, measured, logprobs))
     return fetched(passes), norm
+
+
+def idle_loss(policy: nn.Module) -> PackedLoss:
+    """Compute a loss of 0 by as many forwards as the processes run that share the model and have a micro-batch."""
+    nothing, token = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+    loss = packed_policy_loss(policy, [token], [token], None, nothing, mask=[nothing], num_items_in_batch=1).loss
+    return PackedLoss(loss, {}, [])
+
+
+def of_all_gradients(
+    trainer: Trainer, passes: list[Pass], norm: Tensor, ratios: dict[int, Tensor]
+) -> tuple[list[Pass], Tensor]:
+    """Put together what all processes measured, and sum their gradients where each holds a whole model.
+
+    Returns the passes of all, of which the last has the norm of the sum, and that norm on the device.
+    """
+    if processes.count() == 1:
+        return passes, norm
+    found = processes.gathered(([done for done in passes if done.micro.prompts], ratios))
+    together = [done for theirs, _ in found for done in theirs]
+    for _, theirs in found:
+        ratios |= theirs
+    if together and not is_sharded(trainer.policy):
+        processes.sum_gradients(trained(trainer))
+        norm = gradient_norm(trained(trainer))
+    return [*together[:-1], *(last._replace(norm=norm.cpu()) for last in together[-1:])], norm
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Compute the norm of all gradients, also where they are in pieces on several processes; ()."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if is_piece(norm) else norm  # type: ignore[attr-defined]
 
 
 def trained(trainer: Trainer) -> list[torch.nn.Parameter]:

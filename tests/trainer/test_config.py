@@ -14,6 +14,7 @@ from trainer.cli import parse, to_yaml
 from trainer.config import DataConfig, TrainConfig
 from trainer.embedded.warmup import WarmupConfig
 from trainer.experimental.settings import CorrectionSettings
+from trainer.processes import ProcessSettings
 from trainer.rewards.settings import RewardSettings
 from trainer.rollouts import RolloutSettings
 from trainer.rollouts.vllm.settings import VllmSettings
@@ -81,7 +82,7 @@ def test_settings_written_to_a_file_read_back_the_same(tmp_path) -> None:
 @pytest.mark.parametrize("kind", [TrainConfig, WarmupConfig])
 def test_every_setting_is_documented(kind) -> None:
     texts = {field.name: field.metadata["help"] for field in fields(kind) if "help" in field.metadata}
-    parts = DataConfig, RewardSettings, RunSettings, CorrectionSettings, VllmSettings, RolloutSettings
+    parts = DataConfig, ProcessSettings, RewardSettings, RunSettings, CorrectionSettings, VllmSettings, RolloutSettings
     for part in (*parts, kind):
         if not issubclass(kind, part):
             continue

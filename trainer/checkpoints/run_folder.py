@@ -10,7 +10,7 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,11 @@ from trainer.checkpoints.files import (
     write_whole,
 )
 from trainer.checkpoints.settings import MAY_CHANGE, STEADY_SCHEDULES
-from trainer.checkpoints.state import read_json, read_state, write_state
+from trainer.checkpoints.state import WEIGHTS, Tensors, read_json, read_state, tensors_of, write_state
+from trainer.checks import require_finite_parameters
 from trainer.cli import to_yaml
 from trainer.config import TrainConfig
+from trainer.processes import of_first
 from trainer.state import Trainer
 
 RUNS = Path("runs")
@@ -76,23 +78,29 @@ class RunFolder:
         """
         config, self._facts = trainer.config, _facts(trainer)
         step, kept = 0, dict[str, Any]()
-        for step in sorted(_steps(self.path), reverse=True):
+        for step in of_first(lambda: sorted(_steps(self.path), reverse=True)):
             try:
                 kept = self._read(trainer, step)
                 break
             except (Damaged, OSError) as problem:
                 self.notes.append(f"the checkpoint of step {step} is damaged and was left out: {problem}")
         else:
-            if _is_begun(self.path):
+            if of_first(lambda: _is_begun(self.path)):
                 raise Refused("; ".join([f"{self.path}: no checkpoint to go on from", *self.notes, _NEW]))
             step = 0
         if step > config.max_steps:
             raise Refused(f"max_steps: {self.path} is at step {step} already, got {config.max_steps}")
-        write_whole(self.path / _SETTINGS, to_yaml(config))
+        of_first(lambda: write_whole(self.path / _SETTINGS, to_yaml(config)))
         return step, kept
 
     def _read(self, trainer: Trainer, step: int) -> dict[str, Any]:
         """Bring a trainer to the checkpoint of a step, which may be `Damaged`; gives what the report kept."""
+        state = of_first(lambda: self._checked(trainer, step))
+        read_state(trainer, self._checkpoint(step))
+        return state["report"]
+
+    def _checked(self, trainer: Trainer, step: int) -> dict[str, Any]:
+        """Read a checkpoint but for its tensors, and raise unless it is whole and this run's."""
         folder = self._checkpoint(step)
         require_whole(folder)
         state = read_json(folder)
@@ -103,19 +111,26 @@ class RunFolder:
         for name, now in self._facts.items():
             if state["facts"][name] != now:
                 raise Refused(f"{self.path}: {name} was {state['facts'][name]} and is {now} now; {_NEW}")
-        read_state(trainer, folder)
-        return state["report"]
+        return state
 
-    def save(self, trainer: Trainer, step: int, report: dict[str, Any]) -> None:
-        """Keep a checkpoint of a step, then delete all but the newest `save_total_limit`.
+    def save(self, trainer: Trainer, step: int, report: Callable[[], dict[str, Any]]) -> None:
+        """Keep a checkpoint of a step, with what `report()` gives, then delete all but the newest `save_total_limit`.
+
+        Of several processes all call this, and the first writes.
 
         Raises:
             DiskError: it could not be written; those before it are untouched.
+            FloatingPointError: a weight is not finite; nothing is written.
         """
+        tensors = tensors_of(trainer)
+        of_first(lambda: self._write(trainer, step, tensors, report()))
+
+    def _write(self, trainer: Trainer, step: int, tensors: Tensors, report: dict[str, Any]) -> None:
         folder, config = self._checkpoint(step), trainer.config
+        require_finite_parameters(trainer.policy, tensors[WEIGHTS])
         state = {"step": step, "settings": asdict(config), "facts": self._facts, "report": report}
         with whole_folder(folder, manifest=True) as aside:
-            write_state(trainer, aside, state)
+            write_state(trainer, aside, tensors, state)
         kept = sorted(one for one in _steps(self.path) if one <= step)[-config.save_total_limit :]
         for one in _steps(self.path) - {*kept}:  # those beyond this step were damaged
             shutil.rmtree(self._checkpoint(one), ignore_errors=True)
@@ -135,6 +150,8 @@ class RunFolder:
 def open_run(config: TrainConfig) -> Iterator[RunFolder]:
     """Within it a run has a folder to itself: one to go on in, or a new one, which goes if nothing is written to it.
 
+    Of several processes the first chooses and locks it; all must see it under its path.
+
     The lock is the operating system's: it ends with the process, however that ends.
 
     Raises:
@@ -143,7 +160,7 @@ def open_run(config: TrainConfig) -> Iterator[RunFolder]:
         DiskError: it cannot be written to, or another process has it.
     """
     with contextlib.ExitStack() as stack:
-        yield RunFolder(_own_folder(config, stack))
+        yield of_first(lambda: RunFolder(_own_folder(config, stack)))
 
 
 def _own_folder(config: TrainConfig, stack: contextlib.ExitStack) -> Path:

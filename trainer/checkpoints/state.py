@@ -22,24 +22,33 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from trainer.checkpoints.files import Damaged
+from trainer.processes import is_first
 from trainer.state import Trainer
 
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
+Tensors = dict[str, dict[str, Tensor]]
+"""Tensors by name, by the file that they go into."""
 # On the host; one copy of tensors that are sharded, by the process of rank 0.
 _WHOLE: dict[str, Any] = {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": True}
 
 
-def write_state(trainer: Trainer, folder: Path, state: dict[str, Any]) -> None:
-    """Write a run as it is after a step to an empty folder; `state`, JSON, is what the rest of the program keeps."""
+def tensors_of(trainer: Trainer) -> Tensors:
+    """Collect what a run keeps of weights and optimizer, whole and on the host of the first process; all call this."""
     policy, optimizer = trainer.policy, trainer.optimizer
     options = StateDictOptions(**_WHOLE)
     weights: dict[str, Any] = get_model_state_dict(policy, options=options)
     moments: dict[str, Any] = {}
     if optimizer.state:  # asked for those of an optimizer without any, torch would take a step
-        moments = get_optimizer_state_dict(policy, optimizer, options=options)["state"]  # type: ignore[assignment]
-    save_file({name: weights[name].contiguous() for name in trained(policy)}, folder / WEIGHTS)
+        moments = get_optimizer_state_dict(policy, optimizer, options=options).get("state", {})  # type: ignore[assignment]
     flat = {f"{key}/{name}": value for name, of_weight in moments.items() for key, value in of_weight.items()}
-    save_file({name: value.contiguous() for name, value in flat.items()}, folder / OPTIMIZER)
+    kept = {WEIGHTS: {name: weights[name] for name in trained(policy)} if is_first() else {}, OPTIMIZER: flat}
+    return {file: {name: value.contiguous() for name, value in tensors.items()} for file, tensors in kept.items()}
+
+
+def write_state(trainer: Trainer, folder: Path, tensors: Tensors, state: dict[str, Any]) -> None:
+    """Write a run as it is after a step to an empty folder; `state`, JSON, is what the rest of the program keeps."""
+    for file, named in tensors.items():
+        save_file(named, folder / file)
     kept = {"scheduler": trainer.scheduler.state_dict(), "random": random_states(trainer.config.precision.device)}
     (folder / STATE).write_text(json.dumps(state | kept), encoding="utf-8")
 

@@ -4,6 +4,6 @@ A run on several devices reports from one of them: measurements are combined bef
 """
 
 from trainer.report.metrics import Step
-from trainer.report.run_report import Report
+from trainer.report.run_report import Report, Silence
 
-__all__ = ["Report", "Step"]
+__all__ = ["Report", "Silence", "Step"]

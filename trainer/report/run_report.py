@@ -137,9 +137,10 @@ class Report:
         yield lambda n: self._progress.advance(task, n)
         self._progress.remove_task(task)
 
-    def has_evaluated(self, step: int) -> bool:
-        """Say whether held-out accuracy after a step is known."""
-        return any(step == one for one, _ in self._evaluations)
+    @property
+    def evaluated_steps(self) -> list[int]:
+        """List the steps after which held-out accuracy was measured."""
+        return [step for step, _ in self._evaluations]
 
     def evaluated(self, step: int, result: Evaluation) -> None:
         """Take in held-out accuracy after `step` steps."""
@@ -264,6 +265,23 @@ class Report:
         self.console.print(f"\nA completion of the last step, reward {sample['reward']:g}, coloured by token weight:\n")
         self.console.print(Padding(text, (0, 2)))
         self.console.print(Padding(table, (0, 1)))
+
+
+class Silence:
+    """Report of a process that is not the first: nothing is shown or written."""
+
+    evaluated_steps = ()
+
+    def __enter__(self) -> Any:
+        """Open nothing."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close nothing."""
+
+    def __getattr__(self, _: str) -> Any:
+        """Give a method that does nothing."""
+        return lambda *_, **__: contextlib.nullcontext(lambda _: None)
 
 
 def _weight_style(weight: float) -> str:

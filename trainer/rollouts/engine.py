@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -57,6 +57,21 @@ class Rollouts:
         rows = pad_sequence([torch.tensor(row) for row in completions], True, tokenizer.pad_token_id)  # type: ignore[arg-type]
         batch = batch.to(device)
         return cls.of(batch["input_ids"], batch["attention_mask"], rows.to(device), ends, tokenizer)
+
+    @classmethod
+    def joined(cls, parts: Sequence["Rollouts"], order: Sequence[int]) -> "Rollouts":
+        """Put rollouts, sampled and on the host, together; row b of the result is row `order[b]` of them end to end."""
+
+        def column(name: str, side: Literal["left", "right"], fill: int = 0) -> Tensor:
+            rows = [row for part in parts for row in getattr(part, name)]
+            return pad_sequence([rows[b] for b in order], True, fill, side)
+
+        texts = [text for part in parts for text in part.texts]
+        return cls(
+            column("prompt_ids", "left"), column("prompt_mask", "left"), column("completion_ids", "right"),
+            column("completion_mask", "right"), torch.cat([part.truncated for part in parts])[list(order)],
+            [texts[b] for b in order], column("logprobs", "right"), parts[0].nucleus,
+        )  # fmt: skip
 
     def ids(self) -> list[list[int]]:
         """B unpadded completions."""

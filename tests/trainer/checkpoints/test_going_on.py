@@ -221,6 +221,6 @@ def test_what_a_killed_process_left_half_written_is_deleted(stopped, tmp_path) -
     run = RunFolder(tmp_path)
     assert run.begin(trainer) == (0, {})
     (tmp_path / "checkpoints" / ".step-1.partial").mkdir(parents=True)
-    run.save(trainer, 0, {"bytes": {}})
+    run.save(trainer, 0, lambda: {"bytes": {}})
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0"]
     assert run.begin(trainer) == (0, {"bytes": {}})

@@ -1,0 +1,175 @@
+"""The training program on several processes: the run of one, and no process waits for ever."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support import sharded, trainer_processes
+from tests.support.embedded import SMALL, metrics_of, samples_of, settings
+from tests.support.trainer_processes import FEW
+from trainer.processes import dealt
+from trainer.rollouts import Rollouts
+from trainer.run import set_up
+from trainer.state import Batch
+from trainer.step import problem_batches
+
+LEARNING_RATE = 1e-3
+COMMON = [f"--learning_rate={LEARNING_RATE}", "--num_iterations=2", "--beta=0.05"]
+CASES = {
+    "all": ["--no_use_peft", "--scale_rewards=batch", "--importance_sampling_clip_max=3", *COMMON],
+    "adapters": ["--use_peft", "--lora_r=4", "--loss_type=bnpo", *COMMON],
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """Runs of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    trainer_processes.trained(0, folder, CASES)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_two_processes_train_as_one(alone, tmp_path, parallel) -> None:
+    sharded.run(2, trainer_processes.trained, tmp_path, CASES, f"--parallel={parallel}")
+    for name in CASES:
+        expected, found = metrics_of(alone / name), metrics_of(tmp_path / name)
+        assert len(found) == len(expected) == 4
+        for theirs, ours in zip(expected, found, strict=True):
+            assert ours.keys() == theirs.keys()
+            for key in ours:
+                if "time" not in key:  # gaps of log-probs are rounding and nothing else
+                    atol = 1e-4 if key.startswith("sampling/") else 1e-5
+                    assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=atol), (name, ours["step"], key)
+        same_samples(samples_of(tmp_path / name), samples_of(alone / name))
+        same_weights(tmp_path / name, alone / name)
+
+
+def same_samples(found: list[dict], expected: list[dict]) -> None:
+    """Hold what was sampled to the token, and what tokens weigh; see that the case is what it says it is."""
+    assert [sample["tokens"] for sample in found] == [sample["tokens"] for sample in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["weights"] == pytest.approx(theirs["weights"], abs=2e-3)
+    batches = problem_batches(16, 4, seed=1)
+    for step, groups in ((1, [2, 0]), (2, [2, 1])):  # with an advantage, in each process
+        unequal = {sample["problem"] for sample in found if sample["step"] == step and sample["advantage"]}
+        batch = next(batches)
+        assert [len(unequal & {*batch[rank::2]}) for rank in range(2)] == groups
+
+
+def same_weights(folder: Path, other: Path) -> None:
+    """Hold saved weights to each other, in the mean square: a step of AdamW moves each by about the learning rate.
+
+    Rounding may turn the sign of a gradient that is nearly 0, and with it a whole step of that weight.
+    """
+    (path,) = folder.rglob("*.safetensors")
+    found, expected = load_file(path), load_file(other / path.relative_to(folder))
+    assert found.keys() == expected.keys()
+    apart = torch.cat([(found[name] - expected[name]).flatten() for name in expected])
+    assert apart.square().mean().sqrt() < LEARNING_RATE / 20
+
+
+@pytest.mark.slow
+def test_pieces_of_model_and_optimizer_are_kept_whole_and_come_back() -> None:
+    sharded.run(2, trainer_processes.kept)
+
+
+@pytest.mark.slow
+def test_what_one_process_cannot_do_ends_all() -> None:
+    sharded.run(2, trainer_processes.failing)
+
+
+def launched(launcher: list[str], *argv: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m trainer` on two processes, by a launcher."""
+    few = [*SMALL, *FEW, "--per_device_train_batch_size=4", "--max_completion_length=8", "--max_steps=1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", *launcher, "-m", "trainer", *few, *argv]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it_and_an_error_is_one_line_with_its_rank(tmp_path) -> None:
+    reward = "--reward_funcs=tests.support.trainer_processes:infinite_in_second"
+    ended = launched(["torch.distributed.run", "--nproc_per_node=2"], f"--output_dir={tmp_path / 'run'}", reward)
+    assert ended.returncode == 1
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert re.fullmatch(r"error: rank 1: step 1, sample 0 \(.*\): reward infinite_in_second is inf, .*", errors[0])
+    assert "trainer/step.py" not in ended.stderr  # no traceback of ours
+    assert ended.stdout.count("held-out accuracy") == 1
+    assert [entry["step"] for entry in metrics_of(tmp_path / "run")] == [0]
+
+
+@pytest.mark.slow
+def test_accelerate_starts_it(tmp_path) -> None:
+    options = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+    ended = launched(["accelerate.commands.launch", *options], f"--output_dir={tmp_path / 'run'}")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("held-out accuracy") == 2
+    assert [entry["step"] for entry in metrics_of(tmp_path / "run")] == [0, 1, 1]
+    assert (tmp_path / "run" / "checkpoint" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (
+            ["--per_device_train_batch_size=4"],
+            "^per_device_train_batch_size .* each of 2 processes .* 8 completions of 1",
+        ),
+        (["--rollout_engine=continuous"], "^rollout_engine: continuous serves one process, and there are 2"),
+        (["--compare_and_correct"], "^compare_and_correct: runs in one process, and there are 2"),
+        (["--parallel=fsdp2", "--rollout_cache=static"], "^rollout_cache: static records where the weights are"),
+        (["--parallel=fsdp2", "--estimator=gradient"], "^estimator: gradient takes gradients through a model that is"),
+        (["--device=cuda:0"], "^device: cuda:0 is one GPU, and there are 2 processes"),
+        (["--device=cuda"], "^device: process 1 of this machine has no GPU; it has 1; start 1"),
+    ],
+)
+def test_what_several_processes_cannot_do_is_refused_before_the_model_is_loaded(argv, named, monkeypatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=named):
+        set_up(settings("--model=/nowhere", *argv))
+
+
+def test_batches_of_several_processes_are_put_back_in_the_order_of_the_step() -> None:
+    def batch(problems: list[int], length: int) -> Batch:
+        keys = [(0, 1, i, g) for i in problems for g in range(2)]
+        ids = torch.tensor([[10 * key[2] + key[3]] * length for key in keys])
+        rollouts = Rollouts(
+            ids, ids > 0, ids, torch.ones_like(ids), ids[:, 0] > 20, [str(key) for key in keys], ids / 10
+        )
+        rewards = ids[:, 0].float()
+        return Batch([key[2] for key in keys], keys, rollouts, {"question": keys}, rewards, {"f": rewards.tolist()})
+
+    whole, parts = batch([3, 1, 2, 4, 5], 2), [batch([3, 2, 5], 2), batch([1, 4], 1)]
+    joined = Batch.joined(parts, 2)
+    assert (joined.problems, joined.keys, joined.columns) == (whole.problems, whole.keys, whole.columns)
+    assert joined.rollouts.texts == whole.rollouts.texts
+    assert joined.by_function == whole.by_function
+    assert torch.equal(joined.rewards, whole.rewards)
+    assert torch.equal(joined.rollouts.truncated, whole.rollouts.truncated)
+    short = joined.rollouts.completion_mask.sum(1) == 1
+    assert short.tolist() == [False, False, True, True, False, False, True, True, False, False]
+    for name in ("completion_ids", "logprobs"):
+        found, expected = getattr(joined.rollouts, name), getattr(whole.rollouts, name)
+        assert torch.equal(found[:, 0], expected[:, 0])
+        assert torch.equal(found[~short, 1], expected[~short, 1])
+        assert not found[short, 1].any()
+    assert torch.equal(joined.rollouts.prompt_ids[:, 1], whole.rollouts.prompt_ids[:, 1])
+    assert not joined.rollouts.prompt_mask[short, 0].any()
+    assert Batch.joined([whole], 2) is whole
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5])
+def test_shares_make_up_the_whole(processes) -> None:
+    items = list(range(10))
+    assert dealt([items[rank::processes] for rank in range(processes)]) == items

@@ -1,0 +1,259 @@
+"""Train on several devices: one process each, as `torchrun` or `accelerate launch` starts them.
+
+All processes have the same settings, problems and order of steps. Each does its own share (`own`): it samples, rewards
+and trains on whole groups; in between they tell each other what all must know (`gathered`), so that every one comes to
+the same verdicts. The first one writes. Without a launcher there is one process, and nothing here does anything.
+"""
+
+import contextlib
+import datetime
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cfa_kernels.hf.fsdp import give_back, holds_pieces, is_fsdp2
+from cfa_kernels.hf.model import backbone, causal_lm
+from cfa_kernels.scoring.access import GRADIENTS
+
+if TYPE_CHECKING:
+    from trainer.config import TrainConfig
+
+_Value = TypeVar("_Value")
+_Items = TypeVar("_Items", bound=Sequence[Any])
+
+
+@dataclass
+class ProcessSettings:
+    """How several processes train one model; in a single one they have no effect."""
+
+    parallel: Literal["ddp", "fsdp2"] = "ddp"
+    """With several processes, as torchrun starts them: ddp keeps a whole model in each and sums gradients once a
+    step; fsdp2 keeps a piece of every weight in each, whole only while it is needed (torch's fully_shard)."""
+    ddp_timeout: int = 1800
+    """Seconds that a process waits for the others before it gives up."""
+
+
+class OtherProcessFailed(ConnectionError):
+    """Another process cannot go on, so this one does not; the message names it by its rank and says why."""
+
+
+def start(config: "TrainConfig") -> None:
+    """Join the processes that a launcher has started, each with the GPU of its place; do nothing without one.
+
+    Raises:
+        ValueError: settings that several processes cannot follow, by name.
+        ConnectionError: they do not find each other.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if processes == 1:
+        return
+    device = config.precision.device
+    _require_divisible(config, processes)
+    if device.type == "cuda":
+        place, present = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if device.index is not None:
+            raise ValueError(
+                f"device: {device} is one GPU, and there are {processes} processes; leave it out or say cuda"
+            )
+        if place >= present:
+            raise ValueError(f"device: process {place} of this machine has no GPU; it has {present}; start {present}")
+        torch.cuda.set_device(place)
+    if not dist.is_initialized():
+        limit = datetime.timedelta(seconds=config.ddp_timeout)
+        try:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
+        except (ValueError, RuntimeError) as problem:
+            raise ConnectionError(f"{processes} processes were to be started, and do not meet: {problem}") from problem
+
+
+def end() -> None:
+    """Leave the other processes once all have come here: the launcher ends those that are left when one has failed."""
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):  # one has ended already
+            dist.all_gather_object([None] * count(), None)
+        dist.destroy_process_group()
+
+
+def count() -> int:
+    """Return the number of processes."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return the number of this process, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes to console and files."""
+    return rank() == 0
+
+
+@contextlib.contextmanager
+def quiet_unless_first() -> Iterator[None]:
+    """Let only the first process print; also before `start`, which may never be reached."""
+    if os.environ.get("RANK", "0") == "0":
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        try:
+            yield
+        except SystemExit as ending:
+            time.sleep(30 if ending.code else 0)  # the launcher ends this one when the first has said why it ends
+            raise
+
+
+def own(items: _Items) -> _Items:
+    """Pick this process's share of what all see in the same order: every so-manieth item."""
+    return items if count() == 1 else items[rank() :: count()]  # type: ignore[return-value]
+
+
+def dealt(parts: Sequence[Sequence[_Value]]) -> list[_Value]:
+    """Put the shares that `own` gave each process back into one order."""
+    return [part[i] for i in range(max(map(len, parts))) for part in parts if i < len(part)]
+
+
+def gathered(value: _Value) -> list[_Value]:
+    """Return the values of all processes, by rank; each brings one, on the host.
+
+    Every process must come here equally often. One that cannot, because it has failed, says so by `failed`.
+
+    Raises:
+        OtherProcessFailed: one has failed, or does not answer.
+    """
+    return [value] if count() == 1 else _meet(value, None)
+
+
+def of_first(make: Callable[[], _Value]) -> _Value:
+    """Return to every process what `make()` gives the first one, or raise what it raises there; all call this."""
+    if count() == 1:
+        return make()
+    made: Any = None
+    problem: Exception | None = None
+    if is_first():
+        try:
+            made = make()
+        except Exception as raised:
+            problem = raised
+    made, problem = gathered((made, problem))[0]
+    if problem is not None:
+        raise problem
+    return made  # type: ignore[no-any-return]
+
+
+def failed(problem: Exception) -> str:
+    """Tell the other processes, at their next `gathered`, what ends this one; return that of all that failed."""
+    if count() == 1 or isinstance(problem, OtherProcessFailed):
+        return str(problem)
+    try:
+        _meet(None, str(problem))
+    except OtherProcessFailed as told:
+        return str(told)
+    raise AssertionError("unreachable: a meeting to which a problem is brought raises")
+
+
+def _meet(value: _Value, problem: str | None) -> list[_Value]:
+    found: list[Any] = [None] * count()
+    try:
+        dist.all_gather_object(found, (value, problem))
+    except RuntimeError as broken:
+        why = problem or f"another process has ended or does not answer ({str(broken).splitlines()[0]})"
+        raise OtherProcessFailed(f"rank {rank()}: {why}") from broken
+    problems = {told: f"rank {i}: {told}" for i, (_, told) in reversed([*enumerate(found)]) if told is not None}
+    if len(problems) == 1 and all(told is not None for _, told in found):  # the same everywhere
+        raise OtherProcessFailed(next(iter(problems)))
+    if problems:
+        raise OtherProcessFailed("; ".join(reversed(problems.values())))
+    return [given for given, _ in found]
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Sum the gradients of replicas over the processes, in place; where one has none it counts as 0."""
+    anywhere = map(any, zip(*gathered([p.grad is not None for p in parameters]), strict=True))
+    given = [p for p, some in zip(parameters, anywhere, strict=True) if some]
+    for parameter in given:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for work in [dist.all_reduce(p.grad, async_op=True) for p in given]:
+        work.wait()
+
+
+def distribute(model: nn.Module, config: "TrainConfig") -> None:
+    """Give all processes the first one's weights, and let each keep a piece of them only if `parallel` says so."""
+    if count() == 1:
+        return
+    gathered(None)  # none has failed before this
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(tensor.detach(), 0)
+    if config.parallel == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(config.precision.device.type, (count(),))
+        for layer in getattr(backbone(causal_lm(model)), "layers", ()):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+
+@contextlib.contextmanager
+def whole(model: nn.Module) -> Iterator[None]:
+    """Inside, each process holds all weights of `model` and may run it as often as it likes, without gradient."""
+    units: list[Any] = [module for module in model.modules() if is_fsdp2(module)] if count() > 1 else []
+    if not units or not holds_pieces(model):
+        yield
+        return
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units[1:]:  # the outermost one keeps its weights until the backward
+            unit.set_reshard_after_forward(True, recurse=False)
+        give_back(model)
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
+    """Gather what trains of a model in pieces, on the host of the first process; None for a model that is whole."""
+    if not holds_pieces(model):
+        return None
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    adapters = hasattr(model, "peft_config")
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapters)
+    state = get_model_state_dict(model, options=options)
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
+    return {name: value for name, value in state.items() if name not in tied}  # type: ignore[misc]
+
+
+def _require_divisible(config: "TrainConfig", processes: int) -> None:
+    """Refuse settings, by name, that several processes cannot follow."""
+    problems = config.generation_batch_size // config.num_generations
+    if problems % processes:
+        raise ValueError(
+            f"per_device_train_batch_size * gradient_accumulation_steps must give each of {processes} processes as "
+            f"many problems; it is {config.generation_batch_size} completions of {problems} problems (num_generations "
+            f"{config.num_generations})"
+        )
+    if config.rollout_engine != "transformers":
+        raise ValueError(
+            f"rollout_engine: {config.rollout_engine} serves one process, and there are {processes}; take transformers"
+        )
+    if config.compare_and_correct:
+        raise ValueError(f"compare_and_correct: runs in one process, and there are {processes}")
+    if config.parallel == "fsdp2":
+        if config.rollout_cache == "static":
+            raise ValueError(
+                "rollout_cache: static records where the weights are, which parallel=fsdp2 moves; leave it out"
+            )
+        if GRADIENTS in config.counterfactual().needs:
+            raise ValueError(
+                f"estimator: {config.estimator} takes gradients through a model that is whole in one process, which "
+                "parallel=fsdp2 does not keep; take parallel=ddp"
+            )
