@@ -104,11 +104,12 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                     report.stepped(step, attempted_step(trainer, step, next(batches)))
                 if is_due(step, config.eval_steps, config) and not report.has_evaluated(step):
                     evaluate_at(trainer, report, step, ending)
-                if (step > start or not kept) and (ending.signal or is_due(step, config.save_steps, config)):
+                asked = ending.signal  # looked at once: it may come between saving and the question whether to end
+                if (step > start or not kept) and (asked or is_due(step, config.save_steps, config)):
                     require_finite_parameters(trainer.policy)
                     folder.save(trainer, step, report.kept())
-                if ending.signal:
-                    report.ended(f"ended by {ending.signal.name} after step {step}; {folder.how_to_go_on()}")
+                if asked:
+                    report.ended(f"ended by {asked.name} after step {step}; {folder.how_to_go_on()}")
                     return folder.path
             with whole_folder(folder.path / ("adapter" if config.use_peft else "checkpoint")) as aside:
                 save_policy(trainer.policy, trainer.tokenizer, aside)
