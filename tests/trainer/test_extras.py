@@ -37,3 +37,8 @@ def test_a_package_that_is_needed_only_after_the_start_is_named_as_well(monkeypa
 def test_a_module_of_this_repository_that_is_not_there_is_an_error_as_ever():
     with pytest.raises(ModuleNotFoundError, match=r"trainer\.absent"), needed_by("python -m trainer", "trainer"):
         import trainer.absent  # noqa: F401
+
+
+def test_ctrl_c_while_packages_are_imported_is_no_traceback():
+    with pytest.raises(SystemExit, match=r"^130$"), needed_by("python -m trainer", "trainer"):
+        raise KeyboardInterrupt

@@ -1,0 +1,37 @@
+"""Logging back-ends of a run that goes on: the same run there, from the step of the checkpoint on."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from trainer.report.trackers import open_tracker
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "expected"),
+    [
+        ("wandb", None, {"id": "a1", "resume": "never"}),
+        ("wandb", 4, {"id": "a1", "resume": "allow"}),
+        ("trackio", None, {"resume": "never"}),
+        ("trackio", 4, {"resume": "allow"}),
+    ],
+)
+def test_a_run_that_goes_on_is_the_same_run_for_the_back_end(monkeypatch, tmp_path, name, step, expected) -> None:
+    begun = []
+    library = SimpleNamespace(init=lambda **given: begun.append(given), log=None, finish=None)
+    monkeypatch.setitem(sys.modules, name, library)
+    open_tracker(name, tmp_path, {}, "a1", step)
+    (given,) = begun
+    assert {key: given[key] for key in ("id", "resume") if key in given} == expected
+
+
+def test_tensorboard_forgets_the_steps_after_the_checkpoint(monkeypatch, tmp_path) -> None:
+    begun = []
+    library = SimpleNamespace(
+        SummaryWriter=lambda folder, purge_step: begun.append(purge_step) or SimpleNamespace(close=0)
+    )
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", library)
+    for step in (None, 4):
+        open_tracker("tensorboard", tmp_path, {}, "a1", step)
+    assert begun == [None, 5]
