@@ -1,6 +1,5 @@
 """What each of several processes does in `tests/trainer/test_processes.py`: train as `python -m trainer` does."""
 
-import copy
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,15 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from tests.support.embedded import run, settings
 from trainer import processes
+from trainer.checkpoints.run_folder import open_run
 from trainer.processes import OtherProcessFailed, failed, gathered
 from trainer.run import set_up
 from trainer.step import training_step
@@ -77,22 +71,29 @@ def failing(rank: int) -> None:
     os._exit(0)  # nobody is left to part from
 
 
-def kept(rank: int) -> None:
-    """Model and optimizer in pieces, kept as a whole, make the same step again when they come back."""
-    trainer = set_up(settings(*FEW, "--max_completion_length=12", "--parallel=fsdp2"))
-    training_step(trainer, 1, [4, 9, 13, 12])
-    model, optimizer = trainer.policy, trainer.optimizer
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = copy.deepcopy(
-        get_state_dict(model, optimizer, options=whole)
-    )  # some of it is the optimizer's own
-    assert bool(weights) == bool(moments) == (rank == 0)  # on the first process only
-    after, back = [], StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    for _ in range(2):
-        training_step(trainer, 2, [1, 15, 11, 7])
-        after.append([weight.to_local().clone() for weight in model.parameters()])
-        set_model_state_dict(model, {**weights}, options=back)  # not `set_state_dict`: it takes {} for no model
-        set_optimizer_state_dict(model, optimizer, copy.deepcopy(moments), options=back)  # which writes to it
-    restored = [weight.to_local() for weight in model.parameters()]
-    assert all(map(torch.equal, *after))
-    assert not all(map(torch.equal, after[0], restored))
+def checkpointed(rank: int, folder: Path, parallel: str) -> None:
+    """A run of several processes goes on from its checkpoint with the same bits; leaves what it had then."""
+    argv = [*FEW, "--max_completion_length=12", f"--parallel={parallel}", f"--output_dir={folder / 'run'}"]
+    trainer = set_up(settings(*argv))
+    weights = [*trainer.policy.parameters()]
+    after = []
+    with open_run(trainer.config) as run_folder:
+        assert run_folder.begin(trainer) == (0, {})
+        training_step(trainer, 1, [4, 9, 13, 12])
+        run_folder.save(trainer, 1, lambda: {"bytes": {}, "rank": rank})
+        for _ in range(2):
+            training_step(trainer, 2, [1, 15, 11, 7])
+            after.append([local(weight).clone() for weight in weights])
+            assert run_folder.begin(trainer) == (1, {"bytes": {}, "rank": 0})
+        assert all(map(torch.equal, *after))
+        assert not all(map(torch.equal, after[0], map(local, weights)))
+        nan = torch.nan if rank == 0 else 1.0
+        with torch.no_grad():
+            weights[0].mul_(nan)
+        with pytest.raises(FloatingPointError, match=r"^model: parameter model\.\S+ is not finite"):
+            run_folder.save(trainer, 2, lambda: {})
+
+
+def local(weight: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a weight."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight.detach()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.support import sharded, trainer_processes
 from tests.support.embedded import SMALL, metrics_of, samples_of, settings
 from tests.support.trainer_processes import FEW
+from trainer.checkpoints.run_folder import open_run
 from trainer.processes import dealt
 from trainer.rollouts import Rollouts
 from trainer.run import set_up
@@ -69,7 +70,7 @@ def same_weights(folder: Path, other: Path) -> None:
 
     Rounding may turn the sign of a gradient that is nearly 0, and with it a whole step of that weight.
     """
-    (path,) = folder.rglob("*.safetensors")
+    (path,) = (path for path in folder.rglob("*.safetensors") if "checkpoints" not in path.parts)
     found, expected = load_file(path), load_file(other / path.relative_to(folder))
     assert found.keys() == expected.keys()
     apart = torch.cat([(found[name] - expected[name]).flatten() for name in expected])
@@ -77,8 +78,18 @@ def same_weights(folder: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pieces_of_model_and_optimizer_are_kept_whole_and_come_back() -> None:
-    sharded.run(2, trainer_processes.kept)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_a_checkpoint_of_two_processes_is_gone_on_from_by_two_and_by_one(tmp_path, parallel) -> None:
+    sharded.run(2, trainer_processes.checkpointed, tmp_path, parallel)
+    trainer = set_up(settings(*FEW, "--max_completion_length=12", f"--output_dir={tmp_path / 'run'}"))
+    with open_run(trainer.config) as folder:
+        assert folder.begin(trainer) == (1, {"bytes": {}, "rank": 0})
+    saved = load_file(tmp_path / "run" / "checkpoints" / "step-1" / "weights.safetensors")
+    own = dict(trainer.policy.named_parameters())
+    assert saved.keys() == own.keys()
+    assert all(torch.equal(saved[name], own[name]) for name in saved)
+    assert len(trainer.optimizer.state) == len(own)
+    assert trainer.scheduler.last_epoch == 1
 
 
 @pytest.mark.slow
