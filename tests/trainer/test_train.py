@@ -248,6 +248,7 @@ def test_metrics_carry_trl_names_and_are_finite(finished) -> None:
         "sampling/sampling_logp_difference/max", "sampling/gap", "credit/weight_mean", "credit/spans_mean",
         "credit/drop_mean",
         "credit/scored_fraction", "credit/distractor_fraction", "time/generate", "time/credit", "time/update",
+        "time/other",
     }  # fmt: skip
     for entry in steps:
         assert expected <= set(entry)

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -85,7 +86,8 @@ class Report:
             self._stack.callback(close)
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
         columns += [TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn()]
-        self._progress = self._stack.enter_context(Progress(*columns, console=self.console))
+        bars = Progress(*columns, console=self.console, speed_estimate_period=math.inf)  # steps may take minutes
+        self._progress = self._stack.enter_context(bars)
         self._bar = self._progress.add_task(
             "training", total=self._config.max_steps, completed=last or 0, note="", visible=False
         )
@@ -159,7 +161,8 @@ class Report:
         self._record(step, result.metrics | {"num_tokens": self._tokens})
         self._log_completions(step, result)
         metrics = result.metrics
-        note = f"reward {metrics['reward']:.2f}" if "reward" in metrics else ""
+        share = f"credit {metrics['time/credit'] / metrics['step_time']:.0%}" if "reward" in metrics else ""
+        note = f"reward {metrics['reward']:.2f}  {share} of the time" if share else ""
         self._progress.update(self._bar, advance=1, visible=True, note=note)
         if result.skipped:
             self._warn(step, f"skipped, nothing is learnt from it: {result.skipped}")
@@ -167,10 +170,16 @@ class Report:
             self.console.print(
                 f"  step {step:>4}   reward {metrics['reward']:.2f}   "
                 f"mixed groups {1 - metrics['frac_reward_zero_std']:4.0%}   "
-                f"spans {metrics['credit/spans_mean']:.1f}   {metrics['step_time']:4.1f} s, "
-                f"credit {metrics['time/credit'] / metrics['step_time']:.0%}"
+                f"spans {metrics['credit/spans_mean']:.1f}   {metrics['step_time']:4.1f} s, {share}   "
+                f"{self._time_left()}",
+                soft_wrap=True,
             )
         self._warn(step, self._watch.warning(result))
+
+    def _time_left(self) -> str:
+        """Say how long the steps that are left take at the pace so far; nothing after the first step and the last."""
+        seconds = self._progress.tasks[0].time_remaining
+        return f"{timedelta(seconds=round(seconds))} left" if seconds else ""
 
     def _warn(self, step: int, warning: str | None) -> None:
         if warning:
