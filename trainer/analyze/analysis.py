@@ -7,16 +7,14 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-
-import yaml
 
 from trainer.analyze.page import page_of
 from trainer.analyze.plots import draw_analysis
+from trainer.analyze.runs import correct_threshold_of
 from trainer.analyze.samples import Sample, read_samples
 from trainer.analyze.tables import Cell, Table, analyse
-from trainer.config import TrainConfig
 
 DESCRIPTION = """Analyse the credit of logged completions: how much masked spans matter, which contents do, where weight
 and gradient gather. RUN_OR_FILE is a folder that the training program wrote (log more with --log_completions) or a file
@@ -45,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"argument --page_completions: must be at least 1, got {options.page_completions}")
     threshold = options.correct_threshold
     try:
-        threshold = _threshold_of(options.run_or_file) if threshold is None else threshold
+        threshold = correct_threshold_of(options.run_or_file) if threshold is None else threshold
     except (ValueError, OSError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
@@ -86,7 +84,7 @@ def write_analysis(
         ValueError: as `read_samples`; a `config.yaml` that is not a run's.
     """
     if correct_threshold is None:
-        correct_threshold = _threshold_of(source)
+        correct_threshold = correct_threshold_of(source)
     samples = read_samples(source, correct_threshold=correct_threshold)
     folder = out or (source / "analysis" if source.is_dir() else source.with_name(f"{source.stem}-analysis"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,28 +96,6 @@ def write_analysis(
     draw_analysis(folder / "analysis.png", tables, drops, title)
     (folder / "page.html").write_text(page_of(_shown(samples, on_page), title), encoding="utf-8", newline="\n")
     return folder
-
-
-def _threshold_of(source: Path) -> float:
-    """Return `correct_threshold` of a run's settings, 0.5 where there are none or they do not name it."""
-    file = source / "config.yaml"
-    if not file.exists():
-        return 0.5
-    try:
-        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as problem:
-        raise ValueError(f"{file}: is not YAML ({' '.join(str(problem).split())})") from problem
-    if not isinstance(settings, dict):
-        raise ValueError(f"{file}: must hold the settings of a run, `name: value` a line, got {settings!r:.60}")
-    if unknown := sorted(map(str, settings.keys() - {field.name for field in fields(TrainConfig)})):
-        raise ValueError(f"{file}: unknown setting {unknown[0]!r:.60}; --correct_threshold reads none of the file")
-    value = settings.get("correct_threshold", 0.5)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
-        raise ValueError(f"{file}: correct_threshold must be a finite number, got {value!r:.60}")
-    try:
-        return float(value)
-    except OverflowError as problem:
-        raise ValueError(f"{file}: correct_threshold must be a number that a float holds") from problem
 
 
 def _shown(samples: Sequence[Sample], count: int) -> list[Sample]:

@@ -1,7 +1,7 @@
 """Show a run's progress on the console and write the run folder's files.
 
-The folder holds `metrics.jsonl` (one object per step), `completions.jsonl` (samples with their tokens
-and weights), `curves.png` and `summary.json`.
+The folder holds `metrics.jsonl` (one object per step), `completions.jsonl` (samples with their tokens and weights), the
+same as `completions.parquet`, `curves.png`, `report.html` (all of it to look at) and `summary.json`.
 """
 
 import contextlib
@@ -25,11 +25,13 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from trainer.analyze.records import Record, completion_record, judged_spans, rounded, token_credit
+from trainer.analyze.run_page import write_run_page
 from trainer.checkpoints.files import naming, sync, write_whole
 from trainer.config import TrainConfig
 from trainer.evaluate import Evaluation
 from trainer.report.curves import draw_curves
 from trainer.report.metrics import SKIPPED, Step
+from trainer.report.parquet import write_parquet
 from trainer.report.trackers import open_tracker
 from trainer.report.watch import Watch
 
@@ -107,6 +109,19 @@ class Report:
             if self._history:
                 with naming(self._folder / "curves.png"):
                     draw_curves(self._folder / "curves.png", self._history, self._title())
+                self._show_page()
+                self._show("completions.parquet", lambda path: write_parquet(path.with_suffix(".jsonl"), path))
+
+    def _show_page(self) -> None:
+        self._show("report.html", lambda path: write_run_page(path, [self._folder], self._title()))
+
+    def _show(self, name: str, write: Callable[[Path], object]) -> None:
+        """Write a file that only shows what others hold; that it cannot be written is no reason to end a run."""
+        try:
+            write(self._folder / name)
+        except (ValueError, OSError) as problem:
+            said = escape(f"{self._folder / name} was not written: {problem}")
+            self.console.print(f"[bold yellow]warning[/bold yellow]: {said}", soft_wrap=True)
 
     def opening(self, policy: nn.Module, train_problems: int, held_out: int, notes: Sequence[str] = ()) -> None:
         """Say what is about to happen; `notes` are settings that do not hold here, and why."""
@@ -153,6 +168,7 @@ class Report:
             f"({sum(result.correct)} of {len(result.correct)}, greedy{sampled})"
         )
         self._warn(step, self._watch.warning_of_held_out(result.texts))
+        self._show_page()
 
     def stepped(self, step: int, result: Step) -> None:
         """Take in a training step: files, bar, and a line now and then."""
