@@ -30,7 +30,7 @@ def write_run_page(path: Path, folders: Sequence[Path], title: str) -> list[Run]
         ValueError, OSError: a folder or a line of its files is not a run's, or `path` cannot be written.
     """
     runs = read_runs(folders)
-    aside = path.with_name(f"{path.name}.tmp")
+    aside = path.with_name(f".{path.name}.partial")
     aside.write_text(run_page(runs, title), encoding="utf-8", newline="\n")
     aside.replace(path)
     return runs

@@ -24,7 +24,7 @@ def write_parquet(source: Path, path: Path) -> None:
     if not kinds:
         return
     schema = pyarrow.unify_schemas(kinds, promote_options="permissive")
-    aside = path.with_name(f"{path.name}.tmp")
+    aside = path.with_name(f".{path.name}.partial")
     with parquet.ParquetWriter(aside, schema) as writer:
         for rows in _chunks(source):
             found = pyarrow.array(rows, pyarrow.struct(list(schema)))
