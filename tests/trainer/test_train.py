@@ -223,10 +223,9 @@ def finished(tmp_path_factory):
 
 
 def test_a_run_leaves_metrics_samples_curves_settings_and_a_checkpoint(finished) -> None:
-    names = {path.name for path in finished.iterdir()}
-    assert names == {
-        "metrics.jsonl", "completions.jsonl", "curves.png", "config.yaml", "summary.json", "checkpoint", "checkpoints",
-        ".lock",
+    assert {path.name for path in finished.iterdir()} == {
+        "metrics.jsonl", "completions.jsonl", "completions.parquet", "curves.png", "report.html", "config.yaml",
+        "summary.json", "checkpoint", "checkpoints", ".lock",
     }  # fmt: skip
     assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {
