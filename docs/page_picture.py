@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image
 
 PICTURE = Path(__file__).with_name("page.png")
-_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars", "--window-size=1120,1340")
+_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars", "--window-size=1120,1400")
 
 
 def draw(page: Path, path: Path) -> None:
@@ -17,7 +17,7 @@ def draw(page: Path, path: Path) -> None:
         raw = Path(folder) / "page.png"
         profile = f"--user-data-dir={folder}/profile"
         subprocess.run(["chromium", *_FLAGS, profile, f"--screenshot={raw}", page.resolve().as_uri()], check=True)
-        Image.open(raw).convert("RGB").quantize(64).save(path, optimize=True)
+        Image.open(raw).convert("RGB").quantize(128).save(path, optimize=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ _MOST_BYTES = 16_000_000
 _PANELS = (
     {"title": "Held-out accuracy, greedy", "metric": "eval_accuracy", "error": "eval_accuracy_stderr"},
     {"title": "Mean reward of sampled completions", "metric": "reward"},
-    {"title": "Share of groups without an advantage", "metric": "frac_reward_zero_std"},
+    {"title": "Groups without an advantage", "metric": "frac_reward_zero_std"},
     {"title": "Entropy (nats per token)", "metric": "entropy"},
     {"title": "Drop per masked span (nats)", "metric": "credit/drop_mean"},
     {"title": "Tokens per completion", "metric": "completions/mean_length"},

@@ -13,7 +13,10 @@ function make(tag, attributes, ...children) {
   made.append(...children);
   return made;
 }
-function digits(value, count) { return value === null ? 'none' : String(Number(value.toPrecision(count))); }
+function digits(value, count) {
+  if (value === null) return 'none';
+  return value && Math.abs(value) < 1e-4 ? value.toExponential(count - 1) : String(Number(value.toPrecision(count)));
+}
 
 // Shades: STEPS above the neutral value and STEPS below it. Weights range on either side of 1; other numbers are as
 // strong below 0 as above, so rounding stays pale.
