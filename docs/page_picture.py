@@ -8,7 +8,14 @@ from pathlib import Path
 from PIL import Image
 
 PICTURE = Path(__file__).with_name("page.png")
-_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars", "--window-size=1120,1400")
+_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--window-size=1120,1400",
+)
 
 
 def draw(page: Path, path: Path) -> None:

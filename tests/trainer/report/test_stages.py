@@ -95,13 +95,15 @@ def test_stages_of_a_run_add_up_to_its_steps(tmp_path) -> None:
 
 
 def test_the_bar_shows_reward_credits_share_and_the_time_left_also_when_steps_take_minutes(tmp_path, capsys) -> None:
-    metrics = {"reward": 0.5, "frac_reward_zero_std": 0.0, "credit/spans_mean": 2.0, "step_time": 100.0}
+    metrics = {"reward": 0.5, "frac_reward_zero_std": 0.0, "credit/spans_mean": 2.0, "step_time": 100.0,
+               "completions/clipped_ratio": 0.0}  # fmt: skip
     metrics |= {f"time/{stage}": 30.0 if stage == "credit" else 0.0 for stage in STAGES}
-    rollouts = SimpleNamespace(prompt_mask=torch.ones(2, 3), completion_mask=torch.ones(2, 3))
+    ones = torch.ones(2, 3)
+    rollouts = SimpleNamespace(prompt_mask=ones, completion_mask=ones, texts=["7", "8"])
     with Report(tmp_path, settings("--max_steps=10"), None) as report:
         for step in range(1, 6):
             report._progress.get_time = lambda now=100 * step: now
-            report.stepped(step, SimpleNamespace(metrics=metrics, problems=[], rollouts=rollouts))
+            report.stepped(step, SimpleNamespace(metrics=metrics, problems=[], rollouts=rollouts, skipped=""))
         with report.console.capture() as bar:
             report.console.print(report._progress.get_renderable())
     assert "5/10 reward 0.50  credit 30% of the time" in bar.get()
