@@ -177,8 +177,8 @@ class Report:
         self._record(step, result.metrics | {"num_tokens": self._tokens})
         self._log_completions(step, result)
         metrics = result.metrics
-        share = f"credit {metrics['time/credit'] / metrics['step_time']:.0%}" if "reward" in metrics else ""
-        note = f"reward {metrics['reward']:.2f}  {share} of the time" if share else ""
+        share = "" if result.skipped else f"credit {metrics['time/credit'] / metrics['step_time']:.0%}"
+        note = "skipped" if result.skipped else f"reward {metrics['reward']:.2f}  {share} of the time"
         self._progress.update(self._bar, advance=1, visible=True, note=note)
         if result.skipped:
             self._warn(step, f"skipped, nothing is learnt from it: {result.skipped}")
