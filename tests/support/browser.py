@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,22 @@ def hover(browser: Any, selector: str, index: int = 0) -> str:
 
     found = browser.find_elements("css selector", selector)[index]
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", found)
+    before = browser.find_element("id", "reading").text
     ActionChains(browser).move_to_element(found).perform()
-    return browser.find_element("id", "reading").text
+    return _soon(browser, lambda: (text := browser.find_element("id", "reading").text) != before and text)
+
+
+def unfold(browser: Any, selector: str, inside: str) -> None:
+    """Click on a summary, and wait for what it shows."""
+    browser.find_element("css selector", selector).click()
+    _soon(browser, lambda: browser.find_elements("css selector", inside))
+
+
+def _soon(browser: Any, look: Callable[[], Any]) -> Any:
+    """Look until there is something: a browser tells a page of some events only when it has time."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    return WebDriverWait(browser, 60).until(lambda _: look())
 
 
 def press(browser: Any, selector: str, *keys: str, index: int = 0) -> str:

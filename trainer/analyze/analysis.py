@@ -7,14 +7,15 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from trainer.analyze.page import page_of
 from trainer.analyze.plots import draw_analysis
-from trainer.analyze.runs import correct_threshold_of
+from trainer.analyze.runs import correct_threshold_of, read_settings
 from trainer.analyze.samples import Sample, read_samples
 from trainer.analyze.tables import Cell, Table, analyse
+from trainer.config import TrainConfig
 
 DESCRIPTION = """Analyse the credit of logged completions: how much masked spans matter, which contents do, where weight
 and gradient gather. RUN_OR_FILE is a folder that the training program wrote (log more with --log_completions) or a file
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"argument --page_completions: must be at least 1, got {options.page_completions}")
     threshold = options.correct_threshold
     try:
-        threshold = correct_threshold_of(options.run_or_file) if threshold is None else threshold
+        threshold = _threshold_of(options.run_or_file) if threshold is None else threshold
     except (ValueError, OSError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 2
@@ -84,7 +85,7 @@ def write_analysis(
         ValueError: as `read_samples`; a `config.yaml` that is not a run's.
     """
     if correct_threshold is None:
-        correct_threshold = correct_threshold_of(source)
+        correct_threshold = _threshold_of(source)
     samples = read_samples(source, correct_threshold=correct_threshold)
     folder = out or (source / "analysis" if source.is_dir() else source.with_name(f"{source.stem}-analysis"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,6 +97,14 @@ def write_analysis(
     draw_analysis(folder / "analysis.png", tables, drops, title)
     (folder / "page.html").write_text(page_of(_shown(samples, on_page), title), encoding="utf-8", newline="\n")
     return folder
+
+
+def _threshold_of(source: Path) -> float:
+    """Return a run's `correct_threshold`; a file of settings may misspell no name, as it may be written by hand."""
+    if unknown := sorted(map(str, read_settings(source).keys() - {field.name for field in fields(TrainConfig)})):
+        file = source / "config.yaml"
+        raise ValueError(f"{file}: unknown setting {unknown[0]!r:.60}; --correct_threshold reads none of the file")
+    return correct_threshold_of(source)
 
 
 def _shown(samples: Sequence[Sample], count: int) -> list[Sample]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 
 from trainer.analyze.samples import json_lines
-from trainer.config import TrainConfig
 
 _OWN = ("seed", "output_dir")
 """Settings in which repetitions of a run differ."""
@@ -85,7 +84,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """Read the settings of a run, `config.yaml` in its folder; none where there is no such file.
 
     Raises:
-        ValueError: the file is not YAML, or holds something that is not a setting.
+        ValueError: the file is not YAML, or holds something else than settings.
     """
     file = folder / "config.yaml"
     if not file.exists():
@@ -96,8 +95,6 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: is not YAML ({' '.join(str(problem).split())})") from problem
     if not isinstance(settings, dict):
         raise ValueError(f"{file}: must hold the settings of a run, `name: value` a line, got {settings!r:.60}")
-    if unknown := sorted(map(str, settings.keys() - {field.name for field in fields(TrainConfig)})):
-        raise ValueError(f"{file}: unknown setting {unknown[0]!r:.60}; --correct_threshold reads none of the file")
     return settings
 
 

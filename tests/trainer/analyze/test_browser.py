@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tests.support.browser import chromium, hover, open_page, press
+from tests.support.browser import chromium, hover, open_page, press, unfold
 from tests.support.pages import HOSTILE, completion, hostile, write_lines, write_run
 from trainer.analyze.page import page_of
 from trainer.analyze.run_page import write_run_page
@@ -63,7 +63,7 @@ def test_tokens_are_shaded_by_weight_and_the_drop_of_their_span_shows_on_hover_a
     assert press(browser, block, Keys.ESCAPE) == resting
     assert not texts(browser, ".here")
 
-    browser.find_element("css selector", "summary").click()
+    unfold(browser, "summary", "details td")
     assert texts(browser, "details[open] td") == ["0–1", "+0.500", "St", "4–6", "-4.250", "1=2"]
     assert not browser.get_log("browser")
 
@@ -119,7 +119,7 @@ def test_runs_are_drawn_over_each_other_and_the_numbers_read_off_are_those_of_th
     assert len(texts(browser, f"figure:nth-child({entropy + 1}) .line:not(.faint)", "outerHTML")) == 1  # of one group
 
     assert not texts(browser, "#more svg", "outerHTML")
-    browser.find_element("css selector", "#more summary").click()
+    unfold(browser, "#more summary", "#more svg")
     assert texts(browser, "#more strong") == ["num_tokens", "step_time", *sorted(f"time/{name}" for name in parts)]
 
     press(browser, "select", "seed1")
@@ -161,6 +161,6 @@ def test_nothing_that_a_model_or_a_file_says_is_obeyed(browser, tmp_path) -> Non
     assert len(texts(browser, "script", "type")) == 2
     assert not texts(browser, "img, i i, [onclick], [onerror]")
     hover(browser, TOKENS)
-    browser.find_element("css selector", "summary").click()
+    unfold(browser, "summary", "details td")
     assert texts(browser, "details td:last-child") == ["</details><script>"]
     assert not browser.get_log("browser")
