@@ -27,13 +27,13 @@ def test_a_run_leaves_a_page_of_its_metrics_and_its_completions_as_parquet(tmp_p
     assert [shown["credit"][0][3] for shown in data["completions"]] == [sample["weights"] for sample in by_step]
     rows = pq.read_table(folder / "completions.parquet").to_pylist()
     assert rows == samples
-    assert not list(folder.glob(".*"))
+    assert not list(folder.glob(".*.partial"))
 
 
 def test_the_page_is_there_after_each_evaluation_and_one_that_cannot_be_written_ends_no_run(tmp_path, capsys) -> None:
     page = tmp_path / "report.html"
     result = Evaluation([True, True, True, False], [""] * 4, 3.0)
-    with Report(tmp_path, settings(), None) as report:
+    with Report(tmp_path, settings(), None, {}) as report:
         report.evaluated(0, result)
         (first,) = Page(page.read_text("utf-8")).data["runs"]
         assert first["metrics"]["eval_accuracy"] == [0.75]

@@ -100,7 +100,7 @@ def test_the_bar_shows_reward_credits_share_and_the_time_left_also_when_steps_ta
     metrics |= {f"time/{stage}": 30.0 if stage == "credit" else 0.0 for stage in STAGES}
     ones = torch.ones(2, 3)
     rollouts = SimpleNamespace(prompt_mask=ones, completion_mask=ones, texts=["7", "8"])
-    with Report(tmp_path, settings("--max_steps=10"), None) as report:
+    with Report(tmp_path, settings("--max_steps=10"), None, {}) as report:
         for step in range(1, 6):
             report._progress.get_time = lambda now=100 * step: now
             report.stepped(step, SimpleNamespace(metrics=metrics, problems=[], rollouts=rollouts, skipped=""))
