@@ -26,6 +26,7 @@ TRAINER = [
     "filelock>=3.15",
     "safetensors>=0.5",
     "scipy>=1.14",
+    "pyarrow>=21",
 ]
 MATH = ["math-verify[antlr4_13_2]>=0.9"]
 TESTING = [
@@ -38,6 +39,7 @@ TESTING = [
     "hypothesis>=6.100",
     "setuptools>=77",
     "requests>=2.32",
+    "selenium>=4.20",
 ]
 
 setup(

@@ -15,6 +15,7 @@ MAINS = {
     "benchmarks": "benchmarks.__main__",
     "trainer": "trainer.__main__",
     "trainer.analyze": "trainer.analyze.analysis",
+    "trainer.compare": "trainer.compare",
     "trainer.judge": "trainer.analyze.judge",
     "trainer.warmup": "trainer.embedded.warmup",
 }

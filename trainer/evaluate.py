@@ -49,10 +49,16 @@ class Evaluation:
         return sum(self.correct) / len(self.correct)
 
     @property
+    def standard_error(self) -> float:
+        """Standard error of the accuracy, as a mean over problems drawn at random."""
+        return math.sqrt(self.accuracy * (1 - self.accuracy) / max(len(self.correct) - 1, 1))
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Figures to report."""
+        figures = {"eval_accuracy": self.accuracy, "eval_accuracy_stderr": self.standard_error}
         passes = {f"eval_pass@{k}": share for k, share in self.pass_at.items()}
-        return {"eval_accuracy": self.accuracy, "eval_completions/mean_length": self.mean_length, **passes}
+        return {**figures, "eval_completions/mean_length": self.mean_length, **passes}
 
 
 def evaluate(

@@ -4,7 +4,6 @@ Micro-batches are whole groups, so that a prompt is fed once; rows that cannot c
 """
 
 import dataclasses
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from cfa_kernels.scoring.access import TrainingForward
 from cfa_kernels.scoring.training_forward import PackedForward, packed_forward, packed_logprobs
 from trainer.config import TrainConfig
 from trainer.processes import gathered, own
+from trainer.report.stages import StageTimes
 from trainer.rollouts import Rollouts
 
 ByRow = dict[int, Tensor]
@@ -182,9 +182,10 @@ class Credits:
     generator: torch.Generator
     rewards: Tensor | None  # (B,), for credit that compares completions
     edits: Tensor | None = None  # (B, T), multiplies the weights that are assigned
+    times: StageTimes = dataclasses.field(default_factory=StageTimes)
     weights: ByRow = dataclasses.field(default_factory=dict)
     advantages: ByRow = dataclasses.field(default_factory=dict)  # of rows with signed credit
-    assigned: list[tuple[MicroBatch, Credit, float]] = dataclasses.field(default_factory=list)  # with seconds
+    assigned: list[tuple[MicroBatch, Credit]] = dataclasses.field(default_factory=list)
 
     def needs_states(self, micro: MicroBatch) -> bool:
         """Say whether assigning credit will ask what continues the micro-batch's forward."""
@@ -193,8 +194,8 @@ class Credits:
     def of(self, micro: MicroBatch, forward: PackedForward) -> Credited:
         """Look up the weights of a micro-batch's tokens, or compute them from its `forward`."""
         if not self._has(micro):
-            began = time.perf_counter()
-            self._keep(micro, self.assign(micro, forward), began)
+            with self.times.during("credit"):
+                self._keep(micro, self.assign(micro, forward))
         rows = micro.rows.tolist()
         signed = [self.advantages[b] for b in rows] if rows[0] in self.advantages else micro.advantages
         return Credited([self.weights[b] for b in rows], signed)
@@ -231,7 +232,7 @@ class Credits:
             generator=self.generator,
         )
 
-    def _keep(self, micro: MicroBatch, credit: Credit, began: float) -> None:
+    def _keep(self, micro: MicroBatch, credit: Credit) -> None:
         rows, weights = micro.rows, credit.weights
         gate = torch.ones_like(weights) if self.edits is None else self.edits.to(weights)[rows]
         credit = dataclasses.replace(credit, weights=weights * gate)
@@ -242,16 +243,11 @@ class Credits:
             self.weights[b] = own
             if credit.advantages is not None:
                 self.advantages[b] = credit.advantages[i, : len(ids)]
-        self.assigned.append((micro, credit, time.perf_counter() - began))
-
-    @property
-    def seconds(self) -> float:
-        """Return the time that assigning took."""
-        return sum(seconds for _, _, seconds in self.assigned)
+        self.assigned.append((micro, credit))
 
     def of_batch(self) -> Credit:
         """Put credit of all (B, T) completions together; those in no micro-batch weigh 1 and were not scored."""
-        assigned = [(micro.rows.tolist(), credit) for micro, credit, _ in self.assigned]
+        assigned = [(micro.rows.tolist(), credit) for micro, credit in self.assigned]
         return Credit.of_parts(self.mask.shape, [part for parts in gathered(assigned) for part in parts])
 
 

@@ -87,4 +87,3 @@ class Shaped:
     edits: Tensor | None = None  # (B, T) fp32: 0 on tokens that get no credit, 1 on all others; None for 1 everywhere
     metrics: Mapping[str, float] = field(default_factory=dict)  # figures to report
     notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # by sample, what is logged with it
-    seconds: float = 0.0

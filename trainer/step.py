@@ -6,7 +6,6 @@
 import dataclasses
 import itertools
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -22,6 +21,7 @@ from trainer.checks import checked_sampling_gap, require_finite, sampling_metric
 from trainer.experimental.hook import shape_rewards
 from trainer.microbatch import Credits, MicroBatch, Pass, by_row, fetched, micro_batches, on_host, to_host, unpadded
 from trainer.report.metrics import Averages, Step, length_metrics, reward_metrics
+from trainer.report.stages import StageTimes
 from trainer.rewards import compute_rewards, group_advantages
 from trainer.rollouts import Rollouts
 from trainer.state import Batch, Trainer
@@ -29,31 +29,31 @@ from trainer.state import Batch, Trainer
 
 def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     """Train one step on some problems, by number: B = problems x num_generations completions, T tokens at most."""
-    config, started = trainer.config, time.perf_counter()
+    config = trainer.config
+    times = StageTimes(config.precision.device)
     keys = [(config.seed, step, i, g) for i in processes.own(problems) for g in range(config.num_generations)]
-    rollouts = draw(trainer, keys)
-    generated = time.perf_counter()
+    with times.during("generate"):
+        rollouts = draw(trainer, keys)
 
     trainer.sampled = Batch.unrewarded([key[-2] for key in keys], rollouts, keys)
     batch = trainer.sampled = of_all_processes(rewarded(trainer, keys, rollouts), config.num_generations)
     rollouts = batch.rollouts
-    shaped = shape_rewards(trainer, batch)  # rewards (B,), edits (B, T)
+    shaped = shape_rewards(trainer, batch, times)  # rewards (B,), edits (B, T)
     advantages = group_advantages(shaped.rewards, config.num_generations, config.scale_rewards)  # (B,)
     mask = rollouts.completion_mask  # (B, T)
     if config.mask_truncated_completions:
         mask = mask * ~rollouts.truncated[:, None]
 
-    credit, losses = update(trainer, step, rollouts, mask, advantages, edits=shaped.edits, rewards=shaped.rewards)
-    finished = time.perf_counter()
+    with times.during("update"):
+        edits, rewards = shaped.edits, shaped.rewards
+        credit, losses = update(trainer, step, rollouts, mask, advantages, edits=edits, rewards=rewards, times=times)
     metrics = {
         **reward_metrics(batch.rewards, batch.by_function, config.num_generations),
         **length_metrics(rollouts),
         **losses,
         **credit.metrics(mask.cpu()),
-        "step_time": finished - started,
-        "time/generate": generated - started,
-        "time/update": finished - generated - shaped.seconds - losses["time/credit"],
         **shaped.metrics,
+        **times.metrics(),
     }
     return Step(metrics, batch.problems, rollouts, batch.rewards, advantages, credit, shaped.notes)
 
@@ -105,11 +105,12 @@ def update(
     weights: Tensor | None = None,
     edits: Tensor | None = None,
     rewards: Tensor | None = None,
+    times: StageTimes | None = None,
 ) -> tuple[Credit, dict[str, float]]:
     """Take `num_iterations` optimizer steps on one batch of rollouts; `mask` is (B, T), `advantages` (B,).
 
     `weights` (B, T) take the place of credit; `edits` (B, T) multiply the weights that credit assigns;
-    credit that compares completions reads `rewards` (B,).
+    credit that compares completions reads `rewards` (B,); `times` are told when credit is assigned.
 
     Each micro-batch is one packed forward: its log-probs, from its keys and values the scores of masked spans, then
     its loss with the weights that follow. Raises `FloatingPointError` for a log-prob or gradient that is not finite,
@@ -120,7 +121,8 @@ def update(
     rollouts, mask, advantages = to_host(rollouts), mask.cpu(), advantages.cpu()
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step + (processes.rank() << 48))
     given = unpadded(weights, rollouts.completion_mask)
-    credits = Credits(config, rollouts, mask, trainer.tokenizer, generator, rewards, edits, given)
+    times = times or StageTimes()
+    credits = Credits(config, rollouts, mask, trainer.tokenizer, generator, rewards, edits, times, given)
     totals = {"num_items_in_batch": int(mask.sum()), "num_sequences_in_batch": len(mask)}
     policy.train()
     parts = micro_batches(config, rollouts, mask, advantages, policy)
@@ -162,7 +164,7 @@ def update(
     policy.eval()
     rate = float(trainer.scheduler.get_last_lr()[0])
     trainer.scheduler.step()
-    return credits.of_batch(), {**metrics.values(), "learning_rate": rate, "time/credit": credits.seconds}
+    return credits.of_batch(), {**metrics.values(), "learning_rate": rate}
 
 
 def backward(

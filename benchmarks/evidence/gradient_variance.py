@@ -19,6 +19,7 @@ from benchmarks.harness.tables import interval, table
 from trainer.cli import parse
 from trainer.config import TrainConfig
 from trainer.experimental.hook import shape_rewards
+from trainer.report.stages import StageTimes
 from trainer.rewards import group_advantages
 from trainer.run import set_up
 from trainer.state import Trainer
@@ -176,7 +177,7 @@ def _gradient(trainer: Trainer, draw: int, problems: int) -> np.ndarray:
     config = trainer.config
     keys = [(draw, 0, i, g) for i in range(problems) for g in range(config.num_generations)]
     rollouts = drawn(trainer, keys)
-    shaped = shape_rewards(trainer, rewarded(trainer, keys, rollouts))
+    shaped = shape_rewards(trainer, rewarded(trainer, keys, rollouts), StageTimes())
     advantages = group_advantages(shaped.rewards, config.num_generations, config.scale_rewards)
     mask = rollouts.completion_mask * ~rollouts.truncated[:, None]
     update(trainer, draw, rollouts, mask, advantages, edits=shaped.edits, rewards=shaped.rewards)

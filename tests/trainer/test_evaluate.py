@@ -50,7 +50,9 @@ PROMPTS = [[1] * 4, [1] * 3, [1] * 5]
 def test_a_problem_is_solved_where_the_runs_reward_gives_one_or_more() -> None:
     found = evaluate(Recorder(), ROWS, PROMPTS, batch_size=2, max_completion_length=4, match=even)
     assert (found.correct, found.texts, found.mean_length) == ([True, False, False], ["4", "3", "5"], 4.0)
-    assert found.metrics == {"eval_accuracy": 1 / 3, "eval_completions/mean_length": 4.0}
+    assert found.metrics == {
+        "eval_accuracy": 1 / 3, "eval_accuracy_stderr": pytest.approx(1 / 3), "eval_completions/mean_length": 4.0,
+    }  # fmt: skip
 
 
 def test_samples_are_drawn_by_keys_of_their_own_and_counted_per_problem() -> None:

@@ -223,10 +223,9 @@ def finished(tmp_path_factory):
 
 
 def test_a_run_leaves_metrics_samples_curves_settings_and_a_checkpoint(finished) -> None:
-    names = {path.name for path in finished.iterdir()}
-    assert names == {
-        "metrics.jsonl", "completions.jsonl", "curves.png", "config.yaml", "summary.json", "checkpoint", "checkpoints",
-        ".lock",
+    assert {path.name for path in finished.iterdir()} == {
+        "metrics.jsonl", "completions.jsonl", "completions.parquet", "curves.png", "report.html", "config.yaml",
+        "summary.json", "checkpoint", "checkpoints", ".lock",
     }  # fmt: skip
     assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {
@@ -248,6 +247,7 @@ def test_metrics_carry_trl_names_and_are_finite(finished) -> None:
         "sampling/sampling_logp_difference/max", "sampling/gap", "credit/weight_mean", "credit/spans_mean",
         "credit/drop_mean",
         "credit/scored_fraction", "credit/distractor_fraction", "time/generate", "time/credit", "time/update",
+        "time/other",
     }  # fmt: skip
     for entry in steps:
         assert expected <= set(entry)

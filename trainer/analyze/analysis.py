@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-import yaml
-
 from trainer.analyze.page import page_of
 from trainer.analyze.plots import draw_analysis
+from trainer.analyze.runs import correct_threshold_of, read_settings
 from trainer.analyze.samples import Sample, read_samples
 from trainer.analyze.tables import Cell, Table, analyse
 from trainer.config import TrainConfig
@@ -101,25 +100,11 @@ def write_analysis(
 
 
 def _threshold_of(source: Path) -> float:
-    """Return `correct_threshold` of a run's settings, 0.5 where there are none or they do not name it."""
-    file = source / "config.yaml"
-    if not file.exists():
-        return 0.5
-    try:
-        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as problem:
-        raise ValueError(f"{file}: is not YAML ({' '.join(str(problem).split())})") from problem
-    if not isinstance(settings, dict):
-        raise ValueError(f"{file}: must hold the settings of a run, `name: value` a line, got {settings!r:.60}")
-    if unknown := sorted(map(str, settings.keys() - {field.name for field in fields(TrainConfig)})):
+    """Return a run's `correct_threshold`; a file of settings may misspell no name, as it may be written by hand."""
+    if unknown := sorted(map(str, read_settings(source).keys() - {field.name for field in fields(TrainConfig)})):
+        file = source / "config.yaml"
         raise ValueError(f"{file}: unknown setting {unknown[0]!r:.60}; --correct_threshold reads none of the file")
-    value = settings.get("correct_threshold", 0.5)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
-        raise ValueError(f"{file}: correct_threshold must be a finite number, got {value!r:.60}")
-    try:
-        return float(value)
-    except OverflowError as problem:
-        raise ValueError(f"{file}: correct_threshold must be a number that a float holds") from problem
+    return correct_threshold_of(source)
 
 
 def _shown(samples: Sequence[Sample], count: int) -> list[Sample]:

@@ -1,33 +1,40 @@
-"""Write one page of HTML on which completions are shaded by the credit of their tokens, estimators side by side.
+"""Write one page of HTML: completions shaded by the credit of their tokens, estimators side by side, and runs' curves.
 
-The page is self-contained: the style and the few lines of script of `assets/` are copied into it, and it forbids itself
-to load anything. Every text is escaped, and characters that do not print are shown as signs.
+The page is self-contained: the style and the scripts of `assets/` are copied into it, and it forbids itself to load
+anything. What it shows stands in it as JSON, of which the scripts make the rows that are looked at. Characters that do
+not print are shown as signs.
 """
 
 import html
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from trainer.analyze.samples import KINDS, Sample
+from trainer.analyze.samples import KINDS, Sample, TokenCredit
 from trainer.analyze.statistics import ess_ratio, top_mass
 
 _STEPS = 8
 """Shades above and below the neutral value."""
 
-_STYLE, _SCRIPT = (
-    Path(__file__).with_name("assets").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+_STYLE, _SCRIPT, _CURVES = (
+    Path(__file__).with_name("assets").joinpath(name).read_text(encoding="utf-8")
+    for name in ("page.css", "page.js", "curves.js")
 )
 
 
-def page_of(samples: Sequence[Sample], title: str) -> str:
-    """Make the page: a block of tokens per completion and estimator, with scales, numbers and the completion's spans.
+def page_of(samples: Sequence[Sample], title: str, *, runs: str = "", data: Mapping[str, Any] | None = None) -> str:
+    """Make the page: for each completion a block of tokens per estimator, with scales, numbers and its masked spans.
 
-    Blocks are side by side where the window is wide enough, else below each other. A token's number shows on
-    hover, or with the arrow keys once its block has the focus, for all estimators at once.
+    Ten completions are on the page at once, found by run, step and reward. Blocks are side by side where the window is
+    wide enough, else below each other. A token's numbers and the drop of its span show on hover, or with the arrow
+    keys once its block has the focus, for all estimators at once.
 
     Args:
         samples: what is shown, in order.
         title: of the page.
+        runs: HTML of a part about runs, above the completions, with the places that `curves.js` draws in.
+        data: what `curves.js` draws.
 
     Returns:
         The page, to be written as UTF-8.
@@ -46,8 +53,10 @@ def page_of(samples: Sequence[Sample], title: str) -> str:
         if value is not None
     ]
     bounds = min(weights, default=1.0), max(weights, default=1.0)
-    articles = "".join(_article(number, sample, bounds) for number, sample in enumerate(samples, start=1))
-    name = _escaped(title)
+    held = {**(data or {}), "bounds": bounds, "completions": [_entry(sample) for sample in samples]}
+    name, names = escaped(title), dict.fromkeys(sample.run for sample in samples if sample.run is not None)
+    options = "".join(f'<option value="{escaped(run)}">{escaped(run)}</option>' for run in names)
+    of_runs = f'<label>run <select name="run"><option value="">all</option>{options}</select></label>\n'
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -61,20 +70,38 @@ script-src 'unsafe-inline'">
 </head>
 <body>
 <h1>{name}</h1>
+{runs}<h2>Completions</h2>
 <p class="soft">Each token is shaded by what an estimator gives it: orange above, blue below the neutral value.
-The answer is underlined. Hover over a token, or step through a block with the arrow keys, to read its numbers.</p>
-<main>
-{articles}</main>
-<div id="reading" role="status" aria-live="polite">No token chosen.</div>
+The answer is underlined. Hover over a token, or step through a block with the arrow keys, to read its numbers and the
+drop of its span.</p>
+<form id="search">
+{of_runs if len(names) > 1 else ""}<span>step {_field("step-from", "from")} {_field("step-to", "to")}</span>
+<span>reward {_field("reward-from", "from")} {_field("reward-to", "to")}</span>
+<span><button type="button" id="back">Back</button> <span id="place" role="status"></span>
+<button type="button" id="next">Next</button></span>
+</form>
+<main id="list"><noscript>Completions and curves need JavaScript.</noscript></main>
+<div id="reading" role="status" aria-live="polite">Nothing chosen.</div>
+<script id="data" type="application/json">{_json(held)}</script>
 <script>
-{_SCRIPT}</script>
+{_SCRIPT}{_CURVES if data else ""}</script>
 </body>
 </html>
 """
 
 
-def _article(number: int, sample: Sample, bounds: tuple[float, float]) -> str:
+def _field(name: str, label: str) -> str:
+    return f'<label>{label} <input name="{name}" type="number" step="any"></label>'
+
+
+def _json(value: Any) -> str:
+    """Write JSON that no HTML can be read from."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _entry(sample: Sample) -> dict[str, Any]:
     facts = [
+        sample.run,
         f"step {sample.step}" if sample.step is not None else "",
         f"problem {sample.problem}" if sample.problem is not None else "",
         f"reward {sample.reward:g}" if sample.reward is not None else "",
@@ -82,91 +109,39 @@ def _article(number: int, sample: Sample, bounds: tuple[float, float]) -> str:
         {True: "correct", False: "wrong", None: ""}[sample.correct],
         "truncated" if sample.truncated else "",
     ]
-    columns: list[tuple[str, str, list[float | None]]] = [
-        (name, given.kind, given.values) for name, given in sample.credit.items()
-    ]
-    if sample.spans:
-        importances: list[float | None] = [None] * len(sample.tokens)
-        for span in sample.spans:
-            for place in range(span.start, span.end):
-                before = importances[place]
-                importances[place] = -span.drop if before is None else max(before, -span.drop)
-        columns.append(("importance of the span", sample.drops_unit, importances))
-    if not columns:
-        columns = [("tokens", "without credit", [None] * len(sample.tokens))]
-    figures = "".join(_figure(sample, *column, bounds) for column in columns)
-    return (
-        f'<article aria-labelledby="c{number}">\n<h2 id="c{number}">Completion {number}</h2>\n'
-        f'<p class="soft">{_escaped(" · ".join(fact for fact in facts if fact))}</p>\n'
-        f'<div class="row">\n{figures}</div>\n{_span_table(sample)}</article>\n'
-    )
-
-
-def _figure(sample: Sample, name: str, kind: str, values: list[float | None], bounds: tuple[float, float]) -> str:
-    known = [value for value in values if value is not None]
-    neutral = 1.0 if kind == "weights" else 0.0
-    low, high = bounds if kind == "weights" else (min(known, default=0.0), max(known, default=0.0))
-    low, high = min(low, neutral), max(high, neutral)
-    # Weights range on either side of 1; other numbers are as strong below 0 as above, so rounding stays pale.
-    ranges = (neutral - low, high - neutral) if kind == "weights" else (max(-low, high),) * 2
-    notes = [kind]
-    if kind == "weights" and any(known):
-        notes.append(f"ESS ratio {ess_ratio(known):.3f}")
-    if kind in KINDS and any(known):
-        notes.append(f"top 10 % mass {top_mass(known):.3f}")
-    first, last = sample.answer or (0, 0)
-    tokens = "".join(
-        _token(text, value, _shade(value, neutral, ranges), first <= place < last)
-        for place, (text, value) in enumerate(zip(sample.tokens, values, strict=True))
-    )
-    label = _escaped(name)
-    return (
-        f"<figure><figcaption><strong><bdi>{label}</bdi></strong> <small>{_escaped(', '.join(notes))}</small>"
-        f'{_scale(low, neutral, high, ranges)}</figcaption>\n<div class="tokens" tabindex="0" role="group" '
-        f'aria-label="{label}">{tokens}</div></figure>\n'
-    )
-
-
-def _scale(low: float, neutral: float, high: float, ranges: tuple[float, float]) -> str:
-    """Make the scale of shades from the lowest to the highest value, in steps of two, with the numbers at both ends."""
-    down, up = (_step(value, neutral, ranges) for value in (low, high))
-    below = "".join(f'<i class="c{step}"></i>' for step in range(down, 0, -2))
-    above = "".join(f'<i class="w{step}"></i>' for step in range(2 - up % 2, up + 1, 2))
-    ends = [f"{value:.3g} " if value != neutral else "" for value in (low, high)]
-    return f'<span class="scale">{ends[0]}{below}<i></i>{neutral:g}<i></i>{above} {ends[1]}</span>'
-
-
-def _step(value: float, neutral: float, ranges: tuple[float, float]) -> int:
-    extent = ranges[value > neutral]
-    return round(_STEPS * abs(value - neutral) / extent) if extent > 0 else 0
-
-
-def _shade(value: float | None, neutral: float, ranges: tuple[float, float]) -> str:
-    """Return the class of a token: w1 to w8 above the neutral value, c1 to c8 below it."""
-    if value is None:
-        return "none"
-    step = _step(value, neutral, ranges)
-    return f"{'w' if value > neutral else 'c'}{step}" if step else ""
-
-
-def _token(text: str, value: float | None, shade: str, in_answer: bool) -> str:
-    classes = " ".join(name for name in (shade, "answer" if in_answer else "") if name)
-    number = "none" if value is None else f"{value:.4g}"
-    return f'<span title="{number}"{f" class={chr(34)}{classes}{chr(34)}" if classes else ""}>{_shown(text)}</span>'
-
-
-def _span_table(sample: Sample) -> str:
-    if not sample.spans:
-        return ""
-    rows = "".join(
-        f'<tr><td class="number">{span.start}–{span.end - 1}</td><td class="number">{span.drop:+.3f}</td>'
-        f"<td>{_escaped(span.text)}</td></tr>\n"
+    spans = [
+        [span.start, span.end, span.drop]
+        + ([printed(span.text)] if span.text != "".join(sample.tokens[span.start : span.end]) else [])
         for span in sample.spans
-    )
-    return (
-        f"<details><summary>{len(sample.spans)} masked spans</summary><div class='wide'><table>\n<tr><th>tokens</th>"
-        f"<th>drop ({_escaped(sample.drops_unit)})</th><th>text</th></tr>\n{rows}</table></div></details>\n"
-    )
+    ]
+    return {
+        "run": None if sample.run is None else printed(sample.run),
+        "step": sample.step if type(sample.step) is int else None,
+        "reward": sample.reward,
+        "facts": printed(" · ".join(fact for fact in facts if fact)),
+        "tokens": [printed(token) for token in sample.tokens],
+        "answer": sample.answer,
+        "unit": printed(sample.drops_unit),
+        "spans": spans,
+        "credit": [
+            [printed(name), given.kind, ", ".join(_notes(given)), _short(given.values)]
+            for name, given in sample.credit.items()
+        ],
+    }
+
+
+def _notes(given: TokenCredit) -> Iterable[str]:
+    known = [value for value in given.values if value is not None]
+    yield given.kind
+    if given.kind == "weights" and any(known):
+        yield f"ESS ratio {ess_ratio(known):.3f}"
+    if given.kind in KINDS and any(known):
+        yield f"top 10 % mass {top_mass(known):.3f}"
+
+
+def _short(values: Iterable[float | None]) -> list[float | None]:
+    """Give whole numbers as integers, which JSON writes shorter."""
+    return [int(value) if value is not None and value == int(value) else value for value in values]
 
 
 _SIGNS = {code: chr(0x2400 + code) for code in range(32) if code not in (9, 10)} | {
@@ -178,15 +153,11 @@ _SIGNS |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
 _SIGNS |= {code: "\ufffd" for code in range(0x80, 0xA0) if code != 0x85}
 
 
-def _escaped(text: str) -> str:
-    return html.escape(text.translate(_SIGNS), quote=True)
+def printed(text: str) -> str:
+    """Put signs in the place of characters that do not print; line ends and tabs stay."""
+    return text.translate(_SIGNS)
 
 
-def _shown(text: str) -> str:
-    """Return a token's text, with signs before line ends and tabs."""
-    if not text:
-        return '<b class="sign">∅</b>'
-    shown = _escaped(text)
-    for blank, sign in (("\t", "→"), ("\n", "↵")):
-        shown = shown.replace(blank, f'<b class="sign">{sign}</b>{blank}')
-    return shown
+def escaped(text: str) -> str:
+    """Make HTML of text."""
+    return html.escape(printed(text), quote=True)

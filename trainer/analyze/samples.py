@@ -3,8 +3,10 @@
 `docs/analysis.md` has the fields; other programs may write such files, too. Only `tokens` must be there.
 """
 
+import itertools
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,14 +51,16 @@ class Sample:
     step: int | None = None
     problem: Any = None
     drops_unit: str = "nats"
+    run: str | None = None
 
 
-def read_samples(path: Path, *, correct_threshold: float = 0.5) -> list[Sample]:
+def read_samples(path: Path, *, correct_threshold: float = 0.5, every: int = 1) -> list[Sample]:
     """Read the completions of a run folder or of a file.
 
     Args:
         path: a run's folder, whose `completions.jsonl` is read, or a file of that form.
         correct_threshold: a completion without `correct` counts as correct if its reward is at least this.
+        every: 2 reads every second completion, and so on.
 
     Returns:
         The samples in the order of the file, at least one.
@@ -66,20 +70,8 @@ def read_samples(path: Path, *, correct_threshold: float = 0.5) -> list[Sample]:
             line, the field and the value.
     """
     file = path / "completions.jsonl" if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(f"{file}: there is no such file")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as problem:
-        raise ValueError(f"{file}: is not text in UTF-8 ({problem})") from problem
     samples = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as problem:
-            raise ValueError(f"{file}, line {number}: is not JSON ({problem})") from problem
+    for number, entry in json_lines(file, every):
         try:
             samples.append(_sample(number, entry, correct_threshold))
         except ValueError as problem:
@@ -87,6 +79,28 @@ def read_samples(path: Path, *, correct_threshold: float = 0.5) -> list[Sample]:
     if not samples:
         raise ValueError(f"{file}: holds no completion; was log_completions 0, or did the run end in its first step?")
     return samples
+
+
+def json_lines(file: Path, every: int = 1) -> Iterator[tuple[int, Any]]:
+    """Read a file with a JSON value a line, or of `every` so many lines that are not empty the first.
+
+    Yields:
+        The number of a line, from 1, and its value.
+
+    Raises:
+        ValueError: no such file, or a line that is not JSON in UTF-8; names the file and the line.
+    """
+    if not file.is_file():
+        raise ValueError(f"{file}: there is no such file")
+    try:
+        lines = enumerate(file.read_text(encoding="utf-8").split("\n"), start=1)
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"{file}: is not text in UTF-8 ({problem})") from problem
+    for number, line in itertools.islice(((number, line) for number, line in lines if line.strip()), 0, None, every):
+        try:
+            yield number, json.loads(line)
+        except (ValueError, RecursionError) as problem:
+            raise ValueError(f"{file}, line {number}: is not JSON ({problem})") from problem
 
 
 def _sample(line: int, entry: Any, correct_threshold: float) -> Sample:

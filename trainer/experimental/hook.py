@@ -4,23 +4,19 @@ The step calls `shape_rewards` once, between rewards and advantages, and knows o
 brings its settings (`settings.py`) and one function from sampled completions to `Shaped`.
 """
 
-import dataclasses
-import time
-
 from trainer.experimental.compare_and_correct import compare_and_correct, require_fitting_prompt
+from trainer.report.stages import StageTimes
 from trainer.state import Batch, Shaped, Trainer
 
 
-def shape_rewards(trainer: Trainer, batch: Batch) -> Shaped:
+def shape_rewards(trainer: Trainer, batch: Batch, times: StageTimes) -> Shaped:
     """Shape the rewards of a batch as the settings ask; without an experiment they stay as they are."""
     if not trainer.config.compare_and_correct:
         return Shaped(batch.rewards)
-    began = time.perf_counter()
-    shaped = compare_and_correct(
-        trainer.policy, trainer.tokenizer, trainer.engine, trainer.rewards, trainer.config, batch
-    )
-    seconds = time.perf_counter() - began
-    return dataclasses.replace(shaped, metrics={**shaped.metrics, "time/correct": seconds}, seconds=seconds)
+    with times.during("correct"):
+        return compare_and_correct(
+            trainer.policy, trainer.tokenizer, trainer.engine, trainer.rewards, trainer.config, batch
+        )
 
 
 def check_experiments(trainer: Trainer) -> None:

@@ -7,6 +7,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from trainer.report.stages import STAGES
+
 _BLUE, _ORANGE, _GREEN, _GREY = "#3366aa", "#dd7722", "#2a8a57", "#999999"
 
 
@@ -37,12 +39,11 @@ def draw_curves(path: Path, history: list[dict[str, float]], title: str) -> None
     if not drops.lines:
         drops.text(0.5, 0.5, "nothing is masked in this mode", ha="center", transform=drops.transAxes, color=_GREY)
 
-    parts = {name: _series(history, f"time/{name}") for name in ("generate", "credit", "update")}
+    parts = {name: _series(history, f"time/{name}") for name in STAGES}
     steps = parts["generate"][0]
-    times.stackplot(
-        steps, [values for _, values in parts.values()], labels=list(parts), colors=[_BLUE, _ORANGE, _GREEN], alpha=0.8
-    )
-    times.legend(loc="upper right", fontsize=8, ncols=3)
+    colors = _BLUE, _ORANGE, _GREEN, _GREY
+    times.stackplot(steps, [values for _, values in parts.values()], labels=list(parts), colors=colors, alpha=0.8)
+    times.legend(loc="upper right", fontsize=8, ncols=4)
     times.margins(y=0.2)
     times.set_title("Seconds per step")
     for axes in (accuracy, reward, groups, entropy, drops, times):

@@ -1,7 +1,7 @@
 """Show a run's progress on the console and write the run folder's files.
 
-The folder holds `metrics.jsonl` (one object per step), `completions.jsonl` (samples with their tokens
-and weights), `curves.png` and `summary.json`.
+The folder holds `metrics.jsonl` (one object per step), `completions.jsonl` (samples with their tokens and weights), the
+same as `completions.parquet`, `curves.png`, `report.html` (all of it to look at) and `summary.json`.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,11 +25,13 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from trainer.analyze.records import Record, completion_record, judged_spans, rounded, token_credit
+from trainer.analyze.run_page import write_run_page
 from trainer.checkpoints.files import naming, sync, write_whole
 from trainer.config import TrainConfig
 from trainer.evaluate import Evaluation
 from trainer.report.curves import draw_curves
 from trainer.report.metrics import SKIPPED, Step
+from trainer.report.parquet import write_parquet
 from trainer.report.trackers import open_tracker
 from trainer.report.watch import Watch
 
@@ -85,7 +88,8 @@ class Report:
             self._stack.callback(close)
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
         columns += [TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn()]
-        self._progress = self._stack.enter_context(Progress(*columns, console=self.console))
+        bars = Progress(*columns, console=self.console, speed_estimate_period=math.inf)  # steps may take minutes
+        self._progress = self._stack.enter_context(bars)
         self._bar = self._progress.add_task(
             "training", total=self._config.max_steps, completed=last or 0, note="", visible=False
         )
@@ -105,6 +109,19 @@ class Report:
             if self._history:
                 with naming(self._folder / "curves.png"):
                     draw_curves(self._folder / "curves.png", self._history, self._title())
+                self._show_page()
+                self._show("completions.parquet", lambda path: write_parquet(path.with_suffix(".jsonl"), path))
+
+    def _show_page(self) -> None:
+        self._show("report.html", lambda path: write_run_page(path, [self._folder], self._title()))
+
+    def _show(self, name: str, write: Callable[[Path], object]) -> None:
+        """Write a file that only shows what others hold; that it cannot be written is no reason to end a run."""
+        try:
+            write(self._folder / name)
+        except (ValueError, OSError) as problem:
+            said = escape(f"{self._folder / name} was not written: {problem}")
+            self.console.print(f"[bold yellow]warning[/bold yellow]: {said}", soft_wrap=True)
 
     def opening(self, policy: nn.Module, train_problems: int, held_out: int, notes: Sequence[str] = ()) -> None:
         """Say what is about to happen; `notes` are settings that do not hold here, and why."""
@@ -152,6 +169,7 @@ class Report:
             f"({sum(result.correct)} of {len(result.correct)}, greedy{sampled})"
         )
         self._warn(step, self._watch.warning_of_held_out(result.texts))
+        self._show_page()
 
     def stepped(self, step: int, result: Step) -> None:
         """Take in a training step: files, bar, and a line now and then."""
@@ -160,7 +178,8 @@ class Report:
         self._record(step, result.metrics | {"num_tokens": self._tokens})
         self._log_completions(step, result)
         metrics = result.metrics
-        note = f"reward {metrics['reward']:.2f}" if "reward" in metrics else ""
+        share = "" if result.skipped else f"credit {metrics['time/credit'] / metrics['step_time']:.0%}"
+        note = "skipped" if result.skipped else f"reward {metrics['reward']:.2f}  {share} of the time"
         self._progress.update(self._bar, advance=1, visible=True, note=note)
         if result.skipped:
             self._warn(step, f"skipped, nothing is learnt from it: {result.skipped}")
@@ -168,10 +187,16 @@ class Report:
             self.console.print(
                 f"  step {step:>4}   reward {metrics['reward']:.2f}   "
                 f"mixed groups {1 - metrics['frac_reward_zero_std']:4.0%}   "
-                f"spans {metrics['credit/spans_mean']:.1f}   {metrics['step_time']:4.1f} s, "
-                f"credit {metrics['time/credit'] / metrics['step_time']:.0%}"
+                f"spans {metrics['credit/spans_mean']:.1f}   {metrics['step_time']:4.1f} s, {share}   "
+                f"{self._time_left()}",
+                soft_wrap=True,
             )
         self._warn(step, self._watch.warning(result))
+
+    def _time_left(self) -> str:
+        """Say how long the steps that are left take at the pace so far; nothing after the first step and the last."""
+        seconds = self._progress.tasks[0].time_remaining
+        return f"{timedelta(seconds=round(seconds))} left" if seconds else ""
 
     def _warn(self, step: int, warning: str | None) -> None:
         if warning:

@@ -3,16 +3,15 @@
 import json
 import re
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.embedded import EVERY_OTHER, run
+from tests.support.pages import Page
 from trainer.analyze.analysis import main, write_analysis
-from trainer.analyze.page import page_of
-from trainer.analyze.samples import Sample, TokenCredit, read_samples
+from trainer.analyze.samples import Sample, read_samples
 from trainer.analyze.tables import analyse, classes_of, kind_of, patterns_of
 
 pytestmark = pytest.mark.slow
@@ -183,8 +182,8 @@ def test_a_run_of_the_embedded_model_is_analysed_end_to_end(tmp_path, capsys) ->
     assert "## Drops of masked spans" in (out / "analysis.md").read_text("utf-8")
     assert (out / "analysis.png").read_bytes().startswith(b"\x89PNG")
     page = Page((out / "page.html").read_text("utf-8"))
-    texts = {tuple(sample.tokens): 1 + bool(sample.spans) for sample in read_samples(folder)}
-    assert len(page.blocks) == sum(texts.values())
+    texts = {tuple(sample.tokens): None for sample in read_samples(folder)}
+    assert sorted(tuple(shown["tokens"]) for shown in page.data["completions"]) == sorted(texts)
 
 
 def test_a_run_with_signed_credit_logs_the_advantages_it_trained_on(tmp_path) -> None:
@@ -249,101 +248,7 @@ def test_completions_without_spans_weights_or_tokens_are_analysed_as_far_as_they
     file = write(tmp_path, {"tokens": []}, {"tokens": ["a"]}, {"tokens": ["b"], "weights": [0]})
     out = write_analysis(file, tmp_path / "out", on_page=3)
     assert set(json.loads((out / "analysis.json").read_text("utf-8"))) == {"overview", "concentration"}
-    assert len(Page((out / "page.html").read_text("utf-8")).blocks) == 3
-
-
-# --- The page -----------------------------------------------------------------------------------------------
-
-
-class Page(HTMLParser):
-    """What a browser would make of the page: blocks of tokens with their numbers, and every element."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict]] = []
-        self.blocks: list[tuple[str, list[tuple[str, str]]]] = []
-        self.open = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs) -> None:
-        attributes = dict(attrs)
-        self.elements.append((tag, attributes))
-        if attributes.get("class") == "tokens":
-            self.blocks.append((attributes["aria-label"], []))
-        self.open = tag
-        if tag == "span" and "title" in attributes:
-            self.blocks[-1][1].append((attributes["title"], ""))
-
-    def handle_data(self, data) -> None:
-        if self.open == "span" and self.blocks and self.blocks[-1][1]:
-            number, text = self.blocks[-1][1].pop()
-            self.blocks[-1][1].append((number, text + data))
-
-    def handle_endtag(self, tag) -> None:
-        self.open = ""
-
-
-def test_the_page_shows_every_estimator_with_numbers_scales_and_the_keyboard(tmp_path) -> None:
-    page = page_of(example(tmp_path)[:1], "Example")
-    read = Page(page)
-    assert [name for name, _ in read.blocks] == ["masking", "entropy", "importance of the span"]
-    assert read.blocks[0][1] == list(zip(["1"] * 4 + ["4"] * 3 + ["2"] * 2 + ["1.5"], "Step1=2+3.", strict=True))
-    assert [number for number, _ in read.blocks[1][1]][-2:] == ["8", "none"]
-    assert [number for number, _ in read.blocks[2][1]][:5] == ["-0.5", "-0.5", "none", "none", "4"]
-    assert sum(attributes.get("tabindex") == "0" for _, attributes in read.elements) == 3
-    assert sum(attributes.get("class") == "scale" for _, attributes in read.elements) == 3
-    shades = [attributes.get("class") for tag, attributes in read.elements if tag == "span" and "title" in attributes]
-    assert shades[:10] == [None] * 4 + ["w8"] * 3 + ["w3"] * 2 + ["w1 answer"]
-    assert "prefers-color-scheme: dark" in page
-    assert 'name="viewport"' in page
-
-
-def test_the_page_loads_nothing() -> None:
-    page = page_of([Sample(1, ["a"])], "Example")
-    read = Page(page)
-    assert not any({"src", "href", "action", "srcset"} & set(attributes) for _, attributes in read.elements)
-    assert not re.search(r"https?:|@import|url\(", page)
-    (policy,) = [attributes["content"] for _, attributes in read.elements if "http-equiv" in attributes]
-    assert policy.startswith("default-src 'none'")
-
-
-HOSTILE = [
-    "</script><script>alert(1)</script>", "<!--", "\"'><img src=x onerror=alert(2)>", "&lt;b&gt;",
-    "👩‍👩‍👧 é", "\u202eevil\u2066",
-    "\u05e9\u05dc\u05d5\u05dd", "\x00", "\x1b[31m\x85\r", "\n\t", "\ud800", "", "]]>", "${x}`",
-]  # fmt: skip
-
-
-def test_hostile_text_is_shown_and_never_obeyed(tmp_path) -> None:
-    credit = {name: TokenCredit("weights", [1.0] * len(HOSTILE)) for name in ("</div><b>", '" onclick="x')}
-    sample = Sample(1, HOSTILE, credit=credit, problem="</p><i>", answer=(0, 3))
-    page = page_of([sample], "</title><script>")
-    read = Page(page)
-    plain = Page(
-        page_of(
-            [Sample(1, ["a"] * len(HOSTILE), credit=dict(zip("xy", credit.values(), strict=True)), answer=(0, 3))], ""
-        )
-    )
-    signs = sum(attributes.get("class") == "sign" for _, attributes in read.elements)
-    assert signs == 2 * 3  # the line's end, the tab and the empty token, in each block
-    shape = [(tag, sorted(attributes)) for tag, attributes in read.elements if attributes.get("class") != "sign"]
-    assert shape == [(tag, sorted(attributes)) for tag, attributes in plain.elements]
-    assert [name for name, _ in read.blocks] == list(credit)
-    texts = [text for _, text in read.blocks[0][1]]
-    assert texts[:5] == HOSTILE[:5]
-    assert texts[5] == "[U+202E]evil[U+2066]"
-    assert texts[6] == HOSTILE[6]
-    assert texts[7:9] == ["\u2400", "\u241b[31m\u2424\u240d"]
-    assert not set(page) & set("\x00\x1b\x85\r\u202e\u2066\ud800")
-    page.encode()
-
-    file = write(tmp_path, {"tokens": HOSTILE, "spans": [[i, i + 1] for i in range(len(HOSTILE))],
-                            "drops": [float(i) for i in range(len(HOSTILE))]})  # fmt: skip
-    out = write_analysis(file, tmp_path / "out")
-    report = (out / "analysis.md").read_text("utf-8")
-    assert "<" not in report
-    tables = [line for line in report.split("\n") if line.startswith("|")]
-    assert all(len(re.findall(r"(?<!\\)\|", line)) in (3, 4, 5, 6, 7) for line in tables)
+    assert len(Page((out / "page.html").read_text("utf-8")).data["completions"]) == 3
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ def test_a_run_reports_its_corrections(tmp_path) -> None:
     assert 0 < step["corrections/fraction"] < 1
     assert 0 <= step["corrections/right_fraction"] <= 1
     assert step["corrections/tokens"] > 0
-    parts = [step[f"time/{name}"] for name in ("generate", "correct", "credit", "update")]
+    parts = [step[f"time/{name}"] for name in ("generate", "correct", "credit", "update", "other")]
     assert min(parts[:2]) > 0
     assert sum(parts) == pytest.approx(step["step_time"])
     shown = [sample["correction"] for sample in samples_of(folder) if "correction" in sample]

@@ -1,0 +1,72 @@
+"""Headless Chromium, where it and selenium are installed: pages as a person sees them."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+    "--window-size=1280,1600",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator["Any"]:
+    """Start a browser with a profile of its own; the test is skipped where there is none."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if program is None or driver is None:
+        pytest.skip("chromium or chromedriver is not on PATH")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        options = webdriver.ChromeOptions()
+        options.binary_location = program
+        for flag in (*_FLAGS, f"--user-data-dir={profile}"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+        try:
+            yield browser
+        finally:
+            browser.quit()
+
+
+def open_page(browser: Any, path: Path) -> None:
+    """Load a file; what the browser has said before is forgotten."""
+    browser.get_log("browser")
+    browser.get(path.resolve().as_uri())
+
+
+def hover(browser: Any, selector: str, index: int = 0) -> str:
+    """Move the mouse onto an element; gives what the line at the page's foot then says."""
+    from selenium.webdriver import ActionChains
+
+    found = browser.find_elements("css selector", selector)[index]
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", found)
+    before = browser.find_element("id", "reading").text
+    ActionChains(browser).move_to_element(found).perform()
+    return _soon(browser, lambda: (text := browser.find_element("id", "reading").text) != before and text)
+
+
+def unfold(browser: Any, selector: str, inside: str) -> None:
+    """Click on a summary, and wait for what it shows."""
+    browser.find_element("css selector", selector).click()
+    _soon(browser, lambda: browser.find_elements("css selector", inside))
+
+
+def _soon(browser: Any, look: Callable[[], Any]) -> Any:
+    """Look until there is something: a browser tells a page of some events only when it has time."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    return WebDriverWait(browser, 60).until(lambda _: look())
+
+
+def press(browser: Any, selector: str, *keys: str, index: int = 0) -> str:
+    """Give an element the focus and press keys; gives what the line at the page's foot then says."""
+    browser.find_elements("css selector", selector)[index].send_keys(*keys)
+    return browser.find_element("id", "reading").text
