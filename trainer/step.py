@@ -117,18 +117,14 @@ def update(
     and for log-probs that are not those the batch was sampled with.
     """
     config, policy, metrics = trainer.config, trainer.policy, Averages()
-    old, ratios = dict[int, Tensor](), dict[int, Tensor]()  # by the number of the completion
+    old, ratios = dict[int, Tensor](), dict[int, Tensor]()  # by the completion's number
     rollouts, mask, advantages = to_host(rollouts), mask.cpu(), advantages.cpu()
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step + (processes.rank() << 48))
-    given = unpadded(weights, rollouts.completion_mask)
-    times = times or StageTimes()
+    given, times = unpadded(weights, rollouts.completion_mask), times or StageTimes()
     credits = Credits(config, rollouts, mask, trainer.tokenizer, generator, rewards, edits, times, given)
     totals = {"num_items_in_batch": int(mask.sum()), "num_sequences_in_batch": len(mask)}
     policy.train()
-    parts = micro_batches(config, rollouts, mask, advantages, policy)
-    counts, shared = processes.gathered(len(parts)), is_sharded(policy)
-    if shared:  # its processes run every layer equally often
-        parts += [MicroBatch.idle()] * (max(counts) - len(parts))
+    parts, count = of_each_process(micro_batches(config, rollouts, mask, advantages, policy), policy)
     reference = reference_logprobs(trainer, parts)
 
     def forward_and_loss(micro: MicroBatch) -> tuple[MicroBatch, PackedLoss]:
@@ -145,26 +141,41 @@ def update(
             return micro, run_inside(policy, body, trains=True) if micro.prompts else idle_loss(policy)
 
     for iteration in range(config.num_iterations):
-        passes, norm = backward(trainer, parts, forward_and_loss, sum(counts))
+        passes, norm = backward(trainer, parts, forward_and_loss, count)
         parts = [done.micro for done in passes]  # cut where the device had no memory for them
         passes, norm = of_all_gradients(trainer, passes, norm, ratios)
-        for done in passes:
-            require_finite(done, policy)
-            if iteration == 0:  # the policy is the one that sampled
-                metrics.add(sampling_metrics(done, ratios), done.micro.tokens)
-            metrics.add(done.metrics, done.micro.tokens)
-        if iteration == 0 and passes:
-            metrics.add({"sampling/gap": checked_sampling_gap(passes, policy, config)})
+        measure(metrics, trainer, passes, ratios, sampled=iteration == 0)
+        if iteration == 0:
             old |= by_row([done.micro for done in passes], [row for done in passes for row in done.logprobs])
         torch.nn.utils.clip_grads_with_norm_(trained(trainer), config.max_grad_norm, norm)
         trainer.optimizer.step()
         trainer.engine.weights_changed()
-        loss = sum((done.loss.item() for done in passes), 0.0)
-        metrics.add({"loss": loss, "grad_norm": passes[-1].norm if passes else norm})
+        losses = (done.loss.item() for done in passes)
+        metrics.add({"loss": sum(losses, 0.0), "grad_norm": passes[-1].norm if passes else norm})
     policy.eval()
-    rate = float(trainer.scheduler.get_last_lr()[0])
+    metrics.add({"learning_rate": trainer.scheduler.get_last_lr()[0]})
     trainer.scheduler.step()
-    return credits.of_batch(), {**metrics.values(), "learning_rate": rate}
+    return credits.of_batch(), metrics.values()
+
+
+def of_each_process(parts: list[MicroBatch], policy: nn.Module) -> tuple[list[MicroBatch], int]:
+    """Give this process its micro-batches, idle ones too where all must run each layer equally often; count all."""
+    counts = processes.gathered(len(parts))
+    idle = max(counts) - len(parts) if is_sharded(policy) else 0
+    return parts + [MicroBatch.idle()] * idle, sum(counts)
+
+
+def measure(
+    metrics: Averages, trainer: Trainer, passes: Sequence[Pass], ratios: dict[int, Tensor], *, sampled: bool
+) -> None:
+    """Check passes and add what they measured to `metrics`; `sampled` where their policy is the one that sampled."""
+    for done in passes:
+        require_finite(done, trainer.policy)
+        if sampled:
+            metrics.add(sampling_metrics(done, ratios), done.micro.tokens)
+        metrics.add(done.metrics, done.micro.tokens)
+    if sampled and passes:
+        metrics.add({"sampling/gap": checked_sampling_gap(passes, trainer.policy, trainer.config)})
 
 
 def backward(
