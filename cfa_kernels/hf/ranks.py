@@ -6,6 +6,7 @@ where one fails all raise. `sharding.run_inside` sets this up; without it `insid
 """
 
 import builtins
+import zlib
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -62,9 +63,20 @@ class Ranks:
         """Return how many forwards with gradient each process must run, where this one has `count` to do."""
         return int(self.largest(count))
 
-    def differ(self, answer: bool) -> bool:
-        """Whether processes answer differently, all of them asked."""
-        return self.largest(answer) != -self.largest(-int(answer))
+    def differ(self, number: float) -> bool:
+        """Whether processes have different numbers, all of them asked."""
+        return self.largest(number) != -self.largest(-number)
+
+    def require_same(self, what: str) -> None:
+        """Raise `ValueError` on all processes, which all call this, if `what` is not the same text everywhere."""
+        if self.differ(zlib.crc32(what.encode())):
+            found = [""] * dist.get_world_size(self._control)
+            dist.all_gather_object(found, what, self._control)
+            rank, other = next((rank, other) for rank, other in enumerate(found) if other != found[0])
+            raise ValueError(
+                f"processes that share a model must make the same call of it: rank 0 has {found[0]}, rank {rank} has "
+                f"{other}"
+            )
 
     def finish(self, failed: bool) -> tuple[bool, Exception | None]:
         """Feed idle packs until the work of all is done or one has failed.

@@ -139,6 +139,9 @@ def _in_step(
         nonlocal problem, failed
         with head_whole(root, causal), _errors_held(causal, gathers=is_zero3(root)):
             try:
+                ranks.require_same(
+                    f"{_described(causal)}, {'with' if torch.is_grad_enabled() else 'without'} gradients"
+                )
                 check(walk)
                 found.append(body())
             except OtherProcessFailed:
@@ -160,6 +163,14 @@ def _in_step(
         found.clear()
         ranks.agree(problem)
     return _replaced(found, outputs)[0] if is_zero3(root) else found[0]
+
+
+def _described(causal: PreTrainedModel) -> str:
+    """Describe what processes that share a model must have in common: its sizes, and whether this call trains."""
+    sizes = causal.config.get_text_config()
+    shown = [f"{name}={getattr(sizes, name, None)}" for name in ("vocab_size", "num_hidden_layers", "hidden_size")]
+    gradients = f"{'with' if torch.is_grad_enabled() else 'without'} gradients"
+    return ", ".join([type(causal).__name__.removeprefix("FSDP"), *shown, gradients])
 
 
 _NO_GRADIENT = (

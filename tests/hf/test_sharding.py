@@ -87,3 +87,12 @@ def test_another_model_is_asked_inside_the_call_of_one_by_each_process_as_often_
 def test_an_error_in_a_pack_that_is_fed_for_the_others_is_raised_on_all(how):
     skip_unless_deepspeed(how)
     sharded.run(2, sharded.failing_idle_pack, how)
+
+
+@pytest.mark.parametrize("how", ["FSDP1", "FSDP2"])
+def test_processes_that_call_a_model_differently_are_told_so(how):
+    sharded.run(2, sharded.disagreeing, how)
+
+
+def test_four_processes_of_which_one_has_no_work_are_one():
+    sharded.run(4, sharded.as_one_of_four, "FSDP2")

@@ -197,6 +197,19 @@ def as_one_process(rank: int, how: str, architecture: str, changes: dict) -> Non
     same(scores(shared, [rank]), expected, [rank], 1e-4)
 
 
+def as_one_of_four(rank: int, how: str) -> None:
+    """Scores and gradients of four processes, one of them without work, are those of one."""
+    alone, shared = make_model("Qwen3"), wrapped(make_model("Qwen3"), how)
+    rows = [[0, 1, 2], [], [3], [4, 5, 6]][rank]
+    same(scores(shared, rows), scores(alone, list(range(7))), rows)
+    loss(alone, list(range(7)), 1).loss.backward()
+    advantages = ADVANTAGES if rows else torch.zeros(7)
+    loss(shared, rows or [0], 4, advantages).loss.backward()
+    found, own = values(shared, gradients=True), values(alone, gradients=True)
+    worst = max(((found[name] - own[name]).norm() / own[name].norm().clamp(min=1e-3)).item() for name in own)
+    assert worst < 1e-4, worst
+
+
 def errors(rank: int, shared: nn.Module) -> None:
     """What is wrong in one process is raised in all, and names it."""
     spans = [SPANS[0] if rank == 0 else [Span(0, 999)]]
@@ -234,6 +247,20 @@ def failing_layer(rank: int, how: str, error: type[Exception], inside: str) -> N
     hook.remove()
     same(scores(shared, rows), expected, rows)
     (shared if how == "ZeRO-3" else torch.Tensor).backward(loss(shared, rows, 2).loss)
+
+
+def disagreeing(rank: int, how: str) -> None:
+    """Processes that call a shared model differently, or have different ones, are told so; then they agree again."""
+    shared = wrapped(make_model("Qwen3"), how)
+    with pytest.raises(ValueError, match=r"^processes .*: rank 0 has Qwen3.*, with gradients, rank 1 .*, without grad"):
+        loss(shared, [0, 1], 2) if rank == 0 else scores(shared, [2, 3])
+    sizes = causal_lm(shared).config
+    own = sizes.vocab_size
+    sizes.vocab_size = own + rank
+    with pytest.raises(ValueError, match=rf"rank 0 has .*vocab_size={own}, .*rank 1 has .*vocab_size={own + 1}, "):
+        scores(shared, [0, 1])
+    sizes.vocab_size = own
+    scores(shared, [0, 1])
 
 
 def failing_idle_pack(rank: int, how: str) -> None:
