@@ -46,7 +46,7 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any
         model = found.model or settings.get("model") or getattr(kind, "model", None)
         if model is not None and (suited := Path(model_path(model)) / DEFAULTS_FILE).is_file():
             settings = _read_yaml(suited, kind) | settings
-        flags = [*_as_flags(settings), *argv]
+        flags = [*_as_flags(settings), *_as_switches(argv, kind)]
         given: Any = tyro.cli(
             command, args=flags, prog=prog, description=description, use_underscores=True,
             config=(tyro.conf.OmitArgPrefixes,),
@@ -101,6 +101,22 @@ def _foreign(name: str, kind: type) -> str | None:
     if name not in FOREIGN_NAMES or name in {entry.name for entry in fields(kind)}:  # type: ignore[arg-type]
         return None
     return f"there is no setting {name}: {FOREIGN_NAMES[name]}"
+
+
+def _as_switches(argv: Sequence[str], kind: type) -> list[str]:
+    """Write `--name true` and `--name=false`, which other trainers take, as `--name` and `--no_name`."""
+    switches = {entry.name for entry in fields(kind) if isinstance(entry.default, bool)}  # type: ignore[arg-type]
+    written, flags, left = {"true": "--{}", "false": "--no_{}"}, list[str](), list(argv)
+    while left:
+        flag = left.pop(0)
+        name, equals, value = flag.partition("=")
+        key = name.removeprefix("--").replace("-", "_")
+        if name.startswith("--") and key in switches:
+            if not equals and left and left[0].lower() in written:
+                value = left.pop(0)
+            flag = written.get(value.lower(), flag).format(key)
+        flags.append(flag)
+    return flags
 
 
 def _as_flags(settings: dict[str, Any]) -> list[str]:

@@ -65,6 +65,18 @@ def test_flags_win_over_the_file_which_wins_over_the_model_folder_which_wins_ove
     assert config.reward_funcs == ["exact_match", "math:gcd"]
 
 
+@pytest.mark.parametrize(
+    ("argv", "resume"),
+    [
+        (["--resume", "false"], False), (["--resume=False"], False), (["--no_resume"], False), (["--resume"], True),
+        (["--resume", "true"], True), (["--resume=true", "--seed", "3"], True),
+    ],
+)  # fmt: skip
+def test_switches_are_given_as_other_trainers_take_them_too(argv, resume) -> None:
+    config = settings(*argv, "--no-use-peft")
+    assert (config.resume, config.use_peft) == (resume, False)
+
+
 def test_null_in_a_file_puts_the_default_back(tmp_path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("temperature: null\neval_steps: null\nreport_to: []\n")
