@@ -1,7 +1,6 @@
 """Refuse, before the model is loaded, what can be known to fail then."""
 
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -18,8 +17,6 @@ def check_before_loading(config: TrainConfig) -> None:
     Raises:
         ValueError, OSError, ImportError, NotImplementedError: the message names the setting and says what is wrong.
     """
-    if config.on_nonfinite == "skip" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise NotImplementedError("on_nonfinite: skip is for one process; several would have to agree on every step")
     for name in config.report_to:
         tracker_library(name)
     _require_device(config.precision.device)

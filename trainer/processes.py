@@ -54,7 +54,7 @@ def start(config: "TrainConfig") -> None:
     if processes == 1:
         return
     device = config.precision.device
-    _require_divisible(config, processes)
+    _require_possible(config, processes)
     if device.type == "cuda":
         place, present = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if device.index is not None:
@@ -232,7 +232,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
     return {name: value for name, value in state.items() if name not in tied}  # type: ignore[misc]
 
 
-def _require_divisible(config: "TrainConfig", processes: int) -> None:
+def _require_possible(config: "TrainConfig", processes: int) -> None:
     """Refuse settings, by name, that several processes cannot follow."""
     problems = config.generation_batch_size // config.num_generations
     if problems % processes:
@@ -245,6 +245,8 @@ def _require_divisible(config: "TrainConfig", processes: int) -> None:
         raise ValueError(
             f"rollout_engine: {config.rollout_engine} serves one process, and there are {processes}; take transformers"
         )
+    if config.on_nonfinite == "skip":
+        raise ValueError(f"on_nonfinite: skip is for one process, and there are {processes}; take stop")
     if config.compare_and_correct:
         raise ValueError(f"compare_and_correct: runs in one process, and there are {processes}")
     if config.parallel == "fsdp2":

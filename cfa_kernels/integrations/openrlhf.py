@@ -7,6 +7,7 @@ credit goes into `experience.advantages`, by which every loss of OpenRLHF multip
 """
 
 import argparse
+import importlib
 import json
 import logging
 import runpy
@@ -440,6 +441,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from .openrlhf import main as _main  # Ray's processes find what is defined here by that name
+    _main = importlib.import_module(__spec__.name).main  # Ray's processes find what is defined here by that name
 
     _main()

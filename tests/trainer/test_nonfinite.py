@@ -173,9 +173,3 @@ def test_otherwise_the_run_ends_with_step_and_cause_and_saves_nothing(tiny, tmp_
     with pytest.raises(FloatingPointError, match=rf"^step 1, {FAULTS[kind]}.*; this step is not saved$"):
         train(trainer)
     assert not (tmp_path / "run" / "checkpoint").exists()
-
-
-def test_several_processes_do_not_skip(tiny, monkeypatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(NotImplementedError, match="on_nonfinite: skip is for one process"):
-        tiny("--on_nonfinite=skip")
