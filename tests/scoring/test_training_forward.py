@@ -235,7 +235,7 @@ def test_what_the_loss_does_not_need_is_not_fed():
 
 @pytest.mark.parametrize("name", ["Qwen3", "Bamba"])
 def test_prompts_without_a_trained_row_are_fed_without_gradient(name, monkeypatch):
-    model = make_model(name)
+    model = make_model(name, **HYBRIDS.get(name, {}))
     prompts, rows = [p for p in tokens(9, 9, 7) for _ in range(2)], tokens(*[12] * 6, seed=5)
     advantages = torch.tensor([0.0, 0.0, 1.0, 0.0, -1.0, 1.0])
     options = {"compute_entropy": True, "epsilon": 0.2}
