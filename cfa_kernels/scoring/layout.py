@@ -31,13 +31,18 @@ def packs_of(
 
 
 def as_many_as_others(
-    model: PreTrainedModel, packs: Iterable[tuple[Pack, list[int]]]
+    model: PreTrainedModel, packs: Iterable[tuple[Pack, list[int]]], *, at_least: int = 0
 ) -> Iterable[tuple[Pack, list[int]]]:
-    """Add idle packs where processes that share `model` feed more: each runs as many forwards, and backwards."""
-    if (ranks := inside(model)) is None:
+    """Add idle packs where processes that share `model` feed more: each runs as many forwards, and backwards.
+
+    Without others, where there are fewer packs than `at_least`.
+    """
+    ranks = inside(model)
+    if ranks is None and not at_least:
         return packs
     own = list(packs)
-    return own + [(idle_pack(), list[int]())] * (ranks.forwards(len(own)) - len(own))
+    wanted = max(len(own), at_least) if ranks is None else ranks.forwards(len(own))
+    return own + [(idle_pack(), list[int]())] * (wanted - len(own))
 
 
 def trained_first(
@@ -49,8 +54,7 @@ def trained_first(
 ) -> tuple[list[int], list[int]]:
     """Part the rows of `order` into those of prompts with a row that a backward is to reach, and all others.
 
-    Where there is no such row, or processes share `model` and so run as many forwards as each other, all are of the
-    first kind.
+    Where processes share `model`, and so run as many forwards as each other, all are of the first kind.
     """
     if trained is not None:
         check_columns(rows, trained=trained)
@@ -59,7 +63,7 @@ def trained_first(
     reached = {rows[b][0].tobytes() for b in order if trained[b] and counts[b]}
     parts: tuple[list[int], list[int]] = [], []
     for b in order:
-        parts[bool(reached) and rows[b][0].tobytes() not in reached].append(b)
+        parts[rows[b][0].tobytes() not in reached].append(b)
     return parts
 
 

@@ -259,10 +259,14 @@ def test_prompts_without_a_trained_row_are_fed_without_gradient(name, monkeypatc
     assert_same_gradients(gradients(model, ours.loss), gradients(model, whole.loss))
 
 
-def test_a_loss_without_gradient_is_a_forward_with_one_and_so_is_one_with_a_kl_term():
-    rows = tokens(12, 12, seed=5)
-    forward = packed_forward(make_model("Qwen3", num_hidden_layers=1), tokens(9, 7), rows, trained=[False, False])
-    assert all(states.requires_grad for states in forward.states())
+def test_a_loss_that_trains_nothing_has_zero_gradients_of_one_token():
+    model, rows = make_model("Qwen3", num_hidden_layers=1), tokens(12, 12, seed=5)
+    found = packed_policy_loss(model, tokens(9, 7), rows, None, torch.zeros(2), compute_entropy=True)
+    forward = packed_forward(model, tokens(9, 7), rows, trained=[False, False])
+    assert [one.pack.num_tokens for one in forward.fed if one.hidden.requires_grad] == [1]
+    found.loss.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    assert found.metrics["entropy"] > 0
     kl = LossBatch.of(rows, None, torch.zeros(2), ref_logprobs=[torch.zeros(12)] * 2, beta=0.1)
     assert kl.trained.tolist() == [True, True]
     assert LossBatch.of(rows, None, torch.tensor([0.0, 1.0]), compute_entropy=True).trained.tolist() == [False, True]
