@@ -51,7 +51,6 @@ class Report:
         self._evaluations = [(step, Evaluation(**result)) for step, result in kept.get("evaluations", [])]
         self._bytes: dict[str, int] = kept.get("bytes", {})
         self._id: str = kept.get("id", uuid.uuid4().hex)
-        self._history: list[dict[str, float]] = []
         self._tokens: int = kept.get("tokens", 0)
         self._watch = Watch(config, kept.get("watch"))
         self._last: Step | None = None
@@ -78,9 +77,7 @@ class Report:
         """Open the files, the back-ends and the progress bar."""
         self._stack = contextlib.ExitStack()
         self._metrics_file, self._completions_file = map(self._opened, ("metrics.jsonl", "completions.jsonl"))
-        with Path(self._metrics_file.name).open(encoding="utf-8") as lines:
-            self._history = [json.loads(line) for line in lines]
-        last = int(self._history[-1]["step"]) if self._history else None
+        last = int(recorded[-1]["step"]) if (recorded := self._recorded()) else None
         self._trackers = []
         for name in self._config.report_to:
             log, close = open_tracker(name, self._folder, asdict(self._config), self._id, last)
@@ -104,11 +101,11 @@ class Report:
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         """Close everything; draw what there is to draw."""
-        with contextlib.suppress(*[OSError] if failed else []):  # a full disk is known by then
+        with contextlib.suppress(*[OSError, ValueError] if failed else []):  # a full disk is known by then
             self._stack.close()
-            if self._history:
+            if recorded := self._recorded():
                 with naming(self._folder / "curves.png"):
-                    draw_curves(self._folder / "curves.png", self._history, self._title())
+                    draw_curves(self._folder / "curves.png", recorded, self._title())
                 self._show_page()
                 self._show("completions.parquet", lambda path: write_parquet(path.with_suffix(".jsonl"), path))
 
@@ -202,9 +199,13 @@ class Report:
         if warning:
             self.console.print(f"[bold yellow]warning[/bold yellow]: step {step}: {escape(warning)}", soft_wrap=True)
 
+    def _recorded(self) -> list[dict[str, float]]:
+        """Read the metrics so far, which are not kept in memory."""
+        with (self._folder / "metrics.jsonl").open(encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines]
+
     def _record(self, step: int, metrics: dict[str, float]) -> None:
         entry = {"step": step, **metrics}
-        self._history.append(entry)
         self._write(self._metrics_file, [entry])
         for log in self._trackers:
             log(metrics, step)
@@ -258,7 +259,7 @@ class Report:
             "steps": self._config.max_steps,
             "seconds": round(seconds, 1),
         }
-        if skipped := int(sum(entry.get(SKIPPED, 0) for entry in self._history)):
+        if skipped := int(sum(entry.get(SKIPPED, 0) for entry in self._recorded())):
             summary["skipped_steps"] = skipped
         write_whole(self._folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         self._progress.update(self._bar, visible=False)
