@@ -11,6 +11,7 @@ import torch
 from packaging.version import Version
 
 from cfa_kernels import CounterfactualConfig
+from tests.support.models import skip_unless_runs
 from tests.support.tiny import PHRASES, WORDS, tiny_model
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
@@ -136,6 +137,7 @@ class Routed(Qwen3ForCausalLM):
 
 def bamba() -> BambaForCausalLM:
     """A model whose layers hand states from token to token."""
+    skip_unless_runs("Bamba")
     torch.manual_seed(0)
     config = BambaConfig(
         vocab_size=len(WORDS) + len(PHRASES), hidden_size=32, intermediate_size=48, num_hidden_layers=2,

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from packaging.version import Version
 from trl import GRPOConfig
 
 from cfa_kernels import CounterfactualConfig, Importances
@@ -57,7 +59,9 @@ def build(how: str, processes: int, folder: str, given: dict[str, Any], options:
     if how.startswith("FSDP"):  # weights are equal from the start; accelerate broadcasts them through a device only
         wraps = not options.get("gradient_checkpointing", True)
         config = {"version": int(how[-1]), "sync_module_states": False, "activation_checkpointing": wraps}
-        shared = {"fsdp": True, "fsdp_config": config}
+        # Older ones wrap layers only when told so; they warn where it is the default.
+        by_layer = "full_shard auto_wrap" if Version(transformers.__version__) < Version("5.15") else True
+        shared = {"fsdp": by_layer, "fsdp_config": config}
     elif how.startswith("ZeRO"):
         zero = {"stage": int(how[-1]), "stage3_param_persistence_threshold": 0}
         names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
