@@ -44,9 +44,10 @@ def main(argv: list[str] | None = None) -> int:
         except Finished as finished:
             if processes.is_first():
                 print(finished)
-        except Ended:
+        except Ended as ended:
+            told = processes.failed(ended)
             if processes.is_first():
-                print("ended before the first step; nothing was written", file=sys.stderr)
+                print(told, file=sys.stderr)
         except expected as problem:
             return _failed(problem)
         except (MemoryError, RuntimeError) as problem:

@@ -47,7 +47,7 @@ class Ending:
         if again:
             return
         if not self.waits:
-            raise Ended
+            raise Ended("ended before the first step; nothing was written")
         _say(f"{self.signal.name}: ending after this step; Ctrl-C then ends at once")
 
 

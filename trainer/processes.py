@@ -75,8 +75,8 @@ def start(config: "TrainConfig") -> None:
 def end() -> None:
     """Leave the other processes once all have come here: the launcher ends those that are left when one has failed."""
     if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):  # one has ended already
-            dist.all_gather_object([None] * count(), None)
+        with contextlib.suppress(OtherProcessFailed):  # one has ended already
+            gathered(None)
         dist.destroy_process_group()
 
 
@@ -147,7 +147,7 @@ def of_first(make: Callable[[], _Value]) -> _Value:
     return made  # type: ignore[no-any-return]
 
 
-def failed(problem: Exception) -> str:
+def failed(problem: BaseException) -> str:
     """Tell the other processes, at their next `gathered`, what ends this one; return that of all that failed."""
     if count() == 1 or isinstance(problem, OtherProcessFailed):
         return str(problem)

@@ -226,21 +226,9 @@ def _unfinished(config: TrainConfig) -> list[Path]:
     return [path for path in reversed(found) if _steps(path) or not _is_begun(path)]
 
 
-def _require_same(
-    path: Path,
-    settings: dict[str, Any],
-    config: TrainConfig,
-    then: dict[str, str] | None = None,
-    now: dict[str, str] | None = None,
-) -> None:
-    """Raise `Refused` that shows in what a run differs from the one in `path`: settings, and facts then and now."""
-    changed = _differences(settings, config)
-    changed += [
-        f"{name} ({then[name]} then, {value} now)"
-        for name, value in (now or {}).items()
-        if then and then[name] != value
-    ]
-    if changed:
+def _require_same(path: Path, settings: dict[str, Any], config: TrainConfig) -> None:
+    """Raise `Refused` that shows in which settings a run differs from the one in `path`."""
+    if changed := _differences(settings, config):
         raise Refused(f"{path} was begun with other settings: {', '.join(changed)}. Give the same ones, or {_NEW}")
 
 
