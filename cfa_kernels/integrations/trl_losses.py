@@ -121,8 +121,6 @@ def loss_of_packed_rows(
         read = credit.reads(inputs[ROW])
         needed = [n if whole else count for n, count, whole in zip(lengths, needed, read, strict=True)]
         trained = [one or whole for one, whole in zip(trained, read, strict=True)]
-    if not any(needed):  # zero gradients must still be computed: other processes wait for them
-        needed[0] = 1
     keep_states = credit is not None and is_due and credit.config.continues
     forward = packed_forward(model, prompts, completions, needed=needed, trained=trained, keep_states=keep_states)
     if credit is not None and is_due:

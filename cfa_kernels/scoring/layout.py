@@ -33,15 +33,17 @@ def packs_of(
 def as_many_as_others(
     model: PreTrainedModel, packs: Iterable[tuple[Pack, list[int]]], *, at_least: int = 0
 ) -> Iterable[tuple[Pack, list[int]]]:
-    """Add idle packs where processes that share `model` feed more: each runs as many forwards, and backwards.
+    """Add idle packs where there are fewer than `at_least`, and where processes that share `model` feed more.
 
-    Without others, where there are fewer packs than `at_least`.
+    Such processes run as many forwards, and backwards, as each other.
     """
     ranks = inside(model)
     if ranks is None and not at_least:
         return packs
     own = list(packs)
-    wanted = max(len(own), at_least) if ranks is None else ranks.forwards(len(own))
+    wanted = max(len(own), at_least)
+    if ranks is not None:
+        wanted = ranks.forwards(wanted)
     return own + [(idle_pack(), list[int]())] * (wanted - len(own))
 
 

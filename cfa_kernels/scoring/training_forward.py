@@ -166,7 +166,8 @@ def packed_forward(
         prompts, completions: as in `packed_logprobs`.
         needed: for each row, how many of its first tokens will be read; 0 feeds nothing. Default all.
         trained: for each row, whether a backward is to reach it. Prompts without any such row are fed without gradient,
-            unless processes share the model; where there is no other, one token is fed with. Default all.
+            unless processes share the model. Where nothing is fed with a gradient one token is, so that a backward
+            leaves zeros. Default all, and nothing where no row is needed.
         token_budget: as in `packed_logprobs`.
         keep_states: keep the keys and values of every layer, so that `PackedForward.score` can continue the rows.
 
@@ -195,7 +196,7 @@ def packed_forward(
 
     with tree_training_mode(walk):
         packs = packs_of(rows, counts, walk, with_gradient, budget)
-        feed(as_many_as_others(causal, packs, at_least=int(any(counts[b] for b in without))))
+        feed(as_many_as_others(causal, packs, at_least=int(trained is not None)))
         with torch.no_grad():
             feed(packs_of(rows, counts, walk, without, budget))
     return PackedForward(causal, head, rows, counts, fed, without, ModelState(walk) if keep_states else None)
