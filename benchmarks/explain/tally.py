@@ -117,8 +117,8 @@ class Tally(TorchDispatchMode):
             self.counts.visits[self.section] += 1
             return walk(module, *args, **kwargs)
 
-        def walked(walk_of: ModelWalk, model: nn.Module) -> None:
-            begin(walk_of, model)
+        def walked(walk_of: ModelWalk, *args: Any) -> None:
+            begin(walk_of, *args)
             self.counts.visits[self.section] += len(walk_of.modules)
 
         begin = ModelWalk.__init__

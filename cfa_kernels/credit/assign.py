@@ -6,6 +6,7 @@ matter (`units.py`), their importance by an estimator (`estimators/`), and token
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -264,7 +265,8 @@ def _judge(
     asks = config.needs & set(CAPABILITIES)
     judged = access.judge(config.estimator, batch) if asks else config.estimator(access, batch)
     importances = _checked(judged, units, batch.numbers)
-    roundings = _roundings(importances, answers, lambda: access.noise if noise is None else noise)
+    noise_of_token = cache(lambda: access.noise if noise is None else noise)  # one look at the model for all rows
+    roundings = _roundings(importances, answers, noise_of_token)
     by_row = dict(zip(batch.numbers, importances.values, strict=True))
     return _Judged(by_row, dict(zip(batch.numbers, roundings, strict=True)), importances, batch.numbers)
 

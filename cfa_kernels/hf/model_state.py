@@ -75,27 +75,32 @@ class ModelState:
             for key, value in adapters.get(name, acted).items():
                 if value != acted[key]:
                     return f"the adapters of {name} have changed ({key}: {acted[key]} then, {value} now)"
-        for (name, before), mark in zip(self._tensors.items(), self._marks, strict=True):
-            if (now := tensors.get(name)) is before and _mark(now) == mark:
+        for (place, before), mark in zip(self._tensors.items(), self._marks, strict=True):
+            if (now := tensors.get(place)) is before and _mark(now) == mark:
                 continue
-            return f"{name} {'has been taken out' if now is None else Weight(before, mark).change(now)}"
-        added = (tensors.keys() - self._tensors.keys()) | (adapters.keys() - self._adapters.keys())
+            return f"{_name(*place)} {'has been taken out' if now is None else Weight(before, mark).change(now)}"
+        weights = {_name(*place) for place in tensors.keys() - self._tensors.keys()}
+        added = weights | (adapters.keys() - self._adapters.keys())
         return f"{min(added)} has been added" if added else None
 
 
-def _read(model: Model | nn.Module) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Collect weights by name, and for each PEFT layer whether it acts, which adapters, and how strongly."""
-    tensors, adapters = dict[str, Tensor](), dict[str, dict[str, Any]]()
+def _name(module: str, weight: str) -> str:
+    return f"{module}.{weight}".lstrip(".")
+
+
+def _read(model: Model | nn.Module) -> tuple[dict[tuple[str, str], Tensor], dict[str, dict[str, Any]]]:
+    """Collect weights by module and name, and for each PEFT layer whether it acts, which adapters, and how strongly."""
+    tensors, adapters = dict[tuple[str, str], Tensor](), dict[str, dict[str, Any]]()
     for prefix, module in ModelWalk.of(model).modules.items():
         own = module.__dict__
         if parameters := own["_parameters"]:  # two modules in three have neither
             for name, tensor in parameters.items():
                 if tensor is not None:
-                    tensors[f"{prefix}.{name}".lstrip(".")] = tensor
+                    tensors[prefix, name] = tensor
         if buffers := own["_buffers"]:
             for name, tensor in buffers.items():
                 if tensor is not None and name not in own["_non_persistent_buffers_set"]:
-                    tensors[f"{prefix}.{name}".lstrip(".")] = tensor
+                    tensors[prefix, name] = tensor
         if "_disable_adapters" in own:
             active, scaling = own.get("_active_adapter"), own.get("scaling")
             adapters[prefix] = {

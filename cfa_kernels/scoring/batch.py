@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,11 @@ class Row:
     answer: Span | None
     fills: list[np.ndarray] | None = None  # what replaces each span, int64; None for placeholders
 
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """Prompt and completion, (P + T,) int64."""
+        return np.concatenate([self.prompt, self.completion])
+
     def masks_something(self, span: Span) -> bool:
         """Whether masking `span` can change the answer; by causality a later span cannot."""
         return self.answer is not None and span.start < self.answer.start
@@ -32,7 +38,7 @@ class Row:
         filler = placeholder_id if self.fills is None else self.fills[k]
         if filler is None:
             raise ValueError("placeholder_id: must be given where units are masked, got None")
-        tokens = np.concatenate([self.prompt, self.completion])
+        tokens = self.tokens.copy()
         tokens[len(self.prompt) + self.spans[k].start : len(self.prompt) + self.spans[k].end] = filler
         return tokens
 

@@ -9,6 +9,7 @@ runs the one before, and reads values once, at the end.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -287,28 +288,21 @@ def collect_scores(
     sizes = [query.num_values for query in plan.queries]
     reduction = "mean" if options.outcome == "mean_logprob" else "sum"
     scores = torch.segment_reduce(values, reduction, lengths=torch.tensor(sizes)) if sizes else values
-    tokens = iter(values.split(sizes))
-    base = values.new_full((len(plan.rows),), float("nan"))
-    masked, drop, per_token = (list[Tensor]() for _ in range(3))
-    start = 0
-    for b, (bundle, row) in enumerate(zip(plan.bundles, plan.rows, strict=True)):
-        token_values = [next(tokens) for _ in bundle]
-        answered = scores[start + options.logprobs : start + len(bundle)]  # base, then a branch per masked span
-        start += len(bundle)
-        if options.logprobs:
-            per_token.append(token_values[0])
-        if row.answer is None:
-            none = base.new_full((len(row.spans),), float("nan"))
-            masked.append(none)
-            drop.append(none)
-            continue
-        base[b] = answered[0]
+    scores = torch.cat([scores, scores.new_full((1,), float("nan"))])  # the last is that of a row without an answer
+    base_of, branch_of = [], []  # of each row, and of each span: its place among the scores
+    for numbers, row in zip(plan.query_numbers, plan.rows, strict=True):
+        base_of.append(-1 if row.answer is None else numbers.start + options.logprobs)
+        branches = count(base_of[-1] + 1)
         # A span after the answer masks nothing that the answer depends on: it scores as the base itself.
-        matters = [row.masks_something(span) for span in row.spans]
-        source = np.where(matters, np.cumsum(matters), 0) if matters else np.zeros(0, np.int64)
-        masked.append(answered[torch.from_numpy(source)])
-        drop.append(masked[b] - base[b])
-    return CounterfactualScores(base, masked, drop, per_token if options.logprobs else None, work)
+        branch_of += [next(branches) if row.masks_something(span) else base_of[-1] for span in row.spans]
+    spans = [len(row.spans) for row in plan.rows]
+    base, masked = scores[base_of], scores[branch_of]
+    drop = masked - base.repeat_interleave(torch.tensor(spans, dtype=torch.int64))
+    logprobs = None
+    if options.logprobs:
+        each = values.split(sizes)
+        logprobs = [each[numbers.start] for numbers in plan.query_numbers]
+    return CounterfactualScores(base, list(masked.split(spans)), list(drop.split(spans)), logprobs, work)
 
 
 def _reject_nan(values: Tensor, plan: ScoringPlan) -> None:

@@ -136,8 +136,7 @@ def _lay_out(
 
 def queries_of(row: Row, options: ScoringOptions, placeholder_id: int | None) -> list[Query]:
     """List the queries of one completion: every token's log-prob if wanted, the base answer, then a branch per span."""
-    prompt_length = len(row.prompt)
-    tokens = np.concatenate([row.prompt, row.completion])
+    prompt_length, tokens = len(row.prompt), row.tokens
     queries = []
     if options.logprobs:
         tempered = options.temperature != 1.0

@@ -199,7 +199,7 @@ def packed_forward(
         feed(as_many_as_others(causal, packs, at_least=int(trained is not None)))
         with torch.no_grad():
             feed(packs_of(rows, counts, walk, without, budget))
-    return PackedForward(causal, head, rows, counts, fed, without, ModelState(walk) if keep_states else None)
+    return PackedForward(walk, head, rows, counts, fed, without, ModelState(walk) if keep_states else None)
 
 
 def _parts(head: Head) -> dict[str, Tensor]:
@@ -221,7 +221,7 @@ class PackedForward:
 
     def __init__(
         self,
-        causal: PreTrainedModel,
+        walk: ModelWalk,
         head: Head,
         rows: list[tuple[np.ndarray, np.ndarray]],
         counts: np.ndarray,
@@ -229,7 +229,8 @@ class PackedForward:
         without_gradient: list[int],
         state: ModelState | None,
     ) -> None:
-        self.causal, self.head, self.rows, self.counts, self.fed = causal, head, rows, counts, fed
+        self.causal, self.head, self.rows, self.counts, self.fed = walk.model, head, rows, counts, fed
+        self._walk = walk
         self._without_gradient = without_gradient
         self.device = head.weight.device
         self._head = {name: Weight.of(part) for name, part in _parts(head).items()}
@@ -400,7 +401,7 @@ class PackedForward:
         """Walk over the model, and raise unless what it computes now continues the rows of this forward."""
         if self._model is None:
             raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
-        walk = ModelWalk.of(self.causal)
+        walk = ModelWalk(self.causal, self._walk)
         if (change := self._model.change(walk)) is not None:
             raise RuntimeError(
                 f"this forward's rows cannot be continued: {change} since it ran, so scores would mix two models; ask "

@@ -76,6 +76,14 @@ def test_a_padded_batch_is_unpadded_scored_and_weighed_row_by_row(scored):
     assert batch.placeholder_id == Tokenizer.eos_token_id
 
 
+def test_a_models_noise_is_asked_for_once_however_many_completions_are_scored(scored, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Scored, "noise", property(lambda _: asked.append(0) or FLOAT32_NOISE))
+    counterfactual_weights(scored, Tokenizer(), *ARRAYS)
+    assert len(scored.batches[0]) == 3
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("two_dimensional", [False, True])
 def test_rows_without_advantage_are_not_scored_and_weigh_one(scored, two_dimensional):
     advantages = torch.tensor([0.0, -1.0, 0.5, 0.0])
