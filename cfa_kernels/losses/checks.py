@@ -81,7 +81,8 @@ def check_batch(
         raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
     if 0 in shape:
         raise ValueError(f"a loss needs at least one row and one token, got (B, T) = {tuple(shape)}")
-    policy, loss_type, validate = _policy_options(options), _loss_type(options), options.get("validate")
+    loss_type, validate = _loss_type(options), options.get("validate")
+    policy = _policy_options(options, loss_type)
     weights, ref_logprobs = options.get("weights"), options.get("ref_logprobs")
     if policy.beta != 0 and ref_logprobs is None:
         raise ValueError(f"beta={policy.beta} needs ref_logprobs (B, T), got None")
@@ -127,9 +128,8 @@ def _loss_type(options: LossOptions) -> str:
     return loss_type
 
 
-def _policy_options(options: LossOptions) -> PolicyOptions:
+def _policy_options(options: LossOptions, loss_type: str) -> PolicyOptions:
     """Build the options that the formula of a token takes; defaults of numbers are those of `PolicyOptions`."""
-    loss_type = _loss_type(options)
     numbers: dict[str, Any] = {name: value for name, value in options.items() if name in PolicyOptions._fields}
     if numbers.get("delta", 0.0) is None:
         del numbers["delta"]
@@ -308,8 +308,7 @@ def check_given_rows(rows: Tensor, batch: Batch, with_entropy: bool, checked: bo
         raise ValueError(f"rows must be on {batch.keep.device} as the mask is, got {rows.device}")
     if not checked:
         return
-    needs_all = with_entropy or batch.tokens.ref_logprobs is not None
-    missing = contributing(batch.tokens, batch.options, all_counted=needs_all)
+    missing = contributing(batch.tokens, batch.options, with_entropy=with_entropy)
     if rows.numel() and (rows.min() < 0 or rows.max() >= missing.numel()):
         raise ValueError(f"rows must be in [0, {missing.numel()}), got {rows.min().item()} to {rows.max().item()}")
     if rows.unique().numel() != rows.numel():

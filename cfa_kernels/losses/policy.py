@@ -332,8 +332,7 @@ def linear_policy_loss(  # type: ignore[misc]
     if rows is not None:
         looked_at = torch.zeros_like(batch.keep).view(-1).index_fill_(0, rows, True).view_as(batch.keep)
     elif drop_inactive:
-        all_counted = with_entropy or batch.tokens.ref_logprobs is not None
-        looked_at = contributing(batch.tokens, batch.options, all_counted=all_counted)
+        looked_at = contributing(batch.tokens, batch.options, with_entropy=with_entropy)
     return loss, metrics, stats[0].view_as(batch.keep).masked_fill(~looked_at, math.nan)
 
 
@@ -371,7 +370,7 @@ def contributing_rows(
         check_tensor("weights", weights, [mask.shape], mask.device)
     advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
     tokens = Tokens(None, advantages.expand_as(mask), weights, None, (mask != 0).float())
-    return contributing(tokens, PolicyOptions(level=level), all_counted=all_counted).flatten().nonzero().squeeze(1)
+    return contributing(tokens, PolicyOptions(level=level), with_entropy=all_counted).flatten().nonzero().squeeze(1)
 
 
 def _metrics_of_rows(batch: Batch, stats: Tensor, with_entropy: bool, checked: bool, source: str) -> dict[str, Tensor]:
@@ -409,9 +408,7 @@ def _metrics(batch: Batch, ratio: Tensor, kl: Tensor, clip: Tensor, entropy: Ten
     keep, tokens = batch.keep, batch.tokens
     per_sequence = keep.sum(1)
     count = per_sequence.sum().clamp(min=1)
-    moving = keep & (tokens.advantages != 0)
-    if tokens.weights is not None:
-        moving = moving & (tokens.weights != 0)
+    moving = keep & tokens.moved()
     metrics = {"ratio_mean": torch.where(moving, ratio, 0).sum() / moving.sum().clamp(min=1)}
     if tokens.ref_logprobs is not None:
         metrics["kl"] = torch.where(keep, kl, 0).sum() / count

@@ -443,19 +443,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, by_rows: Tensor) -> tuple[Tensor | None, ...]:
-    wanted = _Arguments(*ctx.needs_input_grad)
+    names, needed = ("hidden", "lm_head", "bias"), _Arguments(*ctx.needs_input_grad)
+    wanted = [getattr(needed, name) for name in names]
     hidden, lm_head, targets, bias = ctx.saved_tensors
-    by_hidden, by_head, by_bias = linear_logprob_backward_op(
-        by_rows=by_rows, hidden=hidden, lm_head=lm_head, targets=targets, bias=bias, **ctx.options,
-        wanted=[wanted.hidden, wanted.lm_head, wanted.bias],
-    )  # fmt: skip
-    return tuple(
-        _Arguments(
-            hidden=by_hidden if wanted.hidden else None,
-            lm_head=by_head if wanted.lm_head else None,
-            bias=by_bias if wanted.bias else None,
-        )
+    gradients = linear_logprob_backward_op(
+        by_rows=by_rows, hidden=hidden, lm_head=lm_head, targets=targets, bias=bias, **ctx.options, wanted=wanted
     )
+    return tuple(_Arguments(**{name: g for name, g, one in zip(names, gradients, wanted, strict=True) if one}))
 
 
 linear_logprob_op.register_autograd(_backward, setup_context=_setup_context)

@@ -204,17 +204,13 @@ def launch_options(vocabulary: int, element_size: int, *, hip: bool = False) -> 
     return {"BLOCK": block, "VECTOR": 16 // element_size, "num_warps": warps}
 
 
-def _launch(logits: Tensor) -> dict[str, Any]:
-    options: dict[str, Any] = launch_options(logits.size(-1), logits.element_size(), hip=torch.version.hip is not None)
-    if interpreting():
-        options["num_warps"] = 1
-    return options
-
-
 def _run(kernel: Any, logits: Tensor, *arguments: Any, programs: int = 2**31 - 1, **constexprs: Any) -> None:
     """Run a kernel with a program for each row of logits (B, T, V), or as many as given, on their device."""
+    options = launch_options(logits.size(-1), logits.element_size(), hip=torch.version.hip is not None)
+    if interpreting():
+        options["num_warps"] = 1
     with torch.cuda.device_of(logits):
-        kernel[(min(logits.size(0) * logits.size(1), programs),)](*arguments, **constexprs, **_launch(logits))
+        kernel[(min(logits.size(0) * logits.size(1), programs),)](*arguments, **constexprs, **options)
 
 
 def row_logprobs(
