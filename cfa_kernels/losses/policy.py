@@ -17,8 +17,6 @@ from ..ops.logits_policy_loss import InPlaceArguments, LogitsPolicyLossInPlace, 
 from ..ops.row_softmax import Softmax, compute_dtype
 from ..ops.token_loss import PolicyOptions, Tokens, policy_terms, refuse_second_derivative
 from .checks import (
-    LEVELS,
-    LOSS_TYPES,
     Batch,
     LossOptions,
     check_batch,
@@ -36,16 +34,6 @@ from .checks import (
 
 Metrics = dict[str, Tensor]
 """Metrics of a loss: detached 0-d tensors by name."""
-
-__all__ = [
-    "LEVELS",
-    "LOSS_TYPES",
-    "LossOptions",
-    "contributing_rows",
-    "linear_policy_loss",
-    "logits_policy_loss",
-    "policy_loss",
-]
 
 
 def policy_loss(

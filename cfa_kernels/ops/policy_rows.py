@@ -319,9 +319,23 @@ def policy_rows(
         The loss (), `STATS` (5, N) and the derivative by log-probs (N,).
     """
     if gradient is not None and options.level == "token" and backend == "triton":
-        return _policy_rows_fused(
-            logits, bias, targets, tokens, entropy_scale, options, softmax, gradient, with_entropy
-        )
+        n, cispo = targets.numel(), options.surrogate == "cispo"
+        loss = torch.empty(n, dtype=torch.float32, device=logits.device)
+        by_logprob = torch.empty_like(loss)
+        stats = torch.empty(len(STATS), n, dtype=torch.float32, device=logits.device)
+        _run(
+            policy_rows_kernel, logits, logits, bias, gradient, targets, *tokens, entropy_scale,
+            loss, stats, by_logprob, n, logits.size(1), logits.size(2), *logits.stride(), *gradient.stride(),
+            1 / softmax.temperature, softmax.softcap,
+            1 - options.epsilon, options.epsilon_high if cispo else 1 + options.epsilon_high, options.delta,
+            options.beta, options.sapo_temperature_pos, options.sapo_temperature_neg, LOG_RATIO_MAX,
+            SURROGATE=options.surrogate, HAS_OLD=tokens.old_logprobs is not None,
+            HAS_WEIGHTS=tokens.weights is not None, HAS_REF=tokens.ref_logprobs is not None,
+            CORRECT_KL=bool(options.use_bias_correction_kl), HAS_ENTROPY_SCALE=entropy_scale is not None,
+            HAS_BIAS=bias is not None, HAS_SOFTCAP=softmax.softcap != 0, WITH_ENTROPY=with_entropy,
+            OVERLAPS=gradient.dtype != logits.dtype and gradient.data_ptr() == logits.data_ptr(), LOG2E=LOG2E,
+        )  # fmt: skip
+        return loss.sum(), stats, by_logprob
     counted, shape = tokens.scale > 0, logits.shape[:2]
     if backend == "torch":
         of = probabilities(logits, bias, targets, counted, softmax, keep_below=with_entropy, out=gradient)
@@ -372,37 +386,6 @@ def policy_of_logprobs(
     per_token = (logprobs, entropy, terms.ratio, terms.kl, terms.clip)
     stats = torch.stack([value.reshape(-1) for value in per_token])
     return loss, stats, by_logprob.reshape(-1), by_entropy
-
-
-def _policy_rows_fused(
-    logits: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    tokens: Tokens,
-    entropy_scale: Tensor | None,
-    options: PolicyOptions,
-    softmax: Softmax,
-    gradient: Tensor,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    n = targets.numel()
-    loss = torch.empty(n, dtype=torch.float32, device=logits.device)
-    by_logprob = torch.empty_like(loss)
-    stats = torch.empty(len(STATS), n, dtype=torch.float32, device=logits.device)
-    cispo = options.surrogate == "cispo"
-    _run(
-        policy_rows_kernel, logits, logits, bias, gradient, targets, *tokens, entropy_scale, loss, stats, by_logprob,
-        n, logits.size(1), logits.size(2), *logits.stride(), *gradient.stride(),
-        1 / softmax.temperature, softmax.softcap,
-        1 - options.epsilon, options.epsilon_high if cispo else 1 + options.epsilon_high, options.delta,
-        options.beta, options.sapo_temperature_pos, options.sapo_temperature_neg, LOG_RATIO_MAX,
-        SURROGATE=options.surrogate, HAS_OLD=tokens.old_logprobs is not None,
-        HAS_WEIGHTS=tokens.weights is not None, HAS_REF=tokens.ref_logprobs is not None,
-        CORRECT_KL=bool(options.use_bias_correction_kl), HAS_ENTROPY_SCALE=entropy_scale is not None,
-        HAS_BIAS=bias is not None, HAS_SOFTCAP=softmax.softcap != 0, WITH_ENTROPY=with_entropy,
-        OVERLAPS=gradient.dtype != logits.dtype and gradient.data_ptr() == logits.data_ptr(), LOG2E=LOG2E,
-    )  # fmt: skip
-    return loss.sum(), stats, by_logprob
 
 
 def scale_rows(rows: Tensor, factor: Tensor, out: Tensor, *, backend: str) -> None:

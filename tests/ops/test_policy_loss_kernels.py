@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels.losses.policy import LEVELS, LOSS_TYPES, linear_policy_loss, logits_policy_loss
+from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
+from cfa_kernels.losses.policy import linear_policy_loss, logits_policy_loss
 from cfa_kernels.ops import policy_rows
 from cfa_kernels.ops.row_softmax import Softmax
 from tests.support.budget import assert_within_budget
