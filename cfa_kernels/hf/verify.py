@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from ..ops.matmul import float32_precision, ieee_products
 from ..ops.row_softmax import FLOAT32_NOISE
-from ..packing.packs import pack_bundles
+from ..packing.packs import lay_out
 from ..packing.prefix_tree import Pack, Query
 from .fsdp import without_casts
 from .head import Head, read_head
@@ -392,7 +392,7 @@ class _Probe(NamedTuple):
             branch = rows[row].copy()
             branch[start:end] = other[start:end]
             rows.append(branch)
-        (pack,) = pack_bundles([[Query(row[:-1], first, row[first + 1 :]) for row in rows]], _LENGTH * len(rows))
+        (pack,) = lay_out([[Query(row[:-1], first, row[first + 1 :]) for row in rows]], _LENGTH * len(rows))
         batch = torch.from_numpy(np.stack(rows)).to(input_device(model))
         return cls(batch[:, :-1].contiguous(), first, batch[:, first + 1 :], pack)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.linear_policy_loss import contributing
-from ..ops.row_softmax import LOGIT_DTYPES
+from ..ops.row_softmax import compute_dtype
 from ..ops.token_loss import PolicyOptions, Tokens
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
@@ -53,9 +53,8 @@ class Batch(NamedTuple):
 
 def check_batch(
     function: str,
+    source: Tensor,
     shape: torch.Size,
-    device: torch.device,
-    dtype: torch.dtype,
     old_logprobs: Tensor | None,
     advantages: Tensor,
     mask: Tensor,
@@ -65,9 +64,8 @@ def check_batch(
 
     Args:
         function: name of the loss that was called, for the error about an unknown option.
-        shape: (B, T) of the log-probs.
-        device: where the log-probs or logits are.
-        dtype: the dtype that the loss is computed in.
+        source: log-probs, logits or hidden states, whose device all else is on; the loss has their compute dtype.
+        shape: (B, T).
         old_logprobs, advantages, mask, options: as `policy_loss` takes them.
 
     Returns:
@@ -77,6 +75,7 @@ def check_batch(
         ValueError: a wrong option, shape, device or value.
         TypeError: an unknown option, or a tensor of a wrong dtype.
     """
+    device, dtype = source.device, compute_dtype(source.dtype)
     if unknown := options.keys() - _KNOWN:
         raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
     if 0 in shape:
@@ -256,13 +255,6 @@ def _check_rows(name: str, tensor: Tensor, bad: Tensor, rule: str) -> None:
     row, token = bad.nonzero()[0].tolist()
     value = tensor.expand_as(bad)[row, token].item()
     raise ValueError(f"{name} {rule} where the mask is 1; row {row}, token {token} is {value}")
-
-
-def check_logits_dtype(name: str, tensor: Tensor, backend: str) -> None:
-    """Raise `TypeError` for a dtype that the backend does not take."""
-    allowed = LOGIT_DTYPES if backend == "triton" else (*LOGIT_DTYPES, torch.float64)
-    if tensor.dtype not in allowed:
-        raise TypeError(f"{name} must be one of {allowed} for backend {backend!r}, got {tensor.dtype}")
 
 
 def check_targets(targets: Tensor, keep: Tensor, vocabulary: int, checked: bool) -> None:

@@ -14,7 +14,7 @@ from ..ops.dispatch import resolve_backend
 from ..ops.head_matmul import autocast_operands
 from ..ops.linear_policy_loss import contributing, linear_policy_loss_op
 from ..ops.logits_policy_loss import InPlaceArguments, LogitsPolicyLossInPlace, logits_policy_loss_op
-from ..ops.row_softmax import Softmax, compute_dtype
+from ..ops.row_softmax import Softmax, check_logits_dtype
 from ..ops.token_loss import PolicyOptions, Tokens, policy_terms, refuse_second_derivative
 from .checks import (
     Batch,
@@ -25,7 +25,6 @@ from .checks import (
     check_given_rows,
     check_level,
     check_linear,
-    check_logits_dtype,
     check_targets,
     check_tensor,
     counted,
@@ -104,10 +103,9 @@ def policy_loss(
     check_float("logprobs", logprobs)
     if logprobs.dim() != 2:
         raise ValueError(f"logprobs must be (B, T), got shape {tuple(logprobs.shape)}")
-    dtype, device = compute_dtype(logprobs.dtype), logprobs.device
-    batch = check_batch("policy_loss", logprobs.shape, device, dtype, old_logprobs, advantages, mask, options)
+    batch = check_batch("policy_loss", logprobs, logprobs.shape, old_logprobs, advantages, mask, options)
     if entropies is not None:
-        check_tensor("entropies", entropies, [batch.keep.shape], device)
+        check_tensor("entropies", entropies, [batch.keep.shape], logprobs.device)
     elif batch.entropy_scale is not None:
         raise ValueError(f"entropy_coef={options['entropy_coef']} needs entropies (B, T), got None")
     if should_validate(options.get("validate"), logprobs):
@@ -116,6 +114,7 @@ def policy_loss(
             check_finite("entropies", entropies, batch.keep)
 
     with torch.no_grad():
+        dtype = batch.tokens.scale.dtype
         terms, gradient = policy_terms(counted(logprobs, batch.keep, dtype), batch.tokens, batch.options)
         value = (terms.loss * batch.tokens.scale).sum()
     loss = _WithGradient.apply(value, logprobs, gradient)
@@ -176,8 +175,7 @@ def logits_policy_loss(
     chosen = resolve_backend(backend, logits)
     check_logits_dtype("logits", logits, chosen)
     softmax = Softmax.of(temperature, softcap, logit_scale)
-    shape, device, dtype = logits.shape[:2], logits.device, compute_dtype(logits.dtype)
-    batch = check_batch("logits_policy_loss", shape, device, dtype, old_logprobs, advantages, mask, options)
+    batch = check_batch("logits_policy_loss", logits, logits.shape[:2], old_logprobs, advantages, mask, options)
     checked = should_validate(options.get("validate"), logits)
     check_targets(targets, batch.keep, logits.size(2), checked)
     with_gradient = torch.is_grad_enabled() and logits.requires_grad
@@ -286,8 +284,8 @@ def linear_policy_loss(  # type: ignore[misc]
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     softmax = Softmax.of(temperature, softcap, logit_scale)
-    shape, device, dtype = targets.shape if rows_alone else hidden.shape[:2], hidden.device, compute_dtype(hidden.dtype)
-    batch = check_batch("linear_policy_loss", shape, device, dtype, old_logprobs, advantages, mask, options)
+    shape = targets.shape if rows_alone else hidden.shape[:2]
+    batch = check_batch("linear_policy_loss", hidden, shape, old_logprobs, advantages, mask, options)
     checked = should_validate(options.get("validate"), hidden)
     check_targets(targets, batch.keep, len(lm_head), checked)
     with_entropy = compute_entropy or batch.entropy_scale is not None

@@ -29,18 +29,11 @@ def autocast_operands(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
 def empty_strip(
     rows: int, vocabulary: int, dtype: torch.dtype, gradient_dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Allocate memory for logits and for their gradient, which shares theirs if the device allows.
+    """Allocate memory for logits (rows, vocabulary) and for their gradient, which shares theirs if the device allows.
 
-    Rows start at multiples of 64 elements, for GEMMs of any vocabulary size. A narrower gradient over the logits
-    needs its loads before its stores, an order that a barrier on HIP does not give.
-
-    Args:
-        rows, vocabulary: shape of the strip.
-        dtype, gradient_dtype: of logits and gradient, the latter not wider.
-        device: device of the memory.
-
-    Returns:
-        Two tensors (rows, vocabulary) that hold anything.
+    The gradient is not wider than the logits. Rows start at multiples of 64 elements, for GEMMs of any vocabulary
+    size. A narrower gradient over the logits needs its loads before its stores, an order that a barrier on HIP does
+    not give.
     """
 
     def empty(dtype: torch.dtype) -> Tensor:

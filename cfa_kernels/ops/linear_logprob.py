@@ -18,7 +18,7 @@ from .head_matmul import autocast_operands
 from .linear_logprob_backward import linear_logprob_backward_op
 from .matmul import multiply
 from .operator_arguments import arguments_of
-from .row_softmax import LOGIT_DTYPES, Softmax, compute_dtype
+from .row_softmax import Softmax, check_logits_dtype, compute_dtype
 from .triton_math import LOG2E, minimum, tanh
 from .tuning import tuned
 
@@ -108,15 +108,13 @@ def linear_logprob(
 
 
 def _check(hidden: Tensor, lm_head: Tensor, targets: Tensor, bias: Tensor | None, backend: str) -> None:
-    dtypes = LOGIT_DTYPES if backend == "triton" else (*LOGIT_DTYPES, torch.float64)
-    if hidden.dtype not in dtypes:
-        raise TypeError(f"hidden must be one of {dtypes} for backend={backend!r}, got {hidden.dtype}")
+    check_logits_dtype("hidden", hidden, backend)
     if lm_head.dtype != hidden.dtype:
         raise TypeError(f"lm_head must have hidden's dtype {hidden.dtype}, got {lm_head.dtype}")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         raise TypeError(f"targets must be integers, got {targets.dtype}")
-    if bias is not None and bias.dtype not in dtypes:
-        raise TypeError(f"bias must be one of {dtypes} for backend={backend!r}, got {bias.dtype}")
+    if bias is not None:
+        check_logits_dtype("bias", bias, backend)
     for name, tensor in (("hidden", hidden), ("lm_head", lm_head)):
         if tensor.dim() != 2:
             raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(tensor.shape)}")

@@ -24,18 +24,10 @@ DEAD_SHARE = 0.1
 
 
 def contributing(tokens: Tokens, options: PolicyOptions, *, with_entropy: bool) -> Tensor:
-    """Find the tokens whose log-prob the loss or a gradient needs.
+    """Find those of `tokens` (B, T) whose log-prob the loss or a gradient needs, (B, T) bool.
 
     A token with zero weighted advantage adds nothing; at the sequence level its log-prob is needed if any token of
     its sequence has one. The KL term and the entropy want every counted token.
-
-    Args:
-        tokens: fields (B, T).
-        options: of the loss; the level counts.
-        with_entropy: the entropy is wanted.
-
-    Returns:
-        (B, T) bool.
     """
     counted = tokens.scale > 0
     if with_entropy or tokens.ref_logprobs is not None:

@@ -389,13 +389,9 @@ def policy_of_logprobs(
 
 
 def scale_rows(rows: Tensor, factor: Tensor, out: Tensor, *, backend: str) -> None:
-    """Compute `out = rows * factor`; in place, a factor of 1 costs nothing (Triton).
+    """Compute `out = rows * factor`, of rows (B, T, V) of any strides and dtypes and a 0-d factor on their device.
 
-    Args:
-        rows: (B, T, V) of any strides.
-        factor: 0-d, on the device of the rows.
-        out: of that shape, any dtype; perhaps the rows themselves.
-        backend: `"triton"` or `"torch"`.
+    In place (`out` is `rows`) a factor of 1 costs nothing (Triton).
     """
     if backend == "torch":
         out.copy_(rows.to(factor.dtype) * factor)
@@ -408,14 +404,10 @@ def scale_rows(rows: Tensor, factor: Tensor, out: Tensor, *, backend: str) -> No
 
 
 def to_unit_scale(tokens: Tokens, entropy_scale: Tensor | None) -> tuple[Tokens, Tensor | None, Tensor]:
-    """Take a common factor out of the tokens' scales.
+    """Take a common factor out of the scales of tokens (of any shape) and entropies (0-d).
 
     Gradients of a token are of the order of 1 / (number of tokens), which half precision cannot resolve; without
     that factor they are of the order of the advantages.
-
-    Args:
-        tokens: any shape.
-        entropy_scale: 0-d, divided by the same factor.
 
     Returns:
         Tokens whose largest scale is 1, the entropies' scale, and the factor (0-d); 1 if nothing counts.
