@@ -145,11 +145,7 @@ def _attention(
 
 
 def _build_mask(
-    *,
-    mask_function: Callable[..., Any],
-    local_size: int | None = None,
-    device: torch.device | None = None,
-    **_: object,
+    *, mask_function: Callable[..., Any], local_size: int | None = None, device: torch.device | None = None, **_: object
 ) -> TreeMask:
     """Make a layer's mask, called by transformers' mask builder, whose `mask_function` says which keys a query sees."""
     forward = _FORWARD.get()
