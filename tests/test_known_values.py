@@ -5,7 +5,7 @@ import pytest
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.weights import WEIGHTS
 from cfa_kernels.estimators.registry import ESTIMATORS
-from cfa_kernels.losses.policy import LEVELS, LOSS_TYPES
+from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
 from tests.support import known_values
 
 pytestmark = [pytest.mark.slow, pytest.mark.traced]  # all is on the host: nothing to tell apart

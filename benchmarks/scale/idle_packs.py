@@ -8,7 +8,7 @@ import torch
 from benchmarks.harness.workloads import SEED, random_model
 from cfa_kernels.hf.model_walk import ModelWalk
 from cfa_kernels.hf.tree_forward import packed_hidden, tree_attention_mode
-from cfa_kernels.packing.packs import idle_pack, pack_bundles
+from cfa_kernels.packing.packs import idle_pack, lay_out
 from cfa_kernels.packing.prefix_tree import Query
 
 MODEL, ROWS, SEQUENCE = "qwen3-40m", 2048, 256
@@ -19,7 +19,7 @@ def seconds(name: str = MODEL, rows: int = ROWS, rounds: int = 3) -> tuple[float
     model = random_model(name, device=torch.device("cpu"), dtype=torch.float32)
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(2, model.config.vocab_size, (rows // SEQUENCE, SEQUENCE), generator=generator).numpy()
-    (full,) = pack_bundles([[Query(row, 0, row[:0]) for row in ids]], rows)
+    (full,) = lay_out([[Query(row, 0, row[:0]) for row in ids]], rows)
     walk = ModelWalk.of(model)
     took: dict[int, list[float]] = {0: [], 1: []}
     with torch.no_grad(), tree_attention_mode(walk):

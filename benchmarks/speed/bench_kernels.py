@@ -139,7 +139,8 @@ def gathered_varlen(job: AttentionJob) -> Tensor:
     if not job.q.is_cuda:
         raise Absent("PyTorch's attention over ragged sequences runs on a GPU")
     k, v = (x.index_select(0, job.gathered) for x in (job.k, job.v))
-    return causal_varlen_attention(job.q, k, v, job.ends, (int(job.table.length.max()), job.table.longest))
+    paths = job.table.context_length + job.table.length
+    return causal_varlen_attention(job.q, k, v, job.ends, (int(job.table.length.max()), int(paths.max())))
 
 
 def flash(shape: tuple[Tensor, Tensor, Tensor]) -> Tensor:

@@ -19,8 +19,9 @@ from ..hf.limits import refuse_length_dependent_rope, rows_per_forward
 from ..hf.memory import halves, run_in_memory
 from ..hf.model_walk import ModelWalk
 from ..hf.stateful_layers import has_cells
-from ..hf.tree_forward import TreeMask, Visibility, pack_states, tree_attention_mode
+from ..hf.tree_forward import TreeMask, pack_states, tree_attention_mode
 from ..hf.verify import check_supported
+from ..ops.attention_options import EVERYTHING
 from ..ops.segment_table import SegmentTable
 from ..packing.prefix_tree import Pack, PrefixTree, Query
 from ..scoring.access import ModelAccess
@@ -144,7 +145,7 @@ def _full_attention(walk: ModelWalk, *, required: bool) -> Iterator[None]:
 
     def refuse(module: nn.Module, args: tuple, kwargs: dict) -> None:
         for mask in (*args, *kwargs.values()):
-            if isinstance(mask, TreeMask) and mask.visibility != Visibility():
+            if isinstance(mask, TreeMask) and mask.reach != EVERYTHING:
                 raise NotImplementedError(
                     f"model: {type(walk.model).__name__} has layers with a window or chunk of positions, from which a "
                     "span cannot be hidden by itself; use short_branches"

@@ -12,16 +12,16 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from .model import causal_lm
 from .model_walk import Model, ModelWalk
+from .modes import exchanged
 
 # Mixtures of experts are left to the model: they do not act on each token by itself.
 _GATES = ("liger_kernel.transformers.swiglu", "liger_kernel.transformers.geglu")
@@ -29,16 +29,14 @@ _FILES = ("liger_kernel.transformers.rms_norm", *_GATES)
 _EXPERTS = ("Expert", "MoE", "Moe", "SparseTop2")
 
 
-@dataclass(frozen=True)
-class _Exchange:
+class _Exchange(NamedTuple):
     """A replacement by Liger: of a function in a transformers file, or of attributes of a module."""
 
     owner: ModuleType | nn.Module
     fused: dict[str, Any]
 
 
-@dataclass
-class _Found:
+class _Found(NamedTuple):
     structure: int  # of the model when Liger was asked
     exchanges: list[_Exchange]
 
@@ -91,24 +89,12 @@ def overwrites(exchanges: list[_Exchange]) -> bool:
     return any(_file(exchange.fused.get("forward")) in _GATES for exchange in exchanges)
 
 
-@contextmanager
-def put_in(exchanges: list[_Exchange]) -> Iterator[None]:
-    """Put `exchanges` in place inside; does not walk over the model, so single layers can afford it."""
-    undo: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
-    try:
-        for exchange in exchanges:
-            place = exchange.owner.__dict__
-            if "forward" in exchange.fused and "forward" in place:
-                continue  # in place already, or replaced by other code
-            before = {name: place[name] for name in exchange.fused if name in place}
-            undo.append((place, before, [name for name in exchange.fused if name not in place]))
-            place.update(exchange.fused)
-        yield
-    finally:
-        for place, before, added in reversed(undo):
-            place.update(before)
-            for name in added:
-                place.pop(name, None)
+def put_in(exchanges: list[_Exchange]) -> AbstractContextManager[None]:
+    """Put `exchanges` in place inside; does not walk over the model, so single layers can afford it.
+
+    A module that has a `forward` of its own keeps it: it is in place already, or other code has replaced it.
+    """
+    return exchanged(each for each in exchanges if "forward" not in each.fused.keys() & each.owner.__dict__.keys())
 
 
 def _on_gpu(walk: ModelWalk) -> bool:

@@ -70,15 +70,10 @@ def apart_by_length(
     if not switches:
         return [list(bundles)]
     sides = [sum(length > switch for switch in switches) for length in lengths]
-    parts = []
+    sided, parts = list(zip(bundles, sides, strict=True)), []
     for side in sorted(set(sides)):
         least = switches[side - 1] + 1 if side else 0
-        parts.append(
-            [
-                [query.fed_to(least) for query in bundle] if of == side else []
-                for bundle, of in zip(bundles, sides, strict=True)
-            ]
-        )
+        parts.append([[query.fed_to(least) for query in bundle] if of == side else [] for bundle, of in sided])
     return parts
 
 

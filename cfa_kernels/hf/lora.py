@@ -5,8 +5,7 @@ as PEFT itself defines it, run PEFT's own code, and `adapters_left_to_peft` says
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from ..ops.adapted_linear import AdapterParts, adapted_linear
 from .model_state import Weight
 from .model_walk import Model, ModelWalk
+from .modes import exchanged
 
 _PEFT = "peft.tuners.lora.layer"
 _FULL = (torch.float32, torch.float64)
@@ -30,22 +30,15 @@ class _Layer(NamedTuple):
     scale: float
 
 
-@contextmanager
-def one_pass_adapters(model: Model | nn.Module) -> Iterator[None]:
+def one_pass_adapters(model: Model | nn.Module) -> AbstractContextManager[None]:
     """Run each LoRA layer of `model` as one op inside; their own come back, also after an error.
 
     On a GPU bfloat16 rows meet float32 adapters as two bfloat16 parts (16 bits), through tensor cores; the parts of
     every adapter that ran are kept until the end, 6 bytes a weight. Modules whose `forward` other code has replaced
     stay as they are.
     """
-    layers, ops = _lora_layers(ModelWalk.of(model)), _Ops()
-    try:
-        for layer in layers:
-            layer.__dict__["forward"] = MethodType(ops.run, layer)
-        yield
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
+    ops = _Ops()
+    return exchanged((layer, {"forward": MethodType(ops.run, layer)}) for layer in _lora_layers(ModelWalk.of(model)))
 
 
 def adapters_left_to_peft(model: Model) -> dict[str, str]:

@@ -87,11 +87,9 @@ def run_in_memory(
 
 
 def halves(items: Sequence[_Item], row_of: Callable[[_Item], int]) -> list[Sequence[_Item]]:
-    """Split `items` into two parts, between two rows where there are several; empty for a single item.
+    """Split `items`, those of a row side by side, into two parts, between two rows where there are several.
 
-    Args:
-        items: items, those of a row side by side.
-        row_of: returns the row of an item.
+    Returns no part for a single item.
     """
     rows = list(dict.fromkeys(map(row_of, items)))
     cut = len(items) // 2

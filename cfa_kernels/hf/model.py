@@ -61,8 +61,8 @@ def _input_embeddings(model: PreTrainedModel) -> nn.Module | None:
 
 def _refuse_adapters(model: nn.Module) -> None:
     """Refuse adapters whose layers need more than their own input: extra tokens, or the whole prompt."""
-    configs = getattr(model, "peft_config", None)
-    for config in configs.values() if isinstance(configs, dict) else ():
+    adapters = getattr(model, "peft_config", None)
+    for config in adapters.values() if isinstance(adapters, dict) else ():
         method = str(getattr(config.peft_type, "value", config.peft_type))
         reason = None
         if getattr(config, "is_prompt_learning", False):
@@ -125,7 +125,7 @@ def computation(model: Model) -> int:
     return hash(
         (
             walk.forwards,
-            *(item for owner in (model, *_configs(model)) for item in _numbers(owner, _SHAPES_LOGITS)),
+            *(item for owner in (model, *configs(model)) for item in _numbers(owner, _SHAPES_LOGITS)),
             *noise_settings(model),
             *(_hook(hook) for module in hooked if module is not None for hook in _hooks(module)),
         )
@@ -134,11 +134,12 @@ def computation(model: Model) -> int:
 
 def noise_settings(model: PreTrainedModel) -> list[tuple[str, float]]:
     """List the configuration's noise in training mode: names and values above 0 of dropout, jitter, noise."""
-    found = dict.fromkeys(item for config in _configs(model) for item in _numbers(config, _NOISE))
+    found = dict.fromkeys(item for config in configs(model) for item in _numbers(config, _NOISE))
     return [(name, value) for name, value in found if value > 0 and not _NO_NOISE.search(name)]
 
 
-def _configs(model: PreTrainedModel) -> list[Any]:
+def configs(model: PreTrainedModel) -> list[Any]:
+    """Return the configuration of a model and that of its text, once where they are one."""
     return list({id(config): config for config in (model.config, model.config.get_text_config())}.values())
 
 

@@ -1,13 +1,44 @@
-"""Set the mode, attention and autocast that a model runs in, within a `with` block."""
+"""Set the mode, attention, autocast and attributes that a model runs with, within a `with` block."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from .model_walk import Model, ModelWalk
+
+_Value = TypeVar("_Value")
+
+
+@contextmanager
+def exchanged(attributes: Iterable[tuple[object, Mapping[str, Any]]]) -> Iterator[None]:
+    """Give objects other attributes inside; their own, or those of their class, come back, also after an error."""
+    undo: list[tuple[dict[str, Any], dict[str, Any], Mapping[str, Any]]] = []
+    try:
+        for owner, new in attributes:
+            place = owner.__dict__
+            undo.append((place, {name: place[name] for name in new if name in place}, new))
+            place.update(new)
+        yield
+    finally:
+        for place, before, new in reversed(undo):
+            place.update(before)
+            for name in new.keys() - before.keys():
+                place.pop(name, None)
+
+
+@contextmanager
+def value_of(variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
+    """Set a context variable inside; its value comes back, also after an error."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 def checkpointed_modules(model: Model) -> list[nn.Module]:
@@ -45,8 +76,7 @@ def _set_mode(modules: Iterable[nn.Module], training: bool) -> None:
             module.training = training
 
 
-@contextmanager
-def attention_implementation(model: Model, name: str) -> Iterator[None]:
+def attention_implementation(model: Model, name: str) -> AbstractContextManager[None]:
     """Set attention `name`, a registered one, in every layer; each configuration's own comes back, also after an error.
 
     Raises `NotImplementedError` if the model does not go through transformers' attention interface.
@@ -55,24 +85,23 @@ def attention_implementation(model: Model, name: str) -> Iterator[None]:
     if not walk.model._can_set_attn_implementation():
         kind = type(walk.model).__name__
         raise NotImplementedError(f"model: {kind} does not use transformers' attention interface")
-    implementations = [(config, config._attn_implementation) for config in walk.configs]
-    try:
-        for config, _ in implementations:
-            config._attn_implementation = name
-        yield
-    finally:
-        for config, implementation in implementations:
-            config._attn_implementation = implementation
+    return attention_of(walk.configs, name)
 
 
 @contextmanager
-def without_accelerates_autocast(model: PreTrainedModel) -> Iterator[None]:
-    """Run the model's own forward inside, not the one that accelerate has wrapped in autocast."""
-    wrapped = vars(model).get("forward") if "_original_forward" in vars(model) else None
+def attention_of(configs: Sequence[Any], name: str) -> Iterator[None]:
+    """Set attention `name` in configurations; each one's own comes back, also after an error."""
+    before = [config._attn_implementation for config in configs]
     try:
-        if wrapped is not None:
-            model.forward = vars(model)["_original_forward"]
+        for config in configs:
+            config._attn_implementation = name
         yield
     finally:
-        if wrapped is not None:
-            model.forward = wrapped
+        for config, own in zip(configs, before, strict=True):
+            config._attn_implementation = own
+
+
+def without_accelerates_autocast(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Run the model's own forward inside, not the one that accelerate has wrapped in autocast."""
+    wrapped = {"forward", "_original_forward"} <= vars(model).keys()
+    return exchanged([(model, {"forward": vars(model)["_original_forward"]})] if wrapped else [])

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -68,22 +68,21 @@ def float32_weights(model: PreTrainedModel, moved: bool) -> Iterator[None]:
             undo.pop()()
 
     inside: dict[nn.Module, list[Callable[[], None]]] = {}
-    hooks = []
-    for site, modules in sites.items():  # after the hook that gathers a sharded layer, and before that which drops it
-        hooks.append(
-            site.register_forward_pre_hook(lambda module, _, own=modules: inside.__setitem__(module, widen(own)))
-        )
-        hooks.append(
-            site.register_forward_hook(
-                lambda module, *_: restore(inside.pop(module, [])), prepend=True, always_call=True
-            )
-        )
+
+    def enter(site: nn.Module, _: object) -> None:
+        inside[site] = widen(sites[site])
+
+    def leave(site: nn.Module, *_: object) -> None:
+        restore(inside.pop(site, []))
+
     rest = widen(outside)
     try:
-        yield
+        with ExitStack() as stack:
+            for site in sites:  # after the hook that gathers a sharded layer, and before that which drops it
+                stack.enter_context(site.register_forward_pre_hook(enter))
+                stack.enter_context(site.register_forward_hook(leave, prepend=True, always_call=True))
+            yield
     finally:
-        for hook in hooks:
-            hook.remove()
         for undo in (rest, *inside.values()):
             restore(undo)
 

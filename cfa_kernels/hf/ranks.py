@@ -33,13 +33,7 @@ class _Met(NamedTuple):
 
 
 class Ranks:
-    """Processes that share a model by sharding it.
-
-    Args:
-        model: the causal model, also an attribute.
-        group: their process group.
-        idle: runs a forward of one token, as the others' forwards run.
-    """
+    """Processes of a `group` that share a causal model by sharding it; `idle` runs a forward of one token as theirs."""
 
     def __init__(self, model: nn.Module, group: Any, idle: Callable[[], object]) -> None:
         self.model, self._control, self._idle = model, _control_group(group), idle

@@ -6,7 +6,7 @@ model's `forward` is replaced by one that runs the body. `ranks.py` keeps the pr
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import MethodType
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from .fsdp import (
 )
 from .model import backbone, causal_lm, wrappers
 from .model_walk import ModelWalk
+from .modes import exchanged, value_of
 from .ranks import INSIDE, OtherProcessFailed, Ranks, Replicas, inside
 from .tree_forward import packed_hidden, tree_attention_mode
 from .verify import check_supported, check_trainable
@@ -90,32 +91,20 @@ def _root(model: nn.Module, causal: PreTrainedModel) -> Any:
 
 def _through(root: nn.Module, causal: PreTrainedModel, body: Callable[[], _Result]) -> _Result:
     """Call `root` with `body` for the forward of `causal`, which is put back before the body runs."""
-    own = causal.__dict__.get("forward")
+    with ExitStack() as stack:
 
-    def redirected(*_: object, **__: object) -> _Result:
-        restore()
-        return body()
+        def redirected(*_: object, **__: object) -> _Result:
+            stack.close()
+            return body()
 
-    def restore() -> None:
-        if own is None:
-            causal.__dict__.pop("forward", None)
-        else:
-            causal.forward = own
-
-    causal.forward = redirected  # type: ignore[method-assign]
-    try:
+        stack.enter_context(exchanged([(causal, {"forward": redirected})]))
         return root(input_ids=None)  # type: ignore[no-any-return]
-    finally:
-        restore()
 
 
 def _within(ranks: Ranks | Replicas, body: Callable[[], _Result]) -> Callable[[], _Result]:
     def run() -> _Result:
-        token = INSIDE.set(ranks)
-        try:
+        with value_of(INSIDE, ranks):
             return body()
-        finally:
-            INSIDE.reset(token)
 
     return run
 
@@ -139,9 +128,7 @@ def _in_step(
         nonlocal problem, failed
         with head_whole(root, causal), _errors_held(causal, gathers=is_zero3(root)):
             try:
-                ranks.require_same(
-                    f"{_described(causal)}, {'with' if torch.is_grad_enabled() else 'without'} gradients"
-                )
+                ranks.require_same(_described(causal))
                 check(walk)
                 found.append(body())
             except OtherProcessFailed:
@@ -203,24 +190,14 @@ def _errors_held(causal: PreTrainedModel, *, gathers: bool) -> Iterator[None]:
     """
     body = backbone(causal)
     layers = getattr(body, "layers", None)
-    held = _HeldErrors(gathers)
     modules = [_innermost(layer) for layer in layers or ()]
-    before = [vars(module).get("forward") for module in modules]
-    for module in modules:
-        held.forwards[module] = module.forward
-        module.forward = MethodType(_held, module)
-    token = _HELD.set(held)
-    hook = body.register_forward_hook(lambda *_: held.release())
-    try:
+    held = _HeldErrors(gathers, {module: module.forward for module in modules})
+    with (
+        exchanged((module, {"forward": MethodType(_held, module)}) for module in modules),
+        value_of(_HELD, held),
+        body.register_forward_hook(lambda *_: held.release()),
+    ):
         yield
-    finally:
-        hook.remove()
-        _HELD.reset(token)
-        for module, own in zip(modules, before, strict=True):
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
 
 
 def _innermost(layer: nn.Module) -> nn.Module:
@@ -233,10 +210,9 @@ def _innermost(layer: nn.Module) -> nn.Module:
 class _HeldErrors:
     """The first error of a layer in the forward under way."""
 
-    def __init__(self, gathers: bool) -> None:
-        self.gathers = gathers
+    def __init__(self, gathers: bool, forwards: dict[nn.Module, Callable[..., Any]]) -> None:
+        self.gathers, self.forwards = gathers, forwards
         self.error: Exception | None = None
-        self.forwards: dict[nn.Module, Callable[..., Any]] = {}
 
     def release(self) -> None:
         """Raise it, once."""

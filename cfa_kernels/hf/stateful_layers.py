@@ -7,8 +7,8 @@ from the state at the end of its parent, as generation continues from a cache.
 import inspect
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..ops.segment_table import SegmentTable
 from .model_walk import Model, ModelWalk
+from .modes import exchanged
 
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 _KEEPS_STATE = {"update_conv_state", "update_recurrent_state"}
@@ -159,23 +160,12 @@ def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
     return batches
 
 
-@contextmanager
-def tree_states(model: Model, table: SegmentTable) -> Iterator[None]:
+def tree_states(model: Model, table: SegmentTable) -> AbstractContextManager[None]:
     """Run every cell of `model` inside on the pieces of the packed tree that `table` describes."""
-    cells = _cells(model)
-    schedule = _Schedule.of(table) if cells else None
-    own = [module.__dict__.get("forward") for module, _ in cells]
-    try:
-        for module, name in cells:
-            assert schedule is not None
-            module.forward = _on_tree(module.forward, name, schedule)
-        yield
-    finally:
-        for (module, _), forward in zip(cells, own, strict=True):
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = forward
+    if not (cells := _cells(model)):
+        return nullcontext()
+    schedule = _Schedule.of(table)
+    return exchanged((cell, {"forward": _on_tree(cell.forward, name, schedule)}) for cell, name in cells)
 
 
 def has_cells(model: Model) -> bool:

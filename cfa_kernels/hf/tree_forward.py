@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from ..ops.attention_options import EVERYTHING, Reach
 from ..ops.segment_table import SegmentTable
 from ..ops.tree_attention import tree_attention
 from ..ops.upload import upload
@@ -25,7 +26,7 @@ from .limits import largest_forward
 from .lora import one_pass_adapters
 from .model import backbone, input_device
 from .model_walk import Model, ModelWalk
-from .modes import attention_implementation, checkpointed_modules, evaluation_mode
+from .modes import attention_implementation, attention_of, checkpointed_modules, evaluation_mode, exchanged, value_of
 from .ranks import inside
 from .stateful_layers import tree_states
 
@@ -34,23 +35,14 @@ ATTENTION = "cfa_tree"
 _UNSUPPORTED_ARGUMENTS = ("position_bias", "cache_position_bias", "head_mask", "block_mask", "score_mod", "indices")
 
 
-@dataclass(frozen=True)
-class Visibility:
-    """Range of positions a row may attend to: all before it, a window of them, or its own chunk."""
-
-    sliding_window: int | None = None
-    chunk_size: int | None = None
-
-
 class TreeMask:
-    """Stand-in for a layer's attention mask: the pack's segments and the range of positions that layer attends to.
+    """Stand-in for a layer's attention mask: the pack's segments and the reach of that layer's rows.
 
     Not a dataclass: wrappers that cast a module's inputs rebuild those, and would upload the table in every layer.
     """
 
-    def __init__(self, table: SegmentTable, visibility: Visibility) -> None:
-        self.table = table
-        self.visibility = visibility
+    def __init__(self, table: SegmentTable, reach: Reach) -> None:
+        self.table, self.reach = table, reach
 
 
 class KeyValueStore:
@@ -115,7 +107,7 @@ def _attention(
         forward = _FORWARD.get()
         if forward is None:
             raise RuntimeError(f"{name} runs tree attention outside a packed forward")
-        attention_mask = TreeMask(forward.table, Visibility())
+        attention_mask = TreeMask(forward.table, EVERYTHING)
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise NotImplementedError(f"{name} attends in both directions; a causal model is needed")
     if getattr(module, "indexer", None) is not None:
@@ -143,8 +135,8 @@ def _attention(
         value[0].transpose(0, 1),
         attention_mask.table,
         scale=scaling,
-        sliding_window=attention_mask.visibility.sliding_window,
-        attention_chunk_size=attention_mask.visibility.chunk_size,
+        sliding_window=attention_mask.reach.window,
+        attention_chunk_size=attention_mask.reach.chunk,
         softcap=softcap,
         sinks=s_aux,
         first_query_row=first_row,
@@ -153,11 +145,7 @@ def _attention(
 
 
 def _build_mask(
-    *,
-    mask_function: Callable[..., Any],
-    local_size: int | None = None,
-    device: torch.device | None = None,
-    **_: object,
+    *, mask_function: Callable[..., Any], local_size: int | None = None, device: torch.device | None = None, **_: object
 ) -> TreeMask:
     """Make a layer's mask, called by transformers' mask builder, whose `mask_function` says which keys a query sees."""
     forward = _FORWARD.get()
@@ -169,12 +157,12 @@ def _build_mask(
 AttentionInterface.register(ATTENTION, _attention)
 AttentionMaskInterface.register(ATTENTION, _build_mask)
 
-_VISIBILITY: dict[tuple, Visibility] = {}
+_VISIBILITY: dict[tuple, Reach] = {}
 
 
 def read_visibility(
     mask_function: Callable[..., Any], local_size: int | None, device: torch.device | None = None
-) -> Visibility:
+) -> Reach:
     """Find the rule that `mask_function(batch, head, query position, key position)` follows, by calling it.
 
     The function itself is asked, so a window that only the mask has is found too. Raises
@@ -186,7 +174,7 @@ def read_visibility(
     return _VISIBILITY[key]
 
 
-def _ask(mask_function: Callable[..., Any], local_size: int | None, device: torch.device | None) -> Visibility:
+def _ask(mask_function: Callable[..., Any], local_size: int | None, device: torch.device | None) -> Reach:
     size = local_size or 8
     near = [edge * size + step for edge in range(4) for step in range(-3, 4)]
     positions = torch.tensor(sorted({p for p in [*near, *range(8)] if p >= 0}))
@@ -203,11 +191,11 @@ def _ask(mask_function: Callable[..., Any], local_size: int | None, device: torc
     seen = torch.as_tensor(seen).cpu().expand(len(positions), len(positions))
     causal = key <= query
     if torch.equal(seen, causal):
-        return Visibility()
+        return EVERYTHING
     if local_size is not None and torch.equal(seen, causal & (query - key < local_size)):
-        return Visibility(sliding_window=local_size)
+        return Reach(window=local_size)
     if local_size is not None and torch.equal(seen, causal & (query // local_size == key // local_size)):
-        return Visibility(chunk_size=local_size)
+        return Reach(chunk=local_size)
     raise NotImplementedError("its attention mask is neither causal nor a causal window or chunk")
 
 
@@ -271,17 +259,8 @@ def _stage(model: PreTrainedModel, pack: Pack) -> _Staged:
     one = np.ones(1, np.int64)
     arrays = [pack.input_ids, pack.position_ids, one, own, before, order, np.unique(own), pack.targets]
     ids, positions, ones, *rest = upload(arrays, input_device(model))
-    own_there, before_there, order_there, last, targets = rest
-    return _Staged(
-        input_ids=ids[None],
-        position_ids=positions[None],
-        everywhere=ones.expand(1, pack.num_tokens),
-        own=own_there,
-        before=before_there,
-        order=order_there if len(before) else None,
-        last=last,
-        targets=targets,
-    )
+    staged = _Staged(ids[None], positions[None], ones.expand(1, pack.num_tokens), *rest)
+    return staged if len(before) else replace(staged, order=None)
 
 
 def packed_hidden(
@@ -316,18 +295,14 @@ def packed_hidden(
         store.rewind()
     running = _PackedForward(pack.table, attended, store, pack.first_row)
     checkpointed = checkpointed_modules(walk)
-    token = _FORWARD.set(running)
-    try:
-        with tree_states(walk, pack.table), _recomputed_on_trees(walk, checkpointed, running):
-            hidden = backbone(model)(
-                input_ids=staged.input_ids,
-                # A mask, else position ids that start again would be taken for sequences laid end to end.
-                attention_mask=staged.everywhere,
-                position_ids=staged.position_ids,
-                use_cache=False,
-            ).last_hidden_state[0]
-    finally:
-        _FORWARD.reset(token)
+    with value_of(_FORWARD, running), tree_states(walk, pack.table), _recomputed_on_trees(walk, checkpointed, running):
+        hidden = backbone(model)(
+            input_ids=staged.input_ids,
+            # A mask, else position ids that start again would be taken for sequences laid end to end.
+            attention_mask=staged.everywhere,
+            position_ids=staged.position_ids,
+            use_cache=False,
+        ).last_hidden_state[0]
     if hidden.requires_grad and not checkpointed and overwrites(in_place(model)):
         _take_one_backward(hidden)
     return hidden
@@ -350,45 +325,31 @@ def _recomputed_on_trees(walk: ModelWalk, checkpointed: Sequence[nn.Module], run
     configs = [config for config in walk.configs if config._attn_implementation == ATTENTION]
     exchanges, again = in_place(walk.model), replace(running, attended=None, store=None)
 
-    @contextmanager
-    def as_now(module: nn.Module) -> Iterator[None]:
-        before = [config._attn_implementation for config in configs]
-        token = _FORWARD.set(again)
-        try:
-            for config in configs:
-                config._attn_implementation = ATTENTION
-            with put_in(exchanges), one_pass_adapters(module):
-                yield
-        finally:
-            _FORWARD.reset(token)
-            for config, implementation in zip(configs, before, strict=True):
-                config._attn_implementation = implementation
-
     def checkpointing(module: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def on_trees(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             def run(*inputs: Any, **named: Any) -> Any:
                 if _FORWARD.get() is running:
                     return function(*inputs, **named)
-                with as_now(module):
+                with (
+                    value_of(_FORWARD, again),
+                    attention_of(configs, ATTENTION),
+                    put_in(exchanges),
+                    one_pass_adapters(module),
+                ):
                     return function(*inputs, **named)
 
             return checkpoint(run, *args, **kwargs)
 
         return on_trees
 
-    own = [
-        (module, name, module.__dict__[name])
+    replaced = [
+        (module, {name: checkpointing(module, module.__dict__[name])})
         for module in checkpointed
         for name in _CHECKPOINTS
         if module.__dict__.get(name) is not None
     ]
-    try:
-        for module, name, checkpoint in own:
-            module.__dict__[name] = checkpointing(module, checkpoint)
+    with exchanged(replaced):
         yield
-    finally:
-        for module, name, checkpoint in own:
-            module.__dict__[name] = checkpoint
 
 
 def _take_one_backward(hidden: Tensor) -> None:
@@ -459,12 +420,10 @@ def last_layer_on_rows(model: PreTrainedModel, rows: Tensor) -> Iterator[None]:
     layers = getattr(backbone(model), "layers", None)
     last = layers[-1] if isinstance(layers, nn.ModuleList) and len(layers) else None
     modules = [getattr(last, "mlp", None), getattr(getattr(last, "self_attn", None), "o_proj", None)]
-    hooks = [hook for module in modules if module is not None for hook in _hook_rows(module, rows)]
-    try:
+    with ExitStack() as stack:
+        for hook in [hook for module in modules if module is not None for hook in _hook_rows(module, rows)]:
+            stack.enter_context(hook)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _hook_rows(module: nn.Module, rows: Tensor) -> list[RemovableHandle]:

@@ -9,27 +9,28 @@ head.
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..ops.matmul import float32_precision, ieee_products
 from ..ops.row_softmax import FLOAT32_NOISE
-from ..packing.packs import pack_bundles
-from ..packing.prefix_tree import Query
+from ..packing.packs import lay_out
+from ..packing.prefix_tree import Pack, Query
 from .fsdp import without_casts
 from .head import Head, read_head
 from .liger import keep_own_modules, runs_fused
 from .memory import is_out_of_memory
-from .model import backbone, causal_lm, computation, input_device, noise_settings, vocab_size
+from .model import backbone, causal_lm, computation, configs, input_device, noise_settings, vocab_size
 from .model_walk import Model, ModelWalk
 from .modes import attention_implementation, checkpointed_modules, evaluation_mode, without_accelerates_autocast
 from .probe_mode import HALVES, float32_weights, small_windows
@@ -171,21 +172,14 @@ def _arithmetic(model: PreTrainedModel) -> object:
 
 def _rounding(model: PreTrainedModel, head: Head) -> float:
     """Measure the root mean square, over the probe's tokens, of rounding in log-probs from a packed tree, nats."""
-    queries = _probe(model)
-    (pack,) = pack_bundles([queries], token_budget=_LENGTH * len(queries))
-    rows = torch.from_numpy(np.stack([query.tokens for query in queries]))
-    targets = torch.from_numpy(np.stack([query.targets for query in queries]))[..., None]
+    probe = _Probe.of(model)
 
     def own() -> Tensor:
-        logits = _whole_model(model)(input_ids=rows.to(input_device(model)), use_cache=False).logits[
-            :, queries[0].first :
-        ]
-        return logits.float().log_softmax(-1).gather(-1, targets.to(logits.device))[..., 0]
+        return probe.of_targets(_whole_model(model)(input_ids=probe.ids, use_cache=False).logits.float())
 
     with small_windows(model), tree_attention_mode(model):
-        ours = target_logprobs(head, pack_states(model, head, pack))
+        ours = probe.unpacked(target_logprobs(head, pack_states(model, head, probe.pack)))
     truth = _measured(model, own, moved=False)
-    ours = ours[torch.from_numpy(pack.query_index).to(ours.device)].view_as(truth)
     return torch.where(ours == truth, 0.0, ours - truth).square().mean().sqrt().item()
 
 
@@ -211,14 +205,13 @@ def _settings(model: PreTrainedModel) -> str:
 
 def _check_repeatable(model: PreTrainedModel) -> None:
     """Check that two equal calls, in the model's present modes, agree to rounding, whatever is drawn in between."""
-    rows = torch.from_numpy(np.stack([query.tokens for query in _probe(model)]))
+    ids = _Probe.of(model).ids
 
     def measure() -> tuple[float, float]:
         with evaluation_mode(model):
-            hidden = _body(model)(input_ids=rows.to(input_device(model)), use_cache=False).last_hidden_state
-            factor = _amplification(hidden, read_head(model))
-            _, rounding = _own_logits(model, rows, factor)
-        first, second = (_called(model, rows, factor, share) for share in (0.0, _ALMOST_ONE))
+            factor = _amplification(_hidden(model, ids), read_head(model))
+            _, rounding = _own_logits(model, ids, factor)
+        first, second = (_called(model, ids, factor, share) for share in (0.0, _ALMOST_ONE))
         return _gap(model, first.log_softmax(-1), second.log_softmax(-1)), rounding
 
     gap, rounding = _measured(model, measure, training=True)
@@ -246,25 +239,24 @@ class _EveryThreshold(TorchFunctionMode):
         return out.fill_(self.share) if func in (torch.rand, torch.rand_like) else out
 
 
-def _called(model: PreTrainedModel, rows: Tensor, factor: float, share: float) -> Tensor:
+def _called(model: PreTrainedModel, ids: Tensor, factor: float, share: float) -> Tensor:
     with _amplified(model, factor), _EveryThreshold(share):
-        return _whole_model(model)(input_ids=rows.to(input_device(model)), use_cache=False).logits.float()
+        return _whole_model(model)(input_ids=ids, use_cache=False).logits.float()
 
 
 def _checked_transform(model: PreTrainedModel) -> tuple[float | None, float]:
     """Find the softcap and scale under which the head gives the model's own log-probs."""
-    rows = torch.from_numpy(np.stack([query.tokens for query in _probe(model)]))
+    ids = _Probe.of(model).ids
 
     def measure() -> tuple[float, float, tuple[float | None, float]]:
-        hidden = _body(model)(input_ids=rows.to(input_device(model)), use_cache=False).last_hidden_state
-        head = read_head(model)
+        hidden, head = _hidden(model, ids), read_head(model)
         if hidden.shape[-1] != head.weight.shape[-1]:
             raise NotImplementedError(
                 f"model: {type(model).__name__} has a layer between its body, {hidden.shape[-1]} wide, and its head, "
                 f"{head.weight.shape[-1]} wide, so it can neither be scored nor trained through that head"
             )
         factor = _amplification(hidden, head)
-        theirs, rounding = _own_logits(model, rows, factor)
+        theirs, rounding = _own_logits(model, ids, factor)
         linear = functional.linear(hidden.to(head.weight) * factor, head.weight, head.bias).float()
         if linear.shape != theirs.shape:
             raise NotImplementedError(
@@ -323,24 +315,18 @@ def _check_layout(model: PreTrainedModel, training: bool = False) -> None:
 
 
 def _check_tree(model: PreTrainedModel, training: bool = False) -> None:
-    queries = _probe(model)
-    (pack,) = pack_bundles([queries], token_budget=_LENGTH * len(queries))
-    rows = torch.from_numpy(np.stack([query.tokens for query in queries]))
-    name, attended = type(model).__name__, list[str]()
+    probe, name, attended = _Probe.of(model), type(model).__name__, list[str]()
 
     def measure() -> tuple[float, float]:
         head = check_head(model)
-        hidden = _body(model)(input_ids=rows.to(input_device(model)), use_cache=False).last_hidden_state
-        factor = _amplification(hidden, head)
-        theirs, rounding = _own_logits(model, rows, factor)
-        targets = torch.from_numpy(np.stack([query.targets for query in queries])).to(theirs.device)
-        first = queries[0].first
-        truth = theirs[:, first:].log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+        factor = _amplification(_hidden(model, probe.ids), head)
+        theirs, rounding = _own_logits(model, probe.ids, factor)
+        truth = probe.of_targets(theirs)
         try:
             with tree_training_mode(model):
                 attended.clear()
                 probed = replace(head, weight=head.weight * factor)
-                ours = target_logprobs(probed, pack_states(model, probed, pack, attended=attended))
+                ours = target_logprobs(probed, pack_states(model, probed, probe.pack, attended=attended))
         except NotImplementedError as error:
             own = str(error) if str(error).startswith("model:") else f"model: {name}: {error}"
             raise NotImplementedError(f"{own}, so it cannot be scored") from error
@@ -350,12 +336,11 @@ def _check_tree(model: PreTrainedModel, training: bool = False) -> None:
             raise NotImplementedError(
                 f"model: {name} cannot run on a packed tree ({type(error).__name__}: {error}), so it cannot be scored"
             ) from error
-        ours = ours[torch.from_numpy(pack.query_index).to(ours.device)].view_as(truth)
         # What earlier tokens do to later ones is what a tree can get wrong: in an untrained model it is small.
-        fed = rows[:, first:].to(targets.device)
-        same = (fed == fed[:1]) & (targets == targets[:1])
+        fed, targets = probe.ids[:, probe.first :], probe.targets
+        same = ((fed == fed[:1]) & (targets == targets[:1])).to(truth.device)
         mixing = torch.where(same, truth - truth[:1], 0.0).abs().max().item()
-        return _gap(model, ours.to(truth), truth), max(
+        return _gap(model, probe.unpacked(ours).to(truth), truth), max(
             min(_TOLERANCE, _SHARE * mixing), _ROUNDINGS * rounding, FLOAT32_NOISE
         )
 
@@ -382,25 +367,43 @@ def _other_mixers(model: PreTrainedModel, attended: list[str]) -> str:
     return ""
 
 
-def _probe(model: PreTrainedModel) -> list[Query]:
-    """Make a row and branches that leave it and return: one of a branch, two one token apart, one at a last token."""
-    special = {
-        value
-        for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values()
-        for key, value in config.to_dict().items()
-        if isinstance(value, int) and key.endswith(("_id", "_index"))
-    }
-    vocab = vocab_size(model)
-    usual = [i for i in range(vocab) if i not in special][: 4 * _LENGTH] or [0]
-    ids = np.array([usual[(i * 7 + 1) % len(usual)] for i in range(_LENGTH)], dtype=np.int64)
-    other = np.array([usual[(i * 11 + 3) % len(usual)] for i in range(_LENGTH)], dtype=np.int64)
-    rows = [ids]
-    for row, start, end in ((0, 3, 6), (1, 9, 11), (0, 15, 16), (0, 16, 18), (0, _LENGTH - 2, _LENGTH - 1)):
-        branch = rows[row].copy()
-        branch[start:end] = other[start:end]
-        rows.append(branch)
-    first = 7
-    return [Query(row[:-1], first, row[first + 1 :]) for row in rows]
+class _Probe(NamedTuple):
+    """A row and branches that leave it and return, as a batch on the model's device and as one pack."""
+
+    ids: Tensor  # (n, L)
+    first: int  # position of the first token whose successor is a target
+    targets: Tensor  # (n, L - first)
+    pack: Pack
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "_Probe":
+        """Make one: a branch of a branch, two branches one token apart, one at a last token."""
+        special = {
+            value
+            for config in configs(model)
+            for key, value in config.to_dict().items()
+            if isinstance(value, int) and key.endswith(("_id", "_index"))
+        }
+        usual = [i for i in range(vocab_size(model)) if i not in special][: 4 * _LENGTH] or [0]
+        ids = np.array([usual[(i * 7 + 1) % len(usual)] for i in range(_LENGTH)], dtype=np.int64)
+        other = np.array([usual[(i * 11 + 3) % len(usual)] for i in range(_LENGTH)], dtype=np.int64)
+        rows, first = [ids], 7
+        for row, start, end in ((0, 3, 6), (1, 9, 11), (0, 15, 16), (0, 16, 18), (0, _LENGTH - 2, _LENGTH - 1)):
+            branch = rows[row].copy()
+            branch[start:end] = other[start:end]
+            rows.append(branch)
+        (pack,) = lay_out([[Query(row[:-1], first, row[first + 1 :]) for row in rows]], _LENGTH * len(rows))
+        batch = torch.from_numpy(np.stack(rows)).to(input_device(model))
+        return cls(batch[:, :-1].contiguous(), first, batch[:, first + 1 :], pack)
+
+    def of_targets(self, logits: Tensor) -> Tensor:
+        """Return the log-probs (n, L - first) of the targets, given logits (n, L, V) of the batch."""
+        logprobs = logits[:, self.first :].log_softmax(-1)
+        return logprobs.gather(-1, self.targets.to(logits.device)[..., None])[..., 0]
+
+    def unpacked(self, logprobs: Tensor) -> Tensor:
+        """Put log-probs (R,) of the pack's logits rows in the form of `of_targets`."""
+        return logprobs[torch.from_numpy(self.pack.query_index).to(logprobs.device)].view_as(self.targets)
 
 
 def _amplification(hidden: Tensor, head: Head) -> float:
@@ -409,12 +412,11 @@ def _amplification(hidden: Tensor, head: Head) -> float:
     return max(1.0, _LARGE / largest) if largest > 0 else 1.0
 
 
-def _own_logits(model: PreTrainedModel, rows: Tensor, factor: float) -> tuple[Tensor, float]:
-    """Compute the model's own logits of `rows` (n, L), fp32, and how far its rounding moves their log-probs, nats.
+def _own_logits(model: PreTrainedModel, ids: Tensor, factor: float) -> tuple[Tensor, float]:
+    """Compute the model's own logits of `ids` (n, L), fp32, and how far its rounding moves their log-probs, nats.
 
     The input of the head is multiplied by `factor`. Rounding is the difference between rows in a batch and one by one.
     """
-    ids = rows.to(input_device(model))
     with _amplified(model, factor):
         together = _whole_model(model)(input_ids=ids, use_cache=False).logits.float()
         alone = torch.cat([_whole_model(model)(input_ids=row[None], use_cache=False).logits.float() for row in ids[:2]])
@@ -428,8 +430,9 @@ def _whole_model(model: PreTrainedModel) -> Callable[..., Any]:
     return model if inside(model) is None else _met(model, model.forward)
 
 
-def _body(model: PreTrainedModel) -> Callable[..., Any]:
-    return _met(model, backbone(model))
+def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Compute the hidden states (n, L, H) of `ids` below the head."""
+    return _met(model, backbone(model))(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
 
 def _met(model: PreTrainedModel, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -443,13 +446,9 @@ def _met(model: PreTrainedModel, forward: Callable[..., Any]) -> Callable[..., A
     return together
 
 
-@contextmanager
-def _amplified(model: PreTrainedModel, factor: float) -> Iterator[None]:
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0] * factor, *args[1:]))
-    try:
-        yield
-    finally:
-        hook.remove()
+def _amplified(model: PreTrainedModel, factor: float) -> RemovableHandle:
+    """Multiply what the head is given by `factor` inside."""
+    return model.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0] * factor, *args[1:]))
 
 
 def _gap(model: PreTrainedModel, ours: Tensor, theirs: Tensor) -> float:

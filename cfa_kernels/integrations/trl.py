@@ -26,7 +26,7 @@ from ..hf.model import causal_lm
 from ..hf.sharding import is_sharded, run_inside
 from ..hf.stateful_layers import has_cells
 from ..hf.verify import check_head, noise_floor
-from ..losses.policy import LOSS_TYPES
+from ..losses.checks import LOSS_TYPES
 from ..scoring.access import GRADIENTS
 from . import require
 from .credit import OFFERS, Draws, obstacles

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.linear_policy_loss import contributing
-from ..ops.row_softmax import LOGIT_DTYPES
+from ..ops.row_softmax import compute_dtype
 from ..ops.token_loss import PolicyOptions, Tokens
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
@@ -53,9 +53,8 @@ class Batch(NamedTuple):
 
 def check_batch(
     function: str,
+    source: Tensor,
     shape: torch.Size,
-    device: torch.device,
-    dtype: torch.dtype,
     old_logprobs: Tensor | None,
     advantages: Tensor,
     mask: Tensor,
@@ -65,9 +64,8 @@ def check_batch(
 
     Args:
         function: name of the loss that was called, for the error about an unknown option.
-        shape: (B, T) of the log-probs.
-        device: where the log-probs or logits are.
-        dtype: the dtype that the loss is computed in.
+        source: log-probs, logits or hidden states, whose device all else is on; the loss has their compute dtype.
+        shape: (B, T).
         old_logprobs, advantages, mask, options: as `policy_loss` takes them.
 
     Returns:
@@ -77,11 +75,13 @@ def check_batch(
         ValueError: a wrong option, shape, device or value.
         TypeError: an unknown option, or a tensor of a wrong dtype.
     """
+    device, dtype = source.device, compute_dtype(source.dtype)
     if unknown := options.keys() - _KNOWN:
         raise TypeError(f"{function}() got an unexpected keyword argument {min(unknown)!r}")
     if 0 in shape:
         raise ValueError(f"a loss needs at least one row and one token, got (B, T) = {tuple(shape)}")
-    policy, loss_type, validate = _policy_options(options), _loss_type(options), options.get("validate")
+    loss_type, validate = _loss_type(options), options.get("validate")
+    policy = _policy_options(options, loss_type)
     weights, ref_logprobs = options.get("weights"), options.get("ref_logprobs")
     if policy.beta != 0 and ref_logprobs is None:
         raise ValueError(f"beta={policy.beta} needs ref_logprobs (B, T), got None")
@@ -127,9 +127,8 @@ def _loss_type(options: LossOptions) -> str:
     return loss_type
 
 
-def _policy_options(options: LossOptions) -> PolicyOptions:
+def _policy_options(options: LossOptions, loss_type: str) -> PolicyOptions:
     """Build the options that the formula of a token takes; defaults of numbers are those of `PolicyOptions`."""
-    loss_type = _loss_type(options)
     numbers: dict[str, Any] = {name: value for name, value in options.items() if name in PolicyOptions._fields}
     if numbers.get("delta", 0.0) is None:
         del numbers["delta"]
@@ -258,13 +257,6 @@ def _check_rows(name: str, tensor: Tensor, bad: Tensor, rule: str) -> None:
     raise ValueError(f"{name} {rule} where the mask is 1; row {row}, token {token} is {value}")
 
 
-def check_logits_dtype(name: str, tensor: Tensor, backend: str) -> None:
-    """Raise `TypeError` for a dtype that the backend does not take."""
-    allowed = LOGIT_DTYPES if backend == "triton" else (*LOGIT_DTYPES, torch.float64)
-    if tensor.dtype not in allowed:
-        raise TypeError(f"{name} must be one of {allowed} for backend {backend!r}, got {tensor.dtype}")
-
-
 def check_targets(targets: Tensor, keep: Tensor, vocabulary: int, checked: bool) -> None:
     """Raise `ValueError` or `TypeError` unless targets are (B, T) int64 and, if `checked`, in the vocabulary."""
     check_tensor("targets", targets, [keep.shape], keep.device, floating=False)
@@ -308,8 +300,7 @@ def check_given_rows(rows: Tensor, batch: Batch, with_entropy: bool, checked: bo
         raise ValueError(f"rows must be on {batch.keep.device} as the mask is, got {rows.device}")
     if not checked:
         return
-    needs_all = with_entropy or batch.tokens.ref_logprobs is not None
-    missing = contributing(batch.tokens, batch.options, all_counted=needs_all)
+    missing = contributing(batch.tokens, batch.options, with_entropy=with_entropy)
     if rows.numel() and (rows.min() < 0 or rows.max() >= missing.numel()):
         raise ValueError(f"rows must be in [0, {missing.numel()}), got {rows.min().item()} to {rows.max().item()}")
     if rows.unique().numel() != rows.numel():

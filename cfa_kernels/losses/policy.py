@@ -14,11 +14,9 @@ from ..ops.dispatch import resolve_backend
 from ..ops.head_matmul import autocast_operands
 from ..ops.linear_policy_loss import contributing, linear_policy_loss_op
 from ..ops.logits_policy_loss import InPlaceArguments, LogitsPolicyLossInPlace, logits_policy_loss_op
-from ..ops.row_softmax import Softmax, compute_dtype
+from ..ops.row_softmax import Softmax, check_logits_dtype
 from ..ops.token_loss import PolicyOptions, Tokens, policy_terms, refuse_second_derivative
 from .checks import (
-    LEVELS,
-    LOSS_TYPES,
     Batch,
     LossOptions,
     check_batch,
@@ -27,7 +25,6 @@ from .checks import (
     check_given_rows,
     check_level,
     check_linear,
-    check_logits_dtype,
     check_targets,
     check_tensor,
     counted,
@@ -36,16 +33,6 @@ from .checks import (
 
 Metrics = dict[str, Tensor]
 """Metrics of a loss: detached 0-d tensors by name."""
-
-__all__ = [
-    "LEVELS",
-    "LOSS_TYPES",
-    "LossOptions",
-    "contributing_rows",
-    "linear_policy_loss",
-    "logits_policy_loss",
-    "policy_loss",
-]
 
 
 def policy_loss(
@@ -116,10 +103,9 @@ def policy_loss(
     check_float("logprobs", logprobs)
     if logprobs.dim() != 2:
         raise ValueError(f"logprobs must be (B, T), got shape {tuple(logprobs.shape)}")
-    dtype, device = compute_dtype(logprobs.dtype), logprobs.device
-    batch = check_batch("policy_loss", logprobs.shape, device, dtype, old_logprobs, advantages, mask, options)
+    batch = check_batch("policy_loss", logprobs, logprobs.shape, old_logprobs, advantages, mask, options)
     if entropies is not None:
-        check_tensor("entropies", entropies, [batch.keep.shape], device)
+        check_tensor("entropies", entropies, [batch.keep.shape], logprobs.device)
     elif batch.entropy_scale is not None:
         raise ValueError(f"entropy_coef={options['entropy_coef']} needs entropies (B, T), got None")
     if should_validate(options.get("validate"), logprobs):
@@ -128,6 +114,7 @@ def policy_loss(
             check_finite("entropies", entropies, batch.keep)
 
     with torch.no_grad():
+        dtype = batch.tokens.scale.dtype
         terms, gradient = policy_terms(counted(logprobs, batch.keep, dtype), batch.tokens, batch.options)
         value = (terms.loss * batch.tokens.scale).sum()
     loss = _WithGradient.apply(value, logprobs, gradient)
@@ -188,8 +175,7 @@ def logits_policy_loss(
     chosen = resolve_backend(backend, logits)
     check_logits_dtype("logits", logits, chosen)
     softmax = Softmax.of(temperature, softcap, logit_scale)
-    shape, device, dtype = logits.shape[:2], logits.device, compute_dtype(logits.dtype)
-    batch = check_batch("logits_policy_loss", shape, device, dtype, old_logprobs, advantages, mask, options)
+    batch = check_batch("logits_policy_loss", logits, logits.shape[:2], old_logprobs, advantages, mask, options)
     checked = should_validate(options.get("validate"), logits)
     check_targets(targets, batch.keep, logits.size(2), checked)
     with_gradient = torch.is_grad_enabled() and logits.requires_grad
@@ -298,8 +284,8 @@ def linear_policy_loss(  # type: ignore[misc]
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     softmax = Softmax.of(temperature, softcap, logit_scale)
-    shape, device, dtype = targets.shape if rows_alone else hidden.shape[:2], hidden.device, compute_dtype(hidden.dtype)
-    batch = check_batch("linear_policy_loss", shape, device, dtype, old_logprobs, advantages, mask, options)
+    shape = targets.shape if rows_alone else hidden.shape[:2]
+    batch = check_batch("linear_policy_loss", hidden, shape, old_logprobs, advantages, mask, options)
     checked = should_validate(options.get("validate"), hidden)
     check_targets(targets, batch.keep, len(lm_head), checked)
     with_entropy = compute_entropy or batch.entropy_scale is not None
@@ -332,8 +318,7 @@ def linear_policy_loss(  # type: ignore[misc]
     if rows is not None:
         looked_at = torch.zeros_like(batch.keep).view(-1).index_fill_(0, rows, True).view_as(batch.keep)
     elif drop_inactive:
-        all_counted = with_entropy or batch.tokens.ref_logprobs is not None
-        looked_at = contributing(batch.tokens, batch.options, all_counted=all_counted)
+        looked_at = contributing(batch.tokens, batch.options, with_entropy=with_entropy)
     return loss, metrics, stats[0].view_as(batch.keep).masked_fill(~looked_at, math.nan)
 
 
@@ -371,7 +356,7 @@ def contributing_rows(
         check_tensor("weights", weights, [mask.shape], mask.device)
     advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
     tokens = Tokens(None, advantages.expand_as(mask), weights, None, (mask != 0).float())
-    return contributing(tokens, PolicyOptions(level=level), all_counted=all_counted).flatten().nonzero().squeeze(1)
+    return contributing(tokens, PolicyOptions(level=level), with_entropy=all_counted).flatten().nonzero().squeeze(1)
 
 
 def _metrics_of_rows(batch: Batch, stats: Tensor, with_entropy: bool, checked: bool, source: str) -> dict[str, Tensor]:
@@ -409,9 +394,7 @@ def _metrics(batch: Batch, ratio: Tensor, kl: Tensor, clip: Tensor, entropy: Ten
     keep, tokens = batch.keep, batch.tokens
     per_sequence = keep.sum(1)
     count = per_sequence.sum().clamp(min=1)
-    moving = keep & (tokens.advantages != 0)
-    if tokens.weights is not None:
-        moving = moving & (tokens.weights != 0)
+    moving = keep & tokens.moved()
     metrics = {"ratio_mean": torch.where(moving, ratio, 0).sum() / moving.sum().clamp(min=1)}
     if tokens.ref_logprobs is not None:
         metrics["kl"] = torch.where(keep, kl, 0).sum() / count

@@ -139,8 +139,7 @@ def _split(matrix: Tensor, dtype: torch.dtype, *, along: int, low: int) -> Tenso
     parts = torch.empty(shape, dtype=dtype, device=matrix.device)
     step = 3 - low  # of the two high parts
     high = parts.as_strided(
-        [*shape[:along], 2, *shape[along + 1 :]],
-        [s * step if i == along else s for i, s in enumerate(parts.stride())],
+        [*shape[:along], 2, *shape[along + 1 :]], [s * step if i == along else s for i, s in enumerate(parts.stride())]
     )
     high.copy_(matrix.unsqueeze(along))
     torch.sub(matrix, parts.select(along, 0), out=parts.select(along, low))

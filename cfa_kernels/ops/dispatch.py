@@ -17,18 +17,11 @@ def interpreting() -> bool:
 
 
 def resolve_backend(backend: str | None, tensor: torch.Tensor) -> str:
-    """Choose the implementation that an op runs for inputs on the device of `tensor`.
-
-    Args:
-        backend: one of `BACKENDS`, or None for Triton on CUDA / HIP and PyTorch on a CPU.
-        tensor: any input of the op.
-
-    Returns:
-        `"triton"` or `"torch"`.
+    """Choose which of `BACKENDS` an op runs for a `tensor`: by default Triton on CUDA / HIP, PyTorch on a CPU.
 
     Raises:
         ValueError: an unknown name, `"triton"` for a CPU tensor outside Triton's interpreter, or None on a device
-            that has neither.
+            that is neither a GPU nor a CPU.
     """
     if backend not in (None, *BACKENDS):
         raise ValueError(f"backend must be one of {BACKENDS} or None, got {backend!r}")

@@ -4,17 +4,16 @@ A strip is the logits of some rows. Half-precision operands, float32 sums: logit
 head's gradient is summed over strips in float32.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from .matmul import multiply
+from .row_softmax import compute_dtype
 
-_HALVES = (torch.bfloat16, torch.float16)
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that products of `dtype` are summed in: float32 for the half precisions, else `dtype` itself."""
-    return torch.float32 if dtype in _HALVES else dtype
+Index = Tensor | slice
+"""Some rows of flattened input."""
 
 
 def autocast_operands(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,18 +29,11 @@ def autocast_operands(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
 def empty_strip(
     rows: int, vocabulary: int, dtype: torch.dtype, gradient_dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Allocate memory for logits and for their gradient, which shares theirs if the device allows.
+    """Allocate memory for logits (rows, vocabulary) and for their gradient, which shares theirs if the device allows.
 
-    Rows start at multiples of 64 elements, for GEMMs of any vocabulary size. A narrower gradient over the logits
-    needs its loads before its stores, an order that a barrier on HIP does not give.
-
-    Args:
-        rows, vocabulary: shape of the strip.
-        dtype, gradient_dtype: of logits and gradient, the latter not wider.
-        device: device of the memory.
-
-    Returns:
-        Two tensors (rows, vocabulary) that hold anything.
+    The gradient is not wider than the logits. Rows start at multiples of 64 elements, for GEMMs of any vocabulary
+    size. A narrower gradient over the logits needs its loads before its stores, an order that a barrier on HIP does
+    not give.
     """
 
     def empty(dtype: torch.dtype) -> Tensor:
@@ -60,13 +52,44 @@ def write_logits(hidden: Tensor, head: Tensor, out: Tensor) -> None:
     multiply(hidden, head.t(), out)
 
 
-def hidden_gradient(by_logits: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return `by_logits @ head`: (n, V), (V, H) -> (n, H)."""
+class HeadGradients:
+    """Gradients by hidden (N, H), head (V, H) and bias (V,), summed strip by strip; empty where not `wanted`.
+
+    The latter two are in the compute dtype.
+    """
+
+    def __init__(self, hidden: Tensor, head: Tensor, wanted: Sequence[bool]) -> None:
+        self.head, self.wanted = head, wanted
+        sums = compute_dtype(head.dtype)
+        self.by_hidden = hidden.new_zeros(hidden.shape if wanted[0] else (0,))
+        self.by_head = head.new_empty(head.shape if wanted[1] else (0,), dtype=sums)
+        self.by_bias = head.new_zeros(head.shape[:1] if wanted[2] else (0,), dtype=sums)
+        self._empty = True
+
+    def add(self, index: Index, hidden: Tensor, by_logits: Tensor) -> None:
+        """Add rows `index`, given their hidden states (n, H) and gradient by logits (n, V)."""
+        if not len(hidden):
+            return
+        if self.wanted[0]:
+            if isinstance(index, slice):
+                _hidden_gradient(by_logits, self.head, self.by_hidden[index])
+            else:
+                self.by_hidden.index_copy_(0, index, _hidden_gradient(by_logits, self.head, torch.empty_like(hidden)))
+        if self.wanted[1]:
+            multiply(by_logits.t(), hidden, self.by_head, add=not self._empty)
+        if self.wanted[2]:
+            self.by_bias += by_logits.sum(0, dtype=self.by_bias.dtype)
+        self._empty = False
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the three sums."""
+        if self._empty:
+            self.by_head.zero_()
+        return self.by_hidden, self.by_head, self.by_bias
+
+
+def _hidden_gradient(by_logits: Tensor, head: Tensor, out: Tensor) -> Tensor:
+    """Return `by_logits @ head`, (n, V), (V, H) -> (n, H), in `out`."""
     if by_logits.dtype == torch.bfloat16 and by_logits.device.type == "cpu" and by_logits.size(1) % 2:
         by_logits = by_logits.contiguous()  # oneDNN on AMX also multiplies what follows rows of odd length: maybe nan
-    return multiply(by_logits, head, by_logits.new_empty(len(by_logits), head.size(1)) if out is None else out)
-
-
-def add_head_gradient(total: Tensor, by_logits: Tensor, hidden: Tensor, *, first: bool) -> None:
-    """Compute `total += by_logits.T @ hidden`: (n, V), (n, H) -> (V, H) in `sum_dtype`; `first` overwrites instead."""
-    multiply(by_logits.t(), hidden, total, add=not first)
+    return multiply(by_logits, head, out)

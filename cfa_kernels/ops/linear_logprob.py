@@ -18,7 +18,7 @@ from .head_matmul import autocast_operands
 from .linear_logprob_backward import linear_logprob_backward_op
 from .matmul import multiply
 from .operator_arguments import arguments_of
-from .row_softmax import LOGIT_DTYPES, Softmax, compute_dtype
+from .row_softmax import Softmax, check_logits_dtype, compute_dtype
 from .triton_math import LOG2E, minimum, tanh
 from .tuning import tuned
 
@@ -108,15 +108,13 @@ def linear_logprob(
 
 
 def _check(hidden: Tensor, lm_head: Tensor, targets: Tensor, bias: Tensor | None, backend: str) -> None:
-    dtypes = LOGIT_DTYPES if backend == "triton" else (*LOGIT_DTYPES, torch.float64)
-    if hidden.dtype not in dtypes:
-        raise TypeError(f"hidden must be one of {dtypes} for backend={backend!r}, got {hidden.dtype}")
+    check_logits_dtype("hidden", hidden, backend)
     if lm_head.dtype != hidden.dtype:
         raise TypeError(f"lm_head must have hidden's dtype {hidden.dtype}, got {lm_head.dtype}")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         raise TypeError(f"targets must be integers, got {targets.dtype}")
-    if bias is not None and bias.dtype not in dtypes:
-        raise TypeError(f"bias must be one of {dtypes} for backend={backend!r}, got {bias.dtype}")
+    if bias is not None:
+        check_logits_dtype("bias", bias, backend)
     for name, tensor in (("hidden", hidden), ("lm_head", lm_head)):
         if tensor.dim() != 2:
             raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(tensor.shape)}")
@@ -443,19 +441,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, by_rows: Tensor) -> tuple[Tensor | None, ...]:
-    wanted = _Arguments(*ctx.needs_input_grad)
+    names, needed = ("hidden", "lm_head", "bias"), _Arguments(*ctx.needs_input_grad)
+    wanted = [getattr(needed, name) for name in names]
     hidden, lm_head, targets, bias = ctx.saved_tensors
-    by_hidden, by_head, by_bias = linear_logprob_backward_op(
-        by_rows=by_rows, hidden=hidden, lm_head=lm_head, targets=targets, bias=bias, **ctx.options,
-        wanted=[wanted.hidden, wanted.lm_head, wanted.bias],
-    )  # fmt: skip
-    return tuple(
-        _Arguments(
-            hidden=by_hidden if wanted.hidden else None,
-            lm_head=by_head if wanted.lm_head else None,
-            bias=by_bias if wanted.bias else None,
-        )
+    gradients = linear_logprob_backward_op(
+        by_rows=by_rows, hidden=hidden, lm_head=lm_head, targets=targets, bias=bias, **ctx.options, wanted=wanted
     )
+    return tuple(_Arguments(**{name: g for name, g, one in zip(names, gradients, wanted, strict=True) if one}))
 
 
 linear_logprob_op.register_autograd(_backward, setup_context=_setup_context)

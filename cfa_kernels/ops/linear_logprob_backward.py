@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .head_matmul import add_head_gradient, empty_strip, hidden_gradient, sum_dtype, write_logits
+from .head_matmul import HeadGradients, empty_strip, write_logits
 from .operator_arguments import arguments_of
 from .policy_rows import row_gradients
-from .row_softmax import Softmax
+from .row_softmax import Softmax, compute_dtype
 
 STRIP_BYTES = {"cpu": 2**27, "cuda": 2**30}
 """Size of a backward strip of logits, by device type."""
@@ -44,10 +44,8 @@ def linear_logprob_backward_op(
         # Gradients of a mean over many rows are below what float16 resolves: take a power of two out of them.
         unit = torch.ldexp(by_rows.new_ones(()), torch.frexp(by_rows.abs().amax())[1])
         by_rows = by_rows / unit
-    vocabulary, sums = len(lm_head), sum_dtype(hidden.dtype)
-    by_hidden = hidden.new_zeros(hidden.shape if wanted[0] else (0,))
-    by_head = hidden.new_zeros(lm_head.shape if wanted[1] else (0,), dtype=sums)
-    by_bias = hidden.new_zeros((vocabulary,) if wanted[2] else (0,), dtype=sums)
+    vocabulary, sums = len(lm_head), compute_dtype(hidden.dtype)
+    gradients = HeadGradients(hidden, lm_head, wanted)
     size = STRIP_BYTES.get(hidden.device.type, STRIP_BYTES["cpu"])
     height = max(size // (16 * vocabulary * sums.itemsize), 1) * 16  # every strip's slices are aligned alike
     logits, gradient = empty_strip(min(height, max(len(hidden), 1)), vocabulary, sums, hidden.dtype, hidden.device)
@@ -61,16 +59,12 @@ def linear_logprob_backward_op(
             by_rows[0, part].contiguous(), by_rows[1, part].contiguous() if with_entropy else None,
             Softmax(temperature, softcap), backend=backend,
         )  # fmt: skip
-        if wanted[0]:
-            hidden_gradient(by_logits, lm_head, by_hidden[part])
-        if wanted[1]:
-            add_head_gradient(by_head, by_logits, states, first=start == 0)
-        if wanted[2]:
-            by_bias += by_logits.sum(0, dtype=sums)
-    if unit is not None:
-        for gradient in (by_hidden, by_head, by_bias):
-            gradient.mul_(unit)
-    return by_hidden.to(dtypes[0]), by_head.to(dtypes[1]), by_bias.to(dtypes[2])
+        gradients.add(part, states, by_logits)
+    by_hidden, by_head, by_bias = (
+        (found if unit is None else found.mul_(unit)).to(dtype)
+        for found, dtype in zip(gradients.finish(), dtypes, strict=True)
+    )
+    return by_hidden, by_head, by_bias
 
 
 _Arguments = arguments_of(linear_logprob_backward_op)

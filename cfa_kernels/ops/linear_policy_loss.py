@@ -6,12 +6,13 @@ gradients comes first, which finds the ratios.
 """
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .head_matmul import add_head_gradient, empty_strip, hidden_gradient, sum_dtype, write_logits
+from .head_matmul import HeadGradients, Index, empty_strip, write_logits
 from .logits_policy_loss import scale_rows_op
 from .operator_arguments import arguments_of
 from .policy_rows import STATS, policy_of_logprobs, policy_rows, row_gradients, row_logprobs, to_unit_scale
@@ -21,30 +22,17 @@ from .token_loss import PolicyOptions, Tokens, refuse_second_derivative
 DEAD_SHARE = 0.1
 """Rows without gradient are cut out of a strip before its GEMMs if they are at least this share of it."""
 
-Index = Tensor | slice
-"""Some rows of flattened input."""
 
-
-def contributing(tokens: Tokens, options: PolicyOptions, *, all_counted: bool) -> Tensor:
-    """Find the tokens whose log-prob the loss or a gradient needs.
+def contributing(tokens: Tokens, options: PolicyOptions, *, with_entropy: bool) -> Tensor:
+    """Find those of `tokens` (B, T) whose log-prob the loss or a gradient needs, (B, T) bool.
 
     A token with zero weighted advantage adds nothing; at the sequence level its log-prob is needed if any token of
-    its sequence has one.
-
-    Args:
-        tokens: fields (B, T).
-        options: of the loss; the level counts.
-        all_counted: the KL term or the entropy wants every counted token.
-
-    Returns:
-        (B, T) bool.
+    its sequence has one. The KL term and the entropy want every counted token.
     """
     counted = tokens.scale > 0
-    if all_counted:
+    if with_entropy or tokens.ref_logprobs is not None:
         return counted
-    moved = tokens.advantages != 0
-    if tokens.weights is not None:
-        moved = moved & (tokens.weights != 0)
+    moved = tokens.moved()
     if options.level == "sequence":
         moved = (moved & counted).any(1, keepdim=True)
     return counted & moved
@@ -76,7 +64,7 @@ class _Strips:
         self.hidden, self.head, self.counted, self.rows, self.rows_alone = hidden, head, counted, rows, rows_alone
         self.count = len(hidden) if rows is None else len(rows)
         self.size = min(chunk_size, max(self.count, 1))
-        dtype = sum_dtype(hidden.dtype) if fp32_logits else hidden.dtype
+        dtype = compute_dtype(hidden.dtype) if fp32_logits else hidden.dtype
         self._logits, self._gradient = empty_strip(self.size, len(head), dtype, hidden.dtype, hidden.device)
 
     def __iter__(self) -> Iterator[_Chunk]:
@@ -94,43 +82,6 @@ class _Strips:
         logits, gradient = self._logits[: len(hidden)], self._gradient[: len(hidden)]
         write_logits(hidden, self.head, logits)
         return hidden, logits.unsqueeze(0), gradient.unsqueeze(0)
-
-
-class _Gradients:
-    """Gradients by hidden (N, H), head (V, H) and bias (V,), summed strip by strip; empty where not wanted."""
-
-    def __init__(self, hidden: Tensor, head: Tensor, wanted: Sequence[bool]) -> None:
-        self.head, self.wanted = head, wanted
-        sums = sum_dtype(head.dtype)
-        self.by_hidden = hidden.new_zeros(hidden.shape if wanted[0] else (0,))
-        self.by_head = head.new_empty(head.shape if wanted[1] else (0,), dtype=sums)
-        self.by_bias = head.new_zeros(head.shape[:1] if wanted[2] else (0,), dtype=sums)
-        self._empty = True
-
-    def add(self, index: Index, hidden: Tensor, by_logits: Tensor) -> None:
-        """Add rows `index`, given their hidden states (n, H) and gradient by logits (n, V)."""
-        if not len(hidden):
-            return
-        if self.wanted[0]:
-            if isinstance(index, slice):
-                hidden_gradient(by_logits, self.head, self.by_hidden[index])
-            else:
-                self.by_hidden.index_copy_(0, index, hidden_gradient(by_logits, self.head))
-        if self.wanted[1]:
-            add_head_gradient(self.by_head, by_logits, hidden, first=self._empty)
-        if self.wanted[2]:
-            self.by_bias += by_logits.sum(0, dtype=self.by_bias.dtype)
-        self._empty = False
-
-    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the three sums."""
-        if self._empty:
-            self.by_head.zero_()
-        return self.by_hidden, self.by_head, self.by_bias
-
-
-def _select(tokens: Tokens, index: Index) -> Tokens:
-    return tokens.map(lambda tensor: tensor[index])
 
 
 def _without_dead_rows(
@@ -181,12 +132,11 @@ def linear_policy_loss_op(
         Tokens(old_logprobs, advantages, weights, ref_logprobs, scale), entropy_scale
     )
     if rows is None and drop_rows:
-        all_counted = ref_logprobs is not None or with_entropy
-        rows = contributing(grid, options, all_counted=all_counted).flatten().nonzero().squeeze(1)
+        rows = contributing(grid, options, with_entropy=with_entropy).flatten().nonzero().squeeze(1)
     tokens, targets = grid.map(torch.flatten), targets.flatten()
     counted = tokens.scale > 0
     strips = _Strips(hidden, head, counted, rows, rows_alone, chunk_size, fp32_logits)
-    gradients = _Gradients(hidden, head, wanted)
+    gradients = HeadGradients(hidden, head, wanted)
 
     def finish_chunk(index: Index, states: Tensor, gradient: Tensor, by_logprob: Tensor) -> None:
         if drop_rows and entropy_scale is None and rows is not None:
@@ -222,7 +172,7 @@ def linear_policy_loss_op(
                 index = chunk.tokens
                 states, logits, gradient = strips.load(chunk)
                 part, stats[:, index], by_logprob = policy_rows(
-                    logits, bias, targets[index], _select(tokens, index),
+                    logits, bias, targets[index], tokens.map(itemgetter(index)),
                     entropy_scale, options, cap, gradient if any(wanted) else None,
                     with_entropy=with_entropy, backend=backend,
                 )  # fmt: skip
@@ -239,13 +189,13 @@ _Arguments = arguments_of(linear_policy_loss_op)
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     given = _Arguments(*inputs)
     hidden, head, wanted = given.hidden, given.head, given.wanted
-    exact, sums = compute_dtype(hidden.dtype), sum_dtype(head.dtype)
+    exact = compute_dtype(hidden.dtype)
     return (
         hidden.new_empty((), dtype=exact),
         hidden.new_empty((len(STATS), given.targets.numel()), dtype=exact),
         hidden.new_empty(hidden.shape if wanted[0] else (0,)),
-        head.new_empty(head.shape if wanted[1] else (0,), dtype=sums),
-        head.new_empty(head.shape[:1] if wanted[2] else (0,), dtype=sums),
+        head.new_empty(head.shape if wanted[1] else (0,), dtype=exact),
+        head.new_empty(head.shape[:1] if wanted[2] else (0,), dtype=exact),
         hidden.new_empty((), dtype=exact),
     )
 

@@ -204,17 +204,13 @@ def launch_options(vocabulary: int, element_size: int, *, hip: bool = False) -> 
     return {"BLOCK": block, "VECTOR": 16 // element_size, "num_warps": warps}
 
 
-def _launch(logits: Tensor) -> dict[str, Any]:
-    options: dict[str, Any] = launch_options(logits.size(-1), logits.element_size(), hip=torch.version.hip is not None)
-    if interpreting():
-        options["num_warps"] = 1
-    return options
-
-
 def _run(kernel: Any, logits: Tensor, *arguments: Any, programs: int = 2**31 - 1, **constexprs: Any) -> None:
     """Run a kernel with a program for each row of logits (B, T, V), or as many as given, on their device."""
+    options = launch_options(logits.size(-1), logits.element_size(), hip=torch.version.hip is not None)
+    if interpreting():
+        options["num_warps"] = 1
     with torch.cuda.device_of(logits):
-        kernel[(min(logits.size(0) * logits.size(1), programs),)](*arguments, **constexprs, **_launch(logits))
+        kernel[(min(logits.size(0) * logits.size(1), programs),)](*arguments, **constexprs, **options)
 
 
 def row_logprobs(
@@ -323,9 +319,23 @@ def policy_rows(
         The loss (), `STATS` (5, N) and the derivative by log-probs (N,).
     """
     if gradient is not None and options.level == "token" and backend == "triton":
-        return _policy_rows_fused(
-            logits, bias, targets, tokens, entropy_scale, options, softmax, gradient, with_entropy
-        )
+        n, cispo = targets.numel(), options.surrogate == "cispo"
+        loss = torch.empty(n, dtype=torch.float32, device=logits.device)
+        by_logprob = torch.empty_like(loss)
+        stats = torch.empty(len(STATS), n, dtype=torch.float32, device=logits.device)
+        _run(
+            policy_rows_kernel, logits, logits, bias, gradient, targets, *tokens, entropy_scale,
+            loss, stats, by_logprob, n, logits.size(1), logits.size(2), *logits.stride(), *gradient.stride(),
+            1 / softmax.temperature, softmax.softcap,
+            1 - options.epsilon, options.epsilon_high if cispo else 1 + options.epsilon_high, options.delta,
+            options.beta, options.sapo_temperature_pos, options.sapo_temperature_neg, LOG_RATIO_MAX,
+            SURROGATE=options.surrogate, HAS_OLD=tokens.old_logprobs is not None,
+            HAS_WEIGHTS=tokens.weights is not None, HAS_REF=tokens.ref_logprobs is not None,
+            CORRECT_KL=bool(options.use_bias_correction_kl), HAS_ENTROPY_SCALE=entropy_scale is not None,
+            HAS_BIAS=bias is not None, HAS_SOFTCAP=softmax.softcap != 0, WITH_ENTROPY=with_entropy,
+            OVERLAPS=gradient.dtype != logits.dtype and gradient.data_ptr() == logits.data_ptr(), LOG2E=LOG2E,
+        )  # fmt: skip
+        return loss.sum(), stats, by_logprob
     counted, shape = tokens.scale > 0, logits.shape[:2]
     if backend == "torch":
         of = probabilities(logits, bias, targets, counted, softmax, keep_below=with_entropy, out=gradient)
@@ -378,45 +388,10 @@ def policy_of_logprobs(
     return loss, stats, by_logprob.reshape(-1), by_entropy
 
 
-def _policy_rows_fused(
-    logits: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    tokens: Tokens,
-    entropy_scale: Tensor | None,
-    options: PolicyOptions,
-    softmax: Softmax,
-    gradient: Tensor,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    n = targets.numel()
-    loss = torch.empty(n, dtype=torch.float32, device=logits.device)
-    by_logprob = torch.empty_like(loss)
-    stats = torch.empty(len(STATS), n, dtype=torch.float32, device=logits.device)
-    cispo = options.surrogate == "cispo"
-    _run(
-        policy_rows_kernel, logits, logits, bias, gradient, targets, *tokens, entropy_scale, loss, stats, by_logprob,
-        n, logits.size(1), logits.size(2), *logits.stride(), *gradient.stride(),
-        1 / softmax.temperature, softmax.softcap,
-        1 - options.epsilon, options.epsilon_high if cispo else 1 + options.epsilon_high, options.delta,
-        options.beta, options.sapo_temperature_pos, options.sapo_temperature_neg, LOG_RATIO_MAX,
-        SURROGATE=options.surrogate, HAS_OLD=tokens.old_logprobs is not None,
-        HAS_WEIGHTS=tokens.weights is not None, HAS_REF=tokens.ref_logprobs is not None,
-        CORRECT_KL=bool(options.use_bias_correction_kl), HAS_ENTROPY_SCALE=entropy_scale is not None,
-        HAS_BIAS=bias is not None, HAS_SOFTCAP=softmax.softcap != 0, WITH_ENTROPY=with_entropy,
-        OVERLAPS=gradient.dtype != logits.dtype and gradient.data_ptr() == logits.data_ptr(), LOG2E=LOG2E,
-    )  # fmt: skip
-    return loss.sum(), stats, by_logprob
-
-
 def scale_rows(rows: Tensor, factor: Tensor, out: Tensor, *, backend: str) -> None:
-    """Compute `out = rows * factor`; in place, a factor of 1 costs nothing (Triton).
+    """Compute `out = rows * factor`, of rows (B, T, V) of any strides and dtypes and a 0-d factor on their device.
 
-    Args:
-        rows: (B, T, V) of any strides.
-        factor: 0-d, on the device of the rows.
-        out: of that shape, any dtype; perhaps the rows themselves.
-        backend: `"triton"` or `"torch"`.
+    In place (`out` is `rows`) a factor of 1 costs nothing (Triton).
     """
     if backend == "torch":
         out.copy_(rows.to(factor.dtype) * factor)
@@ -429,14 +404,10 @@ def scale_rows(rows: Tensor, factor: Tensor, out: Tensor, *, backend: str) -> No
 
 
 def to_unit_scale(tokens: Tokens, entropy_scale: Tensor | None) -> tuple[Tokens, Tensor | None, Tensor]:
-    """Take a common factor out of the tokens' scales.
+    """Take a common factor out of the scales of tokens (of any shape) and entropies (0-d).
 
     Gradients of a token are of the order of 1 / (number of tokens), which half precision cannot resolve; without
     that factor they are of the order of the advantages.
-
-    Args:
-        tokens: any shape.
-        entropy_scale: 0-d, divided by the same factor.
 
     Returns:
         Tokens whose largest scale is 1, the entropies' scale, and the factor (0-d); 1 if nothing counts.

@@ -59,6 +59,13 @@ def compute_dtype(logits: torch.dtype) -> torch.dtype:
     return torch.float64 if logits == torch.float64 else torch.float32
 
 
+def check_logits_dtype(name: str, tensor: Tensor, backend: str) -> None:
+    """Raise `TypeError` for a dtype that the backend does not take."""
+    allowed = LOGIT_DTYPES if backend == "triton" else (*LOGIT_DTYPES, torch.float64)
+    if tensor.dtype not in allowed:
+        raise TypeError(f"{name} must be one of {allowed} for backend={backend!r}, got {tensor.dtype}")
+
+
 # The plain PyTorch form
 
 

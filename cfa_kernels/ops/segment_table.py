@@ -90,8 +90,9 @@ class SegmentTable:
         if not np.array_equal(self.row_start, ends - self.length):
             raise ValueError("row_start must place segments one after the other from row 0")
         stop = self.context_start.astype(np.int64) + self.context_length
-        if (self.context_start < 0).any() or (self.context_length < 0).any() or stop.max() > len(self.context_rows):
-            s = int(((self.context_start < 0) | (self.context_length < 0) | (stop > len(self.context_rows))).argmax())
+        outside = (self.context_start < 0) | (self.context_length < 0) | (stop > len(self.context_rows))
+        if outside.any():
+            s = int(outside.argmax())
             raise ValueError(
                 f"context_start and context_length must be inside the {len(self.context_rows)} context_rows, "
                 f"got {self.context_start[s]} and {self.context_length[s]} for segment {s}"
@@ -105,11 +106,6 @@ class SegmentTable:
                     raise ValueError(f"segment {s}: its context holds row {rows.max()}, at or after its own first row")
         if len(self.context_rows) and self.context_rows.min() < 0:
             raise ValueError(f"context_rows must not be negative, got {self.context_rows.min()}")
-
-    @property
-    def longest(self) -> int:
-        """Rows of the longest path: one more than the last position."""
-        return int((self.context_length + self.length).max())
 
     def require_start(self, row: int) -> None:
         """Raise `ValueError` unless a segment starts at packed row `row`."""
@@ -136,8 +132,7 @@ class SegmentTable:
         before `first_row` have none.
         """
         tiles = np.where(self.row_start < first_row, 0, -(-self.length // tokens_per_tile))
-        segment = np.repeat(np.arange(len(self.length), dtype=np.int32), tiles)
-        ordinal = np.arange(len(segment)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+        segment, ordinal = _numbered(tiles)
         first = (ordinal * tokens_per_tile).astype(np.int32)
         keys = self.context_length[segment] + first
         order = np.argsort(-keys, kind="stable")
@@ -187,8 +182,7 @@ class SegmentTable:
         descendant, ancestor, cut = self.lineage
         last = reach.last_seer(self.context_length[ancestor] + cut - 1)
         count = np.clip(last - self.context_length[descendant] + 1, 0, self.length[descendant])
-        link = np.repeat(np.arange(len(count)), count)
-        token = np.arange(len(link)) - np.repeat(np.cumsum(count) - count, count)
+        link, token = _numbered(count)
         position = self.context_length[descendant[link]] + token
         order = np.argsort((_ordinal(ancestor, cut)[link] << 32) + position, kind="stable")
         link, token = link[order], token[order]
@@ -207,21 +201,20 @@ class SegmentTable:
         seers from there on are to be looked at.
         """
         tiles = -(-self.length // keys_per_tile)
-        segment = np.repeat(np.arange(len(self.length)), tiles)
-        first = (np.arange(len(segment)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * keys_per_tile
+        segment, ordinal = _numbered(tiles)
+        first = ordinal * keys_per_tile
         keys = np.minimum(self.length[segment] - first, keys_per_tile)
         before = self.context_length[segment].astype(np.int64)
         own = np.minimum(reach.last_seer(before + first + keys - 1) - before + 1, self.length[segment]) - first
         # Seers of one segment that see as much of it form a class, in which they go by position. Of each class that a
         # tile is seen by, those within reach of its last key that the class sees; of the list, up to the last of them.
-        owner = np.repeat(np.arange(len(self.length)), np.diff(seers.start))
-        ordinal = _ordinal(owner, seers.limit)
-        place = (ordinal << 32) + seers.position
-        begin = np.flatnonzero(np.diff(ordinal, prepend=-1))
+        owner, _ = _numbered(np.diff(seers.start))
+        of_seer = _ordinal(owner, seers.limit)
+        place = (of_seer << 32) + seers.position
+        begin = np.flatnonzero(np.diff(of_seer, prepend=-1))
         classes = np.searchsorted(owner[begin], np.arange(len(self.length) + 1))
-        count = np.diff(classes)[segment]
-        tile = np.repeat(np.arange(len(segment)), count)
-        kind = classes[segment[tile]] + np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count)
+        tile, member = _numbered(np.diff(classes)[segment])
+        kind = classes[segment[tile]] + member
         last_key = np.minimum(first[tile] + keys[tile], seers.limit[begin[kind]]) - 1
         stop = np.searchsorted(place, (kind << 32) + reach.last_seer(before[tile] + last_key), side="right")
         seen = (last_key >= first[tile]) & (stop > begin[kind])
@@ -248,8 +241,7 @@ class SegmentTable:
         while most_parts is not None and parts[parts > 1].sum() > most_parts:
             queries_per_program *= 2
             parts = -(-(own + listed) // queries_per_program)
-        tile = np.repeat(np.arange(len(parts)), parts)
-        ordinal = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
+        tile, ordinal = _numbered(parts)
         begin = ordinal * queries_per_program
         end = np.minimum(begin + queries_per_program, (own + listed)[tile])
         split = parts > 1
@@ -283,6 +275,12 @@ class SegmentTable:
 
 _ALIVE: WeakValueDictionary[tuple[int, ...], SegmentTable] = WeakValueDictionary()
 """Tables by their handles."""
+
+
+def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Number the members of groups of `counts` members: the group of each, and its number there."""
+    group = np.repeat(np.arange(len(counts)), counts)
+    return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _ordinal(*columns: np.ndarray) -> np.ndarray:

@@ -65,6 +65,11 @@ class Tokens(NamedTuple):
     ref_logprobs: Tensor | None
     scale: Tensor
 
+    def moved(self) -> Tensor:
+        """Find the tokens whose weighted advantage is not 0."""
+        moved = self.advantages != 0
+        return moved if self.weights is None else moved & (self.weights != 0)
+
     def map(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
         """Apply `change` to every tensor that is there."""
         return Tokens._make(None if tensor is None else change(tensor) for tensor in self)

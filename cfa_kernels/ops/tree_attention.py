@@ -18,8 +18,14 @@ from .attention_options import AttentionRule, Reach
 from .dispatch import architecture, resolve_backend
 from .operator_arguments import arguments_of
 from .segment_table import SegmentTable
-from .tree_attention_backward import load_columns, stride_unit, tile_rows, tree_attention_backward_triton
-from .triton_math import LOG2E, tanh
+from .tree_attention_backward import (
+    load_columns,
+    shared_options,
+    stride_unit,
+    tile_rows,
+    tree_attention_backward_triton,
+)
+from .triton_math import tanh
 from .tuning import column_blocks, tuned
 
 HEAD_DIM_STEP, WIDEST_HEAD = 8, 256
@@ -303,11 +309,7 @@ def launch_options(
     key_dim: int,
     value_dim: int,
     group: int,
-    *,
-    window: bool = False,
-    chunk: bool = False,
-    softcap: bool = False,
-    sinks: bool = False,
+    rule: AttentionRule,
     lse: bool = False,
 ) -> dict[str, Any]:
     """Return the constexprs of the kernel, `num_warps`, `num_stages` and `maxnreg`, by `TUNED`."""
@@ -315,24 +317,21 @@ def launch_options(
     key_block, key_rest = column_blocks(key_dim)
     # Two accumulators beyond 128 columns take more registers than padding costs.
     value_block, value_rest = column_blocks(value_dim) if value_dim <= 128 else (256, 0)
-    return tile | {
-        "GROUP": group,
-        "BLOCK_M": max(tile["BLOCK_M"], triton.next_power_of_2(group)),
-        "KEY_DIM": key_dim,
-        "KEY_BLOCK": key_block,
-        "KEY_REST": key_rest,
-        "VALUE_DIM": value_dim,
-        "VALUE_BLOCK": value_block,
-        "VALUE_REST": value_rest,
-        "HAS_WINDOW": window,
-        "HAS_CHUNK": chunk,
-        "HAS_SOFTCAP": softcap,
-        "HAS_SINKS": sinks,
-        "WITH_LSE": lse,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "LOG2E": LOG2E,
-        "WIDEN": architecture == "cpu",  # the interpreter has no bf16 dot
-    }
+    return (
+        shared_options(architecture, dtype, group, rule)
+        | tile
+        | {
+            "BLOCK_M": max(tile["BLOCK_M"], triton.next_power_of_2(group)),
+            "KEY_DIM": key_dim,
+            "KEY_BLOCK": key_block,
+            "KEY_REST": key_rest,
+            "VALUE_DIM": value_dim,
+            "VALUE_BLOCK": value_block,
+            "VALUE_REST": value_rest,
+            "HAS_SINKS": rule.sinks is not None,
+            "WITH_LSE": lse,
+        }
+    )
 
 
 def _check_triton(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -379,11 +378,8 @@ def tree_attention_op(
         _ = table.lineage  # which the backward will need
     rule = AttentionRule(scale, sliding_window, attention_chunk_size, softcap, sinks)
     # A span also where it hides nothing in this pack: another build might round a row differently.
-    options = launch_options(
-        architecture(q.device), q.dtype, q.shape[2], v.shape[2], q.shape[1] // k.shape[1],
-        window=sliding_window is not None, chunk=attention_chunk_size is not None,
-        softcap=softcap is not None, sinks=sinks is not None, lse=with_lse,
-    )  # fmt: skip
+    sizes = (q.shape[2], v.shape[2], q.shape[1] // k.shape[1])
+    options = launch_options(architecture(q.device), q.dtype, *sizes, rule, lse=with_lse)
     sinks = None if sinks is None else sinks.contiguous()
     tokens = options["BLOCK_M"] // options["GROUP"]
     work, device_rows = table.on_device(q.device, tokens, first_query_row)

@@ -330,7 +330,8 @@ def _head_blocks(key_dim: int, value_dim: int) -> dict[str, int]:
     return {"KEY_DIM": key_dim, "KEY_BLOCK": key_block, "VALUE_DIM": value_dim, "VALUE_BLOCK": value_block}
 
 
-def _shared_options(architecture: str, dtype: torch.dtype, group: int, rule: AttentionRule) -> dict[str, Any]:
+def shared_options(architecture: str, dtype: torch.dtype, group: int, rule: AttentionRule) -> dict[str, Any]:
+    """Return the constexprs that the kernels of the forward have as well."""
     return {
         "GROUP": group,
         "HAS_WINDOW": rule.sliding_window is not None,
@@ -348,7 +349,7 @@ def query_options(
     """Return the constexprs of `query_gradient_kernel` and its compiler's options, by `TUNED`."""
     tile = tuned("query_gradient_kernel", architecture, dtype, key=key_dim, value=value_dim, group=group)
     tile["BLOCK_M"] = max(tile["BLOCK_M"], triton.next_power_of_2(group))
-    return _shared_options(architecture, dtype, group, rule) | _head_blocks(key_dim, value_dim) | tile
+    return shared_options(architecture, dtype, group, rule) | _head_blocks(key_dim, value_dim) | tile
 
 
 def key_options(
@@ -358,7 +359,7 @@ def key_options(
 
     Wide heads take two, one for keys and one for values: the sums of both do not fit the registers.
     """
-    options = _shared_options(architecture, dtype, group, rule) | _head_blocks(key_dim, value_dim)
+    options = shared_options(architecture, dtype, group, rule) | _head_blocks(key_dim, value_dim)
     options |= tuned("key_gradient_kernel", architecture, dtype, key=key_dim, value=value_dim, group=group)
     # The older compiler loads a row's two numbers once for every lane that has a column of the row, and spills them.
     options["COLUMN_LOADS"] = architecture == "sm_90" and TRITON_BEFORE_3_7

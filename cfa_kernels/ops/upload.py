@@ -1,5 +1,6 @@
 """Copy several host arrays to a device in one asynchronous transfer."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,10 +40,7 @@ def upload(arrays: Sequence[np.ndarray | Tensor], device: torch.device) -> tuple
         )
     host = [torch.from_numpy(array) if isinstance(array, np.ndarray) else array for array in arrays]
     sizes = [part.numel() * part.element_size() for part in host]
-    starts, total = list[int](), 0
-    for size in sizes:
-        starts.append(total)
-        total += -(-size // ALIGNMENT) * ALIGNMENT
+    *starts, total = itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
 
     def views(buffer: Tensor) -> tuple[Tensor, ...]:
         return tuple(

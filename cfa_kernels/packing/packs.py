@@ -43,8 +43,8 @@ def check_token_budget(token_budget: int) -> None:
         raise ValueError(f"token_budget must be at least 1, got {token_budget}")
 
 
-def pack_bundles(bundles: Sequence[Sequence[Query]], token_budget: int) -> list[Pack]:
-    """Cut `bundles` into packs of at most `token_budget` fed tokens each, in order.
+def lay_out(bundles: Sequence[Sequence[Query]], token_budget: int) -> Iterator[Pack]:
+    """Cut `bundles` into packs of at most `token_budget` fed tokens each, in order, one pack at a time.
 
     A bundle is what must be scored together: a completion and its masked branches. One that is over the budget by
     itself gets a pack of its own. Neighbours in `bundles` share what they have in common, so put completions of one
@@ -52,11 +52,6 @@ def pack_bundles(bundles: Sequence[Sequence[Query]], token_budget: int) -> list[
 
     Raises `ValueError` for a token budget below 1.
     """
-    return list(lay_out(bundles, token_budget))
-
-
-def lay_out(bundles: Sequence[Sequence[Query]], token_budget: int) -> Iterator[Pack]:
-    """Pack as `pack_bundles` does, one pack at a time, while a device runs the one before."""
     return (_whole(bundles, *cut) for cut in _cut(bundles, Limits(token_budget)))
 
 
@@ -123,7 +118,7 @@ class Chain:
 def chain_bundles(queries: Sequence[Query], bundles: Sequence[Sequence[int]], limits: Limits) -> Iterator[Chain]:
     """Cut bundles of queries, given by number, into chains of packs, in order, one at a time.
 
-    Bundles share packs as in `pack_bundles`. One that is over the budget by itself is split: its longest sequence is
+    Bundles share packs as in `lay_out`. One that is over the budget by itself is split: its longest sequence is
     fed first, and its branches go into packs that continue those rows, so nothing is fed twice; where no pack may
     continue another, each feeds again what its queries have in common. Queries are answered in their order.
     """

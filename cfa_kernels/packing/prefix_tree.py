@@ -74,9 +74,10 @@ class Pack:
 
 @dataclass
 class _Segment:
-    key: tuple[int, int, int]  # key under which the segment is found
-    tokens: np.ndarray  # tokens of the segment
+    parent: int  # number of the segment that it continues, -1 for none
     start: int  # position of its first token
+    token: int  # under which it is found there: that token, or a negative number where it is never shared
+    tokens: np.ndarray
     row: int  # packed row of its first token
     path: np.ndarray  # packed row of every position from 0 to the segment's end
     has_children: bool = False
@@ -87,9 +88,7 @@ class PrefixTree:
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
-        # (segment, position, token) -> segment; one that is never shared has a negative number for its token.
-        self._branches: dict[tuple[int, int, int], int] = {}
-        self._parents: list[int] = []
+        self._branches: dict[tuple[int, int, int], int] = {}  # by parent, start and token
         self.num_tokens = 0
 
     def insert(self, tokens: np.ndarray, alone_from: int | None = None) -> np.ndarray:
@@ -128,10 +127,8 @@ class PrefixTree:
         if parent >= 0:
             self._segments[parent].has_children = True
             path = np.concatenate([self._segments[parent].path[:start], rows])
-        key = (parent, start, token)
-        self._branches[key] = len(self._segments)
-        self._segments.append(_Segment(key, own, start, self.num_tokens, path))
-        self._parents.append(parent)
+        self._branches[parent, start, token] = len(self._segments)
+        self._segments.append(_Segment(parent, start, token, own, self.num_tokens, path))
         self.num_tokens += len(own)
         return len(self._segments) - 1
 
@@ -153,8 +150,7 @@ class PrefixTree:
         """Forget every segment added since `mark`."""
         while len(self._segments) > mark:
             segment = self._segments.pop()
-            self._parents.pop()
-            del self._branches[segment.key]
+            del self._branches[segment.parent, segment.start, segment.token]
             self.num_tokens = segment.row
 
     def input_ids(self) -> np.ndarray:
@@ -173,7 +169,7 @@ class PrefixTree:
         return SegmentTable(
             row_start=_int32([segment.row for segment in self._segments]),
             length=_int32([len(segment.tokens) for segment in self._segments]),
-            context_start=_int32([stored.get(parent, 0) for parent in self._parents]),
+            context_start=_int32([stored.get(segment.parent, 0) for segment in self._segments]),
             context_length=_int32([segment.start for segment in self._segments]),
             context_rows=np.concatenate(paths) if paths else np.zeros(0, np.int32),
         )

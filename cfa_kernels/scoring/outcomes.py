@@ -15,8 +15,8 @@ from torch import Tensor
 from ..hf.head import Head
 from ..hf.memory import columns_at_once
 from ..hf.tree_forward import HeadRows, target_logprobs
-from ..ops.head_matmul import sum_dtype, write_logits
-from ..ops.row_softmax import FLOAT32_NOISE, LOWEST
+from ..ops.head_matmul import write_logits
+from ..ops.row_softmax import FLOAT32_NOISE, LOWEST, compute_dtype
 from ..ops.upload import upload
 from ..packing.prefix_tree import Pack, Query
 
@@ -150,7 +150,7 @@ class Divergences:
         head = self._head
         exact = head.weight.dtype in (torch.float32, torch.float64)
         linear = np.zeros(len(counts), bool) if head.softcap is not None else exact | (counts == 1)
-        out = states.new_empty(len(counts), dtype=sum_dtype(states.dtype))
+        out = states.new_empty(len(counts), dtype=compute_dtype(states.dtype))
         with torch.autocast(states.device.type, enabled=False):
             for chosen, of in ((linear, self._by_tangents), (~linear, self._by_strips)):
                 if chosen.all():
@@ -204,7 +204,7 @@ class Divergences:
 
 def row_means(rows: Tensor, counts: Tensor) -> Tensor:
     """Average the rows of each query, `counts` (Q,) of them; returns (Q, N) in the sums' dtype."""
-    rows = rows.to(sum_dtype(rows.dtype))
+    rows = rows.to(compute_dtype(rows.dtype))
     if len(rows) == len(counts):
         return rows
     return torch.segment_reduce(rows, "mean", lengths=counts, unsafe=True)
@@ -230,7 +230,7 @@ def _slopes(head: Head, states: Tensor, tokens: Tensor) -> Tensor:
 
 def _strips(head: Head, rows: Tensor, counts: Tensor) -> Iterator[Tensor]:
     """Yield mean logits (Q, S) over each query's rows, strip after strip of the vocabulary."""
-    kind = sum_dtype(rows.dtype)
+    kind = compute_dtype(rows.dtype)
     width = columns_at_once(len(rows), rows.device)
     for start in range(0, len(head.weight), width):
         weight = head.weight[start : start + width]

@@ -12,7 +12,7 @@ from benchmarks.harness.workloads import Job, Rollouts
 from benchmarks.scale import command, idle_packs, meeting, trees
 from benchmarks.scale.cost import ACROSS, INSIDE, Sharded, traffic
 from benchmarks.scale.replay import DEALS, Group, counted, groups_of, in_step, packed, shares
-from cfa_kernels.packing.packs import pack_bundles
+from cfa_kernels.packing.packs import lay_out
 from cfa_kernels.scoring.batch import Row
 from cfa_kernels.scoring.plan import ScoringOptions, queries_of
 from cfa_kernels.span import Span
@@ -35,7 +35,7 @@ def rows_of(group: int, rng: np.random.Generator) -> list[Row]:
 def test_packs_of_a_replay_are_those_that_the_library_lays_out(most):
     rng = np.random.default_rng(0)
     bundles = [[queries_of(row, ScoringOptions(), 99) for row in rows_of(g, rng)] for g in range(9)]
-    expected = [pack.num_tokens for pack in pack_bundles([bundle for group in bundles for bundle in group], most)]
+    expected = [pack.num_tokens for pack in lay_out([bundle for group in bundles for bundle in group], most)]
     assert packed([counted(group) for group in bundles], most) == expected
     assert most == 10_000 or len(expected) > 3
 

@@ -12,6 +12,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from cfa_kernels.hf import limits, tree_forward, verify
 from cfa_kernels.hf.model_walk import ModelWalk
+from cfa_kernels.ops.attention_options import EVERYTHING, Reach
 from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
 from tests.support.models import (
@@ -414,11 +415,11 @@ def test_masks_are_read_from_the_function_that_builds_them():
         return k <= q
 
     for size in (4, 9, 4096):
-        assert visibility(causal, size) == tree_forward.Visibility()
+        assert visibility(causal, size) == EVERYTHING
         window = functools.partial(lambda n, b, h, q, k: (k <= q) & (q - k < n), size)
-        assert visibility(window, size) == tree_forward.Visibility(sliding_window=size)
+        assert visibility(window, size) == Reach(window=size)
         chunk = functools.partial(lambda n, b, h, q, k: (k <= q) & (q // n == k // n), size)
-        assert visibility(chunk, size) == tree_forward.Visibility(chunk_size=size)
+        assert visibility(chunk, size) == Reach(chunk=size)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig
-from cfa_kernels.losses.policy import LEVELS, LOSS_TYPES
+from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
 
 pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 

@@ -6,14 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from cfa_kernels.losses.policy import (
-    LEVELS,
-    LOSS_TYPES,
-    LossOptions,
-    linear_policy_loss,
-    logits_policy_loss,
-    policy_loss,
-)
+from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES, LossOptions
+from cfa_kernels.losses.policy import linear_policy_loss, logits_policy_loss, policy_loss
 
 B, T = 4, 6
 TYPE = pytest.mark.parametrize("loss_type", LOSS_TYPES)

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cfa_kernels.losses.policy import LOSS_TYPES, policy_loss
+from cfa_kernels.losses.checks import LOSS_TYPES
+from cfa_kernels.losses.policy import policy_loss
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed")
 

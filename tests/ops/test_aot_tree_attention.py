@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from cfa_kernels.ops.attention_options import AttentionRule
 from cfa_kernels.ops.tree_attention import launch_options
 from tests.support.aot import AotCase, compile_cases
 from tests.support.wgmma import overwritten_inputs
@@ -13,6 +14,12 @@ pytestmark = pytest.mark.slow
 
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+OPTIONS = {
+    "window": ("sliding_window", 8),
+    "chunk": ("attention_chunk_size", 8),
+    "softcap": ("softcap", 8.0),
+    "sinks": ("sinks", torch.zeros(1)),
+}
 STRIDES = [f"stride_{tensor}{axis}" for tensor in "qkvo" for axis in "th"]
 
 
@@ -25,7 +32,8 @@ def case(
     the compiler as a constant.
     """
     architecture = "hip" if target == "gfx942" else target
-    constexprs = launch_options(architecture, dtype, *dims, group, **features)
+    rule = AttentionRule(scale=1.0, **dict(OPTIONS[name] for name in features if name in OPTIONS))
+    constexprs = launch_options(architecture, dtype, *dims, group, rule, lse=features.get("lse", False))
     compiler = {name: constexprs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constexprs}
     signature = {f"p_{name}": f"*{NAMES[dtype]}:16" for name in ("q", "k", "v", "out")}
     signature |= dict.fromkeys(("p_work", "p_context"), "*i32:16") | {"scale": "fp32", "softcap": "fp32"}

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels.losses.policy import LEVELS, LOSS_TYPES, linear_policy_loss, logits_policy_loss
+from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
+from cfa_kernels.losses.policy import linear_policy_loss, logits_policy_loss
 from cfa_kernels.ops import policy_rows
 from cfa_kernels.ops.row_softmax import Softmax
 from tests.support.budget import assert_within_budget
@@ -480,7 +481,7 @@ def test_in_place_leaves_the_logits_alone_without_gradients(device):
         ({"temperature": 0.0}, ValueError, "temperature must be > 0 and finite, got 0.0"),
         ({"softcap": -1.0}, ValueError, "softcap must be > 0 and finite, got -1.0"),
         ({"backend": "cutlass"}, ValueError, "backend must be one of"),
-        ({"backend": "triton"}, TypeError, "must be one of .* for backend 'triton', got torch.float64"),
+        ({"backend": "triton"}, TypeError, "must be one of .* for backend='triton', got torch.float64"),
         ({"lossy": 1}, TypeError, "unexpected keyword argument 'lossy'"),
     ],
 )

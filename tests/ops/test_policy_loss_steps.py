@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cfa_kernels.losses.policy import LEVELS, LOSS_TYPES, contributing_rows, linear_policy_loss, logits_policy_loss
+from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
+from cfa_kernels.losses.policy import contributing_rows, linear_policy_loss, logits_policy_loss
 from cfa_kernels.ops import head_matmul
 from cfa_kernels.ops.linear_policy_loss import linear_policy_loss_op
 from cfa_kernels.ops.logits_policy_loss import (

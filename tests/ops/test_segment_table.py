@@ -30,7 +30,6 @@ def test_positions_and_pairs_are_those_of_the_paths(rows):
     for path in paths:
         np.testing.assert_array_equal(positions[path], np.arange(len(path)))
     assert table.num_rows == len(positions) == len({row for path in paths for row in path.tolist()})
-    assert table.longest == max(map(len, rows))
     assert table.visible_pairs() == (positions + 1).sum()
 
 

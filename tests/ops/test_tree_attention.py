@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cfa_kernels.ops import tree_attention as module
+from cfa_kernels.ops.attention_options import AttentionRule
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention
 from cfa_kernels.ops.triton_math import LOG2E
@@ -17,6 +18,7 @@ from tests.support.budget import assert_within_budget
 
 pytestmark = pytest.mark.slow
 
+RULE = AttentionRule(scale=1.0)
 ragged_trees = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=1, max_size=6)
 
 
@@ -208,7 +210,7 @@ def test_a_rows_result_is_bitwise_the_same_in_any_pack(option, device):
     What is summed within a block of keys is exact here, so the bits show where blocks are cut and in which order
     they come, and nothing of how a matrix product on a CPU rounds.
     """
-    block = module.launch_options(module.architecture(device), torch.float32, 16, 16, 2)["BLOCK_N"]
+    block = module.launch_options(module.architecture(device), torch.float32, 16, 16, 2, RULE)["BLOCK_N"]
     packs = [
         attend_in_packs(PACKED, packs, exact_values(block, device), scale=SCALE_OF_ONE, **option)
         for packs in (ALONE, TOGETHER, BACKWARDS)
@@ -221,7 +223,7 @@ def test_a_rows_result_is_bitwise_the_same_in_any_pack(option, device):
 def test_another_cut_of_key_blocks_shows_in_the_bits_of_exact_values(monkeypatch, device):
     """So the test before this one can fail."""
     launch_options = module.launch_options
-    block = launch_options(module.architecture(device), torch.float32, 16, 16, 2)["BLOCK_N"]
+    block = launch_options(module.architecture(device), torch.float32, 16, 16, 2, RULE)["BLOCK_N"]
     values = exact_values(block, device)
     shipped = attend_in_packs(PACKED, ALONE, values, scale=SCALE_OF_ONE)
     monkeypatch.setattr(module, "launch_options", lambda *a, **k: launch_options(*a, **k) | {"BLOCK_N": 2 * block})

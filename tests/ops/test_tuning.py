@@ -88,7 +88,7 @@ def tiles(kernel: str, architecture: str, dtype: torch.dtype):
         for group, key_dim, value_dim in itertools.product(GROUPS, DIMS, DIMS):
             sizes = (architecture, dtype, key_dim, value_dim, group)
             if kernel == "tree_attention_kernel":
-                launches = [tree_attention.launch_options(*sizes)]
+                launches = [tree_attention.launch_options(*sizes, RULE)]
             elif kernel == "query_gradient_kernel":
                 launches = [query_options(*sizes, RULE)]
             else:

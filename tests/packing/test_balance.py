@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfa_kernels.packing.balance import deal, rows_to_score
-from cfa_kernels.packing.packs import pack_bundles
+from cfa_kernels.packing.packs import lay_out
 from cfa_kernels.scoring.batch import Row
 from cfa_kernels.scoring.plan import ScoringOptions, queries_of
 from cfa_kernels.span import Span
@@ -71,5 +71,5 @@ def test_rows_to_score_are_those_that_the_packs_of_a_group_feed():
         Row(np.arange(6), np.arange(20) + 100 * (b + 1), units, answer)
         for b, (units, answer) in enumerate(zip(spans, answers, strict=True))
     ]
-    (pack,) = pack_bundles([queries_of(row, ScoringOptions(), 99) for row in rows], 10_000)
+    (pack,) = lay_out([queries_of(row, ScoringOptions(), 99) for row in rows], 10_000)
     assert rows_to_score(6, spans, answers) == pack.num_tokens

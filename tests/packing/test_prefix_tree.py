@@ -1,4 +1,4 @@
-"""PrefixTree and pack_bundles: every sequence keeps its tokens and positions, and nothing common is laid out twice."""
+"""PrefixTree and lay_out: every sequence keeps its tokens and positions, and nothing common is laid out twice."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfa_kernels.ops.segment_table import SegmentTable
-from cfa_kernels.packing.packs import Limits, chain_bundles, pack_bundles
+from cfa_kernels.packing.packs import Limits, chain_bundles, lay_out
 from cfa_kernels.packing.prefix_tree import PrefixTree, Query
 
 # Few distinct tokens, so that prefixes collide often.
@@ -86,7 +86,7 @@ def bundles_of(rows):
 
 @given(sequences, st.integers(1, 40))
 def test_packs_cover_all_units_in_order_within_the_budget(rows, budget):
-    packs = pack_bundles(bundles_of(rows), budget)
+    packs = list(lay_out(bundles_of(rows), budget))
     assert [i for pack in packs for i in pack.bundles] == list(range(len(rows)))
     for pack in packs:
         assert pack.num_tokens <= budget or len(pack.bundles) == 1
@@ -95,7 +95,7 @@ def test_packs_cover_all_units_in_order_within_the_budget(rows, budget):
 @given(sequences, st.integers(1, 40))
 def test_a_queries_rows_and_targets_survive_packing(rows, budget):
     bundles = [[Query(ids(row), 0, ids([*row[1:], 9]))] for row in rows]
-    for pack in pack_bundles(bundles, budget):
+    for pack in lay_out(bundles, budget):
         wanted_rows, wanted_targets = pack.rows[pack.query_index], pack.targets[pack.query_index]
         start = 0
         for i in pack.bundles:
@@ -139,24 +139,22 @@ def test_branches_over_the_budget_are_fed_once_in_packs_that_continue_their_sequ
 
 def test_equal_head_rows_are_asked_once_unless_one_is_tempered():
     row = ids([1, 2, 3])
-    (pack,) = pack_bundles(
-        [[Query(row, 1, ids([5, 6])), Query(row, 1, ids([5, 8])), Query(row, 1, ids([5, 6]), True)]], 99
-    )
+    (pack,) = lay_out([[Query(row, 1, ids([5, 6])), Query(row, 1, ids([5, 8])), Query(row, 1, ids([5, 6]), True)]], 99)
     assert list(zip(pack.rows.tolist(), pack.targets.tolist(), strict=True)) == [(1, 5), (2, 6), (2, 8), (1, 5), (2, 6)]
     assert pack.num_tempered == 2
     assert pack.query_index.tolist() == [0, 1, 0, 2, 3, 4]
 
 
 def test_empty_units_are_covered_and_cost_nothing():
-    packs = pack_bundles([[], *bundles_of([[1, 2]]), []], 10)
+    packs = list(lay_out([[], *bundles_of([[1, 2]]), []], 10))
     assert len(packs) == 1
     assert packs[0].num_tokens == 2
-    assert pack_bundles([[], []], 10) == []
+    assert list(lay_out([[], []], 10)) == []
 
 
 def test_a_token_budget_below_one_is_refused():
     with pytest.raises(ValueError, match="token_budget must be at least 1, got 0"):
-        pack_bundles(bundles_of([[1]]), 0)
+        lay_out(bundles_of([[1]]), 0)
 
 
 def test_a_query_beyond_its_sequence_is_refused():

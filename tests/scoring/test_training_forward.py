@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 
 from cfa_kernels import CounterfactualConfig, counterfactual_credit, policy_loss, score_counterfactuals
 from cfa_kernels.hf.verify import check_head
-from cfa_kernels.losses.policy import LEVELS, LOSS_TYPES
+from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.packing.prefix_tree import Query
 from cfa_kernels.scoring import training_forward

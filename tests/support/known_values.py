@@ -24,7 +24,7 @@ from cfa_kernels import (
     policy_loss,
     score_counterfactuals,
 )
-from cfa_kernels.losses.policy import LEVELS, LOSS_TYPES
+from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
 from tests.support.models import DELTA, MLA, PLACEHOLDER, VOCAB, batch, make_model
 from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
 

@@ -41,7 +41,8 @@ TARGETS = {
         "load_logits", "row_sums", "target_logprob", "_write_some", "write_gradient",
     ),
     "policy_rows": ("policy_of_logprobs", "row_gradients_kernel", "policy_rows_kernel"),
-    "linear_policy_loss": ("contributing", "add", "_without_dead_rows", "linear_policy_loss_op", "_backward"),
+    "linear_policy_loss": ("contributing", "_without_dead_rows", "linear_policy_loss_op", "_backward"),
+    "head_matmul": ("add",),
 }  # fmt: skip
 """Functions to mutate, by module of `cfa_kernels.ops`."""
 
@@ -218,7 +219,7 @@ FILES = (
 
 def judges(mutant: Mutant) -> tuple[str, ...]:
     """Names of the tests that a mutant has to face, in this order."""
-    if mutant.module == "linear_policy_loss":
+    if mutant.module in ("linear_policy_loss", "head_matmul"):
         return CHUNKS + REFERENCES
     if mutant.function.endswith(("_triton", "_kernel")) or mutant.function in DEVICE_FUNCTIONS:
         return KERNELS
