@@ -18,7 +18,6 @@ from cfa_kernels.estimators.gradient import gradient_saliency
 from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
 from cfa_kernels.estimators.prefix_gain import prefix_gain
 from cfa_kernels.estimators.preselection import run_units, top_units
-from cfa_kernels.estimators.probes import own_probe
 from cfa_kernels.estimators.siblings import ktae_values, prefix_tree_values, sibling_edits
 from cfa_kernels.estimators.total_effects import total_effects
 from cfa_kernels.scoring.access import InProcess
@@ -171,9 +170,7 @@ def _masked_rest(question: Question) -> Found:
 def _prefix_gain(measure: str) -> Callable[[Question], Found]:
     def run(question: Question) -> Found:
         batch = question.batch()
-        cases = [question.cases[b] for b in batch.numbers]
-        probes = [own_probe(case.completion, case.answer, case.reasoning_end) for case in cases]
-        return _ordered(batch, prefix_gain(question.access, batch, probes, measure=measure))
+        return _ordered(batch, prefix_gain(question.access, batch, measure=measure))
 
     return run
 

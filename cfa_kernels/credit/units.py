@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..estimators.base import ANSWER
-from ..estimators.probes import Probe, length_without_eos, with_probes
+from ..estimators.probes import Probe, length_without_eos, with_probe
 from ..options import as_numbers
 from ..scoring.batch import token_ids
 from ..span import Span
@@ -109,10 +109,7 @@ def scored_as(
     if probe is not None and target is not None:
         raise ValueError(f"targets row {b}: has a probe too; give one of them")
     if probe is not None:
-        try:
-            (longer,), (answer,) = with_probes([completion], [None], [probe], eos_ids, spans=[found.spans])
-        except ValueError as problem:
-            raise ValueError(str(problem).replace("row 0", f"row {b}", 1)) from problem
+        longer, answer = with_probe(b, completion, found.spans, probe, eos_ids)
         return longer, found._replace(answer=answer, end=len(longer) - len(probe.tokens))
     assert target is not None
     if found.answer is None:
