@@ -17,7 +17,7 @@ from cfa_kernels import CounterfactualScores, Importances, ScoredBatch, ScoringW
 from cfa_kernels.estimators.gradient import gradient_saliency
 from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
 from cfa_kernels.estimators.prefix_gain import prefix_gain
-from cfa_kernels.estimators.preselection import run_units, top_units
+from cfa_kernels.estimators.preselection import top_units
 from cfa_kernels.estimators.siblings import ktae_values, prefix_tree_values, sibling_edits
 from cfa_kernels.estimators.total_effects import total_effects
 from cfa_kernels.scoring.access import InProcess
@@ -225,7 +225,10 @@ def _runs(length: int, outcome: str) -> Callable[[Question], Found]:
     """Runs of tokens masked together, in place of single ones."""
 
     def run(question: Question) -> Found:
-        runs = [run_units(case.reasoning_end, length) for case in question.cases]
+        runs = [
+            [Span(first, min(first + length, case.reasoning_end)) for first in range(0, case.reasoning_end, length)]
+            for case in question.cases
+        ]
         cases = [replace(case, units=units) for case, units in zip(question.cases, runs, strict=True)]
         found = _masking(outcome)(replace(question, cases=cases))
         rows = [

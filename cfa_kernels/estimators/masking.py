@@ -18,7 +18,7 @@ from .entropy import Entropy
 from .gradient import Gradient
 from .partial_branches import answer_knockout, short_branches
 from .prefix_gain import PrefixGain
-from .preselection import POSITION_RULES, position_estimates, top_units
+from .preselection import POSITION_RULES, top_units
 from .resampling import resampled_scores
 from .total_effects import total_effects
 
@@ -140,8 +140,8 @@ class Masking:
 
     def _estimate(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Estimate the importances by which the units worth masking are chosen."""
-        if self.preselect_by in POSITION_RULES:
-            return Importances(position_estimates(self.preselect_by, batch.units))
+        if rule := POSITION_RULES.get(self.preselect_by):
+            return Importances([torch.tensor([float(rule(unit)) for unit in row]) for row in batch.units])
         if self.preselect_by in _ESTIMATORS:
             return _ESTIMATORS[self.preselect_by]()(access, batch)
         return replace(
