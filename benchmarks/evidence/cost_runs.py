@@ -19,7 +19,7 @@ from benchmarks.evidence import definitions
 from benchmarks.harness.counting import attention_flops, counted, head_flops, tree_pairs
 from benchmarks.harness.workloads import Job
 from cfa_kernels import ScoredBatch, ScoringWork, Span, score_counterfactuals
-from cfa_kernels.estimators.gradient import gradient_saliency
+from cfa_kernels.estimators.gradient import Gradient
 from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
 from cfa_kernels.estimators.prefix_gain import prefix_gain
 from cfa_kernels.hf.model import causal_lm
@@ -159,7 +159,7 @@ def gradients(model: nn.Module, job: Job, turns: int) -> Record:
     def saliency(outcome: str, samples: int, sigma: float = 1e-3) -> Callable[[], tuple[list[Tensor], ScoringWork]]:
         def run() -> tuple[list[Tensor], ScoringWork]:
             batch = ScoredBatch.of(causal_lm(model), job.prompts, job.completions, units, job.answers)
-            found = gradient_saliency(InProcess(model), batch, outcome=outcome, samples=samples, sigma=sigma)
+            found = Gradient(outcome, sigma, samples)(InProcess(model), batch)
             return batch.to_callers_order(found.values), found.work
 
         return run

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.evidence.cases import Case
 from benchmarks.evidence.models import Subject
 from cfa_kernels import CounterfactualScores, Importances, ScoredBatch, ScoringWork, Span, score_counterfactuals
-from cfa_kernels.estimators.gradient import gradient_saliency
+from cfa_kernels.estimators.gradient import Gradient
 from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
 from cfa_kernels.estimators.prefix_gain import prefix_gain
 from cfa_kernels.estimators.preselection import top_units
@@ -178,7 +178,7 @@ def _prefix_gain(measure: str) -> Callable[[Question], Found]:
 def _gradient(outcome: str, sigma: float, samples: int = 1) -> Callable[[Question], Found]:
     def run(question: Question) -> Found:
         batch = question.batch()
-        found = gradient_saliency(question.access, batch, outcome=outcome, sigma=sigma, samples=samples)
+        found = Gradient(outcome, sigma, samples)(question.access, batch)
         return _ordered(batch, found)
 
     return run
