@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import CounterfactualConfig, Credit, counterfactual_credit, packed_logprobs
+from ..credit.units import unpad
 from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, NEEDS, REWARDS, SIBLINGS, Estimator
 from ..estimators.registry import ESTIMATORS
 from ..hf.model import causal_lm
@@ -98,10 +99,8 @@ def token_entropies(
     Returns:
         (B, T) fp32 on the host, 0 on padding.
     """
-    prompts, completions = (
-        [row[kept.bool()].cpu() for row, kept in zip(ids, mask, strict=True)]
-        for ids, mask in ((prompt_ids, prompt_mask), (completion_ids, completion_mask))
-    )
+    prompts = unpad("prompt", prompt_ids, prompt_mask, left=True)
+    completions = unpad("completion", completion_ids, completion_mask, left=False)
     with evaluation_mode(causal_lm(model)):
         _, found = packed_logprobs(
             model, prompts, completions, temperature=temperature, return_entropy=True, token_budget=token_budget
