@@ -1,7 +1,7 @@
 """Connect credit to any trainer: fold weights into advantages, and credit rows whose model is in other processes."""
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import combinations
 from typing import Any
@@ -193,6 +193,12 @@ def obstacles(config: CounterfactualConfig, offers: Collection[str]) -> Iterator
             able = [name for name, kind in ESTIMATORS.items() if kind().needs <= set(offers)]
             instead = _INSTEAD.get(missing, f"take one of {', '.join(able)}")
         yield f"{' and '.join(causes)}: {does} {NEEDS[missing]}, which this trainer does not give; {instead}"
+
+
+def refuse(found: Iterable[str], what: str = "counterfactual credit") -> None:
+    """Raise `NotImplementedError` that names all that is `found` and cannot be combined with `what`, if anything is."""
+    if names := list(found):
+        raise NotImplementedError(f"{what} cannot be combined with " + "; nor with ".join(names))
 
 
 _INSTEAD = {

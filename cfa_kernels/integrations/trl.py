@@ -29,7 +29,7 @@ from ..hf.verify import check_head, noise_floor
 from ..losses.policy import LOSS_TYPES
 from ..scoring.access import GRADIENTS
 from . import require
-from .credit import OFFERS, Draws, obstacles
+from .credit import OFFERS, Draws, obstacles, refuse
 from .trl_credit import ROW, BatchCredit, asks_model, loss_mask, why_at_once
 from .trl_losses import (
     accept_policy_loss,
@@ -133,11 +133,11 @@ class CounterfactualMixin(_Trainer):
         self.fused_loss, self.packed_loss, self.log_entropy = fused_loss, packed_loss, log_entropy
         self._draws = Draws(self.args.seed, self.accelerator.process_index)
         if self.counterfactual.control != "off":
-            _refuse("counterfactual credit", _credit_obstacles(self))
+            refuse(_credit_obstacles(self))
         if fused_loss:
-            _refuse("fused_loss=True", _fusion_obstacles(self))
+            refuse(_fusion_obstacles(self), "fused_loss=True")
         if packed_loss:
-            _refuse("packed_loss=True", _packing_obstacles(self))
+            refuse(_packing_obstacles(self), "packed_loss=True")
         if fused_loss:
             accept_policy_loss(causal_lm(self.accelerator.unwrap_model(self.model)))
         self._model_is_checked = self._has_warned = self._has_said_why = False
@@ -369,11 +369,6 @@ def _sharded_by(trainer: Any) -> str | None:
 def _zero_stage(trainer: Any) -> int:
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     return plugin.zero_stage if plugin is not None else 0
-
-
-def _refuse(what: str, obstacles: Iterator[str]) -> None:
-    if found := list(obstacles):
-        raise NotImplementedError(f"{what} cannot be combined with " + "; nor with ".join(found))
 
 
 def _credit_obstacles(trainer: Any) -> Iterator[str]:
