@@ -139,8 +139,6 @@ class WeightRule(Protocol):
 
     Attributes:
         name: what configurations call it.
-        token_draws: where each token draws a weight of its own under the control `random`, the limits of that weight;
-            None where each unit draws an importance. See `drawn`.
         compares: whether the weights of a completion depend on the others of the batch.
     """
 
@@ -149,7 +147,7 @@ class WeightRule(Protocol):
 
     @property
     def token_draws(self) -> tuple[float, float] | None:
-        """Limits of the weight that a token draws, or None."""
+        """Limits of the weight that each token draws under the control `random`; None where units draw importances."""
         ...
 
     def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:

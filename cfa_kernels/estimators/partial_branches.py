@@ -71,8 +71,7 @@ def answer_knockout(
 
     Args:
         access: access to the model, which must be in this process and have full attention in every layer.
-        batch: completions, units and answers; a completion and its branches stay together, even over the token budget,
-            as long as memory holds them. A row always sees itself.
+        batch: as in `short_branches`, but nothing replaces a unit. A row always sees itself.
         blind_from: for each completion, the first token whose row is blind; at most, and by default, the one before
             the answer.
         outcome: as in `score_counterfactuals`.

@@ -9,7 +9,7 @@ inside the module that shards them; else nothing is communicated but the logged 
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -55,18 +55,12 @@ else:
 _LOSSES_OF_TODAY = Version("1.10.0")
 
 _CREDIT_FIGURES = FIGURES | {"credit/seconds": "max"}
-# How the logged figures of the processes combine; others by their mean.
+# The method of a tensor by which the logged figures of the processes combine; others by their mean.
 _COMBINE = _CREDIT_FIGURES | {
     "packed/tokens_fed": "sum",
     "packed/tokens_padded": "sum",
     "clip_ratio/low_min": "min",
     "clip_ratio/high_max": "max",
-}
-_COMBINATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": Tensor.mean,
-    "sum": Tensor.sum,
-    "min": Tensor.min,
-    "max": Tensor.max,
 }
 
 _NO_DROPOUT = (
@@ -294,8 +288,7 @@ class CounterfactualMixin(_Trainer):
         for name, column in zip(figures, gathered.cpu().unbind(1), strict=True):
             known = column[~column.isnan()]
             if len(known):
-                combine = _COMBINATIONS[_COMBINE.get(name, "mean")]
-                self._metrics[mode][name].append(combine(known).item())
+                self._metrics[mode][name].append(getattr(known, _COMBINE.get(name, "mean"))().item())
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if not self._own_loss:
