@@ -217,20 +217,21 @@ class _Trunk:
             flat = np.concatenate(rows).astype(np.int64)
             return np.where(flat < _ANEW, flat, flat - _ANEW + tree.num_rows)
 
-        count = np.array([len(part.seen) for part in parts], dtype=np.int64)
-        columns = {
-            "row_start": placed(tree.row_start, [part.rows[0] for part in parts]),
-            "length": np.concatenate([tree.length, [len(part.tokens) for part in parts]]),
-            "context_start": np.concatenate([tree.context_start, len(tree.context_rows) + np.cumsum(count) - count]),
-            "context_length": np.concatenate([tree.context_length, count]),
-            "context_rows": placed(tree.context_rows, *(part.seen for part in parts)),
-        }
+        count = np.array([len(part.seen) for part in parts], dtype=np.int32)
+        start = len(tree.context_rows) + np.cumsum(count) - count
+        table = SegmentTable(
+            row_start=placed(tree.row_start, *(part.rows[:1] for part in parts)).astype(np.int32),
+            length=np.concatenate([tree.length, [len(part.tokens) for part in parts]]).astype(np.int32),
+            context_start=np.concatenate([tree.context_start, start]).astype(np.int32),
+            context_length=np.concatenate([tree.context_length, count]),
+            context_rows=placed(tree.context_rows, *(part.seen for part in parts)).astype(np.int32),
+        )
         targets = np.concatenate([query.targets for query in queries])
         positions = [np.arange(part.position, part.position + len(part.tokens)) for part in parts]
         return Pack(
             input_ids=np.concatenate([self.tree.input_ids(), *(part.tokens for part in parts)]),
             position_ids=np.concatenate([tree.positions(), *positions]),
-            table=SegmentTable(**{name: column.astype(np.int32) for name, column in columns.items()}),
+            table=table,
             rows=placed(*self.rows),
             targets=targets,
             num_tempered=0,
