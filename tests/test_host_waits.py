@@ -108,7 +108,7 @@ def test_gradients_at_the_embeddings_look_once_however_many_packs_and_draws_ther
     with a_device() as waits:
         put_on_device(model)
         rows = batch_of(model, *batch(), token_budget=60)
-        found = gradient.gradient_saliency(InProcess(model), rows, outcome=outcome, samples=2)
+        found = gradient.Gradient(outcome, samples=2)(InProcess(model), rows)
         assert found.work.forwards >= 6
         assert_waits(waits, "cpu")
 

@@ -19,10 +19,9 @@ from benchmarks.evidence import definitions
 from benchmarks.harness.counting import attention_flops, counted, head_flops, tree_pairs
 from benchmarks.harness.workloads import Job
 from cfa_kernels import ScoredBatch, ScoringWork, Span, score_counterfactuals
-from cfa_kernels.estimators.gradient import gradient_saliency
+from cfa_kernels.estimators.gradient import Gradient
 from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
 from cfa_kernels.estimators.prefix_gain import prefix_gain
-from cfa_kernels.estimators.probes import own_probe
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.verify import check_trainable
 from cfa_kernels.scoring.access import InProcess
@@ -160,7 +159,7 @@ def gradients(model: nn.Module, job: Job, turns: int) -> Record:
     def saliency(outcome: str, samples: int, sigma: float = 1e-3) -> Callable[[], tuple[list[Tensor], ScoringWork]]:
         def run() -> tuple[list[Tensor], ScoringWork]:
             batch = ScoredBatch.of(causal_lm(model), job.prompts, job.completions, units, job.answers)
-            found = gradient_saliency(InProcess(model), batch, outcome=outcome, samples=samples, sigma=sigma)
+            found = Gradient(outcome, sigma, samples)(InProcess(model), batch)
             return batch.to_callers_order(found.values), found.work
 
         return run
@@ -200,7 +199,6 @@ def _checked_gradients(model: nn.Module, job: Job, units: list[list[Span]], foun
 def cheaper(model: PreTrainedModel, job: Job, turns: int) -> Record:
     """Prefix gain and the approximations beside exact CF, on the same spans."""
     marker = [answer.start - 1 for answer in job.answers]
-    probes = [own_probe(c, a, m) for c, a, m in zip(job.completions, job.answers, marker, strict=True)]
     spans, access = (job.prompts, job.completions, job.spans, job.answers), InProcess(model)
 
     def batch() -> ScoredBatch:
@@ -211,7 +209,7 @@ def cheaper(model: PreTrainedModel, job: Job, turns: int) -> Record:
 
     def gain() -> tuple[list[Tensor], ScoringWork]:
         asked = batch()
-        found = prefix_gain(access, asked, [probes[b] for b in asked.numbers])
+        found = prefix_gain(access, replace(asked, reasoning_ends=[marker[b] for b in asked.numbers]))
         return asked.to_callers_order(found.values), found.work
 
     def knockout() -> tuple[list[Tensor], ScoringWork]:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.harness.provenance import made_by
 from benchmarks.harness.tables import table
 from cfa_kernels import ScoredBatch, Span, find_answer
-from cfa_kernels.estimators.gradient import gradient_saliency
+from cfa_kernels.estimators.gradient import Gradient
 from cfa_kernels.scoring.access import InProcess
 from trainer.analyze.statistics import spearman
 from trainer.config import EMBEDDED, model_path
@@ -56,7 +56,7 @@ def draws(problems: int, sigma: float) -> dict[str, Any]:
         batch = replace(
             ScoredBatch.of(model, prompts, completions, units, answers), generator=torch.Generator().manual_seed(seed)
         )
-        found = gradient_saliency(InProcess(model), batch, outcome=outcome, sigma=sigma, samples=samples)
+        found = Gradient(outcome, sigma, samples)(InProcess(model), batch)
         return batch.to_callers_order(found.values)
 
     def agreement(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:

@@ -14,11 +14,10 @@ from torch import Tensor
 from benchmarks.evidence.cases import Case
 from benchmarks.evidence.models import Subject
 from cfa_kernels import CounterfactualScores, Importances, ScoredBatch, ScoringWork, Span, score_counterfactuals
-from cfa_kernels.estimators.gradient import gradient_saliency
+from cfa_kernels.estimators.gradient import Gradient
 from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
 from cfa_kernels.estimators.prefix_gain import prefix_gain
-from cfa_kernels.estimators.preselection import run_units, top_units
-from cfa_kernels.estimators.probes import own_probe
+from cfa_kernels.estimators.preselection import top_units
 from cfa_kernels.estimators.siblings import ktae_values, prefix_tree_values, sibling_edits
 from cfa_kernels.estimators.total_effects import total_effects
 from cfa_kernels.scoring.access import InProcess
@@ -171,9 +170,7 @@ def _masked_rest(question: Question) -> Found:
 def _prefix_gain(measure: str) -> Callable[[Question], Found]:
     def run(question: Question) -> Found:
         batch = question.batch()
-        cases = [question.cases[b] for b in batch.numbers]
-        probes = [own_probe(case.completion, case.answer, case.reasoning_end) for case in cases]
-        return _ordered(batch, prefix_gain(question.access, batch, probes, measure=measure))
+        return _ordered(batch, prefix_gain(question.access, batch, measure=measure))
 
     return run
 
@@ -181,7 +178,7 @@ def _prefix_gain(measure: str) -> Callable[[Question], Found]:
 def _gradient(outcome: str, sigma: float, samples: int = 1) -> Callable[[Question], Found]:
     def run(question: Question) -> Found:
         batch = question.batch()
-        found = gradient_saliency(question.access, batch, outcome=outcome, sigma=sigma, samples=samples)
+        found = Gradient(outcome, sigma, samples)(question.access, batch)
         return _ordered(batch, found)
 
     return run
@@ -228,7 +225,10 @@ def _runs(length: int, outcome: str) -> Callable[[Question], Found]:
     """Runs of tokens masked together, in place of single ones."""
 
     def run(question: Question) -> Found:
-        runs = [run_units(case.reasoning_end, length) for case in question.cases]
+        runs = [
+            [Span(first, min(first + length, case.reasoning_end)) for first in range(0, case.reasoning_end, length)]
+            for case in question.cases
+        ]
         cases = [replace(case, units=units) for case, units in zip(question.cases, runs, strict=True)]
         found = _masking(outcome)(replace(question, cases=cases))
         rows = [

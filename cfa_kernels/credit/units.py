@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..estimators.base import ANSWER
-from ..estimators.probes import Probe, length_without_eos, with_probes
+from ..estimators.probes import Probe, length_without_eos, with_probe
 from ..options import as_numbers
 from ..scoring.batch import token_ids
 from ..span import Span
@@ -109,10 +109,7 @@ def scored_as(
     if probe is not None and target is not None:
         raise ValueError(f"targets row {b}: has a probe too; give one of them")
     if probe is not None:
-        try:
-            (longer,), (answer,) = with_probes([completion], [None], [probe], eos_ids, spans=[found.spans])
-        except ValueError as problem:
-            raise ValueError(str(problem).replace("row 0", f"row {b}", 1)) from problem
+        longer, answer = with_probe(b, completion, found.spans, probe, eos_ids)
         return longer, found._replace(answer=answer, end=len(longer) - len(probe.tokens))
     assert target is not None
     if found.answer is None:
@@ -155,17 +152,15 @@ def unpad(name: str, ids: Tensor, mask: Tensor, *, left: bool) -> list[Tensor]:
             f"{name}_ids and {name}_mask must be one (B, length) shape, got {tuple(ids.shape)} and {tuple(mask.shape)}"
         )
     ids, mask = ids.cpu(), mask.cpu().bool()
-    width, lengths = ids.shape[1], mask.sum(1).tolist()
-    rows = []
-    for b, length in enumerate(lengths):
-        real = slice(width - length, width) if left else slice(0, length)
-        if length == 0 and left:
-            raise ValueError(f"{name}_mask row {b}: is all zero, the {name} is empty")
-        if not bool(mask[b, real].all()):
-            side = "left" if left else "right"
-            raise ValueError(f"{name}_mask row {b}: must be padded only on the {side}, without gaps")
-        rows.append(ids[b, real])
-    return rows
+    width, lengths = ids.shape[1], mask.sum(1)
+    if left and (empty := lengths == 0).any():
+        raise ValueError(f"{name}_mask row {int(empty.nonzero()[0])}: is all zero, the {name} is empty")
+    places = torch.arange(width)
+    expected = places >= width - lengths[:, None] if left else places < lengths[:, None]
+    if (gaps := (mask != expected).any(1)).any():
+        side = "left" if left else "right"
+        raise ValueError(f"{name}_mask row {int(gaps.nonzero()[0])}: must be padded only on the {side}, without gaps")
+    return [row[width - n :] if left else row[:n] for row, n in zip(ids, lengths.tolist(), strict=True)]
 
 
 def _rows_with_advantage(advantages: Tensor | None, completion_ids: Tensor) -> list[int]:

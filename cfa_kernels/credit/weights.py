@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,147 +78,23 @@ def span_weights(
         raise ValueError(f"mode must be one of {tuple(MODES)}, got {mode!r}")
     if normalize not in NORMALIZATIONS:
         raise ValueError(f"normalize must be one of {NORMALIZATIONS}, got {normalize!r}")
-    rule = Range(w_min, w_max, w_answer)
+    rule, inverted = Range(w_min, w_max, w_answer), mode == "inverted"
     if drop.ndim != 1 or len(drop) != len(spans):
         raise ValueError(f"drop must hold one value per span: got shape {tuple(drop.shape)} for {len(spans)} spans")
-    _check_places(spans, answer, length)
+    for k, span in enumerate(spans):
+        span_inside(f"spans, span {k}", span, length)
+    if answer is not None:
+        span_inside("answer", answer, length)
     values = drop.detach().float().cpu()
     if mode in ("counterfactual", "inverted") and not torch.isfinite(values).all():
         k = int((~torch.isfinite(values)).nonzero()[0])
         raise ValueError(f"drop, span {k}: must be finite, got {values[k].item()}")
+    row = Judged(-values, spans, answer, length, noise)
     if mode == "uniform":
         weights = torch.ones(length)
-    elif mode == "random":
-        (weights,) = rule([drawn(Judged(values, spans, answer, length), rule, generator)], inverted=False)
     else:
-        weights = range_weights(-values, spans, answer, length, noise=noise, inverted=mode == "inverted", **rule.limits)
+        weights = rule.weigh(drawn(row, rule, generator) if mode == "random" else row, inverted=inverted)
     return normalized_weights(weights, normalize).to(drop.device)
-
-
-def range_weights(
-    importances: Tensor,
-    spans: Sequence[Span],
-    answer: Span | None,
-    length: int,
-    *,
-    w_min: float = 0.5,
-    w_max: float = 4.0,
-    w_answer: float = 1.5,
-    noise: float = FLOAT32_NOISE,
-    inverted: bool = False,
-) -> Tensor:
-    """Map min-max normalised importances to weights in `[w_min, w_max]`, (length,) (CF paper, eqs. 6 and 7).
-
-    See `span_weights`, which takes drops and checks its input; here `importances` (K,) are high where a unit matters.
-    They count as equal where they differ by at most `noise`.
-    """
-    weights = torch.ones(length, dtype=torch.float32)
-    low, high = _bounds(importances)
-    if high - low > noise:
-        share = spread_over_tokens((importances - low) / (high - low), spans, length)
-        covered = ~share.isnan()
-        weights[covered] = w_min + (1 - share if inverted else share)[covered] * (w_max - w_min)
-    return _weigh_answer(weights, answer, w_answer)
-
-
-def bilevel_weights(
-    importances: Tensor,
-    units: Sequence[Span],
-    answer: Span | None,
-    length: int,
-    *,
-    tau: float = 0.4,
-    boost: float = 2.0,
-    floor: float = 0.0,
-    noise: float = 0.0,
-    inverted: bool = False,
-) -> Tensor:
-    """Suppress what matters least and boost the rest, (length,) weights (OAR paper, eqs. 14 to 17).
-
-    Per token of the units: importance I below 0 counts as 0; I^ = log(1 + I), min-max normalised; with tau* the
-    tau-quantile of I^ (linear interpolation), omega = I^ / tau* below it and 1 + boost (I^ - tau*) / (1 - tau*) from
-    it on; omega is rescaled to mean 1 over those tokens. Others, the answer among them, weigh 1. Importances that are
-    all equal weigh 1.
-
-    Args:
-        importances: (K,), one per unit, high where it matters.
-        units: K half-open token spans; a token in several takes the largest importance.
-        answer: not read: the answer is outside the units and weighs 1.
-        length: completion tokens.
-        tau: quantile level of the threshold, in [0, 1]; 0 boosts all, 1 suppresses all but the largest.
-        boost: how much more the most important token gets than one at the threshold; >= 0.
-        floor: least omega, before the rescaling, in [0, 1]; the authors' code has 0.1.
-        noise: importances that differ by at most this count as equal.
-        inverted: take 1 - I^ for I^.
-    """
-    weights = torch.ones(length, dtype=torch.float32)
-    low, high = _bounds(importances)
-    if high - low <= noise:
-        return weights
-    tokens = spread_over_tokens(importances.clamp(min=0).log1p(), units, length)
-    covered = ~tokens.isnan()
-    values = tokens[covered].double()
-    low, high = _bounds(values)
-    if high - low <= torch.finfo(torch.float32).tiny:
-        return weights
-    share = (values - low) / (high - low)
-    share = 1 - share if inverted else share
-    threshold = torch.quantile(share, tau)
-    below = share / threshold if threshold > 0 else share  # with a threshold of 0 nothing is below it
-    above = 1 + (boost * (share - threshold) / (1 - threshold) if threshold < 1 else torch.zeros_like(share))
-    omega = torch.where(share < threshold, below, above).clamp(min=floor)
-    weights[covered] = (omega * (len(omega) / omega.sum())).float()
-    return weights
-
-
-def top_weights(
-    importances: Tensor,
-    units: Sequence[Span],
-    answer: Span | None,
-    length: int,
-    *,
-    threshold: float,
-    inverted: bool = False,
-) -> Tensor:
-    """Weigh tokens whose importance reaches `threshold` 1, other tokens of units 0, (length,) ("80/20", 2506.01939).
-
-    Tokens outside every unit weigh 1. `inverted` keeps what is below. `top_threshold` finds the threshold of a batch.
-    """
-    weights = torch.ones(length, dtype=torch.float32)
-    tokens = spread_over_tokens(importances, units, length)
-    covered = ~tokens.isnan()
-    weights[covered] = ((tokens[covered] >= threshold) ^ inverted).float()
-    return weights
-
-
-def top_threshold(
-    importances: Sequence[Tensor], units: Sequence[Sequence[Span]], lengths: Sequence[int], fraction: float
-) -> float:
-    """Find the (1 - fraction)-quantile of the importances of the tokens of a batch's units, by linear interpolation.
-
-    Returns -inf for a batch without units. As TRL's `top_entropy_quantile`, in one process.
-    """
-    rows = [spread_over_tokens(*row) for row in zip(importances, units, lengths, strict=True)]
-    tokens = torch.cat([row[~row.isnan()] for row in rows] or [torch.zeros(0)]).sort().values
-    if not len(tokens):
-        return -torch.inf
-    place = (1 - fraction) * (len(tokens) - 1)  # torch.quantile takes 2**24 values at most
-    below = int(place)
-    above = min(below + 1, len(tokens) - 1)
-    low, high = tokens[below].item(), tokens[above].item()
-    return low + (high - low) * (place - below)
-
-
-def identity_weights(importances: Tensor, units: Sequence[Span], answer: Span | None, length: int) -> Tensor:
-    """Take the importances themselves as weights, (length,), 1 outside the units.
-
-    Raises `ValueError` for a negative importance, naming the unit and the value.
-    """
-    weights = spread_over_tokens(importances, units, length)
-    if (negative := (importances < 0).nonzero()).numel():
-        k = int(negative[0])
-        raise ValueError(f"importances, unit {k}: as a weight it must be >= 0, got {importances[k].item()}")
-    return torch.where(weights.isnan(), 1.0, weights)
 
 
 def spread_over_tokens(values: Tensor, units: Sequence[Span], length: int) -> Tensor:
@@ -242,21 +119,8 @@ def normalized_weights(weights: Tensor, normalize: str | None) -> Tensor:
     return weights / mean
 
 
-def _check_places(spans: Sequence[Span], answer: Span | None, length: int) -> None:
-    for k, span in enumerate(spans):
-        span_inside(f"spans, span {k}", span, length)
-    if answer is not None:
-        span_inside("answer", answer, length)
-
-
 def _bounds(values: Tensor) -> tuple[Tensor, Tensor]:
     return (values.min(), values.max()) if len(values) else (torch.zeros(()), torch.zeros(()))
-
-
-def _weigh_answer(weights: Tensor, answer: Span | None, w_answer: float) -> Tensor:
-    if answer is not None:
-        weights[answer[0] : answer[1]] = w_answer
-    return weights
 
 
 class Judged(NamedTuple):
@@ -275,8 +139,6 @@ class WeightRule(Protocol):
 
     Attributes:
         name: what configurations call it.
-        token_draws: where each token draws a weight of its own under the control `random`, the limits of that weight;
-            None where each unit draws an importance. See `drawn`.
         compares: whether the weights of a completion depend on the others of the batch.
     """
 
@@ -285,7 +147,7 @@ class WeightRule(Protocol):
 
     @property
     def token_draws(self) -> tuple[float, float] | None:
-        """Limits of the weight that a token draws, or None."""
+        """Limits of the weight that each token draws under the control `random`; None where units draw importances."""
         ...
 
     def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
@@ -313,28 +175,36 @@ class Range:
             raise ValueError(f"w_min must not exceed w_max, got {self.w_min} and {self.w_max}")
 
     @property
-    def limits(self) -> dict[str, float]:
-        """Return the options by name."""
-        return {"w_min": self.w_min, "w_max": self.w_max, "w_answer": self.w_answer}
-
-    @property
     def token_draws(self) -> tuple[float, float]:
         """Limits of the weight that a token draws: the CF paper's control."""
         return self.w_min, self.w_max
 
     def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
         """Weigh every completion by itself."""
-        return [
-            _weigh_answer(row.importances, row.answer, self.w_answer)
-            if row.drawn
-            else range_weights(*row[:4], noise=row.noise or _EQUAL, inverted=inverted, **self.limits)  # type: ignore[arg-type]
-            for row in rows
-        ]
+        return [self.weigh(row._replace(noise=row.noise or _EQUAL), inverted=inverted) for row in rows]
+
+    def weigh(self, row: Judged, *, inverted: bool) -> Tensor:
+        """Weigh the tokens of one completion, (T,) fp32; tokens of no unit weigh 1."""
+        weights = row.importances if row.drawn else torch.ones(row.length)
+        low, high = _bounds(row.importances)
+        if not row.drawn and high - low > row.noise:
+            share = spread_over_tokens((row.importances - low) / (high - low), row.units, row.length)
+            covered = ~share.isnan()
+            weights[covered] = self.w_min + (1 - share if inverted else share)[covered] * (self.w_max - self.w_min)
+        if row.answer is not None:
+            weights[slice(*row.answer)] = self.w_answer
+        return weights
 
 
 @dataclass(frozen=True)
 class Bilevel:
-    """Rule that suppresses weights below a quantile of importances and boosts those above (OAR paper, eqs. 14-17)."""
+    """Rule that suppresses weights below a quantile of importances and boosts those above (OAR paper, eqs. 14-17).
+
+    Per token of the units: importance I below 0 counts as 0; I^ = log(1 + I), min-max normalised; with tau* the
+    tau-quantile of I^ (linear interpolation), omega = I^ / tau* below it and 1 + boost (I^ - tau*) / (1 - tau*) from
+    it on; omega is rescaled to mean 1 over those tokens. Others, the answer among them, weigh 1. Importances that are
+    all equal weigh 1. Inverted, 1 - I^ takes the place of I^. The authors' code has a floor of 0.1.
+    """
 
     name: ClassVar[str] = "bilevel"
     compares: ClassVar[bool] = False
@@ -352,8 +222,27 @@ class Bilevel:
 
     def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
         """Weigh every completion by itself."""
-        options = {"tau": self.tau, "boost": self.boost, "floor": self.floor}
-        return [bilevel_weights(*row[:4], noise=row.noise, inverted=inverted, **options) for row in rows]  # type: ignore[arg-type]
+        return [self._weigh(row, inverted) for row in rows]
+
+    def _weigh(self, row: Judged, inverted: bool) -> Tensor:
+        weights = torch.ones(row.length)
+        low, high = _bounds(row.importances)
+        if high - low <= row.noise:
+            return weights
+        tokens = spread_over_tokens(row.importances.clamp(min=0).log1p(), row.units, row.length)
+        covered = ~tokens.isnan()
+        values = tokens[covered].double()
+        low, high = _bounds(values)
+        if high - low <= torch.finfo(torch.float32).tiny:
+            return weights
+        share = (values - low) / (high - low)
+        share = 1 - share if inverted else share
+        threshold = torch.quantile(share, self.tau)
+        below = share / threshold if threshold > 0 else share  # with a threshold of 0 nothing is below it
+        above = 1 + (self.boost * (share - threshold) / (1 - threshold) if threshold < 1 else torch.zeros_like(share))
+        omega = torch.where(share < threshold, below, above).clamp(min=self.floor)
+        weights[covered] = (omega * (len(omega) / omega.sum())).float()
+        return weights
 
 
 @dataclass(frozen=True)
@@ -371,10 +260,12 @@ class TopShare:
         check_fields(self)
 
     def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
-        """Weigh all completions by one threshold."""
-        values, units, _, lengths = ([row[i] for row in rows] for i in range(4))
-        threshold = top_threshold(values, units, lengths, self.fraction)  # type: ignore[arg-type]
-        return [top_weights(*row[:4], threshold=threshold, inverted=inverted) for row in rows]
+        """Weigh all completions by one threshold, as TRL's `top_entropy_quantile` in one process."""
+        spread = [spread_over_tokens(row.importances, row.units, row.length) for row in rows]
+        tokens = torch.cat([torch.zeros(0), *(row[~row.isnan()] for row in spread)]).double().numpy()
+        # torch.quantile takes 2**24 values at most.
+        threshold = float(np.quantile(tokens, 1 - self.fraction)) if len(tokens) else 0.0
+        return [torch.where(row.isnan(), 1.0, ((row >= threshold) ^ inverted).float()) for row in spread]
 
 
 @dataclass(frozen=True)
@@ -386,8 +277,15 @@ class Identity:
     token_draws: ClassVar[None] = None
 
     def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
-        """Take every importance as its unit's weight."""
-        return [identity_weights(*_inverted(row, inverted)[:4]) for row in rows]
+        """Take every importance as its unit's weight; raises `ValueError` naming the unit and value below 0."""
+        weights = []
+        for row in (_inverted(row, inverted) for row in rows):
+            if (negative := (row.importances < 0).nonzero()).numel():
+                k = int(negative[0])
+                raise ValueError(f"importances, unit {k}: as a weight it must be >= 0, got {row.importances[k].item()}")
+            spread = spread_over_tokens(row.importances, row.units, row.length)
+            weights.append(torch.where(spread.isnan(), 1.0, spread))
+        return weights
 
 
 @dataclass(frozen=True)

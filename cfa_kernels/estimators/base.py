@@ -55,8 +55,6 @@ class Estimator(Protocol):
         name: what configurations call it.
         judges: what it judges by default, "spans" or "tokens".
         weights: rule by which its importances become weights by default; None where they are signed.
-        needs: names of `NEEDS` that it requires; may depend on its options.
-        continues: whether its queries continue completions that a training forward has fed already.
     """
 
     name: ClassVar[str]
@@ -70,12 +68,12 @@ class Estimator(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of `NEEDS` that must be met."""
+        """Names of `NEEDS` that must be met; may depend on options."""
         ...
 
     @property
     def continues(self) -> bool:
-        """Whether its queries continue completions that are fed already."""
+        """Whether its queries continue completions that a training forward has fed already."""
         ...
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:

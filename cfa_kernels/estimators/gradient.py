@@ -9,8 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -32,14 +31,34 @@ from ..packing.prefix_tree import Pack, Query
 from ..scoring.access import GRADIENTS, ModelAccess
 from ..scoring.batch import Row, ScoredBatch
 from ..scoring.masked import ScoringWork
-from ..scoring.outcomes import DIVERGENCES, Outcome, checked_outcome, row_means
-from ..span import Span
+from ..scoring.outcomes import DIVERGENCES, Outcome, row_means
+from ..scoring.plan import ScoringOptions, queries_of
 from .base import ANSWER, Importances
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """Gradient of the outcome's change under noise, times the embeddings (OAR paper, OAR-G)."""
+    """Gradient of the outcome's change under noise, times the embeddings (OAR paper, section 3: OAR-G).
+
+    Noise N(0, sigma^2) is added to the embeddings e of the units' tokens; prompt, answer and tokens of no unit stay
+    clean. J is the change of the outcome. A token's importance is |<dJ/de_t, e_t>| with the clean e_t, a unit's the sum
+    over its tokens. e is the output of the input embedding, before anything that the model does to it.
+
+    | outcome | J |
+    |---|---|
+    | `last` | KL(P_0, P_noisy), P the distribution of the answer's first token |
+    | `mean` | the same, P the softmax of the mean logits over the answer's tokens |
+    | `mean_logprob` | mean log-prob of the answer's tokens, clean minus noisy |
+    | `logprob` | their sum, clean minus noisy |
+
+    Near zero noise the gradient of a KL is the outcome's Fisher matrix times the noise: importances of `last` and
+    `mean` are proportional to `sigma`, and one draw scatters by some two thirds of its size; average several `samples`.
+    At `sigma` 0 that gradient vanishes, so importances are then those of `mean_logprob`: gradient times input, one
+    deterministic pass.
+
+    Importances are first-order and non-negative: the sensitivity of the outcome to a token, not its direction. Small
+    ones of a half-precision model are rounding.
+    """
 
     name: ClassVar[str] = "gradient"
     judges: ClassVar[str] = "tokens"
@@ -60,159 +79,91 @@ class Gradient:
         check_fields(self)
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
-        """Judge the units of a batch."""
-        return gradient_saliency(access, batch, outcome=self.outcome, sigma=self.sigma, samples=self.samples)
+        """Judge the units of a batch.
+
+        Args:
+            access: access to the model, which must be in this process. The model is left exactly as it was: mode,
+                attention implementation, random state, hooks, every parameter's `.grad` and `requires_grad`; it runs in
+                evaluation mode.
+            batch: completions, units and answers. Tokens after those that decide the outcome are not fed. Units may
+                overlap each other, never the answer; units after the rows that decide the outcome have importance 0 by
+                causality. Its `generator` gives one seed for the call: the noise of a row depends only on that seed,
+                its prompt and its completion, not on its neighbours or the number of draws. None seeds every call
+                alike. No other random state is read. The default token budget is what free memory holds with the
+                activations that a backward needs. A completion is never cut.
+
+        Returns:
+            Importances, nan in completions without an answer, and counts of work. KL outcomes take one clean forward
+            for all draws; every draw takes a forward and one backward to the embeddings.
+
+        Raises:
+            ValueError: bad input; the message names argument, row and value.
+            TypeError, NotImplementedError: models that cannot be run this way, or pass no gradient to their embeddings;
+                the message says why.
+            FloatingPointError: a gradient is not finite; the message names the row.
+        """
+        asked, seed = self, _seed(batch.generator)
+        if self.sigma == 0:
+            asked = Gradient("mean_logprob" if self.outcome in DIVERGENCES else self.outcome, 0.0)
+        walk = ModelWalk.of(access.model)
+        rows = [_Row.of(row, asked.outcome) for row in batch.rows]
+        queries = [[row.query] if row.query and len(row.moving) else [] for row in rows]
+        lengths = [len(row.prompt) + len(row.completion) for row in batch.rows]
+        head = _widened(check_supported(walk))
+
+        def together(budget: int) -> Iterator[_Fed]:
+            for part in apart_by_length(walk, queries, lengths, batch.numbers):
+                for pack in lay_out(part, budget):
+                    fed = [i for i in pack.bundles if part[i]]
+                    yield _Fed(fed, [part[i] for i in fed], pack)
+
+        def run(fed: _Fed) -> _Found:
+            return _PackSaliency(walk, head, fed, [rows[i] for i in fed.members], asked, seed).run()
+
+        with torch.inference_mode(False), tree_attention_mode(walk), _frozen(walk):
+            if batch.token_budget is None:
+                budget = default_token_budget(walk, training=True, fused=runs_fused(walk))
+            else:
+                budget = rows_per_forward(walk, batch.token_budget)
+            found = list(run_in_memory(together(budget), run, _Fed.halved))
+        return _gather(rows, batch.numbers, found, asked.samples)
 
 
-def gradient_saliency(
-    access: ModelAccess, batch: ScoredBatch, *, outcome: Outcome = "mean", sigma: float = 1e-3, samples: int = 1
-) -> Importances:
-    """Compute importances from the gradient of an outcome's change under noise (OAR-G; OAR paper, section 3).
+class _Row(NamedTuple):
+    """One completion, and what of it is asked."""
 
-    Noise N(0, sigma^2) is added to the embeddings e of the units' tokens; prompt, answer and tokens of no unit stay
-    clean. J is the change of the outcome. A token's importance is |<dJ/de_t, e_t>| with the clean e_t, a unit's the sum
-    over its tokens. e is the output of the input embedding, before anything that the model does to it.
-
-    | outcome | J |
-    |---|---|
-    | `last` | KL(P_0, P_noisy), P the distribution of the answer's first token |
-    | `mean` | the same, P the softmax of the mean logits over the answer's tokens |
-    | `mean_logprob` | mean log-prob of the answer's tokens, clean minus noisy |
-    | `logprob` | their sum, clean minus noisy |
-
-    Near zero noise the gradient of a KL is the outcome's Fisher matrix times the noise: importances of `last` and
-    `mean` are proportional to `sigma`, and one draw scatters by some two thirds of its size; average several `samples`.
-    At `sigma` 0 that gradient vanishes, so importances are then those of `mean_logprob`: gradient times input, one
-    deterministic pass.
-
-    Importances are first-order and non-negative: the sensitivity of the outcome to a token, not its direction. Small
-    ones of a half-precision model are rounding.
-
-    Args:
-        access: access to the model, which must be in this process. The model is left exactly as it was: mode,
-            attention implementation, random state, hooks, every parameter's `.grad` and `requires_grad`; it runs in
-            evaluation mode.
-        batch: completions, units and answers. Tokens after those that decide the outcome are not fed. Units may overlap
-            each other, never the answer; units after the rows that decide the outcome have importance 0 by causality.
-            Its `generator` gives one seed for the call: the noise of a row depends only on that seed, its prompt and
-            its completion, not on its neighbours or the number of draws. None seeds every call alike. No other random
-            state is read. The default token budget is what free memory holds with the activations that a backward
-            needs. A completion is never cut.
-        outcome: see above.
-        sigma: standard deviation of the noise, in the embedding's own scale (that of the authors' code by default).
-        samples: draws to average; each costs a forward and a backward to the embeddings.
-
-    Returns:
-        Importances, nan in completions without an answer, and counts of work. KL outcomes take one clean forward for
-        all draws; every draw takes a forward and one backward to the embeddings.
-
-    Raises:
-        ValueError: bad input; the message names argument, row and value.
-        TypeError, NotImplementedError: models that cannot be run this way, or pass no gradient to their embeddings;
-            the message says why.
-        FloatingPointError: a gradient is not finite; the message names the row.
-    """
-    _check_options(outcome, sigma, samples, batch.generator)
-    seed = _seed(batch.generator)
-    if sigma == 0:
-        ask = _Ask("mean_logprob" if outcome in DIVERGENCES else outcome, 0.0, 1, seed)
-    else:
-        ask = _Ask(outcome, float(sigma), samples, seed)
-    walk = ModelWalk.of(access.model)
-    rows = [_Row.of(row) for row in batch.rows]
-    queries = [[row.query(ask.outcome)] if len(row.moving) else [] for row in rows]
-    lengths = [len(row.prompt) + len(row.completion) for row in rows]
-    head = _widened(check_supported(walk))
-
-    def together(budget: int) -> Iterator[_Fed]:
-        for part in apart_by_length(walk, queries, lengths, batch.numbers):
-            for pack in lay_out(part, budget):
-                fed = [i for i in pack.bundles if part[i]]
-                yield _Fed(fed, [part[i] for i in fed], pack)
-
-    def run(fed: _Fed) -> _Found:
-        return _PackSaliency(walk, head, fed, [rows[i] for i in fed.members], ask).run()
-
-    with torch.inference_mode(False), tree_attention_mode(walk), _frozen(walk):
-        if batch.token_budget is None:
-            budget = default_token_budget(walk, training=True, fused=runs_fused(walk))
-        else:
-            budget = rows_per_forward(walk, batch.token_budget)
-        found = list(run_in_memory(together(budget), run, _Fed.halved))
-    return _gather(rows, batch.numbers, found, ask)
-
-
-@dataclass(frozen=True)
-class _Ask:
-    """Options of one call, for every row."""
-
-    outcome: str
-    sigma: float
-    samples: int
-    seed: int
-
-    @property
-    def diverges(self) -> bool:
-        """Whether J is a KL divergence, which needs the clean distribution; a difference does not."""
-        return self.outcome in DIVERGENCES
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One completion, checked."""
-
-    prompt: np.ndarray  # (P,) int64
-    completion: np.ndarray  # (T,) int64
-    spans: np.ndarray  # (K, 2) int64: first token and end of each unit
-    answer: Span | None
+    row: Row
+    query: Query | None  # the tokens to feed and the rows that decide the outcome; None without an answer
+    moving: np.ndarray  # (n,) int64: tokens of the units that can move the outcome, ascending
 
     @classmethod
-    def of(cls, row: Row) -> "_Row":
-        """Take units as an array."""
-        return cls(row.prompt, row.completion, np.array(row.spans, dtype=np.int64).reshape(-1, 2), row.answer)
-
-    @cached_property
-    def moving(self) -> np.ndarray:
-        """List the tokens (n,) of the units that can move the outcome, ascending."""
-        if self.answer is None:
-            return np.zeros(0, np.int64)
-        steps = np.zeros(len(self.completion) + 1, np.int64)
-        np.add.at(steps, self.spans[:, 0], 1)
-        np.add.at(steps, self.spans[:, 1], -1)
-        return np.flatnonzero(np.cumsum(steps)[: self.answer.start])
-
-    def query(self, outcome: str) -> Query:
-        """Make the query: the tokens to feed and the rows that decide the outcome."""
-        assert self.answer is not None
-        start, end = self.answer.start, self.answer.start + 1 if outcome == "last" else self.answer.end
-        before = len(self.prompt)
-        fed, beyond = np.split(np.concatenate([self.prompt, self.completion]), [before + end - 1])
-        return Query(fed, before + start - 1, self.completion[start:end], beyond=beyond, alone_from=before)
+    def of(cls, row: Row, outcome: Outcome) -> "_Row":
+        if row.answer is None:
+            return cls(row, None, np.zeros(0, np.int64))
+        steps = np.zeros(len(row.completion) + 1, np.int64)
+        for start, end in row.spans:
+            steps[start] += 1
+            steps[end] -= 1
+        (query,) = queries_of(replace(row, spans=[]), ScoringOptions(outcome), None)
+        moving = np.flatnonzero(np.cumsum(steps)[: row.answer.start])
+        return cls(row, replace(query, alone_from=len(row.prompt)), moving)
 
     def importances(self, tokens: np.ndarray) -> Tensor:
         """Sum the importances (n,) of the `moving` tokens over each unit, (K,) fp32."""
-        if self.answer is None:
-            return torch.full((len(self.spans),), math.nan)
-        each = np.zeros(len(self.completion) + 1)
+        if self.query is None:
+            return torch.full((len(self.row.spans),), math.nan)
+        each = np.zeros(len(self.row.completion) + 1)
         each[self.moving] = tokens
         # Sums over [start, end) and over what is between one end and the next start; only the former are kept.
-        sums = np.add.reduceat(each, self.spans.ravel())[::2] if len(self.spans) else np.zeros(0)
-        return torch.from_numpy(sums).float()
-
-
-def _check_options(outcome: str, sigma: float, samples: int, generator: torch.Generator | None) -> None:
-    checked_outcome(outcome)
-    if isinstance(sigma, bool) or not isinstance(sigma, (int, float)) or not 0 <= sigma < math.inf:
-        raise ValueError(f"sigma must be a finite number, at least 0, got {sigma!r}")
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"samples must be a whole number, at least 1, got {samples!r}")
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise ValueError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+        edges = np.array(self.row.spans, dtype=np.int64).ravel()
+        return torch.from_numpy(np.add.reduceat(each, edges)[::2] if len(edges) else np.zeros(0)).float()
 
 
 def _seed(generator: torch.Generator | None) -> int:
     if generator is None:
         return 0
+    if not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
     return int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
 
 
@@ -256,11 +207,11 @@ class _Found:
     work: ScoringWork
 
 
-def _gather(rows: list[_Row], numbers: Sequence[int], found: list[_Found], ask: _Ask) -> Importances:
+def _gather(rows: list[_Row], numbers: Sequence[int], found: list[_Found], samples: int) -> Importances:
     """Collect the importances of every row by one copy to the host, which waits for the device."""
     tokens, work = [np.zeros(0)] * len(rows), sum((one.work for one in found), ScoringWork())
     if found:
-        means = torch.cat([one.sums for one in found]).cpu().numpy() / ask.samples
+        means = torch.cat([one.sums for one in found]).cpu().numpy() / samples
         members = [i for one in found for i in one.members]
         ends = np.cumsum([len(rows[i].moving) for i in members])
         for i, part in zip(members, np.split(means, ends[:-1]), strict=True):
@@ -273,14 +224,16 @@ def _gather(rows: list[_Row], numbers: Sequence[int], found: list[_Found], ask: 
 class _PackSaliency:
     """Forwards and backwards of one pack of completions. Nothing here waits for the device."""
 
-    def __init__(self, walk: ModelWalk, head: Head, fed: _Fed, rows: list[_Row], ask: _Ask) -> None:
-        self.walk, self.model, self.head, self.fed, self.rows, self.ask = walk, walk.model, head, fed, rows, ask
-        queries = [row.query(ask.outcome) for row in rows]
+    def __init__(self, walk: ModelWalk, head: Head, fed: _Fed, rows: list[_Row], asked: Gradient, seed: int) -> None:
+        self.walk, self.model, self.head, self.fed, self.rows = walk, walk.model, head, fed, rows
+        self.asked, self.seed, self.diverges = asked, seed, asked.outcome in DIVERGENCES  # a KL needs a clean forward
+        queries = [row.query for row in rows if row.query]
         self.sizes = [len(query.targets) for query in queries]  # number of rows that decide each outcome
         read = fed.pack.rows[fed.pack.query_index]  # (R,) those rows, one member after the other
         first = read[np.cumsum(self.sizes) - self.sizes]
         # From its first token on a completion's rows are its own, one after the other.
-        own = [row.moving + at + 1 - row.answer.start for row, at in zip(rows, first, strict=True) if row.answer]
+        starts = [row.answer.start for row, _, _ in rows if row.answer]
+        own = [row.moving + at + 1 - start for row, at, start in zip(rows, first, starts, strict=True)]
         self.counts = [len(tokens) for tokens in own]
         member, share = np.arange(len(rows)), [1 / size for size in self.sizes]
         self.device = input_device(self.model)
@@ -292,8 +245,8 @@ class _PackSaliency:
              np.repeat(share, self.sizes)], head.weight.device,
         )  # fmt: skip
 
-        forwards = ask.samples + ask.diverges
-        averaged = ask.diverges and head.softcap is None
+        forwards = asked.samples + self.diverges
+        averaged = self.diverges and head.softcap is None
         self.work = ScoringWork(
             forwards=forwards,
             tokens_fed=forwards * fed.pack.num_tokens,
@@ -303,23 +256,23 @@ class _PackSaliency:
 
     def run(self) -> _Found:
         """Run all draws."""
-        generators = [_row_generator(self.ask.seed, row, device=self.device) for row in self.rows]
-        clean = self._forward(_EmbeddingTap(self.model)) if self.ask.diverges else None
+        generators = [_row_generator(self.seed, row.row, device=self.device) for row in self.rows]
+        clean = self._forward(_EmbeddingTap(self.model)) if self.diverges else None
         total = self._draw(clean, generators)
-        for _ in range(self.ask.samples - 1):
+        for _ in range(self.asked.samples - 1):
             total += self._draw(clean, generators)
         return _Found(self.fed.members, total, self.work)
 
     def _draw(self, clean: Tensor | None, generators: list[torch.Generator]) -> Tensor:
         """Compute |<dJ/de, e>| (n,) float64 under one draw of noise."""
         noise = None
-        if self.ask.sigma:
+        if self.asked.sigma:
             width = embedding(self.model).shape[1]
             drawn = [
                 torch.randn(count, width, generator=generator, device=self.device)
                 for count, generator in zip(self.counts, generators, strict=True)
             ]
-            noise = self.ask.sigma * torch.cat(drawn)
+            noise = self.asked.sigma * torch.cat(drawn)
         tap = _EmbeddingTap(self.model, self.noised, noise)
         with torch.enable_grad():
             rows = self._forward(tap)
@@ -349,13 +302,13 @@ class _PackSaliency:
             if clean is None:
                 leaf = noisy.to(weight, copy=True).requires_grad_()
                 values = self.head.logprobs(leaf, self.targets)
-                mean = self.ask.outcome == "mean_logprob"
+                mean = self.asked.outcome == "mean_logprob"
                 weights = self.shares.to(values.dtype) if mean else torch.ones_like(values)
                 return torch.autograd.grad(values, leaf, -weights)[0]
             return _divergence_by_rows(clean, noisy, self.sizes, self.head)
 
 
-def _row_generator(seed: int, row: _Row, *, device: torch.device) -> torch.Generator:
+def _row_generator(seed: int, row: Row, *, device: torch.device) -> torch.Generator:
     """Make the source of a row's noise: equal rows have equal noise in calls with equal seeds."""
     digest = hashlib.blake2b(f"{seed} {len(row.prompt)} ".encode(), digest_size=8)
     digest.update(row.prompt.tobytes())

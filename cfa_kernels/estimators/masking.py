@@ -6,7 +6,6 @@ from functools import partial
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from ..options import Count, PositiveShare, TokenId, check_fields
 from ..scoring.access import DISTRIBUTIONS, LOGPROBS, MODEL, ModelAccess
@@ -18,7 +17,7 @@ from .entropy import Entropy
 from .gradient import Gradient
 from .partial_branches import answer_knockout, short_branches
 from .prefix_gain import PrefixGain
-from .preselection import POSITION_RULES, position_estimates, top_units
+from .preselection import POSITION_RULES, top_units
 from .resampling import resampled_scores
 from .total_effects import total_effects
 
@@ -103,7 +102,8 @@ class Masking:
         score = self._scoring(batch)
         if self.preselect == 1:
             scores = score(access, batch)
-            return Importances(_importances(scores.drop), base=scores.base, work=scores.work, change_of=self._change_of)
+            values = [-row.float() for row in scores.drop]
+            return Importances(values, base=scores.base, work=scores.work, change_of=self._change_of)
         estimate = self._estimate(access, batch)
         chosen = []
         for b, row in zip(batch.numbers, estimate.values, strict=True):
@@ -116,9 +116,9 @@ class Masking:
         exact = [torch.zeros(len(row), dtype=torch.bool) for row in batch.units]
         for masked, numbers in zip(exact, chosen, strict=True):
             masked[numbers] = True
-        found = _importances(scores.drop)
         values = [
-            torch.zeros(len(masked)).masked_scatter(masked, row) for masked, row in zip(exact, found, strict=True)
+            torch.zeros(len(masked)).masked_scatter(masked, -drop.float())
+            for masked, drop in zip(exact, scores.drop, strict=True)
         ]
         work = scores.work + (estimate.work or ScoringWork())
         return Importances(values, base=scores.base, work=work, change_of=self._change_of, details={"exact": exact})
@@ -140,8 +140,8 @@ class Masking:
 
     def _estimate(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Estimate the importances by which the units worth masking are chosen."""
-        if self.preselect_by in POSITION_RULES:
-            return Importances(position_estimates(self.preselect_by, batch.units))
+        if rule := POSITION_RULES.get(self.preselect_by):
+            return Importances([torch.tensor([float(rule(unit)) for unit in row]) for row in batch.units])
         if self.preselect_by in _ESTIMATORS:
             return _ESTIMATORS[self.preselect_by]()(access, batch)
         return replace(
@@ -153,9 +153,3 @@ class Masking:
             samples=1,
             outcome="logprob",
         )(access, batch)
-
-
-def _importances(drop: list[Tensor]) -> list[Tensor]:
-    """Negate the drops (K_b,), fp32, copied to the host at once."""
-    flat = -torch.cat([torch.zeros(0), *(row.detach().float().cpu() for row in drop)])
-    return list(flat.split([len(row) for row in drop]))

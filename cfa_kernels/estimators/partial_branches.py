@@ -6,10 +6,11 @@ last few stay those of the completion as sampled: `short_branches` feeds the mas
 itself, and miss what later reasoning carries over from it.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from torch import nn
@@ -71,8 +72,7 @@ def answer_knockout(
 
     Args:
         access: access to the model, which must be in this process and have full attention in every layer.
-        batch: completions, units and answers; a completion and its branches stay together, even over the token budget,
-            as long as memory holds them. A row always sees itself.
+        batch: as in `short_branches`, but nothing replaces a unit. A row always sees itself.
         blind_from: for each completion, the first token whose row is blind; at most, and by default, the one before
             the answer.
         outcome: as in `score_counterfactuals`.
@@ -111,11 +111,10 @@ def _score(
     bundles = [queries_of(row, options, placeholder_id) for row in batch.rows]
     plan = ScoringPlan(batch.numbers, bundles, batch.rows)
     head = check_supported(walk)
-    layout = _Layout(plan, first, hidden)
-    reader = OutcomeReader(head)
+    layout, reader = _Layout(plan, first, hidden), OutcomeReader(head)
 
     def read_trunk(trunk: _Trunk) -> Read:
-        pack = trunk.pack()
+        pack = trunk.pack([plan.queries[n] for n in trunk.numbers])
         return read_pack(reader, plan, pack, trunk.numbers, pack_states(walk, head, pack))
 
     with tree_attention_mode(walk), _full_attention(walk, required=hidden):
@@ -160,28 +159,17 @@ def _full_attention(walk: ModelWalk, *, required: bool) -> Iterator[None]:
             hook.remove()
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """Rows after the tree, side by side, and what they see before themselves."""
 
     tokens: np.ndarray
-    start: int  # position of the first row
-    seen: np.ndarray  # packed rows; -1, -2, ... for the first, second, ... row of part number `masked`
-    masked: int = -1
-
-    @property
-    def key(self) -> Hashable:
-        """Key that is equal for parts that compute the same."""
-        return self.tokens.tobytes(), self.start, self.seen.tobytes(), self.masked
+    position: int  # of the first row
+    seen: np.ndarray  # rows
+    rows: np.ndarray
 
 
-@dataclass(frozen=True)
-class _Branch:
-    """Places where a query's targets are predicted: on the tree, or by the last rows of parts, given by number."""
-
-    query: Query
-    on_tree: np.ndarray  # packed rows
-    parts: list[int]
+_ANEW = 1 << 40
+"""Number of the first row after a tree, as long as the tree grows; in the pack it follows the tree's last row."""
 
 
 @dataclass
@@ -189,89 +177,63 @@ class _Trunk:
     """Completions of one forward as a tree, and the rows after it that are computed anew, equal ones once."""
 
     numbers: list[int] = field(default_factory=list)  # numbers of the queries that it answers
+    rows: list[np.ndarray] = field(default_factory=list)  # of each, where its targets are predicted
     tree: PrefixTree = field(default_factory=PrefixTree)
-    parts: list[_Part] = field(default_factory=list)
-    part_numbers: dict[Hashable, int] = field(default_factory=dict)
-    branches: list[_Branch] = field(default_factory=list)
-    num_anew: int = 0  # rows of the parts
+    parts: dict[Hashable, _Part] = field(default_factory=dict)  # by what they compute
+
+    @property
+    def after(self) -> int:
+        """Return the number of the next row after the tree."""
+        return int(next(reversed(self.parts.values())).rows[-1]) + 1 if self.parts else _ANEW
 
     @property
     def num_tokens(self) -> int:
         """Count the rows of the forward."""
-        return self.tree.num_tokens + self.num_anew
+        return self.tree.num_tokens + self.after - _ANEW
 
-    def add(self, row: Row, bundle: Sequence[Query], asked: Mapping[int, int], first: int, hidden: bool) -> None:
-        """Lay out a completion as sampled and, after it, the last rows of the wanted branches.
-
-        Args:
-            row: the completion.
-            bundle: its queries: as sampled, then a branch for each span that can change the answer.
-            asked: places in `bundle` of the wanted queries, ascending, each with the query's number in the plan.
-            first: first row that is computed anew.
-            hidden: whether those rows do not see the span.
-        """
-        base, matter = bundle[0], [span for span in row.spans if row.masks_something(span)]
-        path = self.tree.insert(base.tokens)
-        on_tree = path[base.first : base.first + len(base.targets)]
-        for place, number in asked.items():
-            query = bundle[place]
-            parts = self._lay_out(row, query, path, matter[place - 1], first, hidden) if place else []
-            self.branches.append(_Branch(query, on_tree, parts))
-            self.numbers.append(number)
-
-    def _lay_out(self, row: Row, query: Query, path: np.ndarray, span: Span, first: int, hidden: bool) -> list[int]:
-        """Add the rows of a masked branch to compute anew: its span's unless hidden, and those from `first` on."""
-        shift, length = len(row.prompt), len(path)
-        start, stop = shift + span.start, min(shift + span.end, length)
-        before, numbers = path[:start], list[int]()
-        if not hidden:
-            numbers.append(self._number(_Part(query.tokens[start:stop], start, before)))
-        elif stop > query.first:  # the span's own last row predicts the first target: it sees itself, as sampled
-            own_row = row.completion[stop - 1 - shift : stop - shift]
-            numbers.append(self._number(_Part(own_row, stop - 1, before)))
-        own = max(shift + first, stop)
-        if own < length:
-            inside = np.zeros(0, np.int64) if hidden else -1 - np.arange(stop - start)
-            seen = np.concatenate([before, inside, path[stop:own]])
-            numbers.append(self._number(_Part(query.tokens[own:length], own, seen, -1 if hidden else numbers[0])))
-        return numbers
-
-    def _number(self, part: _Part) -> int:
-        number = self.part_numbers.setdefault(part.key, len(self.parts))
-        if number == len(self.parts):
-            self.parts.append(part)
-            self.num_anew += len(part.tokens)
-        return number
+    def anew(self, tokens: np.ndarray, position: int, seen: np.ndarray) -> np.ndarray:
+        """Add rows after the tree, unless there are equal ones; return their numbers."""
+        key = tokens.tobytes(), position, seen.tobytes()
+        if key not in self.parts:
+            self.parts[key] = _Part(tokens, position, seen, np.arange(self.after, self.after + len(tokens)))
+        return self.parts[key].rows
 
     def mark(self) -> tuple[int, int, int]:
         """Return a mark to `rollback` to."""
-        return self.tree.checkpoint(), len(self.parts), len(self.branches)
+        return self.tree.checkpoint(), len(self.parts), len(self.numbers)
 
     def rollback(self, mark: tuple[int, int, int]) -> None:
         """Forget everything added since `mark`."""
-        segments, parts, branches = mark
+        segments, parts, numbers = mark
         self.tree.rollback(segments)
-        for part in self.parts[parts:]:
-            del self.part_numbers[part.key]
-            self.num_anew -= len(part.tokens)
-        del self.parts[parts:], self.branches[branches:], self.numbers[branches:]
+        while len(self.parts) > parts:
+            self.parts.popitem()
+        del self.rows[numbers:], self.numbers[numbers:]
 
-    def pack(self) -> Pack:
-        """Make the pack of the whole forward."""
-        tree = self.tree.table()
-        table = _with_parts(tree, self.parts)
-        first = table.row_start[len(tree.length) :]
-        rows = []
-        for branch in self.branches:
-            anew = [np.arange(len(self.parts[n].tokens)) + first[n] for n in branch.parts] or [branch.on_tree]
-            rows.append(np.concatenate(anew)[-len(branch.query.targets) :])
-        positions = [np.arange(part.start, part.start + len(part.tokens)) for part in self.parts]
-        targets = np.concatenate([branch.query.targets for branch in self.branches])
+    def pack(self, queries: Sequence[Query]) -> Pack:
+        """Make the pack of the whole forward, which answers `queries` in the order of `numbers`."""
+        tree, parts = self.tree.table(), list(self.parts.values())
+
+        def placed(*rows: np.ndarray) -> np.ndarray:
+            flat = np.concatenate(rows).astype(np.int64)
+            return np.where(flat < _ANEW, flat, flat - _ANEW + tree.num_rows)
+
+        count = np.array([len(part.seen) for part in parts], dtype=np.int32)
+        start = len(tree.context_rows) + np.cumsum(count) - count
+        table = SegmentTable(
+            row_start=placed(tree.row_start, *(part.rows[:1] for part in parts)).astype(np.int32),
+            length=np.concatenate([tree.length, [len(part.tokens) for part in parts]]).astype(np.int32),
+            context_start=np.concatenate([tree.context_start, start]).astype(np.int32),
+            context_length=np.concatenate([tree.context_length, count]),
+            context_rows=placed(tree.context_rows, *(part.seen for part in parts)).astype(np.int32),
+        )
+        targets = np.concatenate([query.targets for query in queries])
+        positions = [np.arange(part.position, part.position + len(part.tokens)) for part in parts]
         return Pack(
-            input_ids=np.concatenate([self.tree.input_ids(), *(part.tokens for part in self.parts)]),
+            input_ids=np.concatenate([self.tree.input_ids(), *(part.tokens for part in parts)]),
             position_ids=np.concatenate([tree.positions(), *positions]),
             table=table,
-            rows=np.concatenate(rows).astype(np.int64),
+            rows=placed(*self.rows),
             targets=targets,
             num_tempered=0,
             query_index=np.arange(len(targets)),
@@ -280,29 +242,13 @@ class _Trunk:
         )
 
 
-def _with_parts(tree: SegmentTable, parts: list[_Part]) -> SegmentTable:
-    """Append a segment to `tree` for each of `parts`."""
-    length = np.array([len(part.tokens) for part in parts], dtype=np.int32)
-    row = tree.num_rows + np.cumsum(length) - length
-    seen = [np.where(part.seen < 0, row[part.masked] - 1 - part.seen, part.seen) for part in parts]
-    count = np.array([len(rows) for rows in seen], dtype=np.int32)
-    start = len(tree.context_rows) + np.cumsum(count) - count
-    return SegmentTable(
-        row_start=np.concatenate([tree.row_start, row]).astype(np.int32),
-        length=np.concatenate([tree.length, length]).astype(np.int32),
-        context_start=np.concatenate([tree.context_start, start]).astype(np.int32),
-        context_length=np.concatenate([tree.context_length, count]).astype(np.int32),
-        context_rows=np.concatenate([tree.context_rows, *seen]).astype(np.int32),
-    )
-
-
 @dataclass(frozen=True)
 class _Layout:
     """Builder of trunks from the queries of a plan."""
 
     plan: ScoringPlan
     first: list[int]  # of each bundle, the first token whose row is computed anew
-    hidden: bool
+    hidden: bool  # whether the rows from there on do not see the span
 
     def trunks(self, budget: int) -> Iterator[_Trunk]:
         """Yield trunks of at most `budget` rows; a completion that exceeds it with its branches gets its own."""
@@ -322,14 +268,35 @@ class _Layout:
 
     def halved(self, trunk: _Trunk) -> list[_Trunk]:
         """Split into two, of half of the completions each, or of half of the branches of a single one."""
-        return [self._of(numbers) for numbers in halves(trunk.numbers, self.plan.bundle_of.__getitem__)]
+        found = []
+        for numbers in halves(trunk.numbers, self.plan.bundle_of.__getitem__):
+            found.append(_Trunk())
+            for i, some in groupby(numbers, self.plan.bundle_of.__getitem__):
+                self._add(found[-1], i, list(some))
+        return found
 
-    def _of(self, numbers: Sequence[int]) -> _Trunk:
-        trunk = _Trunk()
-        for i, some in groupby(numbers, self.plan.bundle_of.__getitem__):
-            self._add(trunk, i, list(some))
-        return trunk
+    def _add(self, trunk: _Trunk, i: int, numbers: Sequence[int]) -> None:
+        """Lay out a completion as sampled and, after it, the last rows of its branches among the queries `numbers`."""
+        row, bundle = self.plan.rows[i], self.plan.bundles[i]
+        base, masked = bundle[0], [span for span in row.spans if row.masks_something(span)]
+        path = trunk.tree.insert(base.tokens)
+        for number in numbers:
+            place = number - self.plan.query_numbers[i].start  # 0 as sampled, then a branch for each span
+            rows = self._branch(trunk, row, bundle[place], path, masked[place - 1], self.first[i]) if place else path
+            trunk.rows.append(rows[-len(base.targets) :])
+            trunk.numbers.append(number)
 
-    def _add(self, trunk: _Trunk, bundle: int, numbers: Sequence[int]) -> None:
-        asked = {number - self.plan.query_numbers[bundle].start: number for number in numbers}
-        trunk.add(self.plan.rows[bundle], self.plan.bundles[bundle], asked, self.first[bundle], self.hidden)
+    def _branch(self, trunk: _Trunk, row: Row, query: Query, path: np.ndarray, span: Span, first: int) -> np.ndarray:
+        """Add the rows of a masked branch to compute anew: its span's unless hidden, and those from `first` on."""
+        shift, length = len(row.prompt), len(path)
+        start, stop = shift + span.start, min(shift + span.end, length)
+        before, rows = path[:start], [path]
+        if not self.hidden:
+            rows.append(trunk.anew(query.tokens[start:stop], start, before))
+        elif stop > query.first:  # the span's own last row predicts the first target: it sees itself, as sampled
+            rows.append(trunk.anew(row.completion[stop - 1 - shift : stop - shift], stop - 1, before))
+        own = max(shift + first, stop)
+        if own < length:
+            inside = rows[-1] if not self.hidden else before[:0]
+            rows.append(trunk.anew(query.tokens[own:length], own, np.concatenate([before, inside, path[stop:own]])))
+        return np.concatenate(rows)

@@ -28,12 +28,12 @@ from ..scoring.access import ModelAccess
 from ..scoring.batch import Row, ScoredBatch
 from ..scoring.masked import CounterfactualScores, ScoringWork, score_batch
 from ..scoring.outcomes import Outcome
-from ..scoring.plan import ScoringOptions, check_temperature
+from ..scoring.plan import ScoringOptions
 from ..span import Span
 
 
 def resampled_fills(
-    access: ModelAccess, batch: ScoredBatch, *, seed: int, samples: int = 1, temperature: float = 1.0
+    access: ModelAccess, batch: ScoredBatch, *, seed: int, samples: int = 1
 ) -> tuple[list[list[np.ndarray]], ScoringWork]:
     """Sample replacements of every unit, of equal length, from the model's own distribution at its place.
 
@@ -41,9 +41,9 @@ def resampled_fills(
     is not seen. All units of all completions advance together, one token each per forward, on the keys and values of
     one packed tree; prompts and completions are fed once. Pass the ids to `ScoredBatch.with_units`.
 
-    A fill depends only on the seed, the prompt, the completion before the unit, the temperature and the model, not on
-    the rest of the batch (to rounding, which can change a draw that falls on an edge between two tokens). Units that
-    start at the same place share their draws.
+    A fill depends only on the seed, the prompt, the completion before the unit and the model, not on the rest of the
+    batch (to rounding, which can change a draw that falls on an edge between two tokens). Units that start at the same
+    place share their draws.
 
     Args:
         access: access to the model, which must be in this process.
@@ -51,24 +51,17 @@ def resampled_fills(
             as long as memory holds them.
         seed: seed of the draws, an integer.
         samples: fills of each unit, at least 1.
-        temperature: divides the logits.
 
     Returns:
         For each completion the ids, int64, of all its units, draw by draw, as many as the unit has tokens; and counts
         of work.
 
     Raises:
-        ValueError: bad options; the message names argument and value.
         TypeError, NotImplementedError: models that cannot be scored, or whose rotary frequencies would change inside a
             batch this long; the message says why.
         FloatingPointError: the model gave no distribution; the message names the row.
     """
     walk = ModelWalk.of(access.model)
-    check_temperature(temperature)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"seed must be an integer, got {seed!r}")
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"samples must be an integer of at least 1, got {samples!r}")
     refuse_length_dependent_rope(walk, batch.longest)
     drawn = [
         [_Fill(b, row, span, f"{seed}/{draw}") for draw in range(samples) for span in row.spans]
@@ -80,7 +73,7 @@ def resampled_fills(
         for fill in fills:
             fill.tokens.clear()  # ids that were drawn before memory ran out
         writer = _Writer(walk, head, _tree_of(fills))
-        writer.write(fills, temperature)
+        writer.write(fills)
         return ScoringWork(writer.forwards, writer.tokens_fed)
 
     work = ScoringWork()
@@ -202,7 +195,7 @@ class _Writer:
         self.hidden = self.head.weight.new_zeros(0, self.head.weight.shape[1])
         self._feed()
 
-    def write(self, fills: Sequence[_Fill], temperature: float) -> None:
+    def write(self, fills: Sequence[_Fill]) -> None:
         """Sample all tokens of `fills`."""
         while fills:
             for fill in fills:
@@ -211,7 +204,7 @@ class _Writer:
             self._feed()
             rows = self.hidden[torch.tensor([fill.packed_row for fill in fills], device=self.hidden.device)]
             draws = torch.stack([fill.draw for fill in fills])
-            for fill, token in zip(fills, self._sample(rows, draws, temperature, fills).tolist(), strict=True):
+            for fill, token in zip(fills, self._sample(rows, draws, fills).tolist(), strict=True):
                 fill.tokens.append(token)
             fills = [fill for fill in fills if len(fill.tokens) < fill.length]
 
@@ -230,10 +223,10 @@ class _Writer:
         self.forwards += 1
         self.tokens_fed += pack.num_tokens
 
-    def _sample(self, rows: Tensor, draws: Tensor, temperature: float, fills: Sequence[_Fill]) -> Tensor:
+    def _sample(self, rows: Tensor, draws: Tensor, fills: Sequence[_Fill]) -> Tensor:
         """Choose ids (N,) from hidden states (N, H): the first whose cumulated probability exceeds the draw."""
         weight, bias = self.head.weight, self.head.bias
-        softmax = Softmax.of(temperature, self.head.softcap, self.head.logit_scale)
+        softmax = Softmax.of(1.0, self.head.softcap, self.head.logit_scale)
         height = rows_at_once(len(weight))
         usable = min(vocab_size(self.walk.model), len(weight))
         chosen = []

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..options import Finite, check_fields
 from ..scoring.access import ModelAccess
-from ..scoring.batch import ScoredBatch, token_ids
+from ..scoring.batch import ScoredBatch
 from .base import REWARDS, SIBLINGS, Importances, given, unit_means
 from .edit_distance import edit_distance, edited_tokens, token_places
 
@@ -41,7 +41,7 @@ class PrefixTreeValues:
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Judge the units of a batch; asks nothing of the model."""
-        groups, rewards = _siblings(batch), _finite_rewards(given("rewards", batch.rewards), batch.numbers)
+        groups, rewards = _siblings(batch), _rewards(batch)
         values = prefix_tree_values(batch.sampled, groups, rewards)
         scales = _scales(groups, rewards, batch.advantages)
         scaled = [row * scale for row, scale in zip(values, scales, strict=True)]
@@ -67,7 +67,7 @@ class KTAE:
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Judge the units of a batch; asks nothing of the model."""
-        correct = _correct(batch, self.correct_threshold)
+        correct = _rewards(batch) >= self.correct_threshold
         values = ktae_values(batch.sampled, _siblings(batch), correct, ignored=batch.special_ids)
         return Importances(unit_means(values, batch), signed=True)
 
@@ -94,25 +94,26 @@ class SiblingEdits:
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Judge the units of a batch; asks nothing of the model."""
-        values = sibling_edits(batch.sampled, _siblings(batch), _correct(batch, self.correct_threshold))
+        values = sibling_edits(batch.sampled, _siblings(batch), _rewards(batch) >= self.correct_threshold)
         return Importances(unit_means(values, batch))
 
 
 def _siblings(batch: ScoredBatch) -> Tensor:
     """Return the groups; raise `ValueError` where no completion has another one to be compared with."""
-    if batch.groups is None or len(batch.groups.unique()) == len(batch.groups):
+    groups = batch.groups
+    if groups is not None and (groups.is_floating_point() or groups.dtype == torch.bool):
+        raise ValueError(f"groups must hold one integer for each of {len(batch)} completions, got {groups.dtype}")
+    if groups is None or len(groups.unique()) == len(groups):
         raise ValueError("groups: no two completions are of one group, so there is nothing to compare them with")
-    return batch.groups
+    return groups
 
 
-def _correct(batch: ScoredBatch, threshold: float) -> Tensor:
-    return _finite_rewards(given("rewards", batch.rewards), batch.numbers) >= threshold
-
-
-def _finite_rewards(rewards: Tensor, numbers: Sequence[int]) -> Tensor:
+def _rewards(batch: ScoredBatch) -> Tensor:
+    """Return the rewards; raise `ValueError` naming the row of one that is not finite."""
+    rewards = given("rewards", batch.rewards)
     if (bad := (~torch.isfinite(rewards)).nonzero()).numel():
         b = int(bad[0])
-        raise ValueError(f"rewards row {numbers[b]}: must be finite, got {rewards[b].item()}")
+        raise ValueError(f"rewards row {batch.numbers[b]}: must be finite, got {rewards[b].item()}")
     return rewards
 
 
@@ -129,7 +130,7 @@ def _scales(groups: Tensor, rewards: Tensor, advantages: Tensor | None) -> list[
     return scales.tolist()
 
 
-def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor | None, rewards: Tensor | None) -> list[Tensor]:
+def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor, rewards: Tensor) -> list[Tensor]:
     """Find what each token changes in the mean reward of those that share the prefix (TEMPO / P2T, arXiv 2509.18314).
 
     The completions of a group form a prefix tree. V(s) is the mean reward of those that begin with s, V of the empty
@@ -145,19 +146,14 @@ def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor | None, rew
     Args:
         completions: B 1-D int64 tensors (T_b,) on the host, unpadded.
         groups: (B,) int64, equal for completions of one prompt, in any order.
-        rewards: (B,) finite.
+        rewards: (B,) finite, on the host.
 
     Returns:
         B tensors (T_b,) fp32 on the host.
-
-    Raises:
-        ValueError: no groups or rewards given, columns of different lengths, a reward that is not finite; names
-            argument, row and value.
     """
-    ids, members = _checked_groups(completions, groups)
-    scores = _checked_rewards(rewards, len(ids))
+    ids, scores = [row.numpy() for row in completions], rewards.double().numpy()
     values = [np.zeros(len(row)) for row in ids]
-    for rows in members:
+    for rows in _members(groups):
         shared = _shared_prefixes([ids[b] for b in rows])  # (G, G)
         reward = scores[rows]
         for i, b in enumerate(rows):
@@ -172,14 +168,7 @@ def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor | None, rew
 
 
 def ktae_values(
-    completions: Sequence[Tensor],
-    groups: Tensor | None,
-    correct: Tensor | None,
-    *,
-    fisher_weight: float = 1.0,
-    information_weight: float = 2.0,
-    top: float = 1.0,
-    ignored: Collection[int] = (),
+    completions: Sequence[Tensor], groups: Tensor, correct: Tensor, *, ignored: Collection[int] = ()
 ) -> list[Tensor]:
     """Measure a token's association with correct completions of its group (KTAE, arXiv 2505.16826).
 
@@ -191,45 +180,31 @@ def ktae_values(
     | F | exp(-2 p) with p of Fisher's exact test, two-sided; 0 where p = 1 |
     | G | information gain of presence about correctness, in bits |
     | h | asin sqrt(share of correct with it) - asin sqrt(share of wrong with it); Cohen's h is twice that |
-    | x | h (fisher_weight F + information_weight G) / (fisher_weight + information_weight) |
-    | value | 2 top (sigmoid(x) - 1/2), in (-top, top) |
+    | x | h (F + 2 G) / 3 |
+    | value | 2 (sigmoid(x) - 1/2), in (-1, 1) |
 
     Every occurrence of the token in the group gets the value: positive if correct completions have it more often.
     Values are signed and to be added to the group's advantage. A group that is all correct or all wrong, so also a
     group of one, gets 0 everywhere.
 
-    The defaults of the two weights and of `top` are those of the authors' run scripts. The scripts also add a ratio of
+    The weights of F and G, and the bound of 1, are those of the authors' run scripts. The scripts also add a ratio of
     term frequencies to h, which is left out here: neither abstract nor formula names it, and it is divided by next to
-    nothing where a class lacks the token, so that every such token gets -top or top, one chance occurrence included. p
+    nothing where a class lacks the token, so that every such token gets -1 or 1, one chance occurrence included. p
     comes from exact integers, so that tables of equal probability count as equal.
 
     Args:
         completions: B 1-D int64 tensors (T_b,) on the host, unpadded.
         groups: (B,) int64, equal for completions of one prompt, in any order.
-        correct: (B,) bool.
-        fisher_weight, information_weight: not negative, their sum positive.
-        top: the bound, positive.
+        correct: (B,) bool, on the host.
         ignored: ids whose value is 0 throughout, for example end-of-text, which truncated completions lack.
 
     Returns:
         B tensors (T_b,) fp32 on the host.
-
-    Raises:
-        ValueError: no groups or correctness given, rows that do not agree, `correct` not boolean, weights outside their
-            range; names argument, row and value.
     """
-    for name, value in (("fisher_weight", fisher_weight), ("information_weight", information_weight)):
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be finite and not negative, got {value}")
-    if fisher_weight + information_weight == 0:
-        raise ValueError("fisher_weight and information_weight must not both be 0")
-    if not 0 < top < math.inf:
-        raise ValueError(f"top must be positive and finite, got {top}")
-    ids, members = _checked_groups(completions, groups)
-    right = _checked_correct(correct, len(ids))
+    ids = [row.numpy() for row in completions]
     values = [np.zeros(len(row)) for row in ids]
-    for rows in members:
-        labels = right[rows]
+    for rows in _members(groups):
+        labels = correct[rows].numpy()
         if labels.all() or not labels.any():
             continue
         tokens, where = np.unique(np.concatenate([ids[b] for b in rows]), return_inverse=True)
@@ -241,21 +216,14 @@ def ktae_values(
         fisher = np.where(p < 1, np.exp(-2 * p), 0.0)
         gain = _information_gain(with_right, with_wrong, rights, wrongs)
         direction = np.arcsin(np.sqrt(with_right / rights)) - np.arcsin(np.sqrt(with_wrong / wrongs))
-        x = direction * (fisher_weight * fisher + information_weight * gain) / (fisher_weight + information_weight)
-        value = top * np.tanh(x / 2)  # 2 top (sigmoid(x) - 1/2), without overflow
+        value = np.tanh(direction * (fisher + 2 * gain) / 3 / 2)  # 2 (sigmoid(x) - 1/2), without overflow
         value[np.isin(tokens, list(ignored))] = 0.0
         for b, part in zip(rows, parts, strict=True):
             values[b] = value[part]
     return [torch.from_numpy(row.astype(np.float32)) for row in values]
 
 
-def sibling_edits(
-    completions: Sequence[Tensor],
-    groups: Tensor | None,
-    correct: Tensor | None,
-    *,
-    siblings: Sequence[Sequence[int]] | None = None,
-) -> list[Tensor]:
+def sibling_edits(completions: Sequence[Tensor], groups: Tensor, correct: Tensor) -> list[Tensor]:
     """Mark by 1 the tokens in which a wrong completion differs from its nearest correct sibling, the others by 0.
 
     After IBPO (arXiv 2605.16302), without the generated correction: IBPO lets the policy correct a wrong completion
@@ -267,35 +235,26 @@ def sibling_edits(
         completions: B 1-D int64 tensors (T_b,) on the host, unpadded.
         groups: (B,) int64, equal for completions of one prompt, in any order.
         correct: (B,) bool.
-        siblings: result of `correct_siblings` for the same arguments, if known.
 
     Returns:
         B tensors (T_b,) fp32 on the host. All 0 for a wrong completion with the same tokens as a correct one.
-
-    Raises:
-        ValueError: no groups or correctness given, rows that do not agree, `correct` not boolean; names argument, row
-            and value.
     """
-    if siblings is None:
-        siblings = correct_siblings(completions, groups, correct)
-    if len(siblings) != len(completions):
-        raise ValueError(f"siblings has {len(siblings)} rows, completions has {len(completions)}; they must agree")
+    siblings = correct_siblings(completions, groups, correct)
     return [
         edited_tokens(row, completions[near[0]]) if near else torch.ones(len(row))
         for row, near in zip(completions, siblings, strict=True)
     ]
 
 
-def correct_siblings(completions: Sequence[Tensor], groups: Tensor | None, correct: Tensor | None) -> list[list[int]]:
+def correct_siblings(completions: Sequence[Tensor], groups: Tensor, correct: Tensor) -> list[list[int]]:
     """Find the correct completions of each wrong one's group, by rising edit distance; none for the others.
 
-    The distance is Levenshtein's over tokens; of equal distances the earlier row comes first. Arguments and errors are
-    those of `sibling_edits`.
+    The distance is Levenshtein's over tokens; of equal distances the earlier row comes first. Arguments are those of
+    `sibling_edits`.
     """
-    ids, members = _checked_groups(completions, groups)
-    right = _checked_correct(correct, len(ids))
+    ids, right = [row.numpy() for row in completions], correct.tolist()
     siblings: list[list[int]] = [[] for _ in ids]
-    for rows in members:
+    for rows in _members(groups):
         sources = [b for b in rows if right[b]]
         for b in rows:
             if not right[b]:
@@ -305,40 +264,9 @@ def correct_siblings(completions: Sequence[Tensor], groups: Tensor | None, corre
     return siblings
 
 
-def _checked_groups(completions: Sequence[Tensor], groups: Tensor | None) -> tuple[list[np.ndarray], list[list[int]]]:
-    """Return the token ids of each row, and the rows of each group."""
-    if groups is None:
-        raise ValueError("groups: none given; which completions share a prompt must be known")
-    rows = []
-    for b, ids in enumerate(completions):
-        rows.append(token_ids(f"completions row {b}", ids, may_be_empty=True).cpu().numpy())
-    if groups.shape != (len(rows),) or groups.is_floating_point() or groups.dtype == torch.bool:
-        raise ValueError(
-            f"groups must hold one integer for each of {len(rows)} completions, got {groups.dtype} of shape "
-            f"{tuple(groups.shape)}"
-        )
-    members: dict[int, list[int]] = {}
-    for b, group in enumerate(groups.tolist()):
-        members.setdefault(group, []).append(b)
-    return rows, list(members.values())
-
-
-def _checked_rewards(rewards: Tensor | None, batch: int) -> np.ndarray:
-    if rewards is None:
-        raise ValueError("rewards: none given; the value of a prefix is the mean reward below it")
-    if rewards.shape != (batch,):
-        raise ValueError(f"rewards must have one value for each of {batch} completions, got {tuple(rewards.shape)}")
-    return _finite_rewards(rewards, range(batch)).detach().cpu().double().numpy()
-
-
-def _checked_correct(correct: Tensor | None, batch: int) -> np.ndarray:
-    if correct is None:
-        raise ValueError("correct: none given; which completions are correct must be known")
-    if correct.dtype != torch.bool:
-        raise ValueError(f"correct must be boolean, got {correct.dtype}")
-    if correct.shape != (batch,):
-        raise ValueError(f"correct must have one value for each of {batch} completions, got {tuple(correct.shape)}")
-    return correct.cpu().numpy()
+def _members(groups: Tensor) -> list[list[int]]:
+    """List the rows of each group."""
+    return [(groups == group).nonzero().flatten().tolist() for group in groups.unique()]
 
 
 def _shared_prefixes(rows: Sequence[np.ndarray]) -> np.ndarray:

@@ -98,8 +98,8 @@ def _judged(b: int, row: Row) -> list[int]:
     return [k for k in order if row.masks_something(row.spans[k])]
 
 
-def _branches(units: Sequence[Span], answer: Span) -> Iterator[tuple[Span | None, list[Span]]]:
-    """Yield None for the completion as sampled, then each unit to mask; with each, the runs of tokens to score.
+def _runs(units: Sequence[Span], answer: Span) -> Iterator[list[Span]]:
+    """Yield the runs of tokens to score of the completion as sampled, then of it with each unit masked.
 
     They are the later units and the answer. Those that touch are one run: gaps would cost rows of the head, and many
     short queries time of the host. Of the completion as sampled, only tokens that some branch scores are scored.
@@ -110,8 +110,8 @@ def _branches(units: Sequence[Span], answer: Span) -> Iterator[tuple[Span | None
             start = runs.pop().start
         runs.append(Span(start, end))
     first = units[0].end if units else 0
-    for masked, behind in ((None, first), *((unit, unit.end) for unit in units)):
-        yield masked, [Span(max(start, behind), end) for start, end in runs if end > behind]
+    for behind in (first, *(unit.end for unit in units)):
+        yield [Span(max(start, behind), end) for start, end in runs if end > behind]
 
 
 def _queries(row: Row, judged: Sequence[int], placeholder_id: int | None) -> list[Query]:
@@ -120,10 +120,8 @@ def _queries(row: Row, judged: Sequence[int], placeholder_id: int | None) -> lis
     prompt = len(row.prompt)
     fed, beyond = np.split(np.concatenate([row.prompt, row.completion]), [prompt + row.answer.end - 1])
     queries = []
-    for masked, runs in _branches([row.spans[k] for k in judged], row.answer):
-        tokens = fed.copy()
-        if masked is not None:
-            tokens[prompt + masked.start : prompt + masked.end] = placeholder_id
+    for branch, runs in enumerate(_runs([row.spans[k] for k in judged], row.answer)):
+        tokens = row.masked(judged[branch - 1], placeholder_id)[: len(fed)] if branch else fed
         for start, end in runs:
             queries.append(Query(tokens, prompt + start - 1, row.completion[start:end], beyond=beyond))
     return queries
@@ -133,7 +131,7 @@ def _effects(units: Sequence[Span], answer: Span, values: Sequence[Tensor]) -> t
     """Compute the answer's log-prob, direct effects (K,) and links (K, K), float64, from the values of `_queries`."""
     edges, found = np.array([*units, answer]).ravel(), iter(values)
     sums = []  # of each branch, (K + 1,) log-probs of the units and of the answer; 0 where nothing was asked
-    for _, runs in _branches(units, answer):
+    for runs in _runs(units, answer):
         logprobs = np.zeros(answer.end + 1)
         for start, end in runs:
             logprobs[start:end] = next(found).numpy()

@@ -1,7 +1,7 @@
 """Connect credit to any trainer: fold weights into advantages, and credit rows whose model is in other processes."""
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import combinations
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import CounterfactualConfig, Credit, counterfactual_credit, packed_logprobs
+from ..credit.units import unpad
 from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, NEEDS, REWARDS, SIBLINGS, Estimator
 from ..estimators.registry import ESTIMATORS
 from ..hf.model import causal_lm
@@ -98,10 +99,8 @@ def token_entropies(
     Returns:
         (B, T) fp32 on the host, 0 on padding.
     """
-    prompts, completions = (
-        [row[kept.bool()].cpu() for row, kept in zip(ids, mask, strict=True)]
-        for ids, mask in ((prompt_ids, prompt_mask), (completion_ids, completion_mask))
-    )
+    prompts = unpad("prompt", prompt_ids, prompt_mask, left=True)
+    completions = unpad("completion", completion_ids, completion_mask, left=False)
     with evaluation_mode(causal_lm(model)):
         _, found = packed_logprobs(
             model, prompts, completions, temperature=temperature, return_entropy=True, token_budget=token_budget
@@ -194,6 +193,12 @@ def obstacles(config: CounterfactualConfig, offers: Collection[str]) -> Iterator
             able = [name for name, kind in ESTIMATORS.items() if kind().needs <= set(offers)]
             instead = _INSTEAD.get(missing, f"take one of {', '.join(able)}")
         yield f"{' and '.join(causes)}: {does} {NEEDS[missing]}, which this trainer does not give; {instead}"
+
+
+def refuse(found: Iterable[str], what: str = "counterfactual credit") -> None:
+    """Raise `NotImplementedError` that names all that is `found` and cannot be combined with `what`, if anything is."""
+    if names := list(found):
+        raise NotImplementedError(f"{what} cannot be combined with " + "; nor with ".join(names))
 
 
 _INSTEAD = {

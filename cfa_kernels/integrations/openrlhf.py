@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .. import CounterfactualConfig, policy_loss
 from ..scoring.access import LogprobService, ModelAccess
 from . import require
-from .credit import Draws, credit_rows, pad_rows
+from .credit import Draws, credit_rows, pad_rows, refuse
 from .workers import Found, Share, Workers, judge_share, ray_class, scoring_workers, unmet
 
 _LOG = logging.getLogger(__name__)
@@ -210,19 +210,17 @@ class CounterfactualMixin(_Maker):
         if self.counterfactual.control == "off":
             return
         self._refuse_estimator(tree_obstacles(self.args, self.actor_model_group))
+        found = []
         if self.args.algo.kl.init_coef > 0 and not self.args.algo.kl.use_loss:
-            raise NotImplementedError(
-                "counterfactual credit cannot be combined with a KL term in the reward, which it would weigh; use "
-                "--algo.kl.use_loss"
-            )
+            found.append("a KL term in the reward, which it would weigh; use --algo.kl.use_loss")
         if images := getattr(self.args.data, "max_images_per_prompt", 0):
-            raise NotImplementedError(
-                f"counterfactual credit cannot be combined with images (--data.max_images_per_prompt {images})"
-            )
+            found.append(f"images (--data.max_images_per_prompt {images})")
+        refuse(found)
 
     def _refuse_estimator(self, reasons: Sequence[str]) -> None:
         """Raise for what credit needs and OpenRLHF does not offer; `reasons` are why log-probs are requested."""
-        _refuse_estimator(self.counterfactual, self.args.rollout.n_samples_per_prompt, reasons)
+        completions = self.args.rollout.n_samples_per_prompt
+        refuse(unmet(self.counterfactual, "OpenRLHF", completions, reasons))
 
     def set_up(self) -> None:
         """Choose how the model is asked, once the actors hold theirs: they check it. The first batch does it, too.
@@ -363,11 +361,6 @@ def _rows(experience: Any) -> list[_Row]:
     return rows
 
 
-def _refuse_estimator(config: CounterfactualConfig, completions: int | None, reasons: Sequence[str]) -> None:
-    if found := unmet(config, "OpenRLHF", completions, reasons):
-        raise NotImplementedError("counterfactual credit cannot be combined with " + "; nor with ".join(found))
-
-
 def trainer_with_credit(config: CounterfactualConfig) -> Any:
     """Build OpenRLHF's synchronous trainer with credit in its experience maker.
 
@@ -426,7 +419,7 @@ def main() -> None:
     config = CounterfactualConfig.from_flat(ours.counterfactual)
     if config.control != "off" and any(option.startswith("--train.as") for option in theirs):  # abbreviations count
         raise NotImplementedError("counterfactual credit cannot be combined with --train.async_enable")
-    _refuse_estimator(config, None, ())  # the experience maker knows OpenRLHF's own arguments and refuses more
+    refuse(unmet(config, "OpenRLHF", None, ()))  # the experience maker knows OpenRLHF's own arguments and refuses more
     require("openrlhf", OLDEST)
     if config.control != "off":
         from openrlhf.trainer import ppo_trainer

@@ -9,7 +9,7 @@ inside the module that shards them; else nothing is communicated but the logged 
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from ..hf.verify import check_head, noise_floor
 from ..losses.checks import LOSS_TYPES
 from ..scoring.access import GRADIENTS
 from . import require
-from .credit import OFFERS, Draws, obstacles
+from .credit import OFFERS, Draws, obstacles, refuse
 from .trl_credit import ROW, BatchCredit, asks_model, loss_mask, why_at_once
 from .trl_losses import (
     accept_policy_loss,
@@ -55,18 +55,12 @@ else:
 _LOSSES_OF_TODAY = Version("1.10.0")
 
 _CREDIT_FIGURES = FIGURES | {"credit/seconds": "max"}
-# How the logged figures of the processes combine; others by their mean.
+# The method of a tensor by which the logged figures of the processes combine; others by their mean.
 _COMBINE = _CREDIT_FIGURES | {
     "packed/tokens_fed": "sum",
     "packed/tokens_padded": "sum",
     "clip_ratio/low_min": "min",
     "clip_ratio/high_max": "max",
-}
-_COMBINATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": Tensor.mean,
-    "sum": Tensor.sum,
-    "min": Tensor.min,
-    "max": Tensor.max,
 }
 
 _NO_DROPOUT = (
@@ -133,11 +127,11 @@ class CounterfactualMixin(_Trainer):
         self.fused_loss, self.packed_loss, self.log_entropy = fused_loss, packed_loss, log_entropy
         self._draws = Draws(self.args.seed, self.accelerator.process_index)
         if self.counterfactual.control != "off":
-            _refuse("counterfactual credit", _credit_obstacles(self))
+            refuse(_credit_obstacles(self))
         if fused_loss:
-            _refuse("fused_loss=True", _fusion_obstacles(self))
+            refuse(_fusion_obstacles(self), "fused_loss=True")
         if packed_loss:
-            _refuse("packed_loss=True", _packing_obstacles(self))
+            refuse(_packing_obstacles(self), "packed_loss=True")
         if fused_loss:
             accept_policy_loss(causal_lm(self.accelerator.unwrap_model(self.model)))
         self._model_is_checked = self._has_warned = self._has_said_why = False
@@ -294,8 +288,7 @@ class CounterfactualMixin(_Trainer):
         for name, column in zip(figures, gathered.cpu().unbind(1), strict=True):
             known = column[~column.isnan()]
             if len(known):
-                combine = _COMBINATIONS[_COMBINE.get(name, "mean")]
-                self._metrics[mode][name].append(combine(known).item())
+                self._metrics[mode][name].append(getattr(known, _COMBINE.get(name, "mean"))().item())
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if not self._own_loss:
@@ -369,11 +362,6 @@ def _sharded_by(trainer: Any) -> str | None:
 def _zero_stage(trainer: Any) -> int:
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     return plugin.zero_stage if plugin is not None else 0
-
-
-def _refuse(what: str, obstacles: Iterator[str]) -> None:
-    if found := list(obstacles):
-        raise NotImplementedError(f"{what} cannot be combined with " + "; nor with ".join(found))
 
 
 def _credit_obstacles(trainer: Any) -> Iterator[str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import linear_policy_loss
+from ..credit.units import unpad
 from ..hf.model import backbone
 from ..hf.modes import one_mode
 from ..hf.verify import check_head, check_trainable
@@ -92,8 +93,8 @@ def loss_of_packed_rows(
     """
     options = dict(options)
     padded = options.pop("targets")
-    prompts = _unpadded("prompt_mask", inputs["prompt_ids"], inputs["prompt_mask"], left=True)
-    completions = _unpadded("completion_mask", padded, inputs["completion_mask"], left=False)
+    prompts = unpad("prompt", inputs["prompt_ids"], inputs["prompt_mask"], left=True)
+    completions = unpad("completion", padded, inputs["completion_mask"], left=False)
     # A fully masked completion still counts as a row; its first token represents it.
     first = padded[:, :1].cpu()
     completions = [row if len(row) else first[b] for b, row in enumerate(completions)]
@@ -135,18 +136,6 @@ def loss_of_packed_rows(
 
 def _head_precision(device: torch.device, head_in_float32: bool) -> Any:
     return torch.autocast(device.type, enabled=False) if head_in_float32 else nullcontext()
-
-
-def _unpadded(name: str, ids: Tensor, mask: Tensor, *, left: bool) -> list[Tensor]:
-    """Take the padding off each row, on the host."""
-    ids, real = ids.cpu(), mask.cpu().bool()
-    width, lengths = ids.shape[1], real.sum(1)
-    place = torch.arange(width)
-    expected = place >= width - lengths[:, None] if left else place < lengths[:, None]
-    if (bad := (real != expected).any(1)).any():
-        b = int(bad.nonzero()[0])
-        raise ValueError(f"{name} row {b}: must be padded only on the {'left' if left else 'right'}, without gaps")
-    return [row[kept] for row, kept in zip(ids, expected, strict=True)]
 
 
 def prompts_together(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

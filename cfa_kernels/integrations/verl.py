@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import CounterfactualConfig, policy_loss
 from ..scoring.access import LogprobService, ModelAccess
 from . import require
-from .credit import Draws, credit_rows
+from .credit import Draws, credit_rows, refuse
 from .verl_update import WholeGroups, pack, packs_updates
 from .workers import Found, Share, Workers, judge_share, ray_class, scoring_workers, unmet
 
@@ -375,14 +375,13 @@ def _refuse(config: Any, reasons: Sequence[str] | None = None) -> None:
         found.append("rollout.enable_rollout_routing_replay: a masked answer has no rollout to replay")
     if not config.trainer.use_v1:
         found.append("trainer.use_v1=False, verl's old trainer")
-    if found:
-        raise NotImplementedError("counterfactual credit cannot be combined with " + "; nor with ".join(found))
+    refuse(found)
 
 
 def _refuse_packed_update(config: Any) -> None:
     """Raise for settings that an update from packed trees cannot be combined with."""
-    if packs_updates(config) and (found := tree_obstacles(config)):
-        raise NotImplementedError("packed_update=True cannot be combined with " + "; nor with ".join(found))
+    if packs_updates(config):
+        refuse(tree_obstacles(config), "packed_update=True")
 
 
 def add_credit(trainers: dict[str, type], mode: str) -> None:

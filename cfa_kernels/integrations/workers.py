@@ -7,21 +7,20 @@ cannot (`scoring_workers`), the host's log-prob requests take their place.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from .. import CounterfactualConfig
 from ..credit.units import equal_prompts
 from ..estimators.base import SIBLINGS, OwnFunction
 from ..hf.ranks import raised_by
 from ..packing import balance
-from ..packing.prefix_tree import Query
-from ..scoring.access import Sharded, as_access
+from ..scoring.access import Elsewhere, Sharded, as_access
 from ..scoring.batch import Row, ScoredBatch, checked_ids
 from ..scoring.masked import CounterfactualScores, ScoringWork
 from ..scoring.outcomes import Outcome
@@ -77,7 +76,7 @@ def judge_share(module: nn.Module, share: Share) -> Found:
         raise raised_by(dist.get_rank(), type(error).__name__, str(error)) from error
 
 
-class Workers:
+class Workers(Elsewhere):
     """Access to a model that workers of a host hold, whole or in pieces; estimators that ask it are run there.
 
     Args:
@@ -87,16 +86,11 @@ class Workers:
     """
 
     capabilities = Sharded.capabilities
+    only = "what asks it runs there, by judge"
 
     def __init__(self, ask: Callable[[list[Share]], Sequence[Found]], count: int) -> None:
         self._ask, self.count = ask, count
         self._noise: float | None = None
-        self.module: nn.Module | None = None
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """Raise: the model is in other processes."""
-        raise NotImplementedError("model: it is in the workers' processes; what asks it runs there, by judge")
 
     @property
     def noise(self) -> float:
@@ -106,10 +100,6 @@ class Workers:
             self._receive(self._ask([Share(_nothing, nobody)] * self.count))
         assert self._noise is not None
         return self._noise
-
-    def run(self, body: Callable[[], Any]) -> Any:
-        """Run `body()`."""
-        return body()
 
     def judge(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
         """Deal the batch's groups over the workers and join what they find, in the batch's order.
@@ -126,11 +116,7 @@ class Workers:
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Score the batch on the workers."""
-        return self.judge(_Scores(outcome), batch)  # type: ignore[no-any-return]
-
-    def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
-        """Raise: queries are asked where the model is."""
-        raise NotImplementedError("model: it is in the workers' processes; what asks it runs there, by judge")
+        return self.judge(partial(_scores, outcome=outcome), batch)  # type: ignore[no-any-return]
 
     def _receive(self, found: Sequence[Found]) -> Sequence[Found]:
         if len(found) != self.count:
@@ -143,14 +129,9 @@ def _nothing(access: Any, batch: ScoredBatch) -> None:
     """Judge nothing."""
 
 
-@dataclass(frozen=True)
-class _Scores:
-    """Estimator that gives the scores themselves."""
-
-    outcome: Outcome
-
-    def __call__(self, access: Any, batch: ScoredBatch) -> CounterfactualScores:
-        return access.score(batch, outcome=self.outcome)  # type: ignore[no-any-return]
+def _scores(access: Any, batch: ScoredBatch, outcome: Outcome) -> CounterfactualScores:
+    """Give the scores themselves."""
+    return access.score(batch, outcome=outcome)  # type: ignore[no-any-return]
 
 
 def scoring_workers(

@@ -169,7 +169,24 @@ class TrainingForward(InProcess):
         return self._forward.query_logprobs(self.model, bundles, **options)
 
 
-class LogprobService(_Here):
+class Elsewhere(_Here):
+    """Access to a model in other processes, which cannot be asked everything."""
+
+    module: nn.Module | None = None
+    only: str
+    """What can be asked of it, for errors."""
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """Raise: the model is in other processes."""
+        raise NotImplementedError(f"model: it is in other processes, and {self.only}")
+
+    def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
+        """Raise: queries are asked where the model is."""
+        raise NotImplementedError(f"model: it is in other processes, and {self.only}")
+
+
+class LogprobService(Elsewhere):
     """Access through a host's own log-prob service, for models that are spread over other processes.
 
     Each answer, and each answer with a unit masked, becomes an ordinary sequence, cut after the answer; all go out in
@@ -182,24 +199,15 @@ class LogprobService(_Here):
     """
 
     capabilities = frozenset({LOGPROBS})
+    only = "only log-probs of whole completions can be asked for"
 
     def __init__(self, logprobs_of: LogprobsOf, *, noise: float = FLOAT32_NOISE) -> None:
         self._logprobs_of, self._noise = logprobs_of, noise
-        self.module: nn.Module | None = None
 
     @property
     def noise(self) -> float:
         """Return what the host says."""
         return self._noise
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """Raise: the model is in other processes."""
-        raise NotImplementedError("model: it is in other processes, and only its log-probs can be asked for")
-
-    def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
-        """Raise: a service takes whole completions."""
-        raise NotImplementedError("model: it is in other processes, which take whole completions and not queries")
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Ask for each sequence; scores are on the host.
@@ -210,34 +218,28 @@ class LogprobService(_Here):
         """
         if outcome in DIVERGENCES:
             raise NotImplementedError(f"outcome={outcome!r} needs {CAPABILITIES[DISTRIBUTIONS]}")
-        asked_prompts: list[Tensor] = []
-        asked: list[Tensor] = []
+        prompts, asked = list[Tensor](), list[Tensor]()
         for row in batch.rows:
-            if row.answer is None:
-                continue
-            scored = slice(len(row.prompt), len(row.prompt) + row.answer.end)
-            branches = [row.masked(k, batch.placeholder_id)[scored] for k in range(len(row.spans))]
-            asked += map(torch.from_numpy, [row.completion[: row.answer.end], *branches])
-            asked_prompts += [torch.from_numpy(row.prompt)] * (1 + len(branches))
-        given = list(self._logprobs_of(asked_prompts, asked)) if asked else []
+            if row.answer is not None:
+                scored = slice(len(row.prompt), len(row.prompt) + row.answer.end)
+                branches = [row.masked(k, batch.placeholder_id)[scored] for k in range(len(row.spans))]
+                asked += map(torch.from_numpy, [row.completion[: row.answer.end], *branches])
+                prompts += [torch.from_numpy(row.prompt)] * (1 + len(branches))
+        given = list(self._logprobs_of(prompts, asked)) if asked else []
         if [len(row) for row in given] != [len(row) for row in asked]:
             raise ValueError(f"asked for log-probs of {len(asked)} sequences, got {len(given)} or other lengths")
-        scores = iter(given)
-        base_scores = torch.full((len(batch),), float("nan"))
-        masked: list[Tensor] = []
-        for b, row in enumerate(batch.rows):
+        answered, values = iter(given), list[Tensor]()
+        for row in batch.rows:
             if row.answer is None:
-                masked.append(torch.full((len(row.spans),), float("nan")))
+                values.append(torch.full((1 + len(row.spans),), float("nan")))
                 continue
-            answered = [next(scores)[row.answer.start :].float().sum().cpu() for _ in range(1 + len(row.spans))]
-            if outcome == "mean_logprob":
-                answered = [value / (row.answer.end - row.answer.start) for value in answered]
-            base_scores[b] = answered[0]
-            masked.append(torch.stack(answered[1:]) if row.spans else torch.zeros(0))
-        drop = [row - base for row, base in zip(masked, base_scores, strict=True)]
-        fed = sum(len(row) for row in asked_prompts) + sum(len(row) for row in asked)
-        head_rows = sum(len(row) for row in asked)
-        return CounterfactualScores(base_scores, masked, drop, None, ScoringWork(len(asked), fed, fed, head_rows))
+            sums = [next(answered)[row.answer.start :].float().sum().cpu() for _ in range(1 + len(row.spans))]
+            tokens = row.answer.end - row.answer.start if outcome == "mean_logprob" else 1
+            values.append(torch.stack(sums) / tokens)
+        base, masked = torch.tensor([row[0] for row in values]), [row[1:] for row in values]
+        drop = [row - own for row, own in zip(masked, base, strict=True)]
+        fed, head_rows = sum(map(len, prompts + asked)), sum(map(len, asked))
+        return CounterfactualScores(base, masked, drop, None, ScoringWork(len(asked), fed, fed, head_rows))
 
 
 def as_access(model: nn.Module | ModelAccess | None) -> ModelAccess:

@@ -107,16 +107,15 @@ class ScoredBatch:
         Raises:
             ValueError: bad input; the message names argument, row and value.
         """
-        check_columns(prompts, completions=completions)
         for name, column in (("spans", units), ("answers", answers), ("fills", fills), ("numbers", numbers)):
             if column is not None:
                 check_columns(prompts, **{name: column})
         named = list(range(len(prompts)) if numbers is None else numbers)
-        vocab, longest = (None, None) if model is None else (vocab_size(model), context_length(model))
+        vocab = None if model is None else vocab_size(model)
         if placeholder_id is not None or fills is not None:
             _check_placeholder(placeholder_id, vocab)
         rows = []
-        for i, (prompt, completion) in enumerate(_checked_ids(prompts, completions, vocab, longest, named)):
+        for i, (prompt, completion) in enumerate(checked_ids(model, prompts, completions, named)):
             b, answer = named[i], None if answers is None else answers[i]
             row = _checked_row(b, prompt, completion, () if units is None else units[i], answer, apart)
             if fills is not None:
@@ -213,13 +212,10 @@ def _checked_fills(b: int, fills: Sequence[Tensor], spans: list[Span], vocab: in
         raise ValueError(f"fills row {b}: has {len(fills)} fills for {len(spans)} spans")
     checked = []
     for k, (fill, (start, end)) in enumerate(zip(fills, spans, strict=True)):
-        if not isinstance(fill, Tensor) or fill.dtype != torch.int64 or fill.shape != (end - start,):
-            got = f"{fill.dtype} of shape {tuple(fill.shape)}" if isinstance(fill, Tensor) else type(fill).__name__
-            raise ValueError(f"fills row {b}, span {k}: must be an int64 tensor ({end - start},), got {got}")
-        ids = fill.cpu().numpy()
-        if vocab is not None and (bad := (ids < 0) | (ids >= vocab)).any():
-            raise ValueError(f"fills row {b}, span {k}: id {ids[bad][0]} is outside the vocabulary [0, {vocab})")
-        checked.append(ids)
+        where = f"fills row {b}, span {k}"
+        checked.append(token_ids(where, fill, vocab).cpu().numpy())
+        if len(fill) != end - start:
+            raise ValueError(f"{where}: must hold an id for each of {end - start} tokens, got {len(fill)}")
     return checked
 
 
@@ -231,7 +227,7 @@ def check_columns(prompts: Sized, **columns: Sized) -> None:
 
 
 def checked_ids(
-    model: PreTrainedModel,
+    model: PreTrainedModel | None,
     prompts: Sequence[Tensor],
     completions: Sequence[Tensor],
     numbers: Sequence[int] | None = None,
@@ -239,26 +235,16 @@ def checked_ids(
     """Copy each row's prompt (P,) and completion (T,) to the host, int64, by one copy for each column.
 
     Raises `ValueError` naming argument, row (its place, or that of `numbers`) and value: not a 1-D int64 tensor, empty,
-    an id outside the vocabulary, or more tokens together than the context of `model`.
+    or, where the model is in this process, an id outside its vocabulary or more tokens together than its context.
     """
     check_columns(prompts, completions=completions)
     named = range(len(prompts)) if numbers is None else numbers
-    return _checked_ids(prompts, completions, vocab_size(model), context_length(model), named)
-
-
-def _checked_ids(
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
-    vocab: int | None,
-    longest: int | None,
-    numbers: Sequence[int],
-) -> list[tuple[np.ndarray, np.ndarray]]:
+    vocab, longest = (None, None) if model is None else (vocab_size(model), context_length(model))
     prompt_ids, completion_ids = (
-        _token_ids(name, column, vocab, numbers)
-        for name, column in (("prompts", prompts), ("completions", completions))
+        _token_ids(name, column, vocab, named) for name, column in (("prompts", prompts), ("completions", completions))
     )
     rows = list(zip(prompt_ids, completion_ids, strict=True))
-    for b, (prompt, completion) in zip(numbers, rows, strict=True):
+    for b, (prompt, completion) in zip(named, rows, strict=True):
         if longest is not None and len(prompt) + len(completion) > longest:
             raise ValueError(
                 f"completions row {b}: prompt of {len(prompt)} and completion of {len(completion)} tokens exceed "
@@ -274,12 +260,12 @@ def packing_order(prompts: Sequence[np.ndarray]) -> list[int]:
     return sorted(range(len(prompts)), key=lambda b: groups[b])
 
 
-def token_ids(where: str, ids: Any, vocab: int | None = None, *, may_be_empty: bool = False) -> Tensor:
+def token_ids(where: str, ids: Any, vocab: int | None = None) -> Tensor:
     """Check one row of token ids: a 1-D int64 tensor, not empty, inside the vocabulary. Names `where` and the value."""
     if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype != torch.int64:
         got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"{where}: must be a 1-D int64 tensor of token ids, got {got}")
-    if len(ids) == 0 and not may_be_empty:
+    if len(ids) == 0:
         raise ValueError(f"{where}: is empty")
     if vocab is not None and (bad := (ids < 0) | (ids >= vocab)).any():
         t = int(bad.nonzero()[0])

@@ -2,6 +2,7 @@
 
 import numbers
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -90,12 +91,5 @@ def _sequence(prompt: np.ndarray, completion: np.ndarray, count: int) -> list[Qu
 
 def _by_prompt(bundles: Sequence[Sequence[Query]], prompts: Sequence[np.ndarray]) -> list[list[int]]:
     """Group the numbers of bundles with queries by prompt; equal prompts are neighbours."""
-    groups: list[list[int]] = []
-    for i, bundle in enumerate(bundles):
-        if not bundle:
-            continue
-        if groups and np.array_equal(prompts[groups[-1][-1]], prompts[i]):
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
+    fed = [i for i, bundle in enumerate(bundles) if bundle]
+    return [list(group) for _, group in groupby(fed, lambda i: prompts[i].tobytes())]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 REPLACEMENT = "\ufffd"
 
@@ -40,14 +41,8 @@ class TokenOffsets(NamedTuple):
         return list(zip(first.tolist(), after.tolist(), strict=True))
 
 
-def _byte_of_character() -> dict[str, int]:
-    """Invert byte-level BPE's alphabet: printable Latin-1 stands for itself, other bytes for U+0100 onwards."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_of_character()
+# Byte-level BPE's alphabet.
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 _FALLBACK_BYTE = re.compile(r"<0x([0-9a-fA-F]{2})>")
 _SENTENCEPIECE = [
     {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},

@@ -1,13 +1,15 @@
 """counterfactual_credit does the whole way of a padded batch, whatever estimates and reshapes."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
 from cfa_kernels.credit import units as units_module
 from cfa_kernels.credit.assign import FIGURES, counterfactual_credit, counterfactual_weights
 from cfa_kernels.credit.config import CounterfactualConfig
-from cfa_kernels.estimators import gradient
 from cfa_kernels.estimators.base import Importances
+from cfa_kernels.estimators.gradient import Gradient
 from cfa_kernels.hf.verify import FLOAT32_NOISE
 from cfa_kernels.scoring.access import CAPABILITIES, LOGPROBS, LogprobService
 from cfa_kernels.scoring.masked import CounterfactualScores, ScoringWork
@@ -430,11 +432,11 @@ def test_estimators_of_groups_need_siblings_and_rewards(scored, name):
 def test_gradients_judge_every_token_before_the_marker_by_the_model(scored, monkeypatch):
     seen = {}
 
-    def saliency(access, batch, **options):
-        seen.update(options, units=batch.units)
+    def saliency(self, access, batch):
+        seen.update(asdict(self), units=batch.units)
         return Importances([torch.arange(len(row)) * 1.0 for row in batch.units], work=ScoringWork(2, 20, 20, 3))
 
-    monkeypatch.setattr(gradient, "gradient_saliency", saliency)
+    monkeypatch.setattr(Gradient, "__call__", saliency)
     config = CounterfactualConfig(estimator="gradient", outcome="last", sigma=0.5, samples=3, tau=0.0)
     credit = counterfactual_credit(Scored(capabilities=CAPABILITIES), Tokenizer(), *ARRAYS, config=config)
     assert (seen["outcome"], seen["sigma"], seen["samples"]) == ("last", 0.5, 3)

@@ -5,7 +5,7 @@ import torch
 
 from cfa_kernels import CounterfactualConfig, Span, counterfactual_credit, score_counterfactuals
 from cfa_kernels.estimators.prefix_gain import prefix_gain
-from cfa_kernels.estimators.probes import Probe, own_probe
+from cfa_kernels.estimators.probes import Probe
 from cfa_kernels.integrations.credit import pad_rows
 from cfa_kernels.scoring.access import InProcess, LogprobService
 from tests.support.models import batch_of, make_model, naive_logprobs
@@ -27,8 +27,9 @@ def batch():
     return prompts, completions, (*pad_rows(prompts, "left"), *pad_rows(completions))
 
 
-def gain_of(model, prompt, completion, units, probe):
-    (values,) = prefix_gain(InProcess(model), batch_of(model, [prompt], [completion], [units]), [probe]).values
+def gain_of(model, prompt, completion, units, answer, end):
+    rows = batch_of(model, [prompt], [completion], [units], [answer], reasoning_ends=[end])
+    (values,) = prefix_gain(InProcess(model), rows).values
     return values
 
 
@@ -47,8 +48,7 @@ def test_prefix_gain_asks_each_completions_own_answer_behind_every_unit(model, b
     credit = credit_of(model, batch, CounterfactualConfig(estimator="prefix_gain"))
     for b in (0, 1):
         end = len(encode(TOKENIZER, TEXTS[b].split("####")[0]))
-        probe = own_probe(completions[b], credit.answers[b], end)
-        expected = gain_of(model, prompts[b], completions[b], credit.spans[b], probe)
+        expected = gain_of(model, prompts[b], completions[b], credit.spans[b], credit.answers[b], end)
         torch.testing.assert_close(-credit.drop[b], expected)
 
 
@@ -98,7 +98,10 @@ def test_prefix_gain_asks_the_probe_alone_also_of_a_completion_with_an_answer_of
     ids = torch.tensor(encode(TOKENIZER, "\n#### 8"))
     probe = Probe(ids, Span(len(ids) - 1, len(ids)))
     credit = credit_of(model, batch, CounterfactualConfig(estimator="prefix_gain"), probes=[probe, None, None])
-    expected = gain_of(model, prompts[0], completions[0], credit.spans[0], probe)
+    kept = completions[0][:-1]  # without its end of text
+    asked = torch.cat([kept, ids])
+    answer = Span(len(asked) - 1, len(asked))
+    expected = gain_of(model, prompts[0], asked, credit.spans[0], answer, len(kept))
     torch.testing.assert_close(-credit.drop[0], expected)
 
 

@@ -10,13 +10,14 @@ from cfa_kernels import policy_loss
 from cfa_kernels.credit.weights import (
     MODES,
     NORMALIZATIONS,
-    bilevel_weights,
-    identity_weights,
-    range_weights,
+    Bilevel,
+    Identity,
+    Judged,
+    Range,
+    TopShare,
     span_weights,
-    top_threshold,
-    top_weights,
 )
+from cfa_kernels.ops.row_softmax import FLOAT32_NOISE
 from cfa_kernels.span import Span
 
 SPANS = [Span(1, 3), Span(4, 6), Span(6, 7)]
@@ -130,6 +131,11 @@ def tokens(count: int, start: int = 0) -> list[Span]:
     return [Span(t, t + 1) for t in range(start, start + count)]
 
 
+def bilevel(importances, units, answer, length, *, inverted=False, **options) -> torch.Tensor:
+    (weights,) = Bilevel(**options)([Judged(importances, units, answer, length)], inverted=inverted)
+    return weights
+
+
 def bilevel_by_the_formulas(importances, tau, boost, floor, inverted) -> np.ndarray:
     """OAR paper, eqs. 14 to 17, in float64, token by token."""
     values = np.log(1 + np.maximum(np.array(importances, np.float64), 0))
@@ -153,7 +159,7 @@ importance_lists = st.lists(st.one_of(st.just(0.0), st.floats(-1, 30, width=32))
 @given(importance_lists, st.sampled_from([0, 0.25, 0.4, 1]), st.floats(0, 3), st.sampled_from([0, 0.1]), st.booleans())
 def test_bilevel_weights_are_those_of_the_formulas_and_keep_the_mass(importances, tau, boost, floor, inverted):
     values = torch.tensor(importances)
-    found = bilevel_weights(
+    found = bilevel(
         values, tokens(len(values), 2), Span(15, 17), 18, tau=tau, boost=boost, floor=floor, inverted=inverted
     )
     inside = found[2 : 2 + len(values)]
@@ -166,48 +172,52 @@ def test_bilevel_weights_are_those_of_the_formulas_and_keep_the_mass(importances
 
 
 def test_bilevel_lets_nothing_below_a_threshold_of_zero_and_weighs_one_token_one():
-    many_zeros = bilevel_weights(torch.tensor([0.0, 0, 0, 0, 3]), tokens(5), None, 5)
+    many_zeros = bilevel(torch.tensor([0.0, 0, 0, 0, 3]), tokens(5), None, 5)
     torch.testing.assert_close(many_zeros, torch.tensor([1.0, 1, 1, 1, 3]) * 5 / 7)
-    assert bilevel_weights(torch.tensor([4.0]), tokens(1), None, 2).tolist() == [1, 1]
+    assert bilevel(torch.tensor([4.0]), tokens(1), None, 2).tolist() == [1, 1]
 
 
 def test_bilevel_weighs_a_span_by_its_tokens():
     """The quantile and the mass are those of tokens, not of spans."""
     spans = [Span(0, 4), Span(4, 5)]
-    by_span = bilevel_weights(torch.tensor([1.0, 5.0]), spans, None, 5)
-    by_token = bilevel_weights(torch.tensor([1.0, 1, 1, 1, 5]), tokens(5), None, 5)
+    by_span = bilevel(torch.tensor([1.0, 5.0]), spans, None, 5)
+    by_token = bilevel(torch.tensor([1.0, 1, 1, 1, 5]), tokens(5), None, 5)
     assert torch.equal(by_span, by_token)
 
 
 @pytest.mark.parametrize("fraction", [0, 0.2, 0.5, 1])
 def test_top_keeps_the_share_of_the_whole_batch_as_trl_does(fraction):
-    rows = [torch.tensor([3.0, 1, 2]), torch.tensor([9.0, 8, 7, 6, 5]), torch.zeros(0)]
+    values = [torch.tensor([3.0, 1, 2]), torch.tensor([9.0, 8, 7, 6, 5]), torch.zeros(0)]
     units = [tokens(3), tokens(5, 1), []]
-    threshold = top_threshold(rows, units, [4, 7, 2], fraction)
-    assert threshold == pytest.approx(torch.quantile(torch.cat(rows), 1 - fraction).item())
-    kept = [top_weights(*row, None, n, threshold=threshold) for row, n in zip(zip(rows, units), (4, 7, 2))]  # noqa: B905
-    assert kept[0].tolist() == [float(x >= threshold) for x in rows[0]] + [1]
-    assert kept[1].tolist() == [1] + [float(x >= threshold) for x in rows[1]] + [1]
+    rows = [Judged(*row, None, n) for row, n in zip(zip(values, units), (4, 7, 2), strict=True)]  # noqa: B905
+    threshold = torch.quantile(torch.cat(values), 1 - fraction)
+    kept = TopShare(fraction)(rows, inverted=False)
+    assert kept[0].tolist() == [float(x >= threshold) for x in values[0]] + [1]
+    assert kept[1].tolist() == [1] + [float(x >= threshold) for x in values[1]] + [1]
     assert kept[2].tolist() == [1, 1]
-    left = top_weights(rows[1], units[1], None, 7, threshold=threshold, inverted=True)
+    left = TopShare(fraction)(rows, inverted=True)[1]
     assert (left + kept[1])[1:6].eq(1).all()
 
 
-def test_a_batch_without_units_has_no_threshold():
-    assert top_threshold([torch.zeros(0)], [[]], [3], 0.2) == -torch.inf
+def test_a_batch_without_units_weighs_one():
+    (weights,) = TopShare()([Judged(torch.zeros(0), [], None, 3)], inverted=False)
+    assert weights.tolist() == [1, 1, 1]
 
 
 def test_identity_takes_importances_for_weights_and_refuses_negative_ones():
-    assert identity_weights(torch.tensor([0.0, 2.5]), [Span(0, 2), Span(3, 4)], None, 5).tolist() == [0, 0, 1, 2.5, 1]
+    row = Judged(torch.tensor([0.0, 2.5]), [Span(0, 2), Span(3, 4)], None, 5)
+    (weights,) = Identity()([row], inverted=False)
+    assert weights.tolist() == [0, 0, 1, 2.5, 1]
     with pytest.raises(ValueError, match=r"importances, unit 1: as a weight it must be >= 0, got -2\.5"):
-        identity_weights(torch.tensor([0.0, -2.5]), [Span(0, 2), Span(3, 4)], None, 5)
+        Identity()([row._replace(importances=torch.tensor([0.0, -2.5]))], inverted=False)
 
 
 @given(importance_lists)
 def test_a_range_of_importances_is_that_of_drops_with_the_sign_turned(importances):
     values = torch.tensor(importances)
     units = tokens(len(values))
-    assert torch.equal(range_weights(values, units, None, 12), span_weights(-values, units, None, 12))
+    (weights,) = Range()([Judged(values, units, None, 12, FLOAT32_NOISE)], inverted=False)
+    assert torch.equal(weights, span_weights(-values, units, None, 12))
 
 
 @given(st.integers(2, 12), st.integers(0, 9), st.floats(0.1, 1))
@@ -216,7 +226,7 @@ def test_a_token_without_influence_moves_the_policy_less_than_under_equal_credit
     generator = torch.Generator().manual_seed(seed)
     importances = torch.rand(count, generator=generator) * 3 + 0.5
     importances[0] = 0.0
-    weights = bilevel_weights(importances, tokens(count), None, count, tau=tau)
+    weights = bilevel(importances, tokens(count), None, count, tau=tau)
     gradients = []
     for row in (weights, torch.ones(count)):
         logits = torch.randn(count, 7, generator=torch.Generator().manual_seed(1), requires_grad=True)
@@ -232,5 +242,5 @@ def test_a_token_without_influence_moves_the_policy_less_than_under_equal_credit
 @pytest.mark.parametrize("length", [1, 10, 1000])
 def test_the_mass_of_a_completion_grows_with_its_length_alone(length):
     importances = torch.rand(length, generator=torch.Generator().manual_seed(0)) * 5
-    weights = bilevel_weights(importances, tokens(length), Span(length, length + 2), length + 3)
+    weights = bilevel(importances, tokens(length), Span(length, length + 2), length + 3)
     assert weights.sum().item() == pytest.approx(length + 3, rel=1e-5)

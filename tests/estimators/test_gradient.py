@@ -1,4 +1,4 @@
-"""gradient_saliency equals plain forwards and autograd, row by row, and leaves the model and its gradients alone."""
+"""Gradients equal plain forwards and autograd, row by row, and leave the model and its own gradients alone."""
 
 import contextlib
 import functools
@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch.nn import functional
 
 from cfa_kernels.estimators import gradient
-from cfa_kernels.estimators.gradient import gradient_saliency
+from cfa_kernels.estimators.gradient import Gradient
 from cfa_kernels.hf.verify import check_supported
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import score_counterfactuals
@@ -51,7 +51,7 @@ def saliency(model, rows=None, **options):
 
 def saliency_and_work(model, *columns, generator=None, token_budget=None, **options):
     given = batch_of(model, *columns, generator=generator, token_budget=token_budget)
-    found = gradient_saliency(InProcess(model), given, **options)
+    found = Gradient(**options)(InProcess(model), given)
     return given.to_callers_order(found.values), found.work
 
 
@@ -350,11 +350,11 @@ def test_gradients_below_what_float16_resolves_are_not_lost():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"outcome": "first"}, "outcome must be one of logprob, mean_logprob, last, mean, got 'first'"),
-        ({"sigma": -1e-3}, "sigma must be a finite number, at least 0, got -0.001"),
-        ({"sigma": float("nan")}, "sigma must be a finite number, at least 0, got nan"),
-        ({"samples": 0}, "samples must be a whole number, at least 1, got 0"),
-        ({"samples": 1.5}, "samples must be a whole number, at least 1, got 1.5"),
+        ({"outcome": "first"}, "outcome must be one of 'logprob', 'mean_logprob', 'last', 'mean', got 'first'"),
+        ({"sigma": -1e-3}, "sigma must be finite and at least 0, got -0.001"),
+        ({"sigma": float("nan")}, "sigma must be finite and at least 0, got nan"),
+        ({"samples": 0}, "samples must be an integer, at least 1, got 0"),
+        ({"samples": 1.5}, "samples must be an integer, at least 1, got 1.5"),
         ({"generator": 3}, "generator must be a torch.Generator or None, got int"),
         ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
     ],

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cfa_kernels.estimators.masking import Masking
-from cfa_kernels.estimators.preselection import position_estimates, run_units, top_units
+from cfa_kernels.estimators.preselection import POSITION_RULES, top_units
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
@@ -39,12 +39,9 @@ def test_the_top_units_are_the_largest_the_earlier_of_equals(values, share, top)
 
 
 def test_estimates_rank_by_length_or_position():
-    units = [[Span(0, 2), Span(3, 9), Span(9, 10)], []]
+    units = [Span(0, 2), Span(3, 9), Span(9, 10)]
     for name, ranked in (("length", [1, 0, 2]), ("first", [0, 1, 2]), ("last", [2, 1, 0])):
-        assert position_estimates(name, units)[0].argsort(descending=True).tolist() == ranked
-    assert len(position_estimates("length", units)[1]) == 0
-    with pytest.raises(ValueError, match="name must be one of length, first, last, got 'middle'"):
-        position_estimates("middle", units)
+        assert sorted(range(3), key=lambda k, rule=POSITION_RULES[name]: -rule(units[k])) == ranked
 
 
 def test_preselected_units_are_masked_exactly_and_the_others_claim_nothing(qwen3):
@@ -112,18 +109,3 @@ def test_estimates_that_are_not_finite_are_refused_by_row_and_unit(qwen3):
 def test_bad_shares_and_choosers_are_refused_when_they_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         Masking(**options)
-
-
-@pytest.mark.parametrize(
-    ("end", "length", "start", "units"),
-    [(7, 3, 0, [(0, 3), (3, 6), (6, 7)]), (4, 1, 2, [(2, 3), (3, 4)]), (0, 2, 0, []), (3, 8, 0, [(0, 3)])],
-)
-def test_runs_cover_the_reasoning_without_gaps(end, length, start, units):
-    assert run_units(end, length, start=start) == [Span(*unit) for unit in units]
-
-
-def test_bad_runs_are_refused_by_value():
-    with pytest.raises(ValueError, match="length must be at least 1, got 0"):
-        run_units(3, 0)
-    with pytest.raises(ValueError, match=r"start must be in \[0, 3\], got 4"):
-        run_units(3, 1, start=4)

@@ -38,29 +38,26 @@ def scores_of(model, *data, **options):
     return resampled_scores(InProcess(model), rows, **options).in_callers_order(rows)
 
 
-def chances(model, ids, temperature):
+def chances(model, ids):
     """(V,) float64 distribution of the token after `ids`, by one plain forward."""
     exact = copy.deepcopy(model).double().eval()
     with torch.no_grad():
-        return (exact(input_ids=ids[None].to(exact.device)).logits[0, -1].double().cpu() / temperature).softmax(-1)
+        return exact(input_ids=ids[None].to(exact.device)).logits[0, -1].double().cpu().softmax(-1)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "temperature"),
-    [("Qwen3", {}, 1.0), ("Qwen3", {}, 0.6), ("Gemma2", {}, 1.0), ("Cohere", {}, 2.0), ("Lfm2", RECURRENT, 1.0)],
-)
-def test_every_fill_token_is_drawn_from_the_model_given_what_stands_before_it(name, changes, temperature):
+@pytest.mark.parametrize(("name", "changes"), [("Qwen3", {}), ("Gemma2", {}), ("Cohere", {}), ("Lfm2", RECURRENT)])
+def test_every_fill_token_is_drawn_from_the_model_given_what_stands_before_it(name, changes):
     model = make_model(name, initializer_range=0.1, **changes)
     prompts, completions = tokens(7, 7), tokens(9, 12, seed=1)
     spans = [[Span(4, 7), Span(0, 2)], [Span(10, 12)]]
-    fills, _ = fills_of(model, prompts, completions, spans, seed=3, temperature=temperature)
+    fills, _ = fills_of(model, prompts, completions, spans, seed=3)
     for prompt, completion, row, row_fills in zip(prompts, completions, spans, fills, strict=True):
         for span, fill in zip(row, row_fills, strict=True):
             context = torch.cat([prompt, completion[: span.start]])
             draws = _Fill(0, Row(prompt.numpy(), completion.numpy(), [], None), span, "3/0").draws
             assert len(fill) == len(draws) == span.end - span.start
             for i, (token, draw) in enumerate(zip(fill.tolist(), draws.tolist(), strict=True)):
-                p = chances(model, torch.cat([context, fill[:i]]), temperature)
+                p = chances(model, torch.cat([context, fill[:i]]))
                 before = p[:token].sum()
                 assert before - 1e-4 <= draw <= before + p[token] + 1e-4
 
@@ -129,9 +126,9 @@ def test_resampled_scores_are_means_over_the_fills(outcome):
     ("row", "fill", "message"),
     [
         (1, [torch.zeros(5, dtype=torch.long)], "fills row 1: has 1 fills for 3 spans"),
-        (2, [torch.zeros(2, dtype=torch.long)], r"fills row 2, span 0: must be an int64 tensor \(1,\), got .* \(2,\)"),
-        (2, [torch.zeros(1)], r"fills row 2, span 0: must be an int64 tensor \(1,\), got torch.float32"),
-        (2, [torch.tensor([VOCAB])], "fills row 2, span 0: id 211 is outside the vocabulary"),
+        (2, [torch.zeros(2, dtype=torch.long)], "fills row 2, span 0: must hold an id for each of 1 tokens, got 2"),
+        (2, [torch.zeros(1)], "fills row 2, span 0: must be a 1-D int64 tensor .* got torch.float32"),
+        (2, [torch.tensor([VOCAB])], "fills row 2, span 0: id 211 at position 0 is outside the vocabulary"),
     ],
 )
 def test_bad_fills_are_refused_by_row_and_span(qwen3, row, fill, message):
@@ -140,22 +137,6 @@ def test_bad_fills_are_refused_by_row_and_span(qwen3, row, fill, message):
     fills[row] = fill
     with pytest.raises(ValueError, match=message):
         score_counterfactuals(qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER, fills=fills)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": 0.0}, "temperature must be positive and finite, got 0.0"),
-        ({"seed": None}, "seed must be an integer, got None"),
-        ({"seed": True}, "seed must be an integer, got True"),
-        ({"spans": [[Span(0, 99)]] + [[]] * 6}, r"spans row 0, span 0: \(0, 99\) is not a non-empty span"),
-    ],
-)
-def test_bad_resampling_is_refused_by_name(qwen3, options, message):
-    prompts, completions, spans, _ = batch()
-    given = {"spans": spans, "seed": 0, **options}
-    with pytest.raises(ValueError, match=message):
-        fills_of(qwen3, prompts, completions, **given)
 
 
 def test_a_nan_distribution_names_its_row():
@@ -167,8 +148,3 @@ def test_a_nan_distribution_names_its_row():
         model.get_input_embeddings().weight[210] = float("nan")
     with pytest.raises(FloatingPointError, match="completions row 4: the model gave a nan"):
         fills_of(model, prompts, completions, spans, seed=0)
-
-
-def test_a_span_is_filled_at_least_once(qwen3):
-    with pytest.raises(ValueError, match="samples must be an integer of at least 1, got 0"):
-        scores_of(qwen3, *batch(), seed=0, samples=0)

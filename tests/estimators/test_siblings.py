@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -11,11 +12,16 @@ from hypothesis import strategies as st
 
 from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.estimators.siblings import (
+    KTAE,
+    PrefixTreeValues,
+    SiblingEdits,
     correct_siblings,
     ktae_values,
     prefix_tree_values,
     sibling_edits,
 )
+from cfa_kernels.scoring.access import InProcess
+from cfa_kernels.scoring.batch import ScoredBatch
 from tests.support.edit_table import edits_by_table, table
 
 ROW = st.lists(st.integers(0, 2), max_size=7)
@@ -102,7 +108,7 @@ def fisher_p(a: int, b: int, c: int, d: int) -> Fraction:
     return Fraction(sum(w for w in possible if w <= ways(a)), sum(possible))
 
 
-def ktae_by_definition(batch, alpha: float, beta: float, top: float) -> list[list[float]]:
+def ktae_by_definition(batch) -> list[list[float]]:
     values = []
     for row, group, _, _ in batch:
         right = [set(r) for r, g, c, _ in batch if g == group and c]
@@ -127,18 +133,17 @@ def ktae_by_definition(batch, alpha: float, beta: float, top: float) -> list[lis
                 if cell:
                     gain += cell / n * math.log2(cell * n / (of_class * of_presence))  # mutual information
             h = math.asin(math.sqrt(a / (a + c))) - math.asin(math.sqrt(b / (b + d)))
-            x = (alpha * fisher + beta * gain) * h / (alpha + beta)
-            found.append(2 * top * (1 / (1 + math.exp(-x)) - 0.5))
+            x = (fisher + 2 * gain) * h / 3
+            found.append(2 * (1 / (1 + math.exp(-x)) - 0.5))
         values.append(found)
     return values
 
 
-@given(BATCH, st.sampled_from([(1.0, 2.0, 1.0), (1.0, 0.0, 0.5), (0.0, 3.0, 2.0)]))
-def test_ktae_is_its_formula_for_every_token_of_every_group(batch, options) -> None:
+@given(BATCH)
+def test_ktae_is_its_formula_for_every_token_of_every_group(batch) -> None:
     completions, groups, correct, _ = columns(batch)
-    alpha, beta, top = options
-    found = ktae_values(completions, groups, correct, fisher_weight=alpha, information_weight=beta, top=top)
-    for row, expected in zip(found, ktae_by_definition(batch, *options), strict=True):
+    found = ktae_values(completions, groups, correct)
+    for row, expected in zip(found, ktae_by_definition(batch), strict=True):
         assert row.dtype == torch.float32
         assert row.tolist() == pytest.approx(expected, abs=1e-6)
 
@@ -156,11 +161,10 @@ def test_ktae_of_a_group_worked_by_hand() -> None:
 def test_mirrored_tables_are_equally_likely_to_the_last_bit() -> None:
     """Held by 2 of 3 right and 1 of 3 wrong, or the other way round: both count for either, so p = 1 and F = 0."""
     texts, correct = ["a", "a", "b", "a", "b", "b"], torch.tensor([True] * 3 + [False] * 3)
-    found = ktae_values(
-        [ids(t) for t in texts], torch.zeros(6, dtype=torch.int64), correct, fisher_weight=1.0, information_weight=0.0
-    )
+    found = ktae_values([ids(t) for t in texts], torch.zeros(6, dtype=torch.int64), correct)
     assert fisher_p(2, 1, 1, 2) == 1
-    assert all((row == 0).all() for row in found)
+    expected = ktae_by_definition([([ord(t)], 0, bool(right), 0.0) for t, right in zip(texts, correct, strict=True)])
+    assert [row.tolist() for row in found] == [pytest.approx(row, abs=1e-6) for row in expected]
 
 
 @pytest.mark.parametrize("correct", [[True, True], [False, False]])
@@ -223,15 +227,6 @@ def test_siblings_are_the_correct_ones_by_edit_distance(batch) -> None:
         assert found.tolist() == (edits_by_table(row, batch[near[0]][0]) if near else [1.0] * len(row))
 
 
-def test_siblings_found_before_are_taken_as_they_are() -> None:
-    completions, groups = [ids("ax"), ids("ay"), ids("bx")], torch.zeros(3, dtype=torch.int64)
-    correct = torch.tensor([False, True, True])
-    assert sibling_edits(completions, groups, correct)[0].tolist() == [0, 1]
-    assert sibling_edits(completions, groups, correct, siblings=[[2], [], []])[0].tolist() == [1, 0]
-    with pytest.raises(ValueError, match="siblings has 2 rows, completions has 3"):
-        sibling_edits(completions, groups, correct, siblings=[[2], []])
-
-
 def test_long_groups_are_aligned_in_time_linear_in_their_length() -> None:
     """16 completions of 1,000 tokens: tables of 64 million cells in all would take most of a minute."""
     generator = torch.Generator().manual_seed(0)
@@ -242,55 +237,20 @@ def test_long_groups_are_aligned_in_time_linear_in_their_length() -> None:
     assert time.process_time() - began < 5  # seconds of this process alone; it takes 0.2
 
 
-# Bad input
-
-THREE = [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([1])]
-GROUPS = torch.tensor([0, 0, 1])
-RIGHT = torch.tensor([True, False, True])
-
-
-@pytest.mark.parametrize("function", [ktae_values, sibling_edits, correct_siblings])
+@pytest.mark.parametrize("estimator", [PrefixTreeValues(), KTAE(), SiblingEdits()])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"groups": None}, "groups: none given"),
-        ({"groups": torch.tensor([0, 0])}, r"groups must hold one integer for each of 3 completions, got .* \(2,\)"),
-        ({"groups": torch.tensor([0.0, 0, 1])}, "one integer .* got torch.float32"),
-        ({"completions": [THREE[0], THREE[1].float(), THREE[2]]}, "completions row 1: must be a 1-D int64 tensor"),
-        ({"completions": [THREE[0], THREE[1], [4]]}, "completions row 2: must be a 1-D int64 tensor .* got list"),
-        ({"correct": None}, "correct: none given"),
-        ({"correct": torch.tensor([1, 0, 1])}, "correct must be boolean, got torch.int64"),
-        ({"correct": torch.tensor([True])}, r"correct must have one value for each of 3 completions, got \(1,\)"),
+        ({"groups": None}, "groups: no two completions are of one group"),
+        ({"groups": torch.tensor([0.0, 0, 1])}, "one integer for each of 3 completions, got torch.float32"),
+        ({"rewards": None}, "rewards must be given"),
+        ({"rewards": torch.tensor([1, math.nan, 0])}, "rewards row 5: must be finite, got nan"),
+        ({"rewards": torch.tensor([1, 0, math.inf])}, "rewards row 6: must be finite, got inf"),
     ],
 )
-def test_bad_groups_and_correctness_are_named(function, change, message) -> None:
+def test_bad_groups_and_rewards_are_named(estimator, change, message) -> None:
+    rows = [ids("ab"), ids("c"), ids("a")]
+    batch = ScoredBatch.of(None, rows, rows, numbers=[4, 5, 6])
+    given_by_a_host = {"groups": torch.tensor([0, 0, 1]), "rewards": torch.tensor([1.0, 0, 1])}
     with pytest.raises(ValueError, match=message):
-        function(**{"completions": THREE, "groups": GROUPS, "correct": RIGHT} | change)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "message"),
-    [
-        (None, "rewards: none given"),
-        (torch.ones(2), r"rewards must have one value for each of 3 completions, got \(2,\)"),
-        (torch.tensor([1, math.nan, 0]), "rewards row 1: must be finite, got nan"),
-        (torch.tensor([1, 0, math.inf]), "rewards row 2: must be finite, got inf"),
-    ],
-)
-def test_bad_rewards_are_named(rewards, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        prefix_tree_values(THREE, GROUPS, rewards)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fisher_weight": -1.0}, "fisher_weight must be finite and not negative, got -1.0"),
-        ({"information_weight": math.nan}, "information_weight must be finite and not negative, got nan"),
-        ({"fisher_weight": 0.0, "information_weight": 0.0}, "must not both be 0"),
-        ({"top": 0.0}, "top must be positive and finite, got 0.0"),
-    ],
-)
-def test_bad_ktae_options_are_named(options, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        ktae_values(THREE, GROUPS, RIGHT, **options)
+        estimator(InProcess(None), replace(batch, **given_by_a_host | change))

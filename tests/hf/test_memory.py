@@ -51,7 +51,7 @@ CALLS = {
     "short branches": importances(short_branches, outcome="mean"),
     "knockout": importances(answer_knockout, outcome="last"),
     "fills": filled,
-    "gradient": importances(gradient.gradient_saliency, samples=2, sigma=0.01),
+    "gradient": importances(gradient.Gradient(samples=2, sigma=0.01)),
 }
 
 

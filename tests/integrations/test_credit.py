@@ -74,7 +74,7 @@ def test_an_outcome_that_log_probs_do_not_tell_is_refused(outcome):
 def test_a_service_has_no_model_and_answers_no_queries():
     with pytest.raises(NotImplementedError, match="model: it is in other processes"):
         _ = LogprobService(service).model
-    with pytest.raises(NotImplementedError, match="whole completions and not queries"):
+    with pytest.raises(NotImplementedError, match="only log-probs of whole completions"):
         LogprobService(service).query([])
 
 

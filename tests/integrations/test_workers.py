@@ -86,7 +86,7 @@ def test_a_worker_that_does_not_answer_is_noticed():
 def test_what_only_the_workers_have_is_refused_by_name():
     nobody = Workers(lambda shares: [], 1)
     for ask in (lambda: nobody.model, lambda: nobody.query([])):
-        with pytest.raises(NotImplementedError, match="it is in the workers' processes"):
+        with pytest.raises(NotImplementedError, match="it is in other processes, and what asks it runs there"):
             ask()
 
 
