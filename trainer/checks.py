@@ -1,7 +1,7 @@
 """Stop a run whose numbers cannot be trusted, before they change a weight or are saved."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,16 +44,6 @@ def require_supported(policy: nn.Module, longest: int) -> None:
         noise_floor(causal)  # measured here, so that no step waits for it
 
     run_inside(policy, check)
-
-
-def require_finite_parameters(model: nn.Module, gathered: Mapping[str, Tensor] | None = None) -> None:
-    """Raise `FloatingPointError` naming the first parameter of `model` that holds a nan or an infinity.
-
-    Where only pieces of them are here, `gathered` holds them by name.
-    """
-    for name, parameter in model.named_parameters() if gathered is None else gathered.items():
-        if not parameter.isfinite().all():
-            raise FloatingPointError(f"model: parameter {name} is not finite")
 
 
 def require_finite(done: Pass, policy: nn.Module) -> None:

@@ -4,12 +4,12 @@ This is the trainer's one contact with PEFT and with files of weights.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from cfa_kernels.hf.liger import keep_own_modules
-from trainer.checks import require_finite_parameters
 from trainer.config import TrainConfig, model_path
 from trainer.precision import frozen_copy
 from trainer.processes import is_first, whole_state
@@ -139,6 +138,16 @@ def _listed(names: Sequence[str]) -> str:
     shown = sorted(names)[:_NAMES_SHOWN]
     rest = len(names) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
+
+
+def require_finite_parameters(model: nn.Module, gathered: Mapping[str, Tensor] | None = None) -> None:
+    """Raise `FloatingPointError` naming the first parameter of `model` that holds a nan or an infinity.
+
+    Where only pieces of them are here, `gathered` holds them by name.
+    """
+    for name, parameter in model.named_parameters() if gathered is None else gathered.items():
+        if not parameter.isfinite().all():
+            raise FloatingPointError(f"model: parameter {name} is not finite")
 
 
 def save_policy(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

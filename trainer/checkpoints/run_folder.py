@@ -29,9 +29,9 @@ from trainer.checkpoints.files import (
 )
 from trainer.checkpoints.settings import MAY_CHANGE, STEADY_SCHEDULES
 from trainer.checkpoints.state import WEIGHTS, Tensors, read_json, read_state, tensors_of, write_state
-from trainer.checks import require_finite_parameters
 from trainer.cli import to_yaml
 from trainer.config import TrainConfig
+from trainer.policy import require_finite_parameters
 from trainer.processes import of_first
 from trainer.state import Trainer
 
