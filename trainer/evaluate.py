@@ -86,7 +86,7 @@ def evaluate(
     def completed(problems: Sequence[int], **options: Any) -> list[tuple[bool, str, int]]:
         """Complete the prompts of problems, by number: whether solved, text and tokens of each."""
         keys, found = options.pop("keys", None), dict[int, tuple[bool, str, int]]()
-        by_length = own(sorted(range(len(problems)), key=lambda at: len(prompts[problems[at]])))
+        by_length = sorted(own(range(len(problems))), key=lambda at: len(prompts[problems[at]]))
         for start in range(0, len(by_length), batch_size):
             batch = by_length[start : start + batch_size]
             chosen = [problems[at] for at in batch]

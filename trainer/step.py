@@ -37,7 +37,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
         rollouts = draw(trainer, keys)
 
     trainer.sampled = Batch.unrewarded([key[-2] for key in keys], rollouts, keys)
-    batch = trainer.sampled = of_all_processes(rewarded(trainer, keys, rollouts), config.num_generations)
+    batch = trainer.sampled = of_all_processes(rewarded(trainer, keys, rollouts))
     rollouts = batch.rollouts
     shaped = shape_rewards(trainer, batch, times)  # rewards (B,), edits (B, T)
     advantages = group_advantages(shaped.rewards, config.num_generations, config.scale_rewards)  # (B,)
@@ -89,11 +89,11 @@ def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollou
     return Batch(problems, keys, rollouts, columns, rewards, found)
 
 
-def of_all_processes(batch: Batch, size: int) -> Batch:
-    """Put what each process sampled, whole groups of `size`, together on each, in the order of the step's problems."""
+def of_all_processes(batch: Batch) -> Batch:
+    """Put what each process sampled together on each, in the order of the step's problems."""
     if processes.count() == 1:
         return batch
-    return Batch.joined(processes.gathered(dataclasses.replace(batch, rollouts=to_host(batch.rollouts))), size)
+    return Batch.joined(processes.gathered(dataclasses.replace(batch, rollouts=to_host(batch.rollouts))))
 
 
 def update(
