@@ -6,6 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.rollouts import Rollouts
+
+ARGUMENTS = ("prompts", "completions", "completion_ids")
+"""What reward functions are given beside the columns of the data, under these names."""
+
 
 class RewardError(ValueError):
     """A reward function did not give rewards; the message names it and, if it can be known, the row."""
@@ -13,7 +18,7 @@ class RewardError(ValueError):
 
 def require_callable(functions: Mapping[str, Callable[..., Any]], columns: Mapping[str, Any]) -> None:
     """Raise `ValueError` naming the first reward function that cannot be called with `columns` of the data."""
-    given = dict.fromkeys(["prompts", "completions", "completion_ids", *columns])
+    given = dict.fromkeys([*ARGUMENTS, *columns])
     for name, function in functions.items():
         try:
             signature = inspect.signature(function)
@@ -26,6 +31,12 @@ def require_callable(functions: Mapping[str, Callable[..., Any]], columns: Mappi
                 f"reward {name}: {problem}; it is called with prompts, completions, completion_ids and the columns "
                 f"{sorted(columns)} by name, and takes those that it does not read by **others"
             ) from problem
+
+
+def arguments(columns: Mapping[str, Sequence[Any]], rollouts: Rollouts) -> dict[str, Sequence[Any]]:
+    """Collect what reward functions are called with: columns of the data, and what was sampled for their rows."""
+    sampled = columns["question"], rollouts.texts, rollouts.ids()
+    return {**dict(zip(ARGUMENTS, sampled, strict=True)), **columns}
 
 
 def called(name: str, function: Callable[..., Any], samples: Sequence[str], given: Mapping[str, Sequence[Any]]) -> Any:

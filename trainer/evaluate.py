@@ -4,9 +4,8 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from trainer.calls import called
+from trainer.calls import arguments, called
 from trainer.config import TrainConfig
 from trainer.data import Row
 from trainer.processes import gathered, own
@@ -83,9 +82,11 @@ def evaluate(
         RewardError: `match` raised; the message names the problem.
     """
 
-    def completed(problems: Sequence[int], **options: Any) -> list[tuple[bool, str, int]]:
+    def completed(
+        problems: Sequence[int], keys: Sequence[tuple[int, ...]] | None = None, **options: float
+    ) -> list[tuple[bool, str, int]]:
         """Complete the prompts of problems, by number: whether solved, text and tokens of each."""
-        keys, found = options.pop("keys", None), dict[int, tuple[bool, str, int]]()
+        found = dict[int, tuple[bool, str, int]]()
         by_length = sorted(own(range(len(problems))), key=lambda at: len(prompts[problems[at]]))
         for start in range(0, len(by_length), batch_size):
             batch = by_length[start : start + batch_size]
@@ -95,12 +96,11 @@ def evaluate(
                 [prompts[i] for i in chosen],
                 max_completion_length=max_completion_length,
                 names=names,
-                **options if keys is None else {**options, "keys": [keys[at] for at in batch]},
+                keys=keys and [keys[at] for at in batch],
+                **options,
             )
             columns = {name: [rows[i][name] for i in chosen] for name in rows[0]}
-            arguments: dict[str, Sequence[Any]] = {"prompts": columns["question"], "completions": rollouts.texts}
-            arguments |= {"completion_ids": rollouts.ids(), **columns}
-            given = called("of evaluation", match, names, arguments)
+            given = called("of evaluation", match, names, arguments(columns, rollouts))
             lengths = rollouts.completion_mask.sum(1).tolist()
             for at, one, text, length in zip(batch, given, rollouts.texts, lengths, strict=True):
                 found[at] = one is not None and one >= 1, text, length

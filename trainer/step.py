@@ -18,6 +18,7 @@ from cfa_kernels.hf.memory import run_in_memory
 from cfa_kernels.hf.sharding import is_sharded, run_inside
 from cfa_kernels.scoring.training_forward import PackedLoss
 from trainer import processes
+from trainer.calls import arguments
 from trainer.checks import checked_sampling_gap, require_finite, sampling_metrics
 from trainer.experimental.hook import shape_rewards
 from trainer.microbatch import ByRow, Credits, MicroBatch, Pass, by_row, fetched, micro_batches, on_host, to_host
@@ -77,15 +78,8 @@ def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollou
     rows = [trainer.rows[i] for i in problems]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     names = [f"sample {b} ({row.where})" for b, row in enumerate(rows)]
-    rewards, found = compute_rewards(
-        trainer.rewards,
-        columns["question"],
-        rollouts.texts,
-        rollouts.ids(),
-        columns,
-        weights=trainer.config.reward_weights,
-        names=names,
-    )
+    weights = trainer.config.reward_weights
+    rewards, found = compute_rewards(trainer.rewards, arguments(columns, rollouts), weights=weights, names=names)
     return Batch(problems, keys, rollouts, columns, rewards, found)
 
 

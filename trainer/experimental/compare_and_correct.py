@@ -24,10 +24,11 @@ from transformers import PreTrainedTokenizerBase
 from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.estimators.siblings import correct_siblings
 from cfa_kernels.hf.model import causal_lm, context_length
+from trainer.calls import arguments
 from trainer.config import TrainConfig
 from trainer.data import encode_prompt, longest_prompt
 from trainer.rewards import Reward, compute_rewards
-from trainer.rollouts import Engine
+from trainer.rollouts import Engine, Rollouts
 from trainer.state import Batch, Shaped, Trainer
 
 _STREAM = 1  # at the end of a sample's key: its correction draws numbers of its own
@@ -85,10 +86,9 @@ def compare_and_correct(
             top_p=config.top_p,
             names=[f"the correction of sample {b}" for b in fitting],
         )
-        corrected_ids = corrected.ids()
-        right = _are_right(functions, config, columns, fitting, corrected.texts, corrected_ids)
+        right = _are_right(functions, config, columns, fitting, corrected)
         gated = []
-        for b, is_right, row in zip(fitting, right, corrected_ids, strict=True):
+        for b, is_right, row in zip(fitting, right, corrected.ids(), strict=True):
             if is_right:
                 shaped[b] += config.correction_reward * config.correction_score
             if is_right or config.correction_credit == "all":
@@ -155,15 +155,12 @@ def _are_right(
     config: TrainConfig,
     columns: Mapping[str, Sequence[Any]],
     samples: Sequence[int],
-    texts: Sequence[str],
-    ids: Sequence[list[int]],
+    corrected: Rollouts,
 ) -> list[bool]:
     """Whether each correction earns the reward of a correct completion."""
     chosen = {name: [column[b] for b in samples] for name, column in columns.items()}
     try:
-        rewards, _ = compute_rewards(
-            functions, chosen["question"], texts, list(ids), chosen, weights=config.reward_weights
-        )
+        rewards, _ = compute_rewards(functions, arguments(chosen, corrected), weights=config.reward_weights)
     except (ValueError, FloatingPointError) as problem:
         raise type(problem)(f"corrections of samples {list(samples)}, counted from 0: {problem}") from problem
     return (rewards >= config.correct_threshold).tolist()

@@ -172,7 +172,8 @@ def test_every_gsm8k_gold_answer_is_an_integer(gsm8k) -> None:
 
 
 def rewards_of(**functions) -> tuple[torch.Tensor, dict]:
-    return compute_rewards(functions, ["q"] * 3, ["a", "b", "c"], [[1], [2], [3]], {"answer": ["1", "2", "3"]})
+    given = {"prompts": ["q"] * 3, "completions": ["a", "b", "c"], "completion_ids": [[1], [2], [3]]}
+    return compute_rewards(functions, given | {"answer": ["1", "2", "3"]})
 
 
 def test_reward_functions_get_trl_arguments_and_are_added_up_without_abstentions() -> None:
