@@ -14,11 +14,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer.calls import ARGUMENTS
 from trainer.config import GENERATED, DataConfig, TrainConfig
 from trainer.embedded.problems import generate
-from trainer.numbers import gold_number
-from trainer.rewards.mbpp import mbpp_row
+from trainer.rewards.calls import ARGUMENTS
+from trainer.rewards.code.mbpp import mbpp_row
+from trainer.rewards.numbers import gold_number
 
 
 class Row(dict[str, Any]):

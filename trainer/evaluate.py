@@ -5,11 +5,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainer.calls import arguments, called
 from trainer.config import TrainConfig
 from trainer.data import Row
 from trainer.processes import gathered, own
 from trainer.rewards import Reward, exact_match
+from trainer.rewards.calls import arguments, called
 from trainer.rollouts import Engine
 
 _STREAM = 2  # at the end of a sample's key: evaluation draws numbers of its own

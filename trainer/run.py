@@ -9,7 +9,6 @@ from transformers import get_scheduler, set_seed
 
 from cfa_kernels.hf.model import context_length
 from trainer import processes
-from trainer.calls import RewardError, require_callable
 from trainer.checkpoints.files import DiskError, whole_folder
 from trainer.checkpoints.run_folder import RunFolder, open_run
 from trainer.checks import require_supported, sampling_gap_limit
@@ -24,6 +23,7 @@ from trainer.precision import adamw
 from trainer.preflight import check_before_loading
 from trainer.report import Report, Silence
 from trainer.rewards import load_reward, load_rewards
+from trainer.rewards.calls import RewardError, require_callable
 from trainer.rollouts import engine_for
 from trainer.state import Trainer
 from trainer.step import problem_batches

@@ -18,13 +18,13 @@ from cfa_kernels.hf.memory import run_in_memory
 from cfa_kernels.hf.sharding import is_sharded, run_inside
 from cfa_kernels.scoring.training_forward import PackedLoss
 from trainer import processes
-from trainer.calls import arguments
 from trainer.checks import checked_sampling_gap, require_finite, sampling_metrics
 from trainer.experimental.hook import shape_rewards
 from trainer.microbatch import ByRow, Credits, MicroBatch, Pass, by_row, fetched, micro_batches, on_host, to_host
 from trainer.report.metrics import Averages, Step, length_metrics, reward_metrics
 from trainer.report.stages import StageTimes
 from trainer.rewards import compute_rewards, group_advantages
+from trainer.rewards.calls import arguments
 from trainer.rollouts import Rollouts
 from trainer.state import Batch, Shaped, Trainer
 

@@ -22,7 +22,7 @@ from cfa_kernels.estimators.probes import own_probe
 from cfa_kernels.estimators.siblings import ktae_values, prefix_tree_values, sibling_edits
 from cfa_kernels.estimators.total_effects import total_effects
 from cfa_kernels.scoring.access import InProcess
-from trainer.numbers import final_number
+from trainer.rewards.numbers import final_number
 from trainer.rollouts import generate
 
 

@@ -24,10 +24,10 @@ from transformers import PreTrainedTokenizerBase
 from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.estimators.siblings import correct_siblings
 from cfa_kernels.hf.model import causal_lm, context_length
-from trainer.calls import arguments
 from trainer.config import TrainConfig
 from trainer.data import encode_prompt, longest_prompt
 from trainer.rewards import Reward, compute_rewards
+from trainer.rewards.calls import arguments
 from trainer.rollouts import Engine, Rollouts
 from trainer.state import Batch, Shaped, Trainer
 

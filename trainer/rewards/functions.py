@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from cfa_kernels.text.rules import AnswerFormat
-from trainer.calls import RewardError, called
-from trainer.numbers import final_number, gold_number
-from trainer.rewards.code_reward import CodeReward
-from trainer.rewards.isolation import Isolation
-from trainer.rewards.math_reward import MathReward
+from trainer.rewards.calls import RewardError, called
+from trainer.rewards.code.isolation import Isolation
+from trainer.rewards.code.reward import CodeReward
+from trainer.rewards.math.reward import MathReward
+from trainer.rewards.numbers import final_number, gold_number
 from trainer.rewards.settings import BUILT_IN
 
 Reward = Callable[..., list[float | None]]

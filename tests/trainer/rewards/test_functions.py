@@ -10,8 +10,8 @@ import torch
 from cfa_kernels import answer_text_span
 from trainer.config import TrainConfig
 from trainer.evaluate import evaluate
-from trainer.numbers import final_number, gold_number, parse_number
 from trainer.rewards import compute_rewards, exact_match, group_advantages, load_reward
+from trainer.rewards.numbers import final_number, gold_number, parse_number
 from trainer.run import set_up, train
 
 FORMS_OF_18 = [

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.rewards.children import next_line
-from trainer.rewards.isolation import LAUNCHES, NOBODY, PATH, Isolation
+from trainer.rewards.code.isolation import LAUNCHES, NOBODY, PATH, Isolation
 
 MEMORY_BYTES = 1 << 30
 START_SECONDS = 60.0
 READY = b"ready\n"
-_JUDGE = Path(__file__).with_name("code_judge.py")
+_JUDGE = Path(__file__).with_name("judge.py")
 _FENCED = re.compile(r"^```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
 
 
@@ -34,7 +34,7 @@ class CodeReward:
     """Give 1 where a completion's last fenced block of Python passes all tests of its row, else 0.
 
     Tests come from the column `tests`, a list of statements for each row, after `test_setup` where there is one. They
-    run in one process, the solution in another: see `code_judge`. Both are isolated by bubblewrap or by namespaces:
+    run in one process, the solution in another: see `judge`. Both are isolated by bubblewrap or by namespaces:
     no network, no files but Python's and an empty folder in memory, no process but their own, no capability, an empty
     environment. Limits hold besides: CPU time, memory, file size, open files, no further process or thread.
 

@@ -13,7 +13,7 @@ from cfa_kernels import answer_text_span
 from trainer.rewards.children import next_line
 
 START_SECONDS = 120  # SymPy takes seconds to load, on a busy machine many
-_CHILD = Path(__file__).with_name("math_child.py")
+_CHILD = Path(__file__).with_name("child.py")
 
 
 class MathReward:

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from trainer.calls import RewardError, called, require_callable
+from trainer.rewards.calls import RewardError, called, require_callable
 
 SAMPLES = [f"sample {b} (row {10 * b})" for b in range(4)]
 GIVEN = {"prompts": ["q"] * 4, "completions": ["a", "b", "c", "d"], "completion_ids": [[0]] * 4, "level": [1, 2, 3, 0]}
