@@ -4,11 +4,13 @@ This is the trainer's one contact with PEFT and with files of weights.
 """
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -25,6 +27,43 @@ from trainer.precision import frozen_copy
 from trainer.processes import is_first, whole_state
 
 _NAMES_SHOWN = 5
+
+
+def require_model_files(name: str) -> None:
+    """Raise an error that names a model unless its folder has what is read from it; a hub name is left to the hub.
+
+    Of weights in safetensors only the header is read, which says how long the file must be.
+    """
+    folder = Path(model_path(name))
+    if folder.is_file():
+        raise NotADirectoryError(f"model {name}: is a file; name a folder, or a model on the hub")
+    if not folder.is_dir():
+        if folder.is_absolute() or name.startswith(".") or len(folder.parts) > 2:
+            raise FileNotFoundError(f"model {name}: there is no such folder")
+        return
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"model {name}: its folder has no config.json")
+    index = folder / "model.safetensors.index.json"
+    weights = ["model.safetensors"]
+    if index.is_file():
+        try:
+            weights = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise ValueError(f"model {name}: {index} is not an index of weights: {problem!r}") from problem
+        if absent := [file for file in weights if not (folder / file).is_file()]:
+            raise FileNotFoundError(f"model {name}: {index} names {absent[0]}, which is not there")
+    elif not (folder / weights[0]).is_file():
+        if not list(folder.glob("*.bin")):
+            raise FileNotFoundError(f"model {name}: its folder has no weights, expected {folder / weights[0]}")
+        return
+    for file in weights:
+        try:
+            with safe_open(folder / file, "pt"):
+                pass
+        except SafetensorError as problem:
+            raise ValueError(
+                f"model {name}: {folder / file} is not whole safetensors: {problem}; copy or download it again"
+            ) from problem
 
 
 def load_tokenizer(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:

@@ -18,13 +18,13 @@ from trainer.endings import Ended, Ending
 from trainer.evaluate import Draws, evaluate
 from trainer.experimental.hook import check_experiments
 from trainer.nonfinite import attempted_step
-from trainer.policy import Reference, load_policy, load_tokenizer, save_policy
-from trainer.precision import adamw
-from trainer.preflight import check_before_loading
+from trainer.policy import Reference, load_policy, load_tokenizer, require_model_files, save_policy
+from trainer.precision import adamw, require_device
 from trainer.report import Report, Silence
+from trainer.report.trackers import tracker_library
 from trainer.rewards import load_reward, load_rewards
 from trainer.rewards.calls import RewardError, require_callable
-from trainer.rollouts import engine_for
+from trainer.rollouts import await_engine, engine_for
 from trainer.state import Trainer
 from trainer.step import problem_batches
 
@@ -40,7 +40,11 @@ def set_up(config: TrainConfig) -> Trainer:
             model and the reason.
     """
     processes.start(config)
-    check_before_loading(config)
+    for name in config.report_to:
+        tracker_library(name)
+    require_device(config.precision.device)
+    require_model_files(config.model)
+    await_engine(config)
     rewards = load_rewards(config.reward_funcs, **config.reward_options)
     loaded = dict(zip(config.reward_funcs, rewards.values(), strict=True))
     grader = loaded.get(config.grader) or load_reward(config.grader, **config.reward_options)

@@ -34,6 +34,11 @@ class Trainer:
     grader: Reward  # solved where it gives 1 or more
     sampled: "Batch | None" = None  # by the step under way, as far as it is known
 
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Name the weights that an optimizer step changes, tied ones once."""
+        return {name: weight for name, weight in self.policy.named_parameters() if weight.requires_grad}
+
 
 @dataclass(frozen=True)
 class Batch:

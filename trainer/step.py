@@ -6,7 +6,7 @@
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -123,7 +123,7 @@ def update(
         if iteration == 0:
             logprobs = [row for done in passes for row in done.logprobs]
             objective.old.update(by_row([done.micro for done in passes], logprobs))
-        torch.nn.utils.clip_grads_with_norm_(trained(trainer), config.max_grad_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(trainer.trained.values(), config.max_grad_norm, norm)
         trainer.optimizer.step()
         trainer.engine.weights_changed()
         losses = (done.loss.item() for done in passes)
@@ -208,7 +208,7 @@ def backward(
         if config.loss_type == "bnpo":  # the one type that normalises by its own micro-batch
             loss = loss * (micro.share / count)
         (loss * processes.count() if shared else loss).backward()  # what shares the model averages its gradients
-        norm = gradient_norm(trained(trainer))
+        norm = gradient_norm(trainer.trained.values())
         passes.append(Pass(micro, loss.detach(), norm, measured, logprobs))
     return fetched(passes), norm
 
@@ -232,20 +232,15 @@ def of_all_gradients(trainer: Trainer, passes: list[Pass], norm: Tensor, ratios:
     for _, theirs in found:
         ratios |= theirs
     if together and not is_sharded(trainer.policy):
-        processes.sum_gradients(trained(trainer))
-        norm = gradient_norm(trained(trainer))
+        processes.sum_gradients([*trainer.trained.values()])
+        norm = gradient_norm(trainer.trained.values())
     return [*together[:-1], *(last._replace(norm=norm.cpu()) for last in together[-1:])], norm
 
 
-def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Compute the norm of all gradients, also where they are in pieces on several processes; ()."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     return norm.full_tensor() if is_piece(norm) else norm  # type: ignore[attr-defined]
-
-
-def trained(trainer: Trainer) -> list[torch.nn.Parameter]:
-    """List the parameters that an optimizer step changes."""
-    return [p for p in trainer.policy.parameters() if p.requires_grad]
 
 
 def reference_logprobs(trainer: Trainer, parts: Sequence[MicroBatch]) -> ByRow:

@@ -182,7 +182,7 @@ def _gradient(trainer: Trainer, draw: int, problems: int) -> np.ndarray:
     advantages = group_advantages(shaped.rewards, config.num_generations, config.scale_rewards)
     mask = rollouts.completion_mask * ~rollouts.truncated[:, None]
     update(trainer, draw, rollouts, mask, advantages, shaped, times)
-    trained = [p for p in trainer.policy.parameters() if p.requires_grad]
+    trained = trainer.trained.values()
     return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in trained]).numpy()
 
 

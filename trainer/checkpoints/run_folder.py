@@ -36,13 +36,8 @@ from trainer.processes import of_first
 from trainer.state import Trainer
 
 RUNS = Path("runs")
-_SETTINGS, _SUMMARY, _METRICS, _LOCK, _CHECKPOINTS = (
-    "config.yaml",
-    "summary.json",
-    "metrics.jsonl",
-    ".lock",
-    "checkpoints",
-)
+_SETTINGS, _SUMMARY, _METRICS = "config.yaml", "summary.json", "metrics.jsonl"
+_LOCK, _CHECKPOINTS = ".lock", "checkpoints"
 _NEW = "--no_resume starts anew, in a new folder"
 
 
