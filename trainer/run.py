@@ -15,7 +15,7 @@ from trainer.checks import require_supported, sampling_gap_limit
 from trainer.config import TrainConfig
 from trainer.data import encode_prompts, train_and_eval_rows
 from trainer.endings import Ended, Ending
-from trainer.evaluate import Draws, evaluate
+from trainer.evaluate import evaluate
 from trainer.experimental.hook import check_experiments
 from trainer.nonfinite import attempted_step
 from trainer.policy import Reference, load_policy, load_tokenizer, require_model_files, save_policy
@@ -158,10 +158,8 @@ def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> 
             trainer.engine,
             trainer.held_out,
             trainer.held_out_prompts,
-            batch_size=config.eval_batch_size,
-            max_completion_length=config.max_completion_length,
+            config,
             match=trainer.grader,
-            draws=Draws.of(config),
             advance=advance_or_end,
         )
         report.evaluated(step, result)

@@ -91,13 +91,7 @@ def of_all_processes(batch: Batch) -> Batch:
 
 
 def update(
-    trainer: Trainer,
-    step: int,
-    rollouts: Rollouts,
-    mask: Tensor,
-    advantages: Tensor,
-    shaped: Shaped,
-    times: StageTimes,
+    trainer: Trainer, step: int, rollouts: Rollouts, mask: Tensor, advantages: Tensor, shaped: Shaped, times: StageTimes
 ) -> tuple[Credit, dict[str, float]]:
     """Take `num_iterations` optimizer steps on one batch of rollouts; `mask` is (B, T), `advantages` (B,).
 

@@ -140,7 +140,7 @@ def test_evaluation_grades_with_the_function_it_is_given() -> None:
     arguments = (lambda *_, **__: rollouts, [{"question": "?", "answer": "#### 18"}] * 3, [[1]] * 3)
     for options, correct in (({}, [False, True, False]), ({"answer_format": r"TOTAL (\d+)"}, [True, False, False])):
         grade = load_reward("exact_match", **options)
-        assert evaluate(*arguments, batch_size=3, max_completion_length=2, match=grade).correct == correct
+        assert evaluate(*arguments, TrainConfig(eval_batch_size=3), match=grade).correct == correct
 
 
 @pytest.mark.parametrize(

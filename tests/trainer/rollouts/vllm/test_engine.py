@@ -204,6 +204,6 @@ def test_a_step_samples_from_the_server_and_the_next_one_from_the_weights_it_mad
     metrics = updated(trainer, first)[1]
     assert metrics["sampling/gap"] < 1e-4 < metrics["sampling/sampling_logp_difference/max"] <= 0.106  # -log(0.9)
     assert 0.9 - 1e-5 <= metrics["sampling/importance_sampling_ratio/min"] < 0.999
-    evaluate(trainer.engine, trainer.held_out[:1], trainer.held_out_prompts[:1], batch_size=1, max_completion_length=4)
+    evaluate(trainer.engine, trainer.held_out[:1], trainer.held_out_prompts[:1], settings("--max_completion_length=4"))
     assert len(server.updates) == 3
     assert all(torch.equal(a, b) for a, b in zip(trainer.policy.parameters(), server.model.parameters(), strict=True))
