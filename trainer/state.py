@@ -39,6 +39,16 @@ class Trainer:
         """Name the weights that an optimizer step changes, tied ones once."""
         return {name: weight for name, weight in self.policy.named_parameters() if weight.requires_grad}
 
+    def sample(
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[tuple[int, ...]], names: Sequence[str] | None = None
+    ) -> Rollouts:
+        """Sample a completion of each prompt by the run's settings; an error calls the prompts by `names`."""
+        config = self.config
+        return self.engine(
+            prompts, max_completion_length=config.max_completion_length, keys=keys, temperature=config.temperature,
+            top_p=config.top_p, names=names,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Batch:

@@ -61,15 +61,8 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
 
 def draw(trainer: Trainer, keys: Sequence[tuple[int, ...]]) -> Rollouts:
     """Sample a completion for each key, whose last but one integer is the number of the problem."""
-    config = trainer.config
     with processes.whole(trainer.policy):
-        return trainer.engine(
-            [trainer.prompts[key[-2]] for key in keys],
-            max_completion_length=config.max_completion_length,
-            keys=keys,
-            temperature=config.temperature,
-            top_p=config.top_p,
-        )
+        return trainer.sample([trainer.prompts[key[-2]] for key in keys], keys)
 
 
 def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollouts) -> Batch:

@@ -67,7 +67,8 @@ def by_hand(trainer, config, rewards, corrected, *, truncated=()) -> Shaped:
     keys, columns = [(0, 0, 0, g) for g in range(len(texts))], {"question": [f"q {b}" for b in range(len(texts))]}
     given = Batch([0] * len(texts), keys, batch(texts), columns, torch.tensor(rewards))
     engine = lambda *_, **__: batch(corrected)  # noqa: E731
-    return compare_and_correct(trainer.policy, tokenizer, engine, {"judge": judge}, config, given)
+    changed = dataclasses.replace(trainer, config=config, engine=engine, rewards={"judge": judge})
+    return compare_and_correct(changed, given)
 
 
 def texts_of(notes) -> dict[int, str]:
