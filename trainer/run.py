@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import os
 from pathlib import Path
 
 from transformers import get_scheduler, set_seed
@@ -40,6 +41,7 @@ def set_up(config: TrainConfig) -> Trainer:
             model and the reason.
     """
     processes.start(config)
+    keep_few_kernels()
     for name in config.report_to:
         tracker_library(name)
     require_device(config.precision.device)
@@ -81,6 +83,17 @@ def set_up(config: TrainConfig) -> Trainer:
     )  # fmt: skip
     check_experiments(trainer)
     return trainer
+
+
+def keep_few_kernels() -> None:
+    """Have a CPU keep the kernels of 64 shapes of products, unless the environment says otherwise.
+
+    oneDNN makes a kernel for each shape, in a millisecond and half a megabyte, and keeps 1,024, as does torch's layer
+    above it. No two steps have the same shapes, so a run would grow by hundreds of megabytes. Both caches ask when
+    the first kernel is made.
+    """
+    for of in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(of, "64")
 
 
 def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | None = None) -> Path:
