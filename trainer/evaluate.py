@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.calls import called
 from trainer.config import TrainConfig
 from trainer.data import Row
 from trainer.processes import gathered, own
-from trainer.rewards import Reward, exact_match
+from trainer.rewards import Reward, exact_match, rewards_by
 from trainer.rollouts import Engine
 
 _STREAM = 2  # at the end of a sample's key: evaluation draws numbers of its own
@@ -79,8 +78,9 @@ def evaluate(
     Of several processes each takes a share of the prompts, and all get the whole result.
 
     Raises:
-        FloatingPointError: the model gave logits that are not finite; the message names the problems.
-        RewardError: `match` raised; the message names the problem.
+        FloatingPointError: the model gave logits, or `match` a reward, that are not finite; the message names the
+            problems.
+        RewardError: `match` raised or gave no rewards; the message names the problem.
     """
 
     def completed(problems: Sequence[int], **options: Any) -> list[tuple[bool, str, int]]:
@@ -100,7 +100,7 @@ def evaluate(
             columns = {name: [rows[i][name] for i in chosen] for name in rows[0]}
             arguments: dict[str, Sequence[Any]] = {"prompts": columns["question"], "completions": rollouts.texts}
             arguments |= {"completion_ids": rollouts.ids(), **columns}
-            given = called("of evaluation", match, names, arguments)
+            given = rewards_by("of evaluation", match, names, arguments)
             lengths = rollouts.completion_mask.sum(1).tolist()
             for at, one, text, length in zip(batch, given, rollouts.texts, lengths, strict=True):
                 found[at] = one is not None and one >= 1, text, length
