@@ -302,7 +302,7 @@ CATALOGUE: dict[str, tuple] = {
     "too few rewards in evaluation": (
         ["--eval_reward=own:too_few", ANY], LATER, "step 0, reward of evaluation: returned 1 values for 2 completions",
     ),
-    "no rewards in evaluation": (["--eval_reward=own:nothing", ANY], LATER, "reward of evaluation: returned a NoneType"),
+    "no rewards in evaluation": (["--eval_reward=own:nothing", ANY], LATER, "of evaluation: returned a NoneType"),
     "a word for a reward in evaluation": (
         ["--eval_reward=own:words", ANY], LATER, "step 0, held-out problem 0: reward of evaluation is 'good', expected",
     ),
