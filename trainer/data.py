@@ -179,6 +179,8 @@ def _checked(row: Any, where: str, kind: str, question_column: str, answer_colum
             raise ValueError(f"{where}: column {column!r} must be text, got {value!r}")
         if not value.strip():
             raise ValueError(f"{where}: column {column!r} is empty")
+        if half := next((character for character in value if "\ud800" <= character <= "\udfff"), None):
+            raise ValueError(f"{where}: column {column!r} holds {half!r}, half of a character, which is no text")
         texts[role] = value
     if kind == "numbers" and gold_number(texts["answer"]) is None:
         raise ValueError(f"{where}: no number can be read from column {answer_column!r}: {texts['answer'][-60:]!r}")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from trainer.config import TrainConfig
 from trainer.data import Row
 from trainer.processes import gathered, own
-from trainer.rewards import Reward, exact_match
-from trainer.rewards.calls import arguments, called
+from trainer.rewards import Reward, exact_match, rewards_by
+from trainer.rewards.calls import arguments
 from trainer.rollouts import Engine
 
 _STREAM = 2  # at the end of a sample's key: evaluation draws numbers of its own
@@ -59,8 +59,9 @@ def evaluate(
     Of several processes each takes a share of the prompts, and all get the whole result.
 
     Raises:
-        FloatingPointError: the model gave logits that are not finite; the message names the problems.
-        RewardError: `match` raised; the message names the problem.
+        FloatingPointError: the model gave logits, or `match` a reward, that are not finite; the message names the
+            problems.
+        RewardError: `match` raised or gave no rewards; the message names the problem.
     """
 
     def completed(
@@ -81,7 +82,7 @@ def evaluate(
                 **options,
             )
             columns = {name: [rows[i][name] for i in chosen] for name in rows[0]}
-            given = called("of evaluation", match, names, arguments(columns, rollouts))
+            given = rewards_by("of evaluation", match, names, arguments(columns, rollouts))
             lengths = rollouts.completion_mask.sum(1).tolist()
             for at, one, text, length in zip(batch, given, rollouts.texts, lengths, strict=True):
                 found[at] = one is not None and one >= 1, text, length

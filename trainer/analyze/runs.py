@@ -32,9 +32,8 @@ class Run:
     @property
     def repeats(self) -> str:
         """Return what runs have in common that differ in their seeds only."""
-        return repr(sorted((name, value) for name, value in self.settings.items() if name not in _OWN)) * bool(
-            self.settings
-        )
+        named = sorted(repr((name, value)) for name, value in self.settings.items() if name not in _OWN)
+        return repr(named) * bool(self.settings)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:

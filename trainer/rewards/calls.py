@@ -49,15 +49,15 @@ def called(name: str, function: Callable[..., Any], samples: Sequence[str], give
         given: B values of each argument.
 
     Returns:
-        What it gave, unseen.
+        What it gave, unseen. What it does to the lists it was given changes nothing here.
 
     Raises:
         RewardError: it raised; the message says where in its code, and for which sample: the first for which it also
             raises when it is called with that one only, unless the error is one of files or network.
     """
     try:
-        return function(**given)
-    except Exception as problem:
+        return function(**_copied(given))
+    except (Exception, SystemExit) as problem:
         which = None if isinstance(problem, OSError) else _first_raising(function, len(samples), given)
         where = f"{samples[which]}: " if which is not None else ""
         raise RewardError(
@@ -65,7 +65,11 @@ def called(name: str, function: Callable[..., Any], samples: Sequence[str], give
         ) from problem
 
 
-def _place(problem: Exception) -> str:
+def _copied(given: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    return {argument: [*values] for argument, values in given.items()}
+
+
+def _place(problem: BaseException) -> str:
     """Name the line of the function's own file that the error came from, if it got so far."""
     frames = traceback.extract_tb(problem.__traceback__)[1:]  # the first is our call
     own = [frame for frame in frames if frame.filename == frames[0].filename]
@@ -76,6 +80,6 @@ def _first_raising(function: Callable[..., Any], count: int, given: Mapping[str,
     for b in range(count):
         try:
             function(**{argument: [values[b]] for argument, values in given.items()})
-        except Exception:
+        except (Exception, SystemExit):
             return b
     return None

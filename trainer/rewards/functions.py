@@ -94,7 +94,7 @@ def _imported(setting: str, name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as problem:  # a module may raise anything while it is imported
+    except (Exception, SystemExit) as problem:  # a module may raise anything while it is imported
         said = f"{type(problem).__name__}: {problem}"
         raise ValueError(f"{setting}: cannot import {name!r}: {said}") from problem
     if not callable(found):
@@ -123,28 +123,33 @@ def compute_rewards(
         FloatingPointError: a reward or a sum is not finite in float32. Messages name function, sample and value.
     """
     by_function: dict[str, list[float | None]] = {}
-    count = len(given["completions"])
-    total, voted = torch.zeros(count), [False] * count
-    samples = names or [f"sample {i}" for i in range(count)]
+    samples = names or [f"sample {i}" for i in range(len(given["completions"]))]
+    total, voted = torch.zeros(len(samples)), [False] * len(samples)
     for (name, function), weight in zip(functions.items(), weights or [1.0] * len(functions), strict=True):
-        values = called(name, function, samples, given)
-        is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
-        if not is_list and getattr(values, "ndim", None) != 1:
-            raise RewardError(f"reward {name}: returned a {type(values).__name__}, expected a list of numbers")
-        if len(values) != count:
-            raise RewardError(f"reward {name}: returned {len(values)} values for {count} completions")
-        found = [v if v is None else _real(v, f"{samples[i]}: reward {name}") for i, v in enumerate(values)]
-        for i, number in enumerate(found):
+        by_function[name] = rewards_by(name, function, samples, given)
+        for i, number in enumerate(by_function[name]):
             if number is not None:
                 total[i] += weight * number
                 voted[i] = True
-        by_function[name] = found
     if not all(voted):
         raise RewardError(f"{samples[voted.index(False)]}: every reward function returned None")
     if not total.isfinite().all():
         i = int((~total.isfinite()).nonzero()[0])
         raise FloatingPointError(f"{samples[i]}: the sum of its rewards is {total[i].item()}")
     return total, by_function
+
+
+def rewards_by(
+    name: str, function: Reward, samples: Sequence[str], given: Mapping[str, Sequence[Any]]
+) -> list[float | None]:
+    """Call one reward function on B samples, and check what it gives; arguments and errors are `compute_rewards`'."""
+    values: Any = called(name, function, samples, given)
+    is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
+    if not is_list and getattr(values, "ndim", None) != 1:
+        raise RewardError(f"reward {name}: returned a {type(values).__name__}, expected a list of numbers")
+    if len(values) != len(samples):
+        raise RewardError(f"reward {name}: returned {len(values)} values for {len(samples)} completions")
+    return [v if v is None else _real(v, f"{samples[i]}: reward {name}") for i, v in enumerate(values)]
 
 
 def _real(value: Any, what: str) -> float:

@@ -75,6 +75,7 @@ class MathReward:
         child = subprocess.Popen(
             [sys.executable, "-P", str(_CHILD), str(max(1, int(self._timeout / 2)))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+            start_new_session=True,  # the terminal's Ctrl-C lets the trainer finish its step
         )  # fmt: skip
         if not next_line(child, START_SECONDS):
             child.kill()

@@ -82,6 +82,18 @@ def test_setup_runs_before_the_tests() -> None:
     assert judged == [1.0, 0.0]
 
 
+def test_a_name_of_python_is_the_solutions_only_where_the_row_says_so() -> None:
+    reward = reward_of("none")
+    code, tests = fenced("def sum(a, b): return 6\ndef len(x): return 3"), ["assert sum(10, 15) == 6"]
+    lengths = ["def check():\n  assert sum(1, 2) == 6 and len([]) == 3", "check()"]
+    judged = reward(
+        completions=[code] * 4,
+        tests=[tests, tests, lengths, lengths],
+        own_names=[["sum"], [], ["sum"], ["sum", "len"]],
+    )
+    assert judged == [1.0, 0.0, 0.0, 1.0]
+
+
 EVERYWHERE = "for fd in range(64):\n  try: os.write(fd, {})\n  except OSError: pass\n"
 CHEATS = {
     "exits with success": "import os\nos._exit(0)",
