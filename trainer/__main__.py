@@ -9,11 +9,11 @@ with needed_by("python -m trainer", "trainer"):
 
     from cfa_kernels.hf.memory import is_out_of_memory
     from trainer import processes
-    from trainer.calls import RewardError
     from trainer.checkpoints.run_folder import Finished, Refused, open_run
     from trainer.cli import parse
     from trainer.config import TrainConfig
     from trainer.endings import Ended, Ending
+    from trainer.rewards.calls import RewardError
     from trainer.run import set_up, train
 
 DESCRIPTION = """Train a language model by reinforcement with counterfactual credit assignment. With no setting it

@@ -1,7 +1,7 @@
 """Stop a run whose numbers cannot be trusted, before they change a weight or are saved."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,16 +44,6 @@ def require_supported(policy: nn.Module, longest: int) -> None:
         noise_floor(causal)  # measured here, so that no step waits for it
 
     run_inside(policy, check)
-
-
-def require_finite_parameters(model: nn.Module, gathered: Mapping[str, Tensor] | None = None) -> None:
-    """Raise `FloatingPointError` naming the first parameter of `model` that holds a nan or an infinity.
-
-    Where only pieces of them are here, `gathered` holds them by name.
-    """
-    for name, parameter in model.named_parameters() if gathered is None else gathered.items():
-        if not parameter.isfinite().all():
-            raise FloatingPointError(f"model: parameter {name} is not finite")
 
 
 def require_finite(done: Pass, policy: nn.Module) -> None:
@@ -102,19 +92,16 @@ def checked_sampling_gap(passes: Sequence[Pass], policy: nn.Module, config: Trai
     Raises:
         SamplingGapError: rounding cannot explain the gap; the message names the samples and how large it is.
     """
-    limit = sampling_gap_limit(config, policy)
-    by_row: dict[int, float] = {}
-    gap_sum = choice_sum = 0.0
+    limit, sums = sampling_gap_limit(config, policy), dict[int, tuple[float, float]]()
     for done in passes:
         micro, found = done.micro, _gaps(done.micro, done.logprobs, done.micro.nucleus)
         for row, gap, sampled, mask in zip(micro.rows.tolist(), found, micro.sampled_logprobs, micro.mask, strict=True):
-            choice = (open_choice(sampled) * mask).sum()
-            gap_sum += float(gap.sum())
-            choice_sum += float(choice)
-            by_row[row] = float(gap.sum() / choice)
-    mean = gap_sum / choice_sum
+            sums[row] = float(gap.sum()), float((open_choice(sampled) * mask).sum())
+    gaps, choices = zip(*sums.values(), strict=True)
+    mean = sum(gaps) / sum(choices)
     if mean <= limit:
         return mean
+    by_row = {row: gap / choice for row, (gap, choice) in sums.items()}
     worst = max(by_row, key=lambda row: by_row[row] if by_row[row] == by_row[row] else math.inf)
     raise SamplingGapError(
         f"samples {sorted(row for row, gap in by_row.items() if not gap <= limit)}: their log-probs in the update are "

@@ -16,24 +16,17 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.config import GENERATED, DataConfig, TrainConfig
 from trainer.embedded.problems import generate
-from trainer.numbers import gold_number
-from trainer.rewards.mbpp import mbpp_row
-
-RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
-"""What reward functions are given beside the columns of the data, under these names."""
+from trainer.rewards.calls import ARGUMENTS
+from trainer.rewards.code.mbpp import mbpp_row
+from trainer.rewards.numbers import gold_number
 
 
 class Row(dict[str, Any]):
     """Columns of one problem; `where` names the data set and the row in it, counted from 0."""
 
-    where = "a row"
-
-    @classmethod
-    def of(cls, columns: Mapping[str, Any], where: str) -> "Row":
-        """Make a row of `columns` that comes from `where`."""
-        row = cls(columns)
-        row.where = where
-        return row
+    def __init__(self, columns: Mapping[str, Any], where: str = "a row") -> None:
+        super().__init__(columns)
+        self.where = where
 
 
 GENERATED_TRAIN_PROBLEMS = 8192
@@ -60,11 +53,10 @@ def load_rows(
     """
     path = Path(name)
     if name == GENERATED:
-        stream = generate(split, seed)
-        problems = enumerate(itertools.islice(stream, count or GENERATED_TRAIN_PROBLEMS))
+        problems = itertools.islice(generate(split, seed), count or GENERATED_TRAIN_PROBLEMS)
         return [
-            Row.of({"question": problem.question, "answer": problem.solution()}, f"dataset {name}, row {i}")
-            for i, problem in problems
+            Row({"question": problem.question, "answer": problem.solution()}, f"dataset {name}, row {i}")
+            for i, problem in enumerate(problems)
         ]
     if path.suffix in _READERS and not path.is_dir():
         try:
@@ -81,7 +73,7 @@ def load_rows(
     checked = []
     for i, row in enumerate(rows):
         where = f"dataset {name}, row {i}"
-        checked.append(Row.of(_checked(row, where, kind, question_column, answer_column), where))
+        checked.append(Row(_checked(row, where, kind, question_column, answer_column), where))
     _require_same_columns(checked, name)
     return checked
 
@@ -187,6 +179,8 @@ def _checked(row: Any, where: str, kind: str, question_column: str, answer_colum
             raise ValueError(f"{where}: column {column!r} must be text, got {value!r}")
         if not value.strip():
             raise ValueError(f"{where}: column {column!r} is empty")
+        if half := next((character for character in value if "\ud800" <= character <= "\udfff"), None):
+            raise ValueError(f"{where}: column {column!r} holds {half!r}, half of a character, which is no text")
         texts[role] = value
     if kind == "numbers" and gold_number(texts["answer"]) is None:
         raise ValueError(f"{where}: no number can be read from column {answer_column!r}: {texts['answer'][-60:]!r}")
@@ -196,7 +190,7 @@ def _checked(row: Any, where: str, kind: str, question_column: str, answer_colum
 
 def _require_same_columns(rows: Sequence[Row], name: str) -> None:
     """Raise `ValueError` for a column that only some rows have, or that has a name which reward functions know."""
-    if taken := [column for column in RESERVED_COLUMNS if column in rows[0]]:
+    if taken := [column for column in ARGUMENTS if column in rows[0]]:
         raise ValueError(
             f"dataset {name}: has a column {taken[0]!r}, a name under which reward functions are given something else; "
             "rename the column"

@@ -52,5 +52,13 @@ class Ending:
 
 
 def _say(text: str) -> None:
-    """Write to stderr past Python's buffer, in which the signal may have come."""
-    os.write(2, f"\n{text}\n".encode())
+    """Write to stderr past Python's buffer, in which the signal may have come.
+
+    Where the terminal is gone, as it is after most SIGHUPs, nobody is told anything any more.
+    """
+    try:
+        os.write(2, f"\n{text}\n".encode())
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for one in [fd for fd in (1, 2) if os.path.sameopenfile(fd, 2)]:
+            os.dup2(nowhere, one)

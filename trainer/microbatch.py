@@ -26,6 +26,7 @@ from trainer.config import TrainConfig
 from trainer.processes import gathered, own
 from trainer.report.stages import StageTimes
 from trainer.rollouts import Rollouts
+from trainer.state import Shaped
 
 ByRow = dict[int, Tensor]
 """Tensors (t,) by the number of their completion in the batch."""
@@ -180,8 +181,7 @@ class Credits:
     mask: Tensor  # (B, T): what the loss counts
     tokenizer: PreTrainedTokenizerBase
     generator: torch.Generator
-    rewards: Tensor | None  # (B,), for credit that compares completions
-    edits: Tensor | None = None  # (B, T), multiplies the weights that are assigned
+    shaped: Shaped  # rewards (B,), for credit that compares; edits (B, T), which multiply the weights
     times: StageTimes = dataclasses.field(default_factory=StageTimes)
     weights: ByRow = dataclasses.field(default_factory=dict)
     advantages: ByRow = dataclasses.field(default_factory=dict)  # of rows with signed credit
@@ -226,7 +226,7 @@ class Credits:
             advantages=micro.advantages,
             config=config,
             groups=part // self.config.num_generations,
-            rewards=None if self.rewards is None else self.rewards[part],
+            rewards=self.shaped.rewards[part],
             entropies=entropies,
             tokenizer=self.tokenizer,
             generator=self.generator,
@@ -234,7 +234,8 @@ class Credits:
 
     def _keep(self, micro: MicroBatch, credit: Credit) -> None:
         rows, weights = micro.rows, credit.weights
-        gate = torch.ones_like(weights) if self.edits is None else self.edits.to(weights)[rows]
+        edits = self.shaped.edits
+        gate = torch.ones_like(weights) if edits is None else edits.to(weights)[rows]
         credit = dataclasses.replace(credit, weights=weights * gate)
         for i, (b, ids) in enumerate(zip(rows.tolist(), micro.completions, strict=True)):
             own = credit.weights[i, : len(ids)]
@@ -254,13 +255,6 @@ class Credits:
 def by_row(micros: Iterable[MicroBatch], tensors: Iterable[Tensor]) -> ByRow:
     """Number tensors, one for each row of the micro-batches in order, by the rows' places in the batch."""
     return dict(zip([b for micro in micros for b in micro.rows.tolist()], tensors, strict=True))
-
-
-def unpadded(padded: Tensor | None, mask: Tensor) -> ByRow:
-    """Take (B, T) values apart into those of each of B completions, whose tokens `mask` counts; nothing of None."""
-    if padded is None:
-        return {}
-    return {b: row[:length] for b, (row, length) in enumerate(zip(padded.cpu(), mask.sum(1).tolist(), strict=True))}
 
 
 def fetched(passes: Sequence[Pass]) -> list[Pass]:

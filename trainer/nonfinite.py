@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from cfa_kernels import Credit
-from trainer.checks import SamplingGapError, require_finite_parameters
+from trainer.checks import SamplingGapError
+from trainer.policy import require_finite_parameters
 from trainer.report.metrics import SKIPPED, Step, length_metrics, reward_metrics
 from trainer.rollouts import NonFiniteLogits
 from trainer.state import Batch, Trainer

@@ -4,12 +4,14 @@ This is the trainer's one contact with PEFT and with files of weights.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,12 +22,48 @@ from transformers import (
 )
 
 from cfa_kernels.hf.liger import keep_own_modules
-from trainer.checks import require_finite_parameters
 from trainer.config import TrainConfig, model_path
 from trainer.precision import frozen_copy
 from trainer.processes import is_first, whole_state
 
 _NAMES_SHOWN = 5
+
+
+def require_model_files(name: str) -> None:
+    """Raise an error that names a model unless its folder has what is read from it; a hub name is left to the hub.
+
+    Of weights in safetensors only the header is read, which says how long the file must be.
+    """
+    folder = Path(model_path(name))
+    if folder.is_file():
+        raise NotADirectoryError(f"model {name}: is a file; name a folder, or a model on the hub")
+    if not folder.is_dir():
+        if folder.is_absolute() or name.startswith(".") or len(folder.parts) > 2:
+            raise FileNotFoundError(f"model {name}: there is no such folder")
+        return
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"model {name}: its folder has no config.json")
+    index = folder / "model.safetensors.index.json"
+    weights = ["model.safetensors"]
+    if index.is_file():
+        try:
+            weights = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise ValueError(f"model {name}: {index} is not an index of weights: {problem!r}") from problem
+        if absent := [file for file in weights if not (folder / file).is_file()]:
+            raise FileNotFoundError(f"model {name}: {index} names {absent[0]}, which is not there")
+    elif not (folder / weights[0]).is_file():
+        if not list(folder.glob("*.bin")):
+            raise FileNotFoundError(f"model {name}: its folder has no weights, expected {folder / weights[0]}")
+        return
+    for file in weights:
+        try:
+            with safe_open(folder / file, "pt"):
+                pass
+        except SafetensorError as problem:
+            raise ValueError(
+                f"model {name}: {folder / file} is not whole safetensors: {problem}; copy or download it again"
+            ) from problem
 
 
 def load_tokenizer(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
@@ -139,6 +177,16 @@ def _listed(names: Sequence[str]) -> str:
     shown = sorted(names)[:_NAMES_SHOWN]
     rest = len(names) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
+
+
+def require_finite_parameters(model: nn.Module, gathered: Mapping[str, Tensor] | None = None) -> None:
+    """Raise `FloatingPointError` naming the first parameter of `model` that holds a nan or an infinity.
+
+    Where only pieces of them are here, `gathered` holds them by name.
+    """
+    for name, parameter in model.named_parameters() if gathered is None else gathered.items():
+        if not parameter.isfinite().all():
+            raise FloatingPointError(f"model: parameter {name} is not finite")
 
 
 def save_policy(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -47,6 +47,16 @@ class Precision:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.is_mixed)
 
 
+def require_device(device: torch.device) -> None:
+    """Raise `ValueError` unless a number can be put on the device and read from it."""
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as problem:  # the latter of a PyTorch that was built without CUDA
+        there = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU that PyTorch can use"
+        reason = str(problem).partition("\n")[0]
+        raise ValueError(f"device: {device} cannot be used: {reason}; this machine has {there}") from problem
+
+
 def adamw(parameters: Iterable[nn.Parameter], device: torch.device, **options: Any) -> torch.optim.AdamW:
     """Make AdamW: on a GPU as fused kernels, each of which updates many parameters; elsewhere by torch's own choice."""
     return torch.optim.AdamW(parameters, fused=True if device.type == "cuda" else None, **options)

@@ -110,13 +110,9 @@ def quiet_unless_first() -> Iterator[None]:
 
 
 def own(items: _Items) -> _Items:
-    """Pick this process's share of what all see in the same order: every so-manieth item."""
-    return items if count() == 1 else items[rank() :: count()]  # type: ignore[return-value]
-
-
-def dealt(parts: Sequence[Sequence[_Value]]) -> list[_Value]:
-    """Put the shares that `own` gave each process back into one order."""
-    return [part[i] for i in range(max(map(len, parts))) for part in parts if i < len(part)]
+    """Pick this process's share of what all see in the same order; shares, by rank, are side by side."""
+    first, end = (len(items) * share // count() for share in (rank(), rank() + 1))
+    return items[first:end]  # type: ignore[return-value]
 
 
 def gathered(value: _Value) -> list[_Value]:

@@ -3,28 +3,29 @@
 import contextlib
 import dataclasses
 import itertools
+import os
 from pathlib import Path
 
 from transformers import get_scheduler, set_seed
 
 from cfa_kernels.hf.model import context_length
 from trainer import processes
-from trainer.calls import RewardError, require_callable
 from trainer.checkpoints.files import DiskError, whole_folder
 from trainer.checkpoints.run_folder import RunFolder, open_run
 from trainer.checks import require_supported, sampling_gap_limit
 from trainer.config import TrainConfig
 from trainer.data import encode_prompts, train_and_eval_rows
 from trainer.endings import Ended, Ending
-from trainer.evaluate import Draws, evaluate
+from trainer.evaluate import evaluate
 from trainer.experimental.hook import check_experiments
 from trainer.nonfinite import attempted_step
-from trainer.policy import Reference, load_policy, load_tokenizer, save_policy
-from trainer.precision import adamw
-from trainer.preflight import check_before_loading
+from trainer.policy import Reference, load_policy, load_tokenizer, require_model_files, save_policy
+from trainer.precision import adamw, require_device
 from trainer.report import Report, Silence
+from trainer.report.trackers import tracker_library
 from trainer.rewards import load_reward, load_rewards
-from trainer.rollouts import engine_for
+from trainer.rewards.calls import RewardError, require_callable
+from trainer.rollouts import await_engine, engine_for
 from trainer.state import Trainer
 from trainer.step import problem_batches
 
@@ -40,7 +41,12 @@ def set_up(config: TrainConfig) -> Trainer:
             model and the reason.
     """
     processes.start(config)
-    check_before_loading(config)
+    keep_few_kernels()
+    for name in config.report_to:
+        tracker_library(name)
+    require_device(config.precision.device)
+    require_model_files(config.model)
+    await_engine(config)
     rewards = load_rewards(config.reward_funcs, **config.reward_options)
     loaded = dict(zip(config.reward_funcs, rewards.values(), strict=True))
     grader = loaded.get(config.grader) or load_reward(config.grader, **config.reward_options)
@@ -77,6 +83,17 @@ def set_up(config: TrainConfig) -> Trainer:
     )  # fmt: skip
     check_experiments(trainer)
     return trainer
+
+
+def keep_few_kernels() -> None:
+    """Have a CPU keep the kernels of 64 shapes of products, unless the environment says otherwise.
+
+    oneDNN makes a kernel for each shape, in a millisecond and half a megabyte, and keeps 1,024, as does torch's layer
+    above it. No two steps have the same shapes, so a run would grow by hundreds of megabytes. Both caches ask when
+    the first kernel is made.
+    """
+    for of in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(of, "64")
 
 
 def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | None = None) -> Path:
@@ -154,10 +171,8 @@ def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> 
             trainer.engine,
             trainer.held_out,
             trainer.held_out_prompts,
-            batch_size=config.eval_batch_size,
-            max_completion_length=config.max_completion_length,
+            config,
             match=trainer.grader,
-            draws=Draws.of(config),
             advance=advance_or_end,
         )
         report.evaluated(step, result)

@@ -1,7 +1,6 @@
 """Hold the setup of a run, and the rollouts that one step trains on."""
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config import TrainConfig
 from trainer.data import Row
 from trainer.policy import Reference
-from trainer.processes import dealt
 from trainer.rewards import Reward
 from trainer.rollouts import Engine, Rollouts
 
@@ -36,6 +34,21 @@ class Trainer:
     grader: Reward  # solved where it gives 1 or more
     sampled: "Batch | None" = None  # by the step under way, as far as it is known
 
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Name the weights that an optimizer step changes, tied ones once."""
+        return {name: weight for name, weight in self.policy.named_parameters() if weight.requires_grad}
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[tuple[int, ...]], names: Sequence[str] | None = None
+    ) -> Rollouts:
+        """Sample a completion of each prompt by the run's settings; an error calls the prompts by `names`."""
+        config = self.config
+        return self.engine(
+            prompts, max_completion_length=config.max_completion_length, keys=keys, temperature=config.temperature,
+            top_p=config.top_p, names=names,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -54,28 +67,16 @@ class Batch:
         return cls(problems, keys, rollouts, {}, torch.full((len(problems),), torch.nan))
 
     @classmethod
-    def joined(cls, parts: Sequence["Batch"], size: int) -> "Batch":
-        """Put the batches of several processes, whose groups of `size` were dealt out by `processes.own`, together."""
-        if len(parts) == 1:
-            return parts[0]
-        first = itertools.accumulate([len(part.problems) for part in parts], initial=0)
-        groups = [
-            [range(start + b, start + b + size) for b in range(0, len(part.problems), size)]
-            for start, part in zip(first, parts, strict=False)
-        ]
-        order = [b for group in dealt(groups) for b in group]
+    def joined(cls, parts: Sequence["Batch"]) -> "Batch":
+        """Put the batches of several processes together, one after the other."""
 
-        def in_order(lists: Iterable[Sequence[Any]]) -> list[Any]:
-            together = [*itertools.chain.from_iterable(lists)]
-            return [together[b] for b in order]
-
-        def of_each(tables: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:
-            return {name: in_order(table[name] for table in tables) for name in tables[0]}
+        def columns(tables: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:
+            return {name: [value for table in tables for value in table[name]] for name in tables[0]}
 
         return cls(
-            in_order(part.problems for part in parts), in_order(part.keys for part in parts),
-            Rollouts.joined([part.rollouts for part in parts], order), of_each([part.columns for part in parts]),
-            torch.cat([part.rewards for part in parts])[order], of_each([part.by_function for part in parts]),
+            [i for part in parts for i in part.problems], [key for part in parts for key in part.keys],
+            Rollouts.joined([part.rollouts for part in parts]), columns([part.columns for part in parts]),
+            torch.cat([part.rewards for part in parts]), columns([part.by_function for part in parts]),
         )  # fmt: skip
 
 

@@ -6,7 +6,8 @@
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,13 @@ from cfa_kernels.scoring.training_forward import PackedLoss
 from trainer import processes
 from trainer.checks import checked_sampling_gap, require_finite, sampling_metrics
 from trainer.experimental.hook import shape_rewards
-from trainer.microbatch import Credits, MicroBatch, Pass, by_row, fetched, micro_batches, on_host, to_host, unpadded
+from trainer.microbatch import ByRow, Credits, MicroBatch, Pass, by_row, fetched, micro_batches, on_host, to_host
 from trainer.report.metrics import Averages, Step, length_metrics, reward_metrics
 from trainer.report.stages import StageTimes
 from trainer.rewards import compute_rewards, group_advantages
+from trainer.rewards.calls import arguments
 from trainer.rollouts import Rollouts
-from trainer.state import Batch, Trainer
+from trainer.state import Batch, Shaped, Trainer
 
 
 def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
@@ -36,7 +38,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
         rollouts = draw(trainer, keys)
 
     trainer.sampled = Batch.unrewarded([key[-2] for key in keys], rollouts, keys)
-    batch = trainer.sampled = of_all_processes(rewarded(trainer, keys, rollouts), config.num_generations)
+    batch = trainer.sampled = of_all_processes(rewarded(trainer, keys, rollouts))
     rollouts = batch.rollouts
     shaped = shape_rewards(trainer, batch, times)  # rewards (B,), edits (B, T)
     advantages = group_advantages(shaped.rewards, config.num_generations, config.scale_rewards)  # (B,)
@@ -45,8 +47,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
         mask = mask * ~rollouts.truncated[:, None]
 
     with times.during("update"):
-        edits, rewards = shaped.edits, shaped.rewards
-        credit, losses = update(trainer, step, rollouts, mask, advantages, edits=edits, rewards=rewards, times=times)
+        credit, losses = update(trainer, step, rollouts, mask, advantages, shaped, times)
     metrics = {
         **reward_metrics(batch.rewards, batch.by_function, config.num_generations),
         **length_metrics(rollouts),
@@ -60,15 +61,8 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
 
 def draw(trainer: Trainer, keys: Sequence[tuple[int, ...]]) -> Rollouts:
     """Sample a completion for each key, whose last but one integer is the number of the problem."""
-    config = trainer.config
     with processes.whole(trainer.policy):
-        return trainer.engine(
-            [trainer.prompts[key[-2]] for key in keys],
-            max_completion_length=config.max_completion_length,
-            keys=keys,
-            temperature=config.temperature,
-            top_p=config.top_p,
-        )
+        return trainer.sample([trainer.prompts[key[-2]] for key in keys], keys)
 
 
 def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollouts) -> Batch:
@@ -77,77 +71,46 @@ def rewarded(trainer: Trainer, keys: Sequence[tuple[int, ...]], rollouts: Rollou
     rows = [trainer.rows[i] for i in problems]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     names = [f"sample {b} ({row.where})" for b, row in enumerate(rows)]
-    rewards, found = compute_rewards(
-        trainer.rewards,
-        columns["question"],
-        rollouts.texts,
-        rollouts.ids(),
-        columns,
-        weights=trainer.config.reward_weights,
-        names=names,
-    )
+    weights = trainer.config.reward_weights
+    rewards, found = compute_rewards(trainer.rewards, arguments(columns, rollouts), weights=weights, names=names)
     return Batch(problems, keys, rollouts, columns, rewards, found)
 
 
-def of_all_processes(batch: Batch, size: int) -> Batch:
-    """Put what each process sampled, whole groups of `size`, together on each, in the order of the step's problems."""
+def of_all_processes(batch: Batch) -> Batch:
+    """Put what each process sampled together on each, in the order of the step's problems."""
     if processes.count() == 1:
         return batch
-    return Batch.joined(processes.gathered(dataclasses.replace(batch, rollouts=to_host(batch.rollouts))), size)
+    return Batch.joined(processes.gathered(dataclasses.replace(batch, rollouts=to_host(batch.rollouts))))
 
 
 def update(
-    trainer: Trainer,
-    step: int,
-    rollouts: Rollouts,
-    mask: Tensor,
-    advantages: Tensor,
-    weights: Tensor | None = None,
-    edits: Tensor | None = None,
-    rewards: Tensor | None = None,
-    times: StageTimes | None = None,
+    trainer: Trainer, step: int, rollouts: Rollouts, mask: Tensor, advantages: Tensor, shaped: Shaped, times: StageTimes
 ) -> tuple[Credit, dict[str, float]]:
     """Take `num_iterations` optimizer steps on one batch of rollouts; `mask` is (B, T), `advantages` (B,).
 
-    `weights` (B, T) take the place of credit; `edits` (B, T) multiply the weights that credit assigns;
-    credit that compares completions reads `rewards` (B,); `times` are told when credit is assigned.
+    Of what `shaped` has, edits (B, T) multiply the weights that credit assigns, and credit that compares completions
+    reads rewards (B,); `times` are told when credit is assigned.
 
-    Each micro-batch is one packed forward: its log-probs, from its keys and values the scores of masked spans, then
-    its loss with the weights that follow. Raises `FloatingPointError` for a log-prob or gradient that is not finite,
-    and for log-probs that are not those the batch was sampled with.
+    Raises `FloatingPointError` for a log-prob or gradient that is not finite, and for log-probs that are not those the
+    batch was sampled with.
     """
     config, policy, metrics = trainer.config, trainer.policy, Averages()
-    old, ratios = dict[int, Tensor](), dict[int, Tensor]()  # by the completion's number
     rollouts, mask, advantages = to_host(rollouts), mask.cpu(), advantages.cpu()
-    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step + (processes.rank() << 48))
-    given, times = unpadded(weights, rollouts.completion_mask), times or StageTimes()
-    credits = Credits(config, rollouts, mask, trainer.tokenizer, generator, rewards, edits, times, given)
-    totals = {"num_items_in_batch": int(mask.sum()), "num_sequences_in_batch": len(mask)}
     policy.train()
     parts, count = of_each_process(micro_batches(config, rollouts, mask, advantages, policy), policy)
-    reference = reference_logprobs(trainer, parts)
-
-    def forward_and_loss(micro: MicroBatch) -> tuple[MicroBatch, PackedLoss]:
-        """Do all of a micro-batch before its backward, which may start again in halves."""
-
-        def body() -> PackedLoss:
-            forward = micro.forward(policy, config, keep_states=credits.needs_states(micro))
-            credited = micro.corrected(credits.of(micro, forward), forward, ratios, config)
-            batch = micro.loss_batch(credited, old, reference, config)
-            options = {**config.loss_options, **totals, "compute_entropy": True, "validate": False}
-            return forward.policy_loss(batch, config.temperature, **options)
-
-        with config.precision.autocast():  # of one micro-batch: it keeps the weights that it has cast
-            return micro, run_inside(policy, body, trains=True) if micro.prompts else idle_loss(policy)
-
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step + (processes.rank() << 48))
+    credits = Credits(config, rollouts, mask, trainer.tokenizer, generator, shaped, times)
+    totals = {"num_items_in_batch": int(mask.sum()), "num_sequences_in_batch": len(mask)}
+    objective = Objective(trainer, credits, totals, reference_logprobs(trainer, parts))
     for iteration in range(config.num_iterations):
-        passes, norm = backward(trainer, parts, forward_and_loss, count)
+        passes, norm = backward(trainer, parts, objective, count)
         parts = [done.micro for done in passes]  # cut where the device had no memory for them
-        passes, norm = of_all_gradients(trainer, passes, norm, ratios)
-        measure(metrics, trainer, passes, ratios, sampled=iteration == 0)
+        passes, norm = of_all_gradients(trainer, passes, norm, objective.ratios)
+        measure(metrics, trainer, passes, objective.ratios, sampled=iteration == 0)
         if iteration == 0:
-            old |= by_row([done.micro for done in passes], [row for done in passes for row in done.logprobs])
-        torch.nn.utils.clip_grads_with_norm_(trained(trainer), config.max_grad_norm, norm)
+            logprobs = [row for done in passes for row in done.logprobs]
+            objective.old.update(by_row([done.micro for done in passes], logprobs))
+        torch.nn.utils.clip_grads_with_norm_(trainer.trained.values(), config.max_grad_norm, norm)
         trainer.optimizer.step()
         trainer.engine.weights_changed()
         losses = (done.loss.item() for done in passes)
@@ -158,6 +121,36 @@ def update(
     return credits.of_batch(), metrics.values()
 
 
+@dataclass(frozen=True)
+class Objective:
+    """Loss of each micro-batch of a batch, and what its first iteration leaves for later ones."""
+
+    trainer: Trainer
+    credits: Credits
+    totals: dict[str, int]  # tokens and completions of the batch, by which its loss is normalised
+    reference: ByRow  # log-probs of the reference model; nothing without a KL term
+    old: ByRow = field(default_factory=dict)  # log-probs before the first optimizer step
+    ratios: ByRow = field(default_factory=dict)  # of the policy to what sampled, where the loss corrects for it
+
+    def __call__(self, micro: MicroBatch) -> tuple[MicroBatch, PackedLoss]:
+        """Do all of a micro-batch before its backward, which may start again in halves.
+
+        It is one packed forward: its log-probs, from its keys and values the scores of masked spans, then its loss with
+        the weights that follow.
+        """
+        config, policy = self.trainer.config, self.trainer.policy
+
+        def body() -> PackedLoss:
+            forward = micro.forward(policy, config, keep_states=self.credits.needs_states(micro))
+            credited = micro.corrected(self.credits.of(micro, forward), forward, self.ratios, config)
+            batch = micro.loss_batch(credited, self.old, self.reference, config)
+            options = {**config.loss_options, **self.totals, "compute_entropy": True, "validate": False}
+            return forward.policy_loss(batch, config.temperature, **options)
+
+        with config.precision.autocast():  # of one micro-batch: it keeps the weights that it has cast
+            return micro, run_inside(policy, body, trains=True) if micro.prompts else idle_loss(policy)
+
+
 def of_each_process(parts: list[MicroBatch], policy: nn.Module) -> tuple[list[MicroBatch], int]:
     """Give this process its micro-batches, idle ones too where all must run each layer equally often; count all."""
     counts = processes.gathered(len(parts))
@@ -165,9 +158,7 @@ def of_each_process(parts: list[MicroBatch], policy: nn.Module) -> tuple[list[Mi
     return parts + [MicroBatch.idle()] * idle, sum(counts)
 
 
-def measure(
-    metrics: Averages, trainer: Trainer, passes: Sequence[Pass], ratios: dict[int, Tensor], *, sampled: bool
-) -> None:
+def measure(metrics: Averages, trainer: Trainer, passes: Sequence[Pass], ratios: ByRow, *, sampled: bool) -> None:
     """Check passes and add what they measured to `metrics`; `sampled` where their policy is the one that sampled."""
     for done in passes:
         require_finite(done, trainer.policy)
@@ -181,7 +172,7 @@ def measure(
 def backward(
     trainer: Trainer,
     parts: Sequence[MicroBatch],
-    forward_and_loss: Callable[[MicroBatch], tuple[MicroBatch, PackedLoss]],
+    objective: Callable[[MicroBatch], tuple[MicroBatch, PackedLoss]],
     count: int,
 ) -> tuple[list[Pass], Tensor]:
     """Sum the gradients of micro-batches; return their measurements, on the host, and the norm, on the device.
@@ -200,11 +191,11 @@ def backward(
 
     trainer.optimizer.zero_grad()  # to None: without a micro-batch the optimizer step changes nothing
     passes, norm = list[Pass](), torch.zeros(())
-    for micro, (loss, measured, logprobs) in run_in_memory(parts, forward_and_loss, smaller):
+    for micro, (loss, measured, logprobs) in run_in_memory(parts, objective, smaller):
         if config.loss_type == "bnpo":  # the one type that normalises by its own micro-batch
             loss = loss * (micro.share / count)
         (loss * processes.count() if shared else loss).backward()  # what shares the model averages its gradients
-        norm = gradient_norm(trained(trainer))
+        norm = gradient_norm(trainer.trained.values())
         passes.append(Pass(micro, loss.detach(), norm, measured, logprobs))
     return fetched(passes), norm
 
@@ -216,9 +207,7 @@ def idle_loss(policy: nn.Module) -> PackedLoss:
     return PackedLoss(loss, {}, [])
 
 
-def of_all_gradients(
-    trainer: Trainer, passes: list[Pass], norm: Tensor, ratios: dict[int, Tensor]
-) -> tuple[list[Pass], Tensor]:
+def of_all_gradients(trainer: Trainer, passes: list[Pass], norm: Tensor, ratios: ByRow) -> tuple[list[Pass], Tensor]:
     """Put together what all processes measured, and sum their gradients where each holds a whole model.
 
     Returns the passes of all, of which the last has the norm of the sum, and that norm on the device.
@@ -230,23 +219,18 @@ def of_all_gradients(
     for _, theirs in found:
         ratios |= theirs
     if together and not is_sharded(trainer.policy):
-        processes.sum_gradients(trained(trainer))
-        norm = gradient_norm(trained(trainer))
+        processes.sum_gradients([*trainer.trained.values()])
+        norm = gradient_norm(trainer.trained.values())
     return [*together[:-1], *(last._replace(norm=norm.cpu()) for last in together[-1:])], norm
 
 
-def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Compute the norm of all gradients, also where they are in pieces on several processes; ()."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     return norm.full_tensor() if is_piece(norm) else norm  # type: ignore[attr-defined]
 
 
-def trained(trainer: Trainer) -> list[torch.nn.Parameter]:
-    """List the parameters that an optimizer step changes."""
-    return [p for p in trainer.policy.parameters() if p.requires_grad]
-
-
-def reference_logprobs(trainer: Trainer, parts: Sequence[MicroBatch]) -> dict[int, Tensor]:
+def reference_logprobs(trainer: Trainer, parts: Sequence[MicroBatch]) -> ByRow:
     """Compute log-probs under the reference model; nothing where the loss has no KL term."""
     if trainer.reference is None:
         return {}

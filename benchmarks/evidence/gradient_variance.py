@@ -177,11 +177,12 @@ def _gradient(trainer: Trainer, draw: int, problems: int) -> np.ndarray:
     config = trainer.config
     keys = [(draw, 0, i, g) for i in range(problems) for g in range(config.num_generations)]
     rollouts = drawn(trainer, keys)
-    shaped = shape_rewards(trainer, rewarded(trainer, keys, rollouts), StageTimes())
+    times = StageTimes()
+    shaped = shape_rewards(trainer, rewarded(trainer, keys, rollouts), times)
     advantages = group_advantages(shaped.rewards, config.num_generations, config.scale_rewards)
     mask = rollouts.completion_mask * ~rollouts.truncated[:, None]
-    update(trainer, draw, rollouts, mask, advantages, edits=shaped.edits, rewards=shaped.rewards)
-    trained = [p for p in trainer.policy.parameters() if p.requires_grad]
+    update(trainer, draw, rollouts, mask, advantages, shaped, times)
+    trained = trainer.trained.values()
     return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in trained]).numpy()
 
 

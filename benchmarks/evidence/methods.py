@@ -21,7 +21,7 @@ from cfa_kernels.estimators.preselection import top_units
 from cfa_kernels.estimators.siblings import ktae_values, prefix_tree_values, sibling_edits
 from cfa_kernels.estimators.total_effects import total_effects
 from cfa_kernels.scoring.access import InProcess
-from trainer.numbers import final_number
+from trainer.rewards.numbers import final_number
 from trainer.rollouts import generate
 
 

@@ -11,7 +11,7 @@ import torch
 from benchmarks.evidence.cases import Case, sampled_case
 from benchmarks.evidence.models import Subject
 from trainer.data import encode_prompt
-from trainer.numbers import final_number
+from trainer.rewards.numbers import final_number
 from trainer.rollouts import generate
 
 _ROWS = 256  # continuations decoded together

@@ -1,1 +1,1 @@
-"""Tests of the rooms of the same name; run with `python -m pytest` from the repository."""
+"""Tests of the packages of the same name; run with `python -m pytest` from the repository."""

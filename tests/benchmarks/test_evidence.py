@@ -30,7 +30,7 @@ from benchmarks.harness.tables import table
 from tests.support.sources import SOURCE
 from trainer.analyze.statistics import bootstrap_interval
 from trainer.embedded.warmup import WarmupConfig, small_model, train_tokenizer
-from trainer.numbers import final_number
+from trainer.rewards.numbers import final_number
 
 pytestmark = pytest.mark.slow
 

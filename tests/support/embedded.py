@@ -5,12 +5,15 @@ from pathlib import Path
 
 import torch
 
+from cfa_kernels import Credit
 from trainer.cli import parse
 from trainer.config import TrainConfig
+from trainer.report.stages import StageTimes
 from trainer.rewards import group_advantages
 from trainer.rollouts import Rollouts, generate
 from trainer.run import set_up, train
-from trainer.step import Trainer
+from trainer.state import Shaped, Trainer
+from trainer.step import update
 
 SMALL = [
     "--device=cpu", "--train_problems=16", "--eval_problems=8", "--per_device_train_batch_size=8",
@@ -45,6 +48,17 @@ def advantages_of(rollouts: Rollouts) -> torch.Tensor:
     """Made-up rewards of four groups: two mixed, one all wrong, one all right."""
     rewards = torch.tensor([1.0, 0, 0, 0, 0, 1, 0, 0] + [0.0] * 8 + [1.0] * 8 + [1.0, 1, 1, 0, 1, 1, 1, 1])
     return group_advantages(rewards, 8)[: len(rollouts.texts)]
+
+
+def updated(
+    trainer: Trainer, rollouts: Rollouts, advantages: torch.Tensor | None = None, mask: torch.Tensor | None = None,
+    edits: torch.Tensor | None = None, rewards: torch.Tensor | None = None,
+) -> tuple[Credit, dict[str, float]]:  # fmt: skip
+    """The first step's update on rollouts: by made-up advantages, all tokens counted, rewards of 0, unless told."""
+    shaped = Shaped(torch.zeros(len(rollouts.texts)) if rewards is None else rewards, edits)
+    advantages = advantages_of(rollouts) if advantages is None else advantages
+    mask = rollouts.completion_mask if mask is None else mask
+    return update(trainer, 1, rollouts, mask, advantages, shaped, StageTimes())
 
 
 def reward_every_other(completions, **_):

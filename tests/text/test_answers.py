@@ -8,7 +8,7 @@ import pytest
 
 from cfa_kernels.text.answers import answer_text_span, locate_answer
 from cfa_kernels.text.rules import AnswerRules
-from trainer.numbers import parse_number
+from trainer.rewards.numbers import parse_number
 
 
 def answer_of(text: str, **options: object) -> str | None:

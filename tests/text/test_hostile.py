@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cfa_kernels.text.answers import answer_text_span
 from cfa_kernels.text.rules import DETECTORS
 from tests.support.small_tokenizers import property_test
-from trainer.numbers import parse_number
+from trainer.rewards.numbers import parse_number
 
 Read = Callable[[str], object]
 

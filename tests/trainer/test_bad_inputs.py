@@ -34,6 +34,7 @@ def nested(completions, **_): return [[1.0]] * len(completions)
 def not_a_number(completions, **_): return [float("nan")] * len(completions)
 def infinite(completions, **_): return [float("inf")] * len(completions)
 def abstains(completions, **_): return [None] * len(completions)
+def ends(completions, **_): raise SystemExit(3)
 def one_argument(completions): return [1.0] * len(completions)
 def another_column(completions, difficulty, **_): return difficulty
 number = 3
@@ -46,6 +47,7 @@ def row(**changes) -> dict:
 
 WEIGHTS, CONFIG, TOKENIZER = "m/model.safetensors", "m/config.json", "m/tokenizer.json"
 OWN_DATA, OWN_MODEL = "--dataset={tmp}/rows.jsonl", "--model={tmp}/m"
+ANY = "--reward_funcs=own:abstains"  # judges rows of any kind
 
 # What is wrong: the flags, where the program ends, the words of its message, and files. Files of `m/` change a copy of
 # the tiny model, None takes one away.
@@ -190,6 +192,10 @@ CATALOGUE: dict[str, tuple] = {
     "a question that is null": (
         [OWN_DATA], BEFORE, "row 0: column 'question' must be text", {"rows.jsonl": jsonl(row(question=None))},
     ),
+    "half a character": (
+        [OWN_DATA], BEFORE, r"rows.jsonl, row 0: column 'question' holds '\ud83d', half of a character",
+        {"rows.jsonl": jsonl(row(question="What \ud83d ?"))},
+    ),
     "an answer without number": (
         [OWN_DATA], BEFORE, "row 0: no number can be read", {"rows.jsonl": jsonl(row(answer="seven"))},
     ),
@@ -286,6 +292,23 @@ CATALOGUE: dict[str, tuple] = {
     "a list for a reward": (["--reward_funcs=own:nested"], LATER, "reward nested is [1.0], expected a real number"),
     "a reward of nan": (["--reward_funcs=own:not_a_number"], LATER, "step 1, sample 0 (", "reward not_a_number is nan"),
     "a reward of inf": (["--reward_funcs=own:infinite"], LATER, "reward infinite is inf", "this step is not saved"),
+    "a reward that ends the program": (
+        ["--reward_funcs=own:ends"], LATER, "step 1, sample 0 (", "reward ends raised SystemExit: 3", "(in own.py",
+    ),
+    "a module that ends the program": (
+        ["--reward_funcs=ending:f"], BEFORE, "reward_funcs: cannot import 'ending:f': SystemExit: 2",
+        {"ending.py": "raise SystemExit(2)"},
+    ),
+    "too few rewards in evaluation": (
+        ["--eval_reward=own:too_few", ANY], LATER, "step 0, reward of evaluation: returned 1 values for 2 completions",
+    ),
+    "no rewards in evaluation": (["--eval_reward=own:nothing", ANY], LATER, "of evaluation: returned a NoneType"),
+    "a word for a reward in evaluation": (
+        ["--eval_reward=own:words", ANY], LATER, "step 0, held-out problem 0: reward of evaluation is 'good', expected",
+    ),
+    "a reward of nan in evaluation": (
+        ["--eval_reward=own:not_a_number", ANY], LATER, "held-out problem 0: reward of evaluation is nan",
+    ),
     "a reward of none": (["--reward_funcs=own:abstains"], LATER, "sample 0 (", "every reward function returned None"),
 }  # fmt: skip
 

@@ -57,7 +57,7 @@ def test_of_a_step_that_was_done_again_the_last_line_counts_and_what_is_not_fini
     write_lines(folder / "metrics.jsonl", [*lines, '{"step": 4, "reward": NaN}'])
     (run,) = read_runs([folder])
     assert (run.steps, run.metrics) == ([1, 2, 3, 4], {"reward": [1.0, 3.0, 0, None]})
-    Page(run_page.run_page([run], ""))
+    Page("".join(run_page.run_page([run], "")))
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path) -> None:
@@ -72,7 +72,7 @@ def test_of_more_completions_than_a_page_holds_some_of_each_part_are_on_it_and_i
     size = (folder / "completions.jsonl").stat().st_size
     for room, steps, notes in ((size, range(10), 0), (size - 1, range(0, 10, 2), 1), (size / 4.5, (0, 5), 1)):
         monkeypatch.setattr(run_page, "_MOST_BYTES", room)
-        page = run_page.run_page(read_runs([folder]), "")
+        page = "".join(run_page.run_page(read_runs([folder]), ""))
         assert [shown["step"] for shown in Page(page).data["completions"]] == list(steps)[::-1]
         assert page.count("Of the completions in") == notes
 

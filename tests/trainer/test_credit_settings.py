@@ -16,11 +16,10 @@ from cfa_kernels.integrations.credit import OFFERS, obstacles
 from cfa_kernels.options import Share, check_fields
 from cfa_kernels.scoring.access import InProcess
 from docs.options import options
-from tests.support.embedded import EVERY_OTHER, advantages_of, metrics_of, run, samples_of, settings
+from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of, settings, updated
 from trainer.cli import parse, preset_names
 from trainer.config import PRESETS, TrainConfig
 from trainer.credit_settings import NAMES
-from trainer.step import update
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +27,7 @@ REWARDS = torch.tensor([1.0, 0, 0, 0, 0, 1, 0, 0] + [0.0] * 8 + [1.0] * 8 + [1.0
 
 
 def credit_under(trainer, rollouts):
-    return update(trainer, 1, rollouts, rollouts.completion_mask, advantages_of(rollouts), rewards=REWARDS)
+    return updated(trainer, rollouts, rewards=REWARDS)
 
 
 def test_every_setting_of_credit_reaches_the_library() -> None:

@@ -14,7 +14,7 @@ import pytest
 from trainer.config import DataConfig, TrainConfig
 from trainer.data import Row, encode_prompts, load_rows, train_and_eval_rows
 from trainer.embedded.problems import generate
-from trainer.numbers import gold_number
+from trainer.rewards.numbers import gold_number
 
 GOOD = {"question": "How many?", "answer": "2+3=5\n#### 5"}
 

@@ -85,6 +85,25 @@ def test_signals_are_the_programs_own_again_afterwards() -> None:
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
+def test_a_terminal_that_is_gone_does_not_keep_its_signal_from_ending_the_run() -> None:
+    read, gone = os.pipe()
+    os.close(read)
+    before = [os.dup(one) for one in (1, 2)]
+    try:
+        for one in (1, 2):
+            os.dup2(gone, one)
+        with Ending() as ending:
+            ending.waits = True
+            signal.raise_signal(signal.SIGHUP)
+        os.write(1, b"nobody reads this\n")
+    finally:
+        for one, kept in enumerate(before, start=1):
+            os.dup2(kept, one)
+            os.close(kept)
+        os.close(gone)
+    assert ending.signal == signal.SIGHUP
+
+
 def on_a_small_disk(argv: list[str], disk: Path) -> str | list[tuple[int, str, str]]:
     """Run on a disk that is full in step 3, again while it cannot be written to, and at last with space."""
     try:

@@ -8,11 +8,10 @@ import torch
 
 from cfa_kernels.hf.verify import noise_floor
 from cfa_kernels.scoring import training_forward as packed_loss
-from tests.support.embedded import advantages_of, sample, settings
+from tests.support.embedded import advantages_of, sample, settings, updated
 from tests.support.waits import OnDevice, a_device, put_on_device
 from trainer.checks import checked_sampling_gap
 from trainer.microbatch import Pass, micro_batches
-from trainer.step import update
 
 
 def test_rows_without_advantage_are_not_fed_unless_the_kl_term_needs_them(trainer, rollouts) -> None:
@@ -46,7 +45,7 @@ def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before
         waits.seen.clear()
         tensors = {name: OnDevice(value) for name, value in vars(rollouts).items() if isinstance(value, torch.Tensor)}
         there = replace(rollouts, **tensors)
-        update(trainer, 1, there, there.completion_mask, OnDevice(advantages_of(rollouts)))
+        updated(trainer, there, OnDevice(advantages_of(rollouts)))
         seen = [where.split(" at ")[1].split(":")[0] for where in waits.seen]
     parts = micro_batches(trainer.config, rollouts, rollouts.completion_mask, advantages_of(rollouts), trainer.policy)
     before = ["microbatch.py"] * len(tensors) + ["step.py"] * 2  # the rollouts, the mask and the advantages
@@ -62,7 +61,7 @@ def test_a_micro_batch_without_memory_is_done_in_halves_to_the_same_update(
     trainer = fresh(f"--loss_type={loss_type}", "--token_budget=100000", "--max_grad_norm=1e9", "--max_spans=1")
     trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 0.0)
 
-    def updated(most: int) -> tuple[torch.Tensor, dict[str, float], torch.Tensor, list[int]]:
+    def updated_by(most: int) -> tuple[torch.Tensor, dict[str, float], torch.Tensor, list[int]]:
         run, loss, sizes = packed_loss.packed_forward, packed_loss.PackedForward.policy_loss, list[int]()
 
         def checked(rows: int, here: str) -> None:
@@ -82,12 +81,12 @@ def test_a_micro_batch_without_memory_is_done_in_halves_to_the_same_update(
         with monkeypatch.context() as patch:
             patch.setattr("trainer.microbatch.packed_forward", forward)
             patch.setattr(packed_loss.PackedForward, "policy_loss", policy_loss)
-            credit, metrics = update(trainer, 1, rollouts, rollouts.completion_mask, advantages_of(rollouts))
+            credit, metrics = updated(trainer, rollouts)
         gradient = torch.cat([p.grad.flatten() for p in trainer.policy.parameters() if p.grad is not None])
         return gradient, metrics, credit.weights, sizes
 
-    expected, metrics, weights, whole = updated(1000)
-    gradient, found, same_weights, sizes = updated(8)
+    expected, metrics, weights, whole = updated_by(1000)
+    gradient, found, same_weights, sizes = updated_by(8)
     halves = {"dapo": [16, 8, 8], "bnpo": [32, 16, 8, 8, 16, 8, 8]}  # bnpo's rows without advantage count, too
     assert (whole, sizes) == (halves[loss_type][:1], halves[loss_type])
     assert (gradient - expected).norm() <= 1e-4 * expected.norm()
@@ -95,14 +94,14 @@ def test_a_micro_batch_without_memory_is_done_in_halves_to_the_same_update(
     torch.testing.assert_close(same_weights, weights, rtol=0, atol=1e-4)
     assert found["loss"] == pytest.approx(metrics["loss"], rel=1e-3, abs=1e-6)
     with pytest.raises(torch.OutOfMemoryError, match="pretend"):
-        updated(7)  # a group is never cut
+        updated_by(7)  # a group is never cut
 
 
 def update_on_a_group(trainer) -> dict[str, float]:
     """Sample eight completions of a problem and take the optimizer step on them."""
     config = trainer.config
     rollouts = sample(trainer, [0], temperature=config.temperature, top_p=config.top_p, max_completion_length=40)
-    return update(trainer, 1, rollouts, rollouts.completion_mask, advantages_of(rollouts))[1]
+    return updated(trainer, rollouts)[1]
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
@@ -135,22 +134,22 @@ def test_one_sample_of_wrong_log_probs_is_the_one_named(trainer, rollouts) -> No
 
 def test_the_correction_multiplies_the_policy_term_by_the_truncated_ratio(fresh) -> None:
     """Over two iterations: the ratio is that of the first, while the policy is the one that sampled."""
-    argv = ("--max_sampling_gap=1000", "--num_iterations=2", "--max_grad_norm=1e9")
+    argv = ("--max_sampling_gap=1000", "--num_iterations=2", "--max_grad_norm=1e9", "--credit=uniform")
     plain, correcting = fresh(*argv), fresh(*argv, "--importance_sampling_clip_max=1.5")
     rollouts = sample(plain, [0], temperature=plain.config.temperature, max_completion_length=24)
-    mask, advantages = rollouts.completion_mask, advantages_of(rollouts)
+    mask = rollouts.completion_mask
     shift = torch.tensor([0.0, 0.2, -0.2, 1.0])[torch.arange(mask.shape[1]) % 4]  # nats
     shifted = replace(rollouts, logprobs=(rollouts.logprobs - shift) * mask)
 
-    def updated(trainer, rollouts, **options) -> tuple[torch.Tensor, dict[str, float]]:
+    def change(trainer, rollouts, weights) -> tuple[torch.Tensor, dict[str, float]]:
         trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 1e-3)
         before = torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
-        _, metrics = update(trainer, 1, rollouts, mask, advantages, **options)
+        _, metrics = updated(trainer, rollouts, edits=weights)
         return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()]) - before, metrics
 
     weights = 0.5 + torch.rand(mask.shape, generator=torch.Generator().manual_seed(0))
-    expected, _ = updated(plain, rollouts, weights=weights * shift.exp().clamp(max=1.5))
-    found, metrics = updated(correcting, shifted, weights=weights)
+    expected, _ = change(plain, rollouts, weights * shift.exp().clamp(max=1.5))
+    found, metrics = change(correcting, shifted, weights)
     assert expected.any()
     assert (found - expected).norm() <= 1e-3 * expected.norm()
     assert metrics["sampling/importance_sampling_ratio/max"] == pytest.approx(1.5)

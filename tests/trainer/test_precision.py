@@ -9,14 +9,14 @@ from cfa_kernels.hf.liger import keep_own_modules, keeps_own_modules
 from cfa_kernels.hf.verify import check_trainable
 from tests.support.adapted import tiny
 from tests.support.budget import assert_within_budget
-from tests.support.embedded import EVERY_OTHER, settings
+from tests.support.embedded import EVERY_OTHER, settings, updated
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from trainer.checks import sampling_gap_limit
 from trainer.config import TrainConfig
 from trainer.precision import Precision, adamw, frozen_copy
 from trainer.rollouts import TransformersEngine
 from trainer.run import set_up
-from trainer.step import draw, training_step, update
+from trainer.step import draw, training_step
 
 F32, BF16 = torch.float32, torch.bfloat16
 KEYS = [(0, 1, 0, g) for g in range(8)]
@@ -103,9 +103,9 @@ def test_forwards_of_a_step_run_in_bfloat16_and_backwards_outside_autocast(mixed
 
 def test_the_gradient_in_mixed_precision_is_float32_and_off_by_the_rounding_of_bfloat16(mixed) -> None:
     """Bounded by what autocast makes of the model's own forward over the padded batch, in the same precision."""
-    trainer = mixed("--temperature=1", "--top_p=1")
+    trainer = mixed("--temperature=1", "--top_p=1", "--credit=uniform")
     rollouts = draw(trainer, KEYS)
-    advantages, weights = torch.tensor([1.0, -1.0] * 4), torch.ones_like(rollouts.logprobs)
+    advantages = torch.tensor([1.0, -1.0] * 4)
 
     def padded(model: nn.Module, *, rounded: bool) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast("cpu", BF16, enabled=rounded):
@@ -121,7 +121,7 @@ def test_the_gradient_in_mixed_precision_is_float32_and_off_by_the_rounding_of_b
         return loss.detach(), torch.cat([g.flatten() for g in gradients])
 
     budget, oracle = padded(trainer.policy, rounded=True), padded(trainer.policy, rounded=False)
-    metrics = update(trainer, 1, rollouts, rollouts.completion_mask, advantages, weights)[1]
+    metrics = updated(trainer, rollouts, advantages)[1]
     found = torch.cat([p.grad.flatten() for p in trainer.policy.parameters()])
     assert found.dtype == F32
     error, allowed = ((x.double() - oracle[1].double()).norm() for x in (found, budget[1]))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.embedded import metrics_of, run
 from trainer.report.trackers import open_tracker
 
 
@@ -35,3 +36,24 @@ def test_tensorboard_forgets_the_steps_after_the_checkpoint(monkeypatch, tmp_pat
     for step in (None, 4):
         open_tracker("tensorboard", tmp_path, {}, "a1", step)
     assert begun == [None, 5]
+
+
+def test_a_back_end_that_fails_ends_no_run(monkeypatch, tmp_path, capsys) -> None:
+    told = []
+
+    def log(metrics, step):
+        told.append(step)
+        if step == 1:
+            raise ConnectionError("no answer")
+
+    def finish():
+        raise TimeoutError("still no answer")
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=lambda **_: None, log=log, finish=finish))
+    monkeypatch.setattr("trainer.report.run_report.draw_curves", lambda *_: None)  # takes longer than all else
+    folder = run(tmp_path / "run", "--report_to", "trackio", "--max_completion_length=12", "--eval_problems=2")
+    assert [entry["step"] for entry in metrics_of(folder)] == [0, 1, 2, 2]
+    assert told == [0, 1]
+    said = capsys.readouterr().out
+    assert "report_to: trackio failed and is told no more: ConnectionError: no answer" in said
+    assert "report_to: trackio failed and is told no more: TimeoutError: still no answer" in said

@@ -12,21 +12,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from cfa_kernels import counterfactual_credit, policy_loss
 from cfa_kernels.scoring.training_forward import PackedForward, PackedLoss
-from tests.support.embedded import EVERY_OTHER, SMALL, advantages_of, metrics_of, run, samples_of, settings
+from tests.support.embedded import EVERY_OTHER, SMALL, advantages_of, metrics_of, run, samples_of, settings, updated
 from trainer.__main__ import main
 from trainer.config import EMBEDDED, model_path
 from trainer.evaluate import Evaluation
 from trainer.report.run_report import paired_gain
 from trainer.rewards import group_advantages
 from trainer.run import train
-from trainer.step import problem_batches, training_step, update
+from trainer.step import problem_batches, training_step
 
 pytestmark = pytest.mark.slow
 
 
 def gradient_after(trainer, rollouts, advantages, weights) -> torch.Tensor:
-    """The gradient that `update` leaves behind, before clipping, as one vector."""
-    update(trainer, 1, rollouts, rollouts.completion_mask, advantages, weights)
+    """The gradient that `update` leaves behind, before clipping, as one vector; credit of the trainer is uniform."""
+    updated(trainer, rollouts, advantages, edits=weights)
     return torch.cat([p.grad.flatten() for p in trainer.policy.parameters()])
 
 
@@ -35,7 +35,7 @@ def gradient_after(trainer, rollouts, advantages, weights) -> torch.Tensor:
     [("dapo", 1), ("grpo", 1), ("dr_grpo", 1), ("cispo", 1), ("sapo", 1), ("luspo", 1), ("dapo", 10_000)],
 )
 def test_the_update_is_that_of_one_loss_over_the_whole_padded_batch(fresh, rollouts, loss_type, budget) -> None:
-    trainer = fresh(f"--loss_type={loss_type}", f"--token_budget={budget}", "--max_grad_norm=1e9")
+    trainer = fresh(f"--loss_type={loss_type}", f"--token_budget={budget}", "--max_grad_norm=1e9", "--credit=uniform")
     advantages = advantages_of(rollouts)
     weights = torch.rand(rollouts.completion_ids.shape, generator=torch.Generator().manual_seed(0)) * 4
     logits = trainer.policy(
@@ -58,13 +58,13 @@ def test_weights_change_the_update(fresh, rollouts) -> None:
     for high in (1.0, 4.0):
         weights = torch.ones_like(rollouts.logprobs)
         weights[:, ::2] = high
-        gradients.append(gradient_after(fresh(), rollouts, advantages_of(rollouts), weights))
+        gradients.append(gradient_after(fresh("--credit=uniform"), rollouts, advantages_of(rollouts), weights))
     assert torch.nn.functional.cosine_similarity(*gradients, dim=0) < 0.999
 
 
 def test_a_second_iteration_on_the_same_rollouts_is_off_policy(fresh, rollouts) -> None:
     trainer = fresh("--num_iterations=2", "--learning_rate=1e-3")
-    _, metrics = update(trainer, 1, rollouts, rollouts.completion_mask, advantages_of(rollouts))
+    _, metrics = updated(trainer, rollouts)
     assert metrics["ratio_mean"] != pytest.approx(1, abs=1e-3)
     assert metrics["clip_ratio/region_mean"] > 0
 
@@ -83,7 +83,7 @@ def test_kl_is_taken_to_the_model_as_it_was_loaded(fresh, peft) -> None:
 def test_a_batch_with_nothing_to_learn_from_leaves_the_model_alone(fresh, rollouts) -> None:
     trainer = fresh()
     before = [p.detach().clone() for p in trainer.policy.parameters()]
-    update(trainer, 1, rollouts, rollouts.completion_mask, torch.zeros(32))
+    updated(trainer, rollouts, torch.zeros(32))
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.policy.parameters(), strict=True))
 
 

@@ -24,7 +24,7 @@ from trainer.config import PRESETS, TrainConfig
 from trainer.microbatch import Credits, micro_batches, to_host
 from trainer.rewards import group_advantages
 from trainer.run import set_up
-from trainer.state import Trainer
+from trainer.state import Shaped, Trainer
 from trainer.step import draw, rewarded
 
 DESCRIPTION = """Sample groups of completions from a model and let several estimators judge them. What is written is
@@ -104,7 +104,9 @@ def judge(trainer: Trainer, problems: int, presets: Sequence[str], flags: Sequen
             ) | {"gradient_norms": rounded(norms[i].tolist()), "estimators": {}}  # fmt: skip
         for name, setting in settings.items():
             generator, mask = torch.Generator().manual_seed(config.seed), rollouts.completion_mask
-            credit = Credits(setting, rollouts, mask, trainer.tokenizer, generator, rewards).assign(micro, forward)
+            credit = Credits(setting, rollouts, mask, trainer.tokenizer, generator, Shaped(rewards)).assign(
+                micro, forward
+            )
             library = setting.counterfactual()
             for i, b in enumerate(micro.rows.tolist()):
                 ids = micro.completions[i].tolist()

@@ -7,7 +7,7 @@ not print are shown as signs.
 
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,41 +23,54 @@ _STYLE, _SCRIPT, _CURVES = (
 )
 
 
-def page_of(samples: Sequence[Sample], title: str, *, runs: str = "", data: Mapping[str, Any] | None = None) -> str:
+def page_of(samples: Iterable[Sample], title: str) -> str:
+    """Make the page of samples in order, as `page_pieces`."""
+    return "".join(page_pieces(samples, title))
+
+
+def page_pieces(
+    samples: Iterable[Sample], title: str, *, latest_first: bool = False, runs: str = "",
+    data: Mapping[str, Any] | None = None,
+) -> Iterator[str]:  # fmt: skip
     """Make the page: for each completion a block of tokens per estimator, with scales, numbers and its masked spans.
+
+    It comes in pieces, since a process that goes on keeps some of the memory that it once needed.
 
     Ten completions are on the page at once, found by run, step and reward. Blocks are side by side where the window is
     wide enough, else below each other. A token's numbers and the drop of its span show on hover, or with the arrow
     keys once its block has the focus, for all estimators at once.
 
     Args:
-        samples: what is shown, in order.
+        samples: what is shown, in order; taken one at a time, and only what the page says of each is kept.
+        latest_first: show those of the last step first.
         title: of the page.
         runs: HTML of a part about runs, above the completions, with the places that `curves.js` draws in.
         data: what `curves.js` draws.
 
-    Returns:
-        The page, to be written as UTF-8.
+    Yields:
+        Pieces of the page, to be written as UTF-8.
     """
     rules = "".join(
         f".{name}{step} {{ background: rgb(var(--{colour}) / {0.62 * step / _STEPS:.3f}); }}\n"
         for name, colour in (("w", "warm"), ("c", "cool"))
         for step in range(1, _STEPS + 1)
     )
-    weights = [
-        value
-        for sample in samples
-        for given in sample.credit.values()
-        if given.kind == "weights"
-        for value in given.values
-        if value is not None
-    ]
-    bounds = min(weights, default=1.0), max(weights, default=1.0)
-    held = {**(data or {}), "bounds": bounds, "completions": [_entry(sample) for sample in samples]}
-    name, names = escaped(title), dict.fromkeys(sample.run for sample in samples if sample.run is not None)
+    entries: list[tuple[int, str]] = []
+    names: dict[str, None] = {}
+    bounds: list[float] = []
+    for sample in samples:
+        entries.append((sample.step if type(sample.step) is int else 0, _json(_entry(sample))))
+        names |= {} if sample.run is None else {sample.run: None}
+        given = [credit.values for credit in sample.credit.values() if credit.kind == "weights"]
+        weights = [value for values in given for value in values if value is not None]
+        if weights:
+            bounds = [min(bounds + weights), max(bounds + weights)]
+    if latest_first:
+        entries.sort(key=lambda entry: -entry[0])
+    name = escaped(title)
     options = "".join(f'<option value="{escaped(run)}">{escaped(run)}</option>' for run in names)
     of_runs = f'<label>run <select name="run"><option value="">all</option>{options}</select></label>\n'
-    return f"""<!DOCTYPE html>
+    yield f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -82,7 +95,15 @@ drop of its span.</p>
 </form>
 <main id="list"><noscript>Completions and curves need JavaScript.</noscript></main>
 <div id="reading" role="status" aria-live="polite">Nothing chosen.</div>
-<script id="data" type="application/json">{_json(held)}</script>
+<script id="data" type="application/json">{{"""
+    for key, value in (data or {}).items():
+        yield f"{_json(key)}:"
+        yield from map(_no_html, _JSON.iterencode(value))
+        yield ","
+    yield f'"bounds":{_json(bounds or [1.0, 1.0])},"completions":['
+    for i, (_, entry) in enumerate(entries):
+        yield f",{entry}" if i else entry
+    yield f"""]}}</script>
 <script>
 {_SCRIPT}{_CURVES if data else ""}</script>
 </body>
@@ -94,9 +115,16 @@ def _field(name: str, label: str) -> str:
     return f'<label>{label} <input name="{name}" type="number" step="any"></label>'
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
 def _json(value: Any) -> str:
     """Write JSON that no HTML can be read from."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return _no_html(_JSON.encode(value))
+
+
+def _no_html(text: str) -> str:
+    return text.replace("<", "\\u003c")
 
 
 def _entry(sample: Sample) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainer.analyze.page import escaped, page_of, printed
+from trainer.analyze.page import escaped, page_pieces, printed
 from trainer.analyze.runs import Run, comparison, correct_threshold_of, groups_of, read_runs
-from trainer.analyze.samples import Sample, read_samples
+from trainer.analyze.samples import Sample, each_sample
 
 _MOST_BYTES = 16_000_000
 """Size of the completions that a page holds; of more, every second or third and so on is on it."""
@@ -31,19 +31,23 @@ def write_run_page(path: Path, folders: Sequence[Path], title: str) -> list[Run]
     """
     runs = read_runs(folders)
     aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(run_page(runs, title), encoding="utf-8", newline="\n")
-    aside.replace(path)
+    try:
+        with aside.open("w", encoding="utf-8", newline="\n") as file:
+            file.writelines(run_page(runs, title))
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
     return runs
 
 
-def run_page(runs: Sequence[Run], title: str) -> str:
-    """Make the page of runs, the last steps' completions first.
+def run_page(runs: Sequence[Run], title: str) -> Iterator[str]:
+    """Make the page of runs piece by piece, the last steps' completions first.
 
     Raises:
         ValueError: as `read_samples`.
     """
     columns, rows = comparison(runs)
-    samples, notes = _samples(runs)
+    parts = _parts(runs)
     groups = groups_of(runs)
     keys = [f'<i class="key r{group % 8}"></i>' for group in groups] + [""] * (len(rows) - len(runs))
     head = "".join(f"<th>{escaped(column)}</th>" for column in columns)
@@ -60,26 +64,33 @@ the last tenth of the steps; seconds are means over steps. Thin lines are what w
 over a tenth of the steps, and over seeds. Hover over a curve, or step through it with the arrow keys, to read it.</p>
 <div class="row" id="curves"></div>
 <details id="more"><summary>All other metrics</summary><div class="row"></div></details>
-{"".join(f'<p class="soft">{escaped(note)}</p>{chr(10)}' for note in notes)}"""
+{"".join(f'<p class="soft">{escaped(note)}</p>{chr(10)}' for note in _notes(parts))}"""
     drawn = [
         {"name": printed(run.name), "group": group, "steps": run.steps, "metrics": run.metrics}
         for run, group in zip(runs, groups, strict=True)
     ]
-    return page_of(samples, title, runs=section, data={"runs": drawn, "panels": _PANELS, "hidden": _HIDDEN})
+    data = {"runs": drawn, "panels": _PANELS, "hidden": _HIDDEN}
+    return page_pieces(_samples(parts, len(runs) > 1), title, latest_first=True, runs=section, data=data)
 
 
-def _samples(runs: Sequence[Run]) -> tuple[list[Sample], list[str]]:
-    """Read the completions of runs, and say of which runs only a part."""
-    samples, notes = [], []
-    for run in runs:
-        file = run.folder / "completions.jsonl"
-        size = file.stat().st_size if file.is_file() else 0
-        if not size:
-            continue
-        every = math.ceil(size * len(runs) / _MOST_BYTES)
+def _parts(runs: Sequence[Run]) -> list[tuple[Run, int]]:
+    """List the runs that have completions, each with k where the page holds one in k of them."""
+    files = [run.folder / "completions.jsonl" for run in runs]
+    sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
+    return [(run, math.ceil(size * len(runs) / _MOST_BYTES)) for run, size in zip(runs, sizes, strict=True) if size]
+
+
+def _notes(parts: Sequence[tuple[Run, int]]) -> list[str]:
+    return [
+        f"Of the completions in {run.folder / 'completions.jsonl'} one in {every} is below."
+        for run, every in parts
+        if every > 1
+    ]
+
+
+def _samples(parts: Sequence[tuple[Run, int]], named: bool) -> Iterator[Sample]:
+    """Read the completions of runs one at a time, as a run that goes on must not keep what all of them need."""
+    for run, every in parts:
         threshold = correct_threshold_of(run.folder)
-        found = read_samples(run.folder, correct_threshold=threshold, every=every)
-        samples += [dataclasses.replace(sample, run=run.name if len(runs) > 1 else None) for sample in found]
-        if every > 1:
-            notes.append(f"Of the completions in {file} one in {every} is below.")
-    return sorted(samples, key=lambda sample: -sample.step if type(sample.step) is int else 0), notes
+        for sample in each_sample(run.folder, correct_threshold=threshold, every=every):
+            yield dataclasses.replace(sample, run=run.name if named else None)

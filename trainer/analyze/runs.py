@@ -32,9 +32,8 @@ class Run:
     @property
     def repeats(self) -> str:
         """Return what runs have in common that differ in their seeds only."""
-        return repr(sorted((name, value) for name, value in self.settings.items() if name not in _OWN)) * bool(
-            self.settings
-        )
+        named = sorted(repr((name, value)) for name, value in self.settings.items() if name not in _OWN)
+        return repr(named) * bool(self.settings)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -58,25 +57,30 @@ def _read_run(folder: Path, name: str) -> Run:
     file = folder / "metrics.jsonl"
     if not file.is_file():
         raise ValueError(f"{folder}: holds no metrics.jsonl, so it is not the folder of a run")
-    rows: dict[int, dict[str, float | None]] = {}
+    places: dict[int, int] = {}  # of steps; training and evaluation have a line each
+    columns: dict[str, list[float | None]] = {}
     for number, entry in json_lines(file):
         if not isinstance(entry, dict) or type(entry.get("step")) is not int:
             raise ValueError(f"{file}, line {number}: must be an object with an integer step, got {entry!r:.60}")
+        place = places.setdefault(entry.pop("step"), len(places))
         for metric, value in entry.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"{file}, line {number}: {metric} must be a number, got {value!r:.60}")
-        finite = {metric: value if abs(value) < math.inf else None for metric, value in entry.items()}
-        rows[entry["step"]] = rows.get(entry["step"], {}) | finite  # training and evaluation have a line each
-    if not rows:
+            column = columns.setdefault(metric, [])
+            column += [None] * (place + 1 - len(column))
+            column[place] = value if abs(value) < math.inf else None
+    if not places:
         raise ValueError(f"{file}: holds no step")
-    steps = sorted(rows)
-    metrics = dict.fromkeys(metric for step in steps for metric in rows[step] if metric != "step")
+    steps = sorted(places)
     return Run(
         name,
         folder,
         read_settings(folder),
         steps,
-        {metric: [rows[step].get(metric) for step in steps] for metric in metrics},
+        {
+            metric: [column[places[step]] if places[step] < len(column) else None for step in steps]
+            for metric, column in columns.items()
+        },
     )
 
 

@@ -69,16 +69,19 @@ def read_samples(path: Path, *, correct_threshold: float = 0.5, every: int = 1) 
         ValueError: no such file, no completion in it, or a field that is not what it should be; names the file, the
             line, the field and the value.
     """
-    file = path / "completions.jsonl" if path.is_dir() else path
-    samples = []
+    return list(each_sample(path, correct_threshold=correct_threshold, every=every))
+
+
+def each_sample(path: Path, *, correct_threshold: float = 0.5, every: int = 1) -> Iterator[Sample]:
+    """Read completions as `read_samples`, one at a time."""
+    file, number = path / "completions.jsonl" if path.is_dir() else path, 0
     for number, entry in json_lines(file, every):
         try:
-            samples.append(_sample(number, entry, correct_threshold))
+            yield _sample(number, entry, correct_threshold)
         except ValueError as problem:
             raise ValueError(f"{file}, line {number}: {problem}") from problem
-    if not samples:
+    if not number:
         raise ValueError(f"{file}: holds no completion; was log_completions 0, or did the run end in its first step?")
-    return samples
 
 
 def json_lines(file: Path, every: int = 1) -> Iterator[tuple[int, Any]]:

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
+from cfa_kernels.hf.fsdp import is_piece
 from trainer.checkpoints.files import (
     Damaged,
     DiskError,
@@ -29,20 +30,16 @@ from trainer.checkpoints.files import (
 )
 from trainer.checkpoints.settings import MAY_CHANGE, STEADY_SCHEDULES
 from trainer.checkpoints.state import WEIGHTS, Tensors, read_json, read_state, tensors_of, write_state
-from trainer.checks import require_finite_parameters
 from trainer.cli import to_yaml
 from trainer.config import TrainConfig
+from trainer.policy import require_finite_parameters
 from trainer.processes import of_first
 from trainer.state import Trainer
 
 RUNS = Path("runs")
-_SETTINGS, _SUMMARY, _METRICS, _LOCK, _CHECKPOINTS = (
-    "config.yaml",
-    "summary.json",
-    "metrics.jsonl",
-    ".lock",
-    "checkpoints",
-)
+_SETTINGS, _SUMMARY, _METRICS = "config.yaml", "summary.json", "metrics.jsonl"
+_LOCK, _CHECKPOINTS = ".lock", "checkpoints"
+_FIRST = 256
 _NEW = "--no_resume starts anew, in a new folder"
 
 
@@ -82,6 +79,9 @@ class RunFolder:
             try:
                 kept = self._read(trainer, step)
                 break
+            except Refused:
+                if of_first(lambda: _is_begun(self.path)):
+                    raise
             except (Damaged, OSError) as problem:
                 self.notes.append(f"the checkpoint of step {step} is damaged and was left out: {problem}")
         else:
@@ -109,8 +109,8 @@ class RunFolder:
                 raise Damaged(f"{self.path / name} is shorter than the {size} bytes that it had at step {step}")
         _require_same(self.path, state["settings"], trainer.config)
         for name, now in self._facts.items():
-            if state["facts"][name] != now:
-                raise Refused(f"{self.path}: {name} was {state['facts'][name]} and is {now} now; {_NEW}")
+            if (then := state["facts"].get(name)) != now:
+                raise Refused(f"{self.path}: {name} was {then} and is {now} now; {_NEW}")
         return state
 
     def save(self, trainer: Trainer, step: int, report: Callable[[], dict[str, Any]]) -> None:
@@ -221,7 +221,7 @@ def _unfinished(config: TrainConfig) -> list[Path]:
     found = []
     for path in sorted(file.parent for file in RUNS.glob(f"*/{_SETTINGS}")):
         saved = _settings(path)
-        if saved and saved["output_dir"] is None and not _differences(saved, config) and not _is_finished(path, config):
+        if saved.get("output_dir", "") is None and not _differences(saved, config) and not _is_finished(path, config):
             found.append(path)
     return [path for path in reversed(found) if _steps(path) or not _is_begun(path)]
 
@@ -248,13 +248,25 @@ def _differences(settings: dict[str, Any], config: TrainConfig) -> list[str]:
 
 
 def _facts(trainer: Trainer) -> dict[str, str]:
-    """Name what a run depends on beside its settings: its kind of device, its types of numbers, its problems."""
-    precision = trainer.config.precision
-    problems = json.dumps([trainer.prompts, trainer.rows], default=str).encode()
+    """Name what a run depends on beside its settings: device, types of numbers, problems, weights as they were loaded.
+
+    Of weights, those that are not in a checkpoint. All processes call this.
+    """
+    precision, reference = trainer.config.precision, trainer.reference
+    problems = [[trainer.prompts, trainer.rows], [trainer.held_out_prompts, trainer.held_out]]
+    loaded = [p for p in trainer.policy.parameters() if not p.requires_grad]
+    loaded += reference.copy.parameters() if reference and reference.copy else []
+    weights = hashlib.sha256()
+    for weight in loaded:
+        whole = weight.full_tensor() if is_piece(weight) else weight  # type: ignore[attr-defined]
+        weights.update(whole.flatten()[:_FIRST].float().cpu().numpy().tobytes())
+    seals = [hashlib.sha256(json.dumps(part, default=str).encode()) for part in problems]
     return {
         "kind of device": precision.device.type,
         "types of weights and products": f"{precision.weights} and {precision.products}".replace("torch.", ""),
-        "SHA-256 of the training problems": hashlib.sha256(problems).hexdigest()[:12],
+        "SHA-256 of the training problems": seals[0].hexdigest()[:12],
+        "SHA-256 of the held-out problems": seals[1].hexdigest()[:12],
+        f"SHA-256 of the first {_FIRST} values of each of the model's own weights": weights.hexdigest()[:12],
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -41,7 +41,7 @@ def tensors_of(trainer: Trainer) -> Tensors:
     if optimizer.state:  # asked for those of an optimizer without any, torch would take a step
         moments = get_optimizer_state_dict(policy, optimizer, options=options).get("state", {})  # type: ignore[assignment]
     flat = {f"{key}/{name}": value for name, of_weight in moments.items() for key, value in of_weight.items()}
-    kept = {WEIGHTS: {name: weights[name] for name in trained(policy)} if is_first() else {}, OPTIMIZER: flat}
+    kept = {WEIGHTS: {name: weights[name] for name in trainer.trained} if is_first() else {}, OPTIMIZER: flat}
     return {file: {name: value.contiguous() for name, value in tensors.items()} for file, tensors in kept.items()}
 
 
@@ -67,7 +67,7 @@ def read_state(trainer: Trainer, folder: Path) -> None:
     policy, optimizer = trainer.policy, trainer.optimizer
     weights: dict[str, Any] = load_file(folder / WEIGHTS)
     moments = load_file(folder / OPTIMIZER)
-    own, state = trained(policy), read_json(folder)
+    own, state = trainer.trained, read_json(folder)
     if others := {(name, x.shape) for name, x in own.items()} ^ {(name, x.shape) for name, x in weights.items()}:
         raise Damaged(f"{folder / WEIGHTS}: not the model's weights: {sorted({name for name, _ in others})[:3]}")
     options = StateDictOptions(**_WHOLE, strict=False)  # frozen and tied weights are not there
@@ -91,12 +91,6 @@ def read_state(trainer: Trainer, folder: Path) -> None:
         group["lr"] = rate
     trainer.engine.weights_changed()
     set_random_states(state["random"], trainer.config.precision.device)
-
-
-def trained(policy: nn.Module) -> dict[str, nn.Parameter]:
-    """Name the weights that train, tied ones once, without what wrappers put before their names."""
-    own = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    return {name.replace("_orig_mod.", "").removeprefix("module."): parameter for name, parameter in own.items()}
 
 
 def random_states(device: torch.device) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from transformers import (
 from transformers.utils import logging
 
 from trainer.cli import parse
-from trainer.config import DEFAULTS_FILE, GENERATED, DataConfig
+from trainer.config import DEFAULTS_FILE, GENERATED, DataConfig, TrainConfig
 from trainer.data import HELD_OUT_PROBLEMS, Row, encode_prompt, load_rows, train_and_eval_rows
 from trainer.embedded.problems import generate
 from trainer.evaluate import evaluate
@@ -261,8 +261,7 @@ def warm_up(config: WarmupConfig) -> Path:
             TransformersEngine(model.eval(), tokenizer, RolloutSettings()),
             held_out,
             [encode_prompt(row["question"], tokenizer) for row in held_out],
-            batch_size=128,
-            max_completion_length=length_limit,
+            TrainConfig(eval_batch_size=128, max_completion_length=length_limit),
             advance=lambda n: progress.advance(bar, n),
         )
     save_policy(model, tokenizer, folder)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels.estimators.edit_distance import edited_tokens
@@ -26,47 +26,33 @@ from cfa_kernels.estimators.siblings import correct_siblings
 from cfa_kernels.hf.model import causal_lm, context_length
 from trainer.config import TrainConfig
 from trainer.data import encode_prompt, longest_prompt
-from trainer.rewards import Reward, compute_rewards
-from trainer.rollouts import Engine
+from trainer.rewards import compute_rewards
+from trainer.rewards.calls import arguments
+from trainer.rollouts import Rollouts
 from trainer.state import Batch, Shaped, Trainer
 
 _STREAM = 1  # at the end of a sample's key: its correction draws numbers of its own
 
 
-def compare_and_correct(
-    policy: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    engine: Engine,
-    functions: dict[str, Reward],
-    config: TrainConfig,
-    batch: Batch,
-) -> Shaped:
-    """Let the policy correct the wrong completions of groups that hold a correct one, in one batch.
+def compare_and_correct(trainer: Trainer, batch: Batch) -> Shaped:
+    """Let the policy correct the wrong ones of B completions, in groups that hold a correct one, in one batch.
 
     A completion is correct if its reward is at least `correct_threshold`. Left as they are: completions that the loss
     leaves out for being truncated, and those whose prompt for correction is longer than `max_prompt_length` or the
     context allow (counted as `corrections/too_long`).
 
-    Args:
-        policy: the model that corrects.
-        tokenizer: the policy's.
-        engine: what samples from the policy.
-        functions: what says how good a correction is, as it did for the completions.
-        config: the run's settings.
-        batch: B completions, of which what is wrong is corrected.
-
     Returns:
-        The shaped rewards and the edits; `corrections/*` as metrics; of each corrected
-        sample a note `correction` with the text and whether it is `right`.
+        The shaped rewards and the edits; `corrections/*` as metrics; of each corrected sample a note `correction` with
+        the text and whether it is `right`.
 
     Raises:
         FloatingPointError: logits of the policy or rewards of corrections are not finite; the message names them.
         ValueError: a reward function gave something else than rewards.
     """
-    rollouts, columns = batch.rollouts, batch.columns
+    config, rollouts = trainer.config, batch.rollouts
     ids = [torch.tensor(row, dtype=torch.int64) for row in rollouts.ids()]
-    prompts = _prompts(tokenizer, config, batch, ids)
-    limit = longest_prompt(config, context_length(causal_lm(policy)))
+    prompts = _prompts(trainer.tokenizer, config, batch, ids)
+    limit = longest_prompt(config, context_length(causal_lm(trainer.policy)))
     fitting = [b for b, prompt in prompts.items() if limit is None or len(prompt) <= limit]
 
     shaped, edits = batch.rewards.clone(), torch.ones(rollouts.completion_ids.shape)
@@ -77,18 +63,12 @@ def compare_and_correct(
     }
     notes: dict[int, dict[str, Any]] = {}
     if fitting:
-        corrected = engine(
-            [prompts[b] for b in fitting],
-            max_completion_length=config.max_completion_length,
-            keys=[(*batch.keys[b], _STREAM) for b in fitting],
-            temperature=config.temperature,
-            top_p=config.top_p,
-            names=[f"the correction of sample {b}" for b in fitting],
-        )
-        corrected_ids = corrected.ids()
-        right = _are_right(functions, config, columns, fitting, corrected.texts, corrected_ids)
+        keys = [(*batch.keys[b], _STREAM) for b in fitting]
+        names = [f"the correction of sample {b}" for b in fitting]
+        corrected = trainer.sample([prompts[b] for b in fitting], keys, names)
+        right = _are_right(trainer, batch.columns, fitting, corrected)
         gated = []
-        for b, is_right, row in zip(fitting, right, corrected_ids, strict=True):
+        for b, is_right, row in zip(fitting, right, corrected.ids(), strict=True):
             if is_right:
                 shaped[b] += config.correction_reward * config.correction_score
             if is_right or config.correction_credit == "all":
@@ -151,19 +131,13 @@ def require_fitting_prompt(trainer: Trainer) -> None:
 
 
 def _are_right(
-    functions: dict[str, Reward],
-    config: TrainConfig,
-    columns: Mapping[str, Sequence[Any]],
-    samples: Sequence[int],
-    texts: Sequence[str],
-    ids: Sequence[list[int]],
+    trainer: Trainer, columns: Mapping[str, Sequence[Any]], samples: Sequence[int], corrected: Rollouts
 ) -> list[bool]:
     """Whether each correction earns the reward of a correct completion."""
+    config = trainer.config
     chosen = {name: [column[b] for b in samples] for name, column in columns.items()}
     try:
-        rewards, _ = compute_rewards(
-            functions, chosen["question"], texts, list(ids), chosen, weights=config.reward_weights
-        )
+        rewards, _ = compute_rewards(trainer.rewards, arguments(chosen, corrected), weights=config.reward_weights)
     except (ValueError, FloatingPointError) as problem:
         raise type(problem)(f"corrections of samples {list(samples)}, counted from 0: {problem}") from problem
     return (rewards >= config.correct_threshold).tolist()

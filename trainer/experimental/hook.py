@@ -14,9 +14,7 @@ def shape_rewards(trainer: Trainer, batch: Batch, times: StageTimes) -> Shaped:
     if not trainer.config.compare_and_correct:
         return Shaped(batch.rewards)
     with times.during("correct"):
-        return compare_and_correct(
-            trainer.policy, trainer.tokenizer, trainer.engine, trainer.rewards, trainer.config, batch
-        )
+        return compare_and_correct(trainer, batch)
 
 
 def check_experiments(trainer: Trainer) -> None:

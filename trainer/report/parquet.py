@@ -20,6 +20,13 @@ def write_parquet(source: Path, path: Path) -> None:
         ValueError: a line is not JSON, or two rows hold values of a column that no type has both of.
         OSError: a file cannot be read or written.
     """
+    try:
+        _write(source, path)
+    except (pyarrow.ArrowException, OverflowError) as problem:
+        raise ValueError(f"{source}: {problem}") from problem
+
+
+def _write(source: Path, path: Path) -> None:
     kinds = [pyarrow.schema(list(pyarrow.array(rows).type)) for rows in _chunks(source)]
     if not kinds:
         return

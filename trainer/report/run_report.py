@@ -54,6 +54,7 @@ class Report:
         self._tokens: int = kept.get("tokens", 0)
         self._watch = Watch(config, kept.get("watch"))
         self._last: Step | None = None
+        self._drawn = False
 
     def kept(self) -> dict[str, Any]:
         """Bring what was recorded to the disk; gives, as JSON, what a report needs to go on from here."""
@@ -78,11 +79,11 @@ class Report:
         self._stack = contextlib.ExitStack()
         self._metrics_file, self._completions_file = map(self._opened, ("metrics.jsonl", "completions.jsonl"))
         last = int(recorded[-1]["step"]) if (recorded := self._recorded()) else None
-        self._trackers = []
+        self._trackers = {}
         for name in self._config.report_to:
             log, close = open_tracker(name, self._folder, asdict(self._config), self._id, last)
-            self._trackers.append(log)
-            self._stack.callback(close)
+            self._trackers[name] = log
+            self._stack.callback(self._told, name, close)
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
         columns += [TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn()]
         bars = Progress(*columns, console=self.console, speed_estimate_period=math.inf)  # steps may take minutes
@@ -103,11 +104,17 @@ class Report:
         """Close everything; draw what there is to draw."""
         with contextlib.suppress(*[OSError, ValueError] if failed else []):  # a full disk is known by then
             self._stack.close()
-            if recorded := self._recorded():
-                with naming(self._folder / "curves.png"):
-                    draw_curves(self._folder / "curves.png", recorded, self._title())
-                self._show_page()
-                self._show("completions.parquet", lambda path: write_parquet(path.with_suffix(".jsonl"), path))
+            if not self._drawn:
+                self._draw()
+
+    def _draw(self) -> None:
+        """Write what shows the run's other files."""
+        self._drawn = True
+        if recorded := self._recorded():
+            with naming(self._folder / "curves.png"):
+                draw_curves(self._folder / "curves.png", recorded, self._title())
+            self._show_page()
+            self._show("completions.parquet", lambda path: write_parquet(path.with_suffix(".jsonl"), path))
 
     def _show_page(self) -> None:
         self._show("report.html", lambda path: write_run_page(path, [self._folder], self._title()))
@@ -207,8 +214,19 @@ class Report:
     def _record(self, step: int, metrics: dict[str, float]) -> None:
         entry = {"step": step, **metrics}
         self._write(self._metrics_file, [entry])
-        for log in self._trackers:
-            log(metrics, step)
+        for name, log in [*self._trackers.items()]:
+            if not self._told(name, log, metrics, step):
+                del self._trackers[name]
+
+    def _told(self, name: str, tell: Callable[..., object], *what: object) -> bool:
+        """Tell a back-end something; one that fails is no reason to end a run, whose own files hold all of it."""
+        try:
+            tell(*what)
+        except Exception as problem:  # each has errors of its own
+            said = escape(f"report_to: {name} failed and is told no more: {type(problem).__name__}: {problem}")
+            self.console.print(f"[bold yellow]warning[/bold yellow]: {said}", soft_wrap=True)
+            return False
+        return True
 
     def _log_completions(self, step: int, result: Step) -> None:
         """Write some samples, those with spans first: what was masked, what it did, what each token weighs."""
@@ -261,6 +279,7 @@ class Report:
         }
         if skipped := int(sum(entry.get(SKIPPED, 0) for entry in self._recorded())):
             summary["skipped_steps"] = skipped
+        self._draw()
         write_whole(self._folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         self._progress.update(self._bar, visible=False)
         self._show_weights()

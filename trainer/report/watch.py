@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from trainer.config import TrainConfig
-from trainer.numbers import final_number
 from trainer.report.metrics import Step
+from trainer.rewards.numbers import final_number
 
 
 class Watch:

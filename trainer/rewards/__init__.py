@@ -8,6 +8,7 @@ from trainer.rewards.functions import (
     load_answer_format,
     load_reward,
     load_rewards,
+    rewards_by,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "load_answer_format",
     "load_reward",
     "load_rewards",
+    "rewards_by",
 ]

@@ -7,7 +7,7 @@ A reward function follows TRL's contract
 import functools
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from cfa_kernels.text.rules import AnswerFormat
-from trainer.calls import RewardError, called
-from trainer.numbers import final_number, gold_number
-from trainer.rewards.code_reward import CodeReward
-from trainer.rewards.isolation import Isolation
-from trainer.rewards.math_reward import MathReward
+from trainer.rewards.calls import RewardError, called
+from trainer.rewards.code.isolation import Isolation
+from trainer.rewards.code.reward import CodeReward
+from trainer.rewards.math.reward import MathReward
+from trainer.rewards.numbers import final_number, gold_number
 from trainer.rewards.settings import BUILT_IN
 
 Reward = Callable[..., list[float | None]]
@@ -94,7 +94,7 @@ def _imported(setting: str, name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as problem:  # a module may raise anything while it is imported
+    except (Exception, SystemExit) as problem:  # a module may raise anything while it is imported
         said = f"{type(problem).__name__}: {problem}"
         raise ValueError(f"{setting}: cannot import {name!r}: {said}") from problem
     if not callable(found):
@@ -104,18 +104,15 @@ def _imported(setting: str, name: str) -> Callable[..., Any]:
 
 def compute_rewards(
     functions: dict[str, Reward],
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    completion_ids: Sequence[list[int]],
-    columns: dict[str, list[Any]],
+    given: Mapping[str, Sequence[Any]],
     *,
     weights: Sequence[float] = (),
     names: Sequence[str] | None = None,
 ) -> tuple[Tensor, dict[str, list[float | None]]]:
     """Call each reward function on B samples and add the results up, by `weights` if there are any; None abstains.
 
-    A reward is any real number: a float, an integer, a bool, a NumPy number, a tensor without dimensions. `names` are
-    what an error calls the samples, by default "sample 0", "sample 1", ...
+    A reward is any real number: a float, an integer, a bool, a NumPy number, a tensor without dimensions. `given` are
+    the arguments, B values of each; `names` what an error calls the samples, by default "sample 0", "sample 1", ...
 
     Returns:
         The (B,) fp32 sums and each function's own list, without its weight.
@@ -126,28 +123,33 @@ def compute_rewards(
         FloatingPointError: a reward or a sum is not finite in float32. Messages name function, sample and value.
     """
     by_function: dict[str, list[float | None]] = {}
-    total, voted = torch.zeros(len(completions)), [False] * len(completions)
-    samples = names or [f"sample {i}" for i in range(len(completions))]
-    arguments = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
+    samples = names or [f"sample {i}" for i in range(len(given["completions"]))]
+    total, voted = torch.zeros(len(samples)), [False] * len(samples)
     for (name, function), weight in zip(functions.items(), weights or [1.0] * len(functions), strict=True):
-        values = called(name, function, samples, arguments)
-        is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
-        if not is_list and getattr(values, "ndim", None) != 1:
-            raise RewardError(f"reward {name}: returned a {type(values).__name__}, expected a list of numbers")
-        if len(values) != len(completions):
-            raise RewardError(f"reward {name}: returned {len(values)} values for {len(completions)} completions")
-        given = [v if v is None else _real(v, f"{samples[i]}: reward {name}") for i, v in enumerate(values)]
-        for i, number in enumerate(given):
+        by_function[name] = rewards_by(name, function, samples, given)
+        for i, number in enumerate(by_function[name]):
             if number is not None:
                 total[i] += weight * number
                 voted[i] = True
-        by_function[name] = given
     if not all(voted):
         raise RewardError(f"{samples[voted.index(False)]}: every reward function returned None")
     if not total.isfinite().all():
         i = int((~total.isfinite()).nonzero()[0])
         raise FloatingPointError(f"{samples[i]}: the sum of its rewards is {total[i].item()}")
     return total, by_function
+
+
+def rewards_by(
+    name: str, function: Reward, samples: Sequence[str], given: Mapping[str, Sequence[Any]]
+) -> list[float | None]:
+    """Call one reward function on B samples, and check what it gives; arguments and errors are `compute_rewards`'."""
+    values: Any = called(name, function, samples, given)
+    is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
+    if not is_list and getattr(values, "ndim", None) != 1:
+        raise RewardError(f"reward {name}: returned a {type(values).__name__}, expected a list of numbers")
+    if len(values) != len(samples):
+        raise RewardError(f"reward {name}: returned {len(values)} values for {len(samples)} completions")
+    return [v if v is None else _real(v, f"{samples[i]}: reward {name}") for i, v in enumerate(values)]
 
 
 def _real(value: Any, what: str) -> float:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trainer.rewards.isolation import Isolation
+from trainer.rewards.code.isolation import Isolation
 
 BUILT_IN = {"exact_match": ("numbers",), "math_verify": ("text", "numbers"), "code": ("mbpp",)}
 """Reward functions of the program, each with the kinds of rows that it can judge, its own first."""

@@ -11,7 +11,7 @@ from trainer.precision import Precision
 from trainer.rollouts.engine import Engine, NonFiniteLogits, Rollouts
 from trainer.rollouts.in_process import TransformersEngine, generate
 from trainer.rollouts.settings import RolloutSettings
-from trainer.rollouts.vllm.engine import VllmEngine
+from trainer.rollouts.vllm.engine import VllmEngine, await_server
 
 __all__ = [
     "Engine",
@@ -20,9 +20,16 @@ __all__ = [
     "Rollouts",
     "TransformersEngine",
     "VllmEngine",
+    "await_engine",
     "engine_for",
     "generate",
 ]
+
+
+def await_engine(settings: RolloutSettings) -> None:
+    """Wait for the server that samples, if one does; `ConnectionError` where it does not answer in time."""
+    if settings.rollout_engine == "vllm":
+        await_server(settings.vllm_server_base_url.rstrip("/"), settings.vllm_server_timeout)
 
 
 def engine_for(

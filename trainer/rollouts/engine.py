@@ -59,18 +59,16 @@ class Rollouts:
         return cls.of(batch["input_ids"], batch["attention_mask"], rows.to(device), ends, tokenizer)
 
     @classmethod
-    def joined(cls, parts: Sequence["Rollouts"], order: Sequence[int]) -> "Rollouts":
-        """Put rollouts, sampled and on the host, together; row b of the result is row `order[b]` of them end to end."""
+    def joined(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
+        """Put rollouts, sampled and on the host, together, one after the other."""
 
-        def column(name: str, side: Literal["left", "right"], fill: int = 0) -> Tensor:
-            rows = [row for part in parts for row in getattr(part, name)]
-            return pad_sequence([rows[b] for b in order], True, fill, side)
+        def column(name: str, side: Literal["left", "right"]) -> Tensor:
+            return pad_sequence([row for part in parts for row in getattr(part, name)], True, 0, side)
 
-        texts = [text for part in parts for text in part.texts]
         return cls(
             column("prompt_ids", "left"), column("prompt_mask", "left"), column("completion_ids", "right"),
-            column("completion_mask", "right"), torch.cat([part.truncated for part in parts])[list(order)],
-            [texts[b] for b in order], column("logprobs", "right"), parts[0].nucleus,
+            column("completion_mask", "right"), torch.cat([part.truncated for part in parts]),
+            [text for part in parts for text in part.texts], column("logprobs", "right"), parts[0].nucleus,
         )  # fmt: skip
 
     def ids(self) -> list[list[int]]:

@@ -42,7 +42,7 @@ def test_the_page_loads_nothing() -> None:
 
 def test_hostile_text_is_held_as_text(tmp_path) -> None:
     samples = hostile(tmp_path)
-    page = page_of(samples, "</title><script>", runs="")
+    page = page_of(samples, "</title><script>")
     read, plain = Page(page), Page(page_of([Sample(1, ["a"])], ""))
     assert [(tag, sorted(attributes)) for tag, attributes in read.elements] == [
         (tag, sorted(attributes)) for tag, attributes in plain.elements

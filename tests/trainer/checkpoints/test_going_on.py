@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.runs import child, config, flags, kill_at, main, outcome
 from trainer.checkpoints.run_folder import RunFolder
@@ -188,12 +189,38 @@ def test_without_a_good_checkpoint_a_run_is_not_begun_again_over_its_files(stopp
     (folder / "metrics.jsonl").write_bytes(metrics)
 
 
-def test_other_problems_under_the_same_settings_are_refused(stopped) -> None:
+@pytest.mark.parametrize(("rows", "named"), [("rows", "training"), ("held_out", "held-out")])
+def test_other_problems_under_the_same_settings_are_refused(stopped, rows, named) -> None:
     trainer, folder = stopped
-    first = trainer.rows[0]
-    trainer.rows[0] = first | {"answer": "#### 12345"}
-    with pytest.raises(ValueError, match=r"SHA-256 of the training problems was .* and is .* now; --no_resume"):
+    problems = getattr(trainer, rows)
+    first = problems[0]
+    problems[0] = first | {"answer": "#### 12345"}
+    with pytest.raises(ValueError, match=rf"SHA-256 of the {named} problems was .* and is .* now; --no_resume"):
         RunFolder(folder).begin(trainer)
+    problems[0] = first
+
+
+@pytest.mark.parametrize("more", [PEFT, ["--beta=0.1"]])
+def test_other_weights_of_the_model_are_refused_where_they_are_in_no_checkpoint(there, tmp_path, more) -> None:
+    trainer = set_up(config(*flags(there / "model", tmp_path, *more)))
+    run = RunFolder(tmp_path)
+    run.begin(trainer)
+    run.save(trainer, 1, lambda: {"bytes": {}})
+    assert run.begin(trainer)[0] == 1
+    kept = trainer.reference.copy if trainer.reference else trainer.policy
+    with torch.no_grad():
+        next(p for p in kept.parameters() if not p.requires_grad).mul_(1.01)
+    with pytest.raises(ValueError, match=r"each of the model's own weights was .* and is .* now; --no_resume"):
+        run.begin(trainer)
+
+
+def test_before_its_first_step_a_run_takes_other_problems(stopped, tmp_path) -> None:
+    trainer, _ = stopped
+    run, first = RunFolder(tmp_path), trainer.rows[0]
+    run.begin(trainer)
+    run.save(trainer, 0, lambda: {"bytes": {}})
+    trainer.rows[0] = first | {"answer": "#### 12345"}
+    assert run.begin(trainer) == (0, {})
     trainer.rows[0] = first
 
 

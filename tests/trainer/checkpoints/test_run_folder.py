@@ -122,6 +122,15 @@ def test_without_an_output_dir_the_newest_unfinished_run_of_the_same_command_goe
         assert one.path.name.startswith("20260101-000003")
 
 
+def test_settings_of_other_programs_under_runs_are_passed_over(argv, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/other").mkdir(parents=True)
+    for text in ("learning_rate: 1", "- a", "output_dir:"):
+        (tmp_path / "runs/other/config.yaml").write_text(text)
+        with open_run(config(*argv(None))) as folder:
+            assert folder.path.name != "other"
+
+
 def test_two_runs_begun_in_one_second_take_two_folders(argv, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda _: "20260101-000000")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.edit_table import edits_by_table, table
-from tests.support.embedded import EVEN, metrics_of, run, samples_of, settings
+from tests.support.embedded import EVEN, metrics_of, run, samples_of, settings, updated
 from trainer.cli import parse, to_yaml
 from trainer.config import TrainConfig
 from trainer.experimental.compare_and_correct import compare_and_correct, correction_prompt
@@ -16,7 +16,7 @@ from trainer.rewards import group_advantages
 from trainer.rollouts import Rollouts, TransformersEngine
 from trainer.run import set_up
 from trainer.state import Batch, Shaped
-from trainer.step import training_step, update
+from trainer.step import training_step
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +67,8 @@ def by_hand(trainer, config, rewards, corrected, *, truncated=()) -> Shaped:
     keys, columns = [(0, 0, 0, g) for g in range(len(texts))], {"question": [f"q {b}" for b in range(len(texts))]}
     given = Batch([0] * len(texts), keys, batch(texts), columns, torch.tensor(rewards))
     engine = lambda *_, **__: batch(corrected)  # noqa: E731
-    return compare_and_correct(trainer.policy, tokenizer, engine, {"judge": judge}, config, given)
+    changed = dataclasses.replace(trainer, config=config, engine=engine, rewards={"judge": judge})
+    return compare_and_correct(changed, given)
 
 
 def texts_of(notes) -> dict[int, str]:
@@ -183,7 +184,7 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
     assert torch.equal(result.advantages, advantages)
 
     mask = result.rollouts.completion_mask
-    credit, _ = update(twin, 1, result.rollouts, mask, advantages)
+    credit, _ = updated(twin, result.rollouts, advantages, mask)
     expected = credit.weights * gate
     if "--normalize_weights=mean" in options:
         for b in right:
@@ -191,8 +192,8 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
             own /= own.mean() or 1
     assert torch.equal(result.credit.weights, expected)
     assert (result.credit.weights[right] == 0).any()
-    third = fresh(*ON, *options)
-    update(third, 1, result.rollouts, mask, advantages, weights=expected)
+    third = fresh(*ON, *(option for option in options if "iterations" in option), "--credit=uniform")
+    updated(third, result.rollouts, advantages, mask, edits=expected)
     assert torch.equal(parameters(trainer), parameters(third))
     assert not torch.equal(parameters(trainer), parameters(twin))
 

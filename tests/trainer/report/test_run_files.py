@@ -63,6 +63,16 @@ def test_rows_of_parquet_are_those_of_the_file_whatever_some_of_them_lack(tmp_pa
         assert pq.read_table(path).to_pylist() == [{name: row.get(name) for name in columns} for row in rows]
 
 
+@pytest.mark.parametrize("rows", [[{"a": 1}, {"a": "x"}], [{"a": 1}, {"a": [1]}], [{"a": 2**70}], [{"a": {}}]])
+def test_values_that_parquet_does_not_hold_are_an_error_that_names_the_file(tmp_path, monkeypatch, rows) -> None:
+    monkeypatch.setattr(parquet, "_ROWS", 1)
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=f"^{source}: "):
+        parquet.write_parquet(source, tmp_path / "rows.parquet")
+    assert not (tmp_path / "rows.parquet").exists()
+
+
 def test_a_run_without_completions_has_no_parquet(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").touch()
     parquet.write_parquet(tmp_path / "rows.jsonl", tmp_path / "rows.parquet")

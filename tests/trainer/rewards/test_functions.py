@@ -10,8 +10,8 @@ import torch
 from cfa_kernels import answer_text_span
 from trainer.config import TrainConfig
 from trainer.evaluate import evaluate
-from trainer.numbers import final_number, gold_number, parse_number
 from trainer.rewards import compute_rewards, exact_match, group_advantages, load_reward
+from trainer.rewards.numbers import final_number, gold_number, parse_number
 from trainer.run import set_up, train
 
 FORMS_OF_18 = [
@@ -140,7 +140,7 @@ def test_evaluation_grades_with_the_function_it_is_given() -> None:
     arguments = (lambda *_, **__: rollouts, [{"question": "?", "answer": "#### 18"}] * 3, [[1]] * 3)
     for options, correct in (({}, [False, True, False]), ({"answer_format": r"TOTAL (\d+)"}, [True, False, False])):
         grade = load_reward("exact_match", **options)
-        assert evaluate(*arguments, batch_size=3, max_completion_length=2, match=grade).correct == correct
+        assert evaluate(*arguments, TrainConfig(eval_batch_size=3), match=grade).correct == correct
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,8 @@ def test_every_gsm8k_gold_answer_is_an_integer(gsm8k) -> None:
 
 
 def rewards_of(**functions) -> tuple[torch.Tensor, dict]:
-    return compute_rewards(functions, ["q"] * 3, ["a", "b", "c"], [[1], [2], [3]], {"answer": ["1", "2", "3"]})
+    given = {"prompts": ["q"] * 3, "completions": ["a", "b", "c"], "completion_ids": [[1], [2], [3]]}
+    return compute_rewards(functions, given | {"answer": ["1", "2", "3"]})
 
 
 def test_reward_functions_get_trl_arguments_and_are_added_up_without_abstentions() -> None:

@@ -7,12 +7,12 @@ from tests.support.embedded import EVEN, metrics_of, run, settings
 from trainer.config import TrainConfig
 from trainer.rewards import compute_rewards
 
-BATCH = (["q"] * 3, ["a", "b", "c"], [[1], [2], [3]], {})
+GIVEN = {"prompts": ["q"] * 3, "completions": ["a", "b", "c"], "completion_ids": [[1], [2], [3]]}
 
 
 def test_weights_apply_to_the_sum_and_not_to_what_is_reported() -> None:
     functions = {"first": lambda **_: [1.0, None, 0.5], "second": lambda **_: [0.25, 2, None]}
-    total, found = compute_rewards(functions, *BATCH, weights=[2.0, -0.5])
+    total, found = compute_rewards(functions, GIVEN, weights=[2.0, -0.5])
     assert total.tolist() == [1.875, -1.0, 1.0]
     assert found == {"first": [1.0, None, 0.5], "second": [0.25, 2.0, None]}
 
@@ -20,8 +20,8 @@ def test_weights_apply_to_the_sum_and_not_to_what_is_reported() -> None:
 def test_rewards_whose_sum_is_beyond_float32_name_the_sample() -> None:
     functions = {"first": lambda **_: [0, 3e38, 0], "second": lambda **_: [0, 3e38, 0]}
     with pytest.raises(FloatingPointError, match="sample 1: the sum of its rewards is inf"):
-        compute_rewards(functions, *BATCH)
-    assert torch.equal(compute_rewards(functions, *BATCH, weights=[1.0, 0.0])[0], torch.tensor([0, 3e38, 0]))
+        compute_rewards(functions, GIVEN)
+    assert torch.equal(compute_rewards(functions, GIVEN, weights=[1.0, 0.0])[0], torch.tensor([0, 3e38, 0]))
 
 
 @pytest.mark.slow

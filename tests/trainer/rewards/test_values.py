@@ -9,9 +9,11 @@ import torch
 from trainer.report.metrics import reward_metrics
 from trainer.rewards import compute_rewards, load_rewards
 
+GIVEN = {"prompts": ["q"] * 3, "completions": ["a", "b", "c"], "completion_ids": [[1], [2], [3]]}
+
 
 def rewards_of(values, name: str = "mine") -> tuple[torch.Tensor, dict]:
-    return compute_rewards({name: lambda **_: values}, ["q"] * 3, ["a", "b", "c"], [[1], [2], [3]], {})
+    return compute_rewards({name: lambda **_: values}, GIVEN)
 
 
 @pytest.mark.parametrize(
@@ -31,9 +33,7 @@ def test_any_real_numbers_are_rewards(values) -> None:
     assert total.tolist() == [1.0, 0.0, 0.5]
     metrics = reward_metrics(total, by_function, 3)
     assert metrics["rewards/mine/mean"] == 0.5
-    by_function = compute_rewards(
-        {"mine": lambda **_: values, "other": lambda **_: [0, 0, 1]}, ["q"] * 3, ["a", "b", "c"], [[1], [2], [3]], {}
-    )[1]
+    by_function = compute_rewards({"mine": lambda **_: values, "other": lambda **_: [0, 0, 1]}, GIVEN)[1]
     assert by_function["mine"] == [1.0, 0.0, None]
     assert reward_metrics(total, by_function, 3)["rewards/mine/std"] == 0.5
 

@@ -8,7 +8,7 @@ from transformers import TopPLogitsWarper
 
 from benchmarks.harness.traffic import Traffic
 from cfa_kernels.scoring.training_forward import packed_logprobs
-from tests.support.embedded import sample
+from tests.support.embedded import sample, settings
 from trainer.evaluate import evaluate
 from trainer.rollouts.engine import keyed_uniforms, mask_after_end
 from trainer.rollouts.sampling import KeyedSampler
@@ -177,6 +177,5 @@ def test_evaluation_names_the_problem_whose_logits_are_not_finite(trainer, poiso
     order = sorted(range(8), key=lambda i: len(trainer.held_out_prompts[i]))
     with pytest.raises(FloatingPointError, match=rf"^held-out problem {order[0]} \(1 of 8\)"):
         evaluate(
-            trainer.engine, trainer.held_out, trainer.held_out_prompts, batch_size=8,
-            max_completion_length=2,
+            trainer.engine, trainer.held_out, trainer.held_out_prompts, settings("--max_completion_length=2"),
         )  # fmt: skip

@@ -8,13 +8,13 @@ from torch import nn
 
 from cfa_kernels.scoring.training_forward import packed_logprobs
 from tests.support.adapted import PROMPTS, SAMPLED, adapted, tiny, tokenizer
-from tests.support.embedded import advantages_of, settings
+from tests.support.embedded import settings, updated
 from tests.support.vllm_server import served
 from trainer.__main__ import main
 from trainer.evaluate import evaluate
 from trainer.rollouts import RolloutSettings, TransformersEngine, VllmEngine
 from trainer.run import set_up
-from trainer.step import draw, update
+from trainer.step import draw
 
 pytest.importorskip("requests", reason="TRL's client of a vLLM server needs requests (in the extra `test`)")
 
@@ -201,9 +201,9 @@ def test_a_step_samples_from_the_server_and_the_next_one_from_the_weights_it_mad
     )
     keys = [(0, 1, 0, g) for g in range(8)]
     first = draw(trainer, keys)
-    metrics = update(trainer, 1, first, first.completion_mask, advantages_of(first))[1]
+    metrics = updated(trainer, first)[1]
     assert metrics["sampling/gap"] < 1e-4 < metrics["sampling/sampling_logp_difference/max"] <= 0.106  # -log(0.9)
     assert 0.9 - 1e-5 <= metrics["sampling/importance_sampling_ratio/min"] < 0.999
-    evaluate(trainer.engine, trainer.held_out[:1], trainer.held_out_prompts[:1], batch_size=1, max_completion_length=4)
+    evaluate(trainer.engine, trainer.held_out[:1], trainer.held_out_prompts[:1], settings("--max_completion_length=4"))
     assert len(server.updates) == 3
     assert all(torch.equal(a, b) for a, b in zip(trainer.policy.parameters(), server.model.parameters(), strict=True))

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from trainer.calls import RewardError, called, require_callable
+from trainer.rewards.calls import RewardError, called, require_callable
 
 SAMPLES = [f"sample {b} (row {10 * b})" for b in range(4)]
 GIVEN = {"prompts": ["q"] * 4, "completions": ["a", "b", "c", "d"], "completion_ids": [[0]] * 4, "level": [1, 2, 3, 0]}
@@ -42,6 +42,17 @@ def test_a_server_that_does_not_answer_is_not_asked_again() -> None:
     with pytest.raises(RewardError, match=r"^reward judge raised TimeoutError: no answer"):
         called("judge", judge, SAMPLES, GIVEN)
     assert asked == [4]
+
+
+def test_a_function_that_ends_the_program_is_named() -> None:
+    with pytest.raises(RewardError, match=r"^sample 0 \(row 0\): reward mine raised SystemExit: 3 \(in test_calls.py"):
+        called("mine", lambda **_: exit(3), SAMPLES, GIVEN)
+
+
+def test_what_a_function_does_to_its_lists_changes_nothing_for_others() -> None:
+    given = {name: [*values] for name, values in GIVEN.items()}
+    called("mine", lambda **given: [values.clear() for values in given.values()], SAMPLES, given)
+    assert given == GIVEN
 
 
 def test_ctrl_c_in_a_function_is_no_error_of_it() -> None:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.rewards.children import next_line
-from trainer.rewards.isolation import LAUNCHES, NOBODY, PATH, Isolation
+from trainer.rewards.code.isolation import LAUNCHES, NOBODY, PATH, Isolation
 
 MEMORY_BYTES = 1 << 30
 START_SECONDS = 60.0
 READY = b"ready\n"
-_JUDGE = Path(__file__).with_name("code_judge.py")
+_JUDGE = Path(__file__).with_name("judge.py")
 _FENCED = re.compile(r"^```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
 
 
@@ -33,10 +33,11 @@ def fenced_code(completion: str) -> str | None:
 class CodeReward:
     """Give 1 where a completion's last fenced block of Python passes all tests of its row, else 0.
 
-    Tests come from the column `tests`, a list of statements for each row, after `test_setup` where there is one. They
-    run in one process, the solution in another: see `code_judge`. Both are isolated by bubblewrap or by namespaces:
-    no network, no files but Python's and an empty folder in memory, no process but their own, no capability, an empty
-    environment. Limits hold besides: CPU time, memory, file size, open files, no further process or thread.
+    Tests come from the column `tests`, a list of statements for each row, after `test_setup` where there is one; names
+    of Python in them stand for the solution's where the row's `own_names` have them. They run in one process, the
+    solution in another: see `judge`. Both are isolated by bubblewrap or by namespaces: no network, no files but
+    Python's and an empty folder in memory, no process but their own, no capability, an empty environment. Limits hold
+    besides: CPU time, memory, file size, open files, no further process or thread.
 
     What this does not stop: faults of the kernel; use of a processor until the deadline; what a solution finds out by
     timing. With `none` a solution can read and send what this user can, delete this user's files and kill its
@@ -79,25 +80,28 @@ class CodeReward:
         completions: Sequence[str],
         tests: Sequence[Sequence[str]],
         test_setup: Sequence[str] | None = None,
+        own_names: Sequence[Sequence[str]] | None = None,
         **_: Any,
     ) -> list[float | None]:
         """Judge B completions by their rows' tests, as many at a time as there are processors."""
-        setups = test_setup or [""] * len(completions)
+        setups, own = test_setup or [""] * len(completions), own_names or [()] * len(completions)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            return list(pool.map(self._judged, completions, tests, setups))
+            return list(pool.map(self._judged, completions, tests, setups, own))
 
-    def _judged(self, completion: str, tests: Sequence[str], setup: str) -> float:
+    def _judged(self, completion: str, tests: Sequence[str], setup: str, own: Sequence[str]) -> float:
         code = fenced_code(completion)
-        return float(code is not None and self.passes(code, tests, setup))
+        return float(code is not None and self.passes(code, tests, setup, own))
 
-    def passes(self, solution: str, tests: Sequence[str], setup: str = "") -> bool:
+    def passes(self, solution: str, tests: Sequence[str], setup: str = "", own: Sequence[str] = ()) -> bool:
         """Run tests against a solution.
 
         Raises:
             OSError: what runs tests could not start; the message says why.
         """
         nonce = secrets.token_hex(16)
-        order = json.dumps({"nonce": nonce, "solution": solution, "setup": setup, "tests": list(tests)})
+        order = json.dumps(
+            {"nonce": nonce, "solution": solution, "setup": setup, "tests": list(tests), "own": list(own)}
+        )
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, self._started(folder) as judge:
             try:
                 if next_line(judge, START_SECONDS) != READY:

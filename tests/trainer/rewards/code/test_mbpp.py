@@ -37,6 +37,13 @@ def test_a_question_shows_its_tests(tmp_path, row, setup) -> None:
     )
     assert (found["tests"], found["test_setup"], found["code"]) == (ROW["test_list"], setup, ROW["code"])
     assert "answer" not in found
+    assert found["own_names"] == []
+
+
+def test_names_of_python_that_the_reference_defines_are_the_solutions(tmp_path) -> None:
+    code = "import math\r\ndef own(a): return sum(a)\r\ndef sum(a, b):\r\n  def max(x): pass\r\n  return a"
+    (found,) = load_rows(written(tmp_path / "a.jsonl", [ROW | {"code": code}]), split="train", kind="mbpp")
+    assert found["own_names"] == ["sum"]
 
 
 def test_rows_of_mbpp_are_held_out_like_all_others(tmp_path) -> None:
@@ -58,6 +65,7 @@ def test_rows_of_mbpp_are_held_out_like_all_others(tmp_path) -> None:
         (ROW | {"test_list": []}, r"column 'test_list' must be a list of tests, got \[\]"),
         (ROW | {"test_list": "assert 1"}, "column 'test_list' must be a list of tests, got 'assert 1'"),
         (ROW | {"test_list": ["assert f(1 == 2"]}, r"column 'test_list' has 'assert f\(1 == 2', which is not Python"),
+        (SANITIZED | {"test_imports": "import math"}, "column 'test_imports' must be a list .*, got 'import math'"),
         (ROW | {"test_list": [3]}, "column 'test_list' has 3, which is not Python"),
         (ROW | {"test_setup_code": "import"}, "column 'test_setup_code' has 'import', which is not Python"),
     ],

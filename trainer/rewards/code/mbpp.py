@@ -3,6 +3,8 @@
 Source: Austin et al. (2021), "Program Synthesis with Large Language Models", whose prompt is used.
 """
 
+import builtins
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,10 +14,11 @@ _PROMPT = (
 
 
 def mbpp_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Make a question of a row; the columns `tests` and `test_setup` are what the reward `code` reads.
+    """Make a question of a row; the columns `tests`, `test_setup` and `own_names` are what the reward `code` reads.
 
-    The task is `text`, or `prompt` in the sanitized version, whose `test_imports` come before `test_setup_code`. Other
-    columns are kept. Raises `ValueError` that begins with `where` and names the column.
+    The task is `text`, or `prompt` in the sanitized version, whose `test_imports` come before `test_setup_code`. Names
+    of Python that the reference `code` defines anew, as that of task 126 does with `sum`, are own names. Other columns
+    are kept. Raises `ValueError` that begins with `where` and names the column.
     """
     column = next((name for name in ("text", "prompt") if name in row), None)
     if column is None or "test_list" not in row:
@@ -25,7 +28,10 @@ def mbpp_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: column {column!r} must be text that is not empty, got {task!r}")
     if not isinstance(tests, list) or not tests:
         raise ValueError(f"{where}: column 'test_list' must be a list of tests, got {tests!r}")
-    setup = [*(row.get("test_imports") or ()), row.get("test_setup_code") or ""]
+    imports = row.get("test_imports") or []
+    if not isinstance(imports, list):
+        raise ValueError(f"{where}: column 'test_imports' must be a list of statements, got {imports!r}")
+    setup = [*imports, row.get("test_setup_code") or ""]
     for name, statement in [*(("test_list", test) for test in tests), *(("test_setup_code", part) for part in setup)]:
         try:
             compile(statement, "test", "exec")
@@ -33,4 +39,6 @@ def mbpp_row(row: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise ValueError(f"{where}: column {name!r} has {statement!r}, which is not Python: {problem}") from problem
     others = {name: value for name, value in row.items() if name not in (column, "test_list", "test_setup_code")}
     question = _PROMPT.format(task=task.strip(), tests="\n".join(tests))
-    return others | {"question": question, "tests": tests, "test_setup": "\n".join(setup)}
+    defined = re.findall(r"^(?:def|class)\s+(\w+)", str(row.get("code")), re.MULTILINE)
+    own = [name for name in defined if hasattr(builtins, name)]
+    return others | {"question": question, "tests": tests, "test_setup": "\n".join(setup), "own_names": own}

@@ -134,14 +134,14 @@ def _known(value: Any) -> dict[str, Any]:
 
 
 class Names(dict[str, Any]):
-    """Names of the tests: their own, then Python's, then the solution's."""
+    """Names of the tests: their own, then Python's but for a few that the solution is to define, then its own."""
 
-    def __init__(self, solution: Solution) -> None:
-        self._solution = solution
+    def __init__(self, solution: Solution, own: list[str]) -> None:
+        self._solution, self._own = solution, own
 
     def __missing__(self, name: str) -> Any:
         """Ask the solution for a name that nobody else has."""
-        if hasattr(builtins, name):
+        if hasattr(builtins, name) and name not in self._own:
             raise KeyError(name)
         return self._solution.ask("name", name)
 
@@ -193,7 +193,7 @@ def main() -> None:
     try:
         solution = Solution(asked[1], said[0])
         solution.ask("run", order["solution"])
-        names = Names(solution)
+        names = Names(solution, order["own"])
         for test in (order["setup"], *order["tests"]):
             exec(compile(test, "test", "exec"), names)
         os.write(verdict, order["nonce"].encode())

@@ -40,9 +40,8 @@ def test_evaluation_counts_the_problems_whose_tests_pass(mbpp) -> None:
         texts = [f"```python\ndef f(x): return x * {99 if n == wrong else n}\n```" for n in asked]
         return dataclasses.replace(found, texts=texts)
 
-    found = evaluate(
-        solved, trainer.held_out, trainer.held_out_prompts, batch_size=8, max_completion_length=2, match=trainer.grader
-    )
+    config = settings(*mbpp, "--max_completion_length=2")
+    found = evaluate(solved, trainer.held_out, trainer.held_out_prompts, config, match=trainer.grader)
     assert found.correct == [True, False, True]
 
 

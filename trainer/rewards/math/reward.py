@@ -13,7 +13,7 @@ from cfa_kernels import answer_text_span
 from trainer.rewards.children import next_line
 
 START_SECONDS = 120  # SymPy takes seconds to load, on a busy machine many
-_CHILD = Path(__file__).with_name("math_child.py")
+_CHILD = Path(__file__).with_name("child.py")
 
 
 class MathReward:
@@ -75,6 +75,7 @@ class MathReward:
         child = subprocess.Popen(
             [sys.executable, "-P", str(_CHILD), str(max(1, int(self._timeout / 2)))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+            start_new_session=True,  # the terminal's Ctrl-C lets the trainer finish its step
         )  # fmt: skip
         if not next_line(child, START_SECONDS):
             child.kill()

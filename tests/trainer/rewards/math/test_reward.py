@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from trainer.__main__ import main
-from trainer.rewards.math_reward import MathReward
+from trainer.rewards.math.reward import MathReward
 
 DEADLINE = 120.0  # only a hang reaches it
-# Stands in for math_child.py: a completion says what happens.
+# Stands in for child.py: a completion says what happens.
 OBEDIENT = """
 import json, os, sys, time
 print("loaded", flush=True)
@@ -31,7 +31,7 @@ for line in sys.stdin:
 def obedient(monkeypatch, tmp_path):
     """Reward functions whose child does as a completion says."""
     (tmp_path / "child.py").write_text(OBEDIENT)
-    monkeypatch.setattr("trainer.rewards.math_reward._CHILD", tmp_path / "child.py")
+    monkeypatch.setattr("trainer.rewards.math.reward._CHILD", tmp_path / "child.py")
     monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
     return MathReward
 
@@ -54,6 +54,13 @@ def test_a_child_that_was_killed_while_idle_costs_no_completion_its_reward(obedi
     os.kill(reward._child.pid, signal.SIGKILL)
     reward._child.wait()
     assert reward(completions=["5"], answer=["5"]) == [1.0]
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_does_not_reach_the_child(obedient) -> None:
+    reward = obedient(DEADLINE)
+    assert reward(completions=["5"], answer=["5"]) == [1.0]
+    assert os.getpgid(reward._child.pid) != os.getpgid(0)
 
 
 @pytest.mark.slow

@@ -6,6 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.rollouts import Rollouts
+
+ARGUMENTS = ("prompts", "completions", "completion_ids")
+"""What reward functions are given beside the columns of the data, under these names."""
+
 
 class RewardError(ValueError):
     """A reward function did not give rewards; the message names it and, if it can be known, the row."""
@@ -13,7 +18,7 @@ class RewardError(ValueError):
 
 def require_callable(functions: Mapping[str, Callable[..., Any]], columns: Mapping[str, Any]) -> None:
     """Raise `ValueError` naming the first reward function that cannot be called with `columns` of the data."""
-    given = dict.fromkeys(["prompts", "completions", "completion_ids", *columns])
+    given = dict.fromkeys([*ARGUMENTS, *columns])
     for name, function in functions.items():
         try:
             signature = inspect.signature(function)
@@ -28,6 +33,12 @@ def require_callable(functions: Mapping[str, Callable[..., Any]], columns: Mappi
             ) from problem
 
 
+def arguments(columns: Mapping[str, Sequence[Any]], rollouts: Rollouts) -> dict[str, Sequence[Any]]:
+    """Collect what reward functions are called with: columns of the data, and what was sampled for their rows."""
+    sampled = columns["question"], rollouts.texts, rollouts.ids()
+    return {**dict(zip(ARGUMENTS, sampled, strict=True)), **columns}
+
+
 def called(name: str, function: Callable[..., Any], samples: Sequence[str], given: Mapping[str, Sequence[Any]]) -> Any:
     """Call a reward function on B samples.
 
@@ -38,15 +49,15 @@ def called(name: str, function: Callable[..., Any], samples: Sequence[str], give
         given: B values of each argument.
 
     Returns:
-        What it gave, unseen.
+        What it gave, unseen. What it does to the lists it was given changes nothing here.
 
     Raises:
         RewardError: it raised; the message says where in its code, and for which sample: the first for which it also
             raises when it is called with that one only, unless the error is one of files or network.
     """
     try:
-        return function(**given)
-    except Exception as problem:
+        return function(**_copied(given))
+    except (Exception, SystemExit) as problem:
         which = None if isinstance(problem, OSError) else _first_raising(function, len(samples), given)
         where = f"{samples[which]}: " if which is not None else ""
         raise RewardError(
@@ -54,7 +65,11 @@ def called(name: str, function: Callable[..., Any], samples: Sequence[str], give
         ) from problem
 
 
-def _place(problem: Exception) -> str:
+def _copied(given: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    return {argument: [*values] for argument, values in given.items()}
+
+
+def _place(problem: BaseException) -> str:
     """Name the line of the function's own file that the error came from, if it got so far."""
     frames = traceback.extract_tb(problem.__traceback__)[1:]  # the first is our call
     own = [frame for frame in frames if frame.filename == frames[0].filename]
@@ -65,6 +80,6 @@ def _first_raising(function: Callable[..., Any], count: int, given: Mapping[str,
     for b in range(count):
         try:
             function(**{argument: [values[b]] for argument, values in given.items()})
-        except Exception:
+        except (Exception, SystemExit):
             return b
     return None

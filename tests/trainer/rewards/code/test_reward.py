@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from trainer.rewards.code_reward import CodeReward, fenced_code
+from trainer.rewards.code.reward import CodeReward, fenced_code
 
 pytestmark = [
     pytest.mark.slow,
@@ -80,6 +80,18 @@ def test_setup_runs_before_the_tests() -> None:
     reward = reward_of("none")
     judged = reward(completions=[fenced(RIGHT)] * 2, tests=[["assert f(one) == 2"]] * 2, test_setup=["one = 1", ""])
     assert judged == [1.0, 0.0]
+
+
+def test_a_name_of_python_is_the_solutions_only_where_the_row_says_so() -> None:
+    reward = reward_of("none")
+    code, tests = fenced("def sum(a, b): return 6\ndef len(x): return 3"), ["assert sum(10, 15) == 6"]
+    lengths = ["def check():\n  assert sum(1, 2) == 6 and len([]) == 3", "check()"]
+    judged = reward(
+        completions=[code] * 4,
+        tests=[tests, tests, lengths, lengths],
+        own_names=[["sum"], [], ["sum"], ["sum", "len"]],
+    )
+    assert judged == [1.0, 0.0, 0.0, 1.0]
 
 
 EVERYWHERE = "for fd in range(64):\n  try: os.write(fd, {})\n  except OSError: pass\n"
@@ -202,7 +214,7 @@ def left_running(mark: int) -> list[str]:
 def test_nothing_is_left_when_a_completion_is_judged(isolated, monkeypatch, tmp_path) -> None:
     mark = (1 << 30) + os.getpid()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("trainer.rewards.code_reward.MEMORY_BYTES", mark)
+    monkeypatch.setattr("trainer.rewards.code.reward.MEMORY_BYTES", mark)
     sleeper = "import os, time\nopen('/tmp/a', 'w').write('x')\nos.setsid()\ntime.sleep(10**6)"
     assert not reward_of(isolated._isolation, 0.5).passes(sleeper, TESTS)
     assert isolated.passes("open('/tmp/a', 'w').write('x')\n" + RIGHT, TESTS)
@@ -230,7 +242,7 @@ def test_what_cannot_start_is_an_error_and_not_a_reward(monkeypatch) -> None:
 
 
 def test_a_judge_whose_trainer_is_gone_ends_by_itself() -> None:
-    source = (REPOSITORY / "trainer/rewards/code_judge.py").read_text()
+    source = (REPOSITORY / "trainer/rewards/code/judge.py").read_text()
     command = [sys.executable, "-I", "-S", "-c", source, "0", "/tmp", "1", str(1 << 30)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as judge:
         assert judge.stdout is not None
