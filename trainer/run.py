@@ -89,7 +89,7 @@ def keep_few_kernels() -> None:
     """Have a CPU keep the kernels of 64 shapes of products, unless the environment says otherwise.
 
     oneDNN makes a kernel for each shape, in a millisecond and half a megabyte, and keeps 1,024, as does torch's layer
-    above it. No two steps have the same shapes, so a run would grow by hundreds of megabytes. Both caches ask when
+    above it. Shapes differ from step to step, so a run could grow by hundreds of megabytes. Both caches ask when
     the first kernel is made.
     """
     for of in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
