@@ -6,13 +6,14 @@ seed. A token is drawn by inverse CDF, in the order of the vocabulary.
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
 CANDIDATES = 256  # likeliest tokens that are looked at first; a nucleus is rarely larger
 _BLOCK = 256  # tokens whose probabilities are summed up before the one that a draw falls on is looked for
+_BINS, _BINS_PER_NAT = 4096, 128  # of scores, from the best one down
+_UNITS = 2.0**52  # of probability: sums of integers do not depend on their order
 _EXACT = {"cpu": torch.float64}  # of probabilities over the whole vocabulary: others keep float32 and sum in float64
 
 
@@ -116,30 +117,33 @@ def _of_candidates(cut: _Cut, uniforms: Tensor) -> Tensor:
 
 
 def _of_large_nucleus(scores: Tensor, normalizer: Tensor, uniforms: Tensor, top_p: float) -> Tensor:
-    """Draw from nuclei of more tokens than `CANDIDATES`: where they end is seen from sorted scores, without numbers."""
-    values = _sorted(scores)
-    mass = (values.double() - normalizer).exp()
-    total = mass.sum(-1, keepdim=True)  # 1, but for the rounding of the normalizer
-    count = (mass.cumsum(-1) - mass < top_p * total).sum(-1, keepdim=True).clamp(min=1)
-    edge = values.gather(1, count - 1)
-    kept, tied = scores >= edge, scores == edge
-    spare = kept.sum(-1, keepdim=True) - count  # of the tied ones, the first of the vocabulary
+    """Draw from nuclei of more tokens than `CANDIDATES`: scores are counted into bins, and sorted in one bin only."""
+    mass = scores.double().sub_(normalizer).exp_().mul_(_UNITS)
+    bins = (scores.amax(-1, keepdim=True) - scores).mul_(_BINS_PER_NAT).nan_to_num_().clamp_(max=_BINS - 1).long()
+    held = bins.new_zeros(len(scores), _BINS).scatter_add_(1, bins, mass.long()).double()
+    upto = held.cumsum(-1)
+    limit = top_p * upto[:, -1:]
+    edge = torch.searchsorted(upto, limit).clamp(max=_BINS - 1)
+    inside = bins == edge
+    values = scores.masked_fill(~inside, -torch.inf).topk(max(int(inside.sum(-1).max()), 1)).values
+    own = (values.double() - normalizer).exp() * _UNITS
+    count = ((upto - held).gather(1, edge) + own.cumsum(-1) - own < limit).sum(-1, keepdim=True).clamp(min=1)
+    last = values.gather(1, count - 1)
+    kept, tied = scores >= last, scores == last
+    spare = (kept & inside).sum(-1, keepdim=True) - count  # of the tied ones, the first of the vocabulary
     if spare.any():
         kept &= ~tied | (tied.cumsum(-1) > spare)
-    return _of_all(scores.masked_fill(~kept, -torch.inf), uniforms)
-
-
-def _sorted(scores: Tensor) -> Tensor:
-    """Sort rows, largest first; on a CPU by numpy, which is several times as fast where no numbers are asked for."""
-    if scores.device.type == "cpu":
-        return torch.from_numpy(np.sort(scores.numpy(), axis=-1)).flip(-1)
-    return scores.sort(descending=True).values
+    return _of_weights(mass.mul_(kept), uniforms)
 
 
 def _of_all(scores: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw from all tokens whose score is not -inf: first a block of the vocabulary, then a token in it."""
+    """Draw from all tokens whose score is not -inf."""
     weights = scores.to(_EXACT.get(scores.device.type, torch.float32))
-    weights = (weights - weights.amax(-1, keepdim=True)).exp_()
+    return _of_weights((weights - weights.amax(-1, keepdim=True)).exp_(), uniforms)
+
+
+def _of_weights(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw from weights (B, V): first a block of the vocabulary, then a token in it."""
     size = weights.shape[1]
     even = size // _BLOCK * _BLOCK
     blocks = [weights[:, :even].unflatten(1, (-1, _BLOCK)).sum(-1, dtype=torch.float64)]  # (B, V / block)
@@ -148,7 +152,7 @@ def _of_all(scores: Tensor, uniforms: Tensor) -> Tensor:
     upto = torch.cat(blocks, -1).cumsum(-1)
     draw = uniforms * upto[:, -1:]
     block = _first_beyond(upto, draw)
-    inside = block * _BLOCK + torch.arange(_BLOCK, device=scores.device)  # (B, block)
+    inside = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)  # (B, block)
     own = weights.gather(1, inside.clamp(max=size - 1)).double() * (inside < size)
     before = torch.where(block > 0, upto.gather(1, (block - 1).clamp(min=0)), 0.0)
     return inside.gather(1, _first_beyond(before + own.cumsum(-1), draw)).clamp(max=size - 1)

@@ -116,6 +116,17 @@ def test_the_sampler_moves_at_most_a_third_of_the_bytes_of_a_sort() -> None:
     assert moved[1] <= moved[0] / 3
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_rows_that_are_not_numbers_leave_the_draws_of_others_from_large_nuclei_as_they_are(value) -> None:
+    scores = rows("flat", 2003)[:4]
+    uniforms = torch.rand(4, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = KeyedSampler(uniforms, 1.0, 0.95)(torch.zeros(0), scores).argmax(1)
+    for broken in (scores.clone(), torch.full_like(scores, value)):
+        broken[1] = value
+        token = KeyedSampler(uniforms, 1.0, 0.95)(torch.zeros(0), broken).argmax(1)
+        assert ((token == expected) | (broken != scores).any(1)).all()
+
+
 def test_a_completion_counts_up_to_its_first_end_even_where_padding_is_the_end_token() -> None:
     ids = torch.tensor([[5, 6, 2, 2, 2], [5, 6, 7, 8, 9], [2, 2, 2, 2, 2], [5, 3, 7, 2, 2]])
     mask, truncated = mask_after_end(ids, [2, 3])

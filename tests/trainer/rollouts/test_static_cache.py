@@ -33,6 +33,24 @@ def test_a_cache_of_fixed_size_gives_the_same_completions_call_after_call(option
         assert engines[0](prompts, **greedy).texts == engines[1](prompts, **greedy).texts
 
 
+@pytest.mark.parametrize("options", [{}, WINDOWED], ids=["full attention", "one layer with a window"])
+def test_prompts_that_repeat_are_fed_once_and_their_completions_stay_the_same(options) -> None:
+    model, fed = tiny(**options), []
+    model.model.register_forward_pre_hook(lambda _, __, given: fed.append(given["input_ids"].shape), with_kwargs=True)
+    engine, long, sampled = TransformersEngine(model, tokenizer(), RolloutSettings()), PROMPTS[1] * 3, SAMPLED.copy()
+    sampled["max_completion_length"] = 4
+    for prompts in ([long, PROMPTS[0], long, PROMPTS[2]], [PROMPTS[2], PROMPTS[2]]):
+        keys = [(3, i) for i in range(len(prompts))]
+        fed.clear()
+        together = engine(prompts, **sampled | {"keys": keys})
+        assert fed[:2] == ([(3, len(long) - 1), (4, 1)] if long in prompts else [(2, 1), (2, 1)])
+        for b, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
+            single = engine([prompt], **sampled | {"keys": [key]})
+            assert together.texts[b] == single.texts[0]
+            found = together.logprobs[b, : single.logprobs.shape[1]]
+            torch.testing.assert_close(found, single.logprobs[0], rtol=1e-6, atol=1e-6)
+
+
 class _Launches(TorchDispatchMode):
     """Counts operators that run, views left out; one for all that a compiled graph runs."""
 
