@@ -9,13 +9,23 @@ from pyarrow import parquet as pq
 from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of, settings
 from tests.support.pages import Page
 from trainer.evaluate import Evaluation
-from trainer.report import Report, parquet
+from trainer.report import Report, parquet, run_report
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_leaves_a_page_of_its_metrics_and_its_completions_as_parquet(tmp_path) -> None:
+def test_a_run_leaves_a_page_of_its_metrics_and_its_completions_as_parquet(tmp_path, monkeypatch) -> None:
+    there, write = [], run_report.write_whole
+
+    def written(path: Path, text: str) -> None:
+        shown = ("completions.parquet", "curves.png", "report.html")
+        there.append((path.name, [name for name in shown if (path.parent / name).exists()]))
+        write(path, text)
+
+    monkeypatch.setattr(run_report, "write_whole", written)
     folder = run(tmp_path / "run", "--max_steps=1", "--eval_problems=1", "--log_completions=5", EVERY_OTHER)
+    # Killed after its summary a run counts as finished, so all else must be there by then.
+    assert there == [("summary.json", ["completions.parquet", "curves.png", "report.html"])]
     data = Page((folder / "report.html").read_text("utf-8")).data
     (shown,) = data["runs"]
     for entry in metrics_of(folder):
