@@ -80,7 +80,13 @@ def contenders(model: nn.Module, job: Job, load: Load) -> list[Contender]:
     """The engine as it is, and without what makes it fast, one thing after the other."""
     beside = RolloutSettings(merge_adapters="never", rollout_cache="dynamic")
     merged = RolloutSettings(merge_adapters="always", rollout_cache="dynamic")
-    sorting = functools.partial(mock.patch, "trainer.rollouts.in_process.KeyedSampler", SortingSampler)
+
+    def sorting() -> contextlib.AbstractContextManager[Any]:
+        """Sampling with the sorting sampler, and with torch's own product for the head."""
+        module = "trainer.rollouts.in_process"
+        head = mock.Mock(side_effect=lambda model: contextlib.nullcontext())
+        return mock.patch.multiple(module, KeyedSampler=SortingSampler, decoding_head=head)
+
     ways: dict[str, tuple[RolloutSettings, Callable[[], Any]]] = {
         BEFORE: (beside, sorting),
         "adapters merged, sorted nucleus": (merged, sorting),

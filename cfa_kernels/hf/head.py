@@ -1,5 +1,7 @@
 """Read a causal model's output layer, and compute logits and log-probs with it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..ops.linear_logprob import linear_logprob
+from ..ops.matmul import product
+from .modes import exchanged
 
 
 @dataclass(frozen=True)
@@ -53,3 +57,23 @@ def read_head(model: PreTrainedModel) -> Head:
             "not a plain linear layer; leave lm_head out of target_modules, or name it in modules_to_save"
         )
     return Head(layer.weight, layer.bias)
+
+
+@contextmanager
+def decoding_head(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, multiply float32 rows with the head on a CPU as `ops.matmul` does, without gradients.
+
+    A decoding step multiplies few rows with the largest weight of the model. A head that is no plain linear layer, or
+    has a `forward` of its own, is left as it is, and so is autocast.
+    """
+    layer = model.get_output_embeddings()
+    plain = type(layer) is nn.Linear and "forward" not in vars(layer)
+
+    def forward(hidden: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(hidden.device.type) or torch.is_grad_enabled():
+            return nn.Linear.forward(layer, hidden)
+        logits = product(hidden.reshape(-1, hidden.shape[-1]), layer.weight.t()).view(*hidden.shape[:-1], -1)
+        return logits if layer.bias is None else logits + layer.bias
+
+    with exchanged([(layer, {"forward": forward})] if plain and layer.weight.device.type == "cpu" else []):
+        yield

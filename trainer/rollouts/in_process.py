@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import CompileConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 from transformers.cache_utils import DynamicCache
 
+from cfa_kernels.hf.head import decoding_head
 from cfa_kernels.hf.liger import fused_modules
 from cfa_kernels.hf.model import causal_lm
 from trainer.precision import frozen_copy
@@ -157,21 +158,22 @@ def generate(
     special: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
     if compile_config is not None:
         special["compile_config"] = compile_config
-    training = model.training
+    causal, training = causal_lm(model), model.training
     model.eval()
     try:
-        if cache is None and not static_cache_obstacle(causal := causal_lm(model)):  # layers keep keys and values only
+        if cache is None and not static_cache_obstacle(causal):  # layers keep keys and values only
             special["past_key_values"] = _fed_once(causal, prompt_ids, prompt_mask)
-        sequences = model.generate(  # type: ignore[operator]
-            input_ids=prompt_ids,
-            attention_mask=prompt_mask,
-            max_new_tokens=max_completion_length,
-            logits_processor=LogitsProcessorList([scores, sampler] if sampler else [scores]),
-            do_sample=False,
-            eos_token_id=end_ids(model, tokenizer),
-            pad_token_id=tokenizer.pad_token_id,
-            **special,
-        )
+        with decoding_head(causal) if cache is None else contextlib.nullcontext():  # or compiled
+            sequences = model.generate(  # type: ignore[operator]
+                input_ids=prompt_ids,
+                attention_mask=prompt_mask,
+                max_new_tokens=max_completion_length,
+                logits_processor=LogitsProcessorList([scores, sampler] if sampler else [scores]),
+                do_sample=False,
+                eos_token_id=end_ids(model, tokenizer),
+                pad_token_id=tokenizer.pad_token_id,
+                **special,
+            )
     finally:
         model.train(training)
     completion_ids = sequences[:count, prompt_ids.shape[1] :]

@@ -14,6 +14,7 @@ CANDIDATES = 256  # likeliest tokens that are looked at first; a nucleus is rare
 _BLOCK = 256  # tokens whose probabilities are summed up before the one that a draw falls on is looked for
 _BINS, _BINS_PER_NAT = 4096, 128  # of scores, from the best one down
 _UNITS = 2.0**52  # of probability: sums of integers do not depend on their order
+_IN_CACHE = 2**17  # scores that a CPU looks at together
 _EXACT = {"cpu": torch.float64}  # of probabilities over the whole vocabulary: others keep float32 and sum in float64
 
 
@@ -85,7 +86,8 @@ def drawn(scores: Tensor, logprobs: Tensor, uniforms: Tensor, top_p: float) -> T
     token = _of_candidates(found, uniforms)
     if values.shape[1] < size and not found.whole.all():  # the one wait for the device
         rows = (~found.whole).nonzero().flatten()
-        token[rows] = _of_large_nucleus(scores[rows], normalizer[rows], uniforms[rows], top_p)
+        for some in rows.split(max(_IN_CACHE // size, 1)) if scores.device.type == "cpu" else [rows]:
+            token[some] = _of_large_nucleus(scores[some], normalizer[some], uniforms[some], top_p)
     return token
 
 
