@@ -1,4 +1,4 @@
-"""Draw the README's picture of a run's page by Chromium, `python -m docs.page_picture RUN`: docs/page.png."""
+"""Draw the picture of a run's page by Chromium, `python -m docs.page_picture RUN`: docs/page.png."""
 
 import subprocess
 import sys

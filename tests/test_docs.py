@@ -77,7 +77,7 @@ def test_the_examples_of_a_page_run(page, tmp_path, request):
     known = dict(ESTIMATORS)
     request.addfinalizer(lambda: (ESTIMATORS.clear(), ESTIMATORS.update(known)))  # a page may add one
     torch.manual_seed(0)
-    namespace = padded_rollouts() | {
+    namespace = sampled() | {
         "model": tiny_model(),
         "tokenizer": tiny_tokenizer(),
         "prompt": "What is 3 + 4 ?",
@@ -115,16 +115,13 @@ def test_tables_of_options_and_hosts_are_those_of_the_code():
         assert written == made, f"{page.name}: run python -m docs.options"
 
 
-def padded_rollouts() -> dict[str, torch.Tensor]:
-    """Two completions of a prompt as a padded batch, with spans, answers and an advantage each."""
+def sampled() -> dict[str, Any]:
+    """Two completions of a prompt as lists of token ids, with spans, answers and an advantage each."""
     vocabulary = tiny_tokenizer().get_vocab()
     a, b, _, _, seven, five = (vocabulary[phrase] for phrase in PHRASES)
-    completions = torch.tensor([[a, b, seven, 1], [b, five, 1, 0]])
     return {
-        "prompt_ids": torch.tensor([[3, 4, 5], [3, 4, 5]]),
-        "prompt_mask": torch.ones(2, 3).long(),
-        "completion_ids": completions,
-        "completion_mask": (completions != 0).long(),
+        "prompts": [torch.tensor([3, 4, 5])] * 2,
+        "completions": [torch.tensor([a, b, seven, 1]), torch.tensor([b, five, 1])],
         "advantages": torch.tensor([1.0, -1.0]),
     }
 
