@@ -32,6 +32,7 @@ from benchmarks.speed.step_peers import (
     DEFAULTS,
     EXACT,
     FASTEST,
+    NO_ENTROPY,
     PLAIN,
     SEPARATE,
     STEP_PEERS,
@@ -70,6 +71,7 @@ class Workload:
 _PLAIN_AND_EXACT = (Target(PLAIN, TRL), Target(EXACT, TRL), Target(EXACT, AUTHORS))
 _BESIDE = (
     Target(CREDITED, TRL),
+    Target(NO_ENTROPY, TRL),
     *(Target(of, to) for to in (FASTEST, DEFAULTS) for of in (PLAIN, EXACT, CREDITED)),
 )
 # Promises by what trains and whether all groups are mixed.

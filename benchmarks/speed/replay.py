@@ -150,11 +150,13 @@ def _trl_trainer(
     use_liger_kernel: bool = False,
     gradient_checkpointing: bool = False,
     credited: bool = False,
+    log_entropy: bool = True,
 ) -> Any:
     """A `GRPOTrainer` that finds `recorded` where it would sample and score completions.
 
     It is never asked to `train`, so what that does to the model first is done here. With `credited` it is a
-    `CounterfactualGRPOTrainer(packed_loss=True)`, which assigns credit to what was recorded by its defaults.
+    `CounterfactualGRPOTrainer(packed_loss=True)`, with `log_entropy` or without, which assigns credit to what was
+    recorded by its defaults.
     """
     try:
         from datasets import Dataset
@@ -195,7 +197,7 @@ def _trl_trainer(
         use_liger_kernel=use_liger_kernel,
         report_to=[],
     )
-    trainer = (_credited(Replaying) if credited else Replaying)(
+    trainer = (_credited(Replaying, log_entropy) if credited else Replaying)(
         model=policy,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=settings,
@@ -213,7 +215,7 @@ def _trl_trainer(
     return trainer
 
 
-def _credited(replaying: type) -> type:
+def _credited(replaying: type, log_entropy: bool) -> type:
     """A class of `CounterfactualGRPOTrainer(packed_loss=True)` that credits what `replaying` recorded."""
     try:
         from cfa_kernels.integrations.trl import CounterfactualMixin
@@ -227,7 +229,7 @@ def _credited(replaying: type) -> type:
         weights: Tensor
 
         def __init__(self, **options: Any) -> None:
-            super().__init__(**options, packed_loss=True)
+            super().__init__(**options, packed_loss=True, log_entropy=log_entropy)
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
             with self.stopwatch.credit():

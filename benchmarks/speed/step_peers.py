@@ -65,9 +65,9 @@ def trl_liger(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
         return trl_update(replay, trainer, None), None
 
 
-def trl_credited(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
+def trl_credited(replay: Replay, stopwatch: Stopwatch, *, log_entropy: bool = True) -> tuple[Tensor, Weights]:
     """`CounterfactualGRPOTrainer(packed_loss=True)` as a TRL user has it: it finds spans and answers, and credits."""
-    trainer = replay.trl(credited=True)
+    trainer = replay.trl(credited=True, log_entropy=log_entropy)
     trainer.stopwatch = stopwatch
     with stopwatch.update():
         loss = trl_update(replay, trainer, None)
@@ -75,9 +75,9 @@ def trl_credited(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]
     return loss, [row[: len(completion)] for row, completion in zip(trainer.weights, completions, strict=True)]
 
 
-def _prepare_credited(replay: Replay) -> None:
+def _prepare_credited(replay: Replay, *, log_entropy: bool = True) -> None:
     """Make the trainer, which checks its model, and measure the noise of its arithmetic."""
-    with replay.trl(credited=True).accelerator.autocast():
+    with replay.trl(credited=True, log_entropy=log_entropy).accelerator.autocast():
         noise_floor(replay.causal)
 
 
@@ -464,6 +464,7 @@ VARLEN = "varlen without sharing"
 FASTEST, DEFAULTS = "TRL, fastest micro-batch", "TRL, its defaults (checkpointing)"
 SEPARATE = "ours counterfactual, fused loss"
 CREDITED = "CounterfactualGRPOTrainer, packed loss"
+NO_ENTROPY = "CounterfactualGRPOTrainer, packed loss, log_entropy=False"
 
 STEP_PEERS: dict[str, StepPeer] = {
     TRL: StepPeer(trl_plain, "plain", 3, "positions", "TRL"),
@@ -471,6 +472,15 @@ STEP_PEERS: dict[str, StepPeer] = {
     DEFAULTS: StepPeer(trl_defaults, "plain", 3, "positions", "TRL", own_policy=True, recomputes=True),
     "TRL with Liger": StepPeer(trl_liger, "plain", 3, "positions", "TRL", own_policy=True),
     CREDITED: StepPeer(trl_credited, "found", 2, "tokens", "TRL", own_policy=True, prepare=_prepare_credited),
+    NO_ENTROPY: StepPeer(
+        functools.partial(trl_credited, log_entropy=False),
+        "found",
+        2,
+        "active",
+        "TRL",
+        own_policy=True,
+        prepare=functools.partial(_prepare_credited, log_entropy=False),
+    ),
     VARLEN: StepPeer(varlen, "plain", 2, "active", "TRL"),
     "repeated prompt (PrefixGrouper)": StepPeer(repeated_prompt, "plain", 2, "active", "TRL"),
     "FlexAttention tree": StepPeer(flex_tree, "plain", 2, "active", "TRL"),
