@@ -235,7 +235,7 @@ class _Writer:
             logits, _ = empty_strip(len(some), len(weight), exact, exact, weight.device)
             write_logits(some, weight, logits)
             none = torch.zeros(len(some), dtype=torch.long, device=weight.device)
-            p = probabilities(logits[None], bias, none, none.bool(), softmax, keep_below=False, out=logits[None]).p[0]
+            p = probabilities(logits[None], bias, none, none.bool(), softmax, out=logits[None]).p[0]
             cumulated = p[:, :usable].double().cumsum(-1)
             threshold = draw.to(weight.device)[:, None] * cumulated[:, -1:]
             chosen.append(torch.searchsorted(cumulated, threshold, right=True)[:, 0].clamp(max=usable - 1))

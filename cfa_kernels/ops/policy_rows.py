@@ -238,9 +238,8 @@ def row_logprobs(
         Fields (N,) in the compute dtype of the logits.
     """
     if backend == "torch":
-        return row_logprobs_reference(
-            probabilities(logits, bias, targets, counted, softmax, keep_below=with_entropy), counted
-        )
+        of = probabilities(logits, bias, targets, counted, softmax, with_entropy=with_entropy)
+        return row_logprobs_reference(of, counted)
     n = logits.size(0) * logits.size(1)
     rows = torch.empty(4, n, dtype=torch.float32, device=logits.device)
     _run(
@@ -338,7 +337,10 @@ def policy_rows(
         return loss.sum(), stats, by_logprob
     counted, shape = tokens.scale > 0, logits.shape[:2]
     if backend == "torch":
-        of = probabilities(logits, bias, targets, counted, softmax, keep_below=with_entropy, out=gradient)
+        keep_below = gradient is not None and entropy_scale is not None
+        of = probabilities(
+            logits, bias, targets, counted, softmax, with_entropy=with_entropy, keep_below=keep_below, out=gradient
+        )
         rows = row_logprobs_reference(of, counted)
     else:
         rows = row_logprobs(logits, bias, targets, counted, softmax, with_entropy=with_entropy, backend=backend)

@@ -4,6 +4,7 @@ The plain PyTorch form stands first, for rows (B, T, V) at once; the Triton func
 has one row. Kernels that put them together are in `policy_rows`.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ FLOAT32_NOISE = 3e-5
 
 LOWEST = -1.0e30
 """Stand-in for -inf in `p * log p`, so that a forbidden token adds 0 and not nan."""
+
+_IN_CACHE = 2**17
+"""Numbers of a block of rows that a CPU finds in its cache again."""
 
 
 class Softmax(NamedTuple):
@@ -74,6 +78,7 @@ class Probabilities(NamedTuple):
 
     p: Tensor  # (B, T, V)
     below: Tensor | None  # (B, T, V): (z - row_max) / temperature, at least LOWEST; if kept
+    tilt: Tensor | None  # (B, T, 1): the sum of p * below; if the entropy is wanted
     targets: Tensor  # (B, T, 1), 0 where a row has none
     chosen: Tensor  # (B, T, 1): (z - row_max) / temperature at the target
     row_max: Tensor  # (B, T, 1)
@@ -88,7 +93,8 @@ def probabilities(
     has_target: Tensor,
     softmax: Softmax,
     *,
-    keep_below: bool,
+    with_entropy: bool = False,
+    keep_below: bool = False,
     out: Tensor | None = None,
 ) -> Probabilities:
     """Compute what log-probs and gradients share.
@@ -101,7 +107,8 @@ def probabilities(
         targets: (N,) int64.
         has_target: (N,) bool; of the other rows no target is read.
         softmax: how logits become log-probs.
-        keep_below: the entropy or its gradient is wanted.
+        with_entropy: the entropy is wanted.
+        keep_below: its gradient is wanted.
         out: (B, T, V), perhaps the logits' own memory, where `p` is put if that has the compute dtype and `below` is
             not kept: allocating memory of that size takes longer than all the arithmetic.
 
@@ -124,16 +131,36 @@ def probabilities(
         below.div_(softmax.temperature)
     index = torch.where(has_target, targets, 0).view(*logits.shape[:2], 1)
     chosen = below.gather(-1, index)
-    p = torch.softmax(below, -1, out=None if keep_below else below)
+    p, tilt = below, torch.zeros_like(chosen) if with_entropy else None
+    if keep_below:
+        p = torch.empty_like(below)
+    if keep_below or with_entropy:
+        for some, into, sums in _in_blocks(below, p, tilt):
+            found = torch.softmax(some, -1)
+            some.clamp_(min=LOWEST)
+            if sums is not None:
+                sums.copy_((found * some).sum(-1, keepdim=True))
+            into.copy_(found)
+    else:
+        torch.softmax(below, -1, out=p)
     log_sum = -p.amax(-1, keepdim=True).log()
-    return Probabilities(p, below.clamp_(min=LOWEST) if keep_below else None, index, chosen, row_max, log_sum, slope)
+    return Probabilities(p, below if keep_below else None, tilt, index, chosen, row_max, log_sum, slope)
+
+
+def _in_blocks(below: Tensor, p: Tensor, tilt: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Cut rows (B, T, ...) into blocks of T, on a CPU small ones: they are read again and again."""
+    rows, size = below.shape[1], below.size(0) * below.size(2)
+    height = max(_IN_CACHE // max(size, 1), 1) if below.device.type == "cpu" else max(rows, 1)
+    for start in range(0, rows, height):
+        part = slice(start, start + height)
+        yield below[:, part], p[:, part], None if tilt is None else tilt[:, part]
 
 
 def row_logprobs_reference(of: Probabilities, counted: Tensor) -> RowLogprobs:
-    """Return `RowLogprobs`, with entropy if `below` was kept, and zeros for rows that do not count."""
+    """Return `RowLogprobs`, with entropy if `tilt` was wanted, and zeros for rows that do not count."""
     entropy = torch.zeros_like(of.log_sum)
-    if of.below is not None:
-        entropy = of.log_sum - (of.p * of.below).sum(-1, keepdim=True)
+    if of.tilt is not None:
+        entropy = of.log_sum - of.tilt
     fields = (of.chosen - of.log_sum, entropy, of.row_max, of.log_sum)
     return RowLogprobs(*(torch.where(counted, field.flatten(), 0) for field in fields))
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
 from cfa_kernels.losses.policy import contributing_rows, linear_policy_loss, logits_policy_loss
-from cfa_kernels.ops import head_matmul
+from cfa_kernels.ops import head_matmul, row_softmax
 from cfa_kernels.ops.linear_policy_loss import linear_policy_loss_op
 from cfa_kernels.ops.logits_policy_loss import (
     logits_policy_loss_inplace_op,
@@ -66,6 +66,21 @@ def test_chunks_and_dropped_rows_change_nothing(backend, level, dtype, tolerance
         ours = of_hidden(tensors, **how, **options)
         assert_same(ours, whole, rtol=tolerance, atol=tolerance / 4)
         torch.testing.assert_close(ours[2], whole[2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", [of_logits, of_hidden])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.2])
+@pytest.mark.parametrize("level", LEVELS)
+def test_rows_are_the_same_a_few_at_a_time(monkeypatch, level, entropy_coef, form):
+    tensors, options = problem(torch.float64, weights=True, softcap=3.0, temperature=0.7)
+    options |= {"importance_sampling_level": level, "entropy_coef": entropy_coef, "compute_entropy": True}
+    expected = form(tensors, **options)
+    assert expected[2]["entropy"] > 0
+    for numbers in (1, 2 * V * len(tensors["mask"])):
+        monkeypatch.setattr(row_softmax, "_IN_CACHE", numbers)
+        found = form(tensors, **options)
+        assert_same(found, expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(found[2], expected[2], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
