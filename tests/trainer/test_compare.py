@@ -60,6 +60,33 @@ def test_of_a_step_that_was_done_again_the_last_line_counts_and_what_is_not_fini
     Page("".join(run_page.run_page([run], "")))
 
 
+@pytest.mark.parametrize("half", ['{"step": 5, "rew', '{"step": 5, "é', '{"step": 5, "é"'])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl"])
+def test_a_last_line_that_is_half_written_is_left_out_and_named(tmp_path, capsys, name, half) -> None:
+    """As a run leaves it that was killed; a character may be half-written, too."""
+    folder, page = write_run(tmp_path / "run", completions=[completion(1, 1.0)]), tmp_path / "page.html"
+    assert main([str(folder), "--out", str(page)]) == 0
+    whole, table = page.read_text("utf-8"), capsys.readouterr().out
+    lines = (folder / name).read_bytes()
+    (folder / name).write_bytes(lines + half.encode()[: -1 if half[-1] == "é" else None])
+    assert main([str(folder), "--out", str(page)]) == 0
+    said = capsys.readouterr()
+    number = lines.count(b"\n") + 1
+    assert (
+        said.err
+        == f"note: {folder / name}, line {number}: is half-written, as by a run that was killed, and is left out\n"
+    )
+    assert (said.out, page.read_text("utf-8")) == (table, whole)
+
+
+def test_completions_of_which_only_half_a_line_was_written_are_none(tmp_path, capsys) -> None:
+    folder, page = write_run(tmp_path / "run"), tmp_path / "page.html"
+    (folder / "completions.jsonl").write_text('{"step": 1, "tok')
+    assert main([str(folder), "--out", str(page)]) == 0
+    assert "completions.jsonl, line 1: is half-written" in capsys.readouterr().err
+    assert Page(page.read_text("utf-8")).data["completions"] == []
+
+
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path) -> None:
     folders = [write_run(tmp_path / part / "run") for part in "ab"]
     assert [run.name for run in read_runs(folders)] == list(map(str, folders))
@@ -84,10 +111,11 @@ def test_of_more_completions_than_a_page_holds_some_of_each_part_are_on_it_and_i
         (lambda run: (run / "metrics.jsonl").unlink(), "holds no metrics.jsonl, so it is not the folder of a run"),
         (lambda run: (run / "metrics.jsonl").write_text(""), r"metrics\.jsonl: holds no step"),
         (
-            lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n{"step"'),
+            lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n{"step"\n{"step": 2}\n'),
             r"metrics\.jsonl, line 2: is not JSON",
         ),
-        (lambda run: (run / "metrics.jsonl").write_bytes(b"\xff"), r"metrics\.jsonl: is not text in UTF-8"),
+        (lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n{"step"\n'), r"line 2: is not JSON"),
+        (lambda run: (run / "metrics.jsonl").write_bytes(b"\xff\n"), r"metrics\.jsonl: is not text in UTF-8"),
         (lambda run: write_lines(run / "metrics.jsonl", [{"reward": 1}]), "line 1: must be an object with an integer"),
         (lambda run: write_lines(run / "metrics.jsonl", [[1]]), "line 1: must be an object with an integer step"),
         (
