@@ -60,6 +60,22 @@ def test_of_a_step_that_was_done_again_the_last_line_counts_and_what_is_not_fini
     Page("".join(run_page.run_page([run], "")))
 
 
+def test_settings_may_have_names_and_values_of_any_kind_that_yaml_has(tmp_path, capsys) -> None:
+    """Numbers, nothing, dates, lists within mappings; in whatever order, what is equal is a repetition."""
+    odd = ["2: two", "null: none", "1.5: [half]", "true: yes", "2026-01-02: day", "nested: {3: [{x: null}], no: 4}"]
+    others = [*odd[:-1], "nested: {3: [{x: 0}], no: 4}"]
+    folders = [tmp_path / name for name in ("one", "again", "other")]
+    for seed, (folder, lines) in enumerate(zip(folders, (odd, odd[::-1], others), strict=True)):
+        (write_run(folder) / "config.yaml").write_text("\n".join([*lines, f"seed: {seed}"]))
+    runs = read_runs(folders)
+    assert groups_of(runs) == [0, 0, 1]
+    assert sorted(map(str, runs[0].settings)) == ["1.5", "2", "2026-01-02", "None", "True", "nested", "seed"]
+    assert differences(runs)[0] == "nested {3: [{'x': None}], False: 4}, seed 0"
+    assert differences(runs)[2] == "nested {3: [{'x': 0}], False: 4}, seed 2"
+    assert main([*map(str, folders), "--out", str(tmp_path / "page.html")]) == 0
+    assert "mean of 2 seeds" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("half", ['{"step": 5, "rew', '{"step": 5, "é', '{"step": 5, "é"'])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl"])
 def test_a_last_line_that_is_half_written_is_left_out_and_named(tmp_path, capsys, name, half) -> None:
