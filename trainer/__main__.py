@@ -12,7 +12,7 @@ with needed_by("python -m trainer", "trainer"):
     from trainer.checkpoints.run_folder import Finished, Refused, open_run
     from trainer.cli import parse
     from trainer.config import TrainConfig
-    from trainer.endings import Ended, Ending
+    from trainer.endings import Ended, Ending, even_unheard
     from trainer.rewards.calls import RewardError
     from trainer.run import set_up, train
 
@@ -26,6 +26,7 @@ _OF_SET_UP: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, Flo
 _OF_TRAINING = (Refused, RewardError, OSError, ImportError, FloatingPointError, NotImplementedError)
 
 
+@even_unheard()
 def main(argv: list[str] | None = None) -> int:
     """Run the program: exit code 0; 1 or 2 and one line on stderr for what is wrong with settings, data or the disk."""
     argv = sys.argv[1:] if argv is None else argv

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("compare.html"), help="page to write; default: compare.html")
     options = parser.parse_args(argv)
     try:
-        runs = write_run_page(options.out, options.runs, "Runs compared")
+        runs = write_run_page(options.out, options.runs, "Runs compared", _note)
     except (ValueError, OSError) as problem:
         print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)
         return 1
@@ -40,6 +40,10 @@ def main(argv: list[str] | None = None) -> int:
     console.print(table)
     console.print(escape(str(options.out)), soft_wrap=True)
     return 0
+
+
+def _note(said: str) -> None:
+    print(f"note: {said}", file=sys.stderr)
 
 
 if __name__ == "__main__":

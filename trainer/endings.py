@@ -1,9 +1,13 @@
-"""End a run between two steps when it is asked to by a signal."""
+"""End a run between two steps when it is asked to by a signal, and not where nobody reads what it prints."""
 
+import contextlib
+import errno
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any, TextIO
 
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -59,6 +63,53 @@ def _say(text: str) -> None:
     try:
         os.write(2, f"\n{text}\n".encode())
     except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for one in [fd for fd in (1, 2) if os.path.sameopenfile(fd, 2)]:
-            os.dup2(nowhere, one)
+        _lead_nowhere(2)
+
+
+@contextlib.contextmanager
+def even_unheard() -> Iterator[None]:
+    """Print to nowhere, inside, once nobody reads it: where a pipe is closed (`| head`), or the terminal is gone."""
+    before: Any = sys.stdout, sys.stderr
+    patient = [stream and _Patient(stream) for stream in before]  # there are none where a shell closed them
+    sys.stdout, sys.stderr = patient
+    try:
+        yield
+    finally:
+        for stream in filter(None, patient):
+            stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+class _Patient:
+    """Stream that leads nowhere once its reader is gone; in all else as the one that it is made of."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write text."""
+        return self._told(self._stream.write, text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        self._told(self._stream.flush)
+
+    def _told(self, do: Callable[..., Any], *given: str) -> Any:
+        try:
+            return do(*given)
+        except OSError as problem:
+            if problem.errno not in (errno.EPIPE, errno.EIO):  # of a pipe and of a terminal
+                raise
+            _lead_nowhere(self._stream.fileno())
+            return do(*given)
+
+
+def _lead_nowhere(gone: int) -> None:
+    """Have a file and those of stdout and stderr that are the same one take everything and keep nothing."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for one in [gone, *(own for own in (1, 2) if os.path.sameopenfile(own, gone))]:
+        os.dup2(nowhere, one)
+    os.close(nowhere)

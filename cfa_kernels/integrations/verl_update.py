@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import packed_logprobs
+from .. import packed_forward, packed_logprobs, run_inside
+from ..hf.model import causal_lm
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1 import PPOTrainer as _Trainer
@@ -39,6 +40,7 @@ class PackedEngine(_Engine):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute what verl's `forward_step` does, feeding each prompt of a micro-batch once."""
         from verl.utils.device import get_device_id
+        from verl.utils.metric import Metric
         from verl.utils.tensordict_utils import get_non_tensor_data
         from verl.workers.engine.utils import detach_tree
 
@@ -49,16 +51,22 @@ class PackedEngine(_Engine):
             get_non_tensor_data(micro_batch, name, default)
             for name, default in (("temperature", 1.0), ("calculate_entropy", False))
         )
-        found = packed_outputs(self.module, micro_batch, temperature, entropies=entropies)
+        found, fed = packed_outputs(self.module, micro_batch, temperature, entropies=entropies)
         loss, metrics = torch.ones(()), {}
         if loss_function is not None:
             group = self.get_data_parallel_group()
             loss, metrics = loss_function(model_output=found, data=micro_batch, dp_group=group)
+            tokens = {"fed": fed, "unshared": micro_batch["input_ids"].values().numel()}
+            workers = self.get_data_parallel_size()  # over which verl takes the mean; these are sums over all
+            counts = {f"packed/tokens_{name}": float(count * workers) for name, count in tokens.items()}
+            metrics = metrics | Metric.from_dict(counts, "sum")
         return loss, {"model_output": detach_tree(found), "loss": loss.detach().item(), "metrics": metrics}
 
 
-def packed_outputs(module: nn.Module, rows: Any, temperature: float, *, entropies: bool) -> dict[str, Tensor]:
-    """Compute what verl's engine reads off the logits of rows; differentiable.
+def packed_outputs(
+    module: nn.Module, rows: Any, temperature: float, *, entropies: bool
+) -> tuple[dict[str, Tensor], int]:
+    """Compute what verl's engine reads off the logits of rows, as `packed_logprobs` does; differentiable.
 
     Args:
         module: the model as the engine has it, with what shards it around it.
@@ -68,19 +76,26 @@ def packed_outputs(module: nn.Module, rows: Any, temperature: float, *, entropie
 
     Returns:
         `log_probs` and, if wanted, `entropy`, nats, jagged as `input_ids`: at each place that of the next token. Those
-        of the prompt's own tokens, which verl does not read, and the last place are 0.
+        of the prompt's own tokens, which verl does not read, and the last place are 0. And the count of tokens that
+        went through the model.
     """
     ids, starts = list(rows["input_ids"].unbind()), rows["prompts"].offsets().diff().tolist()
     prompts = [row[:start] for row, start in zip(ids, starts, strict=True)]
     completions = [row[start:] for row, start in zip(ids, starts, strict=True)]
-    found = packed_logprobs(module, prompts, completions, temperature=temperature, return_entropy=entropies)
+    causal = causal_lm(module)
+
+    def body() -> tuple[list[Tensor] | tuple[list[Tensor], list[Tensor]], int]:
+        forward = packed_forward(causal, prompts, completions)
+        return forward.logprobs(temperature, return_entropy=entropies), forward.tokens_fed
+
+    found, fed = run_inside(module, body, trains=True)
     named = {"log_probs": found[0], "entropy": found[1]} if isinstance(found, tuple) else {"log_probs": found}
 
     def jagged(values: Sequence[Tensor]) -> Tensor:
         placed = [nn.functional.pad(row, (start - 1, 1)) for row, start in zip(values, starts, strict=True)]
         return torch.nested.nested_tensor_from_jagged(torch.cat(placed), rows["input_ids"].offsets())
 
-    return {name: jagged(values) for name, values in named.items()}
+    return {name: jagged(values) for name, values in named.items()}, fed
 
 
 def pack(engine: Any) -> None:

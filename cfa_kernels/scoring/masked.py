@@ -156,39 +156,33 @@ def query_logprobs(
     model: nn.Module,
     bundles: Sequence[Sequence[Query]],
     *,
-    lengths: Sequence[int] | None = None,
     row_numbers: Sequence[int] | None = None,
     token_budget: int | None = None,
-    temperature: float = 1.0,
 ) -> tuple[list[list[Tensor]], ScoringWork]:
     """Compute log-probs of all queries' targets, without gradient, from packed trees, which feed common prefixes once.
 
     Args:
         model: as in `score_counterfactuals`.
         bundles: U sequences of queries, each those of one row, which may have none. Neighbours share common prefixes,
-            so put rows of one prompt side by side. A query feeds at least one token; its ids are not checked.
-        lengths: (U,) tokens of each row fed by itself and whole, by which models whose rotary frequencies follow a
-            sequence's length choose them; default the longest query of the row with what is beyond it.
+            so put rows of one prompt side by side. A query feeds at least one token; its ids are not checked. Models
+            whose rotary frequencies follow a sequence's length choose them by a row's longest query with what is
+            beyond it. Whether a query is `tempered` changes nothing: all log-probs are those at temperature 1.
         row_numbers: (U,) number by which errors name each row; default its place in `bundles`.
         token_budget: as in `score_counterfactuals`.
-        temperature: divides the logits of the queries that are `tempered`.
 
     Returns:
         For each bundle a list with, for each query, fp32 log-probs (A,) in nats on the host; and counts of work.
 
     Raises:
-        ValueError: `lengths` or `row_numbers` of another number than `bundles`, a token budget below 1, a temperature
-            that is not positive.
+        ValueError: `row_numbers` of another number than `bundles`, a token budget below 1.
         TypeError, NotImplementedError: models that cannot be scored; the message says why.
         FloatingPointError: the model gave a nan log-prob; the message names the row.
     """
 
     def body() -> tuple[list[list[Tensor]], ScoringWork]:
         walk = ModelWalk.of(causal_lm(model))
-        plan = plan_queries(
-            walk, bundles, lengths=lengths, row_numbers=row_numbers, token_budget=token_budget, temperature=temperature
-        )
-        values, work = _run(walk, plan, temperature)
+        plan = plan_queries(walk, bundles, row_numbers=row_numbers, token_budget=token_budget)
+        values, work = _run(walk, plan)
         return collect_logprobs(values, plan), work
 
     return run_inside(model, body)
@@ -203,7 +197,7 @@ class Read(NamedTuple):
     places: np.ndarray  # int64: of the queries' values among `values`, one query after the other
 
 
-def _run(walk: ModelWalk, plan: ScoringPlan, temperature: float) -> tuple[Tensor, ScoringWork]:
+def _run(walk: ModelWalk, plan: ScoringPlan, temperature: float = 1.0) -> tuple[Tensor, ScoringWork]:
     """Run a plan: the values of every query in order, fp32 on the host, and counts of work."""
     head = check_supported(walk)
     reader = OutcomeReader(head, temperature)

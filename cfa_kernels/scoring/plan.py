@@ -94,20 +94,15 @@ def plan_queries(
     model: Model,
     bundles: Sequence[Sequence[Query]],
     *,
-    lengths: Sequence[int] | None = None,
     row_numbers: Sequence[int] | None = None,
     token_budget: int | None = None,
-    temperature: float = 1.0,
 ) -> ScoringPlan:
     """Check the input of `query_logprobs`; nothing runs on a device."""
-    check_temperature(temperature)
     asked = [list(bundle) for bundle in bundles]
-    if lengths is None:
-        lengths = [max((query.length for query in bundle), default=0) for bundle in asked]
+    lengths = [max((query.length for query in bundle), default=0) for bundle in asked]
     numbers = list(range(len(asked)) if row_numbers is None else row_numbers)
-    for name, column in (("lengths", lengths), ("row_numbers", numbers)):
-        if len(column) != len(asked):
-            raise ValueError(f"{name} has {len(column)} rows, bundles has {len(asked)}; they must agree")
+    if len(numbers) != len(asked):
+        raise ValueError(f"row_numbers has {len(numbers)} rows, bundles has {len(asked)}; they must agree")
     return _lay_out(model, numbers, asked, lengths, token_budget, rows=[])
 
 

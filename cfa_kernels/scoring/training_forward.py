@@ -371,10 +371,8 @@ class PackedForward:
         model: nn.Module,
         bundles: Sequence[Sequence[Query]],
         *,
-        lengths: Sequence[int] | None = None,
         row_numbers: Sequence[int] | None = None,
         token_budget: int | None = None,
-        temperature: float = 1.0,
     ) -> tuple[list[list[Tensor]], ScoringWork]:
         """Answer queries as `masked.query_logprobs` does, from hidden states, keys and values of this forward.
 
@@ -386,15 +384,12 @@ class PackedForward:
             RuntimeError: as in `score`.
         """
         walk = self._same_model()
-        options: dict[str, Any] = {
-            "lengths": lengths, "row_numbers": row_numbers, "token_budget": token_budget, "temperature": temperature,
-        }  # fmt: skip
         if not self.fed or self._stands_alone(walk):
-            return query_logprobs(model, bundles, **options)
-        plan = plan_queries(walk, bundles, **options)
+            return query_logprobs(model, bundles, row_numbers=row_numbers, token_budget=token_budget)
+        plan = plan_queries(walk, bundles, row_numbers=row_numbers, token_budget=token_budget)
         owners = [self._nearest(bundle[0].tokens) if bundle else 0 for bundle in plan.bundles]
         budget = rows_per_forward(walk, token_budget)
-        values, work = self._continued(walk, plan, owners, OutcomeReader(self.head, temperature), budget)
+        values, work = self._continued(walk, plan, owners, OutcomeReader(self.head), budget)
         return collect_logprobs(values, plan), work
 
     def _same_model(self) -> ModelWalk:

@@ -73,13 +73,15 @@ def test_scores_do_not_depend_on_the_token_budget(qwen3, budget, logprobs):
     assert_equals_naive(scores, qwen3, *data)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_one_forward_also_yields_every_tokens_logprob_at_the_sampling_temperature(qwen3, temperature):
+@pytest.mark.parametrize(("temperature", "budget"), [(1.0, None), (0.6, None), (0.6, 25)])
+def test_one_forward_also_yields_every_tokens_logprob_at_the_sampling_temperature(qwen3, temperature, budget):
+    """And several do, where a budget asks for them."""
     prompts, completions, spans, answers = batch()
     scores = score_counterfactuals(
-        qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER, logprobs=True, temperature=temperature
-    )
-    assert scores.work.forwards == 1
+        qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER, token_budget=budget, logprobs=True,
+        temperature=temperature,
+    )  # fmt: skip
+    assert (scores.work.forwards == 1) == (budget is None)
     assert_equals_naive(scores, qwen3, prompts, completions, spans, answers)  # answers stay at temperature 1
     for prompt, completion, ours in zip(prompts, completions, scores.logprobs, strict=True):
         ids = torch.cat([prompt, completion])
@@ -109,24 +111,23 @@ def test_scores_equal_naive_forwards_on_random_ragged_batches(qwen3, data):
 def test_queries_of_any_sequences_get_the_logprobs_of_their_targets(qwen3, budget):
     one, two = tokens(20, 30, seed=4)
     two[:9] = one[:9]
-    asked = [(one, 5, 11, False), (one, 0, 2, True), (two, 8, 29, False), (two, 28, 29, True)]
+    asked = [(one, 5, 11), (one, 0, 2), (two, 8, 29), (two, 28, 29)]
     first, second, third, fourth = (
-        Query(ids[:stop].numpy(), start, ids[start + 1 : stop + 1].numpy(), tempered)
-        for ids, start, stop, tempered in asked
+        Query(ids[:stop].numpy(), start, ids[start + 1 : stop + 1].numpy()) for ids, start, stop in asked
     )
-    found, work = query_logprobs(qwen3, [[first, second], [], [third, fourth]], token_budget=budget, temperature=0.7)
+    found, work = query_logprobs(qwen3, [[first, second], [], [third, fourth]], token_budget=budget)
     assert [len(unit) for unit in found] == [2, 0, 2]
     assert work.tokens_unshared == 11 + 2 + 29 + 29
     if budget is None:
         assert work.tokens_fed == 11 + 29 - 9
-    for values, (ids, start, stop, tempered) in zip([*found[0], *found[2]], asked, strict=True):
-        expected = naive_logprobs(qwen3, ids, 0.7 if tempered else 1.0)[start:stop]
+    for values, (ids, start, stop) in zip([*found[0], *found[2]], asked, strict=True):
+        expected = naive_logprobs(qwen3, ids)[start:stop]
         torch.testing.assert_close(values.cpu(), expected, rtol=0, atol=2e-5)
 
 
-def test_lengths_of_queries_that_do_not_fit_their_units_are_refused(qwen3):
-    with pytest.raises(ValueError, match="lengths has 1 rows, bundles has 2; they must agree"):
-        query_logprobs(qwen3, [[], []], lengths=[3])
+def test_row_numbers_that_do_not_fit_their_bundles_are_refused(qwen3):
+    with pytest.raises(ValueError, match="row_numbers has 1 rows, bundles has 2; they must agree"):
+        query_logprobs(qwen3, [[], []], row_numbers=[3])
 
 
 def count_tokens(monkeypatch):

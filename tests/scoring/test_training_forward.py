@@ -336,10 +336,10 @@ def test_queries_that_continue_a_forward_are_those_of_forwards_of_their_own(arch
     rows = [torch.cat([p, c]).numpy() for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
     beginnings = [row[: len(row) // share] for row in rows for share in (1, 2)]
     asked = np.array([5, 6, 7])
-    units = [[], *([Query(np.append(row, asked[:2]), len(row) - 1, asked, tempered=True)] for row in beginnings)]
-    apart, separate = query_logprobs(model, units, temperature=0.7)
+    units = [[], *([Query(np.append(row, asked[:2]), len(row) - 1, asked)] for row in beginnings)]
+    apart, separate = query_logprobs(model, units)
     forward = packed_forward(model, PROMPTS, COMPLETIONS, token_budget=budget, keep_states=True)
-    found, work = forward.query_logprobs(model, units, temperature=0.7)
+    found, work = forward.query_logprobs(model, units)
     assert [len(unit) for unit in found] == [len(unit) for unit in units]
     for ours, theirs in zip(found, apart, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)

@@ -126,9 +126,14 @@ def _updates_as_verl(compared: Compared, *, exact: bool) -> None:
     assert not fed
     for _ in range(2):  # the second time does nothing
         pack(engine)
+    fed.clear()
     found = compared.update()
     assert len(found[0]) == 3  # a group each
-    assert sum(fed) < 0.7 * len(rows_to_train_on(compared.rank)["input_ids"].values())
+    unshared = len(rows_to_train_on(compared.rank)["input_ids"].values())
+    assert sum(fed) < 0.7 * unshared
+    # Times two workers, as verl takes the mean over workers of what a micro-batch counts.
+    assert found[1].pop("packed/tokens_fed") == [2 * tokens for tokens in fed]
+    assert sum(found[1].pop("packed/tokens_unshared")) == 2 * unshared
     torch.testing.assert_close(found[:2], (losses, metrics), **near)
     for other in (found, compared.update(force_group_size=1)):  # then groups are cut
         torch.testing.assert_close(sum(other[0]), sum(losses), **near)

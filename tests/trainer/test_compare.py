@@ -60,6 +60,49 @@ def test_of_a_step_that_was_done_again_the_last_line_counts_and_what_is_not_fini
     Page("".join(run_page.run_page([run], "")))
 
 
+def test_settings_may_have_names_and_values_of_any_kind_that_yaml_has(tmp_path, capsys) -> None:
+    """Numbers, nothing, dates, lists within mappings; in whatever order, what is equal is a repetition."""
+    odd = ["2: two", "null: none", "1.5: [half]", "true: yes", "2026-01-02: day", "nested: {3: [{x: null}], no: 4}"]
+    others = [*odd[:-1], "nested: {3: [{x: 0}], no: 4}"]
+    folders = [tmp_path / name for name in ("one", "again", "other")]
+    for seed, (folder, lines) in enumerate(zip(folders, (odd, odd[::-1], others), strict=True)):
+        (write_run(folder) / "config.yaml").write_text("\n".join([*lines, f"seed: {seed}"]))
+    runs = read_runs(folders)
+    assert groups_of(runs) == [0, 0, 1]
+    assert sorted(map(str, runs[0].settings)) == ["1.5", "2", "2026-01-02", "None", "True", "nested", "seed"]
+    assert differences(runs)[0] == "nested {3: [{'x': None}], False: 4}, seed 0"
+    assert differences(runs)[2] == "nested {3: [{'x': 0}], False: 4}, seed 2"
+    assert main([*map(str, folders), "--out", str(tmp_path / "page.html")]) == 0
+    assert "mean of 2 seeds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("half", ['{"step": 5, "rew', '{"step": 5, "é', '{"step": 5, "é"'])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl"])
+def test_a_last_line_that_is_half_written_is_left_out_and_named(tmp_path, capsys, name, half) -> None:
+    """As a run leaves it that was killed; a character may be half-written, too."""
+    folder, page = write_run(tmp_path / "run", completions=[completion(1, 1.0)]), tmp_path / "page.html"
+    assert main([str(folder), "--out", str(page)]) == 0
+    whole, table = page.read_text("utf-8"), capsys.readouterr().out
+    lines = (folder / name).read_bytes()
+    (folder / name).write_bytes(lines + half.encode()[: -1 if half[-1] == "é" else None])
+    assert main([str(folder), "--out", str(page)]) == 0
+    said = capsys.readouterr()
+    number = lines.count(b"\n") + 1
+    assert (
+        said.err
+        == f"note: {folder / name}, line {number}: is half-written, as by a run that was killed, and is left out\n"
+    )
+    assert (said.out, page.read_text("utf-8")) == (table, whole)
+
+
+def test_completions_of_which_only_half_a_line_was_written_are_none(tmp_path, capsys) -> None:
+    folder, page = write_run(tmp_path / "run"), tmp_path / "page.html"
+    (folder / "completions.jsonl").write_text('{"step": 1, "tok')
+    assert main([str(folder), "--out", str(page)]) == 0
+    assert "completions.jsonl, line 1: is half-written" in capsys.readouterr().err
+    assert Page(page.read_text("utf-8")).data["completions"] == []
+
+
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path) -> None:
     folders = [write_run(tmp_path / part / "run") for part in "ab"]
     assert [run.name for run in read_runs(folders)] == list(map(str, folders))
@@ -84,10 +127,11 @@ def test_of_more_completions_than_a_page_holds_some_of_each_part_are_on_it_and_i
         (lambda run: (run / "metrics.jsonl").unlink(), "holds no metrics.jsonl, so it is not the folder of a run"),
         (lambda run: (run / "metrics.jsonl").write_text(""), r"metrics\.jsonl: holds no step"),
         (
-            lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n{"step"'),
+            lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n{"step"\n{"step": 2}\n'),
             r"metrics\.jsonl, line 2: is not JSON",
         ),
-        (lambda run: (run / "metrics.jsonl").write_bytes(b"\xff"), r"metrics\.jsonl: is not text in UTF-8"),
+        (lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n{"step"\n'), r"line 2: is not JSON"),
+        (lambda run: (run / "metrics.jsonl").write_bytes(b"\xff\n"), r"metrics\.jsonl: is not text in UTF-8"),
         (lambda run: write_lines(run / "metrics.jsonl", [{"reward": 1}]), "line 1: must be an object with an integer"),
         (lambda run: write_lines(run / "metrics.jsonl", [[1]]), "line 1: must be an object with an integer step"),
         (

@@ -1,17 +1,21 @@
 """A run that is asked to end keeps what it has; one whose disk fills loses nothing it had kept."""
 
+import contextlib
 import errno
+import io
 import itertools
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.runs import Disk, child, flags, main, outcome
+from trainer import __main__ as program
 from trainer.checkpoints import files
 from trainer.checkpoints.files import DiskError, naming, whole_folder, write_whole
-from trainer.endings import Ended, Ending
+from trainer.endings import Ended, Ending, even_unheard
 from trainer.evaluate import evaluate
 
 
@@ -102,6 +106,44 @@ def test_a_terminal_that_is_gone_does_not_keep_its_signal_from_ending_the_run() 
             os.close(kept)
         os.close(gone)
     assert ending.signal == signal.SIGHUP
+
+
+def unheard(argv: list[str], gone: tuple[int, ...]) -> int | str | None:
+    """Run the program as a process of its own does, where nobody reads what it writes to the files `gone`."""
+    read, write = os.pipe()
+    for file in gone:
+        os.dup2(write, file)
+    os.close(read)
+    os.close(write)
+    try:
+        return program.main(argv)
+    except SystemExit as ending:
+        return ending.code
+    finally:
+        sys.stdout.flush()  # as Python does at the end; what it cannot write then makes the exit code 120
+        sys.stderr.flush()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gone", [(1,), (1, 2)])
+def test_a_pipe_that_nobody_reads_any_more_changes_nothing_about_the_run(there, undisturbed, gone) -> None:
+    folder = there / f"unheard{len(gone)}"
+    argv = flags(there / "model", folder, "--report_to")
+    assert child(unheard, argv, gone) == (0, 0)
+    assert outcome(folder) == undisturbed
+    assert child(unheard, argv, gone) == (0, 0)  # a finished run only says so
+    assert child(unheard, ["--help"], gone) == (0, 0)
+
+
+def test_streams_are_as_before_afterwards_and_other_errors_of_theirs_are_told() -> None:
+    class Full(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with contextlib.redirect_stdout(Full()) as full:
+        with pytest.raises(OSError, match="No space left"), even_unheard():
+            print("nothing")
+        assert sys.stdout is full
 
 
 def on_a_small_disk(argv: list[str], disk: Path) -> str | list[tuple[int, str, str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.analyze.page import escaped, page_pieces, printed
 from trainer.analyze.runs import Run, comparison, correct_threshold_of, groups_of, read_runs
-from trainer.analyze.samples import Sample, each_sample
+from trainer.analyze.samples import Sample, Torn, each_sample
 
 _MOST_BYTES = 16_000_000
 """Size of the completions that a page holds; of more, every second or third and so on is on it."""
@@ -23,24 +23,26 @@ _PANELS = (
 _HIDDEN = ("eval_accuracy_stderr",)
 
 
-def write_run_page(path: Path, folders: Sequence[Path], title: str) -> list[Run]:
+def write_run_page(path: Path, folders: Sequence[Path], title: str, torn: Torn = None) -> list[Run]:
     """Write the page of the runs in `folders`, whole or not at all; give the runs.
+
+    `torn` is told of half-written last lines of their files, which are left out.
 
     Raises:
         ValueError, OSError: a folder or a line of its files is not a run's, or `path` cannot be written.
     """
-    runs = read_runs(folders)
+    runs = read_runs(folders, torn)
     aside = path.with_name(f".{path.name}.partial")
     try:
         with aside.open("w", encoding="utf-8", newline="\n") as file:
-            file.writelines(run_page(runs, title))
+            file.writelines(run_page(runs, title, torn))
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
     return runs
 
 
-def run_page(runs: Sequence[Run], title: str) -> Iterator[str]:
+def run_page(runs: Sequence[Run], title: str, torn: Torn = None) -> Iterator[str]:
     """Make the page of runs piece by piece, the last steps' completions first.
 
     Raises:
@@ -70,7 +72,7 @@ over a tenth of the steps, and over seeds. Hover over a curve, or step through i
         for run, group in zip(runs, groups, strict=True)
     ]
     data = {"runs": drawn, "panels": _PANELS, "hidden": _HIDDEN}
-    return page_pieces(_samples(parts, len(runs) > 1), title, latest_first=True, runs=section, data=data)
+    return page_pieces(_samples(parts, len(runs) > 1, torn), title, latest_first=True, runs=section, data=data)
 
 
 def _parts(runs: Sequence[Run]) -> list[tuple[Run, int]]:
@@ -88,9 +90,9 @@ def _notes(parts: Sequence[tuple[Run, int]]) -> list[str]:
     ]
 
 
-def _samples(parts: Sequence[tuple[Run, int]], named: bool) -> Iterator[Sample]:
+def _samples(parts: Sequence[tuple[Run, int]], named: bool, torn: Torn) -> Iterator[Sample]:
     """Read the completions of runs one at a time, as a run that goes on must not keep what all of them need."""
     for run, every in parts:
         threshold = correct_threshold_of(run.folder)
-        for sample in each_sample(run.folder, correct_threshold=threshold, every=every):
+        for sample in each_sample(run.folder, correct_threshold=threshold, every=every, torn=torn):
             yield dataclasses.replace(sample, run=run.name if named else None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from trainer.analyze.samples import json_lines
+from trainer.analyze.samples import Torn, json_lines
 
 _OWN = ("seed", "output_dir")
 """Settings in which repetitions of a run differ."""
@@ -36,8 +36,10 @@ class Run:
         return repr(named) * bool(self.settings)
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
+def read_runs(folders: Sequence[Path], torn: Torn = None) -> list[Run]:
     """Read run folders; each is named by its last part, or by its path where that is not enough.
+
+    Of metrics that end with a half-written line what is whole is read; `torn` is told, as in `json_lines`.
 
     Raises:
         ValueError, OSError: a folder, its settings or a line of its metrics is not a run's; the message names it.
@@ -48,10 +50,10 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
             raise ValueError(f"{folders[k]}: is given twice")
     last = [folder.name for folder in resolved]
     names = [folder.name if last.count(folder.name) == 1 else str(folder) for folder in resolved]
-    return [_read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    return [_read_run(folder, name, torn) for folder, name in zip(folders, names, strict=True)]
 
 
-def _read_run(folder: Path, name: str) -> Run:
+def _read_run(folder: Path, name: str, torn: Torn) -> Run:
     if not folder.is_dir():
         raise ValueError(f"{folder}: there is no such folder")
     file = folder / "metrics.jsonl"
@@ -59,7 +61,7 @@ def _read_run(folder: Path, name: str) -> Run:
         raise ValueError(f"{folder}: holds no metrics.jsonl, so it is not the folder of a run")
     places: dict[int, int] = {}  # of steps; training and evaluation have a line each
     columns: dict[str, list[float | None]] = {}
-    for number, entry in json_lines(file):
+    for number, entry in json_lines(file, torn=torn):
         if not isinstance(entry, dict) or type(entry.get("step")) is not int:
             raise ValueError(f"{file}, line {number}: must be an object with an integer step, got {entry!r:.60}")
         place = places.setdefault(entry.pop("step"), len(places))

@@ -6,10 +6,13 @@
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+Torn = Callable[[str], object] | None
+"""What is told of a file's last line where it is half-written, as by a run that was killed; None: that is an error."""
 
 KINDS = ("weights", "advantages", "importances")
 """What an estimator may say of tokens: what multiplies their loss, what is added to it, how much they matter."""
@@ -69,23 +72,32 @@ def read_samples(path: Path, *, correct_threshold: float = 0.5, every: int = 1) 
         ValueError: no such file, no completion in it, or a field that is not what it should be; names the file, the
             line, the field and the value.
     """
-    return list(each_sample(path, correct_threshold=correct_threshold, every=every))
+    samples = list(each_sample(path, correct_threshold=correct_threshold, every=every))
+    if not samples:
+        file = _file(path)
+        raise ValueError(f"{file}: holds no completion; was log_completions 0, or did the run end in its first step?")
+    return samples
 
 
-def each_sample(path: Path, *, correct_threshold: float = 0.5, every: int = 1) -> Iterator[Sample]:
-    """Read completions as `read_samples`, one at a time."""
-    file, number = path / "completions.jsonl" if path.is_dir() else path, 0
-    for number, entry in json_lines(file, every):
+def each_sample(path: Path, *, correct_threshold: float = 0.5, every: int = 1, torn: Torn = None) -> Iterator[Sample]:
+    """Read completions as `read_samples`, one at a time; there may be none. `torn` is as in `json_lines`."""
+    file = _file(path)
+    for number, entry in json_lines(file, every, torn):
         try:
             yield _sample(number, entry, correct_threshold)
         except ValueError as problem:
             raise ValueError(f"{file}, line {number}: {problem}") from problem
-    if not number:
-        raise ValueError(f"{file}: holds no completion; was log_completions 0, or did the run end in its first step?")
 
 
-def json_lines(file: Path, every: int = 1) -> Iterator[tuple[int, Any]]:
+def _file(path: Path) -> Path:
+    return path / "completions.jsonl" if path.is_dir() else path
+
+
+def json_lines(file: Path, every: int = 1, torn: Torn = None) -> Iterator[tuple[int, Any]]:
     """Read a file with a JSON value a line, or of `every` so many lines that are not empty the first.
+
+    A last line that no newline ends and that is not JSON is half-written. Where there is `torn`, that is told of it, by
+    file and line, and the line is left out.
 
     Yields:
         The number of a line, from 1, and its value.
@@ -95,15 +107,26 @@ def json_lines(file: Path, every: int = 1) -> Iterator[tuple[int, Any]]:
     """
     if not file.is_file():
         raise ValueError(f"{file}: there is no such file")
-    try:
-        lines = enumerate(file.read_text(encoding="utf-8").split("\n"), start=1)
-    except UnicodeDecodeError as problem:
-        raise ValueError(f"{file}: is not text in UTF-8 ({problem})") from problem
-    for number, line in itertools.islice(((number, line) for number, line in lines if line.strip()), 0, None, every):
+    lines = _text(file, torn).split("\n")
+    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    for number, line in itertools.islice(numbered, 0, None, every):
         try:
             yield number, json.loads(line)
         except (ValueError, RecursionError) as problem:
+            if torn and number == len(lines):
+                torn(f"{file}, line {number}: is half-written, as by a run that was killed, and is left out")
+                return
             raise ValueError(f"{file}, line {number}: is not JSON ({problem})") from problem
+
+
+def _text(file: Path, torn: Torn) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        read = file.read_bytes()
+        if not torn or b"\n" in read[problem.start :]:
+            raise ValueError(f"{file}: is not text in UTF-8 ({problem})") from problem
+        return read[: problem.start].decode() + "\ufffd"  # a character is half-written, too
 
 
 def _sample(line: int, entry: Any, correct_threshold: float) -> Sample:

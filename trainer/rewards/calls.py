@@ -22,7 +22,7 @@ def require_callable(functions: Mapping[str, Callable[..., Any]], columns: Mappi
     for name, function in functions.items():
         try:
             signature = inspect.signature(function)
-        except (TypeError, ValueError):  # of a builtin that does not say
+        except Exception:  # of a builtin that does not say, or an object of which Python cannot even say that
             continue
         try:
             signature.bind(**given)
@@ -61,8 +61,16 @@ def called(name: str, function: Callable[..., Any], samples: Sequence[str], give
         which = None if isinstance(problem, OSError) else _first_raising(function, len(samples), given)
         where = f"{samples[which]}: " if which is not None else ""
         raise RewardError(
-            f"{where}reward {name} raised {type(problem).__name__}: {problem}{_place(problem)}"
+            f"{where}reward {name} raised {type(problem).__name__}: {printed(problem)}{_place(problem)}"
         ) from problem
+
+
+def printed(value: Any, form: Callable[[Any], str] = str) -> str:
+    """Print what a reward function gave or raised, by its type where its own code for that fails."""
+    try:
+        return form(value)
+    except Exception:
+        return f"a {type(value).__qualname__} that cannot be printed"
 
 
 def _copied(given: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cfa_kernels.text.rules import AnswerFormat
-from trainer.rewards.calls import RewardError, called
+from trainer.rewards.calls import RewardError, called, printed
 from trainer.rewards.code.isolation import Isolation
 from trainer.rewards.code.reward import CodeReward
 from trainer.rewards.math.reward import MathReward
@@ -95,7 +95,7 @@ def _imported(setting: str, name: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module), function)
     except (Exception, SystemExit) as problem:  # a module may raise anything while it is imported
-        said = f"{type(problem).__name__}: {problem}"
+        said = f"{type(problem).__name__}: {printed(problem)}"
         raise ValueError(f"{setting}: cannot import {name!r}: {said}") from problem
     if not callable(found):
         raise ValueError(f"{setting}: {name!r} is a {type(found).__name__}, not a function")
@@ -156,10 +156,12 @@ def _real(value: Any, what: str) -> float:
     """The number that a reward function gave, or an error that begins with `what`."""
     number: Any = value.item() if getattr(value, "ndim", None) == 0 else value
     if not isinstance(number, Real):
-        raise RewardError(f"{what} is {value!r}, expected a real number or None")
+        raise RewardError(f"{what} is {printed(value, repr)}, expected a real number or None")
     if not abs(number) <= torch.finfo(torch.float32).max:  # type: ignore[operator]
         too_long = isinstance(number, int) and abs(number) > 10**20
-        raise FloatingPointError(f"{what} is {'an integer' if too_long else value}, beyond what float32 holds")
+        raise FloatingPointError(
+            f"{what} is {'an integer' if too_long else printed(value, format)}, beyond what float32 holds"
+        )
     return float(number)
 
 

@@ -6,6 +6,11 @@ import pytest
 
 from trainer.rewards.calls import RewardError, called, require_callable
 
+
+def refused(self, *_):
+    raise RuntimeError("cannot be printed")
+
+
 SAMPLES = [f"sample {b} (row {10 * b})" for b in range(4)]
 GIVEN = {"prompts": ["q"] * 4, "completions": ["a", "b", "c", "d"], "completion_ids": [[0]] * 4, "level": [1, 2, 3, 0]}
 
@@ -55,6 +60,16 @@ def test_what_a_function_does_to_its_lists_changes_nothing_for_others() -> None:
     assert given == GIVEN
 
 
+def test_an_error_that_cannot_be_printed_is_named_by_its_type() -> None:
+    def raising(**_):
+        raise type("Mute", (Exception,), {"__str__": refused})
+
+    with pytest.raises(
+        RewardError, match=r"^sample 0 \(row 0\): reward mine raised Mute: a Mute that cannot be printed"
+    ):
+        called("mine", raising, SAMPLES, GIVEN)
+
+
 def test_ctrl_c_in_a_function_is_no_error_of_it() -> None:
     def interrupted(**_):
         raise KeyboardInterrupt
@@ -84,6 +99,8 @@ def test_a_function_that_does_not_take_the_columns_is_named_with_them(function, 
         functools.partial(inverse, factor=2),
         lambda *, answer, **_: [],
         type("R", (), {"__call__": lambda self, level, **_: []})(),
+        type("Mute", (), {"__call__": lambda self, level, **_: [], "__repr__": refused})(),
+        type("MuteBuiltin", (), {"__call__": max, "__repr__": refused})(),  # Python knows no signature of it
     ],
 )
 def test_a_function_that_takes_them_is_not_refused(function) -> None:

@@ -12,6 +12,13 @@ from trainer.rewards import compute_rewards, load_rewards
 GIVEN = {"prompts": ["q"] * 3, "completions": ["a", "b", "c"], "completion_ids": [[1], [2], [3]]}
 
 
+def refused(*_):
+    raise RuntimeError("cannot be printed")
+
+
+MUTE = {"__repr__": refused, "__str__": refused, "__format__": refused}
+
+
 def rewards_of(values, name: str = "mine") -> tuple[torch.Tensor, dict]:
     return compute_rewards({name: lambda **_: values}, GIVEN)
 
@@ -53,13 +60,22 @@ def test_an_array_of_rewards_is_a_list_of_them(values) -> None:
         ([0, torch.tensor(torch.nan), 0], FloatingPointError, "sample 1: reward mine is nan"),
         ([0, 0, 10**400], FloatingPointError, "sample 2: reward mine is an integer, beyond what float32 holds"),
         ([0, 1e39, 0], FloatingPointError, r"sample 1: reward mine is 1e\+39"),
+        (
+            [0, type("Mute", (), MUTE)(), 0], ValueError,
+            "sample 1: reward mine is a Mute that cannot be printed, expected a real number",
+        ),
+        (
+            [type("MuteNumber", (float,), MUTE)("inf"), 0, 0], FloatingPointError,
+            "sample 0: reward mine is a MuteNumber that cannot be printed, beyond what float32 holds",
+        ),
+        (type("Mute", (), MUTE)(), ValueError, "reward mine: returned a Mute, expected a list of numbers"),
         ([True, False], ValueError, "reward mine: returned 2 values for 3 completions"),
         (None, ValueError, "reward mine: returned a NoneType, expected a list of numbers"),
         (1.0, ValueError, "reward mine: returned a float, expected a list of numbers"),
         ({0: 1, 1: 0, 2: 1}, ValueError, "reward mine: returned a dict, expected a list of numbers"),
         (torch.ones(3, 1), ValueError, "reward mine: returned a Tensor, expected a list of numbers"),
     ],
-)
+)  # fmt: skip
 def test_anything_else_names_function_sample_and_value(values, kind, message) -> None:
     with pytest.raises(kind, match=message):
         rewards_of(values)
