@@ -11,10 +11,11 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from tests.support import as_on_gpu
+from tests.support import as_on_gpu, interpreter
 
 if not torch.cuda.is_available():
     as_on_gpu.install()
+    interpreter.install()
 
 # The same examples in every run, and no stop-watch: a busy machine must not fail a test.
 settings.register_profile("suite", deadline=None, derandomize=True)
