@@ -1,7 +1,6 @@
 """What the tests of integrations share: one thread, a trainer of TRL, and processes that start from clean imports."""
 
 import gc
-import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.context import BaseContext
@@ -14,6 +13,7 @@ import torch
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin
 from tests.support import openrlhf_host
+from tests.support.forking import server
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
@@ -29,9 +29,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="package")
 def processes() -> BaseContext:
     """Starts processes by forking one that has imported the library alone and then TRL, once for all of them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.library_alone", "cfa_kernels.integrations.trl", "datasets", "peft"])
-    return context
+    return server()
 
 
 @pytest.fixture(scope="package")
