@@ -1,6 +1,7 @@
 """Shared set-up: Triton's interpreter where there is no GPU, repeatable properties, paths to real data."""
 
 import contextlib
+import gc
 import os
 from pathlib import Path
 
@@ -23,6 +24,12 @@ settings.load_profile("suite")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_GSM8K = REPOSITORY.parent / "shared" / "gsm8k"
+
+
+def pytest_collection_finish() -> None:
+    """Spare what was imported: every training collects garbage, and would look at all of it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,6 +1,5 @@
 """What the tests of integrations share: one thread, a trainer of TRL, and processes that start from clean imports."""
 
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.context import BaseContext
@@ -33,7 +32,7 @@ def processes() -> BaseContext:
 
 
 @pytest.fixture(scope="package")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """`tests.support.trl_training.train` into a folder of its own."""
     pytest.importorskip("trl", reason="TRL is not installed")
     from tests.support import trl_training
@@ -41,9 +40,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., An
     def run(*args: Any, **options: Any) -> Any:
         return trl_training.train(str(tmp_path_factory.mktemp("run")), *args, **options)
 
-    gc.freeze()  # every training collects garbage; without this it looks at all that was ever imported
-    yield run
-    gc.unfreeze()
+    return run
 
 
 @pytest.fixture(scope="package")
