@@ -1,5 +1,6 @@
 """What the tests of integrations share: one thread, a trainer of TRL, and processes that start from clean imports."""
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.context import BaseContext
@@ -40,6 +41,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     def run(*args: Any, **options: Any) -> Any:
         return trl_training.train(str(tmp_path_factory.mktemp("run")), *args, **options)
 
+    gc.freeze()  # as after collection: what has been imported since, TRL's parts among it
     return run
 
 
