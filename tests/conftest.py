@@ -1,6 +1,7 @@
 """Shared set-up: Triton's interpreter where there is no GPU, repeatable properties, paths to real data."""
 
 import contextlib
+import gc
 import os
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from tests.support import as_on_gpu
+from tests.support import as_on_gpu, interpreter
 
 if not torch.cuda.is_available():
     as_on_gpu.install()
+    interpreter.install()
 
 # The same examples in every run, and no stop-watch: a busy machine must not fail a test.
 settings.register_profile("suite", deadline=None, derandomize=True)
@@ -22,6 +24,12 @@ settings.load_profile("suite")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_GSM8K = REPOSITORY.parent / "shared" / "gsm8k"
+
+
+def pytest_collection_finish() -> None:
+    """Spare what was imported: every training collects garbage, and would look at all of it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

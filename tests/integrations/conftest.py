@@ -1,7 +1,6 @@
 """What the tests of integrations share: one thread, a trainer of TRL, and processes that start from clean imports."""
 
 import gc
-import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.context import BaseContext
@@ -14,6 +13,7 @@ import torch
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin
 from tests.support import openrlhf_host
+from tests.support.forking import server
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 
@@ -29,13 +29,11 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="package")
 def processes() -> BaseContext:
     """Starts processes by forking one that has imported the library alone and then TRL, once for all of them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.library_alone", "cfa_kernels.integrations.trl", "datasets", "peft"])
-    return context
+    return server()
 
 
 @pytest.fixture(scope="package")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """`tests.support.trl_training.train` into a folder of its own."""
     pytest.importorskip("trl", reason="TRL is not installed")
     from tests.support import trl_training
@@ -43,9 +41,8 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., An
     def run(*args: Any, **options: Any) -> Any:
         return trl_training.train(str(tmp_path_factory.mktemp("run")), *args, **options)
 
-    gc.freeze()  # every training collects garbage; without this it looks at all that was ever imported
-    yield run
-    gc.unfreeze()
+    gc.freeze()  # as after collection: what has been imported since, TRL's parts among it
+    return run
 
 
 @pytest.fixture(scope="package")

@@ -332,7 +332,7 @@ def test_an_answer_beyond_what_was_fed_is_fed_with_the_branches():
 @pytest.mark.parametrize("architecture", ["Qwen3", "Gemma2", "Qwen3Next"])
 def test_queries_that_continue_a_forward_are_those_of_forwards_of_their_own(architecture, budget):
     """What a forward has fed is not fed again, in whichever of several packs; Qwen3Next's states go no further."""
-    model = make_model(architecture)
+    model = make_model(architecture, **HYBRIDS.get(architecture, {}))
     rows = [torch.cat([p, c]).numpy() for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
     beginnings = [row[: len(row) // share] for row in rows for share in (1, 2)]
     asked = np.array([5, 6, 7])

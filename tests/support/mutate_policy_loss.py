@@ -134,13 +134,13 @@ def mutants() -> list[Mutant]:
 
 def _of_function(module: str, function: ast.FunctionDef, source: str, lines: list[str]) -> Iterator[Mutant]:
     for node in ast.walk(ast.Module(function.body, [])):
-        before = ast.get_source_segment(source, node) if hasattr(node, "lineno") else None
-        if before is None or any(name in before for name in ADDRESSING):
-            continue
         for variant in _variants(node):
-            after = "pass" if variant is None else f"({ast.unparse(variant)})"
             start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
             stop = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
+            before = source[start:stop]
+            if any(name in before for name in ADDRESSING):
+                break
+            after = "pass" if variant is None else f"({ast.unparse(variant)})"
             changed = source[:start] + after + source[stop:]
             yield Mutant(module, function.name, node.lineno, " ".join(before.split()), after, changed)
 

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import io
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.forking import server
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from trainer import __main__ as program
 from trainer.checkpoints import files
@@ -72,8 +72,7 @@ def child(
 
     Killed after so many seconds, it gives `-SIGKILL` unless it ended before.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = server()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_in_child, args=(theirs, work, given), daemon=True)
     process.start()

@@ -5,7 +5,6 @@ They are forked from a server that has imported everything once, and talk by glo
 
 import contextlib
 import datetime
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -40,6 +39,7 @@ from cfa_kernels.hf.sharding import run_inside
 from cfa_kernels.hf.verify import _CHECKED
 from cfa_kernels.scoring.access import as_access
 from cfa_kernels.span import Span
+from tests.support.forking import server
 from tests.support.models import PLACEHOLDER, batch, batch_of, make_model
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -52,8 +52,7 @@ HALVES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 def run(processes: int, work: Callable[..., None], *given: object) -> None:
     """Run `work(rank, *given)` in each process; raise what one raised, or `TimeoutError` if one does not end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([work.__module__])
+    context = server()
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder) / f"rank{rank}" for rank in range(processes)]
         started = [

@@ -1,0 +1,19 @@
+"""Processes that tests fork from one server, which has imported what takes seconds, once for all files of tests."""
+
+import multiprocessing
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+
+PRELOADED = [
+    "tests.support.library_alone",  # first: it looks at what the library brings with it
+    "cfa_kernels.integrations.trl", "datasets", "peft",
+    "tests.support.sharded", "tests.support.runs", "tests.support.trainer_processes",
+]  # fmt: skip
+
+
+def server() -> ForkServerContext:
+    """The context whose server has imported `PRELOADED`; a process has one, so whoever is first must name all."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+    return context
