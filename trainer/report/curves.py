@@ -17,7 +17,7 @@ def draw_curves(path: Path, history: list[dict[str, float]], title: str) -> None
     # No pyplot: the figure needs neither a screen nor global state.
     figure = Figure(figsize=(13, 7))
     FigureCanvasAgg(figure)
-    figure.subplots_adjust(left=0.055, right=0.99, bottom=0.07, top=0.89, hspace=0.34, wspace=0.14)  # quicker than a layout
+    figure.subplots_adjust(left=0.055, right=0.99, bottom=0.07, top=0.89, hspace=0.34, wspace=0.14)
     figure.suptitle(title, fontsize=13)
     accuracy, reward, groups, entropy, drops, times = figure.subplots(2, 3).flatten()
 
