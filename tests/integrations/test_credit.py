@@ -96,6 +96,8 @@ def test_rows_are_padded_on_the_side_asked_for():
     assert [tensor.tolist() for tensor in right] == [[[5, 0], [6, 7]], [[1, 0], [1, 1]]]
     with pytest.raises(ValueError, match="rows: the batch is empty; expected at least one tensor"):
         pad_rows([])
+    with pytest.raises(ValueError, match=r"rows\[1\]: must be a 1-D tensor, got list"):
+        pad_rows([rows[0], [6, 7]])
 
 
 @pytest.mark.parametrize(
