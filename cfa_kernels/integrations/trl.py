@@ -108,6 +108,14 @@ class CounterfactualMixin(_Trainer):
     args: Any
     model: Any
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise `TypeError` where the trainer comes before the mixin, whose methods would then never run."""
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if GRPOTrainer in order[: order.index(CounterfactualMixin)]:
+            first = f"class {cls.__name__}(CounterfactualMixin, TheTrainer)"
+            raise TypeError(f"{cls.__name__}: the mixin comes first, or no credit runs: {first}")
+
     def __init__(
         self,
         *args: Any,

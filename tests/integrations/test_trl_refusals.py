@@ -183,6 +183,12 @@ def with_mixin(base: type) -> type:
     return type(f"Counterfactual{base.__name__}", (CounterfactualMixin, base), {})
 
 
+def test_a_class_whose_trainer_comes_first_would_train_without_credit_and_is_refused():
+    assert with_mixin(type("Theirs", (GRPOTrainer,), {}))
+    with pytest.raises(TypeError, match=r"class Behind\(CounterfactualMixin, TheTrainer\)"):
+        type("Behind", (GRPOTrainer, CounterfactualMixin), {})
+
+
 @pytest.mark.parametrize("case", CREDIT)
 def test_what_credit_cannot_be_combined_with_is_refused_by_name_at_construction(build, monkeypatch, case):
     options, trainer, base, message = prepare(CREDIT, case, monkeypatch)
