@@ -229,10 +229,10 @@ class LogprobService(Elsewhere):
         given = [torch.as_tensor(row).detach() for row in self._logprobs_of(prompts, asked)] if asked else []
         if len(given) != len(asked):
             raise ValueError(f"asked for log-probs of {len(asked)} sequences, got {len(given)}")
-        for i, (row, completion) in enumerate(zip(given, asked, strict=True)):
-            if len(row) != len(completion):
+        for i, (found, completion) in enumerate(zip(given, asked, strict=True)):
+            if len(found) != len(completion):
                 raise ValueError(
-                    f"asked for log-probs of sequence {i}: it has {len(completion)} tokens, got {len(row)}"
+                    f"asked for log-probs of sequence {i}: it has {len(completion)} tokens, got {len(found)}"
                 )
         answered, values = iter(given), list[Tensor]()
         for row in batch.rows:
