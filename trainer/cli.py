@@ -63,8 +63,14 @@ def preset_names() -> list[str]:
 
 
 def _config_file(given: str) -> Path:
-    preset = PRESETS / f"{given}.yaml"
-    return preset if given in preset_names() and not Path(given).exists() else Path(given)
+    presets = preset_names()
+    if Path(given).exists():
+        return Path(given)
+    if given in presets:
+        return PRESETS / f"{given}.yaml"
+    close = difflib.get_close_matches(given, presets, n=1)
+    near = f"; did you mean {close[0]}?" if close else ""
+    raise ValueError(f"--config {given}: there is no such file, and what ships is {', '.join(presets)}{near}")
 
 
 def to_yaml(config: Any) -> str:

@@ -41,6 +41,11 @@ def require_model_files(name: str) -> None:
         if folder.is_absolute() or name.startswith(".") or len(folder.parts) > 2:
             raise FileNotFoundError(f"model {name}: there is no such folder")
         return
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model {name}: its folder has an adapter only; merge it into its model (merge_and_unload of PEFT), save "
+            "that with its tokenizer, and name that folder"
+        )
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"model {name}: its folder has no config.json")
     index = folder / "model.safetensors.index.json"

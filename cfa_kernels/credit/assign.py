@@ -21,7 +21,7 @@ from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import rounding
 from ..span import Span
 from ..text.find import Reasoning
-from .config import CounterfactualConfig
+from .config import CounterfactualConfig, as_config
 from .units import Known, PaddedBatch, equal_prompts, find_units, placeholder_of, scored_as, special_ids
 from .weights import Judged, drawn, normalized_weights, spread_over_tokens
 
@@ -200,10 +200,11 @@ def counterfactual_credit(
         ValueError: shapes or masks that are not as described, an empty prompt; an estimator that lacks what it reads,
             or gives values of the wrong number or that are not finite; advantages that are not finite where signed
             values are added; names the row.
+        TypeError: `config` is another thing than a configuration.
         NotImplementedError: an estimator needs what this access to the model does not offer.
         Also what the estimator itself raises.
     """
-    config, access = config or CounterfactualConfig(), as_access(model)
+    config, access = as_config(config), as_access(model)
 
     def assign() -> Credit:
         given = PaddedBatch.of(prompt_ids, prompt_mask, completion_ids, completion_mask, advantages, known)

@@ -172,6 +172,19 @@ class CounterfactualConfig:
         return ENTROPIES in self.needs
 
 
+def as_config(given: Any) -> CounterfactualConfig:
+    """Return the configuration that was given; None stands for the CF paper's.
+
+    Raises `TypeError` for anything else, such as a dict of options, with what makes a configuration of it.
+    """
+    if given is None:
+        return CounterfactualConfig()
+    if not isinstance(given, CounterfactualConfig):
+        remedy = "; make one by CounterfactualConfig.from_flat" if isinstance(given, Mapping) else ""
+        raise TypeError(f"the configuration of credit must be a CounterfactualConfig, got {given!r}{remedy}")
+    return given
+
+
 def flat_options() -> Iterator[tuple[str, type, Any]]:
     """Yield every option under its flat name, with the part that declares it and the field.
 

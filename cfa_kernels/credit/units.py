@@ -167,6 +167,8 @@ def _rows_with_advantage(advantages: Tensor | None, completion_ids: Tensor) -> l
     batch = len(completion_ids)
     if advantages is None:
         return list(range(batch))
+    if not isinstance(advantages, Tensor):
+        raise ValueError(f"advantages must be a tensor (B,) or (B, T), got {type(advantages).__name__}")
     if advantages.shape not in ((batch,), tuple(completion_ids.shape)):
         raise ValueError(
             f"advantages must be (B,) or (B, T) of {tuple(completion_ids.shape)}, got {tuple(advantages.shape)}"

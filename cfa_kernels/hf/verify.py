@@ -61,7 +61,7 @@ _SHARE = 0.02  # tolerated share of what masking moves
 _DEVIATIONS = 3  # root mean squares of rounding errors that cover nearly all of them
 _LARGE = 60.0  # the largest logit before scale and cap
 _ALMOST_ONE = 1 - 2**-8  # below 1 in every dtype
-_LORA_DROPOUT = "set lora_dropout=0 in its LoraConfig (TRL's own default is 0.05)"
+_LORA_DROPOUT = "set lora_dropout=0 in its LoraConfig (TRL's ModelConfig sets 0.05)"
 _LENGTH = 24  # tokens of the probe
 
 
@@ -111,7 +111,7 @@ def check_trainable(model: Model) -> Head:
     walk = ModelWalk.of(model)
     model, head = walk.model, check_supported(walk)
     if reason := _training_obstacle(walk):
-        raise NotImplementedError(f"model: {type(model).__name__} {reason}, so it cannot be trained on packed trees")
+        raise NotImplementedError(f"model: {type(model).__name__} {_refused(*reason)}")
     if runs_fused(walk) not in _CHECKED[model].trained and any(m.training for m in walk.modules.values()):
         _check_repeatable(model)
         _check_layout(model, training=True)
@@ -183,15 +183,23 @@ def _rounding(model: PreTrainedModel, head: Head) -> float:
     return torch.where(ours == truth, 0.0, ours - truth).square().mean().sqrt().item()
 
 
-def _training_obstacle(walk: ModelWalk) -> str | None:
+def _refused(what: str, why: str) -> str:
+    return f"{what}, so it cannot be trained on packed trees: {why}"
+
+
+def _training_obstacle(walk: ModelWalk) -> tuple[str, str] | None:
+    """Find what the model does that packed trees do not allow in training, and why not with the remedy."""
     for name, module in walk.modules.items():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
             remedy = _LORA_DROPOUT if "lora_dropout" in name else f"set it to 0{_settings(walk.model)}"
-            return f"has dropout {module.p} in {name}: rows that completions share would get one mask; {remedy}"
+            return f"has dropout {module.p} in {name}", f"rows that completions share would get one mask; {remedy}"
     if getattr(walk.model.config.get_text_config(), "output_router_logits", False):
-        return "adds a loss of its routers (output_router_logits), which counts shared rows once; switch it off"
+        return "adds a loss of its routers (output_router_logits)", "that counts shared rows once; switch it off"
     if has_cells(walk) and checkpointed_modules(walk):
-        return "hands states from token to token, which checkpointed layers would not find again; switch that off"
+        return (
+            "hands states from token to token in checkpointed layers",
+            "the second forward would not find them again; switch checkpointing off",
+        )
     return None
 
 
@@ -220,11 +228,9 @@ def _check_repeatable(model: PreTrainedModel) -> None:
             " (no dropout, jitter or noise above 0 in its configuration: look for draws in its own code or its hooks, "
             "such as NEFTune's)"
         )
-        raise NotImplementedError(
-            f"model: {type(model).__name__} draws at random in training mode (log-probs of two equal calls differ by "
-            f"{gap:.3g} nats), but rows that completions share would get one draw for all of them; switch its noise "
-            f"off{remedy}, so it cannot be trained on packed trees"
-        )
+        what = f"draws at random in training mode (log-probs of two equal calls differ by {gap:.3g} nats)"
+        why = f"rows that completions share would get one draw for all of them; switch its noise off{remedy}"
+        raise NotImplementedError(f"model: {type(model).__name__} {_refused(what, why)}")
 
 
 class _EveryThreshold(TorchFunctionMode):

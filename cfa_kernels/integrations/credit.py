@@ -148,10 +148,14 @@ def pad_rows(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tenso
         (B, longest) padded with 0, and the mask (B, longest) of what is real, both in the rows' dtype.
 
     Raises:
-        ValueError: there are no rows.
+        ValueError: there are no rows, or one is not a 1-D tensor.
     """
     if not len(rows):
         raise ValueError("rows: the batch is empty; expected at least one tensor")
+    for b, row in enumerate(rows):
+        if not isinstance(row, Tensor) or row.ndim != 1:
+            got = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
+            raise ValueError(f"rows[{b}]: must be a 1-D tensor, got {got}")
     ids, mask = (
         torch.nn.utils.rnn.pad_sequence(list(tensors), batch_first=True, padding_side=side)
         for tensors in (rows, [torch.ones_like(row) for row in rows])

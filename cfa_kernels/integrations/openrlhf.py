@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import CounterfactualConfig, policy_loss
+from ..credit.config import as_config
 from ..scoring.access import LogprobService, ModelAccess
 from . import require
 from .credit import Draws, credit_rows, pad_rows, refuse
@@ -203,8 +204,9 @@ class CounterfactualMixin(_Maker):
 
     def __init__(self, *args: Any, counterfactual: CounterfactualConfig | None = None, **kwargs: Any) -> None:
         require("openrlhf", OLDEST)
+        config = as_config(counterfactual)
         super().__init__(*args, **kwargs)
-        self.counterfactual = counterfactual or CounterfactualConfig()
+        self.counterfactual = config
         self._draws = Draws(self.args.train.seed)
         self.global_step = 0
         if self.counterfactual.control == "off":

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from .. import CounterfactualConfig, Credit
 from ..credit.assign import FIGURES
+from ..credit.config import as_config
 from ..hf.model import causal_lm
 from ..hf.sharding import is_sharded, run_inside
 from ..hf.stateful_layers import has_cells
@@ -63,10 +64,7 @@ _COMBINE = _CREDIT_FIGURES | {
     "clip_ratio/high_max": "max",
 }
 
-_NO_DROPOUT = (
-    "attention_dropout=0 in the model's config ends that of the attention, lora_dropout=0 that of LoRA (TRL's "
-    "ModelConfig sets 0.05), disable_dropout=True the rest"
-)
+_NO_DROPOUT = "TRL's disable_dropout=True ends all dropout but that of attention and LoRA"
 
 # Each process holds the whole model, or what wraps it gathers its weights in a forward.
 _RUNS = {DistributedType.NO, DistributedType.DEEPSPEED, DistributedType.FSDP} | {
@@ -99,6 +97,7 @@ class CounterfactualMixin(_Trainer):
 
     Raises:
         ValueError: both losses at once; `log_entropy=False` without one of them.
+        TypeError: `counterfactual` is another thing than a configuration.
         NotImplementedError: settings that credit or the loss cannot be combined with, each named; a model that
             cannot be scored, whose head the fused loss cannot read, or that cannot be trained on packed trees
             (dropout above 0, a loss of its routers), named by its class. The model is checked at construction. If it
@@ -108,6 +107,14 @@ class CounterfactualMixin(_Trainer):
 
     args: Any
     model: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise `TypeError` where the trainer comes before the mixin, whose methods would then never run."""
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if GRPOTrainer in order[: order.index(CounterfactualMixin)]:
+            first = f"class {cls.__name__}(CounterfactualMixin, TheTrainer)"
+            raise TypeError(f"{cls.__name__}: the mixin comes first, or no credit runs: {first}")
 
     def __init__(
         self,
@@ -122,8 +129,9 @@ class CounterfactualMixin(_Trainer):
             raise ValueError("fused_loss=True and packed_loss=True compute the same loss in two ways; choose one")
         if not log_entropy and not (fused_loss or packed_loss):
             raise ValueError("log_entropy=False needs fused_loss=True or packed_loss=True; TRL's loss logs it always")
+        config = as_config(counterfactual)
         super().__init__(*args, **kwargs)
-        self.counterfactual = counterfactual or CounterfactualConfig()
+        self.counterfactual = config
         self.fused_loss, self.packed_loss, self.log_entropy = fused_loss, packed_loss, log_entropy
         self._draws = Draws(self.args.seed, self.accelerator.process_index)
         if self.counterfactual.control != "off":

@@ -161,15 +161,16 @@ class BatchCredit:
             reason = "answers were found, but no span before them; see CounterfactualConfig's detector and units"
         else:
             ids = self._columns["completion_ids"][due[0]][self._completion_mask[due[0]].bool()]
-            reason = (
-                "no answer was found. Answers are read after ####, in \\boxed{} and after words such as 'the answer "
-                "is'; for others give CounterfactualConfig(answer_format=...) or answer_fallback='last_number'. The "
-                f"first of these completions ends with {self.tokenizer.decode(ids)[-60:]!r}"
+            own = self.config.answers.answer_format
+            looked = (
+                "Answers are read after ####, in \\boxed{} and after words such as 'the answer is'; for others give "
+                "CounterfactualConfig(answer_format=...) or answer_fallback='last_number'"
+                if own is None
+                else f"Only answer_format={own!r} says what is one"
             )
-        return (
-            f"credit/scored_fraction is 0: of {len(due)} completions with an advantage none got credit, and their "
-            f"tokens have weight 1: {reason}"
-        )
+            ends = self.tokenizer.decode(ids)[-60:]
+            reason = f"no answer was found. {looked}. The first of these completions ends with {ends!r}"
+        return f"credit/scored_fraction is 0: of {len(due)} completions with an advantage none was judged: {reason}"
 
 
 def loss_mask(inputs: Mapping[str, Any]) -> Tensor:

@@ -102,7 +102,8 @@ def _padded(name: str, rows: Sequence[Tensor], lengths: list[int]) -> Tensor:
     for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         if not isinstance(row, Tensor) or row.shape != (length,):
             got = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
-            raise ValueError(f"{name} row {b}: must be a tensor ({length},) like its completion, got {got}")
+            like = "" if name == "completions" else " like its completion"
+            raise ValueError(f"{name} row {b}: must be a tensor ({length},){like}, got {got}")
     if len({row.device for row in rows}) == 1 and len({row.dtype for row in rows}) == 1:  # one copy for all
         rows = torch.cat([row.detach() for row in rows]).cpu().split(lengths)
     return nn.utils.rnn.pad_sequence([row.detach().cpu() for row in rows], batch_first=True)

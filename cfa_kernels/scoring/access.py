@@ -21,7 +21,7 @@ from .training_forward import PackedForward
 
 _Result = TypeVar("_Result")
 
-LogprobsOf = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor]]
+LogprobsOf = Callable[[list[Tensor], list[Tensor]], Sequence[Tensor | Sequence[float]]]
 """Function from prompts and completions, lists of 1-D int64 tensors, to log-probs (nats) of each completion, 1-D."""
 
 LOGPROBS = "logprobs"
@@ -194,7 +194,8 @@ class LogprobService(Elsewhere):
     shared between sequences; `work.tokens_fed` counts it.
 
     Args:
-        logprobs_of: the service; called at most once for a batch that is scored.
+        logprobs_of: the service: from prompts and completions, 1-D int64 each, to a tensor or list of as many log-probs
+            as each completion has tokens; called at most once for a batch that is scored.
         noise: nats per answer token by which rounding moves its log-probs; the default is that of float32.
     """
 
@@ -225,9 +226,14 @@ class LogprobService(Elsewhere):
                 branches = [row.masked(k, batch.placeholder_id)[scored] for k in range(len(row.spans))]
                 asked += map(torch.from_numpy, [row.completion[: row.answer.end], *branches])
                 prompts += [torch.from_numpy(row.prompt)] * (1 + len(branches))
-        given = list(self._logprobs_of(prompts, asked)) if asked else []
-        if [len(row) for row in given] != [len(row) for row in asked]:
-            raise ValueError(f"asked for log-probs of {len(asked)} sequences, got {len(given)} or other lengths")
+        given = [torch.as_tensor(row).detach() for row in self._logprobs_of(prompts, asked)] if asked else []
+        if len(given) != len(asked):
+            raise ValueError(f"asked for log-probs of {len(asked)} sequences, got {len(given)}")
+        for i, (found, completion) in enumerate(zip(given, asked, strict=True)):
+            if len(found) != len(completion):
+                raise ValueError(
+                    f"asked for log-probs of sequence {i}: it has {len(completion)} tokens, got {len(found)}"
+                )
         answered, values = iter(given), list[Tensor]()
         for row in batch.rows:
             if row.answer is None:

@@ -220,8 +220,13 @@ def _checked_fills(b: int, fills: Sequence[Tensor], spans: list[Span], vocab: in
 
 
 def check_columns(prompts: Sized, **columns: Sized) -> None:
-    """Raise `ValueError` naming a column with another number of rows than `prompts`."""
-    for name, column in columns.items():
+    """Raise `ValueError` naming a column that is a padded tensor, or has another number of rows than `prompts`."""
+    for name, column in {"prompts": prompts, **columns}.items():
+        if isinstance(column, Tensor) and column.ndim > 1:
+            raise ValueError(
+                f"{name}: must be a list of 1-D tensors without padding, got one tensor {tuple(column.shape)}; take "
+                "rows and padding apart by the mask, [row[kept] for row, kept in zip(ids, mask.bool())]"
+            )
         if len(column) != len(prompts):
             raise ValueError(f"{name} has {len(column)} rows, prompts has {len(prompts)}; they must agree")
 

@@ -150,6 +150,7 @@ def test_credit_metrics_describe_the_scored_rows(scored):
         ((PROMPTS, PROMPT_MASK.flip(1), *ARRAYS[2:]), None, "prompt_mask row 0: must be padded only on the left"),
         ((*ARRAYS[:3], COMPLETION_MASK.flip(1)), None, "completion_mask row 1: must be padded only on the right"),
         (ARRAYS, torch.zeros(3), r"advantages must be \(B,\) or \(B, T\)"),
+        (ARRAYS, [1.0, -1.0, 0.0, 0.0], r"advantages must be a tensor \(B,\) or \(B, T\), got list"),
     ],
 )  # fmt: skip
 def test_bad_batches_are_refused_by_name_and_row(scored, arrays, advantages, message):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig
-from cfa_kernels.credit.config import AnswerRules, SpanRules, flat_options
+from cfa_kernels.credit.config import AnswerRules, SpanRules, as_config, flat_options
 from cfa_kernels.credit.weights import WEIGHTS, Bilevel, Identity, Range, TopShare
 from cfa_kernels.estimators.entropy import Entropy
 from cfa_kernels.estimators.external import External
@@ -177,6 +177,14 @@ def test_a_name_that_is_nearly_right_is_pointed_out(options, message):
 def test_a_value_that_an_option_does_not_take_is_refused_when_it_is_given(options, message):
     with pytest.raises(ValueError, match=message):
         CounterfactualConfig(**options)
+
+
+def test_what_is_no_configuration_is_refused_with_what_makes_one():
+    assert as_config(None) == CounterfactualConfig()
+    with pytest.raises(TypeError, match=r"CounterfactualConfig, got {'w_max': 3.0}; make one by .*from_flat"):
+        as_config({"w_max": 3.0})
+    with pytest.raises(TypeError, match=r"must be a CounterfactualConfig, got 'oar_p'$"):
+        as_config("oar_p")
 
 
 @dataclass(frozen=True)

@@ -58,11 +58,24 @@ def test_the_work_of_a_service_counts_every_sequence_in_full_and_up_to_the_answe
 
 
 @pytest.mark.parametrize(
-    "spoiled", [lambda rows: rows[:-1], lambda rows: [*rows[:-1], rows[-1][:-1]], lambda rows: [*rows, rows[0]]]
+    ("spoiled", "message"),
+    [
+        (lambda rows: rows[:-1], "6 sequences, got 5"),
+        (lambda rows: [*rows, rows[0]], "6 sequences, got 7"),
+        (lambda rows: [*rows[:4], rows[4][:-1], rows[5]], "sequence 4: it has 5 tokens, got 4"),
+    ],
 )
-def test_a_service_that_answers_something_else_is_an_error(spoiled):
-    with pytest.raises(ValueError, match="asked for log-probs of 6 sequences, got"):
+def test_a_service_that_answers_something_else_is_an_error(spoiled, message):
+    with pytest.raises(ValueError, match=f"asked for log-probs of {message}"):
         score(lambda prompts, completions: spoiled(service(prompts, completions)))
+
+
+def test_a_service_may_answer_with_lists_and_with_what_has_gradients():
+    expected = score()
+    for given in (torch.Tensor.tolist, torch.Tensor.requires_grad_):
+        found = score(lambda *asked, given=given: [given(row.clone()) for row in service(*asked)])
+        assert not found.base.requires_grad
+        torch.testing.assert_close(found.drop, expected.drop, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("outcome", ["last", "mean"])
@@ -96,6 +109,8 @@ def test_rows_are_padded_on_the_side_asked_for():
     assert [tensor.tolist() for tensor in right] == [[[5, 0], [6, 7]], [[1, 0], [1, 1]]]
     with pytest.raises(ValueError, match="rows: the batch is empty; expected at least one tensor"):
         pad_rows([])
+    with pytest.raises(ValueError, match=r"rows\[1\]: must be a 1-D tensor, got list"):
+        pad_rows([rows[0], [6, 7]])
 
 
 @pytest.mark.parametrize(

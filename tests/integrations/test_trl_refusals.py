@@ -153,7 +153,7 @@ def adapter_with_dropout() -> Any:
 
 PACKING: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "an adapter's dropout": ({}, {"model": adapter_with_dropout}, GRPOTrainer, None,
-                             r"has dropout 0.1 in .*lora_dropout=0 that of LoRA.*or leave out packed_loss=True"),
+                             r"has dropout 0.1 in .*, so it cannot .*; set lora_dropout=0.*; or leave out packed"),
     "attention dropout": ({}, {"model": lambda: tiny_model(attention_dropout=0.1)}, GRPOTrainer, None,
                           r"draws at random .*attention_dropout=0.*leave out packed_loss=True"),
     "a loss of routers": ({}, {"model": lambda: Routed(tiny_model().config)}, GRPOTrainer, None,
@@ -181,6 +181,12 @@ def prepare(cases: dict[str, Any], name: str, patch: pytest.MonkeyPatch) -> tupl
 
 def with_mixin(base: type) -> type:
     return type(f"Counterfactual{base.__name__}", (CounterfactualMixin, base), {})
+
+
+def test_a_class_whose_trainer_comes_first_would_train_without_credit_and_is_refused():
+    assert with_mixin(type("Theirs", (GRPOTrainer,), {}))
+    with pytest.raises(TypeError, match=r"class Behind\(CounterfactualMixin, TheTrainer\)"):
+        type("Behind", (GRPOTrainer, CounterfactualMixin), {})
 
 
 @pytest.mark.parametrize("case", CREDIT)

@@ -88,15 +88,23 @@ def alternate(completions: list[Any], **kwargs: object) -> list[float]:
     return [float(i % 2) for i in range(len(completions))]
 
 
-def test_training_without_any_credit_warns_once_and_says_which_answers_are_read(train):
-    given = {"rollout_func": without_answers, "reward_funcs": alternate}
+@pytest.mark.parametrize(
+    ("config", "looked_for"),
+    [
+        (None, ["####", r"\boxed{}", "answer_format", "So we add them up."]),
+        (CounterfactualConfig(answer_format="X(.)"), ["Only answer_format='X(.)' says", "So we add them up."]),
+    ],
+    ids=["usual forms", "own form"],
+)
+def test_training_without_any_credit_warns_once_and_says_which_answers_are_read(train, config, looked_for):
+    given = {"rollout_func": without_answers, "reward_funcs": alternate, "counterfactual": config}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trained = train(trainer=given, max_steps=2)
     said = [str(warning.message) for warning in caught if "credit/scored_fraction" in str(warning.message)]
     assert logged(trained, "credit/scored_fraction") == [0.0, 0.0]
     assert len(said) == 1
-    for part in ("of 8 completions with an advantage none", "####", r"\boxed{}", "answer_format", "So we add them up."):
+    for part in ("of 8 completions with an advantage none", *looked_for):
         assert part in said[0], part
 
 

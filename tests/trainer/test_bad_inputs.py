@@ -97,7 +97,8 @@ CATALOGUE: dict[str, tuple] = {
         ["--vllm_server_base_url=http://gpu:1"], PARSE, "rollout_engine=transformers does not read it",
     ),
     # Files of settings
-    "no such file of settings": (["--config={tmp}/no.yaml"], PARSE, "No such file", "no.yaml"),
+    "no such file of settings": (["--config={tmp}/no.yaml"], PARSE, "no.yaml: there is no such file", "ships is cf, "),
+    "a preset misspelt": (["--config=oarp"], PARSE, "--config oarp", "did you mean oar_p?"),
     "a folder of settings": (["--config={tmp}"], PARSE, "Is a directory", "{tmp}"),
     "--config of nothing": (["--config"], PARSE, "--config", "expected one argument"),
     "settings in Latin-1": (["--config={tmp}/a.yaml"], PARSE, "a.yaml", "not UTF-8", {"a.yaml": b"model: caf\xe9"}),
@@ -239,6 +240,10 @@ CATALOGUE: dict[str, tuple] = {
     "no such model": (["--model={tmp}/nowhere"], BEFORE, "model {tmp}/nowhere: ", "no such folder"),
     "a model that is a file": (["--model={tmp}/a"], BEFORE, "model {tmp}/a: ", "is a file", {"a": "text"}),
     "no configuration": ([OWN_MODEL], BEFORE, "model {tmp}/m: ", "config.json", {CONFIG: None}),
+    "an adapter by itself": (
+        [OWN_MODEL], BEFORE, "model {tmp}/m: ", "has an adapter only; merge it",
+        {CONFIG: None, "m/adapter_config.json": "{}"},
+    ),
     "a configuration that is not JSON": ([OWN_MODEL], BEFORE, "model {tmp}/m: ", "config.json", {CONFIG: "{"}),
     "a model of no known kind": (
         [OWN_MODEL], BEFORE, "model {tmp}/m: ", "qwen99", {CONFIG: '{"model_type": "qwen99"}'},

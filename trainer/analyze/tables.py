@@ -160,7 +160,7 @@ def _overview(samples: Sequence[Sample], spans: list[_Masked]) -> Table:
         ["completions", len(samples)],
         ["tokens", sum(len(sample.tokens) for sample in samples)],
         ["completions with an answer", sum(sample.answer is not None for sample in samples)],
-        ["completions judged", len(judged)],
+        ["completions known to be right or wrong", len(judged)],
         ["correct", sum(judged)],
         ["completions with masked spans", len({item.sample for item in spans})],
         ["masked spans", len(spans)],
