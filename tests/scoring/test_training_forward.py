@@ -321,6 +321,15 @@ def test_a_forward_that_cannot_be_continued_says_why():
         forward.score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
 
 
+def test_a_row_without_an_answer_leaves_what_was_fed_to_an_equal_row_with_one():
+    model = make_model("Qwen3", num_hidden_layers=1)
+    (prompt,), (row,) = tokens(9), tokens(20, seed=5)
+    prompts, rows, answers = [prompt] * 3, [row] * 3, [None, Answer16to19, None]
+    forward = packed_forward(model, prompts, rows, needed=[0, 19, 0], keep_states=True)
+    found = forward.score([[Span4to8]] * 3, answers, placeholder_id=PLACEHOLDER)
+    assert_equals_naive(found, model, prompts, rows, [[Span4to8]] * 3, answers)
+
+
 def test_an_answer_beyond_what_was_fed_is_fed_with_the_branches():
     model = make_model("Qwen3")
     forward = packed_forward(model, PROMPTS, COMPLETIONS, needed=[5] * 7, keep_states=True)
