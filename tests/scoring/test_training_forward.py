@@ -359,6 +359,15 @@ def test_queries_that_continue_a_forward_are_those_of_forwards_of_their_own(arch
         assert 0 < work.tokens_fed <= 2 * len(beginnings) + len(rows)  # and of each row the last token at most
 
 
+def test_a_query_without_targets_gets_no_values_from_a_forward_that_has_fed_it():
+    model = make_model("Qwen3", num_hidden_layers=1)
+    row = torch.cat([PROMPTS[0], COMPLETIONS[0]]).numpy()
+    forward = packed_forward(model, PROMPTS, COMPLETIONS, keep_states=True)
+    found, work = forward.query_logprobs(model, [[Query(row[:9], 3, row[:0])]])
+    assert [[len(values) for values in unit] for unit in found] == [[0]]
+    assert work.tokens_fed == 0
+
+
 def test_credit_takes_its_probes_from_a_forward():
     from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
 
