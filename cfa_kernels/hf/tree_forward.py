@@ -394,6 +394,8 @@ def pack_states(
         with last_layer_on_rows(walk.model, staged.last):
             hidden = packed_hidden(walk, pack, staged=staged, attended=attended, store=store)
         parts.append(hidden.index_select(0, staged.own.to(hidden.device)).to(head.weight))
+    if not parts:  # queries without targets, of rows that were fed before
+        parts = [head.weight.new_zeros(0, head.weight.shape[1])]
     states = parts[0] if len(parts) == 1 else torch.cat(parts)
     if staged.order is not None:
         states = states.index_select(0, staged.order.to(device))

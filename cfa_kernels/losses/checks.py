@@ -300,12 +300,12 @@ def check_given_rows(rows: Tensor, batch: Batch, with_entropy: bool, checked: bo
         raise ValueError(f"rows must be on {batch.keep.device} as the mask is, got {rows.device}")
     if not checked:
         return
-    missing = contributing(batch.tokens, batch.options, with_entropy=with_entropy)
+    missing = contributing(batch.tokens, batch.options, with_entropy=with_entropy).flatten()
     if rows.numel() and (rows.min() < 0 or rows.max() >= missing.numel()):
         raise ValueError(f"rows must be in [0, {missing.numel()}), got {rows.min().item()} to {rows.max().item()}")
     if rows.unique().numel() != rows.numel():
         raise ValueError(f"rows must not repeat, got {rows.numel()} of which {rows.unique().numel()} differ")
-    missing.view(-1)[rows] = False
+    missing[rows] = False
     if missing.any():
-        row, token = missing.nonzero()[0].tolist()
+        row, token = divmod(int(missing.nonzero()[0]), batch.keep.size(1))
         raise ValueError(f"rows leaves out row {row}, token {token}, which contributes to the loss")

@@ -316,7 +316,7 @@ def linear_policy_loss(  # type: ignore[misc]
         return loss, metrics
     looked_at = batch.keep
     if rows is not None:
-        looked_at = torch.zeros_like(batch.keep).view(-1).index_fill_(0, rows, True).view_as(batch.keep)
+        looked_at = torch.zeros_like(batch.keep).flatten().index_fill_(0, rows, True).view_as(batch.keep)
     elif drop_inactive:
         looked_at = contributing(batch.tokens, batch.options, with_entropy=with_entropy)
     return loss, metrics, stats[0].view_as(batch.keep).masked_fill(~looked_at, math.nan)

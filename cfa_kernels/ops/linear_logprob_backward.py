@@ -36,6 +36,7 @@ def linear_logprob_backward_op(
     another routine than the forward's, so their probabilities are normalised by their own sums: against the
     forward's, the logits' rounding would be the probabilities' relative error.
     """
+    targets, bias = targets.contiguous(), None if bias is None else bias.contiguous()
     dtypes, unit = (hidden.dtype, lm_head.dtype, (bias if bias is not None else lm_head).dtype), None
     if backend == "torch" and hidden.device.type == "cpu":
         # No product of halves with float32 sums there: convert the head once, not for every strip.

@@ -451,16 +451,20 @@ class PackedForward:
             return gather(plan, list(run_in_memory(upcoming(), run, smaller)))
 
     def _places_of(self, batch: ScoredBatch) -> list[int]:
-        """Find the completion of this forward that each one of the batch is; of equal ones first what was fed most."""
+        """Find the completion of this forward that each one of the batch is.
+
+        Of equal ones what was fed most is taken first, by those with an answer.
+        """
         fed: dict[tuple[bytes, ...], list[int]] = {}
         for place in np.argsort(-self.counts, kind="stable")[::-1].tolist():
             fed.setdefault(tuple(ids.tobytes() for ids in self.rows[place]), []).append(place)
-        places = []
-        for number, row in zip(batch.numbers, batch.rows, strict=True):
+        places = [0] * len(batch)
+        for i in sorted(range(len(batch)), key=lambda i: batch.rows[i].answer is None):
+            row = batch.rows[i]
             found = fed.get((row.prompt.tobytes(), row.completion.tobytes()))
             if not found:
-                raise ValueError(f"completions row {number}: was not fed by this forward")
-            places.append(found.pop())
+                raise ValueError(f"completions row {batch.numbers[i]}: was not fed by this forward")
+            places[i] = found.pop()
         return places
 
     def states(self) -> list[Tensor]:

@@ -96,7 +96,9 @@ def detect_spans(
     """
     span_rules, answer_rules = SpanRules(detector, max_spans, selection), AnswerRules(answer_format, answer_fallback)
     offsets = token_offsets(token_ids, tokenizer)
-    limit, token_limit = _reasoning_end(offsets, locate_answer(offsets.text, answer_rules), answer)
+    located = locate_answer(offsets.text, answer_rules)
+    answer = _answer_tokens(offsets, located) if answer is None else answer
+    limit, token_limit = _reasoning_end(offsets, located, answer)
     return _chosen_spans(offsets, span_rules.ranked_intervals(offsets.text[:limit]), token_limit, span_rules)
 
 

@@ -341,6 +341,22 @@ def test_strided_upstream_gradients_are_read_as_they_lie(backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_do_not_depend_on_strides_of_targets_and_bias(backend, device):
+    (hidden, lm_head, targets), options = example((8, 16, 90), device, bias=True)
+
+    def gradients(targets, bias):
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, lm_head)]
+        linear_logprob(*leaves, targets, bias=bias, backend=backend).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    expected = gradients(targets, options["bias"])
+    spaced = [torch.stack([tensor, tensor.flip(0)], 1)[:, 0] for tensor in (targets, options["bias"])]
+    assert [tensor.stride() for tensor in spaced] == [(2,), (2,)]
+    for ours, theirs in zip(gradients(*spaced), expected, strict=True):
+        assert_close_to_rounding(ours, theirs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("frozen", ["hidden", "lm_head", "bias"])
 def test_what_is_frozen_gets_no_gradient_and_changes_none(backend, frozen, device):
     inputs, keywords = example((8, 16, 90), device, bias=True)

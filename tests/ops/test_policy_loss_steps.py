@@ -208,6 +208,22 @@ def test_tokens_without_weight_or_advantage_are_never_multiplied(monkeypatch, de
 CONTRIBUTING = [("token", [1, 3, 8]), ("sequence", [0, 1, 2, 3, 8, 9, 10])]
 
 
+@pytest.mark.parametrize("validate", [None, False])
+@pytest.mark.parametrize("alone", [False, True])
+def test_rows_of_a_mask_laid_out_by_columns(alone, validate, device):
+    tensors, options = problem(torch.float64, device)
+    rows = contributing_rows(tensors["mask"], tensors["advantages"])
+    options |= {"rows": rows, "alone": alone, "validate": validate, "backend": "torch"}
+    expected = of_hidden(tensors, **options)
+    tensors["mask"] = tensors["mask"].t().contiguous().t()
+    assert_same(of_hidden(tensors, **options), expected, rtol=1e-13, atol=1e-15)
+    _, _, logprobs = linear_policy_loss(
+        *(tensors[name] for name in ("hidden", "head", "targets", "old", "advantages", "mask")),
+        rows=rows, return_logprobs=True, validate=validate, backend="torch",
+    )  # fmt: skip
+    assert logprobs.isfinite().flatten().nonzero().squeeze(1).tolist() == rows.tolist()
+
+
 @pytest.mark.parametrize(("level", "expected"), CONTRIBUTING)
 def test_contributing_rows_look_at_counted_tokens_alone(level, expected):
     """Padding of the second sequence has an advantage, as have the last tokens of the others."""

@@ -321,6 +321,15 @@ def test_a_forward_that_cannot_be_continued_says_why():
         forward.score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
 
 
+def test_a_row_without_an_answer_leaves_what_was_fed_to_an_equal_row_with_one():
+    model = make_model("Qwen3", num_hidden_layers=1)
+    (prompt,), (row,) = tokens(9), tokens(20, seed=5)
+    prompts, rows, answers = [prompt] * 3, [row] * 3, [None, Answer16to19, None]
+    forward = packed_forward(model, prompts, rows, needed=[0, 19, 0], keep_states=True)
+    found = forward.score([[Span4to8]] * 3, answers, placeholder_id=PLACEHOLDER)
+    assert_equals_naive(found, model, prompts, rows, [[Span4to8]] * 3, answers)
+
+
 def test_an_answer_beyond_what_was_fed_is_fed_with_the_branches():
     model = make_model("Qwen3")
     forward = packed_forward(model, PROMPTS, COMPLETIONS, needed=[5] * 7, keep_states=True)
@@ -348,6 +357,15 @@ def test_queries_that_continue_a_forward_are_those_of_forwards_of_their_own(arch
     else:
         assert (len(forward.fed) > 1) == (budget is not None)
         assert 0 < work.tokens_fed <= 2 * len(beginnings) + len(rows)  # and of each row the last token at most
+
+
+def test_a_query_without_targets_gets_no_values_from_a_forward_that_has_fed_it():
+    model = make_model("Qwen3", num_hidden_layers=1)
+    row = torch.cat([PROMPTS[0], COMPLETIONS[0]]).numpy()
+    forward = packed_forward(model, PROMPTS, COMPLETIONS, keep_states=True)
+    found, work = forward.query_logprobs(model, [[Query(row[:9], 3, row[:0])]])
+    assert [[len(values) for values in unit] for unit in found] == [[0]]
+    assert work.tokens_fed == 0
 
 
 def test_credit_takes_its_probes_from_a_forward():

@@ -34,6 +34,7 @@ from tests.support.small_tokenizers import (
     property_test,
     wrap,
 )
+from tests.support.tiny import tiny_tokenizer
 
 
 def span_texts(text: str, tokenizer: PreTrainedTokenizerBase, **options: object) -> list[str]:
@@ -251,6 +252,15 @@ def test_answer_and_spans_fall_back_to_the_last_number_when_asked() -> None:
     assert [tokenizer.decode(ids[slice(*span)]).strip() for span in [*spans, answer]] == [
         "3 + 4 = 7", "Therefore, she has", "7",
     ]  # fmt: skip
+
+
+def test_spans_before_an_answer_inside_a_token_are_those_before_the_same_answer_when_it_is_given() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids(["is", "3", "3 + 4 = 7. "])
+    rules = {"answer_fallback": "last_number"}
+    answer = find_answer(ids, tokenizer, **rules)
+    assert answer == Span(2, 3)
+    assert detect_spans(ids, tokenizer, **rules) == detect_spans(ids, tokenizer, answer=answer, **rules) == [Span(0, 2)]
 
 
 @pytest.mark.parametrize(
