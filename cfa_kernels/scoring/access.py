@@ -190,8 +190,9 @@ class LogprobService(Elsewhere):
     """Access through a host's own log-prob service, for models that are spread over other processes.
 
     Each answer, and each answer with a unit masked, becomes an ordinary sequence, cut after the answer; all go out in
-    one request. Scores are those of `score_counterfactuals` to rounding, at the service's temperature. No work is
-    shared between sequences; `work.tokens_fed` counts it.
+    one request. Scores are those of `score_counterfactuals` to rounding, at the service's temperature; rotary
+    frequencies that follow a sequence's length (longrope) are those of the sequence as it is cut. No work is shared
+    between sequences; `work.tokens_fed` counts it.
 
     Args:
         logprobs_of: the service: from prompts and completions, 1-D int64 each, to a tensor or list of as many log-probs
