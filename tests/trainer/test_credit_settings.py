@@ -122,7 +122,9 @@ def test_an_option_that_nothing_reads_is_refused_by_name(capsys) -> None:
 def test_a_name_that_is_no_file_and_no_preset_is_refused(capsys) -> None:
     with pytest.raises(SystemExit):
         parse(TrainConfig, ["--config", "oar"], prog="", description="")
-    assert "'oar'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--config oar: there is no such file" in said
+    assert "did you mean oar_p?" in said
 
 
 @pytest.mark.parametrize(
