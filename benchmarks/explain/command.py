@@ -20,7 +20,7 @@ from benchmarks.explain.step import Training, configuration, policy_on_meta
 from benchmarks.explain.table import Explained, explain, markdown
 from benchmarks.harness.ceilings import measure_ceilings
 from benchmarks.harness.tables import RESULTS
-from benchmarks.harness.workloads import MODELS
+from benchmarks.harness.workloads import MODELS, corpus
 
 
 def main(argv: list[str]) -> int:
@@ -60,7 +60,7 @@ def page(options: argparse.Namespace) -> str:
 
 
 def _schedules(options: argparse.Namespace, training: Training, rates: Rates) -> str:
-    """Make the table of `schedule`, for lengths that are equal and for GSM8K's, up to `--longest`.
+    """Make the table of `schedule`, for lengths that are equal and for those of the corpus, up to `--longest`.
 
     Raises:
         ValueError: options that it does not follow.
@@ -79,10 +79,11 @@ def _schedules(options: argparse.Namespace, training: Training, rates: Rates) ->
             vocabulary=vocabulary,
         )  # fmt: skip
 
+    whose = "GSM8K's" if corpus().is_real else "generated ones"
     columns = {
         "equal lengths": (equal, True),
-        "GSM8K's, padded": (real, True),
-        "GSM8K's, those that go on": (real, False),
+        f"{whose}, padded": (real, True),
+        f"{whose}, those that go on": (real, False),
     }
     return markdown_of_schedules(
         {name: Parts.of(policy, shape, lengths, rates, padded=padded) for name, (lengths, padded) in columns.items()}

@@ -200,7 +200,7 @@ def bound(of: Parts, schedule: str) -> float:
 
 
 def real_lengths(problems: int, group: int, mean: int, longest: int) -> list[list[int]]:
-    """Tokens of each completion, by group: GSM8K's model solutions by their characters, scaled to a mean of `mean`.
+    """Tokens of each completion, by group: those of the corpus by their characters, scaled to a mean of `mean`.
 
     Four solutions of each problem, as often as a group takes; those above `longest` are cut off.
     """

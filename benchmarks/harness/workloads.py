@@ -122,6 +122,8 @@ class Corpus:
     problems: list[tuple[str, list[str]]]
     correct: dict[str, list[bool]]
     """By prompt, whether each of its completions gives the right answer."""
+    is_real: bool
+    """Whether these are GSM8K's, and not generated text."""
 
 
 def _prompt(question: str) -> str:
@@ -142,7 +144,7 @@ def corpus() -> Corpus:
         correct[_prompt(row["question"])] = [cell["is_correct"] for cell in row.values() if isinstance(cell, dict)]
         # The models wrote "A: 18" on the last line; "#### 18" is what GSM8K itself and its trainers use.
         problems.append((_prompt(row["question"]), [re.sub(r"\nA: ", f"\n{MARKER} ", text) for text in solutions]))
-    return Corpus("real: GSM8K model solutions", texts, problems, correct)
+    return Corpus("real: GSM8K model solutions", texts, problems, correct, is_real=True)
 
 
 def _generated_corpus() -> Corpus:
@@ -169,7 +171,9 @@ def _generated_corpus() -> Corpus:
     correct = {
         prompt: [rng.random() < 0.5 for _ in row] if rng.random() < 0.6 else [True] * 4 for prompt, row in problems
     }
-    return Corpus("generated: no real data here", [t for q, row in problems for t in (q, *row)], problems, correct)
+    return Corpus(
+        "generated: no real data here", [t for q, row in problems for t in (q, *row)], problems, correct, is_real=False
+    )
 
 
 @functools.cache

@@ -31,6 +31,7 @@ from benchmarks.explain.step import (
     policy_on_meta,
 )
 from benchmarks.explain.tally import ADAPTERS, ATTENTION, GEMM, HEAD, HEADS, SAMPLER, Counts, Operator, Tally
+from benchmarks.harness import workloads
 from benchmarks.harness.workloads import MODELS, policy
 from cfa_kernels import linear_logprob, linear_policy_loss, packed_policy_loss, score_counterfactuals
 from cfa_kernels.hf.model import causal_lm
@@ -40,6 +41,8 @@ policy_losses, logprob_module = (
     import_module("cfa_kernels.ops.linear_logprob"),
 )
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
+TEXT = PAGE.read_text("utf-8")
+TABLES = re.findall(r"<!-- python -m benchmarks step (.*?) -->\n(.*?)<!-- end -->", TEXT, re.DOTALL)
 MEMORY = 1e12
 SHAPE = {"prompt": 20, "completion": 40, "spans": 2, "mixed": 1.0, "longest": 40, "vocabulary": 1000}
 ROWS = 2 * 20 + 4 * 39  # prompts once, completions but for their last tokens
@@ -375,11 +378,26 @@ def test_a_table_takes_the_place_of_the_one_by_the_same_command(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_pages_tables_are_what_the_commands_print():
-    text = PAGE.read_text("utf-8")
-    tables = re.findall(r"<!-- python -m benchmarks step (.*?) -->\n(.*?)<!-- end -->", text, re.DOTALL)
-    assert len(tables) == 3
-    for given, shown in tables:
-        assert command.page(command.parser().parse_args(given.split())) == shown
-    share = tables[0][1].splitlines()[-1].split(" | ")[-2].replace("%", " %")
-    assert f"credit\nis {share} where every group is mixed" in text
+def test_the_pages_table_of_a_step_is_what_the_command_prints():
+    (given, shown), *schedules = TABLES
+    assert len(schedules) == 2
+    assert command.page(command.parser().parse_args(given.split())) == shown
+    share = shown.splitlines()[-1].split(" | ")[-2].replace("%", " %")
+    assert f"credit\nis {share} where every group is mixed" in TEXT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("given", "shown"), TABLES[1:], ids=["small", "large"])
+def test_the_pages_tables_of_schedules_are_what_the_commands_print(given, shown, gsm8k):
+    assert "--schedule" in given
+    assert command.page(command.parser().parse_args(given.split())) == shown
+
+
+def test_schedules_of_generated_lengths_are_not_said_to_be_of_gsm8k(monkeypatch):
+    made = dataclasses.replace(workloads.corpus(), is_real=False)
+    monkeypatch.setattr(command, "corpus", lambda: made)
+    monkeypatch.setattr(command.Parts, "of", lambda *given, **options: None)
+    monkeypatch.setattr(command, "markdown_of_schedules", lambda columns: ", ".join(columns))
+    said = command.page(command.parser().parse_args(["--explain", "--schedule"]))
+    assert "generated ones, padded" in said
+    assert "GSM8K" not in said
