@@ -65,7 +65,7 @@ def plot_times(figures: list[dict[str, Any]], path: Path) -> None:
             [f["name"] for f in bars], medians, xerr=[f["seconds"]["iqr"] / 2 for f in bars], color=colors
         )
         panel.bar_label(drawn, labels=[f"{m:.3g} s, {m / min(medians):.1f} x" for m in medians], padding=4, fontsize=8)
-        panel.set_xlim(0, max(medians) * 1.3)
+        panel.set_xlim(0, max(medians) * 1.45)
         panel.set_title(group, fontsize=10)
         panel.set_xlabel("seconds (median)")
     canvas.tight_layout()
@@ -93,7 +93,7 @@ def plot_steps(figures: list[dict[str, Any]], path: Path) -> None:
         trl = next((f["seconds"]["median"] for f in bars if f["name"] == "TRL"), None)
         labels = [f"{m:.3g} s" + (f", {m / trl:.2f} of TRL" if trl else "") for m in medians]
         panel.bar_label(drawn, labels=labels, padding=4, fontsize=8)
-        panel.set_xlim(0, max(medians) * 1.3)
+        panel.set_xlim(0, max(medians) * 1.45)
         panel.set_title(group, fontsize=10)
         panel.set_xlabel("seconds (median)")
         panel.legend(fontsize=8, loc="lower right" if len(bars) < 3 else "upper right")
