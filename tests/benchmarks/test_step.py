@@ -15,7 +15,7 @@ from benchmarks.speed import bench_step as benchmark
 from benchmarks.speed.bench_step import Target, compare, rows_fed, step_contenders
 from benchmarks.speed.replay import Replay, Stopwatch
 from benchmarks.speed.sampling import sampling_contenders, with_sampling
-from benchmarks.speed.step_peers import CREDITED, EXACT, PLAIN, SEPARATE, STEP_PEERS, TRL
+from benchmarks.speed.step_peers import CREDITED, EXACT, NO_ENTROPY, PLAIN, SEPARATE, STEP_PEERS, TRL
 from benchmarks.speed.step_reference import StepResult, taken_gradients
 from cfa_kernels.hf.verify import check_trainable
 
@@ -70,12 +70,12 @@ def test_each_contender_leaves_the_gradient_of_padded_autograd(name, contenders)
     assert facts["gradient_error"] <= facts["gradient_error_allowed"] < 1e-3
 
 
-@pytest.fixture(scope="module")
-def credited():
+@pytest.fixture(scope="module", params=[CREDITED, NO_ENTROPY])
+def credited(request):
     """A contender that finds its spans by itself, on completions that have some."""
     replay = Replay(tiny_policy(True), gsm8k_rollouts(1, mixed=True))
-    (made,), measured = step_contenders(replay, lambda: tiny_policy(True), [CREDITED])
-    return made, measured[CREDITED]
+    (made,), measured = step_contenders(replay, lambda: tiny_policy(True), [request.param])
+    return made, measured[request.param]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -7,7 +7,7 @@ from importlib import metadata
 import pytest
 
 from cfa_kernels import integrations
-from tests.support import library_alone
+from tests.support import imports_alone
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def test_an_absent_or_old_package_is_an_error_naming_the_version_needed(monkeypa
 
 def test_importing_the_library_imports_no_trainer(processes):
     here, there = processes.Pipe(duplex=False)
-    process = processes.Process(target=library_alone.report, args=(there,), daemon=True)
+    process = processes.Process(target=imports_alone.report, args=(there,), daemon=True)
     process.start()
     there.close()
     assert here.recv() == []

@@ -5,7 +5,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
 PRELOADED = [
-    "tests.support.library_alone",  # first: it looks at what the library brings with it
+    "tests.support.imports_alone",  # first: it looks at what the library brings with it
     "cfa_kernels.integrations.trl", "datasets", "peft",
     "tests.support.sharded", "tests.support.runs", "tests.support.trainer_processes",
 ]  # fmt: skip
