@@ -2,7 +2,7 @@
 
 TRL generates, rewards and computes advantages; then credit is computed once for the generation batch (`trl_credit.py`),
 with the training model, and multiplied into the advantages. From there on TRL's own loss runs, whatever it is set to,
-or one of `trl_losses.py` in its place; the packed one may assign credit itself, from what it feeds for the loss. Each
+or the packed one of `trl_losses.py` in its place, which may assign credit itself, from what it feeds for the loss. Each
 process scores its own rows. Where they share out the model's weights (FSDP), all run credit and packed loss together,
 inside the module that shards them; else nothing is communicated but the logged figures.
 """
@@ -26,19 +26,13 @@ from ..credit.config import as_config
 from ..hf.model import causal_lm
 from ..hf.sharding import is_sharded, run_inside
 from ..hf.stateful_layers import has_cells
-from ..hf.verify import check_head, noise_floor
+from ..hf.verify import noise_floor
 from ..losses.checks import LOSS_TYPES
 from ..scoring.access import GRADIENTS
 from . import require
 from .credit import OFFERS, Draws, obstacles, refuse
 from .trl_credit import ROW, BatchCredit, asks_model, loss_mask, why_at_once
-from .trl_losses import (
-    accept_policy_loss,
-    check_trains_packed,
-    loss_of_hidden_states,
-    loss_of_packed_rows,
-    prompts_together,
-)
+from .trl_losses import check_trains_packed, loss_of_packed_rows, prompts_together
 
 OLDEST = "1.0.0"
 _TRL = require("trl", OLDEST)
@@ -80,13 +74,11 @@ class CounterfactualMixin(_Trainer):
         counterfactual: configuration of credit; default `CounterfactualConfig()`, the CF paper's. `control="off"`
             switches credit off: nothing is scored and nothing is refused because of it; losses and gradients are
             bitwise TRL's own.
-        fused_loss: compute the loss with `linear_policy_loss`, from hidden states; with or without credit.
-        packed_loss: compute the same loss from one packed forward of each micro-batch, which feeds equal prompts once
-            and no padding. The rows of one optimizer step are put in order, equal prompts side by side (not for
-            `bnpo`, whose micro-batches are its denominators).
-        log_entropy: False leaves TRL's `entropy` out of the metrics of these two losses. It is the mean over all
-            completions; without it, and without a KL term, `packed_loss` does not feed completions that have no
-            advantage.
+        packed_loss: compute TRL's loss from one packed forward of each micro-batch, which feeds equal prompts once
+            and no padding, with or without credit. The rows of an optimizer step are sorted by prompt (not for `bnpo`,
+            whose micro-batches are its denominators).
+        log_entropy: False leaves TRL's `entropy` out of the metrics of the packed loss. It is the mean over all
+            completions; without it, and without a KL term, completions that have no advantage are not fed.
 
     Weights are computed in training only; evaluation is TRL's. Completions without an advantage are not scored. Logs
     `credit/weight_mean`, `weight_std`, `scored_fraction`, `spans_mean`, `drop_mean`, `drop_min`,
@@ -96,13 +88,12 @@ class CounterfactualMixin(_Trainer):
     (sums).
 
     Raises:
-        ValueError: both losses at once; `log_entropy=False` without one of them.
+        ValueError: `log_entropy=False` without `packed_loss=True`.
         TypeError: `counterfactual` is another thing than a configuration.
         NotImplementedError: settings that credit or the loss cannot be combined with, each named; a model that
-            cannot be scored, whose head the fused loss cannot read, or that cannot be trained on packed trees
-            (dropout above 0, a loss of its routers), named by its class. The model is checked at construction. If it
-            is not on its device by then (DeepSpeed, FSDP and `bf16_full_eval` place it in `train`), it is checked
-            before the first completion is generated.
+            cannot be scored or trained on packed trees (dropout above 0, a loss of its routers), named by its class.
+            The model is checked at construction. If it is not on its device by then (DeepSpeed, FSDP and
+            `bf16_full_eval` place it in `train`), it is checked before the first completion is generated.
     """
 
     args: Any
@@ -120,37 +111,25 @@ class CounterfactualMixin(_Trainer):
         self,
         *args: Any,
         counterfactual: CounterfactualConfig | None = None,
-        fused_loss: bool = False,
         packed_loss: bool = False,
         log_entropy: bool = True,
         **kwargs: Any,
     ) -> None:
-        if fused_loss and packed_loss:
-            raise ValueError("fused_loss=True and packed_loss=True compute the same loss in two ways; choose one")
-        if not log_entropy and not (fused_loss or packed_loss):
-            raise ValueError("log_entropy=False needs fused_loss=True or packed_loss=True; TRL's loss logs it always")
+        if not log_entropy and not packed_loss:
+            raise ValueError("log_entropy=False needs packed_loss=True; TRL's loss logs it always")
         config = as_config(counterfactual)
         super().__init__(*args, **kwargs)
         self.counterfactual = config
-        self.fused_loss, self.packed_loss, self.log_entropy = fused_loss, packed_loss, log_entropy
+        self.packed_loss, self.log_entropy = packed_loss, log_entropy
         self._draws = Draws(self.args.seed, self.accelerator.process_index)
         if self.counterfactual.control != "off":
             refuse(_credit_obstacles(self))
-        if fused_loss:
-            refuse(_fusion_obstacles(self), "fused_loss=True")
         if packed_loss:
             refuse(_packing_obstacles(self), "packed_loss=True")
-        if fused_loss:
-            accept_policy_loss(causal_lm(self.accelerator.unwrap_model(self.model)))
         self._model_is_checked = self._has_warned = self._has_said_why = False
         self._deferred: BatchCredit | None = None
         if self._model_is_placed():
             self._check_model()
-
-    @property
-    def _own_loss(self) -> str | None:
-        """Return the name of the argument that replaces TRL's loss, if any."""
-        return "fused_loss=True" if self.fused_loss else "packed_loss=True" if self.packed_loss else None
 
     def _model_is_placed(self) -> bool:
         """Whether the model is whole and on its device; DeepSpeed and FSDP see to that when training starts."""
@@ -159,13 +138,11 @@ class CounterfactualMixin(_Trainer):
         return all(parameter.device.type == self.accelerator.device.type for parameter in self.model.parameters())
 
     def _check_model(self) -> None:
-        """Refuse a model that credit cannot score, or that the chosen loss cannot run on."""
+        """Refuse a model that credit cannot score, or that the packed loss cannot run on."""
         checks: list[tuple[Any, str]] = []
         config = self.counterfactual
         if asks_model(config) and config.control not in ("off", "random"):
             checks.append((noise_floor, "CounterfactualConfig(control='off') trains it as TRL does"))
-        if self.fused_loss:
-            checks.append((check_head, "leave out fused_loss=True"))
         if self.packed_loss:
             checks.append((check_trains_packed, "leave out packed_loss=True"))
         if checks:
@@ -183,8 +160,8 @@ class CounterfactualMixin(_Trainer):
             self._check_model()
         output = super()._generate_and_score_completions(inputs)
         credited = self.model.training and self.counterfactual.control != "off"
-        if "pixel_values" in output and (credited or self._own_loss):
-            what = self._own_loss or "counterfactual credit"
+        if "pixel_values" in output and (credited or self.packed_loss):
+            what = "packed_loss=True" if self.packed_loss else "counterfactual credit"
             raise NotImplementedError(f"{what} cannot be combined with images (pixel_values)")
         if not credited:
             if self.counterfactual.control != "off":  # the table is filled in evaluation too
@@ -299,27 +276,26 @@ class CounterfactualMixin(_Trainer):
                 self._metrics[mode][name].append(getattr(known, _COMBINE.get(name, "mean"))().item())
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        if not self._own_loss:
+        if not self.packed_loss:
             return super()._compute_loss(model, inputs)
         mode = "train" if self.model.training else "eval"
         options, normalizer = self._loss_options(inputs, mode)
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)
-        given: dict[str, Any] = {"options": options, "head_in_float32": in_float32}
-        if self.packed_loss:
-            credit = self._deferred if ROW in inputs else None
-            body = partial(loss_of_packed_rows, causal_lm(model), inputs=inputs, credit=credit, **given)
-            # In evaluation transformers calls the model inside DeepSpeed's engine, whose hooks gather its layers.
-            outermost = self.model_wrapped if is_sharded(self.model_wrapped) else model
-            with self.accelerator.autocast():  # around TRL's own forward, too
-                loss, metrics = run_inside(outermost, body, trains=True)
-            if credit is not None:
-                self._report(credit)
-        else:
-            loss, metrics = model(
-                input_ids=torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-                attention_mask=torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-                policy_loss=partial(loss_of_hidden_states, **given),
-            )
+        credit = self._deferred if ROW in inputs else None
+        body = partial(
+            loss_of_packed_rows,
+            causal_lm(model),
+            inputs=inputs,
+            options=options,
+            head_in_float32=in_float32,
+            credit=credit,
+        )
+        # In evaluation transformers calls the model inside DeepSpeed's engine, whose hooks gather its layers.
+        outermost = self.model_wrapped if is_sharded(self.model_wrapped) else model
+        with self.accelerator.autocast():  # around TRL's own forward, too
+            loss, metrics = run_inside(outermost, body, trains=True)
+        if credit is not None:
+            self._report(credit)
         figures = {name: value for name, value in metrics.items() if name != "ratio_mean"}
         self._log_gathered(figures, mode)
         return loss / normalizer
@@ -397,13 +373,7 @@ def _credit_obstacles(trainer: Any) -> Iterator[str]:
         yield "images in the dataset"
 
 
-def _fusion_obstacles(trainer: Any) -> Iterator[str]:
-    yield from _loss_obstacles(trainer)
-    if how := _sharded_by(trainer):
-        yield f"{how}, which shards the head: packed_loss=True computes the same loss inside it"
-
-
-def _loss_obstacles(trainer: Any) -> Iterator[str]:
+def _packing_obstacles(trainer: Any) -> Iterator[str]:
     args = trainer.args
     if _TRL < _LOSSES_OF_TODAY:
         yield f"TRL {_TRL}: it normalises losses in another way than TRL 1.10 and later"
@@ -428,11 +398,6 @@ def _loss_obstacles(trainer: Any) -> Iterator[str]:
         yield f"{how}, which may split the head: use DDP or FSDP"
     if _has_images(trainer):
         yield "images in the dataset"
-
-
-def _packing_obstacles(trainer: Any) -> Iterator[str]:
-    yield from _loss_obstacles(trainer)
-    args = trainer.args
     if args.neftune_noise_alpha:
         yield (
             f"neftune_noise_alpha={args.neftune_noise_alpha}: completions that share a prompt would share its noise; "

@@ -1,67 +1,21 @@
-"""Replace TRL's loss by the same loss from hidden states of its padded batch, or from a packed tree of it.
+"""Replace TRL's loss by the same loss from a packed tree of its padded batch; nothing here imports TRL."""
 
-Both run inside the forward of what distributes the model: the first as the model's own, since torch.compile and
-autocast wrap that, the second by `run_inside`. `trl.py` decides which one runs; nothing here imports TRL.
-"""
-
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .. import linear_policy_loss
 from ..credit.units import unpad
-from ..hf.model import backbone
 from ..hf.modes import one_mode
-from ..hf.verify import check_head, check_trainable
+from ..hf.verify import check_trainable
 from ..losses.ragged import LossBatch
 from ..scoring.training_forward import packed_forward
 from .trl_credit import ROW, BatchCredit
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
-
-
-def accept_policy_loss(model: Any) -> None:
-    """Let `model(..., policy_loss=function)` return `function(model, ...)` instead of logits."""
-    forward = model.forward
-
-    @functools.wraps(type(model).forward)
-    def forward_or_loss(self: Any, *args: Any, policy_loss: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
-        if policy_loss is None:
-            return forward(*args, **kwargs)
-        given = {name: value for name, value in kwargs.items() if value is not None}  # PEFT passes every argument
-        return policy_loss(self, *args, **given)
-
-    model.forward = MethodType(forward_or_loss, model)
-
-
-def loss_of_hidden_states(
-    model: PreTrainedModel, *args: Any, options: dict[str, Any], head_in_float32: bool, **kwargs: Any
-) -> LossAndMetrics:
-    """Compute `linear_policy_loss` of a padded batch: `args` and `kwargs` for the model, `options` for the loss."""
-    options = dict(options)
-    targets = options.pop("targets")
-    hidden = backbone(model)(*args, use_cache=False, **kwargs).last_hidden_state[:, -targets.shape[1] - 1 : -1]
-    head = check_head(model)
-    if head_in_float32:
-        hidden = hidden.float()
-    with _head_precision(hidden.device, head_in_float32):
-        return linear_policy_loss(
-            hidden,
-            head.weight,
-            targets,
-            options.pop("old_logprobs"),
-            options.pop("advantages"),
-            options.pop("mask"),
-            drop_inactive=True,
-            **head.options,
-            **options,
-        )
 
 
 @torch.compiler.disable  # a tree has its own shape in each micro-batch and is laid out on the host

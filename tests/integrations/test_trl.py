@@ -234,7 +234,7 @@ def test_every_feature_of_trl_stays(train, feature):
 
 @pytest.mark.skipif(RELEASE < (1, 14), reason="the stand-in for vLLM speaks the interface of TRL 1.14 and later")
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
-@pytest.mark.parametrize("loss", [{}, {"fused_loss": True}, {"packed_loss": True}], ids=str)
+@pytest.mark.parametrize("loss", [{}, {"packed_loss": True}], ids=str)
 def test_vllms_importance_ratios_multiply_with_the_weights(train, mode, loss):
     recorded, record = record_generations()
     trained = train(with_vllm(recorded), vllm_importance_sampling_mode=mode, trainer=loss)

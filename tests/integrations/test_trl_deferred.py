@@ -17,8 +17,8 @@ from tests.support.tiny import tiny_model, tiny_tokenizer  # noqa: E402
 from tests.support.trl_training import (  # noqa: E402
     LORA,
     build,
-    fuses,
     logged,
+    packs,
     parameters,
     record_generations,
     rollouts,
@@ -27,7 +27,7 @@ from tests.support.trl_training import (  # noqa: E402
     with_vllm,
 )  # fmt: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), fuses]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), packs]
 SGD = {"optim": "sgd", "learning_rate": 0.3}  # no square roots of gradients that are rounding alone
 FIGURES = [
     name for name in integration._CREDIT_FIGURES if name.split("/")[1] not in ("tokens_fed", "forwards", "seconds")

@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
-from tests.support.trl_training import fuses
+from tests.support.trl_training import packs
 
 pytestmark = pytest.mark.slow
 
 
-@fuses
+@packs
 @pytest.mark.parametrize("kind", ["credit", "packed"])
 def test_processes_end_after_training_and_saving(kind):
     """Three exits of each kind; `two_process_exits` watches as many as are wanted."""

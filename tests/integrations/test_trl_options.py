@@ -15,12 +15,12 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainingArguments 
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from tests.support.tiny import PHRASES, WORDS, tiny_model  # noqa: E402
-from tests.support.trl_training import build, fuses, logged, parameters, rollouts  # noqa: E402
+from tests.support.trl_training import build, logged, packs, parameters, rollouts  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), fuses]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), packs]
 UNIFORM = CounterfactualConfig(mode="uniform")
 
-# Tests compare losses with TRL's under these: here, in test_trl_packed.py, test_trl_fused.py, test_policy_trl.py.
+# Tests compare losses with TRL's under these: here, in test_trl_packed.py, test_policy_trl.py.
 EQUAL = {
     "beta", "cast_lm_head_to_fp32", "delta", "disable_dropout", "epsilon", "epsilon_high", "importance_sampling_level",
     "loss_type", "mask_truncated_completions", "max_completion_length", "num_iterations", "pad_to_multiple_of",
@@ -63,7 +63,6 @@ def truncated(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize("loss", ["packed_loss", "fused_loss"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -77,7 +76,7 @@ def truncated(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     ],
     ids=" ".join,
 )
-def test_training_is_trls_under(train, options, loss):
+def test_training_is_trls_under(train, options):
     options = dict(options)
     names = {field.name for field in dataclasses.fields(GRPOConfig)}
     given = {name: options.pop(name) for name in ("rollout_func", "model") if name in options}
@@ -86,27 +85,12 @@ def test_training_is_trls_under(train, options, loss):
     made = given.pop("model", tiny_model)
     settings = {"optim": "sgd", "learning_rate": 0.3} | options
     stock = train(GRPOTrainer, trainer=given | {"model": made()}, **settings)
-    ours = train(trainer=given | {"model": made(), "counterfactual": UNIFORM, loss: True}, **settings)
+    ours = train(trainer=given | {"model": made(), "counterfactual": UNIFORM, "packed_loss": True}, **settings)
     start = parameters(SimpleNamespace(model=made()))
     for name, value in parameters(stock).items():
         torch.testing.assert_close(parameters(ours)[name], value, rtol=1e-4, atol=1e-6, msg=name)
     assert any(not torch.equal(value, start[name]) for name, value in parameters(stock).items())
     assert logged(ours, "loss") == pytest.approx(logged(stock, "loss"), rel=1e-4, abs=1e-6)
-
-
-def test_noise_in_the_embeddings_is_refused_for_packs_and_stays_trls_for_the_fused_loss(train, tmp_path):
-    options = {"neftune_noise_alpha": 5.0, "optim": "sgd", "learning_rate": 0.3}
-    with pytest.raises(
-        NotImplementedError, match=r"packed_loss=True cannot be .* neftune_noise_alpha=5.0: completions"
-    ):
-        build(str(tmp_path), trainer={"packed_loss": True}, **options)
-    stock, fused = (
-        train(GRPOTrainer, **options),
-        train(trainer={"counterfactual": UNIFORM, "fused_loss": True}, **options),
-    )
-    for name, value in parameters(stock).items():
-        torch.testing.assert_close(parameters(fused)[name], value, rtol=1e-4, atol=1e-6, msg=name)
-    assert logged(fused, "grad_norm") == pytest.approx(logged(stock, "grad_norm"), rel=1e-4)
 
 
 def test_noise_and_dropout_of_training_have_no_part_in_credit(train):
@@ -129,9 +113,8 @@ def experts() -> Qwen3MoeForCausalLM:
 
 
 @pytest.mark.skipif(not hasattr(GRPOConfig, "router_aux_loss_coef"), reason="this TRL has no router_aux_loss_coef")
-@pytest.mark.parametrize("loss", ["packed_loss", "fused_loss"])
-def test_a_mixture_of_experts_is_told_how_to_switch_its_auxiliary_loss_off(train, tmp_path, loss):
-    given = {"counterfactual": UNIFORM, loss: True}
+def test_a_mixture_of_experts_is_told_how_to_switch_its_auxiliary_loss_off(train, tmp_path):
+    given = {"counterfactual": UNIFORM, "packed_loss": True}
     for options, usual in (({}, r" \(None takes the model's 0.001\)$"), ({"router_aux_loss_coef": 0.01}, "$")):
         with pytest.raises(NotImplementedError, match=f"mixture of experts: set router_aux_loss_coef=0.0{usual}"):
             build(str(tmp_path), trainer=given | {"model": experts()}, **options)
@@ -149,7 +132,6 @@ def test_log_probs_of_a_trainers_own_are_refused_as_they_would_not_be_used(tmp_p
 
     cls = type("CounterfactualOther", (integration.CounterfactualMixin, Other), {})
     build(str(tmp_path), cls, trainer={"counterfactual": UNIFORM})
-    for loss in ("packed_loss", "fused_loss"):
-        message = r"Other: it has log-probs of its own \(_get_per_token_logps_and_entropies\), which would not run"
-        with pytest.raises(NotImplementedError, match=message):
-            build(str(tmp_path), cls, trainer={"counterfactual": UNIFORM, loss: True})
+    message = r"Other: it has log-probs of its own \(_get_per_token_logps_and_entropies\), which would not run"
+    with pytest.raises(NotImplementedError, match=message):
+        build(str(tmp_path), cls, trainer={"counterfactual": UNIFORM, "packed_loss": True})

@@ -16,7 +16,7 @@ from datasets import Dataset
 from trl import GRPOConfig
 
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer
-from tests.support.trl_training import LORA, PROMPT, fuses, parameters, same_rollouts, seven
+from tests.support.trl_training import LORA, PROMPT, packs, parameters, same_rollouts, seven
 
 
 def first_half(completions: list[Any], trainer_state: Any, **kwargs: object) -> list[float]:
@@ -28,7 +28,6 @@ def first_half(completions: list[Any], trainer_state: Any, **kwargs: object) -> 
 # by name: arguments of the trainer
 LOSSES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "fused": {"fused_loss": True},
     "packed": {"packed_loss": True},
     "packed, LoRA": {"packed_loss": True, "peft_config": LORA},
     "packed, nothing to feed in one": {
@@ -68,7 +67,7 @@ def train_as_one_of_two(rank: int, port: int, out: Path) -> None:
         torch.save(results, out / "two.pt")
 
 
-@fuses
+@packs
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_two_processes_train_as_one(processes, tmp_path):

@@ -1,4 +1,4 @@
-"""What credit and the fused loss refuse in TRL, when, and that without them TRL runs as it does alone."""
+"""What credit and the packed loss refuse in TRL, when, and that without them TRL runs as it does alone."""
 
 import re
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer, CounterfactualMixin  # noqa: E402
 from tests.support import trl_training  # noqa: E402
-from tests.support.trl_training import PROMPT, RELEASE, changed, fuses, logged  # noqa: E402
+from tests.support.trl_training import PROMPT, changed, logged, packs  # noqa: E402
 
 try:
     from trl.experimental.gmpo import GMPOTrainer
@@ -112,7 +112,7 @@ CREDIT: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "images": ({}, IMAGES, GRPOTrainer, None, "combined with images in the dataset"),
     "a state space": ({}, {"model": mamba}, GRPOTrainer, None, r"model: MambaForCausalLM .*control='off'"),
 }  # fmt: skip
-FUSION: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
+LOSS: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "TRL before 1.10": ({}, {}, GRPOTrainer, before_1_10, "combined with TRL 1.9.0: it normalises"),
     "vespo": ({"loss_type": "vespo"}, {}, GRPOTrainer, None, "combined with loss_type='vespo': it is not one of grpo"),
     "GMPO": ({}, {}, GMPOTrainer, None, r"GMPOTrainer: it has a loss of its own \(_compute_loss\)"),
@@ -123,7 +123,8 @@ FUSION: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "entropy bonus": ({"entropy_coef": 0.01}, {}, GRPOTrainer, None, "combined with an entropy bonus"),
     "another kind": ({}, {}, GRPOTrainer, another_kind, "combined with DistributedType.NO, which may split the head"),
     "images": ({}, IMAGES, GRPOTrainer, None, "combined with images in the dataset"),
-    "logits changed": ({}, {"model": louder}, GRPOTrainer, None, r"model: .* LouderLM .* nats.*leave out LOSS"),
+    "logits changed": ({}, {"model": louder}, GRPOTrainer, None, r"model: .* LouderLM .* nats.*leave out packed_loss"),
+    "noise in the embeddings": ({"neftune_noise_alpha": 5.0}, {}, GRPOTrainer, None, "neftune_noise_alpha=5.0: compl"),
 }  # fmt: skip
 
 
@@ -151,7 +152,7 @@ def adapter_with_dropout() -> Any:
     return get_peft_model(tiny_model(), LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj"]))
 
 
-PACKING: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
+LOSS |= {
     "an adapter's dropout": ({}, {"model": adapter_with_dropout}, GRPOTrainer, None,
                              r"has dropout 0.1 in .*, so it cannot .*; set lora_dropout=0.*; or leave out packed"),
     "attention dropout": ({}, {"model": lambda: tiny_model(attention_dropout=0.1)}, GRPOTrainer, None,
@@ -209,31 +210,20 @@ def test_with_credit_switched_off_nothing_is_refused_and_training_is_trls_own(tr
         assert logged(trained[0], name) == logged(trained[1], name)
 
 
-@fuses
-@pytest.mark.parametrize("loss", ["fused_loss", "packed_loss"])
-@pytest.mark.parametrize("case", FUSION)
-def test_what_the_losses_cannot_be_combined_with_is_refused_with_and_without_credit(build, monkeypatch, case, loss):
-    options, trainer, base, message = prepare(FUSION, case, monkeypatch)
+@packs
+@pytest.mark.parametrize("case", LOSS)
+def test_what_the_packed_loss_cannot_be_combined_with_is_refused_without_credit_too(build, monkeypatch, case):
+    options, trainer, base, message = prepare(LOSS, case, monkeypatch)
     uniform = trainer | {"counterfactual": UNIFORM}
-    with pytest.raises(NotImplementedError, match=message.replace("LOSS", loss)) as refusal:
-        build(with_mixin(base), trainer=uniform | {loss: True}, **options)
-    assert f"{loss}=True" in str(refusal.value)
+    with pytest.raises(NotImplementedError, match=message) as refusal:
+        build(with_mixin(base), trainer=uniform | {"packed_loss": True}, **options)
+    assert "packed_loss=True" in str(refusal.value)
     build(with_mixin(base), trainer=uniform, **options)
 
 
-@fuses
-@pytest.mark.parametrize("case", PACKING)
-def test_what_cannot_be_trained_packed_is_refused_at_construction_and_trains_otherwise(build, monkeypatch, case):
-    options, trainer, base, message = prepare(PACKING, case, monkeypatch)
-    uniform = trainer | {"counterfactual": UNIFORM}
-    with pytest.raises(NotImplementedError, match=message):
-        build(with_mixin(base), trainer=uniform | {"packed_loss": True}, **options)
-    build(with_mixin(base), trainer=uniform | {"fused_loss": True}, **options)
-
-
-@fuses
-@pytest.mark.parametrize("given", [{}, {"fused_loss": True}, {"packed_loss": True}], ids=str)
-def test_prompt_tuning_is_refused_with_credit_and_with_either_loss(build, given):
+@packs
+@pytest.mark.parametrize("given", [{}, {"packed_loss": True}], ids=str)
+def test_prompt_tuning_is_refused_with_credit_and_with_the_packed_loss(build, given):
     model = get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     credit = UNIFORM if given else CounterfactualConfig()
     with pytest.raises(NotImplementedError, match="PROMPT_TUNING adds virtual prompt tokens; use plain LoRA"):
@@ -241,26 +231,14 @@ def test_prompt_tuning_is_refused_with_credit_and_with_either_loss(build, given)
     build(trainer={"model": model, "counterfactual": UNIFORM})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"fused_loss": True, "packed_loss": True},
-            "fused_loss=True and packed_loss=True compute the same loss in two ways",
-        ),
-        ({"log_entropy": False}, "log_entropy=False needs fused_loss=True or packed_loss=True"),
-    ],
-)
-def test_losses_that_make_no_sense_together_are_refused(build, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        build(trainer=arguments)
+def test_the_entropy_is_left_out_of_the_packed_loss_only(build):
+    with pytest.raises(ValueError, match="log_entropy=False needs packed_loss=True"):
+        build(trainer={"log_entropy": False})
 
 
-@fuses
-def test_under_deepspeeds_stage_3_the_fused_loss_is_refused_and_the_packed_one_is_not(build, monkeypatch):
+@packs
+def test_under_deepspeeds_stage_3_gradients_need_the_model_gathered(build, monkeypatch):
     monkeypatch.setattr(integration, "_zero_stage", lambda trainer: 3)
-    with pytest.raises(NotImplementedError, match="combined with DeepSpeed's stage 3, which shards the head: pack"):
-        build(trainer={"fused_loss": True})
     build(trainer={"packed_loss": True}, ds3_gather_for_generation=False)
     gradient = {"counterfactual": CounterfactualConfig(estimator="gradient")}
     with pytest.raises(NotImplementedError, match="gradients through the model itself, whole in this process"):
@@ -317,53 +295,43 @@ def test_gradients_through_a_sharded_model_are_refused(mine, monkeypatch, config
     assert re.match(message, reason)
 
 
-@fuses
-def test_under_fsdp_the_packed_loss_takes_the_place_of_the_fused_one(mine, monkeypatch):
-    assert list(integration._fusion_obstacles(mine)) == list(integration._packing_obstacles(mine)) == []
+@packs
+def test_under_fsdp_the_packed_loss_is_not_refused(mine, monkeypatch):
     monkeypatch.setattr(mine.accelerator.state, "distributed_type", DistributedType.FSDP)
-    (reason,) = integration._fusion_obstacles(mine)
-    assert reason == "FSDP, which shards the head: packed_loss=True computes the same loss inside it"
     assert list(integration._packing_obstacles(mine)) == []
 
 
-@pytest.mark.parametrize("loss", ["fused_loss", "packed_loss"])
 @pytest.mark.parametrize("mode", ["counterfactual", "uniform"])
-def test_images_that_come_with_the_rollouts_are_refused_where_there_is_credit_or_a_loss(mode, loss):
+def test_images_that_come_with_the_rollouts_are_refused_where_there_is_credit_or_a_loss(mode):
     class WithImages(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             return inputs
 
     trainer = object.__new__(with_mixin(WithImages))
-    trainer.counterfactual, trainer.fused_loss = CounterfactualConfig(mode=mode), False
-    trainer.packed_loss = False
+    trainer.counterfactual, trainer.packed_loss = CounterfactualConfig(mode=mode), False
     trainer.model, trainer._model_is_checked = SimpleNamespace(training=True), True
     batch = {"pixel_values": torch.zeros(1)}
     if mode == "uniform":
         assert trainer._generate_and_score_completions(batch) is batch
-        setattr(trainer, loss, True)
-    expected = "counterfactual credit" if mode == "counterfactual" else f"{loss}=True"
+        trainer.packed_loss = True
+    expected = "counterfactual credit" if mode == "counterfactual" else "packed_loss=True"
     with pytest.raises(NotImplementedError, match=rf"{expected} cannot be combined with images \(pixel_values\)"):
         trainer._generate_and_score_completions(batch)
 
 
-@pytest.mark.parametrize("options", [{}, {"fused_loss": True}], ids=str)
-def test_random_weights_need_no_model_that_can_be_scored(train, options):
-    if options and RELEASE < (1, 10):
-        pytest.skip("the fused loss needs TRL 1.10")
+def test_random_weights_need_no_model_that_can_be_scored(train):
     config = CounterfactualConfig(mode="random")
-    trained = train(trainer={"model": mamba(), "counterfactual": config} | options)
+    trained = train(trainer={"model": mamba(), "counterfactual": config})
     assert max(logged(trained, "credit/weight_std")) > 0
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_model_that_is_placed_by_training_is_tried_before_the_first_completion(build, monkeypatch, fused):
-    if fused and RELEASE < (1, 10):
-        pytest.skip("the fused loss needs TRL 1.10")
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=packs)])
+def test_a_model_that_is_placed_by_training_is_tried_before_the_first_completion(build, monkeypatch, packed):
     tried: list[str] = []
-    for name in ("noise_floor", "check_head"):
+    for name in ("noise_floor", "check_trains_packed"):
         check = getattr(integration, name)
         monkeypatch.setattr(integration, name, lambda model, name=name, check=check: tried.append(name) or check(model))
-    expected = ["noise_floor", "check_head"][: 1 + fused]
+    expected = ["noise_floor", "check_trains_packed"][: 1 + packed]
 
     class Later(CounterfactualGRPOTrainer):
         def _model_is_placed(self) -> bool:
@@ -379,7 +347,7 @@ def test_a_model_that_is_placed_by_training_is_tried_before_the_first_completion
             assert tried[: 1 + len(expected)] == ["asked", *expected]
             return super()._generate(*args, **kwargs)
 
-    trainer = build(Later, trainer={"fused_loss": fused}, max_steps=2)
+    trainer = build(Later, trainer={"packed_loss": packed}, max_steps=2)
     assert tried == []
     trainer.train()
     assert tried.count("asked") > 0

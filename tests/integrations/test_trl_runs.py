@@ -17,7 +17,7 @@ from trl import GRPOTrainer  # noqa: E402
 
 from cfa_kernels.integrations.credit import Draws, weighed_text  # noqa: E402
 from tests.support.tiny import PHRASES, tiny_tokenizer  # noqa: E402
-from tests.support.trl_training import build, fuses, logged, parameters, record_generations, rollouts  # noqa: E402
+from tests.support.trl_training import build, logged, packs, parameters, record_generations, rollouts  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 UNIFORM = CounterfactualConfig(mode="uniform")
@@ -62,11 +62,10 @@ def test_what_is_drawn_follows_from_seed_process_step_and_the_batch_within_it():
     assert not {*numbers(Draws(2), 0, 0, 1, 2), *numbers(Draws(1, process=1), 0, 0, 1, 2)} & set(first)
 
 
-@fuses
-@pytest.mark.parametrize("loss", ["packed_loss", "fused_loss"])
-def test_a_compiled_model_trains_to_the_same_weights(train, loss):
+@packs
+def test_a_compiled_model_trains_to_the_same_weights(train):
     options = {"optim": "sgd", "learning_rate": 0.3}
-    given = {"counterfactual": UNIFORM, loss: True}
+    given = {"counterfactual": UNIFORM, "packed_loss": True}
     plain = parameters(train(trainer=given, **options))
     compiled = train(trainer=given, torch_compile=True, torch_compile_backend="eager", **options)
     assert hasattr(compiled.model_wrapped, "_orig_mod")
@@ -143,7 +142,7 @@ def test_weighed_tokens_are_shown_in_runs_of_one_value():
 DOCUMENTED = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 
 
-@fuses
+@packs
 def test_the_page_names_what_is_logged_and_no_more(train, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
     named = {name for name in DOCUMENTED.findall(page) if name.startswith(("credit/", "packed/"))}

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from cfa_kernels import CounterfactualConfig
 from tests.support import sharded, trl_sharded
-from tests.support.trl_training import LORA, PROMPT, fuses
+from tests.support.trl_training import LORA, PROMPT, packs
 
 PACKED: dict[str, Any] = {"packed_loss": True}
 IDLE: dict[str, Any] = {"reward_funcs": trl_sharded.first_half}  # the second process has nothing to judge or to feed
@@ -39,7 +39,7 @@ def skip_unless_deepspeed(how: str) -> None:
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 
-@fuses
+@packs
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_sharded_processes_train_as_one(tmp_path, how, kind):
         assert float(ours[place][figure]) == pytest.approx(float(theirs[place][figure]), rel=5e-3), figure
 
 
-@fuses
+@packs
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["FSDP2", "ZeRO-3"])

@@ -14,7 +14,7 @@ from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 RELEASE = integration._TRL.release
 PROMPT = "What is 3 + 4 ?"
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=8)
-fuses = pytest.mark.skipif(RELEASE < (1, 10), reason="the fused loss needs TRL 1.10")
+packs = pytest.mark.skipif(RELEASE < (1, 10), reason="the packed loss needs TRL 1.10")
 
 
 def texts(completions: list[Any]) -> list[str]:
