@@ -43,6 +43,7 @@ class MicroBatch:
     advantages: Tensor  # (b,)
     sampled_logprobs: list[Tensor]  # b tensors (t,)
     nucleus: float = 1.0  # least probability of the tokens that they are normalised over
+    moving: float = 0.0  # tokens that move the loss, once credit is assigned
     share: float = 1.0  # of the loss of the micro-batch that it is a part of, where the denominator is its own
 
     @property
@@ -116,6 +117,13 @@ class Credited(NamedTuple):
 
     weights: list[Tensor]  # b tensors (t,)
     advantages: Tensor | list[Tensor]  # (b,); b tensors (t,) where credit is signed
+
+    def moving(self, mask: Sequence[Tensor]) -> float:
+        """Count the tokens that move the loss: the mask has them, and their weighted advantage is not 0."""
+        rows = zip(self.weights, self.advantages, mask, strict=True)
+        return float(
+            sum(((weights != 0) & (advantages != 0) & mask.bool()).sum() for weights, advantages, mask in rows)
+        )
 
 
 class Pass(NamedTuple):

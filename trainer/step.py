@@ -140,15 +140,16 @@ class Objective:
         """
         config, policy = self.trainer.config, self.trainer.policy
 
-        def body() -> PackedLoss:
+        def body() -> tuple[MicroBatch, PackedLoss]:
             forward = micro.forward(policy, config, keep_states=self.credits.needs_states(micro))
             credited = micro.corrected(self.credits.of(micro, forward), forward, self.ratios, config)
             batch = micro.loss_batch(credited, self.old, self.reference, config)
             options = {**config.loss_options, **self.totals, "compute_entropy": True, "validate": False}
-            return forward.policy_loss(batch, config.temperature, **options)
+            loss = forward.policy_loss(batch, config.temperature, **options)
+            return dataclasses.replace(micro, moving=credited.moving(micro.mask)), loss
 
         with config.precision.autocast():  # of one micro-batch: it keeps the weights that it has cast
-            return micro, run_inside(policy, body, trains=True) if micro.prompts else idle_loss(policy)
+            return run_inside(policy, body, trains=True) if micro.prompts else (micro, idle_loss(policy))
 
 
 def of_each_process(parts: list[MicroBatch], policy: nn.Module) -> tuple[list[MicroBatch], int]:
@@ -164,7 +165,12 @@ def measure(metrics: Averages, trainer: Trainer, passes: Sequence[Pass], ratios:
         require_finite(done, trainer.policy)
         if sampled:
             metrics.add(sampling_metrics(done, ratios), done.micro.tokens)
-        metrics.add(done.metrics, done.micro.tokens)
+        counts = {"ratio_mean": done.micro.moving}
+        if trainer.config.importance_sampling_level == "sequence":
+            counts |= dict.fromkeys(
+                (name for name in done.metrics if "clip_ratio" in name), float(len(done.micro.rows))
+            )
+        metrics.add(done.metrics, done.micro.tokens, counts)
     if sampled and passes:
         metrics.add({"sampling/gap": checked_sampling_gap(passes, trainer.policy, trainer.config)})
 

@@ -97,6 +97,20 @@ def test_a_micro_batch_without_memory_is_done_in_halves_to_the_same_update(
         updated_by(7)  # a group is never cut
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_figures_of_several_micro_batches_are_those_of_one(fresh, rollouts, level) -> None:
+    """Two groups are mixed, and two have no advantage, so that the figures are means over other tokens in each."""
+    found = []
+    for budget in (1, 100_000):
+        trainer = fresh(
+            f"--token_budget={budget}", "--beta=0.1", "--num_iterations=2", "--credit=uniform",
+            f"--importance_sampling_level={level}", "--learning_rate=1e-3", "--importance_sampling_clip_max=3",
+        )  # fmt: skip
+        found.append(updated(trainer, rollouts)[1])
+    assert found[0] == pytest.approx(found[1], rel=2e-3, abs=1e-5)
+    assert found[1]["ratio_mean"] == pytest.approx(1, abs=0.2)
+
+
 def update_on_a_group(trainer) -> dict[str, float]:
     """Sample eight completions of a problem and take the optimizer step on them."""
     config = trainer.config

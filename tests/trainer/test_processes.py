@@ -31,9 +31,9 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
-    """Runs of one process."""
+    """Runs of one process, "all" in one micro-batch a step."""
     folder = tmp_path_factory.mktemp("alone")
-    trainer_processes.trained(0, folder, CASES)
+    trainer_processes.trained(0, folder, CASES | {"all": [*CASES["all"], "--token_budget=100000"]})
     return folder
 
 

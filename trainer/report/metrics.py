@@ -29,15 +29,19 @@ class Step:
 
 
 class Averages:
-    """Means over micro-batches, weighted by tokens; metrics named `.../max` or `..._max` keep the largest."""
+    """Means of micro-batches, each weighted by the number of its values; `.../max` and `.../min` keep the extreme."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._weights: dict[str, float] = {}
 
-    def add(self, metrics: Mapping[str, Tensor | float], weight: float = 1.0) -> None:
-        """Take in the metrics of one micro-batch that stands for `weight` tokens."""
+    def add(
+        self, metrics: Mapping[str, Tensor | float], count: float = 1.0, counts: Mapping[str, float] | None = None
+    ) -> None:
+        """Add the metrics of one micro-batch: means over `count` values, those named in `counts` over that many."""
+        counts = counts or {}
         for name, value in metrics.items():
+            weight = counts.get(name, count)
             extreme = {"max": max, "min": min}.get(name[-3:])
             if extreme:
                 self._sums[name] = extreme(self._sums.get(name, float(value)), float(value))
