@@ -53,7 +53,6 @@ setup(
     packages=find_packages(include=["cfa_kernels", "cfa_kernels.*"]),
     package_data={"cfa_kernels": ["py.typed", "hf/README.md"]},
     install_requires=CORE,
-    entry_points={"verl.plugins": ["cfa_kernels = cfa_kernels.integrations.verl"]},
     extras_require={
         "trl": TRL,
         "verl": ["verl>=0.9.1"],

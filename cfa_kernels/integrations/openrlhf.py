@@ -1,4 +1,4 @@
-"""Add counterfactual credit to OpenRLHF: a policy loss, the hook that makes the weights, and a launcher.
+"""Add counterfactual credit to OpenRLHF: the hook that makes the weights, and a launcher.
 
 The hook overrides `RemoteExperienceMaker.compute_advantages_and_returns`: OpenRLHF's own actors score the spans, and
 credit goes into `experience.advantages`, by which every loss of OpenRLHF multiplies its ratio. Actors with
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .. import CounterfactualConfig, policy_loss
+from .. import CounterfactualConfig
 from ..credit.config import as_config
 from ..scoring.access import LogprobService, ModelAccess
 from . import require
@@ -35,94 +35,6 @@ if TYPE_CHECKING:
     from openrlhf.trainer.ray.launcher import BaseModelActor as _Actor
 else:
     _Maker = _Actor = object
-
-
-class CounterfactualPolicyLoss(nn.Module):
-    """Policy loss equal to OpenRLHF's `PolicyLoss`, with token weights; works without OpenRLHF.
-
-    Computed by `policy_loss`; equal to rounding for `ppo` (also with `dual_clip`) and `gspo`. Parameters are those of
-    OpenRLHF; those of the importance correction are accepted but not read, since it is refused.
-
-    Raises:
-        ValueError: an unknown `policy_loss_type`; a `dual_clip` inside the clip range.
-        NotImplementedError: `is_correction_level` other than `off`; weigh the advantages and keep OpenRLHF's loss.
-    """
-
-    def __init__(
-        self,
-        clip_eps_low: float = 0.2,
-        clip_eps_high: float = 0.2,
-        dual_clip: float | None = None,
-        token_level_loss: bool = True,
-        policy_loss_type: str = "ppo",
-        is_correction_level: str = "off",
-        is_correction_mode: str = "mask",
-        is_correction_gating: str = "ratio",
-        is_correction_threshold: Sequence[float] = (0.5, 5.0),
-    ) -> None:
-        super().__init__()
-        if policy_loss_type not in ("ppo", "gspo"):
-            raise ValueError(f"policy_loss_type must be ppo or gspo, got {policy_loss_type!r}")
-        if is_correction_level != "off":
-            raise NotImplementedError(
-                f"is_correction_level={is_correction_level!r}: use OpenRLHF's PolicyLoss and fold the weights into the "
-                "advantages"
-            )
-        if dual_clip is not None and dual_clip <= 1 + clip_eps_high:
-            raise ValueError(f"dual_clip must exceed 1 + clip_eps_high = {1 + clip_eps_high}, got {dual_clip}")
-        self.sequence_level = policy_loss_type == "gspo"
-        self.token_level_loss = token_level_loss and not self.sequence_level
-        self.options: dict[str, Any] = {
-            "epsilon": clip_eps_low,
-            "epsilon_high": clip_eps_high,
-            "delta": dual_clip,  # a cap on the ratio above the clip range is the dual clip, and does not change A > 0
-            "importance_sampling_level": "sequence" if self.sequence_level else "token",
-        }
-
-    def forward(
-        self,
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        action_mask: Tensor | None = None,
-        rollout_log_probs: Tensor | None = None,
-        dp_size: int = 1,
-        batch_num_tokens: float | None = None,
-        global_batch_size: float | None = None,
-        *,
-        weights: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Compute OpenRLHF's loss, with a weight on the clipped loss of each token.
-
-        Args:
-            log_probs, old_log_probs, advantages: (B, A) float, nats.
-            action_mask: (B, A), 0 or 1; default all 1.
-            rollout_log_probs: not read.
-            dp_size: number of processes that the two totals cover.
-            batch_num_tokens: tokens of the whole batch; default this micro-batch's.
-            global_batch_size: sequences of the whole batch; default this micro-batch's.
-            weights: (B, A), finite and >= 0; default 1.
-
-        Returns:
-            Loss, clip ratio (of tokens, for `gspo` of sequences), approximate KL (nats), and None twice instead
-            of an importance correction's figures.
-
-        Raises:
-            TypeError, ValueError: what `policy_loss` refuses.
-        """
-        mask = torch.ones_like(log_probs) if action_mask is None else action_mask
-        divisor: Any
-        if self.token_level_loss:
-            sums: dict[str, Any] = {"loss_type": "dapo", "num_items_in_batch": 1.0}
-            divisor = mask.sum() if batch_num_tokens is None else batch_num_tokens / dp_size
-        else:
-            sums = {"loss_type": "grpo", "num_sequences_in_batch": 1.0}
-            divisor = (mask.sum(1) > 0).sum() if global_batch_size is None else global_batch_size / dp_size
-        loss, metrics = policy_loss(
-            log_probs, old_log_probs, advantages, mask, weights=weights, **self.options, **sums
-        )  # fmt: skip
-        drift = torch.where(mask.bool(), old_log_probs - log_probs.detach(), 0).sum() / mask.sum()
-        return loss / divisor, metrics["clip_ratio/region_mean"], drift, None, None
 
 
 class TreeScoring(_Actor):

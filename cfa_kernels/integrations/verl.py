@@ -1,22 +1,20 @@
-"""Add counterfactual credit to verl: a policy loss, the step that makes the weights, and a launcher.
+"""Add counterfactual credit to verl: the step that makes the weights, and a launcher.
 
-verl imports this module in each of its processes (entry point `verl.plugins`), which registers the policy loss
-`counterfactual`. `python -m cfa_kernels.integrations.verl` starts verl's PPO trainer with one more step: after
-the advantages, spans are scored by the actor's workers, and credit goes into the advantages, the only per-token tensor
-that reaches every loss. Where the actor runs on FSDP its workers score packed trees (`TreeScoring`); elsewhere they
-get ordinary log-prob requests. With `packed_update=True` they also update the actor from packed trees (`verl_update`).
+`python -m cfa_kernels.integrations.verl` starts verl's PPO trainer with one more step: after the advantages, the
+actor's workers score the spans, and credit goes into the advantages, the only per-token tensor that reaches every loss.
+On FSDP the workers score packed trees (`TreeScoring`); on other engines they get ordinary log-prob requests. With
+`packed_update=True` they also update the actor from packed trees (`verl_update`).
 """
 
 import logging
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .. import CounterfactualConfig, policy_loss
+from .. import CounterfactualConfig
 from ..scoring.access import LogprobService, ModelAccess
 from . import require
 from .credit import Draws, credit_rows, refuse
@@ -27,7 +25,6 @@ OLDEST = "0.9.1"
 _VERL = require("verl", OLDEST)
 
 from verl.single_controller.base.decorator import Dispatch, register  # noqa: E402  the check above says more
-from verl.trainer.ppo.core_algos import register_policy_loss  # noqa: E402
 
 if TYPE_CHECKING:
     from verl.workers.engine_workers import ActorRolloutRefWorker as _Worker
@@ -39,95 +36,6 @@ _LOG = logging.getLogger(__name__)
 # Losses in which weights on advantages are not weights on each token's loss: they use advantages, beyond their sign,
 # outside the product with the ratio.
 INEXACT_LOSSES = ("clip_cov", "dro", "geo_mean", "kl_cov")
-
-
-@register_policy_loss("counterfactual")
-def counterfactual_policy_loss(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """Compute verl's clipped loss, dual clip included, by `policy_loss`.
-
-    Chosen by `actor.policy_loss.loss_mode: counterfactual`. Equal to `vanilla` in every `loss_agg_mode`, to
-    rounding, and stricter: on a CPU it refuses values that are not finite. Token weights come in the advantages, or
-    in `rollout_is_weights` next to importance weights.
-
-    Args:
-        old_log_prob, log_prob, advantages: (B, T) float, nats.
-        response_mask: (B, T), 0 or 1; may leave out every token of a row.
-        config: verl's `ActorConfig`; read are `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`,
-            `clip_ratio_c` and `global_batch_info`.
-        rollout_is_weights: (B, T), finite and >= 0, or None.
-
-    Returns:
-        The loss, to be summed over micro-batches as verl does, and the figures that verl logs itself.
-
-    Raises:
-        ValueError: an unknown `loss_agg_mode`, totals that several processes need and do not have, `clip_ratio_c`
-            inside the clip range, and what `policy_loss` refuses.
-    """
-    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
-    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
-    dual_clip = config.get("clip_ratio_c", 3.0)
-    if dual_clip <= 1 + high:
-        raise ValueError(f"clip_ratio_c must exceed 1 + clip_ratio_high = {1 + high}, got {dual_clip}")
-    options, divisor = _aggregation(loss_agg_mode, response_mask, config.global_batch_info)
-    loss, metrics = policy_loss(
-        log_prob,
-        old_log_prob,
-        advantages,
-        response_mask,
-        weights=rollout_is_weights,
-        epsilon=low,
-        epsilon_high=high,
-        delta=dual_clip,  # a cap on the ratio above the clip range is verl's dual clip, and does not change A > 0
-        **options,
-    )
-    drift = (old_log_prob - log_prob.detach()).clamp(-20, 20)  # verl's range
-    capped = (drift < -math.log(dual_clip)) & (advantages < 0)
-    return loss / divisor, {
-        "actor/pg_clipfrac": metrics["clip_ratio/region_mean"].item(),
-        "actor/pg_clipfrac_lower": _mean(capped, response_mask),
-        "actor/ppo_kl": _mean(drift, response_mask),
-    }
-
-
-def _mean(values: Tensor, mask: Tensor) -> float:
-    return (torch.where(mask.bool(), values, 0).sum() / mask.sum().clamp(min=1)).item()
-
-
-def _aggregation(mode: str, mask: Tensor, totals: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Choose options of `policy_loss` for the plain sum over tokens or sequences, and what verl divides it by."""
-    processes = totals.get("dp_size") or 1
-
-    def total(name: str, local: Tensor) -> Any:
-        if totals.get(name) is not None:
-            return totals[name]
-        if processes > 1:
-            raise ValueError(f"loss_agg_mode={mode!r} on {processes} processes needs {name} in global_batch_info")
-        return local
-
-    if mode == "token-sum":
-        return {"loss_type": "dapo", "num_items_in_batch": 1.0}, 1 / processes
-    if mode == "token-mean":
-        tokens = total("batch_num_tokens", mask.sum())
-        return {"loss_type": "dapo", "num_items_in_batch": 1.0}, tokens / processes
-    if not mode.startswith("seq-mean-token-"):
-        raise ValueError(f"loss_agg_mode must be one of verl's, got {mode!r}")
-    sequences = total("global_batch_size", (mask.sum(1) > 0).sum())
-    if mode == "seq-mean-token-mean":
-        return {"loss_type": "grpo", "num_sequences_in_batch": 1.0}, sequences / processes
-    summed = {"loss_type": "luspo", "num_sequences_in_batch": 1.0}
-    if mode == "seq-mean-token-sum":
-        return summed, sequences / processes
-    if mode == "seq-mean-token-sum-norm":
-        return summed, sequences / processes * (totals.get("loss_scale_factor") or mask.shape[1])
-    raise ValueError(f"loss_agg_mode must be one of verl's, got {mode!r}")
 
 
 def credit_config(config: Any) -> CounterfactualConfig:

@@ -1,7 +1,6 @@
 """OpenRLHF's own experience maker and actor with counterfactual credit; libraries that need a GPU are replaced."""
 
 import importlib
-import inspect
 import json
 import re
 import sys
@@ -17,7 +16,7 @@ from torch import Tensor
 import cfa_kernels.integrations.openrlhf as integration
 from cfa_kernels import CounterfactualConfig, counterfactual_weights, integrations
 from cfa_kernels.estimators.base import Importances
-from cfa_kernels.integrations.openrlhf import CounterfactualMixin, CounterfactualPolicyLoss
+from cfa_kernels.integrations.openrlhf import CounterfactualMixin
 from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, completions, credited, padded
 from tests.support.openrlhf_host import experiences, settings
 from tests.support.tiny import tiny_model, tiny_tokenizer
@@ -234,19 +233,6 @@ def test_a_kl_term_in_the_reward_is_refused_where_there_is_credit_and_one_in_the
     build(UNIFORM, kl=0.1)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"policy_loss_type": "sapo"}, ValueError, "policy_loss_type must be ppo or gspo, got 'sapo'"),
-        ({"dual_clip": 1.1}, ValueError, r"dual_clip must exceed 1 \+ clip_eps_high = 1.2, got 1.1"),
-        ({"is_correction_level": "token"}, NotImplementedError, "is_correction_level='token'"),
-    ],
-)
-def test_the_loss_refuses_bad_settings(options, error, message):
-    with pytest.raises(error, match=message):
-        CounterfactualPolicyLoss(**options)
-
-
 def test_the_example_of_the_documentation_runs(openrlhf):
     page = Path(__file__).resolve().parents[2] / "docs" / "openrlhf.md"
     (code,) = re.findall(r"^```python requires=\S+\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
@@ -254,33 +240,6 @@ def test_the_example_of_the_documentation_runs(openrlhf):
     exec(compile(code, str(page), "exec"), namespace)
     assert issubclass(namespace["ExperienceMaker"], openrlhf.Maker)
     assert issubclass(namespace["ExperienceMaker"], CounterfactualMixin)
-
-
-def test_the_loss_takes_what_openrlhf_gives_its_own(openrlhf):
-    def parameters(function: Any) -> dict[str, Any]:
-        return {name: p.default for name, p in inspect.signature(function).parameters.items() if name != "weights"}
-
-    assert parameters(CounterfactualPolicyLoss) == parameters(openrlhf.loss.PolicyLoss)
-    assert parameters(CounterfactualPolicyLoss.forward) == parameters(openrlhf.loss.PolicyLoss.forward)
-
-
-@pytest.mark.parametrize("totals", [{}, {"dp_size": 2, "batch_num_tokens": 30.0, "global_batch_size": 8.0}], ids=str)
-@pytest.mark.parametrize("token_level_loss", [True, False])
-@pytest.mark.parametrize(("kind", "dual_clip"), [("ppo", None), ("ppo", 1.5), ("gspo", None)])
-def test_the_loss_returns_the_figures_of_openrlhfs(openrlhf, kind, dual_clip, token_level_loss, totals):
-    g = torch.Generator().manual_seed(0)
-    logprobs, drift, advantages = (torch.randn(4, 5, generator=g) for _ in range(3))
-    mask = (torch.arange(5) < torch.tensor([5, 2, 4, 0])[:, None]).long()
-    options = {"clip_eps_high": 0.28, "dual_clip": dual_clip, "token_level_loss": token_level_loss}
-    theirs, mine = (
-        cls(policy_loss_type=kind, **options)(logprobs, logprobs + drift, advantages, mask, **totals)
-        for cls in (openrlhf.loss.PolicyLoss, CounterfactualPolicyLoss)
-    )
-    torch.testing.assert_close(mine[0], theirs[0])
-    torch.testing.assert_close(mine[2], theirs[2])
-    if kind == "ppo":  # gspo clips sequences, and OpenRLHF counts their tokens
-        torch.testing.assert_close(mine[1], theirs[1])
-    assert mine[3:] == theirs[3:] == (None, None)
 
 
 def test_an_absent_or_old_openrlhf_is_an_error_naming_the_version_needed(monkeypatch):

@@ -66,17 +66,16 @@ def rows_to_train_on(rank: int, groups: int = 3, **changes: Any) -> Any:
 class Compared:
     """An engine before and after it packs; `fed` lists the tokens of packed trees."""
 
-    def __init__(self, rank: int, param_dtype: str, loss_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, rank: int, param_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
         from verl.workers.config import FSDPActorConfig
         from verl.workers.utils.losses import ppo_loss
 
-        import cfa_kernels.integrations.verl  # noqa: F401  registers the loss
         from cfa_kernels.scoring import training_forward
 
         self.rank, self.engine, self.fed = rank, engine_of(param_dtype), list[int]()
         actor = FSDPActorConfig(
             strategy="fsdp2", ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=4, rollout_n=GROUP,
-            entropy_coeff=0.02, use_kl_loss=True, kl_loss_coef=0.1, policy_loss={"loss_mode": loss_mode},
+            entropy_coeff=0.02, use_kl_loss=True, kl_loss_coef=0.1,
         )  # fmt: skip
         self.loss = partial(ppo_loss, config=actor)
         forward = training_forward.packed_hidden
@@ -110,10 +109,10 @@ class Compared:
         return [no_padding_2_padding(found[name], data).float() for name in ("log_probs", "entropy")]
 
 
-def updates_as_verl(rank: int, param_dtype: str, loss_mode: str) -> None:
+def updates_as_verl(rank: int, param_dtype: str) -> None:
     """Losses, metrics, gradients and log-probs from packed trees are those of verl's forward, also after a step."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        _updates_as_verl(Compared(rank, param_dtype, loss_mode, monkeypatch), exact=param_dtype == "fp32")
+        _updates_as_verl(Compared(rank, param_dtype, monkeypatch), exact=param_dtype == "fp32")
 
 
 def _updates_as_verl(compared: Compared, *, exact: bool) -> None:
