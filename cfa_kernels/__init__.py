@@ -37,10 +37,10 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .estimators.siblings import PrefixTreeValues as PrefixTreeValues
     from .estimators.siblings import SiblingEdits as SiblingEdits
     from .estimators.total_effects import total_effects as total_effects
+    from .hf.accuracy import noise_floor as noise_floor
     from .hf.liger import keep_own_modules as keep_own_modules
     from .hf.sharding import run_inside as run_inside
     from .hf.verify import check_model as check_model
-    from .hf.verify import noise_floor as noise_floor
     from .integrations.credit import credited_advantages as credited_advantages
     from .integrations.credit import fold_weights as fold_weights
     from .integrations.credit import pad_rows as pad_rows
@@ -86,7 +86,8 @@ _PUBLIC = {
     "estimators.total_effects": "total_effects",
     "hf.liger": "keep_own_modules",
     "hf.sharding": "run_inside",
-    "hf.verify": "check_model noise_floor",
+    "hf.accuracy": "noise_floor",
+    "hf.verify": "check_model",
     "integrations.credit": "credited_advantages fold_weights pad_rows",
     "losses.policy": "contributing_rows linear_policy_loss logits_policy_loss policy_loss",
     "ops.linear_logprob": "linear_logprob",

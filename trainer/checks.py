@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from cfa_kernels.hf.accuracy import noise_floor
 from cfa_kernels.hf.limits import refuse_length_dependent_rope
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.sharding import run_inside
-from cfa_kernels.hf.verify import check_trainable, noise_floor
+from cfa_kernels.hf.verify import check_trainable
 from cfa_kernels.losses.off_policy import open_choice, sampling_gaps
 from trainer.config import TrainConfig
 from trainer.microbatch import ByRow, MicroBatch, Pass

@@ -23,10 +23,11 @@ from benchmarks.speed.peers import Observed, aligntune_batched, authors_package,
 from benchmarks.speed.replay import EPSILON, EPSILON_HIGH, Replay, StepPeer, Stopwatch, Weights, trl_update
 from benchmarks.speed.varlen import causal_varlen_attention
 from cfa_kernels import policy_loss, score_counterfactuals, span_weights
+from cfa_kernels.hf.accuracy import noise_floor
 from cfa_kernels.hf.head import Head
 from cfa_kernels.hf.limits import default_token_budget
 from cfa_kernels.hf.model import backbone
-from cfa_kernels.hf.verify import check_head, noise_floor
+from cfa_kernels.hf.verify import check_head
 from cfa_kernels.integrations.credit import pad_rows
 from cfa_kernels.losses.policy import linear_policy_loss
 from cfa_kernels.losses.ragged import LossBatch

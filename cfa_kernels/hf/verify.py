@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..ops.matmul import float32_precision, ieee_products
+from ..ops.matmul import ieee_products
 from ..ops.row_softmax import FLOAT32_NOISE
 from ..packing.packs import lay_out
 from ..packing.prefix_tree import Pack, Query
@@ -36,7 +36,7 @@ from .modes import attention_implementation, checkpointed_modules, evaluation_mo
 from .probe_mode import HALVES, float32_weights, small_windows
 from .ranks import inside
 from .stateful_layers import has_cells, refuse_older_cells
-from .tree_forward import pack_states, target_logprobs, tree_attention_mode, tree_training_mode
+from .tree_forward import pack_states, target_logprobs, tree_training_mode
 
 
 @dataclass
@@ -45,7 +45,6 @@ class _SelfCheck:
     transform: tuple[float | None, float]  # softcap and scale of its logits
     packed: set[bool] = field(default_factory=set)  # `runs_fused` of the packed trees that were checked
     trained: set[bool] = field(default_factory=set)  # the same in training mode
-    noise: dict[object, float] = field(default_factory=dict)  # nats per token, by the arithmetic that it was run in
 
 
 _CHECKED: weakref.WeakKeyDictionary[PreTrainedModel, _SelfCheck] = weakref.WeakKeyDictionary()
@@ -58,7 +57,6 @@ _ROUNDINGS = 8  # tolerated multiple of the difference between the model's own t
 _Result = TypeVar("_Result")
 
 _SHARE = 0.02  # tolerated share of what masking moves
-_DEVIATIONS = 3  # root mean squares of rounding errors that cover nearly all of them
 _LARGE = 60.0  # the largest logit before scale and cap
 _ALMOST_ONE = 1 - 2**-8  # below 1 in every dtype
 _LORA_DROPOUT = "set lora_dropout=0 in its LoraConfig (TRL's ModelConfig sets 0.05)"
@@ -133,56 +131,6 @@ def check_model(model: nn.Module) -> None:
     check_trainable(causal_lm(model))
 
 
-def noise_floor(model: nn.Module) -> float:
-    """Nats per token by which log-probs from a packed tree may differ from the truth by rounding only.
-
-    Three times the root mean square, over the tokens of the probe, of the difference between a packed tree in the
-    arithmetic that the model runs in now (its own dtype, the caller's autocast and TF32) and the model by itself in
-    float32; at least `FLOAT32_NOISE`. Measured once per model and arithmetic, with the weights of that moment, and kept
-    with the self-check; that takes one forward each way. Where the model cannot run in float32 (quantised layers),
-    the model in its own dtype stands for the truth, and the figure is too small by what both ways round alike.
-
-    Roundings of different tokens add like independent errors, and those of a likely token shrink with its distance
-    from certainty, 1 - p <= -log p. So the log-prob L (<= 0) of an answer of n tokens has an error of up to
-
-        max(noise_floor(model) * min(sqrt(n), -L), FLOAT32_NOISE)
-
-    nats, and a drop (masked minus base, two such log-probs) up to the root of the sum of both squares, at most
-    `sqrt(2 * n) * noise_floor(model)`. A drop, or a difference of two drops of one answer, below that tells nothing.
-
-    Args:
-        model: a transformers causal model, or what wraps one.
-
-    Raises:
-        NotImplementedError: as `check_supported`.
-    """
-    model = causal_lm(model)
-    head = check_supported(model)
-    noise, arithmetic = _CHECKED[model].noise, _arithmetic(model)
-    if arithmetic not in noise:
-        noise[arithmetic] = max(FLOAT32_NOISE, _DEVIATIONS * _rounding(model, head))
-    return noise[arithmetic]
-
-
-def _arithmetic(model: PreTrainedModel) -> object:
-    kind = input_device(model).type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return model.dtype, kind, autocast, float32_precision()
-
-
-def _rounding(model: PreTrainedModel, head: Head) -> float:
-    """Measure the root mean square, over the probe's tokens, of rounding in log-probs from a packed tree, nats."""
-    probe = _Probe.of(model)
-
-    def own() -> Tensor:
-        return probe.of_targets(_whole_model(model)(input_ids=probe.ids, use_cache=False).logits.float())
-
-    with small_windows(model), tree_attention_mode(model):
-        ours = probe.unpacked(target_logprobs(head, pack_states(model, head, probe.pack)))
-    truth = _measured(model, own, moved=False)
-    return torch.where(ours == truth, 0.0, ours - truth).square().mean().sqrt().item()
-
-
 def _refused(what: str, why: str) -> str:
     return f"{what}, so it cannot be trained on packed trees: {why}"
 
@@ -213,7 +161,7 @@ def _settings(model: PreTrainedModel) -> str:
 
 def _check_repeatable(model: PreTrainedModel) -> None:
     """Check that two equal calls, in the model's present modes, agree to rounding, whatever is drawn in between."""
-    ids = _Probe.of(model).ids
+    ids = Probe.of(model).ids
 
     def measure() -> tuple[float, float]:
         with evaluation_mode(model):
@@ -222,7 +170,7 @@ def _check_repeatable(model: PreTrainedModel) -> None:
         first, second = (_called(model, ids, factor, share) for share in (0.0, _ALMOST_ONE))
         return _gap(model, first.log_softmax(-1), second.log_softmax(-1)), rounding
 
-    gap, rounding = _measured(model, measure, training=True)
+    gap, rounding = run_probe(model, measure, training=True)
     if not gap <= max(_TOLERANCE, _ROUNDINGS * rounding):
         remedy = _settings(model) or (
             " (no dropout, jitter or noise above 0 in its configuration: look for draws in its own code or its hooks, "
@@ -247,12 +195,12 @@ class _EveryThreshold(TorchFunctionMode):
 
 def _called(model: PreTrainedModel, ids: Tensor, factor: float, share: float) -> Tensor:
     with _amplified(model, factor), _EveryThreshold(share):
-        return _whole_model(model)(input_ids=ids, use_cache=False).logits.float()
+        return whole_model(model)(input_ids=ids, use_cache=False).logits.float()
 
 
 def _checked_transform(model: PreTrainedModel) -> tuple[float | None, float]:
     """Find the softcap and scale under which the head gives the model's own log-probs."""
-    ids = _Probe.of(model).ids
+    ids = Probe.of(model).ids
 
     def measure() -> tuple[float, float, tuple[float | None, float]]:
         hidden, head = _hidden(model, ids), read_head(model)
@@ -277,7 +225,7 @@ def _checked_transform(model: PreTrainedModel) -> tuple[float | None, float]:
         best = min(gaps, key=lambda transform: gaps[transform])
         return gaps[best], rounding, best
 
-    gap, rounding, transform = _measured(model, measure)
+    gap, rounding, transform = run_probe(model, measure)
     if not gap <= max(_TOLERANCE, _ROUNDINGS * rounding):
         raise NotImplementedError(
             f"model: the logits of {type(model).__name__} are not its head's output, as scaled and capped by its "
@@ -321,7 +269,7 @@ def _check_layout(model: PreTrainedModel, training: bool = False) -> None:
 
 
 def _check_tree(model: PreTrainedModel, training: bool = False) -> None:
-    probe, name, attended = _Probe.of(model), type(model).__name__, list[str]()
+    probe, name, attended = Probe.of(model), type(model).__name__, list[str]()
 
     def measure() -> tuple[float, float]:
         head = check_head(model)
@@ -350,7 +298,7 @@ def _check_tree(model: PreTrainedModel, training: bool = False) -> None:
             min(_TOLERANCE, _SHARE * mixing), _ROUNDINGS * rounding, FLOAT32_NOISE
         )
 
-    gap, tolerance = _measured(model, measure, training)
+    gap, tolerance = run_probe(model, measure, training)
     if not gap <= tolerance:
         raise NotImplementedError(
             f"model: {name} does not compute the same in a packed tree as by itself{' in training mode' * training} "
@@ -373,7 +321,7 @@ def _other_mixers(model: PreTrainedModel, attended: list[str]) -> str:
     return ""
 
 
-class _Probe(NamedTuple):
+class Probe(NamedTuple):
     """A row and branches that leave it and return, as a batch on the model's device and as one pack."""
 
     ids: Tensor  # (n, L)
@@ -382,7 +330,7 @@ class _Probe(NamedTuple):
     pack: Pack
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "_Probe":
+    def of(cls, model: PreTrainedModel) -> "Probe":
         """Make one: a branch of a branch, two branches one token apart, one at a last token."""
         special = {
             value
@@ -424,14 +372,14 @@ def _own_logits(model: PreTrainedModel, ids: Tensor, factor: float) -> tuple[Ten
     The input of the head is multiplied by `factor`. Rounding is the difference between rows in a batch and one by one.
     """
     with _amplified(model, factor):
-        together = _whole_model(model)(input_ids=ids, use_cache=False).logits.float()
-        alone = torch.cat([_whole_model(model)(input_ids=row[None], use_cache=False).logits.float() for row in ids[:2]])
+        together = whole_model(model)(input_ids=ids, use_cache=False).logits.float()
+        alone = torch.cat([whole_model(model)(input_ids=row[None], use_cache=False).logits.float() for row in ids[:2]])
     if torch.isnan(together).any():
         raise FloatingPointError(f"model: {type(model).__name__} gives nan logits on an ordinary row of tokens")
     return together, _gap(model, together[:2].log_softmax(-1), alone.log_softmax(-1))
 
 
-def _whole_model(model: PreTrainedModel) -> Callable[..., Any]:
+def whole_model(model: PreTrainedModel) -> Callable[..., Any]:
     """Return the model with its hooks; inside what distributes it without them, which would start that anew."""
     return model if inside(model) is None else _met(model, model.forward)
 
@@ -463,7 +411,7 @@ def _gap(model: PreTrainedModel, ours: Tensor, theirs: Tensor) -> float:
     return gap if (ranks := inside(model)) is None else ranks.largest(gap)
 
 
-def _measured(
+def run_probe(
     model: PreTrainedModel, measure: Callable[[], _Result], training: bool = False, moved: bool = True
 ) -> _Result:
     """Run `measure()` with the model prepared for a probe, in float32 if its layers run in it, else in its own dtype.

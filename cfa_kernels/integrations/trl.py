@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from .. import CounterfactualConfig, Credit
 from ..credit.assign import FIGURES
 from ..credit.config import as_config
+from ..hf.accuracy import noise_floor
 from ..hf.model import causal_lm
 from ..hf.sharding import is_sharded, run_inside
 from ..hf.stateful_layers import has_cells
-from ..hf.verify import noise_floor
 from ..losses.checks import LOSS_TYPES
 from ..scoring.access import GRADIENTS
 from . import require

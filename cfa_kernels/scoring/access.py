@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..hf.accuracy import noise_floor
 from ..hf.model import causal_lm
 from ..hf.ranks import Ranks, inside
 from ..hf.sharding import is_sharded, run_inside
-from ..hf.verify import noise_floor
 from ..ops.row_softmax import FLOAT32_NOISE
 from ..packing.prefix_tree import Query
 from .batch import ScoredBatch

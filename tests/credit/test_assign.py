@@ -10,7 +10,7 @@ from cfa_kernels.credit.assign import FIGURES, counterfactual_credit, counterfac
 from cfa_kernels.credit.config import CounterfactualConfig
 from cfa_kernels.estimators.base import Importances
 from cfa_kernels.estimators.gradient import Gradient
-from cfa_kernels.hf.verify import FLOAT32_NOISE
+from cfa_kernels.ops.row_softmax import FLOAT32_NOISE
 from cfa_kernels.scoring.access import CAPABILITIES, LOGPROBS, LogprobService
 from cfa_kernels.scoring.masked import CounterfactualScores, ScoringWork
 from cfa_kernels.span import Span

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from cfa_kernels.hf import verify
-from cfa_kernels.hf.verify import FLOAT32_NOISE, noise_floor
+from cfa_kernels.hf.accuracy import FLOAT32_NOISE, noise_floor
 from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
 from tests.support.models import PLACEHOLDER, make_model, tokens

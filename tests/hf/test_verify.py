@@ -203,7 +203,7 @@ def test_a_self_check_is_kept_while_nothing_changes_by_one_walk_over_the_modules
 
     hook = watched()
     verify.check_head(model)
-    monkeypatch.setattr(verify, "_measured", None)
+    monkeypatch.setattr(verify, "run_probe", None)
     walks, walk = [], ModelWalk.__init__
     monkeypatch.setattr(ModelWalk, "__init__", lambda self, model: walks.append(model) or walk(self, model))
     monkeypatch.setattr(type(model), "named_modules", None)
@@ -217,7 +217,7 @@ def test_gradients_of_the_input_have_no_model_checked_again(monkeypatch):
     """transformers adds a hook to the embedding at every call, TRL and PEFT call it at every step."""
     model = make_model("Qwen3")
     verify.check_head(model)
-    monkeypatch.setattr(verify, "_measured", None)
+    monkeypatch.setattr(verify, "run_probe", None)
     for _ in range(2):
         model.enable_input_require_grads()
         verify.check_head(model)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cfa_kernels.hf.verify import noise_floor
+from cfa_kernels.hf.accuracy import noise_floor
 from cfa_kernels.scoring import training_forward as packed_loss
 from tests.support.embedded import advantages_of, sample, settings, updated
 from tests.support.waits import OnDevice, a_device, put_on_device
