@@ -60,7 +60,7 @@ def whole_folder(folder: Path, *, manifest: bool = False) -> Iterator[Path]:
             yield aside
             files = sorted(path for path in aside.rglob("*") if path.is_file())
             if manifest:
-                listed = {path.relative_to(aside).as_posix(): _seal(path) for path in files}
+                listed = {path.relative_to(aside).as_posix(): seal(path) for path in files}
                 files.append(aside / MANIFEST)
                 files[-1].write_text(json.dumps({"format": _FORMAT, "files": listed}, indent=1) + "\n", "utf-8")
             for path in files:
@@ -86,7 +86,7 @@ def require_whole(folder: Path) -> None:
             found = path.stat().st_size
             if found != said["bytes"]:
                 raise Damaged(f"{path}: has {found} bytes of {said['bytes']}")
-            if _seal(path) != said:
+            if seal(path) != said:
                 raise Damaged(f"{path}: its SHA-256 is not that of the manifest")
         except OSError as problem:
             raise Damaged(f"{path}: cannot be read ({problem.strerror})") from problem
@@ -99,7 +99,7 @@ def _listed(manifest: Path) -> dict[str, dict[str, Any]]:
         if said["format"] != _FORMAT or not all({"bytes", "sha256"} == set(file) for file in said["files"].values()):
             raise ValueError(f"its format is not {_FORMAT}")
         return said["files"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise Damaged(f"{manifest}: cannot be read ({problem})") from problem
 
 
@@ -118,9 +118,14 @@ def _aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def _seal(path: Path) -> dict[str, Any]:
+def seal(path: Path, size: int | None = None) -> dict[str, Any]:
+    """Measure a file, or its first `size` bytes: how many there are, and their SHA-256."""
+    digest, left = hashlib.sha256(), path.stat().st_size if size is None else size
     with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        while part := file.read(min(left, 1 << 20)):
+            digest.update(part)
+            left -= len(part)
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
 def _sync_folder(folder: Path) -> None:

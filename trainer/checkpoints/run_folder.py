@@ -25,6 +25,7 @@ from trainer.checkpoints.files import (
     naming,
     remove_leftovers,
     require_whole,
+    seal,
     whole_folder,
     write_whole,
 )
@@ -104,9 +105,15 @@ class RunFolder:
         folder = self._checkpoint(step)
         require_whole(folder)
         state = read_json(folder)
-        for name, size in state["report"]["bytes"].items():
-            if (self.path / name).stat().st_size < size:
-                raise Damaged(f"{self.path / name} is shorter than the {size} bytes that it had at step {step}")
+        if state["step"] != step:
+            raise Damaged(f"{folder} holds step {state['step']}: it was copied or renamed")
+        for name, then in state["files"].items():
+            if (now := seal(self.path / name, then["bytes"]))["bytes"] < then["bytes"]:
+                raise Damaged(
+                    f"{self.path / name} is shorter than the {then['bytes']} bytes that it had at step {step}"
+                )
+            if now != then:
+                raise Damaged(f"{self.path / name} is not as it was at step {step}: its SHA-256 is another")
         _require_same(self.path, state["settings"], trainer.config)
         for name, now in self._facts.items():
             if (then := state["facts"].get(name)) != now:
@@ -128,7 +135,8 @@ class RunFolder:
     def _write(self, trainer: Trainer, step: int, tensors: Tensors, report: dict[str, Any]) -> None:
         folder, config = self._checkpoint(step), trainer.config
         require_finite_parameters(trainer.policy, tensors[WEIGHTS])
-        state = {"step": step, "settings": asdict(config), "facts": self._facts, "report": report}
+        files = {name: seal(self.path / name, size) for name, size in report["bytes"].items()}
+        state = {"step": step, "settings": asdict(config), "facts": self._facts, "report": report, "files": files}
         with whole_folder(folder, manifest=True) as aside:
             write_state(trainer, aside, tensors, state)
         kept = sorted(one for one in _steps(self.path) if one <= step)[-config.save_total_limit :]
@@ -274,7 +282,7 @@ def _settings(path: Path) -> dict[str, Any]:
     """Read the settings that a run in `path` was begun with; none where there is no run."""
     try:
         saved = yaml.safe_load((path / _SETTINGS).read_text("utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+    except (OSError, yaml.YAMLError, ValueError, RecursionError):  # a ValueError: of a date like 2026-13-45
         return {}
     return saved if isinstance(saved, dict) else {}
 
@@ -291,7 +299,7 @@ def _is_begun(path: Path) -> bool:
 def _is_finished(path: Path, config: TrainConfig) -> bool:
     try:
         return json.loads((path / _SUMMARY).read_bytes())["steps"] >= config.max_steps
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -162,6 +163,34 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_used(stopped, faul
         assert name == "manifest.json" or str(kept / name) in note
     run = RunFolder(folder)
     assert (run.begin(trainer)[0], run.notes) == (last, [])
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl"])
+def test_a_flipped_bit_in_what_a_run_wrote_is_named_and_the_checkpoint_before_it_used(stopped, name) -> None:
+    trainer, folder = stopped
+    before, last = (int(one.removeprefix("step-")) for one in checkpoints(folder))
+    files = [
+        json.loads((folder / "checkpoints" / f"step-{step}" / "state.json").read_text())["files"]
+        for step in (before, last)
+    ]
+    content = (folder / name).read_bytes()
+    place = random.Random(0).randrange(files[0][name]["bytes"], files[1][name]["bytes"])
+    (folder / name).write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+    run = RunFolder(folder)
+    assert run.begin(trainer)[0] == before
+    (folder / name).write_bytes(content)
+    assert f"{folder / name} is not as it was at step {last}" in run.notes[0]
+
+
+def test_a_checkpoint_that_was_copied_or_renamed_to_another_step_is_left_out(stopped) -> None:
+    trainer, folder = stopped
+    last = checkpoints(folder)[-1]
+    shutil.copytree(folder / "checkpoints" / last, folder / "checkpoints" / "step-5")
+    run = RunFolder(folder)
+    step, _ = run.begin(trainer)
+    shutil.rmtree(folder / "checkpoints" / "step-5")
+    assert f"step-{step}" == last
+    assert f"step-5 holds step {step}: it was copied or renamed" in run.notes[0]
 
 
 def is_same_manifest(path, content: bytes) -> bool:

@@ -125,7 +125,7 @@ def test_without_an_output_dir_the_newest_unfinished_run_of_the_same_command_goe
 def test_settings_of_other_programs_under_runs_are_passed_over(argv, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/other").mkdir(parents=True)
-    for text in ("learning_rate: 1", "- a", "output_dir:"):
+    for text in ("learning_rate: 1", "- a", "output_dir:", "seed: 2026-13-45", "[" * 9999):
         (tmp_path / "runs/other/config.yaml").write_text(text)
         with open_run(config(*argv(None))) as folder:
             assert folder.path.name != "other"
@@ -191,25 +191,24 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_the_model_is_loaded(arg
         open_run(config(*argv(), f"--output_dir={where}")).__enter__()
 
 
-@pytest.fixture
-def read_only(tmp_path):
-    """A folder that everyone may read and nobody may write to, not even this process."""
-    folder = tmp_path / "kept"
-    folder.mkdir()
-    folder.chmod(0o555)
+def refused(place, argv: list[str]) -> None:
+    """Without the rights of root, which may write everywhere, take a folder that others may only read."""
+    given = config(*argv, f"--output_dir={place}")  # from a checkout that others may not enter, perhaps
     before = os.geteuid()
     if before == 0:
-        for parent in (tmp_path, *tmp_path.parents):
-            if not parent.stat().st_mode & 0o001:
-                parent.chmod(0o711)  # to pass through
         os.seteuid(NOBODY)
-    yield folder
-    os.seteuid(before)
-    folder.chmod(0o755)
+    try:
+        with pytest.raises(DiskError, match=f"^output_dir: {place} cannot be written: Permission denied"):
+            open_run(given).__enter__()
+    finally:
+        os.seteuid(before)
 
 
 @pytest.mark.parametrize("name", [".", "run", "runs/of/today"])
-def test_a_folder_that_is_read_only_is_no_place_for_a_run(argv, read_only, name) -> None:
-    place = read_only / name
-    with pytest.raises(DiskError, match=f"^output_dir: {place} cannot be written: Permission denied"):
-        open_run(config(*argv(), f"--output_dir={place}")).__enter__()
+def test_a_folder_that_is_read_only_is_no_place_for_a_run(argv, tmp_path, name) -> None:
+    folder = tmp_path / "kept"
+    folder.mkdir(mode=0o555)
+    for parent in (tmp_path, *tmp_path.parents):
+        if os.geteuid() == 0 and not parent.stat().st_mode & 0o001:
+            parent.chmod(0o711)  # to pass through
+    refused(folder / name, argv())
