@@ -52,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
         except expected as problem:
             return _failed(problem)
         except (MemoryError, RuntimeError) as problem:
+            if processes.is_silence(problem):
+                return _failed(processes.OtherProcessFailed(processes.silence(problem)))
             if isinstance(problem, RuntimeError) and not is_out_of_memory(problem):
                 raise
             where = f"rank {processes.rank()}: " if processes.count() > 1 else ""

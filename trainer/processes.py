@@ -159,14 +159,24 @@ def _meet(value: _Value, problem: str | None) -> list[_Value]:
     try:
         dist.all_gather_object(found, (value, problem))
     except RuntimeError as broken:
-        why = problem or f"another process has ended or does not answer ({str(broken).splitlines()[0]})"
-        raise OtherProcessFailed(f"rank {rank()}: {why}") from broken
+        raise OtherProcessFailed(f"rank {rank()}: {problem}" if problem else silence(broken)) from broken
     problems = {told: f"rank {i}: {told}" for i, (_, told) in reversed([*enumerate(found)]) if told is not None}
     if len(problems) == 1 and all(told is not None for _, told in found):  # the same everywhere
         raise OtherProcessFailed(next(iter(problems)))
     if problems:
         raise OtherProcessFailed("; ".join(reversed(problems.values())))
     return [given for given, _ in found]
+
+
+def is_silence(problem: Exception) -> bool:
+    """Whether an error is of torch's talk between processes: another one has ended or does not answer."""
+    ours = isinstance(problem, dist.DistError) or "gloo/" in str(problem)
+    return count() > 1 and isinstance(problem, RuntimeError) and ours
+
+
+def silence(problem: Exception) -> str:
+    """Say in one line what `is_silence` means."""
+    return f"rank {rank()}: another process has ended or does not answer ({str(problem).splitlines()[0]})"
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:

@@ -1,6 +1,7 @@
 """What each of several processes does in `tests/trainer/test_processes.py`: train as `python -m trainer` does."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.embedded import run, settings
+from tests.support.embedded import SMALL, run, settings
+from tests.support.runs import main
 from trainer import processes
 from trainer.checkpoints.run_folder import open_run
 from trainer.processes import OtherProcessFailed, failed, gathered
 from trainer.run import set_up
+from trainer.state import Trainer
 from trainer.step import training_step
 
 FEW = [
@@ -68,6 +71,21 @@ def failing(rank: int) -> None:
     trainer.rewards = {"dies": dies_in_second}
     with pytest.raises(OtherProcessFailed, match=r"^rank 0: another process has ended or does not answer"):
         training_step(trainer, 1, [4, 13, 9, 12])
+    os._exit(0)  # nobody is left to part from
+
+
+def left_while_sampling(rank: int, folder: Path, parallel: str) -> None:
+    """The process that is left where the other dies while it samples says so in one line."""
+
+    def dies(*_: Any, **__: Any) -> None:
+        os._exit(0)
+
+    if rank == 1:
+        Trainer.sample = dies  # type: ignore[method-assign]
+    argv = [*SMALL, *FEW, "--max_completion_length=12", f"--parallel={parallel}", f"--output_dir={folder / 'run'}"]
+    code, _, said = main(argv)
+    assert code == 1
+    assert re.fullmatch(r"error: rank 0: another process has ended or does not answer \(.*\)\n", said)
     os._exit(0)  # nobody is left to part from
 
 

@@ -47,7 +47,8 @@ def test_two_processes_train_as_one(alone, tmp_path, parallel) -> None:
         for theirs, ours in zip(expected, found, strict=True):
             assert ours.keys() == theirs.keys()
             for key in ours:
-                if "time" not in key:  # gaps of log-probs are rounding and nothing else
+                # Work depends on how completions are packed; gaps of log-probs are rounding and nothing else.
+                if "time" not in key and key not in ("credit/tokens_fed", "credit/forwards"):
                     atol = 1e-4 if key.startswith("sampling/") else 1e-5
                     assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=atol), (name, ours["step"], key)
         same_samples(samples_of(tmp_path / name), samples_of(alone / name))
@@ -96,6 +97,12 @@ def test_a_checkpoint_of_two_processes_is_gone_on_from_by_two_and_by_one(tmp_pat
 @pytest.mark.slow
 def test_what_one_process_cannot_do_ends_all() -> None:
     sharded.run(2, trainer_processes.failing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_a_process_whose_peer_is_killed_while_it_samples_ends_with_one_line(tmp_path, parallel) -> None:
+    sharded.run(2, trainer_processes.left_while_sampling, tmp_path, parallel)
 
 
 def launched(launcher: list[str], *argv: str) -> subprocess.CompletedProcess[str]:
