@@ -6,6 +6,7 @@ No network: the tokenizer is a byte-level BPE trained here, and models have rand
 import copy
 import functools
 import json
+import os
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -103,7 +104,18 @@ def variants(job: Job, b: int) -> Iterator[Tensor]:
 
 
 def gsm8k_folder() -> Path | None:
-    """Real GSM8K problems and model solutions, beside the repository or inside it, or None."""
+    """Folder of GSM8K's `train.jsonl` and `model_solutions.jsonl`, or None.
+
+    The environment variable `GSM8K` names it; else it is `shared/gsm8k` beside the repository or inside it.
+
+    Raises:
+        ValueError: `GSM8K` names a folder that lacks one of the files.
+    """
+    files = ("train.jsonl", "model_solutions.jsonl")
+    if named := os.environ.get("GSM8K"):
+        if missing := [file for file in files if not Path(named, file).is_file()]:
+            raise ValueError(f"GSM8K={named}: has no {' and no '.join(missing)}; docs/benchmarks.md says how to get it")
+        return Path(named)
     places = (REPOSITORY.parent / "shared" / "gsm8k", REPOSITORY / "shared" / "gsm8k")
     return next((place for place in places if place.is_dir()), None)
 
