@@ -371,9 +371,11 @@ def write_gradient(
     entropy_coeff = by_entropy * inv_temperature / LOG2E
     factor = inv_temperature * LOG2E
     log2_sum = log_sum * LOG2E
-    for i in range(0, tl.cdiv(V, BLOCK)):
-        o_v, m_v = row_tile(i, V, BLOCK, VECTOR)
-        near = (target >= i * BLOCK) & (target < (i + 1) * BLOCK)
+    # 32 bytes of logits a lane at a time: 16 float32 logits, their bias, cap and gradient do not fit 64 registers.
+    STEP: tl.constexpr = BLOCK * VECTOR // 8
+    for i in range(0, tl.cdiv(V, STEP)):
+        o_v, m_v = row_tile(i, V, STEP, VECTOR)
+        near = (target >= i * STEP) & (target < (i + 1) * STEP)
         _write_some(
             p_logits, p_bias, p_gradient, o_v, m_v, target, near, stride_v, stride_gv,
             row_max, log2_sum, factor, softcap, prob_coeff, label_coeff, entropy_coeff,

@@ -149,7 +149,8 @@ def test_the_second_reading_and_the_gradient_are_the_first_to_leave_the_l2_cache
     assert len(found) >= 4
     for report in found:
         first, second = (report.assembly.count(f"ld.global{hint}.v4.b32") for hint in ("", HINT))
-        assert first == second > 0, report.name
+        # 16 logits a lane for the sums, 32 bytes of them for the gradient
+        assert second == first - (2 if "kernel fp32" in report.name else 0) > 0, report.name
         assert report.assembly.count(f"st.global{HINT}.v") == accesses(report).count("st.global.v") > 0, report.name
 
 
@@ -169,7 +170,7 @@ def test_vocabularies_of_any_size_are_read_and_written_in_wide_accesses(reports)
             found = {
                 kind: accesses(report).count(kind) for kind in ("ld.global.v4.b32", "ld.global.b16", "st.global.b16")
             }
-            assert found["ld.global.v4.b32"] == 2 * logits, name  # two passes of 16 logits a lane
+            assert found["ld.global.v4.b32"] == logits + 2, name
             # Single ones: the target, and behind the last whole vector 16 bytes a lane at most.
             assert found["ld.global.b16"] <= 1 + 2 * 2, name
             assert found["st.global.b16"] <= 2 * logits, name
