@@ -5,12 +5,13 @@ PYTHON ?= python3
 VENV := .venv
 PY ?= $(VENV)/bin/python
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 ON_MODELS := tests/scoring tests/losses tests/hf tests/integrations
 ifeq ($(PY),$(VENV)/bin/python)
 SETUP := $(VENV)/installed
 endif
 
-.PHONY: demo test test-oldest quick soak lint gpu first-hour bench clean
+.PHONY: demo test test-oldest test-newest quick soak lint gpu first-hour bench clean
 
 demo: $(SETUP)
 	$(PY) -m trainer
@@ -22,6 +23,11 @@ test: $(SETUP)
 # the hosts that are installed are run. What needs a newer transformers is skipped by name.
 test-oldest: $(OLDEST)/installed
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 --dist loadfile tests/ops $(ON_MODELS)
+
+# The same with the newest packages of the index, without constraints.txt; set up anew each time.
+test-newest:
+	$(call SET_UP,$(NEWEST),--upgrade)
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n 2 --dist loadfile tests/ops $(ON_MODELS)
 
 quick: $(SETUP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 --dist loadfile
@@ -51,18 +57,18 @@ define SET_UP
   { echo "Python 3.11 or newer is needed, $(PYTHON) is `$(PYTHON) --version`; try make PYTHON=python3.11"; exit 1; }
 $(PYTHON) -m venv $(1)
 $(1)/bin/python -m pip install --quiet --upgrade pip
-$(1)/bin/python -m pip install --quiet -c constraints.txt torch
-$(1)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+$(1)/bin/python -m pip install --quiet $(2) torch
+$(1)/bin/python -m pip install --quiet $(2) -e '.[test,lint]'
 endef
 
 $(VENV)/installed: setup.py constraints.txt
-	$(call SET_UP,$(VENV))
+	$(call SET_UP,$(VENV),-c constraints.txt)
 	touch $@
 
 $(OLDEST)/installed: setup.py constraints.txt constraints-oldest.txt
-	$(call SET_UP,$(OLDEST))
+	$(call SET_UP,$(OLDEST),-c constraints.txt)
 	$(OLDEST)/bin/python -m pip install --quiet --no-deps -r constraints-oldest.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -9,7 +9,7 @@ from setuptools import find_packages, setup
 
 CORE = [
     "torch>=2.11",
-    "triton>=3.6,<3.8; platform_system == 'Linux'",
+    "triton>=3.6; platform_system == 'Linux'",
     "transformers>=5.5.3,<6",
     "numpy>=2.0",
 ]
@@ -31,7 +31,7 @@ TRAINER = [
 MATH = ["math-verify[antlr4_13_2]>=0.9"]
 TESTING = [
     *MATH,
-    "trl>=1.16,<1.17",
+    "trl>=1.16",
     "pytest>=8",
     "pytest-benchmark>=5",
     "pytest-xdist>=3.6",
@@ -55,7 +55,7 @@ setup(
     install_requires=CORE,
     extras_require={
         "trl": TRL,
-        "verl": ["verl>=0.9.1"],
+        "verl": ["verl[verl-core]>=0.9.1"],
         "openrlhf": ["openrlhf>=0.11.2"],
         "trainer": TRAINER,
         "math": MATH,

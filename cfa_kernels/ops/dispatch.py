@@ -8,7 +8,7 @@ import triton
 BACKENDS = ("triton", "torch")
 
 TRITON_BEFORE_3_7 = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
-"""Whether the compiler is the older of the two that are supported."""
+"""Whether the compiler is Triton 3.6, which needs other builds of some kernels."""
 
 
 def interpreting() -> bool:
