@@ -5,11 +5,8 @@ loss by that. The names below are the public API; everything else may change. Ea
 so that `import cfa_kernels` brings neither torch nor transformers, and kernels and losses do without transformers.
 """
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from . import _moved  # noqa: F401  modules by their former names
 
 if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .credit.assign import Credit as Credit
@@ -33,7 +30,6 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .estimators.masking import Masking as Masking
     from .estimators.prefix_gain import PrefixGain as PrefixGain
     from .estimators.probes import Probe as Probe
-    from .estimators.siblings import KTAE as KTAE
     from .estimators.siblings import PrefixTreeValues as PrefixTreeValues
     from .estimators.siblings import SiblingEdits as SiblingEdits
     from .estimators.total_effects import total_effects as total_effects
@@ -54,7 +50,6 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .scoring.access import ModelAccess as ModelAccess
     from .scoring.access import Sharded as Sharded
     from .scoring.access import TrainingForward as TrainingForward
-    from .scoring.batch import ScoredBatch as CreditBatch  # noqa: F401
     from .scoring.batch import ScoredBatch as ScoredBatch
     from .scoring.masked import CounterfactualScores as CounterfactualScores
     from .scoring.masked import ScoringWork as ScoringWork
@@ -82,7 +77,7 @@ _PUBLIC = {
     "estimators.masking": "Masking",
     "estimators.prefix_gain": "PrefixGain",
     "estimators.probes": "Probe",
-    "estimators.siblings": "KTAE PrefixTreeValues SiblingEdits",
+    "estimators.siblings": "PrefixTreeValues SiblingEdits",
     "estimators.total_effects": "total_effects",
     "hf.liger": "keep_own_modules",
     "hf.sharding": "run_inside",
@@ -109,9 +104,6 @@ __all__ = sorted(_MODULES)
 
 def __getattr__(name: str) -> Any:
     """Import a public name, or a package, when it is first used."""
-    if name == "CreditBatch":
-        warnings.warn("CreditBatch is called ScoredBatch now", DeprecationWarning, stacklevel=2)
-        name = "ScoredBatch"
     if name in _PACKAGES:
         return import_module(f"{__name__}.{name}")
     if name not in _MODULES:

@@ -13,7 +13,6 @@ from cfa_kernels import (
     score_counterfactuals,
 )
 from cfa_kernels.estimators import gradient
-from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
 from cfa_kernels.hf import tree_forward
 from cfa_kernels.hf.verify import check_trainable
 from cfa_kernels.losses.ragged import LossBatch
@@ -110,16 +109,6 @@ def test_gradients_at_the_embeddings_look_once_however_many_packs_and_draws_ther
         rows = batch_of(model, *batch(), token_budget=60)
         found = gradient.Gradient(outcome, samples=2)(InProcess(model), rows)
         assert found.work.forwards >= 6
-        assert_waits(waits, "cpu")
-
-
-@pytest.mark.parametrize("partial", [short_branches, answer_knockout])
-def test_branches_of_a_few_rows_look_once_however_many_packs_there_are(partial):
-    model = checked("Qwen3")
-    with a_device() as waits:
-        rows = batch_of(put_on_device(model), *batch(), token_budget=60)
-        scores = partial(InProcess(model), rows, outcome="mean")
-        assert scores.work.forwards >= 4
         assert_waits(waits, "cpu")
 
 

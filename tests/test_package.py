@@ -1,4 +1,4 @@
-"""What the package promises as a whole: public names, former names, what an import brings, sizes, what is shipped."""
+"""What the package promises as a whole: public names, what an import brings, sizes, what is shipped."""
 
 import ast
 import contextlib
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tarfile
 import textwrap
-import warnings
 import zipfile
 from importlib import import_module
 from pathlib import Path
@@ -20,30 +19,11 @@ import pytest
 from torch import nn
 
 import cfa_kernels
-from cfa_kernels import _moved
 from cfa_kernels.estimators.registry import ESTIMATORS
 from tests.conftest import REPOSITORY
 from tests.support.models import make_model
 
 PACKAGE = REPOSITORY / "cfa_kernels"
-
-# Public in the version before modules became packages.
-FORMER_NAMES = (
-    "CounterfactualConfig CounterfactualScores Credit CreditBatch Importances PackedLoss Probe ScoringWork Span "
-    "answer_text_span contributing_rows counterfactual_credit counterfactual_weights detect_spans find_answer "
-    "linear_logprob linear_policy_loss logits_policy_loss packed_logprobs packed_policy_loss policy_loss "
-    "score_counterfactuals span_weights"
-)
-# Names that pages of that version imported from elsewhere.
-FORMER_PATHS = {
-    "code_text": ["ranked_python_intervals"],
-    "fused_modules": ["keep_own_modules", "fused_modules"],
-    "integrations.credit": ["credited_advantages", "fold_weights", "pad_rows"],
-    "losses": ["contributing_rows", "linear_policy_loss", "logits_policy_loss", "policy_loss"],
-    "mediation": ["total_effects"],
-    "packed_loss": ["packed_forward", "PackedForward", "LossBatch"],
-    "solution_text": ["math_intervals", "ranked_latex_intervals", "ranked_math_intervals"],
-}
 
 
 def run(code: str, **environment: str) -> str:
@@ -103,7 +83,6 @@ def test_every_public_name_is_declared_once_for_each_reader_and_is_there():
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     ]
     declared = {alias.asname: (node.module, alias.name) for node in checked for alias in node.names}
-    assert declared.pop("CreditBatch") == ("scoring.batch", "ScoredBatch")
     assert {name: module for name, (module, _) in declared.items()} == cfa_kernels._MODULES
     assert all(name == own for name, (_, own) in declared.items())
     for name in cfa_kernels.__all__:
@@ -111,41 +90,6 @@ def test_every_public_name_is_declared_once_for_each_reader_and_is_there():
     assert set(cfa_kernels.__all__) <= set(dir(cfa_kernels))
     with pytest.raises(AttributeError, match="no attribute 'policy_los'"):
         cfa_kernels.policy_los  # noqa: B018
-
-
-def test_every_former_public_name_is_there():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        assert all(hasattr(cfa_kernels, name) for name in FORMER_NAMES.split())
-    with pytest.warns(DeprecationWarning, match="ScoredBatch now"):
-        assert cfa_kernels.CreditBatch is cfa_kernels.ScoredBatch
-
-
-@pytest.mark.parametrize("path", FORMER_PATHS)
-def test_every_former_import_path_works_and_says_where_things_are(path, monkeypatch):
-    name = f"cfa_kernels.{path}"
-    moved = path in _moved.MOVED and not (PACKAGE / f"{path}.py").exists()
-    if moved:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        with pytest.warns(DeprecationWarning, match=f"{name} has moved") as found:
-            module = import_module(name)
-        assert len(found) == 1
-    else:
-        module = import_module(name)
-    for known in FORMER_PATHS[path]:
-        assert getattr(module, known).__name__ == known
-    assert not moved or vars(module)[known] is getattr(sys.modules[getattr(module, known).__module__], known)
-
-
-def test_the_warning_of_a_former_path_names_the_line_that_imports_it():
-    code = "import warnings\nwarnings.simplefilter('error')\ntry:\n    from cfa_kernels.code_text import Interval\n"
-    code += "except DeprecationWarning as error:\n    print(error)"
-    assert "cfa_kernels.text.python_code" in run(code)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        sys.modules.pop("cfa_kernels.code_text", None)
-        from cfa_kernels.code_text import ranked_python_intervals  # noqa: F401
-    assert [warning.filename for warning in found] == [__file__]
 
 
 def test_checks_of_a_model_take_what_wraps_it():

@@ -12,7 +12,6 @@ import tyro
 import yaml
 
 from trainer.config import DEFAULTS_FILE, PRESETS, model_path
-from trainer.credit_settings import OLDER_NAMES
 
 FOREIGN_NAMES = {
     "resume_from_checkpoint": "the same command with the same --output_dir goes on from its last good checkpoint",
@@ -90,7 +89,6 @@ def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
     names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
     named = {}
     for name, value in settings.items():
-        name = OLDER_NAMES.get(name, name)
         if hint := _foreign(str(name), kind):
             raise ValueError(f"{path}: {hint}")
         if isinstance(value, dict):

@@ -10,24 +10,24 @@ import tyro
 
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.config import flat_options
-from cfa_kernels.credit.weights import MODES, WEIGHTS
+from cfa_kernels.credit.weights import WEIGHTS, Control
 from cfa_kernels.estimators.registry import ESTIMATORS
 from cfa_kernels.options import option_docs
 from trainer.rewards import load_answer_format
 
-OLDER_NAMES = {
-    "reshape": "weights",
-    "cheap": "preselect_by",
-    "span_selection": "selection",
-    "normalize_weights": "normalize",
+CONTROLS: dict[str, Control | None] = {
+    "counterfactual": None,
+    "inverted": "inverted",
+    "random": "random",
+    "uniform": "off",
 }
-"""Names that settings had before; still taken."""
+"""The library's `control` by the value of the setting `credit`."""
 
 # Importances that a caller hands in have no flag.
 _ESTIMATORS = tuple(name for name in ESTIMATORS if name != "external")
 _OWN = {
     "credit": (
-        Literal[tuple(MODES)],  # type: ignore[valid-type]
+        Literal[tuple(CONTROLS)],  # type: ignore[valid-type]
         "How credit is spread over tokens: by importance, its inverse, at random, or evenly (DAPO).",
         "counterfactual",
     ),
@@ -77,13 +77,8 @@ def _fields() -> list[tuple[str, Any, Any]]:
         if name in listed:
             said = f"{listed[name][1]} {said}" if listed[name][1] != said else said
         listed[name] = (kind | None, said, None)
-    older = {new: old for old, new in OLDER_NAMES.items()}
     return [
-        (
-            name,
-            Annotated[kind, tyro.conf.arg(help=text, aliases=[f"--{older[name]}"] if name in older else None)],
-            field(default=default, metadata={"help": text}),
-        )
+        (name, Annotated[kind, tyro.conf.arg(help=text)], field(default=default, metadata={"help": text}))
         for name, (kind, text, default) in listed.items()
     ]
 
@@ -96,7 +91,9 @@ class _Credit:
         given = {name: getattr(self, name) for name in NAMES if getattr(self, name) is not None}
         if "correct_threshold" not in {entry.name for entry in fields(ESTIMATORS[given["estimator"]])}:  # type: ignore[arg-type]
             del given["correct_threshold"]  # the program itself reads it, too
-        return CounterfactualConfig.from_flat(given | {"mode": given.pop("credit")} | self.answer_options())
+        return CounterfactualConfig.from_flat(
+            given | {"control": CONTROLS[given.pop("credit")]} | self.answer_options()
+        )
 
     def answer_options(self) -> dict[str, Any]:
         """Return the run's own form of answers, as `answer_text_span` takes it."""

@@ -36,19 +36,18 @@ PLAIN = "plain DAPO"
 # tokens would weigh as much as those with many. Its kept tokens weigh 1, and Adam takes no notice of the smaller sum.
 ARMS: dict[str, tuple[str, ...]] = {
     PLAIN: ("--credit=uniform",),
-    "counterfactual": ("--config=cf", "--normalize_weights=mean"),
+    "counterfactual": ("--config=cf", "--normalize=mean"),
     "counterfactual, as the paper": ("--config=cf",),
-    "inverted": ("--config=cf", "--credit=inverted", "--normalize_weights=mean"),
-    "random": ("--config=cf", "--credit=random", "--normalize_weights=mean"),
-    "OAR-P": ("--config=oar_p", "--normalize_weights=mean"),
-    "OAR-G": ("--config=oar_g", "--normalize_weights=mean"),
-    "entropy": ("--estimator=entropy", "--reshape=bilevel", "--normalize_weights=mean"),
+    "inverted": ("--config=cf", "--credit=inverted", "--normalize=mean"),
+    "random": ("--config=cf", "--credit=random", "--normalize=mean"),
+    "OAR-P": ("--config=oar_p", "--normalize=mean"),
+    "OAR-G": ("--config=oar_g", "--normalize=mean"),
+    "entropy": ("--estimator=entropy", "--weights=bilevel", "--normalize=mean"),
     "80/20": ("--config=entropy_80_20",),
-    "prefix_gain": ("--config=prefix_gain", "--normalize_weights=mean"),
+    "prefix_gain": ("--config=prefix_gain", "--normalize=mean"),
     "prefix_tree": ("--config=prefix_tree",),
-    "ktae": ("--config=ktae",),
-    "sibling_edits": ("--estimator=sibling_edits", "--normalize_weights=mean"),
-    "compare and correct": ("--config=ibpo", "--normalize_weights=mean"),
+    "sibling_edits": ("--estimator=sibling_edits", "--normalize=mean"),
+    "compare and correct": ("--config=ibpo", "--normalize=mean"),
 }
 
 
@@ -193,7 +192,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         f"{made_by(document)}. The embedded model, "
         f"{settings['steps']} steps, {settings['seeds']} seeds, {settings['eval_problems']} held-out problems decoded "
         "greedily. All arms at mean weight 1 but the one named otherwise and 80/20, whose kept tokens weigh 1 and the "
-        "others 0, as in its paper; `prefix_tree` and `ktae` change advantages, "
+        "others 0, as in its paper; `prefix_tree` changes advantages, "
         f"not weights; compare and correct raises rewards, too{_corrections(document)}. Plus-minus is one standard "
         "deviation over seeds; "
         "differences are paired by seed, with their standard error and the p of a paired t-test. Accuracy in "

@@ -20,7 +20,6 @@ from benchmarks.harness.counting import attention_flops, counted, head_flops, tr
 from benchmarks.harness.workloads import Job
 from cfa_kernels import ScoredBatch, ScoringWork, Span, score_counterfactuals
 from cfa_kernels.estimators.gradient import Gradient
-from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
 from cfa_kernels.estimators.prefix_gain import prefix_gain
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.verify import check_trainable
@@ -197,7 +196,7 @@ def _checked_gradients(model: nn.Module, job: Job, units: list[list[Span]], foun
 
 
 def cheaper(model: PreTrainedModel, job: Job, turns: int) -> Record:
-    """Prefix gain and the approximations beside exact CF, on the same spans."""
+    """Prefix gain beside exact CF, on the same spans."""
     marker = [answer.start - 1 for answer in job.answers]
     spans, access = (job.prompts, job.completions, job.spans, job.answers), InProcess(model)
 
@@ -212,33 +211,17 @@ def cheaper(model: PreTrainedModel, job: Job, turns: int) -> Record:
         found = prefix_gain(access, replace(asked, reasoning_ends=[marker[b] for b in asked.numbers]))
         return asked.to_callers_order(found.values), found.work
 
-    def knockout() -> tuple[list[Tensor], ScoringWork]:
-        asked = batch()
-        return _importances(answer_knockout(access, asked, blind_from=[marker[b] for b in asked.numbers]), asked)
-
-    def short(fed_from: list[int]) -> tuple[list[Tensor], ScoringWork]:
-        asked = batch()
-        return _importances(short_branches(access, asked, fed_from=[fed_from[b] for b in asked.numbers]), asked)
-
     runs: dict[str, Callable[[], tuple[list[Tensor], ScoringWork]]] = {
         "CF": lambda: _importances(cf()),
         "prefix_gain": gain,
-        "knockout, from the marker": knockout,
-        "short branches, from the marker": lambda: short(marker),
-        "short branches, 8 tokens more": lambda: short([max(m - 8, 0) for m in marker]),
     }
-    scores, gains = cf(), _Check()
-    nats = -float(torch.cat([scores.base, *scores.masked]).min())
+    gains = _Check()
     doubled = definitions.in_float64(model)
     for b, found in enumerate(runs["prefix_gain"]()[0]):
         truth, slow = (definitions.prefix_gains(one, job, b).double() for one in (doubled, model))
         gains.add(found, truth, float((slow - truth).abs().max()), 1.0)
-    whole = _Check()
-    for found, truth in zip(short([0] * len(marker))[0], scores.drop, strict=True):
-        whole.add(found, -truth.double(), 0.0, nats)
     checked = {
         "prefix_gain": gains.record("prefix_gain"),
-        "short branches from the first token, beside CF": whole.record("short branches"),
     }
     found, results = _in_turns(runs, turns)
     # What is there without any credit: prompts once, completions up to the answer's last token, which is not fed.

@@ -15,10 +15,9 @@ from benchmarks.evidence.cases import Case
 from benchmarks.evidence.models import Subject
 from cfa_kernels import CounterfactualScores, Importances, ScoredBatch, ScoringWork, Span, score_counterfactuals
 from cfa_kernels.estimators.gradient import Gradient
-from cfa_kernels.estimators.partial_branches import answer_knockout, short_branches
+from cfa_kernels.estimators.masking import top_units
 from cfa_kernels.estimators.prefix_gain import prefix_gain
-from cfa_kernels.estimators.preselection import top_units
-from cfa_kernels.estimators.siblings import ktae_values, prefix_tree_values, sibling_edits
+from cfa_kernels.estimators.siblings import prefix_tree_values, sibling_edits
 from cfa_kernels.estimators.total_effects import total_effects
 from cfa_kernels.scoring.access import InProcess
 from trainer.rewards.numbers import final_number
@@ -240,18 +239,6 @@ def _runs(length: int, outcome: str) -> Callable[[Question], Found]:
     return run
 
 
-def _knockout(question: Question) -> Found:
-    """Hide a unit from the answer's own rows; no other row after it is computed anew."""
-    batch = question.batch()
-    return _of_scores(batch, answer_knockout(question.access, batch, blind_from=batch.reasoning_ends))
-
-
-def _short_branches(question: Question) -> Found:
-    """A unit is masked, and of the rows behind it only the marker's and the answer's are computed anew."""
-    batch = question.batch()
-    return _of_scores(batch, short_branches(question.access, batch, fed_from=batch.reasoning_ends))
-
-
 # --- What siblings say ------------------------------------------------------------------------------------------
 
 GROUP = 8
@@ -334,13 +321,10 @@ METHODS: dict[str, Method] = {
     "prefix gain, nats": Method(_prefix_gain("mean_logprob")),
     "entropy": Method(_entropy),
     "prefix tree": Method(_of_group(_prefix_tree), siblings=True),
-    "KTAE": Method(_of_group(ktae_values), siblings=True),
     "sibling edits": Method(_of_group(sibling_edits), siblings=True),
     "CF, half by prefix gain": Method(_preselected(_prefix_gain("probability"), 0.5), approximates="CF"),
     "CF, half by gradient": Method(_preselected(_gradient("mean_logprob", 0.0), 0.5), approximates="CF"),
     "CF, half by position": Method(_preselected(_position, 0.5), approximates="CF"),
-    "answer knockout": Method(_knockout, approximates="CF"),
-    "CF, short branches": Method(_short_branches, approximates="CF"),
     "OAR-P, runs of 4": Method(_runs(4, "mean"), approximates="OAR-P, mean", costly=True),
     "OAR-P, quarter by gradient": Method(
         _preselected(_gradient("mean_logprob", 0.0), 0.25, tokens="mean"), approximates="OAR-P, mean", costly=True

@@ -15,7 +15,7 @@ from ..estimators.registry import ESTIMATORS
 from ..options import Count, check_fields
 from ..scoring.access import CAPABILITIES
 from ..text.rules import AnswerRules, SpanRules
-from .weights import MODES, WEIGHTS, Control, Identity, OwnWeights, WeightRule
+from .weights import WEIGHTS, Control, Identity, OwnWeights, WeightRule
 
 
 @dataclass(frozen=True, init=False)
@@ -23,9 +23,7 @@ class CounterfactualConfig:
     """Configuration of credit; the defaults are the CF paper's.
 
     Each part is an object, or a name with the part's options as flat keywords, as YAML and flags give them:
-    `CounterfactualConfig(Gradient(sigma=0.01))` is `CounterfactualConfig(estimator="gradient", sigma=0.01)`. Older
-    names are `mode` ("counterfactual", "inverted", "random", "uniform") for `control`, `reshape` for `weights` and
-    `cheap` for `preselect_by`.
+    `CounterfactualConfig(Gradient(sigma=0.01))` is `CounterfactualConfig(estimator="gradient", sigma=0.01)`.
 
     Raises `ValueError` for a value that an option does not take, or an option that none of the chosen parts reads;
     the message names the option, what reads it, and what was expected.
@@ -65,10 +63,7 @@ class CounterfactualConfig:
         token_budget: int | None = None,
         **flat: Any,
     ) -> None:
-        flat = _renamed(flat)
         chosen = _named("estimator", estimator, ESTIMATORS, OwnFunction, flat)
-        weights = _one_of("weights", weights, flat.pop("weights", None), "reshape")
-        control = _one_of("control", control, flat.pop("control", None), "mode")
         control = "off" if control is False else control  # YAML reads an unquoted off as False
         rule = _weight_rule(weights, chosen, flat)
         judged = chosen.judges if units is None else units
@@ -193,28 +188,6 @@ def flat_options() -> Iterator[tuple[str, type, Any]]:
     for part in (*ESTIMATORS.values(), *WEIGHTS.values(), SpanRules, AnswerRules):
         for entry in fields(part):  # type: ignore[arg-type]
             yield entry.name, part, entry
-
-
-def _renamed(flat: dict[str, Any]) -> dict[str, Any]:
-    """Rename options that are given by their older names."""
-    flat = dict(flat)
-    if "mode" in flat:
-        mode = flat.pop("mode")
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-        flat["control"] = MODES[mode]
-    for old, new in (("reshape", "weights"), ("cheap", "preselect_by")):
-        if old in flat:
-            if new in flat:
-                raise ValueError(f"{old} and {new} are one option; give {new}")
-            flat[new] = flat.pop(old)
-    return flat
-
-
-def _one_of(name: str, value: Any, older: Any, older_name: str) -> Any:
-    if value is not None and older is not None:
-        raise ValueError(f"{older_name} and {name} are one option; give {name}")
-    return older if value is None else value
 
 
 def _part(kind: type, given: Any, flat: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ An importance is how much a unit, a span of tokens, matters; a rule turns it int
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
@@ -17,13 +17,6 @@ from ..options import NotNegative, Share, as_numbers, check_fields
 from ..span import Span, span_inside
 
 Control = Literal["inverted", "random", "off"]
-MODES: dict[str, Control | None] = {
-    "counterfactual": None,
-    "inverted": "inverted",
-    "random": "random",
-    "uniform": "off",
-}
-"""Controls by their older names, None for credit as it is."""
 NORMALIZATIONS = (None, "mean")
 
 _EQUAL = 1e-6
@@ -39,7 +32,7 @@ def span_weights(
     answer: Span | None,
     length: int,
     *,
-    mode: str = "counterfactual",
+    control: Control | None = None,
     w_min: float = 0.5,
     w_max: float = 4.0,
     w_answer: float = 1.5,
@@ -59,14 +52,13 @@ def span_weights(
         spans: K half-open token spans.
         answer: the answer's tokens, or None.
         length: completion tokens.
-        mode: `counterfactual`; `inverted` (one minus the normalised importance); `random` (each token
-            outside the answer uniform in `[w_min, w_max]`; spans and drops are not read); `uniform` (all 1, the
-            answer too).
+        control: None; "inverted" (one minus the normalised importance); "random" (each token outside the answer
+            uniform in `[w_min, w_max]`; spans and drops are not read); "off" (all 1, the answer too).
         w_min, w_max, w_answer: finite weights >= 0, `w_min <= w_max`.
         normalize: `"mean"` rescales the result to mean 1; None leaves it.
         noise: nats; drops that differ by at most this count as equal. The default is that of scores in float32; for a
             bfloat16 model take `noise_floor(model)` times the square root of twice the answer's tokens.
-        generator: source of the random mode, on the CPU; default torch's global one.
+        generator: source of the control "random", on the CPU; default torch's global one.
 
     Returns:
         (length,) fp32 on drop's device.
@@ -74,11 +66,11 @@ def span_weights(
     Raises:
         ValueError: options, shapes, spans outside the completion or non-finite drops; names argument and value.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {tuple(MODES)}, got {mode!r}")
+    if control not in (None, *get_args(Control)):
+        raise ValueError(f"control must be None or one of {get_args(Control)}, got {control!r}")
     if normalize not in NORMALIZATIONS:
         raise ValueError(f"normalize must be one of {NORMALIZATIONS}, got {normalize!r}")
-    rule, inverted = Range(w_min, w_max, w_answer), mode == "inverted"
+    rule, inverted = Range(w_min, w_max, w_answer), control == "inverted"
     if drop.ndim != 1 or len(drop) != len(spans):
         raise ValueError(f"drop must hold one value per span: got shape {tuple(drop.shape)} for {len(spans)} spans")
     for k, span in enumerate(spans):
@@ -86,14 +78,14 @@ def span_weights(
     if answer is not None:
         span_inside("answer", answer, length)
     values = drop.detach().float().cpu()
-    if mode in ("counterfactual", "inverted") and not torch.isfinite(values).all():
+    if control in (None, "inverted") and not torch.isfinite(values).all():
         k = int((~torch.isfinite(values)).nonzero()[0])
         raise ValueError(f"drop, span {k}: must be finite, got {values[k].item()}")
     row = Judged(-values, spans, answer, length, noise)
-    if mode == "uniform":
+    if control == "off":
         weights = torch.ones(length)
     else:
-        weights = rule.weigh(drawn(row, rule, generator) if mode == "random" else row, inverted=inverted)
+        weights = rule.weigh(drawn(row, rule, generator) if control == "random" else row, inverted=inverted)
     return normalized_weights(weights, normalize).to(drop.device)
 
 

@@ -1,35 +1,32 @@
 """Mask each unit and see how the answer moves: the reference for the other estimators."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from ..options import Count, PositiveShare, TokenId, check_fields
 from ..scoring.access import DISTRIBUTIONS, LOGPROBS, MODEL, ModelAccess
 from ..scoring.batch import ScoredBatch
 from ..scoring.masked import CounterfactualScores, ScoringWork
 from ..scoring.outcomes import DIVERGENCES, Outcome
-from .base import ANSWER, Importances
-from .entropy import Entropy
-from .gradient import Gradient
-from .partial_branches import answer_knockout, short_branches
-from .prefix_gain import PrefixGain
-from .preselection import POSITION_RULES, top_units
+from .base import ANSWER, Estimator, Importances
 from .resampling import resampled_scores
 from .total_effects import total_effects
 
-Preselector = Literal["length", "first", "last", "short_branches", "knockout", "prefix_gain", "gradient", "entropy"]
-_ESTIMATORS = {kind.name: kind for kind in (PrefixGain, Gradient, Entropy)}
+# `share * count` that misses a whole number only by rounding is that number.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Masking:
     """Mask each unit and see how the answer moves (CF paper, eq. 3; with tokens for units the OAR paper's OAR-P).
 
-    Exact with placeholders, unless `approximation` or `preselect` says otherwise. Details with `preselect`: `exact`, B
+    Exact with placeholders, unless `preselect` says otherwise. Details with `preselect`: `exact`, B
     bool tensors (K_b,), the units that were masked.
     """
 
@@ -49,25 +46,19 @@ class Masking:
     `resampled_fills`."""
     samples: Count = 1
     """Draws of resampled units to average."""
-    approximation: Literal["short_branches", "knockout"] | None = None
-    """None masks exactly; "short_branches" computes anew only the unit and the rows from the marker on, "knockout"
-    hides the unit from the rows from the marker on. Both miss effects that pass through later steps."""
     preselect: PositiveShare = 1.0
     """Share of each completion's units that is masked, at least one; the others count as 0. 1 masks all."""
-    preselect_by: Preselector = "length"
-    """Estimate that chooses that share: "length", "first", "last", one of the approximations, or another estimator."""
+    preselect_by: Literal["length", "prefix_gain", "gradient", "entropy"] = "length"
+    """Estimate that chooses that share: "length" of the unit, or another estimator."""
     placeholder_id: TokenId | None = None
     """Id that replaces masked tokens; None takes the tokenizer's pad token, else its end-of-text token."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        defaults = {"fill": "placeholder", "approximation": None, "preselect": 1.0}
         if self.effect == "total":
-            for name, default in {**defaults, "outcome": "logprob"}.items():
+            for name, default in {"fill": "placeholder", "preselect": 1.0, "outcome": "logprob"}.items():
                 if getattr(self, name) != default:
                     raise ValueError(f"{name}={getattr(self, name)!r} cannot be combined with effect='total'")
-        if self.approximation is not None and self.fill != "placeholder":
-            raise ValueError(f"fill={self.fill!r} cannot be combined with approximation={self.approximation!r}")
         if self.samples != 1 and self.fill != "resampled":
             raise ValueError(f"samples={self.samples} is not read: only fill='resampled' draws, fill is {self.fill!r}")
         if self.preselect_by != "length" and self.preselect == 1:
@@ -76,14 +67,12 @@ class Masking:
     @property
     def needs(self) -> frozenset[str]:
         """Needs: an answer, and what the way of masking and the preselector need of the model."""
-        if self.effect == "total" or self.fill == "resampled" or self.approximation is not None:
-            asked = {MODEL}
+        if self.effect == "total" or self.fill == "resampled":
+            own = MODEL
         else:
-            asked = {DISTRIBUTIONS if self.outcome in DIVERGENCES else LOGPROBS}
-        if self.preselect < 1 and self.preselect_by not in POSITION_RULES:
-            other = _ESTIMATORS.get(self.preselect_by)
-            asked |= other.needs if other is not None else {MODEL}
-        return frozenset({ANSWER, *asked})
+            own = DISTRIBUTIONS if self.outcome in DIVERGENCES else LOGPROBS
+        other = self._preselector.needs if self._preselector is not None else frozenset[str]()
+        return frozenset({ANSWER, own}) | other
 
     @property
     def negative(self) -> bool:
@@ -92,11 +81,11 @@ class Masking:
 
     @property
     def continues(self) -> bool:
-        """Whether branches continue completions as sampled, without fills or parts of rows."""
-        return self.fill == "placeholder" and self.approximation is None
+        """Whether branches continue completions as sampled, without fills."""
+        return self.fill == "placeholder"
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
-        """Judge the units of a batch; approximations read its `reasoning_ends`."""
+        """Judge the units of a batch."""
         if self.effect == "total":
             return total_effects(access, batch)
         score = self._scoring(batch)
@@ -129,27 +118,36 @@ class Masking:
 
     def _scoring(self, batch: ScoredBatch) -> Callable[[ModelAccess, ScoredBatch], CounterfactualScores]:
         """Select the function that masks and scores."""
-        if self.approximation == "short_branches":
-            return partial(short_branches, fed_from=batch.reasoning_ends, outcome=self.outcome)
-        if self.approximation == "knockout":
-            return partial(answer_knockout, blind_from=batch.reasoning_ends, outcome=self.outcome)
         if self.fill == "resampled":
             seed = 0 if batch.generator is None else int(torch.randint(2**62, (), generator=batch.generator))
             return partial(resampled_scores, seed=seed, samples=self.samples, outcome=self.outcome)
         return lambda access, some: access.score(some, outcome=self.outcome)
 
+    @property
+    def _preselector(self) -> Estimator | None:
+        from .registry import ESTIMATORS  # which lists this module, too
+
+        return None if self.preselect == 1 or self.preselect_by == "length" else ESTIMATORS[self.preselect_by]()
+
     def _estimate(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Estimate the importances by which the units worth masking are chosen."""
-        if rule := POSITION_RULES.get(self.preselect_by):
-            return Importances([torch.tensor([float(rule(unit)) for unit in row]) for row in batch.units])
-        if self.preselect_by in _ESTIMATORS:
-            return _ESTIMATORS[self.preselect_by]()(access, batch)
-        return replace(
-            self,
-            approximation=self.preselect_by,  # type: ignore[arg-type]
-            preselect=1.0,
-            preselect_by="length",
-            fill="placeholder",
-            samples=1,
-            outcome="logprob",
-        )(access, batch)
+        if (other := self._preselector) is not None:
+            return other(access, batch)
+        return Importances([torch.tensor([float(end - start) for start, end in row]) for row in batch.units])
+
+
+def top_units(importance: Tensor, share: float) -> list[int]:
+    """Find the numbers of the `max(1, floor(share * K))` most important units, ascending, of equal ones the earlier.
+
+    Args:
+        importance: (K,), high = matters. K may be 0, which gives no unit.
+        share: share of the units, in (0, 1].
+
+    Raises:
+        ValueError: importances that are not finite, naming unit and value.
+    """
+    if (bad := (~torch.isfinite(importance)).nonzero()).numel():
+        k = int(bad[0])
+        raise ValueError(f"importance, unit {k}: must be finite, got {importance[k].item()}")
+    count = max(1, math.floor(share * len(importance) + _ROUNDING))
+    return importance.argsort(descending=True, stable=True)[:count].sort().values.tolist()

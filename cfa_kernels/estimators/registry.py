@@ -6,7 +6,7 @@ from .external import External
 from .gradient import Gradient
 from .masking import Masking
 from .prefix_gain import PrefixGain
-from .siblings import KTAE, PrefixTreeValues, SiblingEdits
+from .siblings import PrefixTreeValues, SiblingEdits
 
 ESTIMATORS: dict[str, type[Estimator]] = {
     kind.name: kind
@@ -16,7 +16,6 @@ ESTIMATORS: dict[str, type[Estimator]] = {
         PrefixGain,
         Entropy,
         PrefixTreeValues,
-        KTAE,
         SiblingEdits,
         External,
     )

@@ -4,9 +4,7 @@ A completion that shares its prompt with no other has nothing to be compared wit
 values are added to an advantage, 1 where they multiply it.
 """
 
-import math
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,30 +44,6 @@ class PrefixTreeValues:
         scales = _scales(groups, rewards, batch.advantages)
         scaled = [row * scale for row, scale in zip(values, scales, strict=True)]
         return Importances(unit_means(scaled, batch), signed=True)
-
-
-@dataclass(frozen=True)
-class KTAE:
-    """Association of a token with correct completions of its group (KTAE); signed."""
-
-    name: ClassVar[str] = "ktae"
-    judges: ClassVar[str] = "tokens"
-    negative: ClassVar[bool] = True
-    weights: ClassVar[str | None] = None
-    needs: ClassVar[frozenset[str]] = frozenset({SIBLINGS, REWARDS})
-    continues: ClassVar[bool] = False
-
-    correct_threshold: Finite = 0.5
-    """A completion with at least this reward counts as correct."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
-        """Judge the units of a batch; asks nothing of the model."""
-        correct = _rewards(batch) >= self.correct_threshold
-        values = ktae_values(batch.sampled, _siblings(batch), correct, ignored=batch.special_ids)
-        return Importances(unit_means(values, batch), signed=True)
 
 
 @dataclass(frozen=True)
@@ -167,62 +141,6 @@ def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor, rewards: T
     return [torch.from_numpy(row.astype(np.float32)) for row in values]
 
 
-def ktae_values(
-    completions: Sequence[Tensor], groups: Tensor, correct: Tensor, *, ignored: Collection[int] = ()
-) -> list[Tensor]:
-    """Measure a token's association with correct completions of its group (KTAE, arXiv 2505.16826).
-
-    For each distinct token of a group, a 2x2 table counts the correct and wrong completions with and without it
-    (how often it occurs in one does not matter). From the table, as the authors' published code has it:
-
-    | symbol | what |
-    |---|---|
-    | F | exp(-2 p) with p of Fisher's exact test, two-sided; 0 where p = 1 |
-    | G | information gain of presence about correctness, in bits |
-    | h | asin sqrt(share of correct with it) - asin sqrt(share of wrong with it); Cohen's h is twice that |
-    | x | h (F + 2 G) / 3 |
-    | value | 2 (sigmoid(x) - 1/2), in (-1, 1) |
-
-    Every occurrence of the token in the group gets the value: positive if correct completions have it more often.
-    Values are signed and to be added to the group's advantage. A group that is all correct or all wrong, so also a
-    group of one, gets 0 everywhere.
-
-    The weights of F and G, and the bound of 1, are those of the authors' run scripts. The scripts also add a ratio of
-    term frequencies to h, which is left out here: neither abstract nor formula names it, and it is divided by next to
-    nothing where a class lacks the token, so that every such token gets -1 or 1, one chance occurrence included. p
-    comes from exact integers, so that tables of equal probability count as equal.
-
-    Args:
-        completions: B 1-D int64 tensors (T_b,) on the host, unpadded.
-        groups: (B,) int64, equal for completions of one prompt, in any order.
-        correct: (B,) bool, on the host.
-        ignored: ids whose value is 0 throughout, for example end-of-text, which truncated completions lack.
-
-    Returns:
-        B tensors (T_b,) fp32 on the host.
-    """
-    ids = [row.numpy() for row in completions]
-    values = [np.zeros(len(row)) for row in ids]
-    for rows in _members(groups):
-        labels = correct[rows].numpy()
-        if labels.all() or not labels.any():
-            continue
-        tokens, where = np.unique(np.concatenate([ids[b] for b in rows]), return_inverse=True)
-        parts = np.split(where, np.cumsum([len(ids[b]) for b in rows])[:-1])  # G index arrays (T_b,)
-        occurrences = np.stack([np.bincount(part, minlength=len(tokens)) for part in parts])  # (G, N)
-        with_right, with_wrong = ((occurrences[of] > 0).sum(0) for of in (labels, ~labels))  # (N,) each
-        rights, wrongs = int(labels.sum()), int((~labels).sum())
-        p = _fisher_p(rights, wrongs)[with_right, with_wrong]
-        fisher = np.where(p < 1, np.exp(-2 * p), 0.0)
-        gain = _information_gain(with_right, with_wrong, rights, wrongs)
-        direction = np.arcsin(np.sqrt(with_right / rights)) - np.arcsin(np.sqrt(with_wrong / wrongs))
-        value = np.tanh(direction * (fisher + 2 * gain) / 3 / 2)  # 2 (sigmoid(x) - 1/2), without overflow
-        value[np.isin(tokens, list(ignored))] = 0.0
-        for b, part in zip(rows, parts, strict=True):
-            values[b] = value[part]
-    return [torch.from_numpy(row.astype(np.float32)) for row in values]
-
-
 def sibling_edits(completions: Sequence[Tensor], groups: Tensor, correct: Tensor) -> list[Tensor]:
     """Mark by 1 the tokens in which a wrong completion differs from its nearest correct sibling, the others by 0.
 
@@ -278,34 +196,3 @@ def _shared_prefixes(rows: Sequence[np.ndarray]) -> np.ndarray:
             differs = one[:length] != other[:length]
             shared[i, j] = shared[j, i] = int(differs.argmax()) if differs.any() else length
     return shared
-
-
-def _fisher_p(rights: int, wrongs: int) -> np.ndarray:
-    """Compute two-sided p of every table with these margins, (rights + 1, wrongs + 1): sum over no likelier tables."""
-    p = np.empty((rights + 1, wrongs + 1))
-    for holders in range(rights + wrongs + 1):
-        ways = {
-            k: math.comb(rights, k) * math.comb(wrongs, holders - k)
-            for k in range(max(0, holders - wrongs), min(rights, holders) + 1)
-        }
-        total = math.comb(rights + wrongs, holders)
-        below = 0
-        for count, tables in sorted(Counter(ways.values()).items()):
-            below += count * tables
-            for k in (k for k, way in ways.items() if way == count):
-                p[k, holders - k] = below / total
-    return p
-
-
-def _information_gain(with_right: np.ndarray, with_wrong: np.ndarray, rights: int, wrongs: int) -> np.ndarray:
-    """Compute the bits (N,) that a token's presence tells about correctness."""
-
-    def entropy(right: np.ndarray, wrong: np.ndarray) -> np.ndarray:
-        """Compute the entropy of a class among `right + wrong`, times that number; 0 where both are 0."""
-        total = np.maximum(right + wrong, 1)
-        bits = [-part * np.log2(np.where(part > 0, part / total, 1)) for part in (right, wrong)]
-        return bits[0] + bits[1]
-
-    prior = entropy(np.array(rights), np.array(wrongs))
-    given = entropy(with_right, with_wrong) + entropy(rights - with_right, wrongs - with_wrong)
-    return (prior - given) / (rights + wrongs)

@@ -66,17 +66,17 @@ def test_finished_runs_are_not_run_again_but_those_of_other_settings_are(tmp_pat
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--max_steps", "--device"))]
     said: list[str] = []
     path = tmp_path / "ledger.jsonl"
-    first = run(Ledger(path, SOURCE), tmp_path, settings, arms=["ktae"], extra=small, say=said.append)
+    first = run(Ledger(path, SOURCE), tmp_path, settings, arms=["prefix_tree"], extra=small, say=said.append)
     assert len(said) == 1
-    assert first["curves"]["ktae"][0]["step"] == [0, 1, 2]
-    assert np.all(np.diff(first["curves"]["ktae"][0]["seconds"]) > 0)
-    again = run(Ledger(path, SOURCE), tmp_path, settings, arms=["ktae"], extra=small, say=said.append)
+    assert first["curves"]["prefix_tree"][0]["step"] == [0, 1, 2]
+    assert np.all(np.diff(first["curves"]["prefix_tree"][0]["seconds"]) > 0)
+    again = run(Ledger(path, SOURCE), tmp_path, settings, arms=["prefix_tree"], extra=small, say=said.append)
     assert len(said) == 1
     assert again == first == json.loads(json.dumps(first))
     longer = Settings(seeds=1, steps=3, eval_steps=3, eval_problems=8)
-    other = run(Ledger(path, SOURCE), tmp_path, longer, arms=["ktae"], extra=small, say=said.append)
+    other = run(Ledger(path, SOURCE), tmp_path, longer, arms=["prefix_tree"], extra=small, say=said.append)
     assert len(said) == 2
-    assert other["curves"]["ktae"][0]["step"] == [0, 3]
+    assert other["curves"]["prefix_tree"][0]["step"] == [0, 3]
 
 
 def test_a_run_that_may_have_read_other_code_leaves_no_line(tmp_path, monkeypatch):
@@ -138,6 +138,6 @@ def test_every_arm_is_one_that_the_training_program_takes():
 
     made = {name: settings(*flags) for name, flags in ARMS.items()}
     assert len({str(vars(config)) for config in made.values()}) == len(made)
-    unscaled = (PLAIN, "counterfactual, as the paper", "80/20", "prefix_tree", "ktae")
+    unscaled = (PLAIN, "counterfactual, as the paper", "80/20", "prefix_tree")
     weighed = [config for name, config in made.items() if name not in unscaled]
     assert {config.normalize for config in weighed} == {"mean"}

@@ -62,17 +62,21 @@ def test_draws_without_scatter_have_no_noise():
 def test_every_arm_sees_the_same_draws_and_is_not_computed_twice(tmp_path):
     size, said = Settings(draws=3, problems=2), list[str]()
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--device"))]
-    document = run(Ledger(tmp_path / "l.jsonl", SOURCE), size, arms=[PLAIN, "ktae"], extra=small, say=said.append)
+    document = run(
+        Ledger(tmp_path / "l.jsonl", SOURCE), size, arms=[PLAIN, "prefix_tree"], extra=small, say=said.append
+    )
     assert len(said) == 2
     assert document["arms"][PLAIN]["cosine"] == pytest.approx(1)
-    assert 0 < document["arms"]["ktae"]["cosine"] < 1
-    again = run(Ledger(tmp_path / "l.jsonl", SOURCE), size, arms=[PLAIN, "ktae"], extra=small, say=said.append)
+    assert 0 < document["arms"]["prefix_tree"]["cosine"] < 1
+    again = run(Ledger(tmp_path / "l.jsonl", SOURCE), size, arms=[PLAIN, "prefix_tree"], extra=small, say=said.append)
     assert len(said) == 2
     assert again == document
     text = markdown(document | {"command": "x", "environment": {"commit": "abc"}})
     assert f"| {PLAIN} |" in text
-    of_plain = document["arms"]["ktae"]["of_plain"]
-    assert of_plain["value"] == pytest.approx(document["arms"]["ktae"]["ratio"] / document["arms"][PLAIN]["ratio"])
+    of_plain = document["arms"]["prefix_tree"]["of_plain"]
+    assert of_plain["value"] == pytest.approx(
+        document["arms"]["prefix_tree"]["ratio"] / document["arms"][PLAIN]["ratio"]
+    )
     assert "of_plain" not in document["arms"][PLAIN]
 
 

@@ -97,15 +97,15 @@ def test_rows_without_advantage_are_not_scored_and_weigh_one(scored, two_dimensi
     assert [batch.numbers for batch in scored.batches] == [[1]]
 
 
-@pytest.mark.parametrize("mode", ["uniform", "random"])
-def test_modes_that_ignore_the_drops_score_nothing(scored, mode):
+@pytest.mark.parametrize("control", ["off", "random"])
+def test_modes_that_ignore_the_drops_score_nothing(scored, control):
     generator = torch.Generator().manual_seed(0)
-    config = CounterfactualConfig(mode=mode)
+    config = CounterfactualConfig(control=control)
     credit = counterfactual_credit(scored, Tokenizer(), *ARRAYS, config=config, generator=generator)
     assert scored.batches == []
     assert credit.work is None
     assert credit.weights[COMPLETION_MASK == 0].eq(1).all()
-    if mode == "uniform":
+    if control == "off":
         assert credit.weights.eq(1).all()
     else:
         assert credit.weights[0, 4] == 1.5
@@ -168,8 +168,8 @@ def test_a_tokenizer_without_pad_or_end_of_text_needs_a_placeholder(scored):
     assert scored.batches[0].placeholder_id == 9
 
 
-@pytest.mark.parametrize("mode", ["counterfactual", "random"])
-def test_credit_finds_the_answer_by_the_configs_own_format_and_fallback(mode):
+@pytest.mark.parametrize("control", [None, "random"])
+def test_credit_finds_the_answer_by_the_configs_own_format_and_fallback(control):
     tokenizer = get_tokenizer("byte-level, single digits")
     ids = torch.tensor([encode(tokenizer, "So #### 5. RESULT=8 or 9")])
     ones, prompt = torch.ones_like(ids), torch.tensor([[3]])
@@ -179,12 +179,12 @@ def test_credit_finds_the_answer_by_the_configs_own_format_and_fallback(mode):
         ({"answer_format": r"RESULT=(\d)"}, "8"),
         ({"answer_format": r"TOTAL=(\d)", "answer_fallback": "last_number"}, "9"),
     ):
-        credit = counterfactual_credit(*arrays, config=CounterfactualConfig(mode=mode, **options))
+        credit = counterfactual_credit(*arrays, config=CounterfactualConfig(control=control, **options))
         (answer,) = credit.answers
         assert tokenizer.decode(ids[0, answer.start : answer.end]).strip() == expected
         assert credit.weights[0, answer.start] == 1.5
     with pytest.raises(TypeError, match="row 0: answer_format must return None or"):
-        counterfactual_credit(*arrays, config=CounterfactualConfig(mode=mode, answer_format=lambda text: 1))
+        counterfactual_credit(*arrays, config=CounterfactualConfig(control=control, answer_format=lambda text: 1))
 
 
 # Other estimators
@@ -236,27 +236,27 @@ def test_siblings_are_the_completions_of_equal_prompts_unless_groups_are_given(s
 
 
 @pytest.mark.parametrize("per_row", [True, False])
-@pytest.mark.parametrize("mode", ["counterfactual", "inverted", "random", "uniform"])
-def test_signed_values_are_added_to_the_advantages_of_their_units(scored, mode, per_row):
+@pytest.mark.parametrize("control", [None, "inverted", "random", "off"])
+def test_signed_values_are_added_to_the_advantages_of_their_units(scored, control, per_row):
     estimate = importances_of(lambda batch: [[2.0, -1.0][: len(units)] for units in batch.units], signed=True)
-    config = CounterfactualConfig(estimator=estimate, mode=mode)
+    config = CounterfactualConfig(estimator=estimate, control=control)
     own = torch.tensor([1.0, -1.0, 0.0, 0.5])
     advantages = own if per_row else own[:, None].expand(4, 5)
     credit = counterfactual_credit(
         scored, Tokenizer(), *ARRAYS, advantages=advantages, config=config, generator=torch.Generator().manual_seed(0)
     )
     assert credit.weights.eq(1).all()
-    if mode == "uniform":
+    if control == "off":
         assert credit.advantages is None
         return
     added = credit.advantages - own[:, None]
     assert added[:, 2:].eq(0).all()
     assert added[2].eq(0).all()
     found = added[[0, 1, 3], :2].tolist()
-    if mode == "random":
+    if control == "random":
         assert all(sorted(row) == [-1, 2] for row in found)
     else:
-        sign = -1 if mode == "inverted" else 1
+        sign = -1 if control == "inverted" else 1
         assert found == [[2 * sign, -1 * sign]] * 3
 
 
@@ -274,12 +274,12 @@ def test_signed_values_are_not_lost_where_weights_alone_are_asked_for(scored):
         )
 
 
-@pytest.mark.parametrize("mode", ["counterfactual", "inverted", "random", "uniform"])
-def test_entropies_are_read_where_they_are_judged_or_choose_what_is_masked(mode):
-    reads = mode in ("counterfactual", "inverted")
-    assert CounterfactualConfig(mode=mode, estimator="entropy").reads_entropies == reads
-    assert CounterfactualConfig(mode=mode, preselect=0.5, cheap="entropy").reads_entropies == reads
-    assert not CounterfactualConfig(mode=mode, preselect=0.5, cheap="last").reads_entropies
+@pytest.mark.parametrize("control", [None, "inverted", "random", "off"])
+def test_entropies_are_read_where_they_are_judged_or_choose_what_is_masked(control):
+    reads = control in (None, "inverted")
+    assert CounterfactualConfig(control=control, estimator="entropy").reads_entropies == reads
+    assert CounterfactualConfig(control=control, preselect=0.5, preselect_by="entropy").reads_entropies == reads
+    assert not CounterfactualConfig(control=control, preselect=0.5, preselect_by="length").reads_entropies
 
 
 def test_entropies_judge_every_token_and_the_top_share_of_the_batch_is_kept(scored):
@@ -312,22 +312,22 @@ def test_units_may_be_tokens_up_to_the_marker(scored):
 
 
 @pytest.mark.parametrize(
-    "reshape",
+    "weights",
     ["bilevel", "top", lambda values, units, answer, length: torch.ones(length), lambda *place: [1] * place[3]],
 )
-@pytest.mark.parametrize("mode", ["counterfactual", "inverted", "random"])
-def test_every_reshaping_runs_under_every_control_and_may_keep_the_mean(scored, mode, reshape):
-    config = CounterfactualConfig(mode=mode, reshape=reshape, normalize="mean")
+@pytest.mark.parametrize("control", [None, "inverted", "random"])
+def test_every_reshaping_runs_under_every_control_and_may_keep_the_mean(scored, control, weights):
+    config = CounterfactualConfig(control=control, weights=weights, normalize="mean")
     credit = counterfactual_credit(
         scored, Tokenizer(), *ARRAYS, config=config, generator=torch.Generator().manual_seed(1)
     )
-    assert len(scored.batches) == (mode != "random")
+    assert len(scored.batches) == (control != "random")
     for weights, mask in zip(credit.weights, COMPLETION_MASK, strict=True):
         assert weights[mask.bool()].mean() == pytest.approx(1)
         assert weights[~mask.bool()].eq(1).all()
-    if reshape == "bilevel" and mode != "random":
+    if weights == "bilevel" and control != "random":
         first, second = credit.weights[0, :2].tolist()
-        assert (first > second) == (mode == "counterfactual")
+        assert (first > second) == (control is None)
 
 
 @pytest.mark.parametrize(
@@ -352,8 +352,8 @@ def test_every_reshaping_runs_under_every_control_and_may_keep_the_mean(scored, 
         ),
         ({"estimator": lambda *_: [[1.0, "x"]] * 4}, {}, r"estimator, row 0\[1\]: expected a number .* got a str"),
         ({"estimator": lambda *_: [torch.ones(2, 2)] * 4}, {}, r"estimator, row 0: gave shape \(2, 2\)"),
-        ({"reshape": lambda *_: None}, {}, "weights, row 0: expected a tensor or a list .* 5 tokens, got NoneType"),
-        ({"reshape": lambda *_: [1.0]}, {}, r"weights, row 0: gave shape \(1,\) for 5 tokens"),
+        ({"weights": lambda *_: None}, {}, "weights, row 0: expected a tensor or a list .* 5 tokens, got NoneType"),
+        ({"weights": lambda *_: [1.0]}, {}, r"weights, row 0: gave shape \(1,\) for 5 tokens"),
         ({}, {"rewards": [0.0, 1.0, None, 0.0]}, r"rewards\[2\]: expected a number that a float holds, got a NoneType"),
         ({}, {"rewards": [10**400] * 4}, r"rewards\[0\]: expected a number that a float holds, got a int"),
         ({"estimator": "external"}, {"external": [["x", 1]] * 4}, r"external row 0\[0\]: expected a number"),
@@ -368,9 +368,9 @@ def test_every_reshaping_runs_under_every_control_and_may_keep_the_mean(scored, 
             {},
             "estimator, row 0, unit 1: must be finite, got nan",
         ),
-        ({"reshape": lambda *_: torch.ones(2)}, {}, r"weights, row 0: gave shape \(2,\) for 5 tokens"),
+        ({"weights": lambda *_: torch.ones(2)}, {}, r"weights, row 0: gave shape \(2,\) for 5 tokens"),
         (
-            {"reshape": lambda *place: -torch.ones(place[3])},
+            {"weights": lambda *place: -torch.ones(place[3])},
             {},
             "weights, row 0, token 0: must be finite and not negative",
         ),
@@ -399,17 +399,6 @@ def test_a_prefix_tree_adds_to_the_advantage_where_siblings_part(scored):
     assert credit.advantages[2:].eq(0).all()
 
 
-def test_ktae_adds_to_tokens_that_go_with_correct_completions_and_ignores_the_end_of_text(scored):
-    credit = counterfactual_credit(
-        scored, Tokenizer(), *SIBLINGS, advantages=torch.tensor([1.0, -1.0, 0, 0]),
-        rewards=torch.tensor([1.0, 0, 1, 1]), config=CounterfactualConfig(estimator="ktae"),
-    )  # fmt: skip
-    right, wrong = credit.advantages[0] - 1, credit.advantages[1] + 1
-    assert right[:3].eq(0).all()
-    assert right[3] > 0 > wrong[3]
-    assert right[4] == 0
-
-
 @pytest.mark.parametrize("normalize", [None, "mean"])
 def test_a_wrong_completion_is_weighed_where_it_differs_from_a_correct_sibling(scored, normalize):
     config = CounterfactualConfig(estimator="sibling_edits", normalize=normalize)
@@ -418,7 +407,7 @@ def test_a_wrong_completion_is_weighed_where_it_differs_from_a_correct_sibling(s
     assert credit.weights[[0, 2, 3]].eq(1).all()
 
 
-@pytest.mark.parametrize("name", ["prefix_tree", "ktae", "sibling_edits"])
+@pytest.mark.parametrize("name", ["prefix_tree", "sibling_edits"])
 def test_estimators_of_groups_need_siblings_and_rewards(scored, name):
     config, advantages = CounterfactualConfig(estimator=name), torch.ones(4)
     with pytest.raises(ValueError, match="rewards must be given to an estimator that reads them, got None"):
@@ -451,7 +440,7 @@ def test_gradients_judge_every_token_before_the_marker_by_the_model(scored, monk
     ("config", "needed"),
     [
         ({"estimator": "gradient"}, "gradients through the model itself, whole in this process"),
-        ({"approximation": "knockout"}, "the model itself in this process"),
+        ({"effect": "total"}, "the model itself in this process"),
         ({"fill": "resampled"}, "the model itself in this process"),
     ],
     ids=lambda c: next(iter(c)),
@@ -469,11 +458,11 @@ def test_lists_of_numbers_do_as_importances_weights_and_columns(scored):
 
     given = {"rewards": [1, 0.0, True, 0]}
     credit = counterfactual_credit(
-        scored, Tokenizer(), *ARRAYS, config=CounterfactualConfig(estimator=estimate, reshape="identity"), **given
+        scored, Tokenizer(), *ARRAYS, config=CounterfactualConfig(estimator=estimate, weights="identity"), **given
     )
     assert credit.weights[0].tolist() == [2, 1.5, 1, 1, 1]
     outside = counterfactual_credit(
-        scored, Tokenizer(), *ARRAYS, config=CounterfactualConfig(estimator="external", reshape="identity"),
+        scored, Tokenizer(), *ARRAYS, config=CounterfactualConfig(estimator="external", weights="identity"),
         external=[[2, 1.5], [3.0] * 4, [], [1, 1]],
     )  # fmt: skip
     assert outside.weights[:2].tolist() == [[2, 1.5, 1, 1, 1], [3, 3, 1, 1, 1]]

@@ -13,7 +13,7 @@ from cfa_kernels.estimators.external import External
 from cfa_kernels.estimators.gradient import Gradient
 from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.estimators.registry import ESTIMATORS
-from cfa_kernels.estimators.siblings import KTAE
+from cfa_kernels.estimators.siblings import SiblingEdits
 from cfa_kernels.options import Count
 
 
@@ -33,8 +33,8 @@ SAME = [
     (((Gradient(), TopShare(0.1)), {}), {"estimator": "gradient", "weights": "top", "fraction": 0.1}),
     (((Masking(), Bilevel(tau=0.2, floor=0.1), "inverted"), {}),
      {"weights": "bilevel", "tau": 0.2, "floor": 0.1, "control": "inverted"}),
-    (((KTAE(correct_threshold=1.0),), {"units": "spans", "spans": SpanRules("sentence", 4, "last")}),
-     {"estimator": "ktae", "correct_threshold": 1.0, "units": "spans", "detector": "sentence", "max_spans": 4,
+    (((SiblingEdits(correct_threshold=1.0),), {"units": "spans", "spans": SpanRules("sentence", 4, "last")}),
+     {"estimator": "sibling_edits", "correct_threshold": 1.0, "units": "spans", "detector": "sentence", "max_spans": 4,
       "selection": "last"}),
     (((External(), Identity()), {"answers": AnswerRules(r"=(\d)", "last_number"), "normalize": "mean"}),
      {"estimator": "external", "weights": "identity", "answer_format": r"=(\d)", "answer_fallback": "last_number",
@@ -55,26 +55,8 @@ def test_parts_and_flat_names_make_the_same_configuration_and_lead_to_each_other
 
 
 @pytest.mark.parametrize(
-    ("older", "flat"),
-    [
-        ({"mode": "counterfactual"}, {"control": None}),
-        ({"mode": "inverted"}, {"control": "inverted"}),
-        ({"mode": "random"}, {"control": "random"}),
-        ({"mode": "uniform"}, {"control": "off"}),
-        ({"reshape": "bilevel", "tau": 0.1}, {"weights": "bilevel", "tau": 0.1}),
-        ({"preselect": 0.5, "cheap": "last"}, {"preselect": 0.5, "preselect_by": "last"}),
-    ],
-)
-def test_older_names_are_the_same_options(older, flat):
-    assert CounterfactualConfig(**older) == CounterfactualConfig(**flat)
-
-
-@pytest.mark.parametrize(
     ("both", "message"),
     [
-        ({"mode": "inverted", "control": "random"}, "mode and control are one option; give control"),
-        ({"reshape": "range", "weights": "bilevel"}, "reshape and weights are one option; give weights"),
-        ({"cheap": "last", "preselect_by": "first"}, "cheap and preselect_by are one option; give preselect_by"),
         ({"estimator": Gradient(), "sigma": 0.1}, "sigma: Gradient is given as an object; set the option there"),
         ({"weights": Range(), "w_max": 2.0}, "w_max: Range is given as an object; set the option there"),
         ({"spans": SpanRules(), "max_spans": 2}, "max_spans: SpanRules is given as an object; set the option there"),
@@ -113,9 +95,12 @@ def test_an_option_that_nothing_reads_is_refused_by_name_even_at_its_default(est
         ({"sigma": 1.0}, "it is an option of estimator='gradient', and the configuration has estimator='masking' with"),
         ({"tau": 0.1}, "tau is not read: it is an option of weights='bilevel', and .* with weights='range'"),
         ({"units": "tokens", "max_spans": 3}, "max_spans is not read: with units='tokens' no spans are looked for"),
-        ({"estimator": "ktae", "weights": "range"}, "weights='range' is not read: estimator='ktae' is signed"),
+        (
+            {"estimator": "prefix_tree", "weights": "range"},
+            "weights='range' is not read: estimator='prefix_tree' is signed",
+        ),
         ({"samples": 2}, "samples=2 is not read: only fill='resampled' draws"),
-        ({"preselect_by": "last"}, "preselect_by='last' is not read: preselect is 1"),
+        ({"preselect_by": "gradient"}, "preselect_by='gradient' is not read: preselect is 1"),
     ],
 )
 def test_a_refusal_says_what_would_read_the_option(options, message):
@@ -141,7 +126,6 @@ def test_a_name_that_is_nearly_right_is_pointed_out(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "x"}, "mode must be one of counterfactual, inverted, random, uniform, got 'x'"),
         ({"control": "x"}, "control must be one of 'inverted', 'random', 'off' or None, got 'x'"),
         ({"normalize": "max"}, "normalize must be one of 'mean' or None, got 'max'"),
         ({"max_spans": 0}, "max_spans must be at least 1"),
@@ -155,23 +139,26 @@ def test_a_name_that_is_nearly_right_is_pointed_out(options, message):
         ({"estimator": None}, "estimator must be a function or one of masking, .* got None"),
         ({"units": "words"}, "units must be one of 'spans', 'tokens', got 'words'"),
         ({"outcome": "kl"}, "outcome must be one of 'logprob', 'mean_logprob', 'last', 'mean', got 'kl'"),
-        ({"reshape": "softmax"}, "weights must be a function or one of range, .* got 'softmax'"),
-        ({"reshape": "bilevel", "tau": 1.5}, r"tau must be in \[0, 1\], got 1.5"),
-        ({"reshape": "bilevel", "tau": None}, r"tau must be in \[0, 1\], got None"),
-        ({"reshape": "bilevel", "boost": -1.0}, r"boost must be finite and at least 0, got -1\.0"),
+        ({"weights": "softmax"}, "weights must be a function or one of range, .* got 'softmax'"),
+        ({"weights": "bilevel", "tau": 1.5}, r"tau must be in \[0, 1\], got 1.5"),
+        ({"weights": "bilevel", "tau": None}, r"tau must be in \[0, 1\], got None"),
+        ({"weights": "bilevel", "boost": -1.0}, r"boost must be finite and at least 0, got -1\.0"),
         ({"estimator": "gradient", "sigma": -1.0}, r"sigma must be finite and at least 0, got -1\.0"),
         ({"estimator": "gradient", "sigma": True}, "sigma must be finite and at least 0, got True"),
         ({"estimator": "gradient", "samples": 0}, "samples must be an integer, at least 1, got 0"),
         ({"w_min": "1"}, "w_min must be finite and at least 0, got '1'"),
         ({"w_max": 10**400}, "w_max must be finite and at least 0, got 1000"),
         ({"preselect": "x"}, r"preselect must be in \(0, 1\], got 'x'"),
-        ({"estimator": "ktae", "correct_threshold": "1"}, "correct_threshold must be a finite number, got '1'"),
+        (
+            {"estimator": "sibling_edits", "correct_threshold": "1"},
+            "correct_threshold must be a finite number, got '1'",
+        ),
         ({"placeholder_id": -1}, "placeholder_id must be an integer, at least 0 or None, got -1"),
         ({"placeholder_id": "x"}, "placeholder_id must be an integer, at least 0 or None, got 'x'"),
         ({"token_budget": 0}, "token_budget must be an integer, at least 1 or None, got 0"),
         ({"token_budget": "x"}, "token_budget must be an integer, at least 1 or None, got 'x'"),
-        ({"reshape": "identity"}, "weights='identity' .* estimator='masking' gives negative ones"),
-        ({"reshape": "identity", "estimator": "prefix_gain"}, "weights='identity' .* estimator='prefix_gain' gives"),
+        ({"weights": "identity"}, "weights='identity' .* estimator='masking' gives negative ones"),
+        ({"weights": "identity", "estimator": "prefix_gain"}, "weights='identity' .* estimator='prefix_gain' gives"),
     ],
 )
 def test_a_value_that_an_option_does_not_take_is_refused_when_it_is_given(options, message):

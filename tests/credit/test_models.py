@@ -1,4 +1,4 @@
-"""Credit of a small model by every estimator that runs it: probes, targets, fills, approximations, hosts."""
+"""Credit of a small model by every estimator that runs it: probes, targets, fills, hosts."""
 
 import pytest
 import torch
@@ -140,7 +140,7 @@ def test_bad_probes_and_targets_are_refused_by_row(model, batch, given, message)
 @pytest.mark.parametrize("units", ["spans", "tokens"])
 def test_outcomes_and_token_units_reach_the_scoring(model, batch, outcome, units):
     prompts, completions, _ = batch
-    credit = credit_of(model, batch, CounterfactualConfig(outcome=outcome, units=units, reshape="bilevel"))
+    credit = credit_of(model, batch, CounterfactualConfig(outcome=outcome, units=units, weights="bilevel"))
     expected = score_counterfactuals(
         model, prompts, completions, credit.spans, [a if s else None for a, s in zip(credit.answers, credit.spans)],  # noqa: B905
         placeholder_id=TOKENIZER.pad_token_id, outcome=outcome,
@@ -159,21 +159,11 @@ def test_resampled_fills_follow_the_generator(model, batch):
     assert not torch.equal(first, other)
 
 
-@pytest.mark.parametrize("config", [{"approximation": "knockout"}, {"approximation": "short_branches"}])
-def test_approximations_feed_less_and_say_something(model, batch, config):
-    exact, near = (credit_of(model, batch, CounterfactualConfig(**options)) for options in ({}, config))
-    assert near.work.tokens_fed < exact.work.tokens_fed
-    assert [len(row) for row in near.drop] == [len(row) for row in exact.drop]
-    assert near.drop[0].abs().max() > 0
-
-
-@pytest.mark.parametrize(
-    "cheap", ["length", "last", "knockout", "short_branches", "prefix_gain", "gradient", "entropy"]
-)
-def test_the_top_share_by_a_cheap_estimate_is_masked_exactly(model, batch, cheap):
+@pytest.mark.parametrize("preselect_by", ["length", "prefix_gain", "gradient", "entropy"])
+def test_the_top_share_by_an_estimate_is_masked_exactly(model, batch, preselect_by):
     entropies = torch.rand(batch[2][2].shape, generator=torch.Generator().manual_seed(0))
     exact = credit_of(model, batch)
-    some = credit_of(model, batch, CounterfactualConfig(preselect=0.5, cheap=cheap), entropies=entropies)
+    some = credit_of(model, batch, CounterfactualConfig(preselect=0.5, preselect_by=preselect_by), entropies=entropies)
     for few, all_of_them in zip(some.drop[:2], exact.drop[:2], strict=True):
         masked = few != 0
         assert 0 < masked.sum() < len(few)

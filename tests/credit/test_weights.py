@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from cfa_kernels import policy_loss
 from cfa_kernels.credit.weights import (
-    MODES,
     NORMALIZATIONS,
     Bilevel,
     Identity,
@@ -34,17 +33,18 @@ def test_importances_map_to_the_weight_range_and_the_rest_weighs_one():
 
 
 def test_inverted_gives_the_most_important_span_the_lowest_weight():
-    weights = span_weights(DROP, SPANS, ANSWER, 11, mode="inverted")
+    weights = span_weights(DROP, SPANS, ANSWER, 11, control="inverted")
     torch.testing.assert_close(weights, torch.tensor([1, 0.5, 0.5, 1, 2.25, 2.25, 4.0, 1, 1.5, 1.5, 1]))
 
 
 def test_uniform_weighs_everything_one_even_the_answer():
-    assert span_weights(DROP, SPANS, ANSWER, 11, mode="uniform").eq(1).all()
+    assert span_weights(DROP, SPANS, ANSWER, 11, control="off").eq(1).all()
 
 
 def test_random_draws_every_reasoning_token_from_the_range_by_the_generator():
     first, again = (
-        span_weights(DROP, SPANS, ANSWER, 400, mode="random", generator=torch.Generator().manual_seed(7)) for _ in "ab"
+        span_weights(DROP, SPANS, ANSWER, 400, control="random", generator=torch.Generator().manual_seed(7))
+        for _ in "ab"
     )
     assert torch.equal(first, again)
     assert first[8:10].tolist() == [1.5, 1.5]
@@ -54,10 +54,10 @@ def test_random_draws_every_reasoning_token_from_the_range_by_the_generator():
     assert 3.8 < reasoning.max() <= 4.0
 
 
-@pytest.mark.parametrize("mode", ["counterfactual", "inverted"])
+@pytest.mark.parametrize("control", [None, "inverted"])
 @pytest.mark.parametrize("drop", [[-2.0], [-2.0, -2.0, -2.0], [-2.0, -2.0 + 1e-7, -2.0]])
-def test_one_span_or_equal_importances_weigh_one(mode, drop):
-    weights = span_weights(torch.tensor(drop), SPANS[: len(drop)], ANSWER, 11, mode=mode)
+def test_one_span_or_equal_importances_weigh_one(control, drop):
+    weights = span_weights(torch.tensor(drop), SPANS[: len(drop)], ANSWER, 11, control=control)
     expected = torch.ones(11)
     expected[8:10] = 1.5
     assert torch.equal(weights, expected)
@@ -73,23 +73,29 @@ def test_a_token_in_several_spans_takes_the_largest_importance():
     spans = [Span(0, 4), Span(2, 6), Span(7, 8)]
     drop = torch.tensor([-2.0, -1.0, 0.0])
     assert span_weights(drop, spans, None, 9).tolist() == [4.0] * 4 + [2.25] * 2 + [1.0, 0.5, 1.0]
-    inverted = span_weights(drop, spans, None, 9, mode="inverted")
+    inverted = span_weights(drop, spans, None, 9, control="inverted")
     assert inverted.tolist() == [0.5] * 4 + [2.25] * 2 + [1.0, 4.0, 1.0]
 
 
 drops = st.lists(st.floats(-50, 50, width=32), min_size=3, max_size=3)
 
 
-@given(drops, st.sampled_from(list(MODES)), st.sampled_from(NORMALIZATIONS), st.floats(0, 2), st.floats(2, 9))
-def test_weights_are_finite_never_negative_and_have_mean_one_when_normalised(drop, mode, normalize, w_min, w_max):
+@given(
+    drops,
+    st.sampled_from([None, "inverted", "random", "off"]),
+    st.sampled_from(NORMALIZATIONS),
+    st.floats(0, 2),
+    st.floats(2, 9),
+)
+def test_weights_are_finite_never_negative_and_have_mean_one_when_normalised(drop, control, normalize, w_min, w_max):
     weights = span_weights(
-        torch.tensor(drop), SPANS, ANSWER, 11, mode=mode, normalize=normalize, w_min=w_min, w_max=w_max
+        torch.tensor(drop), SPANS, ANSWER, 11, control=control, normalize=normalize, w_min=w_min, w_max=w_max
     )
     assert torch.isfinite(weights).all()
     assert (weights >= 0).all()
     if normalize == "mean":
         assert abs(weights.mean().item() - 1) < 1e-5
-    elif mode != "uniform":
+    elif control != "off":
         assert weights.max() <= max(w_max, 1.5) * (1 + 1e-6)
 
 
@@ -105,7 +111,7 @@ def test_only_the_order_and_spacing_of_drops_matter(drop, factor, shift):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mode": "causal"}, "mode must be one of .* got 'causal'"),
+        ({"control": "causal"}, "control must be None or one of .* got 'causal'"),
         ({"normalize": "sum"}, "normalize must be one of .* got 'sum'"),
         ({"w_min": -1.0}, "w_min must be finite and at least 0, got -1.0"),
         ({"w_max": float("inf")}, "w_max must be finite and at least 0, got inf"),

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.estimators.siblings import (
-    KTAE,
     PrefixTreeValues,
     SiblingEdits,
     correct_siblings,
-    ktae_values,
     prefix_tree_values,
     sibling_edits,
 )
@@ -95,92 +93,6 @@ def test_prefix_values_at_the_edges(texts, rewards, expected) -> None:
     assert [row.tolist() for row in found] == expected
 
 
-# KTAE
-
-
-def fisher_p(a: int, b: int, c: int, d: int) -> Fraction:
-    """Two-sided p of [[a, b], [c, d]], by going through all tables with its margins."""
-
-    def ways(k: int) -> int:
-        return math.comb(a + c, k) * math.comb(b + d, a + b - k)
-
-    possible = [ways(k) for k in range(a + b + 1) if k <= a + c and a + b - k <= b + d]
-    return Fraction(sum(w for w in possible if w <= ways(a)), sum(possible))
-
-
-def ktae_by_definition(batch) -> list[list[float]]:
-    values = []
-    for row, group, _, _ in batch:
-        right = [set(r) for r, g, c, _ in batch if g == group and c]
-        wrong = [set(r) for r, g, c, _ in batch if g == group and not c]
-        found = []
-        for token in row:
-            if not right or not wrong:
-                found.append(0.0)
-                continue
-            a, b = sum(token in r for r in right), sum(token in r for r in wrong)
-            c, d = len(right) - a, len(wrong) - b
-            p = fisher_p(a, b, c, d)
-            fisher = 0.0 if p == 1 else math.exp(-2 * p)
-            gain = 0.0
-            n = a + b + c + d
-            for cell, of_class, of_presence in (
-                (a, a + c, a + b),
-                (b, b + d, a + b),
-                (c, a + c, c + d),
-                (d, b + d, c + d),
-            ):
-                if cell:
-                    gain += cell / n * math.log2(cell * n / (of_class * of_presence))  # mutual information
-            h = math.asin(math.sqrt(a / (a + c))) - math.asin(math.sqrt(b / (b + d)))
-            x = (fisher + 2 * gain) * h / 3
-            found.append(2 * (1 / (1 + math.exp(-x)) - 0.5))
-        values.append(found)
-    return values
-
-
-@given(BATCH)
-def test_ktae_is_its_formula_for_every_token_of_every_group(batch) -> None:
-    completions, groups, correct, _ = columns(batch)
-    found = ktae_values(completions, groups, correct)
-    for row, expected in zip(found, ktae_by_definition(batch), strict=True):
-        assert row.dtype == torch.float32
-        assert row.tolist() == pytest.approx(expected, abs=1e-6)
-
-
-def test_ktae_of_a_group_worked_by_hand() -> None:
-    # "g" in both correct and no wrong one: table [[2, 0], [0, 2]], p = 2/6, 1 bit, h = pi/2.
-    texts, correct = ["gx", "gx", "bx", "bxb"], torch.tensor([True, True, False, False])
-    found = ktae_values([ids(t) for t in texts], torch.zeros(4, dtype=torch.int64), correct)
-    x = math.pi / 2 * (math.exp(-2 / 3) + 2 * 1) / 3
-    good = 2 / (1 + math.exp(-x)) - 1
-    expected = [[good, 0], [good, 0], [-good, 0], [-good, 0, -good]]
-    assert [row.tolist() for row in found] == [pytest.approx(row) for row in expected]
-
-
-def test_mirrored_tables_are_equally_likely_to_the_last_bit() -> None:
-    """Held by 2 of 3 right and 1 of 3 wrong, or the other way round: both count for either, so p = 1 and F = 0."""
-    texts, correct = ["a", "a", "b", "a", "b", "b"], torch.tensor([True] * 3 + [False] * 3)
-    found = ktae_values([ids(t) for t in texts], torch.zeros(6, dtype=torch.int64), correct)
-    assert fisher_p(2, 1, 1, 2) == 1
-    expected = ktae_by_definition([([ord(t)], 0, bool(right), 0.0) for t, right in zip(texts, correct, strict=True)])
-    assert [row.tolist() for row in found] == [pytest.approx(row, abs=1e-6) for row in expected]
-
-
-@pytest.mark.parametrize("correct", [[True, True], [False, False]])
-def test_ktae_has_nothing_to_say_where_all_turned_out_alike(correct) -> None:
-    found = ktae_values([ids("ab"), ids("cd")], torch.tensor([3, 3]), torch.tensor(correct))
-    assert all((row == 0).all() for row in found)
-
-
-def test_ktae_passes_over_ignored_ids() -> None:
-    completions, groups, correct = [ids("g."), ids("b")], torch.tensor([0, 0]), torch.tensor([True, False])
-    plain = ktae_values(completions, groups, correct)
-    without = ktae_values(completions, groups, correct, ignored=[ord(".")])
-    assert plain[0][1] > 0
-    assert without[0].tolist() == [plain[0][0].item(), 0]
-
-
 # Edits
 
 
@@ -237,7 +149,7 @@ def test_long_groups_are_aligned_in_time_linear_in_their_length() -> None:
     assert time.process_time() - began < 5  # seconds of this process alone; it takes 0.2
 
 
-@pytest.mark.parametrize("estimator", [PrefixTreeValues(), KTAE(), SiblingEdits()])
+@pytest.mark.parametrize("estimator", [PrefixTreeValues(), SiblingEdits()])
 @pytest.mark.parametrize(
     ("change", "message"),
     [

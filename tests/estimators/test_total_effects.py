@@ -323,7 +323,7 @@ def test_credit_by_total_effects_weighs_by_them_and_keeps_the_answers_own_score(
 def test_total_effects_go_with_probes_and_controls(policy, sampled):
     ids = torch.tensor(encode(TOKENIZER, "#### 4"))
     probes = [None, None, Probe(ids, Span(len(ids) - 1, len(ids)))]
-    credit = credit_of(policy, sampled, CounterfactualConfig(effect="total", mode="inverted"), probes=probes)
+    credit = credit_of(policy, sampled, CounterfactualConfig(effect="total", control="inverted"), probes=probes)
     assert len(credit.drop[2]) > 1
     assert credit.drop[2].isfinite().all()
     assert credit.weights[0, credit.spans[0][int(credit.drop[0].argmin())].start] == 0.5
@@ -336,7 +336,6 @@ def test_total_effects_go_with_probes_and_controls(policy, sampled):
         ({"estimator": "gradient"}, "effect is not read: it is an option of estimator='masking'"),
         ({"outcome": "mean"}, "outcome='mean' cannot be combined with effect='total'"),
         ({"outcome": "mean_logprob"}, "outcome='mean_logprob' cannot be combined with effect='total'"),
-        ({"approximation": "knockout"}, "approximation='knockout' cannot be combined with effect='total'"),
         ({"fill": "resampled"}, "fill='resampled' cannot be combined with effect='total'"),
         ({"preselect": 0.5}, "preselect=0.5 cannot be combined with effect='total'"),
     ],

@@ -182,9 +182,8 @@ def test_an_obstacle_says_what_to_do():
 
     service = OFFERED_BY_A_SERVICE
     assert said(service, effect="total") == "leave it out"
-    assert said(service, fill="resampled", preselect=0.5, preselect_by="short_branches") == "leave them out"
-    assert said(service, estimator="entropy") == "take one of masking, prefix_gain, prefix_tree, ktae, sibling_edits"
-    assert said(service - {SIBLINGS}, estimator="ktae") == "sample more than one completion of each prompt"
+    assert said(service, estimator="entropy") == "take one of masking, prefix_gain, prefix_tree, sibling_edits"
+    assert said(service - {SIBLINGS}, estimator="prefix_tree") == "sample more than one completion of each prompt"
     assert said(frozenset(NEEDS) - {"external"}, estimator="external").startswith("give a function")
 
 

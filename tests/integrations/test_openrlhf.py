@@ -23,7 +23,7 @@ from tests.support.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
 
-UNIFORM = CounterfactualConfig(mode="uniform")
+UNIFORM = CounterfactualConfig(control="off")
 
 
 @pytest.mark.parametrize(("actors", "copies"), [(1, 1), (3, 1), (2, 2)])
@@ -61,7 +61,7 @@ def test_every_estimator_by_name_does_in_openrlhf_what_it_does_with_the_model_at
             placed[first : first + len(completion)] = row[: len(completion)]
             torch.testing.assert_close(after, torch.where(actions.bool(), placed, before), rtol=1e-4, atol=1e-5)
         assert given.info["credit/scored_fraction"][0] > 0
-    if options.get("estimator") in ("prefix_tree", "ktae", "sibling_edits"):
+    if options.get("estimator") in ("prefix_tree", "sibling_edits"):
         assert maker.actor_model_group.calls == []
 
 
@@ -85,10 +85,10 @@ def test_an_estimator_of_the_callers_sees_openrlhfs_groups_and_rewards_and_asks_
     assert len(maker.actor_model_group.calls) == 1
 
 
-NO_TREES = ({"estimator": "gradient"}, {"preselect": 0.5, "cheap": "gradient"}, {"estimator": "external"})
+NO_TREES = ({"estimator": "gradient"}, {"preselect": 0.5, "preselect_by": "gradient"}, {"estimator": "external"})
 NO_ENTROPIES = [
     ({"estimator": "entropy"}, "estimator='entropy': it needs the entropy of each"),
-    ({"preselect": 0.5, "cheap": "entropy"}, "preselect_by='entropy': it needs the entropy of each"),
+    ({"preselect": 0.5, "preselect_by": "entropy"}, "preselect_by='entropy': it needs the entropy of each"),
 ]
 
 
@@ -168,7 +168,7 @@ def test_with_weights_of_one_the_advantages_are_openrlhfs_to_the_last_bit(build,
 
 def test_random_weights_come_from_the_seed_and_ask_for_nothing(build, openrlhf):
     def advantages(seed: int) -> Tensor:
-        maker = build(CounterfactualConfig(mode="random"), seed=seed)
+        maker = build(CounterfactualConfig(control="random"), seed=seed)
         (first, _) = maker.compute_advantages_and_returns(experiences(openrlhf.Experience))
         assert maker.actor_model_group.calls == []
         return first.advantages
@@ -198,7 +198,7 @@ def test_a_resumed_step_draws_what_it_would_have_drawn_without_the_break(monkeyp
         )  # fmt: skip
 
     def drawn(*steps: int) -> list[Tensor]:
-        maker = type("Maker", (CounterfactualMixin, Host), {})(counterfactual=CounterfactualConfig(mode="random"))
+        maker = type("Maker", (CounterfactualMixin, Host), {})(counterfactual=CounterfactualConfig(control="random"))
         found = []
         for step in steps:
             maker.global_step = step
@@ -262,7 +262,7 @@ def test_the_launcher_refuses_asynchronous_training_however_it_is_written(monkey
 @pytest.mark.parametrize("option", ["--train.async_enable", "--actor.num_nodes=1"])
 def test_with_credit_switched_off_the_launcher_starts_openrlhfs_as_it_is(openrlhf, monkeypatch, option):
     started: list[Any] = []
-    monkeypatch.setattr(sys, "argv", ["train", option, "--counterfactual", '{"mode": "uniform"}'])
+    monkeypatch.setattr(sys, "argv", ["train", option, "--counterfactual", '{"control": "off"}'])
     monkeypatch.setattr(integration.runpy, "run_module", lambda name, run_name: started.append((name, *sys.argv[1:])))
     stock = openrlhf.trainer.PPOTrainer
     integration.main()

@@ -120,7 +120,7 @@ def test_trees_are_named_in_the_log_and_what_asks_nothing_does_not_touch_the_act
     maker(group, actors=2).set_up()
     assert re.fullmatch(r"credit: packed trees are scored on 2 workers, noise \S+", caplog.messages[-1])
     silent = TreeActors(2)
-    for options in ({"control": "off"}, {"control": "random"}, {"estimator": "ktae"}):
+    for options in ({"control": "off"}, {"control": "random"}, {"estimator": "prefix_tree"}):
         asked = maker(silent, CounterfactualConfig(**options), actors=2)
         asked.set_up()
         asked.compute_advantages_and_returns(experiences(SimpleNamespace))

@@ -51,7 +51,7 @@ def test_with_weights_of_one_training_is_trls_own_to_the_last_bit(train, tmp_pat
     tiny_model().save_pretrained(tmp_path / "model")  # with beta TRL loads the reference model from where it lies
     model = {"model": str(tmp_path / "model")}
     stock = train(GRPOTrainer, trainer=model, **options)
-    for config in (ONES, CounterfactualConfig(mode="uniform")):
+    for config in (ONES, CounterfactualConfig(control="off")):
         trained = train(trainer=model | {"counterfactual": config}, **options)
         assert not changed(stock, trained)
         for name in ("loss", "grad_norm", "reward", "kl", "entropy"):
@@ -264,7 +264,7 @@ def test_scores_do_not_depend_on_the_token_budget(mine, train):
 
 
 def test_random_weights_are_the_same_for_the_same_seed_and_leave_the_rollouts_alone(train, theirs):
-    config = {"counterfactual": CounterfactualConfig(mode="random")}
+    config = {"counterfactual": CounterfactualConfig(control="random")}
     first, second = train(trainer=config), train(trainer=config)
     assert changed(theirs, first)
     assert not changed(first, second)

@@ -149,7 +149,7 @@ def test_of_equal_completions_the_one_that_was_fed_is_scored(train, monkeypatch)
         (config(control="random"), None),  # feeds nothing
         (config(estimator="prefix_tree"), None),
         (config(estimator="gradient"), "estimator='gradient' reads nothing that a training forward has fed"),
-        (config(approximation="knockout"), "estimator='masking', approximation='knockout' reads nothing"),
+        (config(fill="resampled"), "estimator='masking', fill='resampled' reads nothing"),
         (config(estimator="entropy") | {"gradient_accumulation_steps": 2}, "weights='top' compares completions"),
         (config(weights="top") | {"gradient_accumulation_steps": 2}, "weights='top' compares completions"),
         ({}, None),

@@ -10,7 +10,7 @@ from tests.support.trl_training import build, changed, logged, record_generation
 
 pytestmark = pytest.mark.slow
 
-NAMED = ["masking", "gradient", "entropy", "prefix_tree", "ktae", "sibling_edits"]
+NAMED = ["masking", "gradient", "entropy", "prefix_tree", "sibling_edits"]
 
 
 @pytest.mark.parametrize("options", [*({"estimator": name} for name in NAMED), {"effect": "total"}], ids=str)
@@ -61,7 +61,7 @@ def test_groups_that_are_split_between_processes_and_numbers_that_nobody_gives_a
         build(str(tmp_path), trainer={"counterfactual": CounterfactualConfig(estimator="external")})
     import cfa_kernels.integrations.trl as integration
 
-    made = build(str(tmp_path), trainer={"counterfactual": CounterfactualConfig(estimator="ktae")})
+    made = build(str(tmp_path), trainer={"counterfactual": CounterfactualConfig(estimator="prefix_tree")})
     monkeypatch.setattr(type(made.accelerator), "num_processes", 2)
     made.args.per_device_train_batch_size = 4
     made.args.steps_per_generation = 1

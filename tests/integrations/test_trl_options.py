@@ -18,7 +18,7 @@ from tests.support.tiny import PHRASES, WORDS, tiny_model  # noqa: E402
 from tests.support.trl_training import build, logged, packs, parameters, rollouts  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), packs]
-UNIFORM = CounterfactualConfig(mode="uniform")
+UNIFORM = CounterfactualConfig(control="off")
 
 # Tests compare losses with TRL's under these: here, in test_trl_packed.py, test_policy_trl.py.
 EQUAL = {

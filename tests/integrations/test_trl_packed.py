@@ -18,7 +18,7 @@ from cfa_kernels.integrations.trl_losses import prompts_together
 from tests.support.trl_training import LORA, PROMPT, build, logged, packs, parameters, rollouts, seven
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), packs]
-UNIFORM = CounterfactualConfig(mode="uniform")
+UNIFORM = CounterfactualConfig(control="off")
 PROMPT_LENGTHS, LENGTHS = [6, 6, 6, 6, 3, 3, 3, 3], [5, 9, 7, 9, 1, 8, 0, 4]
 
 

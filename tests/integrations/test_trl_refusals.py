@@ -44,7 +44,7 @@ except ImportError:
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-UNIFORM = CounterfactualConfig(mode="uniform")
+UNIFORM = CounterfactualConfig(control="off")
 
 
 @pytest.fixture
@@ -301,26 +301,26 @@ def test_under_fsdp_the_packed_loss_is_not_refused(mine, monkeypatch):
     assert list(integration._packing_obstacles(mine)) == []
 
 
-@pytest.mark.parametrize("mode", ["counterfactual", "uniform"])
-def test_images_that_come_with_the_rollouts_are_refused_where_there_is_credit_or_a_loss(mode):
+@pytest.mark.parametrize("control", [None, "off"])
+def test_images_that_come_with_the_rollouts_are_refused_where_there_is_credit_or_a_loss(control):
     class WithImages(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             return inputs
 
     trainer = object.__new__(with_mixin(WithImages))
-    trainer.counterfactual, trainer.packed_loss = CounterfactualConfig(mode=mode), False
+    trainer.counterfactual, trainer.packed_loss = CounterfactualConfig(control=control), False
     trainer.model, trainer._model_is_checked = SimpleNamespace(training=True), True
     batch = {"pixel_values": torch.zeros(1)}
-    if mode == "uniform":
+    if control == "off":
         assert trainer._generate_and_score_completions(batch) is batch
         trainer.packed_loss = True
-    expected = "counterfactual credit" if mode == "counterfactual" else "packed_loss=True"
+    expected = "counterfactual credit" if control is None else "packed_loss=True"
     with pytest.raises(NotImplementedError, match=rf"{expected} cannot be combined with images \(pixel_values\)"):
         trainer._generate_and_score_completions(batch)
 
 
 def test_random_weights_need_no_model_that_can_be_scored(train):
-    config = CounterfactualConfig(mode="random")
+    config = CounterfactualConfig(control="random")
     trained = train(trainer={"model": mamba(), "counterfactual": config})
     assert max(logged(trained, "credit/weight_std")) > 0
 

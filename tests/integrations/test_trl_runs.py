@@ -20,13 +20,13 @@ from tests.support.tiny import PHRASES, tiny_tokenizer  # noqa: E402
 from tests.support.trl_training import build, logged, packs, parameters, record_generations, rollouts  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-UNIFORM = CounterfactualConfig(mode="uniform")
+UNIFORM = CounterfactualConfig(control="off")
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        CounterfactualConfig(mode="random"),
+        CounterfactualConfig(control="random"),
         CounterfactualConfig(estimator="gradient", sigma=0.5),
         CounterfactualConfig(fill="resampled"),
     ],
@@ -107,7 +107,7 @@ def test_training_without_any_credit_warns_once_and_says_which_answers_are_read(
         assert part in said[0], part
 
 
-@pytest.mark.parametrize("config", [CounterfactualConfig(), UNIFORM, CounterfactualConfig(mode="random")], ids=str)
+@pytest.mark.parametrize("config", [CounterfactualConfig(), UNIFORM, CounterfactualConfig(control="random")], ids=str)
 def test_where_there_is_credit_or_none_is_wanted_nothing_is_warned_of(train, config):
     given = {"counterfactual": config} | ({} if config.control is None else {"rollout_func": without_answers})
     with warnings.catch_warnings(record=True) as caught:

@@ -194,8 +194,8 @@ def one_by_one(config) -> Any:
     [
         *CREDIT,
         {"estimator": "entropy"},
-        {"estimator": "entropy", "mode": "random"},
-        {"preselect": 0.5, "cheap": "entropy"},
+        {"estimator": "entropy", "control": "random"},
+        {"preselect": 0.5, "preselect_by": "entropy"},
     ],
     ids=str,
 )
@@ -211,7 +211,7 @@ def test_every_estimator_by_name_does_in_verl_what_it_does_with_the_model_at_han
     for given, row in zip(advantages_of(batch), expected, strict=True):
         torch.testing.assert_close(given, row[: len(given)], rtol=1e-4, atol=1e-5)
     assert metrics["credit/scored_fraction"] > 0
-    if options.get("mode") == "random" or options.get("estimator") in ("prefix_tree", "ktae", "sibling_edits"):
+    if options.get("control") == "random" or options.get("estimator") in ("prefix_tree", "sibling_edits"):
         assert workers.requests == []
 
 
@@ -340,8 +340,10 @@ def test_an_estimator_that_needs_the_model_at_hand_is_refused_where_log_probs_ar
 
 
 def test_an_estimator_that_compares_completions_is_refused_where_a_prompt_has_one(config):
-    changes = {"counterfactual": {"estimator": "ktae"}, "actor_rollout_ref": {"rollout": {"n": 1}}}
-    with pytest.raises(NotImplementedError, match="estimator='ktae': it needs several completions of one prompt"):
+    changes = {"counterfactual": {"estimator": "prefix_tree"}, "actor_rollout_ref": {"rollout": {"n": 1}}}
+    with pytest.raises(
+        NotImplementedError, match="estimator='prefix_tree': it needs several completions of one prompt"
+    ):
         integration.run(OmegaConf.merge(config, changes))
 
 
@@ -367,7 +369,7 @@ def test_rows_without_advantage_are_not_asked_for(config, transfer_queue, monkey
     assert all(row.eq(0).all() for row in advantages_of(batch)[3:5])
 
 
-@pytest.mark.parametrize("credit", [{"mode": "uniform"}, {"w_min": 1.0, "w_max": 1.0, "w_answer": 1.0}], ids=str)
+@pytest.mark.parametrize("credit", [{"control": "off"}, {"w_min": 1.0, "w_max": 1.0, "w_answer": 1.0}], ids=str)
 def test_with_weights_of_one_the_advantages_are_verls_to_the_last_bit(config, transfer_queue, monkeypatch, credit):
     config = config.copy()
     config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu = 1
@@ -376,7 +378,7 @@ def test_with_weights_of_one_the_advantages_are_verls_to_the_last_bit(config, tr
     workers = Workers(1, 1, False, monkeypatch)
     mine = advantages_of(build(config, workers, **credit)._compute_advantage(put(transfer_queue), {}))
     assert all(torch.equal(a, b) for a, b in zip(stock, mine, strict=True))
-    assert len(workers.requests) == ("mode" not in credit)
+    assert len(workers.requests) == ("control" not in credit)
 
 
 def test_the_command_of_the_documentation_composes_its_configuration():
@@ -474,17 +476,17 @@ def test_a_trainer_reads_its_configuration_and_refuses_before_anything_starts(co
 
 
 @pytest.mark.parametrize(
-    ("processor", "mode", "refused"),
+    ("processor", "control", "refused"),
     [
         (None, "counterfactual", False),
         ("a processor of images", "counterfactual", True),
         ("a processor of images", "uniform", False),
     ],
 )
-def test_a_model_of_images_is_refused_before_the_first_rollout(config, monkeypatch, processor, mode, refused):
+def test_a_model_of_images_is_refused_before_the_first_rollout(config, monkeypatch, processor, control, refused):
     made = SimpleNamespace(tokenizer=tiny_tokenizer(), processor=processor)
     monkeypatch.setattr(trainer_base, "omega_conf_to_dataclass", lambda config: made)
-    trainer = build(config, None, mode=mode)
+    trainer = build(config, None, control=control)
     if not refused:
         trainer._init_tokenizer()
         assert trainer.processor == processor

@@ -11,12 +11,12 @@ PROMPTS = [[3, 4, 5]] * 3 + [[9, 5, 10, 7]] * 3
 REWARDS = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0]
 
 CREDIT = [
-    {"units": "tokens", "outcome": "mean_logprob", "reshape": "bilevel"},
-    {"preselect": 0.5, "cheap": "prefix_gain", "normalize": "mean"},
-    {"estimator": "prefix_gain", "mode": "inverted"},
+    {"units": "tokens", "outcome": "mean_logprob", "weights": "bilevel"},
+    {"preselect": 0.5, "preselect_by": "prefix_gain", "normalize": "mean"},
+    {"estimator": "prefix_gain", "control": "inverted"},
     {"estimator": "prefix_tree"},
-    {"estimator": "prefix_tree", "mode": "random"},
-    {"estimator": "ktae", "mode": "inverted"},
+    {"estimator": "prefix_tree", "control": "random"},
+    {"estimator": "prefix_tree", "control": "inverted"},
     {"estimator": "sibling_edits"},
 ]
 """Each estimator by name with options of others among them; `entropy` only where the host has entropies."""
@@ -28,17 +28,11 @@ IMPOSSIBLE = [
     ({"outcome": "mean", "units": "tokens"}, "outcome='mean': it needs distributions"),
     ({"effect": "total"}, "effect='total': it needs the model"),
     ({"fill": "resampled"}, "fill='resampled': it needs the model"),
-    ({"approximation": "knockout"}, "approximation='knockout': it needs the model"),
-    ({"preselect": 0.5, "cheap": "short_branches"}, "preselect_by='short_branches': it needs the model"),
-    ({"preselect": 0.5, "cheap": "gradient"}, "preselect_by='gradient': it needs gradients"),
-    (
-        {"fill": "resampled", "preselect": 0.5, "cheap": "short_branches"},
-        "fill='resampled' and preselect_by='short_branches': each needs the model",
-    ),
+    ({"preselect": 0.5, "preselect_by": "gradient"}, "preselect_by='gradient': it needs gradients"),
     ({"estimator": "external"}, "estimator='external': it needs importances that the caller passes in"),
-    ({"estimator": "ktae", "mode": "random"}, None),
-    ({"estimator": "gradient", "mode": "random"}, None),
-    ({"estimator": "external", "mode": "uniform"}, None),
+    ({"estimator": "prefix_tree", "control": "random"}, None),
+    ({"estimator": "gradient", "control": "random"}, None),
+    ({"estimator": "external", "control": "off"}, None),
 ]
 """Options, and how their refusal begins; None where no estimator runs, or one that can."""
 

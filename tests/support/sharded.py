@@ -316,9 +316,7 @@ def estimators(rank: int, how: str) -> None:
         Masking(effect="total"),
         Masking(outcome="mean"),
         Masking(fill="resampled", samples=2),
-        Masking(approximation="short_branches"),
-        Masking(approximation="knockout"),
-        Masking(preselect=0.5, preselect_by="short_branches"),
+        Masking(preselect=0.5),
     ):
         for own, ours in zip(judged(alone, estimator), judged(shared, estimator), strict=True):
             torch.testing.assert_close(ours, own, atol=5e-5, rtol=0, equal_nan=True)

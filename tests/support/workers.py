@@ -23,7 +23,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"outcome": "mean"},
     {"effect": "total"},
     {"fill": "resampled", "samples": 2},
-    {"preselect": 0.5, "preselect_by": "knockout"},
+    {"preselect": 0.5, "preselect_by": "prefix_gain"},
     {"estimator": "prefix_gain"},
 ]
 ADVANTAGES = torch.tensor([1.0, -0.5, 0.3, 0.7, -1.0, 1.0])

@@ -33,19 +33,18 @@ def credit_under(trainer, rollouts):
 def test_every_setting_of_credit_reaches_the_library() -> None:
     """Those the program has; the others are the library's defaults."""
     flags = [
-        "--credit=inverted", "--estimator=gradient", "--units=spans", "--outcome=last", "--reshape=bilevel",
-        "--tau=0.3", "--boost=1.5", "--floor=0.1", "--sigma=0.01", "--samples=2", "--normalize_weights=mean",
+        "--credit=inverted", "--estimator=gradient", "--units=spans", "--outcome=last", "--weights=bilevel",
+        "--tau=0.3", "--boost=1.5", "--floor=0.1", "--sigma=0.01", "--samples=2", "--normalize=mean",
     ]  # fmt: skip
-    masking = settings("--fill=resampled", "--preselect=0.5", "--cheap=last").counterfactual()
-    assert masking == CounterfactualConfig(fill="resampled", preselect=0.5, cheap="last")
-    assert settings("--approximation=knockout").counterfactual() == CounterfactualConfig(approximation="knockout")
+    masking = settings("--fill=resampled", "--preselect=0.5", "--preselect_by=gradient").counterfactual()
+    assert masking == CounterfactualConfig(fill="resampled", preselect=0.5, preselect_by="gradient")
     assert settings("--effect=total").counterfactual() == CounterfactualConfig(effect="total")
     assert settings(*flags).counterfactual() == CounterfactualConfig(
-        mode="inverted", estimator="gradient", units="spans", outcome="last", reshape="bilevel", tau=0.3, boost=1.5,
+        control="inverted", estimator="gradient", units="spans", outcome="last", weights="bilevel", tau=0.3, boost=1.5,
         floor=0.1, sigma=0.01, samples=2, normalize="mean",
     )  # fmt: skip
-    ktae = settings("--estimator=ktae", "--correct_threshold=0.7").counterfactual()
-    assert ktae == CounterfactualConfig(estimator="ktae", correct_threshold=0.7)
+    edits = settings("--estimator=sibling_edits", "--correct_threshold=0.7").counterfactual()
+    assert edits == CounterfactualConfig(estimator="sibling_edits", correct_threshold=0.7)
     assert settings().counterfactual() == CounterfactualConfig()
 
 
@@ -114,7 +113,7 @@ def test_a_papers_settings_are_all_read(name) -> None:
 
 def test_an_option_that_nothing_reads_is_refused_by_name(capsys) -> None:
     with pytest.raises(SystemExit) as ended:
-        settings("--estimator=ktae", "--sigma=0.1")
+        settings("--estimator=sibling_edits", "--sigma=0.1")
     assert ended.value.code == 2
     assert "sigma is not read: it is an option of estimator='gradient'" in capsys.readouterr().err
 
@@ -127,9 +126,7 @@ def test_a_name_that_is_no_file_and_no_preset_is_refused(capsys) -> None:
     assert "did you mean oar_p?" in said
 
 
-@pytest.mark.parametrize(
-    "estimator", ["masking", "gradient", "prefix_gain", "entropy", "prefix_tree", "ktae", "sibling_edits"]
-)
+@pytest.mark.parametrize("estimator", ["masking", "gradient", "prefix_gain", "entropy", "prefix_tree", "sibling_edits"])
 def test_an_estimator_judges_the_rows_with_advantage_of_a_micro_batch(fresh, rollouts, estimator) -> None:
     """Two of the four groups are mixed. One micro-batch for each, as credit must not mix them up."""
     trainer = fresh(f"--estimator={estimator}", "--token_budget=1")
@@ -146,7 +143,7 @@ def test_an_estimator_judges_the_rows_with_advantage_of_a_micro_batch(fresh, rol
         assert inside.mean() == pytest.approx(0.2, abs=0.02)
 
 
-@pytest.mark.parametrize("estimator", ["prefix_tree", "ktae"])
+@pytest.mark.parametrize("estimator", ["prefix_tree"])
 def test_signed_credit_changes_the_update_as_its_advantages_say(fresh, rollouts, estimator) -> None:
     gradients = []
     for credit in ("counterfactual", "uniform", "inverted"):
@@ -167,9 +164,7 @@ def test_all_of_a_small_batch_in_one_pass_keeps_the_share_of_entropies(fresh, ro
     assert set(kept.tolist()) == {0.0, 1.0}
 
 
-@pytest.mark.parametrize(
-    "flags", [("--fill=resampled",), ("--approximation=short_branches",), ("--preselect=0.5", "--cheap=entropy")]
-)
+@pytest.mark.parametrize("flags", [("--fill=resampled",), ("--preselect=0.5", "--preselect_by=entropy")])
 def test_masking_in_another_way_takes_forwards_of_its_own(fresh, rollouts, flags) -> None:
     exact, _ = credit_under(fresh(), rollouts)
     other, _ = credit_under(fresh(*flags), rollouts)

@@ -31,7 +31,7 @@ DESCRIPTION = """Sample groups of completions from a model and let several estim
 read by python -m trainer.analyze, whose page shades the tokens by each of them. Further flags are those of
 python -m trainer; --model names the model."""
 
-NAMES = ("cf", "oar_p", "oar_g", "prefix_gain", "entropy_80_20", "prefix_tree", "ktae")
+NAMES = ("cf", "oar_p", "oar_g", "prefix_gain", "entropy_80_20", "prefix_tree")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -28,7 +28,7 @@ def test_every_estimator_judges_every_completion_with_an_advantage(judged, train
         for credit in sample["estimators"].values():
             (values,) = credit.values()
             assert len(values) == len(sample["tokens"]) == len(sample["gradient_norms"])
-    assert {next(iter(judged[0]["estimators"][name])) for name in ("ktae", "prefix_tree")} == {"advantages"}
+    assert {next(iter(judged[0]["estimators"][name])) for name in ("prefix_tree",)} == {"advantages"}
     assert any(sample["spans"] for sample in judged)
 
 
@@ -47,12 +47,12 @@ def test_norms_are_those_of_autograd_through_full_logits(trainer):
 def test_the_program_writes_what_the_analysis_reads(tmp_path, capsys):
     small = [flag for flag in SMALL if not flag.startswith("--max_steps")]
     out = tmp_path / "judged.jsonl"
-    assert main([str(out), "--problems", "2", "--presets", "cf", "ktae", *small]) == 0
+    assert main([str(out), "--problems", "2", "--presets", "cf", "prefix_tree", *small]) == 0
     samples = read_samples(out)
-    assert set(samples[0].credit) == {"cf", "ktae"}
+    assert set(samples[0].credit) == {"cf", "prefix_tree"}
     page = (write_analysis(out) / "page.html").read_text("utf-8")
-    assert "ktae" in page
-    assert json.loads(out.read_text("utf-8").splitlines()[0])["estimators"].keys() == {"cf", "ktae"}
+    assert "prefix_tree" in page
+    assert json.loads(out.read_text("utf-8").splitlines()[0])["estimators"].keys() == {"cf", "prefix_tree"}
 
 
 def test_too_many_problems_are_an_error_in_one_line(tmp_path, capsys):

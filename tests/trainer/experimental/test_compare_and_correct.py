@@ -165,7 +165,7 @@ def test_the_prompt_shows_the_attempt_and_its_nearest_correct_siblings(fresh, wr
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("--num_iterations=2",), ("--credit=random",), ("--credit=random", "--normalize_weights=mean")]
+    "options", [(), ("--num_iterations=2",), ("--credit=random",), ("--credit=random", "--normalize=mean")]
 )
 def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_as_they_were(
     fresh, written, options
@@ -186,7 +186,7 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
     mask = result.rollouts.completion_mask
     credit, _ = updated(twin, result.rollouts, advantages, mask)
     expected = credit.weights * gate
-    if "--normalize_weights=mean" in options:
+    if "--normalize=mean" in options:
         for b in right:
             own = expected[b, : len(result.rollouts.ids()[b])]
             own /= own.mean() or 1

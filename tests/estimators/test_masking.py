@@ -1,10 +1,10 @@
-"""A share of the units, chosen by what costs nothing, is masked exactly; the others claim nothing."""
+"""A share of the units, chosen by length or another estimator, is masked exactly; the others claim nothing."""
 
 import pytest
 import torch
 
-from cfa_kernels.estimators.masking import Masking
-from cfa_kernels.estimators.preselection import POSITION_RULES, top_units
+from cfa_kernels.estimators.masking import Masking, top_units
+from cfa_kernels.estimators.registry import ESTIMATORS
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
@@ -38,12 +38,6 @@ def test_the_top_units_are_the_largest_the_earlier_of_equals(values, share, top)
     assert top_units(torch.tensor([float(value) for value in values]), share) == top
 
 
-def test_estimates_rank_by_length_or_position():
-    units = [Span(0, 2), Span(3, 9), Span(9, 10)]
-    for name, ranked in (("length", [1, 0, 2]), ("first", [0, 1, 2]), ("last", [2, 1, 0])):
-        assert sorted(range(3), key=lambda k, rule=POSITION_RULES[name]: -rule(units[k])) == ranked
-
-
 def test_preselected_units_are_masked_exactly_and_the_others_claim_nothing(qwen3):
     prompts, completions, spans, answers = batch()
     values, exact, work = preselected(qwen3, prompts, completions, spans, answers, preselect=0.5)
@@ -64,16 +58,27 @@ def test_preselected_units_are_masked_exactly_and_the_others_claim_nothing(qwen3
     assert work.forwards == 1
 
 
-def test_what_chooses_is_counted_with_what_is_masked(qwen3):
-    data = [column[:3] for column in batch()]
-    free, asked = (
-        preselected(
-            qwen3, *data, preselect=0.5, preselect_by=name, reasoning_ends=[answer.start for answer in data[3]]
-        )[2]
-        for name in ("last", "knockout")
-    )  # fmt: skip
-    assert asked.forwards == free.forwards + 1
-    assert asked.tokens_fed > free.tokens_fed
+@pytest.mark.parametrize("name", ["length", "prefix_gain", "gradient", "entropy"])
+def test_the_units_that_are_masked_are_those_that_the_estimate_finds_most_important(qwen3, name):
+    data = [column[2:5] for column in batch()]
+    data[2] = [[Span(0, 1), Span(1, 4), Span(4, 6), Span(6, 7)] for _ in data[2]]
+    data[3] = [Span(8, 10) for _ in data[3]]
+    known = {
+        "reasoning_ends": [8] * 3,
+        "entropies": [
+            torch.rand(len(row), generator=torch.Generator().manual_seed(b)) for b, row in enumerate(data[1])
+        ],
+    }
+    rows = batch_of(qwen3, *data, **known)
+    estimates, work = [torch.tensor([1.0, 3.0, 2.0, 1.0])] * 3, None
+    if name != "length":
+        estimate = ESTIMATORS[name]()(InProcess(qwen3), rows)
+        estimates, work = rows.to_callers_order(estimate.values), estimate.work
+    _, exact, total = preselected(qwen3, *data, **known, preselect=0.5, preselect_by=name)
+    assert [row.nonzero().flatten().tolist() for row in exact] == [
+        sorted(row.abs().topk(2).indices.tolist()) for row in estimates
+    ]
+    assert total.forwards == 1 + (work.forwards if work else 0)
 
 
 @pytest.mark.parametrize("outcome", ["logprob", "mean"])
