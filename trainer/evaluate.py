@@ -30,64 +30,50 @@ class Evaluation:
         return sum(self.correct) / len(self.correct)
 
     @property
-    def standard_error(self) -> float:
-        """Standard error of the accuracy, as a mean over problems drawn at random."""
-        return math.sqrt(self.accuracy * (1 - self.accuracy) / max(len(self.correct) - 1, 1))
-
-    @property
     def metrics(self) -> dict[str, float]:
-        """Figures to report."""
-        figures = {"eval_accuracy": self.accuracy, "eval_accuracy_stderr": self.standard_error}
+        """Figures to report; the standard error is that of a mean over problems drawn at random."""
+        error = math.sqrt(self.accuracy * (1 - self.accuracy) / max(len(self.correct) - 1, 1))
+        figures = {"eval_accuracy": self.accuracy, "eval_accuracy_stderr": error}
         passes = {f"eval_pass@{k}": share for k, share in self.pass_at.items()}
         return {**figures, "eval_completions/mean_length": self.mean_length, **passes}
 
 
 def evaluate(
-    engine: Engine,
-    rows: Sequence[Row],
-    prompts: Sequence[Sequence[int]],
-    config: TrainConfig,
-    *,
-    match: Reward = exact_match,
-    advance: Callable[[int], None] = lambda _: None,
-) -> Evaluation:
+    engine: Engine, rows: Sequence[Row], prompts: Sequence[Sequence[int]], config: TrainConfig, *,
+    match: Reward = exact_match, advance: Callable[[int], None] = lambda _: None,
+) -> Evaluation:  # fmt: skip
     """Complete every prompt greedily, and by sampling `eval_samples` times, and judge completions by `match`.
 
-    A completion solves its problem where `match`, a reward function, gives 1 or more. Samples are drawn by the same
-    numbers at whatever step. `advance(n)` reports progress.
-
-    Of several processes each takes a share of the prompts, and all get the whole result.
+    A completion solves its problem if `match`, a reward function, gives 1 or more. Samples are drawn by the same
+    numbers at whatever step. Each process takes a share of the prompts, and all get the whole result. `advance(n)`
+    reports progress.
 
     Raises:
-        FloatingPointError: the model gave logits, or `match` a reward, that are not finite; the message names the
-            problems.
-        RewardError: `match` raised or gave no rewards; the message names the problem.
+        FloatingPointError, RewardError: the model's logits or a reward are not finite, or `match` failed; the message
+            names the problems.
     """
 
     def completed(
         problems: Sequence[int], keys: Sequence[tuple[int, ...]] | None = None, **options: float
     ) -> list[tuple[bool, str, int]]:
         """Complete the prompts of problems, by number: whether solved, text and tokens of each."""
-        found, share = dict[int, tuple[bool, str, int]](), own(range(len(problems)))
+        results, share = dict[int, tuple[bool, str, int]](), own(range(len(problems)))
         by_length = sorted(share, key=lambda at: len(prompts[problems[at]]))
         for start in range(0, len(by_length), config.eval_batch_size):
             batch = by_length[start : start + config.eval_batch_size]
             chosen = [problems[at] for at in batch]
             names = [f"held-out problem {i}" for i in chosen]
             rollouts = engine(
-                [prompts[i] for i in chosen],
-                max_completion_length=config.max_completion_length,
-                names=names,
-                keys=keys and [keys[at] for at in batch],
-                **options,
-            )
+                [prompts[i] for i in chosen], max_completion_length=config.max_completion_length, names=names,
+                keys=keys and [keys[at] for at in batch], **options,
+            )  # fmt: skip
             columns = {name: [rows[i][name] for i in chosen] for name in rows[0]}
-            given = rewards_by("of evaluation", match, names, arguments(columns, rollouts))
+            rewards = rewards_by("of evaluation", match, names, arguments(columns, rollouts))
             lengths = rollouts.completion_mask.sum(1).tolist()
-            for at, one, text, length in zip(batch, given, rollouts.texts, lengths, strict=True):
-                found[at] = one is not None and one >= 1, text, length
+            for at, reward, text, length in zip(batch, rewards, rollouts.texts, lengths, strict=True):
+                results[at] = reward is not None and reward >= 1, text, length
             advance(len(batch))
-        return [*itertools.chain.from_iterable(gathered([found[at] for at in share]))]
+        return [*itertools.chain.from_iterable(gathered([results[at] for at in share]))]
 
     correct, texts, lengths = map(list, zip(*completed(range(len(rows))), strict=True))
     passes = dict[int, float]()
@@ -95,14 +81,5 @@ def evaluate(
         keys = [(config.seed, 0, i, s, _STREAM) for i in range(len(rows)) for s in range(n)]
         sampled = completed([key[2] for key in keys], keys=keys, temperature=config.temperature, top_p=config.top_p)
         solved = [sum(one for one, _, _ in sampled[i * n : (i + 1) * n]) for i in range(len(rows))]
-        passes = {k: sum(pass_at_k(n, c, k) for c in solved) / len(rows) for k in config.pass_at}
+        passes = {1: sum(solved) / n / len(rows), n: sum(map(bool, solved)) / len(rows)}
     return Evaluation(correct, texts, sum(lengths) / len(rows), passes)
-
-
-def pass_at_k(samples: int, solved: int, k: int) -> float:
-    """Estimate the probability that one of k samples solves a problem, without bias, from more of them.
-
-    1 - C(n - c, k) / C(n, k) with n `samples` of which c `solved` it: Chen et al. (2021), "Evaluating Large Language
-    Models Trained on Code".
-    """
-    return 1 - math.comb(samples - solved, k) / math.comb(samples, k)

@@ -11,7 +11,7 @@ from trainer.analyze.samples import Sample, read_samples
 
 HOSTILE = [
     "</script><script>alert(1)</script>", "<!--", "\"'><img src=x onerror=alert(2)>", "&lt;b&gt;",
-    "👩‍👩‍👧 é", "\u202eevil\u2066",
+    "👩‍👩 é", "\u202eevil\u2066", "a\u061c\u200b\ufeff\U000e0041b",
     "\u05e9\u05dc\u05d5\u05dd", "\x00", "\x1b[31m\x85\r", "\n\t", "\ud800", "", "]]>", "${x}`",
 ]  # fmt: skip
 

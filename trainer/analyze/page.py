@@ -7,6 +7,7 @@ not print are shown as signs.
 
 import html
 import json
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -172,13 +173,21 @@ def _short(values: Iterable[float | None]) -> list[float | None]:
     return [int(value) if value is not None and value == int(value) else value for value in values]
 
 
-_SIGNS = {code: chr(0x2400 + code) for code in range(32) if code not in (9, 10)} | {
-    0x7F: "\u2421", 0x85: "\u2424", 0x2028: "\u2424", 0x2029: "\u2424",
-}  # fmt: skip
-# Marks that turn the direction of what follows them are named; isolated right-to-left text itself is not changed.
-_SIGNS |= {code: f"[U+{code:04X}]" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F)}
-_SIGNS |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
-_SIGNS |= {code: "\ufffd" for code in range(0x80, 0xA0) if code != 0x85}
+class _Signs(dict[int, str]):
+    """Signs by code: for control and format characters, which do not show or turn what follows them, and surrogates."""
+
+    def __missing__(self, code: int) -> str:
+        sign = character = chr(code)
+        category = unicodedata.category(character)
+        if category == "Cf":  # directions, joiners, blanks of no width, tags
+            sign = f"[U+{code:04X}]"
+        elif category in ("Cc", "Cs"):
+            sign = chr(0x2400 + code) if code < 32 else "\ufffd"
+        self[code] = sign
+        return sign
+
+
+_SIGNS = _Signs({9: "\t", 10: "\n", 0x7F: "\u2421", 0x85: "\u2424", 0x2028: "\u2424", 0x2029: "\u2424"})
 
 
 def printed(text: str) -> str:

@@ -1,31 +1,38 @@
-"""Call reward functions, and say which one failed, on which row of the data and where in its code."""
+"""Call reward functions, add their rewards up, and say which function failed, on which row and where in its code."""
 
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from trainer.endings import Ended
 from trainer.rollouts import Rollouts
 
+Reward = Callable[..., list[float | None]]
+"""TRL's contract: `f(prompts=, completions=, completion_ids=, **columns)`; None abstains."""
+
 ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""What reward functions are given beside the columns of the data, under these names."""
+NOT_OF_THE_FUNCTION = (KeyboardInterrupt, Ended)  # signals, which may come while it runs
 
 
 class RewardError(ValueError):
-    """A reward function did not give rewards; the message names it and, if it can be known, the row."""
+    """A reward function did not return rewards; the message names it and, if it can be known, the row."""
 
 
-def require_callable(functions: Mapping[str, Callable[..., Any]], columns: Mapping[str, Any]) -> None:
+def require_callable(functions: Mapping[str, Reward], columns: Mapping[str, Any]) -> None:
     """Raise `ValueError` naming the first reward function that cannot be called with `columns` of the data."""
-    given = dict.fromkeys([*ARGUMENTS, *columns])
     for name, function in functions.items():
         try:
             signature = inspect.signature(function)
         except Exception:  # of a builtin that does not say, or an object of which Python cannot even say that
             continue
         try:
-            signature.bind(**given)
+            signature.bind(**dict.fromkeys([*ARGUMENTS, *columns]))
         except TypeError as problem:
             raise ValueError(
                 f"reward {name}: {problem}; it is called with prompts, completions, completion_ids and the columns "
@@ -34,60 +41,106 @@ def require_callable(functions: Mapping[str, Callable[..., Any]], columns: Mappi
 
 
 def arguments(columns: Mapping[str, Sequence[Any]], rollouts: Rollouts) -> dict[str, Sequence[Any]]:
-    """Collect what reward functions are called with: columns of the data, and what was sampled for their rows."""
+    """Collect the arguments of reward functions: columns of the data, and what was sampled for their rows."""
     sampled = columns["question"], rollouts.texts, rollouts.ids()
     return {**dict(zip(ARGUMENTS, sampled, strict=True)), **columns}
 
 
-def called(name: str, function: Callable[..., Any], samples: Sequence[str], given: Mapping[str, Sequence[Any]]) -> Any:
-    """Call a reward function on B samples.
+def compute_rewards(
+    functions: Mapping[str, Reward], columns: Mapping[str, Sequence[Any]], *, weights: Sequence[float] = (),
+    names: Sequence[str] | None = None,
+) -> tuple[Tensor, dict[str, list[float | None]]]:  # fmt: skip
+    """Call each reward function on B samples and add the results up, by `weights` if there are any; None abstains.
 
     Args:
-        name: what it is reported under.
-        function: as TRL calls it.
-        samples: what an error calls the B samples.
-        given: B values of each argument.
+        functions: by the names that they are reported under.
+        columns: the functions' arguments, B values of each.
+        weights: a factor for each function.
+        names: names of the samples in errors, by default "sample 0", "sample 1", ...
 
     Returns:
-        What it gave, unseen. What it does to the lists it was given changes nothing here.
+        The (B,) fp32 sums and each function's own list, without its weight.
 
     Raises:
-        RewardError: it raised; the message says where in its code, and for which sample: the first for which it also
+        RewardError: as `rewards_by`, or every function abstains on a sample.
+        FloatingPointError: a reward or a sum is not finite in float32; the message names the sample.
+    """
+    samples = names or [f"sample {i}" for i in range(len(columns["completions"]))]
+    by_function = {name: rewards_by(name, function, samples, columns) for name, function in functions.items()}
+    total = torch.zeros(len(samples))
+    for i, (sample, values) in enumerate(zip(samples, zip(*by_function.values(), strict=True), strict=True)):
+        if all(value is None for value in values):
+            raise RewardError(f"{sample}: every reward function returned None")
+        for value, weight in zip(values, weights or [1.0] * len(values), strict=True):
+            total[i] += 0.0 if value is None else weight * value
+        if not total[i].isfinite():
+            raise FloatingPointError(f"{sample}: the sum of its rewards is {total[i].item()}")
+    return total, by_function
+
+
+def rewards_by(
+    name: str, function: Reward, samples: Sequence[str], columns: Mapping[str, Sequence[Any]]
+) -> list[float | None]:
+    """Call one reward function on B samples and check what it returns; what it does to its lists changes nothing here.
+
+    A reward is any real number: a float, an integer, a bool, a NumPy number, a tensor without dimensions.
+
+    Raises:
+        RewardError: the function raised, returned no list, a wrong number of values or a value that is no real number.
+            For an exception the message has the line of the function's code and the first sample for which it also
             raises when it is called with that one only, unless the error is one of files or network.
+        FloatingPointError: a reward is not finite in float32.
     """
     try:
-        return function(**_copied(given))
-    except (Exception, SystemExit) as problem:
-        which = None if isinstance(problem, OSError) else _first_raising(function, len(samples), given)
+        values: Any = function(**{argument: [*column] for argument, column in columns.items()})
+    except NOT_OF_THE_FUNCTION:
+        raise
+    except BaseException as problem:  # SystemExit and asyncio.CancelledError are no Exception
+        which = None if isinstance(problem, OSError) else _first_raising(function, len(samples), columns)
         where = f"{samples[which]}: " if which is not None else ""
         raise RewardError(
             f"{where}reward {name} raised {type(problem).__name__}: {printed(problem)}{_place(problem)}"
         ) from problem
+    is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
+    if not is_list and getattr(values, "ndim", None) != 1:
+        raise RewardError(f"reward {name}: returned a {type(values).__name__}, expected a list of numbers")
+    if len(values) != len(samples):
+        raise RewardError(f"reward {name}: returned {len(values)} values for {len(samples)} completions")
+    return [v if v is None else _real(v, f"{samples[i]}: reward {name}") for i, v in enumerate(values)]
 
 
 def printed(value: Any, form: Callable[[Any], str] = str) -> str:
-    """Print what a reward function gave or raised, by its type where its own code for that fails."""
+    """Print what a reward function returned or raised, by its type where its own code for that fails."""
     try:
         return form(value)
     except Exception:
         return f"a {type(value).__qualname__} that cannot be printed"
 
 
-def _copied(given: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    return {argument: [*values] for argument, values in given.items()}
+def _real(value: Any, what: str) -> float:
+    number: Any = value.item() if getattr(value, "ndim", None) == 0 else value
+    if not isinstance(number, Real):
+        raise RewardError(f"{what} is {printed(value, repr)}, expected a real number or None")
+    if not abs(number) <= torch.finfo(torch.float32).max:  # type: ignore[operator]
+        too_long = isinstance(number, int) and abs(number) > 10**20
+        raise FloatingPointError(
+            f"{what} is {'an integer' if too_long else printed(value, format)}, beyond what float32 holds"
+        )
+    return float(number)
 
 
 def _place(problem: BaseException) -> str:
-    """Name the line of the function's own file that the error came from, if it got so far."""
     frames = traceback.extract_tb(problem.__traceback__)[1:]  # the first is our call
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" (in {Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
-def _first_raising(function: Callable[..., Any], count: int, given: Mapping[str, Sequence[Any]]) -> int | None:
+def _first_raising(function: Reward, count: int, columns: Mapping[str, Sequence[Any]]) -> int | None:
     for b in range(count):
         try:
-            function(**{argument: [values[b]] for argument, values in given.items()})
-        except (Exception, SystemExit):
+            function(**{argument: [column[b]] for argument, column in columns.items()})
+        except NOT_OF_THE_FUNCTION:
+            raise
+        except BaseException:
             return b
     return None

@@ -1,7 +1,9 @@
-"""Read the numbers that completions and data sets give as answers."""
+"""Read the numbers that completions and data sets give as answers, and reward those that are equal."""
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 from cfa_kernels import answer_text_span
 from cfa_kernels.text.rules import AnswerFormat
@@ -52,3 +54,22 @@ def gold_number(answer: str) -> Fraction | None:
     """Read the number of a data set's answer column: that of a worked solution, or the bare number."""
     number = final_number(answer)
     return parse_number(answer) if number is None else number
+
+
+def exact_match(
+    *, completions: Sequence[str], answer: Sequence[str], answer_format: AnswerFormat | None = None,
+    answer_fallback: str | None = None, **_: Any,
+) -> list[float | None]:  # fmt: skip
+    """Give 1 where the completion's number equals that of the data set's answer, else 0.
+
+    `answer_format` and `answer_fallback` say how completions give their answer, as in `answer_text_span`; errors about
+    them name the sample.
+    """
+    matches: list[float | None] = []
+    for i, (completion, gold) in enumerate(zip(completions, answer, strict=True)):
+        try:
+            number = final_number(completion, answer_format, answer_fallback)
+        except (TypeError, ValueError) as problem:
+            raise type(problem)(f"sample {i}: {problem}") from problem
+        matches.append(float(number is not None and number == gold_number(gold)))
+    return matches

@@ -1,13 +1,23 @@
-"""Declare the settings of rewards and evaluation; they are flags and YAML names of the training program like others."""
+"""Declare the rewards that come with the program, and the settings of rewards and evaluation."""
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from trainer.rewards.code.isolation import Isolation
 
-BUILT_IN = {"exact_match": ("numbers",), "math_verify": ("text", "numbers"), "code": ("mbpp",)}
-"""Reward functions of the program, each with the kinds of rows that it can judge, its own first."""
+class BuiltIn(NamedTuple):
+    """Where a reward is defined, the kinds of rows that it judges, its own first, and the options that it takes."""
+
+    function: str
+    kinds: tuple[str, ...]
+    options: tuple[str, ...]
+
+
+BUILT_IN = {
+    "exact_match": BuiltIn("trainer.rewards.numbers:exact_match", ("numbers",), ("answer_format", "answer_fallback")),
+    "math_verify": BuiltIn("trainer.rewards.math.reward:MathReward", ("text", "numbers"), ("timeout",)),
+    "code": BuiltIn("trainer.rewards.code.reward:CodeReward", ("mbpp",), ("timeout", "isolation")),
+}
 
 
 @dataclass
@@ -26,16 +36,13 @@ class RewardSettings:
     numbers for exact_match, mbpp for code, else text."""
     reward_timeout: float = 10.0
     """Seconds after which math_verify or code gives a completion up, with reward 0."""
-    code_isolation: Isolation = "auto"
-    """What keeps tested programs from this machine: bubblewrap, namespaces by unshare, the first of these that works
-    here (auto), or none, which lets them do all that you may do."""
+    code_isolation: Literal["bubblewrap", "none"] = "bubblewrap"
+    """What keeps tested programs from this machine: bubblewrap, or none, which lets them do all that you may do."""
     eval_reward: str | None = None
     """Reward function by which a held-out problem counts as solved, where it gives 1 or more; by default the first of
     reward_funcs that comes with the program, else exact_match."""
     eval_samples: int = 0
-    """Completions sampled for each held-out problem, beside the greedy one, for pass@k; by default none."""
-    eval_k: list[int] = field(default_factory=list)
-    """Report pass@k for these k, at most eval_samples; by default 1 and eval_samples."""
+    """Completions sampled for each held-out problem, beside the greedy one, for pass@1 and pass@eval_samples."""
 
     @property
     def grader(self) -> str:
@@ -43,14 +50,10 @@ class RewardSettings:
         return self.eval_reward or next((name for name in self.reward_funcs if name in BUILT_IN), "exact_match")
 
     @property
-    def pass_at(self) -> tuple[int, ...]:
-        """List the k of pass@k, in rising order; none without samples."""
-        return tuple(sorted(set(self.eval_k or [1, self.eval_samples]))) if self.eval_samples else ()
-
-    @property
     def kind(self) -> str:
         """Name what each row must have."""
-        return BUILT_IN.get(self.grader, ("text",))[0] if self.dataset_kind == "auto" else self.dataset_kind
+        own = BUILT_IN[self.grader].kinds[0] if self.grader in BUILT_IN else "text"
+        return own if self.dataset_kind == "auto" else self.dataset_kind
 
     def check_rewards(self) -> None:
         """Reject values outside their range and rewards that cannot judge the rows, naming the setting."""
@@ -66,13 +69,10 @@ class RewardSettings:
             raise ValueError(f"reward_timeout must be positive and finite, got {self.reward_timeout}")
         if self.eval_samples < 0:
             raise ValueError(f"eval_samples must be at least 0, got {self.eval_samples}")
-        for k in self.eval_k:
-            if not 1 <= k <= self.eval_samples:
-                raise ValueError(f"eval_k must be from 1 to eval_samples ({self.eval_samples}), got {k}")
         for setting, names in (("reward_funcs", self.reward_funcs), ("eval_reward", [self.grader])):
             for name in names:
-                if self.kind not in BUILT_IN.get(name, (self.kind,)):
-                    judged = " or ".join(BUILT_IN[name])
+                if name in BUILT_IN and self.kind not in (kinds := BUILT_IN[name].kinds):
+                    judged = " or ".join(kinds)
                     raise ValueError(
                         f"{setting}: {name} judges rows of dataset_kind {judged}, and these are {self.kind}"
                     )

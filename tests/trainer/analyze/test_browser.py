@@ -156,8 +156,8 @@ def test_nothing_that_a_model_or_a_file_says_is_obeyed(browser, tmp_path) -> Non
     file.write_text(page_of(hostile(tmp_path), "</title><script>document.body.remove()</script>"), "utf-8")
     open_page(browser, file)
     shown = texts(browser, "figure:first-child .tokens > span")
-    assert shown[:5] == HOSTILE[:5]
-    assert shown[9:] == ["↵\n→\t", "\ufffd", "∅", *HOSTILE[12:]]
+    assert shown[:4] == HOSTILE[:4]
+    assert shown[10:] == ["↵\n→\t", "\ufffd", "∅", *HOSTILE[13:]]
     assert len(texts(browser, "script", "type")) == 2
     assert not texts(browser, "img, i i, [onclick], [onerror]")
     hover(browser, TOKENS)

@@ -48,10 +48,12 @@ def test_hostile_text_is_held_as_text(tmp_path) -> None:
         (tag, sorted(attributes)) for tag, attributes in plain.elements
     ]
     (shown,) = read.data["completions"]
-    assert shown["tokens"][:5] == HOSTILE[:5]
-    assert shown["tokens"][5] == "[U+202E]evil[U+2066]"
-    assert shown["tokens"][6] == HOSTILE[6]
-    assert shown["tokens"][7:9] == ["\u2400", "\u241b[31m\u2424\u240d"]
+    assert shown["tokens"][:4] == HOSTILE[:4]
+    assert shown["tokens"][4:7] == [
+        "👩[U+200D]👩 é", "[U+202E]evil[U+2066]", "a[U+061C][U+200B][U+FEFF][U+E0041]b",
+    ]  # fmt: skip
+    assert shown["tokens"][7] == HOSTILE[7]
+    assert shown["tokens"][8:10] == ["\u2400", "\u241b[31m\u2424\u240d"]
     assert not set(page) & set("\x00\x1b\x85\r\u202e\u2066\ud800")
     page.encode()
 

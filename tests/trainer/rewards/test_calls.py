@@ -1,10 +1,11 @@
 """Calls of reward functions: what is said about one that raises, or that cannot take the columns of the data."""
 
+import asyncio
 import functools
 
 import pytest
 
-from trainer.rewards.calls import RewardError, called, require_callable
+from trainer.rewards.calls import RewardError, require_callable, rewards_by
 
 
 def refused(self, *_):
@@ -29,12 +30,12 @@ def test_a_function_that_raises_is_named_with_the_row_and_its_own_line() -> None
     line = inverse.__code__.co_firstlineno + 1
     said = rf"^sample 3 \(row 30\): reward mine raised ZeroDivisionError: .* \(in test_calls.py, line {line}\)$"
     with pytest.raises(RewardError, match=said):
-        called("mine", inverse, SAMPLES, GIVEN)
+        rewards_by("mine", inverse, SAMPLES, GIVEN)
 
 
 def test_no_row_is_named_where_none_raises_by_itself() -> None:
     with pytest.raises(RewardError, match=r"^reward mine raised LookupError: not so many \(in test_calls.py, line"):
-        called("mine", of_a_whole_batch, SAMPLES, GIVEN)
+        rewards_by("mine", of_a_whole_batch, SAMPLES, GIVEN)
 
 
 def test_a_server_that_does_not_answer_is_not_asked_again() -> None:
@@ -45,18 +46,23 @@ def test_a_server_that_does_not_answer_is_not_asked_again() -> None:
         raise TimeoutError("no answer")
 
     with pytest.raises(RewardError, match=r"^reward judge raised TimeoutError: no answer"):
-        called("judge", judge, SAMPLES, GIVEN)
+        rewards_by("judge", judge, SAMPLES, GIVEN)
     assert asked == [4]
 
 
-def test_a_function_that_ends_the_program_is_named() -> None:
-    with pytest.raises(RewardError, match=r"^sample 0 \(row 0\): reward mine raised SystemExit: 3 \(in test_calls.py"):
-        called("mine", lambda **_: exit(3), SAMPLES, GIVEN)
+@pytest.mark.parametrize("raised", [SystemExit(3), asyncio.CancelledError("late"), GeneratorExit("early")])
+def test_a_function_that_raises_no_exception_is_named_too(raised) -> None:
+    def leaving(**_):
+        raise raised
+
+    said = rf"^sample 0 \(row 0\): reward mine raised {type(raised).__name__}: {raised} \(in test_calls.py"
+    with pytest.raises(RewardError, match=said):
+        rewards_by("mine", leaving, SAMPLES, GIVEN)
 
 
 def test_what_a_function_does_to_its_lists_changes_nothing_for_others() -> None:
     given = {name: [*values] for name, values in GIVEN.items()}
-    called("mine", lambda **given: [values.clear() for values in given.values()], SAMPLES, given)
+    rewards_by("mine", lambda **given: [0.0 for values in given.values() if not values.clear()], SAMPLES, given)
     assert given == GIVEN
 
 
@@ -67,7 +73,7 @@ def test_an_error_that_cannot_be_printed_is_named_by_its_type() -> None:
     with pytest.raises(
         RewardError, match=r"^sample 0 \(row 0\): reward mine raised Mute: a Mute that cannot be printed"
     ):
-        called("mine", raising, SAMPLES, GIVEN)
+        rewards_by("mine", raising, SAMPLES, GIVEN)
 
 
 def test_ctrl_c_in_a_function_is_no_error_of_it() -> None:
@@ -75,7 +81,7 @@ def test_ctrl_c_in_a_function_is_no_error_of_it() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        called("interrupted", interrupted, SAMPLES, GIVEN)
+        rewards_by("interrupted", interrupted, SAMPLES, GIVEN)
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,6 @@ def test_a_run_adds_its_rewards_up_by_their_weights(tmp_path) -> None:
         ({"reward_weights": [float("inf")]}, "reward_weights must be finite, got inf"),
         ({"reward_timeout": 0.0}, "reward_timeout must be positive and finite, got 0.0"),
         ({"eval_samples": -1}, "eval_samples must be at least 0, got -1"),
-        ({"eval_k": [1]}, r"eval_k must be from 1 to eval_samples \(0\), got 1"),
-        ({"eval_samples": 4, "eval_k": [2, 5]}, r"eval_k must be from 1 to eval_samples \(4\), got 5"),
         ({"reward_funcs": ["code"]}, "dataset: 'generated' has no tests"),
         (
             {"reward_funcs": ["exact_match", "code"]},
@@ -83,16 +81,3 @@ def test_rewards_say_what_evaluation_counts_and_what_rows_must_have(argv, grader
     assert (config.grader, config.kind) == (grader, kind)
     assert instruction in config.instruction
     assert settings(*argv, "--instruction=Go.").instruction == "Go."
-
-
-@pytest.mark.parametrize(
-    ("options", "pass_at"),
-    [
-        ({}, ()),
-        ({"eval_samples": 8}, (1, 8)),
-        ({"eval_samples": 1}, (1,)),
-        ({"eval_samples": 8, "eval_k": [4, 2]}, (2, 4)),
-    ],
-)
-def test_pass_at_k_is_reported_for_one_and_all_samples_unless_told_otherwise(options, pass_at) -> None:
-    assert TrainConfig(**options).pass_at == pass_at

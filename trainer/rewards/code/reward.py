@@ -1,31 +1,30 @@
-"""Reward programs that pass their tests, run where they can do no harm."""
+"""Reward programs that pass their tests, run by `judge.py` where bubblewrap keeps them from doing harm."""
 
 import json
 import math
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from trainer.rewards.children import next_line
-from trainer.rewards.code.isolation import LAUNCHES, NOBODY, PATH, Isolation
 
 MEMORY_BYTES = 1 << 30
 START_SECONDS = 60.0
-READY = b"ready\n"
 _JUDGE = Path(__file__).with_name("judge.py")
-_FENCED = re.compile(r"^```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+_FENCED = re.compile(r"^```[ \t]*+(?:python3?|py)?[ \t]*+\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE)
+_ROOT = "/root-of-program"  # a process that chroot started opens no user namespace
 
 
 def fenced_code(completion: str) -> str | None:
-    """Find the last closed block of Python between lines of three backticks; None without one."""
+    """Return the last closed block of Python between lines of three backticks; None without one."""
     blocks = _FENCED.findall(completion)
     return blocks[-1] if blocks else None
 
@@ -34,80 +33,57 @@ class CodeReward:
     """Give 1 where a completion's last fenced block of Python passes all tests of its row, else 0.
 
     Tests come from the column `tests`, a list of statements for each row, after `test_setup` where there is one; names
-    of Python in them stand for the solution's where the row's `own_names` have them. They run in one process, the
-    solution in another: see `judge`. Both are isolated by bubblewrap or by namespaces: no network, no files but
-    Python's and an empty folder in memory, no process but their own, no capability, an empty environment. Limits hold
-    besides: CPU time, memory, file size, open files, no further process or thread.
-
-    What this does not stop: faults of the kernel; use of a processor until the deadline; what a solution finds out by
-    timing. With `none` a solution can read and send what this user can, delete this user's files and kill its
-    processes; only the limits, the separate process and the nonce remain.
-
-    A test sees plain values (numbers, text, bytes, lists, tuples, sets, dicts, None): a list that a solution changes in
-    place stays as it was, and a function cannot be passed to a solution.
+    of Python in them mean the solution's where the row's `own_names` have them. docs/rewards.md says how solutions are
+    isolated, and what that does not stop.
     """
 
-    def __init__(self, timeout: float = 10.0, isolation: Isolation = "auto") -> None:
-        """Choose the isolation, by running a program in it.
+    def __init__(self, timeout: float = 10.0, isolation: str = "bubblewrap") -> None:
+        """Run a program, which shows that programs can be isolated here; `ValueError` says why they cannot.
 
         Args:
             timeout: seconds that a completion's tests may take together, once Python runs.
-            isolation: "auto" takes bubblewrap, else unshare.
-
-        Raises:
-            ValueError: programs cannot be isolated here; the message says why.
+            isolation: "bubblewrap" or "none".
         """
-        if not sys.platform.startswith("linux"):
-            raise ValueError(f"reward code: runs programs on Linux only, and this is {sys.platform}")
-        reasons = []
-        for self._isolation in ("bubblewrap", "unshare") if isolation == "auto" else (isolation,):
-            try:
-                self._timeout = START_SECONDS  # of this program, whatever is asked of later ones
-                if self.passes("def right(): return 1", ["assert right() == 1"]):
-                    self._timeout = timeout
-                    return
-                reasons.append(f"{self._isolation}: a program in it did not run to its end")
-            except OSError as problem:
-                reasons.append(f"{self._isolation}: {problem}")
-        raise ValueError(
-            f"reward code: programs cannot be isolated here ({'; '.join(reasons)}). Install bubblewrap, allow user "
-            "namespaces, or set code_isolation to none, which runs what the model writes with all that this user may do"
-        )
+        self._timeout, self._isolated = START_SECONDS, isolation != "none"
+        try:
+            if not self.passes("def right(): return 1", ["assert right() == 1"]):
+                raise OSError("a program did not run to its end")
+        except OSError as problem:
+            raise ValueError(
+                f"reward code: programs cannot be isolated here ({problem}). Install bubblewrap, allow user "
+                "namespaces, or set code_isolation to none, which runs what the model writes with all that you may do"
+            ) from problem
+        self._timeout = timeout
 
     def __call__(
-        self,
-        *,
-        completions: Sequence[str],
-        tests: Sequence[Sequence[str]],
-        test_setup: Sequence[str] | None = None,
-        own_names: Sequence[Sequence[str]] | None = None,
-        **_: Any,
-    ) -> list[float | None]:
+        self, *, completions: Sequence[str], tests: Sequence[Sequence[str]], test_setup: Sequence[str] | None = None,
+        own_names: Sequence[Sequence[str]] | None = None, **_: Any,
+    ) -> list[float | None]:  # fmt: skip
         """Judge B completions by their rows' tests, as many at a time as there are processors."""
+
+        def verdict(completion: str, *row: Any) -> float:
+            code = fenced_code(completion)
+            return float(code is not None and self.passes(code, *row))
+
         setups, own = test_setup or [""] * len(completions), own_names or [()] * len(completions)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            return list(pool.map(self._judged, completions, tests, setups, own))
-
-    def _judged(self, completion: str, tests: Sequence[str], setup: str, own: Sequence[str]) -> float:
-        code = fenced_code(completion)
-        return float(code is not None and self.passes(code, tests, setup, own))
+            return list(pool.map(verdict, completions, tests, setups, own))
 
     def passes(self, solution: str, tests: Sequence[str], setup: str = "", own: Sequence[str] = ()) -> bool:
-        """Run tests against a solution.
-
-        Raises:
-            OSError: what runs tests could not start; the message says why.
-        """
+        """Run tests against a solution; `OSError` says why a program could not be started."""
         nonce = secrets.token_hex(16)
-        order = json.dumps(
-            {"nonce": nonce, "solution": solution, "setup": setup, "tests": list(tests), "own": list(own)}
-        )
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, self._started(folder) as judge:
+        order = json.dumps({"nonce": nonce, "solution": solution, "setup": setup, "tests": [*tests], "own": [*own]})
+        command = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", _JUDGE.read_text("utf-8")]
+        command += [str(math.ceil(self._timeout)), str(MEMORY_BYTES)]
+        with subprocess.Popen(
+            isolated(command) if self._isolated else command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, bufsize=0, env={}, start_new_session=True,
+        ) as judge:  # fmt: skip
             try:
-                if next_line(judge, START_SECONDS) != READY:
+                if next_line(judge, START_SECONDS) != b"ready\n":
                     os.killpg(judge.pid, signal.SIGKILL)
-                    told = " ".join(judge.communicate()[1].decode(errors="replace").split())
-                    raise OSError(told[-300:] or f"no program was under way after {START_SECONDS:g} s")
+                    message = " ".join(judge.communicate()[1].decode(errors="replace").split())
+                    raise OSError(message[-300:] or f"no program was under way after {START_SECONDS:g} s")
                 return judge.communicate(order.encode(), self._timeout)[0] == nonce.encode()
             except subprocess.TimeoutExpired:
                 return False
@@ -115,13 +91,22 @@ class CodeReward:
                 if judge.returncode is None:
                     os.killpg(judge.pid, signal.SIGKILL)
 
-    def _started(self, folder: str) -> subprocess.Popen[bytes]:
-        isolated = self._isolation != "none"
-        user = NOBODY if isolated and os.geteuid() == 0 else 0
-        command = [os.path.realpath(sys.executable), "-I", "-S", "-c", _JUDGE.read_text("utf-8"), str(user)]
-        command += ["/tmp" if isolated else folder, str(math.ceil(self._timeout)), str(MEMORY_BYTES)]
-        return subprocess.Popen(
-            LAUNCHES[self._isolation](folder, command) if isolated else command,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-            env={"PATH": PATH} if isolated else {}, start_new_session=True,
-        )  # fmt: skip
+
+def isolated(command: Sequence[str]) -> list[str]:
+    """Wrap a command in bubblewrap: it sees Python and the system's libraries, can write nothing, and is alone."""
+    program = [_path("bwrap"), "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--die-with-parent"]
+    program += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_CHROOT"]
+    for folder in sorted({"/usr", "/lib", "/lib64", sys.base_prefix, sys.base_exec_prefix}):
+        for parent in reversed(Path(_ROOT + folder).parents):  # which any user may pass through
+            program += ["--perms", "0755", "--dir", str(parent)]
+        program += ["--ro-bind-try", folder, folder, "--ro-bind-try", folder, _ROOT + folder]
+    program += ["--perms", "0755", "--dir", f"{_ROOT}/dev", "--dev-bind", "/dev/null", f"{_ROOT}/dev/null"]
+    user = []
+    if os.geteuid() == 0:  # whose processes the kernel does not count
+        program += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        user = ["--userspec=65534:65534", "--groups="]
+    return [*program, "--remount-ro", "/", "--", _path("chroot"), *user, _ROOT, *command]
+
+
+def _path(program: str) -> str:
+    return shutil.which(program) or shutil.which(program, path="/usr/sbin:/usr/bin:/sbin:/bin") or program

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 DEADLINE = 120.0  # only a hang reaches it
 RIGHT = "def f(x): return 2 * x"
-TESTS = ["assert f(1) == 2", "assert f(4) == 8"]
+TESTS = ["assert math.isclose(f(1), 2)", "assert f(4) == 8"]
 
 
 def reward_of(isolation: str, timeout: float = DEADLINE) -> CodeReward:
@@ -29,12 +29,12 @@ def reward_of(isolation: str, timeout: float = DEADLINE) -> CodeReward:
         pytest.skip(str(problem))
 
 
-@pytest.fixture(scope="module", params=["bubblewrap", "unshare"])
+@pytest.fixture(scope="module", params=["bubblewrap"])
 def isolated(request) -> CodeReward:
     return reward_of(request.param)
 
 
-@pytest.fixture(scope="module", params=["bubblewrap", "unshare", "none"])
+@pytest.fixture(scope="module", params=["bubblewrap", "none"])
 def any_way(request) -> CodeReward:
     return reward_of(request.param)
 
@@ -50,21 +50,16 @@ def test_a_completion_is_judged_by_all_tests_of_its_row(any_way) -> None:
 
 RIGHT_ANSWERS = {
     "plain values come back as they are": (
-        "def f(x): return [None, True, 2, 0.1, 1e999, 'ä\\n', b'\\x00', (1, {2}), {(1,): frozenset()}, 1j]",
-        ["assert f(0) == [None, True, 2, 0.1, 1e999, 'ä\\n', b'\\x00', (1, {2}), {(1,): frozenset()}, 1j]"],
+        "def f(x): return [None, True, 2, 0.1, 'ä\\n', b'\\x00', (1, {2}), {(1,): set()}, 1j]",
+        ["assert f(0) == [None, True, 2, 0.1, 'ä\\n', b'\\x00', (1, {2}), {(1,): set()}, 1j]"],
     ),
-    "objects and methods of the solution": (
-        "class Pair:\n  def __init__(self, a, b): self.a, self.b = a, b\n"
-        "def f(pairs): return max(p.a + p.b for p in pairs)",
-        ["assert f([Pair(1, 2), Pair(a=3, b=4)]) == 7", "assert Pair(5, 6).b == 5 + 1"],
+    "values and types that are built from them": (
+        "import collections\nlimit = 3\ndef f(x): return collections.Counter(x)",
+        ["assert f('aab') == {'a': 2, 'b': 1} and limit == 3"],
     ),
-    "iterators": ("def f(n): yield from range(n)", ["assert list(f(3)) == [0, 1, 2]"]),
+    "iterators": ("def f(n): yield from range(n)", ["assert list(f(3)) == [0, 1, 2]", "assert f(3) != [0, 1, 2]"]),
     "modules that only the solution imports": ("import math\ndef f(r): return r", ["assert math.isclose(f(1.0), 1.0)"]),
     "tests with functions": (RIGHT, ["def check(g):\n  assert all(g(i) == 2 * i for i in range(3))", "check(f)"]),
-    "errors that a test expects": (
-        "def f(x): raise ValueError('no')",
-        ["try:\n  f(1)\n  raise SystemExit\nexcept ValueError as e:\n  assert str(e) == 'no'"],
-    ),
     "what a solution prints": ("print('#' * 100_000)\ndef f(x): print(x); return 2 * x", TESTS),
     "more digits than Python writes": ("def f(n): return 10 ** n", ["assert f(5000) == 10 ** 5000"]),
 }
@@ -102,12 +97,15 @@ CHEATS = {
     "claims to have passed": "import os\n" + EVERYWHERE.format("b'ready\\n0123456789abcdef0123456789abcdef'"),
     "answers for itself": "import os\n" + EVERYWHERE.format("b'{\"value\": null}\\n' * 9"),
     "equals everything": "class A(int):\n  __eq__ = lambda *_: True\ndef f(x): return A(x + 9)",
+    "passes itself on": "def f(x): return f",
     "returns what equals everything": "class A:\n  __eq__ = lambda *_: True\ndef f(x): return A()",
     "patches Python": "import builtins\nbuiltins.AssertionError = SystemExit\n__debug__ if True else 0\n"
     "builtins.compile = builtins.exec = lambda *_: None\ndef f(x): return 0",
     "looks for the verdict": "import gc\ntold = [o for o in gc.get_objects() if isinstance(o, dict) and 'nonce' in o]\n"
     "print(told[0]['nonce'])\ndef f(x): return 2 * x",
     "kills its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\ndef f(x): return 0",
+    "defines a module of the tests": "class math: isclose = lambda *_: True\ndef f(x): return 0",
+    "patches a module of the tests": "import math\nmath.isclose = lambda *_: True\ndef f(x): return 0",
     "crashes": "import ctypes\nctypes.string_at(0)",
     "answers without end": "import os\nfor fd in range(3, 64):\n  try:\n    while True: os.write(fd, b'[' * 65536)\n"
     "  except OSError: pass",
@@ -120,7 +118,7 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("isolation", ["auto", "none"])
+@pytest.mark.parametrize("isolation", ["bubblewrap", "none"])
 def test_hostile_programs_earn_nothing_and_the_next_one_is_judged(isolation) -> None:
     programs = {**CHEATS, "is right": RIGHT}
     if isolation == "none":  # which stops nothing that it does to the disk
@@ -136,7 +134,7 @@ ENDLESS = ["while True: pass", "import time\ntime.sleep(10**6)", "def f(x):\n  w
 
 def test_a_program_that_does_not_end_is_given_up(isolated) -> None:
     began = time.monotonic()
-    reward = reward_of(isolated._isolation, 0.5)
+    reward = reward_of("bubblewrap", 0.5)
     assert reward(completions=[fenced(code) for code in ENDLESS], tests=[TESTS] * 3) == [0.0] * 3
     assert time.monotonic() - began < DEADLINE
 
@@ -151,14 +149,14 @@ FORBIDDEN = {
     "starts a process": ("os.fork()", "BlockingIOError"),
     "starts a thread": ("import threading\nthreading.Thread(target=print).start()", "RuntimeError"),
     "eats memory": ("bytearray(1 << 33)", "MemoryError"),
-    "writes a large file": ("with open('a', 'wb') as f: f.write(bytes(1 << 21))", "OSError"),
-    "writes many files": ("for i in range(99):\n  with open(str(i), 'wb') as f: f.write(bytes(1 << 19))", "OSError"),
-    "writes beside its folder": ("open('/written', 'w')", "OSError"),
+    "writes a file": ("open('a', 'wb')", "OSError"),
+    "writes an empty file for another": ("os.mkdir('/tmp')", "OSError"),
+    "writes a file in memory": ("os.write(os.memfd_create('a'), b'x')", "OSError"),
     "deletes Python": ("os.remove(os.__file__)", "OSError"),
     "reads the list of users": ("open('/etc/passwd')", "FileNotFoundError"),
     "reads homes": ("os.listdir('/home')", "FileNotFoundError"),
     "sees processes": ("os.listdir('/proc')", "FileNotFoundError"),
-    "becomes root": ("os.setuid(0) or os.chown('/tmp', 0, 0) or os.chroot('/tmp')", "OSError"),
+    "becomes root": ("os.setuid(0) or os.chown('/dev', 0, 0) or os.chroot('/dev')", "OSError"),
     "opens a namespace of its own": (
         "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0", "AssertionError"
     ),
@@ -186,14 +184,14 @@ def test_a_program_sees_neither_environment_nor_files_nor_ports_of_the_trainer(i
 import ctypes, os, socket
 def environment(): return sorted(os.environ)
 def everything(): return sorted(os.listdir("/"))
-def folder(): return [os.getcwd(), os.listdir(), os.path.exists({str(tmp_path)!r})]
+def folder(): return [os.getcwd(), os.path.exists({str(tmp_path)!r})]
 def reached(): return socket.socket().connect_ex(("127.0.0.1", {port}))
 def parent(): return os.getppid()
 """
         tests = [
             "assert set(environment()) <= {'LC_CTYPE', 'PWD'}, environment()",
-            "assert not {'home', 'etc', 'proc', 'sys', 'var', 'run'} & set(everything())",
-            "assert folder() == ['/tmp', [], False]",
+            "assert not {'home', 'etc', 'proc', 'sys', 'tmp', 'var', 'run'} & set(everything())",
+            "assert folder() == ['/', False]",
             "assert reached() != 0",
             "assert parent() in (1, 2)",
         ]
@@ -211,15 +209,11 @@ def left_running(mark: int) -> list[str]:
     return found
 
 
-def test_nothing_is_left_when_a_completion_is_judged(isolated, monkeypatch, tmp_path) -> None:
+def test_nothing_is_left_when_a_completion_is_judged(isolated, monkeypatch) -> None:
     mark = (1 << 30) + os.getpid()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("trainer.rewards.code.reward.MEMORY_BYTES", mark)
-    sleeper = "import os, time\nopen('/tmp/a', 'w').write('x')\nos.setsid()\ntime.sleep(10**6)"
-    assert not reward_of(isolated._isolation, 0.5).passes(sleeper, TESTS)
-    assert isolated.passes("open('/tmp/a', 'w').write('x')\n" + RIGHT, TESTS)
-    assert list(tmp_path.iterdir()) == []
-    assert not os.path.exists("/tmp/a")
+    sleeper = "import os, time\nos.setsid()\ntime.sleep(10**6)"
+    assert not reward_of("bubblewrap", 0.5).passes(sleeper, TESTS)
     began = time.monotonic()
     while (left := left_running(mark)) and time.monotonic() - began < DEADLINE:
         time.sleep(0.05)
@@ -228,7 +222,7 @@ def test_nothing_is_left_when_a_completion_is_judged(isolated, monkeypatch, tmp_
 
 def test_programs_run_without_isolation_only_if_told_to(monkeypatch) -> None:
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    message = "bubblewrap: bwrap is not installed; unshare: unshare is not installed.*set code_isolation to none"
+    message = "No such file or directory: 'bwrap'.*set code_isolation to none"
     with pytest.raises(ValueError, match=message):
         CodeReward()
     assert CodeReward(isolation="none").passes(RIGHT, TESTS)
@@ -243,12 +237,14 @@ def test_what_cannot_start_is_an_error_and_not_a_reward(monkeypatch) -> None:
 
 def test_a_judge_whose_trainer_is_gone_ends_by_itself() -> None:
     source = (REPOSITORY / "trainer/rewards/code/judge.py").read_text()
-    command = [sys.executable, "-I", "-S", "-c", source, "0", "/tmp", "1", str(1 << 30)]
+    command = [sys.executable, "-I", "-S", "-c", source, "1", str(1 << 30)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as judge:
         assert judge.stdout is not None
         assert judge.stdin is not None
         assert judge.stdout.read(6) == b"ready\n"
-        judge.stdin.write(b'{"solution": "import time; time.sleep(1e6)", "setup": "", "tests": ["1"], "nonce": "n"}')
+        judge.stdin.write(
+            b'{"solution": "import time; time.sleep(1e6)", "setup": "", "own": [], "tests": ["1"], "nonce": "n"}'
+        )
         judge.stdin.close()
         assert judge.wait(DEADLINE) == 1
         assert judge.stdout.read() == b""
@@ -267,3 +263,9 @@ def test_a_judge_whose_trainer_is_gone_ends_by_itself() -> None:
 )
 def test_code_is_the_last_closed_block(completion, code) -> None:
     assert fenced_code(completion) == code
+
+
+def test_blanks_after_a_fence_take_no_longer_than_their_number() -> None:
+    began = time.process_time()
+    assert fenced_code("```" + " " * 100_000) is None
+    assert time.process_time() - began < 1

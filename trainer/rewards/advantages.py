@@ -1,0 +1,24 @@
+"""Turn rewards into advantages."""
+
+import torch
+from torch import Tensor
+
+STD_EPSILON = 1e-4  # TRL's, so that advantages agree with its own
+
+
+def group_advantages(rewards: Tensor, num_generations: int, scale_rewards: str = "group") -> Tensor:
+    """Compute (reward - group mean) / (std + 1e-4) of (B,) rewards, groups side by side; (B,) fp32.
+
+    `scale_rewards` names the standard deviation: the group's, the batch's, or none (no division). A group whose
+    rewards are all equal has advantage exactly 0, so that nothing spends work on it.
+    """
+    groups = rewards.float().view(-1, num_generations)  # (groups, G)
+    centred = groups - groups.mean(1, keepdim=True)
+    if scale_rewards == "group":
+        centred = centred / (groups.std(1, keepdim=True) + STD_EPSILON)
+    elif scale_rewards == "batch":
+        centred = centred / (rewards.float().std() + STD_EPSILON)
+    elif scale_rewards != "none":
+        raise ValueError(f"scale_rewards must be 'group', 'batch' or 'none', got {scale_rewards!r}")
+    mixed = groups.amax(1, keepdim=True) > groups.amin(1, keepdim=True)
+    return torch.where(mixed, centred, torch.zeros_like(centred)).flatten()
