@@ -6,7 +6,7 @@ is named in the docstring of the function that does; `tests/hf/test_sharding.py`
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -61,8 +61,8 @@ _HELD = -1  # no module of DeepSpeed's has this number
 
 
 @torch.no_grad()
-def gathered_zero3(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Gather the weights of modules that ZeRO-3 has in pieces, all processes together; return what gives them back.
+def gathered_zero3(modules: Iterable[nn.Module], undo: ExitStack) -> None:
+    """Gather the weights of modules that ZeRO-3 has in pieces, all processes together, until `undo` closes.
 
     Adds to `ds_active_sub_modules` of a weight, the modules for which DeepSpeed keeps it whole, and sets it back.
     """
@@ -70,10 +70,6 @@ def gathered_zero3(modules: Iterable[nn.Module]) -> Callable[[], None]:
     weights: list[Any] = [weight for weight in parameters if is_zero3_weight(weight)]
     before = [set(weight.ds_active_sub_modules) for weight in weights]
     away = [weight for weight in weights if weight.ds_status.name == "NOT_AVAILABLE"]
-    if away:  # `all_gather` of several waits for the last only, and gloo may end that first
-        away[0].all_gather_coalesced(away).wait()
-    for weight in weights:
-        weight.ds_active_sub_modules.add(_HELD)
 
     @torch.no_grad()
     def give_back() -> None:
@@ -84,7 +80,13 @@ def gathered_zero3(modules: Iterable[nn.Module]) -> Callable[[], None]:
             if not weight.ds_active_sub_modules and weight.ds_status.name == "AVAILABLE":
                 weight.partition()
 
-    return give_back
+    if not weights:
+        return
+    undo.callback(give_back)
+    if away:  # `all_gather` of several waits for the last only, and gloo may end that first
+        away[0].all_gather_coalesced(away).wait()
+    for weight in weights:
+        weight.ds_active_sub_modules.add(_HELD)
 
 
 def sharding_group(root: Any) -> Any:
@@ -142,9 +144,9 @@ def head_whole(root: Any, causal: PreTrainedModel) -> Iterator[None]:
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     before = [group.post_forward_mesh_info for group in groups]
-    unit.unshard()
-    unit.set_reshard_after_forward(False, recurse=False)
     try:
+        unit.unshard()
+        unit.set_reshard_after_forward(False, recurse=False)
         yield
     finally:
         for group, meshes in zip(groups, before, strict=True):
@@ -177,5 +179,5 @@ def without_casts(root: nn.Module) -> Iterator[None]:
 
 def _set(stack: ExitStack, owner: Any, name: str, **fields: object) -> None:
     before = getattr(owner, name)
-    setattr(owner, name, dataclasses.replace(before, **fields))
     stack.callback(setattr, owner, name, before)
+    setattr(owner, name, dataclasses.replace(before, **fields))

@@ -1,7 +1,7 @@
 """Prepare a model for a short probe: windows that matter in it, float32 weights, adapters off the identity."""
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,18 +20,14 @@ def small_windows(model: PreTrainedModel) -> Iterator[None]:
     """Set windows and chunks that matter in a short probe; each forward builds its masks from the configuration."""
     configs = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     configs += [config.get_text_config() for config in configs]
-    changed: list[tuple[Any, str, int]] = []
-    try:
+    with ExitStack() as undo:
         for config in {id(config): config for config in configs}.values():
             for name in ("sliding_window", "attention_chunk_size"):
                 value = getattr(config, name, None)
                 if isinstance(value, int) and value > _SMALL:
+                    undo.callback(setattr, config, name, value)
                     setattr(config, name, _SMALL)
-                    changed.append((config, name, value))
         yield
-    finally:
-        for config, name, value in changed:
-            setattr(config, name, value)
 
 
 @contextmanager
@@ -45,9 +41,8 @@ def float32_weights(model: PreTrainedModel, moved: bool) -> Iterator[None]:
     adapted = moved and any(type(module).__module__.startswith("peft.") for module in names)
     outside, sites = _sites(model)
 
-    def widen(modules: list[nn.Module]) -> list[Callable[[], None]]:
-        """Exchange the weights of modules; return what puts each back."""
-        undo = [gathered_zero3(modules)]
+    def widen(modules: list[nn.Module], undo: ExitStack) -> None:
+        gathered_zero3(modules, undo)
         for module in modules:
             # Inside its call, torch's first FSDP has the weights as plain attributes.
             for store in (module._parameters, module._buffers, vars(module)):
@@ -60,40 +55,33 @@ def float32_weights(model: PreTrainedModel, moved: bool) -> Iterator[None]:
                     wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
                     if trained:
                         wide = wide + _nudge(wide, f"{names[module]}.{name}")
-                    undo.append(_exchanged(store, name, tensor, wide))
-        return undo
+                    _exchange(store, name, tensor, wide, undo)
 
-    def restore(undo: list[Callable[[], None]]) -> None:
-        while undo:
-            undo.pop()()
+    # Each exchange is undone by a stack that knows of it before it is made: any step may run out of memory.
+    with ExitStack() as rest:
+        inside = {site: rest.enter_context(ExitStack()) for site in sites}
 
-    inside: dict[nn.Module, list[Callable[[], None]]] = {}
+        def enter(site: nn.Module, _: object) -> None:
+            widen(sites[site], inside[site])
 
-    def enter(site: nn.Module, _: object) -> None:
-        inside[site] = widen(sites[site])
+        def leave(site: nn.Module, *_: object) -> None:
+            inside[site].close()
 
-    def leave(site: nn.Module, *_: object) -> None:
-        restore(inside.pop(site, []))
-
-    rest = widen(outside)
-    try:
-        with ExitStack() as stack:
-            for site in sites:  # after the hook that gathers a sharded layer, and before that which drops it
-                stack.enter_context(site.register_forward_pre_hook(enter))
-                stack.enter_context(site.register_forward_hook(leave, prepend=True, always_call=True))
-            yield
-    finally:
-        for undo in (rest, *inside.values()):
-            restore(undo)
+        widen(outside, rest)
+        for site in sites:  # after the hook that gathers a sharded layer, and before that which drops it
+            rest.enter_context(site.register_forward_pre_hook(enter))
+            rest.enter_context(site.register_forward_hook(leave, prepend=True, always_call=True))
+        yield
 
 
-def _exchanged(store: dict[str, Any], name: str, tensor: Tensor, wide: Tensor) -> Callable[[], None]:
-    """Put `wide` in the place of a weight; return what puts the weight back."""
+def _exchange(store: dict[str, Any], name: str, tensor: Tensor, wide: Tensor, undo: ExitStack) -> None:
+    """Put `wide` in the place of a weight until `undo` closes."""
     if is_zero3_weight(tensor):  # what DeepSpeed has noted about a parameter is on the parameter itself
-        kept, tensor.data = tensor.data, wide
-        return lambda: setattr(tensor, "data", kept)
-    store[name] = nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
-    return lambda: store.__setitem__(name, tensor)
+        undo.callback(setattr, tensor, "data", tensor.data)
+        tensor.data = wide
+    else:
+        undo.callback(store.__setitem__, name, tensor)
+        store[name] = nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
 
 
 def _sites(model: nn.Module) -> tuple[list[nn.Module], dict[nn.Module, list[nn.Module]]]:

@@ -231,12 +231,12 @@ def _held(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """
     held = _HELD.get()
     assert held is not None
-    done = gathered_zero3(module.modules()) if held.gathers else lambda: None
-    try:
-        if held.error is None:
-            return held.forwards[module](*args, **kwargs)
-    except Exception as error:
-        held.error = error
-    finally:
-        done()
+    with ExitStack() as gathered:
+        if held.gathers:
+            gathered_zero3(module.modules(), gathered)
+        try:
+            if held.error is None:
+                return held.forwards[module](*args, **kwargs)
+        except Exception as error:
+            held.error = error
     return args[0] if args else kwargs["hidden_states"]

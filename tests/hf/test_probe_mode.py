@@ -1,0 +1,78 @@
+"""The model comes back from a check exactly as it was, wherever an error or Ctrl-C ends it."""
+
+import itertools
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cfa_kernels import check_model
+from cfa_kernels.hf.probe_mode import float32_weights
+from tests.support.models import make_model
+
+
+class FailsAt(TorchDispatchMode):
+    """Raise an error in place of the operation of this number."""
+
+    def __init__(self, number: int, error: type[BaseException]) -> None:
+        super().__init__()
+        self.left, self.error = number, error
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if not self.left:
+            raise self.error("injected")
+        return func(*args, **(kwargs or {}))
+
+
+def small_model(dtype):
+    model = make_model("Qwen3", num_hidden_layers=1, hidden_size=32, intermediate_size=48, head_dim=8).to(dtype)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+
+
+def state(model):
+    """Tensors, their values and flags, and hooks: whatever a check may leave otherwise."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return (
+        [(name, id(x), x.dtype, x.requires_grad, x.detach().clone()) for name, x in tensors],
+        [(len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in vars(m), m.training) for m in model.modules()],
+        model.config._attn_implementation,
+    )
+
+
+def assert_same(model, before):
+    now = state(model)
+    assert now[1:] == before[1:]
+    for (*is_now, value), (*was, old) in zip(now[0], before[0], strict=True):
+        assert is_now == was
+        assert torch.equal(value, old)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_error_at_any_operation_of_a_probe_leaves_weights_and_flags_as_they_were(dtype, error):
+    model = small_model(dtype)
+    ids, before = torch.arange(4, 8, device=model.device)[None], state(model)
+    for number in itertools.count(1):
+        mode = FailsAt(number, error)
+        try:
+            with torch.no_grad(), mode, float32_weights(model.get_base_model(), moved=True):
+                model(input_ids=ids)
+        except error:
+            assert_same(model, before)
+        else:
+            break
+    assert number > 100
+    assert_same(model, before)
+
+
+@pytest.mark.parametrize("number", [20, 60, 110, 400, 1000])
+def test_an_interrupted_check_leaves_a_model_that_the_next_one_accepts(number):
+    model = small_model(torch.bfloat16).train()
+    before = state(model)
+    with pytest.raises(KeyboardInterrupt), FailsAt(number, KeyboardInterrupt):
+        check_model(model)
+    assert_same(model, before)
+    check_model(model)
+    assert_same(model, before)
