@@ -47,8 +47,10 @@ def adapters_left_to_peft(model: Model) -> dict[str, str]:
     As the model is now: its modes, active adapters, dtypes and device, and the caller's autocast.
     """
     walk = ModelWalk.of(model)
-    found = {name: _reason(m) for name, m in walk.modules.items() if "_disable_adapters" in vars(m)}
-    return {name: reason for name, reason in found.items() if reason}
+    layers = {name: m for name, m in walk.modules.items() if "_disable_adapters" in vars(m)}
+    # A module of `modules_to_save` is a trained copy, not an adapter: it has no base layer.
+    reasons = {name: _reason(layer) for name, layer in layers.items() if hasattr(layer, "get_base_layer")}
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def _reason(layer: Any) -> str | None:
@@ -56,7 +58,7 @@ def _reason(layer: Any) -> str | None:
     if "forward" in vars(layer):
         return "it has a forward of its own"
     if not _is_linear_lora(layer):
-        return f"{type(layer).__name__} on {type(layer.get_base_layer()).__name__} is no LoRA layer on a linear one"
+        return f"not a LoRA adapter on nn.Linear ({type(layer.get_base_layer()).__name__})"
     read = _read(layer, layer.base_layer.weight)
     return read if isinstance(read, str) else None
 

@@ -206,9 +206,9 @@ def test_variants_dropout_and_biases_of_adapters_run_as_peft_has_them(reason, ma
 def test_every_other_layer_of_peft_is_named_with_the_reason():
     assert not adapters_left_to_peft(causal_lm(adapted()))
     assert not adapters_left_to_peft(causal_lm(in_halves()))
-    model = adapted(target_modules=["q_proj", "embed_tokens"])
-    found = adapters_left_to_peft(causal_lm(model))
-    assert found == {"model.embed_tokens": "Embedding on Embedding is no LoRA layer on a linear one"}
+    model = adapted(target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head", "up_proj"])
+    reasons = adapters_left_to_peft(causal_lm(model))
+    assert reasons == {"model.embed_tokens": "not a LoRA adapter on nn.Linear (Embedding)"}
 
 
 def test_autocast_runs_as_peft_has_it(monkeypatch):
