@@ -15,9 +15,13 @@ from ..scoring.batch import ScoredBatch
 from ..scoring.masked import CounterfactualScores, ScoringWork
 from ..scoring.outcomes import DIVERGENCES, Outcome
 from .base import ANSWER, Estimator, Importances
+from .entropy import Entropy
+from .gradient import Gradient
+from .prefix_gain import PrefixGain
 from .resampling import resampled_scores
 from .total_effects import total_effects
 
+_PRESELECTORS: dict[str, type[Estimator]] = {kind.name: kind for kind in (PrefixGain, Gradient, Entropy)}
 # `share * count` that misses a whole number only by rounding is that number.
 _ROUNDING = 1e-9
 
@@ -125,9 +129,7 @@ class Masking:
 
     @property
     def _preselector(self) -> Estimator | None:
-        from .registry import ESTIMATORS  # which lists this module, too
-
-        return None if self.preselect == 1 or self.preselect_by == "length" else ESTIMATORS[self.preselect_by]()
+        return None if self.preselect == 1 or self.preselect_by == "length" else _PRESELECTORS[self.preselect_by]()
 
     def _estimate(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Estimate the importances by which the units worth masking are chosen."""
