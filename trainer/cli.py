@@ -1,7 +1,10 @@
 """Fill a dataclass of settings from its defaults, the model folder's file, `--config` and flags, by tyro."""
 
 import argparse
+import contextlib
 import difflib
+import io
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, make_dataclass
@@ -11,7 +14,7 @@ from typing import Annotated, Any
 import tyro
 import yaml
 
-from trainer.config import DEFAULTS_FILE, PRESETS, model_path
+from trainer.config import DEFAULTS_FILE, EMBEDDED, PRESETS, model_path
 
 FOREIGN_NAMES = {
     "resume_from_checkpoint": "the same command with the same --output_dir goes on from its last good checkpoint",
@@ -24,13 +27,31 @@ FOREIGN_NAMES = {
 """What to do instead of settings that other trainers have."""
 
 
+OF_MODELS = (
+    "temperature", "top_p", "max_completion_length", "instruction", "enable_thinking", "use_peft", "learning_rate",
+    "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "eval_batch_size", "eval_steps",
+)  # fmt: skip
+"""Settings that a model folder may bring, which runs no code: how it samples, is prompted and trains best."""
+
+
+class _Yaml(yaml.SafeLoader):
+    """Reader of plain values that refuses a name that comes twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Read a mapping."""
+        names = [name.value for name, _ in node.value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{twice[0]!r} is set twice")
+        return super().construct_mapping(node, deep)
+
+
 def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any:
     """Fill the dataclass `kind` from, in rising order: its defaults, the model folder's, `--config`, flags.
 
     Unknown settings, values of the wrong type or outside their range end the program with exit code 2 and a
     message that names them.
     """
-    where = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    where = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     where.add_argument("--config")
     where.add_argument("--model")
     text = f"YAML file of settings, or one that ships with the program: {', '.join(preset_names())}. Flags win over it."
@@ -44,16 +65,37 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any
         settings = _read_yaml(_config_file(found.config), kind) if found.config else {}
         model = found.model or settings.get("model") or getattr(kind, "model", None)
         if model is not None and (suited := Path(model_path(model)) / DEFAULTS_FILE).is_file():
-            settings = _read_yaml(suited, kind) | settings
+            settings = _of_model(_read_yaml(suited, kind), suited, model) | settings
         flags = [*_as_flags(settings), *_as_switches(argv, kind)]
-        given: Any = tyro.cli(
-            command, args=flags, prog=prog, description=description, use_underscores=True,
-            config=(tyro.conf.OmitArgPrefixes,),
-        )  # fmt: skip
-    except (ValueError, OSError) as problem:
+        with contextlib.redirect_stderr(io.StringIO()) as refusal:  # tyro's is a box of several lines
+            given: Any = tyro.cli(
+                command, args=flags, prog=prog, description=description, use_underscores=True,
+                config=(tyro.conf.OmitArgPrefixes,),
+            )  # fmt: skip
+    except (ValueError, OSError, argparse.ArgumentError) as problem:
         print(f"{prog}: error: {' '.join(str(problem).split())}", file=sys.stderr)
         sys.exit(2)
+    except SystemExit as ended:
+        if ended.code:
+            print(f"{prog}: error: {_in_one_line(refusal.getvalue())}", file=sys.stderr)
+        raise
     return given.settings
+
+
+def _in_one_line(box: str) -> str:
+    """Give the words of one of tyro's refusals, without its frame, its title and what it says of `--help`."""
+    inside = " ".join(line.strip("│| ") for line in box.splitlines()[1:-1])
+    return re.sub(r"\s*[─-]{4,}\s*", "; ", " ".join(inside.split())).partition("; For full helptext")[0]
+
+
+def _of_model(settings: dict[str, Any], path: Path, model: str) -> dict[str, Any]:
+    if others := sorted(settings.keys() - {*OF_MODELS}):
+        raise ValueError(f"{path}: a model may set {', '.join(OF_MODELS)}, not {others[0]}; take --config for that")
+    if model != EMBEDDED:
+        print(
+            f"note: {path} sets {', '.join(f'{name}={value!r}' for name, value in settings.items())}", file=sys.stderr
+        )
+    return settings
 
 
 def preset_names() -> list[str]:
@@ -79,7 +121,7 @@ def to_yaml(config: Any) -> str:
 
 def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        settings = yaml.load(path.read_text(encoding="utf-8"), _Yaml) or {}  # noqa: S506 (a SafeLoader)
     except UnicodeDecodeError as problem:
         raise ValueError(f"{path}: is not UTF-8 text: {problem}; save it as UTF-8") from problem
     except (yaml.YAMLError, ValueError, RecursionError) as problem:
@@ -91,6 +133,9 @@ def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
     for name, value in settings.items():
         if hint := _foreign(str(name), kind):
             raise ValueError(f"{path}: {hint}")
+        flags = [one for one in value if str(one).startswith("--")] if isinstance(value, list) else []
+        if flags:
+            raise ValueError(f"{path}: {name} must be a list of values, got {flags[0]!r}, a flag")
         if isinstance(value, dict):
             raise ValueError(f"{path}: {name} must be a value or a list of values, got dict")
         if name not in names:

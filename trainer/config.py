@@ -95,7 +95,8 @@ class TrainConfig(
 
     model: str = EMBEDDED
     """Model folder or hub name; "embedded" is the small model that comes with the program. If the folder holds
-    a defaults.yaml, its settings replace the defaults shown here (--config and flags still win)."""
+    a defaults.yaml, its settings of sampling, prompt and schedule replace the defaults shown here, and are printed
+    (--config and flags still win)."""
     output_dir: str | None = None
     """Run folder: new, empty, or that of this run, stopped; by default one of its own under runs/, named by date,
     model, credit and seed."""

@@ -58,7 +58,9 @@ def load_rows(
             Row({"question": problem.question, "answer": problem.solution()}, f"dataset {name}, row {i}")
             for i, problem in enumerate(problems)
         ]
-    if path.suffix in _READERS and not path.is_dir():
+    if path.suffix in _READERS and path.exists() and not path.is_file():
+        raise ValueError(f"dataset {name}: is not a regular file; save the rows to one first")
+    if path.suffix in _READERS:
         try:
             rows = _READERS[path.suffix](path)
         except OSError as problem:
@@ -147,9 +149,15 @@ def encode_prompts(
         )
     prompts = []
     for row in rows:
-        ids = encode_prompt(
-            row["question"], tokenizer, instruction=config.instruction or "", enable_thinking=config.enable_thinking
-        )
+        try:
+            ids = encode_prompt(
+                row["question"], tokenizer, instruction=config.instruction or "", enable_thinking=config.enable_thinking
+            )
+        except Exception as problem:  # a chat template raises what it likes
+            said = f"{type(problem).__name__}: {problem}"
+            raise ValueError(f"{row.where}: the chat template of model {config.model} fails: {said}") from problem
+        if not ids:
+            raise ValueError(f"{row.where}: the chat template of model {config.model} writes an empty prompt")
         if limit is not None and len(ids) > limit:
             raise ValueError(
                 f"{row.where}: the prompt has {len(ids)} tokens, at most {limit} fit "

@@ -31,7 +31,10 @@ def message(capsys, *argv: str, kind=TrainConfig) -> str:
     assert ended.value.code == 2
     said = capsys.readouterr()
     assert said.out == ""
-    return " ".join(re.sub(r"[─│╭╮╰╯|+]|-{3,}", " ", said.err).split())
+    (line,) = said.err.splitlines()
+    assert line.startswith("python -m trainer: error: ")
+    assert not re.search("[─│╭╮╰╯]", line)
+    return line
 
 
 def test_the_paper_run_is_one_line_and_has_the_paper_settings() -> None:
@@ -53,14 +56,17 @@ def test_the_embedded_model_brings_settings_that_suit_it() -> None:
     assert config.credit == "counterfactual"
 
 
-def test_flags_win_over_the_file_which_wins_over_the_model_folder_which_wins_over_the_defaults(tmp_path) -> None:
+def test_flags_win_over_the_file_which_wins_over_the_model_folder_which_wins_over_the_defaults(tmp_path, capsys):
     model = tmp_path / "model"
     model.mkdir()
-    (model / "defaults.yaml").write_text("lora_r: 4\nmax_steps: 5\ntemperature: 0.9\n")
+    (model / "defaults.yaml").write_text("learning_rate: 0.5\nmax_steps: 5\ntemperature: 0.9\n")
     file = tmp_path / "run.yaml"
     file.write_text(f"model: {model}\nmax_steps: 6\ntemperature: 0.8\nreward_funcs: [exact_match, math:gcd]\n")
     config = settings("--config", str(file), "--temperature", "0.7")
-    assert (config.lora_r, config.max_steps, config.temperature) == (4, 6, 0.7)
+    assert (config.learning_rate, config.max_steps, config.temperature) == (0.5, 6, 0.7)
+    assert (
+        capsys.readouterr().err == f"note: {model}/defaults.yaml sets learning_rate=0.5, max_steps=5, temperature=0.9\n"
+    )
     assert config.lora_alpha == 32
     assert config.reward_funcs == ["exact_match", "math:gcd"]
 
@@ -115,7 +121,7 @@ def test_help_shows_the_documentation_and_the_default(capsys) -> None:
     [
         (
             ["--learning_rat", "1e-3"],
-            "Unrecognized options: --learning_rat, 1e-3 Perhaps you meant: --learning_rate FLOAT",
+            "Unrecognized options: --learning_rat, 1e-3; Perhaps you meant: --learning_rate FLOAT",
         ),
         (["--frobnicate"], "Unrecognized options: --frobnicate"),
         (["--credit", "counterfactuals"], "invalid choice 'counterfactuals' for argument '--credit'"),
@@ -160,6 +166,12 @@ def test_a_wrong_setting_ends_the_program_and_is_named(capsys, argv, said) -> No
         ("max_steps: 2.5", "Error parsing --max_steps: invalid literal for int() with base 10: '2.5'"),
         ("credit: reversed", "invalid choice 'reversed' for argument '--credit'"),
         ("- max_steps", "must hold settings as 'name: value', got list"),
+        ("seed: 1\nmax_steps: 2\nseed: 3", "run.yaml: is not YAML of plain values: 'seed' is set twice"),
+        (
+            "report_to: ['--code_isolation', none]",
+            "run.yaml: report_to must be a list of values, got '--code_isolation'",
+        ),
+        ("report_to: ['--code_isolation=none']", "report_to must be a list of values, got '--code_isolation=none', a"),
     ],
 )
 def test_a_wrong_setting_in_a_file_is_named(capsys, tmp_path, text, said) -> None:
