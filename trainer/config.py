@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from cfa_kernels.losses.checks import weights_sequences
 from trainer.checkpoints.settings import RunSettings
 from trainer.credit_settings import CreditSettings
 from trainer.experimental.settings import CorrectionSettings
@@ -225,7 +226,18 @@ class TrainConfig(
                 f"got {self.per_device_train_batch_size} * {self.gradient_accumulation_steps} and "
                 f"{self.num_generations}"
             )
-        self.counterfactual()  # checks the settings of credit
+        credit = self.counterfactual().control != "off"  # checks the settings of credit
+        if weights_sequences(self.loss_type, self.importance_sampling_level):
+            weighing = {
+                f"credit={self.credit}": credit,
+                "compare_and_correct": self.compare_and_correct,
+                "importance_sampling_clip_max": self.importance_sampling_clip_max is not None,
+            }
+            if names := [name for name, weighs in weighing.items() if weighs]:
+                raise ValueError(
+                    f"importance_sampling_level must be token with {' and '.join(names)}, got sequence: a completion "
+                    "has one ratio there, so that only the sum of its tokens' weights acts"
+                )
         self.check_corrections(self.num_generations)
         self.check_engine(self.rollout_engine)
         self.check_rewards()

@@ -71,7 +71,7 @@ class MicroBatch:
         return LossBatch.of(
             self.completions, self.of(old), credited.advantages, weights=credited.weights, mask=self.mask,
             ref_logprobs=self.of(reference), compute_entropy=True,
-            importance_sampling_level=config.importance_sampling_level,
+            importance_sampling_level=config.importance_sampling_level, loss_type=config.loss_type,
         )  # fmt: skip
 
     def corrected(self, credited: "Credited", forward: PackedForward, ratios: ByRow, config: TrainConfig) -> "Credited":

@@ -125,6 +125,11 @@ class CounterfactualMixin(_Maker):
             return
         self._refuse_estimator(tree_obstacles(self.args, self.actor_model_group))
         found = []
+        if self.args.actor.policy_loss_type == "gspo":
+            found.append(
+                "--actor.policy_loss_type gspo: a completion has one ratio there, so that only the sum of its tokens' "
+                "weights acts; use ppo"
+            )
         if self.args.algo.kl.init_coef > 0 and not self.args.algo.kl.use_loss:
             found.append("a KL term in the reward, which it would weigh; use --algo.kl.use_loss")
         if images := getattr(self.args.data, "max_images_per_prompt", 0):

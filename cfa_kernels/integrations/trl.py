@@ -27,7 +27,7 @@ from ..hf.accuracy import noise_floor
 from ..hf.model import causal_lm
 from ..hf.sharding import is_sharded, run_inside
 from ..hf.stateful_layers import has_cells
-from ..losses.checks import LOSS_TYPES
+from ..losses.checks import LOSS_TYPES, weights_sequences
 from ..scoring.access import GRADIENTS
 from . import require
 from .credit import OFFERS, Draws, obstacles, refuse
@@ -58,6 +58,10 @@ _COMBINE = _CREDIT_FIGURES | {
     "clip_ratio/high_max": "max",
 }
 
+_ONE_RATIO = (
+    "importance_sampling_level='sequence': a completion has one ratio there, so that only the sum of its tokens' "
+    "weights acts; use importance_sampling_level='token'"
+)
 _NO_DROPOUT = "TRL's disable_dropout=True ends all dropout but that of attention and LoRA"
 
 # Each process holds the whole model, or what wraps it gathers its weights in a forward.
@@ -357,6 +361,8 @@ def _credit_obstacles(trainer: Any) -> Iterator[str]:
         yield "GMPOTrainer: its loss takes one advantage per sequence"
     if _computes_ligers_loss(trainer):
         yield f"use_liger_kernel=True in TRL {_TRL}: Liger's loss takes one advantage per sequence; not so in TRL 1.14"
+    if weights_sequences(trainer.loss_type, trainer.importance_sampling_level):
+        yield _ONE_RATIO
     config, args = trainer.counterfactual, trainer.args
     rows = args.per_device_train_batch_size * args.steps_per_generation
     if config.compares and trainer.accelerator.num_processes > 1 and rows % trainer.num_generations:
@@ -385,6 +391,9 @@ def _packing_obstacles(trainer: Any) -> Iterator[str]:
             yield f"{type(trainer).__name__}: it has {what} of its own ({name}), which would not run"
     if _computes_ligers_loss(trainer):
         yield f"use_liger_kernel=True in TRL {_TRL}: it computes Liger's loss instead; not so in TRL 1.14"
+    mode = getattr(args, "vllm_importance_sampling_mode", "") if args.use_vllm else ""
+    if mode.startswith("token") and weights_sequences(trainer.loss_type, trainer.importance_sampling_level):
+        yield f"vllm_importance_sampling_mode={mode!r} with {_ONE_RATIO}"
     if args.top_entropy_quantile < 1.0:
         yield f"top_entropy_quantile={args.top_entropy_quantile}: that mask needs entropies before the loss"
     if args.off_policy_mask_threshold is not None:

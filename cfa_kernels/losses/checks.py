@@ -107,6 +107,7 @@ def check_batch(
                 check_finite(name, tensor, keep)
         if weights is not None:
             _check_rows("weights", weights, keep & (weights < 0), "must be >= 0")
+            check_weights(weights, keep, loss_type, policy.level)
 
     length = options.get("max_completion_length") or 0
     scale = _token_scale(keep, dtype, loss_type, num_items, length, num_sequences)
@@ -255,6 +256,25 @@ def _check_rows(name: str, tensor: Tensor, bad: Tensor, rule: str) -> None:
     row, token = bad.nonzero()[0].tolist()
     value = tensor.expand_as(bad)[row, token].item()
     raise ValueError(f"{name} {rule} where the mask is 1; row {row}, token {token} is {value}")
+
+
+def weights_sequences(loss_type: str, level: str) -> bool:
+    """Whether only the sum of a row's weights acts, since its tokens share the ratio that carries the gradient."""
+    return level == "sequence" and loss_type != "cispo"
+
+
+def check_weights(weights: Tensor, keep: Tensor, loss_type: str, level: str) -> None:
+    """Raise `ValueError` for weights (B, T) that differ within a row of `keep` if only their sum acts."""
+    if not weights_sequences(loss_type, level):
+        return
+    low, high = weights.masked_fill(~keep, math.inf).amin(1), weights.masked_fill(~keep, -math.inf).amax(1)
+    if (low < high).any():
+        row = int((low < high).nonzero()[0])
+        raise ValueError(
+            "weights must be equal within a row at importance_sampling_level='sequence', which has one ratio for the "
+            f"row, so that only their sum acts; row {row} holds {low[row].item()} to {high[row].item()}; "
+            "use importance_sampling_level='token'"
+        )
 
 
 def check_targets(targets: Tensor, keep: Tensor, vocabulary: int, checked: bool) -> None:

@@ -72,6 +72,7 @@ def policy_loss(
     | validate | None | whether to check values; None checks them on a CPU only, as a GPU would have to be waited for |
 
     A token of weight 0 stays in every denominator and counts as unclipped. Options and shapes are always checked.
+    At the sequence level only the sum of a row's weights acts (but for cispo), so they must be equal within a row.
 
     | loss_type | sum (l = token loss, m = mask, n = m.sum(1)) |
     |---|---|

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.upload import upload
+from .checks import check_weights
 from .policy import contributing_rows
 
 
@@ -59,6 +60,8 @@ class LossBatch:
         else:
             signed = _padded("advantages", advantages, lengths)
         level = options.get("importance_sampling_level", "token")
+        if padded["weights"] is not None:
+            check_weights(padded["weights"], counted, options.get("loss_type", "dapo"), level)
         contributes = functools.partial(
             contributing_rows, counted, signed, weights=padded["weights"], importance_sampling_level=level
         )

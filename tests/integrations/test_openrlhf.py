@@ -226,6 +226,13 @@ def test_images_are_refused_where_there_is_credit(build, openrlhf):
     assert all(torch.equal(a.advantages, b.advantages) for a, b in zip(stock, given, strict=True))
 
 
+def test_gspo_has_one_ratio_for_a_completion_and_is_refused_where_there_is_credit(build):
+    message = "combined with --actor.policy_loss_type gspo: a completion has one ratio there"
+    with pytest.raises(NotImplementedError, match=message):
+        build(CounterfactualConfig(), loss="gspo")
+    build(UNIFORM, loss="gspo")
+
+
 def test_a_kl_term_in_the_reward_is_refused_where_there_is_credit_and_one_in_the_loss_is_not(build):
     with pytest.raises(NotImplementedError, match=r"KL term in the reward.*--algo\.kl\.use_loss"):
         build(CounterfactualConfig(), kl=0.1)

@@ -128,7 +128,7 @@ class Trl:
         return policy_loss(
             logprobs, t.old, t.advantages, t.mask, weights=weights, ref_logprobs=t.ref, epsilon=0.2,
             epsilon_high=self._high(kind), delta=DUAL_CLIP, beta=beta, loss_type=loss_type,
-            importance_sampling_level=level, max_completion_length=9, use_bias_correction_kl=True,
+            importance_sampling_level=level, max_completion_length=9, use_bias_correction_kl=True, validate=False,
         )[0]  # fmt: skip
 
     @staticmethod
@@ -236,7 +236,7 @@ class OpenRlhf:
         loss_type, level = "dapo" if kind[1] else "grpo", "sequence" if kind[0] == "gspo" else "token"
         value, _ = policy_loss(
             logprobs, t.old, t.advantages, t.mask, weights=weights, delta=self._dual_clip(kind), loss_type=loss_type,
-            importance_sampling_level=level,
+            importance_sampling_level=level, validate=False,
         )  # fmt: skip
         totals = t.totals()
         return value + self._kl(t, beta, logprobs, batch_num_tokens=totals.tokens, global_batch_size=totals.sequences)
@@ -330,6 +330,18 @@ def test_weights_in_the_advantages_equal_weights_on_the_clipped_loss(host, token
 
 
 @every_loss
+def test_weights_act_token_by_token_but_where_a_completion_has_one_ratio(host, tokens):
+    """TRL's and OpenRLHF's sequence level is refused with credit for this; verl's `gspo` has a gradient per token."""
+    tokens.old = tokens.logprobs
+    several = (tokens.weights, torch.ones(B, T))
+    weighed, plain = (stock(host, tokens, fold_weights(tokens.advantages, weights))[1] for weights in several)
+    factors = (weighed / plain)[0][tokens.mask[0].bool()]
+    trainer, kind = host
+    one_ratio = kind[0] == "gspo" if isinstance(trainer, OpenRlhf) else kind[1] == "sequence" and kind[0] != "cispo"
+    assert (factors.std() < 1e-6) == one_ratio
+
+
+@every_loss
 def test_weights_leave_the_kl_term_as_it_is(host, tokens):
     def kl(advantages: Tensor) -> list[Tensor]:
         with_kl, without = (stock(host, tokens, advantages, beta=beta) for beta in (BETA, 0.0))
@@ -369,13 +381,8 @@ def test_the_result_does_not_depend_on_how_the_batch_is_split(host, tokens, how)
     torch.testing.assert_close(torch.cat([gradient for _, gradient in halves]) / share, whole[1], **close)
 
 
-@every_loss
 @pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf")])
-def test_weights_that_are_negative_or_not_finite_are_refused_by_row_and_token(host, tokens, value):
+def test_weights_that_are_negative_or_not_finite_are_refused_by_row_and_token(tokens, value):
     tokens.weights[3, 1] = value
     with pytest.raises(ValueError, match=rf"weights must be finite and >= 0; row 3, token 1 is {value}"):
         fold_weights(tokens.advantages, tokens.weights)
-    if isinstance(host[0], Verl):
-        return  # verl's own losses check no values
-    with pytest.raises(ValueError, match=rf"weights must be .*; row 3, token 1 is {value}"):
-        ours(host, tokens, tokens.weights)

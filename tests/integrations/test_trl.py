@@ -42,7 +42,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "trl.md"
     "options",
     [
         {},
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.1, "max_steps": 2},
+        {"loss_type": "cispo", "importance_sampling_level": "sequence", "beta": 0.1, "max_steps": 2},
         {"num_iterations": 2, "max_steps": 2},
     ],
     ids=str,
@@ -208,7 +208,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bfloat16 autocast": {"bf16": True},
     "off-policy masking": {"off_policy_mask_threshold": 0.5, "num_iterations": 2, "max_steps": 2},
     "an entropy mask": {"top_entropy_quantile": 0.5},
-    "sequence level": {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+    "sequence level": {"importance_sampling_level": "sequence", "loss_type": "cispo"},
     "padding": {"pad_to_multiple_of": 8},
 }
 

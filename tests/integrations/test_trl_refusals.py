@@ -111,6 +111,8 @@ CREDIT: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "another kind": ({}, {}, GRPOTrainer, another_kind, "combined with DistributedType.NO: credit needs whole layers"),
     "images": ({}, IMAGES, GRPOTrainer, None, "combined with images in the dataset"),
     "a state space": ({}, {"model": mamba}, GRPOTrainer, None, r"model: MambaForCausalLM .*control='off'"),
+    "one ratio each": ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, {}, GRPOTrainer, None,
+                       "combined with importance_sampling_level='sequence': .*; use .*='token'"),
 }  # fmt: skip
 LOSS: dict[str, tuple[dict[str, Any], dict[str, Any], type, Any, str]] = {
     "TRL before 1.10": ({}, {}, GRPOTrainer, before_1_10, "combined with TRL 1.9.0: it normalises"),

@@ -8,6 +8,7 @@ import torch
 
 from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES, LossOptions
 from cfa_kernels.losses.policy import linear_policy_loss, logits_policy_loss, policy_loss
+from cfa_kernels.losses.ragged import LossBatch
 
 B, T = 4, 6
 TYPE = pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -61,6 +62,7 @@ def test_gradient_passes_gradcheck(loss_type, importance_sampling_level, correct
             use_bias_correction_kl=corrected and loss_type != "cispo",
             entropies=entropies,
             entropy_coef=0.3,
+            validate=False,  # weights differ at the sequence level too
             **options_for(loss_type, importance_sampling_level=importance_sampling_level),
         )[0]
 
@@ -376,13 +378,48 @@ def test_a_second_derivative_is_refused():
         torch.autograd.grad(loss, data["logprobs"], create_graph=True)
 
 
+def loss_by(function, weights, mask, **options):
+    """Call a loss on zeros; the packed one checks its weights in `LossBatch`, on the host."""
+    logits, targets = torch.zeros(B, T, 5), torch.zeros(B, T).long()
+    if function is LossBatch.of:
+        lists = {"weights": list(weights), "mask": list(mask)}
+        return function(list(targets), None, torch.ones(B), **lists, **options)
+    head = {policy_loss: [logits[..., 0]], logits_policy_loss: [logits, targets]}
+    inputs = head.get(function, [logits, torch.zeros(3, 5), targets])
+    return function(*inputs, None, torch.ones(B), mask, weights=weights, **options)
+
+
+@pytest.mark.parametrize("function", [policy_loss, logits_policy_loss, linear_policy_loss, LossBatch.of])
+def test_weights_that_differ_within_a_row_are_refused_where_the_row_has_one_ratio(function):
+    mask = make()["mask"].long()
+    weights = torch.tensor([0.5, 1.0, 2.0, 0.0])[:, None].repeat(1, T)
+    weights[mask == 0] = 7.0  # tokens that are not counted do not decide
+    loss_by(function, weights, mask, importance_sampling_level="sequence")
+    weights[3, 4] = 1.5  # the weight of an answer at the end
+    message = (
+        r"weights must be equal within a row .*'sequence'.*row 3 holds 0.0 to 1.5; "
+        "use importance_sampling_level='token'"
+    )
+    with pytest.raises(ValueError, match=message):
+        loss_by(function, weights, mask, importance_sampling_level="sequence")
+    loss_by(function, weights, mask, importance_sampling_level="token")
+    loss_by(function, weights, mask, importance_sampling_level="sequence", loss_type="cispo")
+
+
+def test_weights_act_token_by_token_at_the_sequence_level_of_cispo_only():
+    """The rule by which weights are refused: elsewhere the gradient depends on their sum alone."""
+    logprobs, weights = torch.full((1, 3), -1.0), torch.tensor([[2.0, 0.5, 0.5]])
+    for loss_type in LOSS_TYPES:
+        options = options_for(loss_type, importance_sampling_level="sequence", validate=False)
+        old = logprobs - 0.01
+        _, gradient, _ = loss_and_gradient(logprobs, old, torch.ones(1), torch.ones(1, 3), weights=weights, **options)
+        assert (len(gradient.unique()) > 1) == (loss_type == "cispo")
+
+
 @pytest.mark.parametrize("function", [policy_loss, logits_policy_loss, linear_policy_loss])
 def test_an_unknown_option_is_refused_by_the_function_it_was_given_to(function):
-    logits, targets = torch.zeros(B, T, 5), torch.zeros(B, T).long()
-    states = {policy_loss: [logits[..., 0]], logits_policy_loss: [logits, targets]}
-    inputs = states.get(function, [logits, torch.zeros(3, 5), targets])
     with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword argument 'epsilom'"):
-        function(*inputs, None, torch.ones(B), torch.ones(B, T), epsilom=0.1)
+        loss_by(function, None, torch.ones(B, T), epsilom=0.1)
 
 
 def test_the_docstring_of_policy_loss_lists_every_option():

@@ -71,6 +71,7 @@ def test_weights_equal_ligers_per_token_slot(loss_type, level, options):
         importance_sampling_level=level,
         max_completion_length=8,
         chunk_size=5,
+        validate=False,  # weights differ at the sequence level too
         **options,
     )
     loss.backward()

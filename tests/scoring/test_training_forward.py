@@ -178,6 +178,8 @@ def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, lev
     model = make_model("Qwen3")
     advantages = torch.tensor([1.0, -0.5, 0.0, 0.7, -1.2, 0.3, 0.0])
     weights, mask = drawn(1, low=0, high=3), [(row > -0.6).long() for row in drawn(2)]
+    if level == "sequence":
+        weights = [row[:1].expand(len(row)) for row in weights]
     with torch.no_grad():
         current = plain_logprobs(model, 0.8)
     old = [row.cpu() + 0.3 * noise for row, noise in zip(current, drawn(3), strict=True)]

@@ -142,7 +142,10 @@ def settings(**changes: Any) -> Any:
     """OpenRLHF's arguments, as far as credit or its own experience maker reads them."""
     space = SimpleNamespace
     return space(
-        actor=space(num_nodes=1, num_gpus_per_node=changes.get("actors", 1) * changes.get("copies", 1)),
+        actor=space(
+            num_nodes=1, num_gpus_per_node=changes.get("actors", 1) * changes.get("copies", 1),
+            policy_loss_type=changes.get("loss", "ppo"),
+        ),
         algo=space(
             advantage=space(estimator=changes.get("estimator", "group_norm"), gamma=1.0, lambd=1.0, no_std_norm=False),
             kl=space(init_coef=changes.get("kl", 0.0), use_loss=changes.get("use_loss", False)),

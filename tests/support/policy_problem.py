@@ -85,12 +85,17 @@ def problem(
     return tensors, options
 
 
+def _unchecked(options: dict[str, Any]) -> dict[str, Any]:
+    """Let weights differ within a sequence at its level, which losses refuse where they check values."""
+    return ({"validate": False} if options.get("importance_sampling_level") == "sequence" else {}) | options
+
+
 def of_logits(tensors: dict[str, Any], **options: Any) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     logits = tensors["logits"].detach().clone()
     if logits.is_floating_point():
         logits.requires_grad_()
     loss, metrics = logits_policy_loss(
-        logits, tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"], **options
+        logits, tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"], **_unchecked(options)
     )
     loss.backward()
     return loss.detach(), [logits.grad], metrics
@@ -105,7 +110,7 @@ def of_hidden(
     hidden = leaves["hidden"].flatten(0, 1)[options["rows"]] if alone else leaves["hidden"]
     loss, metrics = linear_policy_loss(
         hidden, leaves["head"], tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"],
-        bias=leaves.get("bias"), **options,
+        bias=leaves.get("bias"), **_unchecked(options),
     )  # fmt: skip
     loss.backward()
     return loss.detach(), [leaf.grad for leaf in leaves.values()], metrics
@@ -134,8 +139,9 @@ def plain(
     chosen = logp.gather(-1, torch.where(mask, tensors["targets"], 0)[..., None])[..., 0]
     entropies = -(logp.exp() * logp).sum(-1)
     loss, metrics = policy_loss(
-        chosen, tensors["old"], tensors["advantages"], mask, entropies=entropies, entropy_coef=entropy_coef, **options
-    )
+        chosen, tensors["old"], tensors["advantages"], mask, entropies=entropies, entropy_coef=entropy_coef,
+        **_unchecked(options),
+    )  # fmt: skip
     loss.backward()
     return loss.detach(), [leaf.grad for leaf in leaves], metrics
 

@@ -50,6 +50,18 @@ def test_the_paper_run_is_one_line_and_has_the_paper_settings() -> None:
     assert (credit.estimator, credit.weights, credit.spans.max_spans) == (Masking(), Range(0.5, 4.0, 1.5), 10)
 
 
+@pytest.mark.parametrize(
+    "weighing",
+    [[], ["--credit=uniform", "--compare_and_correct"], ["--credit=uniform", "--importance_sampling_clip_max=3"]],
+)
+def test_weights_of_tokens_are_refused_where_a_completion_has_one_ratio(capsys, weighing) -> None:
+    level = "--importance_sampling_level=sequence"
+    said = message(capsys, level, *weighing)
+    assert re.search(r"importance_sampling_level must be token with (credit=counter|compare_and|importance_s)", said)
+    assert settings(level, *weighing, "--loss_type=cispo").loss_type == "cispo"
+    assert settings(level, "--credit=uniform").importance_sampling_level == "sequence"
+
+
 def test_the_embedded_model_brings_settings_that_suit_it() -> None:
     config = settings()
     assert (config.model, config.dataset, config.use_peft, config.instruction) == ("embedded", "generated", False, "")
