@@ -29,20 +29,29 @@ class Interval:
     above_low: bool = False
 
     def __contains__(self, value: float) -> bool:
-        if abs(value) > _LARGEST:
-            return False
-        return math.isfinite(value) and self.low <= value <= self.high and not (self.above_low and value == self.low)
+        in_float32 = abs(value) <= _LARGEST  # which is false for nan
+        return in_float32 and self.low <= value <= self.high and not (self.above_low and value == self.low)
 
     def __str__(self) -> str:
         if self.low == -math.inf:
             return "a finite number"
         if self.high == math.inf:
             return f"finite and {'above' if self.above_low else 'at least'} {self.low:g}"
-        return f"in {'(' if self.above_low else '['}{self.low:g}, {self.high:g}]"
+        return f"in {'(' if self.above_low else '['}{self.low:g}, {self.high:g}]".replace("+", "")
 
+    def check(self, **numbers: float | None) -> None:
+        """Raise `ValueError` for the first number, if it is there, that is not in the interval; names it."""
+        for name, number in numbers.items():
+            if number is not None and number not in self:
+                raise ValueError(f"{name} must be {self}, got {number}")
+
+
+NOT_NEGATIVE = Interval(0.0)
+POSITIVE = Interval(1 / _LARGEST, _LARGEST)
+"""Numbers that may be divided by: float32 holds their inverses too."""
 
 Finite = Annotated[float, Interval()]
-NotNegative = Annotated[float, Interval(0.0)]
+NotNegative = Annotated[float, NOT_NEGATIVE]
 Share = Annotated[float, Interval(0.0, 1.0)]
 PositiveShare = Annotated[float, Interval(0.0, 1.0, above_low=True)]
 Count = Annotated[int, Interval(1)]

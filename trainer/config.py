@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cfa_kernels.losses.checks import weights_sequences
+from cfa_kernels.options import NOT_NEGATIVE, POSITIVE
 from trainer.checkpoints.settings import RunSettings
 from trainer.credit_settings import CreditSettings
 from trainer.experimental.settings import CorrectionSettings
@@ -39,10 +40,10 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
         "max_completion_length", "eval_batch_size", "lora_r", "no_advantage_patience", "max_prompt_length",
         "eval_steps", "token_budget", "lora_alpha", "save_steps", "save_total_limit", "ddp_timeout",
     )),
-    "finite and at least 0": (lambda value: 0 <= value < float("inf"), (
+    str(NOT_NEGATIVE): (NOT_NEGATIVE.__contains__, (
         "epsilon", "epsilon_high", "beta", "weight_decay", "warmup_steps", "log_completions",
     )),
-    "positive and finite": (lambda value: 0 < value < float("inf"), (
+    str(POSITIVE): (POSITIVE.__contains__, (
         "learning_rate", "temperature", "max_grad_norm", "max_sampling_gap", "importance_sampling_clip_max", "delta",
     )),
     "finite": (lambda value: abs(value) < float("inf"), ("correct_threshold",)),

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..ops.linear_policy_loss import contributing
 from ..ops.row_softmax import compute_dtype
 from ..ops.token_loss import PolicyOptions, Tokens
+from ..options import NOT_NEGATIVE, POSITIVE
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
 LEVELS = ("token", "sequence")
@@ -138,14 +139,12 @@ def _policy_options(options: LossOptions, loss_type: str) -> PolicyOptions:
         level=check_level(options.get("importance_sampling_level", "token")),
         **numbers,
     )
-    for name in ("epsilon", "epsilon_high", "beta"):
-        if not getattr(found, name) >= 0:
-            raise ValueError(f"{name} must be >= 0, got {getattr(found, name)}")
-    if not found.beta < math.inf:
-        raise ValueError(f"beta must be finite, got {found.beta}")
-    for name in ("delta", "sapo_temperature_pos", "sapo_temperature_neg"):
-        if not getattr(found, name) > 0:
-            raise ValueError(f"{name} must be > 0, got {getattr(found, name)}")
+    NOT_NEGATIVE.check(epsilon=found.epsilon, epsilon_high=found.epsilon_high, beta=found.beta)
+    POSITIVE.check(
+        delta=numbers.get("delta"),
+        sapo_temperature_pos=found.sapo_temperature_pos,
+        sapo_temperature_neg=found.sapo_temperature_neg,
+    )
     return found
 
 

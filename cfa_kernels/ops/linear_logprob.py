@@ -83,7 +83,7 @@ def linear_logprob(
         lm_head: (V, H) of that dtype, likewise. Under autocast both are cast as for a linear layer.
         targets: (N,) integers in [0, V).
         bias: (V,), any of those dtypes.
-        temperature, softcap, logit_scale: > 0 and finite.
+        temperature, softcap, logit_scale: > 0, within float32 as their inverses are.
         return_entropy: also return the entropy of each row's distribution.
         backend: `"triton"` or `"torch"`; by default what the device has.
 

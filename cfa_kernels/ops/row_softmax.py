@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..options import POSITIVE
 from .triton_math import tanh
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,11 +39,9 @@ class Softmax(NamedTuple):
         """Return the same with `logit_scale * logits` for logits.
 
         Raises:
-            ValueError: one of the three is not > 0 and finite.
+            ValueError: one of the three is not `options.POSITIVE`.
         """
-        for name, number in (("temperature", temperature), ("softcap", softcap), ("logit_scale", logit_scale)):
-            if number is not None and not 0 < number < float("inf"):
-                raise ValueError(f"{name} must be > 0 and finite, got {number}")
+        POSITIVE.check(temperature=temperature, softcap=softcap, logit_scale=logit_scale)
         return cls(temperature / logit_scale, (softcap or 0.0) / logit_scale)
 
 

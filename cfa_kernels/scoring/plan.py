@@ -1,6 +1,5 @@
 """Lay out what one call asks of the model: queries of each completion, and the forwards that answer them."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,6 +9,7 @@ import numpy as np
 from ..hf.limits import apart_by_length, largest_forward, rows_per_forward
 from ..hf.model_walk import Model, ModelWalk
 from ..hf.stateful_layers import has_cells
+from ..options import POSITIVE
 from ..packing.packs import Chain, Limits, chain_bundles
 from ..packing.prefix_tree import Pack, Query
 from .batch import Row, ScoredBatch
@@ -17,9 +17,8 @@ from .outcomes import DIVERGENCES, Outcome, checked_outcome
 
 
 def check_temperature(temperature: float) -> None:
-    """Raise `ValueError` for a temperature that is not positive and finite."""
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be positive and finite, got {temperature}")
+    """Raise `ValueError` for a temperature that is not `options.POSITIVE`."""
+    POSITIVE.check(temperature=temperature)
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class ScoringOptions:
     """Options of a scoring call, documented in `score_counterfactuals`.
 
     Raises:
-        ValueError: a temperature that is not positive and finite, an unknown outcome.
+        ValueError: a temperature that is not `options.POSITIVE`, an unknown outcome.
     """
 
     outcome: Outcome = "logprob"

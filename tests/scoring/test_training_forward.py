@@ -419,7 +419,7 @@ def test_credit_takes_its_scores_from_a_forward():
         ({"prompts": [*PROMPTS[:6], torch.zeros(0, dtype=torch.int64)]}, "prompts row 6: is empty"),
         ({"completions": [[5] * 20] * 7}, r"completions row 0: must be a tensor \(20,\), got list"),
         ({"prompts": torch.ones(7, 4, dtype=torch.int64)}, r"prompts: must be a list of 1-D .* one tensor \(7, 4\)"),
-        ({"temperature": 0.0}, "temperature must be positive and finite, got 0.0"),
+        ({"temperature": 1e-39}, r"temperature must be in \[1e-38, 1e38\], got 1e-39"),
         ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
         ({"loss_type": "ppo"}, "loss_type must be one of"),
     ],
