@@ -13,7 +13,6 @@ COMMANDS = {
     "speed": ("benchmarks.speed.command", "test on the device, measure its ceilings, time everything"),
     "explain": ("benchmarks.explain", "predict the parts of a training step on a GPU, for docs/planning.md"),
     "scale": ("benchmarks.scale", "predict how long ranks that share a model wait for each other, by their number"),
-    "cost": ("benchmarks.evidence.cost", "what each estimator of credit costs, beside what a user would run instead"),
     "evidence": ("benchmarks.evidence.command", "what credit finds and what it is good for, NAME by NAME"),
     "models": ("benchmarks.models.table", "which model types are scored and trained exactly, for docs/models.md"),
     "plots": ("benchmarks.harness.plots", "pictures of a result file, beside it"),

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from benchmarks.harness.tables import table
+from benchmarks.harness.results import table
 from benchmarks.harness.workloads import MODELS, head_dim
 
 MATMUL_SHARE, COPY_SHARE = 0.73, 0.90

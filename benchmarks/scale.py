@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.explain import FLOAT, GPUS, HALF, configuration, run, sizes
-from benchmarks.harness.tables import table
+from benchmarks.harness.results import table
 from benchmarks.harness.workloads import MODELS, SEED, Rollouts, gsm8k_rollouts
 from cfa_kernels.packing.balance import deal, rows_to_score
 

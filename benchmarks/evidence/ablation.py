@@ -1,7 +1,7 @@
 """`python -m benchmarks evidence ablation`: kinds of credit from the same start, on the same problems, seed by seed.
 
-Each run is the training program in a process of its own, and a line of the ledger once it is done, so an interrupted
-ablation resumes where it stopped. Arms are paired by seed: a seed fixes problems and samples until policies differ.
+Each run is the training program in a process of its own, and a piece once it is done, so an interrupted ablation goes
+on where it stopped. Arms are paired by seed: a seed fixes problems and samples until policies differ.
 """
 
 import json
@@ -22,9 +22,7 @@ import matplotlib
 import numpy as np
 from scipy import stats
 
-from benchmarks.harness.ledger import Ledger
-from benchmarks.harness.provenance import made_by
-from benchmarks.harness.tables import table
+from benchmarks.harness.results import Pieces, made_by, table
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -34,21 +32,33 @@ PLAIN = "plain DAPO"
 # Every arm at mean weight 1, else the arms would differ by their step sizes; "as the paper" once without. 80/20 is one
 # threshold and one denominator for the batch (arXiv 2506.01939): rescaled completion by completion, those with few open
 # tokens would weigh as much as those with many. Its kept tokens weigh 1, and Adam takes no notice of the smaller sum.
+MEAN = "--normalize=mean"
 ARMS: dict[str, tuple[str, ...]] = {
     PLAIN: ("--credit=uniform",),
-    "counterfactual": ("--config=cf", "--normalize=mean"),
+    "counterfactual": ("--config=cf", MEAN),
     "counterfactual, as the paper": ("--config=cf",),
-    "inverted": ("--config=cf", "--credit=inverted", "--normalize=mean"),
-    "random": ("--config=cf", "--credit=random", "--normalize=mean"),
-    "OAR-P": ("--config=oar_p", "--normalize=mean"),
-    "OAR-G": ("--config=oar_g", "--normalize=mean"),
-    "entropy": ("--estimator=entropy", "--weights=bilevel", "--normalize=mean"),
+    "inverted": ("--config=cf", "--credit=inverted", MEAN),
+    "random": ("--config=cf", "--credit=random", MEAN),
+    "OAR-P": ("--config=oar_p", MEAN),
+    "OAR-G": ("--config=oar_g", MEAN),
+    "entropy": ("--estimator=entropy", "--weights=bilevel", MEAN),
     "80/20": ("--config=entropy_80_20",),
-    "prefix_gain": ("--config=prefix_gain", "--normalize=mean"),
+    "prefix_gain": ("--config=prefix_gain", MEAN),
     "prefix_tree": ("--config=prefix_tree",),
-    "sibling_edits": ("--estimator=sibling_edits", "--normalize=mean"),
-    "compare and correct": ("--config=ibpo", "--normalize=mean"),
+    "sibling_edits": ("--estimator=sibling_edits", MEAN),
+    "compare and correct": ("--config=ibpo", MEAN),
 }
+
+
+def arms_named(names: Sequence[str] | None) -> list[str]:
+    """The arms of these names, by default all.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if unknown := [name for name in names or [] if name not in ARMS]:
+        raise ValueError(f"arms must be among {', '.join(ARMS)}, got {', '.join(unknown)}")
+    return list(names or ARMS)
 
 
 @dataclass(frozen=True)
@@ -74,51 +84,45 @@ class Settings:
 
 
 def run(
-    ledger: Ledger, folder: Path, settings: Settings, *, arms: Sequence[str] | None = None, extra: Sequence[str] = (),
-    before_and_after: Callable[[], None] = lambda: None, say: Callable[[str], None] = print,
+    pieces: Pieces, folder: Path, settings: Settings, *, arms: Sequence[str] | None = None, extra: Sequence[str] = (),
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:  # fmt: skip
-    """Run what the ledger lacks, then compare.
+    """Run every arm and seed, then compare.
 
     Args:
-        ledger: of the curves of finished runs, by arm, seed and flags.
+        pieces: the curve of each finished run.
         folder: where runs leave their files.
         settings: how much.
         arms: names in `ARMS`; default all.
         extra: flags of the training program for every arm.
-        before_and_after: called around each run; what it raises ends the ablation without a line of that run.
-        say: told of progress, a line at a time.
+        say: prints progress, a line at a time.
 
     Raises:
         ValueError: an unknown arm.
         RuntimeError: a run that failed; names it and quotes its last lines.
     """
-    wanted = list(ARMS) if arms is None else list(arms)
-    if unknown := [name for name in wanted if name not in ARMS]:
-        raise ValueError(f"arms must be among {', '.join(ARMS)}, got {', '.join(unknown)}")
     flags = [
         f"--max_steps={settings.steps}", f"--eval_steps={settings.eval_steps}", "--device=cpu", "--log_completions=0",
         f"--eval_problems={settings.eval_problems}", *extra,
     ]  # fmt: skip
-    keys = {(arm, seed): ("ablation", arm, seed, *flags) for seed in range(settings.seeds) for arm in wanted}
     cores: SimpleQueue[int] = SimpleQueue()
     for core in sorted(os.sched_getaffinity(0))[: settings.jobs]:
         cores.put(core)
 
-    def one(run_of: tuple[str, int]) -> None:
-        arm, seed = run_of
-        place, core = folder / f"{_file_name(arm)}-seed{seed}", cores.get()
+    def one(arm: str, seed: int) -> dict[str, Any]:
+        name, core = f"{arm}-seed{seed}", cores.get()
         try:
-            before_and_after()
-            _train(place, [*ARMS[arm], *flags, f"--seed={seed}"], core)
-            before_and_after()
+            curve: dict[str, Any] = pieces.get(
+                name, lambda: _train(folder / name, [*ARMS[arm], *flags, f"--seed={seed}"], core, settings.steps)
+            )
         finally:
             cores.put(core)
-        curve = ledger.get(keys[run_of], lambda: _curve(place, settings.steps))
-        say(f"{arm}, seed {seed}: {curve['accuracy'][-1]:.1%} after {curve['seconds'][-1]:.0f} s")
+        say(f"{name}: {curve['accuracy'][-1]:.1%} after {curve['seconds'][-1]:.0f} s")
+        return curve
 
     with ThreadPoolExecutor(settings.jobs) as pool:
-        list(pool.map(one, [run_of for run_of, key in keys.items() if key not in ledger]))
-    curves = {arm: [ledger[keys[arm, seed]] for seed in range(settings.seeds)] for arm in wanted}
+        runs = {arm: [pool.submit(one, arm, seed) for seed in range(settings.seeds)] for arm in arms_named(arms)}
+        curves = {arm: [future.result() for future in futures] for arm, futures in runs.items()}
     return {"settings": asdict(settings), "flags": flags, "curves": curves, "arms": compare(curves)}
 
 
@@ -234,10 +238,6 @@ def plot(document: Mapping[str, Any], path: Path) -> Path:
     return path
 
 
-def _file_name(arm: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in arm)
-
-
 # One core each, and a clock of the run's own CPU seconds, which other load on the machine does not stretch.
 _PINNED = (
     "import ctypes, os, sys, time; os.sched_setaffinity(0, [{core}]); time.perf_counter = time.process_time; "
@@ -246,7 +246,7 @@ _PINNED = (
 )
 
 
-def _train(place: Path, flags: list[str], core: int) -> None:
+def _train(place: Path, flags: list[str], core: int, steps: int) -> dict[str, Any]:
     shutil.rmtree(place, ignore_errors=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     done = subprocess.run(
@@ -255,6 +255,7 @@ def _train(place: Path, flags: list[str], core: int) -> None:
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"{place.name}: {' '.join(done.stderr.splitlines()[-3:])}")
+    return _curve(place, steps)
 
 
 def _curve(place: Path, steps: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 Units are compared only within a problem: importances of different problems have no common scale.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,9 +43,7 @@ def position_free_auroc(problems: Sequence[Pairs]) -> float:
     return float((won_early / early + won_late / late) / 2) if early and late else float("nan")
 
 
-def agreement(
-    scores: Rows | None, truths: Sequence[Sequence[bool]], *, draws: int = 1000, shares: Sequence[float] = ()
-) -> dict[str, Any]:
+def agreement(scores: Rows | None, truths: Sequence[Sequence[bool]], *, draws: int = 1000) -> dict[str, Any]:
     """AUROC (free of position, and plain), Spearman and recall of binary truths; problems of one class are left out.
 
     A method that gives all units of a problem one number ranks nothing there: its Spearman counts as 0. Recall is among
@@ -56,7 +53,6 @@ def agreement(
         scores: a row for each problem; None for numbers that know nothing (see `chance`).
         truths: as many rows as long.
         draws: bootstrap draws.
-        shares: of all units; recall among each of them is added as `recall_at_10%` and so on.
 
     Returns:
         For each figure `value`, `low` and `high` (95 % of bootstrap draws over problems), and the number of `problems`.
@@ -69,12 +65,9 @@ def agreement(
     if not both:
         raise ValueError("truths: no problem has both classes")
     known, labels = [s for s, _ in both], [t for _, t in both]
-    wanted = _FIGURES | {
-        f"recall_at_{share:.0%}": (functools.partial(recall_at, share=share), _mean) for share in shares
-    }
     figures = {
         name: _judged(measure, summary, None if scores is None else known, labels, draws)
-        for name, (measure, summary) in wanted.items()
+        for name, (measure, summary) in _FIGURES.items()
     }
     return {name: interval and interval._asdict() for name, interval in figures.items()} | {"problems": len(both)}
 

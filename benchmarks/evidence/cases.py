@@ -1,7 +1,6 @@
 """Turn planted problems into token ids: the completions that every method judges. Methods see tokens only."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,11 +43,6 @@ class Case:
         """The marker and the answer, as they stand in the completion."""
         return self.completion[self.reasoning_end : self.answer.end]
 
-    def by_token(self) -> "Case":
-        """The same completion, each token of its reasoning a unit."""
-        units = [Span(t, t + 1) for t in range(self.reasoning_end)]
-        return Case(self.prompt, self.completion, units, self.answer, self.reasoning_end)
-
 
 def planted_case(problem: PlantedProblem, tokenizer: PreTrainedTokenizerBase) -> Case:
     """A planted problem's solution in tokens.
@@ -57,24 +51,14 @@ def planted_case(problem: PlantedProblem, tokenizer: PreTrainedTokenizerBase) ->
         ValueError: two lines share a token, or the answer cannot be found; names the problem.
     """
     ids = tokenizer(problem.solution, add_special_tokens=False)["input_ids"]
-    offsets = token_offsets(ids, tokenizer)
+    offsets, answer = token_offsets(ids, tokenizer), find_answer(ids, tokenizer)
     units = [Span(*tokens) for tokens in offsets.tokens([(unit.start, unit.end) for unit in problem.units])]
     for k, (before, after) in enumerate(itertools.pairwise(units)):
         if before.end > after.start:
             raise ValueError(f"{problem.question!r}: lines {k} and {k + 1} of its solution share a token")
-    return _case(encode_prompt(problem.question, tokenizer), ids, units, tokenizer)
-
-
-def sampled_case(prompt: Sequence[int], completion: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Case:
-    """A sampled completion with an answer, each token of its reasoning a unit. Raises as `planted_case`."""
-    ids = [token for token in completion if token != tokenizer.eos_token_id]
-    return _case(prompt, ids, [], tokenizer).by_token()
-
-
-def _case(prompt: Sequence[int], ids: Sequence[int], units: list[Span], tokenizer: PreTrainedTokenizerBase) -> Case:
-    offsets, answer = token_offsets(ids, tokenizer), find_answer(ids, tokenizer)
     marker = offsets.text.rfind(MARKER)
     if answer is None or marker < 0:
-        raise ValueError(f"no answer after {MARKER!r} in {offsets.text!r}")
+        raise ValueError(f"{problem.question!r}: no answer after {MARKER!r} in {offsets.text!r}")
     (end, _), *_ = offsets.tokens([(marker, len(offsets.text))])
-    return Case(torch.tensor(prompt), torch.tensor([*ids, tokenizer.eos_token_id]), units, answer, end)
+    completion = torch.tensor([*ids, tokenizer.eos_token_id])
+    return Case(torch.tensor(encode_prompt(problem.question, tokenizer)), completion, units, answer, end)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.provenance import made_by
+from benchmarks.harness.results import made_by, write_json
 from trainer.analyze.analysis import write_analysis
 from trainer.analyze.judge import NAMES, judge
 from trainer.cli import parse
@@ -76,7 +76,7 @@ def _write(source: Path, target: Path, head: dict[str, Any], note: str, *, pictu
     title, _, body = (found / "analysis.md").read_text(encoding="utf-8").partition("\n")
     more, suffix = ("analysis.png", ".png") if picture else ("page.html", ".html")
     paths = [target.with_suffix(end) for end in (".json", ".md", suffix)]
-    paths[0].write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(paths[0], document)
     paths[1].write_text(f"{title}\n\n{made_by(document)}. {note}\n{body}", encoding="utf-8")
     shutil.copyfile(found / more, paths[2])
     return paths

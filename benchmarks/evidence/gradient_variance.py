@@ -4,6 +4,7 @@ One policy, the same problems, groups drawn many times: every kind of credit get
 (arXiv 2605.16302) claims that credit on what matters lowers this variance.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -12,10 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.evidence.ablation import ARMS, PLAIN
-from benchmarks.harness.ledger import Ledger
-from benchmarks.harness.provenance import made_by
-from benchmarks.harness.tables import interval, table
+from benchmarks.evidence.ablation import ARMS, PLAIN, arms_named
+from benchmarks.harness.results import Pieces, interval, made_by, table
 from trainer.cli import parse
 from trainer.config import TrainConfig
 from trainer.experimental.hook import shape_rewards
@@ -46,48 +45,36 @@ class Settings:
 
 
 def run(
-    ledger: Ledger, settings: Settings, *, arms: Sequence[str] | None = None, extra: Sequence[str] = (),
+    pieces: Pieces, settings: Settings, *, arms: Sequence[str] | None = None, extra: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:  # fmt: skip
-    """Gradients of every arm under the same draws; what is in the ledger is not computed again.
+    """Gradients of every arm under the same draws, and how much they scatter.
 
     Args:
-        ledger: of the figures of each arm.
+        pieces: the figures of each arm.
         settings: how much.
         arms: names in `ablation.ARMS`; default all.
         extra: flags of the training program for every arm.
-        say: told of progress, a line at a time.
+        say: prints progress, a line at a time.
 
     Raises:
         ValueError: an unknown arm.
     """
-    wanted = list(ARMS) if arms is None else list(arms)
-    if unknown := [name for name in wanted if name not in ARMS]:
-        raise ValueError(f"arms must be among {', '.join(ARMS)}, got {', '.join(unknown)}")
-    size = (settings.draws, settings.problems, settings.seed, *extra)
-    mean_of_plain = None
+    chosen, plain = arms_named(arms), functools.cache(lambda: _gradients(PLAIN, settings, extra).mean(0))
+
+    def work(arm: str) -> dict[str, Any]:
+        vectors = _gradients(arm, settings, extra)
+        return {"products": products(vectors).tolist(), "cosine": _cosine(vectors, plain())}
+
     found = {}
-    for arm in sorted(wanted, key=lambda name: name != PLAIN):
-        key = ("gradient products", arm, *size)
-        new = key not in ledger
-        if new:
-            vectors = _gradients(arm, settings, extra)
-            if mean_of_plain is None:
-                plain = vectors if arm == PLAIN else _gradients(PLAIN, settings, extra)
-                mean_of_plain = plain.mean(0)
-            cosine = _cosine(vectors, mean_of_plain)
-            ledger.get(key, lambda v=vectors, c=cosine: {"products": products(v).tolist(), "cosine": c})
-        found[arm] = ledger[key]
-        if new:
-            figures = scatter(np.array(found[arm]["products"]))
-            say(f"{arm}: noise to signal {figures['ratio']:.2f} ± {figures['error']:.2f}")
-    arms = {}
-    for arm in wanted:
-        own = np.array(found[arm]["products"])
-        arms[arm] = {**scatter(own), "cosine": found[arm]["cosine"]}
+    for arm in chosen:
+        record = pieces.get(arm, lambda: work(arm))  # noqa: B023
+        own = np.array(record["products"])
+        found[arm] = scatter(own) | {"cosine": record["cosine"]}
         if PLAIN in found and arm != PLAIN:
-            arms[arm]["of_plain"] = relative(own, np.array(found[PLAIN]["products"]))
-    return {"settings": asdict(settings), "arms": arms}
+            found[arm]["of_plain"] = relative(own, np.array(pieces.get(PLAIN, dict)["products"]))
+        say(f"{arm}: noise to signal {found[arm]['ratio']:.2f} ± {found[arm]['error']:.2f}")
+    return {"settings": asdict(settings), "arms": found}
 
 
 def products(vectors: np.ndarray) -> np.ndarray:

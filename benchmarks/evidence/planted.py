@@ -1,112 +1,128 @@
-"""`python -m benchmarks evidence planted`: measure which methods find what was planted, and what matters for learning.
+"""Measure which estimators find what was planted in generated solutions, and what matters for learning.
 
-`planted_tables.py` writes the results. Every piece of work is a line of the ledger.
+`planted_tables.py` writes the results.
 """
 
-import functools
-import hashlib
 import itertools
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from benchmarks.evidence.agreement import Rows, agreement, auroc_alone, correlation
-from benchmarks.evidence.cases import Case, planted_case, sampled_case
-from benchmarks.evidence.methods import METHODS, Method, Question, Siblings, siblings
+from benchmarks.evidence.cases import Case, planted_case
 from benchmarks.evidence.models import RANDOM, TRAINED, Subject
 from benchmarks.evidence.problems import KINDS, PlantedProblem, generate
-from benchmarks.evidence.rollouts import right_chains, step_values, substitution_oracle
-from benchmarks.harness.ledger import Ledger
-from cfa_kernels import score_counterfactuals
+from benchmarks.harness.results import Pieces
+from cfa_kernels import Importances, ScoredBatch, Span, score_counterfactuals
+from cfa_kernels.estimators.base import ENTROPIES, SIBLINGS, Estimator, OwnFunction
+from cfa_kernels.estimators.entropy import Entropy
+from cfa_kernels.estimators.gradient import Gradient
+from cfa_kernels.estimators.masking import Masking
+from cfa_kernels.estimators.prefix_gain import PrefixGain
+from cfa_kernels.estimators.siblings import PrefixTreeValues, SiblingEdits
+from cfa_kernels.scoring.access import InProcess
+from trainer.rewards.numbers import final_number
+from trainer.rollouts import generate as sample
 
-STEP_VALUES = "Monte Carlo"
-"""The step advantage by sampling, judged like a method against the planted truths."""
 CHANCE = "random"
 """Numbers that know nothing, many draws of them: a row beside the methods."""
+GROUP = 8
+"""Completions of a prompt, for estimators that compare them."""
+BATCH = 20
+"""Problems that are judged together."""
+_ROWS = 256  # continuations decoded together
 
-Values = dict[str, list[list[float]] | None]
-"""By method a row for each problem; None for `CHANCE`."""
+
+@dataclass(frozen=True)
+class Method:
+    """Estimator of the library, as it is measured.
+
+    Attributes:
+        estimator: judges lines, or tokens.
+        by_token: each token of the reasoning is a unit; a line's importance is the mean over its tokens.
+        costly: it feeds a forward's worth of tokens per token, so it judges fewer problems.
+    """
+
+    estimator: Estimator
+    by_token: bool = False
+    costly: bool = False
+
+    @property
+    def compares(self) -> bool:
+        """Whether it compares completions of one prompt, of a model that solves something."""
+        return SIBLINGS in self.estimator.needs
+
+
+def position(model: Any, batch: ScoredBatch) -> Importances:
+    """Judge units by their place."""
+    return Importances([torch.arange(len(units)).float() for units in batch.units])
+
+
+def length(model: Any, batch: ScoredBatch) -> Importances:
+    """Judge units by their number of tokens."""
+    return Importances([torch.tensor([float(unit.end - unit.start) for unit in units]) for units in batch.units])
+
+
+METHODS = {
+    "position": Method(OwnFunction(position)),
+    "length": Method(OwnFunction(length)),
+    "CF": Method(Masking()),
+    "CF, total effect": Method(Masking(effect="total")),
+    "CF, KL of mean": Method(Masking(outcome="mean")),
+    "OAR-P, mean": Method(Masking(outcome="mean"), by_token=True, costly=True),
+    "OAR-P, log-prob": Method(Masking(), by_token=True, costly=True),
+    "OAR-G, 1 draw": Method(Gradient("mean", 1e-3, 1)),
+    "gradient x input": Method(Gradient("mean_logprob", 0.0)),
+    "prefix gain": Method(PrefixGain()),
+    "entropy": Method(Entropy()),
+    "prefix tree": Method(PrefixTreeValues()),
+    "sibling edits": Method(SiblingEdits()),
+}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Size of the measurement. Equal batches are taken from the ledger, so more problems cost only the new ones."""
+    """Size of the measurement."""
 
     problems: int = 200
     """Planted problems that every method judges, the kinds in turn."""
-    costly: int = 100
+    costly: int = 60
     """How many of them the costly methods judge."""
-    valued: int = 80
+    valued: int = 60
     """How many of them also get sampled step values."""
-    samples: int = 16
+    samples: int = 12
     """Continuations per boundary of those."""
-    chains: int = 60
-    """Problems decoded greedily for the oracle; those that come out right are used."""
-    batch: int = 20
-    """Problems per piece of work."""
-    seed: int = 0
     room: int = 256
     """Most tokens of a completion."""
     draws: int = 1000
     """Bootstrap draws."""
+    seed: int = 0
 
     def __post_init__(self) -> None:
         """Reject values outside their range, naming the setting."""
-        for name in ("problems", "samples", "batch", "room", "draws"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("costly", "valued", "chains", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Some planted problems in tokens, and a digest that tells them from others."""
-
-    problems: list[PlantedProblem]
-    cases: list[Case]
-    seed: int
-    digest: str
-
-    @property
-    def gold(self) -> list[int]:
-        return [problem.gold for problem in self.problems]
-
-    @property
-    def answers(self) -> list[int]:
-        return [problem.answer for problem in self.problems]
-
-
-def batches(settings: Settings, subject: Subject, count: int) -> Iterator[Batch]:
-    """The first `count` planted problems, batch by batch."""
-    problems = list(itertools.islice(generate("test", settings.seed), count))
-    for start in range(0, count, settings.batch):
-        some = problems[start : start + settings.batch]
-        text = "\n".join(f"{problem.question}\n{problem.solution}" for problem in some)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        cases = [planted_case(problem, subject.tokenizer) for problem in some]
-        yield Batch(some, cases, settings.seed * 1_000_003 + start, digest)
+        for name, value in asdict(self).items():
+            least = 0 if name in ("costly", "valued", "seed") else 1
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def run(
-    models: Mapping[str, Sequence[Subject]],
-    ledger: Ledger,
-    settings: Settings,
-    *,
-    methods: Sequence[str] | None = None,
-    say: Callable[[str], None] = print,
-) -> dict[str, Any]:
-    """Do what the ledger does not hold yet and sum everything up.
+    models: Mapping[str, Sequence[Subject]], pieces: Pieces, settings: Settings, *,
+    methods: Sequence[str] | None = None, say: Callable[[str], None] = print,
+) -> dict[str, Any]:  # fmt: skip
+    """Judge planted problems by every method and sum up.
 
     Args:
         models: by name the trained model, by itself, and random ones, which take turns batch by batch.
-        methods: names out of `METHODS`; by default all that approximate no other.
-        say: is told what is being done.
+        pieces: of each model and method.
+        settings: how much.
+        methods: names out of `METHODS`, by default all.
+        say: prints progress, a line at a time.
 
     Returns:
         The document that `planted_tables.py` writes.
@@ -114,125 +130,138 @@ def run(
     Raises:
         ValueError: an unknown method.
     """
-    chosen = methods_named(methods or [name for name in METHODS if not METHODS[name].approximates])
+    if unknown := [name for name in methods or [] if name not in METHODS]:
+        raise ValueError(f"methods must be among {', '.join(METHODS)}, got {', '.join(unknown)}")
+    problems = list(itertools.islice(generate("test", settings.seed), settings.problems))
     document: dict[str, Any] = {"settings": asdict(settings), "models": {}}
     for name, subjects in models.items():
-        say(f"== {name} model")
-        document["models"][name] = _judge(subjects, ledger, settings, chosen, say)
+        cases = [planted_case(problem, subjects[0].tokenizer) for problem in problems]
+        results: dict[str, Any] = {
+            "fingerprints": [one.fingerprint for one in subjects],
+            "accuracy": subjects[0].accuracy,
+            "answer_probability": _answer_probability(subjects, cases),
+            "methods": {CHANCE: _truths(None, problems, settings) | {"problems": len(problems), "tokens_fed": 0}},
+        }
+        values: dict[str, Rows | None] = {CHANCE: None}
+        for chosen in methods or METHODS:
+            method = METHODS[chosen]
+            if method.compares and name == RANDOM:
+                continue
+            say(f"{name} model: {chosen}")
+            count = min(settings.costly, len(cases)) if method.costly else len(cases)
+            record = pieces.get(f"{name}, {chosen}", lambda: ask(method, subjects, cases[:count], problems, settings))  # noqa: B023
+            values[chosen] = record.pop("values")
+            results["methods"][chosen] = _truths(values[chosen], problems[:count], settings) | record
+        if name == TRAINED and settings.valued:
+            say(f"{name} model: step values")
+            results |= _step_values(subjects[0], pieces, cases[: settings.valued], problems, values, settings)
+        document["models"][name] = results
     return document
 
 
-def methods_named(names: Sequence[str]) -> dict[str, Method]:
-    """The methods of these names.
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    for name in names:
-        if name not in METHODS:
-            raise ValueError(f"methods must be among {', '.join(METHODS)}, got {name!r}")
-    return {name: METHODS[name] for name in names}
-
-
-def _judge(
-    subjects: Sequence[Subject],
-    ledger: Ledger,
-    settings: Settings,
-    chosen: dict[str, Method],
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    subject = subjects[0]
-    everything = list(batches(settings, subject, settings.problems))
-    problems = [problem for batch in everything for problem in batch.problems]
-    results: dict[str, Any] = {
-        "fingerprints": [one.fingerprint for one in subjects],
-        "accuracy": subject.accuracy,
-        "answer_probability": _answer_probability(subjects, ledger, everything),
-        "methods": {},
-    }
-    values: Values = {CHANCE: None}
-    free = {"problems": len(problems), "tokens_fed": 0, "cpu_seconds": 0.0}
-    results["methods"][CHANCE] = _truths(None, problems, settings) | free
-    for name, method in chosen.items():
-        if method.siblings and subject.name == RANDOM:
-            continue
-        say(name)
-        found = ask(name, method, subjects, ledger, settings, everything)
-        values[name] = rows = found.pop("values")
-        results["methods"][name] = _truths(rows, problems[: found["problems"]], settings) | found
-    if subject.name == TRAINED:
-        results |= _step_values(subject, ledger, settings, values, say)
-        results["oracle"] = _oracle(subject, ledger, settings, chosen, say)
-    return results
-
-
 def ask(
-    name: str,
-    method: Method,
-    subjects: Sequence[Subject],
-    ledger: Ledger,
+    method: Method, subjects: Sequence[Subject], cases: Sequence[Case], problems: Sequence[PlantedProblem],
     settings: Settings,
-    everything: Sequence[Batch],
-) -> dict[str, Any]:
-    """Ask a method about all problems, or the first ones if it is costly, and count what that took.
-
-    Several models take turns batch by batch.
-    """
-    total = sum(len(batch.problems) for batch in everything)
-    count = min(settings.costly, total) if method.costly else total
-    asked = everything[: math.ceil(count / settings.batch)]
-    records = [
-        _found(subject, ledger, batch, name, method, settings)
-        for subject, batch in zip(itertools.cycle(subjects), asked, strict=False)
-    ]
-    values = [row for record in records for row in record["values"]]
-    return {
-        "values": values,
-        "problems": len(values),
-        "tokens_fed": sum(record["tokens_fed"] for record in records),
-        "cpu_seconds": sum(record["cpu_seconds"] for record in records),
-    }
-
-
-def _found(
-    subject: Subject, ledger: Ledger, batch: Batch, name: str, method: Method, settings: Settings
-) -> dict[str, Any]:
-    key = ("siblings", subject.fingerprint, batch.digest, batch.seed)
-
-    def known(question: Question) -> Siblings:
-        return Siblings(**ledger.get(key, lambda: siblings(question)._asdict()))
-
-    question = Question(subject, batch.cases, batch.gold, batch.seed, settings.room, known)
-    return ledger.get(("found", subject.fingerprint, name, batch.digest, batch.seed), lambda: _asked(method, question))
-
-
-def _asked(method: Method, question: Question) -> dict[str, Any]:
-    started = time.process_time()
-    found = method.run(question)
+) -> dict[str, Any]:  # fmt: skip
+    """Judge cases by a method, and count tokens fed and seconds of the processor. Models take turns batch by batch."""
+    values, tokens, started = list[list[float]](), 0, time.process_time()
+    for start, subject in zip(range(0, len(cases), BATCH), itertools.cycle(subjects), strict=False):
+        some = cases[start : start + BATCH]
+        gold = [problem.gold for problem in problems[start : start + BATCH]]
+        rows, fed = judge(method, subject, some, gold, seed=settings.seed * 1_000_003 + start, room=settings.room)
+        for case, row in zip(some, rows, strict=True):
+            if len(row) != len(case.units) or not torch.isfinite(row).all():
+                raise ValueError(f"a method must give {len(case.units)} finite numbers, got {row.tolist()}")
+        values += [row.tolist() for row in rows]
+        tokens += fed
     seconds = time.process_time() - started
-    values = [row.tolist() for row in found.values]
-    for b, (row, case) in enumerate(zip(values, question.cases, strict=True)):
-        if len(row) != len(case.units) or not np.isfinite(row).all():
-            raise ValueError(f"row {b}: a method must give {len(case.units)} finite numbers, got {row}")
-    return {"values": values, "tokens_fed": found.tokens_fed, "cpu_seconds": seconds}
+    return {"values": values, "problems": len(cases), "tokens_fed": tokens, "cpu_seconds": seconds}
 
 
-def _answer_probability(subjects: Sequence[Subject], ledger: Ledger, everything: Sequence[Batch]) -> float:
+def judge(
+    method: Method, subject: Subject, cases: Sequence[Case], gold: Sequence[int], *, seed: int, room: int
+) -> tuple[list[Tensor], int]:
+    """Importances (K_b,) of the lines of each case, high where they matter, and the tokens that were fed for them.
+
+    `seed` and `room` are of what the method draws and of the siblings that it compares.
+    """
+    columns = [_Column(case.prompt, case.completion, b, case) for b, case in enumerate(cases)]
+    needs, fed = method.estimator.needs, 0
+    if method.compares:
+        columns += _siblings(subject, cases, seed=seed, room=room)
+        fed += sum(len(one.prompt) + len(one.completion) for one in columns[len(cases) :])
+    units = [_units(one.case, method.by_token) for one in columns]
+    batch = ScoredBatch.of(
+        subject.model, [one.prompt for one in columns], [one.completion for one in columns], units,
+        [one.case.answer if one.case else None for one in columns], placeholder_id=subject.tokenizer.pad_token_id,
+    )  # fmt: skip
+    ordered = [columns[i] for i in batch.numbers]
+    texts = [subject.tokenizer.decode(one.completion, skip_special_tokens=True) for one in ordered]
+    right = [float(final_number(text) == gold[one.group]) for text, one in zip(texts, ordered, strict=True)]
+    entropies = [_entropies(subject, one) for one in ordered] if ENTROPIES in needs else None
+    fed += sum(len(one.prompt) + len(one.completion) for one in ordered) if ENTROPIES in needs else 0
+    batch = replace(
+        batch,
+        reasoning_ends=[one.case.reasoning_end if one.case else len(one.completion) for one in ordered],
+        generator=torch.Generator().manual_seed(seed),
+        groups=torch.tensor([one.group for one in ordered]),
+        rewards=torch.tensor(right),
+        entropies=entropies,
+    )
+    found = method.estimator(InProcess(subject.model), batch)
+    values = batch.to_callers_order(found.values)[: len(cases)]
+    if method.by_token:
+        values = [
+            torch.stack([row[unit.start : unit.end].mean() for unit in case.units])
+            for row, case in zip(values, cases, strict=True)
+        ]
+    return [row.detach().float() for row in values], fed + (found.work.tokens_fed if found.work else 0)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """Completion of a batch: a case, or a sampled sibling of the case of number `group`."""
+
+    prompt: Tensor
+    completion: Tensor
+    group: int
+    case: Case | None = None
+
+
+def _units(case: Case | None, by_token: bool) -> list[Span]:
+    if case is None:
+        return []
+    return [Span(t, t + 1) for t in range(case.reasoning_end)] if by_token else case.units
+
+
+def _siblings(subject: Subject, cases: Sequence[Case], *, seed: int, room: int) -> list[_Column]:
+    """Seven completions of each prompt, sampled at temperature 1."""
+    owners = [(b, g) for b in range(len(cases)) for g in range(GROUP - 1)]
+    prompts = [cases[b].prompt.tolist() for b, _ in owners]
+    keys = [(seed, b, g) for b, g in owners]
+    sampled = sample(subject.model, subject.tokenizer, prompts, max_completion_length=room, keys=keys).ids()
+    return [_Column(cases[b].prompt, torch.tensor(ids), b) for (b, _), ids in zip(owners, sampled, strict=True)]
+
+
+@torch.no_grad()
+def _entropies(subject: Subject, one: _Column) -> Tensor:
+    """Entropy of the distribution that each token was drawn from, (T,)."""
+    ids = torch.cat([one.prompt, one.completion])
+    rows = subject.model(input_ids=ids[None]).logits[0, len(one.prompt) - 1 : -1].float()
+    return torch.distributions.Categorical(logits=rows).entropy()
+
+
+def _answer_probability(subjects: Sequence[Subject], cases: Sequence[Case]) -> float:
     """Mean probability of the answers as they stand, given all that stands before them."""
-
-    def work(subject: Subject, batch: Batch) -> dict[str, Any]:
+    found: list[float] = []
+    for start, subject in zip(range(0, len(cases), BATCH), itertools.cycle(subjects), strict=False):
+        some = cases[start : start + BATCH]
         scores = score_counterfactuals(
-            subject.model, [case.prompt for case in batch.cases], [case.completion for case in batch.cases],
-            [[] for _ in batch.cases], [case.answer for case in batch.cases],
-            placeholder_id=subject.tokenizer.pad_token_id,
+            subject.model, [case.prompt for case in some], [case.completion for case in some], [[] for _ in some],
+            [case.answer for case in some], placeholder_id=subject.tokenizer.pad_token_id,
         )  # fmt: skip
-        return {"probability": scores.base.exp().tolist()}
-
-    records = [
-        ledger.get(("answers", subject.fingerprint, batch.digest), functools.partial(work, subject, batch))
-        for subject, batch in zip(itertools.cycle(subjects), everything, strict=False)
-    ]
-    return float(np.mean([p for record in records for p in record["probability"]]))
+        found += scores.base.exp().tolist()
+    return float(np.mean(found))
 
 
 def _truths(values: Rows | None, problems: Sequence[PlantedProblem], settings: Settings) -> dict[str, Any]:
@@ -241,7 +270,7 @@ def _truths(values: Rows | None, problems: Sequence[PlantedProblem], settings: S
     def rows(truth: str, kinds: Sequence[str]) -> tuple[Rows | None, list[list[bool]]]:
         some = [i for i, problem in enumerate(problems) if problem.kind in kinds]
         labels = [[bool(getattr(unit, truth)) for unit in problems[i].units] for i in some]
-        return _of(values, some), labels
+        return None if values is None else [values[i] for i in some], labels
 
     def judged(truth: str, kinds: Sequence[str]) -> dict[str, Any]:
         scores, labels = rows(truth, kinds)
@@ -258,115 +287,49 @@ def _truths(values: Rows | None, problems: Sequence[PlantedProblem], settings: S
 
 
 def _step_values(
-    subject: Subject,
-    ledger: Ledger,
-    settings: Settings,
-    values: Values,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
+    subject: Subject, pieces: Pieces, cases: Sequence[Case], problems: Sequence[PlantedProblem],
+    values: Mapping[str, Rows | None], settings: Settings,
+) -> dict[str, Any]:  # fmt: skip
     """Sampled step advantages: as a truth for every method, and judged as a method themselves."""
-    count = min(settings.valued, settings.problems)
-    if not count:
-        return {}
-    say(f"{STEP_VALUES}: {settings.samples} continuations after every line of {count} problems")
-    found, problems, started = [], [], []
-    for batch in batches(settings, subject, count):
-        key = ("values", subject.fingerprint, batch.digest, batch.seed, settings.samples)
-        record = ledger.get(
-            key,
-            lambda batch=batch: {
-                "shares": step_values(
-                    subject, batch.cases, batch.answers, batch.gold, samples=settings.samples, seed=batch.seed,
-                    room=settings.room,
-                )
-            },
-        )  # fmt: skip
-        found += record["shares"]
-        problems += batch.problems
-        started += [shares["right"][0] for shares in record["shares"]]
-    own = [np.diff(shares["own"]).tolist() for shares in found]
-    reward = [np.abs(np.diff(shares["right"])).tolist() for shares in found]
-    right = [problem.answer == problem.gold for problem in problems]
-
-    def against(truths: Sequence[Sequence[float]], rows: Sequence[int]) -> dict[str, Any]:
-        found = {}
-        for name, scores in values.items():
-            some = [i for i in rows if scores is None or i < len(scores)]  # a costly method has judged fewer
-            found[name] = correlation(_of(scores, some), [truths[i] for i in some], draws=settings.draws)
-        return found
-
+    shares = pieces.get("step values", lambda: step_values(subject, cases, problems, settings))
+    own = [np.diff(one["own"]).tolist() for one in shares]
+    truths = {"own": own, "reward, absolute": [np.abs(np.diff(one["right"])).tolist() for one in shares]}
+    correlations = {
+        truth: {
+            name: correlation(None if scores is None else scores[: len(rows)],
+                              rows if scores is None else rows[: len(scores)], draws=settings.draws)
+            for name, scores in values.items()
+        }
+        for truth, rows in truths.items()
+    }  # fmt: skip
     return {
-        "sampled_accuracy": float(np.mean(started)),
-        "step_values": {
-            "own": against(own, range(count)),
-            "own, right completions": against(own, [i for i in range(count) if right[i]]),
-            "own, wrong completions": against(own, [i for i in range(count) if not right[i]]),
-            "reward, absolute": against(reward, range(count)),
-        },
-        "step_values_as_method": _truths(own, problems, settings),
+        "sampled_accuracy": float(np.mean([one["right"][0] for one in shares])),
+        "step_values": correlations,
+        "step_values_as_method": _truths(own, problems[: len(own)], settings),
     }
 
 
-def _oracle(
-    subject: Subject, ledger: Ledger, settings: Settings, chosen: dict[str, Method], say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Token substitution on right greedy chains, and every method that judges tokens against it."""
-    if not settings.chains:
-        return {}
-    say(f"oracle: every token of the right ones of {settings.chains} greedy chains")
-    chains: list[dict[str, Any]] = []
-    values: dict[str, list[list[float]]] = {name: [] for name, method in chosen.items() if not method.siblings}
-    for batch in batches(settings, subject, settings.chains):
-        key = (subject.fingerprint, batch.digest)
-        record = ledger.get(("chains", *key), lambda batch=batch: _chains(subject, batch, settings))
-        chains += record["chains"]
-        if not record["chains"]:
-            continue
-        cases = [
-            sampled_case(batch.cases[chain["problem"]].prompt.tolist(), chain["completion"], subject.tokenizer)
-            for chain in record["chains"]
-        ]
-        gold = [batch.gold[chain["problem"]] for chain in record["chains"]]
-        question = Question(subject, cases, gold, batch.seed, settings.room, siblings)
-        for name in values:
-            method = chosen[name]
-            values[name] += ledger.get(
-                ("tokens", name, *key), lambda method=method, question=question: _asked(method, question)
-            )["values"]
-    critical = [chain["critical"] for chain in chains]
-    usable = [i for i, row in enumerate(critical) if 0 < sum(row) < len(row)]
-    summary: dict[str, Any] = {
-        "tried": settings.chains,
-        "right": len(chains),
-        "with_critical_tokens": len(usable),
-        "tokens": sum(map(len, critical)),
-        "critical_share": _share(critical),
-        "control_share": _share([chain["control"] for chain in chains]),
-        "methods": {},
-    }
-    if usable:
-        labels = [critical[i] for i in usable]
-        for name, rows_of in {CHANCE: None, **values}.items():
-            summary["methods"][name] = agreement(_of(rows_of, usable), labels, draws=settings.draws, shares=(0.1, 0.2))
-    return summary
+def step_values(
+    subject: Subject, cases: Sequence[Case], problems: Sequence[PlantedProblem], settings: Settings
+) -> list[dict[str, list[float]]]:
+    """For each case, at each of its K + 1 boundaries, the shares of sampled continuations that reach an answer.
 
-
-def _of(rows: Rows | None, some: Sequence[int]) -> Rows | None:
-    """Some of the rows; None of none."""
-    return None if rows is None else [rows[i] for i in some]
-
-
-def _chains(subject: Subject, batch: Batch, settings: Settings) -> dict[str, Any]:
-    chains = right_chains(subject, [problem.question for problem in batch.problems], batch.gold, room=settings.room)
-    return {
-        "chains": [
-            {"problem": i, "completion": case.completion.tolist()}
-            | substitution_oracle(subject, case, batch.gold[i], room=settings.room)
-            for i, case in chains
-        ]
-    }
-
-
-def _share(rows: Sequence[Sequence[bool]]) -> float | None:
-    flat = [flag for row in rows for flag in row]
-    return float(np.mean(flat)) if flat else None
+    Returns:
+        For each case `own` and `right`, K + 1 shares each: of continuations that give the completion's own answer, and
+        of those that are right.
+    """
+    places = [
+        (b, k, i) for b, case in enumerate(cases) for k in range(len(case.boundaries)) for i in range(settings.samples)
+    ]
+    shares = [{"own": [0.0] * len(case.boundaries), "right": [0.0] * len(case.boundaries)} for case in cases]
+    for start in range(0, len(places), _ROWS):
+        some = places[start : start + _ROWS]
+        prefixes = [torch.cat([cases[b].prompt, cases[b].completion[: cases[b].boundaries[k]]]).tolist()
+                    for b, k, _ in some]  # fmt: skip
+        keys = [(settings.seed * 1_000_003, *place) for place in some]
+        texts = sample(subject.model, subject.tokenizer, prefixes, max_completion_length=settings.room, keys=keys).texts
+        for (b, k, _), text in zip(some, texts, strict=True):
+            number = final_number(text)
+            shares[b]["own"][k] += (number == problems[b].answer) / settings.samples
+            shares[b]["right"][k] += (number == problems[b].gold) / settings.samples
+    return shares

@@ -6,8 +6,7 @@ from typing import Any
 
 from benchmarks.evidence.models import RANDOM, TRAINED
 from benchmarks.evidence.problems import KINDS
-from benchmarks.harness.provenance import made_by
-from benchmarks.harness.tables import interval, table
+from benchmarks.harness.results import interval, made_by, table
 
 
 def markdown(document: dict[str, Any]) -> str:
@@ -35,8 +34,6 @@ def markdown(document: dict[str, Any]) -> str:
         parts.append(_kinds(results["methods"]))
         if "step_values" in results:
             parts.append(_step_values(results, settings))
-        if results.get("oracle", {}).get("methods"):
-            parts.append(_oracle(results["oracle"]))
     return "\n".join(parts)
 
 
@@ -83,21 +80,6 @@ def _step_values(results: dict[str, Any], settings: dict[str, Any]) -> str:
         + table(["method", *truths], [[name, *(interval(row[name]) for row in truths.values())] for name in names])
         + f"\nThe step advantage judged as a method: AUROC direct {interval(own['direct'].get('auroc'))}, total "
         f"{interval(own['total'].get('auroc'))}, wrong step {interval(own['origin'].get('auroc'))}.\n"
-    )
-
-
-def _oracle(oracle: dict[str, Any]) -> str:
-    rows = [
-        [name, interval(found["auroc"]), interval(found["plain_auroc"]), interval(found["recall_at_10%"]),
-         interval(found["recall_at_20%"]), interval(found["spearman"])]
-        for name, found in oracle["methods"].items()
-    ]  # fmt: skip
-    return (
-        f"### Token substitution\n\n{oracle['right']} right greedy chains of {oracle['tried']} problems, "
-        f"{oracle['tokens']:,} tokens; {oracle['critical_share']:.1%} of the tokens flip the answer when the most "
-        f"probable other token takes their place, {oracle['control_share']:.1%} when the token itself is put back (the "
-        f"control). {oracle['with_critical_tokens']} chains have both kinds of token.\n\n"
-        + table(["method", "AUROC", "plain AUROC", "recall at 10 %", "recall at 20 %", "Spearman"], rows)
     )
 
 

@@ -30,7 +30,7 @@ import torch
 from transformers import PreTrainedModel
 
 import cfa_kernels
-from benchmarks.harness.tables import RESULTS
+from benchmarks.harness.results import RESULTS
 from benchmarks.harness.workloads import REPOSITORY
 from benchmarks.models import small_models
 from benchmarks.models import verdicts as model_verdicts

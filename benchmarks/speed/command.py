@@ -20,7 +20,7 @@ from benchmarks.harness.environment import describe_environment, slug
 from benchmarks.harness.parts import INTERRUPTED, PARTS, Result, missing_plugins, read_results, run_part, with_part
 from benchmarks.harness.plots import plot_results
 from benchmarks.harness.progress import write_json
-from benchmarks.harness.tables import RESULTS
+from benchmarks.harness.results import RESULTS
 
 FAILED, NO_DEVICE, CUT = 1, 2, 3
 

@@ -12,9 +12,8 @@ import pytest
 
 from benchmarks.evidence import ablation
 from benchmarks.evidence.ablation import ARMS, PLAIN, Settings, compare, markdown, paired, plot, run
-from benchmarks.harness.ledger import Ledger
+from benchmarks.harness.results import Pieces
 from tests.support.embedded import SMALL
-from tests.support.sources import SOURCE
 
 pytestmark = pytest.mark.slow
 
@@ -61,37 +60,17 @@ def test_the_table_and_the_picture_name_every_arm(tmp_path):
     assert plot(document, tmp_path / "a.png").stat().st_size > 10_000
 
 
-def test_finished_runs_are_not_run_again_but_those_of_other_settings_are(tmp_path):
-    settings = Settings(seeds=1, steps=2, eval_steps=1, eval_problems=8)
+def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
+    size = Settings(seeds=1, steps=2, eval_steps=1, eval_problems=8)
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--max_steps", "--device"))]
-    said: list[str] = []
-    path = tmp_path / "ledger.jsonl"
-    first = run(Ledger(path, SOURCE), tmp_path, settings, arms=["prefix_tree"], extra=small, say=said.append)
-    assert len(said) == 1
-    assert first["curves"]["prefix_tree"][0]["step"] == [0, 1, 2]
-    assert np.all(np.diff(first["curves"]["prefix_tree"][0]["seconds"]) > 0)
-    again = run(Ledger(path, SOURCE), tmp_path, settings, arms=["prefix_tree"], extra=small, say=said.append)
-    assert len(said) == 1
+    pieces, said = Pieces(tmp_path / "pieces", {}, ENVIRONMENT), list[str]()
+    first = run(pieces, tmp_path, size, arms=["entropy"], extra=small, say=said.append)
+    assert said[0].startswith("entropy-seed0: ")
+    assert first["curves"]["entropy"][0]["step"] == [0, 1, 2]
+    assert np.all(np.diff(first["curves"]["entropy"][0]["seconds"]) > 0)
+    monkeypatch.setattr(ablation, "_train", None)
+    again = run(pieces, tmp_path, size, arms=["entropy"], extra=small, say=said.append)
     assert again == first == json.loads(json.dumps(first))
-    longer = Settings(seeds=1, steps=3, eval_steps=3, eval_problems=8)
-    other = run(Ledger(path, SOURCE), tmp_path, longer, arms=["prefix_tree"], extra=small, say=said.append)
-    assert len(said) == 2
-    assert other["curves"]["prefix_tree"][0]["step"] == [0, 3]
-
-
-def test_a_run_that_may_have_read_other_code_leaves_no_line(tmp_path, monkeypatch):
-    trained, checks = [], []
-    monkeypatch.setattr(ablation, "_train", lambda *_: trained.append(1))
-
-    def changed():
-        checks.append(1)
-        if trained:
-            raise RuntimeError("the code has changed")
-
-    with pytest.raises(RuntimeError, match="has changed"):
-        run(Ledger(tmp_path / "l.jsonl", SOURCE), tmp_path, Settings(seeds=1), arms=[PLAIN], before_and_after=changed)
-    assert (len(trained), len(checks)) == (1, 2)
-    assert not (tmp_path / "l.jsonl").exists()
 
 
 def test_a_run_does_not_outlive_the_ablation(tmp_path):
@@ -130,7 +109,7 @@ def test_bad_settings_and_arms_are_named(tmp_path):
     with pytest.raises(ValueError, match="seeds must be at least 1, got 0"):
         Settings(seeds=0)
     with pytest.raises(ValueError, match=r"arms must be among plain DAPO, .* got magic"):
-        run(Ledger(tmp_path / "l.jsonl", SOURCE), tmp_path, Settings(), arms=["magic"])
+        run(Pieces(tmp_path, {}, ENVIRONMENT), tmp_path, Settings(), arms=["magic"])
 
 
 def test_every_arm_is_one_that_the_training_program_takes():

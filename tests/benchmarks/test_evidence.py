@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from benchmarks.evidence import methods, planted, rollouts
+from benchmarks.evidence import planted
 from benchmarks.evidence.agreement import (
     agreement,
     auroc_alone,
@@ -20,14 +20,12 @@ from benchmarks.evidence.agreement import (
     ordered_pairs,
     position_free_auroc,
 )
-from benchmarks.evidence.cases import planted_case, sampled_case
+from benchmarks.evidence.cases import planted_case
 from benchmarks.evidence.command import main
-from benchmarks.evidence.methods import METHODS, Question
 from benchmarks.evidence.models import Subject, fingerprint
+from benchmarks.evidence.planted import METHODS, Settings, judge
 from benchmarks.evidence.problems import KINDS, STEP_WORDS, generate, training_rows
-from benchmarks.harness.ledger import Ledger
-from benchmarks.harness.tables import table
-from tests.support.sources import SOURCE
+from benchmarks.harness.results import Pieces, table
 from trainer.analyze.statistics import bootstrap_interval
 from trainer.embedded.warmup import WarmupConfig, small_model, train_tokenizer
 from trainer.rewards.numbers import final_number
@@ -201,59 +199,55 @@ def test_units_of_a_case_decode_to_the_lines(subject):
         assert decode(case.completion[case.answer.start : case.answer.end]).strip() == str(problem.answer)
         assert case.boundaries == [*(span.start for span in case.units), case.reasoning_end]
         assert case.completion[-1] == subject.tokenizer.eos_token_id
-        assert case.by_token().units == [(t, t + 1) for t in range(case.reasoning_end)]
-        again = sampled_case(case.prompt.tolist(), case.completion.tolist(), subject.tokenizer)
-        assert torch.equal(again.completion, case.completion)
-        assert (again.answer, again.reasoning_end) == (case.answer, case.reasoning_end)
 
 
-def asked(subject, count=3):
+def judged(subject, name, count=3):
+    """Cases, and a method's importances of their lines."""
     problems = list(itertools.islice(generate("test", 0), count))
     cases = [planted_case(problem, subject.tokenizer) for problem in problems]
-    return Question(subject, cases, [problem.gold for problem in problems], 0, 24, methods.siblings)
+    gold = [problem.gold for problem in problems]
+    return cases, judge(METHODS[name], subject, cases, gold, seed=0, room=24)[0]
 
 
-def answer_logprob(subject, case, completion):
-    """By one plain forward."""
-    ids = torch.cat([case.prompt, completion])
+def plain_logprobs(subject, case, completion):
+    """Of the tokens of a completion, (T, V), by one plain forward."""
     with torch.no_grad():
-        rows = subject.model(input_ids=ids[None]).logits[0].double().log_softmax(-1)
-    places = range(len(case.prompt) + case.answer.start, len(case.prompt) + case.answer.end)
-    return sum(rows[t - 1, ids[t]].item() for t in places)
+        rows = subject.model(input_ids=torch.cat([case.prompt, completion])[None]).logits[0].double().log_softmax(-1)
+    return rows[len(case.prompt) - 1 : -1]
 
 
-def test_masking_and_the_masked_rest_are_differences_of_plain_forwards(subject):
-    question = asked(subject)
-    masked, rest = (METHODS[name].run(question).values for name in ("CF", "masked rest"))
-    for b, case in enumerate(question.cases):
-        base, shown = answer_logprob(subject, case, case.completion), []
-        for k, unit in enumerate(case.units):
-            alone, onwards = case.completion.clone(), case.completion.clone()
-            alone[unit.start : unit.end] = question.placeholder
-            onwards[unit.start : case.reasoning_end] = question.placeholder
-            assert masked[b][k].item() == pytest.approx(base - answer_logprob(subject, case, alone), abs=1e-4)
-            shown.append(answer_logprob(subject, case, onwards))
-        gains = [after - before for before, after in itertools.pairwise([*shown, base])]
-        assert rest[b].tolist() == pytest.approx(gains, abs=1e-4)
+def answer_logprob(subject, case, masked=()):
+    """With a placeholder in the place of some tokens."""
+    completion = case.completion.clone()
+    completion[list(masked)] = subject.tokenizer.pad_token_id
+    rows = plain_logprobs(subject, case, completion)
+    return sum(rows[t, completion[t]].item() for t in range(*case.answer))
+
+
+def test_masked_lines_and_tokens_are_differences_of_plain_forwards(subject):
+    for name in ("CF", "OAR-P, log-prob"):
+        cases, values = judged(subject, name, 1)
+        for case, row in zip(cases, values, strict=True):
+            base = answer_logprob(subject, case)
+            for unit, value in zip(case.units, row.tolist(), strict=True):
+                masks = [range(*unit)] if name == "CF" else [[t] for t in range(*unit)]
+                drops = [base - answer_logprob(subject, case, mask) for mask in masks]
+                assert value == pytest.approx(statistics.fmean(drops), abs=1e-4)
 
 
 def test_entropy_is_that_of_the_distribution_each_token_was_drawn_from(subject):
-    question = asked(subject, 1)
-    case = question.cases[0]
-    ids = torch.cat([case.prompt, case.completion])
-    with torch.no_grad():
-        logp = subject.model(input_ids=ids[None]).logits[0].double().log_softmax(-1)
-    entropy = -(logp.exp() * logp).sum(-1)[len(case.prompt) - 1 :]
+    (case,), (values,) = judged(subject, "entropy", 1)
+    logp = plain_logprobs(subject, case, case.completion)
+    entropy = -(logp.exp() * logp).sum(-1)
     expected = [entropy[unit.start : unit.end].mean().item() for unit in case.units]
-    assert METHODS["entropy"].run(question).values[0].tolist() == pytest.approx(expected, abs=1e-4)
+    assert values.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not method.costly])
 def test_every_method_gives_a_finite_number_per_unit_and_repeats_itself(subject, name):
-    question = asked(subject, 2)
-    once, again = METHODS[name].run(question), METHODS[name].run(question)
-    assert [len(row) for row in once.values] == [len(case.units) for case in question.cases]
-    for row, other in zip(once.values, again.values, strict=True):
+    (cases, once), (_, again) = judged(subject, name, 2), judged(subject, name, 2)
+    assert [len(row) for row in once] == [len(case.units) for case in cases]
+    for row, other in zip(once, again, strict=True):
         assert torch.isfinite(row).all()
         assert torch.equal(row, other)
 
@@ -271,34 +265,11 @@ def test_step_values_are_shares_of_continuations_by_prefix(subject, monkeypatch)
         own = [length >= first or key[-1] == 0 for length, key in zip(shown, keys, strict=True)]
         return SimpleNamespace(texts=[f"#### {problem.answer if yes else problem.gold}" for yes in own])
 
-    monkeypatch.setattr(rollouts, "generate", continued)
-    (shares,) = rollouts.step_values(subject, [case], [problem.answer], [problem.gold], samples=4, seed=0, room=8)
+    monkeypatch.setattr(planted, "sample", continued)
+    (shares,) = planted.step_values(subject, [case], [problem], Settings(samples=4, room=8))
     later = len(case.units)
     assert shares["own"] == [0.25, *[1.0] * later]
     assert shares["right"] == [0.75, *[0.0] * later]
-
-
-def test_the_oracle_puts_the_likeliest_other_token_and_the_control_the_token_itself(subject, monkeypatch):
-    problem = next(generate("test", 0, kinds=["idle"]))
-    case = planted_case(problem, subject.tokenizer).by_token()
-    prompt, completion = case.prompt.tolist(), case.completion.tolist()
-    seen = []
-
-    def continued(model, tokenizer, prompts, *, max_completion_length):
-        seen.append([row[len(prompt) :] for row in prompts])
-        kept = [row[len(prompt) :] == completion[: len(row) - len(prompt)] for row in prompts]
-        return SimpleNamespace(texts=[f"\n#### {problem.gold + (not same)}" for same in kept])
-
-    monkeypatch.setattr(rollouts, "generate", continued)
-    flips = rollouts.substitution_oracle(subject, case, problem.gold, room=8)
-    assert flips == {"critical": [True] * case.reasoning_end, "control": [False] * case.reasoning_end}
-    with torch.no_grad():
-        ids = torch.cat([case.prompt, case.completion])
-        logits = subject.model(input_ids=ids[None]).logits[0]
-    for t, row in enumerate(seen[0]):
-        order = logits[len(prompt) + t - 1].argsort(descending=True).tolist()
-        assert row == [*completion[:t], next(token for token in order if token != completion[t])]
-    assert seen[1] == [completion[: t + 1] for t in range(case.reasoning_end)]
 
 
 # --- Judges -----------------------------------------------------------------------------------------------------
@@ -351,10 +322,9 @@ def test_random_scores_of_planted_truths_have_expectation_one_half_and_honest_in
 
 def test_chance_is_the_same_each_time_and_follows_the_figure_asked_for():
     truths = [[True, False, False, False]] * 30
-    found = agreement(None, truths, shares=(0.5,), draws=30)
-    assert found == agreement(None, truths, shares=(0.5,), draws=30)
+    found = agreement(None, truths, draws=30)
+    assert found == agreement(None, truths, draws=30)
     assert found["recall"]["value"] == pytest.approx(0.25, abs=0.05)
-    assert found["recall_at_50%"]["value"] == pytest.approx(0.5, abs=0.05)
     assert found["auroc"] is None  # no positive has an earlier negative
     assert abs(correlation(None, [[0.0, 1.0, 2.0]] * 40, draws=30)["value"]) < 0.06
     assert chance(lambda s, _: len(s), sum, [[0.0], [0.0, 1.0]]) == (3.0, 3.0, 3.0)
@@ -367,21 +337,15 @@ def test_a_table_has_a_rule_and_a_line_for_each_row():
 # --- Runs -------------------------------------------------------------------------------------------------------
 
 
-def test_a_ledger_goes_on_after_a_line_that_was_cut_off(tmp_path):
-    path, calls = tmp_path / "ledger.jsonl", []
+def test_pieces_are_done_once_and_refused_under_another_commit_or_other_settings(tmp_path):
+    head, calls = {"environment": {"commit": "abc"}}, []
     for _ in range(2):
-        ledger = Ledger(path, SOURCE)
-        assert ledger.get(("a", 1), lambda: calls.append(1) or {"x": (1, 2)}) == {"x": [1, 2]}
+        pieces = Pieces(tmp_path, {"draws": 3}, head)
+        assert pieces.get("a, 1", lambda: calls.append(1) or {"x": (1, 2)}) == {"x": [1, 2]}
     assert len(calls) == 1
-    with path.open("a") as lines:
-        lines.write('{"key": ["b", 2], "val')
-    ledger = Ledger(path, SOURCE)
-    assert (("a", 1) in ledger, ("b", 2) in ledger) == (True, False)
-    ledger.get(("b", 2), lambda: {"y": 1})
-    assert set(Ledger(path, SOURCE)) == {("a", 1), ("b", 2)}
-    path.write_text("nonsense\n" + path.read_text())
-    with pytest.raises(ValueError, match=r"ledger.jsonl, line 1: is not a record"):
-        Ledger(path, SOURCE)
+    for settings, commit in (({"draws": 4}, "abc"), ({"draws": 3}, "def")):
+        with pytest.raises(ValueError, match="name another --folder"):
+            Pieces(tmp_path, settings, {"environment": {"commit": commit}})
 
 
 def saved(subject, tmp_path):
@@ -396,49 +360,25 @@ def saved(subject, tmp_path):
 def test_planted_writes_its_tables_and_a_second_run_asks_nothing_again(subject, tmp_path, monkeypatch, capsys):
     folder = saved(subject, tmp_path)
     command = ["planted", "--folder", str(tmp_path), "--results", str(tmp_path), "--model", str(folder)]
-    command += ["--problems", "8", "--batch", "4", "--valued", "4", "--samples", "1", "--chains", "0", "--room", "4"]
-    command += ["--draws", "5", "--commit", "none", "--methods", "position", "CF"]
+    command += ["--problems", "8", "--valued", "4", "--samples", "1", "--room", "4", "--draws", "5"]
+    command += ["--commit", "none", "--methods", "position", "CF"]
     assert main(command) == 0
     first = json.loads((tmp_path / "evidence-planted.json").read_text())
-    assert first["models"]["trained"]["accuracy"] == 0.25
-    assert first["models"]["trained"]["methods"]["CF"]["problems"] == 8
-    assert list(first["models"]["trained"]["methods"]) == ["random", "position", "CF"]
-    assert first["models"]["trained"]["methods"]["position"]["total"]["auroc"]["value"] == 0.5
+    trained = first["models"]["trained"]
+    assert (trained["accuracy"], trained["methods"]["CF"]["problems"]) == (0.25, 8)
+    assert list(trained["methods"]) == ["random", "position", "CF"]
+    assert trained["methods"]["position"]["total"]["auroc"]["value"] == 0.5
+    assert trained["step_values"].keys() == {"own", "reward, absolute"}
     assert "| CF |" in (tmp_path / "evidence-planted.md").read_text()
     assert (tmp_path / "evidence-planted.png").read_bytes().startswith(b"\x89PNG")
 
     def asked_again(*_, **__):
         raise AssertionError("this is known already")
 
-    monkeypatch.setattr(planted, "_asked", asked_again)
+    monkeypatch.setattr(planted, "ask", asked_again)
     monkeypatch.setattr(planted, "step_values", asked_again)
-    monkeypatch.setattr(planted, "score_counterfactuals", asked_again)
     monkeypatch.setattr("benchmarks.evidence.command.planted_tables.plot", lambda _, path: path)
     assert main(command) == 0
-    second = json.loads((tmp_path / "evidence-planted.json").read_text())
-    assert first["models"] == second["models"]
+    assert json.loads((tmp_path / "evidence-planted.json").read_text())["models"] == first["models"]
     assert main([*command, "--samples", "0"]) == 1
     assert "samples must be at least 1" in capsys.readouterr().err
-
-
-def test_fidelity_compares_with_exact_masking_by_what_is_fed_beyond_a_plain_forward(subject, tmp_path):
-    command = ["fidelity", "--folder", str(tmp_path), "--results", str(tmp_path)]
-    command += ["--model", str(saved(subject, tmp_path)), "--problems", "3", "--batch", "3", "--draws", "5"]
-    assert main([*command, "--commit", "none", "--methods", "position", "masked rest", "entropy"]) == 0
-    document = json.loads((tmp_path / "evidence-fidelity.json").read_text())
-    assert list(document["methods"]) == ["CF", "position", "masked rest", "entropy"]
-    exact, free = document["methods"]["CF"], document["methods"]["position"]
-    assert (exact["with_cf"]["value"], exact["token_cost"], exact["cpu_cost"]) == (1.0, 1.0, 1.0)
-    assert (free["extra_tokens"], free["token_cost"]) == (0.0, 0.0)
-    (batch,) = planted.batches(planted.Settings(problems=3, batch=3), subject, 3)
-    beginnings, plain = set(), 0  # a token is fed once for all sequences that begin alike up to it
-    for case in batch.cases:
-        rows = [case.completion, *(case.completion.clone() for _ in case.units)]
-        for row, unit in zip(rows[1:], case.units, strict=True):
-            row[unit.start : unit.end] = subject.tokenizer.pad_token_id
-        for row in rows:
-            ids = [*case.prompt.tolist(), *row[: case.answer.end - 1].tolist()]
-            beginnings |= {tuple(ids[: n + 1]) for n in range(len(ids))}
-        plain += len(case.prompt) + case.answer.end - 1
-    assert exact["extra_tokens"] * 3 == len(beginnings) - plain
-    assert "| masked rest |" in (tmp_path / "evidence-fidelity.md").read_text()

@@ -7,12 +7,13 @@ import pytest
 
 from benchmarks.evidence.ablation import PLAIN
 from benchmarks.evidence.gradient_variance import Settings, _gradient, markdown, products, relative, run, scatter
-from benchmarks.harness.ledger import Ledger
+from benchmarks.harness.results import Pieces
 from tests.support.embedded import EVEN, SMALL, settings
-from tests.support.sources import SOURCE
 from trainer.run import set_up
 
 pytestmark = pytest.mark.slow
+
+HEAD = {"command": "x", "environment": {"commit": "abc"}}
 
 
 def test_few_draws_do_not_bias_signal_and_variance():
@@ -59,23 +60,21 @@ def test_draws_without_scatter_have_no_noise():
     assert (found["signal"], found["ratio"], found["error"]) == pytest.approx((25, 0, 0))
 
 
-def test_every_arm_sees_the_same_draws_and_is_not_computed_twice(tmp_path):
+def test_every_arm_sees_the_same_draws_and_is_not_computed_twice(tmp_path, monkeypatch):
     size, said = Settings(draws=3, problems=2), list[str]()
     small = [flag for flag in SMALL if not flag.startswith(("--eval", "--device"))]
-    document = run(
-        Ledger(tmp_path / "l.jsonl", SOURCE), size, arms=[PLAIN, "prefix_tree"], extra=small, say=said.append
-    )
+    document = run(Pieces(tmp_path, {}, HEAD), size, arms=[PLAIN, "prefix_gain"], extra=small, say=said.append)
     assert len(said) == 2
     assert document["arms"][PLAIN]["cosine"] == pytest.approx(1)
-    assert 0 < document["arms"]["prefix_tree"]["cosine"] < 1
-    again = run(Ledger(tmp_path / "l.jsonl", SOURCE), size, arms=[PLAIN, "prefix_tree"], extra=small, say=said.append)
-    assert len(said) == 2
+    assert 0 < document["arms"]["prefix_gain"]["cosine"] < 1
+    monkeypatch.setattr("benchmarks.evidence.gradient_variance._gradients", None)
+    again = run(Pieces(tmp_path, {}, HEAD), size, arms=[PLAIN, "prefix_gain"], extra=small, say=said.append)
     assert again == document
-    text = markdown(document | {"command": "x", "environment": {"commit": "abc"}})
+    text = markdown(document | HEAD)
     assert f"| {PLAIN} |" in text
-    of_plain = document["arms"]["prefix_tree"]["of_plain"]
+    of_plain = document["arms"]["prefix_gain"]["of_plain"]
     assert of_plain["value"] == pytest.approx(
-        document["arms"]["prefix_tree"]["ratio"] / document["arms"][PLAIN]["ratio"]
+        document["arms"]["prefix_gain"]["ratio"] / document["arms"][PLAIN]["ratio"]
     )
     assert "of_plain" not in document["arms"][PLAIN]
 
@@ -94,4 +93,4 @@ def test_bad_settings_are_named(tmp_path):
     with pytest.raises(ValueError, match="draws must be at least 3, got 2"):
         Settings(draws=2)
     with pytest.raises(ValueError, match=r"arms must be among .* got magic"):
-        run(Ledger(tmp_path / "l.jsonl", SOURCE), Settings(), arms=["magic"])
+        run(Pieces(tmp_path, {}, HEAD), Settings(), arms=["magic"])
