@@ -1,7 +1,7 @@
 """Connect credit to any trainer: fold weights into advantages, and credit rows whose model is in other processes."""
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import combinations
 from typing import Any
@@ -180,29 +180,37 @@ OFFERS = {
 """Names of `NEEDS` that each host offers; refusals and the table in docs/other_trainers.md derive from it."""
 
 
-def obstacles(config: CounterfactualConfig, offers: Collection[str]) -> Iterator[str]:
-    """Yield a sentence for each thing that `config` needs and a host does not offer.
-
-    Each begins with the option that needs it and its value, and ends with a remedy.
-
-    Args:
-        config: how credit is to be assigned.
-        offers: names of `NEEDS` that the host offers.
-    """
-    for missing in sorted(config.needs - set(offers)):
-        causes = _options_that_need(missing, config.estimator)
-        does, instead = ("each needs", "leave them out") if len(causes) > 1 else ("it needs", "leave it out")
-        if not causes:
-            causes = [f"estimator={config.estimator.name!r}"]
-            able = [name for name, kind in ESTIMATORS.items() if kind().needs <= set(offers)]
-            instead = _INSTEAD.get(missing, f"take one of {', '.join(able)}")
-        yield f"{' and '.join(causes)}: {does} {NEEDS[missing]}, which this trainer does not give; {instead}"
+Case = tuple[object, str]
+"""Condition under which a feature and a host cannot be combined, and the sentence that says so."""
 
 
-def refuse(found: Iterable[str], what: str = "counterfactual credit") -> None:
-    """Raise `NotImplementedError` that names all that is `found` and cannot be combined with `what`, if anything is."""
-    if names := list(found):
+def sentences(cases: Iterable[Case]) -> list[str]:
+    """Keep the sentences of the cases whose condition holds."""
+    return [sentence for holds, sentence in cases if holds]
+
+
+def refuse(cases: Iterable[Case], what: str = "counterfactual credit") -> None:
+    """Raise `NotImplementedError` that names all that `what` cannot be combined with, if any case holds."""
+    if names := sentences(cases):
         raise NotImplementedError(f"{what} cannot be combined with " + "; nor with ".join(names))
+
+
+def unmet_needs(config: CounterfactualConfig, offers: Collection[str]) -> list[Case]:
+    """Make a case of each thing that `config` needs and `offers`, names of `NEEDS`, lacks.
+
+    A sentence begins with the option that needs it and its value, and ends with a remedy.
+    """
+    return [(True, _sentence(need, config.estimator, offers)) for need in sorted(config.needs - set(offers))]
+
+
+def _sentence(need: str, estimator: Estimator, offers: Collection[str]) -> str:
+    causes = _options_that_need(need, estimator)
+    does, instead = ("each needs", "leave them out") if len(causes) > 1 else ("it needs", "leave it out")
+    if not causes:
+        causes = [f"estimator={estimator.name!r}"]
+        able = [name for name, kind in ESTIMATORS.items() if kind().needs <= set(offers)]
+        instead = _INSTEAD.get(need, f"take one of {', '.join(able)}")
+    return f"{' and '.join(causes)}: {does} {NEEDS[need]}, which this trainer does not give; {instead}"
 
 
 _INSTEAD = {

@@ -23,8 +23,8 @@ from .. import CounterfactualConfig
 from ..credit.config import as_config
 from ..scoring.access import LogprobService, ModelAccess
 from . import require
-from .credit import Draws, credit_rows, pad_rows, refuse
-from .workers import Found, Share, Workers, judge_share, ray_class, scoring_workers, unmet
+from .credit import Draws, credit_rows, pad_rows, refuse, sentences
+from .workers import Found, Share, Workers, judge_share, ray_class, scoring_workers, unmet_needs_of_host
 
 _LOG = logging.getLogger(__name__)
 
@@ -81,12 +81,13 @@ def tree_obstacles(args: Any, group: Any) -> list[str]:
     """
     actor = getattr(getattr(group, "ray_actor_type", None), "__ray_actor_class__", None)
     pieces = args.ds.tensor_parallel_size
-    found = {
-        f"--ds.tensor_parallel_size {pieces}": pieces > 1,
-        "--ds.deepcompile": getattr(args.ds, "deepcompile", False),
-        "an actor class without with_tree_scoring": not hasattr(actor, "score_trees"),
-    }
-    return [name for name, holds in found.items() if holds]
+    return sentences(
+        [
+            (pieces > 1, f"--ds.tensor_parallel_size {pieces}"),
+            (getattr(args.ds, "deepcompile", False), "--ds.deepcompile"),
+            (not hasattr(actor, "score_trees"), "an actor class without with_tree_scoring"),
+        ]
+    )
 
 
 class CounterfactualMixin(_Maker):
@@ -124,22 +125,26 @@ class CounterfactualMixin(_Maker):
         if self.counterfactual.control == "off":
             return
         self._refuse_estimator(tree_obstacles(self.args, self.actor_model_group))
-        found = []
-        if self.args.actor.policy_loss_type == "gspo":
-            found.append(
-                "--actor.policy_loss_type gspo: a completion has one ratio there, so that only the sum of its tokens' "
-                "weights acts; use ppo"
-            )
-        if self.args.algo.kl.init_coef > 0 and not self.args.algo.kl.use_loss:
-            found.append("a KL term in the reward, which it would weigh; use --algo.kl.use_loss")
-        if images := getattr(self.args.data, "max_images_per_prompt", 0):
-            found.append(f"images (--data.max_images_per_prompt {images})")
-        refuse(found)
+        kl, images = self.args.algo.kl, getattr(self.args.data, "max_images_per_prompt", 0)
+        refuse(
+            [
+                (
+                    self.args.actor.policy_loss_type == "gspo",
+                    "--actor.policy_loss_type gspo: a completion has one ratio there, so that only the sum of its "
+                    "tokens' weights acts; use ppo",
+                ),
+                (
+                    kl.init_coef > 0 and not kl.use_loss,
+                    "a KL term in the reward, which it would weigh; use --algo.kl.use_loss",
+                ),
+                (images, f"images (--data.max_images_per_prompt {images})"),
+            ]
+        )
 
     def _refuse_estimator(self, reasons: Sequence[str]) -> None:
         """Raise for what credit needs and OpenRLHF does not offer; `reasons` are why log-probs are requested."""
         completions = self.args.rollout.n_samples_per_prompt
-        refuse(unmet(self.counterfactual, "OpenRLHF", completions, reasons))
+        refuse(unmet_needs_of_host(self.counterfactual, "OpenRLHF", completions, reasons))
 
     def set_up(self) -> None:
         """Choose how the model is asked, once the actors hold theirs: they check it. The first batch does it, too.
@@ -338,7 +343,8 @@ def main() -> None:
     config = CounterfactualConfig.from_flat(ours.counterfactual)
     if config.control != "off" and any(option.startswith("--train.as") for option in theirs):  # abbreviations count
         raise NotImplementedError("counterfactual credit cannot be combined with --train.async_enable")
-    refuse(unmet(config, "OpenRLHF", None, ()))  # the experience maker knows OpenRLHF's own arguments and refuses more
+    # The experience maker knows OpenRLHF's own arguments and refuses more.
+    refuse(unmet_needs_of_host(config, "OpenRLHF", None, ()))
     require("openrlhf", OLDEST)
     if config.control != "off":
         from openrlhf.trainer import ppo_trainer

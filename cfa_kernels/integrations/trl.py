@@ -30,7 +30,7 @@ from ..hf.stateful_layers import has_cells
 from ..losses.checks import LOSS_TYPES, weights_sequences
 from ..scoring.access import GRADIENTS
 from . import require
-from .credit import OFFERS, Draws, obstacles, refuse
+from .credit import OFFERS, Case, Draws, refuse, sentences, unmet_needs
 from .trl_credit import ROW, BatchCredit, asks_model, loss_mask, why_at_once
 from .trl_losses import check_trains_packed, loss_of_packed_rows, prompts_together
 
@@ -340,11 +340,8 @@ class CounterfactualGRPOTrainer(CounterfactualMixin, GRPOTrainer):
     """Trainer of TRL, `GRPOTrainer`, with counterfactual credit; see `CounterfactualMixin` for what it adds."""
 
 
-def _sharded_by(trainer: Any) -> str | None:
-    """Say what will share out the weights once training starts; None where each process holds them all."""
-    if trainer.accelerator.distributed_type == DistributedType.FSDP:
-        return "FSDP"
-    return "DeepSpeed's stage 3" if _zero_stage(trainer) == 3 else None
+def _is_sharded_in_training(trainer: Any) -> bool:
+    return trainer.accelerator.distributed_type == DistributedType.FSDP or _zero_stage(trainer) == 3
 
 
 def _zero_stage(trainer: Any) -> int:
@@ -352,91 +349,116 @@ def _zero_stage(trainer: Any) -> int:
     return plugin.zero_stage if plugin is not None else 0
 
 
-def _credit_obstacles(trainer: Any) -> Iterator[str]:
-    if trainer.loss_type == "vespo":
-        yield "loss_type='vespo': it weighs whole sequences, credit weighs the clipped loss of each token"
-    if trainer.loss_type == "luspo" and _TRL < _LOSSES_OF_TODAY:
-        yield f"loss_type='luspo' in TRL {_TRL}: it counts padding once advantages are per token; TRL 1.10 does not"
-    if any(base.__name__ == "GMPOTrainer" for base in type(trainer).__mro__):
-        yield "GMPOTrainer: its loss takes one advantage per sequence"
-    if _computes_ligers_loss(trainer):
-        yield f"use_liger_kernel=True in TRL {_TRL}: Liger's loss takes one advantage per sequence; not so in TRL 1.14"
-    if weights_sequences(trainer.loss_type, trainer.importance_sampling_level):
-        yield _ONE_RATIO
-    config, args = trainer.counterfactual, trainer.args
+def _credit_obstacles(trainer: Any) -> list[Case]:
+    config, args, accelerator = trainer.counterfactual, trainer.args, trainer.accelerator
     rows = args.per_device_train_batch_size * args.steps_per_generation
-    if config.compares and trainer.accelerator.num_processes > 1 and rows % trainer.num_generations:
-        yield (
-            f"estimator={config.estimator.name!r} on {trainer.accelerator.num_processes} processes of {rows} "
-            f"completions: groups of {trainer.num_generations} are split between them; give each process whole groups"
-        )
-    gathered = trainer.args.ds3_gather_for_generation and _zero_stage(trainer) == 3
-    offers = OFFERS["TRL, FSDP" if _sharded_by(trainer) and not gathered else "TRL"]
-    yield from obstacles(config, offers)
-    for how in _splits_of_the_model(trainer):
-        yield f"{how}: credit needs whole layers and whole sequences in each process; use DDP, FSDP or DeepSpeed"
-    if _has_images(trainer):
-        yield "images in the dataset"
+    gathered = args.ds3_gather_for_generation and _zero_stage(trainer) == 3
+    offers = OFFERS["TRL, FSDP" if _is_sharded_in_training(trainer) and not gathered else "TRL"]
+    whole = "credit needs whole layers and whole sequences in each process; use DDP, FSDP or DeepSpeed"
+    return [
+        (
+            trainer.loss_type == "vespo",
+            "loss_type='vespo': it weighs whole sequences, credit weighs the clipped loss of each token",
+        ),
+        (
+            trainer.loss_type == "luspo" and _TRL < _LOSSES_OF_TODAY,
+            f"loss_type='luspo' in TRL {_TRL}: it counts padding once advantages are per token; TRL 1.10 does not",
+        ),
+        (
+            any(base.__name__ == "GMPOTrainer" for base in type(trainer).__mro__),
+            "GMPOTrainer: its loss takes one advantage per sequence",
+        ),
+        (
+            _computes_ligers_loss(trainer),
+            f"use_liger_kernel=True in TRL {_TRL}: Liger's loss takes one advantage per sequence; not so in TRL 1.14",
+        ),
+        (weights_sequences(trainer.loss_type, trainer.importance_sampling_level), _ONE_RATIO),
+        (
+            config.compares and accelerator.num_processes > 1 and rows % trainer.num_generations,
+            f"estimator={config.estimator.name!r} on {accelerator.num_processes} processes of {rows} completions: "
+            f"groups of {trainer.num_generations} are split between them; give each process whole groups",
+        ),
+        *unmet_needs(config, offers),
+        *((True, f"{how}: {whole}") for how in _splits_of_the_model(trainer)),
+        (_has_images(trainer), "images in the dataset"),
+    ]
 
 
-def _packing_obstacles(trainer: Any) -> Iterator[str]:
-    args = trainer.args
-    if _TRL < _LOSSES_OF_TODAY:
-        yield f"TRL {_TRL}: it normalises losses in another way than TRL 1.10 and later"
-    if trainer.loss_type not in LOSS_TYPES:
-        yield f"loss_type={trainer.loss_type!r}: it is not one of {', '.join(LOSS_TYPES)}"
-    for what, name in (("a loss", "_compute_loss"), ("log-probs", "_get_per_token_logps_and_entropies")):
-        method = getattr(super(CounterfactualMixin, trainer), name)
-        if getattr(method, "__func__", None) is not getattr(GRPOTrainer, name):
-            yield f"{type(trainer).__name__}: it has {what} of its own ({name}), which would not run"
-    if _computes_ligers_loss(trainer):
-        yield f"use_liger_kernel=True in TRL {_TRL}: it computes Liger's loss instead; not so in TRL 1.14"
+def _packing_obstacles(trainer: Any) -> list[Case]:
+    args, model = trainer.args, causal_lm(trainer.accelerator.unwrap_model(trainer.model))
     mode = getattr(args, "vllm_importance_sampling_mode", "") if args.use_vllm else ""
-    if mode.startswith("token") and weights_sequences(trainer.loss_type, trainer.importance_sampling_level):
-        yield f"vllm_importance_sampling_mode={mode!r} with {_ONE_RATIO}"
-    if args.top_entropy_quantile < 1.0:
-        yield f"top_entropy_quantile={args.top_entropy_quantile}: that mask needs entropies before the loss"
-    if args.off_policy_mask_threshold is not None:
-        yield f"off_policy_mask_threshold={args.off_policy_mask_threshold}: that mask needs log-probs before the loss"
-    if getattr(trainer, "entropy_coef", 0.0) or getattr(trainer, "use_adaptive_entropy", False):
-        yield f"an entropy bonus (entropy_coef={trainer.entropy_coef})"
-    if getattr(trainer, "aux_loss_enabled", False):
-        usual = f" (None takes the model's {trainer.router_aux_loss_coef})" if args.router_aux_loss_coef is None else ""
-        yield f"the auxiliary loss of a mixture of experts: set router_aux_loss_coef=0.0{usual}"
-    for how in _splits_of_the_model(trainer):
-        yield f"{how}, which may split the head: use DDP or FSDP"
-    if _has_images(trainer):
-        yield "images in the dataset"
-    if args.neftune_noise_alpha:
-        yield (
-            f"neftune_noise_alpha={args.neftune_noise_alpha}: completions that share a prompt would share its noise; "
-            "leave it out"
-        )
-    if not args.gradient_checkpointing:
-        return
-    model = causal_lm(trainer.accelerator.unwrap_model(trainer.model))
-    if has_cells(model):
-        yield (
-            f"gradient_checkpointing=True: {type(model).__name__} hands states from token to token, which checkpointed "
-            "layers would not find again; set it to False"
-        )
+    model_coef = getattr(trainer, "router_aux_loss_coef", None)
+    usual = f" (None takes the model's {model_coef})" if getattr(args, "router_aux_loss_coef", None) is None else ""
     # DeepSpeed takes a gradient in several parts, and TRL asks for this kind under its stage 3 with LoRA.
     reduces_once = trainer.accelerator.num_processes > 1 and not _zero_stage(trainer)
-    if (args.gradient_checkpointing_kwargs or {}).get("use_reentrant") and reduces_once:
-        yield (
+    is_reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    return [
+        (_TRL < _LOSSES_OF_TODAY, f"TRL {_TRL}: it normalises losses in another way than TRL 1.10 and later"),
+        (
+            trainer.loss_type not in LOSS_TYPES,
+            f"loss_type={trainer.loss_type!r}: it is not one of {', '.join(LOSS_TYPES)}",
+        ),
+        *(
+            (
+                getattr(getattr(super(CounterfactualMixin, trainer), name), "__func__", None)
+                is not getattr(GRPOTrainer, name),
+                f"{type(trainer).__name__}: it has {what} of its own ({name}), which would not run",
+            )
+            for what, name in (("a loss", "_compute_loss"), ("log-probs", "_get_per_token_logps_and_entropies"))
+        ),
+        (
+            _computes_ligers_loss(trainer),
+            f"use_liger_kernel=True in TRL {_TRL}: it computes Liger's loss instead; not so in TRL 1.14",
+        ),
+        (
+            mode.startswith("token") and weights_sequences(trainer.loss_type, trainer.importance_sampling_level),
+            f"vllm_importance_sampling_mode={mode!r} with {_ONE_RATIO}",
+        ),
+        (
+            args.top_entropy_quantile < 1.0,
+            f"top_entropy_quantile={args.top_entropy_quantile}: that mask needs entropies before the loss",
+        ),
+        (
+            args.off_policy_mask_threshold is not None,
+            f"off_policy_mask_threshold={args.off_policy_mask_threshold}: that mask needs log-probs before the loss",
+        ),
+        (
+            getattr(trainer, "entropy_coef", 0.0) or getattr(trainer, "use_adaptive_entropy", False),
+            f"an entropy bonus (entropy_coef={getattr(trainer, 'entropy_coef', 0.0)})",
+        ),
+        (
+            getattr(trainer, "aux_loss_enabled", False),
+            f"the auxiliary loss of a mixture of experts: set router_aux_loss_coef=0.0{usual}",
+        ),
+        *((True, f"{how}, which may split the head: use DDP or FSDP") for how in _splits_of_the_model(trainer)),
+        (_has_images(trainer), "images in the dataset"),
+        (
+            args.neftune_noise_alpha,
+            f"neftune_noise_alpha={args.neftune_noise_alpha}: completions that share a prompt would share its noise; "
+            "leave it out",
+        ),
+        (
+            args.gradient_checkpointing and has_cells(model),
+            f"gradient_checkpointing=True: {type(model).__name__} hands states from token to token, which "
+            "checkpointed layers would not find again; set it to False",
+        ),
+        (
+            args.gradient_checkpointing and is_reentrant and reduces_once,
             "reentrant gradient checkpointing on several processes: a layer that runs in two packs would tell DDP "
-            "twice that its gradient is ready; set use_reentrant to False"
-        )
+            "twice that its gradient is ready; set use_reentrant to False",
+        ),
+    ]
 
 
-def _splits_of_the_model(trainer: Any) -> Iterator[str]:
-    """Yield settings that leave a process without whole layers or whole sequences."""
-    if trainer.accelerator.distributed_type not in _RUNS:
-        yield str(trainer.accelerator.distributed_type)
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    for name in ("tp", "cp", "sp"):
-        if getattr(parallelism, f"{name}_enabled", False):
-            yield f"{name} parallelism"
+def _splits_of_the_model(trainer: Any) -> list[str]:
+    """List the settings that leave a process without whole layers or whole sequences."""
+    kind, parallelism = trainer.accelerator.distributed_type, getattr(trainer.accelerator, "parallelism_config", None)
+    return sentences(
+        [
+            (kind not in _RUNS, str(kind)),
+            *((getattr(parallelism, f"{name}_enabled", False), f"{name} parallelism") for name in ("tp", "cp", "sp")),
+        ]
+    )
 
 
 def _computes_ligers_loss(trainer: Any) -> bool:

@@ -17,9 +17,9 @@ from torch import Tensor
 from .. import CounterfactualConfig
 from ..scoring.access import LogprobService, ModelAccess
 from . import require
-from .credit import Draws, credit_rows, refuse
+from .credit import Draws, credit_rows, refuse, sentences
 from .verl_update import WholeGroups, pack, packs_updates
-from .workers import Found, Share, Workers, judge_share, ray_class, scoring_workers, unmet
+from .workers import Found, Share, Workers, judge_share, ray_class, scoring_workers, unmet_needs_of_host
 
 OLDEST = "0.9.1"
 _VERL = require("verl", OLDEST)
@@ -92,8 +92,12 @@ def tree_obstacles(config: Any) -> list[str]:
     if actor.strategy not in ("fsdp", "fsdp2"):
         return [f"actor.strategy={actor.strategy}"]
     pieces = max(actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size)
-    found = [f"actor.fsdp_config.ulysses_sequence_parallel_size={pieces}"] * (pieces > 1)
-    return found + ["model.use_fused_kernels=True"] * bool(model.use_fused_kernels)
+    return sentences(
+        [
+            (pieces > 1, f"actor.fsdp_config.ulysses_sequence_parallel_size={pieces}"),
+            (model.use_fused_kernels, "model.use_fused_kernels=True"),
+        ]
+    )
 
 
 class CounterfactualMixin(WholeGroups):
@@ -272,24 +276,30 @@ def _session_rewards(keys: Sequence[str], scores: Sequence[Tensor]) -> Tensor:
 
 def _refuse(config: Any, reasons: Sequence[str] | None = None) -> None:
     """Raise for settings that credit cannot be combined with; `reasons` are why log-probs are requested."""
-    actor = config.actor_rollout_ref.actor
-    reasons = tree_obstacles(config) if reasons is None else reasons
-    found = unmet(credit_config(config), "verl", config.actor_rollout_ref.rollout.n, reasons)
-    if actor.policy_loss.loss_mode in INEXACT_LOSSES:
-        found.append(f"policy_loss.loss_mode={actor.policy_loss.loss_mode}: it uses advantages outside the product")
-    if config.algorithm.use_kl_in_reward:
-        found.append("algorithm.use_kl_in_reward: credit would weigh the KL term; use actor.use_kl_loss")
-    if config.actor_rollout_ref.rollout.enable_rollout_routing_replay:
-        found.append("rollout.enable_rollout_routing_replay: a masked answer has no rollout to replay")
-    if not config.trainer.use_v1:
-        found.append("trainer.use_v1=False, verl's old trainer")
-    refuse(found)
+    loss, rollout = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.actor_rollout_ref.rollout
+    refuse(
+        [
+            *unmet_needs_of_host(
+                credit_config(config), "verl", rollout.n, tree_obstacles(config) if reasons is None else reasons
+            ),
+            (loss in INEXACT_LOSSES, f"policy_loss.loss_mode={loss}: it uses advantages outside the product"),
+            (
+                config.algorithm.use_kl_in_reward,
+                "algorithm.use_kl_in_reward: credit would weigh the KL term; use actor.use_kl_loss",
+            ),
+            (
+                rollout.enable_rollout_routing_replay,
+                "rollout.enable_rollout_routing_replay: a masked answer has no rollout to replay",
+            ),
+            (not config.trainer.use_v1, "trainer.use_v1=False, verl's old trainer"),
+        ]
+    )
 
 
 def _refuse_packed_update(config: Any) -> None:
     """Raise for settings that an update from packed trees cannot be combined with."""
     if packs_updates(config):
-        refuse(tree_obstacles(config), "packed_update=True")
+        refuse([(True, reason) for reason in tree_obstacles(config)], "packed_update=True")
 
 
 def add_credit(trainers: dict[str, type], mode: str) -> None:

@@ -24,7 +24,7 @@ from ..scoring.access import Elsewhere, Sharded, as_access
 from ..scoring.batch import Row, ScoredBatch, checked_ids
 from ..scoring.masked import CounterfactualScores, ScoringWork
 from ..scoring.outcomes import Outcome
-from .credit import OFFERS, obstacles
+from .credit import OFFERS, Case, unmet_needs
 
 
 class Share(NamedTuple):
@@ -159,18 +159,20 @@ def scoring_workers(
     return None
 
 
-def unmet(config: CounterfactualConfig, host: str, completions: int | None, reasons: Sequence[str]) -> list[str]:
-    """List what `config` needs and a host does not offer, a sentence for each.
+def unmet_needs_of_host(
+    config: CounterfactualConfig, host: str, completions: int | None, reasons: Sequence[str]
+) -> list[Case]:
+    """Make a case of each thing that `config` needs and a host does not offer, as `unmet_needs` does.
 
     Args:
         config: configuration of credit.
         host: key of `OFFERS`; there is another for its log-prob requests.
-        completions: completions of a prompt; None where that is not known yet.
-        reasons: why log-probs are requested; none where workers score trees.
+        completions: completions of a prompt; None if that is not known yet.
+        reasons: why log-probs are requested; none if workers score trees.
     """
     offers = OFFERS[f"{host}, by log-prob requests" if reasons else host] - ({SIBLINGS} if completions == 1 else set())
     because = f" (log-probs are requested because of {'; '.join(reasons)})" if reasons else ""
-    return [sentence + because for sentence in obstacles(config, offers)]
+    return [(holds, sentence + because) for holds, sentence in unmet_needs(config, offers)]
 
 
 def ray_class(mixin: type, worker: Any) -> Any:

@@ -12,7 +12,7 @@ from cfa_kernels.credit.config import flat_options
 from cfa_kernels.credit.weights import Range
 from cfa_kernels.estimators.base import ANSWER, Importances
 from cfa_kernels.estimators.registry import ESTIMATORS
-from cfa_kernels.integrations.credit import OFFERED_BY_A_SERVICE, obstacles
+from cfa_kernels.integrations.credit import OFFERED_BY_A_SERVICE, sentences, unmet_needs
 from cfa_kernels.options import NotNegative, check_fields, option_docs
 from cfa_kernels.scoring.access import DISTRIBUTIONS, LOGPROBS, LogprobService, ModelAccess
 from cfa_kernels.scoring.batch import ScoredBatch
@@ -83,12 +83,12 @@ def test_its_options_are_checked(options, message):
 
 def test_a_host_that_lacks_what_it_needs_refuses_it():
     config = CounterfactualConfig(estimator="lateness", power=2.0)
-    (obstacle,) = obstacles(config, OFFERED_BY_A_SERVICE)
+    (obstacle,) = sentences(unmet_needs(config, OFFERED_BY_A_SERVICE))
     assert "it needs distributions over the vocabulary" in obstacle
-    assert not list(obstacles(config, {*OFFERED_BY_A_SERVICE, DISTRIBUTIONS}))
+    assert not sentences(unmet_needs(config, {*OFFERED_BY_A_SERVICE, DISTRIBUTIONS}))
     with pytest.raises(NotImplementedError, match=r"estimator='lateness', power=2\.0: it needs distributions"):
         credit_of(LogprobService(lambda *_: []), config)
-    assert not list(obstacles(CounterfactualConfig(estimator="lateness", control="off"), ()))
+    assert not sentences(unmet_needs(CounterfactualConfig(estimator="lateness", control="off"), ()))
 
 
 def test_its_importances_become_the_weights_of_its_rule():

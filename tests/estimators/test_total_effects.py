@@ -11,7 +11,7 @@ import torch
 from cfa_kernels import CounterfactualConfig, Probe, counterfactual_credit
 from cfa_kernels.estimators.base import ANSWER
 from cfa_kernels.estimators.total_effects import chained_effects, total_effects
-from cfa_kernels.integrations.credit import obstacles, pad_rows
+from cfa_kernels.integrations.credit import pad_rows, sentences, unmet_needs
 from cfa_kernels.scoring.access import LOGPROBS, InProcess, LogprobService
 from cfa_kernels.scoring.masked import ScoringWork, score_counterfactuals
 from cfa_kernels.span import Span
@@ -350,6 +350,6 @@ def test_a_model_that_lies_elsewhere_is_refused_by_name(sampled):
     config = CounterfactualConfig(effect="total")
     with pytest.raises(NotImplementedError, match="effect='total': it needs the model itself in this process"):
         credit_of(LogprobService(lambda *_: []), sampled, config)
-    (obstacle,) = obstacles(config, {ANSWER, LOGPROBS})
+    (obstacle,) = sentences(unmet_needs(config, {ANSWER, LOGPROBS}))
     assert obstacle.startswith("effect='total': it needs the model itself in this process")
-    assert not list(obstacles(CounterfactualConfig(), {ANSWER, LOGPROBS}))
+    assert not sentences(unmet_needs(CounterfactualConfig(), {ANSWER, LOGPROBS}))

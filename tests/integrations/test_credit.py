@@ -8,7 +8,14 @@ from torch import Tensor
 
 from cfa_kernels import CounterfactualConfig, ScoredBatch, Span, score_counterfactuals
 from cfa_kernels.estimators.base import ENTROPIES, NEEDS, SIBLINGS, Importances
-from cfa_kernels.integrations.credit import OFFERED_BY_A_SERVICE, credit_rows, fold_weights, obstacles, pad_rows
+from cfa_kernels.integrations.credit import (
+    OFFERED_BY_A_SERVICE,
+    credit_rows,
+    fold_weights,
+    pad_rows,
+    sentences,
+    unmet_needs,
+)
 from cfa_kernels.scoring.access import LogprobService
 from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
@@ -166,7 +173,7 @@ def test_a_function_of_the_callers_asks_the_service_in_the_models_place():
 
 @pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=str)
 def test_what_a_service_does_not_offer_is_named_by_the_option_that_needs_it(options, message):
-    found = list(obstacles(CounterfactualConfig(**options), OFFERED_BY_A_SERVICE))
+    found = sentences(unmet_needs(CounterfactualConfig(**options), OFFERED_BY_A_SERVICE))
     if message is None:
         assert found == []
         return
@@ -177,7 +184,7 @@ def test_what_a_service_does_not_offer_is_named_by_the_option_that_needs_it(opti
 
 def test_an_obstacle_says_what_to_do():
     def said(offers, **options):
-        (sentence,) = obstacles(CounterfactualConfig(**options), offers)
+        (sentence,) = sentences(unmet_needs(CounterfactualConfig(**options), offers))
         return sentence.partition("does not give; ")[2]
 
     service = OFFERED_BY_A_SERVICE
@@ -189,8 +196,8 @@ def test_an_obstacle_says_what_to_do():
 
 @pytest.mark.parametrize("options", CREDIT, ids=str)
 def test_what_a_service_offers_is_no_obstacle(options):
-    assert list(obstacles(CounterfactualConfig(**options), OFFERED_BY_A_SERVICE)) == []
-    assert list(obstacles(CounterfactualConfig(estimator="entropy"), OFFERED_BY_A_SERVICE | {ENTROPIES})) == []
+    assert sentences(unmet_needs(CounterfactualConfig(**options), OFFERED_BY_A_SERVICE)) == []
+    assert sentences(unmet_needs(CounterfactualConfig(estimator="entropy"), OFFERED_BY_A_SERVICE | {ENTROPIES})) == []
 
 
 def test_null_is_not_set_and_an_unknown_name_is_refused_all_the_same():

@@ -28,6 +28,7 @@ from transformers import (  # noqa: E402
 )
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
+from cfa_kernels.integrations.credit import sentences  # noqa: E402
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer, CounterfactualMixin  # noqa: E402
 from tests.support import trl_training  # noqa: E402
 from tests.support.trl_training import PROMPT, changed, logged, packs  # noqa: E402
@@ -250,22 +251,22 @@ def test_under_deepspeeds_stage_3_gradients_need_the_model_gathered(build, monke
 
 def test_reentrant_checkpointing_on_several_processes_is_refused_for_packs(build, monkeypatch):
     built = build(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True})
-    assert list(integration._packing_obstacles(built)) == []
+    assert sentences(integration._packing_obstacles(built)) == []
     monkeypatch.setattr(type(built.accelerator), "num_processes", 2)
-    (reason,) = integration._packing_obstacles(built)
+    (reason,) = sentences(integration._packing_obstacles(built))
     assert reason.startswith("reentrant gradient checkpointing on several processes")
     monkeypatch.setattr(integration, "_zero_stage", lambda trainer: 2)
-    assert list(integration._packing_obstacles(built)) == []
+    assert sentences(integration._packing_obstacles(built)) == []
 
 
 @pytest.mark.parametrize("name", ["tp", "cp", "sp"])
 def test_a_model_or_sequences_that_processes_share_out_are_refused(build, name):
     built = build()
     trainer = SimpleNamespace(**vars(built) | {"accelerator": SimpleNamespace(
-        distributed_type=DistributedType.NO, parallelism_config=SimpleNamespace(**{f"{name}_enabled": True}),
+        distributed_type=DistributedType.NO, num_processes=1, parallelism_config=SimpleNamespace(**{f"{name}_enabled": True}),
         state=built.accelerator.state,
     )})  # fmt: skip
-    assert list(integration._credit_obstacles(trainer)) == [
+    assert sentences(integration._credit_obstacles(trainer)) == [
         f"{name} parallelism: credit needs whole layers and whole sequences in each process; use DDP, FSDP or DeepSpeed"
     ]
 
@@ -273,10 +274,10 @@ def test_a_model_or_sequences_that_processes_share_out_are_refused(build, name):
 def test_credit_of_sharded_models_is_not_refused(mine, monkeypatch):
     state = mine.accelerator.state
     monkeypatch.setattr(state, "distributed_type", DistributedType.FSDP)
-    assert list(integration._credit_obstacles(mine)) == []
+    assert sentences(integration._credit_obstacles(mine)) == []
     monkeypatch.setattr(state, "distributed_type", DistributedType.DEEPSPEED)
     monkeypatch.setattr(integration, "_zero_stage", lambda trainer: 3)
-    assert list(integration._credit_obstacles(mine)) == []
+    assert sentences(integration._credit_obstacles(mine)) == []
 
 
 @pytest.mark.parametrize(
@@ -291,16 +292,16 @@ def test_credit_of_sharded_models_is_not_refused(mine, monkeypatch):
 )
 def test_gradients_through_a_sharded_model_are_refused(mine, monkeypatch, config, message):
     trainer = SimpleNamespace(**vars(mine) | {"counterfactual": config})
-    assert list(integration._credit_obstacles(trainer)) == []
+    assert sentences(integration._credit_obstacles(trainer)) == []
     monkeypatch.setattr(mine.accelerator.state, "distributed_type", DistributedType.FSDP)
-    (reason,) = integration._credit_obstacles(trainer)
+    (reason,) = sentences(integration._credit_obstacles(trainer))
     assert re.match(message, reason)
 
 
 @packs
 def test_under_fsdp_the_packed_loss_is_not_refused(mine, monkeypatch):
     monkeypatch.setattr(mine.accelerator.state, "distributed_type", DistributedType.FSDP)
-    assert list(integration._packing_obstacles(mine)) == []
+    assert sentences(integration._packing_obstacles(mine)) == []
 
 
 @pytest.mark.parametrize("control", [None, "off"])

@@ -478,9 +478,9 @@ def test_a_trainer_reads_its_configuration_and_refuses_before_anything_starts(co
 @pytest.mark.parametrize(
     ("processor", "control", "refused"),
     [
-        (None, "counterfactual", False),
-        ("a processor of images", "counterfactual", True),
-        ("a processor of images", "uniform", False),
+        (None, None, False),
+        ("a processor of images", None, True),
+        ("a processor of images", "off", False),
     ],
 )
 def test_a_model_of_images_is_refused_before_the_first_rollout(config, monkeypatch, processor, control, refused):

@@ -12,7 +12,7 @@ import yaml
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.estimators.entropy import Entropy
 from cfa_kernels.estimators.registry import ESTIMATORS
-from cfa_kernels.integrations.credit import OFFERS, obstacles
+from cfa_kernels.integrations.credit import OFFERS, sentences, unmet_needs
 from cfa_kernels.options import Share, check_fields
 from cfa_kernels.scoring.access import InProcess
 from docs.options import options
@@ -85,8 +85,8 @@ def test_a_field_added_to_a_part_is_a_flag_a_setting_of_yaml_and_an_option_of_ev
     assert by_yaml.estimator == Prepared(care=0.75)
     assert by_yaml.to_flat()["care"] == 0.75
     assert "| `care` | `Prepared`, `estimator=prepared` | `0.25` | How much care is taken. |" in options()
-    assert not list(obstacles(by_yaml, OFFERS["TRL"]))
-    (refusal,) = obstacles(by_yaml, OFFERS["OpenRLHF"])
+    assert not sentences(unmet_needs(by_yaml, OFFERS["TRL"]))
+    (refusal,) = sentences(unmet_needs(by_yaml, OFFERS["OpenRLHF"]))
     assert refusal.startswith("estimator='prepared': it needs the entropy of each sampled token")
     with pytest.raises(ValueError, match=r"care must be in \[0, 1\], got 2"):
         CounterfactualConfig.from_flat({"estimator": "prepared", "care": 2})
