@@ -1,8 +1,7 @@
 """Tiles, warps and pipeline stages of every kernel that is shipped, as one table.
 
 Chosen by what a row names and nothing else: a result and the number of compilations never depend on lengths. Every row
-compiles without spills for models that exist (`tests/ops/test_aot_*.py`); what the rows choose is recorded in
-`tests/ops/test_tuning.py`.
+compiles without spills for models that exist (`tests/ops/test_aot_*.py`).
 """
 
 from collections.abc import Mapping
