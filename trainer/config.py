@@ -240,7 +240,7 @@ class TrainConfig(
                     "has one ratio there, so that only the sum of its tokens' weights acts"
                 )
         self.check_corrections(self.num_generations)
-        self.check_engine(self.rollout_engine)
+        self.check_engine()
         self.check_rewards()
         if self.dataset == GENERATED and self.kind == "mbpp":
             raise ValueError("dataset: 'generated' has no tests; name a file or hub data set with MBPP's columns")

@@ -17,7 +17,6 @@ from trainer.experimental.settings import CorrectionSettings
 from trainer.processes import ProcessSettings
 from trainer.rewards.settings import RewardSettings
 from trainer.rollouts import RolloutSettings
-from trainer.rollouts.vllm.settings import VllmSettings
 
 
 def settings(*argv: str, kind=TrainConfig):
@@ -112,7 +111,7 @@ def test_settings_written_to_a_file_read_back_the_same(tmp_path) -> None:
 @pytest.mark.parametrize("kind", [TrainConfig, WarmupConfig])
 def test_every_setting_is_documented(kind) -> None:
     texts = {field.name: field.metadata["help"] for field in fields(kind) if "help" in field.metadata}
-    parts = DataConfig, ProcessSettings, RewardSettings, RunSettings, CorrectionSettings, VllmSettings, RolloutSettings
+    parts = DataConfig, ProcessSettings, RewardSettings, RunSettings, CorrectionSettings, RolloutSettings
     for part in (*parts, kind):
         if not issubclass(kind, part):
             continue
@@ -155,14 +154,10 @@ def test_help_shows_the_documentation_and_the_default(capsys) -> None:
         (["--epsilon", "-0.2"], "epsilon must be finite and at least 0, got -0.2"),
         (["--importance_sampling_clip_max", "0"], "importance_sampling_clip_max must be in [1e-38, 1e38], got 0.0"),
         (["--vllm_server_base_url", "http://gpu:1"], "vllm_server_base_url: rollout_engine=transformers does not read"),
-        (
-            ["--rollout_engine=continuous", "--rollout_cache=static"],
-            "rollout_cache: rollout_engine=continuous does not",
-        ),
         (["--rollout_engine=vllm", "--merge_adapters=never"], "merge_adapters: rollout_engine=vllm does not read it"),
         (["--rollout_engine=vllm", "--rollout_cache=static"], "rollout_cache: rollout_engine=vllm does not read it"),
         (["--rollout_engine=vllm", "--vllm_server_base_url=gpu:1"], "vllm_server_base_url must begin with http://"),
-        (["--rollout_engine=vllm", "--vllm_request_timeout=0"], "vllm_request_timeout must be positive and finite"),
+        (["--rollout_engine=vllm", "--vllm_server_timeout=0"], "vllm_server_timeout must be positive and finite"),
         (["--config", "no_such_file.yaml"], "no_such_file.yaml"),
     ],
 )

@@ -143,7 +143,7 @@ def test_accelerate_starts_it(tmp_path) -> None:
             ["--per_device_train_batch_size=4"],
             "^per_device_train_batch_size .* each of 2 processes .* 8 completions of 1",
         ),
-        (["--rollout_engine=continuous"], "^rollout_engine: continuous serves one process, and there are 2"),
+        (["--rollout_engine=vllm"], "^rollout_engine: vllm serves one process, and there are 2"),
         (["--on_nonfinite=skip"], "^on_nonfinite: skip is for one process, and there are 2; take stop"),
         (["--compare_and_correct"], "^compare_and_correct: runs in one process, and there are 2"),
         (["--parallel=fsdp2", "--rollout_cache=static"], "^rollout_cache: static records where the weights are"),

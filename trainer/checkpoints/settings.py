@@ -5,7 +5,7 @@ from dataclasses import dataclass
 MAY_CHANGE = frozenset({
     "output_dir", "resume", "save_steps", "save_total_limit", "eval_steps", "report_to", "log_completions",
     "no_advantage_patience", "device", "parallel", "ddp_timeout", "vllm_server_base_url", "vllm_group_port",
-    "vllm_server_timeout", "vllm_request_timeout",
+    "vllm_server_timeout",
 })  # fmt: skip
 """Settings that a run may go on with changed: where it runs and writes, and how often it saves, tests and logs."""
 STEADY_SCHEDULES = ("constant", "constant_with_warmup")

@@ -1,6 +1,6 @@
 """Sample completions of prompts.
 
-An engine takes prompts with their keys and gives `Rollouts` (`engine.py`); a run has one, chosen by `rollout_engine`,
+An engine takes prompts with their keys and returns `Rollouts` (`engine.py`); a run has one, chosen by `rollout_engine`,
 and samples and evaluates with it. Nothing outside this package knows which.
 """
 
@@ -11,19 +11,12 @@ from trainer.precision import Precision
 from trainer.rollouts.engine import Engine, NonFiniteLogits, Rollouts
 from trainer.rollouts.in_process import TransformersEngine, generate
 from trainer.rollouts.settings import RolloutSettings
-from trainer.rollouts.vllm.engine import VllmEngine, await_server
+from trainer.rollouts.vllm import VllmEngine, await_server
 
 __all__ = [
-    "Engine",
-    "NonFiniteLogits",
-    "RolloutSettings",
-    "Rollouts",
-    "TransformersEngine",
-    "VllmEngine",
-    "await_engine",
-    "engine_for",
-    "generate",
-]
+    "Engine", "NonFiniteLogits", "RolloutSettings", "Rollouts", "TransformersEngine", "VllmEngine", "await_engine",
+    "engine_for", "generate",
+]  # fmt: skip
 
 
 def await_engine(settings: RolloutSettings) -> None:
@@ -33,25 +26,17 @@ def await_engine(settings: RolloutSettings) -> None:
 
 
 def engine_for(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: RolloutSettings,
-    precision: Precision,
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings, precision: Precision,
     max_gap: float,
-) -> Engine:
+) -> Engine:  # fmt: skip
     """Set up the engine that `rollout_engine` names, for a policy; it multiplies as `precision` does.
 
-    `max_gap` is what rounding explains of the distance between its log-probs and the policy's, nats.
+    `max_gap` is the distance between its log-probs and the policy's that rounding explains, nats.
 
     Raises:
         ValueError: the settings ask for what the engine or the model cannot do; the message names the setting.
         ImportError, ConnectionError, NotImplementedError: a server cannot be used; the message says why.
     """
-    dtype = precision.products if precision.is_mixed else None
-    if settings.rollout_engine == "continuous":
-        from trainer.rollouts.continuous.engine import ContinuousEngine  # not in every transformers
-
-        return ContinuousEngine(model, tokenizer, settings, max_gap, dtype)
     if settings.rollout_engine == "vllm":
         return VllmEngine(model, tokenizer, settings, max_gap)
-    return TransformersEngine(model, tokenizer, settings, dtype=dtype)
+    return TransformersEngine(model, tokenizer, settings, dtype=precision.products if precision.is_mixed else None)

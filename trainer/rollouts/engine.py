@@ -1,4 +1,4 @@
-"""What every engine takes and gives: prompts with their keys, and `Rollouts`."""
+"""Inputs and results of every engine: prompts with their keys, and `Rollouts`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from cfa_kernels.losses.off_policy import open_choice, sampling_gaps
-from cfa_kernels.scoring.training_forward import packed_logprobs
+_NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -86,24 +85,15 @@ class NonFiniteLogits(FloatingPointError):
 
 
 class Engine(Protocol):
-    """A way to complete prompts with the policy as it is now.
+    """A way to complete prompts with the policy as it is now."""
 
-    Attributes:
-        notes: what of the settings does not hold for this model, and why, for the run's log.
-    """
-
-    notes: list[str]
+    notes: list[str]  # settings that do not hold for this model, and why, for the run's log
 
     def __call__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_completion_length: int,
-        keys: Sequence[Sequence[int]] | None = None,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
+        self, prompts: Sequence[Sequence[int]], *, max_completion_length: int,
+        keys: Sequence[Sequence[int]] | None = None, temperature: float = 1.0, top_p: float = 1.0,
         names: Sequence[str] | None = None,
-    ) -> Rollouts:
+    ) -> Rollouts:  # fmt: skip
         """Complete B prompts: by sampling with one key of integers per prompt, or greedily without keys.
 
         Args:
@@ -112,11 +102,11 @@ class Engine(Protocol):
             keys: B keys; equal keys draw equal numbers, whatever else is in the batch.
             temperature: divides the logits; log-probs are at it.
             top_p: nucleus, in (0, 1].
-            names: what an error calls the prompts, by default "sample 0", "sample 1", ...
+            names: names of the prompts in errors, by default "sample 0", "sample 1", ...
 
         Raises:
             FloatingPointError: the model gave a prompt logits that are not finite before its completion ended; the
-                message names prompts and the first such token. `NonFiniteLogits` where the completions are known.
+                message names prompts and the first such token. `NonFiniteLogits` if the completions are known.
         """
         ...
 
@@ -124,14 +114,18 @@ class Engine(Protocol):
         """Learn that the policy has changed since the last call; PyTorch does not count what fused optimizers write."""
 
 
-@torch.no_grad()
-def gap_to_policy(
-    model: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], sampled: Sequence[Tensor]
-) -> float:
-    """Measure how far log-probs of B completions, (t,) at temperature 1, are from the policy's, as `trainer.checks`."""
-    rows = [[torch.tensor(row) for row in part] for part in (prompts, completions)]
-    theirs, ours = torch.cat([row.cpu() for row in sampled]), torch.cat(list(packed_logprobs(model, *rows))).cpu()  # type: ignore[arg-type]
-    return float(sampling_gaps(theirs, ours).sum() / open_choice(theirs).sum())
+def require_finite(finite: Tensor, rollouts: Rollouts, names: Sequence[str] | None) -> None:
+    """Raise `NonFiniteLogits` naming the rows of `finite` (B, T) with a False at a token that their mask counts."""
+    mask = rollouts.completion_mask
+    broken = ~finite & mask.bool()
+    if broken.any():
+        rows = broken.any(1).nonzero().flatten().tolist()
+        shown = [names[b] if names else f"sample {b}" for b in rows]
+        raise NonFiniteLogits(
+            f"{', '.join(shown[:_NAMES_SHOWN])} ({len(rows)} of {len(mask)}): the model's logits are not finite "
+            f"(in {shown[0]} from token {int(broken[rows[0]].int().argmax())} on)",
+            rollouts,
+        )
 
 
 def end_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -14,12 +14,11 @@ from cfa_kernels.hf.head import decoding_head
 from cfa_kernels.hf.liger import fused_modules
 from cfa_kernels.hf.model import causal_lm
 from trainer.precision import frozen_copy
-from trainer.rollouts.engine import NonFiniteLogits, Rollouts, end_ids, keyed_uniforms
+from trainer.rollouts.engine import Rollouts, end_ids, keyed_uniforms, require_finite
 from trainer.rollouts.merged import CannotMerge, merged_adapters
 from trainer.rollouts.sampling import FiniteScores, KeyedSampler
 from trainer.rollouts.settings import RolloutSettings
 
-_NAMES_SHOWN = 8
 _FEWEST_ROWS = 8  # of a static cache, doubled until the batch fits
 _LENGTHS = 64  # tokens that a static cache holds are a multiple of it, so that shapes repeat
 
@@ -28,23 +27,15 @@ class TransformersEngine:
     """The policy itself as an engine: adapters merged while it samples, a static cache where there are CUDA graphs.
 
     With a `dtype` it is a copy of the policy in that type, rounded anew from its weights at every call.
-
-    Attributes:
-        notes: what of the settings does not hold for this model, and why.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: RolloutSettings,
-        compile_config: CompileConfig | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings,
+        compile_config: CompileConfig | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         """Find out what `model` can do; `compile_config` says how its decoding step is compiled, if not by default.
 
-        Raises:
-            ValueError: the settings ask for what it cannot; the message names the setting and the reason.
+        Raises `ValueError` for a setting that it cannot follow, with the reason.
         """
         self._policy, self._tokenizer, self._compile_config = model, tokenizer, compile_config
         self._model = model = model if dtype is None else frozen_copy(model, dtype)
@@ -52,15 +43,14 @@ class TransformersEngine:
         self._merges = settings.merge_adapters != "never" and self._can_merge(settings)
         self._cache: StaticCache | None = None  # kept: a CUDA graph reads and writes where it was recorded
         self._shape = 0, 0  # its rows and tokens
-        wanted = settings.rollout_cache
-        if wanted == "auto":
-            wanted = "static" if next(model.parameters()).device.type == "cuda" else "dynamic"
-        obstacle = static_cache_obstacle(causal_lm(model)) if wanted == "static" else None
+        on_gpu = next(model.parameters()).device.type == "cuda"
+        wanted = settings.rollout_cache == "static" or (settings.rollout_cache == "auto" and on_gpu)
+        obstacle = static_cache_obstacle(causal_lm(model)) if wanted else None
         if obstacle and settings.rollout_cache == "static":
             raise ValueError(f"rollout_cache: static was asked for, and {obstacle}; auto takes what the model can")
         if obstacle:
             self.notes.append(f"rollout_cache: dynamic, for {obstacle}; every layer of a decoding step is launched")
-        self._static = wanted == "static" and not obstacle
+        self._static = wanted and not obstacle
 
     def __call__(self, prompts: Sequence[Sequence[int]], **options: Any) -> Rollouts:
         """Complete prompts as `Engine` says."""
@@ -81,7 +71,7 @@ class TransformersEngine:
 
     @torch.no_grad()
     def _round(self) -> None:
-        """Give a copy of the policy the weights of now, in the memory that a CUDA graph reads them from."""
+        # A copy of the policy gets the weights of now in the memory that a CUDA graph reads them from.
         if self._model is not self._policy:
             for rounded, weight in zip(self._model.parameters(), self._policy.parameters(), strict=True):
                 rounded.copy_(weight)
@@ -100,7 +90,6 @@ class TransformersEngine:
             return False
 
     def _cache_for(self, causal: PreTrainedModel, rows: int, longest: int) -> StaticCache:
-        """Empty the cache of the call before, or make one that holds `rows` sequences of `longest` tokens."""
         held_rows = _FEWEST_ROWS
         while held_rows < rows:
             held_rows *= 2
@@ -126,43 +115,34 @@ def static_cache_obstacle(model: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_completion_length: int,
-    keys: Sequence[Sequence[int]] | None = None,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    names: Sequence[str] | None = None,
-    cache: StaticCache | None = None,
-    rows: int = 0,
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], *,
+    max_completion_length: int, keys: Sequence[Sequence[int]] | None = None, temperature: float = 1.0,
+    top_p: float = 1.0, names: Sequence[str] | None = None, cache: StaticCache | None = None, rows: int = 0,
     compile_config: CompileConfig | None = None,
-) -> Rollouts:
+) -> Rollouts:  # fmt: skip
     """Complete B prompts with `model` as it is, as `Engine` says. Leaves the model in the mode it was in.
 
     Args:
         cache: an empty one of fixed size, for `rows` rows.
-        rows: decoded together, at least B: the last prompt again and again, left out of what is given.
+        rows: decoded together, at least B: the last prompt again and again, left out of the result.
         compile_config: how a decoding step with a cache of fixed size is compiled, if not by default.
     """
     device = next(model.parameters()).device
-    count, given = len(prompts), [list(prompt) for prompt in prompts]
-    given += given[-1:] * (rows - count)
-    batch = tokenizer.pad({"input_ids": given}, return_tensors="pt", padding_side="left")
+    count, fed = len(prompts), [list(prompt) for prompt in prompts]
+    fed += fed[-1:] * (rows - count)
+    batch = tokenizer.pad({"input_ids": fed}, return_tensors="pt", padding_side="left")
     prompt_ids, prompt_mask = batch["input_ids"].to(device), batch["attention_mask"].to(device)
     scores, sampler = FiniteScores(), None
     if keys is not None:
-        keys = [*keys, *[keys[-1]] * (len(given) - count)]
+        keys = [*keys, *[keys[-1]] * (len(fed) - count)]
         sampler = KeyedSampler(keyed_uniforms(keys, max_completion_length).to(device), temperature, top_p)
-    special: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
-    if compile_config is not None:
-        special["compile_config"] = compile_config
+    special = {"past_key_values": cache, "compile_config": compile_config}
+    special = {name: value for name, value in special.items() if value is not None}
     causal, training = causal_lm(model), model.training
     model.eval()
     try:
         if cache is None and not static_cache_obstacle(causal):  # layers keep keys and values only
-            special["past_key_values"] = _fed_once(causal, prompt_ids, prompt_mask)
+            special["past_key_values"] = _prompt_cache(causal, prompt_ids, prompt_mask)
         with decoding_head(causal) if cache is None else contextlib.nullcontext():  # or compiled
             sequences = model.generate(  # type: ignore[operator]
                 input_ids=prompt_ids,
@@ -186,7 +166,7 @@ def generate(
     return dataclasses.replace(rollouts, logprobs=torch.stack(sampler.logprobs, 1)[:count] * rollouts.completion_mask)
 
 
-def _fed_once(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> DynamicCache | None:
+def _prompt_cache(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> DynamicCache | None:
     """Feed prompts (B, P) but for their last token, equal ones once; None where no two are equal."""
     rows, places = torch.cat([ids, mask], 1).unique(dim=0, return_inverse=True)
     if len(rows) == len(ids) or ids.shape[1] == 1:
@@ -196,17 +176,3 @@ def _fed_once(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> DynamicCache
     model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=at, past_key_values=cache, use_cache=True)
     cache.batch_select_indices(places)
     return cache
-
-
-def require_finite(finite: Tensor, rollouts: Rollouts, names: Sequence[str] | None) -> None:
-    """Raise `NonFiniteLogits` naming the rows of `finite` (B, T) with a False at a token that their mask counts."""
-    mask = rollouts.completion_mask
-    broken = ~finite & mask.bool()
-    if broken.any():
-        rows = broken.any(1).nonzero().flatten().tolist()
-        called = [names[b] if names else f"sample {b}" for b in rows]
-        raise NonFiniteLogits(
-            f"{', '.join(called[:_NAMES_SHOWN])} ({len(rows)} of {len(mask)}): the model's logits are not finite "
-            f"(in {called[0]} from token {int(broken[rows[0]].int().argmax())} on)",
-            rollouts,
-        )

@@ -47,18 +47,18 @@ def merged_adapters(model: nn.Module) -> Iterator[int]:
     """
     layers = adapted_layers(model)
     _require_mergeable(model, layers)
-    kept: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # with its storage and the values in it
+    originals: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # with its storage and the values in it
     try:
         for name, layer in layers.items():
             own = layer.get_base_layer().parameters(recurse=False)
-            kept += [(parameter, parameter.data, parameter.data.clone()) for parameter in own]
+            originals += [(parameter, parameter.data, parameter.data.clone()) for parameter in own]
             try:
                 layer.merge()
             except Exception as problem:  # each kind of adapter has reasons of its own
                 raise CannotMerge(f"{name}: PEFT does not merge its adapter ({problem!r})") from problem
         yield len(layers)
     finally:
-        for parameter, storage, values in reversed(kept):  # several layers may adapt one module's parameters
+        for parameter, storage, values in reversed(originals):  # several layers may adapt one module's parameters
             storage.copy_(values)
             parameter.data = storage
         for layer in layers.values():
@@ -66,7 +66,7 @@ def merged_adapters(model: nn.Module) -> Iterator[int]:
 
 
 def _require_mergeable(model: nn.Module, layers: dict[str, Any]) -> None:
-    """Raise `CannotMerge` for weights that are quantised, or that something beside the layer computes with."""
+    # Quantised weights, and weights that something beside the layer computes with, are refused.
     if not layers:
         return
     owners = Counter(_place(p) for module in model.modules() for p in module._parameters.values() if p is not None)
@@ -82,7 +82,6 @@ def _require_mergeable(model: nn.Module, layers: dict[str, Any]) -> None:
 
 
 def _place(weight: Tensor) -> int:
-    """Where a tensor's values are; equal for those that share them."""
     return weight.untyped_storage().data_ptr() if _is_plain(weight) and not weight.is_meta else id(weight)
 
 
