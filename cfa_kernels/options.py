@@ -1,4 +1,4 @@
-"""Check options and numbers that a caller gives, before any model is asked.
+"""Check options and numbers before any model runs.
 
 Options are checked against their own declaration: type, choices and range. Rows of numbers become tensors.
 """
@@ -9,7 +9,9 @@ import itertools
 import math
 import textwrap
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache
 from numbers import Real
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -60,35 +62,43 @@ TokenId = Annotated[int, Interval(0)]
 
 def check_fields(part: Any) -> None:
     """Raise `ValueError` naming the first field of a dataclass whose value is not what its annotation says."""
-    hints = get_type_hints(type(part), include_extras=True)
-    for entry in fields(part):
-        value = getattr(part, entry.name)
-        if (wanted := _mismatch(value, hints[entry.name])) is not None:
-            raise ValueError(f"{entry.name} must be {wanted}, got {value!r}")
+    for name, hint in _hints(type(part)).items():  # type: ignore[arg-type]
+        value = getattr(part, name)
+        if (expected := _mismatch(value, hint)) is not None:
+            raise ValueError(f"{name} must be {expected}, got {value!r}")
 
 
-def as_numbers(given: Any, what: str, count: str) -> Tensor:
+@cache
+def _hints(part: type) -> dict[str, Any]:
+    hints = get_type_hints(part, include_extras=True)
+    return {entry.name: hints[entry.name] for entry in fields(part)}
+
+
+def as_numbers(values: Any, name: str, count: str) -> Tensor:
     """Convert a 1-D tensor, an array or a list of numbers to a tensor, fp32 on the host.
 
-    Raises `ValueError` that begins with `what`; `count` names the things that need a number each.
+    Raises `ValueError` that begins with `name`; `count` names the things that need a number each.
     """
-    if isinstance(given, Tensor | np.ndarray):
-        row = torch.as_tensor(given)
+    if isinstance(values, Tensor | np.ndarray):
+        row = torch.as_tensor(values)
         if row.ndim == 1 and not row.is_complex():
             return row.detach().float().cpu()
-        raise ValueError(f"{what}: gave shape {tuple(row.shape)} of {row.dtype}, expected a number for each of {count}")
-    if not isinstance(given, list | tuple):
+        raise ValueError(f"{name}: gave shape {tuple(row.shape)} of {row.dtype}, expected a number for each of {count}")
+    if not isinstance(values, list | tuple):
         raise ValueError(
-            f"{what}: expected a tensor or a list with a number for each of {count}, got {type(given).__name__}"
+            f"{name}: expected a tensor or a list with a number for each of {count}, got {type(values).__name__}"
         )
-    for i, number in enumerate(given):
+    numbers = []
+    for i, number in enumerate(values):
         try:
-            known: float | None = float(number)
-        except (TypeError, ValueError, OverflowError):
-            known = None
-        if known is None or not isinstance(number, Real | Tensor | np.ndarray):
-            raise ValueError(f"{what}[{i}]: expected a number that a float holds, got a {type(number).__name__}")
-    return torch.tensor([float(number) for number in given], dtype=torch.float32)
+            if not isinstance(number, Real | Tensor | np.ndarray):
+                raise TypeError
+            numbers.append(float(number))  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"{name}[{i}]: expected a number that a float holds, got a {type(number).__name__}"
+            ) from error
+    return torch.tensor(numbers, dtype=torch.float32)
 
 
 def option_docs(part: type) -> dict[str, str]:
@@ -105,21 +115,16 @@ def _mismatch(value: Any, hint: Any) -> str | None:
     """Say what `value` should be, if it is not."""
     origin, inside = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        wanted = [_mismatch(value, choice) for choice in inside]
-        return None if None in wanted else " or ".join(dict.fromkeys(filter(None, wanted)))
+        expected = [_mismatch(value, choice) for choice in inside]
+        return None if None in expected else " or ".join(dict.fromkeys(filter(None, expected)))
     if origin is Literal:
-        return (
-            None
-            if any(value is choice or value == choice for choice in inside)
-            else f"one of {', '.join(map(repr, inside))}"
-        )
+        return None if value in inside else f"one of {', '.join(map(repr, inside))}"
     if origin is Annotated:
-        kind, interval = inside[0], inside[1]
-        number = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
-        words = str(interval) if kind is float else f"an integer, {interval}".replace("finite and ", "")
-        return None if number and value in interval else words
-    if hint is type(None):
-        return None if value is None else "None"
-    if isinstance(hint, type) and not getattr(hint, "_is_protocol", False):
-        return None if isinstance(value, hint) else f"a {hint.__name__}"
-    return None if callable(value) else "a function"
+        number, interval = inside
+        matches = isinstance(value, int | number) and not isinstance(value, bool) and value in interval
+        words = str(interval)
+        return None if matches else words if number is float else f"an integer, {words.removeprefix('finite and ')}"
+    kind = origin or hint
+    if kind is Callable or getattr(kind, "_is_protocol", False):
+        return None if callable(value) else "a function"
+    return None if isinstance(value, kind) else "None" if kind is type(None) else f"a {kind.__name__}"

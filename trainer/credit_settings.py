@@ -13,6 +13,7 @@ from cfa_kernels.credit.config import flat_options
 from cfa_kernels.credit.weights import WEIGHTS, Control
 from cfa_kernels.estimators.registry import ESTIMATORS
 from cfa_kernels.options import option_docs
+from cfa_kernels.text.rules import DetectorName
 from trainer.rewards import load_answer_format
 
 CONTROLS: dict[str, Control | None] = {
@@ -56,9 +57,7 @@ _OWN = {
     ),
 }
 _OF_FLAGS = {
-    "detector": Literal["math", "latex", "python", "sentence"],
-    "selection": Literal["first", "longest", "even", "last"],
-    "answer_fallback": Literal["last_number"],
+    "detector": DetectorName,
     "answer_format": str,
 }
 """Types of options that take more in Python than a flag can say."""

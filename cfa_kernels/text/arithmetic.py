@@ -6,7 +6,6 @@ in whatever a model emits.
 """
 
 import re
-from typing import NamedTuple
 
 from .patterns import (
     ANNOTATION,
@@ -14,7 +13,6 @@ from .patterns import (
     CURRENCY,
     DIGITS,
     EQUALS,
-    FRACTION,
     GROUP,
     MINUS,
     Interval,
@@ -22,65 +20,10 @@ from .patterns import (
     sentence_intervals,
 )
 
-
-class LexemeKind(NamedTuple):
-    """Kind of lexeme: its name, and an example in a text."""
-
-    name: str
-    lexeme: str
-    text: str
-
-
-LEXEME_KINDS = {
-    "N": LexemeKind("number, fraction, root or call", "1,250.50", "1,250.50 eggs"),
-    "H": LexemeKind("time of day", "5:30 pm", "at 5:30 pm"),
-    "V": LexemeKind("variable", "x", "x + 1"),
-    "v": LexemeKind("variable behind its coefficient", "x", "2x"),
-    "W": LexemeKind("words", "eggs left", "16 eggs left"),
-    "T": LexemeKind("words in a LaTeX command", r"\text{ eggs}", r"16 \text{ eggs}"),
-    "A": LexemeKind("annotation of a calculator", "<<2+3=5>>", "<<2+3=5>>5"),
-    "U": LexemeKind("currency sign", "$", "$5"),
-    "E": LexemeKind("equals sign or its like", "=", "2 + 3 = 5"),
-    "O": LexemeKind("operator", "*", "2 * 3"),
-    "o": LexemeKind("the word of, as a product", "of", "20% of 50"),
-    "M": LexemeKind("minus before a blank", "-", "5 - 3"),
-    "m": LexemeKind("tight minus: a sign, a difference or a range", "-", "5-3"),
-    "d": LexemeKind("tight slash", "/", "1/2"),
-    "S": LexemeKind("emphasis or a power", "**", "2 ** 3"),
-    "I": LexemeKind("bracket that opens a factor", "(", "2(3 + 4)"),
-    "P": LexemeKind("other opening bracket", "(", "(3 + 4)"),
-    "C": LexemeKind("closing bracket, percent or degree sign", "%", "20%"),
-    "L": LexemeKind("line break", "\n", "2\n3"),
-    "B": LexemeKind("label or sign that no expression contains", "2020-01-02", "on 2020-01-02"),
-}
-"""Kinds of lexemes, by the letter for each in expressions over kinds."""
-
 _BEFORE_NUMBER = r"(?=\s{1,4}[\d$(\\.])"
 _WORD_OPERATOR = rf"(?:plus|minus|times|mod|divided|multiplied|equals|is equal|of(?: the)?{_BEFORE_NUMBER})"
 _WORD = r"(?:[^\W\d_]{2,}(?:['’/-][^\W\d_]+){0,4}(?:-\d{1,4}(?![\d.,]))?|[aAI](?= [^\W\d_]{2}))"
 
-# A call, a root or a binomial is one operand with all that it takes: no expression begins inside it. Arithmetic in
-# brackets right after a word, "eggs(16-3=13)", is not a call.
-_IN_PARENTHESES = r"\((?:[^()\n]|\([^()\n]{0,60}\)){1,60}\)"
-_CALL = (
-    rf"(?=\w{{1,13}}+\()(?<!\d)(?:[a-zA-Z](?=\((?:[^()\n]{{0,60}}\d|[a-zA-Z]\)))"
-    r"|[^\W\d_]\w{1,12}(?=\([^()\n]{0,60}\d)(?!\([^()\n,=]{0,60}[+*/×÷-][^()\n,=]{0,60}=))"
-    rf"{_IN_PARENTHESES}"
-)
-_LATEX_CALL = (
-    rf"\\(?:sqrt\s?(?:\[[^\]\n]{{1,6}}\])?\s?(?:{GROUP}|\d)|[dt]?binom\s?{GROUP}\s?{GROUP}"
-    rf"|(?:log|ln|lg|exp|sin|cos|tan|max|min|gcd|lcm)(?![a-zA-Z])(?:[_^](?:\w|{GROUP})){{0,2}}"
-    rf"\s?(?:{GROUP}|{_IN_PARENTHESES}|{DIGITS}))"
-)
-# Dates, telephone numbers, addresses, lengths in a style sheet: digits that no one calculates with, unless an equals
-# sign follows.
-_DAY, _MONTH, _YEAR = r"(?:0?[1-9]|[12]\d|3[01])", r"(?:0?[1-9]|1[0-2])", r"(?:1[5-9]|20)\d\d"
-_LABEL = (
-    r"(?=\d{1,4}+(?:[/.-]|[ ]\d{3}-|px|rem|v[hw]))"
-    rf"(?:(?:{_DAY}/{_DAY}/(?:\d{{4}}|\d\d)|{_YEAR}-{_MONTH}-{_DAY}|{_YEAR}/{_MONTH}/{_DAY}|{_DAY}-{_DAY}-{_YEAR}"
-    r"|(?:\d{1,3}[- ])?\d{3}-\d{3}-\d{4}|\d{3}-\d\d-\d{4}|\d+(?:\.\d+){2,8})(?![\w/-]|\s?[=＝])"
-    r"|\d+(?:\.\d+)?(?:px|rem|vh|vw)\b)"
-)
 _CLOCK = r"\d{1,2}:\d\d(?::\d\d)?(?:\s?[apAP]\.?[mM]\b\.?)?(?![\d:])"
 
 # Grouped by first character, tried in order: most of a text is words and numbers, and this decides the speed.
@@ -89,17 +32,14 @@ _LEXEMES = {
         ("O", rf"(?:plus|minus|times|mod|divided by|multiplied by){_BEFORE_NUMBER}"),
         ("o", rf"of(?: the)?{_BEFORE_NUMBER}"),
         ("E", rf"(?:equals|is equal to){_BEFORE_NUMBER}"),
-        ("B", r"(?:https?://|www\.)\S{1,2000}"),
-        ("N", _CALL),
         ("W", rf"{_WORD}(?: (?!{_WORD_OPERATOR}){_WORD}(?![\w(])){{0,5}}"),
         ("O", r"(?<=[\d\s)}%$])[xX](?=\s?[\d$(\\.])"),
         ("v", r"(?<=\d)[a-zA-Z](?![\w'’])"),  # a variable's coefficient stands before it
         ("V", r"[a-zA-Z](?:_\{?\w{1,3}\}?)?(?![\w'’])"),
     ],
     r"(?=[\d.\\])": [
-        ("B", _LABEL),
         ("H", _CLOCK),
-        ("N", rf"{DIGITS}|{FRACTION}|{_LATEX_CALL}"),
+        ("N", rf"{DIGITS}|\\[cdt]?(?:frac|binom|sqrt)\s?(?:\[\w{{1,6}}\])?{GROUP}(?:\s?{GROUP})?"),
     ],
     "": [
         ("A", ANNOTATION),
@@ -138,11 +78,6 @@ _CLEARLY_ARITHMETIC = re.compile("[EAOM]|(?:[md].*){2}")
 _NAME_BEFORE = re.compile(r"\\?[^\W\d_]\w{0,20}\Z")
 
 _FROM_TO = re.compile(r"[PUS]{0,8}(N)[CUS]{0,8}(?:WT?|T)?M[PUS]{0,8}(N)[CUS]{0,8}")
-_FROM_TO_CLOCK = re.compile(r"[PUS]{0,8}H[CUS]{0,8}(?:WT?|T)?[Mm][PUS]{0,8}[HN][CUS]{0,8}")
-_NUMBERED_THING = re.compile(
-    r"\b(?i:chapters?|pages?|pp?\.|sections?|rooms?|steps?|parts?|questions?|problems?|days?|weeks?|figures?|tables?"
-    r"|lessons?|units?|grades?|levels?|no\.|number|version|route|highway|ages?|aged)\s?\Z"
-)
 _SIZE_OF = re.compile(
     r"[s-]?\s?(?i:lumber|boards?|planks?|studs?|beams?|photos?|prints?|pictures?|frames?|canvas|grids?|matrix|matrices"
     r"|tiles?|cards?|rugs?|inch(?:es)?|in\.)\b"
@@ -246,13 +181,8 @@ def _is_range_or_size(text: str, lexemes: list[re.Match[str]], expression: re.Ma
     kinds, (first, after) = expression.group(), expression.span()
     if "E" in kinds or "A" in kinds or (first and _KIND_OF_GROUP[lexemes[first - 1].lastindex or 0] == "E"):
         return False
-    if _FROM_TO_CLOCK.fullmatch(kinds):
-        return True
     if pair := _FROM_TO.fullmatch(kinds):
         low, high = (lexemes[first + pair.start(group)].group().strip().replace(",", "") for group in (1, 2))
-        start = lexemes[first].start(lexemes[first].lastindex or 0)
-        if _NUMBERED_THING.search(text, max(0, start - 16), start):
-            return True
         return all(number.replace(".", "", 1).isdecimal() for number in (low, high)) and float(low) < float(high)
     signs = {lexeme.group().strip() for lexeme, kind in zip(lexemes[first:after], kinds, strict=True) if kind == "O"}
     return signs <= {"x", "X"} and bool(signs) and bool(_SIZE_OF.match(text, lexemes[after - 1].end()))
@@ -268,9 +198,3 @@ def ranked_math_intervals(text: str) -> tuple[list[Interval], list[Interval]]:
     """
     arithmetic = _arithmetic_intervals(text)
     return arithmetic, list(clear_of(sentence_intervals(text), arithmetic, len(text)))
-
-
-def math_intervals(text: str) -> list[Interval]:
-    """Find arithmetic expressions in order of position, then the other sentences: the detector "math" as one list."""
-    arithmetic, sentences = ranked_math_intervals(text)
-    return arithmetic + sentences

@@ -8,7 +8,7 @@ from .patterns import GROUP, LETTER_OR_DIGIT, Interval, clear_of, sentence_inter
 
 _MARK = re.compile(
     r"\\begin\{(?P<begin>[a-zA-Z]{1,20}\*?)\}(?:\{\d{0,3}\}|\[[tcb]\])?|\\end\{(?P<end>[a-zA-Z]{1,20}\*?)\}"
-    r"|(?P<row>\\\\(?:\*|[ ]?\[-?[\d.]{1,8}[ ]?[a-z]{2}\])?)|\\[\s\S]|\$\$?|(?P<paragraph>\n[ \t\r]*\n)|\[asy\]"
+    r"|(?P<row>\\\\(?:\*|[ ]?\[-?[\d.]{1,8}[ ]?[a-z]{2}\])?)|\\[\s\S]|\$\$?|(?P<paragraph>\n[ \t\r]*\n)"
 )
 _DISPLAYS = frozenset(
     name + star
@@ -33,20 +33,15 @@ _COMMAND = re.compile(r"\\[a-zA-Z]|[\^_]")
 _AMOUNT = re.compile(r"\d|\.\d|\s?<<")
 _ANNOTATED = re.compile("<<|>>")
 _OPEN_END = re.compile(r"[+\-*/−–－]\s*\Z|=\s+\Z")
-_ENVIRONMENT_ALONE = re.compile(
-    r"(?:\\(?:begin|end)\{[^{}\n]{1,30}\}(?:\[[^\[\]\n]{0,30}\]|\{[^{}\n]{0,30}\}){0,2}\s*)+"
-)
 
 
 def ranked_latex_intervals(text: str) -> tuple[list[Interval], list[Interval], list[Interval]]:
     r"""Find equations, other formulas, and the sentences that overlap none, each in order of position.
 
-    Equations are displayed formulas (`\[ \]`, `$$ $$`, `equation`, `align`, `gather` and their like, split at the `\\`
-    of their rows, but not at those of a matrix) and formulas in the line (`$ $`, `\( \)`) that hold an equals sign or
-    one of its like (`\approx`, `\equiv`). Other formulas are those in the line that hold another operator or relation;
-    a name, number, power or fraction by itself is not one. Delimiters and outer blanks stay out. A display that nothing
-    closes reaches to the end of its paragraph, a formula in the line that nothing closes counts only where the text
-    ends in it. A dollar that marks a price opens no formula; drawings (`[asy]`) are left out.
+    Equations are displayed formulas, split at the `\\` of their rows, and formulas in the line that hold an equals sign
+    or one of its like (`\approx`, `\equiv`). Other formulas are those in the line that hold another operator or
+    relation; a name, number, power or fraction by itself is not one. A display that nothing closes reaches to the end
+    of its paragraph; a formula in the line that nothing closes counts only if the text ends in it.
     """
     equations: list[Interval] = []
     others: list[Interval] = []
@@ -60,11 +55,7 @@ def ranked_latex_intervals(text: str) -> tuple[list[Interval], list[Interval], l
                 continue
         (equations if formula.displayed or is_equation else others).extend(rows)
         regions.append(formula.whole)
-    sentences = [
-        sentence
-        for sentence in clear_of(sentence_intervals(text), regions, len(text))
-        if not _ENVIRONMENT_ALONE.fullmatch(text, *sentence)
-    ]
+    sentences = list(clear_of(sentence_intervals(text), regions, len(text)))
     return equations, others, sentences
 
 
@@ -75,32 +66,26 @@ class _Formula(NamedTuple):
 
 
 def _formulas(text: str) -> Iterator[_Formula]:
-    """Find formulas in order of position; a drawing is a display without rows."""
+    """Find formulas in order of position."""
     marks = list(_MARK.finditer(text))
     i = 0
     while i < len(marks):
-        first, mark, found = i, marks[i], None
+        first, mark, formula = i, marks[i], None
         match mark.group():
             case "$$":
-                i, found = _display(text, marks, i, "$$")
-                if _is_doubled_price(text[slice(*found.whole)]):
-                    i, found = first + 1, None
+                i, formula = _display(text, marks, i, "$$")
+                if _is_doubled_price(text[slice(*formula.whole)]):
+                    i, formula = first + 1, None
             case r"\[":
-                i, found = _display(text, marks, i, r"\]")
-            case "[asy]":
-                end = text.find("[/asy]", mark.end())
-                end = len(text) if end < 0 else end
-                found = _Formula((mark.start(), end), [], True)
-                while i < len(marks) and marks[i].start() < end:
-                    i += 1
+                i, formula = _display(text, marks, i, r"\]")
             case "$" | r"\(":
-                i, found = _in_line(text, marks, i)
+                i, formula = _in_line(text, marks, i)
             case _ if mark["begin"] in _DISPLAYS | _BY_ROWS:
-                i, found = _display(text, marks, i, "")
+                i, formula = _display(text, marks, i, "")
             case _:
                 i += 1
-        if found:
-            yield found
+        if formula:
+            yield formula
 
 
 def _display(text: str, marks: list[re.Match[str]], first: int, closer: str) -> tuple[int, _Formula]:

@@ -3,7 +3,6 @@
 Positions come from the sampled ids themselves; nothing is ever tokenised again.
 """
 
-import codecs
 import itertools
 import json
 import operator
@@ -11,7 +10,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,8 +40,7 @@ class TokenOffsets(NamedTuple):
         return list(zip(first.tolist(), after.tolist(), strict=True))
 
 
-# Byte-level BPE's alphabet.
-_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # byte-level BPE's alphabet
 _FALLBACK_BYTE = re.compile(r"<0x([0-9a-fA-F]{2})>")
 _SENTENCEPIECE = [
     {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
@@ -52,94 +50,77 @@ _SENTENCEPIECE = [
 _STRIP_ONE_BLANK = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
-def _token(i: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Look up an id in a fast tokenizer, whose ids are unsigned 32-bit; `None` for one that it does not have."""
-    return cast("str | None", tokenizer.convert_ids_to_tokens(i)) if 0 <= i < 2**32 else None
-
-
 class _Vocabulary:
-    """Facts about a tokenizer's ids, found once per id: those without text, and bytes where they are fixed.
+    """Facts about a tokenizer's ids: those without text, and bytes of all where they are fixed.
 
     `style` says how ids become text. "byte_level": each id is a fixed byte string, the text is their UTF-8
-    reading (GPT-2, Qwen, Llama 3). "byte_fallback": the same, as long as the bytes are valid UTF-8 (Llama 2,
-    Mistral, Gemma). "opaque": only the tokenizer's own `decode` can tell.
+    reading (GPT-2, Qwen, Llama 3). "byte_fallback": the same, but each byte of a run that is not UTF-8 is a
+    replacement character (Llama 2, Mistral, Gemma). "opaque": only the tokenizer's own `decode` can tell.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
-        self.pieces: dict[int, bytes] = {}
-        self.single_bytes: set[int] = set()  # ids that spell one fallback byte
-        self.strips_blank = False
-        self.style = "opaque"
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        # A tokenizer without a fast backend may answer any id with its unknown token: ask its vocabulary.
-        self.known = None if backend is not None else {*tokenizer.get_vocab().values(), *added}
-        decoder = getattr(backend, "decoder", None)
-        if decoder is None:
-            return
-        state = json.loads(decoder.__getstate__())
-        steps = state.get("decoders", [])
-        if state["type"] == "ByteLevel":
-            self.style = "byte_level"
-        elif steps[:3] == _SENTENCEPIECE and steps[3:] in ([], [_STRIP_ONE_BLANK]):
-            self.style, self.strips_blank = "byte_fallback", len(steps) == 4
-        if self.style != "opaque" and not self._agrees_with(tokenizer):
+        tokens = {i: token for token, i in tokenizer.get_vocab().items()} | {
+            i: str(token) for i, token in added.items()
+        }
+        self.fallback_bytes = {i for i, token in tokens.items() if _FALLBACK_BYTE.fullmatch(token)}
+        self.style, self.strips_blank = _style(tokenizer)
+        self.pieces = {i: b"" if i in self.special else self._bytes(token) for i, token in tokens.items()}
+        # A subclass may decode in its own way.
+        probe = sorted(tokens.keys() - self.fallback_bytes)[:: max(1, len(tokens) // 500)]
+        if self.style != "opaque" and self.offsets(probe, tokenizer).text != self.decode(probe, tokenizer):
             self.style = "opaque"
-            self.pieces.clear()
-
-    def _agrees_with(self, tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Check the bytes against the tokenizer's own decoding, which a subclass may have changed."""
-        probe = [
-            i
-            for i in range(0, len(tokenizer), max(1, len(tokenizer) // 500))
-            if (token := _token(i, tokenizer)) is not None and not _FALLBACK_BYTE.fullmatch(token)
-        ]
-        return self.offsets(probe, tokenizer).text == self.decode(probe, tokenizer)
 
     def decode(self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-        kept = [i for i in ids if i not in self.special]
-        text = tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(text)
+        spoken = [i for i in ids if i not in self.special]
+        return str(tokenizer.decode(spoken, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def offsets(self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> TokenOffsets:
         try:
-            pieces = list(map(self.pieces.__getitem__, ids))
-        except KeyError:
-            pieces = [self._piece(i, position, tokenizer) for position, i in enumerate(ids)]
+            pieces = [self.pieces[i] for i in ids]
+        except KeyError as error:
+            i = error.args[0]
+            raise ValueError(
+                f"token_ids[{ids.index(i)}] is {i}, outside the tokenizer's vocabulary of {len(tokenizer)} ids"
+            ) from None
         if self.style == "opaque":
             return _incremental_offsets(ids, self.special, lambda part: self.decode(part, tokenizer))
         offsets = _byte_offsets(pieces, self.strips_blank)
         if self.style == "byte_fallback" and REPLACEMENT in offsets.text:
-            kept = [t for t, i in enumerate(ids) if i not in self.special]
-            runs = [
-                list(run) for spelled, run in itertools.groupby(kept, lambda t: ids[t] in self.single_bytes) if spelled
-            ]
-            return _offsets_with_broken_runs(pieces, runs, self.strips_blank)
+            return _byte_offsets(self._with_replacements(ids, pieces), self.strips_blank)
         return offsets
 
-    def _piece(self, i: int, position: int, tokenizer: PreTrainedTokenizerBase) -> bytes:
-        if i in self.pieces:
-            return self.pieces[i]
-        token = _token(i, tokenizer) if self.known is None else "" if i in self.known else None
-        if token is None:
-            raise ValueError(
-                f"token_ids[{position}] is {i}, outside the tokenizer's vocabulary of {len(tokenizer)} ids"
-            )
-        self.pieces[i] = b"" if i in self.special or self.style == "opaque" else self._bytes(token)
-        if self.style == "byte_fallback" and _FALLBACK_BYTE.fullmatch(token):
-            self.single_bytes.add(i)
-        return self.pieces[i]
+    def _with_replacements(self, ids: Sequence[int], pieces: list[bytes]) -> list[bytes]:
+        spoken = [t for t, i in enumerate(ids) if i not in self.special]
+        for is_byte, run in itertools.groupby(spoken, lambda t: ids[t] in self.fallback_bytes):
+            places = list(run)
+            data = b"".join(pieces[t] for t in places)
+            if is_byte and data.decode("utf-8", "ignore").encode() != data:
+                for t in places:
+                    pieces[t] = REPLACEMENT.encode()
+        return pieces
 
     def _bytes(self, token: str) -> bytes:
         if self.style == "byte_fallback":
-            if byte := _FALLBACK_BYTE.fullmatch(token):
-                return bytes([int(byte[1], 16)])
-            return token.replace("▁", " ").encode()
+            byte = _FALLBACK_BYTE.fullmatch(token)
+            return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
         try:
             return bytes([_BYTE_OF[character] for character in token])
         except KeyError:  # an added token, kept as it is written
             return token.encode()
+
+
+def _style(tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
+    """Read a fast tokenizer's style from its decoder, and whether it strips one blank before the text."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    state = json.loads(decoder.__getstate__()) if decoder else {}
+    steps = state.get("decoders", [])
+    if state.get("type") == "ByteLevel":
+        return "byte_level", False
+    if steps[:3] == _SENTENCEPIECE and steps[3:] in ([], [_STRIP_ONE_BLANK]):
+        return "byte_fallback", len(steps) == 4
+    return "opaque", False
 
 
 def _byte_offsets(pieces: list[bytes], strips_blank: bool) -> TokenOffsets:
@@ -164,58 +145,6 @@ def _byte_offsets(pieces: list[bytes], strips_blank: bool) -> TokenOffsets:
     shared = np.flatnonzero(~np.append(opens, True)[bounds[:-1]])
     starts[[t for t in shared if text[starts[t] - 1] != REPLACEMENT]] -= 1
     return TokenOffsets(text, starts, ends)
-
-
-def _offsets_with_broken_runs(pieces: list[bytes], runs: list[list[int]], strips_blank: bool) -> TokenOffsets:
-    """Compute offsets where fallback bytes that are not UTF-8 decode run by run, a replacement character per byte.
-
-    Linear in the tokens, where decoding prefix after prefix is not: a run can break its first bytes by its last.
-
-    Args:
-        pieces: T byte strings, one a token.
-        runs: the places of neighbouring tokens that are one fallback byte each.
-        strips_blank: as in `_byte_offsets`.
-    """
-    pieces, broken = pieces[:], list[tuple[list[int], bytes]]()
-    for run in runs:
-        data = b"".join(pieces[t] for t in run)
-        if next(_invalid_utf8(data), None):
-            broken.append((run, data))
-            for t in run:
-                pieces[t] = REPLACEMENT.encode()
-    offsets = _byte_offsets(pieces, strips_blank)
-    opening = next((t for t, piece in enumerate(pieces) if piece), 0)
-    for run, data in broken:
-        first = int(offsets.starts[run[0]])
-        agreed, reached = _broken_run_prefixes(data, strips_blank and run[0] == opening)
-        after = np.searchsorted(run, np.arange(run[0], run[-1] + 2))  # tokens of the run before each token
-        offsets.starts[run[0] : run[-1] + 1] = first + agreed[after[:-1]]
-        offsets.ends[run[0] : run[-1] + 1] = first + reached[after[1:]]
-    return offsets
-
-
-def _broken_run_prefixes(data: bytes, strips_blank: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Count characters of a broken run that stay, and that are begun, before all and after each of its bytes.
-
-    A prefix that happens to be UTF-8 shows as such until the next byte breaks it.
-    """
-    decoder, shown, complete = codecs.getincrementaldecoder("utf-8")(), 0, True
-    agreed, reached = [0], [0]
-    for k in range(len(data)):
-        if shown >= 0:
-            try:
-                shown += len(decoder.decode(data[k : k + 1]))
-                complete = not decoder.getstate()[0]
-            except UnicodeDecodeError:
-                shown, complete = -1, False
-        if complete:
-            visible = shown - (strips_blank and data[:1] == b" ")
-            agreed.append(agreed[-1])
-            reached.append(max(reached[-1], agreed[-1] + (visible > agreed[-1])))
-        else:
-            agreed.append(k + 1)
-            reached.append(k + 1)
-    return np.array(agreed), np.array(reached)
 
 
 def _invalid_utf8(data: bytes) -> Iterator[tuple[int, int]]:
@@ -291,15 +220,11 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> _Vocabulary:
 
 def _as_ids(token_ids: Sequence[int] | torch.Tensor) -> list[int]:
     if isinstance(token_ids, torch.Tensor):
-        if token_ids.ndim != 1:
-            raise ValueError(f"token_ids must be 1-D, got a tensor of shape {tuple(token_ids.shape)}")
-        if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
-            raise TypeError(f"token_ids must be integers, got a tensor of {token_ids.dtype}")
+        if token_ids.ndim != 1 or token_ids.dtype == torch.bool or token_ids.dtype.is_floating_point:
+            raise TypeError(f"token_ids must be 1-D integers, got {token_ids.dtype} of shape {tuple(token_ids.shape)}")
         return token_ids.tolist()
     ids = list(token_ids)
-    if set(map(type, ids)) <= {int}:
-        return ids
-    for position, i in enumerate(ids):
+    for position, i in enumerate(ids if set(map(type, ids)) - {int} else ()):
         if isinstance(i, bool) or not hasattr(i, "__index__"):
             raise TypeError(f"token_ids[{position}] must be an integer, got {i!r}")
     return [operator.index(i) for i in ids]
@@ -308,20 +233,16 @@ def _as_ids(token_ids: Sequence[int] | torch.Tensor) -> list[int]:
 def token_offsets(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> TokenOffsets:
     """Decode a completion and tell which characters each sampled token spells.
 
-    The text is the tokenizer's decoding of the ids without special tokens and without clean-up of blanks. The
-    offsets are those of incremental decoding: token t holds the characters that its arrival completes or
-    begins. For byte-level and byte-fallback tokenizers they are computed from the tokens' bytes in one pass,
-    with no decode call.
-
-    Bytes that are not UTF-8 decode to U+FFFD. Such a character belongs to the token that begins it; a token that
-    only continues it has an empty interval.
+    The text is the tokenizer's decoding of the ids without special tokens and without clean-up of blanks. A token
+    holds the characters that its arrival completes or begins. Bytes that are not UTF-8 decode to U+FFFD, which belongs
+    to the token that begins it; a token that only continues it has an empty interval.
 
     Args:
         token_ids: (T,) sampled ids, a sequence of ints or an integer tensor; T may be 0.
         tokenizer: a transformers tokenizer.
 
     Raises:
-        TypeError: ids that are not integers.
-        ValueError: ids that are not 1-D, or outside the tokenizer's vocabulary.
+        TypeError: ids that are not integers, or not 1-D.
+        ValueError: ids outside the tokenizer's vocabulary.
     """
     return _vocabulary(tokenizer).offsets(_as_ids(token_ids), tokenizer)

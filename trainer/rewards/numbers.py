@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from cfa_kernels import answer_text_span
-from cfa_kernels.text.rules import AnswerFormat
+from cfa_kernels.text.rules import AnswerFormat, Fallback
 
 _LONGEST = 1000  # characters of a number: Python reads no integer of more than 4,300 digits
 _MINUS = str.maketrans({"−": "-", "–": "-", "－": "-"})
@@ -43,7 +43,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def final_number(
-    text: str, answer_format: AnswerFormat | None = None, answer_fallback: str | None = None
+    text: str, answer_format: AnswerFormat | None = None, answer_fallback: Fallback | None = None
 ) -> Fraction | None:
     """Read the number a completion gives as its answer, None if it gives none; options are `answer_text_span`'s."""
     span = answer_text_span(text, answer_format=answer_format, answer_fallback=answer_fallback)
@@ -58,7 +58,7 @@ def gold_number(answer: str) -> Fraction | None:
 
 def exact_match(
     *, completions: Sequence[str], answer: Sequence[str], answer_format: AnswerFormat | None = None,
-    answer_fallback: str | None = None, **_: Any,
+    answer_fallback: Fallback | None = None, **_: Any,
 ) -> list[float | None]:  # fmt: skip
     """Give 1 where the completion's number equals that of the data set's answer, else 0.
 

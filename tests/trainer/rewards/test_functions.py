@@ -33,7 +33,6 @@ FORMS_OF_18 = [
     "**Final Answer:** $18.00",
     "The answer is:\n$$18$$",
     "<think>It is 17. #### 17</think><answer>18</answer>",
-    "答案是18。",
     "#### 1. Multiply\n9*2=18\n#### 2. Stop\nThe answer is 18.",
 ]
 
