@@ -43,6 +43,7 @@ lint: $(SETUP)
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 gpu: $(SETUP)
+	$(PY) -m pytest -n 12 --dist worksteal
 	$(PY) -m benchmarks
 
 # The same on a GPU that is there for an hour only: in the order in which it pays, each step within nine minutes.

@@ -121,7 +121,7 @@ def to_yaml(config: Any) -> str:
 
 def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
     try:
-        settings = yaml.load(path.read_text(encoding="utf-8"), _Yaml) or {}  # noqa: S506 (a SafeLoader)
+        settings = yaml.load(path.read_text(encoding="utf-8"), _Yaml) or {}
     except UnicodeDecodeError as problem:
         raise ValueError(f"{path}: is not UTF-8 text: {problem}; save it as UTF-8") from problem
     except (yaml.YAMLError, ValueError, RecursionError) as problem:

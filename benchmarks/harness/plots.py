@@ -80,7 +80,6 @@ def plot_steps(figures: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figures = [figure for figure in figures if "sampling_seconds" not in figure]
     groups = list(dict.fromkeys(figure["group"] for figure in figures))
     canvas, panels = pyplot.subplots(len(groups), 1, figsize=(8, 3.8 * len(groups)), squeeze=False)
     for panel, group in zip(panels[:, 0], groups, strict=True):
@@ -105,11 +104,18 @@ def plot_steps(figures: list[dict[str, Any]], path: Path) -> None:
 def plot_results(results: Path) -> list[Path]:
     """Write every picture that a result file holds figures for; return their paths."""
     parts = json.loads(results.read_text())["parts"]
+    figures = {name: part.get("figures", []) for name, part in parts.items()}
+    scoring = figures.get("scoring", [])
+    drawings = (
+        ("sweeps", plot_growth, [figure for figure in scoring if "axis" in figure]),
+        ("scoring", plot_times, [figure for figure in scoring if "axis" not in figure]),
+        ("step", plot_steps, figures.get("step", [])),
+    )
     written = []
-    for part, draw in (("sweeps", plot_growth), ("scoring", plot_times), ("step", plot_steps)):
-        if figures := parts.get(part, {}).get("figures"):
-            written.append(results.with_name(f"{results.stem}-{part}.png"))
-            draw(figures, written[-1])
+    for name, draw, chosen in drawings:
+        if chosen:
+            written.append(results.with_name(f"{results.stem}-{name}.png"))
+            draw(chosen, written[-1])
     return written
 
 

@@ -13,29 +13,21 @@ fails. One that cannot run here (a package that is missing) is absent: no time e
 
 import functools
 import gc
-import math
-import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-
-from benchmarks.harness.progress import write_json
 
 CACHE_BYTES = 256 << 20
 """Read before each device-clocked round: more than the L2 cache of any GPU so far."""
 
 SPIN_CYCLES, MAX_SPIN_CYCLES = 4_000_000, 400_000_000
 """How long a device spins before a round, at least and at most: some 2 and 200 ms."""
-
-
-OUT_OF_TIME = "the time for this part was over before its turn"
 
 
 class WrongAnswer(AssertionError):
@@ -76,8 +68,6 @@ class Lap:
     absent: str | None = None
     check_seconds: float = 0.0
     """Of the first run, one-time work and counting included."""
-    cut: bool = False
-    """The budget's time ended before all its rounds, or before its turn came."""
 
     @property
     def median(self) -> float:
@@ -89,21 +79,11 @@ class Lap:
 
 @dataclass(frozen=True)
 class Budget:
-    """Number of rounds of a race: as many as fit in `seconds`, between two bounds.
-
-    Attributes:
-        until: reading of `time.monotonic` after which no contender is checked and no round begun.
-        note: is given the laps after every check and every round, so that they outlive a killed process.
-    """
+    """Number of rounds of a race: as many as fit in `seconds`, between two bounds."""
 
     seconds: float = 60.0
     min_rounds: int = 5
     max_rounds: int = 30
-    until: float = math.inf
-    note: Callable[[Mapping[str, Lap]], None] = lambda laps: None
-
-    def is_over(self, seconds_needed: float = 0.0) -> bool:
-        return time.monotonic() + seconds_needed > self.until
 
     def rounds(self, seconds_per_round: float) -> int:
         return int(min(max(self.seconds / max(seconds_per_round, 1e-9), self.min_rounds), self.max_rounds))
@@ -124,11 +104,7 @@ def race(
     """
     if len({contender.name for contender in contenders}) != len(contenders):
         raise ValueError(f"contenders must differ by name, got {[contender.name for contender in contenders]}")
-    laps: dict[str, Lap] = {}
-    for contender in contenders:
-        late = Lap(contender.name, absent=OUT_OF_TIME, cut=True)
-        laps[contender.name] = late if budget.is_over() else _checked(contender, device)
-        budget.note(laps)
+    laps = {contender.name: _checked(contender, device) for contender in contenders}
     running = [c for c in contenders if laps[c.name].absent is None and laps[c.name].refused is None]
     if not running:
         return laps
@@ -137,25 +113,16 @@ def race(
         for c in running
     }
     per_round = sum(laps[contender.name].check_seconds for contender in running)
-    if (device.type == "cuda" or per_round < budget.seconds / 10) and not budget.is_over(per_round):
+    if device.type == "cuda" or per_round < budget.seconds / 10:
         # The first run compiled and loaded; a second that does not count shows what a round really takes.
         per_round = sum(clocks[contender.name](contender.run) for contender in running)
-    rounds = budget.rounds(per_round)
-    for i in range(rounds):
-        if budget.is_over(per_round if i else 0.0):
-            for contender in running:
-                laps[contender.name].cut = True
-            break
+    for i in range(budget.rounds(per_round)):
         turn = i % len(running)
         for contender in running[turn:] + running[:turn]:
             laps[contender.name].seconds.append(clocks[contender.name](contender.run))
-        budget.note(laps)
     for name, timed in clocks.items():
-        lap = laps[name]
-        if not lap.seconds:
-            lap.absent = OUT_OF_TIME
-        elif isinstance(timed, DeviceClock):
-            lap.facts |= timed.facts(len(lap.seconds))
+        if isinstance(timed, DeviceClock):
+            laps[name].facts |= timed.facts(len(laps[name].seconds))
     return laps
 
 
@@ -290,55 +257,25 @@ def spread(seconds: Sequence[float]) -> dict[str, float | int]:
     }
 
 
+@dataclass
 class Figures:
-    """Everything one session measured, in the form that result files keep.
+    """Everything one session measured, in the form that result files keep; each entry names its `group`.
 
     Attributes:
-        figures, ratios, absent, refused, checks, builds, profiles: entries with a "group" each.
+        figures, ratios, absent, refused, checks, builds, profiles: entries.
         workloads: what was measured, by name.
-        cut: group and name of what the time was too short for.
-        unfinished: laps of the race that is going on: what a killed process leaves of it.
+        failed: tests that failed.
     """
 
-    def __init__(self) -> None:
-        self.figures: list[dict[str, Any]] = []
-        self.ratios: list[dict[str, Any]] = []
-        self.absent: list[dict[str, str]] = []
-        self.refused: list[dict[str, str]] = []
-        self.checks: list[dict[str, Any]] = []
-        self.builds: list[dict[str, Any]] = []
-        self.profiles: list[dict[str, Any]] = []
-        self.workloads: dict[str, dict[str, Any]] = {}
-        self.cut: list[dict[str, str]] = []
-        self.unfinished: list[dict[str, Any]] = []
-
-
-class FiguresFile:
-    """A session's figures and the file that keeps up with them."""
-
-    def __init__(self, figures: Figures, path: Path | None) -> None:
-        self._figures, self._path, self._noted = figures, path, -math.inf
-
-    def write(self) -> None:
-        if self._path is not None:
-            write_json(self._path, vars(self._figures))
-
-    def finish(self) -> None:
-        """Write after a test, whose race is reported or done."""
-        self._figures.unfinished = []
-        self.write()
-
-    def note(self, laps: Mapping[str, Lap]) -> None:
-        """Keep what a race has so far; written once a second at most."""
-        if (now := time.monotonic()) < self._noted + 1:
-            return
-        self._noted = now
-        test = os.environ.get("PYTEST_CURRENT_TEST", "")
-        self._figures.unfinished = [
-            {"group": test, "name": lap.name, "rounds": lap.seconds, "absent": lap.absent, "refused": lap.refused}
-            for lap in laps.values()
-        ]
-        self.write()
+    figures: list[dict[str, Any]] = field(default_factory=list)
+    ratios: list[dict[str, Any]] = field(default_factory=list)
+    absent: list[dict[str, str]] = field(default_factory=list)
+    refused: list[dict[str, str]] = field(default_factory=list)
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    builds: list[dict[str, Any]] = field(default_factory=list)
+    profiles: list[dict[str, Any]] = field(default_factory=list)
+    workloads: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
 
 
 class ReplayClock:

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.harness.options import device_name
 from benchmarks.harness.race import Figures, WrongAnswer, release_memory
 from benchmarks.harness.workloads import SEED
 from benchmarks.speed.builds import loaded_builds, op_modules
+from benchmarks.speed.command import device_name
 from benchmarks.speed.reference import max_error
 from cfa_kernels import linear_logprob
 from cfa_kernels.losses.policy import linear_policy_loss, logits_policy_loss
@@ -201,10 +201,11 @@ def _logprobs(features: dict[str, Any], inputs: Inputs, backend: str) -> Outputs
 def _linear_loss(options: dict[str, Any], inputs: Inputs, backend: str) -> Outputs:
     b, t = inputs["targets"].shape
     leaves = {name: inputs[name].detach().requires_grad_() for name in ("hidden", "head")}
+    of_sequences = options.get("importance_sampling_level") == "sequence"  # whose weights are one number
+    weights = inputs["weights"][:, :1].expand(b, t) if of_sequences else inputs["weights"]
     loss = linear_policy_loss(
-        leaves["hidden"].view(b, t, -1), leaves["head"], *_step(inputs), weights=inputs["weights"], backend=backend,
-        **options,
-    )[0]  # fmt: skip
+        leaves["hidden"].view(b, t, -1), leaves["head"], *_step(inputs), weights=weights, backend=backend, **options
+    )[0]
     return _with_gradients(loss, leaves)
 
 

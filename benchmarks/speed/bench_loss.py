@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from benchmarks.harness.options import workload_set
 from benchmarks.harness.race import Budget, Figures, Lap, race, release_memory, replay_clock, times_ours
 from benchmarks.harness.workloads import SEED
+from benchmarks.speed.command import workload_set
 from benchmarks.speed.loss_jobs import LINEAR, LOGITS, Shape, make_job, make_logits_job
 from benchmarks.speed.loss_peers import BOUND, HALF, LOGITS_PEERS, OURS, PEERS, linear_contenders, logits_contenders
 

@@ -1,31 +1,127 @@
-"""Profile one training step of a contender on the device, under `torch.profiler`.
+"""Profile one training step of a contender on the device, under `torch.profiler`: kernels by class, and idle time.
 
 Gradients are checked where steps are raced, in `bench_step.py`; here they are not.
 """
 
 import functools
+import re
 import statistics
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.harness.options import chosen_peers, workload_set
 from benchmarks.harness.race import Absent, Figures, release_memory
 from benchmarks.harness.workloads import policy
 from benchmarks.speed.bench_step import WORKLOADS
-from benchmarks.speed.profiles import device_events, summarize
+from benchmarks.speed.command import chosen_peers, workload_set
 from benchmarks.speed.replay import Replay, Stopwatch
 from benchmarks.speed.step_peers import EXACT, STEP_PEERS
 from benchmarks.speed.step_reference import taken_gradients
+
+CLASSES = (
+    ("attention", r"attention|query_gradient|key_gradient|sum_parts|flash|fmha|attn"),
+    ("head and loss", r"tile_statistics|merge_tiles|row_logprobs|row_gradients|policy_rows|scale_rows|softmax|entropy"),
+    ("norms, rotary, gates", r"rms|layer_?norm|rope|rotary|swiglu|geglu|silu"),
+    ("matrix products", r"gemm|nvjet|cutlass|xmma|cublas|matmul|wgmma|splitk|aten::(mm|addmm|bmm|linear|einsum)"),
+    ("copies", r"memcpy|memset|copy|catarray|aten::(cat|to|clone|contiguous)|index|gather|scatter|embedding|fill"),
+    ("reductions", r"reduce|aten::(sum|mean|norm|cumsum)|scan"),
+    ("element-wise", r"elementwise|vectorized|aten::\w+"),
+)
+"""A kernel belongs to the first class whose pattern is found in its name, else to "other"."""
+
+LISTED = 40
+"""Kernels listed by name, those that take most first."""
+
+
+class Event(NamedTuple):
+    """Something a device did, from one microsecond to another."""
+
+    name: str
+    start: float
+    end: float
+
+
+def kernel_class(name: str) -> str:
+    """The class of a kernel."""
+    return next((kind for kind, pattern in CLASSES if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+def busy_microseconds(events: Iterable[Event]) -> float:
+    """Microseconds in which at least one event was under way."""
+    busy, until = 0.0, float("-inf")
+    for event in sorted(events, key=lambda event: event.start):
+        busy += max(event.end - max(event.start, until), 0.0)
+        until = max(until, event.end)
+    return busy
+
+
+def summarize(events: Sequence[Event], seconds: float) -> dict[str, Any]:
+    """Sum a step's events.
+
+    Args:
+        events: everything that the device did.
+        seconds: what the step takes without a profiler, which slows the host and not the device.
+
+    Returns:
+        `seconds_unprofiled`, `busy_seconds`, `idle_share` of the former, `launches`, and by `class` and by kernel
+        name the seconds, launches and the share of all kernels' seconds.
+    """
+    busy = busy_microseconds(events) / 1e6
+    return {
+        "seconds_unprofiled": seconds,
+        "busy_seconds": busy,
+        "idle_share": max(1 - busy / seconds, 0.0),
+        "launches": len(events),
+        "classes": _sums(events, lambda event: kernel_class(event.name)),
+        "kernels": _sums(events, lambda event: event.name)[:LISTED],
+    }
+
+
+def _sums(events: Sequence[Event], key: Callable[[Event], str]) -> list[dict[str, Any]]:
+    seconds, launches = defaultdict[str, float](float), defaultdict[str, int](int)
+    for event in events:
+        seconds[key(event)] += (event.end - event.start) / 1e6
+        launches[key(event)] += 1
+    total = sum(seconds.values()) or 1.0
+    ordered = sorted(seconds, key=lambda name: -seconds[name])
+    return [
+        {"name": name, "seconds": seconds[name], "launches": launches[name], "share": seconds[name] / total}
+        for name in ordered
+    ]
+
+
+def device_events(run: Callable[[], Any], device: torch.device) -> list[Event]:
+    """Run once under `torch.profiler` and return what the device did; on a CPU, the operators that it called."""
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        run()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    return [
+        Event(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == kind
+        and not getattr(event, "is_user_annotation", False)
+        and (on_gpu or (event.cpu_parent is None and event.name.startswith("aten::")))
+    ]
+
+
+# The benchmark
 
 WARM, TIMED = 2, 3
 """Steps before any is timed, and steps timed without the profiler."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    given = metafunc.config.getoption("--bench-peers")
-    names = chosen_peers(metafunc.config, list(STEP_PEERS)) if given else [EXACT]
+    chosen = metafunc.config.getoption("--bench-peers")
+    names = chosen_peers(metafunc.config, list(STEP_PEERS)) if chosen else [EXACT]
     metafunc.parametrize("workload", list(WORKLOADS[workload_set(metafunc.config)]))
     metafunc.parametrize("name", names)
 

@@ -2,7 +2,7 @@
 
 Table 8 of the CF paper, side by side in one run. Every contender replays the same completions with their own rewards
 and leaves a gradient, which is held to padded autograd in higher precision before anything is timed. No optimizer
-steps; a second table adds the sampling that comes before.
+steps, no sampling.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -21,24 +21,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
-from benchmarks.harness.options import chosen_peers, workload_set
 from benchmarks.harness.race import Absent, Budget, Contender, Figures, Lap, race, release_memory, replay_clock
 from benchmarks.harness.workloads import SEED, STEP_SEED, Rollouts, gsm8k_rollouts, policy, shaped_rollouts
+from benchmarks.speed.command import chosen_peers, workload_set
 from benchmarks.speed.replay import Replay, StepPeer, Stopwatch
-from benchmarks.speed.sampling import sampling_contenders, with_sampling
-from benchmarks.speed.step_peers import (
-    AUTHORS,
-    CREDITED,
-    DEFAULTS,
-    EXACT,
-    FASTEST,
-    NO_ENTROPY,
-    PLAIN,
-    SEPARATE,
-    STEP_PEERS,
-    TRL,
-    VARLEN,
-)
+from benchmarks.speed.step_peers import AUTHORS, CREDITED, EXACT, NO_ENTROPY, PLAIN, STEP_PEERS, TRL, VARLEN
 from benchmarks.speed.step_reference import StepResult, Truth, taken_gradients
 from cfa_kernels.hf.model import backbone, causal_lm
 from cfa_kernels.hf.verify import check_trainable
@@ -61,19 +48,11 @@ class Workload:
     lora: bool
     rollouts: Callable[[], Rollouts]
     dtype: torch.dtype
-    micro_batches: tuple[int, ...]
-    """Tried for TRL's fastest."""
     targets: tuple[Target, ...] = ()
-    fewer_rows: float = 0.0
-    """Share of the rows of separate scoring that scoring from the training forward is to save at least."""
 
 
 _PLAIN_AND_EXACT = (Target(PLAIN, TRL), Target(EXACT, TRL), Target(EXACT, AUTHORS))
-_BESIDE = (
-    Target(CREDITED, TRL),
-    Target(NO_ENTROPY, TRL),
-    *(Target(of, to) for to in (FASTEST, DEFAULTS) for of in (PLAIN, EXACT, CREDITED)),
-)
+_BESIDE = (Target(CREDITED, TRL), Target(NO_ENTROPY, TRL))
 # Promises by what trains and whether all groups are mixed.
 _CPU = {
     ("LoRA", "all mixed"): (
@@ -94,7 +73,6 @@ def _gsm8k(
     model: str,
     problems: int,
     dtype: torch.dtype,
-    micro_batches: tuple[int, ...],
     targets: dict[tuple[str, str], tuple[Target, ...]],
 ) -> dict[str, Workload]:
     """Adapters and full training, all groups mixed and groups as they come."""
@@ -104,9 +82,7 @@ def _gsm8k(
             trains == "LoRA",
             functools.partial(gsm8k_rollouts, problems, mixed=groups == "all mixed"),
             dtype,
-            micro_batches,
             held + _BESIDE,
-            0.25,
         )
         for (trains, groups), held in targets.items()
     }
@@ -115,24 +91,26 @@ def _gsm8k(
 WORKLOADS: dict[str, dict[str, Workload]] = {
     "smoke": {
         "qwen3-tiny LoRA": Workload(
-            "qwen3-tiny", True, functools.partial(gsm8k_rollouts, 2, mixed=False), torch.float32, (4,)
+            "qwen3-tiny", True, functools.partial(gsm8k_rollouts, 2, mixed=False), torch.float32
         )
     },
-    "cpu": _gsm8k("qwen3-40m", 4, torch.float32, (2, 4, 8, 16), _CPU),
+    "cpu": _gsm8k("qwen3-40m", 4, torch.float32, _CPU),
     "cuda": {
         **{
             name: workload
             for model in ("Qwen3-1.7B", "Qwen2.5-3B", "Llama-3.2-3B")
-            for name, workload in _gsm8k(model, 8, torch.bfloat16, (8, 16, 32), _GPU).items()
+            for name, workload in _gsm8k(model, 8, torch.bfloat16, _GPU).items()
         },
-        "Qwen3-1.7B LoRA, G = 8, P = T = 512": Workload(
-            "Qwen3-1.7B",
-            True,
-            functools.partial(shaped_rollouts, 4, group=8, prompt=512, completion=512, spans=6),
-            torch.bfloat16,
-            (8, 16, 32),
-            _GPU_LONG,
-        ),
+        **{
+            f"Qwen3-1.7B LoRA, {problems} x 8, P {prompt}, T {completion}": Workload(
+                "Qwen3-1.7B",
+                True,
+                functools.partial(shaped_rollouts, problems, group=8, prompt=prompt, completion=completion, spans=6),
+                torch.bfloat16,
+                _GPU_LONG,
+            )
+            for problems, prompt, completion in ((8, 110, 220), (4, 512, 512))
+        },
     },
 }
 
@@ -241,7 +219,7 @@ def operations(replay: Replay, peer: StepPeer, fed: dict[str, float]) -> dict[st
         "tokens": replay.rollouts.tokens,
         "positions": fed["rows_with_gradient"] if replay.device.type == "cpu" else replay.rollouts.tokens,
     }
-    body = fed["rows_without_gradient"] + (1 + peer.recomputes + passes_back) * fed["rows_with_gradient"]
+    body = fed["rows_without_gradient"] + (1 + passes_back) * fed["rows_with_gradient"]
     through_head = fed["head_rows_without_gradient"] + (peer.head_products + head_trains) * rows[peer.head_rows]
     return {"flops": 2.0 * inside * body + 2.0 * head.weight.numel() * through_head}
 
@@ -272,34 +250,7 @@ def pinned_cpu_seconds(contenders: Sequence[Contender], rounds: int) -> dict[str
     return found
 
 
-def fastest_micro_batch(replay: Replay, sizes: Sequence[int]) -> tuple[int | None, dict[int, float]]:
-    """Rows per micro-batch with which TRL's step is fastest, and the seconds of each that fits in memory."""
-    seconds: dict[int, float] = {}
-    for size in sizes:
-        tried = replace(replay, fastest_micro_batch=size)
-        try:
-            for _ in range(2):  # the first makes the trainer
-                stopwatch = Stopwatch(replay.device)
-                STEP_PEERS[FASTEST].run(tried, stopwatch)
-                seconds[size] = stopwatch.seconds["update"]
-                taken_gradients(replay.policy)
-        except Absent:
-            return None, {}
-        except torch.OutOfMemoryError:
-            seconds.pop(size, None)
-            release_memory(replay.device)
-    return min(seconds, key=seconds.__getitem__), seconds
-
-
 # Tests
-
-
-@dataclass
-class StepRace:
-    """Results of one workload's contenders, without and with the sampling before it."""
-
-    steps: dict[str, Lap]
-    sampled: dict[str, Lap]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -314,9 +265,8 @@ def step_race(
     workload: str,
     device: torch.device,
     budget: Budget,
-    sampling_budget: Budget | None,
     figures: Figures,
-) -> Iterator[StepRace]:
+) -> Iterator[dict[str, Lap]]:
     chosen = WORKLOADS[workload_set(request.config)][workload]
     fresh = functools.partial(policy, chosen.model, lora=chosen.lora, device=device, dtype=chosen.dtype)
     rollouts = chosen.rollouts().to(device)
@@ -329,29 +279,18 @@ def step_race(
     }
     replay = Replay(fresh(), rollouts)
     names = chosen_peers(request.config, list(STEP_PEERS))
-    yield run_race(replay, fresh, names, chosen.micro_batches, budget, sampling_budget)
+    yield run_race(replay, fresh, names, budget)
     del replay
     release_memory(device)
 
 
-def run_race(
-    replay: Replay,
-    fresh: Callable[[], nn.Module],
-    names: Sequence[str],
-    sizes: Sequence[int],
-    budget: Budget,
-    sampling_budget: Budget | None = None,
-) -> StepRace:
-    """Check and time the step's contenders and, where it has a budget, the sampling before it."""
+def run_race(replay: Replay, fresh: Callable[[], nn.Module], names: Sequence[str], budget: Budget) -> dict[str, Lap]:
+    """Check and time the step's contenders."""
     contenders, measured = step_contenders(replay, fresh, names)
-    # After the references, which copy the policy: TRL changes its forward.
-    tried: dict[int, float] = {}
-    if FASTEST in names:
-        replay.fastest_micro_batch, tried = fastest_micro_batch(replay, sizes)
     laps = race(contenders, device=replay.device, budget=budget)
     timed = [contender for contender in contenders if laps[contender.name].seconds]
     pinned: dict[str, list[float]] = {}
-    if replay.device.type == "cpu" and budget.max_rounds > 1 and not budget.is_over():
+    if replay.device.type == "cpu" and budget.max_rounds > 1:
         pinned = pinned_cpu_seconds(timed, budget.min_rounds)
     for contender in timed:
         lap, notes, on_one_thread = laps[contender.name], measured[contender.name], pinned.get(contender.name, [])
@@ -362,36 +301,22 @@ def run_race(
             lap.facts[f"{part}_seconds"] = statistics.median(wall[-len(lap.seconds) :])
             if on_one_thread:
                 lap.facts[f"{part}_cpu_seconds"] = statistics.median(notes.cpu_seconds[part][-len(on_one_thread) :])
-    if tried:
-        laps[FASTEST].facts |= {"micro_batch": replay.fastest_micro_batch, "seconds_by_micro_batch": tried}
-    if sampling_budget is None:
-        return StepRace(laps, {})
-    sampling = race(sampling_contenders(replay), device=replay.device, budget=sampling_budget)
-    sampled = {name: with_sampling(lap, sampling[STEP_PEERS[name].sampling]) for name, lap in laps.items()}
-    return StepRace(laps, sampled)
+    return laps
 
 
 @pytest.mark.benchmark(timer=replay_clock)
 @pytest.mark.parametrize("name", list(STEP_PEERS))
-def test_step_time(step_race: StepRace, workload: str, name: str, report: Callable[..., None]) -> None:
-    if name not in step_race.steps:
+def test_step_time(step_race: dict[str, Lap], workload: str, name: str, report: Callable[..., None]) -> None:
+    if name not in step_race:
         pytest.skip("not among --peers")
-    report(step_race.steps[name], group=f"step, {workload}")
+    report(step_race[name], group=f"step, {workload}")
 
 
-@pytest.mark.benchmark(timer=replay_clock)
-@pytest.mark.parametrize("name", list(STEP_PEERS))
-def test_step_time_with_sampling(step_race: StepRace, workload: str, name: str, report: Callable[..., None]) -> None:
-    if name not in step_race.sampled:
-        pytest.skip("not among --peers" if name not in step_race.steps else "sampling is left out (--no-sampling)")
-    report(step_race.sampled[name], group=f"step with sampling, {workload}")
-
-
-def compare(laps: dict[str, Lap], targets: Sequence[Target], fewer_rows: float) -> list[dict[str, Any]]:
+def compare(laps: dict[str, Lap], targets: Sequence[Target]) -> list[dict[str, Any]]:
     """Each target with what was measured: `ratio`, whether it is `met` (None without a promise), and what explains it.
 
     Beside the ratio of median wall seconds stand that of processor seconds on one pinned thread and that of counted
-    operations. A target without times for both of its contenders is left out, and so is one on rows without counts.
+    operations. A target without times for both of its contenders is left out.
     """
     found = []
     for target in targets:
@@ -405,18 +330,6 @@ def compare(laps: dict[str, Lap], targets: Sequence[Target], fewer_rows: float) 
             if fact in of.facts and fact in to.facts:
                 line[name] = of.facts[fact] / to.facts[fact]
         found.append(line)
-    if fewer_rows and all(name in laps and laps[name].seconds for name in (EXACT, SEPARATE)):
-        ratio = laps[EXACT].facts["rows_without_gradient"] / laps[SEPARATE].facts["rows_without_gradient"]
-        ceiling = 1 - fewer_rows
-        found.append(
-            {
-                "of": f"rows fed to score, {EXACT}",
-                "to": f"rows fed to score, {SEPARATE}",
-                "ratio": ratio,
-                "ceiling": ceiling,
-                "met": ratio <= ceiling,
-            }
-        )
     return found
 
 
@@ -432,11 +345,11 @@ def describe(line: dict[str, Any]) -> str:
 
 
 def test_steps_cost_what_was_promised(
-    pytestconfig: pytest.Config, step_race: StepRace, workload: str, budget: Budget, figures: Figures
+    pytestconfig: pytest.Config, step_race: dict[str, Lap], workload: str, budget: Budget, figures: Figures
 ) -> None:
     chosen = WORKLOADS[workload_set(pytestconfig)][workload]
     missed = []
-    for line in compare(step_race.steps, chosen.targets, chosen.fewer_rows):
+    for line in compare(step_race, chosen.targets):
         figures.ratios.append({"group": f"step, {workload}", **line})
         text = describe(line)
         print(f"step, {workload}: {text}")

@@ -1,32 +1,36 @@
-"""`python -m benchmarks speed`: test on the device, measure its ceilings, time everything, write one JSON file.
+"""`python -m benchmarks speed`: measure the device's ceilings, check and time everything, write one JSON file.
 
-The file is written as the run goes: a part that is cut off, or killed, leaves its measurements. Without a CUDA or HIP
-device the command says so and exits with status 2, unless `--device cpu` asks for the CPU's figures. It exits with 1 if
-a part failed, with 3 if none failed but one was cut.
+Each part is a session of pytest of its own, which writes the file anew after every race: what is killed keeps the races
+that it had finished. Without a CUDA or HIP device the command says so and exits with status 2, unless `--device cpu`
+asks for the CPU's figures. It exits with 1 if a part failed.
 """
 
 import argparse
-import contextlib
-import functools
-import signal
+import csv
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
 
 from benchmarks.harness.environment import describe_environment, slug
-from benchmarks.harness.parts import INTERRUPTED, PARTS, Result, missing_plugins, read_results, run_part, with_part
 from benchmarks.harness.plots import plot_results
-from benchmarks.harness.progress import write_json
 from benchmarks.harness.results import RESULTS
+from benchmarks.harness.workloads import REPOSITORY
 
-FAILED, NO_DEVICE, CUT = 1, 2, 3
+PARTS = ("first-light", "kernels", "scoring", "stages", "loss", "step", "profile")
+"""Each is a file of this folder; `first-light` is `bench_first_light.py`."""
+
+PEERS_OF = ("scoring", "step", "profile")
+"""Parts whose contenders can be chosen."""
+
+FAILED, NO_DEVICE = 1, 2
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the parts asked for and merge them into the result file; 0 if all of them passed."""
+    """Run the parts asked for; 0 if all of them passed."""
     options = parse_options(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
@@ -34,86 +38,96 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return NO_DEVICE
-    device = torch.device(options.device)
-    environment = describe_environment(device, options.commit)
+    environment = describe_environment(torch.device(options.device), options.commit)
     if environment["commit"] == "unknown":
         print("git cannot tell the commit here: pass --commit, or no figure says where it is from", file=sys.stderr)
-    path = options.into or options.results / f"{environment['date'][:10]}-{slug(environment)}.json"
+    path = (options.into or options.results / f"{environment['date'][:10]}-{slug(environment)}.json").resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    outcomes: dict[str, str] = {}
-    with _ended_like_interrupted():
-        for part in options.only or PARTS:
-            print(f"== {part}", flush=True)
-            save = functools.partial(_save, path, read_results(path), environment, part)
-            result = run_part(part, device, options, save)
-            save(result)
-            outcomes[part] = result["outcome"]
-            because = f" ({result['reason']})" if result["reason"] else ""
-            print(f"== {part}: {result['outcome']}{because}, {result['took_seconds']:.0f} s -> {path}", flush=True)
-            if result["reason"] == INTERRUPTED:
-                break
+    failed = []
+    for part in options.only or PARTS:
+        print(f"== {part} -> {path}", flush=True)
+        interpreted = part == "first-light" and options.device == "cpu"
+        variables = os.environ | ({"TRITON_INTERPRET": "1"} if interpreted else {})
+        if subprocess.run(session(part, options, path), cwd=REPOSITORY, env=variables, check=False).returncode:
+            failed.append(part)
     try:
-        for picture in plot_results(path):
+        for picture in plot_results(path) if path.exists() else []:
             print(f"== {picture}")
     except ImportError as error:
         print(f"== no pictures: {error}")
-    for outcome in ("failed", "cut"):
-        if named := [part for part, found in outcomes.items() if found == outcome]:
-            print(f"{outcome}: {', '.join(named)}", file=sys.stderr)
-    found = set(outcomes.values())
-    return FAILED if "failed" in found else CUT if "cut" in found else 0
-
-
-def _save(path: Path, before: dict[str, Any], environment: dict[str, Any], part: str, result: Result) -> None:
-    write_json(path, with_part(before, environment, part, result))
-
-
-@contextlib.contextmanager
-def _ended_like_interrupted() -> Iterator[None]:
-    """Take SIGTERM (`timeout`, say) for Ctrl-C, so that the part under way is stopped and merged."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return FAILED if failed else 0
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks speed", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cuda is HIP, too (default)")
-    parser.add_argument("--only", action="append", choices=list(PARTS), help="a part; repeatable; default: all")
+    parser.add_argument("--only", action="append", choices=PARTS, help="a part; repeatable; default: all")
     parser.add_argument("--select", help="pytest's -k for the part, to measure a piece of it")
     parser.add_argument(
         "--peers",
         help="race only these in scoring, steps or profiles, comma-separated, a name with a comma in quotes: "
         "'per span,ours'",
     )
-    parser.add_argument("--limit", type=float, help="seconds for each part, which is then cut: what it has is kept")
     parser.add_argument("--smoke", action="store_true", help="smallest shapes: shows that all runs, measures nothing")
     parser.add_argument("--seconds", type=float, default=60.0, help="time for the rounds of one workload")
     parser.add_argument("--rounds", type=int, help="fewest rounds; default: 5 on a GPU, 3 on a CPU")
-    parser.add_argument(
-        "--sampling-seconds", type=float, default=60.0, help="time for the sampling of one step's workload"
-    )
-    parser.add_argument(
-        "--no-sampling", dest="sampling_seconds", action="store_const", const=0.0, help="steps without their sampling"
-    )
-    parser.add_argument(
-        "--tests", action="append", metavar="PATH", help="for the tests part: a file or folder; repeatable"
-    )
-    parser.add_argument("-n", "--processes", type=int, help="for the tests part: processes (pytest-xdist)")
-    parser.add_argument("--timeout", type=float, help="for the tests part: seconds for one test (pytest-timeout)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder")
-    parser.add_argument("--into", type=Path, help="result file to merge into; default: <date>-<device>-<commit>.json")
+    parser.add_argument(
+        "--into", type=Path, help="result file, whose other parts stay; default: <date>-<device>-<commit>.json"
+    )
     parser.add_argument("--commit", help="what to record where git cannot tell")
     options = parser.parse_args(argv)
-    parts = [PARTS[name] for name in options.only or PARTS]
-    if options.peers and not any(part.peers for part in parts):
-        parser.error(f"--peers is for {', '.join(name for name, part in PARTS.items() if part.peers)}")
-    if options.tests and options.only != ["tests"]:
-        parser.error("--tests is for --only tests")
-    if missing := missing_plugins(options):
-        parser.error(f"{', '.join(missing)}: not installed; pip install {' '.join(missing)}")
+    if options.peers and not set(options.only or PARTS) & set(PEERS_OF):
+        parser.error(f"--peers is for {', '.join(PEERS_OF)}")
     if options.rounds is None:
         options.rounds = 5 if options.device == "cuda" else 3
     return options
+
+
+def session(part: str, options: argparse.Namespace, path: Path) -> list[str]:
+    """The command of a part's session of pytest, which `conftest.py` gives its options."""
+    command = [sys.executable, "-m", "pytest", f"benchmarks/speed/bench_{part.replace('-', '_')}.py"]
+    command += ["-p", "no:cacheprovider", "-s", "--tb=short", "--benchmark-enable"]
+    command += ["--benchmark-columns=median,iqr,min,max,rounds", "--benchmark-sort=name"]
+    command += [f"--bench-device={options.device}", f"--bench-part={part}", f"--bench-into={path}"]
+    command += [f"--bench-seconds={options.seconds}", f"--bench-rounds={options.rounds}"]
+    command += [f"--bench-commit={options.commit}"] if options.commit else []
+    command += [f"--bench-peers={options.peers}"] if options.peers and part in PEERS_OF else []
+    return command + ["--bench-smoke"] * options.smoke + (["-k", options.select] if options.select else [])
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Options of a session, as `session` gives them."""
+    group = parser.getgroup("benchmarks")
+    group.addoption("--bench-device", choices=("cpu", "cuda"), help="where to run; default: the GPU if there is one")
+    group.addoption("--bench-smoke", action="store_true", help="smallest shapes: shows that all runs, measures nothing")
+    group.addoption("--bench-seconds", type=float, default=60.0, help="time for the rounds of one race")
+    group.addoption("--bench-rounds", type=int, default=5, help="fewest rounds of one race")
+    group.addoption("--bench-peers", help="contenders to race, comma-separated; default: all")
+    group.addoption("--bench-part", default="part", help="name of the part in the result file")
+    group.addoption("--bench-into", help="result file")
+    group.addoption("--bench-commit", help="what to record where git cannot tell")
+
+
+def device_name(config: pytest.Config) -> str:
+    """`"cuda"` (CUDA or HIP) or `"cpu"`."""
+    return config.getoption("--bench-device") or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def workload_set(config: pytest.Config) -> str:
+    """Key of the workloads to run: `"smoke"`, or the device's name for those of full size."""
+    return "smoke" if config.getoption("--bench-smoke") else device_name(config)
+
+
+def chosen_peers(config: pytest.Config, known: list[str]) -> list[str]:
+    """Names of the contenders to race, in the order of `known`; `UsageError` for one that is not among them."""
+    chosen = config.getoption("--bench-peers")
+    if chosen is None:
+        return known
+    names = next(csv.reader([chosen], skipinitialspace=True))  # a name with a comma stands in quotes
+    if unknown := [name for name in names if name not in known]:
+        raise pytest.UsageError(f"--peers: {unknown} are not among {known}")
+    return [name for name in known if name in names]

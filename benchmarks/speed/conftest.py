@@ -1,23 +1,24 @@
-"""Fixtures of the benchmarks: the device, the time budget, and the report of figures."""
+"""Fixtures of the benchmarks: the device, the time for a race, the report of figures and the file that keeps them."""
 
-import time
+import datetime
+import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.harness.options import add_options, device_name
-from benchmarks.harness.race import Absent, Budget, Figures, FiguresFile, Lap, replay_clock, spread
-
-RESERVE = 0.1
-"""Share of a session's time kept for what is under way when races must end."""
+from benchmarks.harness.ceilings import measure_ceilings
+from benchmarks.harness.environment import describe_environment
+from benchmarks.harness.plots import predict_growth
+from benchmarks.harness.race import Absent, Budget, Figures, Lap, replay_clock, spread
+from benchmarks.harness.results import write_json
+from benchmarks.harness.workloads import SEED
+from benchmarks.speed.command import add_options, device_name, workload_set
 
 _FIGURES: pytest.StashKey[Figures] = pytest.StashKey()
-_FILE: pytest.StashKey[FiguresFile] = pytest.StashKey()
-_UNTIL: pytest.StashKey[float] = pytest.StashKey()
+_DOCUMENT: pytest.StashKey[dict[str, Any]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,22 +26,47 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    path = config.getoption("--figures")
     config.stash[_FIGURES] = Figures()
-    config.stash[_FILE] = FiguresFile(config.stash[_FIGURES], None if path is None else Path(path))
-    config.stash[_UNTIL] = time.monotonic() + (1 - RESERVE) * config.getoption("--bench-limit")
+    if path := config.getoption("--bench-into"):
+        before = json.loads(Path(path).read_text()) if Path(path).exists() else {"schema": 1, "parts": {}}
+        environment = describe_environment(torch.device(device_name(config)), config.getoption("--bench-commit"))
+        config.stash[_DOCUMENT] = before | {"environment": environment}
 
 
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Write what there is; where the time is over, end before the next race is prepared."""
-    item.config.stash[_FILE].finish()
-    if time.monotonic() > item.config.stash[_UNTIL] and nextitem is not None and _race(item) != _race(nextitem):
-        item.config.stash[_FIGURES].cut.append({"group": nextitem.nodeid, "name": "and all that comes after it"})
-        item.session.shouldstop = "the time for this part is over"
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Write what there is: a race's figures come with its last test."""
+    _write(item.config)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    session.config.stash[_FILE].write()
+    _write(session.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report: Any = yield
+    if report.failed:
+        item.config.stash[_FIGURES].failed.append(item.nodeid)
+    return report
+
+
+def _write(config: pytest.Config) -> None:
+    document = config.stash.get(_DOCUMENT, None)
+    if document is None:
+        return
+    figures, environment = config.stash[_FIGURES], document["environment"]
+    if any("axis" in figure for figure in figures.figures):
+        predict_growth([figure for figure in figures.figures if "axis" in figure])
+    document["parts"][config.getoption("--bench-part")] = {
+        "commit": environment["commit"],
+        "dirty": environment["dirty"],
+        "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "select": config.getoption("-k") or None,
+        "smoke": config.getoption("--bench-smoke"),
+        "seed": SEED,
+        **vars(figures),
+    }
+    write_json(Path(config.getoption("--bench-into")), document)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,12 +76,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return (yield)
     except Absent as error:
         pytest.skip(str(error))
-
-
-def _race(item: pytest.Item) -> dict[str, Any]:
-    """Name the race of an item: its parameters without the contender's name."""
-    parameters = getattr(item, "callspec", None)
-    return {k: v for k, v in parameters.params.items() if k != "name"} if parameters is not None else {}
 
 
 @pytest.fixture(scope="session")
@@ -73,33 +93,32 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(scope="session")
-def budget(request: pytest.FixtureRequest) -> Budget:
-    """Rounds of a race; a single one when pytest-benchmark is switched off, as it is in plain test runs."""
-    config = request.config
-    limits = {"until": config.stash[_UNTIL], "note": config.stash[_FILE].note}
-    if config.getoption("benchmark_disable") and not config.getoption("benchmark_enable"):
-        return Budget(0.0, 1, 1, **limits)
-    return Budget(config.getoption("--bench-seconds"), config.getoption("--bench-rounds"), **limits)
+def ceilings(request: pytest.FixtureRequest, device: torch.device) -> dict[str, Any]:
+    """What the device does at most, measured in this session, right before the first race is reported."""
+    measured = measure_ceilings(device, smoke=workload_set(request.config) == "smoke")
+    if _DOCUMENT in request.config.stash:
+        request.config.stash[_DOCUMENT]["ceilings"] = measured
+    return measured
 
 
 @pytest.fixture(scope="session")
-def sampling_budget(request: pytest.FixtureRequest, budget: Budget) -> Budget | None:
-    """Rounds of sampling, which takes far longer than the step after it; None: it is left out."""
-    seconds = request.config.getoption("--bench-sampling-seconds")
-    return replace(budget, seconds=seconds, min_rounds=min(budget.min_rounds, 2)) if seconds > 0 else None
+def budget(request: pytest.FixtureRequest) -> Budget:
+    """Rounds of a race; a single one when pytest-benchmark is switched off, as it is in plain test runs."""
+    config = request.config
+    if config.getoption("benchmark_disable") and not config.getoption("benchmark_enable"):
+        return Budget(0.0, 1, 1)
+    return Budget(config.getoption("--bench-seconds"), config.getoption("--bench-rounds"))
 
 
 @pytest.fixture
-def report(benchmark: Any, figures: Figures) -> Callable[..., None]:
+def report(benchmark: Any, figures: Figures, ceilings: dict[str, Any]) -> Callable[..., None]:
     """Report a lap: to pytest-benchmark and to the figures. Fails on a refused one, skips an absent one.
 
     `group` says what the contenders have in common (the workload); `facts` are numbers to keep beside the time:
-    `flops` (operations of one run) and `bytes` (moved by one run) become rates in the result file.
+    `flops` (operations of one run) and `bytes` (moved by one run) become rates and shares of the ceilings.
     """
 
     def report_lap(lap: Lap, *, group: str, **facts: Any) -> None:
-        if lap.cut:
-            figures.cut.append({"group": group, "name": lap.name})
         if lap.refused is not None:
             figures.refused.append({"group": group, "name": lap.name, "reason": lap.refused})
             pytest.fail(f"{lap.name} is not timed: {lap.refused}", pytrace=False)
@@ -107,16 +126,14 @@ def report(benchmark: Any, figures: Figures) -> Callable[..., None]:
             figures.absent.append({"group": group, "name": lap.name, "reason": lap.absent})
             pytest.skip(f"{lap.name}: {lap.absent}")
         facts = {**lap.facts, **facts}
-        figures.figures.append(
-            {
-                "group": group,
-                "name": lap.name,
-                "seconds": spread(lap.seconds),
-                "peak_extra_bytes": lap.peak_extra_bytes,
-                **({"cut": True} if lap.cut else {}),
-                **facts,
-            }
-        )
+        if flops := facts.get("flops"):
+            facts["tflop_per_s"] = flops / lap.median / 1e12
+            facts["share_of_gemm"] = facts["tflop_per_s"] / ceilings["gemm_tflop_per_s"]
+        if moved := facts.get("bytes"):
+            facts["gb_per_s"] = moved / lap.median / 1e9
+            facts["share_of_copy"] = facts["gb_per_s"] / ceilings["copy_gb_per_s"]
+        seconds = {"seconds": spread(lap.seconds), "peak_extra_bytes": lap.peak_extra_bytes}
+        figures.figures.append({"group": group, "name": lap.name, **seconds, **facts})
         benchmark.group = group
         benchmark.extra_info.update(facts)
         benchmark.pedantic(replay_clock.rounds(lap.seconds), rounds=len(lap.seconds), iterations=1)

@@ -33,12 +33,10 @@ class Replay:
     Attributes:
         policy: the model to train, whose trainable parameters take the gradient.
         rollouts: with ids on the policy's device.
-        fastest_micro_batch: rows per micro-batch with which TRL is fastest here; None before it is known.
     """
 
     policy: nn.Module
     rollouts: Rollouts
-    fastest_micro_batch: int | None = None
     _trl: dict[tuple[tuple[str, Any], ...], Any] = field(default_factory=dict)
 
     @property
@@ -62,12 +60,11 @@ class Replay:
         """Return the advantages of some rows, on the device."""
         return self.rollouts.advantages[list(rows)].to(self.device)
 
-    def trl(self, *, micro_batch: int | None = None, **settings: bool) -> Any:
+    def trl(self, **settings: bool) -> Any:
         """TRL's trainer around the policy, made once for each of the settings that `_trl_trainer` takes."""
-        size = micro_batch or self.micro_batch
-        key = (("micro_batch", size), *sorted(settings.items()))
+        key = tuple(sorted(settings.items()))
         if key not in self._trl:
-            self._trl[key] = _trl_trainer(self.policy, self.rollouts, size, **settings)
+            self._trl[key] = _trl_trainer(self.policy, self.rollouts, self.micro_batch, **settings)
         return self._trl[key]
 
 
@@ -126,9 +123,7 @@ class StepPeer:
         head_products: products of a row with the head in the update while the head is frozen; one more if it trains.
         head_rows: which rows those are: "active" tokens (with an advantage), all "tokens", or, of padded batches
             and on a CPU only, all "positions".
-        sampling: whose comes before it, "TRL" or "ours".
         own_policy: it changes the policy's layers, so it works on a policy of its own.
-        recomputes: layers run forwards twice (activation checkpointing).
         prepare: what is done once for a policy, neither counted nor timed.
     """
 
@@ -136,9 +131,7 @@ class StepPeer:
     kind: str
     head_products: int
     head_rows: str
-    sampling: str
     own_policy: bool = False
-    recomputes: bool = False
     prepare: Callable[[Replay], Any] = lambda replay: check_trainable(replay.causal)
 
 
@@ -147,8 +140,6 @@ def _trl_trainer(
     rollouts: Rollouts,
     micro_batch: int,
     *,
-    use_liger_kernel: bool = False,
-    gradient_checkpointing: bool = False,
     credited: bool = False,
     log_entropy: bool = True,
 ) -> Any:
@@ -184,7 +175,7 @@ def _trl_trainer(
         folder.name,
         use_cpu=device.type == "cpu",
         bf16=dtype == torch.bfloat16,
-        gradient_checkpointing=gradient_checkpointing,
+        gradient_checkpointing=False,
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=rows // micro_batch,
         num_generations=rollouts.group,
@@ -194,7 +185,6 @@ def _trl_trainer(
         epsilon_high=EPSILON_HIGH,
         beta=0.0,
         temperature=1.0,
-        use_liger_kernel=use_liger_kernel,
         report_to=[],
     )
     trainer = (_credited(Replaying, log_entropy) if credited else Replaying)(
@@ -204,12 +194,6 @@ def _trl_trainer(
         train_dataset=Dataset.from_dict({"prompt": ["replayed"] * rows}),
         processing_class=rollouts.job.tokenizer,
     )
-    if use_liger_kernel:
-        from transformers.integrations.liger import apply_liger_kernel
-
-        apply_liger_kernel(trainer.model, settings.liger_kernel_config)
-    if gradient_checkpointing:
-        trainer.model.gradient_checkpointing_enable(settings.gradient_checkpointing_kwargs)
     trainer.current_gradient_accumulation_steps = settings.gradient_accumulation_steps
     trainer.recorded, trainer.folder = padded_layout(rollouts), folder
     return trainer

@@ -8,18 +8,15 @@ and answers are given: finding them costs every contender the same.
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, PreTrainedModel
 
-from benchmarks.harness.race import Absent
 from benchmarks.harness.workloads import Job
-from benchmarks.speed.peers import Observed, aligntune_batched, authors_package, packed_forest, using_attention
+from benchmarks.speed.peers import Observed, aligntune_batched, authors_package, using_attention
 from benchmarks.speed.replay import EPSILON, EPSILON_HIGH, Replay, StepPeer, Stopwatch, Weights, trl_update
 from benchmarks.speed.varlen import causal_varlen_attention
 from cfa_kernels import policy_loss, score_counterfactuals, span_weights
@@ -31,7 +28,7 @@ from cfa_kernels.hf.verify import check_head
 from cfa_kernels.integrations.credit import pad_rows
 from cfa_kernels.losses.policy import linear_policy_loss
 from cfa_kernels.losses.ragged import LossBatch
-from cfa_kernels.scoring.training_forward import packed_forward, packed_logprobs, packed_policy_loss
+from cfa_kernels.scoring.training_forward import packed_forward, packed_policy_loss
 
 # TRL
 
@@ -39,29 +36,6 @@ from cfa_kernels.scoring.training_forward import packed_forward, packed_logprobs
 def trl_plain(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     """TRL's dapo step: padded, with its chunked head and its metrics; without activation checkpointing, as all here."""
     trainer = replay.trl()
-    with stopwatch.update():
-        return trl_update(replay, trainer, None), None
-
-
-def trl_fastest(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
-    """The same in the micro-batches that are fastest here."""
-    trainer = replay.trl(micro_batch=replay.fastest_micro_batch)
-    with stopwatch.update():
-        return trl_update(replay, trainer, None), None
-
-
-def trl_defaults(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
-    """The same with activation checkpointing, which TRL's default settings switch on."""
-    trainer = replay.trl(gradient_checkpointing=True)
-    with stopwatch.update():
-        return trl_update(replay, trainer, None), None
-
-
-def trl_liger(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
-    """The same with `use_liger_kernel=True`: Liger's norms, rotary embeddings and gated MLPs."""
-    if replay.device.type != "cuda":
-        raise Absent("Liger's layers run on a GPU")
-    trainer = replay.trl(use_liger_kernel=True)
     with stopwatch.update():
         return trl_update(replay, trainer, None), None
 
@@ -176,140 +150,19 @@ def varlen(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     return total, None
 
 
-# The prompt once, its keys and values repeated
-
-
-@dataclass(frozen=True)
-class _Group:
-    """One prompt and its completions in a packed row."""
-
-    prompt: slice
-    completions: list[slice]
-
-
-def _repeated_prompt_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *,
-    scaling: float, groups: list[_Group], **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Two calls per group: the prompt on itself; each completion on the repeated prompt and itself, padded.
-
-    Autograd adds up what comes back to the repeated keys and values.
-    """
-    found = []
-    attend = functools.partial(functional.scaled_dot_product_attention, scale=scaling, enable_gqa=True)
-    for group in groups:
-        q, k, v = (x[:, :, group.prompt] for x in (query, key, value))
-        found.append(attend(q, k, v, is_causal=True)[0].transpose(0, 1))
-        lengths = [part.stop - part.start for part in group.completions]
-        padded = [
-            nn.utils.rnn.pad_sequence([x[0, :, part].transpose(0, 1) for part in group.completions], batch_first=True)
-            for x in (query, key, value)
-        ]
-        q_own, k_own, v_own = (x.transpose(1, 2) for x in padded)  # (G, heads, longest, D)
-        k_all, v_all = (
-            torch.cat([prompt.expand(len(lengths), -1, -1, -1), own], dim=2) for prompt, own in ((k, k_own), (v, v_own))
-        )
-        rule = causal_lower_right(q_own.shape[2], k_all.shape[2])
-        out = attend(q_own, k_all, v_all, attn_mask=rule).transpose(1, 2)
-        found += [row[:length] for row, length in zip(out, lengths, strict=True)]
-    return torch.cat(found)[None], None
-
-
-AttentionInterface.register("benchmark_repeated_prompt", _repeated_prompt_attention)
-
-
-def repeated_prompt(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
-    """PrefixGrouper's way, without padding outside the attention."""
-    causal, head, total = replay.causal, check_head(replay.causal), torch.zeros((), device=replay.device)
-    job, size = replay.job, replay.rollouts.group
-    with stopwatch.update(), using_attention(causal, "benchmark_repeated_prompt"):
-        firsts = range(0, len(job.prompts), size)
-        fed = [len(job.prompts[b]) + sum(len(c) - 1 for c in job.completions[b : b + size]) for b in firsts]
-        for part in _in_budget(fed, default_token_budget(causal)):
-            ids, positions, predicting, groups, rows = [], [], [], [], list[int]()
-            at = 0
-            for first in (firsts[i] for i in part):
-                prompt = job.prompts[first]
-                ids.append(prompt)
-                positions.append(torch.arange(len(prompt)))
-                last = at + len(prompt) - 1
-                group = _Group(slice(at, at := at + len(prompt)), [])
-                for b in range(first, first + size):
-                    own = job.completions[b][:-1]
-                    ids.append(own)
-                    positions.append(torch.arange(len(prompt), len(prompt) + len(own)))
-                    group.completions.append(slice(at, at := at + len(own)))
-                    predicting.append(torch.tensor([last, *range(at - len(own), at)]))
-                    rows.append(b)
-                groups.append(group)
-            hidden = _forward(causal, torch.cat(ids), torch.cat(positions).to(replay.device), groups=groups)
-            loss = _fused_loss(replay, head, hidden[torch.cat(predicting).to(replay.device)], rows)
-            loss.backward()
-            total += loss.detach()
-    return total, None
-
-
-# The same tree under FlexAttention
-
-
-def flex_tree(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
-    """Prompts and completions as one tree under a FlexAttention block mask, compiled."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    if replay.device.type == "cpu":
-        raise Absent("FlexAttention has no backward on a CPU (torch raises NotImplementedError)")
-    causal, head, job = replay.causal, check_head(replay.causal), replay.job
-    bare = Job(**{**vars(job), "spans": [[] for _ in job.spans]})
-    with stopwatch.update():
-        forest = packed_forest(bare)
-        segment, offset, visible = forest.segment, forest.offset, forest.visible
-
-        def sees(batch: Tensor, heads: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            causal_inside = (segment[query] == segment[key]) & (key <= query)
-            return causal_inside | (offset[key] < visible[segment[query], segment[key]])
-
-        size = len(forest.ids)
-        mask = create_block_mask(
-            sees, None, None, size, size, device=replay.device, _compile=replay.device.type == "cuda"
-        )
-        with using_attention(causal, "flex_attention"), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-            hidden = _forward(causal, forest.ids, forest.positions, attention_mask=mask)
-            loss = _fused_loss(replay, head, hidden[_predicting(bare, segment)], range(len(job.completions)))
-            loss.backward()
-    return loss.detach(), None
-
-
-def _predicting(job: Job, segment: Tensor) -> Tensor:
-    """Rows of the forest that predict each completion's tokens; segments are prompts at first sight, completions."""
-    starts = torch.searchsorted(segment, torch.arange(int(segment[-1]) + 1, device=segment.device)).tolist()
-    rows, last, number = [], dict[tuple[int, ...], int](), 0
-    for prompt, completion in zip(job.prompts, job.completions, strict=True):
-        key = tuple(prompt.tolist())
-        if key not in last:
-            last[key] = starts[number] + len(prompt) - 1
-            number += 1
-        rows.append(torch.tensor([last[key], *range(starts[number], starts[number] + len(completion) - 1)]))
-        number += 1
-    return torch.cat(rows).to(segment.device)
-
-
 # Ours
 
 
 def ours_plain(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     """`packed_policy_loss`: one tree, the head fused into the loss."""
-    with stopwatch.update():
-        return _packed_update(replay, None), None
-
-
-def _packed_update(replay: Replay, weights: Weights | None) -> Tensor:
     job = replay.job
-    loss = packed_policy_loss(
-        replay.policy, job.prompts, job.completions, None, replay.rollouts.advantages, weights=weights,
-        epsilon=EPSILON, epsilon_high=EPSILON_HIGH,
-    ).loss  # fmt: skip
-    loss.backward()
-    return loss.detach()
+    with stopwatch.update():
+        loss = packed_policy_loss(
+            replay.policy, job.prompts, job.completions, None, replay.rollouts.advantages, epsilon=EPSILON,
+            epsilon_high=EPSILON_HIGH,
+        ).loss  # fmt: skip
+        loss.backward()
+    return loss.detach(), None
 
 
 def _separate_credit(replay: Replay, rows: Sequence[int]) -> Weights:
@@ -363,54 +216,17 @@ def _policy_loss(replay: Replay, logprobs: Tensor, mask: Tensor, weights: Weight
     )[0]  # fmt: skip
 
 
-def _tree_update(replay: Replay, weights: Weights, rows: Sequence[int]) -> Tensor:
-    """`packed_logprobs`, then `policy_loss`."""
-    job = replay.job.part(rows)
-    found = packed_logprobs(replay.policy, job.prompts, job.completions)
-    logprobs = nn.utils.rnn.pad_sequence(found, batch_first=True)
-    lengths = torch.tensor([len(row) for row in found], device=replay.device)
-    mask = torch.arange(logprobs.shape[1], device=replay.device) < lengths[:, None]
-    loss = _policy_loss(replay, logprobs, mask, weights, rows)
-    loss.backward()
-    return loss.detach()
-
-
-def counterfactual_all_rows(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
-    """A separate scoring of all rows, then a padded update of all rows."""
-    return _padded_counterfactual(replay, stopwatch, range(len(replay.job.completions)))
-
-
-def counterfactual_skip(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
-    """The same without the rows whose advantage is zero."""
-    return _padded_counterfactual(replay, stopwatch, replay.rollouts.active)
-
-
-def _padded_counterfactual(replay: Replay, stopwatch: Stopwatch, rows: Sequence[int]) -> tuple[Tensor, Weights]:
+def counterfactual_padded(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
+    """A separate scoring, then a padded update, as in verl and OpenRLHF; rows without an advantage are left out."""
+    rows = replay.rollouts.active
     with stopwatch.credit():
         weights = _separate_credit(replay, rows)
     with stopwatch.update():
         return _padded_update(replay, weights, rows), weights
 
 
-def counterfactual_tree(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
-    """Skipping, and the update on a packed tree."""
-    rows = replay.rollouts.active
-    with stopwatch.credit():
-        weights = _separate_credit(replay, rows)
-    with stopwatch.update():
-        return _tree_update(replay, weights, rows), weights
-
-
-def counterfactual_fused(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
-    """And the head fused into the loss."""
-    with stopwatch.credit():
-        weights = _separate_credit(replay, replay.rollouts.active)
-    with stopwatch.update():
-        return _packed_update(replay, weights), weights
-
-
 def counterfactual_one_pass(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weights]:
-    """And the scores read off the training forward, whose keys and values the masked branches continue."""
+    """Scores read off the training forward, whose keys and values the masked branches continue."""
     job, advantages, options = (
         replay.job,
         replay.rollouts.advantages,
@@ -461,35 +277,23 @@ def authors_weights(job: Job, importance: Observed) -> Weights:
 
 
 TRL, PLAIN, EXACT, AUTHORS = "TRL", "ours", "ours counterfactual, one pass", "authors' scoring, TRL"
-VARLEN = "varlen without sharing"
-FASTEST, DEFAULTS = "TRL, fastest micro-batch", "TRL, its defaults (checkpointing)"
-SEPARATE = "ours counterfactual, fused loss"
+VARLEN, PADDED = "varlen without sharing", "ours counterfactual, padded"
 CREDITED = "CounterfactualGRPOTrainer, packed loss"
 NO_ENTROPY = "CounterfactualGRPOTrainer, packed loss, log_entropy=False"
 
+
+def _credited(rows: str, **options: bool) -> StepPeer:
+    run, prepare = functools.partial(trl_credited, **options), functools.partial(_prepare_credited, **options)
+    return StepPeer(run, "found", 2, rows, own_policy=True, prepare=prepare)
+
+
 STEP_PEERS: dict[str, StepPeer] = {
-    TRL: StepPeer(trl_plain, "plain", 3, "positions", "TRL"),
-    FASTEST: StepPeer(trl_fastest, "plain", 3, "positions", "TRL"),
-    DEFAULTS: StepPeer(trl_defaults, "plain", 3, "positions", "TRL", own_policy=True, recomputes=True),
-    "TRL with Liger": StepPeer(trl_liger, "plain", 3, "positions", "TRL", own_policy=True),
-    CREDITED: StepPeer(trl_credited, "found", 2, "tokens", "TRL", own_policy=True, prepare=_prepare_credited),
-    NO_ENTROPY: StepPeer(
-        functools.partial(trl_credited, log_entropy=False),
-        "found",
-        2,
-        "active",
-        "TRL",
-        own_policy=True,
-        prepare=functools.partial(_prepare_credited, log_entropy=False),
-    ),
-    VARLEN: StepPeer(varlen, "plain", 2, "active", "TRL"),
-    "repeated prompt (PrefixGrouper)": StepPeer(repeated_prompt, "plain", 2, "active", "TRL"),
-    "FlexAttention tree": StepPeer(flex_tree, "plain", 2, "active", "TRL"),
-    PLAIN: StepPeer(ours_plain, "plain", 2, "active", "ours"),
-    "ours counterfactual, padded, all rows": StepPeer(counterfactual_all_rows, "counterfactual", 3, "tokens", "ours"),
-    "ours counterfactual, skip": StepPeer(counterfactual_skip, "counterfactual", 3, "active", "ours"),
-    "ours counterfactual, tree": StepPeer(counterfactual_tree, "counterfactual", 3, "active", "ours"),
-    SEPARATE: StepPeer(counterfactual_fused, "counterfactual", 2, "active", "ours"),
-    EXACT: StepPeer(counterfactual_one_pass, "counterfactual", 2, "active", "ours"),
-    AUTHORS: StepPeer(authors_then_trl, "authors", 3, "positions", "TRL"),
+    TRL: StepPeer(trl_plain, "plain", 3, "positions"),
+    VARLEN: StepPeer(varlen, "plain", 2, "active"),
+    CREDITED: _credited("tokens"),
+    NO_ENTROPY: _credited("active", log_entropy=False),
+    PLAIN: StepPeer(ours_plain, "plain", 2, "active"),
+    PADDED: StepPeer(counterfactual_padded, "counterfactual", 3, "active"),
+    EXACT: StepPeer(counterfactual_one_pass, "counterfactual", 2, "active"),
+    AUTHORS: StepPeer(authors_then_trl, "authors", 3, "positions"),
 }

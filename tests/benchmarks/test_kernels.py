@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.harness.race import WrongAnswer
-from benchmarks.speed import bench_kernels as benchmark
+from benchmarks.harness.race import Absent, WrongAnswer
+from benchmarks.harness.workloads import gsm8k_job
+from benchmarks.speed import attention_jobs as benchmark
+from benchmarks.speed import bench_kernels
 
 pytestmark = pytest.mark.slow
 
@@ -14,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def job():
-    return benchmark.make_attention_job(benchmark.ATTENTION["smoke"]["tiny"], CPU)
+    return benchmark.make_attention_job("qwen3-tiny", torch.float32, gsm8k_job(1), CPU)
 
 
 def test_a_wrong_row_of_attention_is_refused(job):
@@ -44,8 +46,7 @@ def test_the_equal_sequences_have_about_as_many_tokens_and_pairs_as_the_trees(jo
 
 
 def test_wrong_logprobs_are_refused():
-    shape = benchmark.LOGPROB["smoke"]["tiny, 5 rows"]
-    for contender in benchmark.logprob_contenders(shape, CPU):
+    for contender in bench_kernels.logprob_contenders(5, 24, 160, torch.float32, CPU):
         right = contender.run()
         contender.check(right)
         for spoil in (lambda x: x + 1e-3, lambda x: x.roll(1), lambda x: x[:-1], lambda x: x * torch.nan):
@@ -58,8 +59,33 @@ def test_wrong_logprobs_are_refused():
                     contender.check(wrong)
 
 
-def test_the_bound_is_the_slower_of_reading_the_head_and_multiplying_by_it():
-    ceilings = {"copy_gb_per_s": 4300.0, "gemm_tflop_per_s": 790.0}
-    rows = {m: benchmark.Rows(m, 2048, 151_936, torch.bfloat16) for m in (16, 6000)}
-    assert rows[16].bound(ceilings) == pytest.approx(2 * 2048 * (151_936 + 16) / 4.3e12)
-    assert rows[6000].bound(ceilings) == pytest.approx(2 * 6000 * 2048 * 151_936 / 790e12)
+@pytest.mark.parametrize(("rows", "bound"), [(3, 2 * 24 * 163 / 4.3e9), (500, 2 * 500 * 24 * 160 / 79e9)])
+def test_the_bound_is_the_slower_of_reading_the_head_and_multiplying_by_it(rows, bound):
+    ceilings = {"copy_gb_per_s": 4.3, "gemm_tflop_per_s": 79e-3}
+    assert bench_kernels.logprobs(rows, 24, 160, torch.bfloat16, CPU, ceilings).bound == pytest.approx(bound)
+
+
+def test_gradients_a_segment_at_a_time_are_autograds(job):
+    inputs = [x.double() for x in (job.q, job.k, job.v)]
+    by_out = torch.randn(job.q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    leaves = [x.requires_grad_() for x in inputs]
+    out = benchmark.tree_attention(*leaves, job.table, backend="torch")
+    expected = torch.autograd.grad(out, leaves, by_out)
+    gradients = benchmark.gradients_along_each_segment(job, by_out, *inputs)
+    for mine, right in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(mine, right)
+
+
+def test_right_gradients_pass_again_and_again_and_wrong_ones_are_refused(job):
+    contenders = {contender.name: contender for contender in benchmark.backward_contenders(job)}
+    for name in (benchmark.OURS, benchmark.FLASH):
+        contender = contenders[name]
+        first, second = contender.run(), contender.run()
+        contender.check(first)
+        contender.check(second)
+        for i, spoil in ((0, lambda x: x * 1.01), (1, lambda x: x.roll(1, -2)), (2, lambda x: x * torch.nan)):
+            wrong = [spoil(x) if i == j else x for j, x in enumerate(first)]
+            with pytest.raises(WrongAnswer):
+                contender.check(tuple(wrong))
+    with pytest.raises(Absent):
+        contenders[benchmark.GATHERED].run()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.speed.profiles import Event, busy_microseconds, device_events, kernel_class, summarize
+from benchmarks.speed.bench_profile import Event, busy_microseconds, device_events, kernel_class, summarize
 
 pytestmark = pytest.mark.slow
 

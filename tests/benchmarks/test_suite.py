@@ -1,12 +1,15 @@
 """The benchmarks themselves: peers do the same job, wrong answers get no time, result files hold what they must."""
 
 import json
+import os
+import subprocess
 
 import pytest
 import torch
 
 from benchmarks.harness import workloads
 from benchmarks.harness.counting import attention_flops, counted, tree_pairs
+from benchmarks.harness.environment import find_commit
 from benchmarks.harness.race import Absent, Budget, Contender, WrongAnswer, race, spread
 from benchmarks.harness.workloads import Job, Span, gsm8k_job, long_job, random_model, shaped_job
 from benchmarks.speed import command
@@ -196,7 +199,7 @@ def test_without_a_gpu_the_command_says_so_and_fails(monkeypatch, capsys, tmp_pa
 def result_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("results")
     arguments = ["--device", "cpu", "--smoke", "--rounds", "1", "--seconds", "0", "--results", str(folder)]
-    arguments += ["--only", "sweeps", "--select", "group"]
+    arguments += ["--only", "scoring", "--select", "sweep", "--peers", "ours"]
     assert command.main(arguments) == 0
     (path,) = folder.glob("*.json")
     return path
@@ -208,14 +211,15 @@ def test_the_result_file_holds_what_a_reader_needs_to_trust_a_figure(result_file
     assert {"date", "device", "driver", "versions", "commit", "dirty", "seeds", "data"} <= environment.keys()
     assert {"python", "torch", "triton", "transformers"} <= environment["versions"].keys()
     assert {"copy_gb_per_s", "gemm_tflop_per_s"} <= document["ceilings"].keys()
-    sweeps = document["parts"]["sweeps"]
-    assert (sweeps["outcome"], sweeps["refused"]) == ("passed", [])
-    assert {(figure["axis"], figure["value"]) for figure in sweeps["figures"]} == {("group", 1), ("group", 2)}
-    for figure in sweeps["figures"]:
+    scoring = document["parts"]["scoring"]
+    assert (scoring["commit"], scoring["select"], scoring["refused"]) == (environment["commit"], "sweep", [])
+    assert {(figure["axis"], figure["value"]) for figure in scoring["figures"]} == {("group", 1), ("group", 2)}
+    for figure in scoring["figures"]:
         assert {"median", "iqr", "min", "max", "rounds"} <= figure["seconds"].keys()
         assert figure["predicted_seconds"] > 0
         assert figure["tflop_per_s"] == pytest.approx(figure["flops"] / figure["seconds"]["median"] / 1e12)
-        assert figure["share_of_gemm"] == pytest.approx(figure["tflop_per_s"] / sweeps["ceilings"]["gemm_tflop_per_s"])
+        share = figure["tflop_per_s"] / document["ceilings"]["gemm_tflop_per_s"]
+        assert figure["share_of_gemm"] == pytest.approx(share)
 
 
 def test_growth_is_drawn_beside_the_result_file(result_file):
@@ -237,3 +241,61 @@ def test_a_peer_that_only_ranks_tokens_is_held_to_the_same_budget(job, reference
         else:
             with pytest.raises(WrongAnswer):
                 reference.check(Peer(peer.run, peer.view), job, observed, torch.float32)
+
+
+KILLED = """
+import os, signal
+import pytest
+from benchmarks.harness.race import Lap, replay_clock
+
+
+@pytest.mark.benchmark(timer=replay_clock)
+def test_a_finished_race(report):
+    report(Lap("ours", [1.0, 3.0, 2.0]), group="finished")
+
+
+def test_a_failure():
+    assert False
+
+
+def test_a_race_under_way():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_session_leaves_the_races_it_had_finished_beside_other_parts(tmp_path):
+    file, result = tmp_path / "test_file.py", tmp_path / "result.json"
+    file.write_text(KILLED)
+    result.write_text(json.dumps({"schema": 1, "parts": {"loss": {"figures": []}}}))
+    options = command.parse_options(["--device", "cpu", "--smoke", "--commit", "abc"])
+    line = [str(file) if "bench_step" in word else word for word in command.session("step", options, result)]
+    line += ["-p", "benchmarks.speed.conftest"]
+    subprocess.run(line, cwd=workloads.REPOSITORY, env=os.environ, capture_output=True, check=False)
+    parts = json.loads(result.read_text())["parts"]
+    assert parts.keys() == {"loss", "step"}
+    assert [(f["group"], f["seconds"]["median"]) for f in parts["step"]["figures"]] == [("finished", 2.0)]
+    assert [name.rpartition("::")[2] for name in parts["step"]["failed"]] == ["test_a_failure"]
+
+
+def test_peers_are_for_parts_that_have_some(capsys):
+    with pytest.raises(SystemExit):
+        command.parse_options(["--device", "cpu", "--only", "loss", "--peers", "ours"])
+    assert "--peers is for scoring, step, profile" in capsys.readouterr().err
+
+
+def test_without_git_the_commit_is_the_one_that_the_caller_names(tmp_path):
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *identity, "commit", "-q", "--allow-empty", "-m", "outer"], cwd=tmp_path, check=True)
+    (tmp_path / "copy").mkdir()
+    assert find_commit("given", tmp_path / "copy") == ("given", None)
+    assert find_commit(None, tmp_path / "copy") == ("unknown", None)
+    commit, dirty = find_commit("given", tmp_path)
+    assert (len(commit), dirty) == (12, False)
+
+
+def test_a_folder_of_gsm8k_that_lacks_a_file_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("GSM8K", str(tmp_path))
+    (tmp_path / "train.jsonl").touch()
+    with pytest.raises(ValueError, match=r"has no model_solutions\.jsonl; docs/benchmarks\.md says how to get it"):
+        workloads.gsm8k_folder()

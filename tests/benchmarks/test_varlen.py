@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from benchmarks.harness.race import Absent
-from benchmarks.speed import bench_kernels as benchmark
+from benchmarks.harness.workloads import gsm8k_job
+from benchmarks.speed import attention_jobs as benchmark
 from benchmarks.speed import step_peers, varlen
 
 pytestmark = pytest.mark.slow
@@ -88,7 +89,7 @@ def test_the_step_and_the_kernel_benchmark_call_the_one_function(monkeypatch, in
         torch.nn.Module(), q, k, v, None, scaling=0.5, cu_seq_lens_q=ENDS, lengths=list(LENGTHS)
     )
     assert out.shape == (1, 5, 4, 8)
-    job = benchmark.make_attention_job(benchmark.ATTENTION["smoke"]["tiny"], torch.device("cpu"))
+    job = benchmark.make_attention_job("qwen3-tiny", torch.float32, gsm8k_job(1), torch.device("cpu"))
     object.__setattr__(job, "q", job.q.as_subclass(OnGpu))
     benchmark.gathered_varlen(job)
     assert calls[0] == ((5, 4, 8), (5, 2, 8), (3, 3), 0.5)

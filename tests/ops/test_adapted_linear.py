@@ -6,9 +6,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.harness.traffic import Traffic, bytes_per_row
 from cfa_kernels.ops import matmul
 from cfa_kernels.ops.adapted_linear import AdapterParts, _WiderAdapter, adapted_linear
+from tests.support.traffic import Traffic, bytes_per_row
 
 HALF, FULL = torch.bfloat16, torch.float32
 # (K, M) of a layer of Qwen3-1.7B: queries, keys, values, output, gate, up, down.

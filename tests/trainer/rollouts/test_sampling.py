@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import TopPLogitsWarper
 
-from benchmarks.harness.traffic import Traffic
 from cfa_kernels.scoring.training_forward import packed_logprobs
 from tests.support.embedded import sample, settings
+from tests.support.traffic import Traffic
 from trainer.evaluate import evaluate
 from trainer.rollouts.engine import keyed_uniforms, mask_after_end
 from trainer.rollouts.sampling import KeyedSampler
