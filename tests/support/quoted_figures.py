@@ -26,7 +26,7 @@ _PACKAGE = r"(?:Python|torch|transformers|triton|trl|TRL|verl|vllm|vLLM|OpenRLHF
 _NOT_FIGURES = re.compile(
     r"`[^`]*`|<[^>]*>|arXiv \d+\.\d+|\b\d{4}\.\d{5}\b|[Ss]ections? \d+(?:\.\d+)*|\b\d+(?:\.\d+){2,}\b|\d+e-\d+"
     rf"|{_PACKAGE}[^.;:|]{{0,20}}?\d+\.\d+(?:(?:,| to| and| or| as well as)+ \d+\.\d+)*"
-    r"|\d+\.\d+ and later|\b\d+ % (?:bootstrap|by the jackknife|of draws|intervals)"
+    r"|since \d+\.\d+|\d+\.\d+ and later|\b\d+ % (?:bootstrap|by the jackknife|of draws|intervals)"
 )  # fmt: skip
 _OF_OTHERS = re.compile(r"table \d|Table \d|et al\.|\barXiv\b")
 
