@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from cfa_kernels.losses.checks import weights_sequences
+from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES, weights_sequences
+from cfa_kernels.ops.token_loss import NUMBERS
 from cfa_kernels.options import NOT_NEGATIVE, POSITIVE
 from trainer.checkpoints.settings import RunSettings
 from trainer.credit_settings import CreditSettings
@@ -30,9 +31,6 @@ _INSTRUCTIONS = {
     "text": "Solve the problem step by step. Put your final answer within \\boxed{}.",
     "mbpp": "Answer with the program in one block of Python, between a line ```python and a line ```.",
 }
-_LOSS_OPTIONS = (
-    "epsilon", "epsilon_high", "delta", "beta", "loss_type", "importance_sampling_level", "max_completion_length",
-)  # fmt: skip
 
 _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "at least 1": (lambda value: value >= 1, (
@@ -125,9 +123,9 @@ class TrainConfig(
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
 
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"] = "dapo"
+    loss_type: Literal[LOSS_TYPES] = "dapo"  # type: ignore[valid-type]
     """Loss type: how token losses are formed and summed."""
-    importance_sampling_level: Literal["token", "sequence"] = "token"
+    importance_sampling_level: Literal[LEVELS] = "token"  # type: ignore[valid-type]
     """Whether probability ratios are per token or per completion (GSPO)."""
     epsilon: float = 0.2
     """Lower clip: ratios below 1 - epsilon get no gradient. DAPO."""
@@ -265,7 +263,8 @@ class TrainConfig(
     @property
     def loss_options(self) -> dict[str, Any]:
         """Return the options of the policy loss, by the names it takes."""
-        return {name: getattr(self, name) for name in _LOSS_OPTIONS}
+        names = (*NUMBERS, "loss_type", "importance_sampling_level", "max_completion_length")
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
 
 def model_path(model: str) -> str:

@@ -17,16 +17,16 @@ from ..ops.logits_policy_loss import InPlaceArguments, LogitsPolicyLossInPlace, 
 from ..ops.row_softmax import Softmax, check_logits_dtype
 from ..ops.token_loss import PolicyOptions, Tokens, policy_terms, refuse_second_derivative
 from .checks import (
+    LEVELS,
     Batch,
     LossOptions,
     check_batch,
-    check_finite,
-    check_float,
+    check_choice,
     check_given_rows,
-    check_level,
     check_linear,
     check_targets,
     check_tensor,
+    check_values,
     counted,
     should_validate,
 )
@@ -101,7 +101,7 @@ def policy_loss(
         TypeError: a wrong dtype, or an unknown option.
         RuntimeError: from a backward with `create_graph=True`.
     """
-    check_float("logprobs", logprobs)
+    check_tensor("logprobs", logprobs)
     if logprobs.dim() != 2:
         raise ValueError(f"logprobs must be (B, T), got shape {tuple(logprobs.shape)}")
     batch = check_batch("policy_loss", logprobs, logprobs.shape, old_logprobs, advantages, mask, options)
@@ -110,9 +110,9 @@ def policy_loss(
     elif batch.entropy_scale is not None:
         raise ValueError(f"entropy_coef={options['entropy_coef']} needs entropies (B, T), got None")
     if should_validate(options.get("validate"), logprobs):
-        check_finite("logprobs", logprobs, batch.keep)
+        check_values("logprobs", logprobs, batch.keep, "finite")
         if entropies is not None:
-            check_finite("entropies", entropies, batch.keep)
+            check_values("entropies", entropies, batch.keep, "finite")
 
     with torch.no_grad():
         dtype = batch.tokens.scale.dtype
@@ -168,7 +168,7 @@ def logits_policy_loss(
     Raises:
         As `policy_loss`, and ValueError for a `backend` that the device does not have.
     """
-    check_float("logits", logits)
+    check_tensor("logits", logits)
     if logits.dim() != 3:
         raise ValueError(f"logits must be (B, T, V), got shape {tuple(logits.shape)}")
     if not logits.size(2):
@@ -186,7 +186,7 @@ def logits_policy_loss(
         "targets": _flat(targets),
         **batch.tokens.map(_flat)._asdict(),
         "entropy_scale": batch.entropy_scale,
-        "surrogate": batch.options.surrogate,
+        "loss_type": batch.options.loss_type,
         "level": batch.options.level,
         "numbers": batch.options.numbers(),
         "softmax": list(softmax),
@@ -301,7 +301,7 @@ def linear_policy_loss(  # type: ignore[misc]
         entropy_scale=batch.entropy_scale,
         rows=rows,
         rows_alone=rows_alone,
-        surrogate=batch.options.surrogate,
+        loss_type=batch.options.loss_type,
         level=batch.options.level,
         numbers=batch.options.numbers(),
         softmax=list(softmax),
@@ -349,7 +349,7 @@ def contributing_rows(
         ValueError: a wrong level, shape or device.
         TypeError: advantages or weights that are not floats.
     """
-    level = check_level(importance_sampling_level)
+    level = check_choice("importance_sampling_level", importance_sampling_level, LEVELS)
     if mask.dim() != 2:
         raise ValueError(f"mask must be (B, T), got shape {tuple(mask.shape)}")
     check_tensor("advantages", advantages, [mask.shape[:1], mask.shape], mask.device)
@@ -364,7 +364,7 @@ def _metrics_of_rows(batch: Batch, stats: Tensor, with_entropy: bool, checked: b
     """Compute metrics from the `STATS` (5, N) that the kernels give; raises where a log-prob is not finite."""
     logprobs, entropy, ratio, kl, clip = stats.detach().view(-1, *batch.keep.shape)
     if checked:
-        check_finite(f"the target's log-prob from {source}", logprobs, batch.keep)
+        check_values(f"the target's log-prob from {source}", logprobs, batch.keep, "finite")
     return _metrics(batch, ratio, kl, clip, entropy if with_entropy else None)
 
 
@@ -409,9 +409,9 @@ def _metrics(batch: Batch, ratio: Tensor, kl: Tensor, clip: Tensor, entropy: Ten
         return (share.mean() if batch.options.level == "sequence" else clipped.sum() / count), share
 
     high_mean, high = clip_ratio(clip > 0)
-    if batch.options.surrogate == "cispo":
+    if batch.options.loss_type == "cispo":
         metrics["cispo_clip_ratio"] = high_mean
-    elif batch.options.surrogate == "clip":
+    elif batch.options.loss_type == "dapo":
         low_mean, low = clip_ratio(clip < 0)
         nonempty = per_sequence > 0
         metrics["clip_ratio/low_mean"] = low_mean

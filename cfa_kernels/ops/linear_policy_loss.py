@@ -108,7 +108,7 @@ def linear_policy_loss_op(
     entropy_scale: Tensor | None,
     rows: Tensor | None,
     rows_alone: bool,
-    surrogate: str,
+    loss_type: str,
     level: str,
     numbers: Sequence[float],
     softmax: Sequence[float],
@@ -126,7 +126,7 @@ def linear_policy_loss_op(
     tokens to look at; None with `drop_rows`: those that `contributing` finds, at the price of waiting for the device.
     Only the loss is differentiable.
     """
-    options, cap = PolicyOptions.of(surrogate, level, numbers), Softmax(*softmax)
+    options, cap = PolicyOptions.of(loss_type, level, numbers), Softmax(*softmax)
     shape = scale.shape
     grid, entropy_scale, unit = to_unit_scale(
         Tokens(old_logprobs, advantages, weights, ref_logprobs, scale), entropy_scale

@@ -71,7 +71,7 @@ def logits_policy_loss_op(
     ref_logprobs: Tensor | None,
     scale: Tensor,
     entropy_scale: Tensor | None,
-    surrogate: str,
+    loss_type: str,
     level: str,
     numbers: Sequence[float],
     softmax: Sequence[float],
@@ -87,7 +87,7 @@ def logits_policy_loss_op(
     gradient = torch.empty(logits.shape if with_gradient else 0, dtype=logits.dtype, device=logits.device)
     loss, stats, unit = _run(
         logits, targets, Tokens(old_logprobs, advantages, weights, ref_logprobs, scale), entropy_scale,
-        PolicyOptions.of(surrogate, level, numbers), Softmax(*softmax), gradient if with_gradient else None,
+        PolicyOptions.of(loss_type, level, numbers), Softmax(*softmax), gradient if with_gradient else None,
         with_entropy, backend,
     )  # fmt: skip
     return loss, stats, gradient, unit
@@ -134,7 +134,7 @@ def logits_policy_loss_inplace_op(
     ref_logprobs: Tensor | None,
     scale: Tensor,
     entropy_scale: Tensor | None,
-    surrogate: str,
+    loss_type: str,
     level: str,
     numbers: Sequence[float],
     softmax: Sequence[float],
@@ -144,7 +144,7 @@ def logits_policy_loss_inplace_op(
     """Compute the loss (), `STATS` (5, N) and the gradient's factor (); the gradient takes the place of the logits."""
     return _run(
         logits, targets, Tokens(old_logprobs, advantages, weights, ref_logprobs, scale), entropy_scale,
-        PolicyOptions.of(surrogate, level, numbers), Softmax(*softmax), logits, with_entropy, backend,
+        PolicyOptions.of(loss_type, level, numbers), Softmax(*softmax), logits, with_entropy, backend,
     )  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def policy_rows_kernel(
     p_logits, p_bias, p_gradient, p_targets, p_old, p_advantages, p_weights, p_ref, p_scale, p_entropy_scale,
     p_loss, p_stats, p_by_logprob, N, T, V, stride_b, stride_t, stride_v, stride_gb, stride_gt, stride_gv,
     inv_temperature, softcap, low, high, delta, beta, sapo_pos, sapo_neg, log_ratio_max,
-    SURROGATE: tl.constexpr, HAS_OLD: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_REF: tl.constexpr,
+    LOSS_TYPE: tl.constexpr, HAS_OLD: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_REF: tl.constexpr,
     CORRECT_KL: tl.constexpr, HAS_ENTROPY_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
@@ -142,7 +142,7 @@ def policy_rows_kernel(
             ref = tl.load(p_ref + i_n)
         loss, slope, ratio, kl, clip = token_terms_triton(
             logprob, old, tl.load(p_advantages + i_n), weight, ref,
-            low, high, delta, beta, sapo_pos, sapo_neg, log_ratio_max, SURROGATE, HAS_REF, CORRECT_KL,
+            low, high, delta, beta, sapo_pos, sapo_neg, log_ratio_max, LOSS_TYPE, HAS_REF, CORRECT_KL,
         )  # fmt: skip
         loss = loss * scale
         by_logprob = slope * scale
@@ -318,7 +318,7 @@ def policy_rows(
         The loss (), `STATS` (5, N) and the derivative by log-probs (N,).
     """
     if gradient is not None and options.level == "token" and backend == "triton":
-        n, cispo = targets.numel(), options.surrogate == "cispo"
+        n, cispo = targets.numel(), options.loss_type == "cispo"
         loss = torch.empty(n, dtype=torch.float32, device=logits.device)
         by_logprob = torch.empty_like(loss)
         stats = torch.empty(len(STATS), n, dtype=torch.float32, device=logits.device)
@@ -328,7 +328,7 @@ def policy_rows(
             1 / softmax.temperature, softmax.softcap,
             1 - options.epsilon, options.epsilon_high if cispo else 1 + options.epsilon_high, options.delta,
             options.beta, options.sapo_temperature_pos, options.sapo_temperature_neg, LOG_RATIO_MAX,
-            SURROGATE=options.surrogate, HAS_OLD=tokens.old_logprobs is not None,
+            LOSS_TYPE=options.loss_type, HAS_OLD=tokens.old_logprobs is not None,
             HAS_WEIGHTS=tokens.weights is not None, HAS_REF=tokens.ref_logprobs is not None,
             CORRECT_KL=bool(options.use_bias_correction_kl), HAS_ENTROPY_SCALE=entropy_scale is not None,
             HAS_BIAS=bias is not None, HAS_SOFTCAP=softmax.softcap != 0, WITH_ENTROPY=with_entropy,

@@ -17,18 +17,18 @@ from .triton_math import minimum
 LOG_RATIO_MAX = 40.0
 """Log-ratios (nats) are cut off here from above, so that no ratio overflows float32; the gradient beyond is 0."""
 
-SURROGATES = ("clip", "cispo", "sapo")
+TOKEN_LOSSES = ("dapo", "cispo", "sapo")
+"""Loss types whose losses of a token differ; all others sum those of dapo."""
 
 
 class PolicyOptions(NamedTuple):
     """Hyper-parameters of the loss of a token, under TRL's names.
 
-    `surrogate` is `"clip"` (grpo, bnpo, dr_grpo, dapo, luspo), `"cispo"` or `"sapo"`; `level` is `"token"`
-    or `"sequence"`; `delta` is infinite without an upper clip; `use_bias_correction_kl` multiplies the KL
-    term by the ratio.
+    `loss_type` is one of `TOKEN_LOSSES`, `level` `"token"` or `"sequence"`; `delta` is infinite without an upper clip;
+    `use_bias_correction_kl` multiplies the KL term by the ratio.
     """
 
-    surrogate: str = "clip"
+    loss_type: str = "dapo"
     level: str = "token"
     epsilon: float = 0.2
     epsilon_high: float = 0.28
@@ -43,13 +43,13 @@ class PolicyOptions(NamedTuple):
         return [float(getattr(self, name)) for name in NUMBERS]
 
     @classmethod
-    def of(cls, surrogate: str, level: str, numbers: Sequence[float]) -> "PolicyOptions":
+    def of(cls, loss_type: str, level: str, numbers: Sequence[float]) -> "PolicyOptions":
         """Make the options that have these names and `numbers`."""
         named: dict[str, Any] = dict(zip(NUMBERS, numbers, strict=True))
-        return cls(surrogate, level, **named)
+        return cls(loss_type, level, **named)
 
 
-NUMBERS = tuple(name for name in PolicyOptions._fields if name not in ("surrogate", "level"))
+NUMBERS = tuple(name for name in PolicyOptions._fields if name not in ("loss_type", "level"))
 """Fields of `PolicyOptions` that are numbers, in the order in which an operator takes them."""
 
 
@@ -94,8 +94,8 @@ class TokenTerms(NamedTuple):
 def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: PolicyOptions) -> TokenTerms:
     """Compute the loss of each token and its two partial derivatives.
 
-    Surrogates (c = exp(log_ratio), A = advantage, w = weight):
-    `clip`   -w * min(min(c, delta) * A, clamp(c, 1 - epsilon, 1 + epsilon_high) * A)   PPO / DAPO (eq. 8 of CF)
+    Losses (c = exp(log_ratio), A = advantage, w = weight):
+    `dapo`   -w * min(min(c, delta) * A, clamp(c, 1 - epsilon, 1 + epsilon_high) * A)   PPO / DAPO (eq. 8 of CF)
     `cispo`  -w * stop_gradient(min(c, epsilon_high)) * A * logprob
     `sapo`   -w * 4 / tau * sigmoid(tau * (c - 1)) * A, tau by the sign of A
     and then, unweighted, `+ beta * k3` with k3 = exp(ref - logprob) - (ref - logprob) - 1.
@@ -110,7 +110,7 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
         Terms of that shape.
 
     Raises:
-        ValueError: a surrogate that is not one of `SURROGATES`.
+        ValueError: a loss type that is not one of `TOKEN_LOSSES`.
     """
     inside = log_ratio <= LOG_RATIO_MAX
     ratio = log_ratio.clamp(max=LOG_RATIO_MAX).exp()
@@ -119,7 +119,7 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
     direct, via_ratio = zero, zero
     clipped_low = clipped_high = torch.zeros_like(inside)
 
-    if options.surrogate == "clip":
+    if options.loss_type == "dapo":
         low, high = 1 - options.epsilon, 1 + options.epsilon_high
         capped = ratio.clamp(max=options.delta)
         first, second = capped * weighted, ratio.clamp(low, high) * weighted
@@ -127,11 +127,11 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
         passes = torch.where(first <= second, ratio <= options.delta, (ratio >= low) & (ratio <= high))
         via_ratio = torch.where(passes & inside, -ratio * weighted, zero)
         clipped_low, clipped_high = (capped < low) & (weighted < 0), (capped > high) & (weighted > 0)
-    elif options.surrogate == "cispo":
+    elif options.loss_type == "cispo":
         direct = -ratio.clamp(max=options.epsilon_high) * weighted
         loss = direct * logprobs
         clipped_high = (ratio > options.epsilon_high) & (weighted > 0)
-    elif options.surrogate == "sapo":
+    elif options.loss_type == "sapo":
         # float32 constants in every dtype, as in TRL and in the kernel
         tau = torch.where(tokens.advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
         tau = tau.to(ratio.dtype)
@@ -139,7 +139,7 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
         loss = -4 / tau * gate * weighted
         via_ratio = -4 * gate * (1 - gate) * weighted * ratio  # 0 at the cut-off, where the gate is 1
     else:
-        raise ValueError(f"surrogate must be one of {SURROGATES}, got {options.surrogate!r}")
+        raise ValueError(f"the loss_type of a token must be one of {TOKEN_LOSSES}, got {options.loss_type!r}")
 
     kl = zero
     if tokens.ref_logprobs is not None:
@@ -194,7 +194,7 @@ def refuse_second_derivative() -> None:
 def token_terms_triton(
     logprob, old_logprob, advantage, weight, ref_logprob,
     low, high, delta, beta, sapo_pos, sapo_neg, log_ratio_max,
-    SURROGATE: tl.constexpr, HAS_REF: tl.constexpr, CORRECT_KL: tl.constexpr,
+    LOSS_TYPE: tl.constexpr, HAS_REF: tl.constexpr, CORRECT_KL: tl.constexpr,
 ):  # fmt: skip
     """Return `token_terms` at the token level for one token: (loss, d loss / d logprob, ratio, kl, clip), fp32 scalars.
 
@@ -205,7 +205,7 @@ def token_terms_triton(
     ratio = tl.exp(minimum(log_ratio, log_ratio_max))
     weighted = weight * advantage
     clip = 0.0
-    if SURROGATE == "clip":
+    if LOSS_TYPE == "dapo":
         capped = minimum(ratio, delta)
         first = capped * weighted
         second = minimum(tl.maximum(ratio, low), high) * weighted
@@ -215,7 +215,7 @@ def token_terms_triton(
         slope = tl.where(passes & inside, -ratio * weighted, 0.0)
         clip = tl.where((capped > high) & (weighted > 0), 1.0, 0.0)
         clip = tl.where((capped < low) & (weighted < 0), -1.0, clip)
-    elif SURROGATE == "cispo":
+    elif LOSS_TYPE == "cispo":
         slope = -minimum(ratio, high) * weighted
         loss = slope * logprob
         clip = tl.where((ratio > high) & (weighted > 0), 1.0, 0.0)

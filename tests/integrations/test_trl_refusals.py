@@ -263,7 +263,8 @@ def test_reentrant_checkpointing_on_several_processes_is_refused_for_packs(build
 def test_a_model_or_sequences_that_processes_share_out_are_refused(build, name):
     built = build()
     trainer = SimpleNamespace(**vars(built) | {"accelerator": SimpleNamespace(
-        distributed_type=DistributedType.NO, num_processes=1, parallelism_config=SimpleNamespace(**{f"{name}_enabled": True}),
+        distributed_type=DistributedType.NO, num_processes=1,
+        parallelism_config=SimpleNamespace(**{f"{name}_enabled": True}),
         state=built.accelerator.state,
     )})  # fmt: skip
     assert sentences(integration._credit_obstacles(trainer)) == [

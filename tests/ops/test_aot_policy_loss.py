@@ -29,7 +29,7 @@ def case(
     gradient: torch.dtype,
     *,
     everything: bool,
-    surrogate: str = "clip",
+    loss_type: str = "dapo",
     rows: bool = True,
     vocabulary: int = VOCABULARY,
 ) -> AotCase:
@@ -40,7 +40,7 @@ def case(
     hip = target == "gfx942"
     options = launch_options(vocabulary, logits.itemsize, hip=hip)
     compiler = {"num_warps": options.pop("num_warps")}
-    constexprs = dict.fromkeys(FLAGS, everything) | {"SURROGATE": surrogate, "LOG2E": 1.4426950408889634, **options}
+    constexprs = dict.fromkeys(FLAGS, everything) | {"LOSS_TYPE": loss_type, "LOG2E": 1.4426950408889634, **options}
     constexprs |= {"INPLACE": True, "HAS_ROWS": rows, "OVERLAPS": gradient.itemsize < logits.itemsize and not hip}
     constexprs |= {"stride_v": 1, "stride_gv": 1, "stride_ov": 1}
     for flag, pointer in OPTIONAL.items():
@@ -72,7 +72,7 @@ def case(
         else:
             arguments[name] = "i32:16" if name == "V" and vocabulary % 16 == 0 else "i32"
     label = (
-        f"{kernel} {NAMES[logits]} to {NAMES[gradient]} {surrogate} {'everything' if everything else 'plain'} "
+        f"{kernel} {NAMES[logits]} to {NAMES[gradient]} {loss_type} {'everything' if everything else 'plain'} "
         f"{'' if rows else 'summing '}{target}{'' if vocabulary % 16 == 0 else ' odd'}"
     )
     return AotCase(label, f"cfa_kernels.ops.policy_rows:{kernel}", arguments, constexprs, compiler, (target,))
@@ -81,8 +81,8 @@ def case(
 CASES = [
     *(case("policy_rows_kernel", target, torch.float32, torch.bfloat16, everything=True) for target in TARGETS),
     *(case("policy_rows_kernel", t, torch.bfloat16, torch.bfloat16, everything=False) for t in ("sm_90", "gfx942")),
-    case("policy_rows_kernel", "sm_90", torch.float16, torch.float16, everything=True, surrogate="sapo"),
-    case("policy_rows_kernel", "sm_90", torch.float32, torch.float32, everything=False, surrogate="cispo"),
+    case("policy_rows_kernel", "sm_90", torch.float16, torch.float16, everything=True, loss_type="sapo"),
+    case("policy_rows_kernel", "sm_90", torch.float32, torch.float32, everything=False, loss_type="cispo"),
     *(
         case("row_gradients_kernel", "sm_90", torch.float32, torch.bfloat16, everything=True, rows=r)
         for r in (True, False)

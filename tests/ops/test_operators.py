@@ -30,6 +30,6 @@ def test_arguments_have_the_names_and_the_order_of_the_schema(operator):
 def test_options_of_the_loss_survive_the_way_through_an_operator():
     options = PolicyOptions("sapo", "sequence", *range(1, 8))
     assert PolicyOptions.of("sapo", "sequence", options.numbers()) == options
-    assert {"surrogate", "level", *NUMBERS} == set(PolicyOptions._fields)
+    assert {"loss_type", "level", *NUMBERS} == set(PolicyOptions._fields)
     with pytest.raises(ValueError, match="zip"):
         PolicyOptions.of("sapo", "sequence", options.numbers()[1:])
