@@ -59,9 +59,7 @@ _UNITS_ONLY = re.compile(
     rf"|\\(?:text|mathrm|mbox)\s?{GROUP}|/?(?<![^\W\d_])[^\W\d_]{{2,}}(?![^\W\d_])){{0,60}}"
 )
 _ONLY_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathbf|mathrm|mbox)\s?\{([^{}]{1,200})\}")
-_LIST_ITEM = rf"[.):][*_]{{0,3}}{BLANK}+[*_]{{0,3}}[^\W\d_]"
-_OPENS_LIST_ITEM = re.compile(_LIST_ITEM)
-_OPENS_PART = re.compile(rf"{_LIST_ITEM}[^\n]{{0,200}}\n\s{{0,20}}\S")
+_OPENS_PART = re.compile(rf"[.):][*_]{{0,3}}{BLANK}+[*_]{{0,3}}[^\W\d_][^\n]{{0,200}}\n\s{{0,20}}\S")
 
 
 def _value_after(pattern: re.Pattern[str], text: str, position: int, limit: int) -> Interval | None:
@@ -75,13 +73,12 @@ def _value_after(pattern: re.Pattern[str], text: str, position: int, limit: int)
 
 
 def _values_in(text: str, start: int, end: int) -> Iterator[Interval]:
-    """List the values in `[start, end)`, a chain as its last member; not the number of a list item that opens it."""
+    """List the values in `[start, end)`, a chain as its last member."""
     position = start
     while match := _VALUE_IN_TEXT.search(text, position, end):
         value = _value_after(_VALUE_IN_TEXT, text, match.start(), end) or match.span("value")
         position = value[1]
-        if match.start() > start or not _OPENS_LIST_ITEM.match(text, value[1]):
-            yield value
+        yield value
 
 
 def _content(text: str, start: int, end: int) -> Interval | None:
@@ -158,14 +155,11 @@ def _boxed_answer(text: str) -> AnswerText | None:
 
 
 def _stated_answer(text: str) -> AnswerText | None:
-    closing = text.rfind("</answer>")
     for announcement in reversed(list(_ANNOUNCEMENT.finditer(text))):
         start = announcement.end()
-        if announcement["tag"] and closing >= start:
-            value = _content(text, start, text.index("</answer>", start))
-        elif announcement["tag"]:  # the closing tag may be what stopped sampling
-            value = _value_after(_LEAD_AND_VALUE, text, start, len(text))
-            value = value if value and _UNITS_ONLY.fullmatch(text, value[1]) else None
+        if announcement["tag"]:
+            end = text.find("</answer>", start)  # the closing tag may be what stopped sampling
+            value = _content(text, start, end if end >= 0 else len(text))
         else:
             value = _value_below(text, start)
         if value:
@@ -206,12 +200,13 @@ def _function_answer(text: str, function: Callable[[str], Interval | None]) -> A
     interval = function(text)
     if interval is None:
         return None
-    if not (isinstance(interval, tuple | list) and list(map(type, interval)) == [int, int]):
-        raise TypeError(f"answer_format must return None or characters (start, end), got {interval!r}")
-    start, end = interval
-    if not 0 <= start < end <= len(text):
-        raise ValueError(f"answer_format returned ({start}, {end}): empty or outside the text's {len(text)} characters")
-    return AnswerText(start, start, end)
+    is_pair = isinstance(interval, tuple | list) and list(map(type, interval)) == [int, int]
+    if not is_pair or not 0 <= interval[0] < interval[1] <= len(text):
+        raise ValueError(
+            f"answer_format must return None or (start, end), not empty and inside the text's {len(text)} characters, "
+            f"got {interval!r}"
+        )
+    return AnswerText(interval[0], *interval)
 
 
 def _marker_start(text: str, marker: int) -> int:

@@ -1,6 +1,6 @@
 """Find arithmetic in a text.
 
-The text becomes lexemes of one letter each (`LEXEME_KINDS`), so that an expression is a short regular expression over a
+The text becomes lexemes of one letter each (`_LEXEMES`), so that an expression is a short regular expression over a
 string of kinds. As everywhere in this package, every repetition is bounded or cannot overlap itself: matching is linear
 in whatever a model emits.
 """
@@ -24,7 +24,6 @@ _BEFORE_NUMBER = r"(?=\s{1,4}[\d$(\\.])"
 _WORD_OPERATOR = rf"(?:plus|minus|times|mod|divided|multiplied|equals|is equal|of(?: the)?{_BEFORE_NUMBER})"
 _WORD = r"(?:[^\W\d_]{2,}(?:['’/-][^\W\d_]+){0,4}(?:-\d{1,4}(?![\d.,]))?|[aAI](?= [^\W\d_]{2}))"
 
-_CLOCK = r"\d{1,2}:\d\d(?::\d\d)?(?:\s?[apAP]\.?[mM]\b\.?)?(?![\d:])"
 
 # Grouped by first character, tried in order: most of a text is words and numbers, and this decides the speed.
 _LEXEMES = {
@@ -38,7 +37,7 @@ _LEXEMES = {
         ("V", r"[a-zA-Z](?:_\{?\w{1,3}\}?)?(?![\w'’])"),
     ],
     r"(?=[\d.\\])": [
-        ("H", _CLOCK),
+        ("H", r"\d{1,2}:\d\d(?::\d\d)?(?:\s?[apAP]\.?[mM]\b\.?)?(?![\d:])"),
         ("N", rf"{DIGITS}|\\[cdt]?(?:frac|binom|sqrt)\s?(?:\[\w{{1,6}}\])?{GROUP}(?:\s?{GROUP})?"),
     ],
     "": [
@@ -85,7 +84,7 @@ _SIZE_OF = re.compile(
 
 
 def cut_into_lexemes(text: str) -> tuple[list[re.Match[str]], str]:
-    """Cut a text into lexemes, and name each one's kind by a letter of `LEXEME_KINDS`."""
+    """Cut a text into lexemes, and name the kind of each by the letter in `_LEXEMES`."""
     lexemes = list(_LEXEME.finditer(text))
     return lexemes, "".join([_KIND_OF_GROUP[lexeme.lastindex or 0] for lexeme in lexemes])
 
@@ -147,8 +146,8 @@ def _other_half(lexemes: list[re.Match[str]], kinds: str, places: range, count: 
 def _whole_expression(text: str, lexemes: list[re.Match[str]], kinds: str, first: int, after: int) -> Interval | None:
     """Find the characters of the lexemes `[first, after)`, without half a bracket.
 
-    Outer brackets without their other half are left out. Where a bracket inside lacks it, the expression reaches as far
-    as that half, over words if need be; `None` where this is too far in the same line.
+    Outer brackets without their other half are left out. Around others the expression reaches as far as that half,
+    over words if need be; `None` if this is too far in the same line.
     """
     start, end = lexemes[first].start(lexemes[first].lastindex or 0), lexemes[after - 1].end()
     opened, closed = _unpaired(lexemes, kinds, first, after)

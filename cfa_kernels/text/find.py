@@ -46,13 +46,7 @@ def find_answer(
 ) -> Span | None:
     """Find the answer a completion gives, right or wrong: every token that touches `answer_text_span`.
 
-    Args:
-        token_ids: (T,) sampled ids; T may be 0.
-        tokenizer: a transformers tokenizer.
-        answer_format, answer_fallback: as in `answer_text_span`.
-
-    Raises:
-        TypeError, ValueError: as `token_offsets` and `answer_text_span`.
+    `token_ids` are (T,) sampled ids; options and errors are those of `token_offsets` and `answer_text_span`.
     """
     return _reasoning(token_ids, tokenizer, None, AnswerRules(answer_format, answer_fallback)).answer
 
@@ -75,7 +69,7 @@ def detect_spans(
     which is dropped if no letter or digit remains or if an earlier one is inside it.
 
     Args:
-        token_ids: (T,) sampled ids; T may be 0.
+        token_ids: (T,) sampled ids.
         tokenizer: a transformers tokenizer.
         answer: the answer's tokens; by default those of `find_answer`.
         detector: "math", "latex", "python", "sentence" (docs/spans.md), or a function from the text before the marker
@@ -87,9 +81,6 @@ def detect_spans(
 
     Returns:
         Disjoint non-empty spans in order of position.
-
-    Raises:
-        TypeError, ValueError: as `find_answer`; an option, `answer` or interval of the detector that is not valid.
 
     Source: "Beyond Uniform Credit", section 3.
     """
@@ -107,12 +98,7 @@ def find_reasoning(
 ) -> dict[int, Reasoning]:
     """Find answer, end of the reasoning and spans of completions by row; errors name the row.
 
-    Args:
-        rows: (T_b,) sampled ids by row.
-        tokenizer: a transformers tokenizer.
-        spans: rules for spans; None looks for no spans.
-        answers: rules for answers.
-        unanswered: also look for spans in completions without an answer.
+    `spans=None` looks for no spans; `unanswered` also looks for spans in completions without an answer.
     """
     reasoning = {}
     for row, token_ids in rows.items():

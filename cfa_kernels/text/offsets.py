@@ -23,9 +23,8 @@ REPLACEMENT = "\ufffd"
 class TokenOffsets(NamedTuple):
     """Text of a completion, and the characters `text[starts[t]:ends[t]]` that token `t` helps to spell.
 
-    `starts` and `ends` are (T,) int64, both non-decreasing. Tokens that share a multi-byte character both
-    hold it, so neighbouring intervals may overlap by one. A token without text of its own (EOS, padding) has an
-    empty interval, or the character that it interrupts.
+    `starts` and `ends` are (T,) int64, non-decreasing. Tokens that share a multi-byte character all hold it. A token
+    without text of its own (EOS, padding) has an empty interval, or the character that it interrupts.
     """
 
     text: str
@@ -164,8 +163,7 @@ def _prefix_texts(
 ) -> Iterator[tuple[int, str]]:
     """Yield, for each prefix of `ids`, how many characters were settled before it and the text from there on.
 
-    With `windowed` only the tokens since the last two settled points are decoded, which is linear in the
-    length; without, each prefix is decoded whole.
+    With `windowed` only the tokens since the last two settled points are decoded, which is linear in the length.
     """
     settled, context, read = 0, 0, 0
     lead = ""
@@ -179,15 +177,11 @@ def _prefix_texts(
 
 
 def _incremental_offsets(ids: Sequence[int], special: set[int], decode: Callable[[Sequence[int]], str]) -> TokenOffsets:
-    """Compute offsets by incremental decoding, for any tokenizer: a token holds what it adds to the text.
-
-    While a multi-byte character is incomplete its tokens all hold it. A character that stays unreadable belongs
-    to the first token that shows it.
-    """
-    kept = [i for i in ids if i not in special]
-    text = decode(kept)
+    """Compute offsets by incremental decoding, for any tokenizer: a token holds what it adds to the text."""
+    spoken = [i for i in ids if i not in special]
+    text = decode(spoken)
     for windowed in (True, False):
-        prefixes = list(_prefix_texts(kept, decode, windowed))
+        prefixes = list(_prefix_texts(spoken, decode, windowed))
         rebuilt = ""
         for settled, tail in prefixes:
             rebuilt = rebuilt[:settled] + tail
@@ -219,27 +213,18 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> _Vocabulary:
 
 
 def _as_ids(token_ids: Sequence[int] | torch.Tensor) -> list[int]:
-    if isinstance(token_ids, torch.Tensor):
-        if token_ids.ndim != 1 or token_ids.dtype == torch.bool or token_ids.dtype.is_floating_point:
-            raise TypeError(f"token_ids must be 1-D integers, got {token_ids.dtype} of shape {tuple(token_ids.shape)}")
-        return token_ids.tolist()
-    ids = list(token_ids)
-    for position, i in enumerate(ids if set(map(type, ids)) - {int} else ()):
-        if isinstance(i, bool) or not hasattr(i, "__index__"):
-            raise TypeError(f"token_ids[{position}] must be an integer, got {i!r}")
-    return [operator.index(i) for i in ids]
+    try:
+        return list(map(operator.index, token_ids.tolist() if isinstance(token_ids, torch.Tensor) else token_ids))
+    except TypeError as error:
+        raise TypeError(f"token_ids must be 1-D and integers: {error}") from error
 
 
 def token_offsets(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> TokenOffsets:
-    """Decode a completion and tell which characters each sampled token spells.
+    """Decode a completion and find the characters that each sampled token spells.
 
-    The text is the tokenizer's decoding of the ids without special tokens and without clean-up of blanks. A token
-    holds the characters that its arrival completes or begins. Bytes that are not UTF-8 decode to U+FFFD, which belongs
-    to the token that begins it; a token that only continues it has an empty interval.
-
-    Args:
-        token_ids: (T,) sampled ids, a sequence of ints or an integer tensor; T may be 0.
-        tokenizer: a transformers tokenizer.
+    The text is the tokenizer's decoding of the (T,) ids without special tokens and without clean-up of blanks. A token
+    holds the characters that its arrival completes or begins; U+FFFD, for bytes that are not UTF-8, belongs to the
+    token that begins it.
 
     Raises:
         TypeError: ids that are not integers, or not 1-D.

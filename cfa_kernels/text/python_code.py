@@ -36,19 +36,12 @@ def ranked_python_intervals(text: str) -> Units:
     for start, end, info in blocks:
         if _PYTHON_INFO.match(info):
             lines = [trimmed(text, *line.span()) for line in _LINE.finditer(text, start, end)]
-            return _moved(_parsed_units(text[start:end]), start) or (lines, [])
+            return _parsed_units(text[start:end], start) or (lines, [])
     for start, end, info in blocks or [(0, len(text), "")]:
-        units = None if info else _moved(_parsed_units(text[start:end]), start)
+        units = None if info else _parsed_units(text[start:end], start)
         if units and any(units):
             return units
     return [], []
-
-
-def _moved(units: Units | None, by: int) -> Units | None:
-    if units is None:
-        return None
-    statements, docstrings = ([(start + by, end + by) for start, end in rank] for rank in units)
-    return statements, docstrings
 
 
 def _fenced_blocks(text: str) -> Iterator[tuple[int, int, str]]:
@@ -65,8 +58,8 @@ def _fenced_blocks(text: str) -> Iterator[tuple[int, int, str]]:
         yield opening[1], len(text), opening[2]
 
 
-def _parsed_units(code: str) -> Units | None:
-    """Find the units of a program by its syntax tree; `None` if it does not parse."""
+def _parsed_units(code: str, place: int) -> Units | None:
+    """Find the units of a program at that place in a text; `None` if it does not parse."""
     # The parser's line ends, with each character where it was.
     code = code.replace("\\\r\n", " \\\n").replace("\r\n", " \n").replace("\r", "\n")
     first = _FIRST_INDENT.search(code)
@@ -81,10 +74,10 @@ def _parsed_units(code: str) -> Units | None:
         if body[0].orelse:
             return None
         body = body[0].body + body[1:]
-    return _moved(_units(wrapper + code, body), -len(wrapper))
+    return _units(wrapper + code, body, place - len(wrapper))
 
 
-def _units(code: str, body: list[ast.stmt]) -> Units:
+def _units(code: str, body: list[ast.stmt], place: int) -> Units:
     rows = [0, *itertools.accumulate(len(line.encode()) + 1 for line in code.split("\n"))]
     characters = [i for i, character in enumerate(code) for _ in character.encode()]  # by byte, as the parser counts
     characters.append(len(code))
@@ -114,7 +107,9 @@ def _units(code: str, body: list[ast.stmt]) -> Units:
             waiting += inner
             end = span(inner[-1])[1] if inner else end
             start = _BETWEEN.match(code, end).end()  # type: ignore[union-attr]
-    return sorted(statements), sorted(unit for unit in docstrings if LETTER_OR_DIGIT.search(code, *unit))
+    docstrings = [unit for unit in docstrings if LETTER_OR_DIGIT.search(code, *unit)]
+    moved = [[(start + place, end + place) for start, end in sorted(rank)] for rank in (statements, docstrings)]
+    return moved[0], moved[1]
 
 
 def _blocks(node: ast.stmt) -> list[tuple[list[ast.AST], list[ast.stmt]]]:

@@ -56,21 +56,17 @@ def check_linear(read: Read, before: str, unit: str, after: str) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize("unit", UNITS)
-def test_repetition_is_read_in_linear_time(name: str, unit: str) -> None:
-    before, after = SURROUNDINGS[UNITS.index(unit) % len(SURROUNDINGS)]
+@pytest.mark.parametrize(
+    ("before", "unit", "after"),
+    [
+        *[(SURROUNDINGS[i % 4][0], unit, SURROUNDINGS[i % 4][1]) for i, unit in enumerate(UNITS)],
+        *[(before, " ", after) for before, after in SURROUNDINGS],
+        ("#### ", "a=", ""),
+        ("The answer is ", "the =", ""),
+    ],
+)
+def test_repetition_is_read_in_linear_time(name: str, before: str, unit: str, after: str) -> None:
     check_linear(READERS[name], before, unit, after)
-
-
-@pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize(("before", "after"), SURROUNDINGS)
-def test_blanks_are_read_in_linear_time(name: str, before: str, after: str) -> None:
-    check_linear(READERS[name], before, " ", after)
-
-
-def test_words_with_equals_signs_can_be_read_in_one_way_only() -> None:
-    check_linear(READERS["answer"], "#### ", "a=", "")
-    check_linear(READERS["answer"], "The answer is ", "the =", "")
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -55,6 +55,8 @@ def test_offsets_are_those_of_decoding_every_prefix(name: str, data: st.DataObje
     text, intervals = offsets_by_decoding_every_prefix(ids, tokenizer)
     offsets = token_offsets(ids, tokenizer)
     assert offsets.text == text
+    assert (np.diff(offsets.starts) >= 0).all()
+    assert (np.diff(offsets.ends) >= 0).all()
     if "fallback" in name and "\ufffd" in text:  # prefixes of a run that is not UTF-8 may show more than the whole
         return
     assert list(zip(offsets.starts.tolist(), offsets.ends.tolist(), strict=True)) == intervals
@@ -63,21 +65,6 @@ def test_offsets_are_those_of_decoding_every_prefix(name: str, data: st.DataObje
 @pytest.mark.parametrize("name", FAST)
 def test_bytes_of_tokens_are_known_in_the_fast_families(name: str) -> None:
     assert _vocabulary(get_tokenizer(name)).style == ("byte_level" if "level" in name else "byte_fallback")
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-@property_test
-@given(data=st.data())
-def test_every_character_is_held_by_a_token_and_offsets_never_go_back(name: str, data: st.DataObject) -> None:
-    tokenizer = get_tokenizer(name)
-    offsets = token_offsets(data.draw(completions(name)), tokenizer)
-    held = np.zeros(len(offsets.text), bool)
-    for start, end in zip(offsets.starts, offsets.ends, strict=True):
-        held[start:end] = True
-    assert held.all()
-    assert (np.diff(offsets.starts) >= 0).all()
-    assert (np.diff(offsets.ends) >= 0).all()
-    assert (offsets.starts <= offsets.ends).all()
 
 
 @pytest.mark.parametrize("name", MULTI_BYTE)
