@@ -7,29 +7,18 @@ import io
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields, make_dataclass
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 import yaml
 
 from trainer.config import DEFAULTS_FILE, EMBEDDED, PRESETS, model_path
 
-FOREIGN_NAMES = {
-    "resume_from_checkpoint": "the same command with the same --output_dir goes on from its last good checkpoint",
-    "num_train_epochs": "a run is as long as --max_steps says",
-    "bf16": "take --dtype bfloat16 or mixed",
-    "fp16": "take --dtype bfloat16 or mixed",
-    "use_vllm": "take --rollout_engine vllm",
-    "logging_steps": "every step is logged",
-}
-"""What to do instead of settings that other trainers have."""
-
-
 OF_MODELS = (
-    "temperature", "top_p", "max_completion_length", "instruction", "enable_thinking", "use_peft", "learning_rate",
-    "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "eval_batch_size", "eval_steps",
+    "temperature", "top_p", "max_completion_length", "instruction", "use_peft", "learning_rate",
+    "max_steps", "generation_batch_size", "eval_batch_size", "eval_steps",
 )  # fmt: skip
 """Settings that a model folder may bring, which runs no code: how it samples, is prompted and trains best."""
 
@@ -48,38 +37,33 @@ class _Yaml(yaml.SafeLoader):
 def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any:
     """Fill the dataclass `kind` from, in rising order: its defaults, the model folder's, `--config`, flags.
 
-    Unknown settings, values of the wrong type or outside their range end the program with exit code 2 and a
-    message that names them.
+    Unknown settings, values of the wrong type or outside their range end the program with exit code 2 and one line
+    that names them.
     """
-    where = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    where.add_argument("--config")
-    where.add_argument("--model")
-    text = f"YAML file of settings, or one that ships with the program: {', '.join(preset_names())}. Flags win over it."
-    settings_flags, file_flag = Annotated[kind, tyro.conf.arg(name="")], Annotated[str | None, tyro.conf.arg(help=text)]
-    command = make_dataclass("Command", [("settings", settings_flags), ("config", file_flag, None)])
+    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    before.add_argument("--config")
+    before.add_argument("--model", default=argparse.SUPPRESS)
+    names = ", ".join(preset_names())
+    description += f" --config takes a YAML file of settings, or one that ships with it: {names}. Flags win over it."
+    refusal = io.StringIO()  # tyro's is a box of several lines
     try:
-        for flag in argv:
-            if flag.startswith("--") and (hint := _foreign(flag.lstrip("-").partition("=")[0].replace("-", "_"), kind)):
-                raise ValueError(hint)
-        found, _ = where.parse_known_args(argv)
-        settings = _read_yaml(_config_file(found.config), kind) if found.config else {}
-        model = found.model or settings.get("model") or getattr(kind, "model", None)
+        chosen, flags = before.parse_known_args(argv)
+        settings = _read_yaml(_config_file(chosen.config), kind) if chosen.config else {}
+        settings |= {"model": chosen.model} if "model" in chosen else {}
+        model = settings.get("model", getattr(kind, "model", None))
         if model is not None and (suited := Path(model_path(model)) / DEFAULTS_FILE).is_file():
             settings = _of_model(_read_yaml(suited, kind), suited, model) | settings
-        flags = [*_as_flags(settings), *_as_switches(argv, kind)]
-        with contextlib.redirect_stderr(io.StringIO()) as refusal:  # tyro's is a box of several lines
-            given: Any = tyro.cli(
-                command, args=flags, prog=prog, description=description, use_underscores=True,
-                config=(tyro.conf.OmitArgPrefixes,),
-            )  # fmt: skip
+        with contextlib.redirect_stderr(refusal):
+            return tyro.cli(
+                kind, args=[*_as_flags(settings), *flags], prog=prog, description=description, use_underscores=True
+            )
     except (ValueError, OSError, argparse.ArgumentError) as problem:
         print(f"{prog}: error: {' '.join(str(problem).split())}", file=sys.stderr)
-        sys.exit(2)
     except SystemExit as ended:
-        if ended.code:
-            print(f"{prog}: error: {_in_one_line(refusal.getvalue())}", file=sys.stderr)
-        raise
-    return given.settings
+        if not ended.code:
+            raise
+        print(f"{prog}: error: {_in_one_line(refusal.getvalue())}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _in_one_line(box: str) -> str:
@@ -128,44 +112,17 @@ def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
         raise ValueError(f"{path}: is not YAML of plain values: {problem}") from problem
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: must hold settings as 'name: value', got {type(settings).__name__}")
-    names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
-    named = {}
+    entries = {entry.name: entry for entry in fields(kind)}
     for name, value in settings.items():
-        if hint := _foreign(str(name), kind):
-            raise ValueError(f"{path}: {hint}")
-        flags = [one for one in value if str(one).startswith("--")] if isinstance(value, list) else []
-        if flags:
-            raise ValueError(f"{path}: {name} must be a list of values, got {flags[0]!r}, a flag")
-        if isinstance(value, dict):
-            raise ValueError(f"{path}: {name} must be a value or a list of values, got dict")
-        if name not in names:
-            close = difflib.get_close_matches(str(name), names, n=1)
+        if name not in entries:
+            close = difflib.get_close_matches(str(name), entries, n=1)
             raise ValueError(f"{path}: unknown setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
-        named[name] = value
-    return named
-
-
-def _foreign(name: str, kind: type) -> str | None:
-    """Say what to do instead of a setting of another trainer; None for a name of our own or of nobody."""
-    if name not in FOREIGN_NAMES or name in {entry.name for entry in fields(kind)}:  # type: ignore[arg-type]
-        return None
-    return f"there is no setting {name}: {FOREIGN_NAMES[name]}"
-
-
-def _as_switches(argv: Sequence[str], kind: type) -> list[str]:
-    """Write `--name true` and `--name=false`, which other trainers take, as `--name` and `--no_name`."""
-    switches = {entry.name for entry in fields(kind) if isinstance(entry.default, bool)}  # type: ignore[arg-type]
-    written, flags, left = {"true": "--{}", "false": "--no_{}"}, list[str](), list(argv)
-    while left:
-        flag = left.pop(0)
-        name, equals, value = flag.partition("=")
-        key = name.removeprefix("--").replace("-", "_")
-        if name.startswith("--") and key in switches:
-            if not equals and left and left[0].lower() in written:
-                value = left.pop(0)
-            flag = written.get(value.lower(), flag).format(key)
-        flags.append(flag)
-    return flags
+        if isinstance(value, dict) and entries[name].default_factory is not dict:
+            raise ValueError(f"{path}: {name} must be a value or a list of values, got dict")
+        values = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+        if flags := [one for one in values if str(one).startswith("--")]:
+            raise ValueError(f"{path}: {name} must hold values, got {flags[0]!r}, a flag")
+    return settings
 
 
 def _as_flags(settings: dict[str, Any]) -> list[str]:
@@ -174,6 +131,9 @@ def _as_flags(settings: dict[str, Any]) -> list[str]:
     for name, value in settings.items():
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no_{name}")
+        elif isinstance(value, dict):
+            for option in value.items():
+                flags += [f"--{name}", *map(str, option)]
         elif isinstance(value, list):
             flags += [f"--{name}", *map(str, value)] if value else []
         elif value is not None:

@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import tyro
+
+from cfa_kernels import CounterfactualConfig
+from cfa_kernels.credit.weights import Control
+from cfa_kernels.estimators.registry import ESTIMATORS
 from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES, weights_sequences
 from cfa_kernels.ops.token_loss import NUMBERS
 from cfa_kernels.options import NOT_NEGATIVE, POSITIVE
-from trainer.checkpoints.settings import RunSettings
-from trainer.credit_settings import CreditSettings
 from trainer.experimental.settings import CorrectionSettings
 from trainer.precision import DtypeName, Precision
-from trainer.processes import ProcessSettings
+from trainer.rewards import load_answer_format
 from trainer.rewards.settings import RewardSettings
 from trainer.rollouts.settings import RolloutSettings
 
@@ -31,22 +34,20 @@ _INSTRUCTIONS = {
     "text": "Solve the problem step by step. Put your final answer within \\boxed{}.",
     "mbpp": "Answer with the program in one block of Python, between a line ```python and a line ```.",
 }
-
+_CONTROLS: dict[str, Control | None] = {
+    "counterfactual": None, "inverted": "inverted", "random": "random", "uniform": "off",
+}  # fmt: skip
+_ESTIMATORS = tuple(name for name in ESTIMATORS if name != "external")  # whose importances a caller hands in
 _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "at least 1": (lambda value: value >= 1, (
-        "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations",
-        "max_completion_length", "eval_batch_size", "lora_r", "no_advantage_patience", "max_prompt_length",
-        "eval_steps", "token_budget", "lora_alpha", "save_steps", "save_total_limit", "ddp_timeout",
+        "max_steps", "generation_batch_size", "num_iterations", "max_completion_length", "eval_batch_size", "lora_r",
+        "eval_steps", "token_budget", "save_steps", "eval_problems", "train_problems",
     )),
-    str(NOT_NEGATIVE): (NOT_NEGATIVE.__contains__, (
-        "epsilon", "epsilon_high", "beta", "weight_decay", "warmup_steps", "log_completions",
-    )),
+    str(NOT_NEGATIVE): (NOT_NEGATIVE.__contains__, ("epsilon", "epsilon_high", "beta", "log_completions")),
     str(POSITIVE): (POSITIVE.__contains__, (
-        "learning_rate", "temperature", "max_grad_norm", "max_sampling_gap", "importance_sampling_clip_max", "delta",
+        "learning_rate", "temperature", "max_grad_norm", "max_sampling_gap", "importance_sampling_clip_max",
     )),
-    "finite": (lambda value: abs(value) < float("inf"), ("correct_threshold",)),
     "in (0, 1]": (lambda value: 0 < value <= 1, ("top_p",)),
-    "in [0, 1)": (lambda value: 0 <= value < 1, ("lora_dropout",)),
     "in [0, 2**32)": (lambda value: 0 <= value < 2**32, ("seed",)),  # what NumPy's generator takes
 }  # fmt: skip
 
@@ -56,16 +57,12 @@ class DataConfig:
     """Settings of the problems that a program learns from and is tested on; equal settings give equal problems."""
 
     dataset: str = GENERATED
-    """Worked problems: a .jsonl or .parquet file, a hub name, or "generated" (arithmetic word problems)."""
+    """Worked problems: a .json, .jsonl or .parquet file, a hub name, or "generated" (arithmetic word problems)."""
     dataset_config: str | None = None
     """Configuration of a hub data set; by default its only one, or "main"."""
-    dataset_split: str = "train"
-    """Split of a hub data set to train on."""
     eval_dataset: str | None = None
-    """Held-out problems (file or hub name). By default the "test" split of a hub data set or of "generated";
-    for a file, eval_problems of its rows are set aside and not trained on."""
-    eval_split: str = "test"
-    """Split of a hub data set to evaluate on."""
+    """Held-out problems (file, or hub name with a "test" split). By default the "test" split of a hub data set or of
+    "generated"; for a file, eval_problems of its rows are set aside and not trained on."""
     eval_problems: int | None = None
     """How many held-out problems to evaluate on; all by default (256 for "generated" and for a file)."""
     question_column: str = "question"
@@ -77,9 +74,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         """Reject values outside their range, naming the setting."""
-        for name in ("eval_problems", "train_problems"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for expected, (holds, names) in _RANGES.items():
+            for name in names:
+                if (value := getattr(self, name, None)) is not None and not holds(value):
+                    raise ValueError(f"{name} must be {expected}, got {value}")
 
     @property
     def kind(self) -> str:
@@ -88,9 +86,7 @@ class DataConfig:
 
 
 @dataclass
-class TrainConfig(
-    RunSettings, ProcessSettings, RewardSettings, CorrectionSettings, RolloutSettings, CreditSettings, DataConfig
-):
+class TrainConfig(RewardSettings, CorrectionSettings, RolloutSettings, DataConfig):
     """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
 
     model: str = EMBEDDED
@@ -100,26 +96,41 @@ class TrainConfig(
     output_dir: str | None = None
     """Run folder: new, empty, or that of this run, stopped; by default one of its own under runs/, named by date,
     model, credit and seed."""
+    resume: bool = True
+    """The same command again goes on from the last good checkpoint: of its output_dir, or by default of the newest
+    unfinished run under runs/ that was begun with the same settings. --no_resume starts anew, in a new folder."""
+    save_steps: int = 10
+    """Keep a checkpoint to go on from every so many steps, beside those at the beginning and the end; the newest two
+    are kept, and a damaged one is replaced by the one before it."""
+
+    credit: Literal["counterfactual", "inverted", "random", "uniform"] = "counterfactual"
+    """How credit is spread over tokens: by importance, its inverse, at random, or evenly (DAPO)."""
+    estimator: Literal[_ESTIMATORS] = "masking"  # type: ignore[valid-type]
+    """What finds the importance of a unit; docs/credit.md lists the estimators."""
+    credit_options: tyro.conf.UseAppendAction[dict[str, int | float | str]] = field(default_factory=dict)
+    """An option of the estimator, of the rule for weights or of spans, and its value: --credit_options max_spans 5
+    --credit_options weights top. docs/credit.md lists them; by default what the estimator's source does."""
+    answer_format: str | None = None
+    """Form of answers beside those that are known: a regular expression whose first group is the answer, or
+    "module:function" of a text that gives the answer's start and end."""
+    answer_fallback: Literal["last_number"] | None = None
+    """What counts as the answer where there is none in a known form; by default nothing."""
+    token_budget: int | None = None
+    """Most packed tokens of a forward, in the update and of masked branches; a group that is larger gets a forward of
+    its own. By default what half of the free memory holds."""
 
     max_steps: int = 500
     """Optimizer steps (times num_iterations): rollouts, credit and update make one."""
-    per_device_train_batch_size: int = 16
-    """Times gradient_accumulation_steps: number of completions that a step samples, on however many devices.
-    token_budget limits one forward."""
-    gradient_accumulation_steps: int = 4
-    """See per_device_train_batch_size."""
+    generation_batch_size: int = 64
+    """Completions that a step samples, on however many devices; token_budget limits one forward."""
     num_generations: int = 8
     """Completions per problem (G), the group that advantages compare."""
     num_iterations: int = 1
     """Optimizer steps taken on each set of rollouts."""
     learning_rate: float = 2.5e-5
     """Peak learning rate of AdamW."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
     """Learning rate over the run."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises from 0."""
-    weight_decay: float = 0.0
-    """AdamW's weight decay."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
 
@@ -131,8 +142,6 @@ class TrainConfig(
     """Lower clip: ratios below 1 - epsilon get no gradient. DAPO."""
     epsilon_high: float = 0.28
     """Upper clip: ratios above 1 + epsilon_high get no gradient. DAPO."""
-    delta: float | None = None
-    """Cap of the ratio for negative advantages (two-sided clipping); none by default."""
     beta: float = 0.0
     """Weight of the KL term towards the model as it was loaded; 0 needs no reference model."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
@@ -152,16 +161,12 @@ class TrainConfig(
     importance_sampling_clip_max: float | None = None
     """Correct the loss for the engine's log-probs: each token's policy term is multiplied by its probability in the
     update over the one it was sampled with, at most this much (TRL: token_truncate, 3.0). By default it is not."""
-    max_prompt_length: int | None = None
-    """Longest prompt in tokens; a longer one is an error. By default what the model's context leaves."""
     max_completion_length: int = 512
     """Maximum tokens sampled per completion."""
     instruction: str | None = None
     """Text after the question, on a line of its own; may be empty. By default what dataset_kind asks for: numbers,
     "Solve the problem step by step. End with a line of the form: #### <number>"; text, an answer in \\boxed{}; mbpp, a
     fenced block of Python."""
-    enable_thinking: bool = False
-    """Passed to chat templates that know it (Qwen3): whether the model thinks before it answers."""
     eval_batch_size: int = 64
     """Completions per batch in evaluation."""
     eval_steps: int | None = None
@@ -170,13 +175,7 @@ class TrainConfig(
     use_peft: bool = True
     """Train a LoRA adapter instead of all weights."""
     lora_r: int = 32
-    """Rank of the adapter."""
-    lora_alpha: int = 32
-    """Scale of the adapter is lora_alpha / lora_r."""
-    lora_dropout: float = 0.0
-    """Dropout inside the adapter; above 0 it is refused: rows that completions share would get one mask."""
-    lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Modules that get an adapter; "all-linear" is every linear layer but the head."""
+    """Rank of the adapter, on every linear layer but the head; its scale is 32 / lora_r."""
     dtype: DtypeName = "auto"
     """Arithmetic: float32 throughout; mixed, which keeps weights in float32 and multiplies them in bfloat16 (autocast);
     or bfloat16 weights, beside which adapters are float32. On a GPU auto is bfloat16 under LoRA and mixed where all
@@ -189,27 +188,20 @@ class TrainConfig(
     """On a GPU, norms, rotary embeddings and gated MLPs run as Liger's fused kernels, where it knows the model."""
     seed: int = 0
     """Seed of everything drawn at random."""
-
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What follows a reward, a log-prob or a gradient that is nan or infinite, both named with step, sample and cause:
-    the run ends and nothing is saved, or the step is logged, changes nothing and is counted as nonfinite/skipped."""
+    parallel: Literal["ddp", "fsdp2"] = "ddp"
+    """With several processes, as torchrun starts them: ddp keeps a whole model in each and sums gradients once a
+    step; fsdp2 keeps a piece of every weight in each, whole only while it is needed (torch's fully_shard)."""
 
     report_to: list[str] = field(default_factory=list)
     """Further logging back-ends, any of: tensorboard, wandb, trackio (each must be installed)."""
     log_completions: int = 4
     """Completions written to completions.jsonl per step, with their tokens and weights."""
-    no_advantage_patience: int = 5
-    """Warn after this many steps in a row in which no group had an advantage."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range, naming the setting."""
         for tracker in self.report_to:
             if tracker not in TRACKERS:
                 raise ValueError(f"report_to must be among {TRACKERS}, got {tracker!r}")
-        for expected, (holds, names) in _RANGES.items():
-            for name in names:
-                if getattr(self, name) is not None and not holds(getattr(self, name)):
-                    raise ValueError(f"{name} must be {expected}, got {getattr(self, name)}")
         super().__post_init__()
         if not self.reward_funcs:
             raise ValueError("reward_funcs must name at least one function, got none")
@@ -220,11 +212,8 @@ class TrainConfig(
         if self.num_generations < 2:
             raise ValueError(f"num_generations must be at least 2 for a group to compare, got {self.num_generations}")
         if self.generation_batch_size % self.num_generations:
-            raise ValueError(
-                "per_device_train_batch_size * gradient_accumulation_steps must be a multiple of num_generations, "
-                f"got {self.per_device_train_batch_size} * {self.gradient_accumulation_steps} and "
-                f"{self.num_generations}"
-            )
+            sizes = f"{self.generation_batch_size} and {self.num_generations}"
+            raise ValueError(f"generation_batch_size must be a multiple of num_generations, got {sizes}")
         credit = self.counterfactual().control != "off"  # checks the settings of credit
         if weights_sequences(self.loss_type, self.importance_sampling_level):
             weighing = {
@@ -250,10 +239,14 @@ class TrainConfig(
         """Return the arithmetic that `dtype`, `device` and `use_peft` choose."""
         return Precision.of(self.dtype, self.device, adapters=self.use_peft)
 
-    @property
-    def generation_batch_size(self) -> int:
-        """Number of completions sampled per set of rollouts."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+    def counterfactual(self) -> CounterfactualConfig:
+        """Build the library's configuration of credit."""
+        options = {"estimator": self.estimator, "control": _CONTROLS[self.credit], "token_budget": self.token_budget}
+        return CounterfactualConfig.from_flat({**self.credit_options, **options, **self.answer_options()})
+
+    def answer_options(self) -> dict[str, Any]:
+        """Return the run's own form of answers, as `answer_text_span` takes it."""
+        return {"answer_format": load_answer_format(self.answer_format), "answer_fallback": self.answer_fallback}
 
     @property
     def reward_options(self) -> dict[str, Any]:

@@ -102,8 +102,8 @@ def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> nn.M
     """Load the model to train, on its device and in eval mode.
 
     Raises:
-        ValueError: the model cannot be loaded, its checkpoint does not hold exactly its tensors, it has no module of
-            `lora_target_modules`, or neither it nor the tokenizer names a token that ends a completion; the message
+        ValueError: the model cannot be loaded, its checkpoint does not hold exactly its tensors, or neither it
+            nor the tokenizer names a token that ends a completion; the message
             names model and tensors.
         FloatingPointError: a weight is not finite; the message names it.
     """
@@ -126,13 +126,8 @@ def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> nn.M
     if config.use_peft:
         from peft import LoraConfig, get_peft_model  # needed only where an adapter trains
 
-        modules = "all-linear" if config.lora_target_modules == ["all-linear"] else config.lora_target_modules
-        lora: dict[str, Any] = {"lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
-        adapter = LoraConfig(r=config.lora_r, target_modules=modules, task_type="CAUSAL_LM", **lora)
-        try:
-            model = get_peft_model(model, adapter)
-        except ValueError as problem:
-            raise ValueError(f"lora_target_modules: {problem}") from problem
+        adapter = LoraConfig(r=config.lora_r, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, adapter)
     return model.eval()
 
 

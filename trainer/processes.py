@@ -10,8 +10,7 @@ import datetime
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,17 +25,6 @@ if TYPE_CHECKING:
 
 _Value = TypeVar("_Value")
 _Items = TypeVar("_Items", bound=Sequence[Any])
-
-
-@dataclass
-class ProcessSettings:
-    """How several processes train one model; in a single one they have no effect."""
-
-    parallel: Literal["ddp", "fsdp2"] = "ddp"
-    """With several processes, as torchrun starts them: ddp keeps a whole model in each and sums gradients once a
-    step; fsdp2 keeps a piece of every weight in each, whole only while it is needed (torch's fully_shard)."""
-    ddp_timeout: int = 1800
-    """Seconds that a process waits for the others before it gives up."""
 
 
 class OtherProcessFailed(ConnectionError):
@@ -65,7 +53,7 @@ def start(config: "TrainConfig") -> None:
             raise ValueError(f"device: process {place} of this machine has no GPU; it has {present}; start {present}")
         torch.cuda.set_device(place)
     if not dist.is_initialized():
-        limit = datetime.timedelta(seconds=config.ddp_timeout)
+        limit = datetime.timedelta(seconds=1800)
         try:
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
         except (ValueError, RuntimeError) as problem:
@@ -243,16 +231,14 @@ def _require_possible(config: "TrainConfig", processes: int) -> None:
     problems = config.generation_batch_size // config.num_generations
     if problems % processes:
         raise ValueError(
-            f"per_device_train_batch_size * gradient_accumulation_steps must give each of {processes} processes as "
-            f"many problems; it is {config.generation_batch_size} completions of {problems} problems (num_generations "
+            f"generation_batch_size must give each of {processes} processes as many problems; it is "
+            f"{config.generation_batch_size} completions of {problems} problems (num_generations "
             f"{config.num_generations})"
         )
     if config.rollout_engine != "transformers":
         raise ValueError(
             f"rollout_engine: {config.rollout_engine} serves one process, and there are {processes}; take transformers"
         )
-    if config.on_nonfinite == "skip":
-        raise ValueError(f"on_nonfinite: skip is for one process, and there are {processes}; take stop")
     if config.compare_and_correct:
         raise ValueError(f"compare_and_correct: runs in one process, and there are {processes}")
     if config.parallel == "fsdp2":

@@ -18,7 +18,6 @@ from trainer.data import encode_prompts, train_and_eval_rows
 from trainer.endings import Ended, Ending
 from trainer.evaluate import evaluate
 from trainer.experimental.hook import check_experiments
-from trainer.nonfinite import attempted_step
 from trainer.policy import Reference, load_policy, load_tokenizer, require_model_files, save_policy
 from trainer.precision import adamw, require_device
 from trainer.report import Report, Silence
@@ -27,7 +26,7 @@ from trainer.rewards import load_reward, load_rewards
 from trainer.rewards.calls import RewardError, require_callable
 from trainer.rollouts import await_engine, engine_for
 from trainer.state import Trainer
-from trainer.step import problem_batches
+from trainer.step import problem_batches, training_step
 
 
 def set_up(config: TrainConfig) -> Trainer:
@@ -74,9 +73,9 @@ def set_up(config: TrainConfig) -> Trainer:
         [p for p in policy.parameters() if p.requires_grad],
         config.precision.device,
         lr=config.learning_rate,
-        weight_decay=config.weight_decay,
+        weight_decay=0.0,
     )
-    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, config.warmup_steps, config.max_steps)
+    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, 0, config.max_steps)
     trainer = Trainer(
         config, policy, tokenizer, engine, optimizer, scheduler, reference, rewards, rows, prompts, held_out,
         held_out_prompts, grader,
@@ -128,7 +127,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
         try:
             for step in range(start, config.max_steps + 1):
                 if step > start:
-                    report.stepped(step, attempted_step(trainer, step, next(batches)))
+                    report.stepped(step, training_step(trainer, step, next(batches)))
                 if is_due(step, config.eval_steps, config) and step not in evaluated:
                     evaluate_at(trainer, report, step, ending)
                 # Looked at once: it may come between saving and the question whether to end.

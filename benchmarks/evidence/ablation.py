@@ -32,21 +32,21 @@ PLAIN = "plain DAPO"
 # Every arm at mean weight 1, else the arms would differ by their step sizes; "as the paper" once without. 80/20 is one
 # threshold and one denominator for the batch (arXiv 2506.01939): rescaled completion by completion, those with few open
 # tokens would weigh as much as those with many. Its kept tokens weigh 1, and Adam takes no notice of the smaller sum.
-MEAN = "--normalize=mean"
+MEAN = ("--credit_options", "normalize", "mean")
 ARMS: dict[str, tuple[str, ...]] = {
     PLAIN: ("--credit=uniform",),
-    "counterfactual": ("--config=cf", MEAN),
+    "counterfactual": ("--config=cf", *MEAN),
     "counterfactual, as the paper": ("--config=cf",),
-    "inverted": ("--config=cf", "--credit=inverted", MEAN),
-    "random": ("--config=cf", "--credit=random", MEAN),
-    "OAR-P": ("--config=oar_p", MEAN),
-    "OAR-G": ("--config=oar_g", MEAN),
-    "entropy": ("--estimator=entropy", "--weights=bilevel", MEAN),
+    "inverted": ("--config=cf", "--credit=inverted", *MEAN),
+    "random": ("--config=cf", "--credit=random", *MEAN),
+    "OAR-P": ("--config=oar_p", *MEAN),
+    "OAR-G": ("--config=oar_g", *MEAN),
+    "entropy": ("--estimator=entropy", "--credit_options", "weights", "bilevel", *MEAN),
     "80/20": ("--config=entropy_80_20",),
-    "prefix_gain": ("--config=prefix_gain", MEAN),
+    "prefix_gain": ("--config=prefix_gain", *MEAN),
     "prefix_tree": ("--config=prefix_tree",),
-    "sibling_edits": ("--estimator=sibling_edits", MEAN),
-    "compare and correct": ("--config=ibpo", MEAN),
+    "sibling_edits": ("--estimator=sibling_edits", *MEAN),
+    "compare and correct": ("--config=ibpo", *MEAN),
 }
 
 

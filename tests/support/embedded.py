@@ -16,8 +16,7 @@ from trainer.state import Shaped, Trainer
 from trainer.step import update
 
 SMALL = [
-    "--device=cpu", "--train_problems=16", "--eval_problems=8", "--per_device_train_batch_size=8",
-    "--gradient_accumulation_steps=2", "--max_steps=2",
+    "--device=cpu", "--train_problems=16", "--eval_problems=8", "--generation_batch_size=16", "--max_steps=2",
 ]  # fmt: skip
 
 

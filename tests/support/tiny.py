@@ -39,7 +39,7 @@ def tiny_model(**options: object) -> Qwen3ForCausalLM:
 
 ROWS = [{"question": f"What is 3 + 4 ?{' Add' * (i % 3)} {i}", "answer": "#### 7"} for i in range(8)]
 TINY_RUN = [
-    "--eval_problems=2", "--device=cpu", "--per_device_train_batch_size=4", "--gradient_accumulation_steps=1",
+    "--eval_problems=2", "--device=cpu", "--generation_batch_size=4",
     "--num_generations=2", "--max_steps=1", "--max_completion_length=8", "--instruction=",
 ]  # fmt: skip
 """Settings of the training program for the model and the problems of `write_tiny`."""

@@ -1,7 +1,5 @@
 """Every estimator runs in the training program, from flags or from the settings of a paper that ship with it."""
 
-import importlib
-import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +17,6 @@ from docs.options import options
 from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of, settings, updated
 from trainer.cli import parse, preset_names
 from trainer.config import PRESETS, TrainConfig
-from trainer.credit_settings import NAMES
 
 pytestmark = pytest.mark.slow
 
@@ -30,21 +27,21 @@ def credit_under(trainer, rollouts):
     return updated(trainer, rollouts, rewards=REWARDS)
 
 
+def named(**options) -> list[str]:
+    """Flags of options of credit."""
+    return [word for name, value in options.items() for word in ("--credit_options", name, str(value))]
+
+
 def test_every_setting_of_credit_reaches_the_library() -> None:
     """Those the program has; the others are the library's defaults."""
-    flags = [
-        "--credit=inverted", "--estimator=gradient", "--units=spans", "--outcome=last", "--weights=bilevel",
-        "--tau=0.3", "--boost=1.5", "--floor=0.1", "--sigma=0.01", "--samples=2", "--normalize=mean",
-    ]  # fmt: skip
-    masking = settings("--fill=resampled", "--preselect=0.5", "--preselect_by=gradient").counterfactual()
-    assert masking == CounterfactualConfig(fill="resampled", preselect=0.5, preselect_by="gradient")
-    assert settings("--effect=total").counterfactual() == CounterfactualConfig(effect="total")
-    assert settings(*flags).counterfactual() == CounterfactualConfig(
-        control="inverted", estimator="gradient", units="spans", outcome="last", weights="bilevel", tau=0.3, boost=1.5,
-        floor=0.1, sigma=0.01, samples=2, normalize="mean",
-    )  # fmt: skip
-    edits = settings("--estimator=sibling_edits", "--correct_threshold=0.7").counterfactual()
-    assert edits == CounterfactualConfig(estimator="sibling_edits", correct_threshold=0.7)
+    gradient = {
+        "units": "spans", "outcome": "last", "weights": "bilevel", "tau": 0.3, "boost": 1.5, "floor": 0.1,
+        "sigma": 0.01, "samples": 2, "normalize": "mean",
+    }  # fmt: skip
+    found = settings("--credit=inverted", "--estimator=gradient", *named(**gradient)).counterfactual()
+    assert found == CounterfactualConfig(control="inverted", estimator="gradient", **gradient)
+    fills = {"fill": "resampled", "preselect": 0.5, "preselect_by": "gradient"}
+    assert settings(*named(**fills)).counterfactual() == CounterfactualConfig(**fills)
     assert settings().counterfactual() == CounterfactualConfig()
 
 
@@ -61,32 +58,16 @@ class Prepared(Entropy):
         check_fields(self)
 
 
-@pytest.fixture
-def with_one_more(monkeypatch):
-    """Every module that derives options from the parts, with one estimator more."""
-    monkeypatch.setitem(ESTIMATORS, "prepared", Prepared)
-    fresh = {name: importlib.reload(sys.modules[name]) for name in ("trainer.credit_settings",)}
-    yield fresh["trainer.credit_settings"]
-    monkeypatch.undo()
-    importlib.reload(sys.modules["trainer.credit_settings"])
-
-
-def test_a_field_added_to_a_part_is_a_flag_a_setting_of_yaml_and_an_option_of_every_trainer(with_one_more, tmp_path):
+def test_a_field_added_to_a_part_is_a_setting_of_yaml_and_an_option_of_every_trainer(monkeypatch) -> None:
     """It is declared once; here an estimator is put in beside the others, and nothing else is told of it."""
-
-    @dataclass
-    class Settings(with_one_more.CreditSettings):
-        """A program of nothing but the settings of credit."""
-
-    assert parse(Settings, ["--estimator=prepared", "--care=0.5"], prog="", description="").care == 0.5
-    (tmp_path / "run.yaml").write_text("estimator: prepared\ncare: 0.75\n")
-    by_yaml = parse(Settings, ["--config", str(tmp_path / "run.yaml")], prog="", description="").counterfactual()
-    assert by_yaml == CounterfactualConfig.from_flat({"estimator": "prepared", "care": 0.75})
-    assert by_yaml.estimator == Prepared(care=0.75)
-    assert by_yaml.to_flat()["care"] == 0.75
+    monkeypatch.setitem(ESTIMATORS, "prepared", Prepared)
+    ours = TrainConfig(estimator="prepared", credit_options={"care": 0.75}).counterfactual()
+    assert ours == CounterfactualConfig.from_flat({"estimator": "prepared", "care": 0.75})
+    assert ours.estimator == Prepared(care=0.75)
+    assert ours.to_flat()["care"] == 0.75
     assert "| `care` | `Prepared`, `estimator=prepared` | `0.25` | How much care is taken. |" in options()
-    assert not sentences(unmet_needs(by_yaml, OFFERS["TRL"]))
-    (refusal,) = sentences(unmet_needs(by_yaml, OFFERS["OpenRLHF"]))
+    assert not sentences(unmet_needs(ours, OFFERS["TRL"]))
+    (refusal,) = sentences(unmet_needs(ours, OFFERS["OpenRLHF"]))
     assert refusal.startswith("estimator='prepared': it needs the entropy of each sampled token")
     with pytest.raises(ValueError, match=r"care must be in \[0, 1\], got 2"):
         CounterfactualConfig.from_flat({"estimator": "prepared", "care": 2})
@@ -96,9 +77,9 @@ def test_a_field_added_to_a_part_is_a_flag_a_setting_of_yaml_and_an_option_of_ev
 
 @pytest.mark.parametrize("name", preset_names())
 def test_a_papers_settings_are_found_by_name_and_flags_win_over_them(name) -> None:
-    config = settings("--config", name, "--normalize=mean")
-    assert config == settings("--config", str(PRESETS / f"{name}.yaml"), "--normalize=mean")
-    assert config.normalize == "mean"
+    config = settings("--config", name, "--credit_options", "normalize", "mean")
+    assert config == settings("--config", str(PRESETS / f"{name}.yaml"), "--credit_options", "normalize", "mean")
+    assert config.credit_options["normalize"] == "mean"
     assert (config.counterfactual() == CounterfactualConfig(normalize="mean")) == (name == "cf")
 
 
@@ -107,13 +88,13 @@ def test_a_papers_settings_are_all_read(name) -> None:
     """Each key reaches the library or is one of the program's own."""
     written = yaml.safe_load((PRESETS / f"{name}.yaml").read_text("utf-8"))
     read = settings("--config", name).counterfactual().to_flat()
-    of_credit = {key: value for key, value in written.items() if key in NAMES and key != "credit"}
-    assert of_credit == {key: read[key] for key in of_credit}
+    options = written.get("credit_options", {})
+    assert options == {key: read[key] for key in options}
 
 
 def test_an_option_that_nothing_reads_is_refused_by_name(capsys) -> None:
     with pytest.raises(SystemExit) as ended:
-        settings("--estimator=sibling_edits", "--sigma=0.1")
+        settings("--estimator=sibling_edits", "--credit_options", "sigma", "0.1")
     assert ended.value.code == 2
     assert "sigma is not read: it is an option of estimator='gradient'" in capsys.readouterr().err
 
@@ -164,7 +145,13 @@ def test_all_of_a_small_batch_in_one_pass_keeps_the_share_of_entropies(fresh, ro
     assert set(kept.tolist()) == {0.0, 1.0}
 
 
-@pytest.mark.parametrize("flags", [("--fill=resampled",), ("--preselect=0.5", "--preselect_by=entropy")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--credit_options", "fill", "resampled"),
+        ("--credit_options", "preselect", "0.5", "--credit_options", "preselect_by", "entropy"),
+    ],
+)
 def test_masking_in_another_way_takes_forwards_of_its_own(fresh, rollouts, flags) -> None:
     exact, _ = credit_under(fresh(), rollouts)
     other, _ = credit_under(fresh(*flags), rollouts)
@@ -187,7 +174,7 @@ def test_prefix_gain_feeds_its_probes_alone_behind_what_the_update_has_fed(fresh
 
 def test_total_effects_keep_the_answers_own_score_and_weigh_otherwise(fresh, rollouts) -> None:
     direct, _ = credit_under(fresh(), rollouts)
-    total, metrics = credit_under(fresh("--effect=total"), rollouts)
+    total, metrics = credit_under(fresh("--credit_options", "effect", "total"), rollouts)
     assert total.spans == direct.spans
     torch.testing.assert_close(total.base, direct.base, rtol=0, atol=1e-4, equal_nan=True)
     assert not torch.allclose(total.weights, direct.weights, atol=1e-2)
@@ -196,7 +183,7 @@ def test_total_effects_keep_the_answers_own_score_and_weigh_otherwise(fresh, rol
 
 
 def test_a_run_by_total_effects_logs_what_its_numbers_are(tmp_path) -> None:
-    folder = run(tmp_path / "run", "--effect=total", "--eval_problems=1", EVERY_OTHER)
+    folder = run(tmp_path / "run", "--credit_options", "effect", "total", "--eval_problems=1", EVERY_OTHER)
     assert [entry["credit/drop_mean"] != 0 for entry in metrics_of(folder) if "loss" in entry] == [True, True]
     units = {sample["drops_unit"] for sample in samples_of(folder) if sample["spans"]}
     assert units == {"total effect in nats"}

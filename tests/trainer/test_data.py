@@ -4,9 +4,9 @@ import itertools
 import json
 import random
 import re
-import sys
 from types import SimpleNamespace
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -89,13 +89,15 @@ def test_an_unknown_split_is_an_error() -> None:
 
 def write(path, rows) -> str:
     if path.suffix == ".jsonl":
-        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows), "utf-8")
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet"])
 def test_rows_of_a_file_keep_their_order_and_further_columns(tmp_path, suffix) -> None:
     rows = [{"question": f"Problem {i}?", "answer": f"#### {i}", "level": i % 3} for i in range(5)]
     assert load_rows(write(tmp_path / f"data{suffix}", rows), split="train") == rows
@@ -104,7 +106,8 @@ def test_rows_of_a_file_keep_their_order_and_further_columns(tmp_path, suffix) -
 
 def test_columns_can_be_named_and_bare_numbers_are_answers(tmp_path) -> None:
     name = write(tmp_path / "data.jsonl", [{"problem": "How many?", "result": 5}])
-    rows = load_rows(name, split="train", question_column="problem", answer_column="result")
+    columns = DataConfig(question_column="problem", answer_column="result")
+    rows = load_rows(name, split="train", columns=columns)
     assert rows == [{"question": "How many?", "answer": "5"}]
 
 
@@ -112,10 +115,10 @@ def test_columns_can_be_named_and_bare_numbers_are_answers(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ({"question": None, "answer": "#### 5"}, "column 'question' must be text, got None"),
-        ({"question": "How many?", "answer": None}, "column 'answer' must be text, got None"),
-        ({"question": "  \n", "answer": "#### 5"}, "column 'question' is empty"),
-        ({"question": "How many?", "answer": ""}, "column 'answer' is empty"),
+        ({"question": None, "answer": "#### 5"}, "column 'question' must be text that is not empty, got None"),
+        ({"question": "How many?", "answer": None}, "column 'answer' must be text that is not empty, got None"),
+        ({"question": "  \n", "answer": "#### 5"}, "column 'question' must be text that is not empty"),
+        ({"question": "How many?", "answer": ""}, "column 'answer' must be text that is not empty"),
         ({"question": "How many?", "answer": "five\n#### five"}, "no number can be read from column 'answer'"),
     ],
 )
@@ -123,26 +126,6 @@ def test_a_bad_row_is_named_with_its_number_and_reason(tmp_path, suffix, bad, re
     name = write(tmp_path / f"data{suffix}", [GOOD, GOOD, bad, GOOD])
     with pytest.raises(ValueError, match=f"row 2: {reason}"):
         load_rows(name, split="train")
-
-
-@pytest.mark.parametrize(
-    ("bad", "reason"),
-    [
-        ({"question": "How many?"}, r"row 1: has no column 'answer'; its columns are \['question'\]"),
-        ('{"question": "How', "row 1: is not JSON"),
-        ("[1, 2]", "row 1: expected an object with named columns, got list"),
-        ({"question": ["How", "many?"], "answer": "5"}, "row 1: column 'question' must be text"),
-    ],
-)
-def test_a_malformed_line_is_named_with_its_number_and_reason(tmp_path, bad, reason) -> None:
-    with pytest.raises(ValueError, match=reason):
-        load_rows(write(tmp_path / "data.jsonl", [GOOD, bad]), split="train")
-
-
-@pytest.mark.parametrize("file", ["data.csv", "data.json"])
-def test_a_file_of_another_kind_is_an_error(tmp_path, file) -> None:
-    with pytest.raises(ValueError, match=r"expected a \.jsonl or \.parquet file"):
-        load_rows(str(tmp_path / file), split="train")
 
 
 def test_a_file_without_rows_is_an_error(tmp_path) -> None:
@@ -173,45 +156,38 @@ def test_training_on_nothing_but_the_evaluation_set_is_an_error(tmp_path) -> Non
 
 
 class Hub:
-    """Stands in for the datasets library: one data set with the given configurations."""
+    """Stands in for the hub: one data set with the given configurations, or with an error."""
 
-    def __init__(self, configs) -> None:
-        self.configs, self.calls = configs, []
+    def __init__(self, monkeypatch, configs, error=None) -> None:
+        self.configs, self.calls, self.error = configs, [], error
+        monkeypatch.setattr(datasets, "get_dataset_config_names", lambda _: configs)
+        monkeypatch.setattr(datasets, "load_dataset", self.load)
 
-    def get_dataset_config_names(self, name):
-        return self.configs
-
-    def load_dataset(self, name, config, split):
+    def load(self, name, config, split):
+        if self.error or config not in self.configs:
+            raise self.error or ValueError(f"BuilderConfig {config!r} not found. Available: {self.configs}")
         self.calls.append((name, config, split))
         return SimpleNamespace(to_list=lambda: [GOOD | {"question": f"{split} problem?"}])
 
 
 @pytest.mark.parametrize(("configs", "chosen"), [(["default"], "default"), (["main", "socratic"], "main")])
 def test_the_paper_data_set_needs_no_configuration_and_is_tested_on_its_own_test_split(monkeypatch, configs, chosen):
-    hub = Hub(configs)
-    monkeypatch.setitem(sys.modules, "datasets", hub)
+    hub = Hub(monkeypatch, configs)
     train, test = train_and_eval_rows(DataConfig(dataset="openai/gsm8k"))
     assert hub.calls == [("openai/gsm8k", chosen, "train"), ("openai/gsm8k", chosen, "test")]
     assert (train[0]["question"], test[0]["question"]) == ("train problem?", "test problem?")
 
 
-def test_a_hub_data_set_with_several_configurations_asks_which(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", Hub(["easy", "hard"]))
-    with pytest.raises(ValueError, match=r"choose dataset_config from \['easy', 'hard'\]"):
-        train_and_eval_rows(DataConfig(dataset="somebody/problems"))
-
-
-def test_a_hub_data_set_that_cannot_be_read_is_named_with_its_split_in_one_line(monkeypatch) -> None:
-    class Unfinished(Exception):
-        pass
-
-    class Broken(Hub):
-        def load_dataset(self, name, config, split):
-            raise Unfinished("a file is cut short\nand so on")
-
-    monkeypatch.setitem(sys.modules, "datasets", Broken(["main"]))
-    said = r"^dataset somebody/problems: split 'train' cannot be read from the hub: Unfinished: a file is cut short$"
-    with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, r"ValueError: BuilderConfig 'main' not found. Available: \['easy', 'hard'\]$"),
+        (OSError("a file is cut short\nand so on"), "OSError: a file is cut short$"),
+    ],
+)
+def test_a_hub_data_set_that_cannot_be_read_is_named_in_one_line(monkeypatch, error, said) -> None:
+    Hub(monkeypatch, ["easy", "hard"], error)
+    with pytest.raises(ValueError, match=rf"^dataset somebody/problems: cannot be read: {said}"):
         train_and_eval_rows(DataConfig(dataset="somebody/problems"))
 
 
@@ -233,27 +209,18 @@ class WordTokenizer:
 def test_prompts_follow_the_chat_template_if_there_is_one() -> None:
     config = TrainConfig(instruction="Think.")
     chat, plain = WordTokenizer("template"), WordTokenizer()
-    assert encode_prompts([GOOD], chat, config, 1024) == [[2] * 5]
+    assert encode_prompts([Row(GOOD)], chat, config, 1024) == [[2] * 5]
     assert chat.text == "<user> How many?\nThink. <assistant>"
-    assert encode_prompts([GOOD], plain, config, 1024) == [[1] + [2] * 5]
+    assert encode_prompts([Row(GOOD)], plain, config, 1024) == [[1] + [2] * 5]
     assert plain.text == "Question: How many?\nThink.\nAnswer:"
 
 
-@pytest.mark.parametrize(("limit", "context"), [(6, 1024), (None, 518)])
-def test_a_prompt_that_does_not_fit_is_named_with_its_data_set_and_its_row_of_the_file(
-    tmp_path, limit, context
-) -> None:
+def test_a_prompt_that_does_not_fit_is_named_with_its_data_set_and_its_row_of_the_file(tmp_path) -> None:
     long = GOOD | {"question": "How many is far too many for this one?"}
     name = write(tmp_path / "data.jsonl", [GOOD | {"question": f"How {i}?"} for i in range(9)] + [long])
-    config = TrainConfig(
-        dataset=name, eval_problems=3, instruction="", max_prompt_length=limit, max_completion_length=512
-    )
+    config = TrainConfig(dataset=name, eval_problems=3, instruction="", max_completion_length=512)
     train, test = train_and_eval_rows(config)  # shuffled
     with pytest.raises(ValueError, match=rf"^dataset {name}, row 9: the prompt has 12 tokens, at most 6 fit"):
-        encode_prompts(train + test, WordTokenizer(), config, context)
-
-
-@pytest.mark.parametrize("context", [512, 100])
-def test_a_context_that_completions_fill_is_said_without_counting_what_fits(context) -> None:
-    with pytest.raises(ValueError, match=rf"^max_completion_length 512 leaves no place .* at most {context - 1}, less"):
-        encode_prompts([Row(GOOD)], WordTokenizer(), TrainConfig(instruction=""), context)
+        encode_prompts(train + test, WordTokenizer(), config, 518)
+    with pytest.raises(ValueError, match=rf"^dataset {name}, row \d: the prompt has \d+ tokens, at most 0 fit"):
+        encode_prompts(train + test, WordTokenizer(), config, 100)

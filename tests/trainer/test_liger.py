@@ -35,7 +35,7 @@ def norms(monkeypatch):
 def test_sampling_evaluation_reference_and_update_run_them_unless_the_setting_forbids(
     norms, fresh, monkeypatch, tmp_path, use, reference
 ):
-    argv = ["--max_steps=1", "--train_problems=2", "--eval_problems=1", "--gradient_accumulation_steps=1"]
+    argv = ["--max_steps=1", "--train_problems=2", "--eval_problems=1", "--generation_batch_size=8"]
     argv += [
         "--use_liger_kernel" if use else "--no_use_liger_kernel",
         reference,

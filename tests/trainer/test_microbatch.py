@@ -36,7 +36,7 @@ def test_a_group_without_what_is_masked_out_is_fed_as_it_is_sampled(trainer, rol
 
 @pytest.mark.parametrize(("credit", "looks"), [("uniform", 0), ("counterfactual", 1)])
 def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before_a_step(fresh, rollouts, credit, looks):
-    trainer = fresh("--no_use_peft", "--token_budget=1", f"--credit={credit}", "--max_spans=1")
+    trainer = fresh("--no_use_peft", "--token_budget=1", f"--credit={credit}", "--credit_options", "max_spans", "1")
     with a_device() as waits:
         put_on_device(trainer.policy)
         trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 1e-3)
@@ -58,7 +58,9 @@ def test_a_micro_batch_without_memory_is_done_in_halves_to_the_same_update(
     fresh, rollouts, loss_type, where, monkeypatch
 ):
     """Also where its credit has been assigned before memory runs out, which is then not assigned again."""
-    trainer = fresh(f"--loss_type={loss_type}", "--token_budget=100000", "--max_grad_norm=1e9", "--max_spans=1")
+    trainer = fresh(
+        f"--loss_type={loss_type}", "--token_budget=100000", "--max_grad_norm=1e9", "--credit_options", "max_spans", "1"
+    )
     trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), 0.0)
 
     def updated_by(most: int) -> tuple[torch.Tensor, dict[str, float], torch.Tensor, list[int]]:

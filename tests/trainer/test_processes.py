@@ -107,7 +107,7 @@ def test_a_process_whose_peer_is_killed_while_it_samples_ends_with_one_line(tmp_
 
 def launched(launcher: list[str], *argv: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m trainer` on two processes, by a launcher."""
-    few = [*SMALL, *FEW, "--per_device_train_batch_size=4", "--max_completion_length=8", "--max_steps=1"]
+    few = [*SMALL, *FEW, "--generation_batch_size=8", "--max_completion_length=8", "--max_steps=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-m", *launcher, "-m", "trainer", *few, *argv]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
@@ -139,12 +139,8 @@ def test_accelerate_starts_it(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (
-            ["--per_device_train_batch_size=4"],
-            "^per_device_train_batch_size .* each of 2 processes .* 8 completions of 1",
-        ),
+        (["--generation_batch_size=8"], "^generation_batch_size .* each of 2 processes .* 8 completions of 1"),
         (["--rollout_engine=vllm"], "^rollout_engine: vllm serves one process, and there are 2"),
-        (["--on_nonfinite=skip"], "^on_nonfinite: skip is for one process, and there are 2; take stop"),
         (["--compare_and_correct"], "^compare_and_correct: runs in one process, and there are 2"),
         (["--parallel=fsdp2", "--rollout_cache=static"], "^rollout_cache: static records where the weights are"),
         (["--parallel=fsdp2", "--estimator=gradient"], "^estimator: gradient takes gradients through a model that is"),

@@ -69,11 +69,6 @@ def test_a_model_that_cannot_run_on_a_packed_tree_is_refused_under_every_credit(
         set_up(settings(f"--model={saved('GPTJ')}", f"--credit={credit}", "--max_completion_length=4"))
 
 
-def test_dropout_is_refused_before_the_first_step() -> None:
-    with pytest.raises(NotImplementedError, match=r"has dropout 0.1 in model.layers.0.*lora_dropout"):
-        set_up(settings("--use_peft", "--lora_dropout=0.1"))
-
-
 @pytest.mark.parametrize("kind", ["HyperCLOVAX", "RecurrentGemma", "FalconH1"])
 def test_a_model_that_transforms_its_logits_is_refused_by_name_or_trained_on_its_own_log_probs(saved, kind) -> None:
     config = settings(f"--model={saved(kind)}", "--credit=uniform", "--max_completion_length=4", "--no_use_peft")

@@ -29,7 +29,6 @@ from trainer.checkpoints.files import (
     whole_folder,
     write_whole,
 )
-from trainer.checkpoints.settings import MAY_CHANGE, STEADY_SCHEDULES
 from trainer.checkpoints.state import WEIGHTS, Tensors, read_json, read_state, tensors_of, write_state
 from trainer.cli import to_yaml
 from trainer.config import TrainConfig
@@ -40,6 +39,12 @@ from trainer.state import Trainer
 RUNS = Path("runs")
 _SETTINGS, _SUMMARY, _METRICS = "config.yaml", "summary.json", "metrics.jsonl"
 _LOCK, _CHECKPOINTS = ".lock", "checkpoints"
+# Settings that a run may go on with changed: where it runs and writes, and how often it saves, tests and logs.
+_MAY_CHANGE = frozenset({
+    "output_dir", "resume", "save_steps", "eval_steps", "report_to", "log_completions", "device", "parallel",
+    "vllm_server_base_url", "vllm_group_port", "vllm_server_timeout",
+})  # fmt: skip
+_KEPT = 2  # checkpoints
 _FIRST = 256
 _NEW = "--no_resume starts anew, in a new folder"
 
@@ -121,7 +126,7 @@ class RunFolder:
         return state
 
     def save(self, trainer: Trainer, step: int, report: Callable[[], dict[str, Any]]) -> None:
-        """Keep a checkpoint of a step, with what `report()` gives, then delete all but the newest `save_total_limit`.
+        """Keep a checkpoint of a step, with what `report()` gives, then delete all but the newest two.
 
         Of several processes all call this, and the first writes.
 
@@ -139,7 +144,7 @@ class RunFolder:
         state = {"step": step, "settings": asdict(config), "facts": self._facts, "report": report, "files": files}
         with whole_folder(folder, manifest=True) as aside:
             write_state(trainer, aside, tensors, state)
-        kept = sorted(one for one in _steps(self.path) if one <= step)[-config.save_total_limit :]
+        kept = sorted(one for one in _steps(self.path) if one <= step)[-_KEPT:]
         for one in _steps(self.path) - {*kept}:  # those beyond this step were damaged
             shutil.rmtree(self._checkpoint(one), ignore_errors=True)
         remove_leftovers(folder.parent)
@@ -244,11 +249,11 @@ def _differences(settings: dict[str, Any], config: TrainConfig) -> list[str]:
     """Say which settings of a run have changed that may not; one that is not there had its default."""
     then, changed = {**asdict(type(config)()), **settings}, []
     for name, value in asdict(config).items() if settings else []:
-        if name in MAY_CHANGE or then[name] == value:
+        if name in _MAY_CHANGE or then[name] == value:
             continue
         why = ""
         if name == "max_steps":
-            if config.lr_scheduler_type in STEADY_SCHEDULES:
+            if config.lr_scheduler_type == "constant":
                 continue
             why = f"; lr_scheduler_type={config.lr_scheduler_type} spreads the learning rate over it"
         changed.append(f"{name} ({then[name]!r} then, {value!r} now{why})")

@@ -64,8 +64,7 @@ SUITED = {
     "top_p": 1.0,
     "learning_rate": 2e-4,
     "max_steps": 40,
-    "per_device_train_batch_size": 32,
-    "gradient_accumulation_steps": 4,
+    "generation_batch_size": 128,
     "eval_batch_size": 256,
     "eval_steps": 10,
 }

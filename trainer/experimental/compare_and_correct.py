@@ -25,21 +25,22 @@ from cfa_kernels.estimators.edit_distance import edited_tokens
 from cfa_kernels.estimators.siblings import correct_siblings
 from cfa_kernels.hf.model import causal_lm, context_length
 from trainer.config import TrainConfig
-from trainer.data import encode_prompt, longest_prompt
+from trainer.data import encode_prompt
 from trainer.rewards import compute_rewards
 from trainer.rewards.calls import arguments
 from trainer.rollouts import Rollouts
 from trainer.state import Batch, Shaped, Trainer
 
+CORRECT = 0.5  # least reward of a correct completion
 _STREAM = 1  # at the end of a sample's key: its correction draws numbers of its own
 
 
 def compare_and_correct(trainer: Trainer, batch: Batch) -> Shaped:
     """Let the policy correct the wrong ones of B completions, in groups that hold a correct one, in one batch.
 
-    A completion is correct if its reward is at least `correct_threshold`. Left as they are: completions that the loss
-    leaves out for being truncated, and those whose prompt for correction is longer than `max_prompt_length` or the
-    context allow (counted as `corrections/too_long`).
+    A completion is correct if its reward is at least `CORRECT`. Left as they are: completions that the loss
+    leaves out for being truncated, and those whose prompt for correction is longer than the
+    context allows (counted as `corrections/too_long`).
 
     Returns:
         The shaped rewards and the edits; `corrections/*` as metrics; of each corrected sample a note `correction` with
@@ -52,7 +53,7 @@ def compare_and_correct(trainer: Trainer, batch: Batch) -> Shaped:
     config, rollouts = trainer.config, batch.rollouts
     ids = [torch.tensor(row, dtype=torch.int64) for row in rollouts.ids()]
     prompts = _prompts(trainer.tokenizer, config, batch, ids)
-    limit = longest_prompt(config, context_length(causal_lm(trainer.policy)))
+    limit = _longest_prompt(trainer)
     fitting = [b for b, prompt in prompts.items() if limit is None or len(prompt) <= limit]
 
     shaped, edits = batch.rewards.clone(), torch.ones(rollouts.completion_ids.shape)
@@ -93,7 +94,7 @@ def _prompts(
 ) -> dict[int, list[int]]:
     """Encode prompts for corrections, by number of the sample; `ids` are the B completions' tokens."""
     rollouts, groups = batch.rollouts, torch.arange(len(ids)) // config.num_generations
-    siblings = correct_siblings(ids, groups, batch.rewards >= config.correct_threshold)
+    siblings = correct_siblings(ids, groups, batch.rewards >= CORRECT)
     left_out = rollouts.truncated.tolist() if config.mask_truncated_completions else [False] * len(ids)
     return {
         b: correction_prompt(
@@ -113,20 +114,24 @@ def correction_prompt(
 ) -> list[int]:
     """Token ids of the prompt that asks for a correction: `correction_template` filled, then as any other prompt."""
     asked = config.correction_template.format(question=question, attempt=attempt, references="\n\n".join(references))
-    return encode_prompt(asked, tokenizer, instruction=config.instruction or "", enable_thinking=config.enable_thinking)
+    return encode_prompt(asked, tokenizer, instruction=config.instruction)
+
+
+def _longest_prompt(trainer: Trainer) -> int | None:
+    """Compute how many tokens a prompt may have; None where the model names no context."""
+    context = context_length(causal_lm(trainer.policy))
+    return None if context is None else context - trainer.config.max_completion_length
 
 
 def require_fitting_prompt(trainer: Trainer) -> None:
     """Raise `ValueError` if not even an empty attempt at the shortest problem could be corrected within the limits."""
-    config, context = trainer.config, context_length(causal_lm(trainer.policy))
-    limit = longest_prompt(config, context)
+    config, limit = trainer.config, _longest_prompt(trainer)
     shortest = min(range(len(trainer.rows)), key=lambda i: len(trainer.prompts[i]))
     least = len(correction_prompt(trainer.rows[shortest]["question"], "", [], trainer.tokenizer, config))
     if limit is not None and least > limit:
         raise ValueError(
             f"compare_and_correct: a prompt for correction has at least {least} tokens before attempt and references, "
-            f"and only {limit} fit (max_prompt_length {config.max_prompt_length}; context {context} less "
-            f"max_completion_length {config.max_completion_length})"
+            f"and only {limit} fit (the model's context less max_completion_length {config.max_completion_length})"
         )
 
 
@@ -140,4 +145,4 @@ def _are_right(
         rewards, _ = compute_rewards(trainer.rewards, arguments(chosen, corrected), weights=config.reward_weights)
     except (ValueError, FloatingPointError) as problem:
         raise type(problem)(f"corrections of samples {list(samples)}, counted from 0: {problem}") from problem
-    return (rewards >= config.correct_threshold).tolist()
+    return (rewards >= CORRECT).tolist()

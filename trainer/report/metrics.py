@@ -10,9 +10,6 @@ from torch import Tensor
 from cfa_kernels import Credit
 from trainer.rollouts import Rollouts
 
-SKIPPED = "nonfinite/skipped"
-"""Metric: 1 for a step that was skipped, else 0; there only where steps may be skipped."""
-
 
 @dataclass(frozen=True)
 class Step:
@@ -25,7 +22,6 @@ class Step:
     advantages: Tensor  # (B,)
     credit: Credit
     notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # by sample, what is logged with it
-    skipped: str | None = None  # why nothing was learnt from it
 
 
 class Averages:

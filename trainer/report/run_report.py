@@ -30,7 +30,7 @@ from trainer.checkpoints.files import naming, sync, write_whole
 from trainer.config import TrainConfig
 from trainer.evaluate import Evaluation
 from trainer.report.curves import draw_curves
-from trainer.report.metrics import SKIPPED, Step
+from trainer.report.metrics import Step
 from trainer.report.parquet import write_parquet
 from trainer.report.trackers import open_tracker
 from trainer.report.watch import Watch
@@ -182,12 +182,10 @@ class Report:
         self._record(step, result.metrics | {"num_tokens": self._tokens})
         self._log_completions(step, result)
         metrics = result.metrics
-        share = "" if result.skipped else f"credit {metrics['time/credit'] / metrics['step_time']:.0%}"
-        note = "skipped" if result.skipped else f"reward {metrics['reward']:.2f}  {share} of the time"
+        share = f"credit {metrics['time/credit'] / metrics['step_time']:.0%}"
+        note = f"reward {metrics['reward']:.2f}  {share} of the time"
         self._progress.update(self._bar, advance=1, visible=True, note=note)
-        if result.skipped:
-            self._warn(step, f"skipped, nothing is learnt from it: {result.skipped}")
-        elif step % math.ceil(self._config.max_steps / _ROWS_SHOWN) == 0:
+        if step % math.ceil(self._config.max_steps / _ROWS_SHOWN) == 0:
             self.console.print(
                 f"  step {step:>4}   reward {metrics['reward']:.2f}   "
                 f"mixed groups {1 - metrics['frac_reward_zero_std']:4.0%}   "
@@ -277,8 +275,6 @@ class Report:
             "steps": self._config.max_steps,
             "seconds": round(seconds, 1),
         }
-        if skipped := int(sum(entry.get(SKIPPED, 0) for entry in self._recorded())):
-            summary["skipped_steps"] = skipped
         self._draw()
         write_whole(self._folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         self._progress.update(self._bar, visible=False)

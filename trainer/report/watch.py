@@ -6,6 +6,8 @@ from trainer.config import TrainConfig
 from trainer.report.metrics import Step
 from trainer.rewards.numbers import final_number
 
+PATIENCE = 5
+
 
 class Watch:
     """Count, over steps in a row, what keeps a run from learning.
@@ -21,17 +23,17 @@ class Watch:
         self.counts = {"truncated": 0, "no answer": 0, "no advantage": 0} | dict(counts or {})
 
     def warning(self, result: Step) -> str | None:
-        """Take in a step; say what to try once a cause has held for `no_advantage_patience` steps in a row."""
-        metrics, patience = result.metrics, self._config.no_advantage_patience
+        """Take in a step; say what to try once a cause has held for `PATIENCE` steps in a row."""
+        metrics = result.metrics
         holds = {
             "truncated": metrics["completions/clipped_ratio"] == 1,
             "no answer": self._reads_answers and not self._any_answer(result.rollouts.texts),
             "no advantage": metrics.get("frac_reward_zero_std") == 1,
         }
         self.counts = {cause: self.counts[cause] + 1 if found else 0 for cause, found in holds.items()}
-        if patience not in self.counts.values():
+        if PATIENCE not in self.counts.values():
             return None
-        cause = next(cause for cause, count in self.counts.items() if count >= patience)
+        cause = next(cause for cause, count in self.counts.items() if count >= PATIENCE)
         if cause in self._said:
             return None
         self._said.add(cause)

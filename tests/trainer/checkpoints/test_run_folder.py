@@ -62,10 +62,8 @@ def test_a_changed_setting_is_refused_and_the_difference_shown(argv, more, said)
         [],
         [
             "--save_steps=5",
-            "--save_total_limit=9",
             "--eval_steps=2",
             "--log_completions=0",
-            "--no_advantage_patience=9",
         ],
         ["--report_to", "tensorboard"],
         ["--device=auto"],

@@ -47,7 +47,7 @@ def run(problems, model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "rl"
     argv = [
         f"--model={model}", f"--dataset={problems}", f"--output_dir={folder}", f"--eval_problems={HELD_OUT}",
-        "--max_steps=2", "--per_device_train_batch_size=16", "--gradient_accumulation_steps=2",
+        "--max_steps=2", "--generation_batch_size=32",
         "--log_completions=32", "--learning_rate=1e-4",
     ]  # fmt: skip
     return train(set_up(parse(TrainConfig, argv, prog="python -m trainer", description="")))

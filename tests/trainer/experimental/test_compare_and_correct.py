@@ -11,7 +11,8 @@ from tests.support.edit_table import edits_by_table, table
 from tests.support.embedded import EVEN, metrics_of, run, samples_of, settings, updated
 from trainer.cli import parse, to_yaml
 from trainer.config import TrainConfig
-from trainer.experimental.compare_and_correct import compare_and_correct, correction_prompt
+from trainer.experimental import compare_and_correct
+from trainer.experimental.compare_and_correct import correction_prompt
 from trainer.rewards import group_advantages
 from trainer.rollouts import Rollouts, TransformersEngine
 from trainer.run import set_up
@@ -59,7 +60,7 @@ def by_hand(trainer, config, rewards, corrected, *, truncated=()) -> Shaped:
         return Rollouts(ids[:, :1], mask[:, :1], ids, mask, cut, texts, torch.zeros(ids.shape))
 
     def judge(prompts, completions, completion_ids, question):
-        wrong = [f"q {b}" for b in range(len(rewards)) if rewards[b] < config.correct_threshold]
+        wrong = [f"q {b}" for b in range(len(rewards)) if rewards[b] < compare_and_correct.CORRECT]
         assert question == prompts == wrong[: len(completions)]
         assert completion_ids == [tokenizer(text)["input_ids"] for text in completions]
         return [None if text == "?" else float("right" in text) for text in completions]
@@ -68,7 +69,7 @@ def by_hand(trainer, config, rewards, corrected, *, truncated=()) -> Shaped:
     given = Batch([0] * len(texts), keys, batch(texts), columns, torch.tensor(rewards))
     engine = lambda *_, **__: batch(corrected)  # noqa: E731
     changed = dataclasses.replace(trainer, config=config, engine=engine, rewards={"judge": judge})
-    return compare_and_correct(changed, given)
+    return compare_and_correct.compare_and_correct(changed, given)
 
 
 def texts_of(notes) -> dict[int, str]:
@@ -91,10 +92,10 @@ def test_a_right_correction_raises_its_attempt_before_the_group_is_compared(trai
     assert advantages.tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_lambda_rho_and_what_counts_as_correct_are_settings(trainer) -> None:
+def test_lambda_and_rho_are_settings(trainer, monkeypatch) -> None:
+    monkeypatch.setattr(compare_and_correct, "CORRECT", 1.0)
     config = settings(
         "--compare_and_correct", "--num_generations=4", "--correction_reward=0.8", "--correction_score=0.25",
-        "--correct_threshold=1",
     )  # fmt: skip
     found = by_hand(trainer, config, [1.0, 0.5, 0.0, 1.0], ["right", "right"])
     assert found.rewards.tolist() == pytest.approx([1, 0.7, 0.2, 1])
@@ -165,7 +166,8 @@ def test_the_prompt_shows_the_attempt_and_its_nearest_correct_siblings(fresh, wr
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("--num_iterations=2",), ("--credit=random",), ("--credit=random", "--normalize=mean")]
+    "options",
+    [(), ("--num_iterations=2",), ("--credit=random",), ("--credit=random", "--credit_options", "normalize", "mean")],
 )
 def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_as_they_were(
     fresh, written, options
@@ -186,7 +188,7 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
     mask = result.rollouts.completion_mask
     credit, _ = updated(twin, result.rollouts, advantages, mask)
     expected = credit.weights * gate
-    if "--normalize=mean" in options:
+    if "normalize" in options:
         for b in right:
             own = expected[b, : len(result.rollouts.ids()[b])]
             own /= own.mean() or 1
@@ -198,8 +200,9 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
     assert not torch.equal(parameters(trainer), parameters(twin))
 
 
-def test_off_by_default_and_nobody_correct_is_the_same_to_the_bit(fresh) -> None:
-    plain, unused = fresh(EVEN, *SHORT), fresh(EVEN, *SHORT, "--compare_and_correct", "--correct_threshold=2")
+def test_off_by_default_and_nobody_correct_is_the_same_to_the_bit(fresh, monkeypatch) -> None:
+    monkeypatch.setattr(compare_and_correct, "CORRECT", 2.0)
+    plain, unused = fresh(EVEN, *SHORT), fresh(EVEN, *SHORT, "--compare_and_correct")
     assert not plain.config.compare_and_correct
     results = [training_step(trainer, 1, [0, 1]) for trainer in (plain, unused)]
     assert not results[0].notes
@@ -214,12 +217,12 @@ def test_what_is_sampled_does_not_depend_on_corrections(fresh) -> None:
     assert with_.rollouts.texts == without.rollouts.texts
 
 
-def test_a_prompt_that_is_too_long_leaves_its_sample_uncorrected_and_is_counted(fresh, written) -> None:
+def test_a_prompt_that_is_too_long_leaves_its_sample_uncorrected_and_is_counted(fresh, written, monkeypatch) -> None:
     free, limited = fresh(*ON), fresh(*ON)
     everyone = training_step(free, 1, [0, 1, 2]).notes
     lengths = {b: len(prompt) for b, prompt in zip(everyone, written[0][0], strict=True)}
     limit = sorted(lengths.values())[len(lengths) // 2]
-    limited.config = dataclasses.replace(limited.config, max_prompt_length=limit)
+    monkeypatch.setattr(compare_and_correct, "_longest_prompt", lambda _: limit)
     result = training_step(limited, 1, [0, 1, 2])
     fit = [b for b, length in lengths.items() if length <= limit]
     assert texts_of(result.notes) == {b: texts_of(everyone)[b] for b in fit}
@@ -228,12 +231,13 @@ def test_a_prompt_that_is_too_long_leaves_its_sample_uncorrected_and_is_counted(
     assert all((result.credit.weights[b] == 1).all() for b in range(24) if b not in fit)
 
 
-def test_a_run_in_which_no_correction_could_be_asked_for_ends_before_it_starts(fresh) -> None:
+def test_a_run_in_which_no_correction_could_be_asked_for_ends_before_it_starts(fresh, monkeypatch) -> None:
     trainer = fresh()
     longest = max(map(len, trainer.prompts + trainer.held_out_prompts))
-    with pytest.raises(ValueError, match=rf"compare_and_correct: .* only {longest} fit \(max_prompt_length {longest};"):
-        set_up(settings("--compare_and_correct", f"--max_prompt_length={longest}"))
-    set_up(settings("--compare_and_correct", f"--max_prompt_length={longest}", BARE))
+    monkeypatch.setattr(compare_and_correct, "_longest_prompt", lambda _: longest)
+    with pytest.raises(ValueError, match=rf"compare_and_correct: .* only {longest} fit \(the model's context less"):
+        set_up(settings("--compare_and_correct"))
+    set_up(settings("--compare_and_correct", BARE))
 
 
 def test_a_run_reports_its_corrections(tmp_path) -> None:
@@ -256,7 +260,6 @@ def test_a_run_reports_its_corrections(tmp_path) -> None:
         (["--num_generations=1"], "num_generations must be at least 2 for a group to compare, got 1"),
         (["--correction_reward=-1"], "correction_reward must be at least 0, got -1.0"),
         (["--correction_reward=inf"], "correction_reward must be finite, got inf"),
-        (["--correct_threshold=nan"], "correct_threshold must be finite, got nan"),
         (["--correction_score=1.5"], r"correction_score must be in \[0, 1\], got 1.5"),
         (["--correction_references=8"], r"less than num_generations \(8\), got 8"),
         (["--correction_references=0"], "correction_references must be at least 1"),

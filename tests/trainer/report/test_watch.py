@@ -16,9 +16,14 @@ def step(texts=("#### 7", "#### 8"), truncated: float = 0.0, without_advantage: 
 
 
 def said(steps, **settings) -> list[tuple[int, str]]:
-    watch = Watch(TrainConfig(no_advantage_patience=3, **settings))
+    watch = Watch(TrainConfig(**settings))
     warnings = [(i, watch.warning(one)) for i, one in enumerate(steps, 1)]
     return [(i, warning) for i, warning in warnings if warning]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch) -> None:
+    monkeypatch.setattr("trainer.report.watch.PATIENCE", 3)
 
 
 GOOD, MUTE = step(), step(["well", "maybe 7"])

@@ -6,6 +6,7 @@ import pytest
 
 from trainer.config import TrainConfig
 from trainer.data import load_rows, train_and_eval_rows
+from trainer.rewards.code.mbpp import mbpp_row
 
 ROW = {
     "task_id": 1,
@@ -29,8 +30,8 @@ def written(path, rows) -> str:
 
 
 @pytest.mark.parametrize(("row", "setup"), [(ROW, ""), (SANITIZED, "import math\n")])
-def test_a_question_shows_its_tests(tmp_path, row, setup) -> None:
-    (found,) = load_rows(written(tmp_path / "a.jsonl", [row]), split="train", kind="mbpp")
+def test_a_question_shows_its_tests(row, setup) -> None:
+    found = mbpp_row(row, "row 0")
     assert found["question"] == (
         "You are an expert Python programmer, and here is your task: Write a function to double a number. "
         "Your code should pass these tests:\n\nassert double(1) == 2\nassert double(4) == 8"
@@ -40,10 +41,9 @@ def test_a_question_shows_its_tests(tmp_path, row, setup) -> None:
     assert found["own_names"] == []
 
 
-def test_names_of_python_that_the_reference_defines_are_the_solutions(tmp_path) -> None:
+def test_names_of_python_that_the_reference_defines_are_the_solutions() -> None:
     code = "import math\r\ndef own(a): return sum(a)\r\ndef sum(a, b):\r\n  def max(x): pass\r\n  return a"
-    (found,) = load_rows(written(tmp_path / "a.jsonl", [ROW | {"code": code}]), split="train", kind="mbpp")
-    assert found["own_names"] == ["sum"]
+    assert mbpp_row(ROW | {"code": code}, "row 0")["own_names"] == ["sum"]
 
 
 def test_rows_of_mbpp_are_held_out_like_all_others(tmp_path) -> None:
@@ -70,13 +70,15 @@ def test_rows_of_mbpp_are_held_out_like_all_others(tmp_path) -> None:
         (ROW | {"test_setup_code": "import"}, "column 'test_setup_code' has 'import', which is not Python"),
     ],
 )
-def test_a_bad_row_is_named_with_its_number_and_reason(tmp_path, bad, reason) -> None:
+def test_a_bad_row_is_named_with_its_number_and_reason(bad, reason) -> None:
     with pytest.raises(ValueError, match=f"row 1: {reason}"):
-        load_rows(written(tmp_path / "a.jsonl", [ROW, bad]), split="train", kind="mbpp")
+        mbpp_row(bad, "row 1")
 
 
 def test_only_numbers_must_hold_a_number(tmp_path) -> None:
     name = written(tmp_path / "a.jsonl", [{"question": "?", "answer": r"\sqrt{2}"}])
-    assert load_rows(name, split="train", kind="text") == [{"question": "?", "answer": r"\sqrt{2}"}]
+    assert load_rows(name, split="train", columns=TrainConfig(dataset_kind="text", reward_funcs=["math_verify"])) == [
+        {"question": "?", "answer": r"\sqrt{2}"}
+    ]
     with pytest.raises(ValueError, match="row 0: no number can be read"):
         load_rows(name, split="train")
