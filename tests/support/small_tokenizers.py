@@ -21,39 +21,14 @@ CORPUS = [
     "First find the number of hours: 3 hours/day * 7 days = 21 hours\nThen multiply: 21 * 12 = 252\n#### 252",
 ]
 FRAGMENTS = [
-    *(
-        "She has 16 eggs. ",
-        "Then ",
-        "16 - 3 = 13",
-        "9 * 2 = $<<9*2=18>>18",
-        "\n",
-        ". ",
-        " ",
-        "\n\n",
-        "1/2",
-        "3-4 days, ",
-    ),
-    *(
-        "Mr. Lee pays $1,250.50",
-        "25€ × 3 = 75€",
-        "她有16个苹果。",
-        "🦆",
-        "é",
-        "(",
-        "x + 2x = 36",
-        r"\frac{1}{6} \times 36",
-    ),
-    *("(16-3)*2=26", "<<5+3=8>>8", "=", "+", "\ufffd", "**"),
-]
+    "She has 16 eggs. ", "Then ", "16 - 3 = 13", "9 * 2 = $<<9*2=18>>18", "\n", ". ", " ", "\n\n", "1/2", "3-4 days, ",
+    "Mr. Lee pays $1,250.50", "25€ × 3 = 75€", "她有16个苹果。", "🦆", "é", "(", "x + 2x = 36",
+    r"\frac{1}{6} \times 36", "(16-3)*2=26", "<<5+3=8>>8", "=", "+", "\ufffd", "**",
+]  # fmt: skip
 MARKERS = [
-    ("#### ", ""),
-    ("\n#### $", " dollars"),
-    (r"\boxed{", "}"),
-    (r"$\boxed{", "}$"),
-    (r"The final answer is $\boxed{", "}$."),
-    ("The answer is ", "."),
-    ("So the answer is: **", "**"),
-]
+    ("#### ", ""), ("\n#### $", " dollars"), (r"\boxed{", "}"), (r"$\boxed{", "}$"),
+    (r"The final answer is $\boxed{", "}$."), ("The answer is ", "."), ("So the answer is: **", "**"),
+]  # fmt: skip
 ANSWERS = ["18", "-5", "1,234", "18.50", "3/4", "−7"]
 
 
@@ -143,9 +118,8 @@ BACKENDS: dict[str, Callable[[], Tokenizer]] = {
     "metaspace": lambda: _sentencepiece(decoders.Metaspace()),
     "word pieces": _word_pieces,
 }
-FAST = [name for name in BACKENDS if name.startswith("byte-")]
+FAST = [name for name in BACKENDS if name.startswith("byte-")]  # families that can spell any text
 TOKENIZERS = [*BACKENDS, "characters"]
-MULTI_BYTE = FAST  # families that can spell any text
 
 
 def wrap(backend: Tokenizer, cls: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:

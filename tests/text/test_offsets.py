@@ -15,7 +15,6 @@ from cfa_kernels.text.offsets import _BYTE_OF, _vocabulary, token_offsets
 from tests.support.small_tokenizers import (
     CORPUS,
     FAST,
-    MULTI_BYTE,
     TOKENIZERS,
     byte_level,
     completions,
@@ -67,7 +66,7 @@ def test_bytes_of_tokens_are_known_in_the_fast_families(name: str) -> None:
     assert _vocabulary(get_tokenizer(name)).style == ("byte_level" if "level" in name else "byte_fallback")
 
 
-@pytest.mark.parametrize("name", MULTI_BYTE)
+@pytest.mark.parametrize("name", FAST)
 @pytest.mark.parametrize("text", ["Renée’s 25€ × 3 = 75€", "她有16个苹果", "quack 🦆👩‍👩‍👧!"])
 def test_tokens_that_share_a_multi_byte_character_all_hold_it(name: str, text: str) -> None:
     tokenizer = get_tokenizer(name)
