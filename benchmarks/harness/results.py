@@ -56,9 +56,15 @@ class Pieces:
         write_json(note, own)
         self._folder = folder
 
+    def __contains__(self, name: str) -> bool:
+        return self._path(name).exists()
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{''.join(c if c.isalnum() else '-' for c in name)}.json"
+
     def get(self, name: str, work: Callable[[], Any]) -> Any:
         """Read the piece of this name, or do the work and write it."""
-        path = self._folder / f"{''.join(c if c.isalnum() else '-' for c in name)}.json"
+        path = self._path(name)
         if not path.exists():
             write_json(path, work())
         return json.loads(path.read_text(encoding="utf-8"))

@@ -2,27 +2,24 @@
 
 Builds every causal model type of the installed transformers small (`small_models.py`), scores ragged batches and
 compares with one full forward per span; takes log-probs as the trainer does and compares them, and every gradient,
-with the model's own forwards of each row. Each type has a process and a time limit of its own and leaves a line in a
-file, so that an interrupted run resumes where it was. Writes `docs/models.md` and `benchmarks/results/models.json`.
+with the model's own forwards of each row. Each row has a process and a time limit of its own and is kept, so that an
+interrupted run goes on where it was. Writes `docs/models.md` and `benchmarks/results/models.json`.
 """
 
 import argparse
 import contextlib
 import datetime
 import functools
-import hashlib
 import importlib.metadata
 import json
 import logging
 import math
 import multiprocessing
 import re
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +27,9 @@ import torch
 from transformers import PreTrainedModel
 
 import cfa_kernels
-from benchmarks.harness.results import RESULTS
+from benchmarks.harness.environment import find_commit
+from benchmarks.harness.results import RESULTS, Pieces, write_json
 from benchmarks.harness.workloads import REPOSITORY
-from benchmarks.models import small_models
-from benchmarks.models import verdicts as model_verdicts
 from benchmarks.models.small_models import WINDOW, Case, build, cases, layer_kinds, model_types, what_is_missing
 from benchmarks.models.small_models import case as case_of_name
 from benchmarks.models.verdicts import (
@@ -116,84 +112,40 @@ def _brief(error: BaseException) -> str:
 # Running
 
 
-def judge_in_child(name: str, pipe: Connection) -> None:
-    """Judge one case quietly on one thread and send its row."""
+def judge_quietly(name: str) -> dict[str, Any]:
+    """Judge one case on one thread, as JSON."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    pipe.send(asdict(judge(case_of_name(name))))
+    return asdict(judge(case_of_name(name)))
 
 
-def run(
+def judged(
     todo: Sequence[Case],
-    lines: Path,
+    pieces: Pieces | None,
     *,
     processes: int,
     seconds: float,
-    source: str,
-    worker: Callable[[str, Connection], None] = judge_in_child,
+    worker: Callable[[str], dict[str, Any]] = judge_quietly,
     start_method: str = "forkserver",
-) -> None:
-    """Judge each case by `worker` in a process of its own and append a line for each to `lines`."""
+) -> Iterator[Row]:
+    """Yield the row of each case: the one in `pieces`, or what `worker` finds in a process of its own."""
     context: Any = multiprocessing.get_context(start_method)
     context.set_forkserver_preload(["benchmarks.models.small_models", "trainer.policy"])  # what takes seconds to import
-    waiting = list(reversed(todo))
-    running: dict[Connection, tuple[Case, Any, float]] = {}
-    while waiting or running:
-        while waiting and len(running) < processes:
-            of = waiting.pop()
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=worker, args=(of.name, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            running[ours] = (of, process, time.monotonic() + seconds)
-        soonest = min(deadline for *_, deadline in running.values())
-        ready = wait(list(running), timeout=max(0.0, soonest - time.monotonic()))
-        for pipe, (of, process, deadline) in list(running.items()):
-            if pipe in ready:
-                row = _received(of, pipe, process)
-            elif time.monotonic() >= deadline:
-                row = _row(of, None, Verdict(NOT_JUDGED, f"took longer than {seconds:g} s"))
-            else:
-                continue
-            del running[pipe]
-            process.kill()
-            process.join()
-            append(lines, row, source)
-            print(f"{row.name}: {row.scores.status} / {row.trains.status}  {row.scores.why}"[:200], flush=True)
+    with context.Pool(processes, maxtasksperchild=1) as pool:
+        found = {of.name: pool.apply_async(worker, (of.name,)) for of in todo if not pieces or of.name not in pieces}
 
+        def row(of: Case) -> dict[str, Any]:
+            try:
+                return dict(found[of.name].get(seconds))
+            except multiprocessing.TimeoutError:
+                why = f"its process died, or took longer than {seconds:g} s"
+                return asdict(_row(of, None, Verdict(NOT_JUDGED, why)))
 
-def _received(of: Case, pipe: Connection, process: Any) -> Row:
-    try:
-        return Row.from_json(pipe.recv())
-    except EOFError:
-        process.join()
-        return _row(of, None, Verdict(NOT_JUDGED, f"its process ended with {process.exitcode}"))
-
-
-def append(lines: Path, row: Row, source: str) -> None:
-    """Add a row to the file that a later run goes on from."""
-    lines.parent.mkdir(parents=True, exist_ok=True)
-    torn = lines.exists() and not lines.read_text().endswith("\n")
-    with lines.open("a") as file:
-        file.write("\n" * torn + json.dumps({"source": source, **asdict(row)}) + "\n")
-
-
-def finished(lines: Path, source: str) -> dict[str, Row]:
-    """The rows in the file that were judged with these sources, by name; the last of a name counts.
-
-    A line that a broken run left half-written is passed over.
-    """
-    rows: dict[str, Row] = {}
-    for line in lines.read_text().splitlines() if lines.exists() else []:
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if entry.pop("source") == source:
-            row = Row.from_json(entry)
-            rows[row.name] = row
-    return rows
+        for of in todo:
+            entry = Row.from_json(pieces.get(of.name, functools.partial(row, of)) if pieces else row(of))
+            print(f"{entry.name}: {entry.scores.status} / {entry.trains.status}  {entry.scores.why}"[:200], flush=True)
+            yield entry
 
 
 @functools.cache
@@ -201,20 +153,6 @@ def versions() -> dict[str, str]:
     """Versions of what the table is about."""
     libraries = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "triton")}
     return libraries | {"cfa_kernels": cfa_kernels.__version__}
-
-
-def source_digest() -> str:
-    """A name for the code that is judged, what judges it and the libraries; rows of another are made anew."""
-    files = sorted((REPOSITORY / "cfa_kernels").rglob("*.py"))
-    files += [
-        REPOSITORY / "trainer" / "policy.py",
-        *(Path(m.__file__) for m in (small_models, model_verdicts)),
-        Path(__file__),
-    ]
-    digest = hashlib.sha256(json.dumps(versions()).encode())
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 # Writing
@@ -322,36 +260,28 @@ def _short(why: str, most: int = 200) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Judge what is not judged yet and write the table once all of it is; 1 if there is a defect in it."""
+    """Judge every type and write the table, or only some and print them; 1 if there is a defect among them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks models", description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="TYPE", help="judge these again, by type or by row")
+    parser.add_argument("--only", nargs="+", metavar="TYPE", help="types or rows to judge and print; writes no table")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=120.0, help="most that one row may take")
-    parser.add_argument("--fresh", action="store_true", help="forget what earlier runs judged")
     parser.add_argument("--date", default=datetime.datetime.now(datetime.UTC).date().isoformat())
-    parser.add_argument("--lines", type=Path, default=REPOSITORY / "build" / "models.jsonl", help="rows so far")
+    parser.add_argument("--folder", type=Path, default=REPOSITORY / "build" / "models", help="of the rows so far")
     parser.add_argument("--json", type=Path, default=RESULTS / "models.json")
     parser.add_argument("--markdown", type=Path, default=REPOSITORY / "docs" / "models.md")
     options = parser.parse_args(argv)
-    if options.fresh:
-        options.lines.unlink(missing_ok=True)
-    source = source_digest()
-    every = [of for model_type in model_types() for of in cases(model_type)]
+    todo = [of for model_type in model_types() for of in cases(model_type)]
+    pieces = None
     if options.only:
-        todo = [of for of in every if {of.name, of.model_type} & set(options.only)]
+        todo = [of for of in todo if {of.name, of.model_type} & set(options.only)]
         if unknown := set(options.only) - {name for of in todo for name in (of.name, of.model_type)}:
             parser.error(f"--only: no such type or row: {', '.join(sorted(unknown))}")
     else:
-        done = finished(options.lines, source)
-        todo = [of for of in every if of.name not in done]
-    run(todo, options.lines, processes=options.processes, seconds=options.seconds, source=source)
-    rows = finished(options.lines, source)
-    if missing := [of.name for of in every if of.name not in rows]:
-        print(f"{len(missing)} rows are not judged yet, so the table is not written: {', '.join(missing[:5])}, ...")
-        return 0
-    result = document([rows[of.name] for of in every], options.date)
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
-    options.markdown.write_text(markdown(result), encoding="utf-8")
-    print(json.dumps(result["counts"]))
-    defects = [row.name for row in rows.values() if {row.scores.status, row.trains.status} & {WRONG, UNCLEAR}]
-    return 1 if defects else 0
+        pieces = Pieces(options.folder, versions(), {"environment": {"commit": find_commit(None)[0]}})
+    rows = list(judged(todo, pieces, processes=options.processes, seconds=options.seconds))
+    if pieces:
+        result = document(rows, options.date)
+        write_json(options.json, result)
+        options.markdown.write_text(markdown(result), encoding="utf-8")
+        print(json.dumps(result["counts"]))
+    return 1 if any({row.scores.status, row.trains.status} & {WRONG, UNCLEAR} for row in rows) else 0

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import cfa_kernels
+from benchmarks.harness.results import Pieces
 from benchmarks.models import small_models
 from benchmarks.models import table as model_table
 from benchmarks.models import verdicts as model_verdicts
 from benchmarks.models.small_models import CONTEXT, WINDOW, Case, build, case, layer_kinds, model_types, what_is_missing
-from benchmarks.models.table import Row, append, document, finished, judge, main, markdown, run
+from benchmarks.models.table import Row, document, judge, judged, main, markdown
 from benchmarks.models.verdicts import (
     EXACT,
     MEANINGS,
@@ -227,63 +228,51 @@ def test_only_a_named_refusal_of_this_package_counts_as_one(llama, monkeypatch, 
 # Runs
 
 
-def test_a_run_goes_on_after_the_last_whole_line(tmp_path):
-    lines = tmp_path / "new" / "models.jsonl"
-    append(lines, row("llama", scores=WRONG), "this")
-    append(lines, row("llama"), "this")
-    append(lines, row("bloom"), "another")
-    with lines.open("a") as file:
-        file.write('{"source": "this", "model_type": "mam')
-    assert finished(lines, "this") == {"llama": row("llama")}
-    append(lines, row("mamba"), "this")
-    assert list(finished(lines, "this")) == ["llama", "mamba"]
+def pretend(name):
+    """A worker that dies or never ends for some."""
+    if name == "llama":
+        os._exit(7)
+    if name == "bloom":
+        time.sleep(600)
+    return dataclasses.asdict(row(name))
 
 
-def test_what_is_judged_is_not_judged_again_and_tables_wait_for_all_of_it(tmp_path, monkeypatch, capsys):
-    def pretend(todo, lines, *, source, **_):
-        asked.append([of.name for of in todo])
-        for of in todo[:1]:
-            append(lines, row(of.name, scores=WRONG if of.name == "b" else EXACT), source)
+def test_rows_are_judged_once_and_a_process_that_dies_or_never_ends_leaves_one_that_says_so(tmp_path):
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("processes cannot fork here")
+    pieces = Pieces(tmp_path, {}, {"environment": {"commit": "abc"}})
+    options = {"processes": 3, "seconds": 2.0, "start_method": "fork"}
+    todo = [Case(name) for name in ("mamba", "llama", "bloom")]
+    rows = {one.name: one for one in judged(todo, pieces, worker=pretend, **options)}
+    assert rows["mamba"] == row("mamba")
+    assert (
+        rows["llama"].scores == rows["bloom"].trains == Verdict(NOT_JUDGED, "its process died, or took longer than 2 s")
+    )
+    assert {one.name: one for one in judged(todo, pieces, worker=None, **options)} == rows
 
-    asked: list[list[str]] = []
-    monkeypatch.setattr(model_table, "run", pretend)
+
+def test_the_table_is_written_of_all_types_and_some_are_only_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(model_table, "model_types", lambda: ["a", "b"])
     monkeypatch.setattr(model_table, "cases", lambda name: [Case(name)])
-    files = {name: tmp_path / f"models.{name}" for name in ("lines", "json", "markdown")}
+    wrong = {"b"}
+
+    def some(todo, pieces, **_):
+        return [row(of.name, scores=WRONG if of.name in wrong else EXACT) for of in todo]
+
+    monkeypatch.setattr(model_table, "judged", some)
+    files = {name: tmp_path / f"models.{name}" for name in ("folder", "json", "markdown")}
     arguments = [f"--{name}={path}" for name, path in files.items()] + ["--date=2020-02-02"]
-    assert main(arguments) == 0
+    assert main([*arguments, "--only", "a"]) == 0
     assert not files["json"].exists()
-    assert "1 rows are not judged yet" in capsys.readouterr().out
     assert main(arguments) == 1  # of what is wrong in it
-    assert main([*arguments, "--only", "a"]) == 1
-    assert main([*arguments, "--fresh"]) == 0
-    assert asked == [["a", "b"], ["b"], ["a"], ["a", "b"]]
     result = json.loads(files["json"].read_text())
-    assert result["date"] == "2020-02-02"
+    assert (result["date"], len(result["rows"])) == ("2020-02-02", 2)
     assert files["markdown"].read_text() == markdown(result)
+    wrong.clear()
+    assert main(arguments) == 0
     with pytest.raises(SystemExit):
         main([*arguments, "--only", "a", "c"])
     assert "no such type or row: c" in capsys.readouterr().err
-
-
-def test_a_process_that_dies_or_never_ends_leaves_a_row_that_says_so(tmp_path):
-    def worker(name, pipe):
-        if name == "llama":
-            os._exit(7)
-        if name == "bloom":
-            time.sleep(600)
-        pipe.send(dataclasses.asdict(row(name)))
-
-    if "fork" not in multiprocessing.get_all_start_methods():
-        pytest.skip("processes cannot fork here")
-    lines = tmp_path / "models.jsonl"
-    for names, seconds in ((["llama", "mamba"], 600.0), (["bloom"], 0.1)):
-        todo = [Case(name) for name in names]
-        run(todo, lines, processes=2, seconds=seconds, source="this", worker=worker, start_method="fork")
-    rows = finished(lines, "this")
-    assert rows["mamba"] == row("mamba")
-    assert rows["llama"].scores == Verdict(NOT_JUDGED, "its process ended with 7")
-    assert rows["bloom"].trains == Verdict(NOT_JUDGED, "took longer than 0.1 s")
 
 
 # The page
@@ -324,5 +313,6 @@ def test_a_cell_says_each_reason_once_and_shortly(scores, trains, cell):
 
 
 def test_every_variant_is_a_case_of_its_type():
-    for label, (model_type, _) in small_models.VARIANTS.items():
-        assert case(f"{model_type}, {label}").changes
+    for model_type, rows in small_models.VARIANTS.items():
+        for label, changes in rows.items():
+            assert case(f"{model_type}, {label}").changes == changes
