@@ -17,9 +17,13 @@ MAINS = {
     "trainer.analyze": "trainer.analyze.analysis",
     "trainer.compare": "trainer.compare",
     "trainer.judge": "trainer.analyze.judge",
-    "trainer.warmup": "trainer.embedded.warmup",
+    "benchmarks.demo_model": "benchmarks.demo_model.warmup",
 }
-SETTINGS = ("trainer", "trainer.judge", "trainer.warmup")  # take the fields of a dataclass, by `trainer.cli.parse`
+SETTINGS = (
+    "trainer",
+    "trainer.judge",
+    "benchmarks.demo_model",
+)  # take the fields of a dataclass, by `trainer.cli.parse`
 
 
 def quoted() -> list[str]:

@@ -6,5 +6,5 @@ and what is checked: of settings in `config.py`, of rows in `data.py`, of a mode
 `checks.py`.
 
 A run by default reads nothing of `rewards/code/`, `rewards/math/`, `rollouts/vllm.py` and
-`experimental/`. `embedded/` makes the model of the demo, `analyze/` looks at what runs have written.
+`experimental/`. `embedded/` holds the problems and the model of the demo, `analyze/` looks at what runs have written.
 """

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen3ForCausalLM
 
+from benchmarks.demo_model.warmup import WarmupConfig, warm_up
 from benchmarks.evidence.problems import training_rows
-from trainer.embedded.warmup import WarmupConfig, warm_up
 
 TRAINED, RANDOM = "trained", "random"
 MODELS = (TRAINED, RANDOM)

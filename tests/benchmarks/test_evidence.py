@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers.utils import logging
 
+from benchmarks.demo_model.warmup import WarmupConfig, small_model, train_tokenizer
 from benchmarks.evidence import planted
 from benchmarks.evidence.agreement import (
     agreement,
@@ -27,7 +28,6 @@ from benchmarks.evidence.planted import METHODS, Settings, judge
 from benchmarks.evidence.problems import KINDS, STEP_WORDS, generate, training_rows
 from benchmarks.harness.results import Pieces, table
 from trainer.analyze.statistics import bootstrap_interval
-from trainer.embedded.warmup import WarmupConfig, small_model, train_tokenizer
 from trainer.rewards.numbers import final_number
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,6 @@ from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.options import option_docs
 from trainer.cli import parse, to_yaml
 from trainer.config import DataConfig, TrainConfig
-from trainer.embedded.warmup import WarmupConfig
 from trainer.experimental.settings import CorrectionSettings
 from trainer.rewards.settings import RewardSettings
 from trainer.rollouts import RolloutSettings
@@ -170,11 +169,6 @@ def test_a_wrong_setting_in_a_file_is_named(capsys, tmp_path, text, said) -> Non
     file = tmp_path / "run.yaml"
     file.write_text(text)
     assert said in message(capsys, "--config", str(file))
-
-
-@pytest.mark.parametrize("argv", [["--max_steps", "0"], ["--num_attention_heads", "3"], ["--batch_sise", "8"]])
-def test_warm_up_settings_are_checked_too(capsys, argv) -> None:
-    assert argv[0].lstrip("-") in message(capsys, *argv, kind=WarmupConfig)
 
 
 def test_the_embedded_settings_are_valid_yaml_of_known_settings() -> None:

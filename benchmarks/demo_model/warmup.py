@@ -1,4 +1,4 @@
-"""Train a tokenizer and a small Qwen3-architecture model from scratch on solutions: `python -m trainer.warmup`.
+"""Train a tokenizer and a small Qwen3-architecture model from scratch on solutions: `python -m benchmarks.demo_model`.
 
 The folder it writes is a model for `python -m trainer --model`.
 Its defaults made the checkpoint in `trainer/embedded/assets`, which solves 60 % of held-out problems; on another
@@ -289,7 +289,7 @@ def warm_up(config: WarmupConfig) -> Path:
 def main(argv: list[str] | None = None) -> int:
     """Run the program; wrong settings or data give one line on stderr and exit code 1 or 2."""
     argv = sys.argv[1:] if argv is None else argv
-    config = parse(WarmupConfig, argv, prog="python -m trainer.warmup", description=DESCRIPTION)
+    config = parse(WarmupConfig, argv, prog="python -m benchmarks.demo_model", description=DESCRIPTION)
     logging.disable_progress_bar()
     try:
         warm_up(config)
