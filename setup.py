@@ -26,6 +26,7 @@ TRAINER = [
     "filelock>=3.15",
     "safetensors>=0.5",
     "scipy>=1.14",
+    "pandas>=2.2",
     "pyarrow>=21",
 ]
 MATH = ["math-verify[antlr4_13_2]>=0.9"]

@@ -15,15 +15,9 @@ MAINS = {
     "benchmarks": "benchmarks.__main__",
     "trainer": "trainer.__main__",
     "trainer.analyze": "trainer.analyze.analysis",
-    "trainer.compare": "trainer.compare",
-    "trainer.judge": "trainer.analyze.judge",
     "benchmarks.demo_model": "benchmarks.demo_model.warmup",
 }
-SETTINGS = (
-    "trainer",
-    "trainer.judge",
-    "benchmarks.demo_model",
-)  # take the fields of a dataclass, by `trainer.cli.parse`
+SETTINGS = ("trainer", "benchmarks.demo_model")  # take the fields of a dataclass, by `trainer.cli.parse`
 
 
 def quoted() -> list[str]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.evidence.judge import NAMES, judge
 from benchmarks.harness.results import made_by, write_json
 from trainer.analyze.analysis import write_analysis
-from trainer.analyze.judge import NAMES, judge
 from trainer.cli import parse
 from trainer.config import TrainConfig
 from trainer.run import set_up, train
@@ -53,7 +53,7 @@ def run(folder: Path, settings: Settings, head: dict[str, Any], results: Path) -
     evaluations = [{"step": one["step"], "accuracy": one["eval_accuracy"]} for one in lines if "eval_accuracy" in one]
     said = "; ".join(f"{one['accuracy']:.1%} after step {one['step']}" for one in evaluations)
     note = f"Held-out accuracy, {settings.eval_problems} problems, greedy: {said}."
-    written = _write(done, results / "evidence-analysis", head | {"evaluations": evaluations}, note, picture=True)
+    written = _write(done, results / "evidence-analysis", head | {"evaluations": evaluations}, note)
     judged = folder / "judged.jsonl"
     policy = set_up(_config(*flags, f"--model={done / 'checkpoint'}"))
     samples = judge(policy, settings.problems, NAMES, flags)
@@ -61,22 +61,21 @@ def run(folder: Path, settings: Settings, head: dict[str, Any], results: Path) -
     note = (
         f"{len(samples)} completions with an advantage, of {settings.problems} problems, sampled by that run's policy."
     )
-    return written + _write(judged, results / "evidence-estimators", head, note, picture=False)
+    return written + _write(judged, results / "evidence-estimators", head, note)
 
 
 def _config(*flags: str) -> TrainConfig:
     return parse(TrainConfig, list(flags), prog="python -m benchmarks evidence demo", description="")
 
 
-def _write(source: Path, target: Path, head: dict[str, Any], note: str, *, picture: bool) -> list[Path]:
-    """The program's own analysis of a source, under the head of a result; a picture or a page beside it."""
+def _write(source: Path, target: Path, head: dict[str, Any], note: str) -> list[Path]:
+    """The program's own analysis of a source, under the head of a result, and its page."""
     target.parent.mkdir(parents=True, exist_ok=True)
     found = write_analysis(source)
     document = head | {"tables": json.loads((found / "analysis.json").read_text(encoding="utf-8"))}
     title, _, body = (found / "analysis.md").read_text(encoding="utf-8").partition("\n")
-    more, suffix = ("analysis.png", ".png") if picture else ("page.html", ".html")
-    paths = [target.with_suffix(end) for end in (".json", ".md", suffix)]
+    paths = [target.with_suffix(end) for end in (".json", ".md", ".html")]
     write_json(paths[0], document)
     paths[1].write_text(f"{title}\n\n{made_by(document)}. {note}\n{body}", encoding="utf-8")
-    shutil.copyfile(found / more, paths[2])
+    shutil.copyfile(found / "page.html", paths[2])
     return paths

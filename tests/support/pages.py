@@ -70,7 +70,7 @@ def hostile(folder: Path) -> list[Sample]:
     """A completion of hostile tokens, spans and names."""
     entry = {
         "tokens": HOSTILE, "spans": [{"start": 0, "end": 3, "drop": -1.0, "text": "</details><script>"}],
-        "drops_unit": "</th><script>", "problem": "</p><i>", "answer": [0, 3],
+        "drops_unit": "</th><script>", "problem": "</p><i>", "answer": {"start": 0, "end": 3},
         "estimators": {name: {"weights": [1.0] * len(HOSTILE)} for name in ("</div><b>", '" onclick="x')},
     }  # fmt: skip
-    return read_samples(write_lines(folder / "hostile.jsonl", [entry]))
+    return list(read_samples(write_lines(folder / "hostile.jsonl", [entry])))

@@ -92,7 +92,7 @@ def test_settings_written_to_a_file_read_back_the_same(tmp_path) -> None:
     assert settings("--config", str(file)) == config
 
 
-@pytest.mark.parametrize("kind", [TrainConfig, WarmupConfig])
+@pytest.mark.parametrize("kind", [TrainConfig])
 def test_every_setting_is_documented(kind) -> None:
     texts = {field.name: field.metadata["help"] for field in fields(kind) if "help" in field.metadata}
     parts = DataConfig, RewardSettings, CorrectionSettings, RolloutSettings

@@ -1,6 +1,6 @@
 """Make records of completions with their credit, one JSON object a line of `completions.jsonl`.
 
-The training program and `trainer.judge` write them, `trainer.analyze` reads them; `docs/analysis.md` has the fields.
+The training program writes them, `trainer.analyze` reads them; `docs/analysis.md` has the fields.
 """
 
 from typing import Any

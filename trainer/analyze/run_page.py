@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.analyze.page import escaped, page_pieces, printed
 from trainer.analyze.runs import Run, comparison, correct_threshold_of, groups_of, read_runs
-from trainer.analyze.samples import Sample, Torn, each_sample
+from trainer.analyze.samples import Sample, read_samples
 
 _MOST_BYTES = 16_000_000
 """Size of the completions that a page holds; of more, every second or third and so on is on it."""
@@ -23,34 +23,32 @@ _PANELS = (
 _HIDDEN = ("eval_accuracy_stderr",)
 
 
-def write_run_page(path: Path, folders: Sequence[Path], title: str, torn: Torn = None) -> list[Run]:
-    """Write the page of the runs in `folders`, whole or not at all; give the runs.
-
-    `torn` is told of half-written last lines of their files, which are left out.
+def write_run_page(path: Path, folders: Sequence[Path], title: str) -> list[Run]:
+    """Write the page of the runs in `folders`, whole or not at all, and return the runs.
 
     Raises:
         ValueError, OSError: a folder or a line of its files is not a run's, or `path` cannot be written.
     """
-    runs = read_runs(folders, torn)
+    runs = read_runs(folders)
     aside = path.with_name(f".{path.name}.partial")
     try:
         with aside.open("w", encoding="utf-8", newline="\n") as file:
-            file.writelines(run_page(runs, title, torn))
+            file.writelines(run_page(runs, title))
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
     return runs
 
 
-def run_page(runs: Sequence[Run], title: str, torn: Torn = None) -> Iterator[str]:
-    """Make the page of runs piece by piece, the last steps' completions first.
-
-    Raises:
-        ValueError: as `read_samples`.
-    """
+def run_page(runs: Sequence[Run], title: str) -> Iterator[str]:
+    """Make the page of runs piece by piece, the last steps' completions first."""
     columns, rows = comparison(runs)
-    parts = _parts(runs)
-    groups = groups_of(runs)
+    groups, parts = groups_of(runs), _parts(runs)
+    notes = [
+        f"Of the completions in {run.folder / 'completions.jsonl'} one in {every} is below."
+        for run, every in parts
+        if every > 1
+    ]
     keys = [f'<i class="key r{group % 8}"></i>' for group in groups] + [""] * (len(rows) - len(runs))
     head = "".join(f"<th>{escaped(column)}</th>" for column in columns)
     body = "".join(
@@ -66,33 +64,29 @@ the last tenth of the steps; seconds are means over steps. Thin lines are what w
 over a tenth of the steps, and over seeds. Hover over a curve, or step through it with the arrow keys, to read it.</p>
 <div class="row" id="curves"></div>
 <details id="more"><summary>All other metrics</summary><div class="row"></div></details>
-{"".join(f'<p class="soft">{escaped(note)}</p>{chr(10)}' for note in _notes(parts))}"""
+{"".join(f'<p class="soft">{escaped(note)}</p>{chr(10)}' for note in notes)}"""
     drawn = [
-        {"name": printed(run.name), "group": group, "steps": run.steps, "metrics": run.metrics}
+        {
+            "name": printed(run.name), "group": group, "steps": run.metrics.index.tolist(),
+            "metrics": {
+                metric: [None if math.isnan(value) else value for value in column.tolist()]
+                for metric, column in run.metrics.items()
+            },
+        }
         for run, group in zip(runs, groups, strict=True)
-    ]
+    ]  # fmt: skip
     data = {"runs": drawn, "panels": _PANELS, "hidden": _HIDDEN}
-    return page_pieces(_samples(parts, len(runs) > 1, torn), title, latest_first=True, runs=section, data=data)
+    return page_pieces(_samples(parts, len(runs) > 1), title, latest_first=True, runs=section, data=data)
 
 
 def _parts(runs: Sequence[Run]) -> list[tuple[Run, int]]:
-    """List the runs that have completions, each with k where the page holds one in k of them."""
+    """List the runs that have completions, each with k if the page holds one in k of them."""
     files = [run.folder / "completions.jsonl" for run in runs]
     sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
     return [(run, math.ceil(size * len(runs) / _MOST_BYTES)) for run, size in zip(runs, sizes, strict=True) if size]
 
 
-def _notes(parts: Sequence[tuple[Run, int]]) -> list[str]:
-    return [
-        f"Of the completions in {run.folder / 'completions.jsonl'} one in {every} is below."
-        for run, every in parts
-        if every > 1
-    ]
-
-
-def _samples(parts: Sequence[tuple[Run, int]], named: bool, torn: Torn) -> Iterator[Sample]:
-    """Read the completions of runs one at a time, as a run that goes on must not keep what all of them need."""
-    for run, every in parts:
-        threshold = correct_threshold_of(run.folder)
-        for sample in each_sample(run.folder, correct_threshold=threshold, every=every, torn=torn):
+def _samples(parts: Sequence[tuple[Run, int]], named: bool) -> Iterator[Sample]:
+    for run, every in parts:  # one at a time: a run that goes on must not keep what all of them need
+        for sample in read_samples(run.folder, correct_threshold=correct_threshold_of(run.folder), every=every):
             yield dataclasses.replace(sample, run=run.name if named else None)

@@ -101,43 +101,22 @@ def test_lists_arrays_and_tensors_of_any_type_give_the_same_numbers(wrap):
     assert top_mass(wrap(a)) == top_mass(a)
 
 
-def test_tensors_that_need_a_gradient_are_read_and_not_changed():
-    weights = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
-    assert ess_ratio(weights) == pytest.approx(0.9)
-    array = np.array([1.0, 2.0])
-    ess_ratio(array)
-    assert array.tolist() == [1.0, 2.0]
-    assert weights.tolist() == [1.0, 2.0]
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ess_ratio([]), "weights: is empty"),
-        (lambda: ess_ratio([1, -2.0]), "weights, position 1: must not be negative, got -2.0"),
-        (lambda: ess_ratio([0, 0]), "weights: all 2 are 0"),
-        (lambda: ess_ratio([[1.0]]), r"weights: must be one row of numbers, got shape \(1, 1\)"),
-        (lambda: top_mass([0.0]), "values: all 1 are 0"),
+        (lambda: ess_ratio([]), "expected one row of finite numbers, got "),
+        (lambda: ess_ratio([[1.0]]), "expected one row of finite numbers, got "),
+        (lambda: auroc([1.0, math.nan], [0, 1]), "expected one row of finite numbers, got .*nan"),
+        (lambda: ess_ratio([1, -2.0]), "weights must not be negative, nor all 0, got .*-2.0"),
+        (lambda: top_mass([0.0]), "values must not be all 0, got 1"),
         (lambda: top_mass([1.0], 0), r"share must be in \(0, 1\], got 0"),
         (lambda: recall_at([1.0, 2], [False, False], 0.5), "truth: none of 2 is true"),
-        (lambda: recall_at([1.0], [True, False], 0.5), "truth: has 2 values, importances has 1"),
-        (lambda: recall_at([1.0], [True], math.nan), r"share must be in \(0, 1\], got nan"),
-        (lambda: auroc([1.0, 2], [True, True]), "labels: must hold both classes, all 2 are True"),
-        (lambda: auroc([1.0, 2], [0, 0]), "labels: must hold both classes, all 2 are False"),
-        (lambda: auroc([1.0, 2], [0, 2]), "labels, position 1: must be true or false, got 2.0"),
-        (lambda: auroc([1.0, math.nan], [0, 1]), "scores, position 1: must be finite, got nan"),
-        (lambda: auroc([], []), "scores: is empty"),
-        (lambda: spearman([1.0, 2], [3.0, 3]), "b: all 2 values are 3.0"),
-        (lambda: spearman([5.0], [1.0]), "a: all 1 values are 5.0"),
-        (lambda: spearman([1.0, math.inf], [3.0, 4]), "a, position 1: must be finite, got inf"),
-        (lambda: spearman([], [1.0]), "a: is empty"),
-        (lambda: bootstrap_interval(len, []), "groups: is empty"),
-        (lambda: bootstrap_interval(len, [1], draws=0), "draws must be at least 1, got 0"),
-        (lambda: bootstrap_interval(len, [1], level=1.0), "level must be between 0 and 1, got 1.0"),
-        (lambda: bootstrap_interval(lambda _: math.nan, [1]), "statistic: must be finite, got nan for the groups"),
+        (lambda: auroc([1.0, 2], [True, True]), "labels must hold both classes, all 2 are True"),
+        (lambda: spearman([1.0, 2], [3.0, 3]), "a constant row has no rank correlation"),
+        (lambda: bootstrap_interval(lambda _: math.nan, [1, 2], draws=2), "statistic must be finite"),
     ],
 )
-def test_bad_numbers_are_refused_by_name(call, message):
+def test_bad_numbers_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -159,10 +138,3 @@ def test_the_bootstrap_draws_whole_groups():
     seen = []
     bootstrap_interval(lambda drawn: seen.append(drawn) or 0.0, groups, draws=20)
     assert all(len(drawn) == 2 and set(drawn) <= set(groups) for drawn in seen)
-
-
-def test_the_bootstrap_interval_of_a_mean_has_its_standard_error():
-    groups = np.random.default_rng(0).normal(size=400).tolist()
-    found = bootstrap_interval(np.mean, groups, draws=2000)
-    half = 1.96 * np.std(groups) / math.sqrt(400)
-    assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.08)

@@ -1,62 +1,27 @@
-"""Judge the same completions by several estimators, for `trainer.analyze`: `python -m trainer.judge OUT.jsonl`.
+"""Judge the same completions by several estimators, in records that `python -m trainer.analyze` reads.
 
 Groups are sampled as a training step samples them, and every estimator is asked about them; nothing is trained.
 """
 
-import argparse
 import dataclasses
-import json
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.scoring.training_forward import PackedForward, packed_forward
 from trainer.analyze.records import Record, completion_record, judged_spans, rounded, token_credit
-from trainer.cli import parse, preset_names
+from trainer.cli import parse
 from trainer.config import PRESETS, TrainConfig
 from trainer.microbatch import Credits, micro_batches, to_host
 from trainer.rewards import group_advantages
-from trainer.run import set_up
 from trainer.state import Shaped, Trainer
 from trainer.step import draw, rewarded
 
-DESCRIPTION = """Sample groups of completions from a model and let several estimators judge them. What is written is
-read by python -m trainer.analyze, whose page shades the tokens by each of them. Further flags are those of
-python -m trainer; --model names the model."""
-
 NAMES = ("cf", "oar_p", "oar_g", "prefix_gain", "entropy_80_20", "prefix_tree")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the program; wrong input gives one line on stderr and exit code 1 or 2."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.judge", description=DESCRIPTION)
-    parser.add_argument("out", type=Path, help="file to write, one JSON object a completion")
-    parser.add_argument("--problems", type=int, default=8, help="training problems, num_generations completions each")
-    parser.add_argument(
-        "--presets", nargs="+", default=list(NAMES), choices=preset_names(), metavar="NAME",
-        help=f"settings of credit, of: {', '.join(preset_names())}; default: {' '.join(NAMES)}",
-    )  # fmt: skip
-    options, flags = parser.parse_known_args(argv)
-    if options.problems < 1:
-        parser.error(f"argument --problems: must be at least 1, got {options.problems}")
-    config = parse(TrainConfig, flags, prog="python -m trainer.judge", description=DESCRIPTION)
-    logging.disable_progress_bar()
-    try:
-        samples = judge(set_up(config), options.problems, options.presets, flags)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text("".join(json.dumps(sample) + "\n" for sample in samples), encoding="utf-8")
-    except (ValueError, OSError, FloatingPointError, NotImplementedError) as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 1
-    print(f"{len(samples)} completions; python -m trainer.analyze {options.out}")
-    return 0
 
 
 def judge(trainer: Trainer, problems: int, presets: Sequence[str], flags: Sequence[str] = ()) -> list[Record]:

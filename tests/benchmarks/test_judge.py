@@ -1,18 +1,23 @@
 """Several estimators judge the same completions, in a file that the analysis reads."""
 
-import json
-
 import pytest
 import torch
 
+from benchmarks.evidence.judge import NAMES, gradient_norms, judge
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.scoring.training_forward import packed_forward
-from tests.support.embedded import SMALL
+from tests.support.embedded import settings
+from tests.support.pages import write_lines
 from trainer.analyze.analysis import write_analysis
-from trainer.analyze.judge import NAMES, gradient_norms, judge, main
 from trainer.analyze.samples import read_samples
+from trainer.run import set_up
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    return set_up(settings())
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +49,12 @@ def test_norms_are_those_of_autograd_through_full_logits(trainer):
     torch.testing.assert_close(norms.double(), leaf.grad.norm(dim=1), rtol=1e-4, atol=1e-5)
 
 
-def test_the_program_writes_what_the_analysis_reads(tmp_path, capsys):
-    small = [flag for flag in SMALL if not flag.startswith("--max_steps")]
-    out = tmp_path / "judged.jsonl"
-    assert main([str(out), "--problems", "2", "--presets", "cf", "prefix_tree", *small]) == 0
-    samples = read_samples(out)
-    assert set(samples[0].credit) == {"cf", "prefix_tree"}
-    page = (write_analysis(out) / "page.html").read_text("utf-8")
-    assert "prefix_tree" in page
-    assert json.loads(out.read_text("utf-8").splitlines()[0])["estimators"].keys() == {"cf", "prefix_tree"}
+def test_the_analysis_reads_what_it_writes(judged, tmp_path):
+    file = write_lines(tmp_path / "judged.jsonl", judged)
+    assert all(set(sample.credit) == {*NAMES} for sample in read_samples(file))
+    assert "prefix_tree" in (write_analysis(file) / "page.html").read_text("utf-8")
 
 
-def test_too_many_problems_are_an_error_in_one_line(tmp_path, capsys):
-    small = [flag for flag in SMALL if not flag.startswith("--max_steps")]
-    assert main([str(tmp_path / "x.jsonl"), "--problems", "99", *small]) == 1
-    assert "problems must be at most the 16 there are, got 99" in capsys.readouterr().err
+def test_too_many_problems_are_an_error(trainer):
+    with pytest.raises(ValueError, match="problems must be at most the 16 there are, got 99"):
+        judge(trainer, 99, NAMES)

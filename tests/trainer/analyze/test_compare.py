@@ -1,0 +1,134 @@
+"""Runs side by side: their figures and page, and what is said about a folder that is not a run's."""
+
+import json
+import math
+import re
+
+import pytest
+
+from tests.support.pages import Page, completion, write_lines, write_run
+from trainer.analyze import run_page
+from trainer.analyze.analysis import main
+from trainer.analyze.runs import comparison, differences, groups_of, read_runs
+
+
+def compared(*arguments: object) -> int:
+    return main(["compare", *map(str, arguments)])
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Two seeds of one setting and a run of another."""
+    runs = [write_run(tmp_path / f"cf-{seed}", seed, 20, credit="counterfactual") for seed in (0, 1)]
+    return [*runs, write_run(tmp_path / "plain", 0, 10, credit="uniform")]
+
+
+def test_figures_are_those_of_the_runs_files_and_means_are_over_seeds(folders, tmp_path, capsys) -> None:
+    runs, page = read_runs(folders), tmp_path / "all.html"
+    assert groups_of(runs) == [0, 0, 1]
+    figures = runs[1].figures()
+    assert (figures["steps"], figures["before"], figures["accuracy"], figures["error"]) == (20, 0.25, 0.6, 0.05)
+    assert figures["reward"] == pytest.approx((1.9 + 2.0) / 2 + 0.01)  # of two steps, the last tenth
+    stages = {name: value for name, value in figures.items() if name.startswith("time/")}
+    assert stages == pytest.approx({"time/generate": 2, "time/credit": 1.05, "time/update": 0.7, "time/other": 0.01})
+    assert sum(stages.values()) == pytest.approx(figures["step_time"])
+
+    assert compared(*folders, "--out", page) == 0
+    lines = capsys.readouterr().out.splitlines()
+    columns, rows = comparison(runs)
+    assert lines[-1] == str(page)
+    assert [re.split(r" {2,}", line.strip()) for line in lines[:-1]] == [columns, *rows]
+    assert rows[1] == [
+        "cf-1", "credit counterfactual, seed 1", "20", "25.0%", "60.0% ± 5.0%", "1.960", "3.76", "2", "1.05", "0.7",
+        "0.01", "2,000",
+    ]  # fmt: skip
+    mean = rows[3]
+    assert mean[:2] == ["mean of 2 seeds", "of cf-0 and cf-1"]
+    assert mean[4] == f"55.0% ± {math.sqrt(0.005) / math.sqrt(2):.1%}"
+    drawn = Page(page.read_text("utf-8")).data["runs"]
+    assert [run["group"] for run in drawn] == [0, 0, 1]
+    for folder, run in zip(folders, drawn, strict=True):
+        for entry in map(json.loads, (folder / "metrics.jsonl").read_text("utf-8").splitlines()):
+            at = run["steps"].index(entry.pop("step"))
+            assert {name: run["metrics"][name][at] for name in entry} == entry
+
+
+def test_of_a_step_that_was_done_again_the_last_line_counts_and_what_is_not_finite_is_a_gap(tmp_path) -> None:
+    folder = write_run(tmp_path / "run")
+    lines = [{"step": step, "reward": reward} for step, reward in ((1, 1.0), (2, 2.0), (2, 3.0), (3, 0))]
+    write_lines(folder / "metrics.jsonl", [*lines, '{"step": 4, "reward": NaN}'])
+    (run,) = Page("".join(run_page.run_page(read_runs([folder]), ""))).data["runs"]
+    assert (run["steps"], run["metrics"]) == ([1, 2, 3, 4], {"reward": [1.0, 3.0, 0, None]})
+
+
+def test_settings_may_have_names_and_values_of_any_kind_that_yaml_has(tmp_path) -> None:
+    odd = ["2: two", "null: none", "1.5: [half]", "true: yes", "2026-01-02: day", "nested: {3: [{x: null}], no: 4}"]
+    others = [*odd[:-1], "nested: {3: [{x: 0}], no: 4}"]
+    folders = [tmp_path / name for name in ("one", "again", "other")]
+    for seed, (folder, lines) in enumerate(zip(folders, (odd, odd[::-1], others), strict=True)):
+        (write_run(folder) / "config.yaml").write_text("\n".join([*lines, f"seed: {seed}"]))
+    runs = read_runs(folders)
+    assert groups_of(runs) == [0, 0, 1]
+    assert differences(runs)[2] == "nested {3: [{'x': 0}], False: 4}, seed 2"
+
+
+@pytest.mark.parametrize("half", ['{"step": 5, "rew', '{"step": 5, "é'])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl"])
+def test_a_last_line_that_a_killed_run_left_half_written_is_left_out(tmp_path, capsys, name, half) -> None:
+    folder, page = write_run(tmp_path / "run", completions=[completion(1, 1.0)]), tmp_path / "page.html"
+    assert compared(folder, "--out", page) == 0
+    whole, table = page.read_text("utf-8"), capsys.readouterr().out
+    (folder / name).write_bytes((folder / name).read_bytes() + half.encode()[: -1 if half[-1] == "é" else None])
+    assert compared(folder, "--out", page) == 0
+    assert (capsys.readouterr().out, page.read_text("utf-8")) == (table, whole)
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path) -> None:
+    folders = [write_run(tmp_path / part / "run") for part in "ab"]
+    assert [run.name for run in read_runs(folders)] == list(map(str, folders))
+
+
+def test_of_more_completions_than_a_page_holds_some_of_each_part_are_on_it_and_it_says_so(
+    tmp_path, monkeypatch
+) -> None:
+    folder = write_run(tmp_path / "run", completions=[completion(step, 1.0) for step in range(10)])
+    size = (folder / "completions.jsonl").stat().st_size
+    for room, steps, notes in ((size, range(10), 0), (size - 1, range(0, 10, 2), 1), (size / 4.5, (0, 5), 1)):
+        monkeypatch.setattr(run_page, "_MOST_BYTES", room)
+        page = "".join(run_page.run_page(read_runs([folder]), ""))
+        assert [shown["step"] for shown in Page(page).data["completions"]] == list(steps)[::-1]
+        assert page.count("Of the completions in") == notes
+
+
+@pytest.mark.parametrize(
+    ("file", "lines", "message"),
+    [
+        ("metrics.jsonl", [], r"metrics\.jsonl: holds no step"),
+        ("metrics.jsonl", ['{"step": 1}', '{"step"', '{"step": 2}'], r"metrics\.jsonl, line 2: is not JSON"),
+        ("metrics.jsonl", [{"reward": 1}], "line 1: must hold a step and numbers"),
+        ("metrics.jsonl", [[1]], "line 1: must hold a step and numbers"),
+        ("metrics.jsonl", [{"step": 1, "reward": "high"}], "line 1: must hold a step and numbers .*'high'"),
+        ("config.yaml", ["a: [1"], r"config\.yaml: is not YAML"),
+        ("config.yaml", ["- 1"], r"config\.yaml: must hold the settings of a run"),
+        ("completions.jsonl", [{"tokens": 1}], r"completions\.jsonl, line 1: is not a completion"),
+    ],
+)
+def test_what_is_not_a_run_is_one_line_and_no_page(tmp_path, capsys, file, lines, message) -> None:
+    folder = write_run(tmp_path / "run", completions=[completion(1, 1.0)])
+    write_lines(folder / file, lines)
+    assert compared(folder, "--out", tmp_path / "page.html") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(f"^error: .*{message}", line)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_folders_and_pages_that_cannot_be_are_one_line(tmp_path, capsys) -> None:
+    run, page = write_run(tmp_path / "run"), tmp_path / "page.html"
+    for arguments, message in (
+        ((tmp_path / "nowhere", "--out", page), "nowhere: holds no metrics.jsonl"),
+        ((run, run, "--out", page), "run: is given twice"),
+        ((run, "--out", tmp_path / "nowhere" / "page.html"), "No such file or directory: .*page.html"),
+    ):
+        assert compared(*arguments) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(f"error: .*{message}", line)
