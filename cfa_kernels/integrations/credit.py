@@ -184,6 +184,9 @@ Case = tuple[object, str]
 """Condition under which a feature and a host cannot be combined, and the sentence that says so."""
 
 
+ONE_RATIO = "a completion has one ratio there, so that only the sum of its tokens' weights acts"
+
+
 def sentences(cases: Iterable[Case]) -> list[str]:
     """Keep the sentences of the cases whose condition holds."""
     return [sentence for holds, sentence in cases if holds]

@@ -23,7 +23,7 @@ from .. import CounterfactualConfig
 from ..credit.config import as_config
 from ..scoring.access import LogprobService, ModelAccess
 from . import require
-from .credit import Draws, credit_rows, pad_rows, refuse, sentences
+from .credit import ONE_RATIO, Draws, credit_rows, pad_rows, refuse, sentences
 from .workers import Found, Share, Workers, judge_share, ray_class, scoring_workers, unmet_needs_of_host
 
 _LOG = logging.getLogger(__name__)
@@ -45,13 +45,9 @@ class TreeScoring(_Actor):
     _rank: int
 
     def score_trees(self, shares: Sequence[Share]) -> Found:
-        """Judge this process's share by the actor's DeepSpeed engine; all processes are called at once.
+        """Score this process's share with the actor's DeepSpeed engine, see `judge_share`; all are called at once.
 
-        Args:
-            shares: those of the processes that OpenRLHF gives the same data: one, or one for each of a ring's.
-
-        Raises:
-            As `judge_share`.
+        `shares` are those of the processes that OpenRLHF gives the same data: one, or one for each of a ring's.
         """
         self.actor.eval()
         try:
@@ -73,12 +69,7 @@ def _shares_devices(args: Any) -> bool:
 
 
 def tree_obstacles(args: Any, group: Any) -> list[str]:
-    """Name the settings of OpenRLHF with which its actors cannot score trees, so that log-prob requests are sent.
-
-    Args:
-        args: OpenRLHF's arguments.
-        group: its group of actors.
-    """
+    """Name the settings of OpenRLHF with which its actors cannot score trees, so that log-prob requests are sent."""
     actor = getattr(getattr(group, "ray_actor_type", None), "__ray_actor_class__", None)
     pieces = args.ds.tensor_parallel_size
     return sentences(
@@ -93,16 +84,12 @@ def tree_obstacles(args: Any, group: Any) -> list[str]:
 class CounterfactualMixin(_Maker):
     """Add credit to OpenRLHF's experience maker: `class Mine(CounterfactualMixin, RemoteExperienceMaker)`.
 
-    Actors score trees at temperature 1, as everywhere else; by log-prob requests answers are scored at the rollout
-    temperature, which OpenRLHF's actor divides its logits by. `credit/*` goes into `experience.info` and so into
-    OpenRLHF's log. A model that cannot be scored in packed trees gets log-prob requests, which the log says once, with
-    the reason. Draws (random weights) depend on the seed and `global_step`, which the trainer must set before each
-    step, as `trainer_with_credit` does; then a resumed run draws as the run that it resumes.
+    Trees are scored at temperature 1, log-prob requests at the rollout temperature, which OpenRLHF's actor divides by.
+    `credit/*` goes into `experience.info`. The trainer must set `global_step`, a key of all draws, before each step.
 
     Args:
         *args, **kwargs: the experience maker's own.
-        counterfactual: configuration of credit; default the CF paper's. `control="off"` switches credit off:
-            OpenRLHF runs as without it, and nothing is refused.
+        counterfactual: configuration of credit; default the CF paper's. `control="off"` switches credit off.
 
     Raises:
         ImportError: OpenRLHF is absent or too old.
@@ -128,15 +115,8 @@ class CounterfactualMixin(_Maker):
         kl, images = self.args.algo.kl, getattr(self.args.data, "max_images_per_prompt", 0)
         refuse(
             [
-                (
-                    self.args.actor.policy_loss_type == "gspo",
-                    "--actor.policy_loss_type gspo: a completion has one ratio there, so that only the sum of its "
-                    "tokens' weights acts; use ppo",
-                ),
-                (
-                    kl.init_coef > 0 and not kl.use_loss,
-                    "a KL term in the reward, which it would weigh; use --algo.kl.use_loss",
-                ),
+                (self.args.actor.policy_loss_type == "gspo", f"--actor.policy_loss_type gspo: {ONE_RATIO}; use ppo"),
+                (kl.init_coef > 0 and not kl.use_loss, "a KL term in the reward; use --algo.kl.use_loss"),
                 (images, f"images (--data.max_images_per_prompt {images})"),
             ]
         )
@@ -147,11 +127,7 @@ class CounterfactualMixin(_Maker):
         refuse(unmet_needs_of_host(self.counterfactual, "OpenRLHF", completions, reasons))
 
     def set_up(self) -> None:
-        """Choose how the model is asked, once the actors hold theirs: they check it. The first batch does it, too.
-
-        Raises:
-            NotImplementedError: the actors cannot score trees, and credit needs more than log-prob requests.
-        """
+        """Choose trees or log-prob requests, once the actors hold their models and can check them."""
         if self.counterfactual.asks_model and not self._is_set_up:
             reasons = tree_obstacles(self.args, self.actor_model_group)
             workers = Workers(self._score_trees, self._processes)
@@ -160,17 +136,7 @@ class CounterfactualMixin(_Maker):
 
     @torch.no_grad()
     def compute_advantages_and_returns(self, experiences: list[Any]) -> list[Any]:
-        """Compute OpenRLHF's advantages and multiply credit into them; signed credit replaces them.
-
-        Args:
-            experiences: the rollouts of a step, with their rewards.
-
-        Returns:
-            The result of OpenRLHF's method; every experience's `info` has the figures of the step.
-
-        Raises:
-            NotImplementedError: images among the inputs.
-        """
+        """Compute OpenRLHF's advantages and multiply credit into them; signed credit replaces them."""
         experiences = super().compute_advantages_and_returns(experiences)
         if self.counterfactual.control == "off":
             return experiences
@@ -225,10 +191,7 @@ class CounterfactualMixin(_Maker):
         return self._flatten_results(references, 1)
 
     def _logprobs(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[Tensor]:
-        """Ask OpenRLHF's actors for the log-probs of completions.
-
-        Micro-batches are as large as OpenRLHF's own rollout batches; each actor gets as many, of similar lengths.
-        """
+        """Request log-probs of completions, in micro-batches as large as OpenRLHF's own, as many for each actor."""
         ids = [torch.cat(pair) for pair in zip(prompts, completions, strict=True)]
         copies = self._copies
         actors = self._processes // copies
@@ -269,10 +232,7 @@ class _Row(NamedTuple):
 
 
 def _rows(experience: Any) -> list[_Row]:
-    """Take the padding off samples; action position t belongs to token t + 1.
-
-    A sample without actions has no completion.
-    """
+    """Take the padding off samples; action position t belongs to token t + 1."""
     rows = []
     for sequence, attention, actions, advantages in zip(
         experience.sequences, experience.attention_mask, experience.action_mask, experience.advantages, strict=True
@@ -286,14 +246,7 @@ def _rows(experience: Any) -> list[_Row]:
 
 
 def trainer_with_credit(config: CounterfactualConfig) -> Any:
-    """Build OpenRLHF's synchronous trainer with credit in its experience maker.
-
-    Args:
-        config: configuration of credit.
-
-    Returns:
-        A Ray actor class, a subclass of the one in `openrlhf.trainer.ppo_trainer.PPOTrainer`.
-    """
+    """Build a Ray actor class: OpenRLHF's synchronous trainer with credit in its experience maker."""
     import ray
     from openrlhf.trainer.ppo_trainer import PPOTrainer
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
@@ -330,8 +283,6 @@ def trainer_with_credit(config: CounterfactualConfig) -> Any:
 
 def main() -> None:
     """Run `openrlhf.cli.train_ppo_ray` with credit: its arguments, and `--counterfactual` with options as JSON.
-
-    Replaces OpenRLHF's trainer, and its actor where the model is asked. `{"control": "off"}` starts OpenRLHF as it is.
 
     Raises:
         ImportError: OpenRLHF is absent or too old.

@@ -1,10 +1,7 @@
-"""Counterfactual credit in TRL: `CounterfactualGRPOTrainer` where a script says `GRPOTrainer`.
+"""Counterfactual credit in TRL: `CounterfactualGRPOTrainer` in place of `GRPOTrainer`.
 
-TRL generates, rewards and computes advantages; then credit is computed once for the generation batch (`trl_credit.py`),
-with the training model, and multiplied into the advantages. From there on TRL's own loss runs, whatever it is set to,
-or the packed one of `trl_losses.py` in its place, which may assign credit itself, from what it feeds for the loss. Each
-process scores its own rows. Where they share out the model's weights (FSDP), all run credit and packed loss together,
-inside the module that shards them; else nothing is communicated but the logged figures.
+TRL generates, rewards and computes advantages; credit of the generation batch (`trl_credit.py`) is multiplied into
+them. Then TRL's own loss runs, or the packed one (`trl_losses.py`), which may assign credit from its own forward.
 """
 
 import time
@@ -30,7 +27,7 @@ from ..hf.stateful_layers import has_cells
 from ..losses.checks import LOSS_TYPES, weights_sequences
 from ..scoring.access import GRADIENTS
 from . import require
-from .credit import OFFERS, Case, Draws, refuse, sentences, unmet_needs
+from .credit import OFFERS, ONE_RATIO, Case, Draws, refuse, sentences, unmet_needs
 from .trl_credit import ROW, BatchCredit, asks_model, loss_mask, why_at_once
 from .trl_losses import check_trains_packed, loss_of_packed_rows, prompts_together
 
@@ -58,10 +55,9 @@ _COMBINE = _CREDIT_FIGURES | {
     "clip_ratio/high_max": "max",
 }
 
-_ONE_RATIO = (
-    "importance_sampling_level='sequence': a completion has one ratio there, so that only the sum of its tokens' "
-    "weights acts; use importance_sampling_level='token'"
-)
+_AT_SEQUENCES = f"importance_sampling_level='sequence': {ONE_RATIO}; use importance_sampling_level='token'"
+_MASKS_BEFORE = "that mask is made before the loss"
+_WHOLE = "use DDP, FSDP or DeepSpeed"
 _NO_DROPOUT = "TRL's disable_dropout=True ends all dropout but that of attention and LoRA"
 
 # Each process holds the whole model, or what wraps it gathers its weights in a forward.
@@ -75,29 +71,18 @@ class CounterfactualMixin(_Trainer):
 
     Args:
         *args, **kwargs: the trainer's own.
-        counterfactual: configuration of credit; default `CounterfactualConfig()`, the CF paper's. `control="off"`
-            switches credit off: nothing is scored and nothing is refused because of it; losses and gradients are
-            bitwise TRL's own.
+        counterfactual: configuration of credit; default the CF paper's. `control="off"` switches credit off, and the
+            trainer is TRL's to the bit.
         packed_loss: compute TRL's loss from one packed forward of each micro-batch, which feeds equal prompts once
             and no padding, with or without credit. The rows of an optimizer step are sorted by prompt (not for `bnpo`,
             whose micro-batches are its denominators).
-        log_entropy: False leaves TRL's `entropy` out of the metrics of the packed loss. It is the mean over all
-            completions; without it, and without a KL term, completions that have no advantage are not fed.
-
-    Weights are computed in training only; evaluation is TRL's. Completions without an advantage are not scored. Logs
-    `credit/weight_mean`, `weight_std`, `scored_fraction`, `spans_mean`, `drop_mean`, `drop_min`,
-    `distractor_fraction` (means over the processes; for signed credit `added_abs_mean` and `added_fraction` replace
-    weights and drops), `tokens_fed`, `forwards` (sums) and `seconds` (of the slowest process) among TRL's metrics;
-    `packed_loss` logs `packed/tokens_fed` and, for comparison, what padding would have fed, `packed/tokens_padded`
-    (sums).
+        log_entropy: False leaves TRL's `entropy` out of the metrics of the packed loss; completions without an
+            advantage are then not fed, if there is no KL term.
 
     Raises:
         ValueError: `log_entropy=False` without `packed_loss=True`.
-        TypeError: `counterfactual` is another thing than a configuration.
-        NotImplementedError: settings that credit or the loss cannot be combined with, each named; a model that
-            cannot be scored or trained on packed trees (dropout above 0, a loss of its routers), named by its class.
-            The model is checked at construction. If it is not on its device by then (DeepSpeed, FSDP and
-            `bf16_full_eval` place it in `train`), it is checked before the first completion is generated.
+        NotImplementedError: settings or a model that cannot be combined with credit or the packed loss, each named; a
+            model that is placed later (DeepSpeed, FSDP) is checked before the first completion is generated.
     """
 
     args: Any
@@ -254,10 +239,10 @@ class CounterfactualMixin(_Trainer):
 
     @contextmanager
     def _asked_model(self) -> Iterator[nn.Module]:
-        """Yield the model as credit asks it; every process enters, even with nothing to score.
+        """Yield the model that credit queries; every process enters, even with nothing to score.
 
-        That is the outermost module where its weights are in pieces, else the model without its wrapper. For gradients
-        through it DeepSpeed gathers the model, as TRL does for generation.
+        It is the outermost module if its weights are sharded, else the model without its wrapper. For gradients through
+        it DeepSpeed gathers the model, as TRL does for generation.
         """
         if _zero_stage(self) == 3 and GRADIENTS in self.counterfactual.needs:
             with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model:
@@ -340,26 +325,19 @@ class CounterfactualGRPOTrainer(CounterfactualMixin, GRPOTrainer):
     """Trainer of TRL, `GRPOTrainer`, with counterfactual credit; see `CounterfactualMixin` for what it adds."""
 
 
-def _is_sharded_in_training(trainer: Any) -> bool:
-    return trainer.accelerator.distributed_type == DistributedType.FSDP or _zero_stage(trainer) == 3
-
-
 def _zero_stage(trainer: Any) -> int:
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     return plugin.zero_stage if plugin is not None else 0
 
 
 def _credit_obstacles(trainer: Any) -> list[Case]:
-    config, args, accelerator = trainer.counterfactual, trainer.args, trainer.accelerator
-    rows = args.per_device_train_batch_size * args.steps_per_generation
-    gathered = args.ds3_gather_for_generation and _zero_stage(trainer) == 3
-    offers = OFFERS["TRL, FSDP" if _is_sharded_in_training(trainer) and not gathered else "TRL"]
-    whole = "credit needs whole layers and whole sequences in each process; use DDP, FSDP or DeepSpeed"
+    config, args, processes = trainer.counterfactual, trainer.args, trainer.accelerator.num_processes
+    rows, group = args.per_device_train_batch_size * args.steps_per_generation, trainer.num_generations
+    is_sharded_in_training = trainer.accelerator.distributed_type == DistributedType.FSDP or (
+        _zero_stage(trainer) == 3 and not args.ds3_gather_for_generation
+    )
     return [
-        (
-            trainer.loss_type == "vespo",
-            "loss_type='vespo': it weighs whole sequences, credit weighs the clipped loss of each token",
-        ),
+        (trainer.loss_type == "vespo", "loss_type='vespo': it weighs whole sequences, credit weighs tokens"),
         (
             trainer.loss_type == "luspo" and _TRL < _LOSSES_OF_TODAY,
             f"loss_type='luspo' in TRL {_TRL}: it counts padding once advantages are per token; TRL 1.10 does not",
@@ -368,18 +346,15 @@ def _credit_obstacles(trainer: Any) -> list[Case]:
             any(base.__name__ == "GMPOTrainer" for base in type(trainer).__mro__),
             "GMPOTrainer: its loss takes one advantage per sequence",
         ),
+        (_computes_ligers_loss(trainer), f"use_liger_kernel=True in TRL {_TRL}: its loss is Liger's; take TRL 1.14"),
+        (weights_sequences(trainer.loss_type, trainer.importance_sampling_level), _AT_SEQUENCES),
         (
-            _computes_ligers_loss(trainer),
-            f"use_liger_kernel=True in TRL {_TRL}: Liger's loss takes one advantage per sequence; not so in TRL 1.14",
+            config.compares and processes > 1 and rows % group,
+            f"estimator={config.estimator.name!r} on {processes} processes of {rows} completions: groups of {group} are "
+            "split between them; give each process whole groups",
         ),
-        (weights_sequences(trainer.loss_type, trainer.importance_sampling_level), _ONE_RATIO),
-        (
-            config.compares and accelerator.num_processes > 1 and rows % trainer.num_generations,
-            f"estimator={config.estimator.name!r} on {accelerator.num_processes} processes of {rows} completions: "
-            f"groups of {trainer.num_generations} are split between them; give each process whole groups",
-        ),
-        *unmet_needs(config, offers),
-        *((True, f"{how}: {whole}") for how in _splits_of_the_model(trainer)),
+        *unmet_needs(config, OFFERS["TRL, FSDP" if is_sharded_in_training else "TRL"]),
+        *((True, f"{how}: credit needs whole layers and sequences; {_WHOLE}") for how in _splits_of_the_model(trainer)),
         (_has_images(trainer), "images in the dataset"),
     ]
 
@@ -387,11 +362,17 @@ def _credit_obstacles(trainer: Any) -> list[Case]:
 def _packing_obstacles(trainer: Any) -> list[Case]:
     args, model = trainer.args, causal_lm(trainer.accelerator.unwrap_model(trainer.model))
     mode = getattr(args, "vllm_importance_sampling_mode", "") if args.use_vllm else ""
-    model_coef = getattr(trainer, "router_aux_loss_coef", None)
-    usual = f" (None takes the model's {model_coef})" if getattr(args, "router_aux_loss_coef", None) is None else ""
+    weighs_sequences = weights_sequences(trainer.loss_type, trainer.importance_sampling_level)
+    entropy_coef = getattr(trainer, "entropy_coef", 0.0)
+    router_coef = f" (None takes the model's {getattr(trainer, 'router_aux_loss_coef', None)})"
+    router_coef *= getattr(args, "router_aux_loss_coef", None) is None
     # DeepSpeed takes a gradient in several parts, and TRL asks for this kind under its stage 3 with LoRA.
     reduces_once = trainer.accelerator.num_processes > 1 and not _zero_stage(trainer)
     is_reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    own = [
+        (getattr(getattr(super(CounterfactualMixin, trainer), name), "__func__", None), name, what)
+        for name, what in (("_compute_loss", "a loss"), ("_get_per_token_logps_and_entropies", "log-probs"))
+    ]
     return [
         (_TRL < _LOSSES_OF_TODAY, f"TRL {_TRL}: it normalises losses in another way than TRL 1.10 and later"),
         (
@@ -400,42 +381,31 @@ def _packing_obstacles(trainer: Any) -> list[Case]:
         ),
         *(
             (
-                getattr(getattr(super(CounterfactualMixin, trainer), name), "__func__", None)
-                is not getattr(GRPOTrainer, name),
+                method is not getattr(GRPOTrainer, name),
                 f"{type(trainer).__name__}: it has {what} of its own ({name}), which would not run",
             )
-            for what, name in (("a loss", "_compute_loss"), ("log-probs", "_get_per_token_logps_and_entropies"))
+            for method, name, what in own
         ),
-        (
-            _computes_ligers_loss(trainer),
-            f"use_liger_kernel=True in TRL {_TRL}: it computes Liger's loss instead; not so in TRL 1.14",
-        ),
-        (
-            mode.startswith("token") and weights_sequences(trainer.loss_type, trainer.importance_sampling_level),
-            f"vllm_importance_sampling_mode={mode!r} with {_ONE_RATIO}",
-        ),
-        (
-            args.top_entropy_quantile < 1.0,
-            f"top_entropy_quantile={args.top_entropy_quantile}: that mask needs entropies before the loss",
-        ),
+        (_computes_ligers_loss(trainer), f"use_liger_kernel=True in TRL {_TRL}: its loss is Liger's; take TRL 1.14"),
+        (mode.startswith("token") and weighs_sequences, f"vllm_importance_sampling_mode={mode!r} with {_AT_SEQUENCES}"),
+        (args.top_entropy_quantile < 1.0, f"top_entropy_quantile={args.top_entropy_quantile}: {_MASKS_BEFORE}"),
         (
             args.off_policy_mask_threshold is not None,
-            f"off_policy_mask_threshold={args.off_policy_mask_threshold}: that mask needs log-probs before the loss",
+            f"off_policy_mask_threshold={args.off_policy_mask_threshold}: {_MASKS_BEFORE}",
         ),
         (
-            getattr(trainer, "entropy_coef", 0.0) or getattr(trainer, "use_adaptive_entropy", False),
-            f"an entropy bonus (entropy_coef={getattr(trainer, 'entropy_coef', 0.0)})",
+            entropy_coef or getattr(trainer, "use_adaptive_entropy", False),
+            f"an entropy bonus (entropy_coef={entropy_coef})",
         ),
         (
             getattr(trainer, "aux_loss_enabled", False),
-            f"the auxiliary loss of a mixture of experts: set router_aux_loss_coef=0.0{usual}",
+            f"the auxiliary loss of a mixture of experts: set router_aux_loss_coef=0.0{router_coef}",
         ),
-        *((True, f"{how}, which may split the head: use DDP or FSDP") for how in _splits_of_the_model(trainer)),
+        *((True, f"{how}, which may split the head; {_WHOLE}") for how in _splits_of_the_model(trainer)),
         (_has_images(trainer), "images in the dataset"),
         (
             args.neftune_noise_alpha,
-            f"neftune_noise_alpha={args.neftune_noise_alpha}: completions that share a prompt would share its noise; "
-            "leave it out",
+            f"neftune_noise_alpha={args.neftune_noise_alpha}: completions would share their prompt's noise; leave it out",
         ),
         (
             args.gradient_checkpointing and has_cells(model),

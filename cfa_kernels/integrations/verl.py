@@ -39,17 +39,7 @@ INEXACT_LOSSES = ("clip_cov", "dro", "geo_mean", "kl_cov")
 
 
 def credit_config(config: Any) -> CounterfactualConfig:
-    """Read the section `counterfactual` of verl's configuration.
-
-    Args:
-        config: verl's whole configuration, with or without the section.
-
-    Returns:
-        `CounterfactualConfig` with the section's fields; the defaults without it.
-
-    Raises:
-        ValueError: an option that does not exist or that nothing reads, or an invalid value.
-    """
+    """Read the section `counterfactual` of verl's configuration; the defaults if there is none."""
     return CounterfactualConfig.from_flat(dict(config.get("counterfactual") or {}))
 
 
@@ -60,24 +50,14 @@ class TreeScoring(_Worker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def score_trees(self, share: Share) -> Found:
-        """Judge this worker's share by the actor's model; all workers are called at once, each with its own.
-
-        verl's group of workers takes a list with a share for each, and returns a list.
-
-        Raises:
-            As `judge_share`.
-        """
+        """Score this worker's share with the actor's model, see `judge_share`; all workers are called at once."""
         engine = self.actor.engine
         with engine.eval_mode():
             return judge_share(engine.module, share)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pack_update(self) -> None:
-        """Let the actor's engine take log-probs from packed trees from now on; all workers are called at once.
-
-        Raises:
-            NotImplementedError: a model that cannot be trained this way, by name and reason.
-        """
+        """Let the actor's engine take log-probs from packed trees from now on; all workers are called at once."""
         pack(self.actor.engine)
 
 
@@ -103,13 +83,12 @@ def tree_obstacles(config: Any) -> list[str]:
 class CounterfactualMixin(WholeGroups):
     """Add credit to a trainer of `verl.trainer.ppo.v1`: `class Mine(CounterfactualMixin, PPOTrainerSync)`.
 
-    Logs the same `credit/*` as in TRL, for the whole batch. `control="off"` switches credit off: verl runs as
-    without it, and nothing is refused. A model that cannot be scored in packed trees gets log-prob requests, which the
-    log says once, with the reason. `packed_update=True` works with credit and without.
+    Logs the same `credit/*` as in TRL, for the whole batch. `control="off"` switches credit off. A model that cannot be
+    scored in packed trees gets log-prob requests; the log says so once, with the reason.
 
     Raises:
-        NotImplementedError: before the first rollout, settings that credit or `packed_update=True` cannot be combined
-            with, by name; for the latter also a model.
+        NotImplementedError: before the first rollout, settings or a model that cannot be combined with credit or with
+            `packed_update=True`, by name.
     """
 
     tokenizer: Any
@@ -253,20 +232,14 @@ class CounterfactualMixin(WholeGroups):
 
 
 def _siblings(keys: Sequence[str], prompts: Sequence[Tensor]) -> Tensor:
-    """Number the groups, (B,) int64: rows that verl compares with each other and that have the same prompt.
-
-    Keys are `uid_session_index`. An agent's session may have several outputs, each with a prompt of its own.
-    """
+    """Number the groups, (B,) int64: rows with one uid (keys are `uid_session_index`) and the same prompt."""
     numbers: dict[Any, int] = {}
     rows = [(key.rsplit("_", 2)[0], *prompt.tolist()) for key, prompt in zip(keys, prompts, strict=True)]
     return torch.tensor([numbers.setdefault(row, len(numbers)) for row in rows])
 
 
 def _session_rewards(keys: Sequence[str], scores: Sequence[Tensor]) -> Tensor:
-    """Return the reward of the last output of each row's session, (B,), as for verl's advantages.
-
-    Scores are per token, (T_b,).
-    """
+    """Return the reward of the last output of each row's session, (B,), as for verl's advantages."""
     sessions = [key.rpartition("_") for key in keys]
     last: dict[str, tuple[int, float]] = {}
     for (session, _, index), row in zip(sessions, scores, strict=True):
@@ -277,20 +250,13 @@ def _session_rewards(keys: Sequence[str], scores: Sequence[Tensor]) -> Tensor:
 def _refuse(config: Any, reasons: Sequence[str] | None = None) -> None:
     """Raise for settings that credit cannot be combined with; `reasons` are why log-probs are requested."""
     loss, rollout = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.actor_rollout_ref.rollout
+    reasons = tree_obstacles(config) if reasons is None else reasons
     refuse(
         [
-            *unmet_needs_of_host(
-                credit_config(config), "verl", rollout.n, tree_obstacles(config) if reasons is None else reasons
-            ),
+            *unmet_needs_of_host(credit_config(config), "verl", rollout.n, reasons),
             (loss in INEXACT_LOSSES, f"policy_loss.loss_mode={loss}: it uses advantages outside the product"),
-            (
-                config.algorithm.use_kl_in_reward,
-                "algorithm.use_kl_in_reward: credit would weigh the KL term; use actor.use_kl_loss",
-            ),
-            (
-                rollout.enable_rollout_routing_replay,
-                "rollout.enable_rollout_routing_replay: a masked answer has no rollout to replay",
-            ),
+            (config.algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward; use actor.use_kl_loss"),
+            (rollout.enable_rollout_routing_replay, "rollout.enable_rollout_routing_replay"),
             (not config.trainer.use_v1, "trainer.use_v1=False, verl's old trainer"),
         ]
     )
@@ -303,25 +269,16 @@ def _refuse_packed_update(config: Any) -> None:
 
 
 def add_credit(trainers: dict[str, type], mode: str) -> None:
-    """Replace a trainer that verl has registered by a subclass with credit.
-
-    Args:
-        trainers: verl's registry, which is changed.
-        mode: key of the trainer, `trainer.v1.trainer_mode`.
-    """
+    """Replace the trainer `mode` of verl's registry by a subclass with credit."""
     if not issubclass(trainers[mode], CounterfactualMixin):
         trainers[mode] = type(f"Counterfactual{trainers[mode].__name__}", (CounterfactualMixin, trainers[mode]), {})
 
 
 def run(config: Any) -> None:
-    """Run `verl.trainer.main_ppo` with credit in the trainer that the configuration names.
-
-    Args:
-        config: verl's whole configuration. With `control` "off", and without `packed_update=True`, nothing is added
-            and nothing is refused.
+    """Run `verl.trainer.main_ppo` with credit, `packed_update=True` or both in the trainer that `config` names.
 
     Raises:
-        NotImplementedError: settings that credit or `packed_update=True` cannot be combined with; names each.
+        NotImplementedError: settings that these cannot be combined with; names each.
     """
     credit = credit_config(config).control != "off"
     if not credit and not packs_updates(config):

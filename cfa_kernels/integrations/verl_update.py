@@ -1,8 +1,7 @@
 """Update verl's actor from packed trees: the completions of a prompt share its rows in one micro-batch.
 
-`packed_update=True` in verl's configuration. The trainer keeps the completions of a prompt together, and the engine of
-each of its workers takes log-probs, with gradients, from `packed_logprobs`. Mini-batches, loss, metrics and optimizer
-are verl's. Where the trainer cannot keep them together less is shared; what is computed does not depend on it.
+`packed_update=True` in verl's configuration: the trainer keeps the completions of a prompt together, and its workers'
+engines take log-probs, with gradients, from `packed_logprobs`. All else is verl's.
 """
 
 import math
@@ -69,15 +68,14 @@ def packed_outputs(
     """Compute what verl's engine reads off the logits of rows, as `packed_logprobs` does; differentiable.
 
     Args:
-        module: the model as the engine has it, with what shards it around it.
+        module: the engine's model, with what shards it around it.
         rows: jagged `input_ids`, which begin with `prompts`.
         temperature: divides the logits.
         entropies: whether to compute them too.
 
     Returns:
-        `log_probs` and, if wanted, `entropy`, nats, jagged as `input_ids`: at each place that of the next token. Those
-        of the prompt's own tokens, which verl does not read, and the last place are 0. And the count of tokens that
-        went through the model.
+        `log_probs` and, if wanted, `entropy`, nats, jagged as `input_ids`, each at the place before its token, 0
+        elsewhere; and the count of tokens that went through the model.
     """
     ids, starts = list(rows["input_ids"].unbind()), rows["prompts"].offsets().diff().tolist()
     prompts = [row[:start] for row, start in zip(ids, starts, strict=True)]
@@ -99,11 +97,7 @@ def packed_outputs(
 
 
 def pack(engine: Any) -> None:
-    """Let an engine of verl compute log-probs from packed trees from now on. All workers of a model call this together.
-
-    Raises:
-        NotImplementedError: a model that cannot be trained this way, by name and reason.
-    """
+    """Let an engine of verl compute log-probs from packed trees from now on; all workers of a model call this."""
     with engine.train_mode():
         packed_logprobs(engine.module, [], [])  # checks the model
     plain = type(engine)
@@ -141,10 +135,7 @@ class WholeGroups(_Trainer):
         return _freed(super()._update_actor(batch, *args, **kwargs))
 
     def _keep_together(self, batch: Any, tokens: int) -> None:
-        """Have verl deal so many rows in a row as one, if the largest such group fits; verl counts shared tokens again.
-
-        Not where micro-batches have a fixed size, which verl would then count in groups.
-        """
+        """Have verl deal the rows of a group as one if `tokens` hold the largest, of which verl counts each copy."""
         if (
             packs_updates(self.config)
             and self.config.actor_rollout_ref.actor.use_dynamic_bsz
@@ -171,8 +162,7 @@ def whole_groups(keys: Sequence[str], lengths: Sequence[int], size: int, workers
         workers: how many, at least 1.
 
     Returns:
-        The rows of each group, workers' shares one after the other; None where the rows of a uid are not a multiple of
-        `size`, or the groups not one of `workers`.
+        The rows of each group, workers' shares one after the other; None if groups or shares cannot be whole.
     """
     from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 

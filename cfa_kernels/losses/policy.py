@@ -1,7 +1,6 @@
-"""Compute the weighted clipped policy loss, the last step before the optimizer, from log-probs and token weights.
+"""Compute the weighted clipped policy loss from log-probs, logits or hidden states, with token weights.
 
-The formula of one token is `ops.token_loss.token_terms`; `checks.py` checks the input; this module sums the tokens and
-reports metrics. Formulas, names and defaults follow TRL 1.16's GRPO trainer.
+The loss of a token is `ops.token_loss.token_terms`. Formulas, names and defaults follow TRL 1.16's GRPO trainer.
 """
 
 import math
@@ -145,28 +144,19 @@ def logits_policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute `policy_loss` from logits: `log_softmax(softcap * tanh(logit_scale * logits / softcap) / temperature)`.
 
-    The gradient by the logits is made in the forward pass, in one pass over each row at the token level (Triton), in
-    memory of their size. Kernel: `ops/policy_rows.py`.
-
     Args:
         logits: (B, T, V) float32, bfloat16 or float16 of any strides (float64 too on the PyTorch backend); the
             arithmetic is float32. Where the mask is 0 they may hold anything.
-        targets: (B, T) int64. A target outside the vocabulary is an error where values are checked, else the loss is
-            nan.
+        targets: (B, T) int64 in the vocabulary.
         old_logprobs, advantages, mask, **options: as in `policy_loss`; `entropy_coef` needs no entropies here.
         temperature, logit_scale: > 0.
-        softcap: > 0; None for a model without one: no tanh.
+        softcap: > 0; None for a model without one.
         compute_entropy: adds the `entropy` metric.
-        inplace: writes the gradient over the logits, where one is wanted: then the logits are lost, backward
-            runs once, and PyTorch raises its version error if another operation, such as a tanh that made them, needs
-            them for its own backward.
+        inplace: writes the gradient over the logits, which are lost then; backward runs once.
         backend: `"triton"` or `"torch"`; by default what the device has.
 
     Returns:
         As `policy_loss`.
-
-    Raises:
-        As `policy_loss`, and ValueError for a `backend` that the device does not have.
     """
     check_tensor("logits", logits)
     if logits.dim() != 3:
@@ -235,40 +225,28 @@ def linear_policy_loss(  # type: ignore[misc]
 ) -> tuple[Tensor, Metrics] | tuple[Tensor, Metrics, Tensor]:
     """Compute `logits_policy_loss` of `hidden @ lm_head.T + bias` without ever holding all logits.
 
-    Gradients are ready when this returns: the head's, a sum in float32, is made only if it trains, so a frozen head
-    costs two GEMMs instead of three (one more at the sequence level). Kernels: `ops/linear_policy_loss.py`.
+    Tokens that add nothing (mask 0; also advantage or weight 0, without ref_logprobs and entropy) need no GEMM. They
+    are dropped by default on a CPU; on a GPU this would wait for the device: pass `rows`, or accept it by `drop_inactive`.
 
-    float32 GEMMs follow torch's TF32 setting and those of `linear_logprob` do not: where TF32 is allowed, log-probs of
-    the two differ by some 0.02 nats, and a ratio of both by 2 %. Take old log-probs from the same function, or train
-    float32 weights with `torch.set_float32_matmul_precision("highest")`.
-
-    Tokens that add nothing (mask 0; also advantage or weight 0, if neither ref_logprobs nor the entropy want them)
-    need no GEMM. On a CPU they are dropped by default; on a GPU they are not, because finding them would wait for
-    the device in every step. Pass `rows`, computed where the batch is made, or accept the wait with
-    `drop_inactive=True`. Loss, gradients and metrics are the same in every case.
+    float32 GEMMs follow torch's TF32 setting and those of `linear_logprob` do not: take old log-probs from the same
+    function, or train float32 weights with `torch.set_float32_matmul_precision("highest")`.
 
     Args:
         hidden: (B, T, H), or (M, H) for only the M tokens of `rows`, in their order; float32, bfloat16 or float16
-            (float64 too on the PyTorch backend); under autocast cast to its dtype, as `torch.nn.functional.linear`
-            would.
+            (float64 too on the PyTorch backend); under autocast cast to its dtype.
         lm_head: (V, H), of that dtype, cast likewise.
         targets, old_logprobs, advantages, mask, **options: as in `logits_policy_loss`.
         bias: (V,). It, hidden and head may require gradients.
         temperature, softcap, logit_scale, compute_entropy, backend: as in `logits_policy_loss`.
-        rows: (M,) flattened indices from `contributing_rows`: the tokens that the loss depends on.
+        rows: (M,) flattened indices from `contributing_rows`.
+        return_logprobs: also return the log-probs (B, T), detached, in float32 (float64 for float64); nan for tokens
+            that were dropped.
         drop_inactive: finds those tokens here, and drops clipped ones from the gradients' GEMMs too.
         chunk_size: rows of logits that exist at a time; by default 4096, on a CPU 512.
-        fp32_logits: True keeps logits in float32 as the GEMM summed them; False rounds them to the dtype of
-            `hidden`, at half the memory traffic.
-
-        return_logprobs: also return the log-probs (B, T) that the loss is made of, detached, in float32 (float64
-            for float64); nan for tokens that were dropped.
+        fp32_logits: False rounds logits to the dtype of `hidden`, at half the memory traffic.
 
     Returns:
-        As `policy_loss`, and the log-probs if asked for.
-
-    Raises:
-        As `logits_policy_loss`, and ValueError for `rows` that leave out a token, where values are checked.
+        As `policy_loss`, and the log-probs if `return_logprobs`.
     """
     check_linear(hidden, lm_head, bias, rows)
     rows_alone = hidden.dim() == 2
@@ -331,23 +309,9 @@ def contributing_rows(
     importance_sampling_level: str = "token",
     all_counted: bool = False,
 ) -> Tensor:
-    """Find the flattened indices of the tokens that `linear_policy_loss` depends on, for its `rows`.
+    """Find the flattened indices (M,) of the tokens that `linear_policy_loss` depends on, for its `rows`.
 
-    Waits for the device if the tensors are on a GPU: call it where they are still on the CPU, and copy the result.
-
-    Args:
-        mask: (B, T), as in `policy_loss`.
-        advantages: (B,) or (B, T).
-        weights: (B, T), as in `policy_loss`.
-        importance_sampling_level: that of the loss.
-        all_counted: True where ref_logprobs or the entropy are used.
-
-    Returns:
-        (M,) int64, ascending.
-
-    Raises:
-        ValueError: a wrong level, shape or device.
-        TypeError: advantages or weights that are not floats.
+    `all_counted` is True if ref_logprobs or the entropy are used. On a GPU this waits: call it on the CPU.
     """
     level = check_choice("importance_sampling_level", importance_sampling_level, LEVELS)
     if mask.dim() != 2:

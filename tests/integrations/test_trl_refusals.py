@@ -268,7 +268,7 @@ def test_a_model_or_sequences_that_processes_share_out_are_refused(build, name):
         state=built.accelerator.state,
     )})  # fmt: skip
     assert sentences(integration._credit_obstacles(trainer)) == [
-        f"{name} parallelism: credit needs whole layers and whole sequences in each process; use DDP, FSDP or DeepSpeed"
+        f"{name} parallelism: credit needs whole layers and sequences; use DDP, FSDP or DeepSpeed"
     ]
 
 
