@@ -350,8 +350,8 @@ def _credit_obstacles(trainer: Any) -> list[Case]:
         (weights_sequences(trainer.loss_type, trainer.importance_sampling_level), _AT_SEQUENCES),
         (
             config.compares and processes > 1 and rows % group,
-            f"estimator={config.estimator.name!r} on {processes} processes of {rows} completions: groups of {group} are "
-            "split between them; give each process whole groups",
+            f"estimator={config.estimator.name!r} on {processes} processes of {rows} completions: groups of {group} "
+            "are split between them; give each process whole groups",
         ),
         *unmet_needs(config, OFFERS["TRL, FSDP" if is_sharded_in_training else "TRL"]),
         *((True, f"{how}: credit needs whole layers and sequences; {_WHOLE}") for how in _splits_of_the_model(trainer)),
@@ -405,7 +405,7 @@ def _packing_obstacles(trainer: Any) -> list[Case]:
         (_has_images(trainer), "images in the dataset"),
         (
             args.neftune_noise_alpha,
-            f"neftune_noise_alpha={args.neftune_noise_alpha}: completions would share their prompt's noise; leave it out",
+            f"neftune_noise_alpha={args.neftune_noise_alpha}: completions would share a prompt's noise; leave it out",
         ),
         (
             args.gradient_checkpointing and has_cells(model),

@@ -226,7 +226,7 @@ def linear_policy_loss(  # type: ignore[misc]
     """Compute `logits_policy_loss` of `hidden @ lm_head.T + bias` without ever holding all logits.
 
     Tokens that add nothing (mask 0; also advantage or weight 0, without ref_logprobs and entropy) need no GEMM. They
-    are dropped by default on a CPU; on a GPU this would wait for the device: pass `rows`, or accept it by `drop_inactive`.
+    are dropped by default on a CPU; a GPU would have to be waited for: pass `rows`, or accept it by `drop_inactive`.
 
     float32 GEMMs follow torch's TF32 setting and those of `linear_logprob` do not: take old log-probs from the same
     function, or train float32 weights with `torch.set_float32_matmul_precision("highest")`.

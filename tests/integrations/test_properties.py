@@ -1,9 +1,9 @@
-"""What a drop-in must show, for every trainer whose loss can be run here: the trainer's own code on one side."""
+"""What a drop-in must show with the own losses of verl and OpenRLHF; `test_policy_trl.py` compares with TRL's."""
 
+import functools
 import importlib.util
 import sys
 import types
-from collections import defaultdict
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from types import SimpleNamespace
@@ -72,70 +72,6 @@ def tokens() -> Tokens:
     )
 
 
-class Trl:
-    """TRL's own `GRPOTrainer._compute_loss`, given log-probs instead of a model."""
-
-    kinds = tuple(
-        (loss_type, level)
-        for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")
-        for level in ("token", "sequence")
-    )
-
-    def __init__(self) -> None:
-        self.module = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed")
-
-    def skip(self, kind: tuple[str, str]) -> None:
-        if kind[0] == "luspo" and self.module._TRL < self.module._LOSSES_OF_TODAY:
-            pytest.skip("luspo is refused with this TRL")
-
-    def splits(self, kind: tuple[str, str]) -> bool:
-        """bnpo normalises by its own micro-batch; before 1.10 others looked at the parts in other ways."""
-        return kind[0] != "bnpo" and self.module._TRL >= self.module._LOSSES_OF_TODAY
-
-    def stock(self, kind: Any, t: Tokens, advantages: Tensor, beta: float, totals: Totals, logprobs: Tensor) -> Tensor:
-        trainer = object.__new__(self.module.GRPOTrainer)
-        trainer.loss_type, trainer.importance_sampling_level = kind
-        trainer.model = SimpleNamespace(training=True)
-        trainer.accelerator = SimpleNamespace(
-            num_processes=totals.processes, sync_gradients=False, reduce=lambda x, reduction: x, gather=lambda x: x
-        )
-        entropies = torch.zeros_like(logprobs)
-        result = (logprobs, entropies) if self.module._TRL.release < (1, 8) else (logprobs, entropies, None)
-        trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: result
-        trainer._metrics = {"train": defaultdict(list)}
-        trainer.aux_loss_enabled = trainer.use_vllm = trainer.use_adaptive_entropy = False
-        trainer._entropy_bonus_enabled, trainer.entropy_coef = False, 0.0
-        trainer.top_entropy_quantile, trainer.off_policy_mask_threshold = 1.0, None
-        trainer.current_gradient_accumulation_steps = totals.parts
-        trainer.epsilon_low, trainer.epsilon_high, trainer.beta = 0.2, self._high(kind), beta
-        trainer.max_completion_length = 9
-        trainer.args = SimpleNamespace(
-            delta=DUAL_CLIP, steps_per_generation=totals.parts, use_bias_correction_kl=True,
-            sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
-        )  # fmt: skip
-        ids = torch.zeros_like(t.mask)
-        return trainer._compute_loss(
-            trainer.model,
-            {
-                "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": t.mask,
-                "advantages": advantages, "num_items_in_batch": torch.tensor(totals.tokens),
-                "old_per_token_logps": t.old, "ref_per_token_logps": t.ref,
-            },
-        )  # fmt: skip
-
-    def ours(self, kind: Any, t: Tokens, weights: Tensor | None, beta: float, logprobs: Tensor) -> Tensor:
-        loss_type, level = kind
-        return policy_loss(
-            logprobs, t.old, t.advantages, t.mask, weights=weights, ref_logprobs=t.ref, epsilon=0.2,
-            epsilon_high=self._high(kind), delta=DUAL_CLIP, beta=beta, loss_type=loss_type,
-            importance_sampling_level=level, max_completion_length=9, use_bias_correction_kl=True, validate=False,
-        )[0]  # fmt: skip
-
-    @staticmethod
-    def _high(kind: tuple[str, str]) -> float:
-        return 1.3 if kind[0] == "cispo" else 0.28
-
-
 class Verl:
     """verl's own `ppo_loss` with the policy losses in its registry."""
 
@@ -150,9 +86,6 @@ class Verl:
         from verl.workers.utils.losses import ppo_loss
 
         self.config, self.loss = ActorConfig, ppo_loss
-
-    def skip(self, kind: tuple[str, str]) -> None:
-        pass
 
     def splits(self, kind: tuple[str, str]) -> bool:
         return kind[1] != "seq-mean-token-sum-norm"  # by default it divides by the width of the micro-batch
@@ -215,9 +148,6 @@ class OpenRlhf:
             pytest.skip("OpenRLHF is not installed")
         self.models = load_models(found)
 
-    def skip(self, kind: tuple[str, bool]) -> None:
-        pass
-
     def splits(self, kind: tuple[str, bool]) -> bool:
         return True
 
@@ -266,22 +196,17 @@ def load_models(found: Any) -> types.SimpleNamespace:
             del sys.modules[name]
 
 
-HOSTS = (Trl, Verl, OpenRlhf)
+HOSTS = (Verl, OpenRlhf)
 
 
-@pytest.fixture(scope="module")
-def hosts() -> dict[type, Any]:
-    return {}
+made = functools.cache(lambda cls: cls())
 
 
 @pytest.fixture
-def host(request: pytest.FixtureRequest, hosts: dict[type, Any]) -> tuple[Any, Any]:
+def host(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """A trainer and one of its losses."""
     cls, kind = request.param
-    if cls not in hosts:
-        hosts[cls] = cls()
-    hosts[cls].skip(kind)
-    return hosts[cls], kind
+    return made(cls), kind
 
 
 every_loss = pytest.mark.parametrize(
@@ -331,14 +256,13 @@ def test_weights_in_the_advantages_equal_weights_on_the_clipped_loss(host, token
 
 @every_loss
 def test_weights_act_token_by_token_but_where_a_completion_has_one_ratio(host, tokens):
-    """TRL's and OpenRLHF's sequence level is refused with credit for this; verl's `gspo` has a gradient per token."""
+    """OpenRLHF's `gspo` is refused with credit for this; verl's has a gradient per token."""
     tokens.old = tokens.logprobs
     several = (tokens.weights, torch.ones(B, T))
     weighed, plain = (stock(host, tokens, fold_weights(tokens.advantages, weights))[1] for weights in several)
     factors = (weighed / plain)[0][tokens.mask[0].bool()]
     trainer, kind = host
-    one_ratio = kind[0] == "gspo" if isinstance(trainer, OpenRlhf) else kind[1] == "sequence" and kind[0] != "cispo"
-    assert (factors.std() < 1e-6) == one_ratio
+    assert (factors.std() < 1e-6) == (isinstance(trainer, OpenRlhf) and kind[0] == "gspo")
 
 
 @every_loss

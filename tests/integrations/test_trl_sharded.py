@@ -45,6 +45,7 @@ def skip_unless_deepspeed(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "kind"),
     [
+        ("DDP", "DistributedDataParallel"),
         ("FSDP1", "FullyShardedDataParallel"),
         ("FSDP2", "FSDPPeftModel"),
         ("ZeRO-1", "DeepSpeedEngine"),
@@ -61,7 +62,8 @@ def test_sharded_processes_train_as_one(tmp_path, how, kind):
         one, two = trl_sharded.train("one", 1, *case), together[name]
         assert one["state"].keys() == two["state"].keys()
         for parameter, value in one["state"].items():
-            torch.testing.assert_close(two["state"][parameter], value, rtol=1e-4, atol=1e-6, msg=f"{name}: {parameter}")
+            close = {"rtol": 1e-3 if how == "DDP" else 1e-4, "atol": 1e-6}
+            torch.testing.assert_close(two["state"][parameter], value, **close, msg=f"{name}: {parameter}")
         for a, b in zip(one["log"], two["log"], strict=True):
             for figure in ("loss", "grad_norm", "kl", "credit/drop_min", "credit/scored_fraction"):
                 assert (figure in a) == (figure in b)

@@ -50,11 +50,13 @@ def first_half(completions: list[Any], **kwargs: object) -> list[float]:
 
 def unwatched(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Names without those of wrappers."""
-    return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in named.items()}
+    return {
+        name.replace("_checkpoint_wrapped_module.", "").removeprefix("module."): value for name, value in named.items()
+    }
 
 
 def build(how: str, processes: int, folder: str, given: dict[str, Any], options: dict[str, Any]) -> Any:
-    """Make the trainer of one of `processes`; `how` begins with FSDP or ZeRO and ends with its version or stage."""
+    """Make the trainer of one of `processes`; `how` is DDP, or FSDP or ZeRO with its version or stage."""
     shared: dict[str, Any] = {}
     if how.startswith("FSDP"):  # weights are equal from the start; accelerate broadcasts them through a device only
         wraps = not options.get("gradient_checkpointing", True)
@@ -98,7 +100,7 @@ def take_place(rank: int, how: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     if how.startswith("ZeRO"):
         deepspeed_on_a_cpu(in_order=True)
-    else:
+    elif how.startswith("FSDP"):
         accept_fsdp_on_a_cpu()
 
 
