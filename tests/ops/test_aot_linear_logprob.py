@@ -7,77 +7,54 @@ import torch
 
 from cfa_kernels.ops.linear_logprob import MERGE_OPTIONS, launch_options
 from tests.support.aot import TARGETS, AotCase, compile_cases
-from tests.support.specialization import with_ones
 
 pytestmark = pytest.mark.slow
 
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-EVERY_FEATURE = ("bias", "softcap", "entropy")
+KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+EVERY_FEATURE = dict.fromkeys(("HAS_BIAS", "HAS_SOFTCAP", "WITH_ENTROPY"), True)
 
 
-def statistics_case(target: str, dtype: torch.dtype, features: tuple[str, ...] = (), aligned: bool = True) -> AotCase:
-    """One launch of the tiles' kernel, with the alignment that the launcher finds in real tensors."""
+def statistics_case(target: str, dtype: torch.dtype, every_feature: bool = True, aligned: bool = True) -> AotCase:
+    """One launch of the tiles' kernel, with the alignment that the launcher sees in real tensors."""
     options = launch_options("hip" if target == "gfx942" else target, dtype, aligned=aligned)
-    compiler = {name: options.pop(name) for name in ("num_warps", "num_stages", "waves_per_eu") if name in options}
-    constants = options | {
-        "HAS_BIAS": "bias" in features,
-        "HAS_SOFTCAP": "softcap" in features,
-        "WITH_ENTROPY": "entropy" in features,
-    }
-    kind = NAMES[dtype]
-    arguments = {"p_tiles": "*fp32:16", "n_rows": "i32"}
-    arguments |= {"inner": "fp32", "outer": "fp32", "group": "i32"}
+    options |= dict.fromkeys(EVERY_FEATURE, every_feature)
+    kind = KINDS[dtype]
+    arguments = {"p_tiles": "*fp32:16", "n_rows": "i32", "inner": "fp32", "outer": "fp32", "group": "i32"}
     sizes = ("vocabulary", "width", "stride_h", "stride_w")
     arguments |= dict.fromkeys(sizes, "i32:16" if aligned else "i32")
-    if options["TMA"]:
-        arguments["hidden"] = f"tensordesc<{kind}[{options['BLOCK_M']}, {options['BLOCK_K']}]>"
-        arguments["lm_head"] = f"tensordesc<{kind}[{options['BLOCK_N']}, {options['BLOCK_K']}]>"
-    else:
-        arguments["hidden"] = arguments["lm_head"] = f"*{kind}:16" if aligned else f"*{kind}"
-    if "bias" in features:
+    for name, rows in (("hidden", "BLOCK_M"), ("lm_head", "BLOCK_N")):
+        descriptor = f"tensordesc<{kind}[{options[rows]}, {options['BLOCK_K']}]>"
+        arguments[name] = descriptor if options["TMA"] else f"*{kind}:16" if aligned else f"*{kind}"
+    if every_feature:
         arguments["p_bias"] = f"*{kind}:16"
     else:
-        constants["p_bias"] = None
-    name = f"{target} {kind} {'aligned' if aligned else 'unaligned'} {' '.join(features)}".strip()
-    return AotCase(
-        name, "cfa_kernels.ops.linear_logprob:tile_statistics_kernel", arguments, constants, compiler, (target,)
-    )
+        options["p_bias"] = None
+    name = f"{kind} {'aligned' if aligned else 'unaligned'} {'every feature' if every_feature else 'plain'}"
+    return AotCase(name, "linear_logprob:tile_statistics_kernel", target, arguments, options)
 
 
-def merge_case(targets: tuple[str, ...] = tuple(TARGETS)) -> AotCase:
-    constants = dict(MERGE_OPTIONS)
-    compiler = {"num_warps": constants.pop("num_warps")}
+def merge_case(target: str) -> AotCase:
     arguments = {"p_tiles": "*fp32:16", "p_targets": "*i64:16", "p_out": "*fp32", "inner": "fp32", "outer": "fp32"}
     arguments |= dict.fromkeys(("p_hidden", "p_head", "p_bias"), "*bf16:16")
     arguments |= dict.fromkeys(("n_rows", "n_out", "n_tiles", "vocabulary"), "i32")
     arguments |= dict.fromkeys(("width", "stride_h", "stride_w"), "i32:16")
-    return AotCase(
-        "merge",
-        "cfa_kernels.ops.linear_logprob:merge_tiles_kernel",
-        arguments,
-        constants | dict.fromkeys(("HAS_BIAS", "HAS_SOFTCAP", "WITH_ENTROPY"), True),
-        compiler,
-        targets,
-    )
+    return AotCase("merge", "linear_logprob:merge_tiles_kernel", target, arguments, MERGE_OPTIONS | EVERY_FEATURE)
 
 
+ALIGNED_SM_80 = statistics_case("sm_80", torch.bfloat16)
+UNALIGNED_SM_90 = statistics_case("sm_90", torch.bfloat16, aligned=False)
+PLAIN_SM_90 = statistics_case("sm_90", torch.bfloat16, every_feature=False)
 CASES = [
-    statistics_case(target, dtype, features, aligned)
-    for target in TARGETS
-    for dtype, features, aligned in (
-        (torch.bfloat16, EVERY_FEATURE, True),
-        (torch.bfloat16, EVERY_FEATURE, False),
-        (torch.float32, EVERY_FEATURE, True),
-    )
+    *(statistics_case(target, torch.bfloat16) for target in TARGETS if target != "sm_80"),
+    *(statistics_case(target, torch.bfloat16, aligned=False) for target in TARGETS if target != "sm_90"),
+    *(statistics_case(target, torch.float32) for target in TARGETS),
+    *(merge_case(target) for target in TARGETS),
+    ALIGNED_SM_80,
+    UNALIGNED_SM_90,
+    PLAIN_SM_90,
+    statistics_case("sm_90", torch.float16, every_feature=False),
+    *(case.with_ones() for case in (PLAIN_SM_90, UNALIGNED_SM_90, merge_case("sm_90"))),
 ]
-CASES += [statistics_case("sm_90", dtype) for dtype in (torch.bfloat16, torch.float16)] + [merge_case()]
-ONES = [
-    with_ones(statistics_case("sm_90", torch.bfloat16)),
-    with_ones(statistics_case("sm_90", torch.bfloat16, EVERY_FEATURE, aligned=False)),
-    with_ones(merge_case(("sm_90",))),
-]
-CASES += ONES
-"""A vocabulary, a width or a number of tiles of 1 builds the kernels anew."""
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +63,12 @@ def reports():
 
 
 def test_every_configuration_fits_its_target_without_spills(reports):
-    assert len(reports) == sum(len(case.targets) for case in CASES)
-    print(*(report.summary() for report in reports.values()), sep="\n")
-    for report in reports.values():
+    print(*reports, sep="\n")
+    for report in reports:
         report.assert_fits()
 
 
-def test_matrix_products_run_on_the_tensor_cores(reports):
+def test_matrix_products_run_on_the_tensor_cores_and_full_precision_never_rounds_to_tf32(reports):
     """wgmma on Hopper, tcgen05 on Blackwell, mma on Ampere, MFMA on CDNA3."""
     instruction = {
         "sm_80": r"mma\.sync\.aligned\.m16n8k16",
@@ -100,26 +76,20 @@ def test_matrix_products_run_on_the_tensor_cores(reports):
         "sm_100": r"tcgen05\.mma",
         "gfx942": r"v_mfma_f32_\d+x\d+x\d+_bf16",
     }
-    for (name, target), report in reports.items():
-        if "bf16" in name:
-            assert re.search(instruction[target], report.assembly), name
+    for report in reports:
+        if "bf16" in report.name:
+            assert re.search(instruction[report.target], report.assembly), report
+        if "fp32" in report.name:
+            assert not re.search("tf32|xf32", report.assembly), report
 
 
 def test_hopper_fetches_both_operands_with_the_tensor_memory_accelerator(reports):
-    for (name, target), report in reports.items():
-        if target == "sm_90" and "aligned" in name.split() and "fp32" not in name:
-            assert "cp.async.bulk.tensor.2d" in report.assembly, name
+    for report in reports:
+        if report.target == "sm_90" and re.match("(bf|fp)16 aligned", report.name):
+            assert "cp.async.bulk.tensor.2d" in report.assembly, report
 
 
 def test_pointer_builds_load_aligned_rows_sixteen_bytes_at_a_time(reports):
-    assembly = reports[statistics_case("sm_80", torch.bfloat16, EVERY_FEATURE).name, "sm_80"].assembly
+    assembly = reports[CASES.index(ALIGNED_SM_80)].assembly
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", assembly)
-    assert copies
     assert set(copies) == {"0x10"}
-
-
-def test_full_precision_inputs_never_round_to_tf32(reports):
-    for (name, _), report in reports.items():
-        if "fp32" in name:
-            assert "tf32" not in report.assembly, name
-            assert "xf32" not in report.assembly, name

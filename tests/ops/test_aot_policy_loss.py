@@ -8,12 +8,12 @@ import torch
 from cfa_kernels.ops.dispatch import TRITON_BEFORE_3_7
 from cfa_kernels.ops.policy_rows import launch_options
 from tests.support.aot import TARGETS, AotCase, compile_cases
-from tests.support.specialization import with_ones
 
 pytestmark = pytest.mark.slow
 
 VOCABULARY, ODD_VOCABULARY = 151_936, 100_278
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+KINDS = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 FLAGS = (
     "HAS_OLD", "HAS_WEIGHTS", "HAS_REF", "CORRECT_KL", "HAS_ENTROPY_SCALE", "HAS_BIAS", "HAS_SOFTCAP", "WITH_ENTROPY",
 )  # fmt: skip
@@ -23,87 +23,60 @@ NUMBERS = ["inv_temperature", "softcap", "low", "high", "delta", "beta", "sapo_p
 
 
 def case(
-    kernel: str,
-    target: str,
-    logits: torch.dtype,
-    gradient: torch.dtype,
-    *,
-    everything: bool,
-    loss_type: str = "dapo",
-    rows: bool = True,
-    vocabulary: int = VOCABULARY,
-) -> AotCase:
+    kernel: str, target: str, logits: torch.dtype, gradient: torch.dtype, *, everything: bool = False,
+    loss_type: str = "dapo", rows: bool = True, vocabulary: int = VOCABULARY,
+) -> AotCase:  # fmt: skip
     """A kernel with the pointers, strides and tiles of (B, T, V) rows, which start at multiples of 16 logits."""
     import cfa_kernels.ops.policy_rows as module
 
-    names = getattr(module, kernel).arg_names
     hip = target == "gfx942"
-    options = launch_options(vocabulary, logits.itemsize, hip=hip)
-    compiler = {"num_warps": options.pop("num_warps")}
-    constexprs = dict.fromkeys(FLAGS, everything) | {"LOSS_TYPE": loss_type, "LOG2E": 1.4426950408889634, **options}
-    constexprs |= {"INPLACE": True, "HAS_ROWS": rows, "OVERLAPS": gradient.itemsize < logits.itemsize and not hip}
-    constexprs |= {"stride_v": 1, "stride_gv": 1, "stride_ov": 1}
-    for flag, pointer in OPTIONAL.items():
-        if not constexprs[flag]:
-            constexprs[pointer] = None
-    constexprs = {name: value for name, value in constexprs.items() if name in names}
-    arguments = {}
-    for name in (name for name in names if name not in constexprs):
-        if name in ("p_logits", "p_rows") and kernel != "row_gradients_kernel":
-            arguments[name] = (
-                f"*{NAMES[logits]}:16" if name == "p_logits" or kernel == "scale_rows_kernel" else "*fp32:16"
-            )
-        elif name == "p_logits":
-            arguments[name] = f"*{NAMES[logits]}:16"
-        elif name in ("p_gradient", "p_out"):
-            arguments[name] = f"*{NAMES[gradient]}:16"
-        elif name == "p_targets":
-            arguments[name] = "*i64:16"
-        elif name == "p_counted":
-            arguments[name] = "*i1:16"
-        elif name == "p_bias":
-            arguments[name] = "*bf16:16"
-        elif name.startswith("p_"):
-            arguments[name] = "*fp32:16"
-        elif name in NUMBERS:
-            arguments[name] = "fp32"
-        elif name.startswith("stride"):
-            arguments[name] = "i64:16"
-        else:
-            arguments[name] = "i32:16" if name == "V" and vocabulary % 16 == 0 else "i32"
-    label = (
-        f"{kernel} {NAMES[logits]} to {NAMES[gradient]} {loss_type} {'everything' if everything else 'plain'} "
-        f"{'' if rows else 'summing '}{target}{'' if vocabulary % 16 == 0 else ' odd'}"
-    )
-    return AotCase(label, f"cfa_kernels.ops.policy_rows:{kernel}", arguments, constexprs, compiler, (target,))
+    options = launch_options(vocabulary, logits.itemsize, hip=hip) | dict.fromkeys(FLAGS, everything)
+    options |= {"LOSS_TYPE": loss_type, "LOG2E": 1.4426950408889634, "INPLACE": True, "HAS_ROWS": rows}
+    options |= {"OVERLAPS": gradient.itemsize < logits.itemsize and not hip}
+    options |= dict.fromkeys(("stride_v", "stride_gv", "stride_ov"), 1)
+    options |= {pointer: None for flag, pointer in OPTIONAL.items() if not options[flag]}
+    kinds = {
+        "p_logits": f"*{KINDS[logits]}:16",
+        "p_rows": f"*{KINDS[logits]}:16" if kernel == "scale_rows_kernel" else "*fp32:16",
+        **dict.fromkeys(("p_gradient", "p_out"), f"*{KINDS[gradient]}:16"),
+        "p_targets": "*i64:16",
+        "p_counted": "*i1:16",
+        "p_bias": "*bf16:16",
+        "V": "i32" if vocabulary % 16 else "i32:16",
+        **dict.fromkeys(("N", "T"), "i32"),
+        **dict.fromkeys(NUMBERS, "fp32"),
+    }
+    names = getattr(module, kernel).arg_names
+    options = {name: value for name, value in options.items() if name in (*names, "num_warps")}
+    rest = {"p": "*fp32:16", "s": "i64:16"}  # pointers and strides
+    arguments = {name: kinds.get(name, rest.get(name[0])) for name in names if name not in options}
+    label = [kernel, KINDS[logits], "to", KINDS[gradient], loss_type, "everything" if everything else "plain"]
+    label += ["summing"] * (not rows) + ["odd"] * (vocabulary % 16 != 0)
+    return AotCase(" ".join(label), f"policy_rows:{kernel}", target, arguments, options)
 
 
 CASES = [
-    *(case("policy_rows_kernel", target, torch.float32, torch.bfloat16, everything=True) for target in TARGETS),
-    *(case("policy_rows_kernel", t, torch.bfloat16, torch.bfloat16, everything=False) for t in ("sm_90", "gfx942")),
-    case("policy_rows_kernel", "sm_90", torch.float16, torch.float16, everything=True, loss_type="sapo"),
-    case("policy_rows_kernel", "sm_90", torch.float32, torch.float32, everything=False, loss_type="cispo"),
+    *(case("policy_rows_kernel", target, FP32, BF16, everything=True) for target in TARGETS),
+    *(case("policy_rows_kernel", target, BF16, BF16) for target in ("sm_90", "gfx942")),
+    case("policy_rows_kernel", "sm_90", FP16, FP16, everything=True, loss_type="sapo"),
+    case("policy_rows_kernel", "sm_90", FP32, FP32, loss_type="cispo"),
+    *(case("row_gradients_kernel", "sm_90", FP32, BF16, everything=True, rows=rows) for rows in (True, False)),
+    case("scale_rows_kernel", "sm_90", BF16, BF16),
     *(
-        case("row_gradients_kernel", "sm_90", torch.float32, torch.bfloat16, everything=True, rows=r)
-        for r in (True, False)
-    ),
-    case("scale_rows_kernel", "sm_90", torch.bfloat16, torch.bfloat16, everything=False),
-    *(
-        case("policy_rows_kernel", "sm_90", logits, torch.bfloat16, everything=everything, vocabulary=ODD_VOCABULARY)
-        for logits in (torch.bfloat16, torch.float32)
+        case("policy_rows_kernel", "sm_90", logits, BF16, everything=everything, vocabulary=ODD_VOCABULARY)
+        for logits in (BF16, FP32)
         for everything in (False, True)
     ),
-    case("policy_rows_kernel", "sm_80", torch.bfloat16, torch.bfloat16, everything=False, vocabulary=ODD_VOCABULARY),
+    case("policy_rows_kernel", "sm_80", BF16, BF16, vocabulary=ODD_VOCABULARY),
 ]
-
 ONES = [
-    with_ones(case(kernel, "sm_90", torch.bfloat16, torch.bfloat16, everything=True, vocabulary=1, rows=rows))
+    case(kernel, "sm_90", BF16, BF16, everything=True, vocabulary=1, rows=rows).with_ones()
     for kernel, rows in (
         ("policy_rows_kernel", True), ("row_logprobs_kernel", True), ("row_gradients_kernel", True),
         ("row_gradients_kernel", False), ("scale_rows_kernel", True),
     )
 ]  # fmt: skip
-"""A vocabulary or a stride of 1 builds the kernels anew."""
+HINT = ".L1::evict_first.L2::cache_hint"
 
 
 @pytest.fixture(scope="module")
@@ -113,28 +86,8 @@ def compiled():
 
 @pytest.fixture(scope="module")
 def reports(compiled):
-    """Of rows of a real vocabulary."""
-    names = {case.name for case in CASES}
-    return {key: report for key, report in compiled.items() if key[0] in names}
-
-
-def test_every_kernel_fits_its_target_without_spills(compiled):
-    assert len(compiled) == len(CASES + ONES)
-    print(*(report.summary() for report in compiled.values()), sep="\n")
-    for report in compiled.values():
-        report.assert_fits(max_shared_memory=16_384)  # room to line up what lies behind the last whole vector
-
-
-def test_one_row_fills_a_multiprocessor_so_that_few_rows_share_the_l2_cache(reports):
-    for (name, target), report in reports.items():
-        if target != "gfx942" and name.startswith("policy_rows"):
-            assert report.threads == 1024, name
-            # Before 3.7 Triton fits float32 logits of an odd vocabulary into 32 registers: two rows, a little slower.
-            spared = TRITON_BEFORE_3_7 and "fp32 to bf16" in name and name.endswith("odd")
-            assert 32 - spared < report.registers <= 64, report.summary()
-
-
-HINT = ".L1::evict_first.L2::cache_hint"
+    """Builds for NVIDIA and rows of a real vocabulary."""
+    return [report for report in compiled[: len(CASES)] if report.is_nvidia]
 
 
 def accesses(report):
@@ -142,53 +95,56 @@ def accesses(report):
     return report.assembly.replace(HINT, "")
 
 
+def test_every_kernel_fits_its_target_without_spills(compiled):
+    print(*compiled, sep="\n")
+    for report in compiled:
+        report.assert_fits(max_shared_memory=16_384)  # room to line up what lies behind the last whole vector
+
+
+def test_one_row_fills_a_multiprocessor_so_that_few_rows_share_the_l2_cache(reports):
+    for report in reports:
+        if report.name.startswith("policy_rows"):
+            assert report.threads == 1024, report
+            # Before 3.7 Triton fits float32 logits of an odd vocabulary into 32 registers: two rows, a little slower.
+            spared = TRITON_BEFORE_3_7 and "fp32 to bf16" in report.name and report.name.endswith("odd")
+            assert 32 - spared < report.registers <= 64, report
+
+
 def test_the_second_reading_and_the_gradient_are_the_first_to_leave_the_l2_cache(reports):
     """So that what other rows are to read again stays there."""
-    found = [report for (name, _), report in reports.items() if name.startswith("policy_rows") and "plain" in name]
-    found = [report for report in found if "ptx" in report.asm]
-    assert len(found) >= 4
-    for report in found:
-        first, second = (report.assembly.count(f"ld.global{hint}.v4.b32") for hint in ("", HINT))
-        # 16 logits a lane for the sums, 32 bytes of them for the gradient
-        assert second == first - (2 if "kernel fp32" in report.name else 0) > 0, report.name
-        assert report.assembly.count(f"st.global{HINT}.v") == accesses(report).count("st.global.v") > 0, report.name
-
-
-def test_logits_are_read_sixteen_bytes_at_a_time(reports):
-    for (name, _), report in reports.items():
-        if "ptx" in report.asm:
-            wide, narrow = (accesses(report).count(f"ld.global.{width}.b32") for width in ("v4", "v2"))
-            assert wide >= narrow, name  # a bfloat16 bias beside float32 logits takes 8 bytes
-            assert wide > 0, name
+    for report in reports:
+        if report.name.startswith("policy_rows") and "plain" in report.name:
+            first, second = (report.assembly.count(f"ld.global{hint}.v4.b32") for hint in ("", HINT))
+            # 16 logits a lane for the sums, 32 bytes of them for the gradient
+            assert second == first - (2 if "kernel fp32" in report.name else 0) > 0, report
+            assert report.assembly.count(f"st.global{HINT}.v") == accesses(report).count("st.global.v") > 0, report
 
 
 def test_vocabularies_of_any_size_are_read_and_written_in_wide_accesses(reports):
     """OLMo 2 has 100,278 tokens, Granite 49,155: masks of single logits would make every access one of 2 bytes."""
-    for (name, _), report in reports.items():
-        if name.endswith("odd") and "plain" in name:
-            logits = 2 if name.startswith("policy_rows_kernel bf16") else 4
-            found = {
-                kind: accesses(report).count(kind) for kind in ("ld.global.v4.b32", "ld.global.b16", "st.global.b16")
-            }
-            assert found["ld.global.v4.b32"] == logits + 2, name
+    for report in reports:
+        text = accesses(report)
+        wide, narrow = (text.count(f"ld.global.{width}.b32") for width in ("v4", "v2"))
+        assert wide >= max(narrow, 1), report  # a bfloat16 bias beside float32 logits takes 8 bytes
+        if report.name.endswith("plain odd"):
+            logits = 2 if "kernel bf16" in report.name else 4
+            assert wide == logits + 2, report
             # Single ones: the target, and behind the last whole vector 16 bytes a lane at most.
-            assert found["ld.global.b16"] <= 1 + 2 * 2, name
-            assert found["st.global.b16"] <= 2 * logits, name
+            assert text.count("ld.global.b16") <= 1 + 2 * 2, report
+            assert text.count("st.global.b16") <= 2 * logits, report
 
 
 def test_no_minimum_drops_a_nan(reports):
     """The interpreter cannot show it: its minimum of nan and 1 is nan, that of a plain `min.f32` is 1."""
-    for (name, _), report in reports.items():
-        if "ptx" in report.asm:
-            assert "min.f32" not in report.assembly, name
-            assert "min.NaN.f32" in report.assembly or "everything" not in name, name
+    for report in reports:
+        assert "min.f32" not in report.assembly, report
+        assert "min.NaN.f32" in report.assembly or "everything" not in report.name, report
 
 
 def test_the_targets_logit_is_read_before_any_gradient_can_lie_over_it(reports):
     """No warp stores a gradient before the barriers of the sums, and the load stands before them."""
-    for (name, _), report in reports.items():
-        if name.startswith("policy_rows_kernel bf16") and "ptx" in report.asm and not name.endswith("odd"):
+    for report in reports:
+        if report.name.startswith("policy_rows_kernel bf16") and not report.name.endswith("odd"):
             text = accesses(report)
-            single = [found.start() for found in re.finditer(r"ld\.global\.b16", text)]
-            assert len(single) == 1, name
-            assert single[0] < text.index("bar.sync") < text.index("st.global.v4"), name
+            (single,) = (found.start() for found in re.finditer(r"ld\.global\.b16", text))
+            assert single < text.index("bar.sync") < text.index("st.global.v4"), report

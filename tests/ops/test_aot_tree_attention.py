@@ -1,4 +1,4 @@
-"""Ahead of time: the attention kernel as shipped compiles for every target, without spills, with tensor cores."""
+"""Ahead of time: the kernels of attention as shipped compile for every target, without spills, with tensor cores."""
 
 import re
 
@@ -7,145 +7,181 @@ import torch
 
 from cfa_kernels.ops.attention_options import AttentionRule
 from cfa_kernels.ops.tree_attention import launch_options
-from tests.support.aot import AotCase, compile_cases
-from tests.support.wgmma import overwritten_inputs
+from cfa_kernels.ops.tree_attention_backward import key_options, query_options, sum_options
+from tests.support.aot import TARGETS, AotCase, compile_cases
 
 pytestmark = pytest.mark.slow
 
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-OPTIONS = {
-    "window": ("sliding_window", 8),
-    "chunk": ("attention_chunk_size", 8),
-    "softcap": ("softcap", 8.0),
-    "sinks": ("sinks", torch.zeros(1)),
-}
-STRIDES = [f"stride_{tensor}{axis}" for tensor in "qkvo" for axis in "th"]
+BF16, FP32 = torch.bfloat16, torch.float32
+KINDS = {BF16: "bf16", FP32: "fp32"}
+WINDOW, CHUNK, SOFTCAP = {"sliding_window": 8}, {"attention_chunk_size": 8}, {"softcap": 8.0}
+SINKS = {"sinks": torch.zeros(1)}
+
+DATA = ("p_q", "p_k", "p_v", "p_out", "p_by_out", "p_by_q", "p_by_k", "p_by_v")
+SUMS = ("p_lse", "p_delta", "p_parts")
+TABLES = ("p_work", "p_context", "p_seers", "p_splits")
+NUMBERS = {"scale": "fp32", "softcap": "fp32", "span": "i32"}
+ARGUMENTS = {
+    "tree_attention_kernel": (*DATA[:4], "p_lse", "p_sinks", *TABLES[:2], *NUMBERS, "first_query_row"),
+    "query_gradient_kernel": (*DATA[:6], *SUMS[:2], *TABLES[:2], *NUMBERS, "n_heads"),
+    "key_gradient_kernel": (
+        *DATA[:3], "p_by_out", *DATA[6:], *SUMS, "p_work", "p_seers", "n_seers", *NUMBERS, "n_heads"
+    ),
+    "sum_parts_kernel": ("p_parts", "p_by_k", "p_by_v", "p_splits"),
+}  # fmt: skip
 
 
-def case(
-    target: str, dtype: torch.dtype, dims: tuple[int, int], group: int = 2, *, ones: bool = False, **features: bool
+def build(kernel: str, target: str, dtype: torch.dtype, options: dict, label: str) -> AotCase:
+    """One launch, with the alignment that real tensors have."""
+    kinds = dict.fromkeys(DATA, f"*{KINDS[dtype]}:16") | dict.fromkeys(SUMS, "*fp32:16") | {"p_sinks": "*bf16:16"}
+    kinds |= (
+        dict.fromkeys(TABLES, "*i32:16") | NUMBERS | dict.fromkeys(("n_seers", "n_heads", "first_query_row"), "i32")
+    )
+    arguments = {name: kinds[name] for name in ARGUMENTS[kernel]}
+    if kernel != "sum_parts_kernel":
+        wide = all(options[name] % 16 == 0 for name in ("KEY_DIM", "VALUE_DIM"))
+        options = options | {"STRIDE_UNIT": 1 if wide else 8}
+        tensors = "qkvo" if kernel == "tree_attention_kernel" else "qkvg"
+        strides = [f"stride_{tensor}{axis}" for tensor in tensors for axis in "th"]
+        arguments |= dict.fromkeys(strides, "i32:16" if wide else "i32")
+    if kernel == "tree_attention_kernel":
+        left_out = {"p_lse": options["WITH_LSE"], "p_sinks": options["HAS_SINKS"]}
+        options |= {name: None for name, there in left_out.items() if not there}
+        arguments = {name: kind for name, kind in arguments.items() if left_out.get(name, True)}
+    module = "tree_attention" if kernel == "tree_attention_kernel" else "tree_attention_backward"
+    return AotCase(f"{kernel} {label}", f"{module}:{kernel}", target, arguments, options)
+
+
+def sizes_of(target: str, dtype: torch.dtype, dims: tuple[int, int], group: int, rule: dict) -> tuple:
+    return "hip" if target == "gfx942" else target, dtype, *dims, group, AttentionRule(scale=1.0, **rule)
+
+
+def label(dtype: torch.dtype, dims: tuple[int, int], group: int, rule: dict) -> str:
+    return " ".join([KINDS[dtype], f"{dims[0]}/{dims[1]} group {group}", *rule])
+
+
+def forward(
+    target: str, dtype: torch.dtype, dims: tuple[int, int], group: int = 2, *, lse: bool = False, **rule
 ) -> AotCase:
-    """One shipped configuration, with the alignment that real tensors have.
-
-    `dims` are the widths of keys and values. With `ones` every integer argument is 1, which the launcher hands to
-    the compiler as a constant.
-    """
-    architecture = "hip" if target == "gfx942" else target
-    rule = AttentionRule(scale=1.0, **dict(OPTIONS[name] for name in features if name in OPTIONS))
-    constexprs = launch_options(architecture, dtype, *dims, group, rule, lse=features.get("lse", False))
-    compiler = {name: constexprs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constexprs}
-    signature = {f"p_{name}": f"*{NAMES[dtype]}:16" for name in ("q", "k", "v", "out")}
-    signature |= dict.fromkeys(("p_work", "p_context"), "*i32:16") | {"scale": "fp32", "softcap": "fp32"}
-    signature |= {"first_query_row": "i32"}
-    if features.get("sinks"):
-        signature |= {"p_sinks": "*bf16:16"}
-    else:
-        constexprs |= {"p_sinks": None}
-    if features.get("lse"):
-        signature |= {"p_lse": "*fp32:16"}
-    else:
-        constexprs |= {"p_lse": None}
-    wide = all(dim % 16 == 0 for dim in dims)
-    constexprs |= {"STRIDE_UNIT": 1 if wide else 8}
-    if ones:
-        constexprs |= dict.fromkeys([*STRIDES, "span"], 1)
-    else:
-        signature |= dict.fromkeys(STRIDES, "i32:16" if wide else "i32") | {"span": "i32"}
-    extras = " ".join([*features, *(["ones"] if ones else [])])
-    name = f"{NAMES[dtype]} {dims[0]}/{dims[1]} group {group} {extras} for {target}"
-    return AotCase(
-        name, "cfa_kernels.ops.tree_attention:tree_attention_kernel", signature, constexprs, compiler, (target,)
-    )
+    options = launch_options(*sizes_of(target, dtype, dims, group, rule), lse=lse)
+    name = label(dtype, dims, group, rule) + " lse" * lse
+    return build("tree_attention_kernel", target, dtype, options, name)
 
 
-CASES = [
-    build
-    for target in TARGETS
-    for build in (
-        *(case(target, torch.bfloat16, (dim, dim)) for dim in (128, 256)),
-        *(case(target, torch.float32, (dim, dim)) for dim in (128, 256)),
-        case(target, torch.bfloat16, (64, 64), group=8, window=True, sinks=True),  # GPT-OSS
-        case(target, torch.bfloat16, (128, 128), group=5, chunk=True),  # Llama 4
-        case(target, torch.bfloat16, (192, 128), group=1),  # DeepSeek
-        case(target, torch.bfloat16, (16, 16), ones=True, window=True),
-    )
-] + [
-    case("sm_90", torch.bfloat16, (128, 128), lse=True),
-    case("sm_90", torch.bfloat16, (128, 128), group=7, lse=True),  # Qwen2.5-7B
-    case("sm_90", torch.bfloat16, (128, 128), group=3, window=True, softcap=True, sinks=True, lse=True),
-    case("sm_90", torch.bfloat16, (64, 64), group=71),
-    case("sm_90", torch.bfloat16, (96, 96), group=3),  # two column blocks each, a group that fills no tile
-    *(case("sm_90", torch.bfloat16, (dim, dim)) for dim in (72, 88, 104, 120)),  # strides that 8 divides, 16 not
-    case("sm_90", torch.bfloat16, (256, 256), window=True, softcap=True),  # Gemma 2
-    case("sm_90", torch.float32, (64, 64), group=71),  # Falcon
-    case("sm_90", torch.bfloat16, (16, 16), ones=True, chunk=True),
+def backward(target: str, dtype: torch.dtype, dims: tuple[int, int], group: int = 2, **rule) -> list[AotCase]:
+    """Every launch of one backward, the one for queries first."""
+    sizes, name = sizes_of(target, dtype, dims, group, rule), label(dtype, dims, group, rule)
+    cases = [build("query_gradient_kernel", target, dtype, query_options(*sizes), name)]
+    for options in key_options(*sizes):
+        parts = f"{'keys ' * options['OF_KEYS']}{'values ' * options['OF_VALUES']}"
+        cases.append(build("key_gradient_kernel", target, dtype, options, parts + name))
+    return cases
+
+
+def sums(target: str) -> AotCase:
+    options = sum_options(key_options(*sizes_of(target, BF16, (256, 256), 2, {}))[0])
+    return build("sum_parts_kernel", target, BF16, options, "256/256")
+
+
+FORWARD = [
+    *(
+        case
+        for target in TARGETS
+        for case in (
+            *(forward(target, BF16, (dim, dim)) for dim in (128, 256)),
+            forward(target, FP32, (256, 256)),
+            forward(target, BF16, (64, 64), 8, **WINDOW, **SINKS),  # GPT-OSS
+            forward(target, BF16, (192, 128), 1),  # DeepSeek
+        )
+    ),
+    *(forward(target, BF16, (128, 128), 5, **CHUNK) for target in ("sm_90", "gfx942")),  # Llama 4
+    forward("sm_90", FP32, (128, 128)),
+    forward("sm_90", BF16, (128, 128), 7, lse=True),  # Qwen2.5-7B
+    forward("sm_90", BF16, (128, 128), 3, lse=True, **WINDOW, **SOFTCAP, **SINKS),
+    forward("sm_90", BF16, (64, 64), 71),
+    forward("sm_90", FP32, (64, 64), 71),  # Falcon
+    forward("sm_90", BF16, (96, 96), 3),  # two column blocks each, a group that fills no tile
+    *(forward("sm_90", BF16, (dim, dim)) for dim in (72, 120)),  # strides that 8 divides, 16 not
+    forward("sm_90", BF16, (256, 256), **WINDOW, **SOFTCAP),  # Gemma 2
+]
+BACKWARD = [
+    *(
+        case
+        for target in TARGETS
+        for case in (
+            *backward(target, BF16, (128, 128)),
+            *backward(target, BF16, (256, 256), **WINDOW, **SOFTCAP),
+            *backward(target, FP32, (128, 128)),
+        )
+    ),
+    *backward("sm_90", BF16, (64, 64), 5, **CHUNK),
+    backward("sm_90", BF16, (128, 128), 7, **WINDOW, **SOFTCAP)[0],  # Gemma 2 27B has both
+    *backward("sm_90", BF16, (72, 72)),
+    *backward("sm_90", FP32, (64, 64), 71),
+    *(sums(target) for target in ("sm_90", "gfx942")),
+]
+ONES = [
+    case.with_ones()
+    for rule in (WINDOW, CHUNK)
+    for case in (forward("sm_90", BF16, (16, 16), **rule), *backward("sm_90", BF16, (16, 16), **rule))
 ]
 
 
 @pytest.fixture(scope="module")
 def reports():
-    return compile_cases(CASES)
+    return compile_cases(FORWARD + BACKWARD + ONES)
 
 
+@pytest.fixture(scope="module")
 def hopper(reports):
-    return [report for (name, target), report in reports.items() if target == "sm_90" and "bf16" in name]
+    """Builds with matrix products of halves."""
+    return [r for r in reports if r.target == "sm_90" and "bf16" in r.name and "sum_parts" not in r.name]
 
 
 def test_every_configuration_fits_its_target_without_spills(reports):
-    assert len(reports) == sum(len(c.targets) for c in CASES)
-    print(*(report.summary() for report in reports.values()), sep="\n")
-    for report in reports.values():
+    print(*reports, sep="\n")
+    for report in reports:
         if "ones" not in report.name:
             report.assert_fits()
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_integers_that_are_one_compile(reports, target):
+def test_integers_that_are_one_compile(reports):
     """Their rows overlap, so such a build need not be fast; a kernel that calls a method of an integer fails here."""
-    (report,) = (r for r in reports.values() if r.target == target and "window ones" in r.name)
-    assert not report.overwritten
+    for report in reports[-len(ONES) :]:
+        report.assert_sound()
 
 
-def test_hopper_builds_use_its_matrix_instructions(reports):
-    for report in hopper(reports):
-        assert report.has_wgmma, report.name
+def test_hopper_builds_use_its_matrix_instructions_on_operands_that_stay_in_registers_until_they_are_done(hopper):
+    for report in hopper:
+        assert "wgmma.mma_async" in report.assembly, report
+        report.assert_watched(2 if "tree_attention" in report.name else 1)
 
 
-def test_programs_share_a_hopper_multiprocessor(reports):
-    """The products of one run during the softmax of another."""
-    expected = {
-        "16/16": 5,
-        "64/64": 5,
-        "64/64 group 71": 2,
-        "96/96": 3,
-        "72/72": 4,
-        "88/88": 3,
-        "104/104": 2,
-        "120/120": 2,
-        "128/128": 2,
-        "192/128": 2,
-        "256/256": 1,
+def test_programs_share_a_hopper_multiprocessor(hopper):
+    """The products of one run during the softmax of another, or while another waits for its rows."""
+    blocks = {
+        "tree_attention_kernel bf16 16/16": 5,
+        "tree_attention_kernel bf16 64/64 group 71": 2,
+        "tree_attention_kernel bf16 64/64 group 8": 5,
+        "tree_attention_kernel bf16 72/72": 4,
+        "tree_attention_kernel bf16 96/96": 3,
+        "tree_attention_kernel bf16 1../1..": 2,
+        "query_gradient_kernel bf16 64/64": 4,
+        "query_gradient_kernel bf16 [17]..?/": 2,
     }
-    for report in hopper(reports):
-        dims, _, rest = report.name.removeprefix("bf16 ").partition(" ")
-        group = " ".join(rest.split()[:2])
-        assert report.blocks >= expected.get(f"{dims} {group}", expected[dims]), report.summary()
+    for report in hopper:
+        for name, expected in blocks.items():
+            assert report.blocks >= expected or not re.match(name, report.name), report
 
 
-def test_keys_and_values_are_loaded_sixteen_bytes_at_a_time(reports):
+def test_rows_are_loaded_sixteen_bytes_at_a_time(hopper):
     """Gathered rows must not have cost the wide asynchronous copies."""
-    for report in hopper(reports):
+    for report in hopper:
         if "ones" not in report.name:
-            assert "cp.async.cg.shared.global" in report.asm["ptx"], report.name
+            assert "cp.async.cg.shared.global" in report.assembly, report
+            if "tree_attention" not in report.name:
+                assert "ld.global.b16" not in report.assembly, report
+                continue
             # 16 columns behind 64 are too few for that, where all warps share them.
-            narrow = re.findall(r"cp\.async\.ca\.shared\.global.*?, (0x\w+)(?:, %r\d+)?;", report.asm["ptx"])
-            assert set(narrow) <= ({"0x8"} if report.name.startswith("bf16 72") else set()), report.name
-
-
-def test_probabilities_stay_in_registers_until_their_product_is_done(reports):
-    """What `assert_fits` found nothing against is there to be looked at, and is seen once the waits are gone."""
-    for report in hopper(reports):
-        assert report.register_inputs >= 2, report.name
-        without_waits = re.sub(r".*WARPGROUP\.DEPBAR.*\n", "", report.asm["sass"])
-        assert overwritten_inputs(without_waits), report.name
+            narrow = re.findall(r"cp\.async\.ca\.shared\.global.*?, (0x\w+)(?:, %r\d+)?;", report.assembly)
+            assert set(narrow) <= ({"0x8"} if "72/72" in report.name else set()), report
