@@ -5,7 +5,6 @@ Errors name the argument, the row and the value.
 
 import math
 from collections.abc import Callable
-from numbers import Real
 from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_type_hints
 
 import numpy as np
@@ -164,7 +163,7 @@ def _check_count(name: str, value: Any, validate: bool | None) -> Count | None:
         value = value.reshape(())
         if should_validate(validate, value):
             _COUNTS[name].check(**{name: value.item()})
-    elif value is not None and not isinstance(value, Real):
+    elif value is not None and not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number or a tensor, got {type(value).__name__}")
     else:
         _COUNTS[name].check(**{name: value})

@@ -255,20 +255,3 @@ def test_vllms_importance_ratios_multiply_with_the_weights(train, mode, loss):
         epsilon_high=0.2,
     )  # fmt: skip
     assert logged(trained, "loss")[0] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
-
-
-def test_scores_do_not_depend_on_the_token_budget(mine, train):
-    small = train(trainer={"counterfactual": CounterfactualConfig(token_budget=24)})
-    assert logged(small, "credit/forwards")[0] > logged(mine, "credit/forwards")[0]
-    assert logged(mine, "loss") == pytest.approx(logged(small, "loss"), rel=1e-4)
-
-
-def test_random_weights_are_the_same_for_the_same_seed_and_leave_the_rollouts_alone(train, theirs):
-    config = {"counterfactual": CounterfactualConfig(control="random")}
-    first, second = train(trainer=config), train(trainer=config)
-    assert changed(theirs, first)
-    assert not changed(first, second)
-    still = {"learning_rate": 0.0, "max_steps": 2}
-    stock, weighed = train(GRPOTrainer, **still), train(trainer=config, **still)
-    for name in ("reward", "entropy", "completions/mean_length"):
-        assert logged(stock, name) == logged(weighed, name)

@@ -169,48 +169,6 @@ def test_unvalidated_old_logprob_of_minus_infinity_gives_a_finite_loss_and_no_gr
     torch.testing.assert_close(gradient, torch.tensor([[0.0, -0.5]]))
 
 
-def test_on_policy_equals_old_logprobs_that_equal_the_current_ones():
-    data = make()
-    args = (data["advantages"], data["mask"])
-    assert (
-        loss_and_gradient(data["logprobs"], None, *args)[0]
-        == loss_and_gradient(data["logprobs"], data["logprobs"], *args)[0]
-    )
-
-
-@TYPE
-def test_weights_of_one_change_nothing_and_kl_ignores_weights(loss_type):
-    data = make()
-    args = (data["logprobs"], data["old_logprobs"], data["advantages"], data["mask"])
-    options = options_for(loss_type, ref_logprobs=data["logprobs"] + 0.3, beta=0.2)
-    plain = loss_and_gradient(*args, **options)
-    ones = loss_and_gradient(*args, weights=torch.ones(B, T), **options)
-    torch.testing.assert_close(ones, plain, rtol=0, atol=0)
-
-    def kl_part(weights):
-        with_kl = loss_and_gradient(*args, weights=weights, **options)[0]
-        return with_kl - loss_and_gradient(*args, weights=weights, **options_for(loss_type))[0]
-
-    torch.testing.assert_close(kl_part(torch.full((B, T), 3.0)), kl_part(None), rtol=1e-12, atol=1e-14)
-
-
-@TYPE
-def test_tokens_of_weight_zero_stay_in_every_denominator(loss_type):
-    data = make()
-    weights = torch.ones(B, T)
-    weights[:, 1:] = 0
-    mask = torch.ones(B, T)
-    args = (data["logprobs"], data["old_logprobs"], data["advantages"])
-    weighted = loss_and_gradient(*args, mask, weights=weights, **options_for(loss_type))[0]
-    alone = loss_and_gradient(
-        *args,
-        weights * mask,
-        **options_for(loss_type, num_items_in_batch=B * T),
-    )[0]
-    share = {"grpo": 1 / T, "sapo": 1 / T, "bnpo": 1 / T}.get(loss_type, 1.0)
-    torch.testing.assert_close(weighted, alone * share, rtol=1e-12, atol=1e-14)
-
-
 @LEVEL
 @pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "bnpo"])
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (1, 1, 1, 1)])
