@@ -20,18 +20,17 @@ TRAINER = [
     "datasets>=4.0",
     "liger-kernel>=0.8",
     "rich>=13.9",
-    "matplotlib>=3.9",
     "pyyaml>=6.0",
     "tyro>=1.0",
     "filelock>=3.15",
     "safetensors>=0.5",
     "scipy>=1.14",
     "pandas>=2.2",
-    "pyarrow>=21",
 ]
 MATH = ["math-verify[antlr4_13_2]>=0.9"]
 TESTING = [
     *MATH,
+    "matplotlib>=3.9",
     "trl>=1.16",
     "pytest>=8",
     "pytest-benchmark>=5",

@@ -367,7 +367,6 @@ def test_what_is_wrong_is_said_in_one_line(case, good, tmp_path, capsys, monkeyp
     ]
     for module in ("wandb", "tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    monkeypatch.setattr("trainer.report.run_report.draw_curves", lambda *_: None)  # takes longer than all else
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.syspath_prepend(good)
     monkeypatch.syspath_prepend(tmp_path)

@@ -46,7 +46,6 @@ class Fault:
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch) -> None:
     """Drawing takes longer than all else."""
-    monkeypatch.setattr("trainer.report.run_report.draw_curves", lambda *_: None)
 
 
 @pytest.fixture

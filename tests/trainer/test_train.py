@@ -224,10 +224,9 @@ def finished(tmp_path_factory):
 
 def test_a_run_leaves_metrics_samples_curves_settings_and_a_checkpoint(finished) -> None:
     assert {path.name for path in finished.iterdir()} == {
-        "metrics.jsonl", "completions.jsonl", "completions.parquet", "curves.png", "report.html", "config.yaml",
+        "metrics.jsonl", "completions.jsonl", "report.html", "config.yaml",
         "summary.json", "checkpoint", "checkpoints", ".lock",
     }  # fmt: skip
-    assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {
         p.name for p in (finished / "checkpoint").iterdir()
     }

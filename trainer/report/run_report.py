@@ -1,7 +1,7 @@
 """Show a run's progress on the console and write the run folder's files.
 
-The folder holds `metrics.jsonl` (one object per step), `completions.jsonl` (samples with their tokens and weights), the
-same as `completions.parquet`, `curves.png`, `report.html` (all of it to look at) and `summary.json`.
+The folder holds `metrics.jsonl` (one object per step), `completions.jsonl` (samples with their tokens and weights),
+`report.html` (both to look at) and `summary.json`.
 """
 
 import contextlib
@@ -29,11 +29,8 @@ from trainer.analyze.run_page import write_run_page
 from trainer.checkpoints.files import naming, sync, write_whole
 from trainer.config import TrainConfig
 from trainer.evaluate import Evaluation
-from trainer.report.curves import draw_curves
 from trainer.report.metrics import Step
-from trainer.report.parquet import write_parquet
 from trainer.report.trackers import open_tracker
-from trainer.report.watch import Watch
 
 _ROWS_SHOWN = 10
 
@@ -52,16 +49,13 @@ class Report:
         self._bytes: dict[str, int] = kept.get("bytes", {})
         self._id: str = kept.get("id", uuid.uuid4().hex)
         self._tokens: int = kept.get("tokens", 0)
-        self._watch = Watch(config, kept.get("watch"))
         self._last: Step | None = None
-        self._drawn = False
 
     def kept(self) -> dict[str, Any]:
-        """Bring what was recorded to the disk; gives, as JSON, what a report needs to go on from here."""
+        """Bring what was recorded to the disk, and return as JSON what a report needs to go on from here."""
         sizes = {}
         for file in (self._metrics_file, self._completions_file):
-            path = Path(file.name)
-            with naming(path):
+            with naming(path := Path(file.name)):
                 file.flush()
                 sync(file.fileno())
             sizes[path.name] = path.stat().st_size
@@ -70,7 +64,6 @@ class Report:
             "bytes": sizes,
             "evaluations": [(step, asdict(replace(result, texts=[]))) for step, result in self._evaluations],
             "tokens": self._tokens,
-            "watch": self._watch.counts,
             "seconds": time.perf_counter() - self._started,
         }
 
@@ -78,12 +71,13 @@ class Report:
         """Open the files, the back-ends and the progress bar."""
         self._stack = contextlib.ExitStack()
         self._metrics_file, self._completions_file = map(self._opened, ("metrics.jsonl", "completions.jsonl"))
-        last = int(recorded[-1]["step"]) if (recorded := self._recorded()) else None
+        lines = (self._folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        last = int(json.loads(lines[-1])["step"]) if lines else None
         self._trackers = {}
         for name in self._config.report_to:
             log, close = open_tracker(name, self._folder, asdict(self._config), self._id, last)
             self._trackers[name] = log
-            self._stack.callback(self._told, name, close)
+            self._stack.callback(self._track, name, close)
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
         columns += [TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn()]
         bars = Progress(*columns, console=self.console, speed_estimate_period=math.inf)  # steps may take minutes
@@ -94,49 +88,40 @@ class Report:
         return self
 
     def _opened(self, name: str) -> TextIO:
-        """Open a file to append to, less what was written after the checkpoint."""
         with naming(self._folder / name):
             file = self._stack.enter_context((self._folder / name).open("a", encoding="utf-8"))
-            file.truncate(self._bytes.get(name, 0))
+            file.truncate(self._bytes.get(name, 0))  # less what was written after the checkpoint
         return file
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        """Close everything; draw what there is to draw."""
+        """Close everything and write the page of what there is."""
         with contextlib.suppress(*[OSError, ValueError] if failed else []):  # a full disk is known by then
             self._stack.close()
-            if not self._drawn:
-                self._draw()
-
-    def _draw(self) -> None:
-        """Write what shows the run's other files."""
-        self._drawn = True
-        if recorded := self._recorded():
-            with naming(self._folder / "curves.png"):
-                draw_curves(self._folder / "curves.png", recorded, self._title())
             self._show_page()
-            self._show("completions.parquet", lambda path: write_parquet(path.with_suffix(".jsonl"), path))
 
     def _show_page(self) -> None:
-        self._show("report.html", lambda path: write_run_page(path, [self._folder], self._title()))
-
-    def _show(self, name: str, write: Callable[[Path], object]) -> None:
-        """Write a file that only shows what others hold; that it cannot be written is no reason to end a run."""
+        page = self._folder / "report.html"
+        if not (self._folder / "metrics.jsonl").stat().st_size:
+            return
         try:
-            write(self._folder / name)
-        except (ValueError, OSError) as problem:
-            said = escape(f"{self._folder / name} was not written: {problem}")
-            self.console.print(f"[bold yellow]warning[/bold yellow]: {said}", soft_wrap=True)
+            write_run_page(page, [self._folder], self._title())
+        except (ValueError, OSError) as problem:  # it only shows what other files hold
+            self._warn(f"{page} was not written: {problem}")
+
+    def _warn(self, warning: str) -> None:
+        self.console.print(f"[bold yellow]warning[/bold yellow]: {escape(warning)}", soft_wrap=True)
 
     def opening(self, policy: nn.Module, train_problems: int, held_out: int, notes: Sequence[str] = ()) -> None:
         """Say what is about to happen; `notes` are settings that do not hold here, and why."""
-        config = self._config
-        total = sum(p.numel() for p in policy.parameters())
-        trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-        first = next(policy.parameters())
+        config, weights = self._config, list(policy.parameters())
+        total, trained = (
+            sum(p.numel() for p in some) for some in (weights, filter(lambda p: p.requires_grad, weights))
+        )
         kind = f"LoRA r={config.lora_r}, {trained:,} of {total:,}" if config.use_peft else f"all {total:,}"
-        self.console.print(f"[bold]{self._title()}[/bold]")
         self.console.print(
-            f"  model    {escape(config.model)} ({kind} parameters train, {str(first.dtype)[6:]}, {first.device})\n"
+            f"[bold]{self._title()}[/bold]\n"
+            f"  model    {escape(config.model)} ({kind} parameters train, {str(weights[0].dtype)[6:]}, "
+            f"{weights[0].device})\n"
             f"  data     {escape(config.dataset)}: {train_problems:,} problems to train on, {held_out:,} held out\n"
             f"  step     {config.generation_batch_size // config.num_generations} problems x "
             f"{config.num_generations} completions, temperature {config.temperature}, top-p {config.top_p}, "
@@ -164,7 +149,7 @@ class Report:
         return [step for step, _ in self._evaluations]
 
     def evaluated(self, step: int, result: Evaluation) -> None:
-        """Take in held-out accuracy after `step` steps."""
+        """Record held-out accuracy after `step` steps."""
         self._evaluations.append((step, result))
         self._record(step, result.metrics)
         sampled = "".join(f", pass@{k} {share:.1%}" for k, share in result.pass_at.items())
@@ -172,89 +157,64 @@ class Report:
             f"  step {step:>4}   [bold]held-out accuracy {result.accuracy:6.1%}[/bold]  "
             f"({sum(result.correct)} of {len(result.correct)}, greedy{sampled})"
         )
-        self._warn(step, self._watch.warning_of_held_out(result.texts))
         self._show_page()
 
     def stepped(self, step: int, result: Step) -> None:
-        """Take in a training step: files, bar, and a line now and then."""
+        """Record a training step: files, bar, and a line now and then."""
         self._last = result
         self._tokens += int(result.rollouts.prompt_mask.sum() + result.rollouts.completion_mask.sum())
         self._record(step, result.metrics | {"num_tokens": self._tokens})
-        self._log_completions(step, result)
+        # Samples with spans come first: what was masked, what it did, what each token weighs.
+        order = sorted(range(len(result.problems)), key=lambda b: -bool(result.credit.spans[b]))
+        shown = order[: self._config.log_completions]
+        entries = [{"step": step, **self._sample(result, b), **result.notes.get(b, {})} for b in shown]
+        self._write(self._completions_file, entries)
         metrics = result.metrics
         share = f"credit {metrics['time/credit'] / metrics['step_time']:.0%}"
         note = f"reward {metrics['reward']:.2f}  {share} of the time"
         self._progress.update(self._bar, advance=1, visible=True, note=note)
         if step % math.ceil(self._config.max_steps / _ROWS_SHOWN) == 0:
+            seconds = self._progress.tasks[0].time_remaining  # None after the first step, 0 after the last
+            left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
             self.console.print(
                 f"  step {step:>4}   reward {metrics['reward']:.2f}   "
                 f"mixed groups {1 - metrics['frac_reward_zero_std']:4.0%}   "
-                f"spans {metrics['credit/spans_mean']:.1f}   {metrics['step_time']:4.1f} s, {share}   "
-                f"{self._time_left()}",
+                f"spans {metrics['credit/spans_mean']:.1f}   {metrics['step_time']:4.1f} s, {share}   {left}",
                 soft_wrap=True,
             )
-        self._warn(step, self._watch.warning(result))
-
-    def _time_left(self) -> str:
-        """Say how long the steps that are left take at the pace so far; nothing after the first step and the last."""
-        seconds = self._progress.tasks[0].time_remaining
-        return f"{timedelta(seconds=round(seconds))} left" if seconds else ""
-
-    def _warn(self, step: int, warning: str | None) -> None:
-        if warning:
-            self.console.print(f"[bold yellow]warning[/bold yellow]: step {step}: {escape(warning)}", soft_wrap=True)
-
-    def _recorded(self) -> list[dict[str, float]]:
-        """Read the metrics so far, which are not kept in memory."""
-        with (self._folder / "metrics.jsonl").open(encoding="utf-8") as lines:
-            return [json.loads(line) for line in lines]
 
     def _record(self, step: int, metrics: dict[str, float]) -> None:
-        entry = {"step": step, **metrics}
-        self._write(self._metrics_file, [entry])
+        self._write(self._metrics_file, [{"step": step, **metrics}])
         for name, log in [*self._trackers.items()]:
-            if not self._told(name, log, metrics, step):
+            if not self._track(name, log, metrics, step):
                 del self._trackers[name]
 
-    def _told(self, name: str, tell: Callable[..., object], *what: object) -> bool:
-        """Tell a back-end something; one that fails is no reason to end a run, whose own files hold all of it."""
+    def _track(self, name: str, log: Callable[..., object], *arguments: object) -> bool:
         try:
-            tell(*what)
-        except Exception as problem:  # each has errors of its own
-            said = escape(f"report_to: {name} failed and is told no more: {type(problem).__name__}: {problem}")
-            self.console.print(f"[bold yellow]warning[/bold yellow]: {said}", soft_wrap=True)
+            log(*arguments)
+        except Exception as problem:  # each has errors of its own; the run's own files hold all of it
+            self._warn(f"report_to: {name} failed and is told no more: {type(problem).__name__}: {problem}")
             return False
         return True
 
-    def _log_completions(self, step: int, result: Step) -> None:
-        """Write some samples, those with spans first: what was masked, what it did, what each token weighs."""
-        order = sorted(range(len(result.problems)), key=lambda b: -bool(result.credit.spans[b]))
-        shown = order[: self._config.log_completions]
-        entries = [{"step": step, **self._sample(result, b), **result.notes.get(b, {})} for b in shown]
-        self._write(self._completions_file, entries)
-
     def _write(self, file: TextIO, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Append lines of JSON, and hand them to the operating system."""
         with naming(Path(file.name)):
             file.writelines(json.dumps(entry) + "\n" for entry in entries)
             file.flush()
 
     def _sample(self, result: Step, b: int) -> Record:
         ids, credit, config = result.rollouts.ids()[b], result.credit, self._config
-        of_tokens = token_credit(credit, b, len(ids))
-        signed = {} if "weights" in of_tokens else {"estimators": {config.estimator: of_tokens}}
-        reward = result.rewards[b].item()
         name = {"counterfactual": config.estimator, "inverted": f"{config.estimator}, inverted"}.get(config.credit)
-        return (
-            completion_record(
-                ids, self._tokenizer, text=result.rollouts.texts[b], problem=result.problems[b],
-                reward=None if math.isnan(reward) else reward, advantage=result.advantages[b].item(),
-                truncated=bool(result.rollouts.truncated[b]),
-            )
-            | judged_spans(credit, b, ids, self._tokenizer, config.counterfactual())
-            | {"credit": name or config.credit, "weights": rounded(credit.weights[b, : len(ids)].tolist())}
-            | signed
+        record = completion_record(
+            ids, self._tokenizer, text=result.rollouts.texts[b], problem=result.problems[b],
+            reward=result.rewards[b].item(), advantage=result.advantages[b].item(),
+            truncated=bool(result.rollouts.truncated[b]),
         )  # fmt: skip
+        record |= judged_spans(credit, b, ids, self._tokenizer, config.counterfactual())
+        record |= {"credit": name or config.credit, "weights": rounded(credit.weights[b, : len(ids)].tolist())}
+        if credit.advantages is not None:
+            record["estimators"] = {config.estimator: token_credit(credit, b, len(ids))}
+        return record
 
     def ended(self, why: str) -> None:
         """Say why the run ends before its last step, and how to go on."""
@@ -275,7 +235,7 @@ class Report:
             "steps": self._config.max_steps,
             "seconds": round(seconds, 1),
         }
-        self._draw()
+        self._show_page()  # a run with a summary is finished
         write_whole(self._folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         self._progress.update(self._bar, visible=False)
         self._show_weights()
@@ -293,16 +253,15 @@ class Report:
             return
         sample = self._sample(result, max(range(len(result.problems)), key=lambda b: len(result.credit.spans[b])))
         text = Text()
-        for token, of_token in zip(sample["tokens"], sample["weights"], strict=True):
-            text.append(token, style=_weight_style(of_token))
+        for token, weight in zip(sample["tokens"], sample["weights"], strict=True):
+            text.append(token, style=_weight_style(weight))
         unit = sample["drops_unit"]
         header = "answer log-prob drop (nats)" if unit == "nats" else f"minus {unit}"
         table = Table("masked span", header, "weight", box=None, header_style="dim")
         strongest = sorted(sample["spans"], key=lambda span: span["drop"])[:_ROWS_SHOWN]
         for span in sorted(strongest, key=lambda span: span["start"]):
             drop = f"{span['drop']:.3f}" if unit == "nats" else f"{span['drop']:.3g}"
-            weight = Text(f"{span['weight']:.2f}", _weight_style(span["weight"]))
-            table.add_row(escape(span["text"]), drop, weight)
+            table.add_row(escape(span["text"]), drop, Text(f"{span['weight']:.2f}", _weight_style(span["weight"])))
         self.console.print(f"\nA completion of the last step, reward {sample['reward']:g}, coloured by token weight:\n")
         self.console.print(Padding(text, (0, 2)))
         self.console.print(Padding(table, (0, 1)))
@@ -321,12 +280,11 @@ class Silence:
         """Close nothing."""
 
     def __getattr__(self, _: str) -> Any:
-        """Give a method that does nothing."""
+        """Return a method that does nothing."""
         return lambda *_, **__: contextlib.nullcontext(lambda _: None)
 
 
 def _weight_style(weight: float) -> str:
-    """Grey below 1, plain at 1, then warmer."""
     for bound, style in ((0.99, "grey50"), (1.01, "default"), (2.0, "black on khaki1"), (3.0, "black on orange1")):
         if weight < bound:
             return style
