@@ -122,7 +122,6 @@ class CounterfactualMixin(_Maker):
         )
 
     def _refuse_estimator(self, reasons: Sequence[str]) -> None:
-        """Raise for what credit needs and OpenRLHF does not offer; `reasons` are why log-probs are requested."""
         completions = self.args.rollout.n_samples_per_prompt
         refuse(unmet_needs_of_host(self.counterfactual, "OpenRLHF", completions, reasons))
 
@@ -171,12 +170,10 @@ class CounterfactualMixin(_Maker):
 
     @property
     def _access(self) -> ModelAccess:
-        """Return how the model is asked."""
         return LogprobService(self._logprobs) if self._workers is None else self._workers
 
     @property
     def _processes(self) -> int:
-        """Count the actor's processes."""
         return int(self.args.actor.num_nodes * self.args.actor.num_gpus_per_node)
 
     @property

@@ -127,7 +127,6 @@ class CounterfactualMixin(_Trainer):
         return all(parameter.device.type == self.accelerator.device.type for parameter in self.model.parameters())
 
     def _check_model(self) -> None:
-        """Refuse a model that credit cannot score, or that the packed loss cannot run on."""
         checks: list[tuple[Any, str]] = []
         config = self.counterfactual
         if asks_model(config) and config.control not in ("off", "random"):
@@ -200,7 +199,6 @@ class CounterfactualMixin(_Trainer):
         return getattr(self.processing_class, "tokenizer", self.processing_class)
 
     def _log_weighed(self, texts: Sequence[str | None]) -> None:
-        """Add a column `weighed` to TRL's table of completions, which has the rows of all processes."""
         if self.log_completions and "extra" in self._logs:
             self._logs["extra"]["weighed"].extend(gather_object(list(texts)))  # type: ignore[index]
 
@@ -290,7 +288,6 @@ class CounterfactualMixin(_Trainer):
         return loss / normalizer
 
     def _loss_options(self, inputs: dict[str, Any], mode: str) -> tuple[dict[str, Any], Tensor | float]:
-        """Collect the arguments of `linear_policy_loss`, and what TRL divides the loss by afterwards."""
         ratio = inputs.get("importance_sampling_ratio")
         options = {
             "targets": inputs["completion_ids"],
@@ -421,7 +418,6 @@ def _packing_obstacles(trainer: Any) -> list[Case]:
 
 
 def _splits_of_the_model(trainer: Any) -> list[str]:
-    """List the settings that leave a process without whole layers or whole sequences."""
     kind, parallelism = trainer.accelerator.distributed_type, getattr(trainer.accelerator, "parallelism_config", None)
     return sentences(
         [

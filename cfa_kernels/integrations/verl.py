@@ -171,11 +171,9 @@ class CounterfactualMixin(WholeGroups):
 
     @property
     def _access(self) -> ModelAccess:
-        """Return how the model is asked."""
         return LogprobService(self._logprobs) if self._workers is None else self._workers
 
     def _logprobs(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> list[Tensor]:
-        """Ask the actor for the log-probs of completions, at temperature 1."""
         return self._asked("log_probs", prompts, completions, 1.0)
 
     def _entropies(
@@ -263,7 +261,6 @@ def _refuse(config: Any, reasons: Sequence[str] | None = None) -> None:
 
 
 def _refuse_packed_update(config: Any) -> None:
-    """Raise for settings that an update from packed trees cannot be combined with."""
     if packs_updates(config):
         refuse([(True, reason) for reason in tree_obstacles(config)], "packed_update=True")
 

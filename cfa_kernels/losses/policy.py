@@ -81,19 +81,15 @@ def policy_loss(
     | dapo, cispo | sum(l * m) / max(N, 1), N = num_items_in_batch or else sum(m) |
     | luspo | sum(l * m) / B |
 
-    Gradient accumulation: give every micro-batch the step's totals and add the losses; then the result does not
-    depend on the split. The totals are `num_items_in_batch` and `num_sequences_in_batch`, numbers or 0-d tensors;
-    with gradients averaged over processes divide both by the number of processes. bnpo normalises by its own
-    micro-batch, by definition. Totals whose values are not checked (tensors on a GPU, or in a compiled graph) follow
-    the table: fewer items than 1 count as 1, while 0 sequences give an infinite loss or nan.
-
-    Log-ratios are cut off at 40 nats, so float32 does not overflow; beyond that there is no gradient.
+    Gradient accumulation: give every micro-batch the step's totals (`num_items_in_batch`, `num_sequences_in_batch`,
+    numbers or 0-d tensors) and add the losses; if gradients are averaged over processes, divide both by their number.
+    bnpo normalises by its own micro-batch. Log-ratios are cut off at 40 nats; beyond that there is no gradient.
 
     Returns:
-        The 0-d loss, and metrics as detached 0-d tensors that were never moved to the host: `ratio_mean` (over
-        counted tokens with a non-zero weighted advantage), `kl` (given ref_logprobs), `entropy` (given entropies),
-        `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min`, `/high_max` or, for cispo,
-        `cispo_clip_ratio`. Means are over tokens; those of clip ratios at the sequence level over sequences.
+        The 0-d loss, and metrics as detached 0-d tensors on its device: `ratio_mean` (over counted tokens with a
+        weighted advantage), `kl`, `entropy`, `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min`,
+        `/high_max`, or `cispo_clip_ratio`. Means are over tokens; those of clip ratios at the sequence level over
+        sequences.
 
     Raises:
         ValueError: a wrong option, shape or value (naming row and token).
@@ -325,7 +321,6 @@ def contributing_rows(
 
 
 def _metrics_of_rows(batch: Batch, stats: Tensor, with_entropy: bool, checked: bool, source: str) -> dict[str, Tensor]:
-    """Compute metrics from the `STATS` (5, N) that the kernels give; raises where a log-prob is not finite."""
     logprobs, entropy, ratio, kl, clip = stats.detach().view(-1, *batch.keep.shape)
     if checked:
         check_values(f"the target's log-prob from {source}", logprobs, batch.keep, "finite")
@@ -355,7 +350,6 @@ class _WithGradient(torch.autograd.Function):
 
 @torch.no_grad()
 def _metrics(batch: Batch, ratio: Tensor, kl: Tensor, clip: Tensor, entropy: Tensor | None) -> dict[str, Tensor]:
-    """Compute the metrics of `policy_loss` from (B, T) values of the counted tokens."""
     keep, tokens = batch.keep, batch.tokens
     per_sequence = keep.sum(1)
     count = per_sequence.sum().clamp(min=1)
