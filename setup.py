@@ -61,7 +61,7 @@ setup(
         "math": MATH,
         "vllm": [*TRAINER, "trl[vllm]>=1.16,<1.17", "requests>=2.32"],
         # aligntune, a contender of the benchmarks, pins an older trl: pip install --no-deps aligntune
-        "bench": [*TRL, *TRAINER, *TESTING, "captum>=0.8", "lm-eval>=0.4.9"],
+        "bench": [*TRL, *TRAINER, *TESTING, "lm-eval>=0.4.9"],
         "test": [*TRL, *TRAINER, *TESTING],
         "lint": ["ruff>=0.9", "mypy>=1.13", "types-PyYAML", "import-linter>=2.5"],
     },

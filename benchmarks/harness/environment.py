@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.harness.workloads import REPOSITORY, SEED, gsm8k_folder
 
-PACKAGES = ("torch", "triton", "transformers", "peft", "liger-kernel", "numpy", "trl", "captum", "lm-eval", "aligntune")
+PACKAGES = ("torch", "triton", "transformers", "peft", "liger-kernel", "numpy", "trl", "lm-eval", "aligntune")
 
 
 def describe_environment(device: torch.device, commit: str | None) -> dict[str, Any]:

@@ -8,6 +8,16 @@ from typing import Any
 LABELS = {"spans": "spans per completion (K)", "completion": "completion length (tokens)", "group": "group size (G)"}
 
 
+def _pyplot() -> Any:
+    """Matplotlib without a display, imported only where something is drawn."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def predict_growth(figures: list[dict[str, Any]]) -> None:
     """Add to each point of a sweep the seconds that token counts predict.
 
@@ -22,11 +32,7 @@ def predict_growth(figures: list[dict[str, Any]]) -> None:
 
 def plot_growth(figures: list[dict[str, Any]], path: Path) -> None:
     """Time against K, completion length and G, with the line that token counts predict."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     axes_names = [axis for axis in LABELS if any(figure.get("axis") == axis for figure in figures)]
     canvas, panels = pyplot.subplots(1, len(axes_names), figsize=(4.6 * len(axes_names), 3.8), squeeze=False)
     for panel, axis in zip(panels[0], axes_names, strict=True):
@@ -50,11 +56,7 @@ def plot_growth(figures: list[dict[str, Any]], path: Path) -> None:
 
 def plot_times(figures: list[dict[str, Any]], path: Path) -> None:
     """Median time of every contender, one panel per workload."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     groups = list(dict.fromkeys(figure["group"] for figure in figures))
     canvas, panels = pyplot.subplots(len(groups), 1, figsize=(8, 3.4 * len(groups)), squeeze=False)
     for panel, group in zip(panels[:, 0], groups, strict=True):
@@ -75,11 +77,7 @@ def plot_times(figures: list[dict[str, Any]], path: Path) -> None:
 
 def plot_steps(figures: list[dict[str, Any]], path: Path) -> None:
     """Draw the time of a training step, credit and update stacked, one panel per workload."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     groups = list(dict.fromkeys(figure["group"] for figure in figures))
     canvas, panels = pyplot.subplots(len(groups), 1, figsize=(8, 3.8 * len(groups)), squeeze=False)
     for panel, group in zip(panels[:, 0], groups, strict=True):

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness.race import Absent, Contender
@@ -26,7 +25,6 @@ from benchmarks.speed.loss_jobs import (
     logits_truth,
 )
 from cfa_kernels.losses.policy import contributing_rows, linear_policy_loss, policy_loss
-from cfa_kernels.ops.linear_logprob import linear_logprob
 
 CHUNK = {"cpu": 256, "cuda": 4096}
 BOUND, OURS, HALF = "bare GEMMs (the bound)", "ours", "ours, half the groups at zero advantage"
@@ -44,37 +42,25 @@ def ours(job: Job, rows: Tensor | None = None) -> Result:
     return job.gradients(loss, hidden, head)
 
 
-def ours_from_logprobs(job: Job) -> Result:
+def _plain_loss(hidden: Tensor, head: Tensor, targets: Tensor, *rest: Tensor) -> Tensor:
+    logprobs = (hidden @ head.T).float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    old, advantages, mask, weights = rest
+    return policy_loss(
+        logprobs, old, advantages, mask, weights=weights, epsilon=EPSILON, epsilon_high=EPSILON_HIGH, validate=False
+    )[0]
+
+
+_compiled_loss = functools.cache(lambda: torch.compile(_plain_loss))
+
+
+def eager(job: Job, loss: Callable[..., Tensor] = _plain_loss) -> Result:
     hidden, head = job.leaves()
-    return job.gradients(job.loss(linear_logprob(hidden.flatten(0, 1), head, job.targets.flatten())), hidden, head)
-
-
-def _eager_loss(job: Job, hidden: Tensor, head: Tensor) -> Tensor:
-    logits = (hidden @ head.T).float()
-    return job.loss(logits.log_softmax(-1).gather(-1, job.targets[..., None])[..., 0])
-
-
-def eager(job: Job) -> Result:
-    hidden, head = job.leaves()
-    return job.gradients(_eager_loss(job, hidden, head), hidden, head)
-
-
-@functools.cache
-def _compiled() -> Callable[..., Tensor]:
-    def loss_of(hidden: Tensor, head: Tensor, targets: Tensor, *rest: Tensor) -> Tensor:
-        logprobs = (hidden @ head.T).float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-        old, advantages, mask, weights = rest
-        return policy_loss(
-            logprobs, old, advantages, mask, weights=weights, epsilon=EPSILON, epsilon_high=EPSILON_HIGH, validate=False
-        )[0]
-
-    return torch.compile(loss_of)
+    rest = (job.old, job.advantages, job.mask, job.weights)
+    return job.gradients(loss(hidden, head, job.targets, *rest), hidden, head)
 
 
 def compiled(job: Job) -> Result:
-    hidden, head = job.leaves()
-    rest = (job.old, job.advantages, job.mask, job.weights)
-    return job.gradients(_compiled()(hidden, head, job.targets, *rest), hidden, head)
+    return eager(job, _compiled_loss())
 
 
 def chunked_three_gemms(job: Job) -> Result:
@@ -108,38 +94,6 @@ def trl_chunked(job: Job) -> Result:
     return job.gradients(job.loss(logprobs), hidden, head)
 
 
-def torch_linear_cross_entropy(job: Job) -> Result:
-    if not hasattr(F, "linear_cross_entropy"):
-        raise Absent(f"torch {torch.__version__} has no linear_cross_entropy")
-    hidden, head = job.leaves()
-    nll = F.linear_cross_entropy(hidden.flatten(0, 1), head, job.targets.flatten(), reduction="none")
-    return job.gradients(job.loss(-nll.float()), hidden, head)
-
-
-def cut_cross_entropy(job: Job) -> Result:
-    if importlib.util.find_spec("cut_cross_entropy") is None:
-        raise Absent("cut-cross-entropy is not installed")
-    if not job.hidden.is_cuda:
-        raise Absent("cut-cross-entropy runs on a GPU")
-    from cut_cross_entropy import linear_cross_entropy
-
-    hidden, head = job.leaves()
-    nll = linear_cross_entropy(hidden.flatten(0, 1), head, job.targets.flatten(), reduction="none", impl="cce_exact")
-    return job.gradients(job.loss(-nll.float()), hidden, head)
-
-
-def verl_kernel(job: Job) -> Result:
-    if importlib.util.find_spec("verl") is None:
-        raise Absent("verl is not installed")
-    if not job.hidden.is_cuda:
-        raise Absent("verl's kernel runs on a GPU")
-    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
-
-    hidden, head = job.leaves()
-    logprobs, _ = linear_cross_entropy(hidden.flatten(0, 1), head, job.targets.flatten(), 1.0, "none")
-    return job.gradients(job.loss(logprobs), hidden, head)
-
-
 def bare_gemms(job: Job) -> Result:
     """Compute only the products, chunked as ours are: what no exact method can beat."""
     hidden, head = job.flat, job.head
@@ -157,15 +111,11 @@ def bare_gemms(job: Job) -> Result:
 
 PEERS: dict[str, Callable[[Job], Result]] = {
     OURS: ours,
-    "ours, linear_logprob then policy_loss": ours_from_logprobs,
     "eager": eager,
     "torch.compile": compiled,
     "chunked PyTorch, three GEMMs": chunked_three_gemms,
     "Liger chunked": liger_chunked,
     "TRL chunked log-prob": trl_chunked,
-    "F.linear_cross_entropy": torch_linear_cross_entropy,
-    "cut-cross-entropy, exact": cut_cross_entropy,
-    "verl linear_cross_entropy": verl_kernel,
 }
 
 

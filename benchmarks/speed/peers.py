@@ -23,7 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.harness.race import Absent, release_memory
 from benchmarks.harness.workloads import Job, variants
-from cfa_kernels import Span, score_counterfactuals
+from cfa_kernels import score_counterfactuals
 
 Observed = list[Tensor]
 """One 1-D tensor per completion."""
@@ -368,12 +368,6 @@ def _aligntune_rows(model: PreTrainedModel, job: Job, importance: Callable[[Tens
     return observed
 
 
-def aligntune_unbatched(model: PreTrainedModel, job: Job) -> Observed:
-    """`compute_counterfactual_importance`: one full forward per span, full-vocabulary log-softmax of every row."""
-    run = authors_package().compute_counterfactual_importance
-    return _aligntune_rows(model, job, lambda ids, length: run(model, job.tokenizer, ids, length))
-
-
 def aligntune_batched(model: PreTrainedModel, job: Job) -> Observed:
     """`compute_batched_counterfactual_importance`: the same in chunks of 8."""
     run = authors_package().compute_batched_counterfactual_importance
@@ -392,58 +386,6 @@ def aligntune_importance(scores: Tensor, job: Job, b: int) -> Tensor:
     importance = torch.zeros(len(job.completions[b]), dtype=torch.float64)
     importance[:reasoning] = 0.5 + 0.5 * (raw - raw.min()) / (raw.max() - raw.min())
     return importance
-
-
-# 5: captum
-
-
-def captum_ablation(model: PreTrainedModel, job: Job) -> Observed:
-    """`LLMAttribution(FeatureAblation)` with spans as features, on ids: nothing is tokenised again."""
-    try:
-        from captum.attr import FeatureAblation, LLMAttribution
-    except ImportError as error:
-        raise Absent(f"captum does not import: {error}") from error
-    attribution = LLMAttribution(FeatureAblation(model), job.tokenizer)
-    observed = []
-    for b, (prompt, answer) in enumerate(zip(job.prompts, job.answers, strict=True)):
-        context = torch.cat([prompt, job.completions[b][: answer.start]])
-        features = _span_features()(context, len(prompt), job.spans[b], job.placeholder_id, job.tokenizer)
-        result = attribution.attribute(
-            features, target=_targets(job, b), forward_in_tokens=False, use_cached_outputs=False
-        )
-        observed.append(result.seq_attr)
-    return observed
-
-
-@functools.cache
-def _span_features() -> type:
-    """Captum's token input with spans of ids as its features."""
-    from captum.attr import TextTokenInput
-
-    class SpanFeatures(TextTokenInput):
-        def __init__(self, ids: Tensor, shift: int, spans: list[Span], placeholder_id: int, tokenizer: Any) -> None:
-            self.inp_tensor = ids[None]
-            self.itp_tensor = torch.ones(1, len(spans), dtype=torch.long, device=ids.device)
-            self.itp_mask = None
-            self.values = [f"{span.start}:{span.end}" for span in spans]
-            self.tokenizer = tokenizer
-            self.n_itp_features = len(spans)
-            self.baselines = placeholder_id
-            self._ranges = [slice(shift + span.start, shift + span.end) for span in spans]
-
-        def to_model_input(self, perturbed_tensor: Tensor | None = None) -> Tensor:
-            ids = self.inp_tensor.clone()
-            if perturbed_tensor is not None:
-                for present, covered in zip(perturbed_tensor[0].tolist(), self._ranges, strict=True):
-                    if not present:
-                        ids[0, covered] = self.baselines
-            return ids
-
-    return SpanFeatures
-
-
-def base_minus_masked(scores: Tensor, job: Job, b: int) -> Tensor:
-    return scores[0] - scores[1:]
 
 
 # 9: lm-eval
@@ -483,9 +425,7 @@ PEERS: dict[str, Peer] = {
     "padded batches of 8 with logits_to_keep": Peer(functools.partial(padded_logits_to_keep, 8), as_is),
     "KV reuse": Peer(kv_reuse, as_is),
     "FlexAttention tree": Peer(flex_tree, as_is, packed=True),
-    "aligntune": Peer(aligntune_unbatched, aligntune_importance, scores_in_model_dtype=True),
     "aligntune batched": Peer(aligntune_batched, aligntune_importance, scores_in_model_dtype=True),
-    "captum": Peer(captum_ablation, base_minus_masked, scores_in_model_dtype=True),
     "lm-eval": Peer(lm_eval_loglikelihood, as_is, scores_in_model_dtype=True),
     "ours": Peer(ours, as_is, packed=True),
 }

@@ -7,7 +7,6 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.harness.race import Absent
 from benchmarks.harness.workloads import Job
-from benchmarks.speed.peers import aligntune_batched, aligntune_unbatched
 from cfa_kernels import Span, score_counterfactuals
 
 pytestmark = pytest.mark.slow
@@ -56,16 +55,13 @@ def stretched(importances, length):
     return torch.cat([0.5 + 0.5 * scale, torch.zeros(length - len(REASONING), dtype=torch.float64)])
 
 
-@pytest.mark.parametrize("run", [aligntune_unbatched, aligntune_batched], ids=["row by row", "batched"])
 @pytest.mark.parametrize("marker", [["####"], ["##", "##"], [" Final", " answer", ":"]], ids="".join)
 @pytest.mark.parametrize(("left", "right"), [(0, 0), (2, 0), (0, 3)], ids=["no pads", "pads before", "pads behind"])
-def test_importances_of_spans_are_those_of_the_authors_package_for_its_answer(
-    run, marker, left, right, model, tokenizer
-):
+def test_importances_of_spans_are_those_of_the_authors_package_for_its_answer(marker, left, right, model, tokenizer):
     """With pads its answer and its prompt hold them, so ours are given them as tokens like any other."""
     job = row_of(tokenizer, marker, left, right)
     try:
-        (theirs,) = run(model, job)
+        (theirs,) = aligntune_batched(model, job)
     except Absent as error:
         pytest.skip(str(error))
     scores = score_counterfactuals(

@@ -69,6 +69,6 @@ def test_both_kinds_of_loss_are_raced_by_the_devices_clock(monkeypatch):
     """On a GPU the smaller shapes take less time than their launches from Python."""
     clocks = []
     monkeypatch.setattr(bench_loss, "race", lambda contenders, **options: clocks.append(options["clock"]) or {})
-    bench_loss.race_from_hidden_states(loss_jobs.LINEAR["smoke"]["tiny, head frozen"], CPU, Budget(0.0, 1, 1))
-    bench_loss.race_from_logits(loss_jobs.LOGITS["smoke"]["smoke"], CPU, Budget(0.0, 1, 1))
+    bench_loss.race_losses(bench_loss.HIDDEN, loss_jobs.LINEAR["smoke"]["tiny, head frozen"], CPU, Budget(0.0, 1, 1))
+    bench_loss.race_losses(bench_loss.FROM_LOGITS, loss_jobs.LOGITS["smoke"]["smoke"], CPU, Budget(0.0, 1, 1))
     assert clocks == ["device", "device"]

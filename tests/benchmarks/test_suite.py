@@ -51,7 +51,7 @@ def test_each_peer_agrees_with_one_full_forward_per_span(name, model, job, refer
     assert reference.check(peer, job, observed, torch.float32)["error_over_budget"] <= 1
 
 
-@pytest.mark.parametrize("name", [REFERENCE, "captum", "aligntune"])
+@pytest.mark.parametrize("name", [REFERENCE, "aligntune batched"])
 def test_a_span_shifted_by_one_token_is_refused_in_every_peers_terms(name, model, job, reference):
     peer = PEERS[name]
     shifted = [[Span(max(s.start - 1, 0), s.end - 1) for s in row] for row in job.spans]
@@ -228,7 +228,7 @@ def test_growth_is_drawn_beside_the_result_file(result_file):
 
 def test_a_peer_that_only_ranks_tokens_is_held_to_the_same_budget(job, reference):
     """The budget of a view that stretches drops is stretched as much: an error of one tolerance passes, of 20 not."""
-    peer: Peer = PEERS["aligntune"]
+    peer: Peer = PEERS["aligntune batched"]
     tolerance = reference.tolerance(torch.finfo(torch.float32).eps)
     for factor, passes in ((0.5, True), (20.0, False)):
         observed = []
