@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.harness.race import Absent
 from benchmarks.harness.workloads import Job
+from benchmarks.speed.peers import aligntune_batched
 from cfa_kernels import Span, score_counterfactuals
 
 pytestmark = pytest.mark.slow
