@@ -137,13 +137,20 @@ def outcome(folder: Path, trained: str = "checkpoint/model.safetensors") -> dict
     last = max((folder / "checkpoints").iterdir(), key=lambda path: int(path.name.removeprefix("step-")))
     return {
         "weights": (folder / trained).read_bytes(),
-        "optimizer": (last / "optimizer.safetensors").read_bytes(),
+        "optimizer": bits(torch.load(last / "state.pt", weights_only=True)["optimizer"]),
         "metrics": timeless(folder),
         "samples": (folder / "completions.jsonl").read_text("utf-8"),
         "summary": summary | {"seconds": None},
         "files": sorted(path.name for path in folder.iterdir()),
         "last": last.name,
     }
+
+
+def bits(value: Any) -> Any:
+    """Plain values as they are, tensors by their bytes."""
+    if isinstance(value, dict):
+        return {key: bits(one) for key, one in value.items()}
+    return value.numpy().tobytes() if isinstance(value, torch.Tensor) else value
 
 
 class Disk:

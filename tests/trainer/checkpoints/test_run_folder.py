@@ -46,7 +46,7 @@ def begun(argv: list[str], steps: int = 3, finished: bool = False):
         (["--learning_rate=2e-3"], r"learning_rate \(0.001 then, 0.002 now\)"),
         (["--seed=1", "--beta=0.5"], r"beta \(0.0 then, 0.5 now\), seed \(0 then, 1 now\)"),
         (["--rollout_engine=vllm"], r"rollout_engine \('transformers' then, 'vllm' now\)"),
-        (["--max_steps=8"], r"max_steps \(6 then, 8 now; lr_scheduler_type=linear spreads the learning rate over it\)"),
+        (["--max_steps=8"], r"max_steps \(6 then, 8 now\)"),
         (["--reward_funcs", "exact_match"], r"reward_funcs \(\[.*\] then, \['exact_match'\] now\)"),
     ],
 )
@@ -172,7 +172,6 @@ def test_a_folder_of_a_run_that_failed_before_its_first_step_takes_other_setting
     path = begun(argv(), steps=0)
     with open_run(config(*argv("run", "--seed=1"))) as folder:
         assert folder.path == path
-        assert not (path / "checkpoints").exists()
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(argv, tmp_path) -> None:
