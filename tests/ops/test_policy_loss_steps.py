@@ -1,6 +1,5 @@
 """What logits_policy_loss and linear_policy_loss do in a training step: chunks, frozen parts, autograd, compilation."""
 
-import gc
 import math
 from typing import Any
 
@@ -258,15 +257,6 @@ def test_an_odd_vocabulary_in_bfloat16_has_finite_gradients(fp32_logits, level):
     assert all(torch.isfinite(gradient).all() for gradient in of_hidden(tensors, **options)[1])
 
 
-def test_a_bias_may_train_alone(device):
-    tensors, options = problem(torch.float32, device)
-    everything = of_hidden(tensors, **options)
-    bias = tensors["bias"].clone().requires_grad_()
-    rest = (tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"])
-    linear_policy_loss(tensors["hidden"], tensors["head"], *rest, bias=bias, **options)[0].backward()
-    torch.testing.assert_close(bias.grad, everything[1][2])
-
-
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_bf16_logits_kept_in_float32_are_closer_than_rounded_ones(backend, device):
     tensors, options = problem(torch.bfloat16, device, v=60)
@@ -280,17 +270,6 @@ def test_bf16_logits_kept_in_float32_are_closer_than_rounded_ones(backend, devic
     kept, rounded = error(True), error(False)
     assert kept[0] < rounded[0] / 3
     assert kept[1] < rounded[1] / 1.2
-
-
-def test_a_tied_head_sums_both_gradients(device):
-    tensors, options = problem(torch.float64, device)
-    ids = torch.arange(B * T, device=device).view(B, T) % V
-    rest = (tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"])
-    tied = tensors["head"].clone().requires_grad_()
-    linear_policy_loss(tied[ids], tied, *rest, backend="torch", **options)[0].backward()
-    apart = [tensors["head"].clone().requires_grad_() for _ in range(2)]
-    linear_policy_loss(apart[0][ids], apart[1], *rest, backend="torch", **options)[0].backward()
-    torch.testing.assert_close(tied.grad, apart[0].grad + apart[1].grad, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -432,26 +411,6 @@ def test_a_loss_without_an_upstream_gradient_gives_its_inputs_none(form):
     assert [leaf.grad for leaf in leaves] == [None, None]
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing_gives_the_same_gradients(use_reentrant):
-    tensors, options = problem()
-    rest = (tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"])
-
-    def loss_of(hidden, head):
-        return linear_policy_loss(hidden, head, *rest, **options)[0]
-
-    gradients = []
-    for checkpointed in (False, True):
-        leaves = [tensors[name].clone().requires_grad_() for name in ("hidden", "head")]
-        if checkpointed:
-            loss = torch.utils.checkpoint.checkpoint(loss_of, *leaves, use_reentrant=use_reentrant)
-        else:
-            loss = loss_of(*leaves)
-        loss.backward()
-        gradients.append([leaf.grad for leaf in leaves])
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_autocast_runs_the_head_in_its_dtype_and_the_loss_in_float32(backend, device):
     tensors, options = problem(torch.float32, device)
@@ -471,41 +430,6 @@ def test_autocast_runs_the_head_in_its_dtype_and_the_loss_in_float32(backend, de
     with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
         inside = of_logits(tensors_fp16, backend=backend, **options)
     assert_same(inside, of_logits(tensors_fp16, backend=backend, **options), rtol=1e-5, atol=1e-6)
-
-
-def test_averaged_gradients_of_two_data_parallel_processes_are_those_of_the_whole_batch():
-    """Each half goes through DistributedDataParallel alone; to average is all that it adds between processes."""
-    tensors, options = problem(torch.float64, weights=True)
-    head = torch.nn.Linear(H, V, bias=True, dtype=torch.float64)
-    with torch.no_grad():
-        head.weight.copy_(tensors["head"])
-        head.bias.copy_(tensors["bias"])
-
-    class LossOfHead(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = head
-
-        def forward(self, own: slice) -> Tensor:
-            return linear_policy_loss(
-                tensors["hidden"][own], self.head.weight, tensors["targets"][own], tensors["old"][own],
-                tensors["advantages"][own], tensors["mask"][own], bias=self.head.bias,
-                weights=options["weights"][own], num_items_in_batch=COUNTED / 2,
-            )[0]  # fmt: skip
-
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        parallel = torch.nn.parallel.DistributedDataParallel(LossOfHead())
-        for own in (slice(0, 1), slice(1, 3)):
-            parallel(own).backward()
-    finally:
-        # First, for what outlives the group ends its threads without releasing Python's lock, which they may wait for.
-        parallel = None
-        gc.collect()
-        torch.distributed.destroy_process_group()
-    _, (_, *expected), _ = of_hidden(tensors, weights=options["weights"])
-    ours = [head.weight.grad / 2, head.bias.grad / 2]
-    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
 
 
 # Operators
