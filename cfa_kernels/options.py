@@ -41,7 +41,7 @@ class Interval:
             return f"finite and {'above' if self.above_low else 'at least'} {self.low:g}"
         return f"in {'(' if self.above_low else '['}{self.low:g}, {self.high:g}]".replace("+", "")
 
-    def check(self, **numbers: float | None) -> None:
+    def check(self, **numbers: Any) -> None:
         """Raise `ValueError` for the first number, if it is there, that is not in the interval; names it."""
         for name, number in numbers.items():
             if number is not None and number not in self:

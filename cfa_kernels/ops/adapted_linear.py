@@ -147,12 +147,10 @@ def _split(matrix: Tensor, dtype: torch.dtype, *, along: int, low: int) -> Tenso
 
 
 def _both(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of the products of `left` (n, K) with both halves of the columns of `right` (K, 2 R), (n, R)."""
     found = _multiplied(left, right, dtype)
     rank = right.shape[1] // 2
     return found.narrow(1, 0, rank) + found.narrow(1, rank, rank)
 
 
 def _multiplied(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `left @ right`, summed in `dtype`."""
     return multiply(left, right, left.new_empty((left.shape[0], right.shape[1]), dtype=dtype))

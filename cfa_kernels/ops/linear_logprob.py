@@ -5,7 +5,7 @@ kernels: one multiplies tiles of hidden states and head and keeps a few sums per
 those sums. The backward is in `linear_logprob_backward`.
 """
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 import triton
@@ -29,36 +29,6 @@ REFERENCE_COLUMNS, REFERENCE_ELEMENTS = 1024, 2**20
 """Columns of the head, and logits, that the PyTorch form holds at a time."""
 
 
-@overload
-def linear_logprob(
-    hidden: Tensor,
-    lm_head: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = ...,
-    temperature: float = ...,
-    softcap: float | None = ...,
-    logit_scale: float = ...,
-    return_entropy: Literal[False] = ...,
-    backend: str | None = ...,
-) -> Tensor: ...
-
-
-@overload
-def linear_logprob(
-    hidden: Tensor,
-    lm_head: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = ...,
-    temperature: float = ...,
-    softcap: float | None = ...,
-    logit_scale: float = ...,
-    return_entropy: Literal[True],
-    backend: str | None = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
 def linear_logprob(
     hidden: Tensor,
     lm_head: Tensor,
@@ -70,7 +40,7 @@ def linear_logprob(
     logit_scale: float = 1.0,
     return_entropy: bool = False,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Compute the log-prob (nats) of `targets[n]` under `softmax(logits[n] / temperature)`, for each of N rows.
 
     `logits = softcap * tanh(logit_scale * (hidden @ lm_head.T + bias) / softcap)`, or without the tanh if
@@ -200,14 +170,12 @@ def tile_statistics_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TMA: tl.constexpr, FLATTEN: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute sums over tiles of `z = cap(hidden @ lm_head.T + bias)`, where cap(x) is x or `tanh(inner * x)`.
-
-    p_tiles (2 or 3, tiles of the vocabulary, n_rows): per row and tile the maximum of z, the sum of 2^y with
-    `y = (z - max) * outer`, and for the entropy the sum of y 2^y. The maximum is taken off before the factor, so a
-    large common shift of the logits loses nothing. `hidden` and `lm_head` are descriptors if TMA, else pointers.
-    Tiles of `group` blocks of rows are taken together, rows first, so that both operands are found in the L2 cache.
-    FLATTEN fetches the next tile during the sums of this one, which must then be free of branches.
-    """
+    """Compute sums over tiles of `z = cap(hidden @ lm_head.T + bias)`, where cap(x) is x or `tanh(inner * x)`."""
+    # p_tiles (2 or 3, tiles of the vocabulary, n_rows): per row and tile the maximum of z, the sum of 2^y with `y = (z
+    # - max) * outer`, and for the entropy the sum of y 2^y. The maximum is taken off before the factor, so a large
+    # common shift of the logits loses nothing. `hidden` and `lm_head` are descriptors if TMA, else pointers. Tiles of
+    # `group` blocks of rows are taken together, rows first, so that both operands are found in the L2 cache. FLATTEN
+    # fetches the next tile during the sums of this one, which must then be free of branches.
     n_m = tl.cdiv(n_rows, BLOCK_M)
     n_v = tl.cdiv(vocabulary, BLOCK_N)
     for i_tile in tl.range(tl.program_id(0), n_m * n_v, tl.num_programs(0), flatten=FLATTEN):
@@ -264,12 +232,10 @@ def merge_tiles_kernel(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Merge the sums of a row's tiles, in an order that depends on V only, into its log-prob and entropy.
-
-    The target's logit is a product of its own, so that no tile has to look for it. It rounds otherwise than the
-    tiles' one, by as much as any logit does; a log-prob stays at most 0. p_out points to this launch's rows of
-    log-probs; entropies are n_out behind them.
-    """
+    """Merge the sums of a row's tiles, in an order that depends on V only, into its log-prob and entropy."""
+    # The target's logit is a product of its own, so that no tile has to look for it. It rounds otherwise than the
+    # tiles' one, by as much as any logit does; a log-prob stays at most 0. p_out points to this launch's rows of
+    # log-probs; entropies are n_out behind them.
     LN2: tl.constexpr = 0.6931471805599453
     o_r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     m_r = o_r < n_rows
@@ -333,7 +299,7 @@ MERGE_OPTIONS = tuned("merge_tiles_kernel")
 
 
 def _row_stride(tensor: Tensor) -> int:
-    """Return the elements from row to row; of a single row, where strides say nothing, its length."""
+    # Strides say nothing of a single row.
     return tensor.stride(0) if len(tensor) > 1 else tensor.size(1)
 
 
@@ -343,7 +309,7 @@ def _is_aligned(tensor: Tensor) -> bool:
 
 
 def _programs(device: torch.device) -> int:
-    """Count the programs of a persistent launch: one per multiprocessor; a few in the interpreter."""
+    # One a multiprocessor; a few in the interpreter.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 

@@ -87,7 +87,6 @@ class _Strips:
 def _without_dead_rows(
     index: Index, hidden: Tensor, gradient: Tensor, by_logprob: Tensor
 ) -> tuple[Index, Tensor, Tensor]:
-    """Return the chunk without its rows of zero gradient (clipped ones), if those are worth a copy of the others."""
     live = by_logprob.nonzero().squeeze(1)
     if len(live) > (1 - DEAD_SHARE) * len(hidden):
         return index, hidden, gradient

@@ -35,7 +35,6 @@ def _run(
 
 
 def _fake_outputs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a loss, stats and unit that have only shape and dtype."""
     dtype = compute_dtype(logits.dtype)
     shapes = ((), (len(STATS), targets.numel()), ())
     loss, stats, unit = (torch.empty(shape, dtype=dtype, device=logits.device) for shape in shapes)

@@ -46,7 +46,6 @@ def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _keeps_sums(tensor: Tensor) -> bool:
-    """Whether products of halves on the tensor's device can be given as the float32 sums that they are."""
     return tensor.is_cuda
 
 
@@ -60,7 +59,7 @@ def _onednn(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _multiply_in_blocks(left: Tensor, right: Tensor, out: Tensor, add: bool) -> Tensor:
-    """Multiply strip by strip, of columns or, where there are more of them, rows: oneDNN allocates its results."""
+    # Strips of columns or, where there are more of them, rows: oneDNN allocates its results.
     size = max(_BLOCK_ELEMENTS // min(out.shape), 64)
     if len(out) > out.size(1):
         blocks = [(some, right, place) for some, place in zip(left.split(size), out.split(size), strict=True)]

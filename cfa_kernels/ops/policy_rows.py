@@ -107,10 +107,8 @@ def policy_rows_kernel(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row at the token level: log-prob, loss, metrics and gradient. p_stats is (5, N): `STATS`.
-
-    Plain form: `row_logprobs_reference`, then `policy_terms`, then `row_gradients_reference`.
-    """
+    """Compute one row at the token level: log-prob, loss, metrics and gradient. p_stats is (5, N): `STATS`."""
+    # Plain form: `row_logprobs_reference`, then `policy_terms`, then `row_gradients_reference`.
     i_n = tl.program_id(0).to(tl.int64)
     p_logits += i_n // T * stride_b + i_n % T * stride_t
     p_gradient += i_n // T * stride_gb + i_n % T * stride_gt
@@ -205,7 +203,6 @@ def launch_options(vocabulary: int, element_size: int, *, hip: bool = False) -> 
 
 
 def _run(kernel: Any, logits: Tensor, *arguments: Any, programs: int = 2**31 - 1, **constexprs: Any) -> None:
-    """Run a kernel with a program for each row of logits (B, T, V), or as many as given, on their device."""
     options = launch_options(logits.size(-1), logits.element_size(), hip=torch.version.hip is not None)
     if interpreting():
         options["num_warps"] = 1

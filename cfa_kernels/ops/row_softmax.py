@@ -147,7 +147,7 @@ def probabilities(
 
 
 def _in_blocks(below: Tensor, p: Tensor, tilt: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Cut rows (B, T, ...) into blocks of T, on a CPU small ones: they are read again and again."""
+    # On a CPU small ones: they are read again and again.
     rows, size = below.shape[1], below.size(0) * below.size(2)
     height = max(_IN_CACHE // max(size, 1), 1) if below.device.type == "cpu" else max(rows, 1)
     for start in range(0, rows, height):
@@ -207,10 +207,8 @@ def load_logits(
     p_logits, p_bias, o_v, m_v, stride_v, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Load some logits of a row in fp32 after bias and softcap, -inf outside the mask, and the cap's slope.
-
-    LAST: nobody here reads them again, so that they are the first to leave the L2 cache.
-    """
+    """Load some logits of a row in fp32 after bias and softcap, -inf outside the mask, and the cap's slope."""
+    # LAST: nobody here reads them again, so that they are the first to leave the L2 cache.
     p_some = p_logits + o_v.to(tl.int64) * stride_v
     eviction: tl.constexpr = "evict_first" if LAST else ""
     b_z = tl.load(p_some, mask=m_v, other=float("-inf"), eviction_policy=eviction).to(tl.float32)
@@ -226,11 +224,9 @@ def load_logits(
 
 @triton.jit
 def row_tile(i, V, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """Return columns (BLOCK // VECTOR, VECTOR) of tile i of a row, and which of its rows are within V.
-
-    A lane holds whole rows of it, VECTOR logits each, of which all or none are read: one access of 16 bytes, of
-    whatever V is a multiple. What that leaves over is `row_rest`.
-    """
+    """Return columns (BLOCK // VECTOR, VECTOR) of tile i of a row, and which of its rows are within V."""
+    # A lane holds whole rows of it, VECTOR logits each, of which all or none are read: one access of 16 bytes, of
+    # whatever V is a multiple. What that leaves over is `row_rest`.
     o_v = i * BLOCK + tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR
     return o_v + tl.arange(0, VECTOR)[None, :], o_v + VECTOR <= V
 
@@ -249,12 +245,10 @@ def row_sums(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest logit of a row, log of the sum of exponentials from there, and the entropy; see the reference.
-
-    Every VECTOR logits that a lane holds keep a maximum and sums of their own, so a tile costs one exponential per
-    logit and no exchange between lanes. The row is read from its end: its beginning, which the gradient reads
-    first, is then still in cache.
-    """
+    """Return the largest logit of a row, log of the sum of exponentials from there, and the entropy."""
+    # Every VECTOR logits that a lane holds keep a maximum and sums of their own, so a tile costs one exponential per
+    # logit and no exchange between lanes. The row is read from its end: its beginning, which the gradient reads first,
+    # is then still in cache.
     LOWEST: tl.constexpr = -1.0e38  # finite, so that no difference of two maxima is undefined
     LANES: tl.constexpr = BLOCK // VECTOR
     factor = inv_temperature * LOG2E
@@ -297,11 +291,9 @@ def target_logprob(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """Return the log-prob of the target, then `row_sums`; nan for a target outside the vocabulary, which is never read.
-
-    The target's logit comes first: behind the sums, whose barriers are the last before a gradient goes over the
-    logits, one warp could read it when another has overwritten it.
-    """
+    """Return the log-prob of the target, nan if it is outside the vocabulary, then `row_sums`."""
+    # The target's logit comes first: behind the sums, whose barriers are the last before a gradient goes over the
+    # logits, one warp could read it when another has overwritten it.
     valid = (target >= 0) & (target < V)
     chosen, _ = load_logits(p_logits, p_bias, target, valid, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP, False)
     chosen = tl.where(valid, chosen, float("nan"))
@@ -330,10 +322,8 @@ def _write_some(
     row_max, log2_sum, factor, softcap, prob_coeff, label_coeff, entropy_coeff,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Do `write_gradient` for some columns; `near` is whether the target may be one of them.
-
-    Logits and gradient leave the L2 cache before the logits of other rows, which are yet to be read a second time.
-    """
+    """Do `write_gradient` for some columns; `near` is whether the target may be one of them."""
+    # Logits and gradient leave the L2 cache before the logits of other rows, which are yet to be read a second time.
     b_z, b_slope = load_logits(p_logits, p_bias, o_v, m_v, stride_v, softcap, HAS_BIAS, HAS_SOFTCAP, True)
     b_log2p = (b_z - row_max) * factor - log2_sum
     b_p = tl.exp2(b_log2p)
@@ -356,11 +346,9 @@ def write_gradient(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of a row by its logits; see `row_gradients_reference`. It may go over the logits themselves.
-
-    OVERLAPS: the gradient's elements are narrower than the logits' and start at the same address. Then tile i of
-    the gradient covers tiles <= i of the logits, and no lane may store before all have loaded.
-    """
+    """Write the gradient of a row by its logits, perhaps over them; see `row_gradients_reference`."""
+    # OVERLAPS: the gradient's elements are narrower than the logits' and start at the same address. Then tile i of the
+    # gradient covers tiles <= i of the logits, and no lane may store before all have loaded.
     prob_coeff = -by_logprob
     if WITH_ENTROPY:
         prob_coeff -= by_entropy * entropy

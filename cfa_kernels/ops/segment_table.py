@@ -278,13 +278,11 @@ _ALIVE: WeakValueDictionary[tuple[int, ...], SegmentTable] = WeakValueDictionary
 
 
 def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Number the members of groups of `counts` members: the group of each, and its number there."""
     group = np.repeat(np.arange(len(counts)), counts)
     return group, np.arange(len(group)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _ordinal(*columns: np.ndarray) -> np.ndarray:
-    """Count the changes of the columns up to each row, int64."""
     changed = np.zeros(len(columns[0]), dtype=bool)
     for column in columns:
         changed[1:] |= column[1:] != column[:-1]

@@ -196,10 +196,8 @@ def token_terms_triton(
     low, high, delta, beta, sapo_pos, sapo_neg, log_ratio_max,
     LOSS_TYPE: tl.constexpr, HAS_REF: tl.constexpr, CORRECT_KL: tl.constexpr,
 ):  # fmt: skip
-    """Return `token_terms` at the token level for one token: (loss, d loss / d logprob, ratio, kl, clip), fp32 scalars.
-
-    low and high bound the ratio: 1 - epsilon, 1 + epsilon_high, or epsilon_high itself for cispo.
-    """
+    """Return `token_terms` of one token at its level: (loss, d loss / d logprob, ratio, kl, clip), fp32 scalars."""
+    # low and high bound the ratio: 1 - epsilon, 1 + epsilon_high, or epsilon_high itself for cispo.
     log_ratio = logprob - old_logprob
     inside = log_ratio <= log_ratio_max
     ratio = tl.exp(minimum(log_ratio, log_ratio_max))

@@ -196,15 +196,13 @@ def tree_attention_kernel(
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     WITH_LSE: tl.constexpr, PRECISION: tl.constexpr, LOG2E: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile: BLOCK_M // GROUP tokens of one segment times the query heads of one key head.
-
-    The definition is `tree_attention_reference`. Grid: (work items, key heads). `span` is the positions of the
-    sliding window or of an attention chunk; rows before `first_query_row` have no query and no result. A head's
-    columns are one block, or a block and a narrower one for the rest. Blocks of keys are cut by position only, never
-    by where the rows are or where a tile starts, so a row's sums are formed in the same order in every pack.
-    WITH_LSE, p_lse (N, H) takes the logarithm, to base 2, of a row's sum of exponentials, sink included. Strides
-    count STRIDE_UNIT elements.
-    """
+    """Compute one tile: BLOCK_M // GROUP tokens of one segment times the query heads of one key head."""
+    # The definition is `tree_attention_reference`. Grid: (work items, key heads). `span` is the positions of the
+    # sliding window or of an attention chunk; rows before `first_query_row` have no query and no result. A head's
+    # columns are one block, or a block and a narrower one for the rest. Blocks of keys are cut by position only, never
+    # by where the rows are or where a tile starts, so a row's sums are formed in the same order in every pack.
+    # WITH_LSE, p_lse (N, H) takes the logarithm, to base 2, of a row's sum of exponentials, sink included. Strides
+    # count STRIDE_UNIT elements.
     i_head = tl.program_id(1).to(tl.int64)
     p_work += tl.program_id(0).to(tl.int64) * 5
     row_start = tl.load(p_work)
@@ -479,7 +477,6 @@ def _forward_operations(*inputs: Any, **_: Any) -> int:
 
 @register_flop_formula(torch.ops.cfa_kernels.tree_attention_backward, get_raw=True)
 def _backward_operations(*inputs: Any, **_: Any) -> int:
-    """Count scores once more and the gradients of scores, q, k and v, as torch counts its own attention."""
     given = _BackwardArguments(*inputs)
     return 2 * _visible_pairs(given) * given.q.shape[1] * (3 * given.q.shape[2] + 2 * given.by_out.shape[2])
 

@@ -99,12 +99,10 @@ def query_gradient_kernel(
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, LOG2E: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of q and delta for one tile of the forward: BLOCK_M // GROUP tokens, heads of one key head.
-
-    Grid, work list and the order of keys are those of `tree_attention_kernel`, so that a row's gradient does not
-    depend on the rest of the pack either. `p_out`, `p_lse`, `p_delta` and `p_by_q` are contiguous. Strides count
-    STRIDE_UNIT elements.
-    """
+    """Compute the gradient of q and delta for one tile of the forward."""
+    # Grid, work list and the order of keys are those of `tree_attention_kernel`, so that a row's gradient does not
+    # depend on the rest of the pack either. `p_out`, `p_lse`, `p_delta` and `p_by_q` are contiguous. Strides count
+    # STRIDE_UNIT elements.
     i_head = tl.program_id(1).to(tl.int64)
     p_work += tl.program_id(0).to(tl.int64) * 5
     row_start = tl.load(p_work)
@@ -180,11 +178,9 @@ def _seers(
     p_seers, n_seers, o_query, own, base, first, row_start, position, end,
     HAS_REACH: tl.constexpr,
 ):  # fmt: skip
-    """Return the packed row of queries `o_query` of a tile, how many of its keys they see, and their position.
-
-    Queries from `end` on see none and have the tile's first row: a gradient there that is not finite is in this
-    tile's sums anyway, and must not come, times 0, into those of others.
-    """
+    """Return the packed row of queries `o_query` of a tile, how many of its keys they see, and their position."""
+    # Queries from `end` on see none and have the tile's first row: a gradient there that is not finite is in this
+    # tile's sums anyway, and must not come, times 0, into those of others.
     m_listed = (o_query >= own) & (o_query < end)
     p_listed = p_seers + (base + o_query)
     b_row = row_start + o_query
@@ -209,12 +205,10 @@ def key_gradient_kernel(
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, LOG2E: tl.constexpr, WIDEN: tl.constexpr, COLUMN_LOADS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of k, v or both for one tile of BLOCK_N rows of a segment and one key head.
-
-    Grid: (entries of `SegmentTable.key_work`, key heads). All query heads of the key head and all rows that see the
-    tile, heads first, add to the same float32 sums, BLOCK_M at a time; those are rounded once, or go to `p_parts`,
-    (partial sums, key heads, BLOCK_N, KEY_BLOCK + VALUE_BLOCK), for `sum_parts_kernel`.
-    """
+    """Compute the gradients of k, v or both for one tile of BLOCK_N rows of a segment and one key head."""
+    # Grid: (entries of `SegmentTable.key_work`, key heads). All query heads of the key head and all rows that see the
+    # tile, heads first, add to the same float32 sums, BLOCK_M at a time; those are rounded once, or go to `p_parts`,
+    # (partial sums, key heads, BLOCK_N, KEY_BLOCK + VALUE_BLOCK), for `sum_parts_kernel`.
     i_head = tl.program_id(1).to(tl.int64)
     p_work += tl.program_id(0).to(tl.int64) * 9
     row_start = tl.load(p_work)
@@ -325,7 +319,6 @@ def sum_parts_kernel(
 
 
 def _head_blocks(key_dim: int, value_dim: int) -> dict[str, int]:
-    """Put the columns of a head into one block of a power of two, at least 16 wide, as matrix products ask."""
     key_block, value_block = (triton.next_power_of_2(max(dim, 16)) for dim in (key_dim, value_dim))
     return {"KEY_DIM": key_dim, "KEY_BLOCK": key_block, "VALUE_DIM": value_dim, "VALUE_BLOCK": value_block}
 

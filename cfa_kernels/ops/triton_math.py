@@ -14,10 +14,8 @@ def minimum(x, y):
 
 @triton.jit
 def tanh(x):
-    """Compute the hyperbolic tangent in fp32, accurate near zero, saturating without overflow.
-
-    `1 - 2 / (e^2x + 1)` cancels for small arguments, so those take the odd Taylor polynomial.
-    """
+    """Compute the hyperbolic tangent in fp32, accurate near zero, saturating without overflow."""
+    # `1 - 2 / (e^2x + 1)` cancels for small arguments, so those take the odd Taylor polynomial.
     x2 = x * x
     near_zero = x * (1.0 + x2 * (-0.3333333333333333 + x2 * (0.13333333333333333 - x2 * 0.05396825396825397)))
     far = 1.0 - 2.0 / (tl.exp(minimum(2.0 * x, 60.0)) + 1.0)

@@ -40,7 +40,6 @@ def _tile(block_m: int, block_n: int, num_warps: int, num_stages: int, **more: i
 def _product(
     block_m: int, block_n: int, block_k: int, num_warps: int, num_stages: int, *, tma: bool = False, **more: int
 ) -> dict[str, Any]:
-    """Options of `tile_statistics_kernel`; with `tma` operands come by the tensor memory accelerator."""
     return _tile(block_m, block_n, num_warps, num_stages, BLOCK_K=block_k, TMA=tma, FLATTEN=tma, **more)
 
 

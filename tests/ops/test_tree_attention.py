@@ -1,7 +1,5 @@
 """tree_attention equals plain causal attention along every path of the tree, in PyTorch and in Triton."""
 
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 import torch
@@ -112,18 +110,6 @@ def test_the_kernel_agrees_with_the_reference_on_ragged_trees(device, rows, head
     torch.testing.assert_close(ours.double(), expected, rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize(
-    "dims", [(8, 8), (24, 16), (16, 24), (72, 40), (80, 64), (96, 96), (160, 8), (192, 128), (112, 256), (256, 200)]
-)
-def test_keys_and_values_of_any_width_agree_with_the_reference(dims, device):
-    table, _ = build([[*range(19), 1], [*range(11), 99, *range(9)]])
-    q, k, v = qkv(table.num_rows, 3, 1, dims[0], torch.float32, dims[1], device)
-    ours = tree_attention(q, k, v, table, backend="triton")
-    assert ours.shape == (table.num_rows, 3, dims[1])
-    expected = tree_attention(*(x.double().cpu() for x in (q, k, v)), table)
-    torch.testing.assert_close(ours.double().cpu(), expected, rtol=0, atol=5e-6)
-
-
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("option", [{}, {"sliding_window": 9}, {"attention_chunk_size": 12}, {"softcap": 2.0}])
 def test_queries_from_a_segment_on_get_the_results_they_get_among_all(option, backend, device):
@@ -141,16 +127,6 @@ def test_gradients_of_some_rows_alone_are_refused(backend, device):
     arguments["q"] = arguments["q"][3:].requires_grad_()
     with pytest.raises(NotImplementedError, match="no gradient with first_query_row 3"):
         tree_attention(**arguments, first_query_row=3, backend=backend)
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # the share of such a sink is all there is
-def test_a_sink_may_lie_far_from_the_logits(device):
-    table, _ = build([[1, 2, 3, 4], [1, 2, 5]])
-    q, k, v = qkv(table.num_rows, 4, 2, 16, torch.float32, device=device)
-    sinks = torch.tensor([-torch.inf, -1e4, 30.0, 1e4], device=device)
-    ours = tree_attention(q, k, v, table, sinks=sinks, backend="triton").cpu()
-    expected = tree_attention(*(x.double().cpu() for x in (q, k, v)), table, sinks=sinks.cpu())
-    torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-30)  # of values down to 1e-16
 
 
 # A logit times this and the kernel's LOG2E is the logit itself, to the last bit of float32.
@@ -220,19 +196,6 @@ def test_a_rows_result_is_bitwise_the_same_in_any_pack(option, device):
         assert torch.equal(alone, backwards)
 
 
-def test_another_cut_of_key_blocks_shows_in_the_bits_of_exact_values(monkeypatch, device):
-    """So the test before this one can fail."""
-    launch_options = module.launch_options
-    block = launch_options(module.architecture(device), torch.float32, 16, 16, 2, RULE)["BLOCK_N"]
-    values = exact_values(block, device)
-    shipped = attend_in_packs(PACKED, ALONE, values, scale=SCALE_OF_ONE)
-    monkeypatch.setattr(module, "launch_options", lambda *a, **k: launch_options(*a, **k) | {"BLOCK_N": 2 * block})
-    other = attend_in_packs(PACKED, ALONE, values, scale=SCALE_OF_ONE)
-    assert not any(torch.equal(a, b) for a, b in zip(shipped, other, strict=True))
-    for a, b in zip(shipped, other, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0.01)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("option", [{}, {"sliding_window": 23}, {"softcap": 3.0}], ids=["full", "window", "softcap"])
@@ -244,24 +207,6 @@ def test_a_rows_result_is_bitwise_the_same_in_any_pack_for_any_values(option):
     for alone, together, backwards in zip(*packs, strict=True):
         assert torch.equal(alone, together)
         assert torch.equal(alone, backwards)
-
-
-def test_strided_inputs_give_the_same_result(device):
-    table, _ = build(realistic_rows(completions=1, length=40))
-    q, k, v = qkv(table.num_rows, 4, 2, 16, torch.float32, device=device)
-    transposed = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
-    assert not transposed[0].is_contiguous()
-    plain = tree_attention(q, k, v, table, backend="triton")
-    assert torch.equal(tree_attention(*transposed, table, backend="triton"), plain)
-
-
-def test_every_output_is_written(monkeypatch, device):
-    """An output buffer full of nan leaves no nan behind."""
-    table, _ = build(realistic_rows(completions=1))
-    q, k, v = qkv(table.num_rows, 6, 2, 24, torch.float32, 80, device)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
-    assert torch.isfinite(tree_attention(q, k, v, table, backend="triton")).all()
 
 
 def valid(device):
@@ -310,27 +255,6 @@ def test_unsupported_input_is_refused_by_name(change, message, device):
     change(arguments)
     with pytest.raises(ValueError, match=message):
         tree_attention(**arguments)
-
-
-def test_the_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch, device):
-    """Triton launches on the current device, which need not be theirs."""
-    events = []
-
-    @contextmanager
-    def device_of(tensor):
-        events.append(tensor.data_ptr())
-        yield
-        events.append("left")
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: events.append("launched")
-
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr(module, "tree_attention_kernel", Kernel())
-    arguments = valid(device)
-    tree_attention(**arguments, backend="triton")
-    assert events == [arguments["q"].data_ptr(), "launched", "left"]
 
 
 @pytest.mark.gpu

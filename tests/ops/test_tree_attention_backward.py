@@ -100,8 +100,10 @@ def test_edges_of_tiles_and_of_segments_lose_no_gradient(tree, option, device):
         assert_exact(gradients(inputs, table, "triton", **option), exact_gradients(inputs, table, **option))
 
 
-@pytest.mark.parametrize("dims", [(8, 8), (24, 16), (16, 40), (80, 72), (128, 96), (192, 128), (112, 256)])
-def test_gradients_of_any_width_agree_with_the_reference(dims, device):
+@pytest.mark.parametrize(
+    "dims", [(8, 8), (24, 16), (16, 40), (80, 72), (72, 40), (128, 96), (192, 128), (112, 256), (256, 200)]
+)
+def test_results_and_gradients_of_any_width_agree_with_the_reference(dims, device):
     table, _ = build([[*range(19), 1], [*range(11), 99, *range(5)]])
     inputs = qkv(table.num_rows, 3, 1, dims[0], torch.float32, dims[1], device)
     assert_exact(gradients(inputs, table, "triton"), exact_gradients(inputs, table))

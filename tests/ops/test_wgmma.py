@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.wgmma import overwritten_inputs, parse, products_with_register_input
+from tests.support.wgmma import overwritten_inputs
 
 pytestmark = pytest.mark.slow
 
@@ -68,12 +68,3 @@ def test_other_writes_are_no_finding(lines):
 def test_a_jump_to_nowhere_is_refused():
     with pytest.raises(ValueError, match="cannot follow BRX R2"):
         overwritten_inputs(listing(LAST, "BRX R2 -0x10", WAIT_ALL))
-
-
-def test_every_line_of_a_listing_is_read():
-    instructions, labels = parse(listing(".L_x_1:", LAST, OTHER, "@!P2 BRA `(.L_x_1)", ".L_x_2:", "EXIT"))
-    assert [instruction.opcode for instruction in instructions] == [
-        "HGMMA.64x128x16.F32.BF16", "HGMMA.64x64x16.F32.BF16", "BRA", "EXIT",
-    ]  # fmt: skip
-    assert labels == {".L_x_1": 0, ".L_x_2": 3}
-    assert products_with_register_input(listing(LAST, OTHER)) == 1
