@@ -18,14 +18,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import matplotlib
 import numpy as np
 from scipy import stats
 
 from benchmarks.harness.results import Pieces, made_by, table
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 PLAIN = "plain DAPO"
 
@@ -212,30 +208,6 @@ def _corrections(document: Mapping[str, Any]) -> str:
         return ""
     got, right = (100 * statistics.fmean(share[name] for share in shares) for name in ("fraction", "right_fraction"))
     return f" ({got:.1f} % of completions got a correction, {right:.1f} % of the corrections were right)"
-
-
-def plot(document: Mapping[str, Any], path: Path) -> Path:
-    """Mean accuracy over steps and over seconds, with a band of one standard deviation."""
-    figure, axes = pyplot.subplots(1, 2, figsize=(14, 5), sharey=True, layout="constrained")
-    others = [arm for arm in document["curves"] if arm != PLAIN]
-    styles = {
-        arm: {"color": f"C{i % 10}", "ls": ("-", "--", ":")[i // 10 % 3], "lw": 1.4} for i, arm in enumerate(others)
-    }
-    styles[PLAIN] = {"color": "k", "lw": 2.2}
-    for arm, curves in document["curves"].items():
-        accuracy = 100 * np.array([curve["accuracy"] for curve in curves])
-        mean, deviation = accuracy.mean(0), accuracy.std(0, ddof=1 if len(accuracy) > 1 else 0)
-        for axis, x in zip(axes, (curves[0]["step"], np.mean([c["seconds"] for c in curves], axis=0)), strict=True):
-            (line,) = axis.plot(x, mean, label=arm, **styles[arm])
-            axis.fill_between(x, mean - deviation, mean + deviation, color=line.get_color(), alpha=0.05, lw=0)
-    for axis, label in zip(axes, ("step", "CPU seconds of training steps"), strict=True):
-        axis.set_xlabel(label)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("held-out accuracy, %")
-    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside right center")
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
 
 
 # One core each, and a clock of the run's own CPU seconds, which other load on the machine does not stretch.

@@ -91,15 +91,13 @@ def _planted(options: argparse.Namespace, head: Head) -> list[Path]:
     folder = options.model or train(options.folder, _filled(options, Recipe, "train-"))
     models = {name: [load(folder, name, seed=i) for i in range(COPIES[name])] for name in options.models}
     document = head | planted.run(models, _pieces(options, settings, head), settings, methods=options.methods)
-    paths = write(document, planted_tables.markdown(document), options.results, "evidence-planted")
-    return [*paths, planted_tables.plot(document, options.results / "evidence-planted.png")]
+    return write(document, planted_tables.markdown(document), options.results, "evidence-planted")
 
 
 def _ablation(options: argparse.Namespace, head: Head) -> list[Path]:
     settings = _filled(options, ablation.Settings)
     document = head | ablation.run(_pieces(options, settings, head), options.folder, settings, arms=options.arms)
-    paths = write(document, ablation.markdown(document), options.results, "evidence-ablation")
-    return [*paths, ablation.plot(document, options.results / "evidence-ablation.png")]
+    return write(document, ablation.markdown(document), options.results, "evidence-ablation")
 
 
 def _variance(options: argparse.Namespace, head: Head) -> list[Path]:

@@ -1,10 +1,7 @@
-"""Write the results of `planted.py` as Markdown and as a picture."""
+"""Write the results of `planted.py` as Markdown."""
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.models import RANDOM, TRAINED
 from benchmarks.evidence.problems import KINDS
 from benchmarks.harness.results import interval, made_by, table
 
@@ -80,51 +77,4 @@ def _step_values(results: dict[str, Any], settings: dict[str, Any]) -> str:
         + table(["method", *truths], [[name, *(interval(row[name]) for row in truths.values())] for name in names])
         + f"\nThe step advantage judged as a method: AUROC direct {interval(own['direct'].get('auroc'))}, total "
         f"{interval(own['total'].get('auroc'))}, wrong step {interval(own['origin'].get('auroc'))}.\n"
-    )
-
-
-def plot(document: dict[str, Any], path: Path) -> Path:
-    """AUROC of every method against both truths, on both models, with intervals; and Spearman with step values."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    models = document["models"]
-    trained = models.get(TRAINED) or next(iter(models.values()))
-    names = list(trained["methods"])
-    panels = [("direct", "AUROC, direct truth"), ("total", "AUROC, total truth")]
-    values = trained.get("step_values", {}).get("own")
-    canvas, axes = pyplot.subplots(
-        1, 2 + bool(values), figsize=(4.2 * (2 + bool(values)), 0.32 * len(names) + 1.4), sharey=True
-    )
-    for axis, (truth, title) in zip(axes, panels, strict=False):
-        for shift, (model, color) in enumerate(((RANDOM, "0.6"), (TRAINED, "C0"))):
-            if model in models:
-                found = models[model]["methods"]
-                figures = [found[name][truth].get("auroc") if name in found else None for name in names]
-                _dots(axis, figures, 0.15 - 0.3 * shift, color, f"{model} model")
-        axis.axvline(0.5, color="0.8", linewidth=1, zorder=0)
-        axis.set_xlim(0, 1.02)
-        axis.set_xlabel(title)
-    if values:
-        _dots(axes[2], [values[name] for name in names], 0, "C0", "trained model")
-        axes[2].axvline(0, color="0.8", linewidth=1, zorder=0)
-        axes[2].set_xlabel("Spearman, Monte-Carlo step advantage")
-    axes[0].set_yticks(range(len(names)), names)
-    axes[0].invert_yaxis()
-    axes[0].legend(fontsize=8)
-    canvas.tight_layout()
-    canvas.savefig(path, dpi=120)
-    pyplot.close(canvas)
-    return path
-
-
-def _dots(axis: Any, figures: Sequence[dict[str, Any] | None], shift: float, color: str, label: str) -> None:
-    there = [(i, figure) for i, figure in enumerate(figures) if figure and figure.get("value") is not None]
-    x = [figure["value"] for _, figure in there]
-    # A percentile interval need not hold the value itself; an arm cannot be negative.
-    errors = [[max(0.0, f["value"] - f["low"]) for _, f in there], [max(0.0, f["high"] - f["value"]) for _, f in there]]
-    axis.errorbar(
-        x, [i + shift for i, _ in there], xerr=errors, fmt="o", color=color, label=label, capsize=2, markersize=4
     )

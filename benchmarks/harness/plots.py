@@ -54,27 +54,6 @@ def plot_growth(figures: list[dict[str, Any]], path: Path) -> None:
     pyplot.close(canvas)
 
 
-def plot_times(figures: list[dict[str, Any]], path: Path) -> None:
-    """Median time of every contender, one panel per workload."""
-    pyplot = _pyplot()
-    groups = list(dict.fromkeys(figure["group"] for figure in figures))
-    canvas, panels = pyplot.subplots(len(groups), 1, figsize=(8, 3.4 * len(groups)), squeeze=False)
-    for panel, group in zip(panels[:, 0], groups, strict=True):
-        bars = sorted((f for f in figures if f["group"] == group), key=lambda f: -f["seconds"]["median"])
-        medians = [f["seconds"]["median"] for f in bars]
-        colors = ["C1" if f["name"] == "ours" else "C0" for f in bars]
-        drawn = panel.barh(
-            [f["name"] for f in bars], medians, xerr=[f["seconds"]["iqr"] / 2 for f in bars], color=colors
-        )
-        panel.bar_label(drawn, labels=[f"{m:.3g} s, {m / min(medians):.1f} x" for m in medians], padding=4, fontsize=8)
-        panel.set_xlim(0, max(medians) * 1.45)
-        panel.set_title(group, fontsize=10)
-        panel.set_xlabel("seconds (median)")
-    canvas.tight_layout()
-    canvas.savefig(path, dpi=120)
-    pyplot.close(canvas)
-
-
 def plot_steps(figures: list[dict[str, Any]], path: Path) -> None:
     """Draw the time of a training step, credit and update stacked, one panel per workload."""
     pyplot = _pyplot()
@@ -103,10 +82,8 @@ def plot_results(results: Path) -> list[Path]:
     """Write every picture that a result file holds figures for; return their paths."""
     parts = json.loads(results.read_text())["parts"]
     figures = {name: part.get("figures", []) for name, part in parts.items()}
-    scoring = figures.get("scoring", [])
     drawings = (
-        ("sweeps", plot_growth, [figure for figure in scoring if "axis" in figure]),
-        ("scoring", plot_times, [figure for figure in scoring if "axis" not in figure]),
+        ("sweeps", plot_growth, [figure for figure in figures.get("scoring", []) if "axis" in figure]),
         ("step", plot_steps, figures.get("step", [])),
     )
     written = []

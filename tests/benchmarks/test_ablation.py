@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.evidence import ablation
-from benchmarks.evidence.ablation import ARMS, PLAIN, Settings, compare, markdown, paired, plot, run
+from benchmarks.evidence.ablation import ARMS, PLAIN, Settings, compare, markdown, paired, run
 from benchmarks.harness.results import Pieces
 from tests.support.embedded import SMALL
 
@@ -51,13 +51,12 @@ def test_differences_that_do_not_scatter_have_no_error():
     assert paired([2], [1]) == {"mean": 1, "error": None, "p": None}
 
 
-def test_the_table_and_the_picture_name_every_arm(tmp_path):
+def test_the_table_names_every_arm():
     document = {"settings": {"steps": 20, "seeds": 2, "eval_problems": 8}, "curves": CURVES} | ENVIRONMENT
     document["arms"] = compare(CURVES)
     text = markdown(document)
     assert "| counterfactual | 80.0 ± 0.0 |" in text
     assert "+15.0 ± 5.0 (0.20)" in text
-    assert plot(document, tmp_path / "a.png").stat().st_size > 10_000
 
 
 def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
