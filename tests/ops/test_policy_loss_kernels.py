@@ -452,7 +452,7 @@ def test_in_place_leaves_the_logits_alone_without_gradients(device):
         ({"logits": torch.zeros(B, T, 0)}, ValueError, r"logits must not be empty, got shape \(3, 4, 0\)"),
         ({"logits": torch.zeros(B, T, V).long()}, TypeError, "logits must be floating point"),
         ({"targets": torch.full((B, T), V)}, ValueError, r"targets must be in \[0, 37\).*row 0, token 0 is 37"),
-        ({"targets": torch.zeros(B, T)}, TypeError, "targets must be int64, got torch.float32"),
+        ({"targets": torch.zeros(B, T)}, TypeError, "targets must be torch.int64, got torch.float32"),
         ({"targets": torch.zeros(B, T + 1).long()}, ValueError, r"targets must have shape \(3, 4\), got \(3, 5\)"),
         ({"temperature": 0.0}, ValueError, r"temperature must be in \[1e-38, 1e38\], got 0.0"),
         ({"softcap": -1.0}, ValueError, r"softcap must be in \[.*\], got -1.0"),
