@@ -11,7 +11,6 @@ import math
 import platform
 import random
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,10 +18,9 @@ from typing import NamedTuple
 
 import torch
 import yaml
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from tqdm import tqdm
 from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -222,7 +220,7 @@ def training_rows(config: WarmupConfig) -> tuple[list[Row], list[Row]]:
 
 def warm_up(config: WarmupConfig) -> Path:
     """Train tokenizer and model, report greedy accuracy, write the model folder and return it."""
-    folder, started, console = Path(config.output_dir), time.perf_counter(), Console(highlight=False)
+    folder = Path(config.output_dir)
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"output_dir: {folder} is not empty; name another folder or remove it")
     rows, held_out = training_rows(config)
@@ -235,52 +233,40 @@ def warm_up(config: WarmupConfig) -> Path:
     scheduler = get_cosine_with_min_lr_schedule_with_warmup(
         optimizer, config.warmup_steps, config.max_steps, min_lr_rate=0.1
     )
-    console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(examples):,} solutions")
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}")]
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
-        bar = progress.add_task("warm-up", total=config.max_steps, note="")
-        feed = batches(examples, config.batch_size, random.Random(config.seed))
-        losses = []
-        for step in range(1, config.max_steps + 1):
-            loss = solution_loss(model, next(feed), tokenizer.pad_token_id)
-            losses.append(loss.item())
-            if not math.isfinite(losses[-1]):
-                raise FloatingPointError(f"step {step}: loss is {losses[-1]}; nothing was saved")
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            progress.update(bar, advance=1, note=f"loss {losses[-1]:.3f}")
-            if step % math.ceil(config.max_steps / 10) == 0:
-                console.print(f"  step {step:>5}   loss {sum(losses[-100:]) / len(losses[-100:]):.4f}")
-        longest = sorted(len(example.solution) for example in examples)[int(0.995 * len(examples))]
-        length_limit = 16 * math.ceil(longest * 1.1 / 16)
-        bar = progress.add_task("held-out", total=len(held_out), note="")
-        result = evaluate(
-            TransformersEngine(model.eval(), tokenizer, RolloutSettings()),
-            held_out,
-            [encode_prompt(row["question"], tokenizer) for row in held_out],
-            TrainConfig(eval_batch_size=128, max_completion_length=length_limit),
-            advance=lambda n: progress.advance(bar, n),
-        )
-    save_policy(model, tokenizer, folder)
-    (folder / DEFAULTS_FILE).write_text(
-        yaml.safe_dump(SUITED | {"max_completion_length": length_limit}, sort_keys=False), encoding="utf-8"
+    losses = list[float]()
+    feed = itertools.islice(batches(examples, config.batch_size, random.Random(config.seed)), config.max_steps)
+    for step, batch in enumerate(tqdm(feed, "warm-up", config.max_steps), 1):
+        loss = solution_loss(model, batch, tokenizer.pad_token_id)
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            raise FloatingPointError(f"step {step}: loss is {losses[-1]}; nothing was saved")
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+    longest = sorted(len(example.solution) for example in examples)[int(0.995 * len(examples))]
+    length_limit = 16 * math.ceil(longest * 1.1 / 16)
+    result = evaluate(
+        TransformersEngine(model.eval(), tokenizer, RolloutSettings()),
+        held_out,
+        [encode_prompt(row["question"], tokenizer) for row in held_out],
+        TrainConfig(eval_batch_size=128, max_completion_length=length_limit),
     )
+    save_policy(model, tokenizer, folder)
+    suited = yaml.safe_dump(SUITED | {"max_completion_length": length_limit}, sort_keys=False)
+    (folder / DEFAULTS_FILE).write_text(suited, encoding="utf-8")
     record = {
         "config": asdict(config) | {"output_dir": None},
         "loss": sum(losses[-100:]) / len(losses[-100:]),
         "held_out_accuracy": result.accuracy,
         "threads": torch.get_num_threads(),
-        "parameters": sum(p.numel() for p in model.parameters()),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": __version__},
     }
     (folder / "warmup.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    console.print(
-        f"[bold]Held-out accuracy {result.accuracy:.1%}[/bold] ({len(held_out)} problems, greedy; "
-        f"{time.perf_counter() - started:.0f} s). Train on with: python -m trainer --model {folder}",
-        soft_wrap=True,
+    print(
+        f"Held-out accuracy {result.accuracy:.1%} ({len(held_out)} problems, greedy). "
+        f"Train on with: python -m trainer --model {folder}"
     )
     return folder
 

@@ -3,12 +3,6 @@
 A benchmark builds `Contender` values that do the same job, calls `race` and reports each lap with the `report`
 fixture of `conftest.py`. A contender with a wrong answer, or that raises, is refused: it gets no time and its test
 fails. One that cannot run here (a package that is missing) is absent: no time either, and its test is skipped.
-
-    def check(result):                       # raises WrongAnswer
-        assert_close(result, reference)
-
-    laps = race([Contender("ours", run, check), ...], device=device, budget=budget)
-    report(laps["ours"], group="loss")       # in a test marked `@pytest.mark.benchmark(timer=replay_clock)`
 """
 
 import functools

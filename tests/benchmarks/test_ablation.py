@@ -118,4 +118,4 @@ def test_every_arm_is_one_that_the_training_program_takes():
     assert len({str(vars(config)) for config in made.values()}) == len(made)
     unscaled = (PLAIN, "counterfactual, as the paper", "80/20", "prefix_tree")
     weighed = [config for name, config in made.items() if name not in unscaled]
-    assert {config.normalize for config in weighed} == {"mean"}
+    assert {config.counterfactual().normalize for config in weighed} == {"mean"}
