@@ -56,6 +56,8 @@ def page_pieces(
         for name, colour in (("w", "warm"), ("c", "cool"))
         for step in range(1, _STEPS + 1)
     )
+    colours = ("one", "two", "three", "five", "six", "seven", "eight", "four")  # of runs and of stages
+    rules += "".join(f".r{k}, .s{k} {{ --own: var(--{colour}); }}\n" for k, colour in enumerate(colours))
     entries: list[tuple[int, str]] = []
     names: dict[str, None] = {}
     bounds: list[float] = []

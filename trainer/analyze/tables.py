@@ -29,24 +29,6 @@ _EQUALS = re.compile(r"\d\s{0,4}=|=\s{0,4}[$(-]{0,2}\d")
 _HEADER = re.compile(r"\A(?:\W*(?:step|part)\s*\d+\b|\s*#{1,6}\s|\s*\d{1,2}[.)](?:\s|\Z))", re.IGNORECASE)
 _SETUP = re.compile(r"\b(?:let|denote[sd]?|suppose|define[sd]?|assum(?:e|ing))\b", re.IGNORECASE)
 _CONCLUSION = re.compile(r"\b(?:therefore|thus|hence|so|finally|in conclusion|answer)\b", re.IGNORECASE)
-PATTERNS: dict[str, re.Pattern[str]] = {
-    "calculation chain (= ... =)": re.compile(r"=\s{0,4}[^=\s][^=\n]{0,200}="),
-    "multiplication or division": re.compile(
-        r"[\d)]\s?[*×÷/·]\s?[$(]?\d|\\(?:times|cdot|div|frac)\b|\b(?:times|twice|double[sd]?|multipl\w+|divid\w+)\b",
-        re.IGNORECASE,
-    ),
-    "proportion or rate": re.compile(
-        r"%|\b(?:per|each|every|ratio|rate|percent\w*|half|third|quarter|fraction|average)\b", re.IGNORECASE
-    ),
-    "total or sum": re.compile(r"[\d)]\s?\+\s?[$(]?\d|\b(?:totals?|sum|altogether|combined|in all)\b", re.IGNORECASE),
-    "difference or rest": re.compile(
-        r"[\d)]\s?[-−–]\s?[$(]?\d|\b(?:left|remain\w*|minus|difference|fewer|less)\b", re.IGNORECASE
-    ),
-    "conclusion (therefore ...)": _CONCLUSION,
-    "equation set-up (let ...)": _SETUP,
-    "step header (Step 1 ...)": _HEADER,
-}
-"""Patterns of a span's text, at its start for a header, without calculator annotations."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +53,6 @@ def kind_of(text: str) -> str:
         if found:
             return kind
     return "statement"
-
-
-def patterns_of(text: str) -> set[str]:
-    """List which of `PATTERNS` a span's text shows."""
-    text = _ANNOTATION.sub("", text)
-    return {name for name, pattern in PATTERNS.items() if pattern.search(text)}
 
 
 def classes_of(drops: np.ndarray, noise: float) -> tuple[list[str], list[float]]:
@@ -125,7 +101,7 @@ def analyse(samples: Sequence[Sample], *, noise: float | None = None) -> dict[st
             "distractors": _distractors(spans),
         }
         if (spans.length > 1).any():  # a lone token says little of content
-            tables |= {"kinds": _kinds(spans), "patterns": _patterns(spans)}
+            tables["kinds"] = _kinds(spans)
     if names:
         trained = [one for one in samples if not one.truncated and one.advantage != 0 and one.tokens]
         tables["concentration"] = _concentration(trained, names)
@@ -200,23 +176,6 @@ def _kinds(spans: pandas.DataFrame) -> Table:
     columns = ("kind", "spans", "mean drop", "median drop", "critical", "distractors")
     note = "Each span is of one kind, the first of the list that fits."
     return Table("Drops by kind of content", columns, rows, note)
-
-
-def _patterns(spans: pandas.DataFrame) -> Table:
-    critical = [patterns_of(text) for text in spans.text[spans.group == "critical"]]
-    low = [patterns_of(text) for text in spans.text[spans.group.isin(["low", "no effect"])]]
-    rows: list[list[Cell]] = []
-    for name in PATTERNS:
-        counts = [sum(name in patterns for patterns in texts) for texts in (critical, low)]
-        shares = [count / len(texts) if texts else None for count, texts in zip(counts, (critical, low), strict=True)]
-        enrichment = shares[0] / shares[1] if shares[0] is not None and shares[1] else None
-        rows.append([name, counts[0], shares[0], counts[1], shares[1], enrichment])
-    columns = ("pattern", "critical spans", "of critical", "low spans", "of low", "enrichment")
-    note = (
-        "Low is low or without effect. Enrichment is the share among critical spans over that among low ones; none "
-        "where no low span shows the pattern."
-    )
-    return Table("Patterns in critical and in low spans", columns, rows, note)
 
 
 def _means(title: str, column: str, spans: pandas.DataFrame, names: Sequence[str]) -> Table:

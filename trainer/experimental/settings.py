@@ -12,10 +12,8 @@ class CorrectionSettings:
     compare_and_correct: bool = False
     """After IBPO: the policy rewrites wrong completions beside correct siblings; what it gets right raises their reward
     before the group is compared, and only tokens that the correction edits get credit. One more generation a step."""
-    correction_reward: float = 0.6
-    """IBPO's lambda: a wrong completion's reward rises by lambda times the score of its correction."""
-    correction_score: float = 0.5
-    """IBPO's rho: score of a correction that is correct, from 0 to 1; others score 0."""
+    correction_reward: float = 0.3
+    """By how much the reward of a wrong completion rises if its correction is correct: IBPO's lambda times rho."""
     correction_references: int = 1
     """Maximum correct siblings shown beside a wrong completion, nearest by edit distance first."""
     correction_credit: Literal["right", "all"] = "right"
@@ -28,12 +26,8 @@ class CorrectionSettings:
 
     def check_corrections(self, num_generations: int) -> None:
         """Reject values outside their range, naming the setting."""
-        if not abs(self.correction_reward) < float("inf"):
-            raise ValueError(f"correction_reward must be finite, got {self.correction_reward}")
-        if self.correction_reward < 0:
-            raise ValueError(f"correction_reward must be at least 0, got {self.correction_reward}")
-        if not 0 <= self.correction_score <= 1:
-            raise ValueError(f"correction_score must be in [0, 1], got {self.correction_score}")
+        if not 0 <= self.correction_reward < float("inf"):
+            raise ValueError(f"correction_reward must be finite and at least 0, got {self.correction_reward}")
         if not 1 <= self.correction_references < num_generations:
             raise ValueError(
                 f"correction_references must be at least 1 and less than num_generations ({num_generations}), "

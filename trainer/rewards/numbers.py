@@ -69,7 +69,7 @@ def exact_match(
     for i, (completion, gold) in enumerate(zip(completions, answer, strict=True)):
         try:
             number = final_number(completion, answer_format, answer_fallback)
-        except (TypeError, ValueError) as problem:
-            raise type(problem)(f"sample {i}: {problem}") from problem
+        except ValueError as problem:
+            raise ValueError(f"sample {i}: {problem}") from problem
         matches.append(float(number is not None and number == gold_number(gold)))
     return matches

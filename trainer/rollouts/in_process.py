@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CompileConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 from transformers.cache_utils import DynamicCache
 
 from cfa_kernels.hf.head import decoding_head
@@ -31,13 +31,10 @@ class TransformersEngine:
 
     def __init__(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings,
-        compile_config: CompileConfig | None = None, dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        """Find out what `model` can do; `compile_config` says how its decoding step is compiled, if not by default.
-
-        Raises `ValueError` for a setting that it cannot follow, with the reason.
-        """
-        self._policy, self._tokenizer, self._compile_config = model, tokenizer, compile_config
+        """Find out what `model` can do; raises `ValueError` for a setting that it cannot follow, with the reason."""
+        self._policy, self._tokenizer = model, tokenizer
         self._model = model = model if dtype is None else frozen_copy(model, dtype)
         self.notes: list[str] = []
         self._merges = settings.merge_adapters != "never" and self._can_merge(settings)
@@ -64,10 +61,7 @@ class TransformersEngine:
                 return generate(self._model, self._tokenizer, prompts, **options)
             longest = max(map(len, prompts)) + options["max_completion_length"]
             cache = self._cache_for(causal, len(prompts), longest)
-            return generate(
-                self._model, self._tokenizer, prompts, **options, cache=cache, rows=self._shape[0],
-                compile_config=self._compile_config,
-            )  # fmt: skip
+            return generate(self._model, self._tokenizer, prompts, **options, cache=cache, rows=self._shape[0])
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -118,14 +112,12 @@ def generate(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], *,
     max_completion_length: int, keys: Sequence[Sequence[int]] | None = None, temperature: float = 1.0,
     top_p: float = 1.0, names: Sequence[str] | None = None, cache: StaticCache | None = None, rows: int = 0,
-    compile_config: CompileConfig | None = None,
 ) -> Rollouts:  # fmt: skip
     """Complete B prompts with `model` as it is, as `Engine` says. Leaves the model in the mode it was in.
 
     Args:
         cache: an empty one of fixed size, for `rows` rows.
         rows: decoded together, at least B: the last prompt again and again, left out of the result.
-        compile_config: how a decoding step with a cache of fixed size is compiled, if not by default.
     """
     device = next(model.parameters()).device
     count, fed = len(prompts), [list(prompt) for prompt in prompts]
@@ -136,8 +128,7 @@ def generate(
     if keys is not None:
         keys = [*keys, *[keys[-1]] * (len(fed) - count)]
         sampler = KeyedSampler(keyed_uniforms(keys, max_completion_length).to(device), temperature, top_p)
-    special = {"past_key_values": cache, "compile_config": compile_config}
-    special = {name: value for name, value in special.items() if value is not None}
+    special: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
     causal, training = causal_lm(model), model.training
     model.eval()
     try:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.embedded import metrics_of, run, settings
+from tests.support.embedded import settings
 from trainer.report import Report
 from trainer.report.stages import STAGES, StageTimes
 
@@ -84,14 +84,6 @@ def test_on_the_host_stages_are_apart_and_add_up_whatever_is_inside_what(monkeyp
     assert times.metrics() == {
         "step_time": 15, "time/generate": 0, "time/credit": 2, "time/update": 1, "time/other": 4, "time/correct": 8,
     }  # fmt: skip
-
-
-def test_stages_of_a_run_add_up_to_its_steps(tmp_path) -> None:
-    options = ("--max_steps=1", "--eval_problems=1", "--temperature=1.2")
-    (step,) = [entry for entry in metrics_of(run(tmp_path / "run", *options)) if "reward" in entry]
-    parts = [step[f"time/{name}"] for name in STAGES]
-    assert min(parts) > 0
-    assert sum(parts) == pytest.approx(step["step_time"])
 
 
 def test_the_bar_shows_reward_credits_share_and_the_time_left_also_when_steps_take_minutes(tmp_path, capsys) -> None:

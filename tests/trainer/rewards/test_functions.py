@@ -9,7 +9,6 @@ import torch
 
 from cfa_kernels import answer_text_span
 from trainer.config import TrainConfig
-from trainer.evaluate import evaluate
 from trainer.rewards import compute_rewards, exact_match, group_advantages, load_reward
 from trainer.rewards.numbers import final_number, gold_number, parse_number
 from trainer.run import set_up, train
@@ -134,14 +133,6 @@ def test_a_run_trains_and_evaluates_by_its_own_answer_format(monkeypatch, tmp_pa
         assert grade(completions=ENDS_IN_TOTAL, answer=["18"] * 3) == [1.0, 0.0, 0.0]
 
 
-def test_evaluation_grades_with_the_function_it_is_given() -> None:
-    rollouts = SimpleNamespace(texts=ENDS_IN_TOTAL, completion_mask=torch.ones(3, 2), ids=lambda: [[1, 2]] * 3)
-    arguments = (lambda *_, **__: rollouts, [{"question": "?", "answer": "#### 18"}] * 3, [[1]] * 3)
-    for options, correct in (({}, [False, True, False]), ({"answer_format": r"TOTAL (\d+)"}, [True, False, False])):
-        grade = load_reward("exact_match", **options)
-        assert evaluate(*arguments, TrainConfig(eval_batch_size=3), match=grade).correct == correct
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -158,7 +149,7 @@ def test_a_bad_answer_format_ends_the_run_before_it_starts(options: dict, messag
 
 
 def test_an_answer_format_that_returns_nonsense_names_the_sample() -> None:
-    with pytest.raises(TypeError, match=r"sample 1: answer_format must return None or .* got 4"):
+    with pytest.raises(ValueError, match=r"sample 1: answer_format must return None or .* got 4"):
         exact_match(completions=["", "x=18"], answer=["1"] * 2, answer_format=lambda text: len(text) or None)
 
 
@@ -221,10 +212,6 @@ def test_a_reward_that_cannot_be_loaded_is_named(name: str, message: str) -> Non
         load_reward(name)
 
 
-def test_a_reward_is_loaded_by_its_import_path() -> None:
-    assert load_reward("trainer.rewards:exact_match") is exact_match
-
-
 def test_advantages_are_centred_and_scaled_within_each_group() -> None:
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
     groups = rewards.double().view(2, 4)
@@ -242,13 +229,3 @@ def test_a_group_of_equal_rewards_has_advantage_exactly_zero(scale: str) -> None
     advantages = group_advantages(torch.tensor([0.1] * 7 + [1.0] + [0.0] * 6), 7, scale)
     assert (advantages[:7] == 0).all()
     assert (advantages[7:] != 0).all()
-
-
-def test_an_unknown_scale_is_an_error() -> None:
-    with pytest.raises(ValueError, match="scale_rewards must be 'group', 'batch' or 'none', got 'std'"):
-        group_advantages(torch.ones(4), 2, "std")
-
-
-def test_a_number_that_python_cannot_read_is_no_answer() -> None:
-    assert parse_number("1" * 20_000) is None
-    assert exact_match(completions=["#### " + "7" * 20_000], answer=["#### 7"]) == [0.0]

@@ -126,12 +126,3 @@ def test_what_cannot_be_merged_is_named_and_stays_as_it_is(make, message) -> Non
         TransformersEngine(model, tokenizer(), RolloutSettings(merge_adapters="always"))
     (note,) = TransformersEngine(model, tokenizer(), RolloutSettings()).notes
     assert note.startswith("merge_adapters: sampling with the adapters beside")
-
-
-def test_a_model_without_adapters_or_with_all_of_them_off_is_left_alone() -> None:
-    plain, model = tiny(), adapted(tiny())
-    with merged_adapters(plain) as layers:
-        assert layers == 0
-    with model.disable_adapter(), merged_adapters(model) as layers:
-        assert layers == 0
-    assert TransformersEngine(plain, tokenizer(), RolloutSettings(merge_adapters="always")).notes == []

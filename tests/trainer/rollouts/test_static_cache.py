@@ -1,15 +1,10 @@
-"""A cache of fixed size: the same completions, one graph for each decoding step, and shapes that repeat."""
-
-import contextlib
+"""A cache of fixed size: the same completions, and shapes that repeat."""
 
 import pytest
 import torch
-from torch.overrides import _pop_mode_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CompileConfig
 
 from cfa_kernels.hf.model import causal_lm
-from tests.support.adapted import PROMPTS, SAMPLED, adapted, tiny, tokenizer
+from tests.support.adapted import PROMPTS, SAMPLED, tiny, tokenizer
 from trainer.rollouts import RolloutSettings, TransformersEngine
 from trainer.rollouts.in_process import static_cache_obstacle
 
@@ -49,70 +44,6 @@ def test_prompts_that_repeat_are_fed_once_and_their_completions_stay_the_same(op
             assert together.texts[b] == single.texts[0]
             found = together.logprobs[b, : single.logprobs.shape[1]]
             torch.testing.assert_close(found, single.logprobs[0], rtol=1e-6, atol=1e-6)
-
-
-class _Launches(TorchDispatchMode):
-    """Counts operators that run, views left out; one for all that a compiled graph runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count, self.graphs = 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
-def launches_a_token(settings: RolloutSettings, monkeypatch, lengths=(4, 12)) -> tuple[float, _Launches]:
-    """Operators of a decoding step, from completions of two lengths, and what counted them."""
-    model, launches = adapted(tiny(torch.float32)), _Launches()
-
-    def backend(graph, _inputs):  # a function: transformers copies a configuration with all that it holds
-        launches.graphs += 1
-
-        def run(*args):
-            launches.count += 1
-            return graph.forward(*args)
-
-        return run
-
-    config = CompileConfig(backend=backend, fullgraph=True, mode=None)
-    config._compile_all_devices = True
-    engine = TransformersEngine(model, tokenizer(), settings, config if settings.rollout_cache == "static" else None)
-    compiled = type(causal_lm(model)).get_compiled_call
-
-    def uncounted(causal, config):
-        def call(*args, **kwargs):
-            counting = torch.utils._python_dispatch._get_current_dispatch_mode() is launches
-            with contextlib.ExitStack() as stack:  # what watches inside would keep it from being compiled
-                if counting:
-                    launches.__exit__(None, None, None)
-                    stack.callback(launches.__enter__)
-                while torch._C._len_torch_function_stack():
-                    stack.enter_context(_pop_mode_temporarily())
-                return compiled(causal, config)(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(type(causal_lm(model)), "get_compiled_call", uncounted)
-    counts = []
-    for length in lengths:
-        before = launches.count
-        with launches:
-            engine(PROMPTS, **SAMPLED | {"max_completion_length": length})
-        counts.append(launches.count - before)
-    monkeypatch.undo()
-    return (counts[1] - counts[0]) / (lengths[1] - lengths[0]), launches
-
-
-def test_a_decoding_step_is_one_graph_whatever_the_number_of_layers_and_is_compiled_once(monkeypatch) -> None:
-    torch._dynamo.reset()
-    beside, _ = launches_a_token(RolloutSettings(merge_adapters="never", rollout_cache="dynamic"), monkeypatch)
-    merged, _ = launches_a_token(RolloutSettings(rollout_cache="dynamic"), monkeypatch)
-    graphed, launches = launches_a_token(STATIC, monkeypatch)
-    print(f"operators a token of 2 layers: {beside:g} adapters beside, {merged:g} merged, {graphed:g} as a graph")
-    assert launches.graphs == 1
-    assert graphed < merged < beside
 
 
 def test_the_cache_stays_where_it_was_while_shapes_repeat() -> None:

@@ -161,27 +161,6 @@ def test_a_server_that_does_not_answer_ends_the_program_with_one_line(tmp_path, 
     assert f"error: vllm_server_base_url: no vLLM server answers at {url} within 0.2 seconds" in printed
 
 
-def test_packages_that_are_not_installed_are_named_with_their_extra(serve, monkeypatch) -> None:
-    from trl.generation import vllm_client
-
-    _, engine = serve(tiny(), tiny())
-    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda *_, **__: False)
-    with pytest.raises(
-        ImportError, match=r"vllm needs packages that are not installed \(vLLM .*pip install '.\[vllm\]'"
-    ):
-        engine()
-
-
-def test_a_policy_on_a_cpu_is_refused_by_trls_client(serve, monkeypatch) -> None:
-    from trl.generation import vllm_client
-
-    real = vllm_client.VLLMClient.init_communicator
-    _, engine = serve(tiny(), tiny())
-    monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", real)
-    with pytest.raises(NotImplementedError, match=r"^rollout_engine: .*needs a CUDA device, got 'cpu'"):
-        engine()
-
-
 def test_a_step_samples_from_the_server_and_the_next_one_from_the_weights_it_made(serve) -> None:
     policy = set_up(settings()).policy
     server, _ = serve(policy, policy)

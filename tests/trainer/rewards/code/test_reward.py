@@ -71,12 +71,6 @@ def test_right_solutions_pass(name) -> None:
     assert reward_of("none").passes(solution, tests)
 
 
-def test_setup_runs_before_the_tests() -> None:
-    reward = reward_of("none")
-    judged = reward(completions=[fenced(RIGHT)] * 2, tests=[["assert f(one) == 2"]] * 2, test_setup=["one = 1", ""])
-    assert judged == [1.0, 0.0]
-
-
 def test_a_name_of_python_is_the_solutions_only_where_the_row_says_so() -> None:
     reward = reward_of("none")
     code, tests = fenced("def sum(a, b): return 6\ndef len(x): return 3"), ["assert sum(10, 15) == 6"]
@@ -226,13 +220,6 @@ def test_programs_run_without_isolation_only_if_told_to(monkeypatch) -> None:
     with pytest.raises(ValueError, match=message):
         CodeReward()
     assert CodeReward(isolation="none").passes(RIGHT, TESTS)
-
-
-def test_what_cannot_start_is_an_error_and_not_a_reward(monkeypatch) -> None:
-    reward = reward_of("none")
-    monkeypatch.setattr("sys.executable", "/usr/bin/false")
-    with pytest.raises(OSError, match="no program was under way"):
-        reward.passes(RIGHT, TESTS)
 
 
 def test_a_judge_whose_trainer_is_gone_ends_by_itself() -> None:
