@@ -34,7 +34,7 @@ run() { # STEP COMMAND
 step() {
   case $1 in
     1) bench 1 first-light ;;
-    2) bench 2 stages --seconds 20 ;;
+    2) bench 2 rollouts --seconds 20 ;;
     3) run 3 "$PY" -m trainer --device="$DEVICE" --max_steps=4 --output_dir="$R/demo" ;;
     4a) bench 4a step --select "$size" --seconds 30 ;;
     4b) bench 4b profile --select "$size" ;;

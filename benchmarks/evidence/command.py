@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.evidence import ablation, demo, gradient_variance, planted, planted_tables
-from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, Recipe, load, train
+from benchmarks.evidence.models import MODELS, RANDOM, TRAINED, load, train
 from benchmarks.harness.results import RESULTS, Document, Pieces, document_head, write
 
 # What random weights happen to prefer is the same for all problems; several such models even it out.
@@ -45,7 +45,6 @@ def _parser() -> argparse.ArgumentParser:
     planted_command.add_argument("--model", type=Path, help="a model folder, in place of one trained here")
     planted_command.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     _add_names(planted_command, "methods", list(planted.METHODS))
-    _add_fields(planted_command, Recipe, "train-")
     text = "the training program under every kind of credit, seed by seed"
     _add_names(_command(commands, "ablation", _ablation, ablation.Settings, text), "arms", list(ablation.ARMS))
     text = "how much the gradient depends on the draw of the groups"
@@ -62,7 +61,7 @@ def _command(
     command.add_argument("--results", type=Path, default=RESULTS, help="folder of the tables")
     command.add_argument("--commit", help="what to record where git cannot tell")
     command.set_defaults(run=run)
-    _add_fields(command, settings, "")
+    _add_fields(command, settings)
     return command
 
 
@@ -70,16 +69,16 @@ def _add_names(command: argparse.ArgumentParser, what: str, names: Sequence[str]
     command.add_argument(f"--{what}", nargs="+", choices=names, metavar="NAME", help=f"of: {', '.join(names)}")
 
 
-def _add_fields(command: argparse.ArgumentParser, settings: type, prefix: str) -> None:
+def _add_fields(command: argparse.ArgumentParser, settings: type) -> None:
     for field in fields(settings):
         command.add_argument(
-            f"--{prefix}{field.name.replace('_', '-')}", type=type(field.default), default=field.default, metavar="N",
-            dest=prefix + field.name, help="default: %(default)s",
+            f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default, metavar="N",
+            dest=field.name, help="default: %(default)s",
         )  # fmt: skip
 
 
-def _filled(options: argparse.Namespace, settings: type, prefix: str = "") -> Any:
-    return settings(**{field.name: getattr(options, prefix + field.name) for field in fields(settings)})
+def _filled(options: argparse.Namespace, settings: type) -> Any:
+    return settings(**{field.name: getattr(options, field.name) for field in fields(settings)})
 
 
 def _pieces(options: argparse.Namespace, settings: Any, head: Head) -> Pieces:
@@ -88,7 +87,7 @@ def _pieces(options: argparse.Namespace, settings: Any, head: Head) -> Pieces:
 
 def _planted(options: argparse.Namespace, head: Head) -> list[Path]:
     settings = _filled(options, planted.Settings)
-    folder = options.model or train(options.folder, _filled(options, Recipe, "train-"))
+    folder = options.model or train(options.folder)
     models = {name: [load(folder, name, seed=i) for i in range(COPIES[name])] for name in options.models}
     document = head | planted.run(models, _pieces(options, settings, head), settings, methods=options.methods)
     return write(document, planted_tables.markdown(document), options.results, "evidence-planted")

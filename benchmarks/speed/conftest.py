@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.harness.ceilings import measure_ceilings
 from benchmarks.harness.environment import describe_environment
-from benchmarks.harness.plots import predict_growth
 from benchmarks.harness.race import Absent, Budget, Figures, Lap, replay_clock, spread
 from benchmarks.harness.results import write_json
 from benchmarks.harness.workloads import SEED
@@ -55,8 +54,6 @@ def _write(config: pytest.Config) -> None:
     if document is None:
         return
     figures, environment = config.stash[_FIGURES], document["environment"]
-    if any("axis" in figure for figure in figures.figures):
-        predict_growth([figure for figure in figures.figures if "axis" in figure])
     document["parts"][config.getoption("--bench-part")] = {
         "commit": environment["commit"],
         "dirty": environment["dirty"],
@@ -148,12 +145,18 @@ def hold(budget: Budget, figures: Figures) -> Callable[..., None]:
     `ratios` and `floors` are by name; `short` describes promises that were missed beside these.
     """
 
-    def hold_ratios(group: str, ratios: dict[str, float], floors: dict[str, float], short: Sequence[str] = ()) -> None:
+    def hold_ratios(
+        group: str,
+        ratios: dict[str, float],
+        floors: dict[str, float],
+        short: Sequence[str] = (),
+        ours: str = "ours",
+    ) -> None:
         missed = list(short)
         for name, ratio in ratios.items():
             floor = floors.get(name)
-            figures.ratios.append({"group": group, "of": name, "to": "ours", "ratio": ratio, "floor": floor})
-            line = f"{name}: {ratio:.2f} x ours" + (f", promised {floor:g}" if floor else "")
+            figures.ratios.append({"group": group, "of": name, "to": ours, "ratio": ratio, "floor": floor})
+            line = f"{name}: {ratio:.2f} x {ours}" + (f", promised {floor:g}" if floor else "")
             print(f"{group}: {line}")
             if floor and not ratio >= floor:
                 missed.append(line)

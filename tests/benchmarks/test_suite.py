@@ -216,14 +216,9 @@ def test_the_result_file_holds_what_a_reader_needs_to_trust_a_figure(result_file
     assert {(figure["axis"], figure["value"]) for figure in scoring["figures"]} == {("group", 1), ("group", 2)}
     for figure in scoring["figures"]:
         assert {"median", "iqr", "min", "max", "rounds"} <= figure["seconds"].keys()
-        assert figure["predicted_seconds"] > 0
         assert figure["tflop_per_s"] == pytest.approx(figure["flops"] / figure["seconds"]["median"] / 1e12)
         share = figure["tflop_per_s"] / document["ceilings"]["gemm_tflop_per_s"]
         assert figure["share_of_gemm"] == pytest.approx(share)
-
-
-def test_growth_is_drawn_beside_the_result_file(result_file):
-    assert result_file.with_name(f"{result_file.stem}-sweeps.png").stat().st_size > 1000
 
 
 def test_a_peer_that_only_ranks_tokens_is_held_to_the_same_budget(job, reference):
