@@ -17,12 +17,7 @@ from torch import nn
 
 
 class VllmServer(ThreadingHTTPServer):
-    """Answers for `model`; `fault` is what it does wrong.
-
-    Attributes:
-        requests: (path, body) of everything posted, in order.
-        updates: names of the weights of each update.
-    """
+    """Answers for `model`, does `fault` wrong, and keeps (path, body) of all posts and the names of all updates."""
 
     daemon_threads = True
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.pages import Page, completion, write_lines, write_run
 from trainer.analyze import run_page
 from trainer.analyze.analysis import main
-from trainer.analyze.runs import comparison, differences, groups_of, read_runs
+from trainer.analyze.runs import comparison, groups_of, read_runs
 
 
 def compared(*arguments: object) -> int:
@@ -59,17 +59,6 @@ def test_of_a_step_that_was_done_again_the_last_line_counts_and_what_is_not_fini
     write_lines(folder / "metrics.jsonl", [*lines, '{"step": 4, "reward": NaN}'])
     (run,) = Page("".join(run_page.run_page(read_runs([folder]), ""))).data["runs"]
     assert (run["steps"], run["metrics"]) == ([1, 2, 3, 4], {"reward": [1.0, 3.0, 0, None]})
-
-
-def test_settings_may_have_names_and_values_of_any_kind_that_yaml_has(tmp_path) -> None:
-    odd = ["2: two", "null: none", "1.5: [half]", "true: yes", "2026-01-02: day", "nested: {3: [{x: null}], no: 4}"]
-    others = [*odd[:-1], "nested: {3: [{x: 0}], no: 4}"]
-    folders = [tmp_path / name for name in ("one", "again", "other")]
-    for seed, (folder, lines) in enumerate(zip(folders, (odd, odd[::-1], others), strict=True)):
-        (write_run(folder) / "config.yaml").write_text("\n".join([*lines, f"seed: {seed}"]))
-    runs = read_runs(folders)
-    assert groups_of(runs) == [0, 0, 1]
-    assert differences(runs)[2] == "nested {3: [{'x': 0}], False: 4}, seed 2"
 
 
 @pytest.mark.parametrize("half", ['{"step": 5, "rew', '{"step": 5, "é'])

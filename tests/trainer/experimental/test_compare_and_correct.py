@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.edit_table import edits_by_table, table
-from tests.support.embedded import EVEN, metrics_of, run, samples_of, settings, updated
+from tests.support.embedded import EVEN, settings, updated
 from trainer.experimental import compare_and_correct
 from trainer.experimental.compare_and_correct import correction_prompt
 from trainer.rewards import group_advantages
@@ -221,20 +221,6 @@ def test_a_run_in_which_no_correction_could_be_asked_for_ends_before_it_starts(f
     with pytest.raises(ValueError, match=rf"compare_and_correct: .* only {longest} fit \(the model's context less"):
         set_up(settings("--compare_and_correct"))
     set_up(settings("--compare_and_correct", BARE))
-
-
-def test_a_run_reports_its_corrections(tmp_path) -> None:
-    folder = run(tmp_path / "run", *ON, "--eval_problems=1", "--max_steps=1", "--log_completions=16")
-    (step,) = [entry for entry in metrics_of(folder) if "reward" in entry]
-    assert 0 < step["corrections/fraction"] < 1
-    assert 0 <= step["corrections/right_fraction"] <= 1
-    assert step["corrections/tokens"] > 0
-    parts = [step[f"time/{name}"] for name in ("generate", "correct", "credit", "update", "other")]
-    assert min(parts[:2]) > 0
-    assert sum(parts) == pytest.approx(step["step_time"])
-    shown = [sample["correction"] for sample in samples_of(folder) if "correction" in sample]
-    assert len(shown) == round(step["corrections/fraction"] * 16)
-    assert sum(entry["right"] for entry in shown) == round(step["corrections/right_fraction"] * len(shown))
 
 
 @pytest.mark.parametrize(

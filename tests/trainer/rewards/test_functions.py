@@ -11,7 +11,6 @@ from cfa_kernels import answer_text_span
 from trainer.config import TrainConfig
 from trainer.rewards import compute_rewards, exact_match, group_advantages, load_reward
 from trainer.rewards.numbers import final_number, gold_number, parse_number
-from trainer.run import set_up, train
 
 FORMS_OF_18 = [
     "#### 18",
@@ -112,27 +111,6 @@ def test_the_grader_and_credit_read_answers_in_the_runs_own_format(options, expe
         assert (span is not None and text[slice(*span)] == "18") == reward
 
 
-def test_a_run_trains_and_evaluates_by_its_own_answer_format(monkeypatch, tmp_path) -> None:
-    config = TrainConfig(
-        device="cpu", train_problems=4, eval_problems=2, output_dir=str(tmp_path), answer_format=r"TOTAL (\d+)"
-    )
-    trainer = set_up(config)
-    graders = [trainer.rewards["exact_match"]]
-
-    class Evaluated(Exception):
-        pass
-
-    def evaluate_once(*_, match, **__):
-        graders.append(match)
-        raise Evaluated
-
-    monkeypatch.setattr("trainer.run.evaluate", evaluate_once)
-    with pytest.raises(Evaluated):
-        train(trainer)
-    for grade in graders:
-        assert grade(completions=ENDS_IN_TOTAL, answer=["18"] * 3) == [1.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -182,20 +160,6 @@ def test_reward_functions_get_trl_arguments_and_are_added_up_without_abstentions
         "completion_ids": [[1], [2], [3]],
         "answer": ["1", "2", "3"],
     }
-
-
-@pytest.mark.parametrize(
-    ("values", "kind", "message"),
-    [
-        ([1.0, float("nan"), 0.0], FloatingPointError, "sample 1: reward mine is nan"),
-        ([1.0, 0.0, float("inf")], FloatingPointError, "sample 2: reward mine is inf"),
-        ([1.0, 0.0], ValueError, "reward mine: returned 2 values for 3 completions"),
-        ([None, 0.0, 1.0], ValueError, "sample 0: every reward function returned None"),
-    ],
-)
-def test_a_bad_reward_names_function_and_sample(values, kind, message) -> None:
-    with pytest.raises(kind, match=message):
-        rewards_of(mine=lambda **_: values)
 
 
 @pytest.mark.parametrize(

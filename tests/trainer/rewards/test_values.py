@@ -70,6 +70,7 @@ def test_an_array_of_rewards_is_a_list_of_them(values) -> None:
         ),
         (type("Mute", (), MUTE)(), ValueError, "reward mine: returned a Mute, expected a list of numbers"),
         ([True, False], ValueError, "reward mine: returned 2 values for 3 completions"),
+        ([None, 0.0, 1.0], ValueError, "sample 0: every reward function returned None"),
         (None, ValueError, "reward mine: returned a NoneType, expected a list of numbers"),
         (1.0, ValueError, "reward mine: returned a float, expected a list of numbers"),
         ({0: 1, 1: 0, 2: 1}, ValueError, "reward mine: returned a dict, expected a list of numbers"),

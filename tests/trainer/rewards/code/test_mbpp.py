@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trainer.config import TrainConfig
-from trainer.data import load_rows, train_and_eval_rows
+from trainer.data import train_and_eval_rows
 from trainer.rewards.code.mbpp import mbpp_row
 
 ROW = {
@@ -73,12 +73,3 @@ def test_rows_of_mbpp_are_held_out_like_all_others(tmp_path) -> None:
 def test_a_bad_row_is_named_with_its_number_and_reason(bad, reason) -> None:
     with pytest.raises(ValueError, match=f"row 1: {reason}"):
         mbpp_row(bad, "row 1")
-
-
-def test_only_numbers_must_hold_a_number(tmp_path) -> None:
-    name = written(tmp_path / "a.jsonl", [{"question": "?", "answer": r"\sqrt{2}"}])
-    assert load_rows(name, split="train", columns=TrainConfig(dataset_kind="text", reward_funcs=["math_verify"])) == [
-        {"question": "?", "answer": r"\sqrt{2}"}
-    ]
-    with pytest.raises(ValueError, match="row 0: no number can be read"):
-        load_rows(name, split="train")

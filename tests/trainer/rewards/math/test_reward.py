@@ -57,13 +57,6 @@ def test_a_child_that_was_killed_while_idle_costs_no_completion_its_reward(obedi
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_a_terminal_does_not_reach_the_child(obedient) -> None:
-    reward = obedient(DEADLINE)
-    assert reward(completions=["5"], answer=["5"]) == [1.0]
-    assert os.getpgid(reward._child.pid) != os.getpgid(0)
-
-
-@pytest.mark.slow
 def test_an_answer_that_cannot_be_read_is_named_once(obedient) -> None:
     reward = obedient(DEADLINE)
     with pytest.warns(UserWarning, match="cannot read the answer 'five'") as warned:
