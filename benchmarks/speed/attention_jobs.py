@@ -100,7 +100,8 @@ def gathered_varlen(job: AttentionJob) -> Tensor:
         raise Absent("PyTorch's attention over ragged sequences runs on a GPU")
     k, v = (x.index_select(0, job.gathered) for x in (job.k, job.v))
     paths = job.table.context_length + job.table.length
-    return causal_varlen_attention(job.q, k, v, job.ends, (int(job.table.length.max()), int(paths.max())))
+    longest = int(job.table.length.max()), int(paths.max())
+    return causal_varlen_attention(job.q, k, v, job.ends, longest, scale=job.q.shape[-1] ** -0.5)
 
 
 def flash(shape: tuple[Tensor, Tensor, Tensor]) -> Tensor:

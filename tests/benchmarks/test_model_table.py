@@ -19,7 +19,6 @@ from benchmarks.models.small_models import CONTEXT, WINDOW, Case, build, case, l
 from benchmarks.models.table import Row, document, judge, judged, main, markdown
 from benchmarks.models.verdicts import (
     EXACT,
-    MEANINGS,
     NOT_BUILDABLE,
     NOT_JUDGED,
     REFUSED,
@@ -145,16 +144,6 @@ def test_scores_of_another_placeholder_are_wrong(llama, monkeypatch):
     assert median > 0
 
 
-def test_a_nan_score_is_wrong(llama, monkeypatch):
-    def score(*batch, **options):
-        scores = real(*batch, **options)
-        return dataclasses.replace(scores, masked=[masked * torch.nan for masked in scores.masked])
-
-    real = model_verdicts.score_counterfactuals
-    monkeypatch.setattr(model_verdicts, "score_counterfactuals", score)
-    assert judge_scores(llama, Plain(llama), [ragged_batch(0)])[0].status == WRONG
-
-
 def test_log_probs_of_a_trainer_that_forgets_the_temperature_are_wrong(llama, monkeypatch):
     real = model_verdicts.packed_logprobs
     monkeypatch.setattr(model_verdicts, "packed_logprobs", lambda *batch, temperature: real(*batch, temperature=1.0))
@@ -276,24 +265,6 @@ def test_the_table_is_written_of_all_types_and_some_are_only_printed(tmp_path, m
 
 
 # The page
-
-
-def test_the_page_says_when_with_what_and_how_many():
-    rows = [row("b"), row("a, sliding windows", scores=REFUSED, why="NotImplementedError: model: A has |s|"), row("a")]
-    result = document(rows, "2020-02-02")
-    assert [entry["model_type"] + entry["variant"] for entry in result["rows"]] == ["a", "asliding windows", "b"]
-    assert result["types"] == 2
-    assert result["counts"]["scores"] == {**dict.fromkeys(MEANINGS, 0), EXACT: 2, REFUSED: 1}
-    page = markdown(result)
-    assert f"2020-02-02: torch {torch.__version__}, transformers " in page
-    assert "2 types,\n3 rows." in page
-    assert "| exact | 2 | 3 | the numbers" in page
-    assert "WRONG" not in page
-    assert "| a | SomeForCausalLM | full_attention | exact | exact | 1e-5 |  |  |\n" in page
-    assert (
-        "| a, sliding windows | SomeForCausalLM | full_attention | refused | exact | 1e-5 |  | A has \\|s\\| |\n"
-        in page
-    )
 
 
 @pytest.mark.parametrize(

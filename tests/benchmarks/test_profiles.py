@@ -18,13 +18,9 @@ def test_overlapping_kernels_keep_the_device_busy_once():
     ("name", "kind"),
     [
         ("nvjet_tst_128x256_64x4_1x2_h_bz_TNT", "matrix products"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "matrix products"),
         ("tree_attention_kernel", "attention"),
-        ("key_gradient_kernel", "attention"),
-        ("void pytorch_flash::flash_fwd_kernel<...>", "attention"),
         ("policy_rows_kernel", "head and loss"),
         ("_rms_norm_forward_kernel", "norms, rotary, gates"),
-        ("_swiglu_backward_kernel", "norms, rotary, gates"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "element-wise"),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<...>>", "reductions"),

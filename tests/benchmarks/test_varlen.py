@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.harness.race import Absent
-from benchmarks.harness.workloads import gsm8k_job
-from benchmarks.speed import attention_jobs as benchmark
-from benchmarks.speed import step_peers, varlen
+from benchmarks.speed import varlen
 
 pytestmark = pytest.mark.slow
 
@@ -40,57 +37,14 @@ def of_torch_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return
     return attend(query, key, value, scale or query.shape[-1] ** -0.5, 1)
 
 
-def of_torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
-    assert is_causal
-    assert query.shape[1] == key.shape[1]
-    return attend(query, key, value, query.shape[-1] ** -0.5, 1)
-
-
 @pytest.fixture
 def inputs():
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(5, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
 
 
-@pytest.mark.parametrize("signature", [of_torch_2_12, of_torch_2_11, of_torch_2_10])
-def test_every_signature_gives_the_same(signature, inputs):
-    found = varlen._call(signature, *inputs, (ENDS, ENDS), (3, 3), 8**-0.5)
-    torch.testing.assert_close(found, attend(*inputs, 8**-0.5, 2))
-
-
+@pytest.mark.parametrize("scale", [8**-0.5, 0.5])
 @pytest.mark.parametrize("signature", [of_torch_2_12, of_torch_2_11])
-def test_a_scale_is_passed_on(signature, inputs):
-    found = varlen._call(signature, *inputs, (ENDS, ENDS), (3, 3), 0.5)
-    torch.testing.assert_close(found, attend(*inputs, 0.5, 2))
-
-
-def test_a_scale_that_this_torch_does_not_take_is_refused(inputs):
-    with pytest.raises(Absent, match="scale"):
-        varlen._call(of_torch_2_10, *inputs, (ENDS, ENDS), (3, 3), 0.5)
-
-
-class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU."""
-
-    is_cuda = True
-
-
-def test_the_step_and_the_kernel_benchmark_call_the_one_function(monkeypatch, inputs):
-    calls = []
-
-    def record(q, k, v, ends, longest, *, scale=None):
-        calls.append((tuple(q.shape), tuple(k.shape), longest, scale))
-        return torch.zeros(q.shape)
-
-    monkeypatch.setattr(step_peers, "causal_varlen_attention", record)
-    monkeypatch.setattr(benchmark, "causal_varlen_attention", record)
-    q, k, v = (x.transpose(0, 1)[None].as_subclass(OnGpu) for x in inputs)
-    out, _ = step_peers._per_sequence_attention(
-        torch.nn.Module(), q, k, v, None, scaling=0.5, cu_seq_lens_q=ENDS, lengths=list(LENGTHS)
-    )
-    assert out.shape == (1, 5, 4, 8)
-    job = benchmark.make_attention_job("qwen3-tiny", torch.float32, gsm8k_job(1), torch.device("cpu"))
-    object.__setattr__(job, "q", job.q.as_subclass(OnGpu))
-    benchmark.gathered_varlen(job)
-    assert calls[0] == ((5, 4, 8), (5, 2, 8), (3, 3), 0.5)
-    assert calls[1][1] == (len(job.gathered), *job.k.shape[1:])
+def test_every_signature_gives_the_same(signature, scale, inputs):
+    out = varlen._call(signature, *inputs, (ENDS, ENDS), (3, 3), scale)
+    torch.testing.assert_close(out, attend(*inputs, scale, 2))
