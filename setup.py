@@ -17,6 +17,7 @@ TRL = ["trl>=1.0,<2", "peft>=0.18", "accelerate>=1.10", "datasets>=4.0"]
 TRAINER = [
     "transformers>=5.17",
     "peft>=0.18",
+    "accelerate>=1.10",
     "datasets>=4.0",
     "liger-kernel>=0.8",
     "rich>=13.9",

@@ -1,6 +1,9 @@
 """`python -m trainer`: counterfactual DAPO from flags, YAML or nothing at all."""
 
+import contextlib
+import os
 import sys
+import time
 
 from trainer.extras import needed_by
 
@@ -12,7 +15,7 @@ with needed_by("python -m trainer", "trainer"):
     from trainer.checkpoints.run_folder import Finished, Refused, open_run
     from trainer.cli import parse
     from trainer.config import TrainConfig
-    from trainer.endings import Ended, Ending, even_unheard
+    from trainer.endings import Ended, Ending, ignore_broken_pipe
     from trainer.rewards.calls import RewardError
     from trainer.run import set_up, train
 
@@ -21,39 +24,48 @@ trains the embedded model on generated word problems in a few minutes on a CPU; 
 --dataset <hub name or file> it is the CF paper's run."""
 
 
-# Problems that one line explains; others, and these elsewhere, are mistakes of ours.
-_OF_SET_UP: tuple[type[Exception], ...] = (ValueError, OSError, ImportError, FloatingPointError, NotImplementedError)
-_OF_TRAINING = (Refused, RewardError, OSError, ImportError, FloatingPointError, NotImplementedError)
+# Problems that one line explains; others, and a ValueError elsewhere than in set-up, are mistakes of ours.
+_PROBLEMS = (Refused, RewardError, OSError, ImportError, FloatingPointError, NotImplementedError)
 
 
-@even_unheard()
+@ignore_broken_pipe()
 def main(argv: list[str] | None = None) -> int:
     """Run the program: exit code 0; 1 or 2 and one line on stderr for what is wrong with settings, data or the disk."""
-    argv = sys.argv[1:] if argv is None else argv
-    with processes.quiet_unless_first():
-        config = parse(TrainConfig, argv, prog="python -m trainer", description=DESCRIPTION)
+    try:
+        with contextlib.ExitStack() as unheard:
+            if os.environ.get("RANK", "0") != "0":  # of several processes the first one speaks
+                nowhere = unheard.enter_context(open(os.devnull, "w"))
+                unheard.enter_context(contextlib.redirect_stdout(nowhere))
+                unheard.enter_context(contextlib.redirect_stderr(nowhere))
+            config = parse(
+                TrainConfig, sys.argv[1:] if argv is None else argv, prog="python -m trainer", description=DESCRIPTION
+            )
+    except SystemExit as wrong:
+        if os.environ.get("RANK", "0") != "0" and wrong.code:
+            time.sleep(30)  # the launcher ends this one when the first has said why it ends
+        raise
     logging.disable_progress_bar()
-    expected = _OF_SET_UP
+    expected: tuple[type[Exception], ...] = (ValueError, *_PROBLEMS)
     with Ending() as ending:
         try:
             with needed_by("python -m trainer", "trainer"):
                 processes.start(config)
                 with open_run(config) as folder:
                     trainer = set_up(config)
-                    expected = _OF_TRAINING
+                    expected = _PROBLEMS
                     train(trainer, folder, ending)
         except Finished as finished:
             if processes.is_first():
                 print(finished)
         except Ended as ended:
-            told = processes.failed(ended)
+            said = processes.failed(ended)
             if processes.is_first():
-                print(told, file=sys.stderr)
+                print(said, file=sys.stderr)
         except expected as problem:
-            return _failed(problem)
+            return _fail(problem)
         except (MemoryError, RuntimeError) as problem:
             if processes.is_silence(problem):
-                return _failed(processes.OtherProcessFailed(processes.silence(problem)))
+                return _fail(processes.OtherProcessFailed(processes.silence(problem)))
             if isinstance(problem, RuntimeError) and not is_out_of_memory(problem):
                 raise
             where = f"rank {processes.rank()}: " if processes.count() > 1 else ""
@@ -64,17 +76,16 @@ def main(argv: list[str] | None = None) -> int:
     return ending.exit_code
 
 
-def _failed(problem: Exception) -> int:
+def _fail(problem: Exception) -> int:
     """Say what ended the run, once for all its processes; give the exit code."""
-    told = processes.failed(problem)
+    said = processes.failed(problem)
     if processes.is_first():
-        _say(told)
+        _say(said)
     processes.end()
     return 1
 
 
 def _say(problem: str) -> None:
-    """Say in one line what went wrong."""
     print(f"error: {' '.join(problem.split())}", file=sys.stderr)
 
 

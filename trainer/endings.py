@@ -1,4 +1,4 @@
-"""End a run between two steps when it is asked to by a signal, and not where nobody reads what it prints."""
+"""Stop after the current step on SIGINT, SIGTERM or SIGHUP; print to nowhere once nobody reads it."""
 
 import contextlib
 import errno
@@ -9,18 +9,16 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TextIO
 
-_SHOW_CURSOR = "\x1b[?25h"
-
 
 class Ended(BaseException):
     """A signal ended the program where nothing had to be kept."""
 
 
 class Ending:
-    """Request to end, by Ctrl-C, SIGTERM or SIGHUP; a context manager while which signals become one.
+    """Request to end; as a context manager it takes the signals over, and a second Ctrl-C then ends at once.
 
     Attributes:
-        signal: the signal that asked for the end; None as long as none did.
+        signal: the signal that came first; None as long as none did.
         waits: whether the run looks at `signal` itself; if not, the first one raises `Ended`.
     """
 
@@ -29,8 +27,8 @@ class Ending:
         self.waits = False
 
     def __enter__(self) -> "Ending":
-        """Take over the signals; a second Ctrl-C then ends the process at once."""
-        self._before = {one: signal.signal(one, self._asked) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        """Take over the signals."""
+        self._before = {one: signal.signal(one, self._handle) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -40,49 +38,41 @@ class Ending:
 
     @property
     def exit_code(self) -> int:
-        """Return what the shell is told: 130 after Ctrl-C, as it expects, else 0."""
+        """Return the exit code: 130 after Ctrl-C, as shells expect, else 0."""
         return 130 if self.signal == signal.SIGINT else 0
 
-    def _asked(self, number: int, _: FrameType | None) -> None:
+    def _handle(self, number: int, _: FrameType | None) -> None:
         again, self.signal = self.signal, self.signal or signal.Signals(number)
-        if again and number == signal.SIGINT:
-            _say(f"{_SHOW_CURSOR if sys.stderr.isatty() else ''}ended at once")
-            os._exit(130)
-        if again:
-            return
-        if not self.waits:
+        if not again and not self.waits:
             raise Ended("ended before the first step; nothing was written")
-        _say(f"{self.signal.name}: ending after this step; Ctrl-C then ends at once")
-
-
-def _say(text: str) -> None:
-    """Write to stderr past Python's buffer, in which the signal may have come.
-
-    Where the terminal is gone, as it is after most SIGHUPs, nobody is told anything any more.
-    """
-    try:
-        os.write(2, f"\n{text}\n".encode())
-    except OSError:
-        _lead_nowhere(2)
+        cursor = "\x1b[?25h" if os.isatty(2) else ""  # a progress bar hides it
+        said = (
+            f"{cursor}ended at once"
+            if again
+            else f"{self.signal.name}: ending after this step; Ctrl-C then ends at once"
+        )
+        if not again or number == signal.SIGINT:
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, f"\n{said}\n".encode())  # past Python's buffer, in which the signal may have come
+        if again and number == signal.SIGINT:
+            os._exit(130)
 
 
 @contextlib.contextmanager
-def even_unheard() -> Iterator[None]:
-    """Print to nowhere, inside, once nobody reads it: where a pipe is closed (`| head`), or the terminal is gone."""
+def ignore_broken_pipe() -> Iterator[None]:
+    """Go on in silence, inside, where a pipe is closed (`| head`) or the terminal is gone."""
     before: Any = sys.stdout, sys.stderr
-    patient = [stream and _Patient(stream) for stream in before]  # there are none where a shell closed them
-    sys.stdout, sys.stderr = patient
+    streams = [stream and _Stream(stream) for stream in before]  # there are none where a shell closed them
+    sys.stdout, sys.stderr = streams
     try:
         yield
     finally:
-        for stream in filter(None, patient):
+        for stream in filter(None, streams):
             stream.flush()
         sys.stdout, sys.stderr = before
 
 
-class _Patient:
-    """Stream that leads nowhere once its reader is gone; in all else as the one that it is made of."""
-
+class _Stream:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
@@ -90,26 +80,17 @@ class _Patient:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write text."""
-        return self._told(self._stream.write, text)
+        return self._attempt(self._stream.write, text)
 
     def flush(self) -> None:
-        """Write what is buffered."""
-        self._told(self._stream.flush)
+        self._attempt(self._stream.flush)
 
-    def _told(self, do: Callable[..., Any], *given: str) -> Any:
+    def _attempt(self, do: Callable[..., Any], *text: str) -> Any:
         try:
-            return do(*given)
+            return do(*text)
         except OSError as problem:
             if problem.errno not in (errno.EPIPE, errno.EIO):  # of a pipe and of a terminal
                 raise
-            _lead_nowhere(self._stream.fileno())
-            return do(*given)
-
-
-def _lead_nowhere(gone: int) -> None:
-    """Have a file and those of stdout and stderr that are the same one take everything and keep nothing."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for one in [gone, *(own for own in (1, 2) if os.path.sameopenfile(own, gone))]:
-        os.dup2(nowhere, one)
-    os.close(nowhere)
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+            return do(*text)

@@ -4,13 +4,11 @@ This is the trainer's one contact with PEFT and with files of weights.
 """
 
 import contextlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -26,57 +24,15 @@ from trainer.config import TrainConfig, model_path
 from trainer.precision import frozen_copy
 from trainer.processes import is_first, whole_state
 
-_NAMES_SHOWN = 5
-
-
-def require_model_files(name: str) -> None:
-    """Raise an error that names a model unless its folder has what is read from it; a hub name is left to the hub.
-
-    Of weights in safetensors only the header is read, which says how long the file must be.
-    """
-    folder = Path(model_path(name))
-    if folder.is_file():
-        raise NotADirectoryError(f"model {name}: is a file; name a folder, or a model on the hub")
-    if not folder.is_dir():
-        if folder.is_absolute() or name.startswith(".") or len(folder.parts) > 2:
-            raise FileNotFoundError(f"model {name}: there is no such folder")
-        return
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise ValueError(
-            f"model {name}: its folder has an adapter only; merge it into its model (merge_and_unload of PEFT), save "
-            "that with its tokenizer, and name that folder"
-        )
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"model {name}: its folder has no config.json")
-    index = folder / "model.safetensors.index.json"
-    weights = ["model.safetensors"]
-    if index.is_file():
-        try:
-            weights = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
-            raise ValueError(f"model {name}: {index} is not an index of weights: {problem!r}") from problem
-        if absent := [file for file in weights if not (folder / file).is_file()]:
-            raise FileNotFoundError(f"model {name}: {index} names {absent[0]}, which is not there")
-    elif not (folder / weights[0]).is_file():
-        if not list(folder.glob("*.bin")):
-            raise FileNotFoundError(f"model {name}: its folder has no weights, expected {folder / weights[0]}")
-        return
-    for file in weights:
-        try:
-            with safe_open(folder / file, "pt"):
-                pass
-        except SafetensorError as problem:
-            raise ValueError(
-                f"model {name}: {folder / file} is not whole safetensors: {problem}; copy or download it again"
-            ) from problem
-
 
 def load_tokenizer(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
     """Load the tokenizer, with a pad token and left padding, and the configuration of the model that it is for.
 
-    Raises `ValueError` naming the model if one cannot be loaded, the tokenizer has no token to pad with or does not
-    know ordinary text, or the model does not know a token that the tokenizer gives.
+    Raises `ValueError` naming the model if one cannot be loaded or they do not belong together.
     """
+    folder, name = Path(model_path(config.model)), config.model
+    if (folder.is_absolute() or name.startswith(".") or len(folder.parts) > 2) and not folder.is_dir():
+        raise FileNotFoundError(f"model {name}: there is no such folder")
     with _loading(config.model, "configuration"):
         architecture = AutoConfig.from_pretrained(model_path(config.model))
     with _loading(config.model, "tokenizer"):
@@ -144,39 +100,22 @@ def _loading(name: str, part: str) -> Iterator[None]:
 
 
 def _load_whole(name: str, dtype: torch.dtype) -> Any:
-    """A causal model whose every tensor comes from its checkpoint, and whose checkpoint has every tensor used.
-
-    transformers by itself gives a tensor that is missing random values. Tied weights and what a model declares
-    optional or to be ignored are not missed.
-    """
+    """Load a causal model that uses every tensor of its checkpoint; transformers gives missing ones random values."""
     with _loading(name, "weights"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_path(name), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    model, found = loaded
-    faults = []
-    if found["missing_keys"]:
-        faults.append(f"lacks {_listed(found['missing_keys'])}")
-    if found["unexpected_keys"]:
-        faults.append(f"holds {_listed(found['unexpected_keys'])}, for which the model has no place")
-    if mismatched := found["mismatched_keys"]:
-        sizes = [
-            f"{tensor} as {tuple(saved)} where the model needs {tuple(needed)}" for tensor, saved, needed in mismatched
-        ]
-        faults.append(f"holds {_listed(sizes)}")
-    if faults:
-        raise ValueError(
-            f"model {name}: its checkpoint does not fit {type(model).__name__}: it {'; it '.join(faults)}. What the "
-            "model would compute is not what was saved"
-        )
+    model, info = loaded
+    sizes = [
+        f"{tensor} as {tuple(saved)} where the model needs {tuple(own)}"
+        for tensor, saved, own in info["mismatched_keys"]
+    ]
+    faults = {"lacks": info["missing_keys"], "has no place for": info["unexpected_keys"], "holds": sizes}
+    if said := [
+        f"{fault} {', '.join(sorted(names)[:5])} ({len(names)} in all)" for fault, names in faults.items() if names
+    ]:
+        raise ValueError(f"model {name}: its checkpoint does not fit {type(model).__name__}: it {'; it '.join(said)}")
     return model
-
-
-def _listed(names: Sequence[str]) -> str:
-    """List the first few names in order, and how many more there are."""
-    shown = sorted(names)[:_NAMES_SHOWN]
-    rest = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {rest} more" if rest else "")
 
 
 def require_finite_parameters(model: nn.Module, gathered: Mapping[str, Tensor] | None = None) -> None:

@@ -1,19 +1,19 @@
 """Train on several devices: one process each, as `torchrun` or `accelerate launch` starts them.
 
-All processes have the same settings, problems and order of steps. Each does its own share (`own`): it samples, rewards
-and trains on whole groups; in between they tell each other what all must know (`gathered`), so that every one comes to
-the same verdicts. The first one writes. Without a launcher there is one process, and nothing here does anything.
+All processes have the same settings, problems and order of steps. Each samples, rewards and trains on whole groups, its
+share (`own`); in between they exchange what all must know (`gathered`), so that all come to the same verdicts. The
+first one writes. Without a launcher there is one process, and nothing here does anything.
 """
 
 import contextlib
 import datetime
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from torch import Tensor, nn
 
 from cfa_kernels.hf.fsdp import give_back, holds_pieces, is_fsdp2
@@ -38,26 +38,16 @@ def start(config: "TrainConfig") -> None:
         ValueError: settings that several processes cannot follow, by name.
         ConnectionError: they do not find each other.
     """
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    if processes == 1:
+    if (processes := int(os.environ.get("WORLD_SIZE", 1))) == 1:
         return
-    device = config.precision.device
     _require_possible(config, processes)
-    if device.type == "cuda":
-        place, present = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-        if device.index is not None:
-            raise ValueError(
-                f"device: {device} is one GPU, and there are {processes} processes; leave it out or say cuda"
-            )
-        if place >= present:
-            raise ValueError(f"device: process {place} of this machine has no GPU; it has {present}; start {present}")
-        torch.cuda.set_device(place)
-    if not dist.is_initialized():
-        limit = datetime.timedelta(seconds=1800)
-        try:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
-        except (ValueError, RuntimeError) as problem:
-            raise ConnectionError(f"{processes} processes were to be started, and do not meet: {problem}") from problem
+    if dist.is_initialized():
+        return
+    try:
+        backend = {} if config.precision.device.type == "cpu" else {"backend": "cpu:gloo,cuda:nccl"}
+        PartialState(cpu=not backend, timeout=datetime.timedelta(minutes=30), **backend)
+    except (ValueError, RuntimeError) as problem:
+        raise ConnectionError(f"{processes} processes were to be started, and do not meet: {problem}") from problem
 
 
 def end() -> None:
@@ -83,20 +73,6 @@ def is_first() -> bool:
     return rank() == 0
 
 
-@contextlib.contextmanager
-def quiet_unless_first() -> Iterator[None]:
-    """Let only the first process print; also before `start`, which may never be reached."""
-    if os.environ.get("RANK", "0") == "0":
-        yield
-        return
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        try:
-            yield
-        except SystemExit as ending:
-            time.sleep(30 if ending.code else 0)  # the launcher ends this one when the first has said why it ends
-            raise
-
-
 def own(items: _Items) -> _Items:
     """Pick this process's share of what all see in the same order; shares, by rank, are side by side."""
     first, end = (len(items) * share // count() for share in (rank(), rank() + 1))
@@ -104,20 +80,16 @@ def own(items: _Items) -> _Items:
 
 
 def gathered(value: _Value) -> list[_Value]:
-    """Return the values of all processes, by rank; each brings one, on the host.
-
-    Every process must come here equally often. One that cannot, because it has failed, says so by `failed`.
+    """Return the values of all processes, by rank; each brings one, on the host, and all come here equally often.
 
     Raises:
-        OtherProcessFailed: one has failed, or does not answer.
+        OtherProcessFailed: one has failed (`failed`), or does not answer.
     """
     return [value] if count() == 1 else _meet(value, None)
 
 
 def of_first(make: Callable[[], _Value]) -> _Value:
     """Return to every process what `make()` gives the first one, or raise what it raises there; all call this."""
-    if count() == 1:
-        return make()
     made: Any = None
     problem: Exception | None = None
     if is_first():
@@ -133,27 +105,26 @@ def of_first(make: Callable[[], _Value]) -> _Value:
 
 def failed(problem: BaseException) -> str:
     """Tell the other processes, at their next `gathered`, what ends this one; return that of all that failed."""
-    if count() == 1 or isinstance(problem, OtherProcessFailed):
-        return str(problem)
-    try:
-        _meet(None, str(problem))
-    except OtherProcessFailed as told:
-        return str(told)
-    raise AssertionError("unreachable: a meeting to which a problem is brought raises")
+    if count() > 1 and not isinstance(problem, OtherProcessFailed):
+        try:
+            _meet(None, str(problem))
+        except OtherProcessFailed as of_all:
+            return str(of_all)
+    return str(problem)
 
 
 def _meet(value: _Value, problem: str | None) -> list[_Value]:
-    found: list[Any] = [None] * count()
+    brought: list[Any] = [None] * count()
     try:
-        dist.all_gather_object(found, (value, problem))
+        dist.all_gather_object(brought, (value, problem))
     except RuntimeError as broken:
         raise OtherProcessFailed(f"rank {rank()}: {problem}" if problem else silence(broken)) from broken
-    problems = {told: f"rank {i}: {told}" for i, (_, told) in reversed([*enumerate(found)]) if told is not None}
-    if len(problems) == 1 and all(told is not None for _, told in found):  # the same everywhere
+    problems = {said: f"rank {i}: {said}" for i, (_, said) in reversed([*enumerate(brought)]) if said is not None}
+    if len(problems) == 1 and all(said is not None for _, said in brought):  # the same everywhere
         raise OtherProcessFailed(next(iter(problems)))
     if problems:
         raise OtherProcessFailed("; ".join(reversed(problems.values())))
-    return [given for given, _ in found]
+    return [one for one, _ in brought]
 
 
 def is_silence(problem: Exception) -> bool:
@@ -170,12 +141,10 @@ def silence(problem: Exception) -> str:
 def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Sum the gradients of replicas over the processes, in place; where one has none it counts as 0."""
     anywhere = map(any, zip(*gathered([p.grad is not None for p in parameters]), strict=True))
-    given = [p for p, some in zip(parameters, anywhere, strict=True) if some]
-    for parameter in given:
+    for parameter in [p for p, some in zip(parameters, anywhere, strict=True) if some]:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    for work in [dist.all_reduce(p.grad, async_op=True) for p in given]:
-        work.wait()
+        dist.all_reduce(parameter.grad)
 
 
 def distribute(model: nn.Module, config: "TrainConfig") -> None:
@@ -228,26 +197,28 @@ def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
 
 def _require_possible(config: "TrainConfig", processes: int) -> None:
     """Refuse settings, by name, that several processes cannot follow."""
-    problems = config.generation_batch_size // config.num_generations
-    if problems % processes:
-        raise ValueError(
-            f"generation_batch_size must give each of {processes} processes as many problems; it is "
-            f"{config.generation_batch_size} completions of {problems} problems (num_generations "
-            f"{config.num_generations})"
-        )
-    if config.rollout_engine != "transformers":
-        raise ValueError(
-            f"rollout_engine: {config.rollout_engine} serves one process, and there are {processes}; take transformers"
-        )
-    if config.compare_and_correct:
-        raise ValueError(f"compare_and_correct: runs in one process, and there are {processes}")
-    if config.parallel == "fsdp2":
-        if config.rollout_cache == "static":
-            raise ValueError(
-                "rollout_cache: static records where the weights are, which parallel=fsdp2 moves; leave it out"
-            )
-        if GRADIENTS in config.counterfactual().needs:
-            raise ValueError(
-                f"estimator: {config.estimator} takes gradients through a model that is whole in one process, which "
-                "parallel=fsdp2 does not keep; take parallel=ddp"
-            )
+    problems, device = config.generation_batch_size // config.num_generations, config.precision.device
+    place, present = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    gpu, pieces = device.type == "cuda", config.parallel == "fsdp2"
+    refusals = {
+        f"generation_batch_size must give each of {processes} processes as many problems; it is "
+        f"{config.generation_batch_size} completions of {problems} problems": problems % processes != 0,
+        f"rollout_engine: {config.rollout_engine} serves one process, and there are {processes}; take transformers": (
+            config.rollout_engine != "transformers"
+        ),
+        f"compare_and_correct: runs in one process, and there are {processes}": config.compare_and_correct,
+        f"device: {device} is one GPU, and there are {processes} processes; leave it out or say cuda": (
+            gpu and device.index is not None
+        ),
+        f"device: process {place} of this machine has no GPU; it has {present}; start {present}": (
+            gpu and place >= present
+        ),
+        "rollout_cache: static records where the weights are, which parallel=fsdp2 moves; leave it out": (
+            pieces and config.rollout_cache == "static"
+        ),
+        f"estimator: {config.estimator} takes gradients through a model that is whole in one process, which "
+        "parallel=fsdp2 does not keep; take parallel=ddp": pieces and GRADIENTS in config.counterfactual().needs,
+    }
+    for refusal, holds in refusals.items():
+        if holds:
+            raise ValueError(refusal)

@@ -18,7 +18,7 @@ from trainer.data import encode_prompts, train_and_eval_rows
 from trainer.endings import Ended, Ending
 from trainer.evaluate import evaluate
 from trainer.experimental.hook import check_experiments
-from trainer.policy import Reference, load_policy, load_tokenizer, require_model_files, save_policy
+from trainer.policy import Reference, load_policy, load_tokenizer, save_policy
 from trainer.precision import adamw, require_device
 from trainer.report import Report, Silence
 from trainer.report.trackers import tracker_library
@@ -44,7 +44,6 @@ def set_up(config: TrainConfig) -> Trainer:
     for name in config.report_to:
         tracker_library(name)
     require_device(config.precision.device)
-    require_model_files(config.model)
     await_engine(config)
     rewards = load_rewards(config.reward_funcs, **config.reward_options)
     loaded = dict(zip(config.reward_funcs, rewards.values(), strict=True))

@@ -230,12 +230,8 @@ CATALOGUE: dict[str, tuple] = {
     },
     # The model's folder
     "no such model": (["--model={tmp}/nowhere"], BEFORE, "model {tmp}/nowhere: ", "no such folder"),
-    "a model that is a file": (["--model={tmp}/a"], BEFORE, "model {tmp}/a: ", "is a file", {"a": "text"}),
-    "no configuration": ([OWN_MODEL], BEFORE, "model {tmp}/m: ", "config.json", {CONFIG: None}),
-    "an adapter by itself": (
-        [OWN_MODEL], BEFORE, "model {tmp}/m: ", "has an adapter only; merge it",
-        {CONFIG: None, "m/adapter_config.json": "{}"},
-    ),
+    "a model that is a file": (["--model={tmp}/a"], BEFORE, "model {tmp}/a: ", "there is no such folder", {"a": "text"}),
+    "no configuration": ([OWN_MODEL], BEFORE, "model {tmp}/m: its configuration cannot be loaded", {CONFIG: None}),
     "a configuration that is not JSON": ([OWN_MODEL], BEFORE, "model {tmp}/m: ", "config.json", {CONFIG: "{"}),
     "a model of no known kind": (
         [OWN_MODEL], BEFORE, "model {tmp}/m: ", "qwen99", {CONFIG: '{"model_type": "qwen99"}'},
@@ -256,14 +252,18 @@ CATALOGUE: dict[str, tuple] = {
     "a tokenizer of another model": (
         [OWN_MODEL], BEFORE, "model {tmp}/m: ", "its tokenizer", "vocabulary", "vocab_size 4", {"vocabulary": 4},
     ),
-    "no weights": ([OWN_MODEL], BEFORE, "model {tmp}/m: ", "model.safetensors", {WEIGHTS: None}),
-    "no weights in their file": ([OWN_MODEL], BEFORE, "m/model.safetensors", "is not whole", {WEIGHTS: b""}),
-    "weights cut short": ([OWN_MODEL], BEFORE, "m/model.safetensors", "is not whole", {"cut": 0.5}),
-    "text for weights": ([OWN_MODEL], BEFORE, "m/model.safetensors", "is not whole", {WEIGHTS: b"x" * 4000}),
-    "a shard that is missing": (
-        [OWN_MODEL], BEFORE, "m/model.safetensors.index.json", "b.safetensors",
-        {WEIGHTS: None, "m/model.safetensors.index.json": '{"metadata": {}, "weight_map": {"a": "b.safetensors"}}'},
-    ),
+    **{
+        what: ([OWN_MODEL], LATER, "model {tmp}/m: its weights cannot be loaded", files)
+        for what, files in {
+            "no weights": {WEIGHTS: None},
+            "no weights in their file": {WEIGHTS: b""},
+            "weights cut short": {"cut": 0.5},
+            "text for weights": {WEIGHTS: b"x" * 4000},
+            "a shard that is missing": {
+                WEIGHTS: None, "m/model.safetensors.index.json": '{"metadata": {}, "weight_map": {"a": "b.safetensors"}}',
+            },
+        }.items()
+    },
     "weights of another size": ([OWN_MODEL], LATER, "model {tmp}/m: its checkpoint does not fit", {"hidden": 64}),
     "weights that are nan": ([OWN_MODEL], LATER, "model: parameter model.norm.weight is not finite", {"nan": True}),
     # What reward functions give

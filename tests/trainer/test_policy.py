@@ -45,7 +45,10 @@ def test_a_whole_checkpoint_loads_as_it_was_saved(folder) -> None:
     [
         ({NORM: None}, f"it lacks {NORM}"),
         ({"lm_head.weight": None, NORM: None}, f"it lacks lm_head.weight, {NORM}"),
-        ({"model.layers.0.mlp.gate_proj.bias": torch.zeros(48)}, "it holds model.layers.0.mlp.gate_proj.bias, for whi"),
+        (
+            {"model.layers.0.mlp.gate_proj.bias": torch.zeros(48)},
+            "it has no place for model.layers.0.mlp.gate_proj.bias",
+        ),
         ({NORM: torch.ones(16)}, f"it holds {NORM} as (16,) where the model needs (32,)"),
         ({NORM: torch.tensor([torch.nan] + [1.0] * 31)}, f"parameter {NORM} is not finite"),
     ],
@@ -61,7 +64,7 @@ def test_a_checkpoint_that_does_not_hold_the_models_tensors_ends_the_program(fol
 def test_many_missing_tensors_are_counted(folder) -> None:
     names = [name for name in load_file(folder / "model.safetensors") if "layers.1." in name]
     change(folder, **dict.fromkeys(names))
-    with pytest.raises(ValueError, match=rf"it lacks {NORM}, .* and {len(names) - 5} more"):
+    with pytest.raises(ValueError, match=rf"it lacks {NORM}, .* \({len(names)} in all\)"):
         loaded(folder)
 
 
