@@ -36,7 +36,7 @@ from trainer.cli import parse
 from trainer.config import DEFAULTS_FILE, GENERATED, DataConfig, TrainConfig
 from trainer.data import HELD_OUT_PROBLEMS, Row, encode_prompt, load_rows, train_and_eval_rows
 from trainer.embedded.problems import generate
-from trainer.endings import even_unheard
+from trainer.endings import ignore_broken_pipe
 from trainer.evaluate import evaluate
 from trainer.policy import save_policy
 from trainer.rollouts import RolloutSettings, TransformersEngine
@@ -271,7 +271,7 @@ def warm_up(config: WarmupConfig) -> Path:
     return folder
 
 
-@even_unheard()
+@ignore_broken_pipe()
 def main(argv: list[str] | None = None) -> int:
     """Run the program; wrong settings or data give one line on stderr and exit code 1 or 2."""
     argv = sys.argv[1:] if argv is None else argv
