@@ -230,8 +230,8 @@ CATALOGUE: dict[str, tuple] = {
     },
     # The model's folder
     "no such model": (["--model={tmp}/nowhere"], BEFORE, "model {tmp}/nowhere: ", "no such folder"),
-    "a model that is a file": (["--model={tmp}/a"], BEFORE, "model {tmp}/a: ", "there is no such folder", {"a": "text"}),
-    "no configuration": ([OWN_MODEL], BEFORE, "model {tmp}/m: its configuration cannot be loaded", {CONFIG: None}),
+    "a model that is a file": (["--model={tmp}/a"], BEFORE, "{tmp}/a: there is no such folder", {"a": "text"}),
+    "no configuration": ([OWN_MODEL], BEFORE, "{tmp}/m: its configuration cannot be loaded", {CONFIG: None}),
     "a configuration that is not JSON": ([OWN_MODEL], BEFORE, "model {tmp}/m: ", "config.json", {CONFIG: "{"}),
     "a model of no known kind": (
         [OWN_MODEL], BEFORE, "model {tmp}/m: ", "qwen99", {CONFIG: '{"model_type": "qwen99"}'},
@@ -260,7 +260,8 @@ CATALOGUE: dict[str, tuple] = {
             "weights cut short": {"cut": 0.5},
             "text for weights": {WEIGHTS: b"x" * 4000},
             "a shard that is missing": {
-                WEIGHTS: None, "m/model.safetensors.index.json": '{"metadata": {}, "weight_map": {"a": "b.safetensors"}}',
+                WEIGHTS: None,
+                "m/model.safetensors.index.json": '{"metadata": {}, "weight_map": {"a": "b.safetensors"}}',
             },
         }.items()
     },
