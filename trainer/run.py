@@ -132,7 +132,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                 # Looked at once: it may come between saving and the question whether to end.
                 asked = next(filter(None, processes.gathered(ending.signal)), None)
                 if (step > start or not kept) and (asked or is_due(step, config.save_steps, config)):
-                    folder.save(trainer, step, report.kept)
+                    folder.save(trainer, step, report.state)
                 if asked:
                     report.ended(f"ended by {asked.name} after step {step}; {folder.how_to_go_on()}")
                     return folder.path

@@ -1,7 +1,7 @@
 """Write one page of HTML: completions shaded by the credit of their tokens, estimators side by side, and runs' curves.
 
 The page is self-contained: the style and the scripts of `assets/` are copied into it, and it forbids itself to load
-anything. What it shows stands in it as JSON, of which the scripts make the rows that are looked at. Characters that do
+anything. Its data stand in it as JSON, of which the scripts make the rows that are looked at. Characters that do
 not print are shown as signs.
 """
 
@@ -64,8 +64,8 @@ def page_pieces(
     for sample in samples:
         entries.append((sample.step if type(sample.step) is int else 0, _json(_entry(sample))))
         names |= {} if sample.run is None else {sample.run: None}
-        given = [credit.values for credit in sample.credit.values() if credit.kind == "weights"]
-        weights = [value for values in given for value in values if value is not None]
+        rows = [credit.values for credit in sample.credit.values() if credit.kind == "weights"]
+        weights = [value for row in rows for value in row if value is not None]
         if weights:
             bounds = [min(bounds + weights), max(bounds + weights)]
     if latest_first:
@@ -155,18 +155,18 @@ def _entry(sample: Sample) -> dict[str, Any]:
         "unit": printed(sample.drops_unit),
         "spans": spans,
         "credit": [
-            [printed(name), given.kind, ", ".join(_notes(given)), _short(given.values)]
-            for name, given in sample.credit.items()
+            [printed(name), credit.kind, ", ".join(_notes(credit)), _short(credit.values)]
+            for name, credit in sample.credit.items()
         ],
     }
 
 
-def _notes(given: TokenCredit) -> Iterable[str]:
-    known = [value for value in given.values if value is not None]
-    yield given.kind
-    if given.kind == "weights" and any(known):
+def _notes(credit: TokenCredit) -> Iterable[str]:
+    known = [value for value in credit.values if value is not None]
+    yield credit.kind
+    if credit.kind == "weights" and any(known):
         yield f"ESS ratio {ess_ratio(known):.3f}"
-    if given.kind in KINDS and any(known):
+    if credit.kind in KINDS and any(known):
         yield f"top 10 % mass {top_mass(known):.3f}"
 
 

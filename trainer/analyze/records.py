@@ -29,7 +29,7 @@ def completion_record(
 
 
 def token_credit(credit: Credit, i: int, length: int) -> dict[str, list[float]]:
-    """Give what the tokens of completion `i` of a batch got: `advantages` where credit is signed, else `weights`."""
+    """Return the `advantages` of the tokens of completion `i` of a batch if credit is signed, else their `weights`."""
     if credit.advantages is not None:
         return {"advantages": rounded(credit.advantages[i, :length].tolist())}
     return {"weights": rounded(credit.weights[i, :length].tolist())}
@@ -38,7 +38,7 @@ def token_credit(credit: Credit, i: int, length: int) -> dict[str, list[float]]:
 def judged_spans(
     credit: Credit, i: int, ids: list[int], tokenizer: PreTrainedTokenizerBase, config: CounterfactualConfig
 ) -> Record:
-    """Give answer and judged spans of completion `i` of a batch, with the unit of the spans' drops."""
+    """Collect answer and judged spans of completion `i` of a batch, with the unit of the spans' drops."""
     unit, estimator = f"importance by {config.estimator.name}", config.estimator
     if isinstance(estimator, Masking) and estimator.outcome in ("logprob", "mean_logprob"):
         unit = "nats" if estimator.effect == "direct" else "total effect in nats"

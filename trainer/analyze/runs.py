@@ -27,7 +27,7 @@ class Run:
 
     @property
     def repeats(self) -> str:
-        """What runs have in common that differ in their seeds only."""
+        """Settings that runs have in common which differ in their seeds only, as text."""
         named = sorted(repr((name, value)) for name, value in self.settings.items() if name not in _OWN)
         return repr(named) if named else self.name
 

@@ -44,13 +44,13 @@ class Table:
 def kind_of(text: str) -> str:
     """Say what a span is: "calculation", "step header", "set-up", "conclusion" or "statement", the first that fits."""
     text = _ANNOTATION.sub("", text)
-    for kind, found in (
+    for kind, fits in (
         ("calculation", bool(ranked_math_intervals(text)[0]) or bool(_EQUALS.search(text))),
         ("step header", bool(_HEADER.search(text))),
         ("set-up", bool(_SETUP.search(text))),
         ("conclusion", bool(_CONCLUSION.search(text))),
     ):
-        if found:
+        if fits:
             return kind
     return "statement"
 
@@ -124,13 +124,13 @@ def _spans(samples: Sequence[Sample], noise: float) -> pandas.DataFrame:
 
 
 def _overview(samples: Sequence[Sample], spans: int, units: list[str], names: list[str]) -> Table:
-    judged = [sample.correct for sample in samples if sample.correct is not None]
+    verdicts = [sample.correct for sample in samples if sample.correct is not None]
     rows: list[list[Cell]] = [
         ["completions", len(samples)],
         ["tokens", sum(len(sample.tokens) for sample in samples)],
         ["completions with an answer", sum(sample.answer is not None for sample in samples)],
-        ["completions known to be right or wrong", len(judged)],
-        ["correct", sum(judged)],
+        ["completions known to be right or wrong", len(verdicts)],
+        ["correct", sum(verdicts)],
         ["completions with masked spans", sum(bool(sample.spans) for sample in samples)],
         ["masked spans", spans],
         ["unit of drops", units[0] if units else None],
@@ -193,14 +193,14 @@ def _means(title: str, column: str, spans: pandas.DataFrame, names: Sequence[str
 
 def _distractors(spans: pandas.DataFrame) -> Table:
     strongest = spans[spans.group == "distractor"].sort_values("drop_", ascending=False, kind="stable")
-    judged, everywhere = (part.correct[part.correct.notna()].astype(bool) for part in (strongest, spans))
+    correct, everywhere = (part.correct[part.correct.notna()].astype(bool) for part in (strongest, spans))
     words = {True: "correct", False: "wrong", None: None}
     rows: list[list[Cell]] = [
         [float(span.drop_), span.kind, words[span.correct], span.text] for span in strongest.head(10).itertuples()
     ]
     note = f"{len(strongest)} of {len(spans)} spans ({len(strongest) / len(spans):.1%}); the strongest are shown."
-    if len(judged):
-        note += f" {1 - judged.mean():.1%} of them stand in wrong completions, {1 - everywhere.mean():.1%} of all."
+    if len(correct):
+        note += f" {1 - correct.mean():.1%} of them stand in wrong completions, {1 - everywhere.mean():.1%} of all."
     return Table("Distractors", ("drop", "kind", "completion", "text"), rows, note)
 
 

@@ -113,8 +113,8 @@ def correction_prompt(
     question: str, attempt: str, references: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: TrainConfig
 ) -> list[int]:
     """Token ids of the prompt that asks for a correction: `correction_template` filled, then as any other prompt."""
-    asked = config.correction_template.format(question=question, attempt=attempt, references="\n\n".join(references))
-    return encode_prompt(asked, tokenizer, instruction=config.instruction)
+    request = config.correction_template.format(question=question, attempt=attempt, references="\n\n".join(references))
+    return encode_prompt(request, tokenizer, instruction=config.instruction)
 
 
 def _longest_prompt(trainer: Trainer) -> int | None:

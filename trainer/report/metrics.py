@@ -62,10 +62,10 @@ def reward_metrics(
         "frac_reward_zero_std": (groups.amax(1) == groups.amin(1)).float().mean().item(),
     }
     for name, values in by_function.items():
-        given = torch.tensor([value for value in values if value is not None])
-        if len(given):
-            metrics[f"rewards/{name}/mean"] = given.mean().item()
-            metrics[f"rewards/{name}/std"] = given.std(correction=0).item()
+        votes = torch.tensor([value for value in values if value is not None])
+        if len(votes):
+            metrics[f"rewards/{name}/mean"] = votes.mean().item()
+            metrics[f"rewards/{name}/std"] = votes.std(correction=0).item()
     return metrics
 
 

@@ -39,19 +39,19 @@ class Report:
     """Console and run folder of one run; a context manager, so that files are whole even after an error."""
 
     def __init__(
-        self, folder: Path, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, kept: Mapping[str, Any]
+        self, folder: Path, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any]
     ) -> None:
-        """Begin a report, or go on with one from what it `kept` when a checkpoint was written."""
+        """Begin a report, or go on with one from its `state` at a checkpoint."""
         self.console = Console(highlight=False)
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
-        self._started = time.perf_counter() - kept.get("seconds", 0.0)
-        self._evaluations = [(step, Evaluation(**result)) for step, result in kept.get("evaluations", [])]
-        self._bytes: dict[str, int] = kept.get("bytes", {})
-        self._id: str = kept.get("id", uuid.uuid4().hex)
-        self._tokens: int = kept.get("tokens", 0)
+        self._started = time.perf_counter() - state.get("seconds", 0.0)
+        self._evaluations = [(step, Evaluation(**result)) for step, result in state.get("evaluations", [])]
+        self._bytes: dict[str, int] = state.get("bytes", {})
+        self._id: str = state.get("id", uuid.uuid4().hex)
+        self._tokens: int = state.get("tokens", 0)
         self._last: Step | None = None
 
-    def kept(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Bring what was recorded to the disk, and return as JSON what a report needs to go on from here."""
         sizes = {}
         for file in (self._metrics_file, self._completions_file):

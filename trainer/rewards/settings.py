@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 
 class BuiltIn(NamedTuple):
-    """Where a reward is defined, the kinds of rows that it judges, its own first, and the options that it takes."""
+    """Function of a reward, the kinds of rows that it judges, its own first, and the options that it takes."""
 
     function: str
     kinds: tuple[str, ...]
@@ -22,7 +22,7 @@ BUILT_IN = {
 
 @dataclass
 class RewardSettings:
-    """What completions are rewarded for, and how held-out problems are judged."""
+    """Rewards of completions, and the judgement of held-out problems."""
 
     reward_funcs: list[str] = field(default_factory=lambda: ["exact_match"])
     """Reward functions, added up: "exact_match" (the number), "math_verify" (equal by math-verify), "code" (a program
@@ -31,13 +31,13 @@ class RewardSettings:
     reward_weights: list[float] = field(default_factory=list)
     """A factor for each of reward_funcs in the sum; by default 1. Metrics of each function are without it."""
     dataset_kind: Literal["auto", "numbers", "text", "mbpp"] = "auto"
-    """What each row must have: numbers, a question and an answer in which a number can be read; text, a question and
+    """Kind of the rows: numbers, a question and an answer in which a number can be read; text, a question and
     any answer; mbpp, the columns text or prompt, and test_list. auto is what evaluation's reward function judges:
     numbers for exact_match, mbpp for code, else text."""
     reward_timeout: float = 10.0
     """Seconds after which math_verify or code gives a completion up, with reward 0."""
     code_isolation: Literal["bubblewrap", "none"] = "bubblewrap"
-    """What keeps tested programs from this machine: bubblewrap, or none, which lets them do all that you may do."""
+    """Isolation of tested programs from this machine: bubblewrap, or none, which lets them do all that you may do."""
     eval_reward: str | None = None
     """Reward function by which a held-out problem counts as solved, where it gives 1 or more; by default the first of
     reward_funcs that comes with the program, else exact_match."""

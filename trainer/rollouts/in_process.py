@@ -120,13 +120,13 @@ def generate(
         rows: decoded together, at least B: the last prompt again and again, left out of the result.
     """
     device = next(model.parameters()).device
-    count, fed = len(prompts), [list(prompt) for prompt in prompts]
-    fed += fed[-1:] * (rows - count)
-    batch = tokenizer.pad({"input_ids": fed}, return_tensors="pt", padding_side="left")
+    count, inputs = len(prompts), [list(prompt) for prompt in prompts]
+    inputs += inputs[-1:] * (rows - count)
+    batch = tokenizer.pad({"input_ids": inputs}, return_tensors="pt", padding_side="left")
     prompt_ids, prompt_mask = batch["input_ids"].to(device), batch["attention_mask"].to(device)
     scores, sampler = FiniteScores(), None
     if keys is not None:
-        keys = [*keys, *[keys[-1]] * (len(fed) - count)]
+        keys = [*keys, *[keys[-1]] * (len(inputs) - count)]
         sampler = KeyedSampler(keyed_uniforms(keys, max_completion_length).to(device), temperature, top_p)
     special: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
     causal, training = causal_lm(model), model.training

@@ -9,9 +9,9 @@ class RolloutSettings:
     """How completions are sampled, in training and in evaluation alike."""
 
     rollout_engine: Literal["transformers", "vllm"] = "transformers"
-    """What samples: transformers' generate in the training process, or a vLLM server, reached through TRL's client."""
+    """Engine that samples: transformers, in the training process, or a vLLM server, reached through TRL's client."""
     merge_adapters: Literal["auto", "always", "never"] = "auto"
-    """Merge adapters into the weights while sampling; the weights come back to the bit. Where they cannot be merged
+    """Merge adapters into the weights while sampling; the weights come back to the bit. If they cannot be merged
     (quantised or tied weights, an adapter that PEFT does not merge), auto samples with them beside the weights and says
     so, always refuses. Merged bfloat16 weights are rounded: sampling/gap shows by how much."""
     rollout_cache: Literal["auto", "static", "dynamic"] = "auto"

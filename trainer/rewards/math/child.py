@@ -20,11 +20,11 @@ _DIE_WITH_PARENT = 1  # of prctl
 
 def main() -> None:
     """Answer until nobody asks any more."""
-    seconds, said = int(sys.argv[1]), os.dup(1)
+    seconds, replies = int(sys.argv[1]), os.dup(1)
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    os.write(said, b"loaded\n")
+    os.write(replies, b"loaded\n")
     nothing = os.open(os.devnull, os.O_WRONLY)
     for other in (1, 2):  # nobody reads what libraries say
         os.dup2(nothing, other)
@@ -33,7 +33,7 @@ def main() -> None:
         verdict = None
         if gold := parse(f"\\boxed{{{answer}}}", parsing_timeout=seconds):
             verdict = bool(verify(gold, parse(completion, parsing_timeout=seconds), timeout_seconds=seconds))
-        os.write(said, json.dumps(verdict).encode() + b"\n")
+        os.write(replies, json.dumps(verdict).encode() + b"\n")
 
 
 if __name__ == "__main__":

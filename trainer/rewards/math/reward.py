@@ -69,7 +69,7 @@ class MathReward:
         return json.loads(reply or b"false")
 
     def _running(self) -> subprocess.Popen[bytes]:
-        """Give the child, started if there is none or if it has died since it was last asked."""
+        """Return the child, started if there is none or if it has died meanwhile."""
         if self._child is not None and self._child.poll() is None:
             return self._child
         child = subprocess.Popen(
@@ -79,7 +79,7 @@ class MathReward:
         )  # fmt: skip
         if not next_line(child, START_SECONDS):
             child.kill()
-            told = child.communicate()[1].decode(errors="replace").strip().splitlines()
-            raise OSError(f"reward math_verify: its process did not start: {told[-1] if told else 'it said nothing'}")
+            lines = child.communicate()[1].decode(errors="replace").strip().splitlines()
+            raise OSError(f"reward math_verify: its process did not start: {lines[-1] if lines else 'it said nothing'}")
         self._child = child
         return child
