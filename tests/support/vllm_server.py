@@ -1,45 +1,83 @@
-"""A stand-in for `vllm serve`: its HTTP contract on the loopback, as TRL's client uses it, with a model in the process.
+"""A stand-in for `vllm serve`: it answers TRL's client as over HTTP, in the process, with a model of its own.
 
-Weights come over a queue in NCCL's place, for a CPU has none; what is announced over HTTP is checked against it.
+Weights come over a queue in NCCL's place, for a CPU has none; what is announced is checked against them.
 """
 
 import json
 import queue
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
+from requests import PreparedRequest, Response
+from requests.adapters import BaseAdapter
 from torch import nn
 
 
-class VllmServer(ThreadingHTTPServer):
+class VllmServer(BaseAdapter):
     """Answers for `model`, does `fault` wrong, and keeps (path, body) of all posts and the names of all updates."""
 
-    daemon_threads = True
+    url = "http://127.0.0.1:8000"
 
     def __init__(self, model: nn.Module, ends: list[int], fault: str = "", mode: str = "processed_logprobs") -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__()
         self.model, self.ends, self.fault, self.mode = model.eval(), ends, fault, mode
         self.channel = queue.Queue[tuple[str, torch.Tensor]]()
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.updates: list[list[str]] = []
         self.lock = threading.Lock()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+    def close(self) -> None:
+        pass
+
+    def send(self, request: PreparedRequest, **_: Any) -> Response:
+        path, response, content = urlsplit(request.url).path, Response(), dict[str, Any]()
+        try:
+            with self.lock:
+                content = (
+                    self.read(path) if request.method == "GET" else self.post(path, json.loads(request.body or "{}"))
+                )
+            response.status_code = 200
+        except (ValueError, LookupError) as problem:
+            content, response.status_code = {"error": str(problem)}, 404 if isinstance(problem, KeyError) else 400
+        response._content = json.dumps(content).encode()
+        return response
+
+    def read(self) -> dict[str, Any]:
+        config = {"weight_transfer_config": {"backend": "nccl"}, "model_config": {"logprobs_mode": self.mode}}
+        answers = {"/v1/models": {"data": [{"id": "served"}]}, "/get_world_size": {"world_size": 1}}
+        return answers | ({} if self.fault == "no development mode" else {"/server_info": {"vllm_config": config}})
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.requests.append((path, body))
+        if path == "/update_weights":
+            self.update(**body["update_info"])
+        if path != "/v1/completions":
+            return {"success": True}
+        if self.fault == "refuses":
+            raise ValueError("This model's maximum context length is 8 tokens")
+        choices = []
+        for prompt in body["prompt"]:
+            ids, logprobs = self.complete(prompt, body)
+            if self.fault == "stops early" and not body.get("ignore_eos"):
+                ids, logprobs = ids[:1], logprobs[:1]
+            if self.fault == "not a number" and not body.get("ignore_eos"):
+                logprobs[-1] = float("nan")
+            names = [f"token_id:{token + (self.fault == 'other tokens')}" for token in ids]
+            values = {"tokens": names, "token_logprobs": logprobs, "top_logprobs": [None] * len(ids)}
+            choices.append({"prompt_token_ids": prompt, "token_ids": ids, "logprobs": values})
+            if self.fault == "no log-probs":
+                choices[-1]["logprobs"] = None
+        return {"choices": choices}
 
     def update(self, names: list[str], dtype_names: list[str], shapes: list[list[int]], packed: bool = True) -> None:
         own = dict(self.model.named_parameters())
         for name, dtype, shape in zip(names, dtype_names, shapes, strict=True):
             sent, weight = self.channel.get(timeout=10)
             assert (sent, f"torch.{dtype}", shape) == (name, str(weight.dtype), list(weight.shape))
-            if name not in own:
-                raise ValueError(f"There is no module or parameter named {name!r}")
             if self.fault != "keeps its weights":
                 own[name].data.copy_(weight)
         self.updates.append(names)
@@ -65,68 +103,8 @@ class VllmServer(ThreadingHTTPServer):
         return ids[len(prompt) :], logprobs
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: VllmServer
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        config = {"weight_transfer_config": {"backend": "nccl"}, "model_config": {"logprobs_mode": self.server.mode}}
-        answers = {
-            "/health": {},
-            "/v1/models": {"data": [{"id": "served"}]},
-            "/server_info": {"vllm_config": config},
-            "/get_world_size": {"world_size": 1},
-        }
-        if self.server.fault == "no answer" or (self.server.fault == "no development mode" and path == "/server_info"):
-            return self.answer({"error": "Not Found"}, 404)
-        return self.answer(answers[path])
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
-        with self.server.lock:
-            self.server.requests.append((self.path, body))
-            try:
-                self.answer(self.result(body))
-            except ValueError as problem:
-                self.answer({"error": str(problem)}, 400)
-
-    def result(self, body: dict[str, Any]) -> dict[str, Any]:
-        fault = self.server.fault
-        if self.path == "/update_weights":
-            self.server.update(**body["update_info"])
-        if self.path != "/v1/completions":
-            return {"success": True}
-        if fault == "refuses":
-            raise ValueError("This model's maximum context length is 8 tokens")
-        choices = []
-        for prompt in body["prompt"]:
-            ids, logprobs = self.server.complete(prompt, body)
-            if fault == "stops early" and not body.get("ignore_eos"):
-                ids, logprobs = ids[:1], logprobs[:1]
-            if fault == "not a number" and not body.get("ignore_eos"):
-                logprobs[-1] = float("nan")
-            names = [f"token_id:{token + (fault == 'other tokens')}" for token in ids]
-            told = {"tokens": names, "token_logprobs": logprobs, "top_logprobs": [None] * len(ids)}
-            given = None if fault == "no log-probs" else told
-            choices.append({"prompt_token_ids": prompt, "token_ids": ids, "logprobs": given})
-        return {"choices": choices}
-
-    def answer(self, content: dict[str, Any], status: int = 200) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def served(
-    model: nn.Module, ends: list[int], monkeypatch: Any, fault: str = "", **options: Any
-) -> Iterator[VllmServer]:
-    """Serve `model` while the context lasts; TRL's client takes vLLM for installed and sends weights to the server."""
+def stand_in(model: nn.Module, ends: list[int], monkeypatch: Any, fault: str = "", **options: Any) -> VllmServer:
+    """Serve `model`; TRL's client takes vLLM for installed and sends weights to the server."""
     from trl.generation import vllm_client
 
     server = VllmServer(model, ends, fault, **options)
@@ -146,15 +124,13 @@ def served(
     for name, value in {
         "is_vllm_available": lambda *_, **__: True,
         "get_ip": lambda: "127.0.0.1",
+        "HTTPAdapter": lambda **_: server,
         "NCCLWeightTransferEngine": Transfer,
         "NCCLTrainerSendWeightsArgs": SimpleNamespace,
     }.items():
         monkeypatch.setattr(vllm_client, name, value, raising=False)
     monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda self, device: opened(self, "cuda"))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
+    monkeypatch.setattr(vllm_client.VLLMClient, "check_server", lambda *_, **__: None)
+    for module in ("trainer.rollouts", "trainer.rollouts.vllm"):
+        monkeypatch.setattr(f"{module}.await_server", lambda *_: None)
+    return server

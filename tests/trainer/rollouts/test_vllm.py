@@ -9,7 +9,7 @@ from torch import nn
 from cfa_kernels.scoring.training_forward import packed_logprobs
 from tests.support.adapted import PROMPTS, SAMPLED, adapted, tiny, tokenizer
 from tests.support.embedded import settings, updated
-from tests.support.vllm_server import served
+from tests.support.vllm_server import stand_in
 from trainer.__main__ import main
 from trainer.evaluate import evaluate
 from trainer.rollouts import RolloutSettings, TransformersEngine, VllmEngine
@@ -25,18 +25,13 @@ LIMIT = 1e-4
 @pytest.fixture
 def serve(monkeypatch):
     """Makes servers, and engines that use them."""
-    opened = []
 
     def start(policy: nn.Module, model: nn.Module, fault: str = "", **options):
-        context = served(model, ENDS, monkeypatch, fault, **options)
-        server = context.__enter__()
-        opened.append(context)
-        given = RolloutSettings(rollout_engine="vllm", vllm_server_base_url=server.url, vllm_server_timeout=1.0)
-        return server, lambda: VllmEngine(policy, tokenizer(), given, LIMIT)
+        server = stand_in(model, ENDS, monkeypatch, fault, **options)
+        config = RolloutSettings(rollout_engine="vllm", vllm_server_base_url=server.url, vllm_server_timeout=1.0)
+        return server, lambda: VllmEngine(policy, tokenizer(), config, LIMIT)
 
-    yield start
-    for context in opened:
-        context.__exit__(None, None, None)
+    return start
 
 
 def other(**options) -> nn.Module:
