@@ -37,9 +37,8 @@ class VllmServer(BaseAdapter):
         path, response, content = urlsplit(request.url).path, Response(), dict[str, Any]()
         try:
             with self.lock:
-                content = (
-                    self.read(path) if request.method == "GET" else self.post(path, json.loads(request.body or "{}"))
-                )
+                body = json.loads(request.body or "{}")
+                content = self.read()[path] if request.method == "GET" else self.post(path, body)
             response.status_code = 200
         except (ValueError, LookupError) as problem:
             content, response.status_code = {"error": str(problem)}, 404 if isinstance(problem, KeyError) else 400
