@@ -185,17 +185,6 @@ def test_a_reward_that_is_not_finite_stops_the_run_and_names_step_and_sample(tmp
     assert re.search(r"error: step 1, sample 5 \(dataset generated, row \d+\): reward infinite_reward is inf", said)
 
 
-def test_steps_without_any_advantage_bring_one_warning(tmp_path, capsys) -> None:
-    run(
-        tmp_path / "run", f"--reward_funcs={__name__}:no_reward", "--max_steps=6",
-        "--max_completion_length=60",
-    )  # fmt: skip
-    printed = capsys.readouterr().out
-    assert "warning: step 5: no group had an advantage for 5 steps in a row (mean reward 0.00)" in printed
-    assert printed.count("warning") == 1
-    assert [entry["frac_reward_zero_std"] for entry in metrics_of(tmp_path / "run")[1:-1]] == [1.0] * 6
-
-
 def test_a_bad_row_ends_the_program_before_anything_runs(tmp_path, capsys) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"question": "Q?", "answer": "#### 1"}\n{"question": "Q?", "answer": "none"}\n')

@@ -57,9 +57,9 @@ class Problem:
         """The number the question asks for."""
         return self.steps[-1].result
 
-    def solution(self, *, annotate: bool = False) -> str:
-        """Worked solution ending in `#### N`; `annotate` adds GSM8K's `<<a+b=c>>` before each result."""
-        return _write(self.steps, annotate=annotate)
+    def solution(self) -> str:
+        """Worked solution ending in `#### N`."""
+        return _write(self.steps)
 
     def careless_solution(self, rng: random.Random) -> str:
         """A solution as a careless pupil writes it: the last sum may take its number from an idle fact.
@@ -83,11 +83,8 @@ class IdleFact(NamedTuple):
     misleading: float
 
 
-def _write(steps: Sequence[Step], *, annotate: bool = False) -> str:
-    lines = []
-    for step in steps:
-        note = f"<<{step.left}{step.op}{step.right}={step.result}>>" if annotate else ""
-        lines.append(f"{step.lead} {step.left}{step.op}{step.right}={note}{step.result} {step.tail}.")
+def _write(steps: Sequence[Step]) -> str:
+    lines = [f"{step.lead} {step.left}{step.op}{step.right}={step.result} {step.tail}." for step in steps]
     return "\n".join([*lines, f"#### {steps[-1].result}"])
 
 
