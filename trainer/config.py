@@ -17,7 +17,6 @@ from cfa_kernels.estimators.registry import ESTIMATORS
 from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES, weights_sequences
 from cfa_kernels.ops.token_loss import NUMBERS
 from cfa_kernels.options import NOT_NEGATIVE, POSITIVE
-from trainer.experimental.settings import CorrectionSettings
 from trainer.precision import DtypeName, Precision
 from trainer.rewards import load_answer_format
 from trainer.rewards.settings import RewardSettings
@@ -43,7 +42,9 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
         "max_steps", "generation_batch_size", "num_iterations", "max_completion_length", "eval_batch_size", "lora_r",
         "eval_steps", "token_budget", "save_steps", "eval_problems", "train_problems",
     )),
-    str(NOT_NEGATIVE): (NOT_NEGATIVE.__contains__, ("epsilon", "epsilon_high", "beta", "log_completions")),
+    str(NOT_NEGATIVE): (NOT_NEGATIVE.__contains__, (
+        "epsilon", "epsilon_high", "beta", "correction_reward", "log_completions",
+    )),
     str(POSITIVE): (POSITIVE.__contains__, (
         "learning_rate", "temperature", "max_grad_norm", "max_sampling_gap", "importance_sampling_clip_max",
     )),
@@ -86,7 +87,7 @@ class DataConfig:
 
 
 @dataclass
-class TrainConfig(RewardSettings, CorrectionSettings, RolloutSettings, DataConfig):
+class TrainConfig(RewardSettings, RolloutSettings, DataConfig):
     """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
 
     model: str = EMBEDDED
@@ -110,6 +111,11 @@ class TrainConfig(RewardSettings, CorrectionSettings, RolloutSettings, DataConfi
     credit_options: tyro.conf.UseAppendAction[dict[str, int | float | str]] = field(default_factory=dict)
     """An option of the estimator, of the rule for weights or of spans, and its value: --credit_options max_spans 5
     --credit_options weights top. docs/credit.md lists them; by default what the estimator's source does."""
+    compare_and_correct: bool = False
+    """After IBPO: the policy rewrites wrong completions beside the nearest correct sibling; what it gets right raises
+    their reward before the group is compared, and only tokens that the correction edits get credit."""
+    correction_reward: float = 0.3
+    """By how much the reward of a wrong completion rises if its correction is correct: IBPO's lambda times rho."""
     answer_format: str | None = None
     """Form of answers beside those that are known: a regular expression whose first group is the answer, or
     "module:function" of a text that gives the answer's start and end."""
@@ -226,7 +232,6 @@ class TrainConfig(RewardSettings, CorrectionSettings, RolloutSettings, DataConfi
                     f"importance_sampling_level must be token with {' and '.join(names)}, got sequence: a completion "
                     "has one ratio there, so that only the sum of its tokens' weights acts"
                 )
-        self.check_corrections(self.num_generations)
         self.check_engine()
         self.check_rewards()
         if self.dataset == GENERATED and self.kind == "mbpp":

@@ -12,10 +12,9 @@ from cfa_kernels.estimators.entropy import Entropy
 from cfa_kernels.estimators.registry import ESTIMATORS
 from cfa_kernels.integrations.credit import OFFERS, sentences, unmet_needs
 from cfa_kernels.options import Share, check_fields
-from cfa_kernels.scoring.access import InProcess
 from docs.options import options
 from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of, settings, updated
-from trainer.cli import parse, preset_names
+from trainer.cli import preset_names
 from trainer.config import PRESETS, TrainConfig
 
 pytestmark = pytest.mark.slow
@@ -99,14 +98,6 @@ def test_an_option_that_nothing_reads_is_refused_by_name(capsys) -> None:
     assert "sigma is not read: it is an option of estimator='gradient'" in capsys.readouterr().err
 
 
-def test_a_name_that_is_no_file_and_no_preset_is_refused(capsys) -> None:
-    with pytest.raises(SystemExit):
-        parse(TrainConfig, ["--config", "oar"], prog="", description="")
-    said = capsys.readouterr().err
-    assert "--config oar: there is no such file" in said
-    assert "did you mean oar_p?" in said
-
-
 @pytest.mark.parametrize("estimator", ["masking", "gradient", "prefix_gain", "entropy", "prefix_tree", "sibling_edits"])
 def test_an_estimator_judges_the_rows_with_advantage_of_a_micro_batch(fresh, rollouts, estimator) -> None:
     """Two of the four groups are mixed. One micro-batch for each, as credit must not mix them up."""
@@ -143,43 +134,6 @@ def test_all_of_a_small_batch_in_one_pass_keeps_the_share_of_entropies(fresh, ro
     kept = credit.weights[judged][rollouts.completion_mask[judged].bool()]
     assert kept.mean() == pytest.approx(0.2, abs=0.01)
     assert set(kept.tolist()) == {0.0, 1.0}
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--credit_options", "fill", "resampled"),
-        ("--credit_options", "preselect", "0.5", "--credit_options", "preselect_by", "entropy"),
-    ],
-)
-def test_masking_in_another_way_takes_forwards_of_its_own(fresh, rollouts, flags) -> None:
-    exact, _ = credit_under(fresh(), rollouts)
-    other, _ = credit_under(fresh(*flags), rollouts)
-    assert exact.spans == other.spans
-    assert any(not torch.equal(a, b) for a, b in zip(exact.drop, other.drop, strict=True))
-    assert other.work.tokens_fed > 0
-
-
-def test_prefix_gain_feeds_its_probes_alone_behind_what_the_update_has_fed(fresh, rollouts, monkeypatch) -> None:
-    trainer = fresh("--estimator=prefix_gain")
-    credit, _ = credit_under(trainer, rollouts)
-    units = sum(len(row) for row in credit.spans)
-    assert units < credit.work.tokens_fed < 8 * units  # a marker and an answer each
-    monkeypatch.setattr("trainer.microbatch.TrainingForward", lambda forward: InProcess(forward.causal))
-    apart, _ = credit_under(fresh("--estimator=prefix_gain"), rollouts)
-    assert credit.work.tokens_fed < 0.3 * apart.work.tokens_fed
-    for ours, theirs in zip(credit.drop, apart.drop, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
-
-
-def test_total_effects_keep_the_answers_own_score_and_weigh_otherwise(fresh, rollouts) -> None:
-    direct, _ = credit_under(fresh(), rollouts)
-    total, metrics = credit_under(fresh("--credit_options", "effect", "total"), rollouts)
-    assert total.spans == direct.spans
-    torch.testing.assert_close(total.base, direct.base, rtol=0, atol=1e-4, equal_nan=True)
-    assert not torch.allclose(total.weights, direct.weights, atol=1e-2)
-    assert torch.isfinite(torch.tensor(metrics["loss"]))
-    assert total.work.tokens_fed == direct.work.tokens_fed
 
 
 def test_a_run_by_total_effects_logs_what_its_numbers_are(tmp_path) -> None:

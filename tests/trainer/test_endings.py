@@ -1,8 +1,6 @@
 """A run that is asked to end keeps what it has; one whose disk fills loses nothing it had kept."""
 
-import contextlib
 import errno
-import io
 import itertools
 import os
 import signal
@@ -14,8 +12,8 @@ import pytest
 from tests.support.runs import Disk, child, flags, main, outcome
 from trainer import __main__ as program
 from trainer.checkpoints import files
-from trainer.checkpoints.files import DiskError, naming, whole_folder, write_whole
-from trainer.endings import Ended, Ending, ignore_broken_pipe
+from trainer.checkpoints.files import DiskError, whole_folder, write_whole
+from trainer.endings import Ended, Ending
 from trainer.evaluate import evaluate
 
 
@@ -134,17 +132,6 @@ def test_a_pipe_that_nobody_reads_any_more_changes_nothing_about_the_run(there, 
     assert child(unheard, ["--help"], gone) == (0, 0)
 
 
-def test_streams_are_as_before_afterwards_and_other_errors_of_theirs_are_told() -> None:
-    class Full(io.StringIO):
-        def write(self, _: str) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    with contextlib.redirect_stdout(Full()) as full:
-        with pytest.raises(OSError, match="No space left"), ignore_broken_pipe():
-            print("nothing")
-        assert sys.stdout is full
-
-
 def on_a_small_disk(argv: list[str], disk: Path) -> str | list[tuple[int, str, str]]:
     """Run on a disk that is full in step 3, again while it cannot be written to, and at last with space."""
     try:
@@ -214,11 +201,3 @@ def test_wherever_writing_fails_the_old_file_or_folder_is_whole(tmp_path, monkey
     monkeypatch.setattr(files, "sync", lambda _: None)
     write("new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
-
-
-def test_an_error_of_the_disk_names_path_and_cause(tmp_path) -> None:
-    with (
-        pytest.raises(DiskError, match=f"^{tmp_path}/run cannot be written: No space left on device$"),
-        naming(tmp_path / "run"),
-    ):
-        raise OSError(errno.ENOSPC, "No space left on device")

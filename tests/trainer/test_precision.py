@@ -60,15 +60,6 @@ def test_dtype_chooses_the_type_of_weights_and_of_products(dtype, device, adapte
     assert found.is_mixed == (weights != products)
 
 
-def test_where_types_are_the_same_nothing_is_cast() -> None:
-    for dtype in ("auto", "float32", "bfloat16"):
-        with TrainConfig(dtype=dtype, device="cpu").precision.autocast():
-            assert not torch.is_autocast_enabled("cpu")
-    with TrainConfig(dtype="mixed", device="cpu").precision.autocast():
-        assert torch.get_autocast_dtype("cpu") == BF16
-        assert torch.is_autocast_enabled("cpu")
-
-
 def test_adamw_is_fused_on_a_gpu_only() -> None:
     weight = nn.Parameter(torch.ones(2))
     made = adamw([weight], torch.device("cuda:0"), lr=1e-3, weight_decay=0.1).defaults

@@ -8,7 +8,6 @@ import torch
 import transformers
 
 from cfa_kernels.ops.matmul import product
-from cfa_kernels.scoring.training_forward import packed_logprobs
 from tests.support.embedded import SMALL, settings
 from tests.support.runs import child
 from tests.support.tiny import tiny_tokenizer
@@ -67,21 +66,6 @@ def test_a_model_whose_logits_are_not_its_heads_output_is_refused_under_every_cr
 def test_a_model_that_cannot_run_on_a_packed_tree_is_refused_under_every_credit(saved, credit) -> None:
     with pytest.raises(NotImplementedError, match="GPTJForCausalLM does not use transformers' attention interface"):
         set_up(settings(f"--model={saved('GPTJ')}", f"--credit={credit}", "--max_completion_length=4"))
-
-
-@pytest.mark.parametrize("kind", ["HyperCLOVAX", "RecurrentGemma", "FalconH1"])
-def test_a_model_that_transforms_its_logits_is_refused_by_name_or_trained_on_its_own_log_probs(saved, kind) -> None:
-    config = settings(f"--model={saved(kind)}", "--credit=uniform", "--max_completion_length=4", "--no_use_peft")
-    try:
-        policy = set_up(config).policy
-    except NotImplementedError as refusal:
-        if f"{kind}ForCausalLM" not in str(refusal):
-            raise
-        return
-    ids = torch.arange(2, 14)
-    (ours,) = packed_logprobs(policy, [ids[:4]], [ids[4:]])
-    theirs = policy(input_ids=ids[None]).logits[0, 3:-1].log_softmax(-1).gather(1, ids[4:, None])[:, 0]
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
 def test_rows_that_may_change_each_others_rotary_frequencies_are_refused(saved) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cfa_kernels import counterfactual_credit, policy_loss
-from cfa_kernels.scoring.training_forward import PackedForward, PackedLoss
-from tests.support.embedded import EVERY_OTHER, SMALL, advantages_of, metrics_of, run, samples_of, settings, updated
-from trainer.__main__ import main
+from tests.support.embedded import EVERY_OTHER, advantages_of, metrics_of, run, samples_of, settings, updated
 from trainer.config import EMBEDDED, model_path
 from trainer.evaluate import Evaluation
 from trainer.report.run_report import paired_gain
@@ -51,15 +48,6 @@ def test_the_update_is_that_of_one_loss_over_the_whole_padded_batch(fresh, rollo
     gradient = gradient_after(trainer, rollouts, advantages, weights)
     assert (gradient - expected).norm() <= 1e-4 * expected.norm()
     assert expected.norm() > 0
-
-
-def test_weights_change_the_update(fresh, rollouts) -> None:
-    gradients = []
-    for high in (1.0, 4.0):
-        weights = torch.ones_like(rollouts.logprobs)
-        weights[:, ::2] = high
-        gradients.append(gradient_after(fresh("--credit=uniform"), rollouts, advantages_of(rollouts), weights))
-    assert torch.nn.functional.cosine_similarity(*gradients, dim=0) < 0.999
 
 
 def test_a_second_iteration_on_the_same_rollouts_is_off_policy(fresh, rollouts) -> None:
@@ -118,35 +106,6 @@ def test_every_credit_mode_gives_other_weights_and_only_the_answer_free_ones_sco
     assert forwards["counterfactual"] == forwards["inverted"] > 0 == forwards["random"] == forwards["uniform"]
 
 
-def test_a_log_prob_that_is_not_finite_stops_the_run_and_names_step_and_sample(fresh, tmp_path, monkeypatch) -> None:
-    trainer = fresh(
-        f"--output_dir={tmp_path / 'run'}", EVERY_OTHER, "--max_completion_length=12", "--no_mask_truncated_completions"
-    )
-    calls, loss_of = [], PackedForward.policy_loss
-
-    def poisoned(forward, *args, **kwargs):
-        loss, metrics, logprobs = loss_of(forward, *args, **kwargs)
-        calls.append(len(logprobs))
-        return PackedLoss(loss, metrics, [x.fill_(torch.nan) if b == 1 else x for b, x in enumerate(logprobs)])
-
-    monkeypatch.setattr(PackedForward, "policy_loss", poisoned)
-    with pytest.raises(
-        FloatingPointError, match=r"step 1, samples \[\d+\]: log-prob is not finite; this step is not saved"
-    ):
-        train(trainer)
-    assert len(calls) == 1
-    assert not (tmp_path / "run" / "checkpoint").exists()
-
-
-def test_a_gradient_that_is_not_finite_names_samples_and_parameter(fresh, rollouts) -> None:
-    trainer = fresh()
-    trainer.policy.model.norm.weight.register_hook(lambda gradient: gradient * torch.nan)
-    before = trainer.policy.model.norm.weight.detach().clone()
-    with pytest.raises(FloatingPointError, match=r"samples \[.*\]: gradient of model.norm.weight is not finite"):
-        gradient_after(trainer, rollouts, advantages_of(rollouts), torch.ones_like(rollouts.logprobs))
-    assert torch.equal(before, trainer.policy.model.norm.weight)
-
-
 @pytest.mark.parametrize("credit", ["counterfactual", "uniform"])
 def test_a_model_that_emits_nan_stops_the_run_and_nothing_is_saved(fresh, tmp_path, credit) -> None:
     # Its rewards are all equal: without the check no update would ever look at a log-prob.
@@ -168,41 +127,6 @@ def test_a_model_that_turns_nan_in_its_last_step_is_not_saved(fresh, tmp_path) -
     with pytest.raises(FloatingPointError, match=r"^step 1, .* this step is not saved$"):
         train(trainer)
     assert not (tmp_path / "run" / "checkpoint").exists()
-
-
-def infinite_reward(completions, **_):
-    return [math.inf if i == 5 else 0.0 for i in range(len(completions))]
-
-
-def no_reward(completions, **_):
-    return [False] * len(completions)
-
-
-def test_a_reward_that_is_not_finite_stops_the_run_and_names_step_and_sample(tmp_path, capsys) -> None:
-    argv = [*SMALL, f"--output_dir={tmp_path / 'run'}", f"--reward_funcs={__name__}:infinite_reward"]
-    assert main([*argv, "--max_completion_length=8"]) == 1
-    said = capsys.readouterr().err
-    assert re.search(r"error: step 1, sample 5 \(dataset generated, row \d+\): reward infinite_reward is inf", said)
-
-
-def test_a_bad_row_ends_the_program_before_anything_runs(tmp_path, capsys) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"question": "Q?", "answer": "#### 1"}\n{"question": "Q?", "answer": "none"}\n')
-    folder = tmp_path / "run"
-    assert main([*SMALL, f"--dataset={data}", f"--output_dir={folder}"]) == 1
-    assert f"error: dataset {data}, row 1: no number can be read from column 'answer'" in capsys.readouterr().err
-    assert not folder.exists()
-
-
-def test_a_folder_with_an_earlier_run_is_not_written_over(tmp_path, capsys) -> None:
-    (tmp_path / "metrics.jsonl").write_text("{}")
-    assert main([*SMALL, f"--output_dir={tmp_path}"]) == 1
-    assert f"output_dir: {tmp_path} is not empty" in capsys.readouterr().err
-
-
-def test_a_model_that_is_not_there_is_an_error_in_one_line(tmp_path, capsys) -> None:
-    assert main([*SMALL, f"--model={tmp_path / 'nowhere'}"]) == 1
-    assert capsys.readouterr().err.startswith("error: ")
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
 
 def _random_states(device: torch.device) -> dict[str, Any]:
     name, key, *rest = np.random.get_state()
-    states = {"python": random.getstate(), "numpy": (name, torch.tensor(key.astype(np.int64)), *rest)}  # type: ignore[union-attr]
+    states = {"python": random.getstate(), "numpy": (name, torch.tensor(key.astype(np.int64)), *rest)}  # type: ignore[attr-defined]
     there = {} if device.type == "cpu" else {"device": torch.get_device_module(device).get_rng_state(device)}
     return states | {"torch": torch.get_rng_state()} | there
 

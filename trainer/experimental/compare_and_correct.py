@@ -11,7 +11,7 @@ This is our reading of IBPO (arXiv 2605.16302), of which the abstract and public
 - tokens that the alignment of y and y^ leaves unchanged get no credit (m_t = 0).
 
 The notes do not say what a correction that is wrong itself does to m. By default it does nothing: a policy that copies
-its wrong attempt edits no token, and an empty m would spare the attempt every gradient (`correction_credit`).
+its wrong attempt edits no token, and an empty m would spare the attempt every gradient.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,6 +31,10 @@ from trainer.rewards.calls import arguments
 from trainer.rollouts import Rollouts
 from trainer.state import Batch, Shaped, Trainer
 
+TEMPLATE = (
+    "{question}\n\nThis attempt is wrong:\n{attempt}\n\nThis is correct:\n{references}\n\n"
+    "Write the attempt again, corrected. Keep what is right in it and change only what is wrong."
+)
 CORRECT = 0.5  # least reward of a correct completion
 _STREAM = 1  # at the end of a sample's key: its correction draws numbers of its own
 
@@ -72,7 +76,6 @@ def compare_and_correct(trainer: Trainer, batch: Batch) -> Shaped:
         for b, is_right, row in zip(fitting, right, corrected.ids(), strict=True):
             if is_right:
                 shaped[b] += config.correction_reward
-            if is_right or config.correction_credit == "all":
                 gated.append(b)
                 edits[b, : len(ids[b])] = edited_tokens(ids[b], torch.tensor(row, dtype=torch.int64))
         metrics |= {
@@ -100,7 +103,7 @@ def _prompts(
         b: correction_prompt(
             batch.columns["question"][b],
             rollouts.texts[b],
-            [rollouts.texts[near] for near in siblings[b][: config.correction_references]],
+            [rollouts.texts[near] for near in siblings[b][:1]],
             tokenizer,
             config,
         )
@@ -112,8 +115,8 @@ def _prompts(
 def correction_prompt(
     question: str, attempt: str, references: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: TrainConfig
 ) -> list[int]:
-    """Token ids of the prompt that asks for a correction: `correction_template` filled, then as any other prompt."""
-    request = config.correction_template.format(question=question, attempt=attempt, references="\n\n".join(references))
+    """Encode the prompt that asks for a correction: `TEMPLATE` filled, then as any other prompt."""
+    request = TEMPLATE.format(question=question, attempt=attempt, references="\n\n".join(references))
     return encode_prompt(request, tokenizer, instruction=config.instruction)
 
 

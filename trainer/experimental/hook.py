@@ -1,7 +1,7 @@
 """Shape the rewards of a training step by the experiment that its settings ask for.
 
 The step calls `shape_rewards` once, between rewards and advantages, and knows of no experiment by name. An experiment
-brings its settings (`settings.py`) and one function from sampled completions to `Shaped`.
+brings its settings and one function from sampled completions to `Shaped`.
 """
 
 from trainer.experimental.compare_and_correct import compare_and_correct, require_fitting_prompt

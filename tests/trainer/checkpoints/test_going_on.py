@@ -1,7 +1,6 @@
 """A run that was killed, at whatever moment, ends by the same command as one that was not."""
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -240,25 +239,6 @@ def test_before_its_first_step_a_run_takes_other_problems(stopped, tmp_path) -> 
     trainer.rows[0] = first | {"answer": "#### 12345"}
     assert run.begin(trainer) == (0, {})
     trainer.rows[0] = first
-
-
-def at_jumping_times(argv: list[str], die: bool) -> str:
-    """Run while the clock jumps by years, to its end or to its fifth step."""
-    hours = random.Random(0)
-    time.time = lambda: 1e9 + 1e8 * hours.uniform(-1, 1)
-    if die:
-        kill_at(5, argv, "reward")
-    return main(argv)[1]
-
-
-def test_a_clock_that_jumps_changes_neither_the_choice_of_a_checkpoint_nor_the_run(there, undisturbed) -> None:
-    folder = there / "jumping"
-    argv = flags(there / "model", folder)
-    assert child(at_jumping_times, argv, True)[0] == -signal.SIGKILL
-    for age, name in enumerate(reversed(checkpoints(folder))):
-        os.utime(folder / "checkpoints" / name, (1e9 + age, 1e9 + age))  # the last one is the oldest by its date
-    assert "going on from the checkpoint of step 4" in child(at_jumping_times, argv, False)[1]
-    assert outcome(folder) == undisturbed[0]
 
 
 def test_what_a_killed_process_left_half_written_is_deleted(stopped, tmp_path) -> None:
