@@ -98,7 +98,6 @@ def analyse(samples: Sequence[Sample], *, noise: float | None = None) -> dict[st
             "classes": _classes(spans, noise),
             "thirds": _means("Drop by place", "third", spans, ("early", "middle", "late")),
             "correctness": _means("Drop by correctness", "correct", correctness, ("correct", "wrong")),
-            "distractors": _distractors(spans),
         }
         if (spans.length > 1).any():  # a lone token says little of content
             tables["kinds"] = _kinds(spans)
@@ -106,7 +105,7 @@ def analyse(samples: Sequence[Sample], *, noise: float | None = None) -> dict[st
         trained = [one for one in samples if not one.truncated and one.advantage != 0 and one.tokens]
         tables["concentration"] = _concentration(trained, names)
         tables |= {"gradient": _gradient(trained, names), "agreement": _agreement(samples, names)}
-    return {name: table for name, table in tables.items() if table.rows or name == "distractors"}
+    return {name: table for name, table in tables.items() if table.rows}
 
 
 def _spans(samples: Sequence[Sample], noise: float) -> pandas.DataFrame:
@@ -189,19 +188,6 @@ def _means(title: str, column: str, spans: pandas.DataFrame, names: Sequence[str
             rows.append([name, len(inside), *interval, float(inside.drop_.median())])
     columns = (column, "spans", "mean drop", "low", "high", "median drop")
     return Table(title, columns, rows, "Low and high bound the mean: 95 %, bootstrap over completions.")
-
-
-def _distractors(spans: pandas.DataFrame) -> Table:
-    strongest = spans[spans.group == "distractor"].sort_values("drop_", ascending=False, kind="stable")
-    correct, everywhere = (part.correct[part.correct.notna()].astype(bool) for part in (strongest, spans))
-    words = {True: "correct", False: "wrong", None: None}
-    rows: list[list[Cell]] = [
-        [float(span.drop_), span.kind, words[span.correct], span.text] for span in strongest.head(10).itertuples()
-    ]
-    note = f"{len(strongest)} of {len(spans)} spans ({len(strongest) / len(spans):.1%}); the strongest are shown."
-    if len(correct):
-        note += f" {1 - correct.mean():.1%} of them stand in wrong completions, {1 - everywhere.mean():.1%} of all."
-    return Table("Distractors", ("drop", "kind", "completion", "text"), rows, note)
 
 
 # --- Where weight gathers ---------------------------------------------------------------------------------------

@@ -78,8 +78,6 @@ def test_tables_of_a_hand_made_example_hold_the_numbers_worked_out_by_hand(tmp_p
         "correct": [3, pytest.approx(-5.5 / 3)],
         "wrong": [2, -3.0],
     }
-    assert rows(tables, "distractors") == {0.5: ["statement", "correct", "St"]}
-    assert "1 of 5 spans (20.0%)" in tables["distractors"].note
 
 
 def test_concentration_and_gradient_count_only_completions_that_train(tmp_path) -> None:
