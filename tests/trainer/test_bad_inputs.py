@@ -129,7 +129,7 @@ CATALOGUE: dict[str, tuple] = {
         {"trackio.py": "def init(**_): raise RuntimeError('no account')"},
     ),
     "a server that does not answer": (
-        ["--rollout_engine=vllm", "--vllm_server_base_url=http://127.0.0.1:9", "--vllm_server_timeout=0.1"], BEFORE,
+        ["--rollout_engine=vllm", "--vllm_server_base_url=http://127.0.0.1:9"], BEFORE,
         "vllm_server_base_url: no vLLM server answers at http://127.0.0.1:9 within 0.1 seconds",
     ),
     "a GPU that is not there": (["--device=cuda:99"], BEFORE, "device: cuda:99 cannot be used"),
@@ -364,6 +364,7 @@ def test_what_is_wrong_is_said_in_one_line(case, good, tmp_path, capsys, monkeyp
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.syspath_prepend(good)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("trainer.rollouts.vllm.START_SECONDS", 0.1)
     if stage != LATER:
         monkeypatch.setattr(run, "load_policy", lambda *_: pytest.fail("the model was loaded before"))
     try:

@@ -33,7 +33,7 @@ _SETTINGS, _SUMMARY, _LOCK = "config.yaml", "summary.json", ".lock"
 # Settings that a run may go on with changed: where it runs and writes, and how often it saves, tests and logs.
 _MAY_CHANGE = frozenset({
     "output_dir", "resume", "save_steps", "eval_steps", "report_to", "log_completions", "device", "parallel",
-    "vllm_server_base_url", "vllm_group_port", "vllm_server_timeout",
+    "vllm_server_base_url",
 })  # fmt: skip
 _KEPT = 2  # checkpoints
 _NEW = "--no_resume starts anew, in a new folder"

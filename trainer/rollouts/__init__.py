@@ -22,7 +22,7 @@ __all__ = [
 def await_engine(settings: RolloutSettings) -> None:
     """Wait for the server that samples, if one does; `ConnectionError` where it does not answer in time."""
     if settings.rollout_engine == "vllm":
-        await_server(settings.vllm_server_base_url.rstrip("/"), settings.vllm_server_timeout)
+        await_server(settings.vllm_server_base_url.rstrip("/"))
 
 
 def engine_for(

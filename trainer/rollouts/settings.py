@@ -19,10 +19,6 @@ class RolloutSettings:
     graph, compiled at first use; auto takes it on a GPU for models that transformers can compile."""
     vllm_server_base_url: str = "http://localhost:8000"
     """Address of the vLLM server."""
-    vllm_group_port: int = 51216
-    """Port on which trainer and server meet to pass weights by NCCL."""
-    vllm_server_timeout: float = 240.0
-    """Seconds to wait for the server before a run starts."""
 
     def check_engine(self) -> None:
         """Reject values outside their range, and settings that the engine does not read, naming the setting."""
@@ -40,6 +36,3 @@ class RolloutSettings:
                 "vllm_server_base_url must begin with http:// or https://, like http://localhost:8000, "
                 f"got {self.vllm_server_base_url!r}"
             )
-        for name in ("vllm_group_port", "vllm_server_timeout"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")

@@ -27,6 +27,7 @@ from trainer.rollouts.merged import CannotMerge, merged_adapters
 from trainer.rollouts.settings import RolloutSettings
 
 _AT_ONCE = 64  # requests; as many as the client keeps connections
+START_SECONDS = 240.0
 _REQUEST_SECONDS = 600.0  # the client sets no limit: a server that is stuck would be waited for without end
 _MODE = "processed_logprobs"
 
@@ -97,9 +98,9 @@ class VllmEngine:
         try:
             from trl.generation.vllm_client import VLLMClient
 
-            await_server(self._url, settings.vllm_server_timeout)
+            await_server(self._url)
             with self._named("say which model it serves"):
-                client = VLLMClient(base_url=self._url, group_port=settings.vllm_group_port)
+                client = VLLMClient(base_url=self._url)
         except ImportError as absent:
             raise ImportError(
                 f"rollout_engine: vllm needs packages that are not installed ({absent}); in the checkout: "
@@ -186,9 +187,9 @@ def served_weights(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def await_server(url: str, seconds: float) -> None:
-    """Wait until a server is up; `ConnectionError` after so many seconds."""
-    until = time.monotonic() + seconds
+def await_server(url: str) -> None:
+    """Wait until a server is up; `ConnectionError` after `START_SECONDS`."""
+    until = time.monotonic() + START_SECONDS
     while True:
         left = until - time.monotonic()
         try:
@@ -197,7 +198,7 @@ def await_server(url: str, seconds: float) -> None:
         except OSError as problem:
             if left <= 0:
                 raise ConnectionError(
-                    f"vllm_server_base_url: no vLLM server answers at {url} within {seconds:g} seconds ({problem}); "
-                    "docs/rollouts.md says how to start one"
+                    f"vllm_server_base_url: no vLLM server answers at {url} within {START_SECONDS:g} seconds "
+                    f"({problem}); docs/rollouts.md says how to start one"
                 ) from problem
         time.sleep(min(1.0, max(until - time.monotonic(), 0.0)))

@@ -28,7 +28,7 @@ def serve(monkeypatch):
 
     def start(policy: nn.Module, model: nn.Module, fault: str = "", **options):
         server = stand_in(model, ENDS, monkeypatch, fault, **options)
-        config = RolloutSettings(rollout_engine="vllm", vllm_server_base_url=server.url, vllm_server_timeout=1.0)
+        config = RolloutSettings(rollout_engine="vllm", vllm_server_base_url=server.url)
         return server, lambda: VllmEngine(policy, tokenizer(), config, LIMIT)
 
     return start
@@ -145,12 +145,13 @@ def test_an_answer_that_is_not_what_was_asked_for_is_named(serve, fault, error, 
 @pytest.mark.parametrize("listens", [False, True], ids=["nobody there", "no answer"])
 def test_a_server_that_does_not_answer_ends_the_program_with_one_line(tmp_path, capsys, monkeypatch, listens) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("trainer.rollouts.vllm.START_SECONDS", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         if listens:
             silent.listen()
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        argv = ["--rollout_engine=vllm", f"--vllm_server_base_url={url}", "--vllm_server_timeout=0.2"]
+        argv = ["--rollout_engine=vllm", f"--vllm_server_base_url={url}"]
         assert main(["--device=cpu", "--train_problems=8", f"--output_dir={tmp_path / 'run'}", *argv]) == 1
     printed = capsys.readouterr().err
     assert f"error: vllm_server_base_url: no vLLM server answers at {url} within 0.2 seconds" in printed
