@@ -56,10 +56,9 @@ def load_rows(
 
 
 def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tuple[list[Row], list[Row]]:
-    """Load training and held-out problems, disjoint by question; `seed` draws generated training problems.
+    """Load training and held-out problems, disjoint by question; equal settings hold equal problems out.
 
-    Held-out problems depend only on the settings in `config`: those of warm-up are held out of reinforcement learning
-    with the same settings too.
+    `seed` draws generated training problems.
     """
     train = load_rows(config.dataset, split="train", count=config.train_problems, columns=config, seed=seed)
     is_file, held_out = Path(config.dataset).suffix in _FILES, config.eval_problems

@@ -84,14 +84,12 @@ def set_up(config: TrainConfig) -> Trainer:
 
 
 def keep_few_kernels() -> None:
-    """Have a CPU keep the kernels of 64 shapes of products, unless the environment says otherwise.
-
-    oneDNN makes a kernel for each shape, in a millisecond and half a megabyte, and keeps 1,024, as does torch's layer
-    above it. Shapes differ from step to step, so a run could grow by hundreds of megabytes. Both caches ask when
-    the first kernel is made.
-    """
-    for of in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(of, "64")
+    """Limit the caches of CPU kernels to 64 shapes of products, unless the environment says otherwise."""
+    # oneDNN makes a kernel for each shape, in a millisecond and half a megabyte, and keeps 1,024, as does torch's layer
+    # above it. Shapes differ from step to step, so a run could grow by hundreds of megabytes. Both caches ask when the
+    # first kernel is made.
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, "64")
 
 
 def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | None = None) -> Path:
@@ -100,7 +98,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     Args:
         trainer: as `set_up` made it.
         folder: as `open_run` found it, which this otherwise does itself.
-        ending: what may ask for an end after a step; all is kept then, and the same command goes on.
+        ending: a request to end after a step, once there is one; the same command then goes on.
 
     Raises:
         Finished, Refused: as `open_run`, or there is no checkpoint to go on from.
@@ -129,12 +127,12 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                     report.stepped(step, training_step(trainer, step, next(batches)))
                 if is_due(step, config.eval_steps, config) and step not in evaluated:
                     evaluate_at(trainer, report, step, ending)
-                # Looked at once: it may come between saving and the question whether to end.
-                asked = next(filter(None, processes.gathered(ending.signal)), None)
-                if (step > start or not kept) and (asked or is_due(step, config.save_steps, config)):
+                # Read once: a signal may come between saving and the question whether to end.
+                request = next(filter(None, processes.gathered(ending.signal)), None)
+                if (step > start or not kept) and (request or is_due(step, config.save_steps, config)):
                     folder.save(trainer, step, report.state)
-                if asked:
-                    report.ended(f"ended by {asked.name} after step {step}; {folder.how_to_go_on()}")
+                if request:
+                    report.ended(f"ended by {request.name} after step {step}; {folder.how_to_go_on()}")
                     return folder.path
             model = folder.path / ("adapter" if config.use_peft else "checkpoint")
             with whole_folder(model) if processes.is_first() else contextlib.nullcontext(model) as aside:
@@ -150,12 +148,12 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
 
 
 def is_due(step: int, every: int | None, config: TrainConfig) -> bool:
-    """Say whether what is done every so many steps, at the beginning and at the end is done after `step`."""
+    """Whether a periodic task (first, last and every `every` steps) is due after `step`."""
     return step in (0, config.max_steps) or (every is not None and step % every == 0)
 
 
 def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> None:
-    """Evaluate after a step; one process leaves it unfinished where an end is asked for meanwhile."""
+    """Evaluate after a step; a signal ends the evaluation of a single process unfinished."""
     config, share = trainer.config, processes.own(trainer.held_out)
     progress = report.evaluating(step, len(share) * (1 + config.eval_samples))
     with contextlib.suppress(Ended), progress as advance, processes.whole(trainer.policy):

@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from tests.support.runs import Disk, child, flags, main, outcome
 from trainer import __main__ as program
 from trainer.checkpoints import files
-from trainer.checkpoints.files import DiskError, whole_folder, write_whole
+from trainer.checkpoints.files import DiskError, naming, whole_folder, write_whole
 from trainer.endings import Ended, Ending
 from trainer.evaluate import evaluate
 
@@ -171,6 +172,14 @@ def test_a_full_or_read_only_disk_is_named_and_loses_no_checkpoint(there, undist
     )
     assert whole[0] == 0
     assert "going on from the checkpoint of step 2" in whole[1]
+
+
+def test_a_model_that_the_disk_does_not_take_is_named(tmp_path) -> None:
+    with (
+        pytest.raises(DiskError, match=f"^{tmp_path}/model cannot be written: .*No space left"),
+        naming(tmp_path / "model"),
+    ):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
 
 
 def test_wherever_writing_fails_the_old_file_or_folder_is_whole(tmp_path, monkeypatch) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 
 class DiskError(OSError):
     """A file could not be written; the message names it and the cause."""
@@ -24,8 +26,9 @@ def naming(path: Path, setting: str = "") -> Iterator[None]:
         yield
     except DiskError:
         raise
-    except OSError as problem:
-        raise DiskError(f"{setting}{path} cannot be written: {problem.strerror or problem}") from problem
+    except (OSError, SafetensorError) as problem:
+        cause = getattr(problem, "strerror", None) or problem
+        raise DiskError(f"{setting}{path} cannot be written: {cause}") from problem
 
 
 def write_whole(path: Path, text: str) -> None:
