@@ -119,8 +119,6 @@ class TrainConfig(RewardSettings, RolloutSettings, DataConfig):
     answer_format: str | None = None
     """Form of answers beside those that are known: a regular expression whose first group is the answer, or
     "module:function" of a text that gives the answer's start and end."""
-    answer_fallback: Literal["last_number"] | None = None
-    """What counts as the answer where there is none in a known form; by default nothing."""
     token_budget: int | None = None
     """Most packed tokens of a forward, in the update and of masked branches; a group that is larger gets a forward of
     its own. By default what half of the free memory holds."""
@@ -251,7 +249,8 @@ class TrainConfig(RewardSettings, RolloutSettings, DataConfig):
 
     def answer_options(self) -> dict[str, Any]:
         """Return the run's own form of answers, as `answer_text_span` takes it."""
-        return {"answer_format": load_answer_format(self.answer_format), "answer_fallback": self.answer_fallback}
+        fallback = self.credit_options.get("answer_fallback")
+        return {"answer_format": load_answer_format(self.answer_format), "answer_fallback": fallback}
 
     @property
     def reward_options(self) -> dict[str, Any]:

@@ -97,8 +97,8 @@ def total_of(text: str) -> tuple[int, int] | None:
         ({}, [0.0, 1.0, 0.0]),
         ({"answer_format": r"TOTAL (\d+)"}, [1.0, 0.0, 0.0]),
         ({"answer_format": "tests.trainer.rewards.test_functions:total_of"}, [1.0, 0.0, 0.0]),
-        ({"answer_fallback": "last_number"}, [1.0, 1.0, 1.0]),
-        ({"answer_format": r"SUM (\d+)", "answer_fallback": "last_number"}, [1.0, 1.0, 1.0]),
+        ({"credit_options": {"answer_fallback": "last_number"}}, [1.0, 1.0, 1.0]),
+        ({"answer_format": r"SUM (\d+)", "credit_options": {"answer_fallback": "last_number"}}, [1.0, 1.0, 1.0]),
     ],
 )
 def test_the_grader_and_credit_read_answers_in_the_runs_own_format(options, expected) -> None:
@@ -118,7 +118,7 @@ def test_the_grader_and_credit_read_answers_in_the_runs_own_format(options, expe
         ({"answer_format": "(TOTAL"}, r"answer_format: the pattern '\(TOTAL' does not compile"),
         ({"answer_format": "no_such_module:f"}, "answer_format: cannot import 'no_such_module:f'"),
         ({"answer_format": "math:pi"}, "answer_format: 'math:pi' is a float, not a function"),
-        ({"answer_fallback": "first"}, "answer_fallback must be one of .*, got 'first'"),
+        ({"credit_options": {"answer_fallback": "first"}}, "answer_fallback must be one of .*, got 'first'"),
     ],
 )
 def test_a_bad_answer_format_ends_the_run_before_it_starts(options: dict, message: str) -> None:
