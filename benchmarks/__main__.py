@@ -22,12 +22,12 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns its exit status."""
-    given = sys.argv[1:] if argv is None else argv
-    if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
-        given = ["speed", *given]
-    module, _ = COMMANDS[_parser().parse_args(given[:1]).command]
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
+        arguments = ["speed", *arguments]
+    module, _ = COMMANDS[_parser().parse_args(arguments[:1]).command]
     with needed_by("python -m benchmarks", "bench"):
-        return int(importlib.import_module(module).main(given[1:]))
+        return int(importlib.import_module(module).main(arguments[1:]))
 
 
 def _parser() -> argparse.ArgumentParser:

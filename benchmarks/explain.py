@@ -183,8 +183,8 @@ class Batch:
     @property
     def branch_rows(self) -> int:
         """Tokens from each masked span to the answer; siblings share the placeholders right behind their prompt."""
-        fed = self.group * sum(self.completion - 1 - start for start in self.starts)
-        return self.mixed * (fed - (self.group - 1) * SPAN * (0 in self.starts))
+        counts = self.group * sum(self.completion - 1 - start for start in self.starts)
+        return self.mixed * (counts - (self.group - 1) * SPAN * (0 in self.starts))
 
     @property
     def pairs(self) -> float:

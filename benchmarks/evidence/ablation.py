@@ -145,19 +145,19 @@ def compare(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict
         }
         for arm, of in curves.items()
     }
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for arm, of in measures.items():
-        found[arm] = {name: _spread(values) for name, values in of.items()}
+        result[arm] = {name: _spread(values) for name, values in of.items()}
         if PLAIN in measures:
             target = statistics.fmean(measures[PLAIN]["final"])
             mean = np.mean([curve["accuracy"] for curve in curves[arm]], axis=0)
             reached = np.flatnonzero(mean >= target)
-            found[arm]["steps_to_plain"] = curves[arm][0]["step"][int(reached[0])] if len(reached) else None
+            result[arm]["steps_to_plain"] = curves[arm][0]["step"][int(reached[0])] if len(reached) else None
             if arm != PLAIN:
-                found[arm]["against_plain"] = {
+                result[arm]["against_plain"] = {
                     name: paired(of[name], measures[PLAIN][name]) for name in ("final", "area", "area_seconds")
                 }
-    return found
+    return result
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float | None]:
@@ -236,7 +236,7 @@ def _curve(place: Path, steps: int) -> dict[str, Any]:
     Where completions are corrected also the mean shares, over the steps, of completions that got a correction and of
     corrections that were right.
     """
-    found: dict[str, list[float]] = {"step": [], "accuracy": [], "seconds": []}
+    result: dict[str, list[float]] = {"step": [], "accuracy": [], "seconds": []}
     corrections: dict[str, list[float]] = {}
     seconds = 0.0
     for line in (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
@@ -246,12 +246,12 @@ def _curve(place: Path, steps: int) -> dict[str, Any]:
             if f"corrections/{name}" in entry:
                 corrections.setdefault(name, []).append(entry[f"corrections/{name}"])
         if "eval_accuracy" in entry:
-            for name, value in zip(found, (entry["step"], entry["eval_accuracy"], seconds), strict=True):
-                found[name].append(value)
-    if not found["step"] or found["step"][-1] != steps:
+            for name, value in zip(result, (entry["step"], entry["eval_accuracy"], seconds), strict=True):
+                result[name].append(value)
+    if not result["step"] or result["step"][-1] != steps:
         raise RuntimeError(f"{place.name}: left no evaluation after step {steps}")
     means = {name: statistics.fmean(shares) for name, shares in corrections.items()}
-    return found | ({"corrections": means} if means else {})
+    return result | ({"corrections": means} if means else {})
 
 
 def _area(x: Sequence[float], y: Sequence[float], end: float) -> float:

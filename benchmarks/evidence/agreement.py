@@ -76,8 +76,8 @@ def auroc_alone(scores: Rows | None, truths: Sequence[Sequence[bool]]) -> float 
     """`position_free_auroc` of problems with both classes, without an interval; None where it is not defined."""
     labels = [t for t in truths if 0 < sum(t) < len(t)]
     if scores is None:
-        found = chance(ordered_pairs, position_free_auroc, labels) if labels else None
-        return found and found.value
+        result = chance(ordered_pairs, position_free_auroc, labels) if labels else None
+        return result and result.value
     pairs = [ordered_pairs(s, t) for s, t in zip(scores, truths, strict=True) if 0 < sum(t) < len(t)]
     value = position_free_auroc(pairs) if pairs else float("nan")
     return None if np.isnan(value) else value
@@ -90,9 +90,9 @@ def correlation(scores: Rows | None, truths: Rows, *, draws: int = 1000) -> dict
     if not ranked:
         return {"value": None, "low": None, "high": None, "problems": 0}
     known = None if scores is None else [s for s, _ in ranked]
-    found = _judged(rank_correlation, _mean, known, [t for _, t in ranked], draws)
-    assert found is not None  # a mean is defined on every resample
-    return found._asdict() | {"problems": len(ranked)}
+    result = _judged(rank_correlation, _mean, known, [t for _, t in ranked], draws)
+    assert result is not None  # a mean is defined on every resample
+    return result._asdict() | {"problems": len(ranked)}
 
 
 def chance(measure: Measure, summary: Summary, truths: Rows, *, draws: int = CHANCE_DRAWS) -> Interval | None:
@@ -102,14 +102,14 @@ def chance(measure: Measure, summary: Summary, truths: Rows, *, draws: int = CHA
     total truths the draws' standard deviation is 0.024. None where the figure is not defined.
     """
     rng = np.random.default_rng(0)
-    found = [
+    result = [
         summary([measure(row, truth) for row, truth in zip(_numbers(rng, truths), truths, strict=True)])
         for _ in range(draws)
     ]
-    if not np.isfinite(found).all():
+    if not np.isfinite(result).all():
         return None
-    low, high = np.quantile(found, [0.025, 0.975])
-    return Interval(float(np.mean(found)), float(low), float(high))
+    low, high = np.quantile(result, [0.025, 0.975])
+    return Interval(float(np.mean(result)), float(low), float(high))
 
 
 def _numbers(rng: np.random.Generator, truths: Rows) -> Rows:

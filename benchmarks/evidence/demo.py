@@ -71,11 +71,11 @@ def _config(*flags: str) -> TrainConfig:
 def _write(source: Path, target: Path, head: dict[str, Any], note: str) -> list[Path]:
     """The program's own analysis of a source, under the head of a result, and its page."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    found = write_analysis(source)
-    document = head | {"tables": json.loads((found / "analysis.json").read_text(encoding="utf-8"))}
-    title, _, body = (found / "analysis.md").read_text(encoding="utf-8").partition("\n")
+    result = write_analysis(source)
+    document = head | {"tables": json.loads((result / "analysis.json").read_text(encoding="utf-8"))}
+    title, _, body = (result / "analysis.md").read_text(encoding="utf-8").partition("\n")
     paths = [target.with_suffix(end) for end in (".json", ".md", ".html")]
     write_json(paths[0], document)
     paths[1].write_text(f"{title}\n\n{made_by(document)}. {note}\n{body}", encoding="utf-8")
-    shutil.copyfile(found / "page.html", paths[2])
+    shutil.copyfile(result / "page.html", paths[2])
     return paths

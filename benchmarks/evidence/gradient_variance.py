@@ -66,15 +66,15 @@ def run(
         vectors = _gradients(arm, settings, extra)
         return {"products": products(vectors).tolist(), "cosine": _cosine(vectors, plain())}
 
-    found = {}
+    result = {}
     for arm in chosen:
         record = pieces.get(arm, lambda: work(arm))  # noqa: B023
         own = np.array(record["products"])
-        found[arm] = scatter(own) | {"cosine": record["cosine"]}
-        if PLAIN in found and arm != PLAIN:
-            found[arm]["of_plain"] = relative(own, np.array(pieces.get(PLAIN, dict)["products"]))
-        say(f"{arm}: noise to signal {found[arm]['ratio']:.2f} ± {found[arm]['error']:.2f}")
-    return {"settings": asdict(settings), "arms": found}
+        result[arm] = scatter(own) | {"cosine": record["cosine"]}
+        if PLAIN in result and arm != PLAIN:
+            result[arm]["of_plain"] = relative(own, np.array(pieces.get(PLAIN, dict)["products"]))
+        say(f"{arm}: noise to signal {result[arm]['ratio']:.2f} ± {result[arm]['error']:.2f}")
+    return {"settings": asdict(settings), "arms": result}
 
 
 def products(vectors: np.ndarray) -> np.ndarray:

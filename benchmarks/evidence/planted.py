@@ -168,12 +168,12 @@ def ask(
     for start, subject in zip(range(0, len(cases), BATCH), itertools.cycle(subjects), strict=False):
         some = cases[start : start + BATCH]
         gold = [problem.gold for problem in problems[start : start + BATCH]]
-        rows, fed = judge(method, subject, some, gold, seed=settings.seed * 1_000_003 + start, room=settings.room)
+        rows, counts = judge(method, subject, some, gold, seed=settings.seed * 1_000_003 + start, room=settings.room)
         for case, row in zip(some, rows, strict=True):
             if len(row) != len(case.units) or not torch.isfinite(row).all():
                 raise ValueError(f"a method must give {len(case.units)} finite numbers, got {row.tolist()}")
         values += [row.tolist() for row in rows]
-        tokens += fed
+        tokens += counts
     seconds = time.process_time() - started
     return {"values": values, "problems": len(cases), "tokens_fed": tokens, "cpu_seconds": seconds}
 
@@ -186,10 +186,10 @@ def judge(
     `seed` and `room` are of what the method draws and of the siblings that it compares.
     """
     columns = [_Column(case.prompt, case.completion, b, case) for b, case in enumerate(cases)]
-    needs, fed = method.estimator.needs, 0
+    needs, counts = method.estimator.needs, 0
     if method.compares:
         columns += _siblings(subject, cases, seed=seed, room=room)
-        fed += sum(len(one.prompt) + len(one.completion) for one in columns[len(cases) :])
+        counts += sum(len(one.prompt) + len(one.completion) for one in columns[len(cases) :])
     units = [_units(one.case, method.by_token) for one in columns]
     batch = ScoredBatch.of(
         subject.model, [one.prompt for one in columns], [one.completion for one in columns], units,
@@ -199,7 +199,7 @@ def judge(
     texts = [subject.tokenizer.decode(one.completion, skip_special_tokens=True) for one in ordered]
     right = [float(final_number(text) == gold[one.group]) for text, one in zip(texts, ordered, strict=True)]
     entropies = [_entropies(subject, one) for one in ordered] if ENTROPIES in needs else None
-    fed += sum(len(one.prompt) + len(one.completion) for one in ordered) if ENTROPIES in needs else 0
+    counts += sum(len(one.prompt) + len(one.completion) for one in ordered) if ENTROPIES in needs else 0
     batch = replace(
         batch,
         reasoning_ends=[one.case.reasoning_end if one.case else len(one.completion) for one in ordered],
@@ -208,14 +208,14 @@ def judge(
         rewards=torch.tensor(right),
         entropies=entropies,
     )
-    found = method.estimator(InProcess(subject.model), batch)
-    values = batch.to_callers_order(found.values)[: len(cases)]
+    result = method.estimator(InProcess(subject.model), batch)
+    values = batch.to_callers_order(result.values)[: len(cases)]
     if method.by_token:
         values = [
             torch.stack([row[unit.start : unit.end].mean() for unit in case.units])
             for row, case in zip(values, cases, strict=True)
         ]
-    return [row.detach().float() for row in values], fed + (found.work.tokens_fed if found.work else 0)
+    return [row.detach().float() for row in values], counts + (result.work.tokens_fed if result.work else 0)
 
 
 @dataclass(frozen=True)
@@ -253,15 +253,15 @@ def _entropies(subject: Subject, one: _Column) -> Tensor:
 
 def _answer_probability(subjects: Sequence[Subject], cases: Sequence[Case]) -> float:
     """Mean probability of the answers as they stand, given all that stands before them."""
-    found: list[float] = []
+    result: list[float] = []
     for start, subject in zip(range(0, len(cases), BATCH), itertools.cycle(subjects), strict=False):
         some = cases[start : start + BATCH]
         scores = score_counterfactuals(
             subject.model, [case.prompt for case in some], [case.completion for case in some], [[] for _ in some],
             [case.answer for case in some], placeholder_id=subject.tokenizer.pad_token_id,
         )  # fmt: skip
-        found += scores.base.exp().tolist()
-    return float(np.mean(found))
+        result += scores.base.exp().tolist()
+    return float(np.mean(result))
 
 
 def _truths(values: Rows | None, problems: Sequence[PlantedProblem], settings: Settings) -> dict[str, Any]:

@@ -39,16 +39,16 @@ def _methods(methods: dict[str, Any]) -> str:
             "recall direct", "recall total", "plain AUROC direct", "plain AUROC total", "plain AUROC wrong step",
             "problems", "tokens fed each"]  # fmt: skip
     rows = []
-    for name, found in methods.items():
-        direct, total = found["direct"], found["total"]
+    for name, result in methods.items():
+        direct, total = result["direct"], result["total"]
         rows.append(
             [
                 name, interval(direct.get("auroc")), interval(total.get("auroc")),
-                interval(found["origin"].get("auroc")), interval(direct.get("spearman")),
+                interval(result["origin"].get("auroc")), interval(direct.get("spearman")),
                 interval(total.get("spearman")), interval(direct.get("recall")), interval(total.get("recall")),
                 interval(direct.get("plain_auroc")), interval(total.get("plain_auroc")),
-                interval(found["origin"].get("plain_auroc")), f"{found['problems']}",
-                f"{found['tokens_fed'] / found['problems']:,.0f}",
+                interval(result["origin"].get("plain_auroc")), f"{result['problems']}",
+                f"{result['tokens_fed'] / result['problems']:,.0f}",
             ]
         )  # fmt: skip
     return table(head, rows)

@@ -171,13 +171,13 @@ def values_of(quantities: Sequence[Quantity]) -> list[int]:
 
 def ancestors(quantities: Sequence[Quantity], target: int) -> set[int]:
     """The quantities that `target` follows from, itself included."""
-    found, todo = {target}, [target]
+    result, todo = {target}, [target]
     while todo:
         for parent in quantities[todo.pop()].parents:
-            if parent not in found:
-                found.add(parent)
+            if parent not in result:
+                result.add(parent)
                 todo.append(parent)
-    return found
+    return result
 
 
 def _stream(split: str, seed: int, purpose: str) -> random.Random:
@@ -192,11 +192,11 @@ def _apply(op: str | None, left: int, right: int) -> int:
 
 def _draw(rng: random.Random, split: str) -> tuple[tuple[Quantity, ...], int] | None:
     """Quantities and the one asked for, or None where the draw does not suit."""
-    given, derived = rng.randint(1, 2), rng.randint(3, 4)
-    owners = rng.sample(_OWNERS, given + derived)
-    quantities = [Quantity(owner, right=rng.randint(3, 12)) for owner in owners[:given]]
+    arguments, derived = rng.randint(1, 2), rng.randint(3, 4)
+    owners = rng.sample(_OWNERS, arguments + derived)
+    quantities = [Quantity(owner, right=rng.randint(3, 12)) for owner in owners[:arguments]]
     values = [quantity.right for quantity in quantities]
-    for owner in owners[given:]:
+    for owner in owners[arguments:]:
         left = rng.randrange(max(0, len(quantities) - 4), len(quantities))
         op = rng.choice("++--**++--**&")
         if op == "&":
@@ -209,8 +209,8 @@ def _draw(rng: random.Random, split: str) -> tuple[tuple[Quantity, ...], int] | 
         values = values_of(quantities)
         if not 2 <= values[-1] <= _LARGEST:
             return None
-    target = rng.randrange(given, len(quantities))
-    needed = sum(i >= given for i in ancestors(quantities, target))
+    target = rng.randrange(arguments, len(quantities))
+    needed = sum(i >= arguments for i in ancestors(quantities, target))
     if not 2 <= needed <= 4 or _split_of(quantities, target) != split:
         return None
     return tuple(quantities), target

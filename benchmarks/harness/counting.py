@@ -44,12 +44,12 @@ def tree_pairs(job: Job) -> float:
     """Visible pairs of the packed tree: prompts once, completions once, branches from their span's start."""
     pairs, seen = 0.0, set()
     for prompt, answer, spans in zip(job.prompts, job.answers, job.spans, strict=True):
-        p, fed = len(prompt), answer.end - 1
+        p, rows = len(prompt), answer.end - 1
         if (key := tuple(prompt.tolist())) not in seen:
             seen.add(key)
             pairs += _causal(p, 0)
-        pairs += _causal(fed, p)
-        pairs += sum(_causal(fed - span.start, p + span.start) for span in spans)
+        pairs += _causal(rows, p)
+        pairs += sum(_causal(rows - span.start, p + span.start) for span in spans)
     return pairs
 
 

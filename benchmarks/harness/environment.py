@@ -52,8 +52,8 @@ def _describe_gpu() -> dict[str, Any]:
 
 def _describe_cpu() -> dict[str, Any]:
     listing = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", listing.read_text()) if listing.exists() else None
-    name = found.group(1) if found else platform.processor() or platform.machine()
+    result = re.search(r"model name\s*:\s*(.+)", listing.read_text()) if listing.exists() else None
+    name = result.group(1) if result else platform.processor() or platform.machine()
     return {"kind": "cpu", "name": name, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
 
 

@@ -68,11 +68,11 @@ def model_types() -> list[str]:
 
 def cases(model_type: str) -> list[Case]:
     """The type as it is by default, then what its configuration can switch on: sliding windows, longer contexts."""
-    found = [Case(model_type)]
+    result = [Case(model_type)]
     try:
         text = _text(default_config(model_type))
     except Exception:
-        return found  # the default's own row will say why
+        return result  # the default's own row will say why
     if hasattr(text, "sliding_window") and not _windows(text) and model_type not in ALREADY_SLIDING:
         changes = {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1}
         changes = {name: value for name, value in changes.items() if hasattr(text, name)}
@@ -80,13 +80,13 @@ def cases(model_type: str) -> list[Case]:
             (kind,) = layer_kinds(text)
             changes["layer_types"] = [SLIDING if kind == FULL else "hybrid_sliding", kind, kind]
             changes["num_hidden_layers"] = 3
-        found.append(Case(model_type, "sliding windows", _in_text(default_config(model_type), changes)))
-    return found + [Case(model_type, label, changes) for label, changes in VARIANTS.get(model_type, {}).items()]
+        result.append(Case(model_type, "sliding windows", _in_text(default_config(model_type), changes)))
+    return result + [Case(model_type, label, changes) for label, changes in VARIANTS.get(model_type, {}).items()]
 
 
 def case(name: str) -> Case:
     """The case of that `Case.name`."""
-    return next(found for found in cases(name.split(", ")[0]) if found.name == name)
+    return next(result for result in cases(name.split(", ")[0]) if result.name == name)
 
 
 def default_config(model_type: str) -> PreTrainedConfig:

@@ -133,11 +133,11 @@ def judged(
     context: Any = multiprocessing.get_context(start_method)
     context.set_forkserver_preload(["benchmarks.models.small_models", "trainer.policy"])  # what takes seconds to import
     with context.Pool(processes, maxtasksperchild=1) as pool:
-        found = {of.name: pool.apply_async(worker, (of.name,)) for of in todo if not pieces or of.name not in pieces}
+        result = {of.name: pool.apply_async(worker, (of.name,)) for of in todo if not pieces or of.name not in pieces}
 
         def row(of: Case) -> dict[str, Any]:
             try:
-                return dict(found[of.name].get(seconds))
+                return dict(result[of.name].get(seconds))
             except multiprocessing.TimeoutError:
                 why = f"its process died, or took longer than {seconds:g} s"
                 return asdict(_row(of, None, Verdict(NOT_JUDGED, why)))
@@ -173,8 +173,8 @@ def document(rows: Sequence[Row], date: str) -> dict[str, Any]:
 
 
 def _counts(rows: Iterable[Row], column: str) -> dict[str, int]:
-    found = Counter(getattr(row, column).status for row in rows)
-    return {status: found[status] for status in MEANINGS}
+    result = Counter(getattr(row, column).status for row in rows)
+    return {status: result[status] for status in MEANINGS}
 
 
 # What the columns compare, kept in the result: a page tells of the run that it was written from.

@@ -228,11 +228,11 @@ def judge_training(model: PreTrainedModel, plain: Plain, batches: Sequence[Batch
             ours = packed_logprobs(model, batch.prompts, batch.completions, temperature=TEMPERATURE)
             model.zero_grad()
             _weighted(ours).backward()
-            found = _gradients(model)
+            result = _gradients(model)
             for row, prompt, completion in zip(ours, batch.prompts, batch.completions, strict=True):
                 theirs = plain.logprobs(torch.cat([prompt, completion]), TEMPERATURE)[len(prompt) - 1 :]
                 worst = max(worst, _gap(row.detach(), theirs))
-            worst_gradient = max(worst_gradient, gradient_gap(found, plain_gradients(model, batch)))
+            worst_gradient = max(worst_gradient, gradient_gap(result, plain_gradients(model, batch)))
         return Verdict.of(worst, worst_gradient, rounding_of_gradients(model, batches[0]))
     except Exception as error:
         return Verdict.refusal(error, model)
@@ -283,7 +283,7 @@ def rounding_of_gradients(model: PreTrainedModel, batch: Batch) -> float:
     """Measure how far the model's own gradients move when each weight moves to a neighbouring number, at random."""
     before = plain_gradients(model, batch)
     generator = torch.Generator().manual_seed(0)
-    kept = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    chosen_rows = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     try:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -293,4 +293,4 @@ def rounding_of_gradients(model: PreTrainedModel, batch: Batch) -> float:
     finally:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.copy_(kept[name])
+                parameter.copy_(chosen_rows[name])

@@ -166,7 +166,7 @@ Gradients = tuple[Tensor, ...]
 
 def gradients_along_each_segment(job: AttentionJob, by_out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     """Gradients of `along_each_segment`, a segment at a time: its weights as a whole would not fit."""
-    found = tuple(torch.zeros_like(x, dtype=wide_dtype(x)) for x in (q, k, v))
+    result = tuple(torch.zeros_like(x, dtype=wide_dtype(x)) for x in (q, k, v))
     first, ends = (x.tolist() for x in job.ends)
     for rows, keys in zip(itertools.pairwise(first), itertools.pairwise(ends), strict=True):
         seen = job.gathered[slice(*keys)]
@@ -177,10 +177,10 @@ def gradients_along_each_segment(job: AttentionJob, by_out: Tensor, q: Tensor, k
         with torch.enable_grad():
             out = along_each_segment(one, *leaves)
         by_q, *by_kv = torch.autograd.grad(out, leaves, by_out[slice(*rows)].to(out.dtype))
-        found[0][slice(*rows)] = by_q
-        for total, part in zip(found[1:], by_kv, strict=True):
+        result[0][slice(*rows)] = by_q
+        for total, part in zip(result[1:], by_kv, strict=True):
             total.index_add_(0, seen, part.to(total.dtype))
-    return found
+    return result
 
 
 def gradients_of(attend: Callable[..., Tensor], by_out: Tensor, *inputs: Tensor) -> Callable[[], Gradients]:

@@ -138,20 +138,20 @@ RULES: dict[str, dict[str, Any]] = {
 
 def attention_lights(size: Size) -> dict[str, Light]:
     """Every group of plain heads forwards and both ways; window, chunk, cap and sinks both ways."""
-    found = {}
+    result = {}
     for dim in size.heads:
         for group in size.groups:
             heads, name = Heads(dim, group, {}), f"attention, D {dim}, group {group}"
-            found[f"{name}, forward"] = Light(heads.inputs, heads.forward)
-            found[f"{name}, both ways"] = Light(heads.inputs, heads.both_ways)
+            result[f"{name}, forward"] = Light(heads.inputs, heads.forward)
+            result[f"{name}, both ways"] = Light(heads.inputs, heads.both_ways)
         rules = [(name, rule, False) for name, rule in RULES.items()] + [("window, sinks", RULES["window"], True)]
         for name, rule, sinks in rules:
             heads = Heads(dim, size.groups[0], rule, sinks)
-            found[f"attention, D {dim}, {name}, both ways"] = Light(heads.inputs, heads.both_ways)
+            result[f"attention, D {dim}, {name}, both ways"] = Light(heads.inputs, heads.both_ways)
         if size.sums_parts:
             heads = Heads(dim, size.groups[0], {}, tree=wide_tree)
-            found[f"attention, D {dim}, sums in parts, both ways"] = Light(heads.inputs, heads.both_ways)
-    return found
+            result[f"attention, D {dim}, sums in parts, both ways"] = Light(heads.inputs, heads.both_ways)
+    return result
 
 
 # Heads and losses
@@ -189,10 +189,10 @@ def _logprobs(features: dict[str, Any], inputs: Inputs, backend: str) -> Outputs
     names = ["hidden", "head", *(["bias"] if options.pop("bias", False) else [])]
     leaves = {name: inputs[name].detach().requires_grad_() for name in names}
     targets = inputs["targets"].flatten()
-    found = linear_logprob(
+    result = linear_logprob(
         leaves["hidden"], leaves["head"], targets, bias=leaves.get("bias"), backend=backend, **options
     )
-    rows = found if isinstance(found, tuple) else (found,)
+    rows = result if isinstance(result, tuple) else (result,)
     by = torch.autograd.grad(sum(row.sum() for row in rows), list(leaves.values()))
     named = dict(zip(("log-probs", "entropy"), (row.detach() for row in rows), strict=False))
     return named | {f"by {name}": x for name, x in zip(names, by, strict=True)}
@@ -263,16 +263,18 @@ def shine(light: Light, size: Size, device: torch.device) -> dict[str, float]:
     float32 outputs of half-precision inputs get `TRUNCATION` on top. `WrongAnswer` beyond it.
     """
     made = light.make(size, torch.Generator(device).manual_seed(SEED))
-    kept = {"old", "advantages", "mask", "weights"}  # float32 beside operands of any dtype
-    inputs = {name: x.to(size.dtype) if x.is_floating_point() and name not in kept else x for name, x in made.items()}
+    chosen_rows = {"old", "advantages", "mask", "weights"}  # float32 beside operands of any dtype
+    inputs = {
+        name: x.to(size.dtype) if x.is_floating_point() and name not in chosen_rows else x for name, x in made.items()
+    }
     exact = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-    found, low, truth = light.run(inputs, "triton"), light.run(inputs, "torch"), light.run(exact, "torch")
+    result, low, truth = light.run(inputs, "triton"), light.run(inputs, "torch"), light.run(exact, "torch")
     shares = {}
     for name, right in truth.items():
-        dtype = found[name].dtype
+        dtype = result[name].dtype
         allowed = max_error(low[name], right) + torch.finfo(dtype).eps * right.abs().max().item()
         allowed = MULTIPLE[size.dtype] * allowed + (TRUNCATION if dtype != size.dtype or name == "loss" else 0.0)
-        error = max_error(found[name], right)
+        error = max_error(result[name], right)
         if not error <= allowed:
             raise WrongAnswer(f"{name} is off by {error:.3g}, allowed are {allowed:.3g}")
         shares[name] = error / allowed

@@ -147,9 +147,9 @@ def test_where_a_step_takes_its_time(replay: Replay, workload: str, name: str, f
     except Absent as error:
         pytest.skip(str(error))
     seconds = statistics.median(step() for _ in range(TIMED))
-    found = summarize(device_events(step, replay.device), seconds)
-    figures.profiles.append({"group": f"profile, {workload}", "name": name, **found})
-    print(f"{workload}, {name}: {seconds:.3f} s, the device idle for {found['idle_share']:.0%}")
-    for line in found["classes"]:
+    result = summarize(device_events(step, replay.device), seconds)
+    figures.profiles.append({"group": f"profile, {workload}", "name": name, **result})
+    print(f"{workload}, {name}: {seconds:.3f} s, the device idle for {result['idle_share']:.0%}")
+    for line in result["classes"]:
         print(f"  {line['name']}: {line['seconds']:.3f} s, {line['share']:.0%}, {line['launches']} launches")
-    assert found["launches"] > 0
+    assert result["launches"] > 0

@@ -161,9 +161,9 @@ def step_contenders(
                     notes.cpu_seconds[part].append(stopwatch.cpu_seconds[part])
             else:
                 peer.prepare(used)
-                with rows_fed(causal_lm(used.policy)) as fed:
+                with rows_fed(causal_lm(used.policy)) as rows:
                     loss, weights = peer.run(used, stopwatch)
-                notes.fed.update(fed | operations(used, peer, fed))
+                notes.fed.update(rows | operations(used, peer, rows))
             return StepResult(loss.item(), weights, taken_gradients(used.policy))
 
         def check(result: StepResult) -> dict[str, Any]:
@@ -180,19 +180,19 @@ def rows_fed(causal: PreTrainedModel) -> Iterator[dict[str, float]]:
 
     By a hook on all modules: one on the model would have its self-check run anew, and count that.
     """
-    fed = {"rows_with_gradient": 0, "rows_without_gradient": 0, "head_rows_without_gradient": 0}
+    rows = {"rows_with_gradient": 0, "rows_without_gradient": 0, "head_rows_without_gradient": 0}
     body, head = backbone(causal), causal.get_output_embeddings()
 
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if module is body:
             ids = args[0] if args else kwargs["input_ids"]
-            fed["rows_with_gradient" if torch.is_grad_enabled() else "rows_without_gradient"] += ids.numel()
+            rows["rows_with_gradient" if torch.is_grad_enabled() else "rows_without_gradient"] += ids.numel()
         elif module is head and not torch.is_grad_enabled():
-            fed["head_rows_without_gradient"] += output.numel() // output.shape[-1]
+            rows["head_rows_without_gradient"] += output.numel() // output.shape[-1]
 
     hook = register_module_forward_hook(count, with_kwargs=True)
     try:
-        yield fed
+        yield rows
     finally:
         hook.remove()
 
@@ -233,15 +233,15 @@ def one_pinned_thread() -> Iterator[None]:
 
 def pinned_cpu_seconds(contenders: Sequence[Contender], rounds: int) -> dict[str, list[float]]:
     """The processor's seconds of each contender on one pinned thread, in turns: what other work hardly changes."""
-    found: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    result: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     with one_pinned_thread():
         for i in range(rounds):
             turn = i % max(len(contenders), 1)
             for contender in [*contenders[turn:], *contenders[:turn]]:
                 start = time.process_time()
                 contender.run()
-                found[contender.name].append(time.process_time() - start)
-    return found
+                result[contender.name].append(time.process_time() - start)
+    return result
 
 
 # Tests

@@ -11,18 +11,18 @@ from cfa_kernels import ops
 
 def op_modules() -> list[ModuleType]:
     """Every module of `cfa_kernels.ops`."""
-    return [importlib.import_module(f"{ops.__name__}.{found.name}") for found in pkgutil.iter_modules(ops.__path__)]
+    return [importlib.import_module(f"{ops.__name__}.{module.name}") for module in pkgutil.iter_modules(ops.__path__)]
 
 
 def kernels(modules: list[ModuleType]) -> dict[str, Any]:
     """The functions under `@triton.jit` that these modules define and that are launched, by name."""
-    found = {}
+    result = {}
     for module in modules:
         for name, value in vars(module).items():
             own = getattr(getattr(value, "fn", None), "__module__", None) == module.__name__
             if own and name.endswith("_kernel"):
-                found[name] = value
-    return found
+                result[name] = value
+    return result
 
 
 def loaded_builds(modules: list[ModuleType]) -> dict[str, dict[str, Any]]:

@@ -234,8 +234,8 @@ def logits_truth(job: LogitsJob, dtype: torch.dtype) -> Result:
     """Loss and gradient (B, T, V) by autograd in `dtype`; a float64 gradient is kept in float32, to fit."""
     losses = []
     b, t, v = job.logits[:, :-1].shape
-    kept = torch.float32 if dtype == torch.float64 else dtype
-    gradients = torch.empty(b, t, v, dtype=kept, device=job.logits.device)
+    chosen_rows = torch.float32 if dtype == torch.float64 else dtype
+    gradients = torch.empty(b, t, v, dtype=chosen_rows, device=job.logits.device)
     count = job.mask.sum()
     for row in range(b):  # one sequence at a time: float64 logits are large
         logits = job.logits[row, :-1].detach().to(dtype).requires_grad_()

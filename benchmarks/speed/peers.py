@@ -141,9 +141,9 @@ def padded_logits_to_keep(batch_size: int, model: PreTrainedModel, job: Job) -> 
     """The same, with logits of the positions that predict an answer in some row of the batch, and no token more."""
     observed = [[torch.empty(0)] * (1 + len(spans)) for spans in job.spans]
     for batch, ids in _padded_batches(batch_size, job, whole=False):
-        kept = sorted({t for row in batch for t in range(row.first, row.first + len(row.targets))})
-        column = {t: j for j, t in enumerate(kept)}
-        logits = model(ids, use_cache=False, logits_to_keep=torch.tensor(kept, device=ids.device)).logits
+        chosen_rows = sorted({t for row in batch for t in range(row.first, row.first + len(row.targets))})
+        column = {t: j for j, t in enumerate(chosen_rows)}
+        logits = model(ids, use_cache=False, logits_to_keep=torch.tensor(chosen_rows, device=ids.device)).logits
         for r, row in enumerate(batch):
             start = column[row.first]
             observed[row.b][row.k] = _answer_logprob(logits[r, start : start + len(row.targets)], row.targets)

@@ -91,11 +91,11 @@ def _per_sequence_attention(
         ends, longest = (cu_seq_lens_q, cu_seq_lens_q), (max(lengths), max(lengths))
         return causal_varlen_attention(q, k, v, ends, longest, scale=scaling)[None], None
     parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    found = [
+    result = [
         functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
         for q, k, v in parts
     ]
-    return torch.cat(found, dim=2).transpose(1, 2), None
+    return torch.cat(result, dim=2).transpose(1, 2), None
 
 
 AttentionInterface.register("benchmark_per_sequence", _per_sequence_attention)
@@ -266,14 +266,14 @@ def authors_then_trl(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, Weig
 def authors_weights(job: Job, importance: Observed) -> Weights:
     """aligntune's `compute_soft_weights` of what it reports per completion token."""
     soften = authors_package().compute_soft_weights
-    found = []
+    result = []
     for b, values in enumerate(importance):
         ids = torch.cat([job.prompts[b], job.completions[b]]).cpu()
         length = len(job.prompts[b])
         padded = torch.cat([torch.zeros(length, dtype=torch.float64), values.double().cpu()]).numpy()
         weights = soften(padded, length, tokenizer=job.tokenizer, input_ids=ids[None])
-        found.append(torch.from_numpy(weights[length:]).float())
-    return found
+        result.append(torch.from_numpy(weights[length:]).float())
+    return result
 
 
 TRL, PLAIN, EXACT, AUTHORS = "TRL", "ours", "ours counterfactual, one pass", "authors' scoring, TRL"

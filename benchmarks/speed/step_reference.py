@@ -58,12 +58,12 @@ def padded_autograd(model: nn.Module, rollouts: Rollouts, weights: Weights | Non
 
 def taken_gradients(model: nn.Module) -> Gradients:
     """Every trainable parameter's gradient, taken off it."""
-    found = {}
+    result = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            result[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = None
-    return found
+    return result
 
 
 def weights_of_kind(kind: str, model: nn.Module, rollouts: Rollouts) -> Weights | None:
@@ -93,11 +93,11 @@ def as_found(job: Job) -> Job:
     for b, completion in enumerate(job.completions):
         ids = completion.cpu()
         answer = find_answer(ids, job.tokenizer)
-        found = [] if answer is None else detect_spans(ids, job.tokenizer, answer=answer)
-        if answer is None or not found:
+        result = [] if answer is None else detect_spans(ids, job.tokenizer, answer=answer)
+        if answer is None or not result:
             raise Absent(f"completion {b} has no answer, or no span before it, that could be found")
         answers.append(answer)
-        spans.append(found)
+        spans.append(result)
     return replace(job, spans=spans, answers=answers)
 
 
