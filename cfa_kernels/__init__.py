@@ -15,6 +15,10 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .credit.config import AnswerRules as AnswerRules
     from .credit.config import CounterfactualConfig as CounterfactualConfig
     from .credit.config import SpanRules as SpanRules
+    from .credit.deferred import DeferredCredit as DeferredCredit
+    from .credit.deferred import Draws as Draws
+    from .credit.deferred import credited_advantages as credited_advantages
+    from .credit.deferred import token_entropies as token_entropies
     from .credit.weights import Bilevel as Bilevel
     from .credit.weights import Identity as Identity
     from .credit.weights import OwnWeights as OwnWeights
@@ -37,14 +41,15 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .hf.liger import keep_own_modules as keep_own_modules
     from .hf.sharding import run_inside as run_inside
     from .hf.verify import check_model as check_model
-    from .integrations.credit import credited_advantages as credited_advantages
     from .integrations.credit import fold_weights as fold_weights
-    from .integrations.credit import pad_rows as pad_rows
     from .losses.policy import contributing_rows as contributing_rows
     from .losses.policy import linear_policy_loss as linear_policy_loss
     from .losses.policy import logits_policy_loss as logits_policy_loss
     from .losses.policy import policy_loss as policy_loss
+    from .losses.ragged import LossBatch as LossBatch
     from .ops.linear_logprob import linear_logprob as linear_logprob
+    from .rows import Rows as Rows
+    from .rows import pad_rows as pad_rows
     from .scoring.access import InProcess as InProcess
     from .scoring.access import LogprobService as LogprobService
     from .scoring.access import ModelAccess as ModelAccess
@@ -68,6 +73,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "credit.assign": "Credit counterfactual_credit counterfactual_weights",
+    "credit.deferred": "DeferredCredit Draws credited_advantages token_entropies",
     "credit.config": "AnswerRules CounterfactualConfig SpanRules",
     "credit.weights": "Bilevel Identity OwnWeights Range TopShare span_weights",
     "estimators.base": "Estimator Importances OwnFunction",
@@ -83,9 +89,11 @@ _PUBLIC = {
     "hf.sharding": "run_inside",
     "hf.accuracy": "noise_floor",
     "hf.verify": "check_model",
-    "integrations.credit": "credited_advantages fold_weights pad_rows",
+    "integrations.credit": "fold_weights",
+    "losses.ragged": "LossBatch",
     "losses.policy": "contributing_rows linear_policy_loss logits_policy_loss policy_loss",
     "ops.linear_logprob": "linear_logprob",
+    "rows": "Rows pad_rows",
     "scoring.access": "InProcess LogprobService ModelAccess Sharded TrainingForward",
     "scoring.batch": "ScoredBatch",
     "scoring.masked": "CounterfactualScores ScoringWork score_counterfactuals",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cfa_kernels import counterfactual_weights
+from cfa_kernels import Rows, counterfactual_weights
 from cfa_kernels.estimators.registry import ESTIMATORS
 from docs import options
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
@@ -137,16 +137,11 @@ def rollouts() -> dict[str, torch.Tensor]:
         n = len(prompt) + len(completion)
         ids[i, :n], attention[i, :n], mask[i, len(prompt) : n] = torch.tensor(prompt + completion), 1, 1
     advantages = torch.tensor([1.2, -0.8, 0.0])[:, None] * mask
-    left = torch.tensor([[0, 3, 4, 5], [9, 5, 10, 7], [0, 3, 4, 5]])
-    right = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in completions], batch_first=True)
-    real = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)).long() for row in completions], batch_first=True)
-    weights = torch.ones(3, 10)
-    found = counterfactual_weights(
-        tiny_model(), tiny_tokenizer(), left, (left != 0).long(), right, real, advantages=advantages[:, 4]
-    )
+    rows, weights = Rows(list(map(torch.tensor, prompts)), list(map(torch.tensor, completions))), torch.ones(3, 10)
+    found = counterfactual_weights(tiny_model(), tiny_tokenizer(), rows, advantages=advantages[:, 4])
     for i, prompt in enumerate(prompts):
         n = len(completions[i])
-        weights[i, len(prompt) : len(prompt) + n] = found[i, :n]
+        weights[i, len(prompt) : len(prompt) + n] = found[i]
     assert weights.unique().numel() > 3
     return {"ids": ids, "attention": attention, "mask": mask, "advantages": advantages, "weights": weights}
 

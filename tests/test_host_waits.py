@@ -10,17 +10,17 @@ from cfa_kernels import (
     logits_policy_loss,
     packed_policy_loss,
     policy_loss,
-    score_counterfactuals,
 )
 from cfa_kernels.estimators import gradient
 from cfa_kernels.hf import tree_forward
 from cfa_kernels.hf.verify import check_trainable
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.packing import packs
+from cfa_kernels.rows import Rows, keyed_generator
 from cfa_kernels.scoring import masked
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.training_forward import packed_forward
-from tests.support.models import PLACEHOLDER, batch, batch_of, make_model
+from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, score_columns
 from tests.support.waits import DEVICE, Waits, a_device, put_on_device
 
 pytestmark = pytest.mark.slow
@@ -87,23 +87,23 @@ def test_what_is_left_to_the_device_is_none():
 )
 def test_scoring_looks_once_however_many_packs_there_are(outcome, softcap, budget):
     model = checked("Gemma2", final_logit_softcapping=softcap)
-    options = {"placeholder_id": PLACEHOLDER, "token_budget": budget, "logprobs": True, "outcome": outcome}
-    expected = score_counterfactuals(model, *batch(), **options)
+    options = {"mask": PLACEHOLDER, "token_budget": budget, "outcome": outcome}
+    expected = score_columns(model, *batch(), **options)
     with a_device() as waits:
-        scores = score_counterfactuals(put_on_device(model), *batch(), **options)
+        scores = score_columns(put_on_device(model), *batch(), **options)
         assert scores.work.forwards >= 4
         assert_waits(waits, "cpu")
     torch.testing.assert_close(scores.base, expected.base, rtol=0, atol=2e-5, equal_nan=True)
-    for column in ("drop", "logprobs"):
+    for column in ("drop", "masked"):
         for ours, theirs in zip(getattr(scores, column), getattr(expected, column), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("outcome", ["last", "mean", "mean_logprob", "logprob"])
 def test_gradients_at_the_embeddings_look_once_however_many_packs_and_draws_there_are(outcome, monkeypatch):
-    model, noise = checked("Gemma2", final_logit_softcapping=4.0), gradient._row_generator
+    model = checked("Gemma2", final_logit_softcapping=4.0)
     # A device that is not there has no random numbers of its own.
-    monkeypatch.setattr(gradient, "_row_generator", lambda *of, device: noise(*of, device=torch.device("cpu")))
+    monkeypatch.setattr(gradient, "keyed_generator", lambda *key, device: keyed_generator(*key))
     with a_device() as waits:
         put_on_device(model)
         rows = batch_of(model, *batch(), token_budget=60)
@@ -114,16 +114,17 @@ def test_gradients_at_the_embeddings_look_once_however_many_packs_and_draws_ther
 
 def test_a_training_forward_its_loss_and_backward_look_never_and_its_scores_once(model):
     prompts, completions, spans, answers = batch()
-    loss_batch = LossBatch.of(completions, None, torch.ones(len(completions)))
+    given = Rows(prompts, completions)
+    loss_batch = LossBatch.of(given, None, torch.ones(len(completions)), compute_entropy=True)
     with a_device() as waits:
         put_on_device(model.train())
-        forward = packed_forward(model, prompts, completions, token_budget=120, keep_states=True)
+        forward = packed_forward(model, given, token_budget=120, keep_states=True)
         assert len(forward.fed) > 1
         assert_waits(waits)
-        options = {"placeholder_id": PLACEHOLDER, "token_budget": 30, "outcome": "mean"}
+        options = {"mask": PLACEHOLDER, "token_budget": 30, "outcome": "mean"}
         assert forward.score(spans, answers, **options).work.forwards > 3
         assert_waits(waits, "cpu")
-        forward.policy_loss(loss_batch, compute_entropy=True).loss.backward(retain_graph=True)
+        forward.policy_loss(loss_batch).loss.backward(retain_graph=True)
         sum(row.sum() for row in forward.logprobs()).backward()
         assert_waits(waits)
 
@@ -134,7 +135,7 @@ def test_the_loss_of_a_batch_on_the_host_never_looks(model):
         put_on_device(model.train())
         rows = [torch.zeros(len(ids)) for ids in completions]
         packed_policy_loss(
-            model, prompts, completions, rows, torch.ones(len(rows)), weights=[row + 1 for row in rows],
+            model, Rows(prompts, completions), rows, torch.ones(len(rows)), weights=[row + 1 for row in rows],
             ref_logprobs=rows, token_budget=120, beta=0.1, validate=False,
         ).loss.backward()  # fmt: skip
         assert_waits(waits)
@@ -160,7 +161,7 @@ def test_losses_on_a_device_never_look(level):
 @pytest.mark.parametrize("budget", [60, 120])  # with packs that continue others, and without
 def test_a_pack_is_laid_out_after_the_one_before_was_launched(budget, monkeypatch):
     events = []
-    model, launch, finish = checked("Qwen3"), tree_forward.packed_hidden, packs._finish
+    model, launch, finish = checked("Qwen3"), tree_forward.packed_hidden, packs.pack_of
 
     def launched(*args, **options):
         events.append("launched")
@@ -172,8 +173,8 @@ def test_a_pack_is_laid_out_after_the_one_before_was_launched(budget, monkeypatc
 
     for module in (tree_forward, masked):
         monkeypatch.setattr(module, "packed_hidden", launched)
-    monkeypatch.setattr(packs, "_finish", laid_out)
-    score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER, token_budget=budget)
+    monkeypatch.setattr(packs, "pack_of", laid_out)
+    score_columns(model, *batch(), mask=PLACEHOLDER, token_budget=budget)
     assert len(events) > 4
     assert events == ["laid out", "launched"] * (len(events) // 2)
 
@@ -182,13 +183,13 @@ def test_a_pack_is_laid_out_after_the_one_before_was_launched(budget, monkeypatc
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("outcome", ["logprob", "mean"])
 def test_pytorch_sees_one_wait_too_on_a_real_device(model, outcome):
-    arguments, options = batch(), {"placeholder_id": PLACEHOLDER, "token_budget": 60, "outcome": outcome}
-    score_counterfactuals(model, *arguments, **options)  # kernels are compiled
+    arguments, options = batch(), {"mask": PLACEHOLDER, "token_budget": 60, "outcome": outcome}
+    score_columns(model, *arguments, **options)  # kernels are compiled
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            assert score_counterfactuals(model, *arguments, **options).work.forwards > 1
+            assert score_columns(model, *arguments, **options).work.forwards > 1
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([one for one in seen if "synchronizing" in str(one.message)]) == 1, [str(one.message) for one in seen]

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from cfa_kernels.hf.accuracy import noise_floor
 from cfa_kernels.hf.limits import refuse_length_dependent_rope
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.sharding import run_inside
-from cfa_kernels.hf.verify import check_trainable
+from cfa_kernels.hf.verify import check_supported, check_trainable
 from cfa_kernels.losses.off_policy import open_choice, sampling_gaps
 from trainer.config import TrainConfig
 from trainer.microbatch import ByRow, MicroBatch, Pass
@@ -42,7 +41,7 @@ def require_supported(policy: nn.Module, longest: int) -> None:
             check_trainable(causal)
         finally:
             policy.eval()
-        noise_floor(causal)  # measured here, so that no step waits for it
+        check_supported(causal)  # here, so that no step waits for it
 
     run_inside(policy, check)
 
@@ -54,8 +53,8 @@ def require_finite(done: Pass, policy: nn.Module) -> None:
     """
     micro = done.micro
     bad = [
-        int(row)
-        for row, found, mask in zip(micro.rows, done.logprobs, micro.mask, strict=True)
+        row
+        for row, found, mask in zip(micro.rows.index, done.logprobs, micro.mask, strict=True)
         if not found[mask.bool()].isfinite().all()
     ]
     if bad:
@@ -63,7 +62,7 @@ def require_finite(done: Pass, policy: nn.Module) -> None:
     if not done.norm.isfinite():
         names = [n for n, p in policy.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
         where = f" of {names[0]}" if names else ""
-        raise FloatingPointError(f"samples {micro.rows.tolist()}: gradient{where} is not finite")
+        raise FloatingPointError(f"samples {micro.rows.index}: gradient{where} is not finite")
 
 
 def sampling_metrics(done: Pass, ratios: ByRow) -> dict[str, Tensor]:
@@ -72,7 +71,7 @@ def sampling_metrics(done: Pass, ratios: ByRow) -> dict[str, Tensor]:
     gap = torch.cat(_gaps(done.micro, done.logprobs))[counted]
     found = {"sampling/sampling_logp_difference/mean": gap.mean(), "sampling/sampling_logp_difference/max": gap.max()}
     if ratios:
-        ratio = torch.cat([ratios[b] for b in done.micro.rows.tolist()])[counted]
+        ratio = torch.cat([ratios[b] for b in done.micro.rows.index])[counted]
         figures = {"min": ratio.min(), "mean": ratio.mean(), "max": ratio.max()}
         found |= {f"sampling/importance_sampling_ratio/{name}": figure for name, figure in figures.items()}
     return found
@@ -96,7 +95,7 @@ def checked_sampling_gap(passes: Sequence[Pass], policy: nn.Module, config: Trai
     limit, sums = sampling_gap_limit(config, policy), dict[int, tuple[float, float]]()
     for done in passes:
         micro, found = done.micro, _gaps(done.micro, done.logprobs, done.micro.nucleus)
-        for row, gap, sampled, mask in zip(micro.rows.tolist(), found, micro.sampled_logprobs, micro.mask, strict=True):
+        for row, gap, sampled, mask in zip(micro.rows.index, found, micro.sampled_logprobs, micro.mask, strict=True):
             sums[row] = float(gap.sum()), float((open_choice(sampled) * mask).sum())
     gaps, choices = zip(*sums.values(), strict=True)
     mean = sum(gaps) / sum(choices)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from cfa_kernels import Credit, packed_policy_loss
+from cfa_kernels import Credit, DeferredCredit, Rows, packed_policy_loss
 from cfa_kernels.hf.fsdp import is_piece
 from cfa_kernels.hf.memory import run_in_memory
 from cfa_kernels.hf.sharding import is_sharded, run_inside
@@ -20,7 +20,20 @@ from cfa_kernels.scoring.training_forward import PackedLoss
 from trainer import processes
 from trainer.checks import checked_sampling_gap, require_finite, sampling_metrics
 from trainer.experimental.hook import shape_rewards
-from trainer.microbatch import ByRow, Credits, MicroBatch, Pass, by_row, fetched, micro_batches, on_host, to_host
+from trainer.microbatch import (
+    ByRow,
+    Credited,
+    MicroBatch,
+    Pass,
+    batch_credit,
+    batch_rows,
+    by_row,
+    fetched,
+    joined,
+    micro_batches,
+    on_host,
+    to_host,
+)
 from trainer.report.metrics import Averages, Step, length_metrics, reward_metrics
 from trainer.report.stages import StageTimes
 from trainer.rewards import compute_rewards, group_advantages
@@ -52,7 +65,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
         **reward_metrics(batch.rewards, batch.by_function, config.num_generations),
         **length_metrics(rollouts),
         **losses,
-        **credit.metrics(mask.cpu()),
+        **credit.metrics([row[: len(w)] for row, w in zip(mask.cpu(), credit.weights, strict=True)]),
         **shaped.metrics,
         **times.metrics(),
     }
@@ -97,11 +110,11 @@ def update(
     config, policy, metrics = trainer.config, trainer.policy, Averages()
     rollouts, mask, advantages = to_host(rollouts), mask.cpu(), advantages.cpu()
     policy.train()
-    parts, count = of_each_process(micro_batches(config, rollouts, mask, advantages, policy), policy)
-    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step + (processes.rank() << 48))
-    credits = Credits(config, rollouts, mask, trainer.tokenizer, generator, shaped, times)
+    rows = batch_rows(rollouts)
+    parts, count = of_each_process(micro_batches(config, rows, rollouts, mask, advantages, policy), policy)
+    credit = batch_credit(config, trainer.tokenizer, rows, advantages, shaped, step=step)
     totals = {"num_items_in_batch": int(mask.sum()), "num_sequences_in_batch": len(mask)}
-    objective = Objective(trainer, credits, totals, reference_logprobs(trainer, parts))
+    objective = Objective(trainer, credit, times, totals, reference_logprobs(trainer, parts))
     for iteration in range(config.num_iterations):
         passes, norm = backward(trainer, parts, objective, count)
         parts = [done.micro for done in passes]  # cut where the device had no memory for them
@@ -118,7 +131,7 @@ def update(
     policy.eval()
     metrics.add({"learning_rate": trainer.scheduler.get_last_lr()[0]})
     trainer.scheduler.step()
-    return credits.of_batch(), metrics.values()
+    return joined(credit), metrics.values()
 
 
 @dataclass(frozen=True)
@@ -126,7 +139,8 @@ class Objective:
     """Loss of each micro-batch of a batch, and what its first iteration leaves for later ones."""
 
     trainer: Trainer
-    credits: Credits
+    credit: DeferredCredit
+    times: StageTimes
     totals: dict[str, int]  # tokens and completions of the batch, by which its loss is normalised
     reference: ByRow  # log-probs of the reference model; nothing without a KL term
     old: ByRow = field(default_factory=dict)  # log-probs before the first optimizer step
@@ -141,15 +155,21 @@ class Objective:
         config, policy = self.trainer.config, self.trainer.policy
 
         def body() -> tuple[MicroBatch, PackedLoss]:
-            forward = micro.forward(policy, config, keep_states=self.credits.needs_states(micro))
-            credited = micro.corrected(self.credits.of(micro, forward), forward, self.ratios, config)
-            batch = micro.loss_batch(credited, self.old, self.reference, config)
-            options = {**config.loss_options, **self.totals, "compute_entropy": True, "validate": False}
-            loss = forward.policy_loss(batch, config.temperature, **options)
+            credit, index = self.credit, micro.rows.index
+            is_due = credit.is_due(index)
+            forward = micro.forward(policy, config, keep_states=is_due and credit.config.continues)
+            if is_due:
+                with self.times.during("credit"):
+                    credit.by_forward(index, forward)
+            credited = Credited(credit.weights(index), credit.signed(index))
+            credited = micro.corrected(credited, forward, self.ratios, config)
+            options = {**config.loss_options, **self.totals, "temperature": config.temperature}
+            options |= {"compute_entropy": True, "validate": False}
+            loss = forward.policy_loss(micro.loss_batch(credited, self.old, self.reference, options))
             return dataclasses.replace(micro, moving=credited.moving(micro.mask)), loss
 
         with config.precision.autocast():  # of one micro-batch: it keeps the weights that it has cast
-            return run_inside(policy, body, trains=True) if micro.prompts else (micro, idle_loss(policy))
+            return run_inside(policy, body, trains=True) if len(micro.rows) else (micro, idle_loss(policy))
 
 
 def of_each_process(parts: list[MicroBatch], policy: nn.Module) -> tuple[list[MicroBatch], int]:
@@ -209,7 +229,7 @@ def backward(
 def idle_loss(policy: nn.Module) -> PackedLoss:
     """Compute a loss of 0 by as many forwards as the processes run that share the model and have a micro-batch."""
     nothing, token = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-    loss = packed_policy_loss(policy, [token], [token], None, nothing, mask=[nothing], num_items_in_batch=1).loss
+    loss = packed_policy_loss(policy, Rows([token], [token]), None, nothing, mask=[nothing], num_items_in_batch=1).loss
     return PackedLoss(loss, {}, [])
 
 
@@ -220,7 +240,7 @@ def of_all_gradients(trainer: Trainer, passes: list[Pass], norm: Tensor, ratios:
     """
     if processes.count() == 1:
         return passes, norm
-    found = processes.gathered(([done for done in passes if done.micro.prompts], ratios))
+    found = processes.gathered(([done for done in passes if len(done.micro.rows)], ratios))
     together = [done for theirs, _ in found for done in theirs]
     for _, theirs in found:
         ratios |= theirs

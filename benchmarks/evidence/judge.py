@@ -16,7 +16,7 @@ from cfa_kernels.scoring.training_forward import PackedForward, packed_forward
 from trainer.analyze.records import Record, completion_record, judged_spans, rounded, token_credit
 from trainer.cli import parse
 from trainer.config import PRESETS, TrainConfig
-from trainer.microbatch import Credits, micro_batches, to_host
+from trainer.microbatch import batch_credit, batch_rows, micro_batches, to_host
 from trainer.rewards import group_advantages
 from trainer.state import Shaped, Trainer
 from trainer.step import draw, rewarded
@@ -51,31 +51,30 @@ def judge(trainer: Trainer, problems: int, presets: Sequence[str], flags: Sequen
         name: parse(TrainConfig, ["--config", str(PRESETS / f"{name}.yaml"), *flags], prog="", description="")
         for name in presets
     }
-    parts = micro_batches(config, rollouts, rollouts.completion_mask, advantages, trainer.policy)
+    parts = micro_batches(config, batch_rows(rollouts), rollouts, rollouts.completion_mask, advantages, trainer.policy)
     if not parts:
         raise ValueError(f"problems: in none of {problems} groups do rewards differ, so nothing has an advantage")
     samples: dict[int, Record] = {}
     for micro in parts:
         forward = packed_forward(
-            causal_lm(trainer.policy), micro.prompts, micro.completions, token_budget=config.token_budget,
+            causal_lm(trainer.policy), micro.rows, token_budget=config.token_budget,
             keep_states=True,
         )  # fmt: skip
         norms = gradient_norms(forward, config.temperature)
-        for i, b in enumerate(micro.rows.tolist()):
+        for i, b in enumerate(micro.rows.index):
             samples[b] = completion_record(
-                micro.completions[i].tolist(), trainer.tokenizer, text=rollouts.texts[b],
+                micro.rows.completions[i].tolist(), trainer.tokenizer, text=rollouts.texts[b],
                 problem=b // config.num_generations, reward=rewards[b].item(), advantage=advantages[b].item(),
                 truncated=bool(rollouts.truncated[b]),
             ) | {"gradient_norms": rounded(norms[i].tolist()), "estimators": {}}  # fmt: skip
         for name, setting in settings.items():
-            generator, mask = torch.Generator().manual_seed(config.seed), rollouts.completion_mask
-            credit = Credits(setting, rollouts, mask, trainer.tokenizer, generator, Shaped(rewards)).assign(
-                micro, forward
-            )
+            deferred = batch_credit(setting, trainer.tokenizer, batch_rows(rollouts), advantages, Shaped(rewards))
+            deferred.by_forward(micro.rows.index, forward)
+            ((_, credit),) = deferred.parts
             library = setting.counterfactual()
-            for i, b in enumerate(micro.rows.tolist()):
-                ids = micro.completions[i].tolist()
-                samples[b]["estimators"][name] = token_credit(credit, i, len(ids))
+            for i, b in enumerate(micro.rows.index):
+                ids = micro.rows.completions[i].tolist()
+                samples[b]["estimators"][name] = token_credit(credit, i)
                 if "spans" not in samples[b] and _masks_spans(library):
                     samples[b] |= judged_spans(credit, i, ids, trainer.tokenizer, library)
     return [samples[b] for b in sorted(samples)]
@@ -85,9 +84,9 @@ def gradient_norms(forward: PackedForward, temperature: float) -> list[Tensor]:
     """Compute the norm of each token's log-prob gradient at the hidden state that predicts it: b tensors (t,) fp32."""
     head = dataclasses.replace(forward.head, weight=forward.head.weight.detach().float())
     norms = []
-    for state, (_, completion) in zip(forward.states(), forward.rows, strict=True):
+    for state, completion in zip(forward.states(), forward.rows.completions, strict=True):
         leaf = state.detach().float().requires_grad_()
-        logprobs = head.logprobs(leaf, torch.from_numpy(completion).to(leaf.device), temperature)
+        logprobs = head.logprobs(leaf, completion.to(leaf.device), temperature)
         (gradient,) = torch.autograd.grad(logprobs.sum(), leaf)
         norms.append(gradient.norm(dim=1).cpu())
     return norms

@@ -25,6 +25,7 @@ from cfa_kernels.estimators.gradient import Gradient
 from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.estimators.prefix_gain import PrefixGain
 from cfa_kernels.estimators.siblings import PrefixTreeValues, SiblingEdits
+from cfa_kernels.rows import Rows as TokenRows
 from cfa_kernels.scoring.access import InProcess
 from trainer.rewards.numbers import final_number
 from trainer.rollouts import generate as sample
@@ -192,10 +193,10 @@ def judge(
         counts += sum(len(one.prompt) + len(one.completion) for one in columns[len(cases) :])
     units = [_units(one.case, method.by_token) for one in columns]
     batch = ScoredBatch.of(
-        subject.model, [one.prompt for one in columns], [one.completion for one in columns], units,
-        [one.case.answer if one.case else None for one in columns], placeholder_id=subject.tokenizer.pad_token_id,
+        subject.model, TokenRows([one.prompt for one in columns], [one.completion for one in columns]), units,
+        [one.case.answer if one.case else None for one in columns], mask=subject.tokenizer.pad_token_id,
     )  # fmt: skip
-    ordered = [columns[i] for i in batch.numbers]
+    ordered = [columns[i] for i in batch.index]
     texts = [subject.tokenizer.decode(one.completion, skip_special_tokens=True) for one in ordered]
     right = [float(final_number(text) == gold[one.group]) for text, one in zip(texts, ordered, strict=True)]
     entropies = [_entropies(subject, one) for one in ordered] if ENTROPIES in needs else None
@@ -203,7 +204,7 @@ def judge(
     batch = replace(
         batch,
         reasoning_ends=[one.case.reasoning_end if one.case else len(one.completion) for one in ordered],
-        generator=torch.Generator().manual_seed(seed),
+        seed=(seed,),
         groups=torch.tensor([one.group for one in ordered]),
         rewards=torch.tensor(right),
         entropies=entropies,
@@ -257,8 +258,8 @@ def _answer_probability(subjects: Sequence[Subject], cases: Sequence[Case]) -> f
     for start, subject in zip(range(0, len(cases), BATCH), itertools.cycle(subjects), strict=False):
         some = cases[start : start + BATCH]
         scores = score_counterfactuals(
-            subject.model, [case.prompt for case in some], [case.completion for case in some], [[] for _ in some],
-            [case.answer for case in some], placeholder_id=subject.tokenizer.pad_token_id,
+            subject.model, TokenRows([case.prompt for case in some], [case.completion for case in some]),
+            [[] for _ in some], [case.answer for case in some], mask=subject.tokenizer.pad_token_id,
         )  # fmt: skip
         result += scores.base.exp().tolist()
     return float(np.mean(result))

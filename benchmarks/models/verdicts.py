@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import cfa_kernels
 from benchmarks.models.small_models import TEXT_IDS, WINDOW
-from cfa_kernels import Span, packed_logprobs, score_counterfactuals
+from cfa_kernels import Rows, Span, packed_logprobs, score_counterfactuals
 
 TOLERANCE = 1e-3  # nats, at float32
 GRADIENT_TOLERANCE = 1e-4  # of a gradient's norm, where the model's own rounding is not worse
@@ -174,15 +174,14 @@ def judge_scores(model: PreTrainedModel, plain: Plain, batches: Iterable[Batch])
     for batch in batches:
         try:
             scores = score_counterfactuals(
-                model, batch.prompts, batch.completions, batch.spans, batch.answers,
-                placeholder_id=batch.placeholder_id, token_budget=batch.token_budget, logprobs=True,
+                model, Rows(batch.prompts, batch.completions), batch.spans, batch.answers,
+                mask=batch.placeholder_id, token_budget=batch.token_budget,
             )  # fmt: skip
         except Exception as error:
             return Verdict.refusal(error, model), None
-        assert scores.logprobs is not None
         for b, (prompt, completion, spans, answer) in enumerate(batch):
             whole = plain.logprobs(torch.cat([prompt, completion]))[len(prompt) - 1 :]
-            pairs = [(scores.logprobs[b], whole)]
+            pairs = list[tuple[Tensor, Tensor]]()
             if answer is None:
                 empty = torch.cat([scores.base[b : b + 1], scores.masked[b], scores.drop[b]])
                 if not torch.isnan(empty).all():
@@ -225,7 +224,7 @@ def judge_training(model: PreTrainedModel, plain: Plain, batches: Sequence[Batch
     worst = worst_gradient = 0.0
     try:
         for batch in batches:
-            ours = packed_logprobs(model, batch.prompts, batch.completions, temperature=TEMPERATURE)
+            ours = packed_logprobs(model, Rows(batch.prompts, batch.completions), temperature=TEMPERATURE)
             model.zero_grad()
             _weighted(ours).backward()
             result = _gradients(model)

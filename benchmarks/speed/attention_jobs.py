@@ -15,10 +15,10 @@ from benchmarks.harness.race import Absent, Contender
 from benchmarks.harness.workloads import MODELS, SEED, Job, head_dim, random_model
 from benchmarks.speed.reference import ErrorBudget, max_error
 from benchmarks.speed.varlen import causal_varlen_attention
-from cfa_kernels import ScoredBatch
+from cfa_kernels import Rows, ScoredBatch
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention
-from cfa_kernels.scoring.plan import ScoringOptions, plan_scoring
+from cfa_kernels.scoring.plan import plan_scoring
 
 OURS, FLASH, GATHERED = "ours", "flash attention, equal lengths", "keys gathered, varlen attention"
 
@@ -71,10 +71,9 @@ def make_attention_job(name: str, dtype: torch.dtype, job: Job, device: torch.de
     config = MODELS[name]
     model = random_model(name, device=torch.device("meta"), dtype=dtype)
     batch = ScoredBatch.of(
-        model, job.prompts, job.completions, job.spans, job.answers,
-        placeholder_id=job.placeholder_id, token_budget=2**31,
+        model, Rows(job.prompts, job.completions), job.spans, job.answers, mask=job.placeholder_id, token_budget=2**31,
     )  # fmt: skip
-    (pack,) = plan_scoring(model, batch, ScoringOptions()).packs
+    (pack,) = plan_scoring(model, batch).packs
     table, generator = pack.table, torch.Generator(device).manual_seed(SEED)
     q, k, v = (
         torch.randn(table.num_rows, count, head_dim(config), generator=generator, device=device).to(dtype)

@@ -27,6 +27,7 @@ from benchmarks.harness.race import (
 from benchmarks.harness.workloads import SEED, Job, gsm8k_job, policy
 from benchmarks.speed.command import workload_set
 from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_logprobs
 from trainer.rollouts import Engine, Rollouts, RolloutSettings, TransformersEngine
 
@@ -83,10 +84,11 @@ def _check_sampled(model: nn.Module, sampled: tuple[Rollouts, float]) -> dict[st
     """Whether the log-probs that tokens were drawn with are those of the policy."""
     rollouts, cpu_seconds = sampled
     mask = rollouts.completion_mask.bool()
-    prompts = [ids[real.bool()] for ids, real in zip(rollouts.prompt_ids, rollouts.prompt_mask, strict=True)]
-    completions = [ids[real] for ids, real in zip(rollouts.completion_ids, mask, strict=True)]
+    rows = Rows.from_padded(
+        rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids, rollouts.completion_mask
+    )
     with torch.no_grad():
-        logprobs = packed_logprobs(model, prompts, completions, temperature=SAMPLING["temperature"])
+        logprobs = packed_logprobs(model, rows, temperature=SAMPLING["temperature"])
     assert rollouts.logprobs is not None
     gap = (torch.cat(list(logprobs)) - rollouts.logprobs[mask]).abs().mean().item()
     if not gap <= GAP[next(model.parameters()).dtype]:

@@ -23,7 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.harness.race import Absent, release_memory
 from benchmarks.harness.workloads import Job, variants
-from cfa_kernels import score_counterfactuals
+from cfa_kernels import Rows, score_counterfactuals
 
 Observed = list[Tensor]
 """One 1-D tensor per completion."""
@@ -413,7 +413,7 @@ def lm_eval_loglikelihood(model: PreTrainedModel, job: Job) -> Observed:
 def ours(model: PreTrainedModel, job: Job) -> Observed:
     """`cfa_kernels.score_counterfactuals`."""
     scores = score_counterfactuals(
-        model, job.prompts, job.completions, job.spans, job.answers, placeholder_id=job.placeholder_id
+        model, Rows(job.prompts, job.completions), job.spans, job.answers, mask=job.placeholder_id
     )
     return [torch.cat([base[None], masked]) for base, masked in zip(scores.base, scores.masked, strict=True)]
 

@@ -18,7 +18,7 @@ from benchmarks.harness.race import Absent
 from benchmarks.harness.workloads import Job, Rollouts
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.verify import check_trainable
-from cfa_kernels.integrations.credit import fold_weights, pad_rows
+from cfa_kernels.integrations.credit import fold_weights
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28
 
@@ -236,11 +236,20 @@ def _credited(replaying: type, log_entropy: bool) -> type:
     return Crediting
 
 
+def padded_ids(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tensor]:
+    """Pad ids with 0 on a side, (B, longest), and make the mask of what is real."""
+    ids, mask = (
+        nn.utils.rnn.pad_sequence(list(column), batch_first=True, padding_side=side)
+        for column in (rows, [torch.ones_like(row) for row in rows])
+    )
+    return ids, mask
+
+
 def padded_layout(rollouts: Rollouts) -> dict[str, Tensor]:
     """The batch as TRL lays it out: prompts padded on the left, completions on the right."""
     device = rollouts.job.prompts[0].device
-    prompt_ids, prompt_mask = pad_rows(rollouts.job.prompts, side="left")
-    completion_ids, completion_mask = pad_rows(rollouts.job.completions)
+    prompt_ids, prompt_mask = padded_ids(rollouts.job.prompts, side="left")
+    completion_ids, completion_mask = padded_ids(rollouts.job.completions)
     return {
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,

@@ -17,15 +17,22 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from benchmarks.harness.workloads import Job
 from benchmarks.speed.peers import Observed, aligntune_batched, authors_package, using_attention
-from benchmarks.speed.replay import EPSILON, EPSILON_HIGH, Replay, StepPeer, Stopwatch, Weights, trl_update
+from benchmarks.speed.replay import (
+    EPSILON,
+    EPSILON_HIGH,
+    Replay,
+    StepPeer,
+    Stopwatch,
+    Weights,
+    padded_ids,
+    trl_update,
+)
 from benchmarks.speed.varlen import causal_varlen_attention
-from cfa_kernels import policy_loss, score_counterfactuals, span_weights
-from cfa_kernels.hf.accuracy import noise_floor
+from cfa_kernels import Rows, policy_loss, score_counterfactuals, span_weights
 from cfa_kernels.hf.head import Head
 from cfa_kernels.hf.limits import default_token_budget
 from cfa_kernels.hf.model import backbone
-from cfa_kernels.hf.verify import check_head
-from cfa_kernels.integrations.credit import pad_rows
+from cfa_kernels.hf.verify import check_head, check_supported
 from cfa_kernels.losses.policy import linear_policy_loss
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.scoring.training_forward import packed_forward, packed_policy_loss
@@ -51,9 +58,9 @@ def trl_credited(replay: Replay, stopwatch: Stopwatch, *, log_entropy: bool = Tr
 
 
 def _prepare_credited(replay: Replay, *, log_entropy: bool = True) -> None:
-    """Make the trainer, which checks its model, and measure the noise of its arithmetic."""
+    """Make the trainer, which checks its model, and check it for scoring."""
     with replay.trl(credited=True, log_entropy=log_entropy).accelerator.autocast():
-        noise_floor(replay.causal)
+        check_supported(replay.causal)
 
 
 # Without padding, without sharing
@@ -158,7 +165,7 @@ def ours_plain(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     job = replay.job
     with stopwatch.update():
         loss = packed_policy_loss(
-            replay.policy, job.prompts, job.completions, None, replay.rollouts.advantages, epsilon=EPSILON,
+            replay.policy, Rows(job.prompts, job.completions), None, replay.rollouts.advantages, epsilon=EPSILON,
             epsilon_high=EPSILON_HIGH,
         ).loss  # fmt: skip
         loss.backward()
@@ -169,7 +176,7 @@ def _separate_credit(replay: Replay, rows: Sequence[int]) -> Weights:
     """Weights from a scoring call of some rows; 1 for the others."""
     job = replay.job.part(rows)
     scores = score_counterfactuals(
-        replay.policy, job.prompts, job.completions, job.spans, job.answers, placeholder_id=job.placeholder_id
+        replay.policy, Rows(job.prompts, job.completions), job.spans, job.answers, mask=job.placeholder_id
     )
     return _weights(replay.job, dict(zip(rows, scores.drop, strict=True)))
 
@@ -189,8 +196,8 @@ def _padded_update(replay: Replay, weights: Weights, rows: Sequence[int]) -> Ten
     ordered = sorted(rows, key=lambda b: len(job.completions[b]))
     for start in range(0, len(ordered), replay.micro_batch):
         part = ordered[start : start + replay.micro_batch]
-        prompt_ids, prompt_mask = pad_rows([job.prompts[b] for b in part], side="left")
-        completion_ids, completion_mask = pad_rows([job.completions[b] for b in part])
+        prompt_ids, prompt_mask = padded_ids([job.prompts[b] for b in part], side="left")
+        completion_ids, completion_mask = padded_ids([job.completions[b] for b in part])
         mask = torch.cat([prompt_mask, completion_mask], 1)
         hidden = backbone(replay.causal)(
             input_ids=torch.cat([prompt_ids, completion_ids], 1),
@@ -234,19 +241,18 @@ def counterfactual_one_pass(replay: Replay, stopwatch: Stopwatch) -> tuple[Tenso
     )
     active = set(replay.rollouts.active)
     with stopwatch.update():
-        needed = LossBatch.of(job.completions, None, advantages, **options).needed()
-        forward = packed_forward(replay.causal, job.prompts, job.completions, needed=needed, keep_states=True)
+        rows = Rows(job.prompts, job.completions)
+        needed = LossBatch.of(rows, None, advantages, **options).needed()
+        forward = packed_forward(replay.causal, rows, needed=needed, keep_states=True)
     with stopwatch.credit():
-        rows = range(len(job.completions))
         scores = forward.score(
-            [job.spans[b] if b in active else [] for b in rows],
-            [job.answers[b] if b in active else None for b in rows],
-            placeholder_id=job.placeholder_id,
+            [job.spans[b] if b in active else [] for b in range(len(rows))],
+            [job.answers[b] if b in active else None for b in range(len(rows))],
+            mask=job.placeholder_id,
         )
         weights = _weights(job, {b: scores.drop[b] for b in replay.rollouts.active})
     with stopwatch.update():
-        batch = LossBatch.of(job.completions, None, advantages, weights=weights, **options)
-        loss = forward.policy_loss(batch, **options).loss
+        loss = forward.policy_loss(LossBatch.of(rows, None, advantages, weights=weights, **options)).loss
         loss.backward()
     return loss.detach(), weights
 

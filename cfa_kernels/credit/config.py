@@ -107,7 +107,7 @@ class CounterfactualConfig:
         for part in parts:
             if part is not None and not isinstance(part, (OwnFunction, OwnWeights)):
                 flat |= {entry.name: getattr(part, entry.name) for entry in fields(part)}  # type: ignore[arg-type]
-        unread = {"samples": "fill", "preselect_by": "preselect"} if isinstance(self.estimator, Masking) else {}
+        unread = {"samples": "mask", "preselect_by": "preselect"} if isinstance(self.estimator, Masking) else {}
         for name, decides in unread.items():
             if flat[decides] in ("placeholder", 1):
                 del flat[name]

@@ -20,7 +20,7 @@ Control = Literal["inverted", "random", "off"]
 NORMALIZATIONS = (None, "mean")
 
 _EQUAL = 1e-6
-"""Difference up to which importances under "range" that are not in nats count as equal."""
+"""Difference up to which importances under "range" count as equal."""
 
 Reshape = Callable[[Tensor, Sequence[Span], Span | None, int], Tensor]
 """Function from importances (K,), their K units, the answer and the completion's length to weights (length,) fp32."""
@@ -37,15 +37,14 @@ def span_weights(
     w_max: float = 4.0,
     w_answer: float = 1.5,
     normalize: str | None = None,
-    noise: float = FLOAT32_NOISE,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Weigh the tokens of one completion by the drops of its spans (CF paper, eqs. 4, 6 and 7).
 
     Importance `-drop` is min-max normalised over the spans and mapped to `[w_min, w_max]`. Tokens outside every
-    span weigh 1, answer tokens `w_answer`. One span, or importances that differ by at most `noise`, weigh 1: eq. 6
-    would amplify rounding to the whole range of weights. A token in several spans takes the
-    largest importance among them.
+    span weigh 1, answer tokens `w_answer`. One span, or drops that differ by the rounding of float32 only, weigh 1:
+    eq. 6 would amplify rounding to the whole range of weights. A token in several spans takes the largest importance
+    among them.
 
     Args:
         drop: (K,) masked minus base log-prob of the answer, nats, one per span.
@@ -56,8 +55,6 @@ def span_weights(
             uniform in `[w_min, w_max]`; spans and drops are not read); "off" (all 1, the answer too).
         w_min, w_max, w_answer: finite weights >= 0, `w_min <= w_max`.
         normalize: `"mean"` rescales the result to mean 1; None leaves it.
-        noise: nats; drops that differ by at most this count as equal. The default is that of scores in float32; for a
-            bfloat16 model take `noise_floor(model)` times the square root of twice the answer's tokens.
         generator: source of the control "random", on the CPU; default torch's global one.
 
     Returns:
@@ -81,7 +78,8 @@ def span_weights(
     if control in (None, "inverted") and not torch.isfinite(values).all():
         k = int((~torch.isfinite(values)).nonzero()[0])
         raise ValueError(f"drop, span {k}: must be finite, got {values[k].item()}")
-    row = Judged(-values, spans, answer, length, noise)
+    equal = len(values) and values.max() - values.min() <= FLOAT32_NOISE
+    row = WeightInputs(values.new_zeros(len(values)) if equal else -values, spans, answer, length)
     if control == "off":
         weights = torch.ones(length)
     else:
@@ -115,14 +113,13 @@ def _bounds(values: Tensor) -> tuple[Tensor, Tensor]:
     return (values.min(), values.max()) if len(values) else (torch.zeros(()), torch.zeros(()))
 
 
-class Judged(NamedTuple):
+class WeightInputs(NamedTuple):
     """One completion with the importances of its units, or with what it drew in their place."""
 
     importances: Tensor  # (K,) fp32, high where the unit matters
     units: Sequence[Span]
     answer: Span | None
     length: int
-    noise: float = 0.0  # importances that differ by at most this count as equal
     drawn: bool = False  # the importances are a weight for each token, (length,)
 
 
@@ -142,7 +139,7 @@ class WeightRule(Protocol):
         """Limits of the weight that each token draws under the control `random`; None where units draw importances."""
         ...
 
-    def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
+    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool) -> list[Tensor]:
         """Weigh the tokens of every completion of a batch, (T_b,) fp32 each."""
         ...
 
@@ -171,15 +168,15 @@ class Range:
         """Limits of the weight that a token draws: the CF paper's control."""
         return self.w_min, self.w_max
 
-    def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
+    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool) -> list[Tensor]:
         """Weigh every completion by itself."""
-        return [self.weigh(row._replace(noise=row.noise or _EQUAL), inverted=inverted) for row in rows]
+        return [self.weigh(row, inverted=inverted) for row in rows]
 
-    def weigh(self, row: Judged, *, inverted: bool) -> Tensor:
+    def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
         """Weigh the tokens of one completion, (T,) fp32; tokens of no unit weigh 1."""
         weights = row.importances if row.drawn else torch.ones(row.length)
         low, high = _bounds(row.importances)
-        if not row.drawn and high - low > row.noise:
+        if not row.drawn and high - low > _EQUAL:
             share = spread_over_tokens((row.importances - low) / (high - low), row.units, row.length)
             covered = ~share.isnan()
             weights[covered] = self.w_min + (1 - share if inverted else share)[covered] * (self.w_max - self.w_min)
@@ -212,14 +209,14 @@ class Bilevel:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
+    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool) -> list[Tensor]:
         """Weigh every completion by itself."""
         return [self._weigh(row, inverted) for row in rows]
 
-    def _weigh(self, row: Judged, inverted: bool) -> Tensor:
+    def _weigh(self, row: WeightInputs, inverted: bool) -> Tensor:
         weights = torch.ones(row.length)
         low, high = _bounds(row.importances)
-        if high - low <= row.noise:
+        if high == low:
             return weights
         tokens = spread_over_tokens(row.importances.clamp(min=0).log1p(), row.units, row.length)
         covered = ~tokens.isnan()
@@ -251,7 +248,7 @@ class TopShare:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
+    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool) -> list[Tensor]:
         """Weigh all completions by one threshold, as TRL's `top_entropy_quantile` in one process."""
         spread = [spread_over_tokens(row.importances, row.units, row.length) for row in rows]
         tokens = torch.cat([torch.zeros(0), *(row[~row.isnan()] for row in spread)]).double().numpy()
@@ -268,7 +265,7 @@ class Identity:
     compares: ClassVar[bool] = False
     token_draws: ClassVar[None] = None
 
-    def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
+    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool) -> list[Tensor]:
         """Take every importance as its unit's weight; raises `ValueError` naming the unit and value below 0."""
         weights = []
         for row in (_inverted(row, inverted) for row in rows):
@@ -294,32 +291,31 @@ class OwnWeights:
         """Return the function's own name."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
-    def __call__(self, rows: Sequence[Judged], *, inverted: bool) -> list[Tensor]:
+    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool) -> list[Tensor]:
         """Call the function for every completion and check its result."""
         return [_checked(self.function(*_inverted(row, inverted)[:4]), b, row.length) for b, row in enumerate(rows)]
 
 
-def drawn(row: Judged, rule: WeightRule | None, generator: torch.Generator | None) -> Judged:
+def drawn(row: WeightInputs, rule: WeightRule | None, generator: torch.Generator | None) -> WeightInputs:
     """Put draws in the place of what an estimator found for a completion: the control `random`.
 
     Args:
         row: the completion.
         rule: what weighs it. If it has `token_draws`, every token draws a weight uniformly within them; else every unit
             draws an importance, uniformly in [0, 1). None for signed values, which are dealt out anew among the units.
-        generator: source of the draws, on the CPU, which completions take from in their order; None for torch's global
-            one. Hosts give each batch its own, `integrations.credit.Draws`.
+        generator: source of the draws, on the CPU; None for torch's global one.
     """
     if rule is None:
         return row._replace(importances=row.importances[torch.randperm(len(row.importances), generator=generator)])
     count = len(row.units) if rule.token_draws is None else row.length
     values = torch.empty(count, dtype=torch.float32).uniform_(*rule.token_draws or (0.0, 1.0), generator=generator)
-    return row._replace(importances=values, noise=0.0, drawn=rule.token_draws is not None)
+    return row._replace(importances=values, drawn=rule.token_draws is not None)
 
 
 WEIGHTS: dict[str, type[WeightRule]] = {rule.name: rule for rule in (Range, Bilevel, TopShare, Identity)}
 
 
-def _inverted(row: Judged, inverted: bool) -> Judged:
+def _inverted(row: WeightInputs, inverted: bool) -> WeightInputs:
     """Reverse the order of a completion's importances within their range."""
     values = row.importances
     return row._replace(importances=values.max() + values.min() - values) if inverted and len(values) else row

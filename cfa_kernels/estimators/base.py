@@ -86,7 +86,7 @@ class OwnFunction:
     """Estimator of the caller: a function (model, `ScoredBatch`) -> `Importances`.
 
     It gets every completion of the batch, whatever its advantage. Where the model is in other processes, it gets the
-    access in the model's place: `access.score(replace(batch, placeholder_id=0))`.
+    access in the model's place: `access.score(replace(batch, mask=0))`.
     """
 
     function: Callable[..., Importances]
@@ -113,7 +113,7 @@ def unit_means(tokens: Sequence[Tensor], batch: ScoredBatch, rows: Sequence[int]
     for b, row in zip(range(len(batch)) if rows is None else rows, tokens, strict=True):
         if row.shape != (batch.lengths[b],):
             raise ValueError(
-                f"row {batch.numbers[b]}: needs a number for each of {batch.lengths[b]} tokens, got {tuple(row.shape)}"
+                f"row {batch.index[b]}: needs a number for each of {batch.lengths[b]} tokens, got {tuple(row.shape)}"
             )
         sums = torch.cat([torch.zeros(1, dtype=torch.float64), row.detach().double().cpu().cumsum(0)])
         edges = torch.tensor([tuple(unit) for unit in batch.units[b]], dtype=torch.int64).reshape(-1, 2)

@@ -25,14 +25,14 @@ class External:
         values = []
         for b, row in enumerate(given("external", batch.external)):
             units, length = batch.units[b], batch.lengths[b]
-            row = as_numbers(row, f"external row {batch.numbers[b]}", f"{len(units)} units or {length} tokens")
+            row = as_numbers(row, f"external row {batch.index[b]}", f"{len(units)} units or {length} tokens")
             if len(row) == len(units):
                 values.append(row)
             elif len(row) == length:
                 values += unit_means([row], batch, rows=[b])
             else:
                 raise ValueError(
-                    f"external row {batch.numbers[b]}: must hold a number for each of {len(units)} units or {length} "
+                    f"external row {batch.index[b]}: must hold a number for each of {len(units)} units or {length} "
                     f"tokens, got {len(row)}"
                 )
         return Importances(values)

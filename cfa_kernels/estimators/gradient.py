@@ -4,7 +4,6 @@ It costs one backward instead of a branch for every unit. Completions run packed
 down to the embeddings only, never for weights.
 """
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,11 +27,12 @@ from ..ops.upload import upload
 from ..options import Count, NotNegative, check_fields
 from ..packing.packs import lay_out
 from ..packing.prefix_tree import Pack, Query
+from ..rows import keyed_generator
 from ..scoring.access import GRADIENTS, ModelAccess
-from ..scoring.batch import Row, ScoredBatch
+from ..scoring.batch import ScoredBatch, ScoredRow
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import DIVERGENCES, Outcome, row_means
-from ..scoring.plan import ScoringOptions, queries_of
+from ..scoring.plan import queries_of
 from .base import ANSWER, Importances
 
 
@@ -87,9 +87,8 @@ class Gradient:
                 evaluation mode.
             batch: completions, units and answers. Tokens after those that decide the outcome are not fed. Units may
                 overlap each other, never the answer; units after the rows that decide the outcome have importance 0 by
-                causality. Its `generator` gives one seed for the call: the noise of a row depends only on that seed,
-                its prompt and its completion, not on its neighbours or the number of draws. None seeds every call
-                alike. No other random state is read. The default token budget is what free memory holds with the
+                causality. The noise of a row depends only on the batch's `seed` and the row's index. No other random
+                state is read. The default token budget is what free memory holds with the
                 activations that a backward needs. A completion is never cut.
 
         Returns:
@@ -102,7 +101,7 @@ class Gradient:
                 the message says why.
             FloatingPointError: a gradient is not finite; the message names the row.
         """
-        asked, seed = self, _seed(batch.generator)
+        asked = self
         if self.sigma == 0:
             asked = Gradient("mean_logprob" if self.outcome in DIVERGENCES else self.outcome, 0.0)
         walk = ModelWalk.of(access.model)
@@ -112,13 +111,13 @@ class Gradient:
         head = _widened(check_supported(walk))
 
         def together(budget: int) -> Iterator[_Fed]:
-            for part in apart_by_length(walk, queries, lengths, batch.numbers):
+            for part in apart_by_length(walk, queries, lengths, batch.index):
                 for pack in lay_out(part, budget):
                     fed = [i for i in pack.bundles if part[i]]
                     yield _Fed(fed, [part[i] for i in fed], pack)
 
         def run(fed: _Fed) -> _Found:
-            return _PackSaliency(walk, head, fed, [rows[i] for i in fed.members], asked, seed).run()
+            return _PackSaliency(walk, head, fed, [rows[i] for i in fed.members], asked, batch.seed).run()
 
         with torch.inference_mode(False), tree_attention_mode(walk), _frozen(walk):
             if batch.token_budget is None:
@@ -126,25 +125,25 @@ class Gradient:
             else:
                 budget = rows_per_forward(walk, batch.token_budget)
             found = list(run_in_memory(together(budget), run, _Fed.halved))
-        return _gather(rows, batch.numbers, found, asked.samples)
+        return _gather(rows, batch.index, found, asked.samples)
 
 
 class _Row(NamedTuple):
     """One completion, and what of it is asked."""
 
-    row: Row
+    row: ScoredRow
     query: Query | None  # the tokens to feed and the rows that decide the outcome; None without an answer
     moving: np.ndarray  # (n,) int64: tokens of the units that can move the outcome, ascending
 
     @classmethod
-    def of(cls, row: Row, outcome: Outcome) -> "_Row":
+    def of(cls, row: ScoredRow, outcome: Outcome) -> "_Row":
         if row.answer is None:
             return cls(row, None, np.zeros(0, np.int64))
         steps = np.zeros(len(row.completion) + 1, np.int64)
         for start, end in row.spans:
             steps[start] += 1
             steps[end] -= 1
-        (query,) = queries_of(replace(row, spans=[]), ScoringOptions(outcome), None)
+        (query,) = queries_of(replace(row, spans=[]), outcome)
         moving = np.flatnonzero(np.cumsum(steps)[: row.answer.start])
         return cls(row, replace(query, alone_from=len(row.prompt)), moving)
 
@@ -157,14 +156,6 @@ class _Row(NamedTuple):
         # Sums over [start, end) and over what is between one end and the next start; only the former are kept.
         edges = np.array(self.row.spans, dtype=np.int64).ravel()
         return torch.from_numpy(np.add.reduceat(each, edges)[::2] if len(edges) else np.zeros(0)).float()
-
-
-def _seed(generator: torch.Generator | None) -> int:
-    if generator is None:
-        return 0
-    if not isinstance(generator, torch.Generator):
-        raise ValueError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
-    return int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
 
 
 @contextmanager
@@ -224,7 +215,7 @@ def _gather(rows: list[_Row], numbers: Sequence[int], found: list[_Found], sampl
 class _PackSaliency:
     """Forwards and backwards of one pack of completions. Nothing here waits for the device."""
 
-    def __init__(self, walk: ModelWalk, head: Head, fed: _Fed, rows: list[_Row], asked: Gradient, seed: int) -> None:
+    def __init__(self, walk: ModelWalk, head: Head, fed: _Fed, rows: list[_Row], asked: Gradient, seed: tuple) -> None:
         self.walk, self.model, self.head, self.fed, self.rows = walk, walk.model, head, fed, rows
         self.asked, self.seed, self.diverges = asked, seed, asked.outcome in DIVERGENCES  # a KL needs a clean forward
         queries = [row.query for row in rows if row.query]
@@ -256,7 +247,7 @@ class _PackSaliency:
 
     def run(self) -> _Found:
         """Run all draws."""
-        generators = [_row_generator(self.seed, row.row, device=self.device) for row in self.rows]
+        generators = [keyed_generator(*self.seed, row.row.index, "noise", device=self.device) for row in self.rows]
         clean = self._forward(_EmbeddingTap(self.model)) if self.diverges else None
         total = self._draw(clean, generators)
         for _ in range(self.asked.samples - 1):
@@ -306,14 +297,6 @@ class _PackSaliency:
                 weights = self.shares.to(values.dtype) if mean else torch.ones_like(values)
                 return torch.autograd.grad(values, leaf, -weights)[0]
             return _divergence_by_rows(clean, noisy, self.sizes, self.head)
-
-
-def _row_generator(seed: int, row: Row, *, device: torch.device) -> torch.Generator:
-    """Make the source of a row's noise: equal rows have equal noise in calls with equal seeds."""
-    digest = hashlib.blake2b(f"{seed} {len(row.prompt)} ".encode(), digest_size=8)
-    digest.update(row.prompt.tobytes())
-    digest.update(row.completion.tobytes())
-    return torch.Generator(device).manual_seed(int.from_bytes(digest.digest(), "little") >> 1)
 
 
 def _widened(head: Head) -> Head:

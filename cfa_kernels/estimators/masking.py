@@ -1,9 +1,7 @@
 """Mask each unit and see how the answer moves: the reference for the other estimators."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -45,9 +43,9 @@ class Masking:
     """"direct", what the answer loses while all later text stays as it was written, or "total", also what it loses
     through later units that would not have come out as they did, see `total_effects`. Total effects are exact, of the
     answer's log-prob, with placeholders."""
-    fill: Literal["placeholder", "resampled"] = "placeholder"
-    """Replacement of a masked unit: "placeholder", or "resampled", what the model itself might have written there, see
-    `resampled_fills`."""
+    mask: Literal["placeholder", "drop", "resampled"] = "placeholder"
+    """Replacement of a masked unit: "placeholder" for each token, "drop", nothing, so that later tokens move up, or
+    "resampled", what the model itself might have written there, see `resampled_fills`."""
     samples: Count = 1
     """Draws of resampled units to average."""
     preselect: PositiveShare = 1.0
@@ -60,18 +58,18 @@ class Masking:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.effect == "total":
-            for name, default in {"fill": "placeholder", "preselect": 1.0, "outcome": "logprob"}.items():
+            for name, default in {"mask": "placeholder", "preselect": 1.0, "outcome": "logprob"}.items():
                 if getattr(self, name) != default:
                     raise ValueError(f"{name}={getattr(self, name)!r} cannot be combined with effect='total'")
-        if self.samples != 1 and self.fill != "resampled":
-            raise ValueError(f"samples={self.samples} is not read: only fill='resampled' draws, fill is {self.fill!r}")
+        if self.samples != 1 and self.mask != "resampled":
+            raise ValueError(f"samples={self.samples} is not read: only mask='resampled' draws, mask is {self.mask!r}")
         if self.preselect_by != "length" and self.preselect == 1:
             raise ValueError(f"preselect_by={self.preselect_by!r} is not read: preselect is 1, which masks every unit")
 
     @property
     def needs(self) -> frozenset[str]:
         """Needs: an answer, and what the way of masking and the preselector need of the model."""
-        if self.effect == "total" or self.fill == "resampled":
+        if self.effect == "total" or self.mask == "resampled":
             own = MODEL
         else:
             own = DISTRIBUTIONS if self.outcome in DIVERGENCES else LOGPROBS
@@ -85,27 +83,28 @@ class Masking:
 
     @property
     def continues(self) -> bool:
-        """Whether branches continue completions as sampled, without fills."""
-        return self.fill == "placeholder"
+        """Whether branches continue completions as sampled; resampled units are drawn by forwards of their own."""
+        return self.mask != "resampled"
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Judge the units of a batch."""
         if self.effect == "total":
             return total_effects(access, batch)
-        score = self._scoring(batch)
+        if self.mask == "drop":
+            batch = replace(batch, mask="drop")
         if self.preselect == 1:
-            scores = score(access, batch)
+            scores = self._score(access, batch)
             values = [-row.float() for row in scores.drop]
             return Importances(values, base=scores.base, work=scores.work, change_of=self._change_of)
         estimate = self._estimate(access, batch)
         chosen = []
-        for b, row in zip(batch.numbers, estimate.values, strict=True):
+        for b, row in zip(batch.index, estimate.values, strict=True):
             try:
                 chosen.append(top_units(row.abs(), self.preselect))
             except ValueError as error:
                 raise ValueError(f"preselect_by={self.preselect_by!r}, row {b}: {error}") from error
         some = batch.with_units([[units[k] for k in row] for units, row in zip(batch.units, chosen, strict=True)])
-        scores = score(access, some)
+        scores = self._score(access, some)
         exact = [torch.zeros(len(row), dtype=torch.bool) for row in batch.units]
         for masked, numbers in zip(exact, chosen, strict=True):
             masked[numbers] = True
@@ -120,12 +119,10 @@ class Masking:
     def _change_of(self) -> Literal["logprob", "mean_logprob"] | None:
         return None if self.outcome in DIVERGENCES else self.outcome  # type: ignore[return-value]
 
-    def _scoring(self, batch: ScoredBatch) -> Callable[[ModelAccess, ScoredBatch], CounterfactualScores]:
-        """Select the function that masks and scores."""
-        if self.fill == "resampled":
-            seed = 0 if batch.generator is None else int(torch.randint(2**62, (), generator=batch.generator))
-            return partial(resampled_scores, seed=seed, samples=self.samples, outcome=self.outcome)
-        return lambda access, some: access.score(some, outcome=self.outcome)
+    def _score(self, access: ModelAccess, batch: ScoredBatch) -> CounterfactualScores:
+        if self.mask == "resampled":
+            return resampled_scores(access, batch, samples=self.samples, outcome=self.outcome)
+        return access.score(batch, outcome=self.outcome)
 
     @property
     def _preselector(self) -> Estimator | None:

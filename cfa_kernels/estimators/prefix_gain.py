@@ -5,7 +5,7 @@ before it; masking shows what is lost while all other text stays.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import ClassVar, Literal
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from ..hf.limits import rope_lengths
 from ..packing.prefix_tree import Query
 from ..scoring.access import LOGPROBS, MODEL, ModelAccess
-from ..scoring.batch import Row, ScoredBatch
+from ..scoring.batch import ScoredBatch, ScoredRow
 from ..scoring.masked import ScoringWork
-from ..scoring.plan import ScoringOptions, queries_of
+from ..scoring.plan import queries_of
 from ..span import Span
 from .base import ANSWER, Importances, given
 
@@ -73,36 +73,39 @@ def prefix_gain(access: ModelAccess, batch: ScoredBatch, *, measure: str = "prob
     if measure not in MEASURES:
         raise ValueError(f"measure must be one of {', '.join(MEASURES)}, got {measure!r}")
     ends = given("reasoning_ends", batch.reasoning_ends)
-    cuts = [_cuts(b, row, end) for b, row, end in zip(batch.numbers, batch.rows, ends, strict=True)]
+    cuts = [_cuts(row, end) for row, end in zip(batch.rows, ends, strict=True)]
     means, work = (_by_queries if MODEL in access.capabilities else _by_scores)(access, batch, cuts)
     change_of: Literal["probability", "mean_logprob"] = "probability" if measure == "probability" else "mean_logprob"
     values = [row.exp() if measure == "probability" else row for row in means]
     return Importances([row.diff() for row in values], work=work, change_of=change_of)
 
 
-def _cuts(b: int, row: Row, reasoning_end: int) -> list[Row]:
+def _cuts(row: ScoredRow, reasoning_end: int) -> list[ScoredRow]:
     """Cut a completion before its first unit and after each, and continue it by its own marker and answer."""
     end = 0
     for k, unit in enumerate(row.spans):
         if not end <= unit.start < unit.end:
-            raise ValueError(f"units row {b}, unit {k}: {tuple(unit)} is empty or starts before {end}")
+            raise ValueError(f"units row {row.index}, unit {k}: {tuple(unit)} is empty or starts before {end}")
         end = unit.end
     if not row.spans:
         return []
     if row.answer is None:
-        raise ValueError(f"answers row {b}: is None, but the row has {len(row.spans)} units that are judged by it")
+        raise ValueError(
+            f"answers row {row.index}: is None, but the row has {len(row.spans)} units that are judged by it"
+        )
     if not 0 <= reasoning_end <= row.answer.start:
-        raise ValueError(f"reasoning_ends row {b}: {reasoning_end} is outside [0, {row.answer.start}]")
+        raise ValueError(f"reasoning_ends row {row.index}: {reasoning_end} is outside [0, {row.answer.start}]")
     marker_and_answer = row.completion[reasoning_end : row.answer.end]
     cuts = []
     for t in (row.spans[0].start, *(unit.end for unit in row.spans)):
         answer = Span(*(t + edge - reasoning_end for edge in row.answer))
-        cuts.append(Row(row.prompt, np.concatenate([row.completion[:t], marker_and_answer]), [], answer))
+        completion = np.concatenate([row.completion[:t], marker_and_answer])
+        cuts.append(replace(row, completion=completion, spans=[], answer=answer))
     return cuts
 
 
 def _by_queries(
-    access: ModelAccess, batch: ScoredBatch, cuts: Sequence[Sequence[Row]]
+    access: ModelAccess, batch: ScoredBatch, cuts: Sequence[Sequence[ScoredRow]]
 ) -> tuple[list[Tensor], ScoringWork]:
     """Compute the mean log-probs of the answers of every row's cuts, from packed trees."""
     switches = rope_lengths(access.model)[0]
@@ -110,11 +113,11 @@ def _by_queries(
     for b, row in enumerate(cuts):
         # Longest first: then every other prefix leaves the same path. Frequencies that follow a length keep queries on
         # different sides of it in rows of their own.
-        queries = [queries_of(cut, ScoringOptions(), None)[0] for cut in reversed(row)]
+        queries = [queries_of(cut)[0] for cut in reversed(row)]
         for _, group in groupby(queries, lambda query: sum(query.length > switch for switch in switches)):
             groups.append(list(group))
             owners.append(b)
-    found, work = access.query(groups, row_numbers=[batch.numbers[b] for b in owners], token_budget=batch.token_budget)
+    found, work = access.query(groups, index=[batch.index[b] for b in owners], token_budget=batch.token_budget)
     means: list[list[Tensor]] = [[] for _ in cuts]
     for b, values in zip(owners, found, strict=True):
         means[b] += [value.mean() for value in values]
@@ -122,13 +125,12 @@ def _by_queries(
 
 
 def _by_scores(
-    access: ModelAccess, batch: ScoredBatch, cuts: Sequence[Sequence[Row]]
+    access: ModelAccess, batch: ScoredBatch, cuts: Sequence[Sequence[ScoredRow]]
 ) -> tuple[list[Tensor], ScoringWork]:
     """Compute the same by scoring the cuts as completions of their own."""
     rows = [cut for row in cuts for cut in row]
     if not rows:
         return [torch.zeros(0) for _ in cuts], ScoringWork()
-    numbers = [b for b, row in zip(batch.numbers, cuts, strict=True) for _ in row]
-    scores = access.score(ScoredBatch(rows, numbers, token_budget=batch.token_budget))
+    scores = access.score(ScoredBatch(rows, token_budget=batch.token_budget))
     sizes = torch.tensor([row.answer.end - row.answer.start for row in rows if row.answer])
     return list((scores.base.float().cpu() / sizes).split([len(row) for row in cuts])), scores.work

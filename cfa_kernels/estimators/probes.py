@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..scoring.batch import token_ids
+from ..rows import token_ids
 from ..span import Span
 
 

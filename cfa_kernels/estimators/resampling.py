@@ -1,12 +1,9 @@
 """Replace a masked unit by what the model itself might have written there.
 
-`score_counterfactuals` uses placeholders by default. `resampled_fills` samples replacements of each unit, and
-`resampled_scores` scores the answers after them.
+`resampled_fills` samples replacements of each unit, and `resampled_scores` scores the answers after them.
 """
 
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
@@ -23,33 +20,30 @@ from ..hf.tree_forward import KeyValueStore, packed_hidden, tree_attention_mode
 from ..hf.verify import check_supported
 from ..ops.head_matmul import empty_strip, write_logits
 from ..ops.row_softmax import Softmax, compute_dtype, probabilities
-from ..packing.prefix_tree import Pack, PrefixTree
+from ..packing.packs import groups_within, pack_of
+from ..packing.prefix_tree import PrefixTree
+from ..rows import keyed_generator
 from ..scoring.access import ModelAccess
-from ..scoring.batch import Row, ScoredBatch
+from ..scoring.batch import ScoredBatch, ScoredRow
 from ..scoring.masked import CounterfactualScores, ScoringWork, score_batch
 from ..scoring.outcomes import Outcome
-from ..scoring.plan import ScoringOptions
 from ..span import Span
 
 
 def resampled_fills(
-    access: ModelAccess, batch: ScoredBatch, *, seed: int, samples: int = 1
+    access: ModelAccess, batch: ScoredBatch, *, samples: int = 1
 ) -> tuple[list[list[np.ndarray]], ScoringWork]:
     """Sample replacements of every unit, of equal length, from the model's own distribution at its place.
 
     Each token is drawn given the prompt, the completion before the unit and the fill so far; text after the unit
     is not seen. All units of all completions advance together, one token each per forward, on the keys and values of
-    one packed tree; prompts and completions are fed once. Pass the ids to `ScoredBatch.with_units`.
-
-    A fill depends only on the seed, the prompt, the completion before the unit and the model, not on the rest of the
-    batch (to rounding, which can change a draw that falls on an edge between two tokens). Units that start at the same
-    place share their draws.
+    one packed tree. A fill depends on the batch's seed, the row's index and the unit's place, not on the rest of the
+    batch (to rounding, which can change a draw that falls on an edge between two tokens).
 
     Args:
         access: access to the model, which must be in this process.
         batch: completions and the units to fill. A completion and its fills stay together, even over the token budget,
             as long as memory holds them.
-        seed: seed of the draws, an integer.
         samples: fills of each unit, at least 1.
 
     Returns:
@@ -63,107 +57,52 @@ def resampled_fills(
     """
     walk = ModelWalk.of(access.model)
     refuse_length_dependent_rope(walk, batch.longest)
-    drawn = [
-        [_Fill(b, row, span, f"{seed}/{draw}") for draw in range(samples) for span in row.spans]
-        for b, row in zip(batch.numbers, batch.rows, strict=True)
-    ]
-    head = check_supported(walk)
-
-    def write(fills: Sequence[_Fill]) -> ScoringWork:
-        for fill in fills:
-            fill.tokens.clear()  # ids that were drawn before memory ran out
-        writer = _Writer(walk, head, _tree_of(fills))
-        writer.write(fills)
-        return ScoringWork(writer.forwards, writer.tokens_fed)
-
+    fills = [[_Fill(row, span, batch.seed, n) for n in range(samples) for span in row.spans] for row in batch.rows]
+    head, budget = check_supported(walk), rows_per_forward(walk, batch.token_budget)
+    some = [of_row for of_row in fills if of_row]
+    sizes = [len(_longest(of_row)) + sum(fill.length - 1 for fill in of_row) for of_row in some]
+    together = [[fill for i in group for fill in some[i]] for group in groups_within(sizes, budget)]
     work = ScoringWork()
     with tree_attention_mode(walk):
-        together = _in_budget(drawn, rows_per_forward(walk, batch.token_budget))
-        for done in run_in_memory(together, write, lambda fills: halves(fills, lambda fill: fill.row)):
+        for done in run_in_memory(
+            together, lambda some: _write(walk, head, some), lambda some: halves(some, lambda fill: fill.row.index)
+        ):
             work += done
-    every = [fill for row in drawn for fill in row]
+    every = [fill for of_row in fills for fill in of_row]
     unshared = sum(fill.length * len(fill.context) + fill.length * (fill.length - 1) // 2 for fill in every)
     work += ScoringWork(tokens_unshared=unshared, head_rows=sum(fill.length for fill in every))
-    return [[np.array(fill.tokens, dtype=np.int64) for fill in row] for row in drawn], work
+    return [[np.array(fill.tokens, dtype=np.int64) for fill in of_row] for of_row in fills], work
 
 
 def resampled_scores(
-    access: ModelAccess, batch: ScoredBatch, *, seed: int, samples: int = 1, outcome: Outcome = "logprob"
+    access: ModelAccess, batch: ScoredBatch, *, samples: int = 1, outcome: Outcome = "logprob"
 ) -> CounterfactualScores:
     """Score answers with each unit replaced by what the model itself might have written in its place.
 
-    Averages over `samples` fills of each unit, all of them branches of the same trees. A unit's drop is low where its
-    own words matter to the answer, not merely that something is in its place.
-
-    Args:
-        access: access to the model, which must be in this process.
-        batch: completions, units and answers.
-        seed, samples: as in `resampled_fills`.
-        outcome: as in `score_counterfactuals`.
-
-    Returns:
-        `CounterfactualScores`, in the batch's order: `masked` and `drop` are means over the fills, `work` includes the
-        sampling.
-
-    Raises:
-        As `resampled_fills` and `score_counterfactuals`.
-
-    Source: resampling as in Thought Anchors (arXiv 2506.19143), the rest of the completion held fixed.
+    `masked` and `drop` are means over `samples` fills of each unit, all of them branches of the same trees. Arguments
+    and errors are those of `resampled_fills` and `score_counterfactuals`. Source: resampling as in Thought Anchors
+    (arXiv 2506.19143), the rest of the completion held fixed.
     """
-    fills, work = resampled_fills(access, batch, seed=seed, samples=samples)
-    filled = batch.with_units([row.spans * samples for row in batch.rows], fills)
-    scores = score_batch(access.model, filled, ScoringOptions(outcome))
+    fills, work = resampled_fills(access, batch, samples=samples)
+    by_place = {row.place: of_row for row, of_row in zip(batch.rows, fills, strict=True)}
+    filled = batch.with_units([row.spans * samples for row in batch.rows], lambda row, k: by_place[row.place][k])
+    scores = score_batch(access.model, filled, outcome)
     masked = [row.view(samples, -1).mean(0) for row in scores.masked]
     drop = [row - base for row, base in zip(masked, scores.base, strict=True)]
-    return CounterfactualScores(scores.base, masked, drop, None, scores.work + work)
+    return CounterfactualScores(scores.base, masked, drop, scores.work + work)
 
 
 class _Fill:
-    """Replacement of a span, partly drawn; `key` distinguishes draws that have the same text before them."""
+    """Replacement of a span, partly drawn."""
 
-    def __init__(self, number: int, row: Row, span: Span, key: str) -> None:
-        self.row, self.length = number, span.end - span.start
+    def __init__(self, row: ScoredRow, span: Span, seed: Sequence[int], draw: int) -> None:
+        self.row, self.length, self.tokens = row, span.end - span.start, list[int]()
         self.context = np.concatenate([row.prompt, row.completion[: span.start]])
-        self.tokens: list[int] = []
-        self.packed_row = 0  # row that predicts the next token
-        digest = hashlib.blake2b(f"{key}/".encode() + self.context.tobytes(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        generator = keyed_generator(*seed, row.index, "fill", draw, span.start)
         self.draws = torch.rand(self.length, generator=generator, dtype=torch.float64)
 
-    @property
-    def draw(self) -> Tensor:
-        """Return the number in [0, 1) that chooses the next token."""
-        return self.draws[len(self.tokens)]
 
-
-def _in_budget(drawn: list[list[_Fill]], budget: int) -> Iterator[Sequence[_Fill]]:
-    """Batch fills that are drawn together, those of a completion at once, for trees of at most `budget` rows."""
-    members, growth, tree = list[_Fill](), 0, PrefixTree()
-    for fills in drawn:
-        if not fills:
-            continue
-        longest = _longest_context(fills)
-        own = sum(fill.length - 1 for fill in fills)
-        tree.insert(longest)
-        if members and tree.num_tokens + growth + own > budget:
-            yield members
-            members, growth, tree = list[_Fill](), 0, PrefixTree()
-            tree.insert(longest)
-        members += fills
-        growth += own
-    if members:
-        yield members
-
-
-def _tree_of(fills: Sequence[_Fill]) -> PrefixTree:
-    """Lay out the text before fills as a tree; fills of a completion are side by side."""
-    tree = PrefixTree()
-    for _, of_row in groupby(fills, lambda fill: fill.row):
-        tree.insert(_longest_context(of_row))
-    return tree
-
-
-def _longest_context(fills: Iterable[_Fill]) -> np.ndarray:
+def _longest(fills: Sequence[_Fill]) -> np.ndarray:
     return max((fill.context for fill in fills), key=len)
 
 
@@ -177,69 +116,53 @@ class _GrowingStore(KeyValueStore):
         return joined
 
 
-@dataclass
-class _Writer:
-    """Tree that grows by one token of each fill at a time, with the hidden states of its rows."""
+def _write(walk: ModelWalk, head: Head, fills: Sequence[_Fill]) -> ScoringWork:
+    """Sample all tokens of `fills`, those of a completion side by side, on one tree that grows by a token of each."""
+    tree, work = PrefixTree(), ScoringWork()
+    # Layers that carry a state would need it: they are fed from the roots again.
+    store = None if has_cells(walk) else _GrowingStore()
+    hidden = head.weight.new_zeros(0, head.weight.shape[1])
 
-    walk: ModelWalk
-    head: Head
-    tree: PrefixTree
-    forwards: int = 0
-    tokens_fed: int = 0
-    store: KeyValueStore | None = field(init=False)
-    hidden: Tensor = field(init=False)  # (N, H) on the head's device
-
-    def __post_init__(self) -> None:
-        # Layers that carry a state would need it: they are fed from the roots again.
-        self.store = None if has_cells(self.walk) else _GrowingStore()
-        self.hidden = self.head.weight.new_zeros(0, self.head.weight.shape[1])
-        self._feed()
-
-    def write(self, fills: Sequence[_Fill]) -> None:
-        """Sample all tokens of `fills`."""
-        while fills:
-            for fill in fills:
-                so_far = np.concatenate([fill.context, np.array(fill.tokens, dtype=np.int64)])
-                fill.packed_row = int(self.tree.insert(so_far)[-1])
-            self._feed()
-            rows = self.hidden[torch.tensor([fill.packed_row for fill in fills], device=self.hidden.device)]
-            draws = torch.stack([fill.draw for fill in fills])
-            for fill, token in zip(fills, self._sample(rows, draws, fills).tolist(), strict=True):
-                fill.tokens.append(token)
-            fills = [fill for fill in fills if len(fill.tokens) < fill.length]
-
-    def _feed(self) -> None:
+    def feed() -> None:
         """Compute the hidden states of the new rows."""
-        if self.tree.num_tokens == len(self.hidden):
-            return
-        first = 0 if self.store is None else len(self.hidden)
-        table, none = self.tree.table(), np.zeros(0, np.int64)
-        pack = Pack(
-            input_ids=self.tree.input_ids()[first:], position_ids=table.positions()[first:], table=table, rows=none,
-            targets=none, num_tempered=0, query_index=none, bundles=range(0), tree=self.tree, first_row=first,
-        )  # fmt: skip
-        found = packed_hidden(self.walk, pack, store=self.store).to(self.head.weight)
-        self.hidden = torch.cat([self.hidden[:first], found])
-        self.forwards += 1
-        self.tokens_fed += pack.num_tokens
+        nonlocal hidden, work
+        if tree.num_tokens > len(hidden):
+            first = 0 if store is None else len(hidden)
+            pack = pack_of(tree, [], [], range(0), first)
+            hidden = torch.cat([hidden[:first], packed_hidden(walk, pack, store=store).to(head.weight)])
+            work += ScoringWork(1, pack.num_tokens)
 
-    def _sample(self, rows: Tensor, draws: Tensor, fills: Sequence[_Fill]) -> Tensor:
-        """Choose ids (N,) from hidden states (N, H): the first whose cumulated probability exceeds the draw."""
-        weight, bias = self.head.weight, self.head.bias
-        softmax = Softmax.of(1.0, self.head.softcap, self.head.logit_scale)
-        height = rows_at_once(len(weight))
-        usable = min(vocab_size(self.walk.model), len(weight))
-        chosen = []
-        for some, draw in zip(rows.split(height), draws.split(height), strict=True):
-            exact = compute_dtype(weight.dtype)
-            logits, _ = empty_strip(len(some), len(weight), exact, exact, weight.device)
-            write_logits(some, weight, logits)
-            none = torch.zeros(len(some), dtype=torch.long, device=weight.device)
-            p = probabilities(logits[None], bias, none, none.bool(), softmax, out=logits[None]).p[0]
-            cumulated = p[:, :usable].double().cumsum(-1)
-            threshold = draw.to(weight.device)[:, None] * cumulated[:, -1:]
-            chosen.append(torch.searchsorted(cumulated, threshold, right=True)[:, 0].clamp(max=usable - 1))
-            if not torch.isfinite(cumulated[:, -1]).all():
-                bad = len(chosen[:-1]) * height + int((~torch.isfinite(cumulated[:, -1])).nonzero()[0])
-                raise FloatingPointError(f"completions row {fills[bad].row}: the model gave a nan log-prob")
-        return torch.cat(chosen).cpu()
+    for _, of_row in groupby(fills, lambda fill: fill.row.index):
+        tree.insert(_longest(list(of_row)))
+    for fill in fills:
+        fill.tokens.clear()  # ids that were drawn before memory ran out
+    feed()
+    while fills:
+        sequences = [np.concatenate([fill.context, np.array(fill.tokens, dtype=np.int64)]) for fill in fills]
+        rows = torch.tensor([int(tree.insert(tokens)[-1]) for tokens in sequences], device=hidden.device)
+        feed()
+        draws = torch.stack([fill.draws[len(fill.tokens)] for fill in fills])
+        for fill, token in zip(fills, _sample(walk, head, hidden[rows], draws, fills).tolist(), strict=True):
+            fill.tokens.append(token)
+        fills = [fill for fill in fills if len(fill.tokens) < fill.length]
+    return work
+
+
+def _sample(walk: ModelWalk, head: Head, rows: Tensor, draws: Tensor, fills: Sequence[_Fill]) -> Tensor:
+    """Choose ids (N,) from hidden states (N, H): the first whose cumulated probability exceeds the draw."""
+    weight = head.weight
+    softmax = Softmax.of(1.0, head.softcap, head.logit_scale)
+    usable, exact = min(vocab_size(walk.model), len(weight)), compute_dtype(weight.dtype)
+    chosen, height = [], rows_at_once(len(weight))
+    for some, draw in zip(rows.split(height), draws.split(height), strict=True):
+        logits, _ = empty_strip(len(some), len(weight), exact, exact, weight.device)
+        write_logits(some, weight, logits)
+        none = torch.zeros(len(some), dtype=torch.long, device=weight.device)
+        p = probabilities(logits[None], head.bias, none, none.bool(), softmax, out=logits[None]).p[0]
+        cumulated = p[:, :usable].double().cumsum(-1)
+        if (bad := (~torch.isfinite(cumulated[:, -1])).nonzero()).numel():
+            row = fills[len(chosen) * height + int(bad[0])].row
+            raise FloatingPointError(f"completions row {row.index}: the model gave a nan log-prob")
+        threshold = draw.to(weight.device)[:, None] * cumulated[:, -1:]
+        chosen.append(torch.searchsorted(cumulated, threshold, right=True)[:, 0].clamp(max=usable - 1))
+    return torch.cat(chosen).cpu()

@@ -87,14 +87,14 @@ def _rewards(batch: ScoredBatch) -> Tensor:
     rewards = given("rewards", batch.rewards)
     if (bad := (~torch.isfinite(rewards)).nonzero()).numel():
         b = int(bad[0])
-        raise ValueError(f"rewards row {batch.numbers[b]}: must be finite, got {rewards[b].item()}")
+        raise ValueError(f"rewards row {batch.index[b]}: must be finite, got {rewards[b].item()}")
     return rewards
 
 
-def _scales(groups: Tensor, rewards: Tensor, advantages: Tensor | None) -> list[float]:
+def _scales(groups: Tensor, rewards: Tensor, advantages: Tensor | list[Tensor] | None) -> list[float]:
     """Find the ratio of spread of advantages (B,) to rewards in each row's group; 1 where it cannot be found."""
     scales = torch.ones(len(groups), dtype=torch.float64)
-    if advantages is None or advantages.ndim != 1:
+    if not isinstance(advantages, Tensor):
         return scales.tolist()
     for group in groups.unique():
         inside = groups == group

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..packing.prefix_tree import Query
 from ..scoring.access import ModelAccess
-from ..scoring.batch import Row, ScoredBatch
+from ..scoring.batch import Mask, ScoredBatch, ScoredRow, branch
 from ..span import Span
 from .base import Importances
 
@@ -45,10 +45,12 @@ def total_effects(access: ModelAccess, batch: ScoredBatch) -> Importances:
     (arXiv 2506.19143), which suppresses attention to a sentence where a unit is masked here. That the total is the
     direct and the mediated effect is mediation analysis; the rule by which links are chained is this library's own.
     """
+    if not isinstance(batch.mask, int):
+        raise ValueError(f"mask={batch.mask!r} cannot be combined with total effects: units after it would move")
     rows = batch.rows
-    judged = [_judged(b, row) for b, row in zip(batch.numbers, rows, strict=True)]
-    asked = [_queries(row, numbers, batch.placeholder_id) for row, numbers in zip(rows, judged, strict=True)]
-    found, work = access.query(asked, row_numbers=batch.numbers, token_budget=batch.token_budget)
+    judged = [_judged(row) for row in rows]
+    asked = [_queries(row, numbers, batch.mask) for row, numbers in zip(rows, judged, strict=True)]
+    found, work = access.query(asked, index=batch.index, token_budget=batch.token_budget)
     base = torch.full((len(rows),), float("nan"))
     total, direct = ([torch.full((len(row.spans),), float("nan")) for row in rows] for _ in range(2))
     links = [torch.full((len(row.spans),) * 2, float("nan")) for row in rows]
@@ -86,14 +88,14 @@ def chained_effects(direct: np.ndarray, links: np.ndarray) -> np.ndarray:
     return total
 
 
-def _judged(b: int, row: Row) -> list[int]:
-    """List the numbers of the units of row `b` that can move its answer, in order of position; refuse overlaps."""
+def _judged(row: ScoredRow) -> list[int]:
+    """List the numbers of the units of a row that can move its answer, in order of position; refuse overlaps."""
     order = sorted(range(len(row.spans)), key=lambda k: row.spans[k])
     for k, later in pairwise(order):
         if row.spans[k].end > row.spans[later].start:
             raise ValueError(
-                f"units row {b}: must be disjoint for total effects, but unit {k} {tuple(row.spans[k])} overlaps "
-                f"unit {later} {tuple(row.spans[later])}"
+                f"units row {row.index}: must be disjoint for total effects, but unit {k} {tuple(row.spans[k])} "
+                f"overlaps unit {later} {tuple(row.spans[later])}"
             )
     return [k for k in order if row.masks_something(row.spans[k])]
 
@@ -114,14 +116,14 @@ def _runs(units: Sequence[Span], answer: Span) -> Iterator[list[Span]]:
         yield [Span(max(start, behind), end) for start, end in runs if end > behind]
 
 
-def _queries(row: Row, judged: Sequence[int], placeholder_id: int | None) -> list[Query]:
+def _queries(row: ScoredRow, judged: Sequence[int], mask: Mask) -> list[Query]:
     if row.answer is None:
         return []
     prompt = len(row.prompt)
-    fed, beyond = np.split(np.concatenate([row.prompt, row.completion]), [prompt + row.answer.end - 1])
+    fed, beyond = np.split(row.tokens, [prompt + row.answer.end - 1])
     queries = []
-    for branch, runs in enumerate(_runs([row.spans[k] for k in judged], row.answer)):
-        tokens = row.masked(judged[branch - 1], placeholder_id)[: len(fed)] if branch else fed
+    for i, runs in enumerate(_runs([row.spans[k] for k in judged], row.answer)):
+        tokens = branch(row, judged[i - 1] if i else None, mask).tokens[: len(fed)]
         for start, end in runs:
             queries.append(Query(tokens, prompt + start - 1, row.completion[start:end], beyond=beyond))
     return queries

@@ -1,4 +1,4 @@
-"""Measure how far rounding moves log-probs from a packed tree."""
+"""Say how far rounding moves log-probs from a packed tree: by dtype, or measured."""
 
 import weakref
 
@@ -11,8 +11,17 @@ from ..ops.row_softmax import FLOAT32_NOISE
 from .head import Head
 from .model import causal_lm, computation, input_device
 from .probe_mode import small_windows
-from .tree_forward import pack_states, target_logprobs, tree_attention_mode
+from .tree_forward import pack_states, tree_attention_mode
 from .verify import Probe, check_supported, run_probe, whole_model
+
+ACCURACY: dict[torch.dtype, float] = {
+    torch.float64: FLOAT32_NOISE,  # scores are float32
+    torch.float32: FLOAT32_NOISE,
+    torch.float16: 0.015,
+    torch.bfloat16: 0.1,
+}
+"""Nats per answer token by which rounding may move a score of a model that computes in a dtype; `noise_floor` measures
+the figure of one model."""
 
 _DEVIATIONS = 3  # root mean squares of rounding errors that cover nearly all of them
 _MEASURED: weakref.WeakKeyDictionary[PreTrainedModel, dict[object, float]] = weakref.WeakKeyDictionary()
@@ -63,6 +72,6 @@ def _rounding(model: PreTrainedModel, head: Head) -> float:
         return probe.of_targets(whole_model(model)(input_ids=probe.ids, use_cache=False).logits.float())
 
     with small_windows(model), tree_attention_mode(model):
-        ours = probe.unpacked(target_logprobs(head, pack_states(model, head, probe.pack)))
+        ours = probe.unpacked(head.logprobs(*pack_states(model, head, probe.pack)))
     truth = run_probe(model, own, moved=False)
     return torch.where(ours == truth, 0.0, ours - truth).square().mean().sqrt().item()

@@ -231,7 +231,6 @@ class HeadRows(NamedTuple):
 
     states: Tensor  # (R, H) hidden states, in the head's dtype
     targets: Tensor  # (R,) int64
-    num_tempered: int = 0  # how many of the R, the last ones, are wanted at the sampling temperature
 
 
 @dataclass(frozen=True)
@@ -399,16 +398,7 @@ def pack_states(
     states = parts[0] if len(parts) == 1 else torch.cat(parts)
     if staged.order is not None:
         states = states.index_select(0, staged.order.to(device))
-    return HeadRows(states, staged.targets.to(device), pack.num_tempered)
-
-
-def target_logprobs(head: Head, rows: HeadRows, temperature: float = 1.0) -> Tensor:
-    """Compute log-probs (R,) fp32 of the targets of `rows`, the tempered ones at `temperature`."""
-    if not rows.num_tempered:
-        return head.logprobs(rows.states, rows.targets)
-    plain = len(rows.targets) - rows.num_tempered
-    first = head.logprobs(rows.states[:plain], rows.targets[:plain])
-    return torch.cat([first, head.logprobs(rows.states[plain:], rows.targets[plain:], temperature)])
+    return HeadRows(states, staged.targets.to(device))
 
 
 @contextmanager

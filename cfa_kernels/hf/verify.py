@@ -36,7 +36,7 @@ from .modes import attention_implementation, checkpointed_modules, evaluation_mo
 from .probe_mode import HALVES, float32_weights, small_windows
 from .ranks import inside
 from .stateful_layers import has_cells, refuse_older_cells
-from .tree_forward import pack_states, target_logprobs, tree_training_mode
+from .tree_forward import pack_states, tree_training_mode
 
 
 @dataclass
@@ -280,7 +280,7 @@ def _check_tree(model: PreTrainedModel, training: bool = False) -> None:
             with tree_training_mode(model):
                 attended.clear()
                 probed = replace(head, weight=head.weight * factor)
-                ours = target_logprobs(probed, pack_states(model, probed, probe.pack, attended=attended))
+                ours = probed.logprobs(*pack_states(model, probed, probe.pack, attended=attended))
         except NotImplementedError as error:
             own = str(error) if str(error).startswith("model:") else f"model: {name}: {error}"
             raise NotImplementedError(f"{own}, so it cannot be scored") from error

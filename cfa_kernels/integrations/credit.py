@@ -1,39 +1,19 @@
 """Connect credit to any trainer: fold weights into advantages, and credit rows whose model is in other processes."""
 
-import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import combinations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .. import CounterfactualConfig, Credit, counterfactual_credit, packed_logprobs
-from ..credit.units import unpad
+from .. import CounterfactualConfig
+from ..credit.deferred import DeferredCredit, credited_advantages
 from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, NEEDS, REWARDS, SIBLINGS, Estimator
 from ..estimators.registry import ESTIMATORS
-from ..hf.model import causal_lm
-from ..hf.modes import evaluation_mode
+from ..rows import Rows
 from ..scoring.access import DISTRIBUTIONS, GRADIENTS, LOGPROBS, MODEL, ModelAccess, Sharded
-
-
-class Draws:
-    """Random generators of credit, one per batch, which a resumed run makes again.
-
-    They depend on the seed, the process, the step, and the number of earlier batches of that step. A resumed run knows
-    all of these, so nothing needs to be saved.
-    """
-
-    def __init__(self, seed: int, process: int = 0) -> None:
-        self.key, self._step, self._before = (seed, process), -1, 0
-
-    def of(self, step: int) -> torch.Generator:
-        """Make the generator, on the CPU, of the next batch of `step`; call it once for each batch."""
-        self._before = self._before + 1 if step == self._step else 0
-        self._step = step
-        text = repr((*self.key, step, self._before)).encode()
-        return torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
 
 
 def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
@@ -68,55 +48,6 @@ def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
     return columns * weights.to(columns)
 
 
-def credited_advantages(advantages: Tensor, credit: Credit) -> Tensor:
-    """Apply credit to `advantages` (B,) or (B, T), for a host to train on: (B, T) in their dtype.
-
-    Multiplies them by the weights; signed credit replaces them. Raises as `fold_weights`.
-    """
-    folded = fold_weights(advantages if credit.advantages is None else credit.advantages, credit.weights)
-    return folded.to(advantages)
-
-
-def token_entropies(
-    model: nn.Module,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    completion_ids: Tensor,
-    completion_mask: Tensor,
-    *,
-    temperature: float = 1.0,
-    token_budget: int | None = None,
-) -> Tensor:
-    """Compute the entropy (nats) that each token of a padded batch was drawn with, by one packed forward.
-
-    The model runs in evaluation mode, as in scoring: without dropout or noise of training.
-
-    Args:
-        model: as in `packed_logprobs`.
-        prompt_ids, prompt_mask, completion_ids, completion_mask: as in `counterfactual_credit`.
-        temperature, token_budget: as in `packed_logprobs`.
-
-    Returns:
-        (B, T) fp32 on the host, 0 on padding.
-    """
-    prompts = unpad("prompt", prompt_ids, prompt_mask, left=True)
-    completions = unpad("completion", completion_ids, completion_mask, left=False)
-    with evaluation_mode(causal_lm(model)):
-        _, found = packed_logprobs(
-            model, prompts, completions, temperature=temperature, return_entropy=True, token_budget=token_budget
-        )
-    assert isinstance(found, list)
-    return padded_entropies(found, completion_ids.shape)
-
-
-def padded_entropies(rows: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Pad B tensors (T_b,) with 0 to `shape`, (B, T) fp32 on the host."""
-    padded = torch.zeros(tuple(shape))
-    for row, line in zip(rows, padded, strict=True):
-        line[: len(row)] = row
-    return padded
-
-
 def weighed_text(tokenizer: Any, token_ids: Tensor, values: Tensor, plain: float) -> str:
     """Describe which tokens of a completion were weighed, for a table that people read.
 
@@ -135,32 +66,6 @@ def weighed_text(tokenizer: Any, token_ids: Tensor, values: Tensor, plain: float
         if value != plain:
             found.append(f"{tokenizer.decode(run).strip()} ({value:.2f})")
     return " | ".join(found)
-
-
-def pad_rows(rows: Sequence[Tensor], side: str = "right") -> tuple[Tensor, Tensor]:
-    """Pad rows of any length into one tensor.
-
-    Args:
-        rows: B tensors of one dtype, 1-D each, at least one.
-        side: side of the padding, `right` or `left`.
-
-    Returns:
-        (B, longest) padded with 0, and the mask (B, longest) of what is real, both in the rows' dtype.
-
-    Raises:
-        ValueError: there are no rows, or one is not a 1-D tensor.
-    """
-    if not len(rows):
-        raise ValueError("rows: the batch is empty; expected at least one tensor")
-    for b, row in enumerate(rows):
-        if not isinstance(row, Tensor) or row.ndim != 1:
-            got = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
-            raise ValueError(f"rows[{b}]: must be a 1-D tensor, got {got}")
-    ids, mask = (
-        torch.nn.utils.rnn.pad_sequence(list(tensors), batch_first=True, padding_side=side)
-        for tensors in (rows, [torch.ones_like(row) for row in rows])
-    )
-    return ids, mask
 
 
 OFFERED_BY_A_SERVICE = frozenset({ANSWER, SIBLINGS, REWARDS, LOGPROBS})
@@ -241,56 +146,44 @@ def _options_that_need(missing: str, estimator: Estimator) -> list[str]:
 
 def credit_rows(
     tokenizer: Any,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
+    rows: Rows,
     counted: Sequence[Tensor],
     advantages: Sequence[Tensor],
     access: ModelAccess,
     *,
-    config: CounterfactualConfig,
-    generator: torch.Generator,
-    groups: Tensor,
-    rewards: Tensor,
     entropies: Sequence[Tensor] | None = None,
+    **options: Any,
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """Credit a batch of rows whose model is in other processes.
+    """Credit a batch whose model is in other processes.
 
     Args:
-        tokenizer, config, generator: as in `counterfactual_credit`.
-        prompts, completions: B 1-D int64 tensors.
+        tokenizer, rows: as in `counterfactual_credit`.
         counted: B tensors (T_b,), 1 on tokens that are trained on, 0 on others, such as a tool's.
         advantages: B tensors (T_b,), float. Where each row has a single advantage, estimators that compare rewards with
             advantages get (B,).
         access: the host's log-prob service or its workers.
-        groups: (B,) int64, equal for completions that are compared with each other.
-        rewards: (B,) float.
         entropies: B tensors (T_b,), nats.
+        **options: `config`, `seed`, `groups` and `rewards` of `counterfactual_credit`.
 
     Returns:
         B tensors (T_b,) in the advantages' dtype, to train on; tokens that do not count keep theirs. And the
         figures to log.
-
-    Raises:
-        ValueError, NotImplementedError: as `counterfactual_credit`.
     """
-    mask, own = pad_rows(counted)[0], pad_rows(advantages)[0]
-    credit = counterfactual_credit(
-        access,
-        tokenizer,
-        *pad_rows(prompts, "left"),
-        *pad_rows(completions),
-        advantages=_of_rows(own * mask, mask.long()),
-        config=config,
-        generator=generator,
-        groups=groups,
-        rewards=rewards,
-        entropies=None if entropies is None else pad_rows(entropies)[0],
-    )
-    credited = torch.where(mask.bool(), credited_advantages(own, credit), own)
-    return [row[: len(mine)] for row, mine in zip(credited, advantages, strict=True)], credit.metrics(mask)
+    advantages, masks = [row.cpu() for row in advantages], [row.cpu().bool() for row in counted]
+    own = _row_advantages([row * mask for row, mask in zip(advantages, masks, strict=True)], masks)
+    batch = DeferredCredit(tokenizer=tokenizer, rows=rows, advantages=own, **options)
+    batch.by_model(access, entropies)
+    credit = batch.finished()
+    assert credit is not None
+    credited = credited_advantages(own, credit)
+    whole = [
+        torch.where(mask, row.to(before), before) for row, before, mask in zip(credited, advantages, masks, strict=True)
+    ]
+    return whole, credit.metrics(masks)
 
 
-def _of_rows(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Reduce (B, T) advantages, 0 outside of `mask`, to (B,) if each row has one value inside; else keep them."""
-    first = advantages.gather(1, mask.argmax(1, keepdim=True))
-    return first[:, 0] if torch.equal(advantages, first * mask) else advantages
+def _row_advantages(advantages: list[Tensor], masks: Sequence[Tensor]) -> Tensor | list[Tensor]:
+    """Reduce advantages, 0 outside of `masks`, to (B,) if each row has one value inside; else keep them."""
+    firsts = [row[mask][:1].sum() for row, mask in zip(advantages, masks, strict=True)]
+    rows = zip(advantages, firsts, masks, strict=True)
+    return torch.stack(firsts) if all(torch.equal(row, first * mask) for row, first, mask in rows) else advantages

@@ -21,10 +21,12 @@ from torch import Tensor
 
 from .. import CounterfactualConfig
 from ..credit.config import as_config
+from ..credit.deferred import Draws
+from ..rows import Rows, pad_rows
 from ..scoring.access import LogprobService, ModelAccess
 from . import require
-from .credit import ONE_RATIO, Draws, credit_rows, pad_rows, refuse, sentences
-from .workers import Found, Share, Workers, judge_share, ray_class, scoring_workers, unmet_needs_of_host
+from .credit import ONE_RATIO, credit_rows, refuse, sentences
+from .workers import Share, Workers, judge_share, ray_class, scoring_workers, unmet_needs_of_host
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ class TreeScoring(_Actor):
     strategy: Any
     _rank: int
 
-    def score_trees(self, shares: Sequence[Share]) -> Found:
+    def score_trees(self, shares: Sequence[Share]) -> Any:
         """Score this process's share with the actor's DeepSpeed engine, see `judge_share`; all are called at once.
 
         `shares` are those of the processes that OpenRLHF gives the same data: one, or one for each of a ring's.
@@ -147,13 +149,12 @@ class CounterfactualMixin(_Maker):
         index = torch.tensor([number for experience in experiences for number in experience.index])
         credited, figures = credit_rows(
             self.tokenizer,
-            [row.prompt for row in rows],
-            [row.completion for row in rows],
+            Rows([row.prompt for row in rows], [row.completion for row in rows], index.tolist()),
             [row.counted for row in rows],
             [row.advantages for row in rows],
             self._access,
             config=self.counterfactual,
-            generator=self._draws.of(self.global_step),
+            seed=self._draws.key(self.global_step),
             groups=index // self.args.rollout.n_samples_per_prompt,  # OpenRLHF counts samples in the order of prompts
             rewards=torch.cat([experience.rewards for experience in experiences]),
         )
@@ -181,7 +182,7 @@ class CounterfactualMixin(_Maker):
         """Count the processes that OpenRLHF gives the same data, for ring attention or tensor parallelism."""
         return int(self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size)
 
-    def _score_trees(self, shares: Sequence[Share]) -> list[Found]:
+    def _score_trees(self, shares: Sequence[Share]) -> list[Any]:
         """Send each process its share: an item for each effective actor, of the shares of its processes."""
         items = [shares[first : first + self._copies] for first in range(0, len(shares), self._copies)]
         references = self.actor_model_group.async_run_method_batch(method_name="score_trees", shares=items)
@@ -203,13 +204,13 @@ class CounterfactualMixin(_Maker):
             batches[-1].append(i)
         batches = batches[:1] * (-len(batches) % actors) + batches
         batches = [batch for first in range(actors) for batch in batches[first::actors]]
-        padded = [pad_rows([ids[i] for i in batch]) for batch in batches]
+        masks = [pad_rows([torch.ones_like(ids[i]) for i in batch]) for batch in batches]
         references = self._dispatch_forward(
             self.actor_model_group,
             _shares_devices(self.args),
-            sequences=[sequences for sequences, _ in padded],
-            action_mask=[mask[:, 1:] for _, mask in padded],
-            attention_mask=[mask for _, mask in padded],
+            sequences=[pad_rows([ids[i] for i in batch]) for batch in batches],
+            action_mask=[mask[:, 1:] for mask in masks],
+            attention_mask=masks,
         )
         given: list[Tensor] = [torch.zeros(0)] * len(ids)
         for batch, logprobs in zip(batches, self._flatten_results(references, copies), strict=True):

@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from .. import CounterfactualConfig, Credit
 from ..credit.assign import FIGURES
 from ..credit.config import as_config
-from ..hf.accuracy import noise_floor
+from ..credit.deferred import DeferredCredit, Draws
 from ..hf.model import causal_lm
 from ..hf.sharding import is_sharded, run_inside
 from ..hf.stateful_layers import has_cells
+from ..hf.verify import check_supported
 from ..losses.checks import LOSS_TYPES, weights_sequences
 from ..scoring.access import GRADIENTS
 from . import require
-from .credit import OFFERS, ONE_RATIO, Case, Draws, refuse, sentences, unmet_needs
-from .trl_credit import ROW, BatchCredit, asks_model, loss_mask, why_at_once
+from .credit import OFFERS, ONE_RATIO, Case, refuse, sentences, unmet_needs
+from .trl_credit import ROW, asks_model, batch_credit, loss_mask, weighed, why_at_once, why_nothing
 from .trl_losses import check_trains_packed, loss_of_packed_rows, prompts_together
 
 OLDEST = "1.0.0"
@@ -110,13 +111,13 @@ class CounterfactualMixin(_Trainer):
         super().__init__(*args, **kwargs)
         self.counterfactual = config
         self.packed_loss, self.log_entropy = packed_loss, log_entropy
-        self._draws = Draws(self.args.seed, self.accelerator.process_index)
+        self._draws = Draws(self.args.seed)
         if self.counterfactual.control != "off":
             refuse(_credit_obstacles(self))
         if packed_loss:
             refuse(_packing_obstacles(self), "packed_loss=True")
         self._model_is_checked = self._has_warned = self._has_said_why = False
-        self._deferred: BatchCredit | None = None
+        self._deferred: DeferredCredit | None = None
         if self._model_is_placed():
             self._check_model()
 
@@ -130,7 +131,7 @@ class CounterfactualMixin(_Trainer):
         checks: list[tuple[Any, str]] = []
         config = self.counterfactual
         if asks_model(config) and config.control not in ("off", "random"):
-            checks.append((noise_floor, "CounterfactualConfig(control='off') trains it as TRL does"))
+            checks.append((check_supported, "CounterfactualConfig(control='off') trains it as TRL does"))
         if self.packed_loss:
             checks.append((check_trains_packed, "leave out packed_loss=True"))
         if checks:
@@ -155,17 +156,26 @@ class CounterfactualMixin(_Trainer):
             if self.counterfactual.control != "off":  # the table is filled in evaluation too
                 self._log_weighed([None] * len(output["completion_ids"]))
             return output
-        batch = BatchCredit(
-            self.counterfactual, self._tokenizer_of_ids, output, self._own_rewards(len(output["advantages"])),
-            generator=self._draws.of(self.state.global_step), temperature=self.temperature,
+        count = len(output["advantages"])
+        batch = batch_credit(
+            self.counterfactual, self._tokenizer_of_ids, output, self._own_rewards(count),
+            first=self.accelerator.process_index * count, group_size=self.num_generations,
+            seed=self._draws.key(self.state.global_step), temperature=self.temperature,
         )  # fmt: skip
         if self._is_deferred():
             self._deferred = batch
-            output[ROW] = torch.arange(len(output["advantages"]), device=output["advantages"].device)
+            output[ROW] = torch.arange(count, device=output["advantages"].device)
             return output
         start = time.perf_counter()
         with self._asked_model() as model, self.accelerator.autocast():
-            output["advantages"] = batch.by_model(model).to(output["advantages"].device)
+            batch.by_model(model)
+        credited = batch.credited(range(count))
+        if not isinstance(credited, Tensor):  # padding keeps the completion's own advantage
+            own = output["advantages"].cpu().view(count, -1).expand(output["completion_ids"].shape).clone()
+            for row, values in zip(own, credited, strict=True):
+                row[: len(values)] = values
+            credited = own
+        output["advantages"] = credited.to(output["advantages"].device)
         batch.seconds = time.perf_counter() - start
         self._report(batch)
         return output
@@ -182,17 +192,17 @@ class CounterfactualMixin(_Trainer):
             _LOG.warning(f"packed_loss=True: credit takes a forward of its own, before the update: {reason}")
         return reason is None
 
-    def _report(self, batch: BatchCredit) -> None:
+    def _report(self, batch: DeferredCredit) -> None:
         """Log the credit of a generation batch once all of it is assigned, which all processes find at once."""
         credit = batch.finished()
         if credit is None:
             return
-        self._log_credit(credit, batch.loss_mask, batch.seconds)
-        if not self._has_warned and (problem := batch.why_nothing(credit)) is not None:
+        self._log_credit(credit, batch.counted, batch.seconds)
+        if not self._has_warned and (problem := why_nothing(batch, credit)) is not None:
             self._has_warned = True
             warnings.warn(problem, stacklevel=2)
         if self.log_completions:
-            self._log_weighed(batch.weighed(credit))
+            self._log_weighed(weighed(batch, credit))
 
     @property
     def _tokenizer_of_ids(self) -> Any:
@@ -248,8 +258,8 @@ class CounterfactualMixin(_Trainer):
         else:
             yield self.model_wrapped if is_sharded(self.model_wrapped) else self.accelerator.unwrap_model(self.model)
 
-    def _log_credit(self, credit: Credit, mask: Tensor, seconds: float) -> None:
-        figures = credit.metrics(mask) | {"credit/seconds": seconds}
+    def _log_credit(self, credit: Credit, counted: Sequence[Tensor] | None, seconds: float) -> None:
+        figures = credit.metrics(counted) | {"credit/seconds": seconds}
         self._log_gathered({name: figures.get(name, float("nan")) for name in _CREDIT_FIGURES}, "train")
 
     def _log_gathered(self, figures: dict[str, Any], mode: str) -> None:

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..credit.units import unpad
+from ..credit.deferred import DeferredCredit
 from ..hf.modes import one_mode
 from ..hf.verify import check_trainable
 from ..losses.ragged import LossBatch
+from ..rows import Rows
 from ..scoring.training_forward import packed_forward
-from .trl_credit import ROW, BatchCredit
+from .trl_credit import ROW, unpadded
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
@@ -25,7 +26,7 @@ def loss_of_packed_rows(
     inputs: dict[str, Any],
     options: dict[str, Any],
     head_in_float32: bool,
-    credit: BatchCredit | None = None,
+    credit: DeferredCredit | None = None,
 ) -> LossAndMetrics:
     """Compute the same loss from one packed forward, which feeds each prompt once and no padding.
 
@@ -47,42 +48,32 @@ def loss_of_packed_rows(
     """
     options = dict(options)
     padded = options.pop("targets")
-    prompts = unpad("prompt", inputs["prompt_ids"], inputs["prompt_mask"], left=True)
-    completions = unpad("completion", padded, inputs["completion_mask"], left=False)
-    # A fully masked completion still counts as a row; its first token represents it.
-    first = padded[:, :1].cpu()
-    completions = [row if len(row) else first[b] for b, row in enumerate(completions)]
-    lengths = [len(row) for row in completions]
-
-    def cut(name: str) -> list[Tensor] | None:
-        column = options.pop(name)
-        return None if column is None else [row[:n] for row, n in zip(column.cpu(), lengths, strict=True)]
-
-    temperature, with_entropy = options.pop("temperature"), options.pop("compute_entropy")
-    advantages = options.pop("advantages").cpu()
-    columns = {name: cut(name) for name in ("weights", "mask", "ref_logprobs")}
-    old = cut("old_logprobs")
-
-    def loss_batch(advantages: Tensor) -> LossBatch:
-        rows = advantages if advantages.dim() == 1 else [row[:n] for row, n in zip(advantages, lengths, strict=True)]
-        return LossBatch.of(completions, old, rows, compute_entropy=with_entropy, **columns, **options)
-
-    is_due = credit is not None and credit.is_due(inputs[ROW])
+    places = inputs[ROW].tolist() if credit is not None else []
+    rows = (
+        credit.rows.take(places)
+        if credit is not None
+        else Rows.from_padded(inputs["prompt_ids"], inputs["prompt_mask"], padded, inputs["completion_mask"])
+    )
+    columns = {
+        name: None if (column := options.pop(name)) is None else unpadded(column, rows)
+        for name in ("old_logprobs", "advantages", "weights", "mask", "ref_logprobs")
+    }
+    is_due = credit is not None and credit.is_due(places)
     if credit is not None and not is_due:
-        advantages = credit.advantages(inputs[ROW])
-    batch = loss_batch(advantages)
+        columns["advantages"] = credit.credited(places)
+    batch = LossBatch.of(rows, **columns, **options)
     needed, trained = batch.needed(), batch.trained.tolist()
     if credit is not None and is_due:  # what compares completions may give an advantage to one that had none
-        read = credit.reads(inputs[ROW])
-        needed = [n if whole else count for n, count, whole in zip(lengths, needed, read, strict=True)]
-        trained = [one or whole for one, whole in zip(trained, read, strict=True)]
+        reads = credit.reads(places)
+        needed = [n if whole else count for n, count, whole in zip(rows.lengths, needed, reads, strict=True)]
+        trained = [one or whole for one, whole in zip(trained, reads, strict=True)]
     keep_states = credit is not None and is_due and credit.config.continues
-    forward = packed_forward(model, prompts, completions, needed=needed, trained=trained, keep_states=keep_states)
+    forward = packed_forward(model, rows, needed=needed, trained=trained, keep_states=keep_states)
     if credit is not None and is_due:
-        credit.by_forward(inputs[ROW], forward)
-        batch = loss_batch(credit.advantages(inputs[ROW]))
+        credit.by_forward(places, forward)
+        batch = LossBatch.of(rows, **columns | {"advantages": credit.credited(places)}, **options)
     with _head_precision(forward.device, head_in_float32):
-        loss, metrics, _ = forward.policy_loss(batch, temperature, compute_entropy=with_entropy, **options)
+        loss, metrics, _ = forward.policy_loss(batch)
     size = inputs["prompt_ids"].numel() + padded.numel()
     fed = {"packed/tokens_fed": torch.tensor(forward.tokens_fed), "packed/tokens_padded": torch.tensor(size)}
     return loss, metrics | fed

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from .. import CounterfactualConfig
+from ..credit.deferred import Draws
+from ..rows import Rows
 from ..scoring.access import LogprobService, ModelAccess
 from . import require
-from .credit import Draws, credit_rows, refuse, sentences
+from .credit import credit_rows, refuse, sentences
 from .verl_update import WholeGroups, pack, packs_updates
-from .workers import Found, Share, Workers, judge_share, ray_class, scoring_workers, unmet_needs_of_host
+from .workers import Share, Workers, judge_share, ray_class, scoring_workers, unmet_needs_of_host
 
 OLDEST = "0.9.1"
 _VERL = require("verl", OLDEST)
@@ -49,7 +51,7 @@ class TreeScoring(_Worker):
     actor: Any
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def score_trees(self, share: Share) -> Found:
+    def score_trees(self, share: Share) -> Any:
         """Score this worker's share with the actor's model, see `judge_share`; all workers are called at once."""
         engine = self.actor.engine
         with engine.eval_mode():
@@ -152,13 +154,12 @@ class CounterfactualMixin(WholeGroups):
             entropies = self._entropies(prompts, responses, advantages) if known is None else list(known.unbind())
         credited, figures = credit_rows(
             self.tokenizer,
-            prompts,
-            responses,
+            Rows(prompts, responses),
             masks,
             advantages,
             self._access,
             config=self.counterfactual,
-            generator=self._draws.of(self.global_steps),
+            seed=self._draws.key(self.global_steps),
             groups=_siblings(batch.keys, prompts),
             rewards=_session_rewards(batch.keys, scores),
             entropies=entropies,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import packed_forward, packed_logprobs, run_inside
+from .. import Rows, packed_forward, packed_logprobs, run_inside
 from ..hf.model import causal_lm
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def packed_outputs(
     causal = causal_lm(module)
 
     def body() -> tuple[list[Tensor] | tuple[list[Tensor], list[Tensor]], int]:
-        forward = packed_forward(causal, prompts, completions)
+        forward = packed_forward(causal, Rows(prompts, completions))
         return forward.logprobs(temperature, return_entropy=entropies), forward.tokens_fed
 
     found, fed = run_inside(module, body, trains=True)
@@ -99,7 +99,7 @@ def packed_outputs(
 def pack(engine: Any) -> None:
     """Let an engine of verl compute log-probs from packed trees from now on; all workers of a model call this."""
     with engine.train_mode():
-        packed_logprobs(engine.module, [], [])  # checks the model
+        packed_logprobs(engine.module, Rows([], []))  # checks the model
     plain = type(engine)
     if not issubclass(plain, PackedEngine):
         engine.__class__ = type(f"Packed{plain.__name__}", (PackedEngine, plain), {})

@@ -19,9 +19,11 @@ from .. import CounterfactualConfig
 from ..credit.units import equal_prompts
 from ..estimators.base import SIBLINGS, OwnFunction
 from ..hf.ranks import raised_by
+from ..hf.verify import check_supported
 from ..packing import balance
+from ..rows import Rows
 from ..scoring.access import Elsewhere, Sharded, as_access
-from ..scoring.batch import Row, ScoredBatch, checked_ids
+from ..scoring.batch import ScoredBatch, ScoredRow, check_ids
 from ..scoring.masked import CounterfactualScores, ScoringWork
 from ..scoring.outcomes import Outcome
 from .credit import OFFERS, Case, unmet_needs
@@ -34,14 +36,7 @@ class Share(NamedTuple):
     batch: ScoredBatch
 
 
-class Found(NamedTuple):
-    """Result of a share; `result` is None where it had no completions."""
-
-    result: Any
-    noise: float  # nats per answer token, as `ModelAccess.noise`
-
-
-def judge_share(module: nn.Module, share: Share) -> Found:
+def judge_share(module: nn.Module, share: Share) -> Any:
     """Run a share's estimator beside the model. Workers that hold pieces of one model all call this, each with its own.
 
     Args:
@@ -49,7 +44,7 @@ def judge_share(module: nn.Module, share: Share) -> Found:
         share: the worker's share of the batch.
 
     Returns:
-        What the estimator gave, on the host; and how far rounding moves scores.
+        What the estimator gave, on the host; for a share without completions the dtype that the model computes in.
 
     Raises:
         NotImplementedError: the model cannot be scored in packed trees; names it and the reason.
@@ -58,12 +53,12 @@ def judge_share(module: nn.Module, share: Share) -> Found:
     """
     access, batch = as_access(module), share.batch
 
-    def judged() -> Found:
-        noise = access.noise  # first: it runs forwards, of all workers alike
+    def judged() -> Any:
+        check_supported(access.model)  # first: it runs forwards, of all workers alike
         if not len(batch):
-            return Found(None, noise)
-        checked_ids(access.model, batch.prompts, batch.completions, batch.numbers)
-        return Found(_joined([share.estimator(access, batch)], [range(len(batch))]), noise)
+            return access.dtype
+        check_ids(access.model, Rows(batch.prompts, batch.completions, batch.index))
+        return _joined([share.estimator(access, batch)], [range(len(batch))])
 
     try:
         with torch.no_grad():
@@ -86,20 +81,18 @@ class Workers(Elsewhere):
     """
 
     capabilities = Sharded.capabilities
-    only = "what asks it runs there, by judge"
+    only = "estimators that query the model must run on the workers (`judge`)"
 
-    def __init__(self, ask: Callable[[list[Share]], Sequence[Found]], count: int) -> None:
+    def __init__(self, ask: Callable[[list[Share]], Sequence[Any]], count: int) -> None:
         self._ask, self.count = ask, count
-        self._noise: float | None = None
+        self._dtype: torch.dtype | None = None
 
     @property
-    def noise(self) -> float:
-        """Return the largest that workers have measured."""
-        if self._noise is None:
-            nobody = ScoredBatch([], [])
-            self._receive(self._ask([Share(_nothing, nobody)] * self.count))
-        assert self._noise is not None
-        return self._noise
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Return that of the workers' model, which they check when they are first asked."""
+        if self._dtype is None:
+            self._dtype = self._answers([Share(_nothing, ScoredBatch([]))] * self.count)[0]
+        return self._dtype
 
     def judge(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
         """Deal the batch's groups over the workers and join what they find, in the batch's order.
@@ -110,19 +103,18 @@ class Workers(Elsewhere):
             return estimator(self, batch)
         places = deal(batch, self.count)
         shares = [Share(estimator, batch.take(own)) for own in places]
-        found = self._receive(self._ask(shares))
-        kept = [(one.result, own) for one, own in zip(found, places, strict=True) if own]
-        return _joined([result for result, _ in kept], [own for _, own in kept])
+        results = [(one, own) for one, own in zip(self._answers(shares), places, strict=True) if own]
+        return _joined([result for result, _ in results], [own for _, own in results])
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Score the batch on the workers."""
         return self.judge(partial(_scores, outcome=outcome), batch)  # type: ignore[no-any-return]
 
-    def _receive(self, found: Sequence[Found]) -> Sequence[Found]:
-        if len(found) != self.count:
-            raise ValueError(f"asked {self.count} workers, {len(found)} answered")
-        self._noise = max(one.noise for one in found)
-        return found
+    def _answers(self, shares: list[Share]) -> Sequence[Any]:
+        answers = self._ask(shares)
+        if len(answers) != self.count:
+            raise ValueError(f"asked {self.count} workers, {len(answers)} answered")
+        return answers
 
 
 def _nothing(access: Any, batch: ScoredBatch) -> None:
@@ -150,7 +142,7 @@ def scoring_workers(
     """
     if not reasons:
         try:
-            log.info("credit: packed trees are scored on %d workers, noise %.2g", workers.count, workers.noise)
+            log.info("credit: packed trees are scored on %d workers in %s", workers.count, workers.dtype)
             return workers
         except NotImplementedError as error:
             reasons = [str(getattr(error, "cause", error))]  # Ray's own text is a traceback
@@ -203,7 +195,7 @@ def deal(batch: ScoredBatch, workers: int) -> list[list[int]]:
     return [sorted(place for group in groups for place in own[group]) for groups in dealt]
 
 
-def _size_of(rows: Sequence[Row]) -> int:
+def _size_of(rows: Sequence[ScoredRow]) -> int:
     """Count the rows that masking feeds of a group."""
     answered = [(row.spans, row.answer) for row in rows if row.answer is not None]
     spans, answers = [spans for spans, _ in answered], [answer for _, answer in answered]

@@ -1,21 +1,22 @@
-"""Check and pad the rows of a packed loss, and find how far each must be fed for it."""
+"""Check and pad the inputs of a packed loss, and find how far each row must be fed for it."""
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops.upload import upload
+from ..rows import Rows, pad_rows
 from .checks import check_weights
 from .policy import contributing_rows
 
 
 @dataclass(frozen=True)
 class LossBatch:
-    """Inputs of a loss other than the model's, as padded tensors on the host."""
+    """Inputs of a loss other than the model's, as padded tensors on the host, and the options of the loss."""
 
     targets: Tensor  # (B, T) int64
     mask: Tensor  # (B, T) bool
@@ -23,34 +24,34 @@ class LossBatch:
     old_logprobs: Tensor | None  # (B, T)
     weights: Tensor | None  # (B, T)
     ref_logprobs: Tensor | None  # (B, T)
-    rows: Tensor  # (M,) int64: the flattened tokens whose log-prob the loss needs
+    needed_tokens: Tensor  # (M,) int64: the flattened tokens whose log-prob the loss needs
     trained: Tensor  # (B,) bool: rows that get a gradient, of others the loss or a metric needs values only
+    options: dict[str, Any] = field(default_factory=dict)  # of `linear_policy_loss`
 
     @staticmethod
     def of(
-        completions: Sequence[Tensor],
+        rows: Rows,
         old_logprobs: Sequence[Tensor] | None,
         advantages: Tensor | Sequence[Tensor],
         *,
         weights: Sequence[Tensor] | None = None,
         mask: Sequence[Tensor] | None = None,
         ref_logprobs: Sequence[Tensor] | None = None,
-        compute_entropy: bool = False,
         **options: Any,
     ) -> "LossBatch":
-        """Check the lists row by row and pad them; `options` are those of `policy_loss`."""
-        lengths = [len(completion) for completion in completions]
+        """Check the columns of `rows` and pad them; arguments as in `packed_policy_loss`."""
+        lengths = rows.lengths
         if not lengths:
             raise ValueError("completions: a loss needs at least one row, got none")
-        given = {"old_logprobs": old_logprobs, "weights": weights, "ref_logprobs": ref_logprobs}
-        padded = {name: None if rows is None else _padded(name, rows, lengths) for name, rows in given.items()}
-        counted = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]  # (B, T)
+        columns = {"old_logprobs": old_logprobs, "weights": weights, "ref_logprobs": ref_logprobs}
+        padded = {name: None if column is None else _padded(name, column, lengths) for name, column in columns.items()}
+        counted = torch.arange(max(1, *lengths))[None] < torch.tensor(lengths)[:, None]  # (B, T)
         if mask is not None:
-            kept = _padded("mask", mask, lengths)
-            if bad := ((kept != 0) & (kept != 1)).nonzero().tolist():
+            own = _padded("mask", mask, lengths)
+            if bad := ((own != 0) & (own != 1)).nonzero().tolist():
                 b, t = bad[0]
-                raise ValueError(f"mask row {b}: must be 0 or 1, got {kept[b, t].item()} at token {t}")
-            counted = counted & (kept != 0)
+                raise ValueError(f"mask row {b}: must be 0 or 1, got {own[b, t].item()} at token {t}")
+            counted = counted & (own != 0)
         if isinstance(advantages, Tensor):
             if advantages.shape != (len(lengths),):
                 raise ValueError(
@@ -66,36 +67,30 @@ class LossBatch:
             contributing_rows, counted, signed, weights=padded["weights"], importance_sampling_level=level
         )
         all_trained = ref_logprobs is not None or bool(options.get("entropy_coef"))
-        rows = contributes(all_counted=all_trained or compute_entropy)
+        needed = contributes(all_counted=all_trained or bool(options.get("compute_entropy")))
         trained = torch.zeros(len(lengths), dtype=torch.bool)
         trained[contributes(all_counted=all_trained) // counted.shape[1]] = True
-        old = padded["old_logprobs"]
+        old = padded.pop("old_logprobs")
         if old is not None:  # tokens that no earlier loss needed were never scored
-            needed = torch.zeros(counted.numel(), dtype=torch.bool).index_fill_(0, rows, True).view_as(counted)
-            old = torch.where(needed, old, 0.0)
+            is_needed = torch.zeros(counted.numel(), dtype=torch.bool).index_fill_(0, needed, True).view_as(counted)
+            old = torch.where(is_needed, old, 0.0)
+        targets = pad_rows(rows.completions, counted.shape[1])
         return LossBatch(
-            targets=_padded("completions", completions, lengths),
-            mask=counted,
-            advantages=signed,
-            old_logprobs=old,
-            weights=padded["weights"],
-            ref_logprobs=padded["ref_logprobs"],
-            rows=rows,
-            trained=trained,
+            targets, counted, signed, old_logprobs=old, **padded, needed_tokens=needed, trained=trained, options=options
         )
 
     def needed(self) -> list[int]:
         """Count the tokens of each row that must be fed: up to the last one whose log-prob the loss needs."""
         last = torch.zeros(self.mask.shape, dtype=torch.int64)
-        last.view(-1)[self.rows] = self.rows % self.mask.shape[1] + 1
+        last.view(-1)[self.needed_tokens] = self.needed_tokens % self.mask.shape[1] + 1
         return last.amax(1).tolist()
 
-    def to(self, device: torch.device, *others: Tensor) -> tuple["LossBatch", tuple[Tensor, ...]]:
-        """Copy the batch to `device`, and other tensors of the host with it, by one copy."""
-        given = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
-        there = upload([*given.values(), *others], device)
-        moved: dict[str, Any] = dict.fromkeys(vars(self)) | dict(zip(given, there, strict=False))
-        return LossBatch(**moved), there[len(given) :]
+    def to(self, device: torch.device, *others: Tensor) -> tuple[dict[str, Tensor | None], tuple[Tensor, ...]]:
+        """Copy every tensor to `device`, and other tensors of the host with them, by one copy."""
+        own = {name: tensor for name, tensor in vars(self).items() if isinstance(tensor, Tensor)}
+        there = upload([*own.values(), *others], device)
+        names = [name for name in vars(self) if name != "options"]
+        return dict.fromkeys(names) | dict(zip(own, there, strict=False)), there[len(own) :]
 
 
 def _padded(name: str, rows: Sequence[Tensor], lengths: list[int]) -> Tensor:
@@ -105,8 +100,7 @@ def _padded(name: str, rows: Sequence[Tensor], lengths: list[int]) -> Tensor:
     for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         if not isinstance(row, Tensor) or row.shape != (length,):
             got = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
-            like = "" if name == "completions" else " like its completion"
-            raise ValueError(f"{name} row {b}: must be a tensor ({length},){like}, got {got}")
+            raise ValueError(f"{name} row {b}: must be a tensor ({length},) like its completion, got {got}")
     if len({row.device for row in rows}) == 1 and len({row.dtype for row in rows}) == 1:  # one copy for all
         rows = torch.cat([row.detach() for row in rows]).cpu().split(lengths)
-    return nn.utils.rnn.pad_sequence([row.detach().cpu() for row in rows], batch_first=True)
+    return pad_rows([row.detach().cpu() for row in rows], max(1, *lengths))

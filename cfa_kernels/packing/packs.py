@@ -8,6 +8,7 @@ the part of it that no earlier sequence had. Queries that are scored together, t
 import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -55,6 +56,17 @@ def lay_out(bundles: Sequence[Sequence[Query]], token_budget: int) -> Iterator[P
     return (_whole(bundles, *cut) for cut in _cut(bundles, Limits(token_budget)))
 
 
+def groups_within(sizes: Sequence[int], most: int) -> list[range]:
+    """Cut neighbours into groups whose sizes sum to at most `most`; a larger one is a group by itself."""
+    starts, total = list[int](), 0
+    for i, size in enumerate(sizes):
+        if not starts or total + size > most:
+            starts.append(i)
+            total = 0
+        total += size
+    return [range(start, stop) for start, stop in pairwise([*starts, len(sizes)])]
+
+
 def idle_pack() -> Pack:
     """Make a pack of one token without a target, for a process that must run a forward because others do."""
     token = np.zeros(1, np.int64)
@@ -88,7 +100,7 @@ def _whole(
     queries = [query for i in covered for query in bundles[i]]
     if rows_of is None:
         rows_of = [tree.insert(query.tokens, query.alone_from) for query in queries]
-    return _finish(tree, rows_of, queries, covered)
+    return pack_of(tree, rows_of, queries, covered)
 
 
 @dataclass(frozen=True)
@@ -126,7 +138,7 @@ def chain_bundles(queries: Sequence[Query], bundles: Sequence[Sequence[int]], li
         inside = [bundles[i] for i in covered]
         asked = [queries[n] for bundle in inside for n in bundle]
         if rows_of is not None:
-            yield Chain(_finish(tree, rows_of, asked, covered), inside, limits, continued=False)
+            yield Chain(pack_of(tree, rows_of, asked, covered), inside, limits, continued=False)
         elif limits.continues:
             yield _continued(tree, asked, inside, covered, limits)
         else:
@@ -143,9 +155,9 @@ def _continued(
     rows = tree.insert(longest.tokens)
     rows_of = tree.insert_within(asked, tree.num_tokens)
     if rows_of is not None:
-        return Chain(_finish(tree, rows_of, asked, covered), bundles, limits, continued=False)
+        return Chain(pack_of(tree, rows_of, asked, covered), bundles, limits, continued=False)
     silent = replace(longest, targets=longest.targets[:0])
-    return Chain(_finish(tree, [rows], [silent], covered), bundles, limits, continued=True)
+    return Chain(pack_of(tree, [rows], [silent], covered), bundles, limits, continued=True)
 
 
 def continue_pack(pack: Pack, queries: Sequence[Query], token_budget: int) -> Iterator[Pack]:
@@ -163,22 +175,22 @@ def continue_pack(pack: Pack, queries: Sequence[Query], token_budget: int) -> It
                 break
             rows_of += rows
             stop += 1
-        made = _finish(tree, rows_of, queries[start:stop], range(start, stop), fed)
+        made = pack_of(tree, rows_of, queries[start:stop], range(start, stop), fed)
         tree.rollback(mark)
         yield made
         start = stop
 
 
-def _finish(
+def pack_of(
     tree: PrefixTree, rows_of: list[np.ndarray], queries: Sequence[Query], covered: range, first_row: int = 0
 ) -> Pack:
+    """Make the pack of a tree's rows from `first_row` on, for queries whose tokens have the rows `rows_of`."""
+    none = np.zeros(0, np.int64)
     wanted = [rows[q.first : q.first + len(q.targets)] for rows, q in zip(rows_of, queries, strict=True)]
-    rows = np.concatenate(wanted).astype(np.int64)
-    targets = np.concatenate([query.targets for query in queries])
-    tempered = np.repeat([query.tempered for query in queries], [len(query.targets) for query in queries])
-    # Queries that ask the same row for the same token share one logits row; tempered ones come last.
-    num_ids = int(targets.max(initial=0)) + 1
-    key = (tempered * np.int64(tree.num_tokens) + rows) * num_ids + targets
+    rows = np.concatenate([none, *wanted]).astype(np.int64)
+    targets = np.concatenate([none, *(query.targets for query in queries)])
+    # Queries that ask the same row for the same token share one logits row.
+    key = rows * (int(targets.max(initial=0)) + 1) + targets
     _, asked, index = np.unique(key, return_index=True, return_inverse=True)
     table = tree.table()
     return Pack(
@@ -187,7 +199,6 @@ def _finish(
         table=table,
         rows=rows[asked],
         targets=targets[asked],
-        num_tempered=int(tempered[asked].sum()),
         query_index=index,
         bundles=covered,
         tree=tree,

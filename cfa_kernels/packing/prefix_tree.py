@@ -12,16 +12,14 @@ from ..ops.segment_table import SegmentTable
 class Query:
     """One sequence to feed, and the targets along it whose log-probs are wanted.
 
-    `targets[i]` is the token predicted at position `first + i`; `tokens` ends at or after the last such
-    position, so the last target itself need not be fed. `tempered` asks for log-probs at the sampling temperature
-    instead of at 1. `divergence` asks for one number instead: how far the outcome at those positions diverges from that
-    of the completion's first such query (`scoring/outcomes.py`).
+    `targets[i]` is the token predicted at position `first + i`; `tokens` ends at or after the last such position, so
+    the last target itself need not be fed. `divergence` asks for one number instead: how far the outcome at those
+    positions diverges from that of the completion's first such query (`scoring/outcomes.py`).
     """
 
     tokens: np.ndarray  # (L,) int64
     first: int
     targets: np.ndarray  # (A,) int64
-    tempered: bool = False
     beyond: np.ndarray | None = None  # tokens that may be fed after `tokens`, where a model needs a longer sequence
     divergence: bool = False
     alone_from: int | None = None  # from this position on, its rows are not shared even with equal ones
@@ -58,9 +56,8 @@ class Pack:
     input_ids: np.ndarray  # (N,) int64
     position_ids: np.ndarray  # (N,) int64
     table: SegmentTable
-    rows: np.ndarray  # (R,) int64: rows whose hidden state the head needs; each (row, target, tempered) is there once
+    rows: np.ndarray  # (R,) int64: rows whose hidden state the head needs; each (row, target) is there once
     targets: np.ndarray  # (R,) int64
-    num_tempered: int  # how many of the R, the last ones, are wanted at the sampling temperature
     query_index: np.ndarray  # (sum A,) int64: index into rows and targets, for the pack's queries one after the other
     bundles: range  # numbers of the bundles in this pack
     tree: "PrefixTree" = field(repr=False)  # tree of all rows, those of the pack it continues included

@@ -7,16 +7,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..hf.accuracy import noise_floor
-from ..hf.model import causal_lm
+from ..hf.model import causal_lm, input_device
 from ..hf.ranks import Ranks, inside
 from ..hf.sharding import is_sharded, run_inside
-from ..ops.row_softmax import FLOAT32_NOISE
 from ..packing.prefix_tree import Query
-from .batch import ScoredBatch
+from .batch import ScoredBatch, branch
 from .masked import CounterfactualScores, ScoringWork, query_logprobs, score_batch
 from .outcomes import DIVERGENCES, Outcome
-from .plan import ScoringOptions
 from .training_forward import PackedForward
 
 _Result = TypeVar("_Result")
@@ -56,8 +53,8 @@ class ModelAccess(Protocol):
         ...
 
     @property
-    def noise(self) -> float:
-        """Return the nats per answer token by which rounding moves scores, see `noise_floor`."""
+    def dtype(self) -> torch.dtype:
+        """Return the dtype that the model computes in; `hf.accuracy.ACCURACY` says how exact its scores are."""
         ...
 
     def run(self, body: Callable[[], _Result]) -> _Result:
@@ -105,13 +102,16 @@ class InProcess(_Here):
         return causal_lm(self.module)
 
     @property
-    def noise(self) -> float:
-        """Measure it for this model in its own arithmetic."""
-        return noise_floor(self.model)
+    def dtype(self) -> torch.dtype:
+        """Return that of the weights, or of autocast where it is on."""
+        if self.module is None:
+            return torch.float32
+        device = input_device(self.model).type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.model.dtype
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Feed the batch as packed trees of its own."""
-        return score_batch(self.model, batch, ScoringOptions(outcome))
+        return score_batch(self.model, batch, outcome)
 
     def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
         """Feed the queries as packed trees of their own."""
@@ -133,14 +133,9 @@ class Sharded(InProcess):
 
     capabilities = _EVERYTHING - {GRADIENTS}
 
-    @property
-    def noise(self) -> float:
-        """Measure it for this model in its own arithmetic."""
-        return self.run(lambda: noise_floor(self.model))
-
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Feed the batch as packed trees of its own, while the other processes feed theirs."""
-        return self.run(lambda: score_batch(self.model, batch, ScoringOptions(outcome)))
+        return self.run(lambda: score_batch(self.model, batch, outcome))
 
     def run(self, body: Callable[[], _Result]) -> _Result:
         """Run `body()` inside one call of the outermost module; raise on all processes what one of them raises."""
@@ -156,23 +151,24 @@ class TrainingForward(InProcess):
 
     def __init__(self, forward: PackedForward) -> None:
         super().__init__(forward.causal)
-        self._forward = forward
+        self.forward = forward
         if isinstance(inside(forward.causal), Ranks):
             self.capabilities = Sharded.capabilities
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Feed only the masked branches."""
-        return self._forward.score_batch(batch, ScoringOptions(outcome))
+        return self.forward.score_batch(batch, outcome)
 
     def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
         """Feed only what the forward has not fed."""
-        return self._forward.query_logprobs(self.model, bundles, **options)
+        return self.forward.query_logprobs(self.model, bundles, **options)
 
 
 class Elsewhere(_Here):
     """Access to a model in other processes, which cannot be asked everything."""
 
     module: nn.Module | None = None
+    dtype = torch.float32
     only: str
     """What can be asked of it, for errors."""
 
@@ -197,19 +193,14 @@ class LogprobService(Elsewhere):
     Args:
         logprobs_of: the service: from prompts and completions, 1-D int64 each, to a tensor or list of as many log-probs
             as each completion has tokens; called at most once for a batch that is scored.
-        noise: nats per answer token by which rounding moves its log-probs; the default is that of float32.
+        dtype: in which the service computes.
     """
 
     capabilities = frozenset({LOGPROBS})
     only = "only log-probs of whole completions can be asked for"
 
-    def __init__(self, logprobs_of: LogprobsOf, *, noise: float = FLOAT32_NOISE) -> None:
-        self._logprobs_of, self._noise = logprobs_of, noise
-
-    @property
-    def noise(self) -> float:
-        """Return what the host says."""
-        return self._noise
+    def __init__(self, logprobs_of: LogprobsOf, *, dtype: torch.dtype = torch.float32) -> None:
+        self._logprobs_of, self.dtype = logprobs_of, dtype
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Ask for each sequence; scores are on the host.
@@ -220,33 +211,34 @@ class LogprobService(Elsewhere):
         """
         if outcome in DIVERGENCES:
             raise NotImplementedError(f"outcome={outcome!r} needs {CAPABILITIES[DISTRIBUTIONS]}")
-        prompts, asked = list[Tensor](), list[Tensor]()
+        prompts, completions, starts = list[Tensor](), list[Tensor](), list[int]()
         for row in batch.rows:
-            if row.answer is not None:
-                scored = slice(len(row.prompt), len(row.prompt) + row.answer.end)
-                branches = [row.masked(k, batch.placeholder_id)[scored] for k in range(len(row.spans))]
-                asked += map(torch.from_numpy, [row.completion[: row.answer.end], *branches])
-                prompts += [torch.from_numpy(row.prompt)] * (1 + len(branches))
-        given = [torch.as_tensor(row).detach() for row in self._logprobs_of(prompts, asked)] if asked else []
-        if len(given) != len(asked):
-            raise ValueError(f"asked for log-probs of {len(asked)} sequences, got {len(given)}")
-        for i, (found, completion) in enumerate(zip(given, asked, strict=True)):
-            if len(found) != len(completion):
+            first = len(row.prompt)
+            for k in (None, *range(len(row.spans))) if row.answer is not None else ():
+                tokens, answer = branch(row, k, batch.mask)
+                prompts.append(torch.from_numpy(row.prompt))
+                completions.append(torch.from_numpy(tokens[first : answer.end]))
+                starts.append(answer.start - first)
+        logprobs = [torch.as_tensor(row).detach() for row in self._logprobs_of(prompts, completions)] if prompts else []
+        if len(logprobs) != len(completions):
+            raise ValueError(f"asked for log-probs of {len(completions)} sequences, got {len(logprobs)}")
+        for i, (values, completion) in enumerate(zip(logprobs, completions, strict=True)):
+            if len(values) != len(completion):
                 raise ValueError(
-                    f"asked for log-probs of sequence {i}: it has {len(completion)} tokens, got {len(found)}"
+                    f"asked for log-probs of sequence {i}: it has {len(completion)} tokens, got {len(values)}"
                 )
-        answered, values = iter(given), list[Tensor]()
+        sums = (values[start:].float().sum().cpu() for values, start in zip(logprobs, starts, strict=True))
+        scores = list[Tensor]()
         for row in batch.rows:
             if row.answer is None:
-                values.append(torch.full((1 + len(row.spans),), float("nan")))
+                scores.append(torch.full((1 + len(row.spans),), float("nan")))
                 continue
-            sums = [next(answered)[row.answer.start :].float().sum().cpu() for _ in range(1 + len(row.spans))]
             tokens = row.answer.end - row.answer.start if outcome == "mean_logprob" else 1
-            values.append(torch.stack(sums) / tokens)
-        base, masked = torch.tensor([row[0] for row in values]), [row[1:] for row in values]
+            scores.append(torch.stack([next(sums) for _ in range(1 + len(row.spans))]) / tokens)
+        base, masked = torch.tensor([row[0] for row in scores]), [row[1:] for row in scores]
         drop = [row - own for row, own in zip(masked, base, strict=True)]
-        fed, head_rows = sum(map(len, prompts + asked)), sum(map(len, asked))
-        return CounterfactualScores(base, masked, drop, None, ScoringWork(len(asked), fed, fed, head_rows))
+        fed, head_rows = sum(map(len, prompts + completions)), sum(map(len, completions))
+        return CounterfactualScores(base, masked, drop, ScoringWork(len(completions), fed, fed, head_rows))
 
 
 def as_access(model: nn.Module | ModelAccess | None) -> ModelAccess:

@@ -1,9 +1,8 @@
-"""Check completions, units and answers once, on the host, and put them into packing order: `ScoredBatch`."""
+"""Check units and answers of rows once, put them into packing order, and mask their units: `ScoredBatch`, `branch`."""
 
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -11,20 +10,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..hf.model import context_length, vocab_size
+from ..rows import Rows, check_columns, token_ids
 from ..span import Span, span_inside
 
 
 @dataclass(frozen=True)
-class Row:
-    """One completion, checked, as numpy arrays."""
+class ScoredRow:
+    """One completion with its units and its answer, checked, as numpy arrays."""
 
     prompt: np.ndarray  # (P,) int64
     completion: np.ndarray  # (T,) int64
     spans: list[Span]
     answer: Span | None
-    fills: list[np.ndarray] | None = None  # what replaces each span, int64; None for placeholders
+    place: int = 0  # in the caller's `Rows`
+    index: int = 0  # by which errors name it and draws are keyed
 
-    @cached_property
+    @property
     def tokens(self) -> np.ndarray:
         """Prompt and completion, (P + T,) int64."""
         return np.concatenate([self.prompt, self.completion])
@@ -33,49 +34,70 @@ class Row:
         """Whether masking `span` can change the answer; by causality a later span cannot."""
         return self.answer is not None and span.start < self.answer.start
 
-    def masked(self, k: int, placeholder_id: int | None) -> np.ndarray:
-        """Replace the tokens of span `k` by its fill, or by placeholders: (P + T,) int64, prompt and completion."""
-        filler = placeholder_id if self.fills is None else self.fills[k]
-        if filler is None:
-            raise ValueError("placeholder_id: must be given where units are masked, got None")
-        tokens = self.tokens.copy()
-        tokens[len(self.prompt) + self.spans[k].start : len(self.prompt) + self.spans[k].end] = filler
-        return tokens
+
+Mask = int | Literal["drop"] | Callable[[ScoredRow, int], Any]
+"""Rule for masking unit k of a row: the id that replaces each of its tokens, "drop" for no token in its place, or a
+function of row and k that gives the ids, of any number. It says nothing else; `branch` does the rest."""
+
+
+class Branch(NamedTuple):
+    """Sequence that a mask makes of a row."""
+
+    tokens: np.ndarray  # (L,) int64, prompt and completion
+    answer: Span  # in `tokens`
+
+
+def branch(row: ScoredRow, k: int | None, mask: Mask | None) -> Branch:
+    """Mask unit `k` of a row that has an answer; None for the row as it was sampled."""
+    assert row.answer is not None
+    tokens, first = row.tokens, len(row.prompt)
+    answer = Span(first + row.answer.start, first + row.answer.end)
+    if k is None:
+        return Branch(tokens, answer)
+    start, end = (first + edge for edge in row.spans[k])
+    if mask is None:
+        raise ValueError("mask: must be given where units are masked, got None")
+    if mask == "drop":
+        ids = tokens[:0]
+    elif callable(mask):
+        ids = np.asarray(mask(row, k), dtype=np.int64)
+    else:
+        ids = np.full(end - start, mask)
+    moved = len(ids) - (end - start) if end <= answer.start else 0
+    return Branch(np.concatenate([tokens[:start], ids, tokens[end:]]), Span(answer.start + moved, answer.end + moved))
 
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Batch that an estimator judges: B completions, their units and answers, checked on the host, by equal prompts.
+    """Completions with their units and answers, checked on the host, equal prompts side by side.
 
     Fields after `token_budget` are optional: each holds one value per completion, in the order of the completions, or
     None where no estimator in use reads it.
 
     Attributes:
         rows: B completions with their prompts, units and answers, as numpy arrays.
-        numbers: (B,) the caller's number of each completion, by which errors name it.
-        placeholder_id: the id that replaces a masked token; None where nothing is masked by it.
+        mask: rule by which units are masked; None where none is.
         token_budget: maximum packed tokens per forward; None derives it from free memory.
         lengths: (B,) sampled tokens of each completion; a probe or another answer may follow them.
         reasoning_ends: (B,) where the answer's marker begins; the length where there is no answer.
-        generator: source of what is drawn, on the CPU; None for a fixed one.
+        seed: integers by which draws are keyed, before the row's index.
         groups: (B,) int64, equal for the completions of one prompt.
         rewards: (B,) float.
-        advantages: (B,) or (B, T) float.
+        advantages: (B,) float or B tensors (T_b,).
         entropies: B tensors (T_b,) of each sampled token's distribution, nats.
         external: B tensors (K_b,) or (T_b,), the caller's own importances.
         special_ids: ids that are not content: those that end a text or pad a batch.
     """
 
-    rows: list[Row]
-    numbers: list[int]
-    placeholder_id: int | None = None
+    rows: list[ScoredRow]
+    mask: Mask | None = None
     token_budget: int | None = None
     lengths: list[int] = field(default_factory=list)
     reasoning_ends: list[int] | None = None
-    generator: torch.Generator | None = None
+    seed: tuple[int, ...] = ()
     groups: Tensor | None = None
     rewards: Tensor | None = None
-    advantages: Tensor | None = None
+    advantages: Tensor | list[Tensor] | None = None
     entropies: list[Tensor] | None = None
     external: list[Tensor | Sequence[float]] | None = None
     special_ids: tuple[int, ...] = ()
@@ -84,49 +106,53 @@ class ScoredBatch:
     def of(
         cls,
         model: PreTrainedModel | None,
-        prompts: Sequence[Tensor],
-        completions: Sequence[Tensor],
+        rows: Rows,
         units: Sequence[Sequence[Span]] | None = None,
         answers: Sequence[Span | None] | None = None,
         *,
-        placeholder_id: int | None = None,
+        mask: Mask | Sequence[Sequence[Tensor]] | None = None,
         token_budget: int | None = None,
-        fills: Sequence[Sequence[Tensor]] | None = None,
-        numbers: Sequence[int] | None = None,
+        places: Sequence[int] | None = None,
         apart: bool = True,
     ) -> "ScoredBatch":
-        """Check columns of one completion each and put them into packing order.
+        """Check units and answers of rows and put the rows into packing order.
 
         Args:
             model: what `causal_lm` finds; its vocabulary and context limit the ids. None if in another process.
-            prompts, completions, units, answers, placeholder_id, token_budget, fills: as in `score_counterfactuals`
-                (its `spans` are `units` here); without units or answers there are none.
-            numbers: number by which errors name each completion; default its place.
+            rows, units, answers, mask, token_budget: as in `score_counterfactuals` (its `spans` are `units` here);
+                without units or answers there are none.
+            places: place of each row in the caller's `Rows`; default its own.
             apart: whether a unit that overlaps the answer is an error, as it is where units are masked.
 
         Raises:
             ValueError: bad input; the message names argument, row and value.
         """
-        for name, column in (("spans", units), ("answers", answers), ("fills", fills), ("numbers", numbers)):
+        for name, column in (("spans", units), ("answers", answers)):
             if column is not None:
-                check_columns(prompts, **{name: column})
-        named = list(range(len(prompts)) if numbers is None else numbers)
-        vocab = None if model is None else vocab_size(model)
-        if placeholder_id is not None or fills is not None:
-            _check_placeholder(placeholder_id, vocab)
-        rows = []
-        for i, (prompt, completion) in enumerate(checked_ids(model, prompts, completions, named)):
-            b, answer = named[i], None if answers is None else answers[i]
-            row = _checked_row(b, prompt, completion, () if units is None else units[i], answer, apart)
-            if fills is not None:
-                row = replace(row, fills=_checked_fills(b, fills[i], row.spans, vocab))
-            rows.append(row)
-        order = packing_order([row.prompt for row in rows])
-        sizes = [len(rows[i].completion) for i in order]
-        return cls([rows[i] for i in order], [named[i] for i in order], placeholder_id, token_budget, sizes)
+                check_columns(rows.prompts, **{name: column})
+        check_ids(model, rows)
+        scored = [
+            _checked_row(
+                ScoredRow(prompt.numpy(), completion.numpy(), [], None, b if places is None else places[b], index),
+                () if units is None else units[b],
+                None if answers is None else answers[b],
+                apart,
+            )
+            for b, (prompt, completion, index) in enumerate(
+                zip(rows.prompts, rows.completions, rows.index, strict=True)
+            )
+        ]
+        rule = _checked_mask(mask, scored, None if model is None else vocab_size(model))
+        chosen = [scored[b] for b in packing_order([row.prompt for row in scored])]
+        return cls(chosen, rule, token_budget, [len(row.completion) for row in chosen])
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def index(self) -> list[int]:
+        """Return the (B,) numbers by which errors name rows."""
+        return [row.index for row in self.rows]
 
     @property
     def prompts(self) -> list[Tensor]:
@@ -145,7 +171,7 @@ class ScoredBatch:
 
     @property
     def units(self) -> list[list[Span]]:
-        """Return B lists of K_b spans of completion tokens, each judged as one."""
+        """Return B lists of K_b spans of completion tokens."""
         return [row.spans for row in self.rows]
 
     @property
@@ -158,104 +184,78 @@ class ScoredBatch:
         """Count the tokens of the longest prompt with its completion; 0 for an empty batch."""
         return max((len(row.prompt) + len(row.completion) for row in self.rows), default=0)
 
-    def with_units(
-        self, units: Sequence[Sequence[Span]], fills: Sequence[Sequence[np.ndarray]] | None = None
-    ) -> "ScoredBatch":
-        """Copy the batch with other units, taken from its own, and the ids that replace them."""
-        replaced = [None] * len(self.rows) if fills is None else [list(row) for row in fills]
-        rows = [
-            replace(row, spans=list(spans), fills=of_row)
-            for row, spans, of_row in zip(self.rows, units, replaced, strict=True)
-        ]
-        return replace(self, rows=rows)
+    def with_units(self, units: Sequence[Sequence[Span]], mask: Mask | None = None) -> "ScoredBatch":
+        """Copy the batch with other units, taken from its own, and perhaps another mask."""
+        rows = [replace(row, spans=list(spans)) for row, spans in zip(self.rows, units, strict=True)]
+        return replace(self, rows=rows, mask=self.mask if mask is None else mask)
 
-    def take(self, places: Sequence[int]) -> "ScoredBatch":
-        """Copy the batch with some of its completions, in the order of `places`."""
+    def take(self, rows: Sequence[int]) -> "ScoredBatch":
+        """Copy the batch with some of its completions, in the order of `rows`."""
 
         def taken(column: Any) -> Any:
             if column is None:
                 return None
-            return column[list(places)] if isinstance(column, Tensor) else [column[i] for i in places]
+            return column[list(rows)] if isinstance(column, Tensor) else [column[i] for i in rows]
 
         return replace(self, **{name: taken(getattr(self, name)) for name in _COLUMNS})
 
     def to_callers_order(self, column: Sequence[Any]) -> list[Any]:
-        """Put a column of this batch into the order of `numbers`."""
-        return [column[i] for i in np.argsort(self.numbers, kind="stable")]
+        """Put a column of this batch into the order of the caller's rows."""
+        return [column[i] for i in np.argsort([row.place for row in self.rows], kind="stable")]
 
 
-_COLUMNS = ("rows", "numbers", "lengths", "reasoning_ends", "groups", "rewards", "advantages", "entropies", "external")
+_COLUMNS = ("rows", "lengths", "reasoning_ends", "groups", "rewards", "advantages", "entropies", "external")
 
 
-def _check_placeholder(placeholder_id: int | None, vocab: int | None) -> None:
-    whole = isinstance(placeholder_id, int) and not isinstance(placeholder_id, bool)
-    if not whole or placeholder_id < 0 or (vocab is not None and placeholder_id >= vocab):  # type: ignore[operator]
-        raise ValueError(
-            f"placeholder_id must be an id in [0, {'vocabulary' if vocab is None else vocab}), got {placeholder_id!r}"
-        )
+def _checked_mask(
+    mask: Mask | Sequence[Sequence[Tensor]] | None, rows: Sequence[ScoredRow], vocab: int | None
+) -> Mask | None:
+    """Check a mask; ids that are stored for each unit become a function."""
+    if mask is None or mask == "drop" or callable(mask):
+        return mask  # type: ignore[return-value]
+    if isinstance(mask, Sequence) and not isinstance(mask, str):
+        check_columns(rows, mask=mask)
+        for row, fills in zip(rows, mask, strict=True):
+            if len(fills) != len(row.spans):
+                raise ValueError(f"mask row {row.index}: has ids for {len(fills)} units, the row has {len(row.spans)}")
+            for k, ids in enumerate(fills):
+                token_ids(f"mask row {row.index}, span {k}", ids, vocab, at_least=0)
+        stored = {row.place: [ids.cpu().numpy() for ids in fills] for row, fills in zip(rows, mask, strict=True)}
+        return lambda row, k: stored[row.place][k]
+    whole = isinstance(mask, int) and not isinstance(mask, bool)
+    if not whole or mask < 0 or (vocab is not None and mask >= vocab):  # type: ignore[operator]
+        limit = "vocabulary" if vocab is None else vocab
+        raise ValueError(f"mask must be an id in [0, {limit}), 'drop', ids for each unit or a function, got {mask!r}")
+    return mask
 
 
-def _checked_row(
-    b: int, prompt: np.ndarray, completion: np.ndarray, units: Sequence[Span], given: Span | None, apart: bool
-) -> Row:
-    answer = None if given is None else span_inside(f"answers row {b}", given, len(completion))
-    spans = []
+def _checked_row(row: ScoredRow, units: Sequence[Span], answer: Span | None, apart: bool) -> ScoredRow:
+    length, spans = len(row.completion), list[Span]()
+    answer = None if answer is None else span_inside(f"answers row {row.index}", answer, length)
     for k, unit in enumerate(units):
-        spans.append(span_inside(f"spans row {b}, span {k}", unit, len(completion)))
+        spans.append(span_inside(f"spans row {row.index}, span {k}", unit, length))
         if apart and answer is not None and spans[-1].start < answer.end and answer.start < spans[-1].end:
-            raise ValueError(f"spans row {b}, span {k}: {tuple(unit)} overlaps the answer {tuple(answer)}")
-    return Row(prompt, completion, spans, answer)
+            raise ValueError(f"spans row {row.index}, span {k}: {tuple(unit)} overlaps the answer {tuple(answer)}")
+    return replace(row, spans=spans, answer=answer)
 
 
-def _checked_fills(b: int, fills: Sequence[Tensor], spans: list[Span], vocab: int | None) -> list[np.ndarray]:
-    if len(fills) != len(spans):
-        raise ValueError(f"fills row {b}: has {len(fills)} fills for {len(spans)} spans")
-    checked = []
-    for k, (fill, (start, end)) in enumerate(zip(fills, spans, strict=True)):
-        where = f"fills row {b}, span {k}"
-        checked.append(token_ids(where, fill, vocab).cpu().numpy())
-        if len(fill) != end - start:
-            raise ValueError(f"{where}: must hold an id for each of {end - start} tokens, got {len(fill)}")
-    return checked
-
-
-def check_columns(prompts: Sized, **columns: Sized) -> None:
-    """Raise `ValueError` naming a column that is a padded tensor, or has another number of rows than `prompts`."""
-    for name, column in {"prompts": prompts, **columns}.items():
-        if isinstance(column, Tensor) and column.ndim > 1:
-            raise ValueError(
-                f"{name}: must be a list of 1-D tensors without padding, got one tensor {tuple(column.shape)}; take "
-                "rows and padding apart by the mask, [row[kept] for row, kept in zip(ids, mask.bool())]"
-            )
-        if len(column) != len(prompts):
-            raise ValueError(f"{name} has {len(column)} rows, prompts has {len(prompts)}; they must agree")
-
-
-def checked_ids(
-    model: PreTrainedModel | None,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
-    numbers: Sequence[int] | None = None,
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Copy each row's prompt (P,) and completion (T,) to the host, int64, by one copy for each column.
-
-    Raises `ValueError` naming argument, row (its place, or that of `numbers`) and value: not a 1-D int64 tensor, empty,
-    or, where the model is in this process, an id outside its vocabulary or more tokens together than its context.
-    """
-    check_columns(prompts, completions=completions)
-    named = range(len(prompts)) if numbers is None else numbers
-    vocab, longest = (None, None) if model is None else (vocab_size(model), context_length(model))
-    prompt_ids, completion_ids = (
-        _token_ids(name, column, vocab, named) for name, column in (("prompts", prompts), ("completions", completions))
-    )
-    rows = list(zip(prompt_ids, completion_ids, strict=True))
-    for b, (prompt, completion) in zip(named, rows, strict=True):
+def check_ids(model: PreTrainedModel | None, rows: Rows) -> None:
+    """Raise `ValueError` naming a row with an id outside the model's vocabulary, or longer than its context."""
+    if model is None or not len(rows):
+        return
+    vocab, longest = vocab_size(model), context_length(model)
+    for name in ("prompts", "completions"):
+        column = getattr(rows, name)
+        flat = torch.cat(column)
+        if ((flat < 0) | (flat >= vocab)).any():
+            for b, ids in zip(rows.index, column, strict=True):
+                token_ids(f"{name} row {b}", ids, vocab, at_least=0)
+    for b, prompt, completion in zip(rows.index, rows.prompts, rows.completions, strict=True):
         if longest is not None and len(prompt) + len(completion) > longest:
             raise ValueError(
                 f"completions row {b}: prompt of {len(prompt)} and completion of {len(completion)} tokens exceed "
                 f"the model's context of {longest}"
             )
-    return rows
 
 
 def packing_order(prompts: Sequence[np.ndarray]) -> list[int]:
@@ -263,32 +263,3 @@ def packing_order(prompts: Sequence[np.ndarray]) -> list[int]:
     first: dict[bytes, int] = {}
     groups = [first.setdefault(prompt.tobytes(), b) for b, prompt in enumerate(prompts)]
     return sorted(range(len(prompts)), key=lambda b: groups[b])
-
-
-def token_ids(where: str, ids: Any, vocab: int | None = None) -> Tensor:
-    """Check one row of token ids: a 1-D int64 tensor, not empty, inside the vocabulary. Names `where` and the value."""
-    if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype != torch.int64:
-        got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"{where}: must be a 1-D int64 tensor of token ids, got {got}")
-    if len(ids) == 0:
-        raise ValueError(f"{where}: is empty")
-    if vocab is not None and (bad := (ids < 0) | (ids >= vocab)).any():
-        t = int(bad.nonzero()[0])
-        raise ValueError(
-            f"{where}: id {int(ids[t])} at position {t} is outside the vocabulary [0, {vocab}) "
-            f"({int(bad.sum())} such ids in all)"
-        )
-    return ids
-
-
-def _token_ids(name: str, column: Sequence[Tensor], vocab: int | None, numbers: Sequence[int]) -> list[np.ndarray]:
-    for b, ids in zip(numbers, column, strict=True):
-        token_ids(f"{name} row {b}", ids)
-    if not column:
-        return []
-    flat = torch.cat(list(column)).cpu()
-    split = flat.split([len(ids) for ids in column])
-    if vocab is not None and ((flat < 0) | (flat >= vocab)).any():
-        for b, ids in zip(numbers, split, strict=True):
-            token_ids(f"{name} row {b}", ids, vocab)
-    return [ids.numpy() for ids in split]

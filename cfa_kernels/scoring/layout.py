@@ -12,21 +12,21 @@ from ..hf.model_walk import ModelWalk
 from ..hf.ranks import Ranks, inside
 from ..packing.packs import idle_pack, lay_out
 from ..packing.prefix_tree import Pack, Query
-from .batch import check_columns
+from ..rows import Rows, check_columns
 
 
 def packs_of(
-    rows: Sequence[tuple[np.ndarray, np.ndarray]],
+    rows: Rows,
     counts: np.ndarray,
     walk: ModelWalk,
     order: Sequence[int],
     budget: int,
 ) -> Iterator[tuple[Pack, list[int]]]:
     """Lay out what is fed of each row; yield packs with the rows of their queries."""
-    bundles = [_sequence(*rows[b], int(counts[b])) for b in order]
-    lengths = [len(rows[b][0]) + len(rows[b][1]) for b in order]
-    for part in apart_by_length(walk, bundles, lengths, order):
-        groups = _by_prompt(part, [rows[b][0] for b in order])
+    bundles = [_sequence(rows.prompts[b].numpy(), rows.completions[b].numpy(), int(counts[b])) for b in order]
+    lengths = [len(rows.prompts[b]) + len(rows.completions[b]) for b in order]
+    for part in apart_by_length(walk, bundles, lengths, [rows.index[b] for b in order]):
+        groups = _by_prompt(part, [rows.prompts[b].numpy() for b in order])
         for pack in lay_out([[query for i in group for query in part[i]] for group in groups], budget):
             yield pack, [order[i] for g in pack.bundles for i in groups[g] if part[i]]
 
@@ -50,7 +50,7 @@ def as_many_as_others(
 
 def trained_first(
     model: PreTrainedModel,
-    rows: Sequence[tuple[np.ndarray, np.ndarray]],
+    rows: Rows,
     counts: np.ndarray,
     order: Sequence[int],
     trained: Sequence[bool] | None,
@@ -60,13 +60,13 @@ def trained_first(
     Where processes share `model`, and so run as many forwards as each other, all are of the first kind.
     """
     if trained is not None:
-        check_columns(rows, trained=trained)
+        check_columns(rows.prompts, trained=trained)
     if trained is None or isinstance(inside(model), Ranks):
         return list(order), []
-    reached = {rows[b][0].tobytes() for b in order if trained[b] and counts[b]}
+    reached = {rows.prompts[b].numpy().tobytes() for b in order if trained[b] and counts[b]}
     parts: tuple[list[int], list[int]] = [], []
     for b in order:
-        parts[rows[b][0].tobytes() not in reached].append(b)
+        parts[rows.prompts[b].numpy().tobytes() not in reached].append(b)
     return parts
 
 

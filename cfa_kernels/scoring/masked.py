@@ -1,9 +1,8 @@
 """Score counterfactuals: how much an answer's log-prob drops when a span of the reasoning is masked.
 
-`Row.masked` of `batch.py` replaces a span's tokens. Completions and their masked branches become packed trees
-(`packing/prefix_tree.py`); one forward per pack (`hf/tree_forward.py`) gives all answer log-probs and, if wanted, the
-log-prob of every completion token. `outcomes.py` defines the other outcomes. The host lays out a pack while the device
-runs the one before, and reads values once, at the end.
+Completions and the branches that masks make of them (`batch.branch`) become packed trees (`packing/prefix_tree.py`);
+one forward per pack (`hf/tree_forward.py`) gives all answer log-probs. `outcomes.py` defines the other outcomes. The
+host lays out a pack while the device runs the one before, and reads values once, at the end.
 """
 
 from collections.abc import Sequence
@@ -25,10 +24,11 @@ from ..hf.tree_forward import HeadRows, KeyValueStore, pack_states, packed_hidde
 from ..hf.verify import check_supported
 from ..packing.packs import Chain, chain_bundles
 from ..packing.prefix_tree import Pack, Query
+from ..rows import Rows
 from ..span import Span
-from .batch import ScoredBatch
-from .outcomes import Outcome, OutcomeReader
-from .plan import ScoringOptions, ScoringPlan, plan_queries, plan_scoring
+from .batch import Mask, ScoredBatch
+from .outcomes import OUTCOMES, Outcome, OutcomeReader
+from .plan import ScoringPlan, plan_queries, plan_scoring
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,9 @@ class CounterfactualScores:
 
     Attributes:
         base: (B,) fp32 log P(answer | prompt, reasoning), or its mean over tokens, or 0; nan where there is no answer.
-        masked: B tensors (K_b,) fp32, the same with span k replaced by placeholders; or minus the divergence.
+        masked: B tensors (K_b,) fp32, the same with span k masked; or minus the divergence.
         drop: B tensors (K_b,) fp32, `masked - base`; of log-probs, positive marks a distractor (CF paper, eq. 3);
             of divergences it is never positive.
-        logprobs: B tensors (T_b,) fp32 of every completion token, if wanted.
         work: counts of what was computed.
 
     All tensors are on the host.
@@ -72,30 +71,25 @@ class CounterfactualScores:
     base: Tensor
     masked: list[Tensor]
     drop: list[Tensor]
-    logprobs: list[Tensor] | None
     work: ScoringWork
 
     def in_callers_order(self, batch: ScoredBatch) -> "CounterfactualScores":
         """Put the scores of `batch` back into the order that its completions came in."""
         order = batch.to_callers_order
-        logprobs = None if self.logprobs is None else order(self.logprobs)
-        base = self.base[order(range(len(self.base)))]
-        return CounterfactualScores(base, order(self.masked), order(self.drop), logprobs, self.work)
+        return CounterfactualScores(
+            self.base[order(range(len(self.base)))], order(self.masked), order(self.drop), self.work
+        )
 
 
 def score_counterfactuals(
     model: nn.Module,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
+    rows: Rows,
     spans: Sequence[Sequence[Span]],
     answers: Sequence[Span | None],
     *,
-    placeholder_id: int,
-    fills: Sequence[Sequence[Tensor]] | None = None,
+    mask: Mask | Sequence[Sequence[Tensor]],
     token_budget: int | None = None,
     outcome: Outcome = "logprob",
-    logprobs: bool = False,
-    temperature: float = 1.0,
 ) -> CounterfactualScores:
     """Score the answer of each completion as sampled and with each span masked (CF paper, eqs. 3 and 5).
 
@@ -107,13 +101,13 @@ def score_counterfactuals(
         model: a transformers causal model that uses the attention interface, bare or under PEFT (LoRA), torch.compile,
             DDP, FSDP or ZeRO-3. Where processes share its weights all must call, each with rows of its own or none, and
             what one raises all raise. Left exactly as it was: mode, attention implementation, random state.
-        prompts: B 1-D int64 tensors of token ids, unpadded.
-        completions: B 1-D int64 tensors, unpadded. Tokens after the answer are allowed and not fed.
+        rows: prompts and completions. Tokens after the answer are allowed and not fed.
         spans: for each completion, spans to mask one at a time. They may overlap each other, never the answer; a
             span after the answer has drop 0 by causality.
         answers: for each completion its answer, or None; then it has no scores (`base` nan, `drop` nan).
-        placeholder_id: the id that replaces each token of a masked span, so positions do not move.
-        fills: if given, the int64 ids that replace each span instead, as many as it has tokens; see `resampled_fills`.
+        mask: what a masked span becomes: the id that replaces each of its tokens, so that positions do not move;
+            "drop", nothing, so that later tokens move up; for each completion and span the int64 ids that replace it,
+            of any number; or a function of `ScoredRow` and the span's number that gives them.
         token_budget: maximum tokens per forward; default by free memory. Where a completion and its branches are over
             it, the completion is fed first and its branches, in several forwards, continue its keys and values;
             layers that carry a state feed again what branches have in common. The result does not depend on
@@ -121,9 +115,6 @@ def score_counterfactuals(
         outcome: what is compared, of `Outcome`: the answer's log-prob (`logprob`), its mean over tokens
             (`mean_logprob`), or by KL divergence the distribution of the answer's first token (`last`) or that of
             the mean logits over its tokens (`mean`).
-        logprobs: also return the log-prob of every completion token, from the same forward.
-        temperature: divides only the logits of `logprobs` (the sampling temperature, for old log-probs as TRL
-            defines them); answers are always scored at 1.
 
     Raises:
         ValueError: bad input; the message names argument, row and value.
@@ -133,30 +124,27 @@ def score_counterfactuals(
     causal = causal_lm(model)
 
     def body() -> CounterfactualScores:
-        options = ScoringOptions(outcome, logprobs, temperature)
-        batch = ScoredBatch.of(
-            causal, prompts, completions, spans, answers, placeholder_id=placeholder_id, token_budget=token_budget,
-            fills=fills,
-        )  # fmt: skip
-        return score_batch(causal, batch, options).in_callers_order(batch)
+        if outcome not in OUTCOMES:
+            raise ValueError(f"outcome must be one of {', '.join(OUTCOMES)}, got {outcome!r}")
+        batch = ScoredBatch.of(causal, rows, spans, answers, mask=mask, token_budget=token_budget)
+        return score_batch(causal, batch, outcome).in_callers_order(batch)
 
     return run_inside(model, body)
 
 
-def score_batch(model: Model, batch: ScoredBatch, options: ScoringOptions | None = None) -> CounterfactualScores:
+def score_batch(model: Model, batch: ScoredBatch, outcome: Outcome = "logprob") -> CounterfactualScores:
     """Score a checked batch as `score_counterfactuals` does, in the batch's order."""
-    options = options or ScoringOptions()
     walk = ModelWalk.of(model)
-    plan = plan_scoring(walk, batch, options)
-    values, work = _run(walk, plan, options.temperature)
-    return collect_scores(values, plan, options, work)
+    plan = plan_scoring(walk, batch, outcome)
+    values, work = _run(walk, plan)
+    return collect_scores(values, plan, outcome, work)
 
 
 def query_logprobs(
     model: nn.Module,
     bundles: Sequence[Sequence[Query]],
     *,
-    row_numbers: Sequence[int] | None = None,
+    index: Sequence[int] | None = None,
     token_budget: int | None = None,
 ) -> tuple[list[list[Tensor]], ScoringWork]:
     """Compute log-probs of all queries' targets, without gradient, from packed trees, which feed common prefixes once.
@@ -166,22 +154,22 @@ def query_logprobs(
         bundles: U sequences of queries, each those of one row, which may have none. Neighbours share common prefixes,
             so put rows of one prompt side by side. A query feeds at least one token; its ids are not checked. Models
             whose rotary frequencies follow a sequence's length choose them by a row's longest query with what is
-            beyond it. Whether a query is `tempered` changes nothing: all log-probs are those at temperature 1.
-        row_numbers: (U,) number by which errors name each row; default its place in `bundles`.
+            beyond it.
+        index: (U,) number by which errors name each row; default its place in `bundles`.
         token_budget: as in `score_counterfactuals`.
 
     Returns:
         For each bundle a list with, for each query, fp32 log-probs (A,) in nats on the host; and counts of work.
 
     Raises:
-        ValueError: `row_numbers` of another number than `bundles`, a token budget below 1.
+        ValueError: `index` of another number than `bundles`, a token budget below 1.
         TypeError, NotImplementedError: models that cannot be scored; the message says why.
         FloatingPointError: the model gave a nan log-prob; the message names the row.
     """
 
     def body() -> tuple[list[list[Tensor]], ScoringWork]:
         walk = ModelWalk.of(causal_lm(model))
-        plan = plan_queries(walk, bundles, row_numbers=row_numbers, token_budget=token_budget)
+        plan = plan_queries(walk, bundles, index=index, token_budget=token_budget)
         values, work = _run(walk, plan)
         return collect_logprobs(values, plan), work
 
@@ -197,10 +185,10 @@ class Read(NamedTuple):
     places: np.ndarray  # int64: of the queries' values among `values`, one query after the other
 
 
-def _run(walk: ModelWalk, plan: ScoringPlan, temperature: float = 1.0) -> tuple[Tensor, ScoringWork]:
+def _run(walk: ModelWalk, plan: ScoringPlan) -> tuple[Tensor, ScoringWork]:
     """Run a plan: the values of every query in order, fp32 on the host, and counts of work."""
     head = check_supported(walk)
-    reader = OutcomeReader(head, temperature)
+    reader = OutcomeReader(head)
     with tree_attention_mode(walk):
         found = run_in_memory(
             plan.chains(), partial(_read_chain, walk, head, plan, reader), partial(_smaller_chains, plan)
@@ -274,29 +262,23 @@ def collect_logprobs(values: Tensor, plan: ScoringPlan) -> list[list[Tensor]]:
     return [[next(each) for _ in bundle] for bundle in plan.bundles]
 
 
-def collect_scores(
-    values: Tensor, plan: ScoringPlan, options: ScoringOptions, work: ScoringWork
-) -> CounterfactualScores:
+def collect_scores(values: Tensor, plan: ScoringPlan, outcome: Outcome, work: ScoringWork) -> CounterfactualScores:
     """Put values, as from `gather`, together to answer scores, in the order of the plan's rows."""
     _reject_nan(values, plan)
     sizes = [query.num_values for query in plan.queries]
-    reduction = "mean" if options.outcome == "mean_logprob" else "sum"
+    reduction = "mean" if outcome == "mean_logprob" else "sum"
     scores = torch.segment_reduce(values, reduction, lengths=torch.tensor(sizes)) if sizes else values
     scores = torch.cat([scores, scores.new_full((1,), float("nan"))])  # the last is that of a row without an answer
     base_of, branch_of = [], []  # of each row, and of each span: its place among the scores
     for numbers, row in zip(plan.query_numbers, plan.rows, strict=True):
-        base_of.append(-1 if row.answer is None else numbers.start + options.logprobs)
+        base_of.append(-1 if row.answer is None else numbers.start)
         branches = count(base_of[-1] + 1)
         # A span after the answer masks nothing that the answer depends on: it scores as the base itself.
         branch_of += [next(branches) if row.masks_something(span) else base_of[-1] for span in row.spans]
     spans = [len(row.spans) for row in plan.rows]
     base, masked = scores[base_of], scores[branch_of]
     drop = masked - base.repeat_interleave(torch.tensor(spans, dtype=torch.int64))
-    logprobs = None
-    if options.logprobs:
-        each = values.split(sizes)
-        logprobs = [each[numbers.start] for numbers in plan.query_numbers]
-    return CounterfactualScores(base, list(masked.split(spans)), list(drop.split(spans)), logprobs, work)
+    return CounterfactualScores(base, list(masked.split(spans)), list(drop.split(spans)), work)
 
 
 def _reject_nan(values: Tensor, plan: ScoringPlan) -> None:
@@ -304,5 +286,5 @@ def _reject_nan(values: Tensor, plan: ScoringPlan) -> None:
         return
     position = int(torch.isnan(values).nonzero()[0])
     ends = np.cumsum([sum(query.num_values for query in bundle) for bundle in plan.bundles])
-    row = plan.numbers[int(np.searchsorted(ends, position, side="right"))]
+    row = plan.index[int(np.searchsorted(ends, position, side="right"))]
     raise FloatingPointError(f"completions row {row}: the model gave a nan log-prob")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..hf.head import Head
 from ..hf.memory import columns_at_once
-from ..hf.tree_forward import HeadRows, target_logprobs
+from ..hf.tree_forward import HeadRows
 from ..ops.head_matmul import write_logits
 from ..ops.row_softmax import FLOAT32_NOISE, LOWEST, compute_dtype
 from ..ops.upload import upload
@@ -40,20 +40,13 @@ DIVERGENCES: tuple[Outcome, ...] = ("last", "mean")
 """Names of the outcomes that are distributions."""
 
 
-def checked_outcome(outcome: str) -> Outcome:
-    """Return the name of an outcome; raise `ValueError` for another name."""
-    if outcome not in OUTCOMES:
-        raise ValueError(f"outcome must be one of {', '.join(OUTCOMES)}, got {outcome!r}")
-    return outcome  # type: ignore[return-value]
-
-
-def rounding(logprobs: Tensor, tokens: int, noise: float = FLOAT32_NOISE) -> Tensor:
+def rounding(logprobs: Tensor, tokens: int, accuracy: float) -> Tensor:
     """Estimate the nats by which rounding may move log-probs (<= 0) of an answer of so many tokens.
 
-    `noise` is that of one token, see `noise_floor`: roundings of tokens add like independent errors, and those of a
-    likely answer shrink with its distance from certainty.
+    `accuracy` is that of one token: roundings of tokens add like independent errors, and those of a likely answer
+    shrink with its distance from certainty.
     """
-    return (noise * (-logprobs).clamp(max=tokens**0.5)).clamp(min=FLOAT32_NOISE)
+    return (accuracy * (-logprobs).clamp(max=tokens**0.5)).clamp(min=FLOAT32_NOISE)
 
 
 class OutcomeReader:
@@ -61,11 +54,10 @@ class OutcomeReader:
 
     Args:
         head: the head that `check_head` gives.
-        temperature: sampling temperature of tempered log-probs.
     """
 
-    def __init__(self, head: Head, temperature: float = 1.0) -> None:
-        self._head, self._temperature = head, temperature
+    def __init__(self, head: Head) -> None:
+        self._head = head
         self._divergences = Divergences(head)
 
     def read(
@@ -86,7 +78,7 @@ class OutcomeReader:
         """
         diverges = np.array([query.divergence for query in queries], dtype=bool)
         if not diverges.any():
-            return target_logprobs(self._head, rows, self._temperature), pack.query_index
+            return self._head.logprobs(rows.states, rows.targets), pack.query_index
         counts = np.array([len(query.targets) for query in queries])
         asks = np.repeat(diverges, counts)  # of each target
         wanted, place = np.unique(pack.query_index[~asks], return_inverse=True)
@@ -103,9 +95,8 @@ class OutcomeReader:
         index = np.empty(len(is_divergence), dtype=np.int64)
         index[is_divergence], index[~is_divergence] = np.arange(len(counts)), len(counts) + place
         if len(wanted):
-            num_tempered = int((wanted >= len(pack.rows) - pack.num_tempered).sum())
-            some = HeadRows(rows.states.index_select(0, plain), rows.targets.index_select(0, plain), num_tempered)
-            found = torch.cat([found, target_logprobs(self._head, some, self._temperature)])
+            some = (rows.states.index_select(0, plain), rows.targets.index_select(0, plain))
+            found = torch.cat([found, self._head.logprobs(*some)])
         return found, index
 
 

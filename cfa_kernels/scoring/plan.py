@@ -1,4 +1,4 @@
-"""Lay out what one call asks of the model: queries of each completion, and the forwards that answer them."""
+"""Lay out the queries of each completion in one call, and the forwards that answer them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,30 +12,13 @@ from ..hf.stateful_layers import has_cells
 from ..options import POSITIVE
 from ..packing.packs import Chain, Limits, chain_bundles
 from ..packing.prefix_tree import Pack, Query
-from .batch import Row, ScoredBatch
-from .outcomes import DIVERGENCES, Outcome, checked_outcome
+from .batch import Mask, ScoredBatch, ScoredRow, branch
+from .outcomes import DIVERGENCES, Outcome
 
 
 def check_temperature(temperature: float) -> None:
     """Raise `ValueError` for a temperature that is not `options.POSITIVE`."""
     POSITIVE.check(temperature=temperature)
-
-
-@dataclass(frozen=True)
-class ScoringOptions:
-    """Options of a scoring call, documented in `score_counterfactuals`.
-
-    Raises:
-        ValueError: a temperature that is not `options.POSITIVE`, an unknown outcome.
-    """
-
-    outcome: Outcome = "logprob"
-    logprobs: bool = False
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        checked_outcome(self.outcome)
-        check_temperature(self.temperature)
 
 
 @dataclass(frozen=True)
@@ -50,9 +33,9 @@ class _Part:
 class ScoringPlan:
     """Plan of a call: the queries, and which of them may be fed together."""
 
-    numbers: list[int]  # by which errors name each row
+    index: list[int]  # by which errors name each row
     bundles: list[list[Query]]  # of each row
-    rows: list[Row] = field(default_factory=list)  # equal prompts side by side; none where only queries are given
+    rows: list[ScoredRow] = field(default_factory=list)  # equal prompts side by side; none where only queries are given
     parts: list[_Part] = field(default_factory=list)
 
     @cached_property
@@ -82,36 +65,36 @@ class ScoringPlan:
         return [pack for chain in self.chains() for pack, _ in chain.packs(self.queries)]
 
 
-def plan_scoring(model: Model, batch: ScoredBatch, options: ScoringOptions) -> ScoringPlan:
+def plan_scoring(model: Model, batch: ScoredBatch, outcome: Outcome = "logprob") -> ScoringPlan:
     """Plan the scores of a batch; nothing runs on a device. Packs are laid out one at a time, as they are fed."""
-    bundles = [queries_of(row, options, batch.placeholder_id) for row in batch.rows]
+    bundles = [queries_of(row, outcome, batch.mask) for row in batch.rows]
     lengths = [len(row.prompt) + len(row.completion) for row in batch.rows]
-    return _lay_out(model, batch.numbers, bundles, lengths, batch.token_budget, batch.rows)
+    return _lay_out(model, batch.index, bundles, lengths, batch.token_budget, batch.rows)
 
 
 def plan_queries(
     model: Model,
     bundles: Sequence[Sequence[Query]],
     *,
-    row_numbers: Sequence[int] | None = None,
+    index: Sequence[int] | None = None,
     token_budget: int | None = None,
 ) -> ScoringPlan:
     """Check the input of `query_logprobs`; nothing runs on a device."""
-    asked = [list(bundle) for bundle in bundles]
-    lengths = [max((query.length for query in bundle), default=0) for bundle in asked]
-    numbers = list(range(len(asked)) if row_numbers is None else row_numbers)
-    if len(numbers) != len(asked):
-        raise ValueError(f"row_numbers has {len(numbers)} rows, bundles has {len(asked)}; they must agree")
-    return _lay_out(model, numbers, asked, lengths, token_budget, rows=[])
+    listed = [list(bundle) for bundle in bundles]
+    lengths = [max((query.length for query in bundle), default=0) for bundle in listed]
+    index = list(range(len(listed)) if index is None else index)
+    if len(index) != len(listed):
+        raise ValueError(f"index has {len(index)} rows, bundles has {len(listed)}; they must agree")
+    return _lay_out(model, index, listed, lengths, token_budget, rows=[])
 
 
 def _lay_out(
     model: Model,
-    numbers: list[int],
+    index: list[int],
     bundles: list[list[Query]],
     lengths: Sequence[int],
     token_budget: int | None,
-    rows: list[Row],
+    rows: list[ScoredRow],
 ) -> ScoringPlan:
     walk = ModelWalk.of(model)
     limits = Limits(
@@ -119,33 +102,26 @@ def _lay_out(
         continues=not has_cells(walk),  # layers that carry a state do not keep it for branches of a later forward
         most_rows=largest_forward(walk),
     )
-    parts = apart_by_length(walk, bundles, lengths, numbers)
+    parts = apart_by_length(walk, bundles, lengths, index)
     return ScoringPlan(
-        numbers,
+        index,
         [max(bundle, key=len) for bundle in zip(*parts, strict=True)],  # each has queries in at most one part
         rows,
         [_Part([i for i, bundle in enumerate(part) if bundle], limits) for part in parts],
     )
 
 
-def queries_of(row: Row, options: ScoringOptions, placeholder_id: int | None) -> list[Query]:
-    """List the queries of one completion: every token's log-prob if wanted, the base answer, then a branch per span."""
-    prompt_length, tokens = len(row.prompt), row.tokens
-    queries = []
-    if options.logprobs:
-        tempered = options.temperature != 1.0
-        queries.append(Query(tokens[:-1], prompt_length - 1, row.completion, tempered, beyond=tokens[-1:]))
+def queries_of(row: ScoredRow, outcome: Outcome = "logprob", mask: Mask | None = None) -> list[Query]:
+    """List the queries of one completion: its answer as sampled, then a branch for each unit that can change it."""
     if row.answer is None:
-        return queries
+        return []
     targets = row.completion[row.answer.start : row.answer.end]
-    if options.outcome == "last":
+    if outcome == "last":
         targets = targets[:1]
-    divergence = options.outcome in DIVERGENCES
-    first = prompt_length + row.answer.start - 1
-    fed, beyond = np.split(tokens, [first + len(targets)])
-    queries.append(Query(fed, first, targets, beyond=beyond, divergence=divergence))
-    for k, span in enumerate(row.spans):
-        if row.masks_something(span):
-            branch = row.masked(k, placeholder_id)[: len(fed)]
-            queries.append(Query(branch, first, targets, beyond=beyond, divergence=divergence))
+    queries = []
+    for k in (None, *(k for k, span in enumerate(row.spans) if row.masks_something(span))):
+        tokens, answer = branch(row, k, mask)
+        first = answer.start - 1
+        fed, beyond = np.split(tokens, [first + len(targets)])
+        queries.append(Query(fed, first, targets, beyond=beyond, divergence=outcome in DIVERGENCES))
     return queries

@@ -29,8 +29,9 @@ from ..ops.linear_logprob import linear_logprob
 from ..ops.upload import upload
 from ..packing.packs import continue_pack
 from ..packing.prefix_tree import Pack, Query
+from ..rows import Rows
 from ..span import Span
-from .batch import ScoredBatch, check_columns, checked_ids, packing_order
+from .batch import Mask, ScoredBatch, check_ids, packing_order
 from .layout import as_many_as_others, checked_needed, packs_of, trained_first
 from .masked import (
     CounterfactualScores,
@@ -44,7 +45,7 @@ from .masked import (
     score_batch,
 )
 from .outcomes import Outcome, OutcomeReader
-from .plan import ScoringOptions, ScoringPlan, check_temperature, plan_queries, queries_of
+from .plan import ScoringPlan, check_temperature, plan_queries, queries_of
 
 
 class PackedLoss(NamedTuple):
@@ -57,8 +58,7 @@ class PackedLoss(NamedTuple):
 
 def packed_logprobs(
     model: nn.Module,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
+    rows: Rows,
     *,
     temperature: float = 1.0,
     return_entropy: bool = False,
@@ -68,8 +68,7 @@ def packed_logprobs(
 
     Args:
         model: as in `score_counterfactuals`, in any mode without dropout. Where processes share it each needs a row.
-        prompts: B 1-D int64 tensors of token ids, unpadded. Equal ones, and longer common prefixes, are fed once.
-        completions: B 1-D int64 tensors, unpadded.
+        rows: prompts and completions. Equal prompts, and longer common prefixes, are fed once.
         temperature: divides the logits.
         return_entropy: also return the entropy of the distribution that each token was drawn from.
         token_budget: maximum tokens per forward; default by free memory. Completions of one prompt stay together, even
@@ -87,24 +86,22 @@ def packed_logprobs(
 
     def body() -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
         check_temperature(temperature)
-        forward = packed_forward(causal, prompts, completions, token_budget=token_budget)
-        return forward.logprobs(temperature, return_entropy=return_entropy)
+        return packed_forward(causal, rows, token_budget=token_budget).logprobs(
+            temperature, return_entropy=return_entropy
+        )
 
     return run_inside(model, body, trains=True)
 
 
 def packed_policy_loss(
     model: nn.Module,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
+    rows: Rows,
     old_logprobs: Sequence[Tensor] | None,
     advantages: Tensor | Sequence[Tensor],
     *,
     weights: Sequence[Tensor] | None = None,
     mask: Sequence[Tensor] | None = None,
     ref_logprobs: Sequence[Tensor] | None = None,
-    temperature: float = 1.0,
-    compute_entropy: bool = False,
     token_budget: int | None = None,
     **options: Any,
 ) -> PackedLoss:
@@ -115,14 +112,13 @@ def packed_policy_loss(
     weight or mask there, and neither KL nor entropy wanted) are not fed; their tokens stay in the denominators.
 
     Args:
-        model, prompts, completions, temperature, token_budget: as in `packed_logprobs`.
+        model, rows, token_budget: as in `packed_logprobs`.
         old_logprobs: B tensors (T_b,) under the sampling policy; None means on-policy.
         advantages: (B,), or B tensors (T_b,).
         weights: B tensors (T_b,), finite and >= 0, on the clipped policy term; None for 1.
         mask: B tensors (T_b,) of 0 and 1, the tokens that the loss counts; None for all.
         ref_logprobs: B tensors (T_b,), needed when `beta != 0`.
-        compute_entropy: add the `entropy` metric.
-        **options: those of `policy_loss`.
+        **options: those of `linear_policy_loss`, `temperature` and `compute_entropy` among them.
 
     Returns:
         `PackedLoss`: the loss, its metrics, and the log-probs, which are the old ones of later iterations.
@@ -134,25 +130,20 @@ def packed_policy_loss(
     causal = causal_lm(model)
 
     def body() -> PackedLoss:
-        check_temperature(temperature)
-        check_columns(prompts, completions=completions)
         batch = LossBatch.of(
-            completions, old_logprobs, advantages, weights=weights, mask=mask, ref_logprobs=ref_logprobs,
-            compute_entropy=compute_entropy, **options,
-        )  # fmt: skip
+            rows, old_logprobs, advantages, weights=weights, mask=mask, ref_logprobs=ref_logprobs, **options
+        )
         forward = packed_forward(
-            causal, prompts, completions,
-            needed=batch.needed(), trained=batch.trained.tolist(), token_budget=token_budget,
-        )  # fmt: skip
-        return forward.policy_loss(batch, temperature, compute_entropy=compute_entropy, **options)
+            causal, rows, needed=batch.needed(), trained=batch.trained.tolist(), token_budget=token_budget
+        )
+        return forward.policy_loss(batch)
 
     return run_inside(model, body, trains=True)
 
 
 def packed_forward(
     causal: PreTrainedModel,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Tensor],
+    rows: Rows,
     *,
     needed: Sequence[int] | None = None,
     trained: Sequence[bool] | None = None,
@@ -163,11 +154,11 @@ def packed_forward(
 
     Args:
         causal: the model that `causal_lm` finds.
-        prompts, completions: as in `packed_logprobs`.
+        rows: as in `packed_logprobs`.
         needed: for each row, how many of its first tokens will be read; 0 feeds nothing. Default all.
         trained: for each row, whether a backward is to reach it. Prompts without any such row are fed without gradient,
-            unless processes share the model. Where nothing is fed with a gradient one token is, so that a backward
-            leaves zeros. Default all, and nothing where no row is needed.
+            unless processes share the model. If no row needs a gradient, one dummy token is fed so that a backward
+            still runs, and leaves zeros. Default all, and nothing if no row is needed.
         token_budget: as in `packed_logprobs`.
         keep_states: keep the keys and values of every layer, so that `PackedForward.score` can continue the rows.
 
@@ -180,12 +171,12 @@ def packed_forward(
         ValueError: bad input; the message names argument, row and value.
         NotImplementedError: a model that cannot be run this way, by name and reason.
     """
-    rows = checked_ids(causal, prompts, completions)
-    counts = checked_needed(needed, [len(completion) for _, completion in rows])
+    check_ids(causal, rows)
+    counts = checked_needed(needed, rows.lengths)
     walk = ModelWalk.of(causal)
     budget = rows_per_forward(walk, token_budget)
     head = check_trainable(walk)
-    order = packing_order([prompt for prompt, _ in rows])
+    order = packing_order([prompt.numpy() for prompt in rows.prompts])
     with_gradient, without = trained_first(causal, rows, counts, order, trained)
     fed: list[_Fed] = []
 
@@ -223,7 +214,7 @@ class PackedForward:
         self,
         walk: ModelWalk,
         head: Head,
-        rows: list[tuple[np.ndarray, np.ndarray]],
+        rows: Rows,
         counts: np.ndarray,
         fed: list[_Fed],
         without_gradient: list[int],
@@ -260,7 +251,7 @@ class PackedForward:
         """
         self._require_same_head()
         counts = self.counts.tolist()
-        targets = [completion[:count] for (_, completion), count in zip(self.rows, counts, strict=True)]
+        targets = [ids.numpy()[:count] for ids, count in zip(self.rows.completions, counts, strict=True)]
         columns = [np.concatenate([*column, np.zeros(0, np.int64)]) for column in (self._predicting, targets)]
         predicting, predicted = upload(columns, self.device)
         hidden = self._hidden(predicting)
@@ -271,10 +262,8 @@ class PackedForward:
         )
         return list(values.split(counts)), list(entropies.split(counts))
 
-    def policy_loss(
-        self, batch: LossBatch, temperature: float = 1.0, *, compute_entropy: bool = False, **options: Any
-    ) -> PackedLoss:
-        """Compute the loss of `packed_policy_loss`; `batch` must have been fed as far as its loss needs it.
+    def policy_loss(self, batch: LossBatch) -> PackedLoss:
+        """Compute the loss of `packed_policy_loss`; this forward must have fed as much as the loss of `batch` needs.
 
         Raises:
             ValueError: a batch of other rows, or with a row that its loss needs more of, or differently, than was fed.
@@ -289,36 +278,28 @@ class PackedForward:
         for b in self._without_gradient:
             if batch.trained[b] and torch.is_grad_enabled():
                 raise ValueError(f"batch row {b}: its loss has a gradient, but it was fed without (trained[{b}])")
-        width = batch.mask.shape[1]
-        row, token = np.divmod(batch.rows.numpy(), width)
+        row, token = np.divmod(batch.needed_tokens.numpy(), batch.mask.shape[1])
         starts = np.cumsum(self.counts) - self.counts
         predicting = np.concatenate([*self._predicting, np.zeros(0, np.int64)])[starts[row] + token]
-        on_device, (index,) = batch.to(self.device, torch.from_numpy(predicting))
+        there, (index,) = batch.to(self.device, torch.from_numpy(predicting))
+        del there["trained"]
         loss, metrics, logprobs = linear_policy_loss(
             self._hidden(index),
             self.head.weight,
-            on_device.targets,
-            on_device.old_logprobs,
-            on_device.advantages,
-            on_device.mask,
-            temperature=temperature,
-            weights=on_device.weights,
-            ref_logprobs=on_device.ref_logprobs,
-            rows=on_device.rows,
-            compute_entropy=compute_entropy,
+            rows=there.pop("needed_tokens"),
             return_logprobs=True,
+            **there,  # type: ignore[arg-type]
             **self.head.options,
-            **options,
+            **batch.options,
         )
-        lengths = [len(completion) for _, completion in self.rows]
-        return PackedLoss(loss, metrics, [line[:length] for line, length in zip(logprobs, lengths, strict=True)])
+        return PackedLoss(loss, metrics, [line[:n] for line, n in zip(logprobs, self.rows.lengths, strict=True)])
 
     def score(
         self,
         spans: Sequence[Sequence[Span]],
         answers: Sequence[Span | None],
         *,
-        placeholder_id: int,
+        mask: Mask | Sequence[Sequence[Tensor]],
         token_budget: int | None = None,
         outcome: Outcome = "logprob",
     ) -> CounterfactualScores:
@@ -333,45 +314,44 @@ class PackedForward:
             RuntimeError: a weight, or what adapters do, has changed since this forward; the message says which. What
                 is written to a weight through `.data` is not noticed.
         """
-        prompts, completions = ([torch.from_numpy(row[i]) for row in self.rows] for i in range(2))
-        batch = ScoredBatch.of(
-            self.causal, prompts, completions, spans, answers, placeholder_id=placeholder_id, token_budget=token_budget
-        )
-        return self.score_batch(batch, ScoringOptions(outcome)).in_callers_order(batch)
+        batch = ScoredBatch.of(self.causal, self.rows, spans, answers, mask=mask, token_budget=token_budget)
+        return self.score_batch(batch, outcome).in_callers_order(batch)
 
-    def score_batch(self, batch: ScoredBatch, options: ScoringOptions) -> CounterfactualScores:
-        """Score a batch of this forward's completions as `score` does, some or all of them, in the batch's order.
+    def require_rows(self, rows: Rows) -> None:
+        """Raise `ValueError` unless `rows` are those of this forward."""
+        if rows is not self.rows and (rows.index, rows.lengths) != (self.rows.index, self.rows.lengths):
+            raise ValueError(
+                f"rows: must be those of the forward, got {len(rows)} rows for its {len(self.rows)}, or other numbers "
+                "or lengths; give counterfactual_credit the Rows that packed_forward was given"
+            )
 
-        Raises:
-            ValueError: also a completion that this forward has not fed.
-        """
+    def score_batch(self, batch: ScoredBatch, outcome: Outcome = "logprob") -> CounterfactualScores:
+        """Score a batch of this forward's rows as `score` does, some or all of them, in the batch's order."""
         walk = self._same_model()
         if self._stands_alone(walk):
-            return score_batch(walk, batch, options)
-        places = self._places_of(batch)
+            return score_batch(walk, batch, outcome)
+        places = [row.place for row in batch.rows]
         order = np.argsort(places, kind="stable").tolist()  # as fed, for packs that do not depend on the batch's order
         rows = [batch.rows[i] for i in order]
-        bundles = [queries_of(row, options, batch.placeholder_id) for row in rows]
-        plan = ScoringPlan([batch.numbers[i] for i in order], bundles, rows)
-        for i, bundle in zip(order, bundles, strict=True):
-            if bundle and not self.counts[places[i]]:
-                b = batch.numbers[i]
-                raise ValueError(f"answers row {b}: its completion was not fed (needed[{places[i]}] was 0)")
+        plan = ScoringPlan([row.index for row in rows], [queries_of(row, outcome, batch.mask) for row in rows], rows)
+        for row, bundle in zip(rows, plan.bundles, strict=True):
+            if bundle and not self.counts[row.place]:
+                raise ValueError(f"answers row {row.index}: its completion was not fed (needed[{row.place}] was 0)")
         forward_of = {b: f for f, one in enumerate(self.fed) for b in one.members}
-        owners = [forward_of.get(places[i], 0) for i in order]
+        owners = [forward_of.get(row.place, 0) for row in rows]
         budget = rows_per_forward(walk, batch.token_budget)
         values, work = self._continued(walk, plan, owners, OutcomeReader(self.head), budget)
-        found = collect_scores(values, plan, options, work)
+        scores = collect_scores(values, plan, outcome, work)
         back = np.argsort(order).tolist()
-        masked, drop = ([column[i] for i in back] for column in (found.masked, found.drop))
-        return CounterfactualScores(found.base[back], masked, drop, None, work)
+        masked, drop = ([column[i] for i in back] for column in (scores.masked, scores.drop))
+        return CounterfactualScores(scores.base[back], masked, drop, work)
 
     def query_logprobs(
         self,
         model: nn.Module,
         bundles: Sequence[Sequence[Query]],
         *,
-        row_numbers: Sequence[int] | None = None,
+        index: Sequence[int] | None = None,
         token_budget: int | None = None,
     ) -> tuple[list[list[Tensor]], ScoringWork]:
         """Answer queries as `masked.query_logprobs` does, from hidden states, keys and values of this forward.
@@ -385,8 +365,8 @@ class PackedForward:
         """
         walk = self._same_model()
         if not self.fed or self._stands_alone(walk):
-            return query_logprobs(model, bundles, row_numbers=row_numbers, token_budget=token_budget)
-        plan = plan_queries(walk, bundles, row_numbers=row_numbers, token_budget=token_budget)
+            return query_logprobs(model, bundles, index=index, token_budget=token_budget)
+        plan = plan_queries(walk, bundles, index=index, token_budget=token_budget)
         owners = [self._nearest(bundle[0].tokens) if bundle else 0 for bundle in plan.bundles]
         budget = rows_per_forward(walk, token_budget)
         values, work = self._continued(walk, plan, owners, OutcomeReader(self.head), budget)
@@ -449,23 +429,6 @@ class PackedForward:
 
         with torch.no_grad(), tree_attention_mode(walk):
             return gather(plan, list(run_in_memory(upcoming(), run, smaller)))
-
-    def _places_of(self, batch: ScoredBatch) -> list[int]:
-        """Find the completion of this forward that each one of the batch is.
-
-        Of equal ones what was fed most is taken first, by those with an answer.
-        """
-        fed: dict[tuple[bytes, ...], list[int]] = {}
-        for place in np.argsort(-self.counts, kind="stable")[::-1].tolist():
-            fed.setdefault(tuple(ids.tobytes() for ids in self.rows[place]), []).append(place)
-        places = [0] * len(batch)
-        for i in sorted(range(len(batch)), key=lambda i: batch.rows[i].answer is None):
-            row = batch.rows[i]
-            found = fed.get((row.prompt.tobytes(), row.completion.tobytes()))
-            if not found:
-                raise ValueError(f"completions row {batch.numbers[i]}: was not fed by this forward")
-            places[i] = found.pop()
-        return places
 
     def states(self) -> list[Tensor]:
         """List, for each row, the hidden states (T_b, H) that predict its fed tokens; differentiable."""

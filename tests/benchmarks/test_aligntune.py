@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from benchmarks.harness.race import Absent
 from benchmarks.harness.workloads import Job
 from benchmarks.speed.peers import aligntune_batched
-from cfa_kernels import Span, score_counterfactuals
+from cfa_kernels import Span
+from tests.support.models import score_columns
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,5 @@ def test_importances_of_spans_are_those_of_the_authors_package_for_its_answer(ma
         (theirs,) = aligntune_batched(model, job)
     except Absent as error:
         pytest.skip(str(error))
-    scores = score_counterfactuals(
-        model, job.prompts, job.completions, job.spans, job.answers, placeholder_id=job.placeholder_id
-    )
+    scores = score_columns(model, job.prompts, job.completions, job.spans, job.answers, mask=job.placeholder_id)
     torch.testing.assert_close(theirs, stretched(-scores.drop[0], len(job.completions[0])), rtol=0, atol=1e-5)

@@ -5,6 +5,7 @@ import torch
 
 from benchmarks.evidence.judge import NAMES, gradient_norms, judge
 from cfa_kernels.hf.model import causal_lm
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_forward
 from tests.support.embedded import settings
 from tests.support.pages import write_lines
@@ -41,7 +42,7 @@ def test_norms_are_those_of_autograd_through_full_logits(trainer):
     prompts = [torch.tensor(trainer.prompts[0])]
     completion = torch.tensor([17, 21, 12, 30])
     model = causal_lm(trainer.policy)
-    (norms,) = gradient_norms(packed_forward(model, prompts, [completion]), temperature=0.7)
+    (norms,) = gradient_norms(packed_forward(model, Rows(prompts, [completion])), temperature=0.7)
     hidden = model.model(input_ids=torch.cat([prompts[0], completion])[None]).last_hidden_state[0]
     leaf = hidden[len(prompts[0]) - 1 : -1].detach().double().requires_grad_()
     logprobs = (leaf @ model.lm_head.weight.detach().double().t() / 0.7).log_softmax(-1)

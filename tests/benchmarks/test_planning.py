@@ -11,8 +11,9 @@ from benchmarks import explain, scale
 from benchmarks.explain import GPUS, Batch, configuration, parts, put_in_page, sizes
 from benchmarks.harness.workloads import Job, Rollouts, random_model, shaped_job
 from benchmarks.scale import ACROSS, DEALS, INSIDE, Group, Ranks, groups_of, in_step, packs, shares, traffic
-from cfa_kernels import Span, score_counterfactuals
+from cfa_kernels import Span
 from tests.conftest import REPOSITORY
+from tests.support.models import score_columns
 
 PAGE = REPOSITORY / "docs" / "planning.md"
 TABLES = re.findall(r"<!-- python -m benchmarks (\w+)(.*?) -->\n(.*?)<!-- end -->", PAGE.read_text("utf-8"), re.DOTALL)
@@ -21,8 +22,8 @@ CPU = torch.device("cpu")
 
 def scored(job, token_budget=100_000):
     model = random_model("qwen3-tiny", device=CPU, dtype=torch.float32)
-    return score_counterfactuals(
-        model, job.prompts, job.completions, job.spans, job.answers, placeholder_id=job.placeholder_id,
+    return score_columns(
+        model, job.prompts, job.completions, job.spans, job.answers, mask=job.placeholder_id,
         token_budget=token_budget,
     ).work  # fmt: skip
 

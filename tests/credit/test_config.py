@@ -99,7 +99,7 @@ def test_an_option_that_nothing_reads_is_refused_by_name_even_at_its_default(est
             {"estimator": "prefix_tree", "weights": "range"},
             "weights='range' is not read: estimator='prefix_tree' is signed",
         ),
-        ({"samples": 2}, "samples=2 is not read: only fill='resampled' draws"),
+        ({"samples": 2}, "samples=2 is not read: only mask='resampled' draws"),
         ({"preselect_by": "gradient"}, "preselect_by='gradient' is not read: preselect is 1"),
     ],
 )

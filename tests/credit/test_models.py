@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from cfa_kernels import CounterfactualConfig, Span, counterfactual_credit, score_counterfactuals
+from cfa_kernels import CounterfactualConfig, Span, counterfactual_credit
 from cfa_kernels.estimators.prefix_gain import prefix_gain
 from cfa_kernels.estimators.probes import Probe
-from cfa_kernels.integrations.credit import pad_rows
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import InProcess, LogprobService
-from tests.support.models import batch_of, make_model, naive_logprobs
+from tests.support.models import batch_of, make_model, naive_logprobs, score_columns
 from tests.support.small_tokenizers import encode, get_tokenizer
 
 TOKENIZER = get_tokenizer("byte-level, single digits")
@@ -24,7 +24,7 @@ def model():
 def batch():
     prompts = [torch.tensor(encode(TOKENIZER, "What is 3 + 4, less 3?"))] * len(TEXTS)
     completions = [torch.tensor([*encode(TOKENIZER, text), TOKENIZER.eos_token_id]) for text in TEXTS]
-    return prompts, completions, (*pad_rows(prompts, "left"), *pad_rows(completions))
+    return prompts, completions, Rows(prompts, completions)
 
 
 def gain_of(model, prompt, completion, units, answer, end):
@@ -34,7 +34,7 @@ def gain_of(model, prompt, completion, units, answer, end):
 
 
 def credit_of(model, batch, config=None, **given):
-    return counterfactual_credit(model, TOKENIZER, *batch[2], config=config or CounterfactualConfig(), **given)
+    return counterfactual_credit(model, TOKENIZER, batch[2], config=config or CounterfactualConfig(), **given)
 
 
 def test_the_tokenizer_gives_answers_and_spans(model, batch):
@@ -66,12 +66,12 @@ def test_a_host_that_gives_log_probs_alone_finds_the_same_prefix_gains_and_mean_
         CounterfactualConfig(outcome="mean_logprob"),
         CounterfactualConfig(),
     ):
-        there = counterfactual_credit(service, TOKENIZER, *batch[2], config=config)
+        there = counterfactual_credit(service, TOKENIZER, batch[2], config=config)
         here = credit_of(model, batch, config)
         for theirs, ours in zip(there.drop, here.drop, strict=True):
             torch.testing.assert_close(theirs, ours, rtol=0, atol=2e-5)
     with pytest.raises(NotImplementedError, match="outcome='mean'"):
-        counterfactual_credit(service, TOKENIZER, *batch[2], config=CounterfactualConfig(outcome="mean"))
+        counterfactual_credit(service, TOKENIZER, batch[2], config=CounterfactualConfig(outcome="mean"))
 
 
 def test_a_probe_gives_an_answer_to_a_completion_without_one(model, batch):
@@ -83,14 +83,14 @@ def test_a_probe_gives_an_answer_to_a_completion_without_one(model, batch):
     assert credit.answers[2] is None
     kept = completions[2][:-1]  # without its end of text
     asked = torch.cat([kept, ids])
-    expected = score_counterfactuals(
+    expected = score_columns(
         model, prompts[:1], [asked], [credit.spans[2]], [Span(len(asked) - 1, len(asked))],
-        placeholder_id=TOKENIZER.pad_token_id,
+        mask=TOKENIZER.pad_token_id,
     )  # fmt: skip
     torch.testing.assert_close(credit.drop[2], expected.drop[0])
-    assert credit.weights[2].shape == (batch[2][2].shape[1],)
+    assert len(credit.weights[2]) == len(completions[2])
     assert credit.weights[2].max() == 4
-    assert torch.equal(credit.weights[:2], credit_of(model, batch).weights[:2])
+    assert all(map(torch.equal, credit.weights[:2], credit_of(model, batch).weights[:2]))
 
 
 def test_prefix_gain_asks_the_probe_alone_also_of_a_completion_with_an_answer_of_its_own(model, batch):
@@ -111,9 +111,9 @@ def test_a_target_is_scored_in_the_place_of_the_answer(model, batch):
     credit = credit_of(model, batch, targets=[right, None, None])
     answer = credit.answers[0]
     other = torch.cat([completions[0][: answer.start], right])
-    expected = score_counterfactuals(
+    expected = score_columns(
         model, prompts[:1], [other], [credit.spans[0]], [Span(answer.start, answer.start + len(right))],
-        placeholder_id=TOKENIZER.pad_token_id,
+        mask=TOKENIZER.pad_token_id,
     )  # fmt: skip
     torch.testing.assert_close(credit.drop[0], expected.drop[0])
     assert not torch.equal(credit.drop[0], credit_of(model, batch).drop[0])
@@ -128,7 +128,7 @@ def test_a_target_is_scored_in_the_place_of_the_answer(model, batch):
             "targets row 0: has a probe too",
         ),
         ({"probes": [None, Probe(torch.ones(1).long(), Span(0, 2)), None]}, "probes row 1: target"),
-        ({"probes": [None]}, "probes has 1 rows, completion_ids has 3"),
+        ({"probes": [None]}, "probes has 1 rows, prompts has 3"),
     ],
 )
 def test_bad_probes_and_targets_are_refused_by_row(model, batch, given, message):
@@ -141,27 +141,25 @@ def test_bad_probes_and_targets_are_refused_by_row(model, batch, given, message)
 def test_outcomes_and_token_units_reach_the_scoring(model, batch, outcome, units):
     prompts, completions, _ = batch
     credit = credit_of(model, batch, CounterfactualConfig(outcome=outcome, units=units, weights="bilevel"))
-    expected = score_counterfactuals(
+    expected = score_columns(
         model, prompts, completions, credit.spans, [a if s else None for a, s in zip(credit.answers, credit.spans)],  # noqa: B905
-        placeholder_id=TOKENIZER.pad_token_id, outcome=outcome,
+        mask=TOKENIZER.pad_token_id, outcome=outcome,
     )  # fmt: skip
     for ours, theirs in zip(credit.drop[:2], expected.drop[:2], strict=True):
         torch.testing.assert_close(ours, theirs)
     assert all(len(unit) == 2 and unit.end == unit.start + 1 for unit in credit.spans[0]) == (units == "tokens")
 
 
-def test_resampled_fills_follow_the_generator(model, batch):
-    config = CounterfactualConfig(fill="resampled", samples=2)
-    first, again, other = (
-        credit_of(model, batch, config, generator=torch.Generator().manual_seed(seed)).drop[0] for seed in (1, 1, 2)
-    )
+def test_resampled_fills_follow_the_seed(model, batch):
+    config = CounterfactualConfig(mask="resampled", samples=2)
+    first, again, other = (credit_of(model, batch, config, seed=seed).drop[0] for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("preselect_by", ["length", "prefix_gain", "gradient", "entropy"])
 def test_the_top_share_by_an_estimate_is_masked_exactly(model, batch, preselect_by):
-    entropies = torch.rand(batch[2][2].shape, generator=torch.Generator().manual_seed(0))
+    entropies = [torch.rand(n, generator=torch.Generator().manual_seed(0)) for n in batch[2].lengths]
     exact = credit_of(model, batch)
     some = credit_of(model, batch, CounterfactualConfig(preselect=0.5, preselect_by=preselect_by), entropies=entropies)
     for few, all_of_them in zip(some.drop[:2], exact.drop[:2], strict=True):

@@ -11,12 +11,10 @@ from cfa_kernels.credit.weights import (
     NORMALIZATIONS,
     Bilevel,
     Identity,
-    Judged,
-    Range,
     TopShare,
+    WeightInputs,
     span_weights,
 )
-from cfa_kernels.ops.row_softmax import FLOAT32_NOISE
 from cfa_kernels.span import Span
 
 SPANS = [Span(1, 3), Span(4, 6), Span(6, 7)]
@@ -138,7 +136,7 @@ def tokens(count: int, start: int = 0) -> list[Span]:
 
 
 def bilevel(importances, units, answer, length, *, inverted=False, **options) -> torch.Tensor:
-    (weights,) = Bilevel(**options)([Judged(importances, units, answer, length)], inverted=inverted)
+    (weights,) = Bilevel(**options)([WeightInputs(importances, units, answer, length)], inverted=inverted)
     return weights
 
 
@@ -195,7 +193,7 @@ def test_bilevel_weighs_a_span_by_its_tokens():
 def test_top_keeps_the_share_of_the_whole_batch_as_trl_does(fraction):
     values = [torch.tensor([3.0, 1, 2]), torch.tensor([9.0, 8, 7, 6, 5]), torch.zeros(0)]
     units = [tokens(3), tokens(5, 1), []]
-    rows = [Judged(*row, None, n) for row, n in zip(zip(values, units), (4, 7, 2), strict=True)]  # noqa: B905
+    rows = [WeightInputs(*row, None, n) for row, n in zip(zip(values, units), (4, 7, 2), strict=True)]  # noqa: B905
     threshold = torch.quantile(torch.cat(values), 1 - fraction)
     kept = TopShare(fraction)(rows, inverted=False)
     assert kept[0].tolist() == [float(x >= threshold) for x in values[0]] + [1]
@@ -206,24 +204,16 @@ def test_top_keeps_the_share_of_the_whole_batch_as_trl_does(fraction):
 
 
 def test_a_batch_without_units_weighs_one():
-    (weights,) = TopShare()([Judged(torch.zeros(0), [], None, 3)], inverted=False)
+    (weights,) = TopShare()([WeightInputs(torch.zeros(0), [], None, 3)], inverted=False)
     assert weights.tolist() == [1, 1, 1]
 
 
 def test_identity_takes_importances_for_weights_and_refuses_negative_ones():
-    row = Judged(torch.tensor([0.0, 2.5]), [Span(0, 2), Span(3, 4)], None, 5)
+    row = WeightInputs(torch.tensor([0.0, 2.5]), [Span(0, 2), Span(3, 4)], None, 5)
     (weights,) = Identity()([row], inverted=False)
     assert weights.tolist() == [0, 0, 1, 2.5, 1]
     with pytest.raises(ValueError, match=r"importances, unit 1: as a weight it must be >= 0, got -2\.5"):
         Identity()([row._replace(importances=torch.tensor([0.0, -2.5]))], inverted=False)
-
-
-@given(importance_lists)
-def test_a_range_of_importances_is_that_of_drops_with_the_sign_turned(importances):
-    values = torch.tensor(importances)
-    units = tokens(len(values))
-    (weights,) = Range()([Judged(values, units, None, 12, FLOAT32_NOISE)], inverted=False)
-    assert torch.equal(weights, span_weights(-values, units, None, 12))
 
 
 @given(st.integers(2, 12), st.integers(0, 9), st.floats(0.1, 1))

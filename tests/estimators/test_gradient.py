@@ -12,7 +12,6 @@ from cfa_kernels.estimators import gradient
 from cfa_kernels.estimators.gradient import Gradient
 from cfa_kernels.hf.verify import check_supported
 from cfa_kernels.scoring.access import InProcess
-from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
 from tests.support.models import (
     ARCHITECTURES,
@@ -24,6 +23,7 @@ from tests.support.models import (
     batch,
     batch_of,
     make_model,
+    score_columns,
     tokens,
 )
 
@@ -39,18 +39,14 @@ def double_model(name):
     return make_model(name, final_logit_softcapping=2.0 if name == "Gemma2" else None).cpu().double()
 
 
-def seeded(seed=7):
-    return torch.Generator().manual_seed(seed)
-
-
 def saliency(model, rows=None, **options):
     rows = range(len(PROMPTS)) if rows is None else rows
     columns = ([column[b] for b in rows] for column in (PROMPTS, COMPLETIONS, UNITS, ANSWERS))
-    return saliency_and_work(model, *columns, **options)[0]
+    return saliency_and_work(model, *columns, index=list(rows), **options)[0]
 
 
-def saliency_and_work(model, *columns, generator=None, token_budget=None, **options):
-    given = batch_of(model, *columns, generator=generator, token_budget=token_budget)
+def saliency_and_work(model, *columns, seed=(), index=None, token_budget=None, **options):
+    given = batch_of(model, *columns, seed=seed, index=index, token_budget=token_budget)
     found = Gradient(**options)(InProcess(model), given)
     return given.to_callers_order(found.values), found.work
 
@@ -124,10 +120,10 @@ def assert_close(ours, theirs, tolerance=1e-4):
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma2"])
 def test_importances_are_those_of_plain_forwards_under_the_same_noise(name, outcome):
     model, options = double_model(name), {"outcome": outcome, "sigma": 0.03, "samples": 3}
-    found = saliency(model, generator=seeded(), **options)
+    found = saliency(model, seed=(7,), **options)
     for b, ours in enumerate(found):
         if ANSWERS[b] is not None and UNITS[b]:
-            noises = noise_of_row(model, b, generator=seeded(), **options)
+            noises = noise_of_row(model, b, seed=(7,), **options)
             assert len(noises) == 3
             assert_close(ours, reference(model, b, outcome, noises))
 
@@ -137,7 +133,7 @@ def test_importances_are_those_of_plain_forwards_under_the_same_noise(name, outc
 def test_units_of_a_row_without_an_answer_have_no_importance_as_under_masking(outcome, sigma):
     model = double_model("Qwen3")
     found = saliency(model, outcome=outcome, sigma=sigma)
-    masked = score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER, outcome=outcome)
+    masked = score_columns(model, *batch(), mask=PLACEHOLDER, outcome=outcome)
     assert [row.isnan().tolist() for row in found] == [row.isnan().tolist() for row in masked.drop]
     assert found[3].isnan().all()
     assert len(found[3]) == 1
@@ -164,7 +160,7 @@ def test_without_noise_they_are_gradient_times_input_on_every_kind_of_model(name
 def test_without_noise_a_divergence_has_no_gradient_and_the_mean_log_prob_stands_in(outcome):
     model = double_model("Qwen3")
     found, work = saliency_and_work(
-        model, PROMPTS, COMPLETIONS, UNITS, ANSWERS, outcome=outcome, sigma=0.0, samples=5, generator=seeded()
+        model, PROMPTS, COMPLETIONS, UNITS, ANSWERS, outcome=outcome, sigma=0.0, samples=5, seed=(7,)
     )
     assert work.forwards == 1
     judged = "logprob" if outcome == "logprob" else "mean_logprob"
@@ -179,9 +175,7 @@ def test_without_noise_a_divergence_has_no_gradient_and_the_mean_log_prob_stands
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma2"])
 def test_importances_of_a_divergence_are_proportional_to_small_noise(name, outcome):
     model = make_model(name, initializer_range=0.05).cpu().double()
-    small, twice = (
-        saliency(model, outcome=outcome, sigma=sigma, samples=2, generator=seeded()) for sigma in (1e-4, 2e-4)
-    )
+    small, twice = (saliency(model, outcome=outcome, sigma=sigma, samples=2, seed=(7,)) for sigma in (1e-4, 2e-4))
     assert_close(twice[1], 2 * small[1], 0.05)
     assert small[1].min() > 0
 
@@ -190,9 +184,9 @@ def test_importances_of_a_divergence_are_proportional_to_small_noise(name, outco
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_a_row_depends_neither_on_its_neighbours_and_their_order_nor_on_the_budget(outcome, budget):
     model, options = double_model("Qwen3"), {"outcome": outcome, "samples": 2, "sigma": 0.01}
-    apart = [saliency(model, [b], generator=seeded(), **options)[0] for b in range(len(PROMPTS))]
+    apart = [saliency(model, [b], seed=(7,), **options)[0] for b in range(len(PROMPTS))]
     order = [4, 6, 2, 0, 3, 1, 5]
-    together = saliency(model, order, generator=seeded(), token_budget=budget, **options)
+    together = saliency(model, order, seed=(7,), token_budget=budget, **options)
     for b, ours in zip(order, together, strict=True):
         if ANSWERS[b] is not None:
             assert_close(ours, apart[b])
@@ -200,7 +194,7 @@ def test_a_row_depends_neither_on_its_neighbours_and_their_order_nor_on_the_budg
 
 def test_noise_is_normal_on_the_units_tokens_alone_anew_in_every_draw_and_the_same_for_every_number_of_draws():
     model = double_model("Llama")
-    three = noise_of_row(model, 1, sigma=0.5, samples=3, generator=seeded())
+    three = noise_of_row(model, 1, sigma=0.5, samples=3, seed=(7,))
     inside = torch.zeros(len(PROMPTS[1]) + len(COMPLETIONS[1]), dtype=torch.bool)
     for start, end in UNITS[1]:
         inside[len(PROMPTS[1]) + start : len(PROMPTS[1]) + end] = True
@@ -210,20 +204,21 @@ def test_noise_is_normal_on_the_units_tokens_alone_anew_in_every_draw_and_the_sa
     assert abs(drawn.std() - 0.5) < 0.05
     assert abs(drawn.mean()) < 0.05
     assert (drawn[0] - drawn[1]).abs().mean() > 0.3
-    (one,) = noise_of_row(model, 1, sigma=0.5, samples=1, generator=seeded())
+    (one,) = noise_of_row(model, 1, sigma=0.5, samples=1, seed=(7,))
     torch.testing.assert_close(one, three[0])
-    (other,) = noise_of_row(model, 1, sigma=0.5, samples=1, generator=seeded(8))
+    (other,) = noise_of_row(model, 1, sigma=0.5, samples=1, seed=(8,))
     assert (other - one).abs().max() > 0.3
 
 
-def test_a_generator_goes_on_from_call_to_call_and_without_one_calls_repeat():
-    model, generator = double_model("Llama"), seeded()
-    first, second = (saliency(model, [0], generator=generator)[0] for _ in range(2))
-    assert not torch.equal(first, second)
-    assert torch.equal(first, saliency(model, [0], generator=seeded())[0])
-    state = torch.get_rng_state()
-    first, second = (saliency(model, [0])[0] for _ in range(2))
-    assert torch.equal(first, second)
+def test_noise_is_keyed_by_seed_and_index_and_leaves_the_random_state_alone():
+    model, state = double_model("Llama"), torch.get_rng_state()
+    first, again, other, elsewhere = (
+        saliency_and_work(model, PROMPTS[:1], COMPLETIONS[:1], UNITS[:1], ANSWERS[:1], seed=seed, index=index)[0][0]
+        for seed, index in (((7,), [0]), ((7,), [0]), ((8,), [0]), ((7,), [1]))
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert not torch.equal(first, elsewhere)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -236,7 +231,14 @@ def test_prompts_are_fed_once_and_each_completion_by_itself_up_to_the_rows_that_
     model = double_model("Qwen3")
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
     values, work = saliency_and_work(
-        model, [prompt] * 2, [completion] * 2, [[Span(2, 5)]] * 2, [Span(16, 19)] * 2, outcome=outcome, samples=3
+        model,
+        [prompt] * 2,
+        [completion] * 2,
+        [[Span(2, 5)]] * 2,
+        [Span(16, 19)] * 2,
+        outcome=outcome,
+        samples=3,
+        index=[0, 0],
     )
     assert torch.equal(values[0], values[1])
     assert (work.forwards, work.tokens_fed) == (forwards, forwards * (9 + 2 * end))
@@ -355,7 +357,6 @@ def test_gradients_below_what_float16_resolves_are_not_lost():
         ({"sigma": float("nan")}, "sigma must be finite and at least 0, got nan"),
         ({"samples": 0}, "samples must be an integer, at least 1, got 0"),
         ({"samples": 1.5}, "samples must be an integer, at least 1, got 1.5"),
-        ({"generator": 3}, "generator must be a torch.Generator or None, got int"),
         ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
     ],
 )

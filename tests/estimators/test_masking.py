@@ -6,9 +6,8 @@ import torch
 from cfa_kernels.estimators.masking import Masking, top_units
 from cfa_kernels.estimators.registry import ESTIMATORS
 from cfa_kernels.scoring.access import InProcess
-from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, naive
+from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, naive, score_columns
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,7 @@ def test_preselected_units_are_masked_exactly_and_the_others_claim_nothing(qwen3
                 base = naive(qwen3, prompts[b], completions[b], answer)
                 drop = naive(qwen3, prompts[b], completions[b], answer, span) - base
                 assert abs(values[b][k].item() + drop) < 4e-5
-    whole = score_counterfactuals(qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER)
+    whole = score_columns(qwen3, prompts, completions, spans, answers, mask=PLACEHOLDER)
     assert work.tokens_fed < whole.work.tokens_fed
     assert work.forwards == 1
 
@@ -88,7 +87,7 @@ def test_preselecting_almost_all_units_is_exact(qwen3, outcome):
     values, exact, _ = preselected(qwen3, *data, preselect=0.99, outcome=outcome)
     rows = batch_of(qwen3, *batch())
     every = rows.to_callers_order(Masking(outcome=outcome)(InProcess(qwen3), rows).values)
-    whole = score_counterfactuals(qwen3, *batch(), placeholder_id=PLACEHOLDER, outcome=outcome)
+    whole = score_columns(qwen3, *batch(), mask=PLACEHOLDER, outcome=outcome)
     assert exact[0].all()
     torch.testing.assert_close(values[0], -whole.drop[2], rtol=0, atol=1e-5)
     for ours, drop in zip(every, whole.drop, strict=True):

@@ -14,6 +14,7 @@ from cfa_kernels.estimators.base import ANSWER, Importances
 from cfa_kernels.estimators.registry import ESTIMATORS
 from cfa_kernels.integrations.credit import OFFERED_BY_A_SERVICE, sentences, unmet_needs
 from cfa_kernels.options import NotNegative, check_fields, option_docs
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import DISTRIBUTIONS, LOGPROBS, LogprobService, ModelAccess
 from cfa_kernels.scoring.batch import ScoredBatch
 from tests.support.small_tokenizers import encode, get_tokenizer
@@ -49,11 +50,8 @@ def registered(monkeypatch):
 
 
 def credit_of(access, config):
-    ids = torch.tensor([encode(TOKENIZER, "3 + 4 = 7. Then 7 - 3 = 4.\n#### 4")])
-    prompt = torch.tensor([[3]])
-    return counterfactual_credit(
-        access, TOKENIZER, prompt, torch.ones_like(prompt), ids, torch.ones_like(ids), config=config
-    )
+    ids = torch.tensor(encode(TOKENIZER, "3 + 4 = 7. Then 7 - 3 = 4.\n#### 4"))
+    return counterfactual_credit(access, TOKENIZER, Rows([torch.tensor([3])], [ids]), config=config)
 
 
 def test_a_name_and_flat_options_find_it():
@@ -93,7 +91,7 @@ def test_a_host_that_lacks_what_it_needs_refuses_it():
 
 def test_its_importances_become_the_weights_of_its_rule():
     access = SimpleNamespace(
-        capabilities=frozenset({LOGPROBS, DISTRIBUTIONS}), module=None, noise=0.0, run=lambda body: body(),
+        capabilities=frozenset({LOGPROBS, DISTRIBUTIONS}), module=None, dtype=torch.float32, run=lambda body: body(),
         judge=lambda estimator, batch: estimator(access, batch),
     )  # fmt: skip
     weights = {}
@@ -101,13 +99,13 @@ def test_its_importances_become_the_weights_of_its_rule():
         credit = credit_of(access, CounterfactualConfig(estimator="lateness", power=power))
         judged = len(credit.spans[0])
         share = (torch.arange(judged) / (judged - 1)) ** power
-        torch.testing.assert_close(credit.weights[0, :judged], 0.5 + 3.5 * share)
-        assert credit.weights[0, credit.answers[0].start] == 1.5
+        torch.testing.assert_close(credit.weights[0][:judged], 0.5 + 3.5 * share)
+        assert credit.weights[0][credit.answers[0].start] == 1.5
         assert credit.drop[0].tolist() == [-(float(t) ** power) for t in range(judged)]
-        weights[power] = credit.weights
+        weights[power] = credit.weights[0]
     assert not torch.equal(weights[1.0], weights[2.0])
     inverted = credit_of(access, CounterfactualConfig(estimator="lateness", control="inverted"))
-    assert inverted.weights[0, 0] == 4.0
+    assert inverted.weights[0][0] == 4.0
 
 
 def test_an_estimator_that_is_not_registered_is_taken_as_an_object(monkeypatch):

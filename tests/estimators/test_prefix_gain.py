@@ -8,9 +8,8 @@ import torch
 from cfa_kernels.estimators.prefix_gain import PrefixGain, prefix_gain
 from cfa_kernels.estimators.probes import Probe, length_without_eos, with_probe
 from cfa_kernels.scoring.access import InProcess
-from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, batch_of, make_model, naive, tokens
+from tests.support.models import PLACEHOLDER, batch_of, make_model, naive, score_columns, tokens
 
 EOS = 2
 
@@ -79,8 +78,7 @@ def test_gains_feed_less_than_a_quarter_of_what_masked_branches_do(qwen3):
     units, answer = [Span(12, 33), Span(45, 60), Span(70, 92), Span(110, 135)], Span(142, 145)
     _, work = gains_of(qwen3, [prompt], [completion], [units], [answer], [141])
     masking = [
-        score_counterfactuals(qwen3, [prompt], [completion], [row], [answer], placeholder_id=PLACEHOLDER).work
-        for row in ([], units)
+        score_columns(qwen3, [prompt], [completion], [row], [answer], mask=PLACEHOLDER).work for row in ([], units)
     ]
     base, exact = (work.tokens_fed for work in masking)
     assert work.tokens_fed - (108 + 135) == 5 * 3
@@ -101,7 +99,7 @@ def test_a_probe_scores_a_completion_up_to_its_end_of_text(qwen3):
     longer, answer = with_probe(0, completion, [span], probe, [EOS])
     assert longer.tolist() == [*completion[:18].tolist(), 9, 8, 7, 6]
     assert answer == Span(20, 22)
-    scores = score_counterfactuals(qwen3, [prompt], [longer], [[span]], [answer], placeholder_id=PLACEHOLDER)
+    scores = score_columns(qwen3, [prompt], [longer], [[span]], [answer], mask=PLACEHOLDER)
     base = naive(qwen3, prompt, longer, answer)
     masked = naive(qwen3, prompt, longer, answer, span)
     assert abs(scores.base[0].item() - base) < 2e-5

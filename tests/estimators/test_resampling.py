@@ -8,10 +8,9 @@ import torch
 
 from cfa_kernels.estimators.resampling import _Fill, resampled_fills, resampled_scores
 from cfa_kernels.scoring.access import InProcess
-from cfa_kernels.scoring.batch import Row
-from cfa_kernels.scoring.masked import score_counterfactuals
+from cfa_kernels.scoring.batch import ScoredRow
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, VOCAB, batch, batch_of, make_model, naive, tokens
+from tests.support.models import batch, batch_of, make_model, naive, score_columns, tokens
 
 pytestmark = pytest.mark.slow
 
@@ -25,16 +24,16 @@ def qwen3():
     return make_model("Qwen3")
 
 
-def fills_of(model, prompts, completions, spans, *, token_budget=None, **options):
+def fills_of(model, prompts, completions, spans, *, seed, token_budget=None, index=None, **options):
     """Ids as tensors, in the order of `completions`, and what they took."""
-    rows = batch_of(model, prompts, completions, spans, token_budget=token_budget)
+    rows = batch_of(model, prompts, completions, spans, token_budget=token_budget, seed=(seed,), index=index)
     fills, work = resampled_fills(InProcess(model), rows, **options)
     assert all(ids.dtype == np.int64 for row in fills for ids in row)
     return [list(map(torch.from_numpy, row)) for row in rows.to_callers_order(fills)], work
 
 
-def scores_of(model, *data, **options):
-    rows = batch_of(model, *data)
+def scores_of(model, *data, seed, **options):
+    rows = batch_of(model, *data, seed=(seed,))
     return resampled_scores(InProcess(model), rows, **options).in_callers_order(rows)
 
 
@@ -51,10 +50,10 @@ def test_every_fill_token_is_drawn_from_the_model_given_what_stands_before_it(na
     prompts, completions = tokens(7, 7), tokens(9, 12, seed=1)
     spans = [[Span(4, 7), Span(0, 2)], [Span(10, 12)]]
     fills, _ = fills_of(model, prompts, completions, spans, seed=3)
-    for prompt, completion, row, row_fills in zip(prompts, completions, spans, fills, strict=True):
+    for b, (prompt, completion, row, row_fills) in enumerate(zip(prompts, completions, spans, fills, strict=True)):
         for span, fill in zip(row, row_fills, strict=True):
             context = torch.cat([prompt, completion[: span.start]])
-            draws = _Fill(0, Row(prompt.numpy(), completion.numpy(), [], None), span, "3/0").draws
+            draws = _Fill(ScoredRow(prompt.numpy(), completion.numpy(), [], None, b, b), span, (3,), 0).draws
             assert len(fill) == len(draws) == span.end - span.start
             for i, (token, draw) in enumerate(zip(fill.tolist(), draws.tolist(), strict=True)):
                 p = chances(model, torch.cat([context, fill[:i]]))
@@ -67,7 +66,7 @@ def test_fills_differ_by_seed_and_not_by_batch():
     prompts, completions, spans, _ = batch()
     together, _ = fills_of(model, prompts, completions, spans, seed=0)
     for b in (0, 4, 6):
-        (alone,), _ = fills_of(model, prompts[b : b + 1], completions[b : b + 1], spans[b : b + 1], seed=0)
+        (alone,), _ = fills_of(model, prompts[b : b + 1], completions[b : b + 1], spans[b : b + 1], seed=0, index=[b])
         assert all(map(torch.equal, alone, together[b]))
     small, _ = fills_of(model, prompts, completions, spans, seed=0, token_budget=1)
     for row, alone in zip(together, small, strict=True):
@@ -89,7 +88,7 @@ def test_fills_cost_the_completion_once_and_a_row_per_token(qwen3):
 def test_scores_with_fills_equal_one_full_forward_per_filled_span(qwen3):
     prompts, completions, spans, answers = batch()
     fills, _ = fills_of(qwen3, prompts, completions, spans, seed=0)
-    scores = score_counterfactuals(qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER, fills=fills)
+    scores = score_columns(qwen3, prompts, completions, spans, answers, mask=fills)
     for b, answer in enumerate(answers):
         for k, span in enumerate(spans[b] if answer else []):
             filled = completions[b].clone()
@@ -105,12 +104,10 @@ def test_resampled_scores_are_means_over_the_fills(outcome):
     found = scores_of(model, *data, seed=5, samples=3, outcome=outcome)
     once = scores_of(model, *data, seed=5, outcome=outcome)
     fills, work = fills_of(model, prompts, completions, spans, seed=5)
-    first = score_counterfactuals(model, *data, placeholder_id=0, fills=fills, outcome=outcome)
+    first = score_columns(model, *data, mask=fills, outcome=outcome)
     tripled = [row * 3 for row in spans]
     drawn, _ = fills_of(model, prompts, completions, spans, seed=5, samples=3)
-    every = score_counterfactuals(
-        model, prompts, completions, tripled, answers, placeholder_id=0, fills=drawn, outcome=outcome
-    )
+    every = score_columns(model, prompts, completions, tripled, answers, mask=drawn, outcome=outcome)
     for b, row in enumerate(spans):
         torch.testing.assert_close(once.drop[b], first.drop[b], rtol=0, atol=2e-5, equal_nan=True)
         assert all(map(torch.equal, drawn[b][: len(row)], fills[b]))
@@ -120,23 +117,6 @@ def test_resampled_scores_are_means_over_the_fills(outcome):
     assert not torch.equal(drawn[1][0], drawn[1][3])
     assert once.work == first.work + work
     assert found.work.tokens_fed > once.work.tokens_fed
-
-
-@pytest.mark.parametrize(
-    ("row", "fill", "message"),
-    [
-        (1, [torch.zeros(5, dtype=torch.long)], "fills row 1: has 1 fills for 3 spans"),
-        (2, [torch.zeros(2, dtype=torch.long)], "fills row 2, span 0: must hold an id for each of 1 tokens, got 2"),
-        (2, [torch.zeros(1)], "fills row 2, span 0: must be a 1-D int64 tensor .* got torch.float32"),
-        (2, [torch.tensor([VOCAB])], "fills row 2, span 0: id 211 at position 0 is outside the vocabulary"),
-    ],
-)
-def test_bad_fills_are_refused_by_row_and_span(qwen3, row, fill, message):
-    prompts, completions, spans, answers = batch()
-    fills = [[torch.zeros(end - start, dtype=torch.long) for start, end in row_spans] for row_spans in spans]
-    fills[row] = fill
-    with pytest.raises(ValueError, match=message):
-        score_counterfactuals(qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER, fills=fills)
 
 
 def test_a_nan_distribution_names_its_row():

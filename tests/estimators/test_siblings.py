@@ -18,6 +18,7 @@ from cfa_kernels.estimators.siblings import (
     prefix_tree_values,
     sibling_edits,
 )
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.batch import ScoredBatch
 from tests.support.edit_table import edits_by_table, table
@@ -162,7 +163,7 @@ def test_long_groups_are_aligned_in_time_linear_in_their_length() -> None:
 )
 def test_bad_groups_and_rewards_are_named(estimator, change, message) -> None:
     rows = [ids("ab"), ids("c"), ids("a")]
-    batch = ScoredBatch.of(None, rows, rows, numbers=[4, 5, 6])
+    batch = ScoredBatch.of(None, Rows(rows, rows, [4, 5, 6]))
     given_by_a_host = {"groups": torch.tensor([0, 0, 1]), "rewards": torch.tensor([1.0, 0, 1])}
     with pytest.raises(ValueError, match=message):
         estimator(InProcess(None), replace(batch, **given_by_a_host | change))

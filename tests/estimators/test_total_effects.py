@@ -11,11 +11,12 @@ import torch
 from cfa_kernels import CounterfactualConfig, Probe, counterfactual_credit
 from cfa_kernels.estimators.base import ANSWER
 from cfa_kernels.estimators.total_effects import chained_effects, total_effects
-from cfa_kernels.integrations.credit import pad_rows, sentences, unmet_needs
+from cfa_kernels.integrations.credit import sentences, unmet_needs
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import LOGPROBS, InProcess, LogprobService
-from cfa_kernels.scoring.masked import ScoringWork, score_counterfactuals
+from cfa_kernels.scoring.masked import ScoringWork
 from cfa_kernels.span import Span
-from tests.support.models import LONGROPE, PLACEHOLDER, batch_of, make_model, tokens
+from tests.support.models import LONGROPE, PLACEHOLDER, batch_of, make_model, score_columns, tokens
 from tests.support.small_tokenizers import encode, get_tokenizer
 
 RECURRENT = {
@@ -161,7 +162,7 @@ def test_effects_do_not_depend_on_the_budget(qwen3, budget):
 
 def test_nothing_is_fed_that_masking_does_not_feed_and_direct_effects_are_its_drops(qwen3):
     rows = batch()
-    found, masking = effects(qwen3, rows), score_counterfactuals(qwen3, *rows, placeholder_id=PLACEHOLDER)
+    found, masking = effects(qwen3, rows), score_columns(qwen3, *rows, mask=PLACEHOLDER)
     assert found.work == ScoringWork(
         masking.work.forwards, masking.work.tokens_fed, masking.work.tokens_unshared, found.work.head_rows
     )
@@ -300,8 +301,7 @@ def sampled():
 
 
 def credit_of(model, sampled, config, **given):
-    arrays = (*pad_rows(sampled[0], "left"), *pad_rows(sampled[1]))
-    return counterfactual_credit(model, TOKENIZER, *arrays, config=config, **given)
+    return counterfactual_credit(model, TOKENIZER, Rows(*sampled), config=config, **given)
 
 
 @pytest.mark.parametrize("units", ["spans", "tokens"])
@@ -309,12 +309,12 @@ def test_credit_by_total_effects_weighs_by_them_and_keeps_the_answers_own_score(
     direct, total = (
         credit_of(policy, sampled, CounterfactualConfig(units=units, effect=effect)) for effect in ("direct", "total")
     )
-    expected = effects(policy, (*sampled, total.spans, total.answers), placeholder_id=TOKENIZER.pad_token_id)
+    expected = effects(policy, (*sampled, total.spans, total.answers), mask=TOKENIZER.pad_token_id)
     assert direct.spans == total.spans
     for b in (0, 1):
         torch.testing.assert_close(total.drop[b], -expected.total[b])
         most = total.spans[b][int(expected.total[b].argmax())]
-        assert total.weights[b, most.start] == 4
+        assert total.weights[b][most.start] == 4
     assert units == "spans" or not torch.allclose(total.drop[0], direct.drop[0], atol=1e-3)  # of spans, few have links
     torch.testing.assert_close(total.base, direct.base, equal_nan=True)
     assert total.work == expected.work
@@ -326,7 +326,7 @@ def test_total_effects_go_with_probes_and_controls(policy, sampled):
     credit = credit_of(policy, sampled, CounterfactualConfig(effect="total", control="inverted"), probes=probes)
     assert len(credit.drop[2]) > 1
     assert credit.drop[2].isfinite().all()
-    assert credit.weights[0, credit.spans[0][int(credit.drop[0].argmin())].start] == 0.5
+    assert credit.weights[0][credit.spans[0][int(credit.drop[0].argmin())].start] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,8 @@ def test_total_effects_go_with_probes_and_controls(policy, sampled):
         ({"estimator": "gradient"}, "effect is not read: it is an option of estimator='masking'"),
         ({"outcome": "mean"}, "outcome='mean' cannot be combined with effect='total'"),
         ({"outcome": "mean_logprob"}, "outcome='mean_logprob' cannot be combined with effect='total'"),
-        ({"fill": "resampled"}, "fill='resampled' cannot be combined with effect='total'"),
+        ({"mask": "resampled"}, "mask='resampled' cannot be combined with effect='total'"),
+        ({"mask": "drop"}, "mask='drop' cannot be combined with effect='total'"),
         ({"preselect": 0.5}, "preselect=0.5 cannot be combined with effect='total'"),
     ],
 )

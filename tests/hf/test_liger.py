@@ -10,14 +10,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers.models.qwen3 import modeling_qwen3
 
-from cfa_kernels import packed_logprobs, score_counterfactuals
+from cfa_kernels import packed_logprobs
 from cfa_kernels.hf.liger import fused_modules, keep_own_modules, keeps_own_modules
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.verify import check_head
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import training_forward
 from cfa_kernels.span import Span
 from tests.support.liger import liger_runs
-from tests.support.models import PLACEHOLDER, assert_equals_naive, make_model, tokens
+from tests.support.models import PLACEHOLDER, assert_equals_naive, make_model, score_columns, tokens
 
 # Checkpoints compare devices, which the stand-in for a GPU gives another name.
 pytestmark = [pytest.mark.slow, pytest.mark.traced]
@@ -48,7 +49,7 @@ def assert_no_trace(model, before):
 def test_scores_by_fused_modules_are_those_of_the_models_own(name, gate):
     model = small_model(name)
     with liger_runs() as ran:
-        scores = score_counterfactuals(model, *SMALL, placeholder_id=PLACEHOLDER)
+        scores = score_columns(model, *SMALL, mask=PLACEHOLDER)
     assert {kernel for kernel in ran if kernel.startswith(("_rms", "_triton", "_swi", "_geg"))} == (
         {*FORWARD, gate} if gate else set()
     )
@@ -66,7 +67,7 @@ def adapted(**checkpointing):
 
 
 def gradients(model):
-    sum(row.square().sum() for row in packed_logprobs(model, *SMALL[:2])).backward()
+    sum(row.square().sum() for row in packed_logprobs(model, Rows(*SMALL[:2]))).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -90,7 +91,7 @@ def test_adapters_train_through_fused_modules_also_where_layers_run_again_in_the
 def two_backwards(model):
     """Of one packed forward; and what one of them should give."""
     weight = causal_lm(model).model.layers[0].self_attn.q_proj.weight
-    loss = sum(row.square().sum() for row in packed_logprobs(model, *SMALL[:2]))
+    loss = sum(row.square().sum() for row in packed_logprobs(model, Rows(*SMALL[:2])))
     first = torch.autograd.grad(loss, weight, retain_graph=True)[0]
     return torch.autograd.grad(loss, weight)[0], first
 
@@ -127,7 +128,7 @@ def test_gradients_at_the_hidden_states_are_no_backward_through_the_modules(monk
     monkeypatch.setattr(training_forward, "check_trainable", check_head)
     model = small_model().train()
     with liger_runs():
-        forward = training_forward.packed_forward(model, *SMALL[:2])
+        forward = training_forward.packed_forward(model, Rows(*SMALL[:2]))
         loss = sum(row.sum() for row in forward.logprobs())
         for _ in range(2):
             torch.autograd.grad(loss, forward.fed[0].hidden, retain_graph=True)
@@ -176,13 +177,13 @@ def test_a_forward_that_somebody_else_put_in_stays():
 def test_modules_that_compute_something_else_are_found_out_and_not_used():
     model = small_model(hidden_act="gelu")  # whose gate Liger takes for SwiGLU's
     device = model.device
-    score_counterfactuals(model.cpu(), *SMALL, placeholder_id=PLACEHOLDER)  # what a CPU shows tells nothing of them
+    score_columns(model.cpu(), *SMALL, mask=PLACEHOLDER)  # what a CPU shows tells nothing of them
     model.to(device)
     with liger_runs(), pytest.warns(UserWarning, match="keeps its own norms.*does not compute the same"):
-        scores = score_counterfactuals(model, *SMALL, placeholder_id=PLACEHOLDER)
+        scores = score_columns(model, *SMALL, mask=PLACEHOLDER)
     assert_equals_naive(scores, model, *SMALL)
     with liger_runs() as ran, warnings.catch_warnings():
         warnings.simplefilter("error")
-        score_counterfactuals(model, *SMALL, placeholder_id=PLACEHOLDER)
+        score_columns(model, *SMALL, mask=PLACEHOLDER)
     assert not FORWARD & set(ran)
     assert keeps_own_modules(causal_lm(model))

@@ -5,16 +5,17 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from cfa_kernels import packed_logprobs, score_counterfactuals
+from cfa_kernels import packed_logprobs
 from cfa_kernels.hf import lora
 from cfa_kernels.hf.lora import adapters_left_to_peft, one_pass_adapters
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.verify import check_head
 from cfa_kernels.ops.adapted_linear import adapted_linear
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import training_forward
 from cfa_kernels.span import Span
 from tests.support.as_on_gpu import DEVICE
-from tests.support.models import PLACEHOLDER, assert_equals_naive, make_model, tokens
+from tests.support.models import PLACEHOLDER, assert_equals_naive, make_model, score_columns, tokens
 
 SMALL = ([tokens(4)[0]] * 2, tokens(7, 6, seed=1), [[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
 
@@ -43,7 +44,7 @@ def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointin
     made = calls(monkeypatch)
 
     def gradients(model):
-        sum(row.square().sum() for row in packed_logprobs(model, *SMALL[:2])).backward()
+        sum(row.square().sum() for row in packed_logprobs(model, Rows(*SMALL[:2]))).backward()
         return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     own, model = adapted(), adapted()
@@ -63,7 +64,7 @@ def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointin
 
 def test_scores_of_adapted_models_are_their_own(monkeypatch):
     model, made = adapted(), calls(monkeypatch)
-    scores = score_counterfactuals(model, *SMALL, placeholder_id=PLACEHOLDER)
+    scores = score_columns(model, *SMALL, mask=PLACEHOLDER)
     assert made
     assert_equals_naive(scores, model.eval(), *SMALL)
 
@@ -86,7 +87,7 @@ def log_probs_by_peft(monkeypatch):
         with monkeypatch.context() as patch:
             if own:
                 patch.setattr(lora, "_lora_layers", lambda walk: [])
-            rows = packed_logprobs(model, *SMALL[:2])
+            rows = packed_logprobs(model, Rows(*SMALL[:2]))
         sum(row.sum() for row in rows).backward()
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
         return torch.cat(rows).detach(), torch.cat([parameter.grad.flatten() for parameter in trained])

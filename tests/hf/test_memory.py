@@ -11,12 +11,12 @@ from cfa_kernels.estimators.resampling import resampled_fills
 from cfa_kernels.hf import limits, memory, tree_forward
 from cfa_kernels.hf.memory import columns_at_once, halves, rows_at_once, run_in_memory
 from cfa_kernels.hf.verify import check_head, check_supported
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import masked, training_forward
 from cfa_kernels.scoring.access import InProcess
-from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.scoring.training_forward import packed_forward
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, tokens
+from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, score_columns, tokens
 
 
 def drops(score, **options):
@@ -34,18 +34,18 @@ def importances(estimate, **options):
 
 
 def filled(model, *data):
-    fills, _ = resampled_fills(InProcess(model), batch_of(model, *data), seed=0)
+    fills, _ = resampled_fills(InProcess(model), batch_of(model, *data, seed=(0,)))
     return [torch.cat([*map(torch.from_numpy, row), torch.zeros(0)]) for row in fills]
 
 
 def continued(model, prompts, completions, spans, answers):
     """The branches alone: the forward that they continue has had its memory."""
-    forward = packed_forward(model, prompts, completions, keep_states=True)
-    return forward.score(spans, answers, placeholder_id=PLACEHOLDER).drop
+    forward = packed_forward(model, Rows(prompts, completions), keep_states=True)
+    return forward.score(spans, answers, mask=PLACEHOLDER).drop
 
 
 CALLS = {
-    "exact": drops(score_counterfactuals, placeholder_id=PLACEHOLDER),
+    "exact": drops(score_columns, mask=PLACEHOLDER),
     "continued": continued,
     "fills": filled,
     "gradient": importances(gradient.Gradient(samples=2, sigma=0.01)),
@@ -206,7 +206,7 @@ def test_what_a_training_forward_keeps_is_estimated_within_its_measure_and_a_thi
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            forward = packed_forward(model, [prompt], [completion])
+            forward = packed_forward(model, Rows([prompt], [completion]))
         return sum(size for size, _ in kept.values()) / forward.tokens_fed
 
     one, two = made(1), made(2)

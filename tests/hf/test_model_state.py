@@ -11,6 +11,7 @@ from cfa_kernels.hf.model_state import ModelState
 from cfa_kernels.hf.verify import check_head
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.packing.prefix_tree import Query
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import training_forward
 from cfa_kernels.scoring.training_forward import packed_forward
 from cfa_kernels.span import Span
@@ -37,11 +38,11 @@ def adapted():
 
 
 def forward_of(model):
-    return packed_forward(causal_lm(model), PROMPTS, COMPLETIONS, keep_states=True)
+    return packed_forward(causal_lm(model), Rows(PROMPTS, COMPLETIONS), keep_states=True)
 
 
 def drops(forward):
-    return torch.cat(forward.score(*ASKED, placeholder_id=PLACEHOLDER).drop)
+    return torch.cat(forward.score(*ASKED, mask=PLACEHOLDER).drop)
 
 
 def fused_step(model, forward):
@@ -112,7 +113,7 @@ def test_a_forward_whose_model_has_changed_since_is_not_continued(change):
     for ask in (lambda: drops(forward), lambda: forward.query_logprobs(causal, [[query]])):
         with pytest.raises(RuntimeError, match=f"cannot be continued: .*{message}"):
             ask()
-    batch = ScoredBatch.of(causal, PROMPTS, COMPLETIONS, *ASKED, placeholder_id=PLACEHOLDER)
+    batch = ScoredBatch.of(causal, Rows(PROMPTS, COMPLETIONS), *ASKED, mask=PLACEHOLDER)
     with pytest.raises(RuntimeError, match="cannot be continued"):
         TrainingForward(forward).score(batch)
     if change == "an optimizer step":  # so that before and now are not the same model
@@ -130,7 +131,7 @@ def test_what_leaves_the_weights_alone_leaves_a_forward_valid(make, checkpointin
     first, forward = forward_of(model), forward_of(model)
     before = drops(forward)
     sum(row.sum() for row in first.logprobs()).backward()  # gradients of micro-batches add up
-    batch = LossBatch.of(COMPLETIONS, None, torch.tensor([1.0, -1.0]))
+    batch = LossBatch.of(Rows(PROMPTS, COMPLETIONS), None, torch.tensor([1.0, -1.0]))
     forward.policy_loss(batch).loss.backward()
     model.zero_grad()
     model.eval()
@@ -149,16 +150,19 @@ def test_what_leaves_the_weights_alone_leaves_a_forward_valid(make, checkpointin
 @pytest.mark.parametrize("change", ["an optimizer step", "a checkpoint"])
 def test_log_probs_and_loss_are_not_read_by_a_head_that_has_changed_since(change):
     model = small_model()
-    forward = packed_forward(model, PROMPTS, COMPLETIONS)
+    forward = packed_forward(model, Rows(PROMPTS, COMPLETIONS))
     CHANGES[change][1](model, forward)
-    for read in (forward.logprobs, lambda: forward.policy_loss(LossBatch.of(COMPLETIONS, None, torch.ones(2)))):
+    for read in (
+        forward.logprobs,
+        lambda: forward.policy_loss(LossBatch.of(Rows(PROMPTS, COMPLETIONS), None, torch.ones(2))),
+    ):
         with pytest.raises(RuntimeError, match=r"the head's weight has been written to since it ran.*two models"):
             read()
 
 
 def test_under_a_head_that_stays_they_are_those_of_the_forward_however_its_adapters_go_on():
     model = adapted()
-    forward = packed_forward(causal_lm(model), PROMPTS, COMPLETIONS)
+    forward = packed_forward(causal_lm(model), Rows(PROMPTS, COMPLETIONS))
     before = forward.logprobs()
     sum(row.sum() for row in before).backward()
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1.0).step()
@@ -177,7 +181,7 @@ def test_the_state_is_read_once_by_a_forward_that_is_continued_and_once_by_what_
     reads, read = [], model_state._read
     monkeypatch.setattr(model_state, "_read", lambda model: reads.append(model) or read(model))
     causal = causal_lm(adapted())
-    packed_forward(causal, PROMPTS, COMPLETIONS)
+    packed_forward(causal, Rows(PROMPTS, COMPLETIONS))
     assert not reads
     forward = forward_of(causal)
     assert len(reads) == 1
@@ -187,7 +191,7 @@ def test_the_state_is_read_once_by_a_forward_that_is_continued_and_once_by_what_
         causal, [[Query(torch.cat([PROMPTS[0], COMPLETIONS[0]]).numpy(), 8, COMPLETIONS[0][:2].numpy())]]
     )
     assert len(reads) == 3
-    forward.policy_loss(LossBatch.of(COMPLETIONS, None, torch.ones(2)))
+    forward.policy_loss(LossBatch.of(Rows(PROMPTS, COMPLETIONS), None, torch.ones(2)))
     assert len(reads) == 3  # the head is looked at by itself
 
 

@@ -4,13 +4,13 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from cfa_kernels import score_counterfactuals
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.model_walk import ModelWalk
 from cfa_kernels.hf.modes import checkpointed_modules, one_mode
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_forward
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, make_model, tokens
+from tests.support.models import PLACEHOLDER, make_model, score_columns, tokens
 
 PROMPTS, COMPLETIONS = [tokens(4)[0]] * 2, tokens(7, 6, seed=1)
 ASKED = ([[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
@@ -45,13 +45,13 @@ def walks(monkeypatch):
 
 def test_a_packed_forward_its_scores_and_scores_apart_take_one_walk_each(adapted, walks):
     causal = causal_lm(adapted)
-    packed_forward(causal, PROMPTS, COMPLETIONS, keep_states=True)  # verified
+    packed_forward(causal, Rows(PROMPTS, COMPLETIONS), keep_states=True)  # verified
     walks.clear()
-    forward = packed_forward(causal, PROMPTS, COMPLETIONS, keep_states=True)
+    forward = packed_forward(causal, Rows(PROMPTS, COMPLETIONS), keep_states=True)
     assert walks == ["ours"]
-    forward.score(*ASKED, placeholder_id=PLACEHOLDER)
+    forward.score(*ASKED, mask=PLACEHOLDER)
     assert walks == ["ours", "ours again"]
-    score_counterfactuals(adapted, PROMPTS, COMPLETIONS, *ASKED, placeholder_id=PLACEHOLDER)
+    score_columns(adapted, PROMPTS, COMPLETIONS, *ASKED, mask=PLACEHOLDER)
     assert walks == ["ours", "ours again", "ours"]
 
 

@@ -8,15 +8,14 @@ from peft import LoraConfig, get_peft_model
 
 from cfa_kernels.hf import verify
 from cfa_kernels.hf.accuracy import FLOAT32_NOISE, noise_floor
-from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, make_model, tokens
+from tests.support.models import PLACEHOLDER, make_model, score_columns, tokens
 
 
 def drops(model, answer):
     prompts, completions = tokens(*[8] * 6), tokens(*[40] * 6, seed=1)
     spans = [[Span(i, i + 1) for i in range(0, 32, 4)]] * 6
-    scores = score_counterfactuals(model, prompts, completions, spans, [answer] * 6, placeholder_id=PLACEHOLDER)
+    scores = score_columns(model, prompts, completions, spans, [answer] * 6, mask=PLACEHOLDER)
     return torch.stack(scores.drop)
 
 

@@ -6,6 +6,7 @@ import transformers
 
 from cfa_kernels import check_model, packed_logprobs
 from cfa_kernels.hf import stateful_layers
+from cfa_kernels.rows import Rows
 from tests.support.models import HYBRIDS, SHAPE, make_model, tokens
 
 PROMPT, OTHER, LONG, MORE, LESS = tokens(5, 1, 7, 5, 3, seed=5)
@@ -51,7 +52,7 @@ def gradients(model, logprobs, completions) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_pieces_of_one_token_train_as_plain_forwards_do(name, training):
     model = make_model(name, **HYBRIDS[name]).train(training)
-    ours, theirs = packed_logprobs(model, *BATCH), row_by_row(model, *BATCH)
+    ours, theirs = packed_logprobs(model, Rows(*BATCH)), row_by_row(model, *BATCH)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=5e-4)
     found, expected = (gradients(model, logprobs, BATCH[1]) for logprobs in (ours, theirs))

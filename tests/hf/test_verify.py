@@ -13,7 +13,6 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from cfa_kernels.hf import limits, tree_forward, verify
 from cfa_kernels.hf.model_walk import ModelWalk
 from cfa_kernels.ops.attention_options import EVERYTHING, Reach
-from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
 from tests.support.models import (
     HYBRIDS,
@@ -25,12 +24,13 @@ from tests.support.models import (
     assert_equals_naive,
     batch,
     make_model,
+    score_columns,
     tokens,
 )
 
 
 def score(model, data=None):
-    return score_counterfactuals(model, *(data or batch()), placeholder_id=PLACEHOLDER)
+    return score_columns(model, *(data or batch()), mask=PLACEHOLDER)
 
 
 @pytest.mark.parametrize("budget", [None, 1])
@@ -39,20 +39,17 @@ def test_a_row_does_not_depend_on_longer_neighbours_where_rotary_frequencies_fol
     prompts, completions = tokens(5, 6), tokens(16, 60, seed=1)
     spans, answers = [[Span(2, 6)], [Span(3, 8), Span(20, 30)]], [Span(12, 14), Span(50, 52)]
     data = (prompts, completions, spans, answers)
-    scores = score_counterfactuals(model, *data, placeholder_id=PLACEHOLDER, token_budget=budget)
+    scores = score_columns(model, *data, mask=PLACEHOLDER, token_budget=budget)
     assert_equals_naive(scores, model, *data)
     assert scores.work.forwards >= 2
 
 
-@pytest.mark.parametrize("logprobs", [False, True])
-def test_a_row_keeps_the_frequencies_of_its_whole_length_also_where_its_answer_stands_before_the_switch(logprobs):
+def test_a_row_keeps_the_frequencies_of_its_whole_length_also_where_its_answer_stands_before_the_switch():
     model = make_model("Phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32)
     prompts, completions = tokens(5, 6), tokens(60, 12, seed=1)
     data = (prompts, completions, [[Span(2, 6)], [Span(2, 6)]], [Span(12, 14), Span(9, 11)])
-    scores = score_counterfactuals(model, *data, placeholder_id=PLACEHOLDER, logprobs=logprobs)
+    scores = score_columns(model, *data, mask=PLACEHOLDER)
     assert_equals_naive(scores, model, *data)
-    if logprobs:
-        torch.testing.assert_close(scores.base[0], scores.logprobs[0][12:14].sum(), rtol=0, atol=2e-5)
 
 
 def test_a_forward_in_which_a_rows_place_would_matter_is_kept_small_or_refused():

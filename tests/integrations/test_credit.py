@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from cfa_kernels import CounterfactualConfig, ScoredBatch, Span, score_counterfactuals
+from cfa_kernels import CounterfactualConfig, Rows, ScoredBatch, Span
 from cfa_kernels.estimators.base import ENTROPIES, NEEDS, SIBLINGS, Importances
 from cfa_kernels.integrations.credit import (
     OFFERED_BY_A_SERVICE,
     credit_rows,
     fold_weights,
-    pad_rows,
     sentences,
     unmet_needs,
 )
 from cfa_kernels.scoring.access import LogprobService
 from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE
+from tests.support.models import score_columns
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def service(prompts: list[Tensor], completions: list[Tensor]) -> list[Tensor]:
     return given
 
 
-BATCH = ScoredBatch.of(None, PROMPTS, COMPLETIONS, SPANS, ANSWERS, placeholder_id=0)
+BATCH = ScoredBatch.of(None, Rows(PROMPTS, COMPLETIONS), SPANS, ANSWERS, mask=0)
 
 
 def score(logprobs_of=service, **options):
@@ -48,7 +48,7 @@ def score(logprobs_of=service, **options):
 def test_a_log_prob_service_scores_as_the_packed_tree_does():
     before = [row.clone() for row in COMPLETIONS]
     given = score()
-    expected = score_counterfactuals(tiny_model().eval(), PROMPTS, COMPLETIONS, SPANS, ANSWERS, placeholder_id=0)
+    expected = score_columns(tiny_model().eval(), PROMPTS, COMPLETIONS, SPANS, ANSWERS, mask=0)
     base = torch.stack(BATCH.to_callers_order(given.base))
     torch.testing.assert_close(base, expected.base, rtol=1e-5, atol=1e-5, equal_nan=True)
     for name in ("masked", "drop"):
@@ -109,17 +109,6 @@ def test_folded_advantages_keep_their_dtype(dtype):
     assert fold_weights(torch.ones(2, dtype=dtype), torch.full((2, 3), 0.5)).dtype == dtype
 
 
-def test_rows_are_padded_on_the_side_asked_for():
-    rows = [torch.tensor([5]), torch.tensor([6, 7])]
-    left, right = pad_rows(rows, "left"), pad_rows(rows)
-    assert [tensor.tolist() for tensor in left] == [[[0, 5], [6, 7]], [[0, 1], [1, 1]]]
-    assert [tensor.tolist() for tensor in right] == [[[5, 0], [6, 7]], [[1, 0], [1, 1]]]
-    with pytest.raises(ValueError, match="rows: the batch is empty; expected at least one tensor"):
-        pad_rows([])
-    with pytest.raises(ValueError, match=r"rows\[1\]: must be a 1-D tensor, got list"):
-        pad_rows([rows[0], [6, 7]])
-
-
 @pytest.mark.parametrize(
     ("advantages", "expected"),
     [
@@ -133,13 +122,12 @@ def test_rows_are_padded_on_the_side_asked_for():
 def test_signed_credit_of_rows_is_in_the_units_of_their_advantages_and_leaves_what_does_not_count(advantages, expected):
     given, figures = credit_rows(
         tiny_tokenizer(),
-        PROMPTS[:2],
-        [torch.tensor([IDS[0], IDS[i], IDS[3]]) for i in (1, 2)],
+        Rows(PROMPTS[:2], [torch.tensor([IDS[0], IDS[i], IDS[3]]) for i in (1, 2)]),
         [torch.tensor([1, 1, 1]), torch.tensor([1, 1, 0])],
         [torch.tensor(row) for row in advantages],
         LogprobService(service),
         config=CounterfactualConfig(estimator="prefix_tree"),
-        generator=torch.Generator(),
+        seed=0,
         groups=torch.tensor([4, 4]),
         rewards=torch.tensor([1.0, 0.0]),
     )
@@ -149,19 +137,18 @@ def test_signed_credit_of_rows_is_in_the_units_of_their_advantages_and_leaves_wh
 
 def test_a_function_of_the_callers_asks_the_service_in_the_models_place():
     def estimate(access, batch):
-        scores = access.score(replace(batch, placeholder_id=0))
+        scores = access.score(replace(batch, mask=0))
         return Importances([-row for row in scores.drop], base=scores.base, change_of="logprob")
 
     def credited(config):
         return credit_rows(
             tiny_tokenizer(),
-            PROMPTS[:2],
-            COMPLETIONS[:2],
+            Rows(PROMPTS[:2], COMPLETIONS[:2]),
             [torch.ones(len(row)) for row in COMPLETIONS[:2]],
             [torch.full((len(row),), 1.0 - 2 * b) for b, row in enumerate(COMPLETIONS[:2])],
             LogprobService(service),
             config=config,
-            generator=torch.Generator(),
+            seed=0,
             groups=torch.tensor([0, 1]),
             rewards=torch.tensor([1.0, 0.0]),
         )[0]

@@ -17,7 +17,7 @@ import cfa_kernels.integrations.openrlhf as integration
 from cfa_kernels import CounterfactualConfig, counterfactual_weights, integrations
 from cfa_kernels.estimators.base import Importances
 from cfa_kernels.integrations.openrlhf import CounterfactualMixin
-from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, completions, credited, padded
+from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, batch_rows, completions, credited
 from tests.support.openrlhf_host import experiences, settings
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -31,7 +31,7 @@ def test_the_advantages_are_openrlhfs_times_the_weights_of_the_completions(build
     stock = build(None).compute_advantages_and_returns(experiences(openrlhf.Experience))
     maker = build(CounterfactualConfig(), actors=actors, copies=copies)
     mine = maker.compute_advantages_and_returns(experiences(openrlhf.Experience))
-    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), *padded())
+    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), batch_rows())
     rows = iter(zip(PROMPTS, completions(), weights, strict=True))
     seen = 0
     for expected, given in zip(stock, mine, strict=True):
@@ -69,7 +69,7 @@ def test_an_estimator_of_the_callers_sees_openrlhfs_groups_and_rewards_and_asks_
     seen = []
 
     def estimate(model: Any, batch: Any) -> Importances:
-        scores = model.score(replace(batch, placeholder_id=0))
+        scores = model.score(replace(batch, mask=0))
         seen.append((batch.groups.tolist(), batch.rewards.tolist(), batch.advantages.shape, scores.base.isfinite()))
         return Importances([torch.ones(len(units)) for units in batch.units], signed=True)
 
@@ -117,13 +117,13 @@ def test_an_estimator_that_compares_completions_is_refused_where_a_prompt_has_on
 
 def test_what_credit_did_is_logged_for_each_sample_and_leaves_a_tools_tokens_out(build, openrlhf):
     made = build(CounterfactualConfig()).compute_advantages_and_returns(experiences(openrlhf.Experience))
-    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), *padded())
-    weights[1, 1] = float("nan")
+    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), batch_rows())
+    weights[1][1] = float("nan")
     for experience in made:
         for name in ("weight_std", "spans_mean", "drop_mean", "drop_min", "tokens_fed", "seconds"):
             assert experience.info[f"credit/{name}"].shape == (len(experience.sequences),)
         assert experience.info["credit/scored_fraction"][0] == pytest.approx(5 / 6)  # one has no answer
-        mean = weights[padded()[3].bool()].nanmean()
+        mean = torch.cat(weights).nanmean()
         torch.testing.assert_close(experience.info["credit/weight_mean"][0], mean, rtol=1e-4, atol=1e-5)
 
 

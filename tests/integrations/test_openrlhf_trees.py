@@ -43,7 +43,7 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({}, 2, 2),
         ({"effect": "total"}, 2, 1),
         ({"outcome": "mean"}, 1, 1),
-        ({"fill": "resampled", "samples": 2}, 3, 1),
+        ({"mask": "resampled", "samples": 2}, 3, 1),
         ({"estimator": "prefix_gain"}, 1, 2),
     ],
     ids=str,
@@ -118,7 +118,7 @@ def test_trees_are_named_in_the_log_and_what_asks_nothing_does_not_touch_the_act
     caplog.set_level(logging.INFO, integration.__name__)
     group = TreeActors(2)
     maker(group, actors=2).set_up()
-    assert re.fullmatch(r"credit: packed trees are scored on 2 workers, noise \S+", caplog.messages[-1])
+    assert re.fullmatch(r"credit: packed trees are scored on 2 workers in torch.float32", caplog.messages[-1])
     silent = TreeActors(2)
     for options in ({"control": "off"}, {"control": "random"}, {"estimator": "prefix_tree"}):
         asked = maker(silent, CounterfactualConfig(**options), actors=2)
@@ -132,7 +132,7 @@ def test_a_function_of_the_callers_runs_beside_the_trainer_and_asks_the_actors(m
 
     def estimate(model: Any, batch: Any) -> Importances:
         seen.append((len(batch), batch.rewards.tolist()))
-        scores = model.score(replace(batch, placeholder_id=0))
+        scores = model.score(replace(batch, mask=0))
         return Importances([-row.nan_to_num() for row in scores.drop], base=scores.base)
 
     group = TreeActors(2)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cfa_kernels import CounterfactualConfig, counterfactual_weights, policy_loss
+from cfa_kernels import CounterfactualConfig, Rows, counterfactual_credit, counterfactual_weights, policy_loss
+from cfa_kernels.credit import deferred
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
@@ -17,7 +18,6 @@ integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is
 from datasets import Dataset  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 
-from cfa_kernels.integrations import trl_credit  # noqa: E402
 from cfa_kernels.integrations.trl import CounterfactualGRPOTrainer  # noqa: E402
 from tests.support.trl_training import (  # noqa: E402
     LORA,
@@ -36,6 +36,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 ONES = CounterfactualConfig(w_min=1.0, w_max=1.0, w_answer=1.0)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "trl.md"
+
+PADDED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 
 @pytest.mark.parametrize(
@@ -71,17 +73,16 @@ def test_the_advantages_are_trls_times_the_weights_of_the_completions(train):
     recorded, record = record_generations()
     train(recorded)
     ((before, output, _),) = record
-    weights = counterfactual_weights(
-        tiny_model(), tiny_tokenizer(), output["prompt_ids"], output["prompt_mask"], output["completion_ids"],
-        output["completion_mask"], advantages=before,
-    )  # fmt: skip
-    assert weights.unique().numel() > 3
-    torch.testing.assert_close(output["advantages"], before[:, None] * weights, rtol=1e-4, atol=1e-5)
+    rows = Rows.from_padded(*(output[name] for name in PADDED))
+    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), rows, advantages=before)
+    assert torch.cat(weights).unique().numel() > 3
+    for row, advantage, own in zip(output["advantages"], before, weights, strict=True):
+        torch.testing.assert_close(row[: len(own)], advantage * own, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_without_advantage_cost_no_scoring(train, monkeypatch):
     fed: list[int] = []
-    credit = trl_credit.counterfactual_credit
+    credit = deferred.counterfactual_credit
 
     def counted(model: Any, *args: Any, **kwargs: Any) -> Any:
         norm = model.model.layers[0].input_layernorm  # a hook on the embedding has the model checked again
@@ -94,7 +95,7 @@ def test_rows_without_advantage_cost_no_scoring(train, monkeypatch):
         """Advantage for the first of three groups alone."""
         return [reward * (i < 8) for i, reward in enumerate(seven(completions))]
 
-    monkeypatch.setattr(trl_credit, "counterfactual_credit", counted)
+    monkeypatch.setattr(deferred, "counterfactual_credit", counted)
     everywhere = train(per_device_train_batch_size=24)
     (all_rows,) = logged(everywhere, "credit/tokens_fed")
     assert sum(fed) == all_rows
@@ -160,7 +161,7 @@ class Processor:
 
 def test_scoring_runs_in_trls_precision_with_the_tokenizer_of_a_processor(train, monkeypatch):
     seen: list[Any] = []
-    credit = trl_credit.counterfactual_credit
+    credit = deferred.counterfactual_credit
 
     def watched(model: Any, tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append((torch.is_autocast_enabled("cpu"), type(tokenizer)))
@@ -171,7 +172,7 @@ def test_scoring_runs_in_trls_precision_with_the_tokenizer_of_a_processor(train,
             self.processing_class = Processor(self.processing_class)
             return super().train()
 
-    monkeypatch.setattr(trl_credit, "counterfactual_credit", watched)
+    monkeypatch.setattr(deferred, "counterfactual_credit", watched)
     train(Processed, bf16=True)
     assert seen == [(True, type(tiny_tokenizer()))]
 
@@ -246,8 +247,9 @@ def test_vllms_importance_ratios_multiply_with_the_weights(train, mode, loss):
     logits = model(ids, attention_mask=torch.cat([output["prompt_mask"], output["completion_mask"]], 1)).logits
     logprobs = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[:, -5:, 0]
     if loss.get("packed_loss"):  # credit is assigned later, from the training forward
-        columns = (output[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"))
-        weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), *columns, advantages=before)
+        rows = Rows.from_padded(*(output[name] for name in PADDED))
+        credit = counterfactual_credit(tiny_model(), tiny_tokenizer(), rows, advantages=before)
+        weights = credit.padded(output["completion_ids"].shape[1])
     else:
         weights = output["advantages"] / before[:, None]
     loss, _ = policy_loss(

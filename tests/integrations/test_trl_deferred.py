@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig, counterfactual_credit
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import TrainingForward
 from cfa_kernels.scoring.training_forward import packed_forward
 
@@ -58,11 +59,11 @@ def test_a_step_feeds_every_completion_once(tmp_path):
     hook.remove()
 
     ((_, output, _),) = record
-    pairs = [("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")]
-    rows = [[ids[kept.bool()] for ids, kept in zip(output[a], output[b], strict=True)] for a, b in pairs]
-    forward = packed_forward(tiny_model(), *rows, keep_states=True)
-    batch = {name: output[name] for pair in pairs for name in pair}
-    credit = counterfactual_credit(TrainingForward(forward), tiny_tokenizer(), **batch, advantages=output["advantages"])
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    rows = Rows.from_padded(*(output[name] for name in names))
+    forward = packed_forward(tiny_model(), rows, keep_states=True)
+    advantages = output["advantages"]
+    credit = counterfactual_credit(TrainingForward(forward), tiny_tokenizer(), rows, advantages=advantages)
     assert credit.work is not None
     assert logged(trainer, "packed/tokens_fed") == [forward.tokens_fed]
     assert logged(trainer, "credit/tokens_fed") == [credit.work.tokens_fed]
@@ -149,7 +150,7 @@ def test_of_equal_completions_the_one_that_was_fed_is_scored(train, monkeypatch)
         (config(control="random"), None),  # feeds nothing
         (config(estimator="prefix_tree"), None),
         (config(estimator="gradient"), "estimator='gradient' reads nothing that a training forward has fed"),
-        (config(fill="resampled"), "estimator='masking', fill='resampled' reads nothing"),
+        (config(mask="resampled"), "estimator='masking', mask='resampled' reads nothing"),
         (config(estimator="entropy") | {"gradient_accumulation_steps": 2}, "weights='top' compares completions"),
         (config(weights="top") | {"gradient_accumulation_steps": 2}, "weights='top' compares completions"),
         ({}, None),

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig
+from cfa_kernels.credit.deferred import credited_advantages
 from cfa_kernels.estimators.base import Importances
-from cfa_kernels.integrations.credit import credited_advantages
+from cfa_kernels.integrations.credit import sentences
 from tests.support.trl_training import build, changed, logged, record_generations
 
 pytestmark = pytest.mark.slow
@@ -65,7 +66,7 @@ def test_groups_that_are_split_between_processes_and_numbers_that_nobody_gives_a
     monkeypatch.setattr(type(made.accelerator), "num_processes", 2)
     made.args.per_device_train_batch_size = 4
     made.args.steps_per_generation = 1
-    assert any("groups of 8 are split" in line for line in integration._credit_obstacles(made))
+    assert any("groups of 8 are split" in line for line in sentences(integration._credit_obstacles(made)))
 
 
 def test_signed_credit_replaces_advantages_and_weights_multiply_them():
@@ -74,8 +75,9 @@ def test_signed_credit_replaces_advantages_and_weights_multiply_them():
     def credit(weights, advantages):
         return Credit(weights, [None], [[]], [torch.zeros(0)], torch.zeros(1), None, advantages=advantages)
 
-    own, weights = torch.tensor([2.0], dtype=torch.float64), torch.tensor([[1.0, 3.0]])
-    assert credited_advantages(own, credit(weights, None)).tolist() == [[2, 6]]
-    signed = credited_advantages(own, credit(torch.ones(1, 2), torch.tensor([[2.5, 1.5]])))
-    assert signed.tolist() == [[2.5, 1.5]]
+    own, ones = torch.tensor([2.0], dtype=torch.float64), [torch.ones(2)]
+    assert credited_advantages(own, credit(ones, None)) is own
+    assert [row.tolist() for row in credited_advantages(own, credit([torch.tensor([1.0, 3.0])], None))] == [[2, 6]]
+    (signed,) = credited_advantages(own, credit(ones, [torch.tensor([2.5, 1.5])]))
+    assert signed.tolist() == [2.5, 1.5]
     assert signed.dtype == own.dtype

@@ -332,10 +332,10 @@ def test_random_weights_need_no_model_that_can_be_scored(train):
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=packs)])
 def test_a_model_that_is_placed_by_training_is_tried_before_the_first_completion(build, monkeypatch, packed):
     tried: list[str] = []
-    for name in ("noise_floor", "check_trains_packed"):
+    for name in ("check_supported", "check_trains_packed"):
         check = getattr(integration, name)
         monkeypatch.setattr(integration, name, lambda model, name=name, check=check: tried.append(name) or check(model))
-    expected = ["noise_floor", "check_trains_packed"][: 1 + packed]
+    expected = ["check_supported", "check_trains_packed"][: 1 + packed]
 
     class Later(CounterfactualGRPOTrainer):
         def _model_is_placed(self) -> bool:
@@ -356,7 +356,7 @@ def test_a_model_that_is_placed_by_training_is_tried_before_the_first_completion
     trainer.train()
     assert tried.count("asked") > 0
     assert [name for name in tried if name != "asked"][: len(expected)] == expected
-    assert tried.count("noise_floor") == 1
+    assert tried.count("check_supported") == 1
 
 
 @pytest.mark.parametrize(

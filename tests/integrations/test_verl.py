@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cfa_kernels import CounterfactualConfig, counterfactual_weights
 from tests.support import sharded, verl_engine
-from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, completions, credited, padded
+from tests.support.log_prob_hosts import CREDIT, IMPOSSIBLE, PROMPTS, REWARDS, batch_rows, completions, credited
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 REASON = "verl (with ray, TransferQueue and tensordict) is not installed"
@@ -38,10 +38,10 @@ from verl.workers.engine.fsdp import transformer_impl  # noqa: E402
 from verl.workers.engine_workers import TrainingWorker  # noqa: E402
 
 import cfa_kernels.integrations.verl as integration  # noqa: E402
+from cfa_kernels import Draws  # noqa: E402
 from cfa_kernels.credit.config import flat_options  # noqa: E402
-from cfa_kernels.integrations.credit import Draws  # noqa: E402
 from cfa_kernels.integrations.verl import CounterfactualMixin  # noqa: E402
-from cfa_kernels.integrations.workers import Found, Share, judge_share  # noqa: E402
+from cfa_kernels.integrations.workers import Share, judge_share  # noqa: E402
 from cfa_kernels.scoring.access import LogprobService  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -166,13 +166,12 @@ def test_the_advantages_are_verls_times_the_weights_of_the_completions(
     metrics: dict[str, float] = {}
     batch = build(config, workers)._compute_advantage(put(transfer_queue), metrics)
 
-    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), *padded())
-    assert weights.unique().numel() > 3
+    weights = counterfactual_weights(tiny_model(), tiny_tokenizer(), batch_rows())
+    assert torch.cat(weights).unique().numel() > 3
     for given, stock_row, row in zip(advantages_of(batch), expected, weights, strict=True):
-        torch.testing.assert_close(given, stock_row * row[: len(stock_row)], rtol=1e-4, atol=1e-5)
-    counted = padded()[3].clone()
-    counted[1, 1] = 0  # the tool's token
-    assert metrics["credit/weight_mean"] == pytest.approx(weights[counted.bool()].mean().item(), rel=1e-4)
+        torch.testing.assert_close(given, stock_row * row, rtol=1e-4, atol=1e-5)
+    weights[1][1] = float("nan")  # the tool's token
+    assert metrics["credit/weight_mean"] == pytest.approx(torch.cat(weights).nanmean().item(), rel=1e-4)
     assert metrics["credit/scored_fraction"] == 5 / 6  # one has no answer
     assert metrics["credit/tokens_fed"] > 0
     assert metrics["credit/seconds"] > 0
@@ -269,7 +268,7 @@ class Group:
     def init_model(self) -> None:
         pass
 
-    def score_trees(self, shares: list[Share]) -> list[Found]:
+    def score_trees(self, shares: list[Share]) -> list[Any]:
         assert len(shares) == self.world_size
         self.asked += 1
         if self.problem is not None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cfa_kernels import Span
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.batch import ScoredBatch
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.workers import credit
@@ -89,8 +90,8 @@ def test_a_bad_row_of_one_worker_is_an_error_of_the_group_and_the_next_batch_is_
     ids = [torch.tensor(row) for row in ([14, 15, 18], [14, 999, 18])]
     prompts, spans, answers = [torch.tensor([3]), torch.tensor([4])], [[Span(0, 1)]] * 2, [Span(2, 3)] * 2
     with pytest.raises(ValueError, match="completions row 1: id 999 at position 1 is outside the vocabulary"):
-        workers.score(ScoredBatch.of(None, prompts, ids, spans, answers, placeholder_id=0))
-    good = ScoredBatch.of(None, prompts, [ids[0], ids[0]], spans, answers, placeholder_id=0)
+        workers.score(ScoredBatch.of(None, Rows(prompts, ids), spans, answers, mask=0))
+    good = ScoredBatch.of(None, Rows(prompts, [ids[0], ids[0]]), spans, answers, mask=0)
     assert all(map(len, workers.score(good).drop))
 
 

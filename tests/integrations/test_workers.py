@@ -10,6 +10,7 @@ import torch
 from cfa_kernels import Span
 from cfa_kernels.estimators.base import Importances, OwnFunction
 from cfa_kernels.integrations.workers import Share, Workers, deal, judge_share
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import LogprobService
 from cfa_kernels.scoring.batch import ScoredBatch
 from tests.support import sharded, workers
@@ -31,15 +32,15 @@ def batch(lengths, prompts, groups=None, *, spans=2) -> ScoredBatch:
     units = [[Span(*pair) for pair in pairwise(row)] for row in edges]
     answers = [Span(length - 1, length) for length in lengths]
     ids = [torch.tensor(prompt) for prompt in prompts]
-    found = ScoredBatch.of(None, ids, completions, units, answers, placeholder_id=0)
+    found = ScoredBatch.of(None, Rows(ids, completions), units, answers, mask=0)
     return found if groups is None else replace(found, groups=torch.tensor(groups))
 
 
 def test_groups_are_dealt_whole_the_heaviest_first():
     given = batch([9, 3, 9, 3, 30, 5], [[3], [4], [3], [4], [5], [6]], spans=1)
-    assert [given.numbers[place] for place in range(6)] == [0, 2, 1, 3, 4, 5]
+    assert [given.index[place] for place in range(6)] == [0, 2, 1, 3, 4, 5]
     dealt = deal(given, 2)
-    assert [[given.numbers[place] for place in own] for own in dealt] == [[4], [0, 2, 1, 3, 5]]
+    assert [[given.index[place] for place in own] for own in dealt] == [[4], [0, 2, 1, 3, 5]]
     assert deal(given, 7)[5:] == [[], []] or sorted(map(len, deal(given, 7))) == [0, 0, 0, 1, 1, 2, 2]
     together = deal(replace(given, groups=torch.zeros(6, dtype=torch.int64)), 3)
     assert sorted(map(len, together)) == [0, 0, 6]
@@ -49,7 +50,7 @@ def test_every_worker_is_asked_and_results_are_in_the_batchs_order():
     model, asked = tiny_model().eval(), []
 
     def ask(shares):
-        asked.append([share.batch.numbers for share in shares])
+        asked.append([share.batch.index for share in shares])
         return [judge_share(model, share) for share in shares]
 
     given = batch([9, 3, 6, 5], [[3], [4], [5], [3]])
@@ -86,13 +87,16 @@ def test_a_worker_that_does_not_answer_is_noticed():
 def test_what_only_the_workers_have_is_refused_by_name():
     nobody = Workers(lambda shares: [], 1)
     for ask in (lambda: nobody.model, lambda: nobody.query([])):
-        with pytest.raises(NotImplementedError, match="it is in other processes, and what asks it runs there"):
+        with pytest.raises(
+            NotImplementedError,
+            match="it is in other processes, and estimators that query the model must run on the workers",
+        ):
             ask()
 
 
 def test_what_is_joined_keeps_what_belongs_to_no_completion():
     def marked(access, some):
-        base = torch.tensor(some.numbers).float()
+        base = torch.tensor(some.index).float()
         return Importances([base[b : b + 1] for b in range(len(some))], base=base, change_of="logprob", details={})
 
     model, given = tiny_model(), batch([5, 3, 4], [[3], [4], [5]])
@@ -114,7 +118,7 @@ def test_trees_feed_less_than_half_of_what_requests_feed():
 
 
 def test_a_share_that_cannot_be_written_as_ray_hands_it_over_is_read_without_a_warning():
-    batch = ScoredBatch.of(None, [torch.tensor([3])], [torch.tensor([14, 15, 18])])
+    batch = ScoredBatch.of(None, Rows([torch.tensor([3])], [torch.tensor([14, 15, 18])]))
     for ids in (batch.rows[0].prompt, batch.rows[0].completion):
         ids.setflags(write=False)
     always = torch.is_warn_always_enabled()

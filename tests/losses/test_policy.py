@@ -9,6 +9,7 @@ import torch
 from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES, LossOptions
 from cfa_kernels.losses.policy import linear_policy_loss, logits_policy_loss, policy_loss
 from cfa_kernels.losses.ragged import LossBatch
+from cfa_kernels.rows import Rows
 
 B, T = 4, 6
 TYPE = pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -342,7 +343,7 @@ def loss_by(function, weights, mask, **options):
     logits, targets = torch.zeros(B, T, 5), torch.zeros(B, T).long()
     if function is LossBatch.of:
         lists = {"weights": list(weights), "mask": list(mask)}
-        return function(list(targets), None, torch.ones(B), **lists, **options)
+        return function(Rows(list(targets), list(targets)), None, torch.ones(B), **lists, **options)
     head = {policy_loss: [logits[..., 0]], logits_policy_loss: [logits, targets]}
     inputs = head.get(function, [logits, torch.zeros(3, 5), targets])
     return function(*inputs, None, torch.ones(B), mask, weights=weights, **options)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from cfa_kernels.packing.balance import deal, rows_to_score
 from cfa_kernels.packing.packs import lay_out
-from cfa_kernels.scoring.batch import Row
-from cfa_kernels.scoring.plan import ScoringOptions, queries_of
+from cfa_kernels.scoring.batch import ScoredRow
+from cfa_kernels.scoring.plan import queries_of
 from cfa_kernels.span import Span
 
 sizes = st.lists(st.integers(0, 50), max_size=7)
@@ -68,8 +68,8 @@ def test_rows_to_score_are_those_that_the_packs_of_a_group_feed():
     spans = [[Span(0, 2), Span(5, 9), Span(17, 19)], [], [Span(3, 4)]]  # one behind its answer costs nothing
     answers = [Span(12, 15), Span(8, 9), Span(19, 20)]
     rows = [
-        Row(np.arange(6), np.arange(20) + 100 * (b + 1), units, answer)
+        ScoredRow(np.arange(6), np.arange(20) + 100 * (b + 1), units, answer)
         for b, (units, answer) in enumerate(zip(spans, answers, strict=True))
     ]
-    (pack,) = lay_out([queries_of(row, ScoringOptions(), 99) for row in rows], 10_000)
+    (pack,) = lay_out([queries_of(row, mask=99) for row in rows], 10_000)
     assert rows_to_score(6, spans, answers) == pack.num_tokens

@@ -8,8 +8,12 @@ from peft import LoraConfig, get_peft_model
 
 from cfa_kernels.hf import head, tree_forward, verify
 from cfa_kernels.packing.prefix_tree import Query
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import masked
+from cfa_kernels.scoring.access import LogprobService
+from cfa_kernels.scoring.batch import ScoredBatch
 from cfa_kernels.scoring.masked import ScoringWork, query_logprobs, score_counterfactuals
+from cfa_kernels.scoring.training_forward import packed_forward
 from cfa_kernels.span import Span
 from tests.support.models import (
     ARCHITECTURES,
@@ -21,6 +25,7 @@ from tests.support.models import (
     make_model,
     naive,
     naive_logprobs,
+    score_columns,
     tokens,
 )
 
@@ -34,7 +39,7 @@ def qwen3():
 def test_scores_equal_one_full_forward_per_span(name):
     model = make_model(name)
     data = batch()
-    scores = score_counterfactuals(model, *data, placeholder_id=PLACEHOLDER)
+    scores = score_columns(model, *data, mask=PLACEHOLDER)
     assert_equals_naive(scores, model, *data)
 
 
@@ -47,10 +52,10 @@ def test_scores_equal_one_full_forward_per_span_under_a_lora_adapter(name):
             torch.nn.init.normal_(parameter, std=0.3)
     adapted.train()
     data = batch()
-    scores = score_counterfactuals(adapted, *data, placeholder_id=PLACEHOLDER)
+    scores = score_columns(adapted, *data, mask=PLACEHOLDER)
     assert_equals_naive(scores, adapted, *data)
     with adapted.disable_adapter():
-        without = score_counterfactuals(adapted, *data, placeholder_id=PLACEHOLDER)
+        without = score_columns(adapted, *data, mask=PLACEHOLDER)
         assert_equals_naive(without, adapted, *data)
     assert (scores.base - without.base).abs().nan_to_num().max() > 0.1
 
@@ -59,34 +64,60 @@ def test_scores_equal_one_full_forward_per_span_under_a_lora_adapter(name):
 def test_the_comparison_can_fail_when_a_span_is_shifted_by_one(name):
     model = make_model(name)
     prompts, completions, spans, answers = batch()
-    scores = score_counterfactuals(model, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER)
+    scores = score_columns(model, prompts, completions, spans, answers, mask=PLACEHOLDER)
     shifted = naive(model, prompts[0], completions[0], answers[0], Span(3, 9), shift=1)
     assert abs(scores.masked[0][1].item() - shifted) > 1e-2
 
 
 @pytest.mark.parametrize("budget", [1, 60, 150])
-@pytest.mark.parametrize("logprobs", [False, True])
-def test_scores_do_not_depend_on_the_token_budget(qwen3, budget, logprobs):
+def test_scores_do_not_depend_on_the_token_budget(qwen3, budget):
     data = batch()
-    scores = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER, token_budget=budget, logprobs=logprobs)
+    scores = score_columns(qwen3, *data, mask=PLACEHOLDER, token_budget=budget)
     assert scores.work.forwards > 1
     assert_equals_naive(scores, qwen3, *data)
 
 
-@pytest.mark.parametrize(("temperature", "budget"), [(1.0, None), (0.6, None), (0.6, 25)])
-def test_one_forward_also_yields_every_tokens_logprob_at_the_sampling_temperature(qwen3, temperature, budget):
-    """And several do, where a budget asks for them."""
-    prompts, completions, spans, answers = batch()
-    scores = score_counterfactuals(
-        qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER, token_budget=budget, logprobs=True,
-        temperature=temperature,
-    )  # fmt: skip
-    assert (scores.work.forwards == 1) == (budget is None)
-    assert_equals_naive(scores, qwen3, prompts, completions, spans, answers)  # answers stay at temperature 1
-    for prompt, completion, ours in zip(prompts, completions, scores.logprobs, strict=True):
+def of_two_more(row, k):
+    return [11] * (row.spans[k].end - row.spans[k].start + 2)
+
+
+STORED = [[torch.arange(4, 4 + k) for k, _ in enumerate(row)] for row in batch()[2]]  # of any number of ids, or none
+
+
+@pytest.mark.parametrize("mask", [PLACEHOLDER, "drop", of_two_more, STORED], ids=["id", "drop", "function", "stored"])
+@pytest.mark.parametrize("access", ["in process", "a training forward", "a service"])
+def test_a_branch_scores_as_the_sequence_that_its_mask_makes_fed_by_itself(access, mask):
+    model, (prompts, completions, spans, answers) = make_model("Qwen3").cpu().double(), batch()
+    rows = Rows(prompts, completions)
+
+    def logprobs(prompt, completion):
         ids = torch.cat([prompt, completion])
-        expected = naive_logprobs(qwen3, ids, temperature)[len(prompt) - 1 :]
-        torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=2e-5)
+        logits = model(input_ids=ids[None]).logits[0]
+        return logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[len(prompt) - 1 :, 0].detach()
+
+    if access == "in process":
+        scores = score_counterfactuals(model, rows, spans, answers, mask=mask)
+    elif access == "a training forward":
+        scores = packed_forward(model, rows, keep_states=True).score(spans, answers, mask=mask)
+    else:
+        batch_ = ScoredBatch.of(None, rows, spans, answers, mask=mask)
+        service = LogprobService(lambda *columns: [logprobs(*row) for row in zip(*columns, strict=True)])
+        scores = service.score(batch_).in_callers_order(batch_)
+    for b, answer in enumerate(answers):
+        if answer is None:
+            continue
+        base = logprobs(prompts[b], completions[b])[slice(*answer)].sum()
+        for k, (start, end) in enumerate(spans[b]):
+            if mask is STORED:
+                ids = STORED[b][k]
+            else:
+                count = {"drop": 0, PLACEHOLDER: end - start}.get(mask, end - start + 2)
+                ids = torch.full((count,), PLACEHOLDER if mask == PLACEHOLDER else 11)
+            branch = torch.cat([completions[b][:start], ids, completions[b][end:]])
+            moved = len(ids) - (end - start) if end <= answer.start else 0
+            masked = logprobs(prompts[b], branch)[answer.start + moved : answer.end + moved].sum()
+            assert abs(scores.drop[b][k].item() - (masked - base).item()) < 1e-5
+            assert start < answer.start or scores.drop[b][k] == 0
 
 
 @settings(max_examples=15, deadline=None)
@@ -103,7 +134,7 @@ def test_scores_equal_naive_forwards_on_random_ragged_batches(qwen3, data):
         edges = st.integers(0, max(start - 1, 0))
         drawn = data.draw(st.lists(st.tuples(edges, edges), max_size=3)) if start else []
         spans.append([Span(min(pair), max(pair) + 1) for pair in drawn])
-    scores = score_counterfactuals(qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER)
+    scores = score_columns(qwen3, prompts, completions, spans, answers, mask=PLACEHOLDER)
     assert_equals_naive(scores, qwen3, prompts, completions, spans, answers)
 
 
@@ -125,9 +156,9 @@ def test_queries_of_any_sequences_get_the_logprobs_of_their_targets(qwen3, budge
         torch.testing.assert_close(values.cpu(), expected, rtol=0, atol=2e-5)
 
 
-def test_row_numbers_that_do_not_fit_their_bundles_are_refused(qwen3):
-    with pytest.raises(ValueError, match="row_numbers has 1 rows, bundles has 2; they must agree"):
-        query_logprobs(qwen3, [[], []], row_numbers=[3])
+def test_an_index_that_does_not_fit_its_bundles_is_refused(qwen3):
+    with pytest.raises(ValueError, match="index has 1 rows, bundles has 2; they must agree"):
+        query_logprobs(qwen3, [[], []], index=[3])
 
 
 def count_tokens(monkeypatch):
@@ -148,10 +179,8 @@ def test_equal_completions_and_branches_are_fed_once(qwen3, monkeypatch):
     fed = count_tokens(monkeypatch)
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
     span, answer = Span(4, 8), Span(16, 19)
-    once = score_counterfactuals(qwen3, [prompt], [completion], [[span]], [answer], placeholder_id=PLACEHOLDER)
-    again = score_counterfactuals(
-        qwen3, [prompt] * 3, [completion] * 3, [[span, span]] * 3, [answer] * 3, placeholder_id=PLACEHOLDER
-    )
+    once = score_columns(qwen3, [prompt], [completion], [[span]], [answer], mask=PLACEHOLDER)
+    again = score_columns(qwen3, [prompt] * 3, [completion] * 3, [[span, span]] * 3, [answer] * 3, mask=PLACEHOLDER)
     # Prompt, then the completion up to the last row needed (18 of 20), then the branch from its span on (18 - 4).
     assert fed == [9 + 18 + 14] * 2
     assert once.work.tokens_fed == again.work.tokens_fed == fed[0]
@@ -163,7 +192,7 @@ def test_completions_share_their_common_prefix_beyond_the_prompt(qwen3):
     (prompt,), (one, two) = tokens(9), tokens(20, 20, seed=5)
     two[:12] = one[:12]
     answers = [Span(16, 19)] * 2
-    scores = score_counterfactuals(qwen3, [prompt] * 2, [one, two], [[], []], answers, placeholder_id=PLACEHOLDER)
+    scores = score_columns(qwen3, [prompt] * 2, [one, two], [[], []], answers, mask=PLACEHOLDER)
     assert scores.work.tokens_fed == 9 + 18 + 6
 
 
@@ -177,7 +206,7 @@ def test_the_last_layer_computes_its_output_and_mlp_for_answer_rows_alone(name):
     (prompt,), (completion,) = tokens(9), tokens(20, seed=5)
     verify.check_supported(model)
     rows.clear()
-    score_counterfactuals(model, [prompt], [completion], [[Span(4, 8)]], [Span(16, 19)], placeholder_id=PLACEHOLDER)
+    score_columns(model, [prompt], [completion], [[Span(4, 8)]], [Span(16, 19)], mask=PLACEHOLDER)
     fed = 9 + 18 + 14
     assert rows == [fed] * 4 + [6] * 2
 
@@ -185,21 +214,21 @@ def test_the_last_layer_computes_its_output_and_mlp_for_answer_rows_alone(name):
 def test_nothing_is_computed_for_rows_without_an_answer(qwen3, monkeypatch):
     verify.check_supported(qwen3)
     fed = count_tokens(monkeypatch)
-    scores = score_counterfactuals(qwen3, *([x] for x in (*tokens(5, 9), [Span(1, 2)], None)), placeholder_id=0)
+    scores = score_columns(qwen3, *([x] for x in (*tokens(5, 9), [Span(1, 2)], None)), mask=0)
     assert fed == []
     assert scores.work.forwards == scores.work.tokens_fed == 0
     assert torch.isnan(scores.base).all()
 
 
 def test_an_empty_batch_scores_nothing(qwen3):
-    scores = score_counterfactuals(qwen3, [], [], [], [], placeholder_id=0, logprobs=True)
+    scores = score_columns(qwen3, [], [], [], [], mask=0)
     assert scores.base.shape == (0,)
-    assert scores.masked == scores.drop == scores.logprobs == []
+    assert scores.masked == scores.drop == []
 
 
 def test_a_span_after_the_answer_has_drop_zero(qwen3):
     prompts, completions, spans, answers = batch()
-    scores = score_counterfactuals(qwen3, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER)
+    scores = score_columns(qwen3, prompts, completions, spans, answers, mask=PLACEHOLDER)
     assert scores.drop[0][3] == 0
     assert scores.masked[0][3] == scores.base[0]
 
@@ -232,20 +261,20 @@ def test_the_model_is_as_before_afterwards_also_after_an_exception(implementatio
     model.train()
     model.base_model.model.model.layers[1].eval()  # a mixed state, which train() and eval() alone would lose
     if fails == "in scoring":
-        score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER)
+        score_columns(model, *batch(), mask=PLACEHOLDER)
     before = state_of(model)
     if fails == "never":
-        score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER)
+        score_columns(model, *batch(), mask=PLACEHOLDER)
     else:
         monkeypatch.setattr(head.Head, "logprobs", lambda *_: (_ for _ in ()).throw(Fails()))
         with pytest.raises((Fails, NotImplementedError)):
-            score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER)
+            score_columns(model, *batch(), mask=PLACEHOLDER)
     assert state_of(model) == before
 
 
 def test_a_pack_that_runs_out_of_memory_is_halved_and_the_result_is_the_same(qwen3, monkeypatch):
     data = batch()
-    expected = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+    expected = score_columns(qwen3, *data, mask=PLACEHOLDER)
     forward, sizes = tree_forward.packed_hidden, []
 
     def small_device(model, pack, **options):
@@ -256,7 +285,7 @@ def test_a_pack_that_runs_out_of_memory_is_halved_and_the_result_is_the_same(qwe
 
     for module in (tree_forward, masked):
         monkeypatch.setattr(module, "packed_hidden", small_device)
-    scores = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+    scores = score_columns(qwen3, *data, mask=PLACEHOLDER)
     assert max(sizes) > 120 >= min(sizes)
     torch.testing.assert_close(scores.base, expected.base, rtol=0, atol=2e-5, equal_nan=True)
     for ours, theirs in zip(scores.drop, expected.drop, strict=True):
@@ -267,7 +296,7 @@ def test_one_completion_that_runs_out_of_memory_with_its_branches_continues_in_s
     (prompt,), (completion,) = tokens(9), tokens(40, seed=5)
     spans = [Span(t, t + 1) for t in range(30)]
     data = ([prompt], [completion], [spans], [Span(36, 39)])
-    expected = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+    expected = score_columns(qwen3, *data, mask=PLACEHOLDER)
     forward, sizes = tree_forward.packed_hidden, []
 
     def small_device(model, pack, **options):
@@ -278,7 +307,7 @@ def test_one_completion_that_runs_out_of_memory_with_its_branches_continues_in_s
 
     for module in (tree_forward, masked):
         monkeypatch.setattr(module, "packed_hidden", small_device)
-    scores = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+    scores = score_columns(qwen3, *data, mask=PLACEHOLDER)
     assert max(sizes) > 200
     assert scores.work.tokens_fed == expected.work.tokens_fed
     torch.testing.assert_close(scores.drop[0], expected.drop[0], rtol=0, atol=3e-5)
@@ -292,7 +321,7 @@ def test_one_completion_that_does_not_fit_in_memory_is_an_error(qwen3, monkeypat
     for module in (tree_forward, masked):
         monkeypatch.setattr(module, "packed_hidden", no_memory)
     with pytest.raises(torch.OutOfMemoryError, match="pretend"):
-        score_counterfactuals(qwen3, *batch(), placeholder_id=PLACEHOLDER)
+        score_columns(qwen3, *batch(), mask=PLACEHOLDER)
 
 
 def changed(position, row, value):
@@ -305,7 +334,6 @@ def changed(position, row, value):
     ("data", "message"),
     [
         (changed(0, 2, torch.zeros(0, dtype=torch.int64)), "prompts row 2: is empty"),
-        (changed(1, 3, torch.zeros(0, dtype=torch.int64)), "completions row 3: is empty"),
         (
             changed(1, 1, torch.zeros(2, 2, dtype=torch.int64)),
             r"completions row 1: must be a 1-D int64 tensor .* \(2, 2\)",
@@ -329,38 +357,42 @@ def changed(position, row, value):
 )
 def test_bad_rows_are_refused_by_argument_row_and_value(qwen3, data, message):
     with pytest.raises(ValueError, match=message):
-        score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+        score_columns(qwen3, *data, mask=PLACEHOLDER)
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"placeholder_id": VOCAB}, r"placeholder_id must be an id in \[0, 211\), got 211"),
-        ({"placeholder_id": None}, "placeholder_id: must be given .* got None"),
-        ({"placeholder_id": 1.0}, "placeholder_id must be an id .* got 1.0"),
+        ({"mask": VOCAB}, r"mask must be an id in \[0, 211\), .* got 211"),
+        ({"mask": None}, "mask: must be given .* got None"),
+        ({"mask": 1.0}, "mask must be an id .* got 1.0"),
+        ({"mask": "dropped"}, "mask must be an id .* got 'dropped'"),
+        ({"mask": [[]]}, "mask has 1 rows, prompts has 7"),
+        ({"mask": [[]] * 7}, "mask row 0: has ids for 0 units, the row has 4"),
+        ({"mask": [[torch.tensor([VOCAB])] * len(row) for row in batch()[2]]}, "mask row 0, span 0: id 211"),
         ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
-        ({"temperature": 1e-39}, r"temperature must be in \[1e-38, 1e38\], got 1e-39"),
+        ({"outcome": "median"}, "outcome must be one of logprob, .* got 'median'"),
     ],
 )
 def test_bad_options_are_refused_by_name(qwen3, option, message):
     with pytest.raises(ValueError, match=message):
-        score_counterfactuals(qwen3, *batch(), **{"placeholder_id": PLACEHOLDER, **option})
+        score_columns(qwen3, *batch(), **{"mask": PLACEHOLDER, **option})
 
 
 def test_nan_logprobs_from_the_model_are_an_error_that_names_the_row():
     model = make_model("Qwen3")
-    score_counterfactuals(model, *batch(), placeholder_id=PLACEHOLDER)
+    score_columns(model, *batch(), mask=PLACEHOLDER)
     prompts, completions, spans, answers = batch()
     completions[4][20] = 210
     with torch.no_grad():
         model.get_input_embeddings().weight[210] = float("nan")
     with pytest.raises(FloatingPointError, match="completions row 4: the model gave a nan"):
-        score_counterfactuals(model, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER)
+        score_columns(model, prompts, completions, spans, answers, mask=PLACEHOLDER)
 
 
 def test_wrapped_models_are_scored_like_the_bare_one(qwen3):
     data = batch()
-    expected = score_counterfactuals(qwen3, *data, placeholder_id=PLACEHOLDER)
+    expected = score_columns(qwen3, *data, mask=PLACEHOLDER)
 
     class Wrapper(torch.nn.Module):
         def __init__(self, module):
@@ -368,7 +400,7 @@ def test_wrapped_models_are_scored_like_the_bare_one(qwen3):
             self.module = module
 
     for wrapped in (Wrapper(qwen3), torch.compile(qwen3)):
-        scores = score_counterfactuals(wrapped, *data, placeholder_id=PLACEHOLDER)
+        scores = score_columns(wrapped, *data, mask=PLACEHOLDER)
         assert torch.equal(scores.base.nan_to_num(), expected.base.nan_to_num())
 
 
@@ -379,9 +411,9 @@ def test_bf16_scores_on_a_gpu_stay_within_the_error_budget(name):
     """Against the float32 model, ours may be at most twice as far off as plain bf16 forwards are."""
     model = make_model(name, initializer_range=0.05)
     data = batch()
-    exact = score_counterfactuals(model, *data, placeholder_id=PLACEHOLDER)
+    exact = score_columns(model, *data, mask=PLACEHOLDER)
     model = model.bfloat16()
-    ours = score_counterfactuals(model, *data, placeholder_id=PLACEHOLDER)
+    ours = score_columns(model, *data, mask=PLACEHOLDER)
     prompts, completions, _, answers = data
     answered = [b for b, answer in enumerate(answers) if answer is not None]
     reference = torch.tensor([exact.base[b].item() for b in answered])
@@ -392,7 +424,7 @@ def test_bf16_scores_on_a_gpu_stay_within_the_error_budget(name):
 
 
 def test_no_rows_have_no_scores():
-    scores = score_counterfactuals(make_model("Qwen3"), [], [], [], [], placeholder_id=PLACEHOLDER, logprobs=True)
+    scores = score_columns(make_model("Qwen3"), [], [], [], [], mask=PLACEHOLDER)
     assert scores.base.shape == (0,)
-    assert scores.masked == scores.drop == scores.logprobs == []
+    assert scores.masked == scores.drop == []
     assert scores.work == ScoringWork()

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cfa_kernels.hf.head import Head
-from cfa_kernels.scoring.masked import score_counterfactuals
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.outcomes import Divergences
 from cfa_kernels.scoring.training_forward import packed_forward
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, batch, make_model, tokens
+from tests.support.models import PLACEHOLDER, batch, make_model, score_columns, tokens
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ def kl(p, q):
 @pytest.mark.parametrize("name", HEADS)
 def test_the_importance_of_every_token_equals_its_definition_by_full_forwards(name, outcome):
     model, data, logits = planted(name)
-    scores = score_counterfactuals(model, *data, placeholder_id=PLACEHOLDER, outcome=outcome)
+    scores = score_columns(model, *data, mask=PLACEHOLDER, outcome=outcome)
     for b, answer in enumerate(data[3]):
         expected = importances(logits[b], data[1][b][answer.start : answer.end], outcome)
         assert expected.abs().max() > 0.01  # far above the tolerance
@@ -90,19 +90,6 @@ def test_the_importance_of_every_token_equals_its_definition_by_full_forwards(na
         assert all((drop <= 0).all() for drop in scores.drop)
 
 
-@pytest.mark.parametrize("outcome", OUTCOMES)
-def test_an_outcome_comes_with_every_tokens_logprob_from_the_same_forward(outcome):
-    model, (prompts, completions, spans, answers) = qwen3(), batch()
-    options = {"placeholder_id": PLACEHOLDER, "temperature": 0.6}
-    alone = score_counterfactuals(model, prompts, completions, spans, answers, **options, outcome=outcome)
-    both = score_counterfactuals(model, prompts, completions, spans, answers, **options, outcome=outcome, logprobs=True)
-    only = score_counterfactuals(model, prompts, completions, spans, answers, **options, logprobs=True)
-    assert both.work.forwards == 1
-    for b in range(len(prompts)):
-        torch.testing.assert_close(both.drop[b], alone.drop[b], rtol=0, atol=2e-5, equal_nan=True)
-        torch.testing.assert_close(both.logprobs[b], only.logprobs[b], rtol=0, atol=2e-5)
-
-
 @pytest.mark.parametrize("budget", [1, 40, 100])
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_a_completion_over_the_token_budget_is_split_to_the_same_result_and_fed_once(outcome, budget):
@@ -110,8 +97,8 @@ def test_a_completion_over_the_token_budget_is_split_to_the_same_result_and_fed_
     (prompt,), (completion,), answer = tokens(9), tokens(20, seed=5), Span(16, 19)
     spans = every_token(answer, len(completion))
     arguments = (model, [prompt], [completion], [spans], [answer])
-    whole = score_counterfactuals(*arguments, placeholder_id=PLACEHOLDER, outcome=outcome)
-    split = score_counterfactuals(*arguments, placeholder_id=PLACEHOLDER, outcome=outcome, token_budget=budget)
+    whole = score_columns(*arguments, mask=PLACEHOLDER, outcome=outcome)
+    split = score_columns(*arguments, mask=PLACEHOLDER, outcome=outcome, token_budget=budget)
     fed = 18 if outcome != "last" else 16  # rows of the completion that any prediction of the answer needs
     assert whole.work.tokens_fed == split.work.tokens_fed == 9 + fed + sum(fed - t for t in range(16))
     assert whole.work.forwards == 1
@@ -124,8 +111,8 @@ def test_layers_with_a_state_are_split_by_feeding_what_branches_share_again(outc
     model = lfm2()
     (prompt,), (completion,), answer = tokens(9), tokens(20, seed=5), Span(16, 19)
     arguments = (model, [prompt], [completion], [every_token(answer, 20)], [answer])
-    whole = score_counterfactuals(*arguments, placeholder_id=PLACEHOLDER, outcome=outcome)
-    split = score_counterfactuals(*arguments, placeholder_id=PLACEHOLDER, outcome=outcome, token_budget=60)
+    whole = score_columns(*arguments, mask=PLACEHOLDER, outcome=outcome)
+    split = score_columns(*arguments, mask=PLACEHOLDER, outcome=outcome, token_budget=60)
     assert split.work.tokens_fed > whole.work.tokens_fed
     assert split.work.forwards > 1
     torch.testing.assert_close(split.drop[0], whole.drop[0], rtol=0, atol=3e-5)
@@ -134,11 +121,9 @@ def test_layers_with_a_state_are_split_by_feeding_what_branches_share_again(outc
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_a_forward_that_kept_its_states_scores_every_outcome_from_branches_alone(outcome):
     model, (prompts, completions, spans, answers) = qwen3(), batch()
-    forward = packed_forward(model, prompts, completions, keep_states=True)
-    found = forward.score(spans, answers, placeholder_id=PLACEHOLDER, outcome=outcome)
-    expected = score_counterfactuals(
-        model, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER, outcome=outcome
-    )
+    forward = packed_forward(model, Rows(prompts, completions), keep_states=True)
+    found = forward.score(spans, answers, mask=PLACEHOLDER, outcome=outcome)
+    expected = score_columns(model, prompts, completions, spans, answers, mask=PLACEHOLDER, outcome=outcome)
     assert found.work.tokens_fed < expected.work.tokens_fed - sum(map(len, completions[:3]))
     torch.testing.assert_close(found.base, expected.base, rtol=0, atol=2e-5, equal_nan=True)
     for ours, theirs in zip(found.drop, expected.drop, strict=True):
@@ -155,8 +140,7 @@ def test_masking_moves_no_answers_probability_by_more_than_pinskers_bound(data):
     (prompt,), answer = tokens(5), Span(length - 1, length)
     arguments = (model, [prompt], [completion], [every_token(answer, length)], [answer])
     by_logprob, by_kl = (
-        score_counterfactuals(*arguments, placeholder_id=PLACEHOLDER, outcome=outcome)
-        for outcome in ("logprob", "last")
+        score_columns(*arguments, mask=PLACEHOLDER, outcome=outcome) for outcome in ("logprob", "last")
     )
     moved = (by_logprob.masked[0].exp() - by_logprob.base.exp()).abs()
     assert (moved <= (-by_kl.drop[0] / 2).sqrt() + 1e-5).all()
@@ -215,6 +199,4 @@ def test_a_token_that_a_bias_forbids_adds_nothing_to_a_divergence(softcap):
 def test_an_outcome_that_is_none_is_refused_by_name():
     model, (prompt,), (completion,) = qwen3(), tokens(5), tokens(9)
     with pytest.raises(ValueError, match="outcome must be one of logprob, mean_logprob, last, mean, got 'median'"):
-        score_counterfactuals(
-            model, [prompt], [completion], [[]], [Span(7, 8)], placeholder_id=PLACEHOLDER, outcome="median"
-        )
+        score_columns(model, [prompt], [completion], [[]], [Span(7, 8)], mask=PLACEHOLDER, outcome="median")

@@ -10,11 +10,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cfa_kernels import CounterfactualConfig, counterfactual_credit, policy_loss, score_counterfactuals
+from cfa_kernels import CounterfactualConfig, Probe, Span, counterfactual_credit, policy_loss
 from cfa_kernels.hf.verify import check_head
 from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.packing.prefix_tree import Query
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import training_forward
 from cfa_kernels.scoring.access import TrainingForward
 from cfa_kernels.scoring.masked import query_logprobs
@@ -31,10 +32,13 @@ from tests.support.models import (
     gradients,
     make_model,
     naive_logprobs,
+    score_columns,
     tokens,
 )
+from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
 
 PROMPTS, COMPLETIONS, SPANS, ANSWERS = batch()
+ROWS = Rows(PROMPTS, COMPLETIONS)
 
 
 def drawn(seed: int, *, low=-1.0, high=1.0) -> list[torch.Tensor]:
@@ -72,7 +76,7 @@ def assert_same_gradients(ours, theirs, tolerance=1e-5):
 
 def assert_packs_like_plain_forwards(model, *, tolerance=1e-5, **options):
     theirs = plain_logprobs(model, 0.7)
-    ours = packed_logprobs(model, PROMPTS, COMPLETIONS, temperature=0.7, **options)
+    ours = packed_logprobs(model, ROWS, temperature=0.7, **options)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=max(tolerance, 2e-5))
     assert_same_gradients(gradients(model, weighted(ours)), gradients(model, weighted(theirs)), tolerance)
@@ -127,7 +131,7 @@ def test_one_backward_runs_the_layers_of_plain_and_packed_forwards_again_each_it
             return model(**there, labels=there["input_ids"]).loss
 
         def packed():
-            return sum(row.square().mean() for row in packed_logprobs(model, PROMPTS[:3], COMPLETIONS[:3]))
+            return sum(row.square().mean() for row in packed_logprobs(model, Rows(PROMPTS[:3], COMPLETIONS[:3])))
 
         kinds = {"plain": plain, "packed": packed}
         return sum((i + 1) * kinds[kind]() for i, kind in enumerate(order.split()))
@@ -149,7 +153,7 @@ def test_so_they_are_under_a_lora_adapter_and_in_a_compiled_wrapper():
     model = adapted()
     assert_packs_like_plain_forwards(model)
     theirs = gradients(model, weighted(plain_logprobs(model)))
-    ours = packed_logprobs(torch.compile(model), PROMPTS, COMPLETIONS)
+    ours = packed_logprobs(torch.compile(model), ROWS)
     assert_same_gradients(gradients(model, weighted(ours)), theirs)
 
 
@@ -158,14 +162,14 @@ def test_autocast_applies_as_it_does_to_full_forwards():
     exact = plain_logprobs(model)
     with torch.autocast("cpu", torch.bfloat16):
         theirs = plain_logprobs(model)
-        ours = packed_logprobs(model, PROMPTS, COMPLETIONS)
+        ours = packed_logprobs(model, ROWS)
     worst = max((a - b).abs().max() for a, b in zip(theirs, exact, strict=True))
     assert 0 < max((a - b).abs().max() for a, b in zip(ours, exact, strict=True)) <= 2 * worst
 
 
 def test_entropies_come_with_the_logprobs():
     model = make_model("Qwen3")
-    _, entropies = packed_logprobs(model, PROMPTS, COMPLETIONS, temperature=0.7, return_entropy=True)
+    _, entropies = packed_logprobs(model, ROWS, temperature=0.7, return_entropy=True)
     ids = torch.cat([PROMPTS[0], COMPLETIONS[0]])
     logits = model(input_ids=ids[None].to(model.device)).logits[0, len(PROMPTS[0]) - 1 : -1] / 0.7
     expected = torch.distributions.Categorical(logits=logits).entropy()
@@ -185,7 +189,7 @@ def test_loss_metrics_and_gradients_are_those_of_the_padded_batch(loss_type, lev
     old = [row.cpu() + 0.3 * noise for row, noise in zip(current, drawn(3), strict=True)]
     options = {"loss_type": loss_type, "importance_sampling_level": level, "max_completion_length": 50}
     ours = packed_policy_loss(
-        model, PROMPTS, COMPLETIONS, old, advantages, weights=weights, mask=mask, temperature=0.8, token_budget=60,
+        model, ROWS, old, advantages, weights=weights, mask=mask, temperature=0.8, token_budget=60,
         **options,
     )  # fmt: skip
     found = gradients(model, ours.loss)
@@ -210,9 +214,7 @@ def test_kl_and_entropy_are_those_of_the_padded_batch():
     advantages = torch.tensor([1.0, 0.0, 0.0, 0.7, -1.2, 0.3, 0.0])
     reference = drawn(4, low=-3, high=0)
     options = {"beta": 0.1}
-    ours = packed_policy_loss(
-        model, PROMPTS, COMPLETIONS, None, advantages, ref_logprobs=reference, compute_entropy=True, **options
-    )
+    ours = packed_policy_loss(model, ROWS, None, advantages, ref_logprobs=reference, compute_entropy=True, **options)
     mask = padded([torch.ones(len(c)) for c in COMPLETIONS])
     theirs, metrics = policy_loss(
         padded(plain_logprobs(model)), None, *(x.to(model.device) for x in (advantages, mask)),
@@ -227,11 +229,13 @@ def test_what_the_loss_does_not_need_is_not_fed():
     model = make_model("Qwen3")
     (prompt,), rows = tokens(9), tokens(20, 20, 20, seed=5)
     mask = [torch.ones(20), torch.arange(20) < 12, torch.ones(20)]
-    given = LossBatch.of(rows, None, torch.tensor([0.0, 1.0, -1.0]), mask=mask)
+    given = LossBatch.of(Rows([prompt] * 3, rows), None, torch.tensor([0.0, 1.0, -1.0]), mask=mask)
     assert given.needed() == [0, 12, 20]
-    forward = packed_forward(model, [prompt] * 3, rows, needed=given.needed())
+    forward = packed_forward(model, Rows([prompt] * 3, rows), needed=given.needed())
     assert forward.tokens_fed == 9 + 11 + 19
-    whole = LossBatch.of(rows, None, torch.tensor([0.0, 1.0, -1.0]), mask=mask, compute_entropy=True)
+    whole = LossBatch.of(
+        Rows([prompt] * 3, rows), None, torch.tensor([0.0, 1.0, -1.0]), mask=mask, compute_entropy=True
+    )
     assert whole.needed() == [20, 12, 20]
 
 
@@ -250,10 +254,10 @@ def test_prompts_without_a_trained_row_are_fed_without_gradient(name, monkeypatc
         return hidden
 
     monkeypatch.setattr(training_forward, "packed_hidden", recorded)
-    ours = packed_policy_loss(model, prompts, rows, None, advantages, **options)
+    ours = packed_policy_loss(model, Rows(prompts, rows), None, advantages, **options)
     assert with_gradient == [(True, 9 + 2 * 11 + 7 + 2 * 11), (False, 9 + 2 * 11)]
     monkeypatch.setattr(training_forward, "trained_first", lambda model, rows, counts, order, trained: (order, []))
-    whole = packed_policy_loss(model, prompts, rows, None, advantages, **options)
+    whole = packed_policy_loss(model, Rows(prompts, rows), None, advantages, **options)
     assert with_gradient[2:] == [(True, 9 + 9 + 7 + 6 * 11)]
     for one, other in zip(ours.logprobs, whole.logprobs, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
@@ -263,8 +267,9 @@ def test_prompts_without_a_trained_row_are_fed_without_gradient(name, monkeypatc
 
 def test_a_loss_that_trains_nothing_has_zero_gradients_of_one_token():
     model, rows = make_model("Qwen3", num_hidden_layers=1), tokens(12, 12, seed=5)
-    found = packed_policy_loss(model, tokens(9, 7), rows, None, torch.zeros(2), compute_entropy=True)
-    forward = packed_forward(model, tokens(9, 7), rows, trained=[False, False])
+    rows = Rows(tokens(9, 7), rows)
+    found = packed_policy_loss(model, rows, None, torch.zeros(2), compute_entropy=True)
+    forward = packed_forward(model, rows, trained=[False, False])
     assert [one.pack.num_tokens for one in forward.fed if one.hidden.requires_grad] == [1]
     found.loss.backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -278,13 +283,13 @@ def test_a_loss_that_trains_nothing_has_zero_gradients_of_one_token():
 @pytest.mark.parametrize("budget", [None, 25])
 def test_scores_read_off_the_training_forward_are_those_of_separate_scoring(name, budget):
     model = make_model(name).train()
-    forward = packed_forward(model, PROMPTS, COMPLETIONS, keep_states=True, token_budget=budget)
-    found = forward.score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER, token_budget=budget)
+    forward = packed_forward(model, ROWS, keep_states=True, token_budget=budget)
+    found = forward.score(SPANS, ANSWERS, mask=PLACEHOLDER, token_budget=budget)
     assert_equals_naive(found, model.eval(), PROMPTS, COMPLETIONS, SPANS, ANSWERS)
-    apart = score_counterfactuals(model, PROMPTS, COMPLETIONS, SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
+    apart = score_columns(model, PROMPTS, COMPLETIONS, SPANS, ANSWERS, mask=PLACEHOLDER)
     assert found.work.tokens_fed < apart.work.tokens_fed
     if budget is None:
-        assert found.work.tokens_fed + packed_forward(model, PROMPTS, COMPLETIONS).tokens_fed >= apart.work.tokens_fed
+        assert found.work.tokens_fed + packed_forward(model, ROWS).tokens_fed >= apart.work.tokens_fed
     weighted(forward.logprobs()).backward()  # scoring has left the graph whole
 
 
@@ -292,8 +297,8 @@ def test_scores_read_off_the_training_forward_are_those_of_separate_scoring(name
 def test_models_whose_forwards_cannot_be_continued_are_scored_apart(name):
     options = HYBRIDS.get(name, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32})
     model = make_model(name, **options)
-    forward = packed_forward(model, PROMPTS, COMPLETIONS, keep_states=True)
-    found = forward.score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
+    forward = packed_forward(model, ROWS, keep_states=True)
+    found = forward.score(SPANS, ANSWERS, mask=PLACEHOLDER)
     assert_equals_naive(found, model, PROMPTS, COMPLETIONS, SPANS, ANSWERS, tolerance=5e-5)
     assert_packs_like_plain_forwards(model)
 
@@ -304,8 +309,8 @@ def test_a_branch_that_equals_what_was_fed_is_scored_from_it():
     two = one.clone()
     two[4:8] = PLACEHOLDER  # what masking the span in `one` gives
     data = ([prompt] * 2, [one, two], [[Span4to8], []], [Answer16to19] * 2)
-    forward = packed_forward(model, *data[:2], keep_states=True)
-    found = forward.score(*data[2:], placeholder_id=PLACEHOLDER)
+    forward = packed_forward(model, Rows(*data[:2]), keep_states=True)
+    found = forward.score(*data[2:], mask=PLACEHOLDER)
     assert found.work.tokens_fed == 0
     assert_equals_naive(found, model, *data)
 
@@ -316,26 +321,16 @@ Span4to8, Answer16to19 = SPANS[0][0]._replace(start=4, end=8), SPANS[0][0]._repl
 def test_a_forward_that_cannot_be_continued_says_why():
     model = make_model("Qwen3")
     with pytest.raises(ValueError, match="keep_states must be True"):
-        packed_forward(model, PROMPTS, COMPLETIONS).score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
-    forward = packed_forward(model, PROMPTS, COMPLETIONS, needed=[0, 33, 17, 41, 30, 12, 20], keep_states=True)
-    # Rows 0 and 6 are equal; the first takes what was fed of the other.
-    with pytest.raises(ValueError, match=r"answers row 6: its completion was not fed \(needed\[0\] was 0\)"):
-        forward.score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
-
-
-def test_a_row_without_an_answer_leaves_what_was_fed_to_an_equal_row_with_one():
-    model = make_model("Qwen3", num_hidden_layers=1)
-    (prompt,), (row,) = tokens(9), tokens(20, seed=5)
-    prompts, rows, answers = [prompt] * 3, [row] * 3, [None, Answer16to19, None]
-    forward = packed_forward(model, prompts, rows, needed=[0, 19, 0], keep_states=True)
-    found = forward.score([[Span4to8]] * 3, answers, placeholder_id=PLACEHOLDER)
-    assert_equals_naive(found, model, prompts, rows, [[Span4to8]] * 3, answers)
+        packed_forward(model, ROWS).score(SPANS, ANSWERS, mask=PLACEHOLDER)
+    forward = packed_forward(model, ROWS, needed=[0, 33, 17, 41, 30, 12, 20], keep_states=True)
+    with pytest.raises(ValueError, match=r"answers row 0: its completion was not fed \(needed\[0\] was 0\)"):
+        forward.score(SPANS, ANSWERS, mask=PLACEHOLDER)
 
 
 def test_an_answer_beyond_what_was_fed_is_fed_with_the_branches():
     model = make_model("Qwen3")
-    forward = packed_forward(model, PROMPTS, COMPLETIONS, needed=[5] * 7, keep_states=True)
-    found = forward.score(SPANS, ANSWERS, placeholder_id=PLACEHOLDER)
+    forward = packed_forward(model, ROWS, needed=[5] * 7, keep_states=True)
+    found = forward.score(SPANS, ANSWERS, mask=PLACEHOLDER)
     assert_equals_naive(found, model, PROMPTS, COMPLETIONS, SPANS, ANSWERS)
 
 
@@ -349,7 +344,7 @@ def test_queries_that_continue_a_forward_are_those_of_forwards_of_their_own(arch
     asked = np.array([5, 6, 7])
     units = [[], *([Query(np.append(row, asked[:2]), len(row) - 1, asked)] for row in beginnings)]
     apart, separate = query_logprobs(model, units)
-    forward = packed_forward(model, PROMPTS, COMPLETIONS, token_budget=budget, keep_states=True)
+    forward = packed_forward(model, ROWS, token_budget=budget, keep_states=True)
     found, work = forward.query_logprobs(model, units)
     assert [len(unit) for unit in found] == [len(unit) for unit in units]
     for ours, theirs in zip(found, apart, strict=True):
@@ -364,47 +359,41 @@ def test_queries_that_continue_a_forward_are_those_of_forwards_of_their_own(arch
 def test_a_query_without_targets_gets_no_values_from_a_forward_that_has_fed_it():
     model = make_model("Qwen3", num_hidden_layers=1)
     row = torch.cat([PROMPTS[0], COMPLETIONS[0]]).numpy()
-    forward = packed_forward(model, PROMPTS, COMPLETIONS, keep_states=True)
+    forward = packed_forward(model, ROWS, keep_states=True)
     found, work = forward.query_logprobs(model, [[Query(row[:9], 3, row[:0])]])
     assert [[len(values) for values in unit] for unit in found] == [[0]]
     assert work.tokens_fed == 0
 
 
-def test_credit_takes_its_probes_from_a_forward():
-    from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
+PROBE = Probe(torch.tensor([PHRASES.index("#### 5") + len(WORDS)]), Span(0, 1))
+SAID = ("3 + 4 = 7. ", "7 - 2 = 5. ", "#### 5")
 
+
+@pytest.mark.parametrize("said", [SAID, SAID[:2]], ids=["answered", "no answer"])
+@pytest.mark.parametrize("probes", [None, [PROBE, None], [PROBE, PROBE]], ids=["no probe", "one", "two"])
+@pytest.mark.parametrize("options", [{}, {"mask": "drop"}, {"estimator": "prefix_gain"}], ids=str)
+def test_credit_on_a_training_forward_is_that_of_a_forward_of_its_own(options, probes, said):
     tokenizer, model = tiny_tokenizer(), tiny_model()
-    ids = torch.tensor([[len(WORDS) + PHRASES.index(p) for p in ("3 + 4 = 7. ", "7 - 2 = 5. ", "#### 5")]] * 2)
-    prompt = torch.tensor([[3, 4, 5], [3, 4, 6]])
-    arguments = (model, tokenizer, prompt, torch.ones_like(prompt), ids, torch.ones_like(ids))
-    config = CounterfactualConfig(estimator="prefix_gain")
-    apart = counterfactual_credit(*arguments, config=config)
-    forward = packed_forward(model, list(prompt), list(ids), keep_states=True)
-    found = counterfactual_credit(TrainingForward(forward), *arguments[1:], config=config)
-    assert any(found.spans)
-    torch.testing.assert_close(found.weights, apart.weights, rtol=0, atol=1e-4)
-    assert found.work.tokens_fed <= apart.work.tokens_fed - len(prompt[0])
-    forgetful = TrainingForward(packed_forward(model, list(prompt), list(ids)))
-    with pytest.raises(ValueError, match="keep_states must be True"):
-        counterfactual_credit(forgetful, *arguments[1:], config=config)
+    ids = torch.tensor([len(WORDS) + PHRASES.index(phrase) for phrase in said])
+    rows, config = Rows([torch.tensor([3, 4, 5]), torch.tensor([3, 4, 6])], [ids] * 2), CounterfactualConfig(**options)
+    apart = counterfactual_credit(model, tokenizer, rows, config=config, probes=probes)
+    forward = packed_forward(model, rows, keep_states=True)
+    credit = counterfactual_credit(TrainingForward(forward), tokenizer, rows, config=config, probes=probes)
+    assert credit.spans == apart.spans
+    assert any(credit.spans) == (said == SAID or probes is not None)
+    torch.testing.assert_close(credit.padded(), apart.padded(), rtol=0, atol=1e-4)
+    if any(credit.spans):
+        assert credit.work.tokens_fed <= apart.work.tokens_fed - len(rows.prompts[0])
+        forgetful = TrainingForward(packed_forward(model, rows))
+        with pytest.raises(ValueError, match="keep_states must be True"):
+            counterfactual_credit(forgetful, tokenizer, rows, config=config, probes=probes)
 
 
-def test_credit_takes_its_scores_from_a_forward():
-    from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
-
-    tokenizer, model = tiny_tokenizer(), tiny_model()
-    ids = torch.tensor([[len(WORDS) + PHRASES.index(p) for p in ("3 + 4 = 7. ", "7 - 2 = 5. ", "#### 5")]] * 2)
-    prompt = torch.tensor([[3, 4, 5], [3, 4, 6]])
-    arguments = (model, tokenizer, prompt, torch.ones_like(prompt), ids, torch.ones_like(ids))
-    apart = counterfactual_credit(*arguments, config=CounterfactualConfig())
-    forward = packed_forward(model, list(prompt), list(ids), keep_states=True)
-    found = counterfactual_credit(TrainingForward(forward), *arguments[1:], config=CounterfactualConfig())
-    assert found.spans == apart.spans
-    assert any(found.spans)
-    torch.testing.assert_close(found.weights, apart.weights, rtol=0, atol=1e-4)
-    other = packed_forward(model, list(prompt.flip(1)), list(ids), keep_states=True)
-    with pytest.raises(ValueError, match="completions row 0: was not fed by this forward"):
-        counterfactual_credit(TrainingForward(other), *arguments[1:], config=CounterfactualConfig())
+def test_credit_on_a_training_forward_takes_that_forwards_rows_only():
+    forward = packed_forward(make_model("Qwen3", num_hidden_layers=1), ROWS, keep_states=True)
+    for other in (ROWS.take([1, 0]), ROWS.take(range(3)), Rows(PROMPTS, [row[:5] for row in COMPLETIONS])):
+        with pytest.raises(ValueError, match=r"rows: must be those of the forward, got \d rows for its 7"):
+            counterfactual_credit(TrainingForward(forward), tiny_tokenizer(), other)
 
 
 @pytest.mark.parametrize(
@@ -415,21 +404,15 @@ def test_credit_takes_its_scores_from_a_forward():
         ({"mask": [*drawn(0)[:6], None]}, r"mask row 6: must be a tensor \(20,\) like its completion, got NoneType"),
         ({"mask": [row * 0 + 2 for row in drawn(0)]}, "mask row 0: must be 0 or 1, got 2.0 at token 0"),
         ({"advantages": torch.zeros(3)}, r"advantages must be \(7,\) or a list of rows, got shape \(3,\)"),
-        ({"prompts": PROMPTS[:2]}, "completions has 7 rows, prompts has 2"),
-        ({"prompts": [*PROMPTS[:6], torch.zeros(0, dtype=torch.int64)]}, "prompts row 6: is empty"),
-        ({"completions": [[5] * 20] * 7}, r"completions row 0: must be a tensor \(20,\), got list"),
-        ({"prompts": torch.ones(7, 4, dtype=torch.int64)}, r"prompts: must be a list of 1-D .* one tensor \(7, 4\)"),
         ({"temperature": 1e-39}, r"temperature must be in \[1e-38, 1e38\], got 1e-39"),
         ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
         ({"loss_type": "ppo"}, "loss_type must be one of"),
     ],
 )
 def test_bad_input_is_refused_by_argument_row_and_value(change, message):
-    arguments = {
-        "prompts": PROMPTS, "completions": COMPLETIONS, "old_logprobs": None, "advantages": torch.ones(7),
-    } | change  # fmt: skip
+    arguments = {"old_logprobs": None, "advantages": torch.ones(7)} | change
     with pytest.raises(ValueError, match=message):
-        packed_policy_loss(make_model("Qwen3"), **arguments)
+        packed_policy_loss(make_model("Qwen3"), ROWS, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -448,50 +431,50 @@ def test_bad_input_is_refused_by_argument_row_and_value(change, message):
 )
 def test_a_forward_refuses_what_it_cannot_feed_by_argument_row_and_value(options, message):
     with pytest.raises(ValueError, match=message):
-        packed_forward(make_model("Qwen3", num_hidden_layers=1), PROMPTS, COMPLETIONS, **options)
+        packed_forward(make_model("Qwen3", num_hidden_layers=1), ROWS, **options)
 
 
 def test_what_is_asked_of_a_forward_is_refused_by_argument_row_and_value():
     model = make_model("Qwen3", num_hidden_layers=1)
-    forward = packed_forward(model, PROMPTS, COMPLETIONS, needed=[12] * 7, keep_states=True)
+    forward = packed_forward(model, ROWS, needed=[12] * 7, keep_states=True)
     for options, message in (
-        ({"placeholder_id": 211}, r"placeholder_id must be an id in \[0, 211\), got 211"),
+        ({"mask": 211}, r"mask must be an id in \[0, 211\), .* got 211"),
         ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
         ({"token_budget": 1.5}, "token_budget must be a whole number of tokens, got 1.5"),
     ):
         with pytest.raises(ValueError, match=message):
-            forward.score(SPANS, ANSWERS, **{"placeholder_id": PLACEHOLDER} | options)
-    whole = LossBatch.of(COMPLETIONS, None, torch.ones(7))
+            forward.score(SPANS, ANSWERS, **{"mask": PLACEHOLDER} | options)
+    whole = LossBatch.of(ROWS, None, torch.ones(7))
     with pytest.raises(ValueError, match=r"batch row 0: its loss needs 20 tokens, but 12 were fed \(needed\[0\]\)"):
         forward.policy_loss(whole)
-    rows = tokens(12, 12)
-    some = packed_forward(model, tokens(9, 7), rows, trained=[False, True])
+    rows = Rows(tokens(9, 7), tokens(12, 12))
+    some = packed_forward(model, rows, trained=[False, True])
     with pytest.raises(ValueError, match=r"batch row 0: its loss has a gradient, but it was fed without \(trained\[0"):
         some.policy_loss(LossBatch.of(rows, None, torch.ones(2)))
     with pytest.raises(ValueError, match="batch has 2 rows, this forward has 7; they must agree"):
-        forward.policy_loss(LossBatch.of(COMPLETIONS[:2], None, torch.ones(2)))
+        forward.policy_loss(LossBatch.of(ROWS.take([0, 1]), None, torch.ones(2)))
 
 
 def test_no_rows_give_no_log_probs_and_no_scores_but_an_error_for_a_loss(monkeypatch):
     monkeypatch.setattr(training_forward, "check_trainable", check_head)
     for own_rotary in ({}, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}):
         model = make_model("Phi3", num_hidden_layers=1, **own_rotary)  # whose rows are continued, and whose are not
-        forward = packed_forward(model, [], [], keep_states=True)
+        forward = packed_forward(model, Rows([], []), keep_states=True)
         assert forward.tokens_fed == 0
         assert forward.logprobs() == forward.states() == []
-        assert len(forward.score([], [], placeholder_id=PLACEHOLDER).base) == 0
+        assert len(forward.score([], [], mask=PLACEHOLDER).base) == 0
         assert forward.query_logprobs(model, [])[0] == []
-    assert packed_logprobs(model, [], []) == []
-    assert packed_logprobs(model, [], [], return_entropy=True) == ([], [])
+    assert packed_logprobs(model, Rows([], [])) == []
+    assert packed_logprobs(model, Rows([], []), return_entropy=True) == ([], [])
     with pytest.raises(ValueError, match="completions: a loss needs at least one row, got none"):
-        packed_policy_loss(model, [], [], None, torch.zeros(0))
+        packed_policy_loss(model, Rows([], []), None, torch.zeros(0))
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
 def test_log_probs_are_at_least_float32(dtype, expected, monkeypatch):
     monkeypatch.setattr(training_forward, "check_trainable", check_head)
     model = make_model("Qwen3", num_hidden_layers=1).cpu().to(dtype)
-    found = packed_logprobs(model, PROMPTS[:1], COMPLETIONS[:1], return_entropy=True)
+    found = packed_logprobs(model, Rows(PROMPTS[:1], COMPLETIONS[:1]), return_entropy=True)
     assert {row.dtype for column in found for row in column} == {expected}
 
 
@@ -507,7 +490,7 @@ def test_what_training_cannot_share_is_refused_by_name(make, message):
     model = make()
     state = torch.get_rng_state()
     with pytest.raises(NotImplementedError, match=message):
-        packed_logprobs(model, PROMPTS, COMPLETIONS)
+        packed_logprobs(model, ROWS)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -515,6 +498,7 @@ DDP = """
 import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from tests.support.models import batch, gradients, make_model
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_policy_loss
 
 PROMPTS, COMPLETIONS, _, _ = batch()
@@ -525,7 +509,7 @@ advantages = torch.tensor([1.0, -0.5, 0.2, 0.7, -1.2, 0.3, 0.4])
 halves = [0, 2, 4, 6], [1, 3, 5]
 def loss(model, rows, processes):
     total = sum(map(len, COMPLETIONS))
-    return packed_policy_loss(model, [PROMPTS[b] for b in rows], [COMPLETIONS[b] for b in rows], None,
+    return packed_policy_loss(model, Rows([PROMPTS[b] for b in rows], [COMPLETIONS[b] for b in rows]), None,
                               advantages[rows], num_items_in_batch=total / processes).loss
 model = make_model("Qwen3")
 alone = gradients(model, loss(model, list(range(7)), 1))
@@ -557,7 +541,7 @@ def test_gradients_of_two_processes_under_ddp_are_those_of_one(tmp_path):
 
 def test_nothing_to_feed_gives_a_loss_of_zero():
     model = make_model("Qwen3")
-    out = packed_policy_loss(model, PROMPTS, COMPLETIONS, None, torch.zeros(7))
+    out = packed_policy_loss(model, ROWS, None, torch.zeros(7))
     assert out.loss == 0
     assert all(row.isnan().all() for row in out.logprobs)
     assert torch.equal(naive_logprobs(model, PROMPTS[0]), naive_logprobs(model, PROMPTS[0]))
@@ -566,7 +550,7 @@ def test_nothing_to_feed_gives_a_loss_of_zero():
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_gradient_of_a_shared_row_is_the_same_bits_every_time(threads):
     """However many completions add to it, they do so in a fixed order, whatever the threads."""
-    forward = packed_forward(make_model("Llama"), PROMPTS[:1], COMPLETIONS[:1])
+    forward = packed_forward(make_model("Llama"), Rows(PROMPTS[:1], COMPLETIONS[:1]))
     (hidden,) = (one.hidden for one in forward.fed)
     factors = torch.randn(4000, hidden.shape[1], generator=torch.Generator().manual_seed(0)).to(hidden.device)
     before = torch.get_num_threads()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cfa_kernels import (
     CounterfactualConfig,
+    Rows,
     counterfactual_credit,
     linear_policy_loss,
     packed_policy_loss,
@@ -61,7 +62,7 @@ CREDIT: dict[str, dict[str, Any]] = {
     "sibling edits, inverted": {"estimator": "sibling_edits", "control": "inverted", "weights": "range"},
     "external": {"estimator": "external", "units": "tokens", "weights": "bilevel"},
     "total effect": {"effect": "total"},
-    "resampled": {"fill": "resampled", "samples": 2},
+    "resampled": {"mask": "resampled", "samples": 2},
     "preselected": {"preselect": 0.5},
     "preselected by gain": {"preselect": 0.5, "preselect_by": "prefix_gain"},
 }
@@ -104,7 +105,7 @@ def _of_model(name: str, model: Any) -> Iterator[tuple[str, Iterable[Tensor]]]:
     prompts, completions, spans, answers = batch()
     for outcome in OUTCOMES if name == "full attention" else OUTCOMES[:1]:
         scores = score_counterfactuals(
-            model, prompts, completions, spans, answers, placeholder_id=PLACEHOLDER, outcome=outcome
+            model, Rows(prompts, completions), spans, answers, mask=PLACEHOLDER, outcome=outcome
         )
         yield f"scores, {name}, {outcome}", (scores.base, torch.cat(scores.drop))
     advantages = torch.tensor([1.0, -1.0, 0.5, 0.0, -0.25, 2.0, 1.0])
@@ -112,7 +113,7 @@ def _of_model(name: str, model: Any) -> Iterator[tuple[str, Iterable[Tensor]]]:
     old = [_draw(70 + b, len(row), low=-8, high=-2).float() for b, row in enumerate(completions)]
     for loss_type in SUMS if name == "full attention" else SUMS[:1]:
         packed = packed_policy_loss(
-            model, prompts, completions, old, advantages, weights=weights, loss_type=loss_type,
+            model, Rows(prompts, completions), old, advantages, weights=weights, loss_type=loss_type,
             max_completion_length=50, temperature=0.7, compute_entropy=True,
         )  # fmt: skip
         metrics = torch.stack([torch.as_tensor(packed.metrics[key]).double() for key in sorted(packed.metrics)])
@@ -163,17 +164,22 @@ def _of_credit() -> Iterator[tuple[str, Iterable[Tensor]]]:
     known = {
         "advantages": 2 * _draw(10, n).float(),
         "rewards": torch.tensor([1.0, 0.0, 1.0, 0.0] * 3),
-        "entropies": _draw(11, n, t, low=0, high=1).float(),
+        "entropies": [row[:k] for row, k in zip(_draw(11, n, t, low=0, high=1).float(), mask.sum(1), strict=True)],
     }
     external = [_draw(20 + b, int(mask[b].sum()), low=0, high=1).float() for b in range(n)]
+    rows = Rows.from_padded(prompts, torch.ones_like(prompts), completions, mask)
     for name, options in CREDIT.items():
         credit = counterfactual_credit(
-            model, tokenizer, prompts, torch.ones_like(prompts), completions, mask,
-            config=CounterfactualConfig(**options), generator=torch.Generator().manual_seed(3),
+            model, tokenizer, rows, config=CounterfactualConfig(**options), seed=3,
             external=external if name == "external" else None, **known,
         )  # fmt: skip
-        found = [credit.weights, credit.base, torch.cat(list(credit.drop)), credit.advantages]
-        yield f"credit, {name}", [x for x in found if x is not None]
+        signed = None if credit.advantages is None else (credit.advantages, known["advantages"])
+        columns = [credit.padded(t), credit.base, torch.cat(credit.drop), signed and _padded(*signed, t)]
+        yield f"credit, {name}", [x for x in columns if x is not None]
+
+
+def _padded(rows: list[Tensor], fill: Tensor, width: int) -> Tensor:
+    return torch.stack([torch.cat([row, x.expand(width - len(row))]) for row, x in zip(rows, fill, strict=True)])
 
 
 def read() -> dict[str, list[float]]:

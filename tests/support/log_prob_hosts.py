@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from cfa_kernels import CounterfactualConfig, counterfactual_credit
-from cfa_kernels.integrations.credit import Draws, credited_advantages, token_entropies
+from cfa_kernels import CounterfactualConfig, DeferredCredit, Draws, Rows, pad_rows
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
 PROMPTS = [[3, 4, 5]] * 3 + [[9, 5, 10, 7]] * 3
@@ -27,7 +26,7 @@ IMPOSSIBLE = [
     ({"outcome": "last"}, "outcome='last': it needs distributions"),
     ({"outcome": "mean", "units": "tokens"}, "outcome='mean': it needs distributions"),
     ({"effect": "total"}, "effect='total': it needs the model"),
-    ({"fill": "resampled"}, "fill='resampled': it needs the model"),
+    ({"mask": "resampled"}, "mask='resampled': it needs the model"),
     ({"preselect": 0.5, "preselect_by": "gradient"}, "preselect_by='gradient': it needs gradients"),
     ({"estimator": "external"}, "estimator='external': it needs importances that the caller passes in"),
     ({"estimator": "prefix_tree", "control": "random"}, None),
@@ -43,28 +42,18 @@ def completions() -> list[list[int]]:
     return [[a, b, c, seven, 1], [a, c, d, b, five, 1], [b, d], [d, a, five], [a, b, d, seven], [c, a, b, b, seven, 1]]
 
 
-def padded() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Prompts and their mask, completions and theirs, as TRL lays them out."""
-    prompts = torch.tensor([[0, *row] if len(row) == 3 else row for row in PROMPTS])
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in completions()], batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)).long() for row in completions()], batch_first=True)
-    return prompts, (prompts != 0).long(), ids, mask
+def batch_rows() -> Rows:
+    """The batch of six, unpadded."""
+    return Rows([torch.tensor(row) for row in PROMPTS], [torch.tensor(row) for row in completions()])
 
 
 def credited(advantages: Tensor, options: dict[str, object], temperature: float = 1.0) -> Tensor:
-    """(6, T) advantages of the batch with credit by the model itself; `advantages` are (6,)."""
-    model, config, batch = tiny_model().eval(), CounterfactualConfig(**options), padded()
-    entropies = token_entropies(model, *batch, temperature=temperature) if config.reads_entropies else None
-    credit = counterfactual_credit(
-        model,
-        tiny_tokenizer(),
-        *batch,
-        advantages=advantages,
-        config=config,
-        generator=Draws(0).of(0),
-        rewards=torch.tensor(REWARDS),
-        entropies=entropies,
-    )
-    found = credited_advantages(advantages[:, None].expand(batch[2].shape), credit)
-    assert not torch.equal(found, advantages[:, None].expand(found.shape)), "this credit does nothing"
-    return found
+    """(6, T) advantages of the batch with credit by the model itself, 0 on padding; `advantages` are (6,)."""
+    model, config, rows = tiny_model().eval(), CounterfactualConfig(**options), batch_rows()
+    batch = DeferredCredit(
+        config, tiny_tokenizer(), rows, advantages, seed=Draws(0).key(0), rewards=torch.tensor(REWARDS),
+        temperature=temperature,
+    )  # fmt: skip
+    batch.by_model(model)
+    assert batch.credited(range(6)) is not advantages, "this credit does nothing"
+    return pad_rows(batch.credited(range(6)))

@@ -9,7 +9,9 @@ from packaging.version import Version
 
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.stateful_layers import OLDEST
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.batch import ScoredBatch
+from cfa_kernels.scoring.masked import score_counterfactuals
 from cfa_kernels.span import Span
 from tests.support.as_on_gpu import DEVICE
 
@@ -135,16 +137,19 @@ def batch():
 
 
 def batch_of(
-    model, prompts, completions, units=None, answers=None, *, placeholder_id=PLACEHOLDER, token_budget=None, fills=None,
+    model, prompts, completions, units=None, answers=None, *, mask=PLACEHOLDER, token_budget=None, seed=(), index=None,
     **known,
-):  # fmt: skip
-    """The rows as estimators take them, in packing order; what else is `known` of each is in the caller's order."""
-    found = ScoredBatch.of(
-        causal_lm(model), prompts, completions, units, answers, placeholder_id=placeholder_id,
-        token_budget=token_budget, fills=fills,
-    )  # fmt: skip
-    ordered = {name: [x[b] for b in found.numbers] if isinstance(x, list) else x for name, x in known.items()}
-    return replace(found, **ordered)
+) -> ScoredBatch:  # fmt: skip
+    """The batch that an estimator judges; columns of `known` are in the order of the arguments."""
+    rows = Rows(prompts, completions, index)
+    batch = ScoredBatch.of(causal_lm(model), rows, units, answers, mask=mask, token_budget=token_budget)
+    ordered = {name: [x[row.place] for row in batch.rows] if isinstance(x, list) else x for name, x in known.items()}
+    return replace(batch, seed=seed, **ordered)
+
+
+def score_columns(model, prompts, completions, spans, answers, **options):
+    """Scores of columns as `batch` gives them."""
+    return score_counterfactuals(model, Rows(prompts, completions), spans, answers, **options)
 
 
 def naive(model, prompt, completion, answer, span=None, shift=0):

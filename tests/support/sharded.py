@@ -30,17 +30,17 @@ from cfa_kernels import (
     packed_forward,
     packed_logprobs,
     packed_policy_loss,
-    score_counterfactuals,
 )
 from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.hf.fsdp import is_zero3
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.sharding import run_inside
 from cfa_kernels.hf.verify import _CHECKED
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import as_access
 from cfa_kernels.span import Span
 from tests.support.forking import server
-from tests.support.models import PLACEHOLDER, batch, batch_of, make_model
+from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, score_columns
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 SECONDS = 300  # only a hang takes as long, however busy the machine is
@@ -128,13 +128,13 @@ def wrapped(model: nn.Module, how: str, halves: bool = False) -> nn.Module:
 def scores(model: nn.Module, rows: list[int], **options: object):
     """Scores of some rows of the batch."""
     columns = ([column[b] for b in rows] for column in (PROMPTS, COMPLETIONS, SPANS, ANSWERS))
-    return score_counterfactuals(model, *columns, placeholder_id=PLACEHOLDER, **{"token_budget": 64, **options})
+    return score_columns(model, *columns, mask=PLACEHOLDER, **{"token_budget": 64, **options})
 
 
 def loss(model: nn.Module, rows: list[int], processes: int, advantages: torch.Tensor = ADVANTAGES):
     """Loss of some rows, so that the mean over processes is that of the batch."""
     return packed_policy_loss(
-        model, [PROMPTS[b] for b in rows], [COMPLETIONS[b] for b in rows], None, advantages[rows],
+        model, Rows([PROMPTS[b] for b in rows], [COMPLETIONS[b] for b in rows]), None, advantages[rows],
         num_items_in_batch=TOKENS / processes, token_budget=64,
     )  # fmt: skip
 
@@ -214,10 +214,10 @@ def errors(rank: int, shared: nn.Module) -> None:
     spans = [SPANS[0] if rank == 0 else [Span(0, 999)]]
     told = "rank 1: " if rank == 0 else ""
     with pytest.raises(ValueError, match=f"^{told}spans row 0, span 0: .0, 999."):
-        score_counterfactuals(shared, PROMPTS[:1], COMPLETIONS[:1], spans, ANSWERS[:1], placeholder_id=PLACEHOLDER)
+        score_columns(shared, PROMPTS[:1], COMPLETIONS[:1], spans, ANSWERS[:1], mask=PLACEHOLDER)
     rows = slice(0, 1 - rank)
     with pytest.raises(ValueError, match=f"^{told}this process has no row to call backward on"):
-        packed_logprobs(shared, PROMPTS[rows], COMPLETIONS[rows])
+        packed_logprobs(shared, Rows(PROMPTS[rows], COMPLETIONS[rows]))
 
 
 def failing_layer(rank: int, how: str, error: type[Exception], inside: str) -> None:
@@ -315,24 +315,24 @@ def estimators(rank: int, how: str) -> None:
         Masking(),
         Masking(effect="total"),
         Masking(outcome="mean"),
-        Masking(fill="resampled", samples=2),
+        Masking(mask="resampled", samples=2),
         Masking(preselect=0.5),
     ):
         for own, ours in zip(judged(alone, estimator), judged(shared, estimator), strict=True):
             torch.testing.assert_close(ours, own, atol=5e-5, rtol=0, equal_nan=True)
     names = tiny_tokenizer().get_vocab()
-    said = torch.tensor([[names[phrase] for phrase in ("3 + 4 = 7. ", "So we add them up. ", "#### 7")]] * 2)
-    asked = torch.tensor([[names[word] for word in ("What", "is", "3", "+", "4", "?")]] * 2)
-    ids = asked, torch.ones_like(asked), said, torch.ones_like(said)
+    said = torch.tensor([names[phrase] for phrase in ("3 + 4 = 7. ", "So we add them up. ", "#### 7")])
+    asked = torch.tensor([names[word] for word in ("What", "is", "3", "+", "4", "?")])
+    ids = Rows([asked] * 2, [said] * 2)
     for config in (CounterfactualConfig(), CounterfactualConfig(estimator="prefix_gain")):
         tiny = wrapped(tiny_model(), how)
         advantages = torch.tensor([1.0, -1.0]) if rank == 0 else torch.zeros(2)
-        expected = counterfactual_credit(tiny_model(), tiny_tokenizer(), *ids, advantages=advantages, config=config)
-        credit = counterfactual_credit(tiny, tiny_tokenizer(), *ids, advantages=advantages, config=config)
-        torch.testing.assert_close(credit.weights, expected.weights, atol=1e-3, rtol=0)
-        assert (credit.weights != 1).any() == (rank == 0)
+        expected = counterfactual_credit(tiny_model(), tiny_tokenizer(), ids, advantages=advantages, config=config)
+        credit = counterfactual_credit(tiny, tiny_tokenizer(), ids, advantages=advantages, config=config)
+        torch.testing.assert_close(credit.padded(), expected.padded(), atol=1e-3, rtol=0)
+        assert (credit.padded() != 1).any() == (rank == 0)
     with pytest.raises(NotImplementedError, match="gradients through the model itself, whole in this process"):
-        counterfactual_credit(tiny, tiny_tokenizer(), *ids, config=CounterfactualConfig(estimator="gradient"))
+        counterfactual_credit(tiny, tiny_tokenizer(), ids, config=CounterfactualConfig(estimator="gradient"))
 
 
 def deepspeed_on_a_cpu(*, in_order: bool) -> Any:
@@ -439,9 +439,8 @@ def in_one_call(rank: int, how: str) -> None:
     shared = wrapped(tiny, how)
 
     def of(model: nn.Module, causal: nn.Module, which: int):
-        batch = asked, torch.ones_like(asked), rows, torch.ones_like(rows)
-        given = list(asked), list(rows), advantages[which], 6.0
-        return names["loss_with_credit"](model, causal, tiny_tokenizer(), batch, *given).loss
+        given = Rows(list(asked), list(rows)), advantages[which], 6.0
+        return names["loss_with_credit"](model, causal, tiny_tokenizer(), *given).loss
 
     of(alone, alone, 0).backward()
     of(shared, tiny, rank).backward()
@@ -451,9 +450,9 @@ def in_one_call(rank: int, how: str) -> None:
             torch.testing.assert_close(2 * found[name], parameter.grad, atol=1e-6, rtol=1e-4)
 
     def by_gradients() -> None:
-        forward = packed_forward(tiny, list(asked), list(rows), keep_states=True)
-        batch, config = (asked, torch.ones_like(asked), rows, torch.ones_like(rows)), CounterfactualConfig("gradient")
-        counterfactual_credit(TrainingForward(forward), tiny_tokenizer(), *batch, config=config)
+        batch, config = Rows(list(asked), list(rows)), CounterfactualConfig("gradient")
+        forward = packed_forward(tiny, batch, keep_states=True)
+        counterfactual_credit(TrainingForward(forward), tiny_tokenizer(), batch, config=config)
 
     if how != "DDP":
         with pytest.raises(NotImplementedError, match=r"^estimator='gradient': it needs gradients through the model"):
@@ -464,11 +463,11 @@ def another_model(rank: int, how: str) -> None:
     """Inside the call of one model a process asks another, that it holds whole, as often as it likes."""
     reference, policy = make_model("Llama"), make_model("Qwen3")
     shared = wrapped(policy, how)
-    expected = packed_logprobs(reference, PROMPTS[:1], COMPLETIONS[:1])[0].detach()
+    expected = packed_logprobs(reference, Rows(PROMPTS[:1], COMPLETIONS[:1]))[0].detach()
 
     def body() -> torch.Tensor:
         for _ in range(2 * rank):
-            found = packed_logprobs(reference, PROMPTS[:1], COMPLETIONS[:1])
+            found = packed_logprobs(reference, Rows(PROMPTS[:1], COMPLETIONS[:1]))
             torch.testing.assert_close(found[0], expected)
         return scores(policy, [rank]).base
 

@@ -12,9 +12,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from cfa_kernels import CounterfactualConfig, Credit, Span, counterfactual_credit
-from cfa_kernels.integrations.workers import Found, Share, Workers, judge_share
+from cfa_kernels.integrations.workers import Share, Workers, judge_share
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.batch import ScoredBatch
-from tests.support.log_prob_hosts import padded
+from tests.support.log_prob_hosts import batch_rows
 from tests.support.sharded import wrapped
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -22,7 +23,7 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"outcome": "mean"},
     {"effect": "total"},
-    {"fill": "resampled", "samples": 2},
+    {"mask": "resampled", "samples": 2},
     {"preselect": 0.5, "preselect_by": "prefix_gain"},
     {"estimator": "prefix_gain"},
 ]
@@ -32,12 +33,12 @@ ADVANTAGES = torch.tensor([1.0, -0.5, 0.3, 0.7, -1.0, 1.0])
 def credit(model: object, options: dict[str, Any], groups: Sequence[int]) -> Credit:
     """Credit of the batch of six by a model or an access to one."""
     return counterfactual_credit(
-        model, tiny_tokenizer(), *padded(), advantages=ADVANTAGES, config=CounterfactualConfig(**options),
-        generator=torch.Generator().manual_seed(3), groups=torch.tensor(groups), noise=1e-5,
+        model, tiny_tokenizer(), batch_rows(), advantages=ADVANTAGES, config=CounterfactualConfig(**options), seed=3,
+        groups=torch.tensor(groups),
     )  # fmt: skip
 
 
-def as_one_process(rank: int, judge: Callable[[Share], Found], tolerance: float = 5e-5) -> None:
+def as_one_process(rank: int, judge: Callable[[Share], Any], tolerance: float = 5e-5) -> None:
     """Credit by two workers is that of one process: uneven groups, a worker with nothing, an error of one worker."""
 
     def answer(share: Share) -> Any:
@@ -46,8 +47,9 @@ def as_one_process(rank: int, judge: Callable[[Share], Found], tolerance: float 
         except Exception as error:
             return error
 
-    def ask(shares: list[Share]) -> list[Found]:
-        sizes.append([len(share.batch) for share in shares])
+    def ask(shares: list[Share]) -> list[Any]:
+        if any(len(share.batch) for share in shares):  # else the workers check their model
+            sizes.append([len(share.batch) for share in shares])
         said: list[Any] = [None, None]
         dist.all_gather_object(said, answer(shares[rank]))
         for one in said:
@@ -67,14 +69,14 @@ def as_one_process(rank: int, judge: Callable[[Share], Found], tolerance: float 
     assert sizes[0] in ([0, 5], [5, 0])  # of the sixth completion there is no answer
     assert all(min(share) > 0 for share in sizes[1:])
     refuses_a_bad_id(workers)
-    assert workers.noise >= 1e-6
+    assert workers.dtype == torch.float32
 
 
 def refuses_a_bad_id(workers: Workers) -> None:
     """Workers name rank and row of an id that the model does not have."""
     ids = [torch.tensor(row) for row in ([14, 15, 18], [14, 999, 18])]
     spans, answers = [[Span(0, 1)]] * 2, [Span(2, 3)] * 2
-    wrong = ScoredBatch.of(None, [torch.tensor([3]), torch.tensor([4])], ids, spans, answers, placeholder_id=0)
+    wrong = ScoredBatch.of(None, Rows([torch.tensor([3]), torch.tensor([4])], ids), spans, answers, mask=0)
     named = r"rank \d: completions row 1: id 999 at position 1 is outside the vocabulary"
     with pytest.raises(ValueError, match=named):
         workers.score(wrong)

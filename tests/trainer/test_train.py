@@ -13,6 +13,7 @@ from cfa_kernels import counterfactual_credit, policy_loss
 from tests.support.embedded import EVERY_OTHER, advantages_of, metrics_of, run, samples_of, settings, updated
 from trainer.config import EMBEDDED, model_path
 from trainer.evaluate import Evaluation
+from trainer.microbatch import batch_rows
 from trainer.report.run_report import paired_gain
 from trainer.rewards import group_advantages
 from trainer.run import train
@@ -90,12 +91,11 @@ def test_every_credit_mode_gives_other_weights_and_only_the_answer_free_ones_sco
     weights, forwards = {}, {}
     for mode in ("counterfactual", "inverted", "random", "uniform"):
         credit = counterfactual_credit(
-            trainer.policy, trainer.tokenizer, rollouts.prompt_ids, rollouts.prompt_mask, rollouts.completion_ids,
-            rollouts.completion_mask, advantages=group_advantages(rewards, 8),
-            config=settings(f"--credit={mode}").counterfactual(), generator=torch.Generator().manual_seed(0),
+            trainer.policy, trainer.tokenizer, batch_rows(rollouts), advantages=group_advantages(rewards, 8),
+            config=settings(f"--credit={mode}").counterfactual(),
         )  # fmt: skip
-        weights[mode] = credit.weights[rollouts.completion_mask.bool()]
-        forwards[mode] = credit.metrics(rollouts.completion_mask)["credit/forwards"]
+        weights[mode] = torch.cat(credit.weights)
+        forwards[mode] = credit.metrics()["credit/forwards"]
     assert (weights["uniform"] == 1).all()
     assert weights["counterfactual"].max() == 4
     assert weights["counterfactual"].min() == 0.5

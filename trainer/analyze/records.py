@@ -28,11 +28,11 @@ def completion_record(
     }
 
 
-def token_credit(credit: Credit, i: int, length: int) -> dict[str, list[float]]:
+def token_credit(credit: Credit, i: int) -> dict[str, list[float]]:
     """Return the `advantages` of the tokens of completion `i` of a batch if credit is signed, else their `weights`."""
     if credit.advantages is not None:
-        return {"advantages": rounded(credit.advantages[i, :length].tolist())}
-    return {"weights": rounded(credit.weights[i, :length].tolist())}
+        return {"advantages": rounded(credit.advantages[i].tolist())}
+    return {"weights": rounded(credit.weights[i].tolist())}
 
 
 def judged_spans(
@@ -52,7 +52,7 @@ def judged_spans(
                 "end": span.end,
                 "text": tokenizer.decode(ids[span.start : span.end]),
                 "drop": drop,
-                "weight": credit.weights[i, span.start].item(),
+                "weight": credit.weights[i][span.start].item(),
             }
             for span, drop in zip(credit.spans[i], credit.drop[i].tolist(), strict=True)
         ],

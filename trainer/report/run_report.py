@@ -211,9 +211,9 @@ class Report:
             truncated=bool(result.rollouts.truncated[b]),
         )  # fmt: skip
         record |= judged_spans(credit, b, ids, self._tokenizer, config.counterfactual())
-        record |= {"credit": name or config.credit, "weights": rounded(credit.weights[b, : len(ids)].tolist())}
+        record |= {"credit": name or config.credit, "weights": rounded(credit.weights[b].tolist())}
         if credit.advantages is not None:
-            record["estimators"] = {config.estimator: token_credit(credit, b, len(ids))}
+            record["estimators"] = {config.estimator: token_credit(credit, b)}
         return record
 
     def ended(self, why: str) -> None:

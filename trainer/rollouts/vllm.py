@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.losses.off_policy import open_choice, sampling_gaps
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_logprobs
 from trainer.rollouts.engine import Rollouts, end_ids, require_finite
 from trainer.rollouts.merged import CannotMerge, merged_adapters
@@ -142,7 +143,7 @@ class VllmEngine:
                 "the first prompt", prompt, {"ignore_eos": True}, max_tokens=16, temperature=0.0
             )
             sampled, row = torch.tensor(logprobs), (torch.tensor(prompt), torch.tensor(ids))
-            ours = packed_logprobs(self._model, *([part] for part in row))[0].cpu()  # type: ignore[union-attr]
+            ours = packed_logprobs(self._model, Rows(*([part] for part in row)))[0].cpu()  # type: ignore[union-attr]
         finally:
             weight.copy_(values)
         self._send()

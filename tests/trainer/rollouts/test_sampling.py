@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_logprobs
 from tests.support.embedded import sample
 from trainer.rollouts.engine import keyed_uniforms, mask_after_end
@@ -102,7 +103,7 @@ def test_generation_and_training_see_the_same_log_probs(trainer, rollouts) -> No
         ids[mask.bool()] for ids, mask in zip(rollouts.completion_ids, rollouts.completion_mask, strict=True)
     ]
     with torch.no_grad():
-        found = packed_logprobs(trainer.policy, prompts, completions, return_entropy=True)
+        found = packed_logprobs(trainer.policy, Rows(prompts, completions), return_entropy=True)
     logprobs, entropies = map(torch.cat, found)
     sampled = rollouts.logprobs[rollouts.completion_mask.bool()]
     assert (logprobs - sampled).abs().max() < 1e-4

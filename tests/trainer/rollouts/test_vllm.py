@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_logprobs
 from tests.support.adapted import PROMPTS, SAMPLED, adapted, tiny, tokenizer
 from tests.support.embedded import settings, updated
@@ -68,7 +69,7 @@ def test_log_probs_are_the_servers_and_a_key_is_a_seed(serve, top_p) -> None:
     assert found.nucleus == top_p
     rows = found.ids()
     expected = packed_logprobs(
-        policy, [torch.tensor(p) for p in PROMPTS], list(map(torch.tensor, rows)), temperature=0.7
+        policy, Rows([torch.tensor(p) for p in PROMPTS], list(map(torch.tensor, rows))), temperature=0.7
     )
     for row, ours in zip(found.logprobs, expected, strict=True):
         above = row[: len(ours)] - ours

@@ -1,0 +1,188 @@
+"""Assign the credit of a batch, at once or from the training forward of each micro-batch, and keep it by row."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..hf.model import causal_lm
+from ..hf.modes import evaluation_mode
+from ..rows import Rows, check_columns
+from ..scoring.access import ModelAccess, TrainingForward
+from ..scoring.training_forward import PackedForward, packed_logprobs
+from .assign import Credit, counterfactual_credit
+from .config import CounterfactualConfig
+from .weights import normalized_weights
+
+
+class Draws:
+    """Keys of what credit draws, one per batch, which a resumed run makes again.
+
+    A key holds the seed, the step and the number of earlier batches of that step, all of which a resumed run knows.
+    With the index of a row it decides what is drawn for the row, in every host and on any number of processes.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self._step, self._before = seed, -1, 0
+
+    def key(self, step: int) -> tuple[int, int, int]:
+        """Return the key of the next batch of `step`; call it once for each batch."""
+        self._before = self._before + 1 if step == self._step else 0
+        self._step = step
+        return self.seed, step, self._before
+
+
+class DeferredCredit:
+    """Credit of the rows of a batch.
+
+    Args:
+        config, tokenizer, rows, advantages, seed, groups, rewards: as in `counterfactual_credit`.
+        counted: B tensors (T_b,), 1 on tokens that the loss counts; default all.
+        factors: B tensors (T_b,), by which weights are multiplied before they are normalised; default 1.
+        temperature: that of sampling, for entropies.
+
+    Attributes:
+        parts: the credit that was assigned so far, each with the rows that it is of.
+        seconds: that assigning credit from forwards took.
+    """
+
+    def __init__(
+        self,
+        config: CounterfactualConfig,
+        tokenizer: Any,
+        rows: Rows,
+        advantages: Tensor | Sequence[Tensor],
+        *,
+        seed: int | Sequence[int],
+        groups: Tensor | None = None,
+        rewards: Tensor | Sequence[float] | None = None,
+        counted: Sequence[Tensor] | None = None,
+        factors: Sequence[Tensor] | None = None,
+        temperature: float = 1.0,
+    ) -> None:
+        self.config, self.tokenizer, self.rows, self.temperature = config, tokenizer, rows, temperature
+        self.advantages = advantages.cpu() if isinstance(advantages, Tensor) else [row.cpu() for row in advantages]
+        check_columns(rows.prompts, advantages=self.advantages)
+        self.counted, self.factors = counted, factors
+        self.parts: list[tuple[list[int], Credit]] = []
+        self.seconds = 0.0
+        self._seed = seed
+        self._columns = {
+            name: None if column is None else torch.as_tensor(column).cpu()
+            for name, column in (("groups", groups), ("rewards", rewards))
+        }
+        self._place: dict[int, tuple[Credit, int]] = {}  # by row, its credit and its place there
+        self._is_reported = False
+
+    def is_due(self, rows: Sequence[int]) -> bool:
+        """Whether any of `rows` has no credit yet."""
+        return any(b not in self._place for b in rows)
+
+    def reads(self, rows: Sequence[int]) -> list[bool]:
+        """Say of each of `rows` whether assigning credit reads a forward of it, to its end."""
+        return [
+            bool(self.rows.lengths[b]) and (self.config.compares or bool((self.advantages[b] != 0).any())) for b in rows
+        ]
+
+    def by_forward(self, rows: Sequence[int], forward: PackedForward) -> None:
+        """Assign credit to `rows` from their training forward, of `self.rows.take(rows)`, which kept its states."""
+        began, entropies = time.perf_counter(), None
+        if self.config.reads_entropies:
+            with torch.no_grad():
+                _, entropies = forward.logprobs(self.temperature, return_entropy=True)
+        self._assign(rows, TrainingForward(forward), entropies)
+        self.seconds += time.perf_counter() - began
+
+    def by_model(self, model: nn.Module | ModelAccess, entropies: Sequence[Tensor] | None = None) -> None:
+        """Assign credit to all rows with `model`; entropies are computed with it, if read and not given."""
+        if self.config.reads_entropies and entropies is None:
+            assert isinstance(model, nn.Module)
+            budget = self.config.token_budget
+            entropies = token_entropies(model, self.rows, temperature=self.temperature, token_budget=budget)
+        self._assign(range(len(self.rows)), model, entropies)
+
+    def _assign(self, rows: Sequence[int], model: nn.Module | ModelAccess, entropies: Sequence[Tensor] | None) -> None:
+        rows = list(rows)
+        some = model.forward.rows if isinstance(model, TrainingForward) else self.rows.take(rows)
+        columns = {name: None if column is None else column[rows] for name, column in self._columns.items()}
+        credit = counterfactual_credit(
+            model, self.tokenizer, some, advantages=_some(self.advantages, rows), config=self.config, seed=self._seed,
+            entropies=entropies, **columns,
+        )  # fmt: skip
+        if self.factors is not None:
+            for i, b in enumerate(rows):
+                credit.weights[i] = self._multiplied(credit.weights[i], self.factors[b])
+        self.parts.append((rows, credit))
+        self._place |= {b: (credit, i) for i, b in enumerate(rows)}
+
+    def _multiplied(self, weights: Tensor, factors: Tensor) -> Tensor:
+        """Multiply; if that takes something away, normalise what is left. If nothing is left, there is no credit."""
+        weights = weights * factors.to(weights)
+        partly = not factors.all() and weights.any()
+        return normalized_weights(weights, self.config.normalize) if partly else weights
+
+    def weights(self, rows: Sequence[int]) -> list[Tensor]:
+        """Return the weights (T_b,) of `rows`, which must have credit."""
+        return [self._place[b][0].weights[self._place[b][1]] for b in rows]
+
+    def signed(self, rows: Sequence[int]) -> Tensor | list[Tensor]:
+        """Return the advantages of `rows` that weights multiply: the caller's or, for signed credit, its own."""
+        places = [self._place[b] for b in rows]
+        if any(credit.advantages is not None for credit, _ in places):
+            return [credit.advantages[i] for credit, i in places]  # type: ignore[index]
+        return _some(self.advantages, rows)
+
+    def credited(self, rows: Sequence[int]) -> Tensor | list[Tensor]:
+        """Return the advantages to train `rows` on: (b,) as given if credit changes nothing, else b tensors (T_b,)."""
+        return multiplied(self.signed(rows), self.weights(rows))
+
+    def finished(self) -> Credit | None:
+        """Put the credit of all rows together once all is assigned, in their order; None before, and again."""
+        if self._is_reported or self.is_due(range(len(self.rows))):
+            return None
+        self._is_reported = True
+        return Credit.joined(self.rows.lengths, self.parts)
+
+
+def _some(column: Tensor | list[Tensor], rows: Sequence[int]) -> Any:
+    return column[list(rows)] if isinstance(column, Tensor) else [column[b] for b in rows]
+
+
+def multiplied(advantages: Tensor | Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | list[Tensor]:
+    """Multiply advantages, (B,) or B tensors (T_b,), by weights (T_b,): the same as weighing each token's clipped loss.
+
+    That holds because `min(r * A, clip(r) * A) * w = min(r * A * w, clip(r) * A * w)` for w >= 0. If every weight is 1,
+    returns `advantages` as they are, so that a host's own arithmetic is bitwise unchanged.
+    """
+    if isinstance(advantages, Tensor) and all((row == 1).all() for row in weights):
+        return advantages
+    return [own * row.to(own) for own, row in zip(advantages, weights, strict=True)]
+
+
+def credited_advantages(advantages: Tensor | Sequence[Tensor], credit: Credit) -> Tensor | list[Tensor]:
+    """Apply credit to `advantages`, (B,) or B tensors (T_b,), for a host to train on, in their dtype.
+
+    Multiplies them by the weights; signed credit replaces them. Returns B tensors (T_b,), or `advantages` as they are
+    if every weight is 1.
+    """
+    if credit.advantages is None:
+        return multiplied(advantages, credit.weights)
+    signed = zip(credit.advantages, credit.weights, advantages, strict=True)
+    return [(row * weights).to(own) for row, weights, own in signed]
+
+
+def token_entropies(
+    model: nn.Module, rows: Rows, *, temperature: float = 1.0, token_budget: int | None = None
+) -> list[Tensor]:
+    """Compute the entropy (nats) that each token was drawn with, B tensors (T_b,) on the host, by one packed forward.
+
+    The model runs in evaluation mode, as in scoring: without dropout or noise of training. Arguments as in
+    `packed_logprobs`.
+    """
+    with evaluation_mode(causal_lm(model)), torch.no_grad():
+        _, entropies = packed_logprobs(
+            model, rows, temperature=temperature, return_entropy=True, token_budget=token_budget
+        )
+    return [row.cpu() for row in entropies]

@@ -1,0 +1,149 @@
+"""Hold the prompts and completions of a batch, unpadded: the one form in which rows pass through the library."""
+
+import hashlib
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, init=False)
+class Rows:
+    """Prompts and completions of a batch, unpadded, int64 on the host; a row is its place in the batch.
+
+    Attributes:
+        prompts: B tensors (P_b,), none of them empty.
+        completions: B tensors (T_b,); a completion that is masked as a whole may be empty.
+        index: B integers, the number of each row in the whole batch of all processes: errors name it, and what is drawn
+            for a row depends on it. Default 0 to B - 1.
+
+    Raises:
+        ValueError: bad input; the message names argument, row and value.
+    """
+
+    prompts: list[Tensor]
+    completions: list[Tensor]
+    index: list[int]
+
+    def __init__(
+        self, prompts: Sequence[Tensor], completions: Sequence[Tensor], index: Sequence[int] | None = None
+    ) -> None:
+        check_columns(prompts, completions=completions, **({} if index is None else {"index": index}))
+        numbers = list(range(len(prompts))) if index is None else [int(number) for number in index]
+        object.__setattr__(self, "prompts", _on_host("prompts", prompts, numbers, at_least=1))
+        object.__setattr__(self, "completions", _on_host("completions", completions, numbers, at_least=0))
+        object.__setattr__(self, "index", numbers)
+
+    @classmethod
+    def from_padded(
+        cls,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        completion_ids: Tensor,
+        completion_mask: Tensor,
+        index: Sequence[int] | None = None,
+    ) -> "Rows":
+        """Take the padding off prompts (B, P), padded on the left, and completions (B, T), padded on the right.
+
+        Masks are 1 on real tokens. Raises `ValueError` for other shapes and for masks with gaps, by name and row.
+        """
+        return cls(
+            unpad("prompt", prompt_ids, prompt_mask, left=True),
+            unpad("completion", completion_ids, completion_mask, left=False),
+            index,
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rows) or self.index != other.index:
+            return NotImplemented if not isinstance(other, Rows) else False
+        pairs = zip([*self.prompts, *self.completions], [*other.prompts, *other.completions], strict=True)
+        return self is other or all(torch.equal(one, two) for one, two in pairs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Count the tokens of each completion."""
+        return [len(row) for row in self.completions]
+
+    def take(self, rows: Sequence[int]) -> "Rows":
+        """Copy some rows, with their index."""
+        part = object.__new__(Rows)  # what was checked is not checked again
+        for name in ("prompts", "completions", "index"):
+            column = getattr(self, name)
+            object.__setattr__(part, name, [column[b] for b in rows])
+        return part
+
+
+def pad_rows(rows: Sequence[Tensor], width: int | None = None, value: float = 0) -> Tensor:
+    """Pad B tensors (T_b,) of one dtype with `value` at the end, to (B, width); by default as wide as the longest."""
+    longest = max((len(row) for row in rows), default=0)
+    if not len(rows):
+        return torch.zeros(0, width or 0)
+    padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
+    return padded if width is None else torch.nn.functional.pad(padded, (0, width - longest), value=value)
+
+
+def keyed_generator(*key: object, device: torch.device | str = "cpu") -> torch.Generator:
+    """Make the generator of a key, integers and strings: the same key gives the same draws in every process."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def check_columns(prompts: Sized, **columns: Sized) -> None:
+    """Raise `ValueError` naming a column that is a padded tensor, or has another number of rows than `prompts`."""
+    for name, column in {"prompts": prompts, **columns}.items():
+        if isinstance(column, Tensor) and column.ndim > 1:
+            raise ValueError(
+                f"{name}: must be a list of 1-D tensors without padding, got one tensor {tuple(column.shape)}; "
+                "Rows.from_padded takes padding off"
+            )
+        if len(column) != len(prompts):
+            raise ValueError(f"{name} has {len(column)} rows, prompts has {len(prompts)}; they must agree")
+
+
+def token_ids(where: str, ids: Any, vocab: int | None = None, *, at_least: int = 1) -> Tensor:
+    """Check one row of token ids: a 1-D int64 tensor inside the vocabulary. Names `where` and the value."""
+    if not isinstance(ids, Tensor) or ids.ndim != 1 or ids.dtype != torch.int64:
+        got = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"{where}: must be a 1-D int64 tensor of token ids, got {got}")
+    if len(ids) < at_least:
+        raise ValueError(f"{where}: is empty")
+    if vocab is not None and (bad := (ids < 0) | (ids >= vocab)).any():
+        t = int(bad.nonzero()[0])
+        raise ValueError(
+            f"{where}: id {int(ids[t])} at position {t} is outside the vocabulary [0, {vocab}) "
+            f"({int(bad.sum())} such ids in all)"
+        )
+    return ids
+
+
+def _on_host(name: str, column: Sequence[Tensor], numbers: Sequence[int], *, at_least: int) -> list[Tensor]:
+    for b, ids in zip(numbers, column, strict=True):
+        token_ids(f"{name} row {b}", ids, at_least=at_least)
+    if not len(column):
+        return []
+    return list(torch.cat(list(column)).cpu().split([len(ids) for ids in column]))  # one copy for all
+
+
+def unpad(name: str, ids: Tensor, mask: Tensor, *, left: bool) -> list[Tensor]:
+    """Take the padding off each row, as views on the host; one copy for the whole batch."""
+    if ids.ndim != 2 or mask.shape != ids.shape:
+        raise ValueError(
+            f"{name}_ids and {name}_mask must be one (B, length) shape, got {tuple(ids.shape)} and {tuple(mask.shape)}"
+        )
+    ids, mask = ids.cpu(), mask.cpu().bool()
+    width, lengths = ids.shape[1], mask.sum(1)
+    if left and (empty := lengths == 0).any():
+        raise ValueError(f"{name}_mask row {int(empty.nonzero()[0])}: is all zero, the {name} is empty")
+    places = torch.arange(width)
+    expected = places >= width - lengths[:, None] if left else places < lengths[:, None]
+    if (gaps := (mask != expected).any(1)).any():
+        side = "left" if left else "right"
+        raise ValueError(f"{name}_mask row {int(gaps.nonzero()[0])}: must be padded only on the {side}, without gaps")
+    return [row[width - n :] if left else row[:n] for row, n in zip(ids, lengths.tolist(), strict=True)]
