@@ -252,8 +252,10 @@ def _estimate(
     result = access.judge(config.estimator, batch) if capabilities else config.estimator(access, batch)
     importances = _checked(result, [reasoning[b].spans if b in reasoning else [] for b in places], batch.index)
     compared, drops = _beyond_rounding(importances, batch.answers, ACCURACY[access.dtype])
-    columns = (dict(zip(places, column, strict=True)) for column in (importances.values, compared, drops))
-    return _Estimate(*columns, importances, places)
+    values, alike, changes = (
+        dict(zip(places, column, strict=True)) for column in (importances.values, compared, drops)
+    )
+    return _Estimate(values, alike, changes, importances, places)
 
 
 def _beyond_rounding(

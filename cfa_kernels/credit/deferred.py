@@ -69,7 +69,7 @@ class DeferredCredit:
         self.parts: list[tuple[list[int], Credit]] = []
         self.seconds = 0.0
         self._seed = seed
-        self._columns = {
+        self._columns: dict[str, Any] = {
             name: None if column is None else torch.as_tensor(column).cpu()
             for name, column in (("groups", groups), ("rewards", rewards))
         }
@@ -88,10 +88,11 @@ class DeferredCredit:
 
     def by_forward(self, rows: Sequence[int], forward: PackedForward) -> None:
         """Assign credit to `rows` from their training forward, of `self.rows.take(rows)`, which kept its states."""
-        began, entropies = time.perf_counter(), None
+        began = time.perf_counter()
+        entropies: Sequence[Tensor] | None = None
         if self.config.reads_entropies:
             with torch.no_grad():
-                _, entropies = forward.logprobs(self.temperature, return_entropy=True)
+                entropies = list(forward.logprobs(self.temperature, return_entropy=True)[1])
         self._assign(rows, TrainingForward(forward), entropies)
         self.seconds += time.perf_counter() - began
 

@@ -33,11 +33,12 @@ class CreditInputs:
     def of(cls, rows: Rows, advantages: Tensor | Sequence[Tensor] | None, **columns: Any) -> "CreditInputs":
         """Check that every column has a value for each row."""
         rewards, groups = columns.pop("rewards"), columns.pop("groups")
-        if advantages is not None and not (isinstance(advantages, Tensor) and advantages.ndim == 1):
-            advantages = _token_columns("advantages", advantages, rows)
-        elif advantages is not None:
+        own: Tensor | list[Tensor] | None = None
+        if isinstance(advantages, Tensor) and advantages.ndim == 1:
             check_columns(rows.prompts, advantages=advantages)
-            advantages = advantages.detach().cpu()
+            own = advantages.detach().cpu()
+        elif advantages is not None:
+            own = _token_columns("advantages", advantages, rows)
         if (entropies := columns.pop("entropies")) is not None:
             entropies = _token_columns("entropies", entropies, rows)
         if rewards is not None:
@@ -46,7 +47,7 @@ class CreditInputs:
             groups = torch.as_tensor(groups).cpu()
         given = {"rewards": rewards, "groups": groups} | columns
         check_columns(rows.prompts, **{name: column for name, column in given.items() if column is not None})
-        return cls(rows, advantages, entropies=entropies, **given)
+        return cls(rows, own, entropies=entropies, **given)
 
     @property
     def with_tokens(self) -> list[int]:
@@ -65,7 +66,7 @@ class CreditInputs:
         return None if self.probes is None else self.probes[b]
 
 
-def _token_columns(name: str, column: Sequence[Tensor], rows: Rows) -> list[Tensor]:
+def _token_columns(name: str, column: Tensor | Sequence[Tensor], rows: Rows) -> list[Tensor]:
     check_columns(rows.prompts, **{name: column})
     listed = [row.detach().cpu() for row in column]
     for b, row, length in zip(rows.index, listed, rows.lengths, strict=True):

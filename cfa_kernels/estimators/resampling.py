@@ -61,7 +61,9 @@ def resampled_fills(
     head, budget = check_supported(walk), rows_per_forward(walk, batch.token_budget)
     some = [of_row for of_row in fills if of_row]
     sizes = [len(_longest(of_row)) + sum(fill.length - 1 for fill in of_row) for of_row in some]
-    together = [[fill for i in group for fill in some[i]] for group in groups_within(sizes, budget)]
+    together: list[Sequence[_Fill]] = [
+        [fill for i in group for fill in some[i]] for group in groups_within(sizes, budget)
+    ]
     work = ScoringWork()
     with tree_attention_mode(walk):
         for done in run_in_memory(
@@ -153,7 +155,7 @@ def _sample(walk: ModelWalk, head: Head, rows: Tensor, draws: Tensor, fills: Seq
     weight = head.weight
     softmax = Softmax.of(1.0, head.softcap, head.logit_scale)
     usable, exact = min(vocab_size(walk.model), len(weight)), compute_dtype(weight.dtype)
-    chosen, height = [], rows_at_once(len(weight))
+    chosen, height = list[Tensor](), rows_at_once(len(weight))
     for some, draw in zip(rows.split(height), draws.split(height), strict=True):
         logits, _ = empty_strip(len(some), len(weight), exact, exact, weight.device)
         write_logits(some, weight, logits)

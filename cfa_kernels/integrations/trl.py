@@ -159,7 +159,7 @@ class CounterfactualMixin(_Trainer):
         count = len(output["advantages"])
         batch = batch_credit(
             self.counterfactual, self._tokenizer_of_ids, output, self._own_rewards(count),
-            first=self.accelerator.process_index * count, group_size=self.num_generations,
+            first=self.accelerator.process_index * count, group_size=self.num_generations,  # type: ignore[arg-type]
             seed=self._draws.key(self.state.global_step), temperature=self.temperature,
         )  # fmt: skip
         if self._is_deferred():

@@ -64,14 +64,12 @@ def batch_credit(
         **options: `seed` and `temperature` of `DeferredCredit`.
     """
     index = range(first, first + len(rewards))
-    rows = Rows.from_padded(*(output[name] for name in _PADDED), index=index)
+    padded = {name: output[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+    rows = Rows.from_padded(**padded, index=index)
     return DeferredCredit(
         config, tokenizer, rows, unpadded(output["advantages"], rows), groups=torch.tensor(index) // group_size,
         rewards=rewards, counted=unpadded(loss_mask(output), rows), **options,
     )  # fmt: skip
-
-
-_PADDED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 
 def unpadded(column: Tensor, rows: Rows) -> Any:

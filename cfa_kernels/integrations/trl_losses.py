@@ -54,7 +54,7 @@ def loss_of_packed_rows(
         if credit is not None
         else Rows.from_padded(inputs["prompt_ids"], inputs["prompt_mask"], padded, inputs["completion_mask"])
     )
-    columns = {
+    columns: dict[str, Any] = {
         name: None if (column := options.pop(name)) is None else unpadded(column, rows)
         for name in ("old_logprobs", "advantages", "weights", "mask", "ref_logprobs")
     }

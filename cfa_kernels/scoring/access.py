@@ -233,8 +233,8 @@ class LogprobService(Elsewhere):
             if row.answer is None:
                 scores.append(torch.full((1 + len(row.spans),), float("nan")))
                 continue
-            tokens = row.answer.end - row.answer.start if outcome == "mean_logprob" else 1
-            scores.append(torch.stack([next(sums) for _ in range(1 + len(row.spans))]) / tokens)
+            divisor = row.answer.end - row.answer.start if outcome == "mean_logprob" else 1
+            scores.append(torch.stack([next(sums) for _ in range(1 + len(row.spans))]) / divisor)
         base, masked = torch.tensor([row[0] for row in scores]), [row[1:] for row in scores]
         drop = [row - own for row, own in zip(masked, base, strict=True)]
         fed, head_rows = sum(map(len, prompts + completions)), sum(map(len, completions))

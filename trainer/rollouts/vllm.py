@@ -142,8 +142,8 @@ class VllmEngine:
             ids, logprobs = self._complete(
                 "the first prompt", prompt, {"ignore_eos": True}, max_tokens=16, temperature=0.0
             )
-            sampled, row = torch.tensor(logprobs), (torch.tensor(prompt), torch.tensor(ids))
-            ours = packed_logprobs(self._model, Rows(*([part] for part in row)))[0].cpu()  # type: ignore[union-attr]
+            sampled, row = torch.tensor(logprobs), Rows([torch.tensor(prompt)], [torch.tensor(ids)])
+            ours = packed_logprobs(self._model, row)[0].cpu()  # type: ignore[union-attr]
         finally:
             weight.copy_(values)
         self._send()
