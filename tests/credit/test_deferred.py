@@ -1,0 +1,73 @@
+"""Credit that is kept by row: the same whatever micro-batches it is assigned in, and in whichever host."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cfa_kernels import CounterfactualConfig, DeferredCredit, Draws, packed_forward
+from cfa_kernels.integrations import trl_credit
+from tests.support.log_prob_hosts import batch_rows
+from tests.support.tiny import tiny_model, tiny_tokenizer
+from trainer import microbatch
+from trainer.state import Shaped
+
+ROWS, ADVANTAGES = batch_rows(), torch.tensor([1.0, -0.5, 0.3, 0.7, -1.0, 1.0])
+DRAWN = [{"control": "random"}, {"mask": "resampled"}, {"estimator": "gradient", "sigma": 0.1}]
+
+
+@pytest.mark.parametrize("options", [{}, {"estimator": "prefix_gain"}, *DRAWN], ids=str)
+def test_micro_batches_change_neither_weights_nor_draws(options):
+    model = tiny_model().eval().double()  # whose rounding moves no draw
+
+    def batch():
+        return DeferredCredit(CounterfactualConfig(**options), tiny_tokenizer(), ROWS, ADVANTAGES, seed=(3, 1, 0))
+
+    whole, parts = batch(), batch()
+    whole.by_model(model)
+    for part in ([4, 1], [0, 2, 3, 5]):
+        assert parts.is_due(part)
+        assert parts.finished() is None
+        parts.by_forward(part, packed_forward(model, ROWS.take(part), keep_states=True))
+        assert not parts.is_due(part)
+    for ours, theirs in zip(parts.weights(range(6)), whole.weights(range(6)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    assert parts.finished().spans == whole.finished().spans
+    assert parts.finished() is None
+
+
+@pytest.mark.parametrize("options", DRAWN, ids=str)
+def test_the_trainer_and_trl_draw_alike(options):
+    """For one seed, one step and the same rows, of which TRL's second process has the last group."""
+    model, config = tiny_model().eval().double(), CounterfactualConfig(**options)
+    settings = SimpleNamespace(seed=7, num_generations=3, temperature=1.0, counterfactual=lambda: config)
+    ours = microbatch.batch_credit(settings, tiny_tokenizer(), ROWS, ADVANTAGES, Shaped(torch.zeros(6)), step=4)
+    ours.by_model(model)
+
+    def padded(rows, side):
+        ones = [torch.ones_like(row) for row in rows]
+        return [torch.nn.utils.rnn.pad_sequence(x, True, padding_side=side) for x in (rows, ones)]
+
+    some = ROWS.take([3, 4, 5])
+    columns = [*padded(some.prompts, "left"), *padded(some.completions, "right"), ADVANTAGES[3:]]
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+    trl = trl_credit.batch_credit(
+        config, tiny_tokenizer(), dict(zip(names, columns, strict=True)), torch.zeros(3), first=3, group_size=3,
+        seed=Draws(7).key(4), temperature=1.0,
+    )  # fmt: skip
+    trl.by_model(model)
+    for one, other in zip(trl.weights(range(3)), ours.weights([3, 4, 5]), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_factors_multiply_the_weights_and_what_is_left_is_normalised():
+    config = CounterfactualConfig(w_min=2.0, w_max=2.0, w_answer=2.0, normalize="mean")
+    factors = [torch.ones(n) for n in ROWS.lengths]
+    factors[0][:2] = 0
+    factors[4][:] = 0
+    batch = DeferredCredit(config, tiny_tokenizer(), ROWS, ADVANTAGES, seed=0, factors=factors)
+    batch.by_model(tiny_model().eval())
+    first, fifth = batch.weights([0, 4])
+    assert first[:2].eq(0).all()
+    assert first.mean() == pytest.approx(1)
+    assert fifth.eq(0).all()
