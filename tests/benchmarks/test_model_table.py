@@ -133,8 +133,8 @@ def test_a_model_is_the_same_each_time_it_is_built(llama):
 
 
 def test_scores_of_another_placeholder_are_wrong(llama, monkeypatch):
-    def score(*batch, placeholder_id, **options):
-        return real(*batch, placeholder_id=placeholder_id + 1, **options)
+    def score(*batch, mask, **options):
+        return real(*batch, mask=mask + 1, **options)
 
     real = model_verdicts.score_counterfactuals
     monkeypatch.setattr(model_verdicts, "score_counterfactuals", score)
