@@ -38,7 +38,6 @@ if TYPE_CHECKING:  # `_PUBLIC` once more, for type checkers and editors
     from .estimators.siblings import SiblingEdits as SiblingEdits
     from .estimators.total_effects import total_effects as total_effects
     from .hf.accuracy import noise_floor as noise_floor
-    from .hf.liger import keep_own_modules as keep_own_modules
     from .hf.sharding import run_inside as run_inside
     from .hf.verify import check_model as check_model
     from .integrations.credit import fold_weights as fold_weights
@@ -85,7 +84,6 @@ _PUBLIC = {
     "estimators.probes": "Probe",
     "estimators.siblings": "PrefixTreeValues SiblingEdits",
     "estimators.total_effects": "total_effects",
-    "hf.liger": "keep_own_modules",
     "hf.sharding": "run_inside",
     "hf.accuracy": "noise_floor",
     "hf.verify": "check_model",

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels import Credit, DeferredCredit, Draws, LossBatch, PackedForward, Rows, packed_forward, packed_logprobs
-from cfa_kernels.hf.liger import runs_fused
 from cfa_kernels.hf.limits import default_token_budget
 from cfa_kernels.hf.memory import halves
 from cfa_kernels.hf.model import causal_lm
@@ -140,7 +139,7 @@ def micro_batches(
     if rollouts.logprobs is None:
         raise ValueError("rollouts: must have been sampled; these were decoded greedily")
     causal = causal_lm(policy)
-    budget = config.token_budget or default_token_budget(causal, training=True, fused=runs_fused(causal))
+    budget = config.token_budget or default_token_budget(causal, training=True)
     skip = config.beta == 0 and config.loss_type != "bnpo"
     wanted = mask.any(1) & ((advantages != 0) | (not skip))
     groups, sizes = list[list[int]](), list[int]()

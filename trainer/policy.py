@@ -18,8 +18,9 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations.liger import apply_liger_kernel
+from transformers.utils import is_liger_kernel_available
 
-from cfa_kernels.hf.liger import keep_own_modules
 from trainer.config import TrainConfig, model_path
 from trainer.precision import frozen_copy
 from trainer.processes import is_first, whole_state
@@ -66,8 +67,8 @@ def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> nn.M
     model = _load_whole(config.model, config.precision.weights)
     model.to(config.precision.device)
     require_finite_parameters(model)
-    if not config.use_liger_kernel:
-        keep_own_modules(model)
+    if config.use_liger_kernel and config.precision.device.type == "cuda" and is_liger_kernel_available():
+        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     # Sampling must follow the distribution that the loss differentiates: a repetition penalty or a top-k that the
     # model's own generation settings carry would bend it.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)

@@ -8,9 +8,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from cfa_kernels.hf.liger import keep_own_modules, keeps_own_modules
-from cfa_kernels.hf.model import causal_lm
-
 DtypeName = Literal["auto", "float32", "mixed", "bfloat16"]
 
 
@@ -68,7 +65,4 @@ def frozen_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
     if dtype is not None:
         plain = [p for p in model.parameters() if type(p) is nn.Parameter and p.is_floating_point()]
         own = {id(p): nn.Parameter(p.detach().to(dtype, copy=True)) for p in plain}
-    made = copy.deepcopy(model, own).requires_grad_(False)
-    if keeps_own_modules(causal_lm(model)):
-        keep_own_modules(causal_lm(made))
-    return made
+    return copy.deepcopy(model, own).requires_grad_(False)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..hf.head import Head
-from ..hf.liger import runs_fused
 from ..hf.limits import apart_by_length, default_token_budget, rows_per_forward
 from ..hf.memory import halves, rows_at_once, run_in_memory
 from ..hf.model import embedding, input_device
@@ -121,7 +120,7 @@ class Gradient:
 
         with torch.inference_mode(False), tree_attention_mode(walk), _frozen(walk):
             if batch.token_budget is None:
-                budget = default_token_budget(walk, training=True, fused=runs_fused(walk))
+                budget = default_token_budget(walk, training=True)
             else:
                 budget = rows_per_forward(walk, batch.token_budget)
             found = list(run_in_memory(together(budget), run, _Fed.halved))

@@ -1,5 +1,5 @@
 """Access to transformers models.
 
-Modules here know transformers, PEFT and Liger. They patch a model, find out what it is, and limit what it is fed.
+Modules here know transformers and PEFT. They patch a model, find out what it is, and limit what it is fed.
 README.md lists every patch.
 """

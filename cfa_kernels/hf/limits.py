@@ -9,7 +9,7 @@ from ..packing.packs import check_token_budget
 from ..packing.prefix_tree import Query
 from .lora import kept_by_adapter
 from .model import input_device
-from .model_walk import Model, ModelWalk
+from .model_walk import Model, ModelWalk, own_forward
 from .modes import checkpointed_modules
 
 
@@ -102,12 +102,12 @@ def rows_per_forward(model: Model, token_budget: int | None) -> int:
     return min(token_budget, largest_forward(model) or token_budget)
 
 
-def default_token_budget(model: Model, *, training: bool = False, fused: bool = False) -> int:
+def default_token_budget(model: Model, *, training: bool = False) -> int:
     """Estimate tokens per packed forward: on a GPU what half of the free memory holds, at least 1,024.
 
     The estimate counts a layer's peak: the MLP's or attention's intermediate results, and the residual; for
     `training` what every layer keeps for the backward (`kept_per_row`), or with checkpointing its input and one layer's
-    all. `fused` says whether Liger's modules run.
+    all.
     """
     walk = ModelWalk.of(model)
     model = walk.model
@@ -118,7 +118,7 @@ def default_token_budget(model: Model, *, training: bool = False, fused: bool = 
     config = model.config.get_text_config()
     bytes_per_token = _layer_per_row(model, whole=False)
     if training:
-        bytes_per_token = kept_per_row(walk, fused=fused)
+        bytes_per_token = kept_per_row(walk)
         if checkpointed_modules(walk):
             bytes_per_token //= config.num_hidden_layers
             bytes_per_token += config.num_hidden_layers * config.hidden_size * model.dtype.itemsize
@@ -126,7 +126,7 @@ def default_token_budget(model: Model, *, training: bool = False, fused: bool = 
     return int(min(max(free // 2 // bytes_per_token, 1024), largest))
 
 
-def kept_per_row(model: Model, *, fused: bool = False) -> int:
+def kept_per_row(model: Model) -> int:
     """Estimate the bytes that all layers keep of a row for a backward: their own results and what adapters add.
 
     Adapters keep what `lora.kept_by_adapter` says. A model's own norms and gates keep float32 copies and every
@@ -134,8 +134,13 @@ def kept_per_row(model: Model, *, fused: bool = False) -> int:
     """
     walk = ModelWalk.of(model)
     layers: int = walk.model.config.get_text_config().num_hidden_layers
-    kept = layers * _layer_per_row(walk.model, whole=not fused)
+    kept = layers * _layer_per_row(walk.model, whole=not _is_fused(walk))
     return kept + sum(map(kept_by_adapter, walk.having("_disable_adapters")))
+
+
+def _is_fused(walk: ModelWalk) -> bool:
+    """Whether Liger was applied to the model."""
+    return any((own_forward(m) or type(m).forward).__module__.startswith("liger_kernel") for m in walk.modules.values())
 
 
 def _layer_per_row(model: PreTrainedModel, *, whole: bool) -> int:

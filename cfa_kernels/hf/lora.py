@@ -1,6 +1,6 @@
 """Run each LoRA layer of a model as one op, which saves the passes that scale and add an adapter's product.
 
-A module keeps its weights and hooks; only its `forward` is replaced, as in `liger.py`. Layers that are not plain LoRA,
+A module keeps its weights and hooks; only its `forward` is replaced. Layers that are not plain LoRA,
 as PEFT itself defines it, run PEFT's own code, and `adapters_left_to_peft` says why.
 """
 

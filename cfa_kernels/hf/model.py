@@ -109,15 +109,14 @@ def context_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:
 
 _SHAPES_LOGITS = re.compile("cap|logit|scale|scaling|multiplier|dim_model_base")
 _NOISE = re.compile("drop|jitter|noise")
-_NO_NOISE = re.compile("^(classifier|summary)")  # of heads that a language model does not have
 
 
 def computation(model: Model) -> int:
     """Hash of how a model computes: its code and its numbers other than weights.
 
     It covers: the modules and their forwards; caps and scales of logits, of the model's own or in its configuration;
-    `noise_settings`; the hooks on the model, its body, its embedding and its head. A hook or a number on another
-    module, or a function of the model's file that is exchanged, does not change it.
+    the hooks on the model, its body, its embedding and its head. A hook or a number on another module, or a function
+    of the model's file that is exchanged, does not change it.
     """
     walk = ModelWalk.of(model)
     model = walk.model
@@ -126,16 +125,27 @@ def computation(model: Model) -> int:
         (
             walk.forwards,
             *(item for owner in (model, *configs(model)) for item in _numbers(owner, _SHAPES_LOGITS)),
-            *noise_settings(model),
-            *(_hook(hook) for module in hooked if module is not None for hook in _hooks(module)),
+            *(_hook(hook) for module in hooked if module is not None for hook in foreign_hooks(module)),
         )
     )
 
 
-def noise_settings(model: PreTrainedModel) -> list[tuple[str, float]]:
-    """List the configuration's noise in training mode: names and values above 0 of dropout, jitter, noise."""
-    found = dict.fromkeys(item for config in configs(model) for item in _numbers(config, _NOISE))
-    return [(name, value) for name, value in found if value > 0 and not _NO_NOISE.search(name)]
+def noise_settings(model: PreTrainedModel) -> dict[str, float]:
+    """Values above 0 of dropout, jitter and noise in the configuration."""
+    return {name: value for config in configs(model) for name, value in _numbers(config, _NOISE) if value > 0}
+
+
+def active_noise(walk: ModelWalk) -> Iterator[tuple[str, str, float]]:
+    """Yield dropout, jitter and other noise above 0 of modules in training mode: the module's name, what, how much."""
+    noisy = {
+        kind: ["p"] if issubclass(kind, nn.modules.dropout._DropoutNd) else [*filter(_NOISE.search, vars(each[0]))]
+        for kind, each in walk.by_class.items()
+    }
+    for name, module in walk.modules.items():
+        for what in noisy[type(module)] if module.training else ():
+            value = getattr(module, what, None)
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+                yield name, "dropout" if what == "p" else what, value
 
 
 def configs(model: PreTrainedModel) -> list[Any]:
@@ -152,7 +162,7 @@ _OWN_HOOKS = (f"{__package__}.probe_mode", f"{__package__}.sharding")
 _NO_CHANGE = "enable_input_require_grads"  # transformers adds a hook of it at every call
 
 
-def _hooks(module: nn.Module) -> list[Any]:
+def foreign_hooks(module: nn.Module) -> list[Any]:
     """List the hooks that others have put on a module."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     return [

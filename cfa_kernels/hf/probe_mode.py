@@ -1,8 +1,9 @@
 """Prepare a model for a short probe: windows that matter in it, float32 weights, adapters off the identity."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .fsdp import gathered_zero3, holds_pieces, is_fsdp2, is_zero3_weight
+from .modes import exchanged
 
 HALVES = (torch.bfloat16, torch.float16)
 _SMALL = 5  # tokens: the window and chunk during a probe
@@ -31,15 +33,16 @@ def small_windows(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def float32_weights(model: PreTrainedModel, moved: bool) -> Iterator[None]:
+def float32_weights(model: PreTrainedModel, moved: bool, skipped: Collection[nn.Module] = ()) -> Iterator[None]:
     """Run with half-precision weights in float32, one layer at a time; shift trainable adapters a little if `moved`.
 
     A weight is exchanged in its module's dictionary, so the parameter itself is never touched; under ZeRO-3 its memory
-    is exchanged.
+    is exchanged. Layers that are `skipped` keep theirs.
     """
     names = {module: name for name, module in model.named_modules()}
     adapted = moved and any(type(module).__module__.startswith("peft.") for module in names)
     outside, sites = _sites(model)
+    sites = {site: modules for site, modules in sites.items() if site not in skipped}
 
     def widen(modules: list[nn.Module], undo: ExitStack) -> None:
         gathered_zero3(modules, undo)
@@ -71,6 +74,25 @@ def float32_weights(model: PreTrainedModel, moved: bool) -> Iterator[None]:
         for site in sites:  # after the hook that gathers a sharded layer, and before that which drops it
             rest.enter_context(site.register_forward_pre_hook(enter))
             rest.enter_context(site.register_forward_hook(leave, prepend=True, always_call=True))
+        yield
+
+
+@contextmanager
+def layers_skipped(repeated: Mapping[nn.Module, nn.Module]) -> Iterator[None]:
+    """Let layers hand their input on, in the form in which the first layer of their kind, which ran before, does."""
+    outputs: dict[nn.Module, Any] = {}
+
+    def skip(first: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hidden, output = args[0] if args else kwargs["hidden_states"], outputs[first]
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    def keep(first: nn.Module, _: object, output: Any) -> None:
+        outputs[first] = output
+
+    with ExitStack() as stack:
+        for first in set(repeated.values()):
+            stack.enter_context(first.register_forward_hook(keep))
+        stack.enter_context(exchanged((each, {"forward": partial(skip, first)}) for each, first in repeated.items()))
         yield
 
 

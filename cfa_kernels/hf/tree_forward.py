@@ -21,7 +21,6 @@ from ..ops.tree_attention import tree_attention
 from ..ops.upload import upload
 from ..packing.prefix_tree import Pack
 from .head import Head
-from .liger import fused_modules, in_place, overwrites, put_in
 from .limits import largest_forward
 from .lora import one_pass_adapters
 from .model import backbone, input_device
@@ -212,7 +211,7 @@ def _shape(function: Any) -> object:
 
 @contextmanager
 def tree_attention_mode(model: Model) -> Iterator[None]:
-    """Set `evaluation_mode` with tree attention in every layer and, where available, fused modules."""
+    """Set `evaluation_mode` with tree attention in every layer."""
     walk = ModelWalk.of(model)
     with tree_training_mode(walk), evaluation_mode(walk):
         yield
@@ -222,7 +221,7 @@ def tree_attention_mode(model: Model) -> Iterator[None]:
 def tree_training_mode(model: Model) -> Iterator[None]:
     """Set tree attention as `tree_attention_mode` does, with modes and gradients as they are."""
     walk = ModelWalk.of(model)
-    with attention_implementation(walk, ATTENTION), fused_modules(walk), one_pass_adapters(walk):
+    with attention_implementation(walk, ATTENTION), one_pass_adapters(walk):
         yield
 
 
@@ -277,8 +276,7 @@ def packed_hidden(
     there. Where processes share the model, all of them run a forward; `idle` says that they have met already. `staged`
     is the pack's index arrays if they are on the device already. `attended` collects the name of every attention layer
     that ran. `store` takes the keys and values of a pack's rows, or provides those of the rows before the pack's first
-    one. Where Liger's gated MLPs run and layers are not checkpointed, the graph takes one backward, and a second raises
-    `RuntimeError`.
+    one.
     """
     walk = ModelWalk.of(model)
     model = walk.model
@@ -302,9 +300,7 @@ def packed_hidden(
             position_ids=staged.position_ids,
             use_cache=False,
         ).last_hidden_state[0]
-    if hidden.requires_grad and not checkpointed and overwrites(in_place(model)):
-        _take_one_backward(hidden)
-    return hidden
+    return hidden  # type: ignore[no-any-return]
 
 
 _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
@@ -322,19 +318,14 @@ def _recomputed_on_trees(walk: ModelWalk, checkpointed: Sequence[nn.Module], run
         yield
         return
     configs = [config for config in walk.configs if config._attn_implementation == ATTENTION]
-    exchanges, again = in_place(walk.model), replace(running, attended=None, store=None)
+    again = replace(running, attended=None, store=None)
 
     def checkpointing(module: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def on_trees(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             def run(*inputs: Any, **named: Any) -> Any:
                 if _FORWARD.get() is running:
                     return function(*inputs, **named)
-                with (
-                    value_of(_FORWARD, again),
-                    attention_of(configs, ATTENTION),
-                    put_in(exchanges),
-                    one_pass_adapters(module),
-                ):
+                with value_of(_FORWARD, again), attention_of(configs, ATTENTION), one_pass_adapters(module):
                     return function(*inputs, **named)
 
             return checkpoint(run, *args, **kwargs)
@@ -349,23 +340,6 @@ def _recomputed_on_trees(walk: ModelWalk, checkpointed: Sequence[nn.Module], run
     ]
     with exchanged(replaced):
         yield
-
-
-def _take_one_backward(hidden: Tensor) -> None:
-    """Make a second backward through `hidden` raise; it would silently be wrong."""
-    taken = list[bool]()
-
-    def once(_: object) -> None:
-        if taken:
-            raise RuntimeError(
-                "a second backward through one packed forward: in the first, Liger's gated MLPs have written their "
-                "gradients over the activations that this one needs; add the losses up and call backward once, run "
-                "the forward again, or call cfa_kernels.keep_own_modules(model) before it"
-            )
-        taken.append(True)
-
-    assert hidden.grad_fn is not None
-    hidden.grad_fn.register_prehook(once)  # on the node, which gradients at `hidden` itself do not run
 
 
 def pack_states(

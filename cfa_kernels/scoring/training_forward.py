@@ -164,8 +164,7 @@ def packed_forward(
 
     Returns:
         `PackedForward`; its rows cannot be read once the weights that they came from have changed. Without any rows it
-        runs nothing. Where Liger's gated MLPs run (`hf/liger.py`) and layers are not checkpointed, its graph takes one
-        backward: a second one raises `RuntimeError`.
+        runs nothing. Liger's gated MLPs, where the model has them, overwrite what a backward reads: call it once.
 
     Raises:
         ValueError: bad input; the message names argument, row and value.

@@ -49,8 +49,9 @@ def assert_same(model, before):
         assert torch.equal(value, old)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float32, torch.OutOfMemoryError), (torch.bfloat16, KeyboardInterrupt)]
+)
 def test_an_error_at_any_operation_of_a_probe_leaves_weights_and_flags_as_they_were(dtype, error):
     model = small_model(dtype)
     ids, before = torch.arange(4, 8, device=model.device)[None], state(model)
@@ -67,7 +68,7 @@ def test_an_error_at_any_operation_of_a_probe_leaves_weights_and_flags_as_they_w
     assert_same(model, before)
 
 
-@pytest.mark.parametrize("number", [20, 60, 110, 400, 1000])
+@pytest.mark.parametrize("number", [20, 110, 400])
 def test_an_interrupted_check_leaves_a_model_that_the_next_one_accepts(number):
     model = small_model(torch.bfloat16).train()
     before = state(model)

@@ -1,5 +1,6 @@
 """Liger's own kernels where tests run: on a GPU, or in Triton's interpreter, which lacks a few things that they use."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,6 @@ import triton
 import triton.language as tl
 from triton.runtime import JITFunction, interpreter
 
-from cfa_kernels.hf import liger
 from cfa_kernels.ops.dispatch import interpreting
 from cfa_kernels.ops.triton_math import tanh
 
@@ -29,8 +29,8 @@ class _Number(float):
 
 
 @contextmanager
-def liger_runs() -> Iterator[list[str]]:
-    """Every model counts as lying on a GPU; yields the names of Triton's kernels as they run."""
+def liger_kernels() -> Iterator[list[str]]:
+    """Yield the names of Triton's kernels as they run; what Liger exchanges in transformers' files comes back."""
     from liger_kernel.ops import geglu, rms_norm
 
     ran: list[str] = []
@@ -42,10 +42,15 @@ def liger_runs() -> Iterator[list[str]]:
         return run(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "run", noted)
         if interpreting():
             patch.setattr(interpreter, "_implicit_cvt", lambda x: _Number(x) if isinstance(x, float) else convert(x))
             patch.setattr(rms_norm, "rsqrt", rsqrt)
             patch.setattr(geglu, "tanh", tanh)
-        patch.setattr(liger, "_on_gpu", lambda model: True)
-        yield ran
+        files = [module for name, module in sys.modules.items() if ".modeling_" in name]
+        before = [dict(vars(file)) for file in files]
+        patch.setattr(kernel, "run", noted)
+        try:
+            yield ran
+        finally:
+            for file, names in zip(files, before, strict=True):
+                vars(file).update(names)

@@ -35,7 +35,7 @@ from cfa_kernels.estimators.masking import Masking
 from cfa_kernels.hf.fsdp import is_zero3
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.sharding import run_inside
-from cfa_kernels.hf.verify import _CHECKED
+from cfa_kernels.hf.verify import _BY_MODEL
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import as_access
 from cfa_kernels.span import Span
@@ -420,7 +420,7 @@ def zero3_after_ordinary_steps(rank: int, lora: bool) -> None:
         for _ in range(3):
             shared.backward(0 * shared(input_ids=ids).logits.sum())
             shared.step()
-        _CHECKED.clear()
+        _BY_MODEL.clear()
         same(scores(shared, [rank]), scores(alone, list(range(7))), [rank])
 
 

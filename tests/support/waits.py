@@ -19,7 +19,6 @@ from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cfa_kernels.hf import liger
 from cfa_kernels.ops.attention_options import AttentionRule
 from cfa_kernels.ops.segment_table import SegmentTable
 from cfa_kernels.ops.tree_attention import tree_attention_reference
@@ -205,7 +204,6 @@ def a_device() -> Iterator[Waits]:
         patch.setattr(torch, "tensor", _tensor(torch.tensor))
         # Gradients are grouped by what C++ takes their device for.
         patch.setattr(clip_grad, "_group_tensors_by_device_and_dtype", lambda lists: {(DEVICE, None): (lists, None)})
-        patch.setattr(liger, "_apply_liger", lambda model: None)  # its kernels need a real one
         waits = Waits()
         patch.setattr(Waits, "current", waits, raising=False)
         with waits:

@@ -11,7 +11,6 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from transformers.cache_utils import DynamicCache
 
 from cfa_kernels.hf.head import decoding_head
-from cfa_kernels.hf.liger import fused_modules
 from cfa_kernels.hf.model import causal_lm
 from trainer.precision import frozen_copy
 from trainer.rollouts.engine import Rollouts, end_ids, keyed_uniforms, require_finite
@@ -56,8 +55,7 @@ class TransformersEngine:
         with contextlib.ExitStack() as stack:
             if self._merges:
                 stack.enter_context(merged_adapters(self._model))
-            if not self._static:  # what compiles a decoding step fuses its norms and gates by itself
-                stack.enter_context(fused_modules(causal))
+            if not self._static:
                 return generate(self._model, self._tokenizer, prompts, **options)
             longest = max(map(len, prompts)) + options["max_completion_length"]
             cache = self._cache_for(causal, len(prompts), longest)
