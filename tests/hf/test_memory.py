@@ -213,4 +213,7 @@ def test_what_a_training_forward_keeps_is_estimated_within_its_measure_and_a_thi
     estimate = limits.kept_per_row(two) - limits.kept_per_row(one)
     found = measured(two) - measured(one)
     assert found <= estimate <= 4 / 3 * found
-    assert limits.kept_per_row(two, fused=True) < limits.kept_per_row(two)
+    apart = limits.kept_per_row(two)
+    monkeypatch.setattr(type(two), "__module__", "liger_kernel.transformers")
+    monkeypatch.setattr(type(two).forward, "__module__", "liger_kernel.transformers")
+    assert limits.kept_per_row(two) < apart
