@@ -482,7 +482,7 @@ def test_log_probs_are_at_least_float32(dtype, expected, monkeypatch):
     ("make", "message"),
     [
         (lambda: adapted(dropout=0.1), r"has dropout 0.1 in .*lora_dropout.*: rows that completions share would get"),
-        (lambda: make_model("Qwen3", attention_dropout=0.1).train(), r"draws at random .*attention_dropout=0"),
+        (lambda: make_model("Qwen3", attention_dropout=0.1).train(), r"has attention_dropout .*attention_dropout=0"),
         (lambda: make_model("Qwen3Moe", output_router_logits=True), "adds a loss of its routers"),
     ],
 )
