@@ -11,11 +11,12 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cfa_kernels import (
     CounterfactualConfig,
@@ -72,7 +73,8 @@ def main(settings: Settings) -> list[float]:
     torch.manual_seed(settings.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
-    model = AutoModelForCausalLM.from_pretrained(settings.model).to(device).eval()  # no dropout, in training too
+    model: Any = AutoModelForCausalLM.from_pretrained(settings.model)
+    model.to(device).eval()  # no dropout, in training too
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     train, held_out = load(settings, tokenizer)
     order = random.Random(settings.seed)
@@ -89,8 +91,8 @@ def main(settings: Settings) -> list[float]:
 
 
 def training_step(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model: Any,
+    tokenizer: Any,
     optimizer: torch.optim.Optimizer,
     problems: list[Problem],
     settings: Settings,
@@ -132,22 +134,14 @@ def training_step(
 
 
 @torch.no_grad()
-def sample(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    problems: list[Problem],
-    settings: Settings,
-    *,
-    greedy: bool = False,
-) -> Rows:
+def sample(model: Any, tokenizer: Any, problems: list[Problem], settings: Settings, *, greedy: bool = False) -> Rows:
     """Complete the prompts, greedily or from the policy that the loss computes."""
     prompts = [torch.tensor(problem.prompt) for problem in problems]
     batch = tokenizer.pad({"input_ids": [it.prompt for it in problems]}, padding_side="left", return_tensors="pt")
-    # Without top_k and top_p, generate cuts the distribution off as the model's own configuration says.
-    draws = {"temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
-    ids = model.generate(
-        **batch.to(model.device), max_new_tokens=settings.max_tokens, do_sample=not greedy, **({} if greedy else draws)
-    ).cpu()
+    options: dict[str, Any] = dict(max_new_tokens=settings.max_tokens, do_sample=not greedy)
+    if not greedy:  # without top_k and top_p, generate cuts the distribution off by the model's own configuration
+        options |= dict(temperature=settings.temperature, top_k=0, top_p=1.0)
+    ids = model.generate(**batch.to(model.device), **options).cpu()
     return Rows(prompts, [until_end(row, tokenizer.eos_token_id) for row in ids[:, batch["input_ids"].shape[1] :]])
 
 
@@ -157,22 +151,20 @@ def until_end(completion: Tensor, eos_id: int) -> Tensor:
     return completion[: int(ends[0]) + 1] if len(ends) else completion
 
 
-def reward(completion: Tensor, problem: Problem, tokenizer: PreTrainedTokenizerBase) -> float:
+def reward(completion: Tensor, problem: Problem, tokenizer: Any) -> float:
     """Return 1 if the completion's answer is the problem's, else 0."""
     span = find_answer(completion, tokenizer)
     return float(span is not None and number(tokenizer.decode(completion[slice(*span)])) == problem.answer)
 
 
-def evaluate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], settings: Settings
-) -> float:
+def evaluate(model: Any, tokenizer: Any, problems: list[Problem], settings: Settings) -> float:
     """Measure the share of problems that the model solves greedily."""
     rows = sample(model, tokenizer, problems, settings, greedy=True)
     pairs = zip(rows.completions, problems, strict=True)
     return sum(reward(completion, problem, tokenizer) for completion, problem in pairs) / len(problems)
 
 
-def load(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Problem], list[Problem]]:
+def load(settings: Settings, tokenizer: Any) -> tuple[list[Problem], list[Problem]]:
     """Load problems to train and to evaluate on."""
     if settings.problems is None:
         pairs = [
@@ -187,7 +179,7 @@ def load(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> tuple[list[P
     return train, held_out
 
 
-def encode(question: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def encode(question: str, tokenizer: Any) -> list[int]:
     """Write a question as the model's chat template asks it."""
     message = [{"role": "user", "content": question}]
     return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
