@@ -159,7 +159,7 @@ LOSS |= {
     "an adapter's dropout": ({}, {"model": adapter_with_dropout}, GRPOTrainer, None,
                              r"has dropout 0.1 in .*, so it cannot .*; set lora_dropout=0.*; or leave out packed"),
     "attention dropout": ({}, {"model": lambda: tiny_model(attention_dropout=0.1)}, GRPOTrainer, None,
-                          r"draws at random .*attention_dropout=0.*leave out packed_loss=True"),
+                          r"attention_dropout 0.1 .*attention_dropout=0.*leave out packed_loss=True"),
     "a loss of routers": ({}, {"model": lambda: Routed(tiny_model().config)}, GRPOTrainer, None,
                           r"adds a loss of its routers \(output_router_logits\).*leave out packed_loss=True"),
     "a state space": ({"gradient_checkpointing": False}, {"model": mamba}, GRPOTrainer, None,

@@ -140,10 +140,8 @@ def compile_cases(cases: Iterable[AotCase]) -> list[AotReport]:
     cases = list(cases)
     names = [(case.name, case.target) for case in cases]
     assert len(set(names)) == len(names), f"case names are not unique: {names}"
-    # Its server imports everything once, for all modules of tests.
-    context = multiprocessing.get_context("forkserver")
-    modules = sorted({case.kernel.partition(":")[0] for case in cases})
-    context.set_forkserver_preload([__name__, *(f"cfa_kernels.ops.{module}" for module in modules)])
+    # Spawned, not forked: this process, or the server that its forks come from, may have imported interpreted kernels.
+    context = multiprocessing.get_context("spawn")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     with mock.patch.dict(os.environ, environment, clear=True), ProcessPoolExecutor(mp_context=context) as pool:
         return list(pool.map(_compile, cases))
