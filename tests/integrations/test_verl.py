@@ -466,7 +466,7 @@ def test_a_trainer_reads_its_configuration_and_refuses_before_anything_starts(co
 
     trainer = make(counterfactual={"w_max": 3.0}, actor_rollout_ref={"actor": {"data_loader_seed": 5}})
     assert trainer.counterfactual == CounterfactualConfig(w_max=3.0)
-    assert trainer._draws.key == (5, 0)
+    assert trainer._draws.seed == 5
     with pytest.raises(NotImplementedError, match="use_kl_in_reward"):
         make(algorithm={"use_kl_in_reward": True})
     with pytest.raises(ValueError, match="unknown option 'w_most'"):

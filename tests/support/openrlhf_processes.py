@@ -56,16 +56,16 @@ def on_openrlhfs_actor(rank: int, stage: int, dtype: str, changes: dict[str, int
         worker.init_model_from_pretrained(strategy, folder, max_steps=2)
         dist.barrier()
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]  # to which its forward sends ids
-    tolerance = 5e-5 if dtype == "fp32" else 0.2
+    tolerance, arithmetic = (5e-5, torch.float32) if dtype == "fp32" else (0.2, torch.bfloat16)
     before = _forward(worker)
-    as_one_process(rank, lambda share: worker.score_trees([share] * copies), tolerance)
+    as_one_process(rank, lambda share: worker.score_trees([share] * copies), tolerance, arithmetic)
     assert torch.equal(_forward(worker), before)
     for _ in range(strategy.accumulated_gradient):
         logprobs = worker.actor(*_batch(), ring_attn_group=None)
         strategy.backward(logprobs.sum(), worker.actor, worker.actor_optim)
         strategy.optimizer_step(worker.actor_optim, worker.actor, worker.actor_scheduler)
     assert not torch.equal(_forward(worker), before)
-    as_one_process(rank, lambda share: worker.score_trees([share] * copies), 10.0)  # trained; it still runs
+    as_one_process(rank, lambda share: worker.score_trees([share] * copies), 10.0, arithmetic)  # trained; it still runs
 
 
 def under_ray(stage: int) -> None:

@@ -38,7 +38,9 @@ def credit(model: object, options: dict[str, Any], groups: Sequence[int]) -> Cre
     )  # fmt: skip
 
 
-def as_one_process(rank: int, judge: Callable[[Share], Any], tolerance: float = 5e-5) -> None:
+def as_one_process(
+    rank: int, judge: Callable[[Share], Any], tolerance: float = 5e-5, dtype: torch.dtype = torch.float32
+) -> None:
     """Credit by two workers is that of one process: uneven groups, a worker with nothing, an error of one worker."""
 
     def answer(share: Share) -> Any:
@@ -69,7 +71,7 @@ def as_one_process(rank: int, judge: Callable[[Share], Any], tolerance: float = 
     assert sizes[0] in ([0, 5], [5, 0])  # of the sixth completion there is no answer
     assert all(min(share) > 0 for share in sizes[1:])
     refuses_a_bad_id(workers)
-    assert workers.dtype == torch.float32
+    assert workers.dtype == dtype
 
 
 def refuses_a_bad_id(workers: Workers) -> None:
