@@ -29,7 +29,7 @@ class Run:
     def repeats(self) -> str:
         """Settings that runs have in common which differ in their seeds only, as text."""
         named = sorted(repr((name, value)) for name, value in self.settings.items() if name not in _OWN)
-        return repr(named) if named else self.name
+        return repr(named) if self.settings else self.name
 
     def values(self, metric: str) -> list[float]:
         """List a metric's values over the steps that have it."""

@@ -215,8 +215,8 @@ def test_nothing_is_left_when_a_completion_is_judged(isolated, monkeypatch) -> N
 
 
 def test_programs_run_without_isolation_only_if_told_to(monkeypatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    message = "No such file or directory: 'bwrap'.*set code_isolation to none"
+    monkeypatch.setattr("shutil.which", lambda name, **_: f"/nowhere/{name}")
+    message = "No such file or directory: '/nowhere/bwrap'.*set code_isolation to none"
     with pytest.raises(ValueError, match=message):
         CodeReward()
     assert CodeReward(isolation="none").passes(RIGHT, TESTS)
