@@ -46,6 +46,7 @@ class Report:
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
         self._started = time.perf_counter() - state.get("seconds", 0.0)
         self._evaluations = [(step, Evaluation(**result)) for step, result in state.get("evaluations", [])]
+        self._finished = False  # the page of the whole run is written
         self._bytes: dict[str, int] = state.get("bytes", {})
         self._id: str = state.get("id", uuid.uuid4().hex)
         self._tokens: int = state.get("tokens", 0)
@@ -97,7 +98,8 @@ class Report:
         """Close everything and write the page of what there is."""
         with contextlib.suppress(*[OSError, ValueError] if failed else []):  # a full disk is known by then
             self._stack.close()
-            self._show_page()
+            if not self._finished:
+                self._show_page()
 
     def _show_page(self) -> None:
         page = self._folder / "report.html"
@@ -235,7 +237,8 @@ class Report:
             "steps": self._config.max_steps,
             "seconds": round(seconds, 1),
         }
-        self._show_page()  # a run with a summary is finished
+        self._show_page()  # a run with a summary is finished: nothing goes on to write what a kill cuts off after it
+        self._finished = True
         write_whole(self._folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         self._progress.update(self._bar, visible=False)
         self._show_weights()
