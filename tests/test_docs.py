@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from cfa_kernels import Rows, counterfactual_weights
-from cfa_kernels.estimators.registry import ESTIMATORS
 from docs import options
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
@@ -37,8 +36,8 @@ def run(page: Path, namespace: dict[str, Any], in_place_of: dict[str, str] | Non
                 continue
         line = text[: block.start()].count("\n") + 1
         code = block["code"]
-        for name, given in (in_place_of or {}).items():
-            code = re.sub(rf'^{name} = ".*"$', f"{name} = {given!r}", code, flags=re.MULTILINE)
+        for name, path in (in_place_of or {}).items():
+            code = re.sub(rf'^{name} = ".*"$', f"{name} = {path!r}", code, flags=re.MULTILINE)
         exec(compile("\n" * line + code, str(page), "exec"), namespace)
         count += 1
     return count
@@ -71,11 +70,9 @@ def test_the_first_block_for_trl_runs_when_it_is_pasted(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "trl.md"], ids=lambda page: page.name)
-def test_the_examples_of_a_page_run(page, tmp_path, request):
+def test_the_examples_of_a_page_run(page, tmp_path):
     from datasets import Dataset
 
-    known = dict(ESTIMATORS)
-    request.addfinalizer(lambda: (ESTIMATORS.clear(), ESTIMATORS.update(known)))  # a page may add one
     torch.manual_seed(0)
     namespace = sampled() | {
         "model": tiny_model(),
