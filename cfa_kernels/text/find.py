@@ -72,7 +72,7 @@ def detect_spans(
         token_ids: (T,) sampled ids.
         tokenizer: a transformers tokenizer.
         answer: the answer's tokens; by default those of `find_answer`.
-        detector: "math", "python", "sentence" (docs/spans.md), or a function from the text before the marker
+        detector: "math", "latex", "python", "sentence" (docs/spans.md), or a function from the text before the marker
             to half-open character intervals, most wanted first.
         max_spans: the most spans returned.
         selection: which spans stay when there are more: "first" in the detector's order, "longest" in tokens, "last" in

@@ -8,11 +8,12 @@ from typing import Literal
 
 from ..options import Count, check_fields
 from .arithmetic import ranked_math_intervals
+from .latex import ranked_latex_intervals
 from .patterns import Interval, sentence_intervals
 from .python_code import ranked_python_intervals
 
 Detector = Callable[[str], Iterable[Interval]]
-DetectorName = Literal["math", "sentence", "python"]
+DetectorName = Literal["math", "sentence", "latex", "python"]
 Selection = Literal["first", "longest", "even", "last"]
 Fallback = Literal["last_number"]
 
@@ -22,6 +23,7 @@ AnswerFormat = str | re.Pattern[str] | Callable[[str], Interval | None]
 DETECTORS: dict[str, Callable[[str], Sequence[list[Interval]]]] = {
     "math": ranked_math_intervals,
     "sentence": lambda text: (sentence_intervals(text),),
+    "latex": ranked_latex_intervals,
     "python": ranked_python_intervals,
 }
 """Intervals by rank; those of a rank are taken before those of the next."""

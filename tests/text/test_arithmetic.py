@@ -1,13 +1,17 @@
-"""Arithmetic and sentences in a text."""
+"""Arithmetic, formulas and sentences in a text."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cfa_kernels.text.arithmetic import ranked_math_intervals
+from cfa_kernels.text.latex import ranked_latex_intervals
 from cfa_kernels.text.patterns import sentence_intervals
+from tests.support.small_tokenizers import property_test
 
 
 @pytest.mark.parametrize(
@@ -124,3 +128,90 @@ def test_real_solutions_keep_every_calculator_annotation_inside_arithmetic(gsm8k
 )
 def test_sentences_end_at_full_stops_and_line_breaks(text: str, sentences: list[str]) -> None:
     assert [text[slice(*interval)] for interval in sentence_intervals(text)] == sentences
+
+
+def latex(text: str) -> list[list[str]]:
+    return [[text[slice(*interval)] for interval in rank] for rank in ranked_latex_intervals(text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "equations", "others", "sentences"),
+    [
+        (r"So \[ x^2 = 5, \] now.", ["x^2 = 5,"], [], []),
+        ("We go.\n$$\nx = 5\n$$\nDone.", ["x = 5"], [], ["We go.", "Done."]),
+        ("\\[\r\n\r\na + b\r\n\r\n\\]\r\nDone.", ["a + b"], [], ["Done."]),
+        (
+            "\\begin{align*}\nx &= 1 \\\\\n &= 2 \\\\[2pt]\n&\\le y + \\$3\n\\end{align*}",
+            ["x &= 1", "&= 2", r"&\le y + \$3"],
+            [],
+            [],
+        ),
+        (r"\begin{alignat}{2} a &= b \\* c &= d \end{alignat}", ["a &= b", "c &= d"], [], []),
+        (r"\[ A = \begin{aligned} a &= b \\ c &= d \end{aligned} \]", ["A =", "a &= b", "c &= d"], [], []),
+        (
+            r"\[ A = \begin{pmatrix} 1 \\ 2 \end{pmatrix} \\ B \]",
+            [r"A = \begin{pmatrix} 1 \\ 2 \end{pmatrix}", "B"],
+            [],
+            [],
+        ),
+        (r"\[ f = \begin{cases} 1 \\ 2 \end{cases} \] \[ g \]", [r"f = \begin{cases} 1 \\ 2 \end{cases}", "g"], [], []),
+        (r"Let \(a + b\) be, $ c = d $ too. No $x$, \(y\).", ["c = d"], ["a + b"], [r"No $x$, \(y\)."]),
+        (r"$n \equiv 1 \pmod{5}$, $\frac{1}{2}$, $-5$, $x^2$", [r"n \equiv 1 \pmod{5}"], [], []),
+        (r"$90^\circ$, $45^{\circ}$, $f \circ g$", [], [r"f \circ g"], []),
+        (r"$\$5 + \$6 = \$11$ in all", [r"\$5 + \$6 = \$11"], [], []),
+        (r"Then $16 - 7 =", ["16 - 7 ="], [], []),
+        (r"Then \(16 - 7 =", ["16 - 7 ="], [], []),
+        ("Cut $$ x = 5\n\nNo. $$ y = 6 $$", ["x = 5", "y = 6"], [], ["No."]),
+        ("Cut \\( x = 5\n\nNo \\(y + 6\\).", [], ["y + 6"], [r"Cut \( x = 5"]),
+        ("", [], [], []),
+    ],
+)  # fmt: skip
+def test_formulas_are_found_as_models_write_them_in_latex(
+    text: str, equations: list[str], others: list[str], sentences: list[str]
+) -> None:
+    assert latex(text) == [equations, others, sentences]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It costs $5 and $6 for each",
+        "She pays $5 + $6 = $11",
+        "Sum: $9*2=$18, or $16-$3 and $5/person = $205",
+        "They are $20 x 5 =$ <<20*5=100>>100 in all",
+        r"A price of \$5 + \$6 = \$11",
+        "He lost $16 and 3 + 4 more",
+        "In total = $$<<3+4=7>>7 and $$8",
+    ],
+)
+def test_prices_are_no_formulas(text: str) -> None:
+    assert latex(text) == [[], [], text.split("\n")]
+
+
+def test_prices_in_real_problems_and_solutions_are_no_formulas(gsm8k: Path) -> None:
+    rows = [json.loads(line) for line in (gsm8k / "test.jsonl").read_text(encoding="utf-8").splitlines()]
+    texts = [row["answer"] for row in rows]
+    assert sum(text.count("$") for text in texts) > 2000
+    assert [text for text in texts if any(ranked_latex_intervals(text)[:2])] == []
+
+
+PIECES = [
+    "$", "$$", r"\[", r"\]", r"\(", r"\)", r"\begin{align}", r"\end{align}", r"\begin{cases}", r"\end{cases}", "\\\\",
+    "\\", "\n", "\n\n", "\r\n", " ", "x", "=", "+", "5", "and", ". ", r"\$", r"\frac{1}{2}",
+    r"\text{a}", "🦆é",
+]  # fmt: skip
+
+
+@property_test
+@given(pieces=st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=16))
+def test_formulas_are_inside_disjoint_in_order_and_unmoved_by_a_paragraph_after_them(pieces: list[str]) -> None:
+    text = "".join(pieces) + "\n\nA\n\n"
+    ranks = ranked_latex_intervals(text)
+    assert all(rank == sorted(rank) for rank in ranks)
+    edges = [edge for interval in sorted(interval for rank in ranks for interval in rank) for edge in interval]
+    assert edges == sorted(edges)
+    assert all(0 <= edge <= len(text) for edge in edges)
+    assert all(start < end and text[start:end] == text[start:end].strip() for rank in ranks for start, end in rank)
+    added = (len(text), len(text) + 7)
+    assert ranked_latex_intervals(text + "So 1 it.")[:2] == ranks[:2]
+    assert ranked_latex_intervals(text + "So a is")[2] == [*ranks[2], added]

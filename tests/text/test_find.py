@@ -194,11 +194,19 @@ def test_last_and_even_prefer_arithmetic_and_even_keeps_both_ends(selection: str
     assert [span[0] for span in found] == kept.split()
 
 
-def test_python_prefers_statements_to_docstrings() -> None:
+@pytest.mark.parametrize(
+    ("detector", "text", "kept"),
+    [
+        ("latex", r"Let $a$ be. \(b + 1\) Then $c = 2$. \[ d \] #### 2", ["c = 2", "d", "b + 1", r"Let $a$ be."]),
+        ("python", "No.\n```py\n'why'\nif x: y = 1\n```\n", ["if x:", "y = 1", "'why'"]),
+    ],
+)
+def test_latex_and_python_prefer_formulas_and_statements(detector: str, text: str, kept: list[str]) -> None:
     tokenizer = get_tokenizer("byte-level, single digits")
-    text, ranked = "No.\n```py\n'why'\nif x: y = 1\n```\n", ["if x:", "y = 1", "'why'"]
-    for count in range(1, len(ranked) + 1):
-        assert sorted(span_texts(text, tokenizer, detector="python", max_spans=count)) == sorted(ranked[:count])
+    for count in range(1, len(kept) + 1):
+        found = span_texts(text, tokenizer, detector=detector, max_spans=count)
+        assert sorted(found) == sorted(kept[:count])
+    assert span_texts(text, tokenizer, detector=detector) == sorted(kept, key=text.index)
 
 
 def test_a_detector_of_ones_own_sees_the_reasoning_and_ranks_its_spans() -> None:

@@ -24,7 +24,7 @@ UNITS = [
     " ", "\t", "\r", "\u3000", "\n", " \n", "1", "1 ", "1,", "1,11,", ".", "1.", "(", ")", "[", "{", "}", "((1", "(1+",
     "f(1", "$", "$$", "$a$", "<<1", "<<1>>", "#### ", "#### 1. a\n", "+", "-", "1+", "1 a + 1 ", "=", "a=", "**", "\\",
     "\\\\", "\\boxed{", "\\boxed{}", "\\boxed 5", "\\frac{", "\\frac{1}{", "\\text{a}", "\\[", "\\(", "\\begin{align}",
-"a ", "ab-", "1 of ", "answer is ", "The answer to ", "nswer", "</answer>", "<answer>1",
+    "\\end{align}", "a ", "ab-", "1 of ", "answer is ", "The answer to ", "nswer", "</answer>", "<answer>1",
     "A: x\nB: 1\n", "<think>", "'", '"', "'''", "```\n", "```python\n", "x=1;", "if a:\n ", "@a\n", "f'{", "!1",
     "1/2/", "1e5", "1:2", "www.", "\ud800", "a =", "the final ", "x x ",
 ]  # fmt: skip
