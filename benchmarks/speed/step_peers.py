@@ -32,7 +32,7 @@ from cfa_kernels import Rows, policy_loss, score_counterfactuals, span_weights
 from cfa_kernels.hf.head import Head
 from cfa_kernels.hf.limits import default_token_budget
 from cfa_kernels.hf.model import backbone
-from cfa_kernels.hf.verify import check_head, check_supported
+from cfa_kernels.hf.verify import check_supported
 from cfa_kernels.losses.policy import linear_policy_loss
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.scoring.training_forward import packed_forward, packed_policy_loss
@@ -134,7 +134,7 @@ def _fused_loss(replay: Replay, head: Head, hidden: Tensor, rows: Sequence[int])
 
 def varlen(replay: Replay, stopwatch: Stopwatch) -> tuple[Tensor, None]:
     """Padding-free, every completion with its own prompt: sequences end to end, positions that start again."""
-    causal, head, total = replay.causal, check_head(replay.causal), torch.zeros((), device=replay.device)
+    causal, head, total = replay.causal, check_supported(replay.causal), torch.zeros((), device=replay.device)
     with stopwatch.update(), using_attention(causal, "benchmark_per_sequence"):
         sequences = _sequences(replay)
         for rows in _in_budget([len(ids) for ids, _ in sequences], default_token_budget(causal)):
@@ -191,7 +191,7 @@ def _weights(job: Job, drops: dict[int, Tensor]) -> Weights:
 
 def _padded_update(replay: Replay, weights: Weights, rows: Sequence[int]) -> Tensor:
     """Micro-batches of rows of like length, padded, the head only on counted rows; log-probs, then `policy_loss`."""
-    job, head = replay.job, check_head(replay.causal)
+    job, head = replay.job, check_supported(replay.causal)
     total = torch.zeros((), device=replay.device)
     ordered = sorted(rows, key=lambda b: len(job.completions[b]))
     for start in range(0, len(ordered), replay.micro_batch):

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..hf.head import Head
 from ..hf.limits import refuse_length_dependent_rope, rows_per_forward
@@ -108,21 +108,11 @@ def _longest(fills: Sequence[_Fill]) -> np.ndarray:
     return max((fill.context for fill in fills), key=len)
 
 
-class _GrowingStore(KeyValueStore):
-    """Keys and values of all rows so far; those of rows that continue them are added."""
-
-    def before(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return and keep what this call of `layer` kept before, followed by `key` and `value`."""
-        call = self._read.get(layer, 0)
-        self._kept[layer][call] = joined = super().before(layer, key, value)
-        return joined
-
-
 def _write(walk: ModelWalk, head: Head, fills: Sequence[_Fill]) -> ScoringWork:
     """Sample all tokens of `fills`, those of a completion side by side, on one tree that grows by a token of each."""
     tree, work = PrefixTree(), ScoringWork()
     # Layers that carry a state would need it: they are fed from the roots again.
-    store = None if has_cells(walk) else _GrowingStore()
+    store = None if has_cells(walk) else KeyValueStore(grows=True)
     hidden = head.weight.new_zeros(0, head.weight.shape[1])
 
     def feed() -> None:

@@ -43,7 +43,7 @@ class Head:
 
 
 def read_head(model: PreTrainedModel) -> Head:
-    """Read the head's weight and bias; `verify.check_head` finds out how the model transforms its logits.
+    """Read the head's weight and bias; `verify.check_supported` finds out how the model transforms its logits.
 
     Raises `NotImplementedError` unless the layer is a plain linear one: an adapter on it may be the identity today
     and drift in training.

@@ -130,22 +130,23 @@ def computation(model: Model) -> int:
     )
 
 
-def noise_settings(model: PreTrainedModel) -> dict[str, float]:
-    """Values above 0 of dropout, jitter and noise in the configuration."""
-    return {name: value for config in configs(model) for name, value in _numbers(config, _NOISE) if value > 0}
+def noise_remedy(model: PreTrainedModel) -> str:
+    """Say how to load the model without the noise of its configuration; empty if that has none."""
+    names = {name for config in configs(model) for name, value in _numbers(config, _NOISE) if value > 0}
+    return f" (from_pretrained takes {', '.join(f'{name}=0' for name in sorted(names))})" if names else ""
 
 
 def active_noise(walk: ModelWalk) -> Iterator[tuple[str, str, float]]:
-    """Yield dropout, jitter and other noise above 0 of modules in training mode: the module's name, what, how much."""
+    """Yield dropout, jitter and other noise above 0 of modules in training mode: module's name, attribute, value."""
     noisy = {
         kind: ["p"] if issubclass(kind, nn.modules.dropout._DropoutNd) else [*filter(_NOISE.search, vars(each[0]))]
         for kind, each in walk.by_class.items()
     }
     for name, module in walk.modules.items():
-        for what in noisy[type(module)] if module.training else ():
-            value = getattr(module, what, None)
+        for attribute in noisy[type(module)] if module.training else ():
+            value = getattr(module, attribute, None)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-                yield name, "dropout" if what == "p" else what, value
+                yield name, "dropout" if attribute == "p" else attribute, value
 
 
 def configs(model: PreTrainedModel) -> list[Any]:

@@ -1,6 +1,7 @@
 """Record a model's weights and adapters at a forward, so that code which continues that forward detects a change."""
 
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,48 +9,44 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .model_walk import Model, ModelWalk
 
-Mark: TypeAlias = tuple[int | None, int | None]
-"""How often a tensor had been written to, and its memory: plain numbers, which Python's collector need not follow."""
-
 
 def _count_fused_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Count the writes of a fused optimizer step, which PyTorch's fused kernels leave out (seen in 2.13)."""
     for group in optimizer.param_groups:
-        if group.get("fused"):
-            for parameter in group["params"]:
-                if parameter.grad is not None and not parameter.is_inference():
-                    torch.autograd.graph.increment_version(parameter)
+        for parameter in group["params"] if group.get("fused") else ():
+            if parameter.grad is not None and not parameter.is_inference():
+                torch.autograd.graph.increment_version(parameter)
 
 
 register_optimizer_step_post_hook(_count_fused_step)
 
 
-class Weight(NamedTuple):
-    """Record of a tensor: which one, and its `Mark`. Its values are not read.
+class TensorMarks:
+    """Record of tensors by name: how often each had been written to, and its memory. Their values are not read.
 
-    PyTorch counts what is written in place, and we what a fused optimizer writes; neither what is written through
-    `.data`.
+    PyTorch counts in-place writes, and the hook above those of a fused optimizer; neither counts writes by `.data`.
     """
 
-    tensor: Tensor
-    mark: Mark
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors, self._marks = tensors, [_mark(tensor) for tensor in tensors.values()]
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Weight":
-        """Record `tensor` as it is now."""
-        return cls(tensor, _mark(tensor))
+    def change(self, now: Mapping[str, Tensor]) -> str | None:
+        """Describe the first difference between the tensors `now` and then; None for none."""
+        for (name, before), (version, address) in zip(self._tensors.items(), self._marks, strict=True):
+            if name not in now:
+                return f"{name} has been taken out"
+            if now[name] is not before:
+                return f"{name} has been exchanged"
+            new_version, new_address = _mark(before)
+            if new_version != version:
+                return f"{name} has been written to"
+            if new_address != address:
+                return f"{name} has been moved"
+        added = now.keys() - self._tensors.keys()
+        return f"{min(added)} has been added" if added else None
 
-    def change(self, now: Tensor) -> str | None:
-        """Describe what happened to the tensor, which is `now`; None for nothing."""
-        if now is not self.tensor:
-            return "has been exchanged"
-        version, address = _mark(now)
-        if version != self.mark[0]:
-            return "has been written to"
-        return None if address == self.mark[1] else "has been moved"
 
-
-def _mark(tensor: Tensor) -> Mark:
+def _mark(tensor: Tensor) -> tuple[int | None, int | None]:
     try:
         address = tensor.data_ptr()
     except RuntimeError:  # a tensor made up of others has no storage of its own
@@ -65,42 +62,28 @@ class ModelState:
     """
 
     def __init__(self, model: Model | nn.Module) -> None:
-        self._tensors, self._adapters = _read(model)
-        self._marks = [_mark(tensor) for tensor in self._tensors.values()]
+        weights, self._adapters = _weights_and_adapters(model)
+        self._weights = TensorMarks(weights)
 
     def change(self, model: Model | nn.Module) -> str | None:
         """Describe the first difference between `model` as it is now and as it was; None for none."""
-        tensors, adapters = _read(model)
-        for name, acted in self._adapters.items():
-            for key, value in adapters.get(name, acted).items():
-                if value != acted[key]:
-                    return f"the adapters of {name} have changed ({key}: {acted[key]} then, {value} now)"
-        for (place, before), mark in zip(self._tensors.items(), self._marks, strict=True):
-            if (now := tensors.get(place)) is before and _mark(now) == mark:
-                continue
-            return f"{_name(*place)} {'has been taken out' if now is None else Weight(before, mark).change(now)}"
-        weights = {_name(*place) for place in tensors.keys() - self._tensors.keys()}
-        added = weights | (adapters.keys() - self._adapters.keys())
-        return f"{min(added)} has been added" if added else None
+        weights, adapters = _weights_and_adapters(model)
+        for name, before in self._adapters.items():
+            for key, value in adapters.get(name, before).items():
+                if value != before[key]:
+                    return f"the adapters of {name} have changed ({key}: {before[key]} then, {value} now)"
+        return self._weights.change(weights)
 
 
-def _name(module: str, weight: str) -> str:
-    return f"{module}.{weight}".lstrip(".")
-
-
-def _read(model: Model | nn.Module) -> tuple[dict[tuple[str, str], Tensor], dict[str, dict[str, Any]]]:
-    """Collect weights by module and name, and for each PEFT layer whether it acts, which adapters, and how strongly."""
-    tensors, adapters = dict[tuple[str, str], Tensor](), dict[str, dict[str, Any]]()
+def _weights_and_adapters(model: Model | nn.Module) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """Collect weights by name, and for each PEFT layer whether it acts, which adapters, and how strongly."""
+    tensors, adapters = dict[str, Tensor](), dict[str, dict[str, Any]]()
     for prefix, module in ModelWalk.of(model).modules.items():
-        own = module.__dict__
-        if parameters := own["_parameters"]:  # two modules in three have neither
-            for name, tensor in parameters.items():
-                if tensor is not None:
-                    tensors[prefix, name] = tensor
-        if buffers := own["_buffers"]:
-            for name, tensor in buffers.items():
+        own, dot = module.__dict__, "." if prefix else ""
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in own[kind].items():
                 if tensor is not None and name not in own["_non_persistent_buffers_set"]:
-                    tensors[prefix, name] = tensor
+                    tensors[f"{prefix}{dot}{name}"] = tensor
         if "_disable_adapters" in own:
             active, scaling = own.get("_active_adapter"), own.get("scaling")
             adapters[prefix] = {

@@ -6,9 +6,8 @@ takes several times as long.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import cached_property
-from itertools import chain
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -18,25 +17,15 @@ from transformers import PreTrainedModel
 class ModelWalk:
     """Modules of a model by name, in the order of `named_modules`, each once.
 
-    Holds as long as no module is added, taken out or exchanged and no `forward` is overwritten. Modes, flags, weights
-    and what else a module has are read off the modules when they are asked for.
-
-    Args:
-        model: any module.
-        before: an earlier walk over it. Where the same modules are in the same places they are only compared, which
-            takes a fifth of the time.
+    Holds as long as no module is added, taken out or exchanged and no `forward` is overwritten. Modes, flags and
+    weights are read off the modules at each request.
     """
 
-    def __init__(self, model: nn.Module, before: "ModelWalk | None" = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.modules: dict[str, nn.Module] = {}
         self.by_class: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
-        self._outline: list[list[Any]] = []
         self._having: dict[str, list[Any]] = {}
-        if before is not None and before._model is model and before._outline == _outline(before.modules.values()):
-            self.modules, self.by_class, self._outline = before.modules, before.by_class, before._outline
-            self.structure = before.structure
-            return
         seen, todo = set[nn.Module](), [("", model)]
         while todo:
             name, module = todo.pop()
@@ -47,13 +36,11 @@ class ModelWalk:
             self.by_class[type(module)].append(module)
             if children := module._modules:
                 prefix = f"{name}." if name else ""
-                inside = [(prefix + key, child) for key, child in children.items() if child is not None]
-                todo += reversed(inside)
-        self._outline = _outline(self.modules.values())
+                todo += reversed([(prefix + key, child) for key, child in children.items() if child is not None])
 
     @classmethod
     def of(cls, model: "Model | nn.Module") -> "ModelWalk":
-        """Walk over `model`; return what is a walk already."""
+        """Walk over `model`; return a walk as it is."""
         return model if isinstance(model, ModelWalk) else cls(model)
 
     @property
@@ -64,28 +51,24 @@ class ModelWalk:
     @property
     def configs(self) -> list[Any]:
         """Configurations of the transformers models among the modules, each once."""
-        found = (m.config for kind, each in self.by_class.items() if issubclass(kind, PreTrainedModel) for m in each)
-        return list({id(config): config for config in found}.values())
-
-    @cached_property
-    def structure(self) -> int:
-        """Equal as long as the model has the same modules: an adapter put on, taken off or merged changes it."""
-        return hash(tuple((name, type(module)) for name, module in self.modules.items()))
+        all_of_them = (m.config for kind, ms in self.by_class.items() if issubclass(kind, PreTrainedModel) for m in ms)
+        return list({id(config): config for config in all_of_them}.values())
 
     @cached_property
     def forwards(self) -> int:
-        """Equal as long as it also runs the same `forward` in each, its own or that of its class."""
+        """Equal as long as the model has the same modules, of the same classes, and runs the same `forward` in each."""
         of_class = {kind: _function(kind.forward) for kind in self.by_class}
         own = ((name, own_forward(module)) for name, module in self.modules.items())
         overwritten = ((name, _function(forward)) for name, forward in own if forward is not None)
-        return hash((self.structure, *of_class.values(), *overwritten))
+        structure = ((name, type(module)) for name, module in self.modules.items())
+        return hash((*structure, *of_class.values(), *overwritten))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter, those that modules share as often as they do."""
         return (p for module in self.modules.values() for p in module._parameters.values() if p is not None)
 
     def having(self, name: str) -> list[Any]:
-        """Modules that had an attribute `name`, of their own or of their class, when first asked."""
+        """Modules that had an attribute `name`, of their own or of their class, at the first request."""
         if name not in self._having:
             self._having[name] = [
                 module
@@ -99,23 +82,14 @@ Model: TypeAlias = PreTrainedModel | ModelWalk
 """A transformers model, which is walked over, or the walk of a caller that has taken one."""
 
 
-def _outline(modules: Collection[nn.Module]) -> list[list[Any]]:
-    """List classes and children: equal for the same modules under the same names."""
-    inside = [module._modules for module in modules]
-    children = chain.from_iterable(each.values() for each in inside)
-    return [[*map(type, modules)], [*map(len, inside)], [*chain.from_iterable(inside)], [*children]]
-
-
 def own_forward(module: nn.Module) -> Any:
     """Return the `forward` that a module itself was given, without accelerate's autocast wrapper; None if it has none.
 
     accelerate keeps what it wraps as `_original_forward`, in the module or as the bound method of its class.
     """
     own = vars(module)
-    kept = own.get("_original_forward", own.get("forward"))
-    if kept is None:
-        return None
-    return None if getattr(kept, "__func__", None) is type(module).forward else kept
+    forward = own.get("_original_forward", own.get("forward"))
+    return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 def _function(called: Any) -> int:

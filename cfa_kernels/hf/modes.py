@@ -16,7 +16,7 @@ _Value = TypeVar("_Value")
 
 @contextmanager
 def exchanged(attributes: Iterable[tuple[object, Mapping[str, Any]]]) -> Iterator[None]:
-    """Give objects other attributes inside; their own, or those of their class, come back, also after an error."""
+    """Give objects other attributes inside; each gets its own back, or that of its class, also after an error."""
     undo: list[tuple[dict[str, Any], dict[str, Any], Mapping[str, Any]]] = []
     try:
         for owner, new in attributes:
@@ -42,7 +42,7 @@ def value_of(variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
 
 
 def checkpointed_modules(model: Model) -> list[nn.Module]:
-    """List the modules whose layers run again in the backward, in the modes that they are in, instead of keeping it."""
+    """List the modules that checkpoint their layers in the modes that they are in now."""
     walk = ModelWalk.of(model)
     flagged = [module for module in walk.having("gradient_checkpointing") if module.gradient_checkpointing]
     return [module for module in [*flagged, *walk.having("checkpoint_fn")] if module.training]
@@ -60,20 +60,12 @@ def one_mode(model: Model, *, training: bool) -> Iterator[None]:
     """Set every module to training mode, or to evaluation mode; each mode comes back, also after an error."""
     changed = [module for module in ModelWalk.of(model).modules.values() if module.training != training]
     try:
-        _set_mode(changed, training)
+        for module in changed:
+            module.training = training
         yield
     finally:
-        _set_mode(changed, not training)
-
-
-def _set_mode(modules: Iterable[nn.Module], training: bool) -> None:
-    """Write the flag itself: as an attribute each takes a search for parameters, buffers and modules of its name."""
-    for module in modules:
-        own = vars(module)
-        if "training" in own:
-            own["training"] = training
-        else:  # a scripted module keeps it elsewhere
-            module.training = training
+        for module in changed:
+            module.training = not training
 
 
 def attention_implementation(model: Model, name: str) -> AbstractContextManager[None]:

@@ -45,26 +45,33 @@ class TreeMask:
 
 
 class KeyValueStore:
-    """Keys and values of a packed forward, layer by layer, for branches that continue its rows later."""
+    """Keys and values of a packed forward, layer by layer, for branches that continue its rows later.
 
-    def __init__(self) -> None:
-        self._kept: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-        self._read: dict[nn.Module, int] = {}
+    A store that `grows` adds those of the branches.
+    """
+
+    def __init__(self, *, grows: bool = False) -> None:
+        self._grows = grows
+        self._calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+        self._num_read: dict[nn.Module, int] = {}
 
     def write(self, layer: nn.Module, key: Tensor, value: Tensor) -> None:
         """Keep key and value, (1, Hkv, N, D), of one call of `layer`."""
-        self._kept.setdefault(layer, []).append((key.detach(), value.detach()))
+        self._calls.setdefault(layer, []).append((key.detach(), value.detach()))
 
     def rewind(self) -> None:
-        """Rewind, so that reading starts at the first call of each layer again."""
-        self._read.clear()
+        """Read from the first call of each layer again."""
+        self._num_read.clear()
 
     def before(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what this call of `layer` kept, followed by `key` and `value`."""
-        call = self._read.get(layer, 0)
-        self._read[layer] = call + 1
-        earlier = self._kept[layer][call]
-        return torch.cat([earlier[0], key], dim=2), torch.cat([earlier[1], value], dim=2)
+        """Return the keys and values of the same call of `layer` before, followed by `key` and `value`."""
+        call = self._num_read.get(layer, 0)
+        self._num_read[layer] = call + 1
+        first_key, first_value = self._calls[layer][call]
+        joined = torch.cat([first_key, key], dim=2), torch.cat([first_value, value], dim=2)
+        if self._grows:
+            self._calls[layer][call] = joined
+        return joined
 
 
 @dataclass
@@ -72,7 +79,6 @@ class _PackedForward:
     """The packed forward under way."""
 
     table: SegmentTable
-    attended: list[str] | None  # names of the attention layers that ran, if wanted
     store: KeyValueStore | None
     first_row: int  # rows before it are in the store
 
@@ -121,8 +127,6 @@ def _attention(
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     first_row = 0
     if (running := _FORWARD.get()) is not None:  # else the mask was passed without a packed forward
-        if running.attended is not None:
-            running.attended.append(name)
         first_row = running.first_row
         if running.store is not None and first_row:
             key, value = running.store.before(module, key, value)
@@ -156,24 +160,15 @@ def _build_mask(
 AttentionInterface.register(ATTENTION, _attention)
 AttentionMaskInterface.register(ATTENTION, _build_mask)
 
-_VISIBILITY: dict[tuple, Reach] = {}
-
 
 def read_visibility(
     mask_function: Callable[..., Any], local_size: int | None, device: torch.device | None = None
 ) -> Reach:
     """Find the rule that `mask_function(batch, head, query position, key position)` follows, by calling it.
 
-    The function itself is asked, so a window that only the mask has is found too. Raises
-    `NotImplementedError` for a rule that is not causal, a causal window or a causal chunk.
+    So a window that only the mask has is noticed too. Raises `NotImplementedError` for a rule that is not causal, a
+    causal window or a causal chunk.
     """
-    key = (local_size, _shape(mask_function))
-    if key not in _VISIBILITY:
-        _VISIBILITY[key] = _ask(mask_function, local_size, device)
-    return _VISIBILITY[key]
-
-
-def _ask(mask_function: Callable[..., Any], local_size: int | None, device: torch.device | None) -> Reach:
     size = local_size or 8
     near = [edge * size + step for edge in range(4) for step in range(-3, 4)]
     positions = torch.tensor(sorted({p for p in [*near, *range(8)] if p >= 0}))
@@ -196,17 +191,6 @@ def _ask(mask_function: Callable[..., Any], local_size: int | None, device: torc
     if local_size is not None and torch.equal(seen, causal & (query // local_size == key // local_size)):
         return Reach(chunk=local_size)
     raise NotImplementedError("its attention mask is neither causal nor a causal window or chunk")
-
-
-def _shape(function: Any) -> object:
-    """Make a key, equal for mask functions that the same code built from the same numbers."""
-    if not callable(function):
-        return function if isinstance(function, (int, float, str, type(None))) else type(function)
-    if not hasattr(function, "__code__"):
-        return object()  # no key can be made: equal to no other
-    inside = [cell.cell_contents for cell in function.__closure__ or ()]
-    parts = [part for item in inside for part in (item if isinstance(item, (tuple, list)) else [item])]
-    return (function.__code__, *map(_shape, parts))
 
 
 @contextmanager
@@ -236,8 +220,8 @@ class HeadRows(NamedTuple):
 class _Staged:
     """Index arrays of a pack on the model's device, sent there by one copy before its forward is launched.
 
-    Of the head's rows, `own` are rows of this forward and `before` rows of the one that it continues; `order` puts the
-    latter, followed by the former, in the pack's order, and is None where the pack continues nothing.
+    The head reads `own` rows of this forward and rows of the one `before` that it continues; `order` puts the latter,
+    followed by the former, in the pack's order, and is None if the pack continues nothing.
     """
 
     input_ids: Tensor  # (1, N)
@@ -266,17 +250,14 @@ def packed_hidden(
     pack: Pack,
     *,
     staged: _Staged | None = None,
-    attended: list[str] | None = None,
     store: KeyValueStore | None = None,
     idle: bool = False,
 ) -> Tensor:
     """Compute the hidden states (N, H) of the rows that a pack feeds, as the head takes them, by one forward.
 
-    Call with tree attention set; checkpointed layers find it again in a backward, whatever other layers run again
-    there. Where processes share the model, all of them run a forward; `idle` says that they have met already. `staged`
-    is the pack's index arrays if they are on the device already. `attended` collects the name of every attention layer
-    that ran. `store` takes the keys and values of a pack's rows, or provides those of the rows before the pack's first
-    one.
+    Call with tree attention set; checkpointed layers restore it in a backward. Processes that share the model all run
+    a forward; `idle` says that they have met already. `staged` is the pack's index arrays if they are on the device
+    already. `store` takes the keys and values of a pack's rows, or provides those before the pack's first row.
     """
     walk = ModelWalk.of(model)
     model = walk.model
@@ -290,12 +271,12 @@ def packed_hidden(
         )
     if store is not None:
         store.rewind()
-    running = _PackedForward(pack.table, attended, store, pack.first_row)
+    running = _PackedForward(pack.table, store, pack.first_row)
     checkpointed = checkpointed_modules(walk)
     with value_of(_FORWARD, running), tree_states(walk, pack.table), _recomputed_on_trees(walk, checkpointed, running):
         hidden = backbone(model)(
             input_ids=staged.input_ids,
-            # A mask, else position ids that start again would be taken for sequences laid end to end.
+            # An all-ones mask stops transformers from inferring packed sequences from restarting position ids.
             attention_mask=staged.everywhere,
             position_ids=staged.position_ids,
             use_cache=False,
@@ -311,14 +292,14 @@ _CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 def _recomputed_on_trees(walk: ModelWalk, checkpointed: Sequence[nn.Module], running: _PackedForward) -> Iterator[None]:
     """Make checkpointed modules run again, in a backward, exactly as they run inside.
 
-    Each checkpointed function restores the attention, the pack and the modules of this forward by itself, because one
-    backward may also rerun layers of other forwards, packed or plain, before, between and after.
+    Each checkpointed function restores attention, pack and modules of this forward by itself, because one backward may
+    rerun layers of other forwards too, packed or plain.
     """
     if not checkpointed:
         yield
         return
     configs = [config for config in walk.configs if config._attn_implementation == ATTENTION]
-    again = replace(running, attended=None, store=None)
+    again = replace(running, store=None)
 
     def checkpointing(module: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def on_trees(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -347,14 +328,13 @@ def pack_states(
     head: Head,
     pack: Pack,
     *,
-    attended: list[str] | None = None,
     store: KeyValueStore | None = None,
     earlier: Tensor | None = None,
 ) -> HeadRows:
-    """Compute the rows of `pack` that have a target, by one forward.
+    """Compute the rows of `pack` that have a target, by one forward inside `tree_attention_mode`.
 
-    Call inside `tree_attention_mode`, with the `head` that was checked. A pack that continues another takes the
-    other's `store` and hidden states (N, H), `earlier`.
+    `head` is the one that was checked. A pack that continues another takes the other's `store` and hidden states
+    (N, H), `earlier`.
     """
     walk = ModelWalk.of(model)
     staged = _stage(walk.model, pack)
@@ -365,7 +345,7 @@ def pack_states(
         parts.append(earlier.index_select(0, staged.before.to(earlier.device)).to(head.weight))
     if pack.num_tokens:
         with last_layer_on_rows(walk.model, staged.last):
-            hidden = packed_hidden(walk, pack, staged=staged, attended=attended, store=store)
+            hidden = packed_hidden(walk, pack, staged=staged, store=store)
         parts.append(hidden.index_select(0, staged.own.to(hidden.device)).to(head.weight))
     if not parts:  # queries without targets, of rows that were fed before
         parts = [head.weight.new_zeros(0, head.weight.shape[1])]
@@ -381,7 +361,7 @@ def last_layer_on_rows(model: PreTrainedModel, rows: Tensor) -> Iterator[None]:
 
     Both act on each token by itself, so they get the rows that the head will read, and their results are put back
     among zeros. Queries stay whole: the attention module norms and rotates them with the keys, which every row needs.
-    Where a model names its layers differently, all rows are computed, with the same result.
+    A model that names its layers differently computes all rows, with the same result.
     """
     layers = getattr(backbone(model), "layers", None)
     last = layers[-1] if isinstance(layers, nn.ModuleList) and len(layers) else None

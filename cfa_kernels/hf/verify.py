@@ -2,8 +2,8 @@
 
 A short branching tree is run both ways in float32, whatever the model's own dtype, so that rounding hides nothing;
 windows and chunks are made small enough to matter in it, and adapters that start as the identity are moved off it.
-This catches what no attribute of a model tells: layers that mix tokens without attention, logits changed after the
-head. Of layers that repeat, the first and the last run; only a model that fails so is run whole.
+This catches faults that no attribute of a model tells: layers that mix tokens without attention, logits changed after
+the head. Among equal layers the first and the last run; only a model that fails so is run whole.
 """
 
 import logging
@@ -27,7 +27,7 @@ from ..packing.prefix_tree import Pack, Query
 from .fsdp import without_casts
 from .head import Head, read_head
 from .memory import is_out_of_memory
-from .model import active_noise, backbone, causal_lm, computation, configs, input_device, noise_settings, vocab_size
+from .model import active_noise, backbone, causal_lm, computation, configs, input_device, noise_remedy, vocab_size
 from .model_walk import Model, ModelWalk
 from .modes import attention_implementation, checkpointed_modules, evaluation_mode, without_accelerates_autocast
 from .probe_mode import HALVES, float32_weights, layers_skipped, small_windows
@@ -44,8 +44,7 @@ class _Verdict:
     softcap: float | None
     scale: float  # of logits
     rounding: float  # of the model's own log-probs, nats
-    packed: bool = False  # a packed tree was right, in evaluation mode
-    trained: bool = False  # and in training mode
+    trained: bool = False  # a packed tree was right in training mode too
 
 
 _BY_MODEL: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, _Verdict]] = weakref.WeakKeyDictionary()
@@ -58,51 +57,40 @@ _ROUNDINGS = 8  # tolerated multiple of the difference between the model's own t
 _SHARE = 0.02  # tolerated share of what masking moves
 _LARGE = 60.0  # the largest logit before scale and cap
 _LORA_DROPOUT = "set lora_dropout=0 in its LoraConfig (TRL's ModelConfig sets 0.05)"
+_ONE_DRAW = "rows that completions share would get one draw for all"
 _LENGTH = 24  # tokens of the probe
 
 _Result = TypeVar("_Result")
 
 
-def check_head(model: Model) -> Head:
-    """Return the output layer with the model's scale and cap of logits, after checking that it gives its log-probs.
+def check_supported(model: Model) -> Head:
+    """Return the output layer, with the model's scale and cap of logits, after checking it and a packed tree.
 
     Weights are read at every call.
 
     Raises:
-        NotImplementedError: the head is not a plain linear layer, or the model's logits are not its head's output,
-            scaled and capped as its configuration says; the message names the model.
-    """
-    walk = ModelWalk.of(model)
-    head = read_head(walk.model)
-    return _transformed(head, _verdict(walk))
-
-
-def check_supported(model: Model) -> Head:
-    """Check as `check_head` does, and that a packed tree gives the model's own log-probs.
-
-    Raises:
-        NotImplementedError: the tree does not, or cannot be run; the message names the model and the reason.
+        NotImplementedError: the head is not a plain linear layer, the model's logits are not its head's output, scaled
+            and capped as its configuration says, or a packed tree does not give the model's own log-probs; the message
+            names the model and the reason.
     """
     walk = ModelWalk.of(model)
     refuse_older_cells(walk)
     head = read_head(walk.model)
-    return _transformed(head, _verdict(walk, packed=True))
+    return _transformed(head, _verdict(walk))
 
 
 def check_trainable(model: Model) -> Head:
-    """Check as `check_supported` does, and that what training mode changes does not depend on the layout.
-
-    The model is checked in the mode that it is in.
+    """Check as `check_supported` does, and a packed tree in the mode that the model is in.
 
     Raises:
-        NotImplementedError: as `check_supported`, and for dropout, jitter and other noise (a row that completions share
-            would get one draw for all of them), losses of routers, and checkpointed layers with a state.
+        NotImplementedError: as `check_supported`, and for dropout, jitter and other noise, losses of routers, and
+            checkpointed layers with a state.
     """
     walk = ModelWalk.of(model)
     head = check_supported(walk)
-    if reason := _training_obstacle(walk):
-        raise NotImplementedError(f"model: {type(walk.model).__name__} {_refused(*reason)}")
-    verdict = _verdict(walk, packed=True)
+    if obstacle := _training_obstacle(walk):
+        raise _not_trainable(walk.model, *obstacle)
+    verdict = _verdict(walk)
     if not verdict.trained and any(m.training for m in walk.modules.values()):
         _on_few_layers(walk, lambda repeated: _check_training(walk.model, verdict, repeated))
         verdict.trained = True
@@ -118,7 +106,7 @@ def check_model(model: nn.Module) -> None:
         model: a transformers causal model, or a wrapper of one.
 
     Raises:
-        NotImplementedError: it cannot; names the model, the reason and, where there is one, the remedy.
+        NotImplementedError: it cannot; names the model, the reason and the remedy if there is one.
         TypeError: it is not a transformers causal model.
     """
     check_trainable(causal_lm(model))
@@ -128,8 +116,8 @@ def _transformed(head: Head, verdict: _Verdict) -> Head:
     return replace(head, softcap=verdict.softcap, logit_scale=verdict.scale)
 
 
-def _verdict(walk: ModelWalk, *, packed: bool = False) -> _Verdict:
-    """Return the verdict on this model or on one of equal structure; make it where there is none."""
+def _verdict(walk: ModelWalk) -> _Verdict:
+    """Return the verdict on this model or on one of equal structure, or check the model."""
     model, now = walk.model, computation(walk)
     before, verdict = _BY_MODEL.get(model, (None, None))
     if verdict is None or before != now:
@@ -137,18 +125,15 @@ def _verdict(walk: ModelWalk, *, packed: bool = False) -> _Verdict:
         structure = None if inside(model) else model_structure(walk)
         verdict = _BY_STRUCTURE.get(structure) if structure else None
         if verdict is None:
-            verdict = _on_few_layers(walk, lambda repeated: _checked(model, repeated, packed=packed))
+            verdict = _on_few_layers(walk, lambda repeated: _checked(model, repeated))
         if structure:
             _BY_STRUCTURE[structure] = verdict
         _BY_MODEL[model] = now, verdict
-    if packed and not verdict.packed:
-        _on_few_layers(walk, lambda repeated: _checked(model, repeated, packed=True))
-        verdict.packed = True
     return verdict
 
 
 def _on_few_layers(walk: ModelWalk, check: Callable[[Mapping[nn.Module, nn.Module]], _Result]) -> _Result:
-    """Run `check` on the first and last layer of each kind; on all of them if it fails so, or processes share them."""
+    """Run `check` on the first and last layer of each kind; on all if it fails so, or if processes share the model."""
     _LOG.info("checking the model %s: a packed tree must give its own log-probs", type(walk.model).__name__)
     if inside(walk.model) is None and (repeated := repeated_layers(walk)):
         try:
@@ -158,15 +143,15 @@ def _on_few_layers(walk: ModelWalk, check: Callable[[Mapping[nn.Module, nn.Modul
     return check({})
 
 
-def _refused(what: str, why: str) -> str:
-    return f"{what}, so it cannot be trained on packed trees: {why}"
+def _not_trainable(model: PreTrainedModel, what: str, why: str) -> NotImplementedError:
+    return NotImplementedError(f"model: {type(model).__name__} {what}, so it cannot be trained on packed trees: {why}")
 
 
 def _training_obstacle(walk: ModelWalk) -> tuple[str, str] | None:
-    """Find what the model does that packed trees do not allow in training, and why not with the remedy."""
+    """Find an action of the model that packed trees do not allow in training, and the reason with the remedy."""
     for name, what, value in active_noise(walk):
-        remedy = _LORA_DROPOUT if "lora_dropout" in name else f"set it to 0{_settings(walk.model)}"
-        return f"has {what} {value:g} in {name}", f"rows that completions share would get one draw for all; {remedy}"
+        remedy = _LORA_DROPOUT if "lora_dropout" in name else f"set it to 0{noise_remedy(walk.model)}"
+        return f"has {what} {value:g} in {name}", f"{_ONE_DRAW}; {remedy}"
     if getattr(walk.model.config.get_text_config(), "output_router_logits", False):
         return "adds a loss of its routers (output_router_logits)", "that counts shared rows once; switch it off"
     if has_cells(walk) and checkpointed_modules(walk):
@@ -177,16 +162,8 @@ def _training_obstacle(walk: ModelWalk) -> tuple[str, str] | None:
     return None
 
 
-def _settings(model: PreTrainedModel) -> str:
-    """Say how to load the model without the noise of its configuration; empty if that has none."""
-    values = noise_settings(model)
-    zeros = ", ".join(f"{name}=0" for name in values)
-    own = ", ".join(f"{value:g}" for value in values.values())
-    return f" (from_pretrained takes {zeros}; its configuration has {own})" if values else ""
-
-
-def _checked(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Module], *, packed: bool) -> _Verdict:
-    """Check the head and, if `packed`, a packed tree, in evaluation mode."""
+def _checked(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Module]) -> _Verdict:
+    """Check the head and a packed tree in evaluation mode."""
     probe, name = Probe.of(model), type(model).__name__
 
     def measure() -> _Verdict:
@@ -218,8 +195,8 @@ def _checked(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Module], *,
                 f"(log-probs differ by {gaps[best]:.3g} nats), so it can neither be scored nor trained through that "
                 "head"
             )
-        verdict = _Verdict(*best, rounding, packed)
-        if packed and (problem := _tree_problem(model, probe, verdict, factor, theirs)):
+        verdict = _Verdict(*best, rounding)
+        if problem := _tree_problem(model, probe, verdict, factor, theirs):
             raise NotImplementedError(problem)
         return verdict
 
@@ -228,7 +205,7 @@ def _checked(model: PreTrainedModel, repeated: Mapping[nn.Module, nn.Module], *,
 
 def _check_training(model: PreTrainedModel, verdict: _Verdict, repeated: Mapping[nn.Module, nn.Module]) -> None:
     """Check a packed tree in the modes that the modules are in."""
-    probe, name = Probe.of(model), type(model).__name__
+    probe = Probe.of(model)
 
     def measure() -> None:
         factor = _amplification(_hidden(model, probe.ids[:2]), read_head(model))
@@ -238,13 +215,10 @@ def _check_training(model: PreTrainedModel, verdict: _Verdict, repeated: Mapping
             gap = _gap(model, theirs.log_softmax(-1), again.log_softmax(-1))
             if gap <= max(_TOLERANCE, _ROUNDINGS * verdict.rounding):
                 raise NotImplementedError(f"{problem} in training mode")
-            raise NotImplementedError(
-                f"model: {name} "
-                + _refused(
-                    f"draws at random in training mode (log-probs of two equal calls differ by {gap:.3g} nats)",
-                    "rows that completions share would get one draw for all; look for draws in its own code or its "
-                    f"hooks, such as NEFTune's{_settings(model)}",
-                )
+            raise _not_trainable(
+                model,
+                f"draws at random in training mode (log-probs of two equal calls differ by {gap:.3g} nats)",
+                f"{_ONE_DRAW}; look for draws in its own code or its hooks, such as NEFTune's{noise_remedy(model)}",
             )
 
     run_probe(model, measure, training=True, repeated=repeated)
@@ -254,12 +228,12 @@ def _tree_problem(
     model: PreTrainedModel, probe: "Probe", verdict: _Verdict, factor: float, theirs: Tensor
 ) -> str | None:
     """Compare a packed tree with the model's own logits of the probe; describe a difference, None for none."""
-    name, attended = type(model).__name__, list[str]()
+    name = type(model).__name__
     head = _transformed(read_head(model), verdict)
     head = replace(head, weight=head.weight * factor)
     try:
         with tree_training_mode(model):
-            ours = head.logprobs(*pack_states(model, head, probe.pack, attended=attended))
+            ours = head.logprobs(*pack_states(model, head, probe.pack))
     except NotImplementedError as error:
         own = str(error) if str(error).startswith("model:") else f"model: {name}: {error}"
         raise NotImplementedError(f"{own}, so it cannot be scored") from error
@@ -269,8 +243,8 @@ def _tree_problem(
         raise NotImplementedError(
             f"model: {name} cannot run on a packed tree ({type(error).__name__}: {error}), so it cannot be scored"
         ) from error
-    truth = probe.of_targets(theirs)
-    # What earlier tokens do to later ones is what a tree can get wrong: in an untrained model it is small.
+    truth = probe.target_logprobs(theirs)
+    # A tree can get wrong how earlier tokens change later ones, which is little in an untrained model.
     fed, targets = probe.ids[:, probe.first :], probe.targets
     same = ((fed == fed[:1]) & (targets == targets[:1])).to(truth.device)
     mixing = torch.where(same, truth - truth[:1], 0.0).abs().max().item()
@@ -279,7 +253,7 @@ def _tree_problem(
         return None
     return (
         f"model: {name} does not compute the same in a packed tree as by itself (log-probs differ by {gap:.3g} nats)"
-        f"{_other_mixers(model, attended)}, so it cannot be scored"
+        f"{_other_mixers(model)}, so it cannot be scored"
     )
 
 
@@ -299,19 +273,13 @@ def _transforms(model: PreTrainedModel) -> list[tuple[float | None, float]]:
     return [(cap, scale) for cap in (None, *caps) for scale in dict.fromkeys(scales)]
 
 
-def _other_mixers(model: PreTrainedModel, attended: list[str]) -> str:
-    """Say what other than attention may look at other tokens, if that can be told."""
+def _other_mixers(model: PreTrainedModel) -> str:
+    """Name the kinds of layers that look at other tokens without attention, if the configuration tells."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    layers = getattr(config, "num_hidden_layers", None)
     others = sorted({str(kind) for kind in kinds if "linear" in str(kind) or "attention" not in str(kind)})
-    if others:
-        return f": its {' and '.join(others)} layers carry a state that several tokens of a branch cannot take up"
-    if not attended:
-        return ": none of its layers uses attention"
-    if isinstance(layers, int) and len(attended) < layers:
-        return f": {len(attended)} of its {layers} layers use attention, and the others look at other tokens too"
-    return ""
+    states = f": its {' and '.join(others)} layers carry a state that several tokens of a branch cannot take up"
+    return states if others else ""
 
 
 class Probe(NamedTuple):
@@ -324,7 +292,7 @@ class Probe(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Probe":
-        """Make one: a branch of a branch, two branches one token apart, one at a last token."""
+        """Make a probe with a branch of a branch, two branches one token apart, and one at a last token."""
         special = {
             value
             for config in configs(model)
@@ -343,18 +311,18 @@ class Probe(NamedTuple):
         batch = torch.from_numpy(np.stack(rows)).to(input_device(model))
         return cls(batch[:, :-1].contiguous(), first, batch[:, first + 1 :], pack)
 
-    def of_targets(self, logits: Tensor) -> Tensor:
-        """Return the log-probs (n, L - first) of the targets, given logits (n, L, V) of the batch."""
+    def target_logprobs(self, logits: Tensor) -> Tensor:
+        """Compute log-probs (n, L - first) of the targets, given logits (n, L, V) of the batch."""
         logprobs = logits[:, self.first :].log_softmax(-1)
         return logprobs.gather(-1, self.targets.to(logits.device)[..., None])[..., 0]
 
     def unpacked(self, logprobs: Tensor) -> Tensor:
-        """Put log-probs (R,) of the pack's logits rows in the form of `of_targets`."""
+        """Put log-probs (R,) of the pack's logits rows in the form of `target_logprobs`."""
         return logprobs[torch.from_numpy(self.pack.query_index).to(logprobs.device)].view_as(self.targets)
 
 
 def _amplification(hidden: Tensor, head: Head) -> float:
-    """Find the factor of the head's input that makes an untrained model's logits show a cap and effects of tokens."""
+    """Find the factor of the head's input by which an untrained model's logits show a cap and effects of tokens."""
     largest = functional.linear(hidden.to(head.weight), head.weight, head.bias).abs().max().item()
     return max(1.0, _LARGE / largest) if largest > 0 else 1.0
 
@@ -370,7 +338,7 @@ def _own_logits(model: PreTrainedModel, ids: Tensor, factor: float) -> Tensor:
 
 
 def whole_model(model: PreTrainedModel) -> Callable[..., Any]:
-    """Return the model with its hooks; inside what distributes it without them, which would start that anew."""
+    """Return the model with its hooks; without them inside its wrapper, whose own they would start anew."""
     return model if inside(model) is None else _met(model, model.forward)
 
 
@@ -380,7 +348,7 @@ def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def _met(model: PreTrainedModel, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let processes that share the model meet before each call of `forward`: none starts it where one has failed."""
+    """Let processes that share the model meet before each call of `forward`: none starts it if one has failed."""
 
     def together(*args: Any, **kwargs: Any) -> Any:
         if (ranks := inside(model)) is not None:
@@ -391,7 +359,7 @@ def _met(model: PreTrainedModel, forward: Callable[..., Any]) -> Callable[..., A
 
 
 def _gap(model: PreTrainedModel, ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference, of all processes that share the model; a token excluded in both has none."""
+    """Return the largest difference over all processes that share the model; a token excluded in both has none."""
     gap = torch.where(ours == theirs, 0.0, ours - theirs).abs().max().nan_to_num(math.inf).item()
     return gap if (ranks := inside(model)) is None else ranks.largest(gap)
 
@@ -406,7 +374,7 @@ def run_probe(
 ) -> _Result:
     """Run `measure()` with the model prepared for a probe, in float32 if its layers run in it, else in its own dtype.
 
-    In evaluation mode, or for `training` in the modes that its modules are in; the random state does not change.
+    The model is in evaluation mode, or for `training` in the modes of its modules; the random state does not change.
     Trainable adapters are shifted if `moved`. Layers that are `repeated` hand their input on.
     """
     halves = any(parameter.dtype in HALVES for parameter in model.parameters())

@@ -53,7 +53,7 @@ class OutcomeReader:
     """Reader of queries' values off packs; it keeps what completions gave for branches in later packs.
 
     Args:
-        head: the head that `check_head` gives.
+        head: the head that `check_supported` gives.
     """
 
     def __init__(self, head: Head) -> None:

@@ -17,7 +17,7 @@ from ..hf.head import Head
 from ..hf.limits import rope_lengths, rows_per_forward
 from ..hf.memory import halves, run_in_memory
 from ..hf.model import causal_lm
-from ..hf.model_state import ModelState, Weight
+from ..hf.model_state import ModelState, TensorMarks
 from ..hf.model_walk import ModelWalk
 from ..hf.sharding import run_inside
 from ..hf.stateful_layers import has_cells
@@ -220,10 +220,9 @@ class PackedForward:
         state: ModelState | None,
     ) -> None:
         self.causal, self.head, self.rows, self.counts, self.fed = walk.model, head, rows, counts, fed
-        self._walk = walk
         self._without_gradient = without_gradient
         self.device = head.weight.device
-        self._head = {name: Weight.of(part) for name, part in _parts(head).items()}
+        self._head = TensorMarks(_parts(head))
         self._model = state
         # For each completion the packed row that predicts each of its tokens, packs laid end to end.
         self._predicting = [np.zeros(0, np.int64)] * len(rows)
@@ -375,7 +374,7 @@ class PackedForward:
         """Walk over the model, and raise unless what it computes now continues the rows of this forward."""
         if self._model is None:
             raise ValueError("keep_states must be True for a forward whose rows are to be continued, got False")
-        walk = ModelWalk(self.causal, self._walk)
+        walk = ModelWalk(self.causal)
         if (change := self._model.change(walk)) is not None:
             raise RuntimeError(
                 f"this forward's rows cannot be continued: {change} since it ran, so scores would mix two models; ask "
@@ -385,12 +384,11 @@ class PackedForward:
 
     def _require_same_head(self) -> None:
         """Raise `RuntimeError` unless the head is the one that this forward's hidden states were made for."""
-        for name, part in _parts(self.head).items():
-            if (change := self._head[name].change(part)) is not None:
-                raise RuntimeError(
-                    f"this forward's log-probs cannot be read: the head's {name} {change} since it ran, so they would "
-                    "mix two models; ask before the optimizer step, or run packed_forward again"
-                )
+        if (change := self._head.change(_parts(self.head))) is not None:
+            raise RuntimeError(
+                f"this forward's log-probs cannot be read: the head's {change} since it ran, so they would mix two "
+                "models; ask before the optimizer step, or run packed_forward again"
+            )
 
     @staticmethod
     def _stands_alone(walk: ModelWalk) -> bool:

@@ -7,15 +7,14 @@ from torch import nn
 
 from cfa_kernels import packed_logprobs
 from cfa_kernels.hf import lora
-from cfa_kernels.hf.lora import adapters_left_to_peft, one_pass_adapters
+from cfa_kernels.hf.lora import one_pass_adapters
 from cfa_kernels.hf.model import causal_lm
-from cfa_kernels.hf.verify import check_head
 from cfa_kernels.ops.adapted_linear import adapted_linear
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import training_forward
 from cfa_kernels.span import Span
 from tests.support.as_on_gpu import DEVICE
-from tests.support.models import PLACEHOLDER, assert_equals_naive, make_model, score_columns, tokens
+from tests.support.models import PLACEHOLDER, assert_equals_naive, make_model, score_columns, tokens, unchecked_head
 
 SMALL = ([tokens(4)[0]] * 2, tokens(7, 6, seed=1), [[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
 
@@ -40,7 +39,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
 def test_gradients_of_packed_logprobs_are_those_of_pefts_own_layers(checkpointing, monkeypatch):
-    monkeypatch.setattr(training_forward, "check_trainable", check_head)
+    monkeypatch.setattr(training_forward, "check_trainable", unchecked_head)
     made = calls(monkeypatch)
 
     def gradients(model):
@@ -81,7 +80,7 @@ def in_halves(**config):
 @pytest.fixture
 def log_probs_by_peft(monkeypatch):
     """Log-probs and the adapters' gradients of a model whose layers PEFT runs, or which run as one op."""
-    monkeypatch.setattr(training_forward, "check_trainable", check_head)
+    monkeypatch.setattr(training_forward, "check_trainable", unchecked_head)
 
     def run(model, own):
         with monkeypatch.context() as patch:
@@ -109,7 +108,7 @@ def test_float32_adapters_on_halves_are_as_close_to_the_truth_as_peft_on_a_gpu(c
     assert by_ours.dtype == torch.float32
 
 
-def test_parts_of_adapters_are_split_once_for_several_forwards_and_anew_after_a_step(monkeypatch):
+def test_parts_of_adapters_are_split_once_for_several_forwards_and_anew_for_the_next(monkeypatch):
     model, split = in_halves(), []
     own = lora.AdapterParts.of
     monkeypatch.setattr(lora.AdapterParts, "of", lambda *args: split.append(1) or own(*args))
@@ -118,6 +117,7 @@ def test_parts_of_adapters_are_split_once_for_several_forwards_and_anew_after_a_
     with one_pass_adapters(causal_lm(model)), torch.no_grad():
         first, again = layer(x), layer(x)
         assert len(split) == 1
+    with one_pass_adapters(causal_lm(model)), torch.no_grad():
         layer.lora_A["default"].weight.mul_(2)
         after = layer(x)
     assert len(split) == 2
@@ -163,22 +163,11 @@ def own_forward(model):
     layer.forward = type(layer).forward.__get__(layer)
 
 
-REASONS = {
-    merged: "its adapters are switched off or merged",
-    disabled: "its adapters are switched off or merged",
-    two_adapters: "2 of its adapters are active",
-    half: "rows of torch.bfloat16 on cpu: halves would round once",
-    watched: "has hooks",
-    own_forward: "it has a forward of its own",
-}
-
-
-@pytest.mark.parametrize("change", REASONS)
-def test_what_is_no_plain_adapter_runs_as_peft_has_it(change, monkeypatch):
+@pytest.mark.parametrize("change", [merged, disabled, two_adapters, half, watched, own_forward])
+def test_other_than_plain_adapters_run_as_peft_has_them(change, monkeypatch):
     model, made = adapted(), calls(monkeypatch)
     change(model)
     layer = layer_of(model)
-    assert REASONS[change] in adapters_left_to_peft(causal_lm(model))["model.layers.0.mlp.down_proj"]
     x = torch.randn(1, 3, 48, dtype=next(model.parameters()).dtype)
     expected = layer(x)
     with one_pass_adapters(causal_lm(model)):
@@ -186,30 +175,14 @@ def test_what_is_no_plain_adapter_runs_as_peft_has_it(change, monkeypatch):
     assert not made
 
 
-KINDS = {
-    "its adapter is another kind of LoRA (DoraLinearVariant)": {"use_dora": True},
-    "it has dropout 0.5": {"lora_dropout": 0.5},
-    "its adapter has a bias": {"lora_bias": True},
-}
-
-
 @pytest.mark.parametrize("make", [adapted, in_halves])
-@pytest.mark.parametrize("reason", KINDS)
-def test_variants_dropout_and_biases_of_adapters_run_as_peft_has_them(reason, make, monkeypatch):
-    model, made = make(**KINDS[reason]), calls(monkeypatch)
-    assert set(adapters_left_to_peft(causal_lm(model)).values()) == {reason}
+@pytest.mark.parametrize("kind", [{"use_dora": True}, {"lora_dropout": 0.5}, {"lora_bias": True}], ids=str)
+def test_variants_dropout_and_biases_of_adapters_run_as_peft_has_them(kind, make, monkeypatch):
+    model, made = make(**kind), calls(monkeypatch)
     dtype = causal_lm(model).dtype
     with one_pass_adapters(causal_lm(model)):
         layer_of(model)(torch.randn(1, 3, 48, dtype=dtype).to(DEVICE if make is in_halves else "cpu"))
     assert not made
-
-
-def test_every_other_layer_of_peft_is_named_with_the_reason():
-    assert not adapters_left_to_peft(causal_lm(adapted()))
-    assert not adapters_left_to_peft(causal_lm(in_halves()))
-    model = adapted(target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head", "up_proj"])
-    reasons = adapters_left_to_peft(causal_lm(model))
-    assert reasons == {"model.embed_tokens": "not a LoRA adapter on nn.Linear (Embedding)"}
 
 
 def test_autocast_runs_as_peft_has_it(monkeypatch):

@@ -10,13 +10,13 @@ from cfa_kernels.estimators import gradient, resampling
 from cfa_kernels.estimators.resampling import resampled_fills
 from cfa_kernels.hf import limits, memory, tree_forward
 from cfa_kernels.hf.memory import columns_at_once, halves, rows_at_once, run_in_memory
-from cfa_kernels.hf.verify import check_head, check_supported
+from cfa_kernels.hf.verify import check_supported
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import masked, training_forward
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.training_forward import packed_forward
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, score_columns, tokens
+from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, score_columns, tokens, unchecked_head
 
 
 def drops(score, **options):
@@ -185,7 +185,7 @@ def test_strips_of_logits_stay_within_what_may_exist_at_once():
 @pytest.mark.parametrize("adapted", ["not", "by PEFT", "by one op"])
 def test_what_a_training_forward_keeps_is_estimated_within_its_measure_and_a_third_more(adapted, monkeypatch):
     """Halves, as on a GPU, where PEFT's own layers copy their inputs to the float32 of the adapters."""
-    monkeypatch.setattr(training_forward, "check_trainable", check_head)
+    monkeypatch.setattr(training_forward, "check_trainable", unchecked_head)
     (prompt,), (completion,) = tokens(8), tokens(93, seed=1)
 
     def made(layers):

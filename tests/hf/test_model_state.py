@@ -8,14 +8,13 @@ from cfa_kernels import ScoredBatch, TrainingForward
 from cfa_kernels.hf import model_state
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.model_state import ModelState
-from cfa_kernels.hf.verify import check_head
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.packing.prefix_tree import Query
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import training_forward
 from cfa_kernels.scoring.training_forward import packed_forward
 from cfa_kernels.span import Span
-from tests.support.models import PLACEHOLDER, make_model, tokens
+from tests.support.models import PLACEHOLDER, make_model, tokens, unchecked_head
 
 PROMPTS, COMPLETIONS = [tokens(4)[0]] * 2, tokens(7, 6, seed=1)
 ASKED = ([[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
@@ -24,7 +23,7 @@ ASKED = ([[Span(1, 3)], [Span(0, 2)]], [Span(5, 7), Span(4, 6)])
 @pytest.fixture(autouse=True)
 def without_self_checks(monkeypatch):
     """Skip the self-check, which other tests run on these models."""
-    monkeypatch.setattr(training_forward, "check_trainable", check_head)
+    monkeypatch.setattr(training_forward, "check_trainable", unchecked_head)
 
 
 def small_model(**changes):
@@ -178,8 +177,8 @@ def test_a_query_that_reads_only_rows_of_the_forward_runs_adapters_on_none_of_it
 
 def test_the_state_is_read_once_by_a_forward_that_is_continued_and_once_by_what_continues_it(monkeypatch):
     """Not by a forward that is not, and not again while one call runs, in which weights do not change."""
-    reads, read = [], model_state._read
-    monkeypatch.setattr(model_state, "_read", lambda model: reads.append(model) or read(model))
+    reads, read = [], model_state._weights_and_adapters
+    monkeypatch.setattr(model_state, "_weights_and_adapters", lambda model: reads.append(model) or read(model))
     causal = causal_lm(adapted())
     packed_forward(causal, Rows(PROMPTS, COMPLETIONS))
     assert not reads

@@ -11,7 +11,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from cfa_kernels import CounterfactualConfig, Probe, Span, counterfactual_credit, policy_loss
-from cfa_kernels.hf.verify import check_head
 from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
 from cfa_kernels.losses.ragged import LossBatch
 from cfa_kernels.packing.prefix_tree import Query
@@ -34,6 +33,7 @@ from tests.support.models import (
     naive_logprobs,
     score_columns,
     tokens,
+    unchecked_head,
 )
 from tests.support.tiny import PHRASES, WORDS, tiny_model, tiny_tokenizer
 
@@ -120,7 +120,7 @@ def test_one_backward_runs_the_layers_of_plain_and_packed_forwards_again_each_it
     order, reentrant, padding, monkeypatch
 ):
     """The backward goes through what came last first, so each kind is run again before, between and after the other."""
-    monkeypatch.setattr(training_forward, "check_trainable", check_head)
+    monkeypatch.setattr(training_forward, "check_trainable", unchecked_head)
     ids, mask = torch.stack(tokens(9, 9, seed=3)), torch.ones(2, 9, dtype=torch.int64)
     mask[0, :padding] = 0
 
@@ -456,7 +456,7 @@ def test_what_is_asked_of_a_forward_is_refused_by_argument_row_and_value():
 
 
 def test_no_rows_give_no_log_probs_and_no_scores_but_an_error_for_a_loss(monkeypatch):
-    monkeypatch.setattr(training_forward, "check_trainable", check_head)
+    monkeypatch.setattr(training_forward, "check_trainable", unchecked_head)
     for own_rotary in ({}, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}):
         model = make_model("Phi3", num_hidden_layers=1, **own_rotary)  # whose rows are continued, and whose are not
         forward = packed_forward(model, Rows([], []), keep_states=True)
@@ -472,7 +472,7 @@ def test_no_rows_give_no_log_probs_and_no_scores_but_an_error_for_a_loss(monkeyp
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
 def test_log_probs_are_at_least_float32(dtype, expected, monkeypatch):
-    monkeypatch.setattr(training_forward, "check_trainable", check_head)
+    monkeypatch.setattr(training_forward, "check_trainable", unchecked_head)
     model = make_model("Qwen3", num_hidden_layers=1).cpu().to(dtype)
     found = packed_logprobs(model, Rows(PROMPTS[:1], COMPLETIONS[:1]), return_entropy=True)
     assert {row.dtype for column in found for row in column} == {expected}
