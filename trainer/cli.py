@@ -18,7 +18,7 @@ from trainer.config import DEFAULTS_FILE, EMBEDDED, PRESETS, model_path
 
 OF_MODELS = (
     "temperature", "top_p", "max_completion_length", "instruction", "use_peft", "learning_rate",
-    "max_steps", "generation_batch_size", "eval_batch_size", "eval_steps",
+    "max_steps", "generation_batch_size", "eval_steps",
 )  # fmt: skip
 """Settings that a model folder may bring, which runs no code: how it samples, is prompted and trains best."""
 

@@ -20,7 +20,6 @@ from cfa_kernels.options import NOT_NEGATIVE, POSITIVE
 from trainer.precision import DtypeName, Precision
 from trainer.rewards import load_answer_format
 from trainer.rewards.settings import RewardSettings
-from trainer.rollouts.settings import RolloutSettings
 
 EMBEDDED = "embedded"
 GENERATED = "generated"
@@ -39,11 +38,11 @@ _CONTROLS: dict[str, Control | None] = {
 _ESTIMATORS = tuple(name for name in ESTIMATORS if name != "external")  # whose importances a caller hands in
 _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
     "at least 1": (lambda value: value >= 1, (
-        "max_steps", "generation_batch_size", "num_iterations", "max_completion_length", "eval_batch_size", "lora_r",
+        "max_steps", "generation_batch_size", "num_iterations", "max_completion_length", "lora_r",
         "eval_steps", "token_budget", "save_steps", "eval_problems", "train_problems",
     )),
     str(NOT_NEGATIVE): (NOT_NEGATIVE.__contains__, (
-        "epsilon", "epsilon_high", "beta", "correction_reward", "log_completions",
+        "epsilon", "epsilon_high", "beta", "compare_and_correct", "log_completions",
     )),
     str(POSITIVE): (POSITIVE.__contains__, (
         "learning_rate", "temperature", "max_grad_norm", "max_sampling_gap", "importance_sampling_clip_max",
@@ -87,7 +86,7 @@ class DataConfig:
 
 
 @dataclass
-class TrainConfig(RewardSettings, RolloutSettings, DataConfig):
+class TrainConfig(RewardSettings, DataConfig):
     """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
 
     model: str = EMBEDDED
@@ -111,11 +110,10 @@ class TrainConfig(RewardSettings, RolloutSettings, DataConfig):
     credit_options: tyro.conf.UseAppendAction[dict[str, int | float | str]] = field(default_factory=dict)
     """An option of the estimator, of the rule for weights or of spans, and its value: --credit_options max_spans 5
     --credit_options weights top. docs/credit.md lists them; by default what the estimator's source does."""
-    compare_and_correct: bool = False
-    """After IBPO: the policy rewrites wrong completions beside the nearest correct sibling; what it gets right raises
-    their reward before the group is compared, and only tokens that the correction edits get credit."""
-    correction_reward: float = 0.3
-    """By how much the reward of a wrong completion rises if its correction is correct: IBPO's lambda times rho."""
+    compare_and_correct: float = 0.0
+    """After IBPO: the policy rewrites wrong completions beside the nearest correct sibling. A correct rewrite raises
+    their reward by this much (lambda times rho) before the group is compared, and only tokens that it edits get credit.
+    0 leaves completions as they are."""
     answer_format: str | None = None
     """Form of answers beside those that are known: a regular expression whose first group is the answer, or
     "module:function" of a text that gives the answer's start and end."""
@@ -126,7 +124,8 @@ class TrainConfig(RewardSettings, RolloutSettings, DataConfig):
     max_steps: int = 500
     """Optimizer steps (times num_iterations): rollouts, credit and update make one."""
     generation_batch_size: int = 64
-    """Completions that a step samples, on however many devices; token_budget limits one forward."""
+    """Completions that a step samples, on however many devices, and evaluation at a time; token_budget limits one
+    forward."""
     num_generations: int = 8
     """Completions per problem (G), the group that advantages compare."""
     num_iterations: int = 1
@@ -153,6 +152,10 @@ class TrainConfig(RewardSettings, RolloutSettings, DataConfig):
     mask_truncated_completions: bool = True
     """Leave completions that hit max_completion_length out of the loss."""
 
+    rollout_engine: Literal["transformers", "vllm"] = "transformers"
+    """Engine that samples: transformers, in the training process, or a vLLM server, reached through TRL's client."""
+    vllm_server_base_url: str = "http://localhost:8000"
+    """Address of the vLLM server."""
     temperature: float = 0.6
     """Sampling temperature; log-probs in the loss are taken at the same one."""
     top_p: float = 0.95
@@ -171,8 +174,6 @@ class TrainConfig(RewardSettings, RolloutSettings, DataConfig):
     """Text after the question, on a line of its own; may be empty. By default what dataset_kind asks for: numbers,
     "Solve the problem step by step. End with a line of the form: #### <number>"; text, an answer in \\boxed{}; mbpp, a
     fenced block of Python."""
-    eval_batch_size: int = 64
-    """Completions per batch in evaluation."""
     eval_steps: int | None = None
     """Also evaluate every so many steps; by default before and after only."""
 
@@ -188,8 +189,6 @@ class TrainConfig(RewardSettings, RolloutSettings, DataConfig):
     """Device, for example "cpu" or "cuda:0"; auto is the first GPU if there is one."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
-    use_liger_kernel: bool = True
-    """On a GPU, norms, rotary embeddings and gated MLPs run as Liger's fused kernels, where it knows the model."""
     seed: int = 0
     """Seed of everything drawn at random."""
     parallel: Literal["ddp", "fsdp2"] = "ddp"
@@ -222,7 +221,7 @@ class TrainConfig(RewardSettings, RolloutSettings, DataConfig):
         if weights_sequences(self.loss_type, self.importance_sampling_level):
             weighing = {
                 f"credit={self.credit}": credit,
-                "compare_and_correct": self.compare_and_correct,
+                "compare_and_correct": self.compare_and_correct > 0,
                 "importance_sampling_clip_max": self.importance_sampling_clip_max is not None,
             }
             if names := [name for name, weighs in weighing.items() if weighs]:
@@ -230,7 +229,11 @@ class TrainConfig(RewardSettings, RolloutSettings, DataConfig):
                     f"importance_sampling_level must be token with {' and '.join(names)}, got sequence: a completion "
                     "has one ratio there, so that only the sum of its tokens' weights acts"
                 )
-        self.check_engine()
+        if not self.vllm_server_base_url.startswith(("http://", "https://")):
+            url = f"{TrainConfig.vllm_server_base_url}, got {self.vllm_server_base_url!r}"
+            raise ValueError(f"vllm_server_base_url must begin with http:// or https://, like {url}")
+        if self.rollout_engine != "vllm" and self.vllm_server_base_url != TrainConfig.vllm_server_base_url:
+            raise ValueError("vllm_server_base_url: only rollout_engine=vllm reads it; name both or neither")
         self.check_rewards()
         if self.dataset == GENERATED and self.kind == "mbpp":
             raise ValueError("dataset: 'generated' has no tests; name a file or hub data set with MBPP's columns")

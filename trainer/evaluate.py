@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from trainer.config import TrainConfig
 from trainer.data import Row
-from trainer.processes import gathered, own
+from trainer.processes import count, gathered, own
 from trainer.rewards import Reward, exact_match, rewards_by
 from trainer.rewards.calls import arguments
 from trainer.rollouts import Engine
@@ -59,8 +59,9 @@ def evaluate(
         """Complete the prompts of problems, by number: whether solved, text and tokens of each."""
         results, share = dict[int, tuple[bool, str, int]](), own(range(len(problems)))
         by_length = sorted(share, key=lambda at: len(prompts[problems[at]]))
-        for start in range(0, len(by_length), config.eval_batch_size):
-            batch = by_length[start : start + config.eval_batch_size]
+        size = config.generation_batch_size // count()
+        for start in range(0, len(by_length), size):
+            batch = by_length[start : start + size]
             chosen = [problems[at] for at in batch]
             names = [f"held-out problem {i}" for i in chosen]
             rollouts = engine(

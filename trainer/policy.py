@@ -67,7 +67,7 @@ def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> nn.M
     model = _load_whole(config.model, config.precision.weights)
     model.to(config.precision.device)
     require_finite_parameters(model)
-    if config.use_liger_kernel and config.precision.device.type == "cuda" and is_liger_kernel_available():
+    if config.precision.device.type == "cuda" and is_liger_kernel_available():
         apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     # Sampling must follow the distribution that the loss differentiates: a repetition penalty or a top-k that the
     # model's own generation settings carry would bend it.

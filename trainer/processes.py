@@ -206,15 +206,12 @@ def _require_possible(config: "TrainConfig", processes: int) -> None:
         f"rollout_engine: {config.rollout_engine} serves one process, and there are {processes}; take transformers": (
             config.rollout_engine != "transformers"
         ),
-        f"compare_and_correct: runs in one process, and there are {processes}": config.compare_and_correct,
+        f"compare_and_correct: runs in one process, and there are {processes}": config.compare_and_correct > 0,
         f"device: {device} is one GPU, and there are {processes} processes; leave it out or say cuda": (
             gpu and device.index is not None
         ),
         f"device: process {place} of this machine has no GPU; it has {present}; start {present}": (
             gpu and place >= present
-        ),
-        "rollout_cache: static records where the weights are, which parallel=fsdp2 moves; leave it out": (
-            pieces and config.rollout_cache == "static"
         ),
         f"estimator: {config.estimator} takes gradients through a model that is whole in one process, which "
         "parallel=fsdp2 does not keep; take parallel=ddp": pieces and GRADIENTS in config.counterfactual().needs,

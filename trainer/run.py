@@ -1,7 +1,6 @@
 """Set up a run, train with evaluations and checkpoints in between, and save the model."""
 
 import contextlib
-import dataclasses
 import itertools
 import os
 from pathlib import Path
@@ -24,7 +23,7 @@ from trainer.report import Report, Silence
 from trainer.report.trackers import tracker_library
 from trainer.rewards import load_reward, load_rewards
 from trainer.rewards.calls import RewardError, require_callable
-from trainer.rollouts import await_engine, engine_for
+from trainer.rollouts import TransformersEngine, VllmEngine, await_server
 from trainer.state import Trainer
 from trainer.step import problem_batches, training_step
 
@@ -44,7 +43,8 @@ def set_up(config: TrainConfig) -> Trainer:
     for name in config.report_to:
         tracker_library(name)
     require_device(config.precision.device)
-    await_engine(config)
+    if config.rollout_engine == "vllm":
+        await_server(config.vllm_server_base_url)
     rewards = load_rewards(config.reward_funcs, **config.reward_options)
     loaded = dict(zip(config.reward_funcs, rewards.values(), strict=True))
     grader = loaded.get(config.grader) or load_reward(config.grader, **config.reward_options)
@@ -61,8 +61,12 @@ def set_up(config: TrainConfig) -> Trainer:
         require_supported(policy, longest)
     reference = Reference(policy) if config.beta else None
     moving = processes.count() > 1 and config.parallel == "fsdp2"  # CUDA graphs do not follow weights that move
-    sampling = dataclasses.replace(config, rollout_cache="dynamic") if moving else config
-    engine = engine_for(policy, tokenizer, sampling, config.precision, sampling_gap_limit(config, policy))
+    rounded = config.precision.products if config.precision.is_mixed else None
+    engine = (
+        VllmEngine(policy, tokenizer, config.vllm_server_base_url, sampling_gap_limit(config, policy))
+        if config.rollout_engine == "vllm"
+        else TransformersEngine(policy, tokenizer, rounded, static=False if moving else None)
+    )
     for model in [policy, reference.copy] if reference and reference.copy else [policy]:
         processes.distribute(model, config)
     if moving:  # as it runs from now on

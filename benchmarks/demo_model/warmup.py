@@ -39,7 +39,7 @@ from trainer.embedded.problems import generate
 from trainer.endings import ignore_broken_pipe
 from trainer.evaluate import evaluate
 from trainer.policy import save_policy
-from trainer.rollouts import RolloutSettings, TransformersEngine
+from trainer.rollouts import TransformersEngine
 
 DESCRIPTION = """Train a byte-level BPE tokenizer and a small Qwen3-architecture language model from scratch on worked
 solutions. The result is a model folder for python -m trainer --model."""
@@ -63,7 +63,6 @@ SUITED = {
     "learning_rate": 2e-4,
     "max_steps": 40,
     "generation_batch_size": 128,
-    "eval_batch_size": 256,
     "eval_steps": 10,
 }
 
@@ -248,10 +247,10 @@ def warm_up(config: WarmupConfig) -> Path:
     longest = sorted(len(example.solution) for example in examples)[int(0.995 * len(examples))]
     length_limit = 16 * math.ceil(longest * 1.1 / 16)
     result = evaluate(
-        TransformersEngine(model.eval(), tokenizer, RolloutSettings()),
+        TransformersEngine(model.eval(), tokenizer),
         held_out,
         [encode_prompt(row["question"], tokenizer) for row in held_out],
-        TrainConfig(eval_batch_size=128, max_completion_length=length_limit),
+        TrainConfig(generation_batch_size=128, max_completion_length=length_limit),
     )
     save_policy(model, tokenizer, folder)
     suited = yaml.safe_dump(SUITED | {"max_completion_length": length_limit}, sort_keys=False)

@@ -29,7 +29,7 @@ from benchmarks.speed.command import workload_set
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_logprobs
-from trainer.rollouts import Engine, Rollouts, RolloutSettings, TransformersEngine
+from trainer.rollouts import Engine, Rollouts, TransformersEngine, generate
 
 OURS = "ours"
 BESIDE = "adapters beside, growing cache"
@@ -66,17 +66,17 @@ def sampling_contenders(load: Load, job: Job, device: torch.device, *, sharpness
         rollouts = engine(prompts, max_completion_length=load.tokens, keys=keys, **SAMPLING)
         return rollouts, time.process_time() - began
 
-    ways = {
-        BESIDE: RolloutSettings(merge_adapters="never", rollout_cache="dynamic"),
-        OURS: RolloutSettings(merge_adapters="always"),
+    ways: dict[str, Engine] = {
+        BESIDE: functools.partial(generate, model, job.tokenizer),  # type: ignore[dict-item]
+        OURS: TransformersEngine(model, job.tokenizer),
     }
     return [
         Contender(
             name,
-            functools.partial(sampled, TransformersEngine(model, job.tokenizer, settings)),
+            functools.partial(sampled, engine),
             functools.partial(_check_sampled, model),
         )
-        for name, settings in ways.items()
+        for name, engine in ways.items()
     ]
 
 

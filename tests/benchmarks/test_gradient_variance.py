@@ -81,10 +81,10 @@ def test_every_arm_sees_the_same_draws_and_is_not_computed_twice(tmp_path, monke
 
 def test_corrections_enter_the_gradient_of_an_arm_that_asks_for_them():
     still = "--learning_rate=1e-30"
-    trainer = set_up(settings("--compare_and_correct", "--credit=uniform", EVEN, "--temperature=1.2", still))
+    trainer = set_up(settings("--compare_and_correct=0.3", "--credit=uniform", EVEN, "--temperature=1.2", still))
     corrected, plain = (
         _gradient(dataclasses.replace(trainer, config=config), 0, problems=2)
-        for config in (trainer.config, dataclasses.replace(trainer.config, compare_and_correct=False))
+        for config in (trainer.config, dataclasses.replace(trainer.config, compare_and_correct=0.0))
     )
     assert np.linalg.norm(corrected - plain) > 0.01 * np.linalg.norm(plain)
 

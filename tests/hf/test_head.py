@@ -11,7 +11,7 @@ from cfa_kernels.hf.head import decoding_head
 from cfa_kernels.ops.matmul import product
 from tests.support.adapted import PROMPTS, SAMPLED, tiny, tokenizer
 from tests.support.budget import assert_within_budget
-from trainer.rollouts import RolloutSettings, TransformersEngine
+from trainer.rollouts import TransformersEngine
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_other_heads_autocast_and_gradients_are_left_alone(multiplied) -> None:
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_sampling_takes_it_unless_its_steps_are_compiled(cache, multiplied) -> None:
     model = tiny().float()
-    engine = TransformersEngine(model, tokenizer(), RolloutSettings(rollout_cache=cache))
+    engine = TransformersEngine(model, tokenizer(), static=cache == "static")
     sampled = engine(PROMPTS, **SAMPLED)
     steps = sampled.completion_ids.shape[1]
     assert multiplied == [(len(PROMPTS), model.config.hidden_size)] * steps * (cache == "dynamic")

@@ -130,6 +130,5 @@ def stand_in(model: nn.Module, ends: list[int], monkeypatch: Any, fault: str = "
         monkeypatch.setattr(vllm_client, name, value, raising=False)
     monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda self, device: opened(self, "cuda"))
     monkeypatch.setattr(vllm_client.VLLMClient, "check_server", lambda *_, **__: None)
-    for module in ("trainer.rollouts", "trainer.rollouts.vllm"):
-        monkeypatch.setattr(f"{module}.await_server", lambda *_: None)
+    monkeypatch.setattr("trainer.run.await_server", lambda _: None)
     return server

@@ -75,7 +75,7 @@ CATALOGUE: dict[str, tuple] = {
     "a flag misspelt": (["--learning_rat=1"], PARSE, "--learning_rat", "Perhaps you meant", "--learning_rate"),
     "a flag of nothing": (["--frobnicate"], PARSE, "Unrecognized options: --frobnicate"),
     "a server that no engine asks": (
-        ["--vllm_server_base_url=http://gpu:1"], PARSE, "rollout_engine=transformers does not read it",
+        ["--vllm_server_base_url=http://gpu:1"], PARSE, "only rollout_engine=vllm reads it",
     ),
     # Files of settings
     "no such file of settings": (["--config={tmp}/no.yaml"], PARSE, "no.yaml: there is no such file", "ships is cf, "),

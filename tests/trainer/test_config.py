@@ -12,7 +12,6 @@ from cfa_kernels.options import option_docs
 from trainer.cli import parse, to_yaml
 from trainer.config import DataConfig, TrainConfig
 from trainer.rewards.settings import RewardSettings
-from trainer.rollouts import RolloutSettings
 
 
 def settings(*argv: str, kind=TrainConfig):
@@ -47,7 +46,7 @@ def test_the_paper_run_is_one_line_and_has_the_paper_settings() -> None:
 
 @pytest.mark.parametrize(
     "weighing",
-    [[], ["--credit=uniform", "--compare_and_correct"], ["--credit=uniform", "--importance_sampling_clip_max=3"]],
+    [[], ["--credit=uniform", "--compare_and_correct=0.3"], ["--credit=uniform", "--importance_sampling_clip_max=3"]],
 )
 def test_weights_of_tokens_are_refused_where_a_completion_has_one_ratio(capsys, weighing) -> None:
     level = "--importance_sampling_level=sequence"
@@ -94,7 +93,7 @@ def test_settings_written_to_a_file_read_back_the_same(tmp_path) -> None:
 @pytest.mark.parametrize("kind", [TrainConfig])
 def test_every_setting_is_documented(kind) -> None:
     texts = {field.name: field.metadata["help"] for field in fields(kind) if "help" in field.metadata}
-    parts = DataConfig, RewardSettings, RolloutSettings
+    parts = DataConfig, RewardSettings
     for part in (*parts, kind):
         if not issubclass(kind, part):
             continue
@@ -127,8 +126,6 @@ def test_help_shows_the_documentation_and_the_default(capsys) -> None:
         (["--credit_options", "w_answer", "-1"], "w_answer must be finite and at least 0, got -1"),
         (["--epsilon", "-0.2"], "epsilon must be finite and at least 0, got -0.2"),
         (["--importance_sampling_clip_max", "0"], "importance_sampling_clip_max must be in [1e-38, 1e38], got 0.0"),
-        (["--rollout_engine=vllm", "--merge_adapters=never"], "merge_adapters: rollout_engine=vllm does not read it"),
-        (["--rollout_engine=vllm", "--rollout_cache=static"], "rollout_cache: rollout_engine=vllm does not read it"),
         (["--rollout_engine=vllm", "--vllm_server_base_url=gpu:1"], "vllm_server_base_url must begin with http://"),
     ],
 )

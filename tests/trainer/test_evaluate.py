@@ -35,7 +35,7 @@ PROMPTS = [[1] * 4, [1] * 3, [1] * 5]
 
 
 def test_a_problem_is_solved_where_the_runs_reward_gives_one_or_more() -> None:
-    found = evaluate(Recorder(), ROWS, PROMPTS, TrainConfig(eval_batch_size=2), match=even)
+    found = evaluate(Recorder(), ROWS, PROMPTS, TrainConfig(generation_batch_size=2, num_generations=2), match=even)
     assert (found.correct, found.texts, found.mean_length) == ([True, False, False], ["4", "3", "5"], 4.0)
     assert found.metrics == {
         "eval_accuracy": 1 / 3, "eval_accuracy_stderr": pytest.approx(1 / 3), "eval_completions/mean_length": 4.0,
@@ -44,7 +44,7 @@ def test_a_problem_is_solved_where_the_runs_reward_gives_one_or_more() -> None:
 
 def test_samples_are_drawn_by_keys_of_their_own_and_counted_per_problem() -> None:
     engine, counted = Recorder(), []
-    config = TrainConfig(eval_samples=3, seed=7, temperature=0.5, top_p=0.9, eval_batch_size=4)
+    config = TrainConfig(eval_samples=3, seed=7, temperature=0.5, top_p=0.9, generation_batch_size=4, num_generations=4)
     found = evaluate(engine, ROWS, PROMPTS, config, match=even, advance=counted.append)
     keys = [key for _, given, _ in engine.calls for key in given or ()]
     assert sorted(keys) == [(7, 0, i, s, 2) for i in range(3) for s in range(3)]
@@ -59,7 +59,7 @@ def test_a_runs_samples_repeat_at_the_same_weights_and_disturb_no_draws(trainer)
     flags = ["--eval_samples=4", "--max_completion_length=24"]
     arguments = (trainer.engine, trainer.held_out[:3], trainer.held_out_prompts[:3])
     state = torch.get_rng_state()
-    first, again = (evaluate(*arguments, settings(*flags, f"--eval_batch_size={size}")) for size in (5, 8))
+    first, again = (evaluate(*arguments, settings(*flags, f"--generation_batch_size={size}")) for size in (8, 16))
     assert first == again
     assert set(first.metrics) >= {"eval_pass@1", "eval_pass@4"}
     assert torch.equal(torch.get_rng_state(), state)

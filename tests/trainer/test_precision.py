@@ -131,7 +131,7 @@ def test_a_bfloat16_copy_samples_and_follows_the_weights(mixed, peft) -> None:
         for parameter in trainer.policy.parameters():
             parameter.mul_(1.5)
     found = draw(trainer, KEYS)
-    expected = TransformersEngine(frozen_copy(trainer.policy, BF16), trainer.tokenizer, trainer.config)
+    expected = TransformersEngine(frozen_copy(trainer.policy, BF16), trainer.tokenizer)
     asked = {"max_completion_length": 12, "keys": KEYS, "temperature": 0.6, "top_p": 0.95}
     assert torch.equal(found.completion_ids, expected([trainer.prompts[0]] * 8, **asked).completion_ids)
     assert not torch.equal(found.completion_ids, before.completion_ids)

@@ -141,8 +141,7 @@ def test_accelerate_starts_it(tmp_path) -> None:
     [
         (["--generation_batch_size=8"], "^generation_batch_size .* each of 2 processes .* 8 completions of 1"),
         (["--rollout_engine=vllm"], "^rollout_engine: vllm serves one process, and there are 2"),
-        (["--compare_and_correct"], "^compare_and_correct: runs in one process, and there are 2"),
-        (["--parallel=fsdp2", "--rollout_cache=static"], "^rollout_cache: static records where the weights are"),
+        (["--compare_and_correct=0.3"], "^compare_and_correct: runs in one process, and there are 2"),
         (["--parallel=fsdp2", "--estimator=gradient"], "^estimator: gradient takes gradients through a model that is"),
         (["--device=cuda:0"], "^device: cuda:0 is one GPU, and there are 2 processes"),
         (["--device=cuda"], "^device: process 1 of this machine has no GPU; it has 1; start 1"),

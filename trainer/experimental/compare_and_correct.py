@@ -7,7 +7,7 @@ This is our reading of IBPO (arXiv 2605.16302), of which the abstract and public
 - a wrong completion y with a correct sibling is put before the policy together with the nearest correct siblings, and
   one corrected completion y^ is sampled;
 - R' = R + lambda phi with phi = rho if y^ is correct, else 0, and 0 for a correct y; R' then takes R's place before the
-  group's normalisation (`correction_reward` is lambda rho);
+  group's normalisation (`compare_and_correct` is lambda rho);
 - tokens that the alignment of y and y^ leaves unchanged get no credit (m_t = 0).
 
 The notes do not say what a correction that is wrong itself does to m. By default it does nothing: a policy that copies
@@ -75,7 +75,7 @@ def compare_and_correct(trainer: Trainer, batch: Batch) -> Shaped:
         gated = []
         for b, is_right, row in zip(fitting, right, corrected.ids(), strict=True):
             if is_right:
-                shaped[b] += config.correction_reward
+                shaped[b] += config.compare_and_correct
                 gated.append(b)
                 edits[b, : len(ids[b])] = edited_tokens(ids[b], torch.tensor(row, dtype=torch.int64))
         metrics |= {

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -36,26 +35,21 @@ class Rollouts:
     nucleus: float = 1.0
 
     @classmethod
-    def of(
-        cls, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, ends: Sequence[int],
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> "Rollouts":  # fmt: skip
-        """Read completions (B, T), without log-probs, up to their first end token each; pads what follows it."""
-        mask, truncated = mask_after_end(completion_ids, ends)
-        completion_ids = torch.where(mask.bool(), completion_ids, tokenizer.pad_token_id)
-        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        return cls(prompt_ids, prompt_mask, completion_ids, mask, truncated, texts, None)
-
-    @classmethod
     def padded(
         cls, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], ends: Sequence[int],
         tokenizer: PreTrainedTokenizerBase, device: torch.device,
     ) -> "Rollouts":  # fmt: skip
-        """Lay lists of token ids out on `device`, as `of` reads them."""
+        """Lay lists of token ids out on `device`, without log-probs; a completion counts up to its first end token."""
         batch = tokenizer.pad({"input_ids": [list(row) for row in prompts]}, return_tensors="pt", padding_side="left")
-        rows = pad_sequence([torch.tensor(row) for row in completions], True, tokenizer.pad_token_id)  # type: ignore[arg-type]
-        batch = batch.to(device)
-        return cls.of(batch["input_ids"], batch["attention_mask"], rows.to(device), ends, tokenizer)
+        # By position, as pad may be the same id as end.
+        lengths = [next((t + 1 for t, token in enumerate(row) if token in ends), len(row)) for row in completions]
+        rows = [list(row[:length]) for row, length in zip(completions, lengths, strict=True)]
+        ids = pad_sequence([torch.tensor(row) for row in rows], True, tokenizer.pad_token_id)  # type: ignore[arg-type]
+        mask = pad_sequence([torch.ones(length, dtype=torch.int64) for length in lengths], True)
+        truncated = torch.tensor([row[-1] not in ends for row in rows])
+        texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
+        parts = (batch["input_ids"], batch["attention_mask"], ids, mask, truncated)
+        return cls(*(part.to(device) for part in parts), texts, None)
 
     @classmethod
     def joined(cls, parts: Sequence["Rollouts"]) -> "Rollouts":
@@ -76,18 +70,10 @@ class Rollouts:
         return [row[:length] for row, length in zip(self.completion_ids.tolist(), lengths, strict=True)]
 
 
-class NonFiniteLogits(FloatingPointError):
-    """The model gave logits that are not finite; `rollouts` are what was drawn from them nevertheless."""
-
-    def __init__(self, message: str, rollouts: Rollouts) -> None:
-        super().__init__(message)
-        self.rollouts = rollouts
-
-
 class Engine(Protocol):
     """A way to complete prompts with the policy as it is now."""
 
-    notes: list[str]  # settings that do not hold for this model, and why, for the run's log
+    notes: list[str]  # ways of sampling that this model does not allow, and why, for the run's log
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, max_completion_length: int,
@@ -106,7 +92,7 @@ class Engine(Protocol):
 
         Raises:
             FloatingPointError: the model gave a prompt logits that are not finite before its completion ended; the
-                message names prompts and the first such token. `NonFiniteLogits` if the completions are known.
+                message names prompts and the first such token.
         """
         ...
 
@@ -114,37 +100,19 @@ class Engine(Protocol):
         """Learn that the policy has changed since the last call; PyTorch does not count what fused optimizers write."""
 
 
-def require_finite(finite: Tensor, rollouts: Rollouts, names: Sequence[str] | None) -> None:
-    """Raise `NonFiniteLogits` naming the rows of `finite` (B, T) with a False at a token that their mask counts."""
-    mask = rollouts.completion_mask
+def require_finite(finite: Tensor, mask: Tensor, names: Sequence[str] | None) -> None:
+    """Raise `FloatingPointError` naming the rows of `finite` (B, T) with a False at a token that `mask` counts."""
     broken = ~finite & mask.bool()
     if broken.any():
         rows = broken.any(1).nonzero().flatten().tolist()
-        shown = [names[b] if names else f"sample {b}" for b in rows]
-        raise NonFiniteLogits(
-            f"{', '.join(shown[:_NAMES_SHOWN])} ({len(rows)} of {len(mask)}): the model's logits are not finite "
-            f"(in {shown[0]} from token {int(broken[rows[0]].int().argmax())} on)",
-            rollouts,
+        shown = [names[b] if names else f"sample {b}" for b in rows[:_NAMES_SHOWN]]
+        raise FloatingPointError(
+            f"{', '.join(shown)} ({len(rows)} of {len(mask)}): the model's logits are not finite "
+            f"(in {shown[0]} from token {int(broken[rows[0]].int().argmax())} on)"
         )
 
 
 def end_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """List tokens that end a completion: the model may know several, the tokenizer names one."""
     ends = model.generation_config.eos_token_id  # type: ignore[union-attr]
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    return sorted({*ends, tokenizer.eos_token_id} - {None})
-
-
-def keyed_uniforms(keys: Sequence[Sequence[int]], length: int) -> Tensor:
-    """Draw (B, length) float64 in [0, 1): row b holds the draws of `keys[b]`, whatever the other rows are."""
-    return torch.from_numpy(np.stack([np.random.default_rng(list(key)).random(length) for key in keys]))
-
-
-def mask_after_end(completion_ids: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Count each row up to its first end token, by position: pad may be the same id as end.
-
-    Returns the (B, T) int64 mask and (B,) bool: no end token was sampled.
-    """
-    is_end = torch.isin(completion_ids, torch.tensor(ends, device=completion_ids.device))
-    ended_before = is_end.cumsum(1) - is_end.long()
-    return (ended_before == 0).long(), ~is_end.any(1)
+    return sorted({*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None})

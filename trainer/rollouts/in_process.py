@@ -13,53 +13,52 @@ from transformers.cache_utils import DynamicCache
 from cfa_kernels.hf.head import decoding_head
 from cfa_kernels.hf.model import causal_lm
 from trainer.precision import frozen_copy
-from trainer.rollouts.engine import Rollouts, end_ids, keyed_uniforms, require_finite
+from trainer.rollouts.engine import Rollouts, end_ids, require_finite
 from trainer.rollouts.merged import CannotMerge, merged_adapters
-from trainer.rollouts.sampling import FiniteScores, KeyedSampler
-from trainer.rollouts.settings import RolloutSettings
+from trainer.rollouts.sampling import KeyedSampler, keyed_uniforms
 
 _FEWEST_ROWS = 8  # of a static cache, doubled until the batch fits
 _LENGTHS = 64  # tokens that a static cache holds are a multiple of it, so that shapes repeat
 
 
 class TransformersEngine:
-    """The policy itself as an engine: adapters merged while it samples, a static cache where there are CUDA graphs.
-
-    With a `dtype` it is a copy of the policy in that type, rounded anew from its weights at every call.
-    """
+    """The policy itself as an engine: adapters merged while it samples, a static cache where there are CUDA graphs."""
 
     def __init__(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings,
-        dtype: torch.dtype | None = None,
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | None = None, *,
+        static: bool | None = None,
     ) -> None:  # fmt: skip
-        """Find out what `model` can do; raises `ValueError` for a setting that it cannot follow, with the reason."""
+        """Find out what `model` can do.
+
+        Args:
+            model: the policy.
+            tokenizer: its tokenizer.
+            dtype: a copy of the policy in that type samples, rounded anew from its weights at every call.
+            static: whether keys and values have a cache of fixed size, so that a decoding step on a GPU is one CUDA
+                graph, compiled at first use; by default on a GPU.
+        """
         self._policy, self._tokenizer = model, tokenizer
         self._model = model = model if dtype is None else frozen_copy(model, dtype)
         self.notes: list[str] = []
-        self._merges = settings.merge_adapters != "never" and self._can_merge(settings)
-        self._cache: StaticCache | None = None  # kept: a CUDA graph reads and writes where it was recorded
+        self._merges = self._can_merge()
+        self._cache: StaticCache | None = None  # stays: a CUDA graph reads and writes where it was recorded
         self._shape = 0, 0  # its rows and tokens
-        on_gpu = next(model.parameters()).device.type == "cuda"
-        wanted = settings.rollout_cache == "static" or (settings.rollout_cache == "auto" and on_gpu)
-        obstacle = static_cache_obstacle(causal_lm(model)) if wanted else None
-        if obstacle and settings.rollout_cache == "static":
-            raise ValueError(f"rollout_cache: static was asked for, and {obstacle}; auto takes what the model can")
-        if obstacle:
-            self.notes.append(f"rollout_cache: dynamic, for {obstacle}; every layer of a decoding step is launched")
-        self._static = wanted and not obstacle
+        self._static = next(model.parameters()).device.type == "cuda" if static is None else static
+        if self._static and (obstacle := static_cache_obstacle(causal_lm(model))):
+            self._static = False
+            self.notes.append(f"sampling with a cache that grows, for {obstacle}; every layer of a step is launched")
 
     def __call__(self, prompts: Sequence[Sequence[int]], **options: Any) -> Rollouts:
         """Complete prompts as `Engine` says."""
-        causal = causal_lm(self._model)
         self._round()
-        with contextlib.ExitStack() as stack:
-            if self._merges:
-                stack.enter_context(merged_adapters(self._model))
+        with merged_adapters(self._model) if self._merges else contextlib.nullcontext():
             if not self._static:
                 return generate(self._model, self._tokenizer, prompts, **options)
-            longest = max(map(len, prompts)) + options["max_completion_length"]
-            cache = self._cache_for(causal, len(prompts), longest)
+            cache = self._cache_for(len(prompts), max(map(len, prompts)) + options["max_completion_length"])
             return generate(self._model, self._tokenizer, prompts, **options, cache=cache, rows=self._shape[0])
+
+    def weights_changed(self) -> None:
+        """Do nothing: the policy's own weights sample."""
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -68,27 +67,23 @@ class TransformersEngine:
             for rounded, weight in zip(self._model.parameters(), self._policy.parameters(), strict=True):
                 rounded.copy_(weight)
 
-    def weights_changed(self) -> None:
-        """Do nothing: the policy's own weights sample."""
-
-    def _can_merge(self, settings: RolloutSettings) -> bool:
+    def _can_merge(self) -> bool:
         try:
             with merged_adapters(self._model) as layers:
                 return layers > 0
         except CannotMerge as problem:
-            if settings.merge_adapters == "always":
-                raise ValueError(f"merge_adapters: {problem}; auto samples with the adapters beside") from problem
-            self.notes.append(f"merge_adapters: sampling with the adapters beside the weights, for {problem}")
+            self.notes.append(f"sampling with the adapters beside the weights, for {problem}")
             return False
 
-    def _cache_for(self, causal: PreTrainedModel, rows: int, longest: int) -> StaticCache:
+    def _cache_for(self, rows: int, longest: int) -> StaticCache:
         held_rows = _FEWEST_ROWS
         while held_rows < rows:
             held_rows *= 2
         held = max(-(-longest // _LENGTHS) * _LENGTHS, self._shape[1])
         if self._cache is None or self._shape != (held_rows, held):
+            config = causal_lm(self._model).config.get_text_config(decoder=True)
             self._cache, self._shape = None, (held_rows, held)  # one is freed before the next is made
-            self._cache = StaticCache(config=causal.config.get_text_config(decoder=True), max_cache_len=held)
+            self._cache = StaticCache(config=config, max_cache_len=held)
         elif self._cache.is_initialized:
             self._cache.reset()
         return self._cache
@@ -117,40 +112,38 @@ def generate(
         cache: an empty one of fixed size, for `rows` rows.
         rows: decoded together, at least B: the last prompt again and again, left out of the result.
     """
-    device = next(model.parameters()).device
-    count, inputs = len(prompts), [list(prompt) for prompt in prompts]
-    inputs += inputs[-1:] * (rows - count)
-    batch = tokenizer.pad({"input_ids": inputs}, return_tensors="pt", padding_side="left")
-    prompt_ids, prompt_mask = batch["input_ids"].to(device), batch["attention_mask"].to(device)
-    scores, sampler = FiniteScores(), None
+    device, count = next(model.parameters()).device, len(prompts)
+    inputs = [list(prompt) for prompt in [*prompts, *prompts[-1:] * (rows - count)]]
+    batch = tokenizer.pad({"input_ids": inputs}, return_tensors="pt", padding_side="left").to(device)
+    prompt_ids, prompt_mask, uniforms = batch["input_ids"], batch["attention_mask"], None
     if keys is not None:
         keys = [*keys, *[keys[-1]] * (len(inputs) - count)]
-        sampler = KeyedSampler(keyed_uniforms(keys, max_completion_length).to(device), temperature, top_p)
-    special: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+        uniforms = keyed_uniforms(keys, max_completion_length).to(device)
+    sampler, ends = KeyedSampler(uniforms, temperature, top_p), end_ids(model, tokenizer)
     causal, training = causal_lm(model), model.training
     model.eval()
     try:
+        head = decoding_head(causal) if cache is None else contextlib.nullcontext()  # or compiled
+        fed = cache
         if cache is None and not static_cache_obstacle(causal):  # layers keep keys and values only
-            special["past_key_values"] = _prompt_cache(causal, prompt_ids, prompt_mask)
-        with decoding_head(causal) if cache is None else contextlib.nullcontext():  # or compiled
+            fed = _prompt_cache(causal, prompt_ids, prompt_mask)
+        with head:
             sequences = model.generate(  # type: ignore[operator]
                 input_ids=prompt_ids,
                 attention_mask=prompt_mask,
                 max_new_tokens=max_completion_length,
-                logits_processor=LogitsProcessorList([scores, sampler] if sampler else [scores]),
+                logits_processor=LogitsProcessorList([sampler]),
                 do_sample=False,
-                eos_token_id=end_ids(model, tokenizer),
+                eos_token_id=ends,
                 pad_token_id=tokenizer.pad_token_id,
-                **special,
+                past_key_values=fed,
             )
     finally:
         model.train(training)
-    completion_ids = sequences[:count, prompt_ids.shape[1] :]
-    rollouts = Rollouts.of(
-        prompt_ids[:count], prompt_mask[:count], completion_ids, end_ids(model, tokenizer), tokenizer
-    )
-    require_finite(torch.stack(scores.finite, 1)[:count], rollouts, names)
-    if sampler is None:
+    completions = sequences[:count, prompt_ids.shape[1] :].tolist()
+    rollouts = Rollouts.padded(prompts, completions, ends, tokenizer, device)
+    require_finite(torch.stack(sampler.finite, 1)[:count], rollouts.completion_mask, names)
+    if keys is None:
         return rollouts
     return dataclasses.replace(rollouts, logprobs=torch.stack(sampler.logprobs, 1)[:count] * rollouts.completion_mask)
 

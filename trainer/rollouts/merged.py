@@ -1,9 +1,7 @@
 """Merge a model's adapters into its weights while it samples, and give back the same bits afterwards.
 
-An adapter beside a weight costs a decoding step several small products for each layer, merged it costs none. PEFT
-merges; what it writes to is kept aside before and put back where it was, for subtracting again what was added leaves
-rounding behind. Storage and version counters of weights stay as they are, so whoever continues a forward, or goes
-backward through one, finds them unchanged.
+PEFT merges; the values before are put back where they were, because subtracting again leaves rounding behind. Storage
+and version counters of weights stay as they are, so a forward before sampling can go backward after it.
 """
 
 import contextlib
@@ -37,21 +35,25 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def merged_adapters(model: nn.Module) -> Iterator[int]:
-    """Within it the active adapters of `model` are part of its weights; gives how many layers that are.
+    """Merge the active adapters of `model` while the context lasts; gives the number of layers.
 
-    The copies of the weights take as much memory as those of the adapted layers, where these are. Not to be left by a
-    backward: what was computed before is right again only afterwards.
+    Takes as much memory as the adapted layers' weights. A backward must wait until the context has ended.
 
     Raises:
         CannotMerge: nothing has changed then.
     """
     layers = adapted_layers(model)
-    _require_mergeable(model, layers)
+    owners = Counter(_place(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     originals: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # with its storage and the values in it
     try:
         for name, layer in layers.items():
-            own = layer.get_base_layer().parameters(recurse=False)
-            originals += [(parameter, parameter.data, parameter.data.clone()) for parameter in own]
+            for key, weight in layer.get_base_layer().named_parameters(recurse=False):
+                if type(weight.data) is not Tensor or weight.dtype not in MERGEABLE:
+                    kind = f"{type(weight.data).__name__} of {str(weight.dtype).removeprefix('torch.')}"
+                    raise CannotMerge(f"{name}: its {key} is a {kind}; merged into it, an adapter would be quantised")
+                if owners[_place(weight)] > 1:
+                    raise CannotMerge(f"{name}: its {key} is tied to another module's, which would be adapted as well")
+                originals.append((weight, weight.data, weight.data.clone()))
             try:
                 layer.merge()
             except Exception as problem:  # each kind of adapter has reasons of its own
@@ -65,25 +67,5 @@ def merged_adapters(model: nn.Module) -> Iterator[int]:
             layer.merged_adapters.clear()
 
 
-def _require_mergeable(model: nn.Module, layers: dict[str, Any]) -> None:
-    # Quantised weights, and weights that something beside the layer computes with, are refused.
-    if not layers:
-        return
-    owners = Counter(_place(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    for name, layer in layers.items():
-        for key, weight in layer.get_base_layer().named_parameters(recurse=False):
-            if not _is_plain(weight) or weight.dtype not in MERGEABLE:
-                kind = f"{type(weight.data).__name__} of {str(weight.dtype).removeprefix('torch.')}"
-                raise CannotMerge(f"{name}: its {key} is a {kind}; merged into it, an adapter would be quantised, too")
-            if owners[_place(weight)] > 1:
-                raise CannotMerge(
-                    f"{name}: its {key} is tied to another module's, which would compute with the adapter as well"
-                )
-
-
 def _place(weight: Tensor) -> int:
-    return weight.untyped_storage().data_ptr() if _is_plain(weight) and not weight.is_meta else id(weight)
-
-
-def _is_plain(weight: Tensor) -> bool:
-    return type(weight.data) is Tensor
+    return weight.untyped_storage().data_ptr() if type(weight.data) is Tensor and not weight.is_meta else id(weight)

@@ -4,6 +4,9 @@ A keyed draw does not depend on what else is in the batch nor on what was drawn 
 seed. A token is drawn by inverse CDF, in the order of the vocabulary.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
@@ -11,63 +14,46 @@ from transformers import LogitsProcessor
 CANDIDATES = 256  # likeliest tokens that are looked at first; a nucleus is rarely larger
 
 
-class FiniteScores(LogitsProcessor):
-    """Notes at each position which rows the model gave scores that are numbers, and passes scores on as they are.
-
-    Sampling and the choice of the best token go on over a nan in silence: each picks some token or other.
-    """
-
-    def __init__(self) -> None:
-        self.finite: list[Tensor] = []  # (B,) bool per position
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores (B, V) in and out. -inf is a token that cannot come; a largest score of nan or +-inf is an error."""
-        self.finite.append(scores.amax(-1).isfinite())
-        return scores
+def keyed_uniforms(keys: Sequence[Sequence[int]], length: int) -> Tensor:
+    """Draw (B, length) float64 in [0, 1): row b holds the draws of `keys[b]`, whatever the other rows are."""
+    return torch.from_numpy(np.stack([np.random.default_rng(list(key)).random(length) for key in keys]))
 
 
 class KeyedSampler(LogitsProcessor):
-    """Turns each row of scores into the one token that its own uniform draw picks, by inverse CDF.
+    """Turns each row of scores into the one token that its own uniform draw picks.
 
-    With this as the last logits processor, greedy decoding samples. `uniforms` is (B, T) float64 in [0, 1).
+    With this as the last logits processor, greedy decoding samples. `uniforms` is (B, T) float64 in [0, 1); without
+    them scores pass as they are.
+
+    Attributes:
+        finite: (B,) bool of each position: the model gave the row scores that are numbers. Sampling and the choice of
+            the best token go on over a nan in silence.
+        logprobs: (B,) fp32 of each position, of the drawn token, before the nucleus.
     """
 
-    def __init__(self, uniforms: Tensor, temperature: float, top_p: float) -> None:
+    def __init__(self, uniforms: Tensor | None, temperature: float, top_p: float) -> None:
+        self.finite: list[Tensor] = []
         self.logprobs: list[Tensor] = []
-        self._uniforms = uniforms
-        self._temperature = temperature
-        self._top_p = top_p
+        self._uniforms, self._temperature, self._top_p = uniforms, temperature, top_p
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores (B, V) in; 0 at the drawn token and -inf elsewhere out."""
-        position = len(self.logprobs)
-        token, logprobs = picked(scores, self._uniforms[:, position : position + 1], self._temperature, self._top_p)
-        self.logprobs.append(logprobs)
+        """Scores (B, V) in; 0 at the drawn token and -inf elsewhere out. -inf is a token that cannot come."""
+        self.finite.append(scores.amax(-1).isfinite())
+        if self._uniforms is None:
+            return scores
+        scaled = scores.float() if self._temperature == 1 else scores.float() / self._temperature
+        logprobs, position = torch.log_softmax(scaled, -1), len(self.logprobs)
+        token = _draw(scaled, logprobs, self._uniforms[:, position : position + 1], self._top_p)
+        self.logprobs.append(logprobs.gather(1, token).squeeze(1))
         return torch.full_like(scores, -torch.inf, dtype=torch.float32).scatter_(1, token, 0.0)
 
 
-def picked(scores: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
-    """Draw from scores (B, V) by `uniforms` (B, 1): tokens (B, 1), and log-probs (B,) before the nucleus, in fp32."""
-    scores = scores.float() if temperature == 1 else scores.float() / temperature
-    logprobs = torch.log_softmax(scores, -1)
-    token = drawn(scores, logprobs, uniforms, top_p)
-    return token, logprobs.gather(1, token).squeeze(1)
-
-
-def drawn(scores: Tensor, logprobs: Tensor, uniforms: Tensor, top_p: float) -> Tensor:
-    """Draw one token of each row by inverse CDF from its nucleus: the likeliest tokens that make up `top_p`.
+def _draw(scores: Tensor, logprobs: Tensor, uniforms: Tensor, top_p: float) -> Tensor:
+    """Draw one token of each row from its nucleus: the likeliest tokens that make up `top_p`.
 
     A token is in it if those likelier than it weigh less than `top_p`; of equally likely ones the last of the
-    vocabulary come first. Weights are float64.
-
-    Args:
-        scores: (B, V) fp32, over the temperature.
-        logprobs: (B, V) fp32, their log-softmax.
-        uniforms: (B, 1) float64 in [0, 1).
-        top_p: in (0, 1].
-
-    Returns:
-        (B, 1) int64; some token or other for a row whose scores are not numbers.
+    vocabulary come first. Scores and their log-softmax are (B, V) fp32, uniforms (B, 1). Gives (B, 1) int64; some token
+    or other for a row whose scores are not numbers.
     """
     if top_p >= 1:
         weights = scores.double()
@@ -75,14 +61,14 @@ def drawn(scores: Tensor, logprobs: Tensor, uniforms: Tensor, top_p: float) -> T
     # Log of the sum of all weights: a row's best token shows it.
     best, place = scores.max(-1, keepdim=True)
     normalizer = best.double() - logprobs.gather(1, place).double()
-    token, whole = _of_likeliest(scores, normalizer, uniforms, top_p, min(CANDIDATES, scores.shape[1]))
+    token, whole = _draw_likeliest(scores, normalizer, uniforms, top_p, min(CANDIDATES, scores.shape[1]))
     if not whole.all():  # the one wait for the device
         rows = (~whole).nonzero().flatten()
-        token[rows] = _of_likeliest(scores[rows], normalizer[rows], uniforms[rows], top_p, scores.shape[1])[0]
+        token[rows] = _draw_likeliest(scores[rows], normalizer[rows], uniforms[rows], top_p, scores.shape[1])[0]
     return token
 
 
-def _of_likeliest(
+def _draw_likeliest(
     scores: Tensor, normalizer: Tensor, uniforms: Tensor, top_p: float, count: int
 ) -> tuple[Tensor, Tensor]:
     """Draw from the part of the nucleus that is among the `count` likeliest tokens, and say where that is all of it."""

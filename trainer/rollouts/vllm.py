@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
@@ -25,7 +25,6 @@ from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_logprobs
 from trainer.rollouts.engine import Rollouts, end_ids, require_finite
 from trainer.rollouts.merged import CannotMerge, merged_adapters
-from trainer.rollouts.settings import RolloutSettings
 
 _AT_ONCE = 64  # requests; as many as the client keeps connections
 START_SECONDS = 240.0
@@ -36,26 +35,36 @@ _MODE = "processed_logprobs"
 class VllmEngine:
     """A vLLM server as an engine: weights are sent before sampling if they have changed."""
 
-    def __init__(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings, limit: float = math.inf
-    ) -> None:
-        """Reach the server, open the channel for weights, and see that it computes with those that it is sent.
+    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, url: str, limit: float = math.inf) -> None:
+        """Reach the server at `url`, open the channel for weights, and see that it computes with those it is sent.
 
         `limit` is the largest gap between the server's log-probs and those of `model`, a policy in eval mode, nats.
 
         Raises:
-            ImportError: trl, vllm or requests is not installed.
-            ConnectionError: the server does not answer, or refuses.
-            NotImplementedError: the policy is not on a GPU, which NCCL needs.
-            ValueError: the server was not started as this needs, or its log-probs are not those of its weights.
+            ImportError, NotImplementedError: a package is not installed; the policy is not on a GPU.
+            ConnectionError, ValueError: the server refuses, or its log-probs are not those of its weights.
         """
-        self._model, self._tokenizer, self._url = model, tokenizer, settings.vllm_server_base_url.rstrip("/")
+        self._model, self._tokenizer, self._url = model, tokenizer, url.rstrip("/")
         self._ends, self._stale = end_ids(model, tokenizer), True
-        self.notes = [
-            "rollout_engine: a run with vLLM does not repeat to the token, and its log-probs are over the nucleus "
-            "(top_p), up to -log(top_p) nats above the update's; sampling/gap leaves that out",
-        ]
-        self._client = self._connected(settings)
+        self.notes = ["rollout_engine: a run with vLLM does not repeat to the token (docs/rollouts.md)"]
+        try:
+            from trl.generation.vllm_client import VLLMClient
+
+            with self._named("say which model it serves"):
+                self._client = VLLMClient(base_url=self._url)
+        except ImportError as absent:
+            raise ImportError(f"rollout_engine: vllm: {absent}; in the checkout: pip install '.[vllm]'") from absent
+        request = functools.partial(self._client.session.request, timeout=_REQUEST_SECONDS)
+        self._client.session.request = request  # type: ignore[method-assign]
+        with self._named("tell its configuration"):
+            mode = self._client.get_server_info()["model_config"]["logprobs_mode"]
+        if mode != _MODE:
+            raise ValueError(
+                f"rollout_engine: the vLLM server at {self._url} gives {mode}, which are not divided by the "
+                f"temperature; start it with --logprobs-mode {_MODE}"
+            )
+        with self._named("open the channel for weights"):
+            self._client.init_communicator(device=next(model.parameters()).device)
         self._verify(limit)
 
     def __call__(
@@ -73,13 +82,7 @@ class VllmEngine:
             special: dict[str, Any] = {"stop_token_ids": self._ends}
             if keys is not None:
                 special["seed"] = int(np.random.default_rng(list(keys[b])).integers(2**53))
-            ids, logprobs = self._complete(names[b], prompts[b], special, **options)
-            if len(ids) < max_completion_length and not {*ids[-1:]} & {*self._ends}:
-                raise ConnectionError(
-                    f"{names[b]}: the server ended it after {len(ids)} of {max_completion_length} tokens, by "
-                    f"{ids[-1:]}; completions of the policy end by one of {self._ends}"
-                )
-            return ids, logprobs
+            return self._complete(names[b], prompts[b], special, **options)
 
         if self._stale:
             self._send()
@@ -88,41 +91,22 @@ class VllmEngine:
         device = next(self._model.parameters()).device
         rollouts = Rollouts.padded(prompts, completions, self._ends, self._tokenizer, device)
         sampled = pad_sequence([torch.tensor(row, dtype=torch.float32) for row in logprobs], True).to(device)
-        require_finite(sampled.isfinite(), rollouts, names)
+        require_finite(sampled.isfinite(), rollouts.completion_mask, names)
         return rollouts if keys is None else dataclasses.replace(rollouts, logprobs=sampled, nucleus=top_p)
 
     def weights_changed(self) -> None:
         """Send the weights again before the next completion."""
         self._stale = True
 
-    def _connected(self, settings: RolloutSettings) -> Any:
-        try:
-            from trl.generation.vllm_client import VLLMClient
-
-            await_server(self._url)
-            with self._named("say which model it serves"):
-                client = VLLMClient(base_url=self._url)
-        except ImportError as absent:
-            raise ImportError(
-                f"rollout_engine: vllm needs packages that are not installed ({absent}); in the checkout: "
-                "pip install '.[vllm]'"
-            ) from absent
-        client.session.request = functools.partial(client.session.request, timeout=_REQUEST_SECONDS)  # type: ignore[method-assign]
-        with self._named("tell its configuration"):
-            mode = client.get_server_info()["model_config"]["logprobs_mode"]
-        if mode != _MODE:
-            raise ValueError(
-                f"rollout_engine: the vLLM server at {self._url} gives {mode}, which know nothing of the temperature; "
-                f"start it with --logprobs-mode {_MODE}"
-            )
-        with self._named("open the channel for weights"):
-            client.init_communicator(device=next(self._model.parameters()).device)
-        return client
-
     def _send(self) -> None:
         try:
             with merged_adapters(self._model), self._named("take the weights"):
-                weights = served_weights(self._model)
+                prefix, saved = getattr(self._model, "prefix", None), "modules_to_save.default."  # PEFT's
+                weights = {  # by the names of the plain model, tied ones once
+                    name.replace(".base_layer.", ".").replace(saved, ""): parameter.data
+                    for name, parameter in causal_lm(self._model).named_parameters()
+                    if "original_module." not in name and (prefix is None or prefix not in name)
+                }
                 types = [(name, str(w.dtype).removeprefix("torch."), list(w.shape)) for name, w in weights.items()]
                 self._client.update_named_params(types, iter(weights.items()))
                 self._client.reset_prefix_cache()  # holds what other weights computed
@@ -132,16 +116,14 @@ class VllmEngine:
 
     @torch.no_grad()
     def _verify(self, limit: float) -> None:
-        """See that weights arrive: have the server compute with some that give every token another log-prob."""
+        # Weights arrive if the server computes with some that give every token another log-prob.
         prompt = self._tokenizer("What is 3 + 4? Add 3 and 4.")["input_ids"]
         weight = causal_lm(self._model).get_output_embeddings().weight.data
-        values = weight.clone()
+        values, greedy = weight.clone(), {"max_tokens": 16, "temperature": 0.0}
         try:
             weight.mul_(torch.tensor(0.5, dtype=weight.dtype))
             self._send()
-            ids, logprobs = self._complete(
-                "the first prompt", prompt, {"ignore_eos": True}, max_tokens=16, temperature=0.0
-            )
+            ids, logprobs = self._complete("the first prompt", prompt, {"ignore_eos": True}, **greedy)
             sampled, row = torch.tensor(logprobs), Rows([torch.tensor(prompt)], [torch.tensor(ids)])
             ours = packed_logprobs(self._model, row)[0].cpu()  # type: ignore[union-attr]
         finally:
@@ -162,44 +144,35 @@ class VllmEngine:
         (ids,), logprobs = answer["completion_ids"], answer["logprobs"]
         if logprobs is None or [tokens[0] for tokens in answer["logprob_token_ids"][0]] != ids:
             raise ConnectionError(f"{name}: the server at {self._url} gave no log-prob for each token")
+        if len(ids) < (most := options["max_tokens"]) and ids[-1] not in self._ends:
+            raise ConnectionError(
+                f"{name}: the server ended it after {len(ids)} of {most} tokens, by {ids[-1]}; completions of the "
+                f"policy end by one of {self._ends}"
+            )
         return ids, [math.nan if values[0] is None else values[0] for values in logprobs[0]]  # JSON knows no nan
 
     @contextlib.contextmanager
     def _named(self, task: str) -> Iterator[None]:
         try:  # the client raises plain exceptions
             yield
-        except (ImportError, CannotMerge):
+        except (ImportError, NotImplementedError):  # no vLLM, no GPU
             raise
-        except NotImplementedError as problem:  # the policy is not on a GPU
-            raise NotImplementedError(f"rollout_engine: {problem}") from problem
         except Exception as problem:
-            raise ConnectionError(
-                f"rollout_engine: the vLLM server at {self._url} did not {task}: {problem}"
-            ) from problem
-
-
-def served_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Collect the weights of a policy with merged adapters by the names of the plain model, tied ones once."""
-    prefix, saved = getattr(model, "prefix", None), "modules_to_save.default."  # PEFT's own weights, and its copies
-    return {
-        name.replace(".base_layer.", ".").replace(saved, ""): parameter.data
-        for name, parameter in causal_lm(model).named_parameters()
-        if "original_module." not in name and (prefix is None or prefix not in name)
-    }
+            said = f"rollout_engine: the vLLM server at {self._url} did not {task}: {problem}"
+            raise ConnectionError(said) from problem
 
 
 def await_server(url: str) -> None:
     """Wait until a server is up; `ConnectionError` after `START_SECONDS`."""
     until = time.monotonic() + START_SECONDS
     while True:
-        left = until - time.monotonic()
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=max(left, 0.1)):
+            with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=max(until - time.monotonic(), 0.1)):
                 return
         except OSError as problem:
-            if left <= 0:
+            if time.monotonic() >= until:
                 raise ConnectionError(
                     f"vllm_server_base_url: no vLLM server answers at {url} within {START_SECONDS:g} seconds "
                     f"({problem}); docs/rollouts.md says how to start one"
                 ) from problem
-        time.sleep(min(1.0, max(until - time.monotonic(), 0.0)))
+        time.sleep(min(1.0, START_SECONDS))

@@ -20,7 +20,7 @@ from trainer.step import training_step
 pytestmark = pytest.mark.slow
 
 SHORT = ("--max_completion_length=24", "--no_mask_truncated_completions", "--temperature=1.5")
-ON = ("--compare_and_correct", "--credit=uniform", EVEN, *SHORT)
+ON = ("--compare_and_correct=0.3", "--credit=uniform", EVEN, *SHORT)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def right_in(notes) -> dict[int, bool]:
 
 
 def test_a_right_correction_raises_its_attempt_before_the_group_is_compared(trainer) -> None:
-    config = settings("--compare_and_correct", "--num_generations=4")
+    config = settings("--compare_and_correct=0.3", "--num_generations=4")
     found = by_hand(trainer, config, [1.0, 0.0, 0.0, 1.0], ["right", "no"])
     assert found.rewards.tolist() == pytest.approx([1, 0.3, 0, 1])
     assert texts_of(found.notes) == {1: "right", 2: "no"}
@@ -90,7 +90,7 @@ def test_a_right_correction_raises_its_attempt_before_the_group_is_compared(trai
 
 
 def test_only_tokens_that_a_correction_edits_keep_credit(trainer) -> None:
-    config, gated = settings("--compare_and_correct", "--num_generations=4"), [1]
+    config, gated = settings("--compare_and_correct=0.3", "--num_generations=4"), [1]
     found = by_hand(trainer, config, [1.0, 0.0, 0.0, 1.0], ["a 1 right", "a 3"])
     ids = [trainer.tokenizer(text)["input_ids"] for text in ("a 0", "a 1", "a 2", "a 3")]
     corrected = {1: trainer.tokenizer("a 1 right")["input_ids"], 2: ids[3]}
@@ -108,7 +108,7 @@ def test_only_tokens_that_a_correction_edits_keep_credit(trainer) -> None:
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_truncated_attempt_is_corrected_only_if_the_loss_counts_it(trainer, masked) -> None:
     config = settings(
-        "--compare_and_correct",
+        "--compare_and_correct=0.3",
         "--num_generations=4",
         "--mask_truncated_completions" if masked else "--no_mask_truncated_completions",
     )
@@ -119,14 +119,14 @@ def test_a_truncated_attempt_is_corrected_only_if_the_loss_counts_it(trainer, ma
 
 @pytest.mark.parametrize("rewards", [[0.0] * 4, [1.0] * 4])
 def test_without_a_wrong_and_a_correct_sibling_nothing_is_generated(trainer, rewards) -> None:
-    found = by_hand(trainer, settings("--compare_and_correct", "--num_generations=4"), rewards, None)
+    found = by_hand(trainer, settings("--compare_and_correct=0.3", "--num_generations=4"), rewards, None)
     assert found.rewards.tolist() == rewards
     assert (found.edits == 1).all()
     assert found.metrics == {"corrections/fraction": 0, "corrections/too_long": 0, "corrections/tokens": 0}
 
 
 def test_a_reward_that_fails_on_corrections_names_their_samples(trainer) -> None:
-    config = settings("--compare_and_correct", "--num_generations=4")
+    config = settings("--compare_and_correct=0.3", "--num_generations=4")
     with pytest.raises(
         ValueError, match=r"corrections of samples \[1, 2\], counted from 0: sample 1: every reward func"
     ):
@@ -190,7 +190,7 @@ def test_weights_are_those_of_credit_and_zero_where_the_correction_left_tokens_a
 
 def test_off_by_default_and_nobody_correct_is_the_same_to_the_bit(fresh, monkeypatch) -> None:
     monkeypatch.setattr(compare_and_correct, "CORRECT", 2.0)
-    plain, unused = fresh(EVEN, *SHORT), fresh(EVEN, *SHORT, "--compare_and_correct")
+    plain, unused = fresh(EVEN, *SHORT), fresh(EVEN, *SHORT, "--compare_and_correct=0.3")
     assert not plain.config.compare_and_correct
     results = [training_step(trainer, 1, [0, 1]) for trainer in (plain, unused)]
     assert not results[0].notes
@@ -218,20 +218,20 @@ def test_a_run_in_which_no_correction_could_be_asked_for_ends_before_it_starts(f
     longest = max(map(len, trainer.prompts + trainer.held_out_prompts))
     monkeypatch.setattr(compare_and_correct, "_longest_prompt", lambda _: longest)
     with pytest.raises(ValueError, match=rf"compare_and_correct: .* only {longest} fit \(the model's context less"):
-        set_up(settings("--compare_and_correct"))
+        set_up(settings("--compare_and_correct=0.3"))
     monkeypatch.setattr(compare_and_correct, "TEMPLATE", "{question}{attempt}{references}")
-    set_up(settings("--compare_and_correct"))
+    set_up(settings("--compare_and_correct=0.3"))
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--num_generations=1"], "num_generations must be at least 2 for a group to compare, got 1"),
-        (["--correction_reward=-1"], "correction_reward must be finite and at least 0, got -1.0"),
-        (["--correction_reward=inf"], "correction_reward must be finite and at least 0, got inf"),
+        (["--compare_and_correct=-1"], "compare_and_correct must be finite and at least 0, got -1.0"),
+        (["--compare_and_correct=inf"], "compare_and_correct must be finite and at least 0, got inf"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be_are_named(argv, message, capsys) -> None:
     with pytest.raises(SystemExit):
-        settings("--compare_and_correct", *argv)
+        settings("--compare_and_correct=0.3", *argv)
     assert re.search(message, " ".join(capsys.readouterr().err.split()))

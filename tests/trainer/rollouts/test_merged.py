@@ -1,6 +1,7 @@
 """Merging adapters for sampling: the same completions, and the same bits of the weights afterwards."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.hf.model_state import ModelState
 from tests.support.adapted import PROMPTS, SAMPLED, adapted, tiny, tokenizer
-from trainer.rollouts import RolloutSettings, TransformersEngine
+from trainer.rollouts import TransformersEngine, generate
 from trainer.rollouts.merged import CannotMerge, adapted_layers, merged_adapters
 
 
@@ -43,10 +44,9 @@ KINDS = {
 def test_merged_adapters_sample_the_same_and_leave_the_same_bits(options) -> None:
     model = adapted(tiny(tie_word_embeddings=False), **options)
     state, before = ModelState(causal_lm(model)), bits(model)
-    beside, merged = (
-        TransformersEngine(model, tokenizer(), RolloutSettings(merge_adapters=how))(PROMPTS, **SAMPLED)
-        for how in ("never", "always")
-    )
+    engine = TransformersEngine(model, tokenizer())
+    beside, merged = generate(model, tokenizer(), PROMPTS, **SAMPLED), engine(PROMPTS, **SAMPLED)
+    assert engine.notes == []
     assert torch.equal(beside.completion_ids, merged.completion_ids)
     torch.testing.assert_close(beside.logprobs, merged.logprobs, rtol=1e-6, atol=1e-6)
     assert_same_bits(before, bits(model))
@@ -83,7 +83,7 @@ def test_a_forward_before_sampling_goes_backward_after_it() -> None:
         loss.backward()
         return [p.grad for p in model.parameters() if p.requires_grad]
 
-    engine = TransformersEngine(model, tokenizer(), RolloutSettings())
+    engine = TransformersEngine(model, tokenizer())
     expected = copy.deepcopy(gradients(lambda: None))
     for found, plain in zip(gradients(lambda: engine(PROMPTS, **SAMPLED)), expected, strict=True):
         assert torch.equal(found, plain)
@@ -122,7 +122,5 @@ def test_what_cannot_be_merged_is_named_and_stays_as_it_is(make, message) -> Non
         pass
     assert_same_bits(before, bits(model))
     assert all(not layer.merged for layer in adapted_layers(model).values())
-    with pytest.raises(ValueError, match="^merge_adapters: .*" + message):
-        TransformersEngine(model, tokenizer(), RolloutSettings(merge_adapters="always"))
-    (note,) = TransformersEngine(model, tokenizer(), RolloutSettings()).notes
-    assert note.startswith("merge_adapters: sampling with the adapters beside")
+    (note,) = TransformersEngine(model, tokenizer()).notes
+    assert re.search("^sampling with the adapters beside the weights, for .*" + message, note)

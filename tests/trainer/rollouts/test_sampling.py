@@ -7,9 +7,10 @@ import torch
 
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.training_forward import packed_logprobs
+from tests.support.adapted import tokenizer
 from tests.support.embedded import sample
-from trainer.rollouts.engine import keyed_uniforms, mask_after_end
-from trainer.rollouts.sampling import KeyedSampler
+from trainer.rollouts import Rollouts
+from trainer.rollouts.sampling import KeyedSampler, keyed_uniforms
 
 
 def test_a_sampled_completion_does_not_depend_on_the_rest_of_the_batch(trainer, rollouts) -> None:
@@ -91,10 +92,11 @@ def test_rows_that_are_not_numbers_leave_the_draws_of_others_from_large_nuclei_a
 
 
 def test_a_completion_counts_up_to_its_first_end_even_where_padding_is_the_end_token() -> None:
-    ids = torch.tensor([[5, 6, 2, 2, 2], [5, 6, 7, 8, 9], [2, 2, 2, 2, 2], [5, 3, 7, 2, 2]])
-    mask, truncated = mask_after_end(ids, [2, 3])
-    assert mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0]]
-    assert truncated.tolist() == [False, True, False, False]
+    ids = [[5, 6, 2, 2, 2], [5, 6, 7, 8, 9], [2, 2, 2, 2, 2], [5, 3, 7]]
+    made = Rollouts.padded([[5]] * 4, ids, [2, 3], tokenizer(), torch.device("cpu"))
+    assert made.completion_mask.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0]]
+    assert made.ids() == [[5, 6, 2], [5, 6, 7, 8, 9], [2], [5, 3]]
+    assert made.truncated.tolist() == [False, True, False, False]
 
 
 def test_generation_and_training_see_the_same_log_probs(trainer, rollouts) -> None:

@@ -5,19 +5,16 @@ import torch
 
 from cfa_kernels.hf.model import causal_lm
 from tests.support.adapted import PROMPTS, SAMPLED, tiny, tokenizer
-from trainer.rollouts import RolloutSettings, TransformersEngine
+from trainer.rollouts import TransformersEngine
 from trainer.rollouts.in_process import static_cache_obstacle
 
-STATIC = RolloutSettings(rollout_cache="static")
 WINDOWED = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 
 
 @pytest.mark.parametrize("options", [{}, WINDOWED], ids=["full attention", "one layer with a window"])
 def test_a_cache_of_fixed_size_gives_the_same_completions_call_after_call(options) -> None:
     model = tiny(**options)
-    engines = [
-        TransformersEngine(model, tokenizer(), RolloutSettings(rollout_cache=how)) for how in ("dynamic", "static")
-    ]
+    engines = [TransformersEngine(model, tokenizer(), static=static) for static in (False, True)]
     for prompts in (PROMPTS, PROMPTS[:2], [PROMPTS[1] * 4, *PROMPTS[:2]]):
         asked = SAMPLED | {"keys": SAMPLED["keys"][: len(prompts)]}
         dynamic, static = (engine(prompts, **asked) for engine in engines)
@@ -32,7 +29,7 @@ def test_a_cache_of_fixed_size_gives_the_same_completions_call_after_call(option
 def test_prompts_that_repeat_are_fed_once_and_their_completions_stay_the_same(options) -> None:
     model, fed = tiny(**options), []
     model.model.register_forward_pre_hook(lambda _, __, given: fed.append(given["input_ids"].shape), with_kwargs=True)
-    engine, long, sampled = TransformersEngine(model, tokenizer(), RolloutSettings()), PROMPTS[1] * 3, SAMPLED.copy()
+    engine, long, sampled = TransformersEngine(model, tokenizer()), PROMPTS[1] * 3, SAMPLED.copy()
     sampled["max_completion_length"] = 4
     for prompts in ([long, PROMPTS[0], long, PROMPTS[2]], [PROMPTS[2], PROMPTS[2]]):
         keys = [(3, i) for i in range(len(prompts))]
@@ -47,7 +44,7 @@ def test_prompts_that_repeat_are_fed_once_and_their_completions_stay_the_same(op
 
 
 def test_the_cache_stays_where_it_was_while_shapes_repeat() -> None:
-    engine = TransformersEngine(tiny(), tokenizer(), STATIC)
+    engine = TransformersEngine(tiny(), tokenizer(), static=True)
     engine(PROMPTS, **SAMPLED)
     first = engine._cache.layers[0].keys
     assert first.shape[0::2] == (8, 64)  # rows and tokens
@@ -63,6 +60,7 @@ def test_a_model_that_cannot_decode_with_it_is_named() -> None:
     eager._can_compile_fullgraph = False
     for model, message in ((hybrid, "linear_attention"), (eager, "cannot compile a decoding step of Qwen3ForCausalLM")):
         assert message in static_cache_obstacle(causal_lm(model))
-        with pytest.raises(ValueError, match=f"^rollout_cache: .*{message}"):
-            TransformersEngine(model, tokenizer(), STATIC)
-    assert TransformersEngine(eager, tokenizer(), RolloutSettings()).notes == []  # nobody asked for it
+        (note,) = TransformersEngine(model, tokenizer(), static=True).notes
+        assert note.startswith("sampling with a cache that grows, for ")
+        assert message in note
+    assert TransformersEngine(eager, tokenizer()).notes == []  # on a CPU
