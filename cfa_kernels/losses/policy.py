@@ -12,7 +12,7 @@ from torch import Tensor
 from ..ops.dispatch import resolve_backend
 from ..ops.head_matmul import autocast_operands
 from ..ops.linear_policy_loss import contributing, linear_policy_loss_op
-from ..ops.logits_policy_loss import InPlaceArguments, LogitsPolicyLossInPlace, logits_policy_loss_op
+from ..ops.logits_policy_loss import LogitsArguments, LogitsPolicyLoss, logits_policy_loss_op
 from ..ops.row_softmax import Softmax, check_logits_dtype
 from ..ops.token_loss import PolicyOptions, Tokens, policy_terms, refuse_second_derivative
 from .checks import (
@@ -165,10 +165,10 @@ def logits_policy_loss(
     batch = check_batch("logits_policy_loss", logits, logits.shape[:2], old_logprobs, advantages, mask, options)
     checked = should_validate(options.get("validate"), logits)
     check_targets(targets, batch.keep, logits.size(2), checked)
-    with_gradient = torch.is_grad_enabled() and logits.requires_grad
     with_entropy = compute_entropy or batch.entropy_scale is not None
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "logits": logits,
+        "gradient": None,
         "targets": _flat(targets),
         **batch.tokens.map(_flat)._asdict(),
         "entropy_scale": batch.entropy_scale,
@@ -179,10 +179,10 @@ def logits_policy_loss(
         "with_entropy": with_entropy,
         "backend": chosen,
     }
-    if inplace and with_gradient:
-        loss, stats = LogitsPolicyLossInPlace.apply(*InPlaceArguments(**given))
+    if torch.is_grad_enabled() and logits.requires_grad:
+        loss, stats = LogitsPolicyLoss.apply(inplace, *LogitsArguments(**arguments))
     else:
-        loss, stats, _, _ = logits_policy_loss_op(**given, with_gradient=with_gradient)
+        loss, stats, _ = logits_policy_loss_op(**arguments)
     return loss, _metrics_of_rows(batch, stats, with_entropy, checked, "logits")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .head_matmul import HeadGradients, Index, empty_strip, write_logits
-from .logits_policy_loss import scale_rows_op
+from .logits_policy_loss import scaled_rows
 from .operator_arguments import arguments_of
 from .policy_rows import STATS, policy_of_logprobs, policy_rows, row_gradients, row_logprobs, to_unit_scale
 from .row_softmax import RowLogprobs, Softmax, compute_dtype
@@ -217,7 +217,7 @@ def _backward(ctx: Any, by_loss: Tensor | None, *_: Any) -> tuple[Tensor | None,
     factor = by_loss * unit
     scaled = [
         # (1, rows, columns): the form that rows of logits have
-        scale_rows_op(gradient.view(1, -1, gradient.size(-1)), factor, dtype, ctx.backend).view(gradient.shape)
+        scaled_rows(gradient.view(1, -1, gradient.size(-1)), factor, dtype, ctx.backend).view(gradient.shape)
         if wanted
         else None
         for gradient, dtype, wanted in zip(gradients, ctx.dtypes, ctx.wanted, strict=True)

@@ -13,7 +13,6 @@ OPERATORS = (
     linear_logprob_backward.linear_logprob_backward_op,
     linear_policy_loss.linear_policy_loss_op,
     logits_policy_loss.logits_policy_loss_op,
-    logits_policy_loss.logits_policy_loss_inplace_op,
     attention.tree_attention_op,
     attention.tree_attention_backward_op,
 )

@@ -12,12 +12,7 @@ from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
 from cfa_kernels.losses.policy import contributing_rows, linear_policy_loss, logits_policy_loss
 from cfa_kernels.ops import head_matmul, row_softmax
 from cfa_kernels.ops.linear_policy_loss import linear_policy_loss_op
-from cfa_kernels.ops.logits_policy_loss import (
-    logits_policy_loss_inplace_op,
-    logits_policy_loss_op,
-    scale_rows_inplace_op,
-    scale_rows_op,
-)
+from cfa_kernels.ops.logits_policy_loss import logits_policy_loss_op, scale_rows_op
 from cfa_kernels.ops.token_loss import PolicyOptions
 from tests.support.policy_problem import (
     COUNTED,
@@ -460,14 +455,11 @@ def test_operators_pass_opcheck(backend, dtype, level, device, small_tiles):
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     if backend == "torch":  # the tolerance of this one compares gradients of every output bit by bit
         checks += ("test_aot_dispatch_dynamic",)
-    logits = tensors["logits"].clone().requires_grad_()
-    torch.library.opcheck(logits_policy_loss_op, (logits, *token, *options, True, backend), test_utils=checks)
-    detached = tensors["logits"].clone()
-    torch.library.opcheck(
-        logits_policy_loss_inplace_op,
-        (detached, *token, *options, backend),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    rows, factor = tensors["logits"].clone(), torch.tensor(0.5, device=device, dtype=exact)
+    for source in (rows.clone(), None):
+        mutating = {"test_utils": ("test_schema", "test_faketensor")}
+        torch.library.opcheck(logits_policy_loss_op, (source, rows, *token, *options, backend), **mutating)
+        torch.library.opcheck(scale_rows_op, (source, factor, rows, backend), **mutating)
     leaves = [tensors[name].clone().requires_grad_() for name in ("hidden", "head", "bias")]
     grid = [tensor.view(B, T) if isinstance(tensor, Tensor) and tensor.numel() == B * T else tensor for tensor in token]
     torch.library.opcheck(
@@ -475,22 +467,21 @@ def test_operators_pass_opcheck(backend, dtype, level, device, small_tiles):
         (leaves[0].view(-1, H), *leaves[1:], *grid, None, False, *options, [True] * 3, True, 4, True, backend),
         test_utils=checks,
     )
-    rows = tensors["logits"].clone()
-    factor = torch.tensor(0.5, device=device, dtype=exact)
-    torch.library.opcheck(scale_rows_op, (rows, factor, torch.float32, backend), test_utils=checks)
-    torch.library.opcheck(scale_rows_inplace_op, (rows, factor, backend), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.traced
-def test_linear_and_in_place_forms_compile_into_one_graph_with_a_model_around_them(device, small_tiles):
+def test_every_form_compiles_into_one_graph_with_a_model_around_them(device, small_tiles):
     tensors, options = problem(torch.float32, device, entropy_coef=0.1)
     rest = [tensors[name] for name in ("targets", "old", "advantages", "mask")]
 
     def step(hidden, head, *rest):
         hidden = torch.tanh(hidden)
         linear, _ = linear_policy_loss(hidden, head, *rest, chunk_size=4, backend="triton", **options)
-        inplace, _ = logits_policy_loss(hidden @ head.T, *rest, inplace=True, backend="triton", **options)
-        return linear + 0.5 * inplace
+        logits = [
+            logits_policy_loss(hidden @ head.T, *rest, inplace=there, backend="triton", **options)[0]
+            for there in (False, True)
+        ]
+        return linear + 0.5 * logits[0] + 0.3 * logits[1]
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
     results = []
