@@ -1,9 +1,8 @@
 """Apply a linear layer with a low-rank adapter, both products summed into one result.
 
-Separately, the adapter's product is as large as the layer's and is scaled and added in further passes, forwards and
-backwards, which take longer than the product itself. Where the adapter is wider than the rows (float32 beside
-bfloat16, as PEFT keeps it) rows are also copied to its dtype and multiplied without tensor cores. Here each factor is
-two parts of the rows' dtype, 16 bits of bfloat16 together, side by side in one product.
+Scaling and adding the adapter's product in further passes takes longer than the product itself. An adapter wider than
+the rows (float32 beside bfloat16, as PEFT keeps it) is split into two parts of the rows' dtype, 16 bits of bfloat16
+together, side by side in one product on tensor cores.
 """
 
 from typing import Any, NamedTuple
@@ -46,51 +45,19 @@ def adapted_linear(
         down: (R, K), of x's dtype or wider, as its gradient is.
         up: (M, R), of the dtype of `down`.
         scale: factor of the adapter.
-        parts: those of `down`, `up` and `scale` as they are now, where a caller keeps them from one call to the next.
+        parts: those of `down`, `up` and `scale` as they are now, if a caller keeps them from one call to the next.
 
     Returns:
         (N, M), of x's dtype.
     """
     if down.dtype == x.dtype:
-        return _AdaptedLinear.apply(x, weight, bias, down, up, scale)
-    return _WiderAdapter.apply(x, weight, bias, down, up, scale, parts or AdapterParts.of(down, up, scale, x.dtype))
+        parts = None
+    elif parts is None:
+        parts = AdapterParts.of(down, up, scale, x.dtype)
+    return _AdaptedLinear.apply(x, weight, bias, down, up, scale, parts)
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float
-    ) -> Tensor:
-        low = x @ down.t()
-        ctx.save_for_backward(x, weight, down, up, low)
-        ctx.scale = scale
-        out = product(x, weight.t())
-        if bias is not None:
-            out += bias
-        return out.addmm_(low, up.t(), alpha=scale)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, down, up, low = ctx.saved_tensors
-        by_x = by_weight = by_bias = by_down = by_up = None
-        by_low = (by_out @ up).mul_(ctx.scale)
-        if ctx.needs_input_grad[0]:
-            by_x = product(by_out, weight).addmm_(by_low, down)
-        if ctx.needs_input_grad[1]:
-            by_weight = by_out.t() @ x
-        if ctx.needs_input_grad[2]:
-            by_bias = by_out.sum(0)
-        if ctx.needs_input_grad[3]:
-            by_down = by_low.t() @ x
-        if ctx.needs_input_grad[4]:
-            by_up = (by_out.t() @ low).mul_(ctx.scale)
-        return by_x, by_weight, by_bias, by_down, by_up, None
-
-
-class _WiderAdapter(torch.autograd.Function):
-    """Products of a row's parts (high, high, low) with an adapter's (high, low, high): all but low by low."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -100,41 +67,55 @@ class _WiderAdapter(torch.autograd.Function):
         down: Tensor,
         up: Tensor,
         scale: float,
-        parts: AdapterParts,
+        parts: AdapterParts | None,
     ) -> Tensor:
-        rank = len(down)
-        low = _split(_both(x, parts.down.narrow(0, 0, 2 * rank).t(), down.dtype), x.dtype, along=1, low=2)  # (N, 3 R)
+        ctx.scale, ctx.wide = scale, None if parts is None else down.dtype
+        if parts is None:
+            low = x @ down.t()
+            ctx.save_for_backward(x, weight, low, down, up)
+            out = product(x, weight.t())
+            if bias is not None:
+                out += bias
+            return out.addmm_(low, up.t(), alpha=scale)
+        # A row's parts (high, high, low) times the adapter's (high, low, high): all products but low by low.
+        high_low = parts.down.narrow(0, 0, 2 * len(down)).t()
+        low = _split(_both(x, high_low, down.dtype), x.dtype, along=1, low=2)  # (N, 3 R)
         ctx.save_for_backward(x, weight, low, *parts)
-        ctx.scale, ctx.wide = scale, down.dtype
         return add_product(functional.linear(x, weight, bias), low, parts.up.t())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, low, down, up = ctx.saved_tensors
-        rank, wide = len(down) // 3, ctx.wide
         by_x = by_weight = by_bias = by_down = by_up = None
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
-            by_low = _split(_both(by_out, up.narrow(1, 0, 2 * rank), wide), x.dtype, along=1, low=2)
-        if ctx.needs_input_grad[0]:
-            by_x = add_product(by_out @ weight, by_low, down)
         if ctx.needs_input_grad[1]:
             by_weight = by_out.t() @ x
         if ctx.needs_input_grad[2]:
             by_bias = by_out.sum(0)
+        if ctx.wide is None:
+            by_low = (by_out @ up).mul_(ctx.scale)
+            if ctx.needs_input_grad[0]:
+                by_x = product(by_out, weight).addmm_(by_low, down)
+            if ctx.needs_input_grad[3]:
+                by_down = by_low.t() @ x
+            if ctx.needs_input_grad[4]:
+                by_up = (by_out.t() @ low).mul_(ctx.scale)
+            return by_x, by_weight, by_bias, by_down, by_up, None, None
+        rank = len(down) // 3
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
+            by_low = _split(_both(by_out, up.narrow(1, 0, 2 * rank), ctx.wide), x.dtype, along=1, low=2)
+        if ctx.needs_input_grad[0]:
+            by_x = add_product(by_out @ weight, by_low, down)
         if ctx.needs_input_grad[3]:
-            found = _multiplied(by_low.narrow(1, rank, 2 * rank).t(), x, wide)  # (2 R, K)
-            by_down = found.narrow(0, 0, rank).add_(found.narrow(0, rank, rank))
+            halves = _multiplied(by_low.narrow(1, rank, 2 * rank).t(), x, ctx.wide)  # (2 R, K)
+            by_down = halves.narrow(0, 0, rank).add_(halves.narrow(0, rank, rank))
         if ctx.needs_input_grad[4]:
-            by_up = _both(by_out.t(), low.narrow(1, rank, 2 * rank), wide).mul_(ctx.scale)
+            by_up = _both(by_out.t(), low.narrow(1, rank, 2 * rank), ctx.wide).mul_(ctx.scale)
         return by_x, by_weight, by_bias, by_down, by_up, None, None
 
 
 def _split(matrix: Tensor, dtype: torch.dtype, *, along: int, low: int) -> Tensor:
-    """Lay the high and low parts of a matrix, whose sum it is, side by side, thrice as long `along` a dimension.
-
-    Of the three the one with the number `low`, 1 or 2, is the low part, and the others are the high one.
-    """
+    """Lay high, low and high part of a matrix side by side `along` a dimension, the low one at place `low`, 1 or 2."""
     shape = [*matrix.shape[:along], 3, *matrix.shape[along:]]
     parts = torch.empty(shape, dtype=dtype, device=matrix.device)
     step = 3 - low  # of the two high parts
@@ -147,9 +128,9 @@ def _split(matrix: Tensor, dtype: torch.dtype, *, along: int, low: int) -> Tenso
 
 
 def _both(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    found = _multiplied(left, right, dtype)
+    halves = _multiplied(left, right, dtype)
     rank = right.shape[1] // 2
-    return found.narrow(1, 0, rank) + found.narrow(1, rank, rank)
+    return halves.narrow(1, 0, rank) + halves.narrow(1, rank, rank)
 
 
 def _multiplied(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ class Reach(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Positions of the window or of a chunk as kernels take them, 0 if there is neither."""
+        """Positions of the window or of a chunk, 0 if there is neither."""
         return min(self.window or self.chunk or 0, LAST_POSITION)
 
     def oldest_visible(self, position: Tensor) -> Tensor:
@@ -44,10 +44,7 @@ EVERYTHING = Reach()
 
 @dataclass(frozen=True, eq=False)
 class AttentionRule:
-    """Options of `tree_attention`: how `q . k` becomes a logit, and which earlier keys a row sees.
-
-    Raises `ValueError` for invalid values, naming the option.
-    """
+    """Options of `tree_attention`; raises `ValueError` for a value out of range, naming the option."""
 
     scale: float
     sliding_window: int | None = None

@@ -8,7 +8,7 @@ import triton
 BACKENDS = ("triton", "torch")
 
 TRITON_BEFORE_3_7 = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
-"""Whether the compiler is Triton 3.6, which needs other builds of some kernels."""
+"""Whether some kernels need the builds for Triton 3.6."""
 
 
 def interpreting() -> bool:
@@ -17,11 +17,9 @@ def interpreting() -> bool:
 
 
 def resolve_backend(backend: str | None, tensor: torch.Tensor) -> str:
-    """Choose which of `BACKENDS` an op runs for a `tensor`: by default Triton on CUDA / HIP, PyTorch on a CPU.
+    """Choose which of `BACKENDS` an op runs for `tensor`: by default Triton on CUDA / HIP, PyTorch on a CPU.
 
-    Raises:
-        ValueError: an unknown name, `"triton"` for a CPU tensor outside Triton's interpreter, or None on a device
-            that is neither a GPU nor a CPU.
+    Raises `ValueError` for a backend that is unknown or that the device does not have.
     """
     if backend not in (None, *BACKENDS):
         raise ValueError(f"backend must be one of {BACKENDS} or None, got {backend!r}")

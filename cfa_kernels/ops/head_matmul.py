@@ -17,7 +17,7 @@ Index = Tensor | slice
 
 
 def autocast_operands(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-    """Cast both as `torch.nn.functional.linear` would: to the dtype of autocast where that is on, float64 never."""
+    """Cast both as `torch.nn.functional.linear` does under autocast, float64 never."""
     device = hidden.device.type
     if not torch.is_autocast_enabled(device):
         return hidden, head
@@ -31,17 +31,16 @@ def empty_strip(
 ) -> tuple[Tensor, Tensor]:
     """Allocate memory for logits (rows, vocabulary) and for their gradient, which shares theirs if the device allows.
 
-    The gradient is not wider than the logits. Rows start at multiples of 64 elements, for GEMMs of any vocabulary
-    size. A narrower gradient over the logits needs its loads before its stores, an order that a barrier on HIP does
-    not give.
+    The gradient is not wider than the logits.
     """
 
-    def empty(dtype: torch.dtype) -> Tensor:
+    def empty(dtype: torch.dtype) -> Tensor:  # rows at multiples of 64 elements, for GEMMs of any vocabulary
         return torch.empty(rows, -(-vocabulary // 64) * 64, dtype=dtype, device=device)[:, :vocabulary]
 
     logits = empty(dtype)
     if gradient_dtype == dtype:
         return logits, logits
+    # A narrower gradient over the logits needs loads before stores, an order that a barrier on HIP does not give.
     if torch.version.hip is None:
         return logits, logits.view(gradient_dtype)[:, :vocabulary]
     return logits, empty(gradient_dtype)
@@ -53,9 +52,9 @@ def write_logits(hidden: Tensor, head: Tensor, out: Tensor) -> None:
 
 
 class HeadGradients:
-    """Gradients by hidden (N, H), head (V, H) and bias (V,), summed strip by strip; empty where not `wanted`.
+    """Gradients by hidden, head and bias, summed strip by strip, the latter two in the compute dtype.
 
-    The latter two are in the compute dtype.
+    Gradients that are not `wanted` are empty.
     """
 
     def __init__(self, hidden: Tensor, head: Tensor, wanted: Sequence[bool]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _BLOCK_ELEMENTS = 2**20
-"""Maximum numbers of a product that exist twice at a time: as oneDNN gave them, and where they belong."""
+"""Elements of a product that exist twice at a time: as oneDNN gave them, and where they belong."""
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -23,10 +23,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
-    """Compute `out = left @ right`, or with `add` `out += left @ right`, summed and rounded in the dtype of `out` only.
-
-    (n, K), (K, M) -> (n, M).
-    """
+    """Compute `out = left @ right`, with `add` `out += ...`, summed and rounded in the dtype of `out` only."""
     if not _keeps_sums(out):
         left, right = left.to(out.dtype), right.to(out.dtype)
     if _has_onednn(out) and left.numel() and out.numel():
@@ -39,7 +36,7 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> 
 
 
 def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Compute `out += left @ right`, (n, K), (K, M) -> (n, M) of one dtype, rounded once; return `out`."""
+    """Compute `out += left @ right`, all of one dtype, rounded once; return `out`."""
     if _keeps_sums(out) or out.dtype not in (torch.bfloat16, torch.float16):
         return out.addmm_(left, right)
     return out.copy_(torch.addmm(out.float(), left.float(), right.float()))
@@ -66,8 +63,8 @@ def _multiply_in_blocks(left: Tensor, right: Tensor, out: Tensor, add: bool) -> 
     else:
         blocks = [(left, some, place) for some, place in zip(right.split(size, 1), out.split(size, 1), strict=True)]
     for one, other, place in blocks:
-        found = _onednn(one, other)
-        place.add_(found) if add else place.copy_(found)
+        result = _onednn(one, other)
+        place.add_(result) if add else place.copy_(result)
     return out
 
 
@@ -83,15 +80,13 @@ def _float32_backends() -> tuple[Any, Any]:
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """Multiply float32 matrices exactly inside, whatever torch is set to; its setting comes back, also after an error.
-
-    The setting is the process's, so other threads multiply exactly too in the meantime. torch keeps it twice, by
-    `set_float32_matmul_precision` and by `fp32_precision`, and raises when read where they disagree.
-    """
+    """Multiply float32 matrices exactly inside, in all threads of the process, whatever torch is set to."""
+    # torch keeps the setting twice, by `set_float32_matmul_precision` and by `fp32_precision`, and raises when it is
+    # read while they disagree.
     backends, before = _float32_backends(), float32_precision()
     for backend in backends:
         backend.fp32_precision = "ieee"
-    older = torch.get_float32_matmul_precision()  # can be asked now
+    older = torch.get_float32_matmul_precision()  # readable now
     try:
         if older != "highest":
             torch.set_float32_matmul_precision("highest")

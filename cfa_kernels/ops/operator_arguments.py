@@ -8,10 +8,6 @@ from torch.library import CustomOpDef
 
 
 def arguments_of(operator: CustomOpDef) -> Any:
-    """Make the named tuple of an operator's arguments, in the order of its definition.
-
-    It reads what torch passes on, `Arguments(*inputs)`, and holds what a backward returns: a field that is left out is
-    None, as is the gradient of an argument that has none.
-    """
+    """Make the named tuple of an operator's arguments, for `Arguments(*inputs)` and gradients; None by default."""
     names = list(inspect.signature(operator._init_fn).parameters)
     return namedtuple("Arguments", names, defaults=[None] * len(names))

@@ -1,7 +1,7 @@
 """Compute the policy loss of rows of logits and its gradient by the logits, in one pass over each row.
 
 Rows are (B, T, V) logits of a model, or strips of them that `linear_policy_loss` makes. `row_softmax` and `token_loss`
-define what a row's kernel computes; here are the kernels, and the functions that run them or the plain PyTorch form.
+define the kernels.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ from .triton_math import LOG2E
 from .tuning import tuned
 
 STATS = ("logprob", "entropy", "ratio", "kl", "clip")
-"""Values of each token that its row gives and that metrics are made of."""
+"""Values of each token that metrics are made of."""
 
 SCALE_PROGRAMS = 512
-"""Programs of `scale_rows`: enough for any GPU's multiprocessors, and soon over where the factor is 1."""
+"""Programs of `scale_rows`: enough for any GPU, and soon over if the factor is 1."""
 
 
 @triton.jit(do_not_specialize=["N", "T"])  # lengths never recompile
@@ -70,7 +70,7 @@ def row_gradients_kernel(
     HAS_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr,
     OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """Compute `row_gradients_reference` for one row. p_rows, if it is there, is what `row_logprobs_kernel` wrote."""
+    """Compute `row_gradients_reference` for one row. p_rows, if there, is the output of `row_logprobs_kernel`."""
     i_n = tl.program_id(0).to(tl.int64)
     p_logits += i_n // T * stride_b + i_n % T * stride_t
     p_gradient += i_n // T * stride_gb + i_n % T * stride_gt
@@ -191,23 +191,40 @@ def _scale_some(p_from, p_to, factor, o_v, m_v, stride_v, stride_ov):
 
 
 def launch_options(vocabulary: int, element_size: int, *, hip: bool = False) -> dict[str, int]:
-    """Return the tile of a row's logits and the number of warps, by `TUNED`.
-
-    They depend on V, the logits' bytes and the vendor only, so a row's log-prob is the same bits whatever batch or
-    chunk it is in. A lane loads 16 bytes at a time.
-    """
+    """Return the tile of a row's logits and the number of warps, by `TUNED`."""
+    # By these alone, so a row's log-prob is the same bits whatever batch or chunk it is in. A lane loads 16 bytes.
     largest = tuned("row kernels", "hip" if hip else "cuda")
     block = min(triton.next_power_of_2(max(vocabulary, 64)), largest["BLOCK"])
     warps = max(largest["num_warps"] * block // largest["BLOCK"], 1)
     return {"BLOCK": block, "VECTOR": 16 // element_size, "num_warps": warps}
 
 
-def _run(kernel: Any, logits: Tensor, *arguments: Any, programs: int = 2**31 - 1, **constexprs: Any) -> None:
-    options = launch_options(logits.size(-1), logits.element_size(), hip=torch.version.hip is not None)
+def _run(kernel: Any, rows: Tensor, *arguments: Any, programs: int = 2**31 - 1, **constexprs: Any) -> None:
+    options = launch_options(rows.size(-1), rows.element_size(), hip=torch.version.hip is not None)
     if interpreting():
         options["num_warps"] = 1
-    with torch.cuda.device_of(logits):
-        kernel[(min(logits.size(0) * logits.size(1), programs),)](*arguments, **constexprs, **options)
+    with torch.cuda.device_of(rows):
+        kernel[(min(rows.size(0) * rows.size(1), programs),)](*arguments, **constexprs, **options)
+
+
+def _run_softmax(
+    kernel: Any,
+    logits: Tensor,
+    bias: Tensor | None,
+    gradient: Tensor | None,
+    softmax: Softmax,
+    *tensors: Tensor | None,
+    numbers: tuple[float, ...] = (),
+    **constexprs: Any,
+) -> None:
+    strides, b, t, v = logits.stride(), *logits.shape
+    if gradient is not None:
+        strides, tensors = strides + gradient.stride(), (gradient, *tensors)
+        constexprs["OVERLAPS"] = gradient.dtype != logits.dtype and gradient.data_ptr() == logits.data_ptr()
+    _run(
+        kernel, logits, logits, bias, *tensors, b * t, t, v, *strides, 1 / softmax.temperature, softmax.softcap,
+        *numbers, HAS_BIAS=bias is not None, HAS_SOFTCAP=softmax.softcap != 0, LOG2E=LOG2E, **constexprs,
+    )  # fmt: skip
 
 
 def row_logprobs(
@@ -220,30 +237,17 @@ def row_logprobs(
     with_entropy: bool,
     backend: str,
 ) -> RowLogprobs:
-    """Compute the log-prob of the target of each row, and what its gradient needs.
+    """Compute the log-prob of the target of each row, and the sums that its gradient needs, in the compute dtype.
 
-    Args:
-        logits: (B, T, V) of any strides; N = B * T.
-        bias: (V,), added to each row.
-        targets: (N,) int64.
-        counted: (N,) bool; the other rows give zeros and are not read.
-        softmax: how logits become log-probs.
-        with_entropy: also fill the entropies; else they are 0.
-        backend: `"triton"` or `"torch"`.
-
-    Returns:
-        Fields (N,) in the compute dtype of the logits.
+    logits are (B, T, V) of any strides, bias (V,), targets (N,) int64, N = B * T, and counted (N,) bool: other rows
+    give zeros and are not read. Entropies are 0 without `with_entropy`.
     """
     if backend == "torch":
-        of = probabilities(logits, bias, targets, counted, softmax, with_entropy=with_entropy)
-        return row_logprobs_reference(of, counted)
-    n = logits.size(0) * logits.size(1)
-    rows = torch.empty(4, n, dtype=torch.float32, device=logits.device)
-    _run(
-        row_logprobs_kernel, logits, logits, bias, targets, counted, rows,
-        n, logits.size(1), logits.size(2), *logits.stride(),
-        1 / softmax.temperature, softmax.softcap,
-        HAS_BIAS=bias is not None, HAS_SOFTCAP=softmax.softcap != 0, WITH_ENTROPY=with_entropy, LOG2E=LOG2E,
+        softmaxed = probabilities(logits, bias, targets, counted, softmax, with_entropy=with_entropy)
+        return row_logprobs_reference(softmaxed, counted)
+    rows = torch.empty(4, logits.size(0) * logits.size(1), dtype=torch.float32, device=logits.device)
+    _run_softmax(
+        row_logprobs_kernel, logits, bias, None, softmax, targets, counted, rows, WITH_ENTROPY=with_entropy
     )  # fmt: skip
     return RowLogprobs(*rows)
 
@@ -260,29 +264,19 @@ def row_gradients(
     rows: RowLogprobs | None = None,
     backend: str,
 ) -> None:
-    """Write the gradient by logits, given those by log-probs and entropies.
+    """Write the gradient by logits, given those by log-probs and entropies, (N,).
 
-    Args:
-        logits, bias, targets, softmax, backend: as in `row_logprobs`.
-        gradient: (B, T, V), written to; perhaps the logits themselves. A narrower dtype over the logits' own memory
-            is fine too if both start at one address in every row.
-        by_logprob: (N,) derivative by each row's log-prob.
-        by_entropy: (N,) likewise by its entropy, if that has one.
-        rows: what `row_logprobs` gave for these very logits bit by bit; saves the kernel a reading of them.
+    `gradient` (B, T, V) may be the logits themselves, or of a narrower dtype over their memory if both start at one
+    address in every row. `rows`, the result of `row_logprobs` for these very bits, saves the kernel a reading.
     """
     if backend == "torch":
         keep_below, has_target = by_entropy is not None, by_logprob != 0
-        of = probabilities(logits, bias, targets, has_target, softmax, keep_below=keep_below, out=gradient)
-        _copy_unless_there(row_gradients_reference(of, by_logprob, by_entropy, softmax), gradient)
+        softmaxed = probabilities(logits, bias, targets, has_target, softmax, keep_below=keep_below, out=gradient)
+        gradient.copy_(row_gradients_reference(softmaxed, by_logprob, by_entropy, softmax))
         return
-    _run(
-        row_gradients_kernel, logits, logits, bias, gradient, targets, None if rows is None else torch.stack(rows),
-        by_logprob, by_entropy,
-        targets.numel(), logits.size(1), logits.size(2), *logits.stride(), *gradient.stride(),
-        1 / softmax.temperature, softmax.softcap,
-        HAS_ROWS=rows is not None, HAS_BIAS=bias is not None, HAS_SOFTCAP=softmax.softcap != 0,
-        WITH_ENTROPY=by_entropy is not None,
-        OVERLAPS=gradient.dtype != logits.dtype and gradient.data_ptr() == logits.data_ptr(), LOG2E=LOG2E,
+    _run_softmax(
+        row_gradients_kernel, logits, bias, gradient, softmax, targets, None if rows is None else torch.stack(rows),
+        by_logprob, by_entropy, HAS_ROWS=rows is not None, WITH_ENTROPY=by_entropy is not None,
     )  # fmt: skip
 
 
@@ -299,61 +293,47 @@ def policy_rows(
     with_entropy: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the policy loss of rows of logits, and its gradient.
+    """Compute the loss (), `STATS` (5, N) and the derivative by log-probs (N,); fill `gradient` if there is one.
 
     The loss is a sum over tokens, so strips of rows may be taken one at a time, at the sequence level if no sequence
-    is cut.
-
-    Args:
-        logits, bias, targets, softmax, with_entropy, backend: as in `row_logprobs`.
-        tokens: fields (N,) in the compute dtype.
-        entropy_scale: 0-d factor of the entropies in the loss.
-        options: options of a token's loss.
-        gradient: (B, T, V), where the gradient by the logits goes, as in `row_gradients`; None for no gradient.
-
-    Returns:
-        The loss (), `STATS` (5, N) and the derivative by log-probs (N,).
+    is cut. `tokens` has fields (N,) in the compute dtype; `entropy_scale` is the 0-d factor of the entropies in the
+    loss; other arguments are those of `row_logprobs` and `row_gradients`.
     """
     if gradient is not None and options.level == "token" and backend == "triton":
         n, cispo = targets.numel(), options.loss_type == "cispo"
         loss = torch.empty(n, dtype=torch.float32, device=logits.device)
         by_logprob = torch.empty_like(loss)
         stats = torch.empty(len(STATS), n, dtype=torch.float32, device=logits.device)
-        _run(
-            policy_rows_kernel, logits, logits, bias, gradient, targets, *tokens, entropy_scale,
-            loss, stats, by_logprob, n, logits.size(1), logits.size(2), *logits.stride(), *gradient.stride(),
-            1 / softmax.temperature, softmax.softcap,
+        numbers = (
             1 - options.epsilon, options.epsilon_high if cispo else 1 + options.epsilon_high, options.delta,
             options.beta, options.sapo_temperature_pos, options.sapo_temperature_neg, LOG_RATIO_MAX,
+        )  # fmt: skip
+        _run_softmax(
+            policy_rows_kernel, logits, bias, gradient, softmax, targets, *tokens, entropy_scale, loss, stats,
+            by_logprob, numbers=numbers,
             LOSS_TYPE=options.loss_type, HAS_OLD=tokens.old_logprobs is not None,
             HAS_WEIGHTS=tokens.weights is not None, HAS_REF=tokens.ref_logprobs is not None,
             CORRECT_KL=bool(options.use_bias_correction_kl), HAS_ENTROPY_SCALE=entropy_scale is not None,
-            HAS_BIAS=bias is not None, HAS_SOFTCAP=softmax.softcap != 0, WITH_ENTROPY=with_entropy,
-            OVERLAPS=gradient.dtype != logits.dtype and gradient.data_ptr() == logits.data_ptr(), LOG2E=LOG2E,
+            WITH_ENTROPY=with_entropy,
         )  # fmt: skip
         return loss.sum(), stats, by_logprob
-    counted, shape = tokens.scale > 0, logits.shape[:2]
+    counted = tokens.scale > 0
     if backend == "torch":
         keep_below = gradient is not None and entropy_scale is not None
-        of = probabilities(
+        softmaxed = probabilities(
             logits, bias, targets, counted, softmax, with_entropy=with_entropy, keep_below=keep_below, out=gradient
         )
-        rows = row_logprobs_reference(of, counted)
+        rows = row_logprobs_reference(softmaxed, counted)
     else:
         rows = row_logprobs(logits, bias, targets, counted, softmax, with_entropy=with_entropy, backend=backend)
     loss, stats, by_logprob, by_entropy = policy_of_logprobs(
-        rows.logprobs, rows.entropy, tokens, entropy_scale, options, shape
+        rows.logprobs, rows.entropy, tokens, entropy_scale, options, logits.shape[:2]
     )
     if gradient is not None and backend == "torch":
-        _copy_unless_there(row_gradients_reference(of, by_logprob, by_entropy, softmax), gradient)
+        gradient.copy_(row_gradients_reference(softmaxed, by_logprob, by_entropy, softmax))
     elif gradient is not None:
         row_gradients(logits, bias, gradient, targets, by_logprob, by_entropy, softmax, rows=rows, backend=backend)
     return loss, stats, by_logprob
-
-
-def _copy_unless_there(values: Tensor, out: Tensor) -> None:
-    if values is not out:
-        out.copy_(values)
 
 
 def policy_of_logprobs(
@@ -364,15 +344,9 @@ def policy_of_logprobs(
     options: PolicyOptions,
     shape: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute the policy loss of tokens whose log-probs are known.
+    """Compute `policy_rows` from log-probs and entropies, (N,), and the derivatives (N,) by both.
 
-    Args:
-        logprobs, entropy: (N,), N = B * T.
-        tokens, entropy_scale, options: as in `policy_rows`.
-        shape: (B, T).
-
-    Returns:
-        The loss (), `STATS` (5, N), and its derivatives (N,) by log-probs and, with an `entropy_scale`, entropies.
+    `shape` is (B, T); without `entropy_scale` there is no derivative by entropies.
     """
     grid = tokens.map(lambda tensor: tensor.view(shape))
     terms, by_logprob = policy_terms(logprobs.view(shape), grid, options)
@@ -388,10 +362,7 @@ def policy_of_logprobs(
 
 
 def scale_rows(rows: Tensor, factor: Tensor, out: Tensor, *, backend: str) -> None:
-    """Compute `out = rows * factor`, of rows (B, T, V) of any strides and dtypes and a 0-d factor on their device.
-
-    In place (`out` is `rows`) a factor of 1 costs nothing (Triton).
-    """
+    """Compute `out = rows * factor`, (B, T, V) of any strides and dtypes; in place a factor of 1 is free (Triton)."""
     if backend == "torch":
         out.copy_(rows.to(factor.dtype) * factor)
         return
@@ -403,14 +374,8 @@ def scale_rows(rows: Tensor, factor: Tensor, out: Tensor, *, backend: str) -> No
 
 
 def to_unit_scale(tokens: Tokens, entropy_scale: Tensor | None) -> tuple[Tokens, Tensor | None, Tensor]:
-    """Take a common factor out of the scales of tokens (of any shape) and entropies (0-d).
-
-    Gradients of a token are of the order of 1 / (number of tokens), which half precision cannot resolve; without
-    that factor they are of the order of the advantages.
-
-    Returns:
-        Tokens whose largest scale is 1, the entropies' scale, and the factor (0-d); 1 if nothing counts.
-    """
+    """Take a factor () out of the scales of tokens and entropies, so that the largest of a token is 1."""
+    # A token's gradient is of the order of 1 / (number of tokens), which half precision cannot resolve.
     unit = tokens.scale.amax()
     unit = torch.where(unit > 0, unit, torch.ones_like(unit))
     return tokens._replace(scale=tokens.scale / unit), None if entropy_scale is None else entropy_scale / unit, unit

@@ -1,10 +1,8 @@
 """Define the log-prob and entropy of a row of logits and their derivative, once for every kernel of rows.
 
-The plain PyTorch form stands first, for rows (B, T, V) at once; the Triton functions mirror it for the program that
-has one row. Kernels that put them together are in `policy_rows`.
+The plain PyTorch form is first, for rows (B, T, V) at once; the Triton functions mirror it for one row.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,13 +17,13 @@ LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that the kernels take; the PyTorch form also takes float64."""
 
 FLOAT32_NOISE = 3e-5
-"""Nats by which a token's log-prob from float32 sums may be off; two that happen to agree are not exact either."""
+"""Typical error (nats) of a log-prob computed in float32; a floor for measured noise."""
 
 LOWEST = -1.0e30
 """Stand-in for -inf in `p * log p`, so that a forbidden token adds 0 and not nan."""
 
 _IN_CACHE = 2**17
-"""Numbers of a block of rows that a CPU finds in its cache again."""
+"""Elements of a block of rows that a CPU's cache holds."""
 
 
 class Softmax(NamedTuple):
@@ -36,20 +34,13 @@ class Softmax(NamedTuple):
 
     @classmethod
     def of(cls, temperature: float, softcap: float | None, logit_scale: float) -> "Softmax":
-        """Return the same with `logit_scale * logits` for logits.
-
-        Raises:
-            ValueError: one of the three is not `options.POSITIVE`.
-        """
+        """Put a scale of the logits into both; raises `ValueError` unless all three are `options.POSITIVE`."""
         POSITIVE.check(temperature=temperature, softcap=softcap, logit_scale=logit_scale)
         return cls(temperature / logit_scale, (softcap or 0.0) / logit_scale)
 
 
 class RowLogprobs(NamedTuple):
-    """Log-prob of the target, entropy (nats) and log-sum-exp in two parts, of each of N rows.
-
-    `logsumexp = row_max / temperature + log_sum`; apart, they lose nothing to a large common shift of the logits.
-    """
+    """Log-prob of the target, entropy (nats) and `logsumexp = row_max / temperature + log_sum` of each of N rows."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -58,7 +49,7 @@ class RowLogprobs(NamedTuple):
 
 
 def compute_dtype(logits: torch.dtype) -> torch.dtype:
-    """Return the dtype that sums and exponentials are formed in: float64 for float64, else float32."""
+    """Return the dtype of sums and exponentials: float64 for float64, else float32."""
     return torch.float64 if logits == torch.float64 else torch.float32
 
 
@@ -73,11 +64,11 @@ def check_logits_dtype(name: str, tensor: Tensor, backend: str) -> None:
 
 
 class Probabilities(NamedTuple):
-    """Logits (B, T, V) after their softmax; z are those in the compute dtype after bias and softcap."""
+    """Softmax of logits; z are those in the compute dtype after bias and softcap."""
 
     p: Tensor  # (B, T, V)
-    below: Tensor | None  # (B, T, V): (z - row_max) / temperature, at least LOWEST; if kept
-    tilt: Tensor | None  # (B, T, 1): the sum of p * below; if the entropy is wanted
+    below: Tensor | None  # (B, T, V): (z - row_max) / temperature, at least LOWEST; with `keep_below`
+    tilt: Tensor | None  # (B, T, 1): the sum of p * below; with `with_entropy`
     targets: Tensor  # (B, T, 1), 0 where a row has none
     chosen: Tensor  # (B, T, 1): (z - row_max) / temperature at the target
     row_max: Tensor  # (B, T, 1)
@@ -96,24 +87,13 @@ def probabilities(
     keep_below: bool = False,
     out: Tensor | None = None,
 ) -> Probabilities:
-    """Compute what log-probs and gradients share.
+    """Compute the parts that log-probs and gradients share, in the compute dtype.
 
-    The sum of exponentials is read off the largest probability: torch vectorises softmax on every CPU, unlike exp.
-
-    Args:
-        logits: (B, T, V) of any strides; N = B * T.
-        bias: (V,), added to each row.
-        targets: (N,) int64.
-        has_target: (N,) bool; of the other rows no target is read.
-        softmax: how logits become log-probs.
-        with_entropy: the entropy is wanted.
-        keep_below: its gradient is wanted.
-        out: (B, T, V), perhaps the logits' own memory, where `p` is put if that has the compute dtype and `below` is
-            not kept: allocating memory of that size takes longer than all the arithmetic.
-
-    Returns:
-        Probabilities in the compute dtype.
+    logits are (B, T, V) of any strides, bias (V,), targets (N,) int64, N = B * T, and read where has_target (N,) is
+    True; `keep_below` prepares the entropy's gradient. If `out` (B, T, V), perhaps the logits' own memory, has the
+    compute dtype, `p` goes there unless `below` is kept.
     """
+    # Allocating memory of the size of the logits takes longer than all the arithmetic, hence `out`.
     z = logits.to(compute_dtype(logits.dtype))
     if out is not None and out.dtype != z.dtype:
         out = None
@@ -134,68 +114,55 @@ def probabilities(
     if keep_below:
         p = torch.empty_like(below)
     if keep_below or with_entropy:
-        for some, into, sums in _in_blocks(below, p, tilt):
-            found = torch.softmax(some, -1)
+        on_cpu, size = below.device.type == "cpu", max(below.size(0) * below.size(2), 1)
+        height = max(_IN_CACHE // size if on_cpu else below.size(1), 1)
+        for start in range(0, below.size(1), height):
+            part = slice(start, start + height)
+            some = below[:, part]
+            block = torch.softmax(some, -1)
             some.clamp_(min=LOWEST)
-            if sums is not None:
-                sums.copy_((found * some).sum(-1, keepdim=True))
-            into.copy_(found)
+            if tilt is not None:
+                tilt[:, part] = (block * some).sum(-1, keepdim=True)
+            p[:, part] = block
     else:
         torch.softmax(below, -1, out=p)
-    log_sum = -p.amax(-1, keepdim=True).log()
+    log_sum = -p.amax(-1, keepdim=True).log()  # torch vectorises softmax on every CPU, unlike exp
     return Probabilities(p, below if keep_below else None, tilt, index, chosen, row_max, log_sum, slope)
 
 
-def _in_blocks(below: Tensor, p: Tensor, tilt: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    # On a CPU small ones: they are read again and again.
-    rows, size = below.shape[1], below.size(0) * below.size(2)
-    height = max(_IN_CACHE // max(size, 1), 1) if below.device.type == "cpu" else max(rows, 1)
-    for start in range(0, rows, height):
-        part = slice(start, start + height)
-        yield below[:, part], p[:, part], None if tilt is None else tilt[:, part]
-
-
-def row_logprobs_reference(of: Probabilities, counted: Tensor) -> RowLogprobs:
-    """Return `RowLogprobs`, with entropy if `tilt` was wanted, and zeros for rows that do not count."""
-    entropy = torch.zeros_like(of.log_sum)
-    if of.tilt is not None:
-        entropy = of.log_sum - of.tilt
-    fields = (of.chosen - of.log_sum, entropy, of.row_max, of.log_sum)
+def row_logprobs_reference(softmaxed: Probabilities, counted: Tensor) -> RowLogprobs:
+    """Return `RowLogprobs`, with entropy if there is a `tilt`, and zeros for rows that do not count."""
+    chosen, log_sum, tilt = softmaxed.chosen, softmaxed.log_sum, softmaxed.tilt
+    entropy = torch.zeros_like(log_sum) if tilt is None else log_sum - tilt
+    fields = (chosen - log_sum, entropy, softmaxed.row_max, log_sum)
     return RowLogprobs(*(torch.where(counted, field.flatten(), 0) for field in fields))
 
 
 def row_gradients_reference(
-    of: Probabilities, by_logprob: Tensor, by_entropy: Tensor | None, softmax: Softmax
+    softmaxed: Probabilities, by_logprob: Tensor, by_entropy: Tensor | None, softmax: Softmax
 ) -> Tensor:
-    """Compute the derivative by the logits, given those by each row's log-prob and entropy.
+    """Compute the derivative by the logits (B, T, V) from those by each row's log-prob and entropy, (N,).
 
     `p * (prob_coeff - by_entropy * log p) + by_logprob * onehot` with
     `prob_coeff = -by_logprob - by_entropy * entropy`, times the slopes of temperature and cap. Rows whose
-    derivatives are both 0 get zeros.
-
-    Args:
-        of: what `probabilities` gave, with `below` if there is a `by_entropy`; its memory is written over.
-        by_logprob, by_entropy: (N,).
-        softmax: the one that `of` was made with.
-
-    Returns:
-        (B, T, V) in the compute dtype, in the memory of `of.p`.
+    derivatives are both 0 get zeros. It is written over `p`, and an entropy's derivative needs `below`.
     """
+    p, below = softmaxed.p, softmaxed.below
     dead = by_logprob == 0 if by_entropy is None else (by_logprob == 0) & (by_entropy == 0)
-    by_logprob = by_logprob.view_as(of.chosen) / softmax.temperature
+    by_logprob = by_logprob.view_as(softmaxed.chosen) / softmax.temperature
     if by_entropy is None:
-        gradient = of.p.mul_(-by_logprob)
+        gradient = p.mul_(-by_logprob)
     else:
-        assert of.below is not None
-        by_entropy = by_entropy.view_as(of.chosen) / softmax.temperature
-        p_logp = of.below.sub_(of.log_sum).mul_(of.p)
+        assert below is not None
+        by_entropy = by_entropy.view_as(softmaxed.chosen) / softmax.temperature
+        p_logp = below.sub_(softmaxed.log_sum).mul_(p)
         entropy = -p_logp.sum(-1, keepdim=True)
-        gradient = of.p.mul_(-by_logprob - by_entropy * entropy).sub_(p_logp.mul_(by_entropy))
-    gradient.scatter_add_(-1, of.targets, by_logprob)
-    if of.slope is not None:
-        gradient.mul_(of.slope)
+        gradient = p.mul_(-by_logprob - by_entropy * entropy).sub_(p_logp.mul_(by_entropy))
+    gradient.scatter_add_(-1, softmaxed.targets, by_logprob)
+    if softmaxed.slope is not None:
+        gradient.mul_(softmaxed.slope)
     if dead.any():
-        gradient.masked_fill_(dead.view_as(of.chosen), 0)
+        gradient.masked_fill_(dead.view_as(softmaxed.chosen), 0)
     return gradient
 
 

@@ -1,7 +1,6 @@
 """Define the clipped policy-gradient loss of a token and its derivative, once for every form of the loss.
 
-`token_terms` is the formula; `policy_terms` adds the two levels of the ratio. `policy_loss` on log-probs uses them
-directly. `token_terms_triton` mirrors the formula for kernels that go from logits to gradient in one program.
+`token_terms` is the formula; `policy_terms` adds the two levels of the ratio; `token_terms_triton` mirrors the formula.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,29 +21,25 @@ TOKEN_LOSSES = ("dapo", "cispo", "sapo")
 
 
 class PolicyOptions(NamedTuple):
-    """Hyper-parameters of the loss of a token, under TRL's names.
+    """Hyper-parameters of the loss of a token, under TRL's names."""
 
-    `loss_type` is one of `TOKEN_LOSSES`, `level` `"token"` or `"sequence"`; `delta` is infinite without an upper clip;
-    `use_bias_correction_kl` multiplies the KL term by the ratio.
-    """
-
-    loss_type: str = "dapo"
-    level: str = "token"
+    loss_type: str = "dapo"  # one of `TOKEN_LOSSES`
+    level: str = "token"  # or "sequence"
     epsilon: float = 0.2
     epsilon_high: float = 0.28
-    delta: float = float("inf")
+    delta: float = float("inf")  # upper clip
     beta: float = 0.0
-    use_bias_correction_kl: bool = False
+    use_bias_correction_kl: bool = False  # multiplies the KL term by the ratio
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
 
     def numbers(self) -> list[float]:
-        """Return all but the names, as an operator takes them."""
+        """Return the fields `NUMBERS`."""
         return [float(getattr(self, name)) for name in NUMBERS]
 
     @classmethod
     def of(cls, loss_type: str, level: str, numbers: Sequence[float]) -> "PolicyOptions":
-        """Make the options that have these names and `numbers`."""
+        """Undo `numbers`."""
         named: dict[str, Any] = dict(zip(NUMBERS, numbers, strict=True))
         return cls(loss_type, level, **named)
 
@@ -54,16 +49,13 @@ NUMBERS = tuple(name for name in PolicyOptions._fields if name not in ("loss_typ
 
 
 class Tokens(NamedTuple):
-    """Inputs of the loss of each token besides its log-prob: tensors of one shape and dtype.
-
-    `scale` is the factor of the token's loss in the sum that is the loss: > 0 where the token counts, else 0.
-    """
+    """Inputs of the loss of each token besides its log-prob: tensors of one shape and dtype."""
 
     old_logprobs: Tensor | None
     advantages: Tensor
     weights: Tensor | None
     ref_logprobs: Tensor | None
-    scale: Tensor
+    scale: Tensor  # factor of the token's loss in the sum that is the loss; 0 if the token does not count
 
     def moved(self) -> Tensor:
         """Find the tokens whose weighted advantage is not 0."""
@@ -71,24 +63,19 @@ class Tokens(NamedTuple):
         return moved if self.weights is None else moved & (self.weights != 0)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
-        """Apply `change` to every tensor that is there."""
+        """Apply `change` to every tensor."""
         return Tokens._make(None if tensor is None else change(tensor) for tensor in self)
 
 
 class TokenTerms(NamedTuple):
-    """Results of `token_terms`, all in the shape of the log-probs.
+    """Results of `token_terms`, all in the shape of the log-probs."""
 
-    `loss` is the token's loss before aggregation. Its derivative by the token's log-prob has two parts: `direct`,
-    at a fixed ratio, and `via_ratio`, by the log-ratio, which the sequence level spreads over the sequence.
-    `kl` is the (possibly bias-corrected) k3 estimate, nats; `clip` is -1 / +1 where the lower / upper clip bites.
-    """
-
-    loss: Tensor
-    direct: Tensor
-    via_ratio: Tensor
+    loss: Tensor  # of the token, before aggregation
+    direct: Tensor  # its derivative by the log-prob at a fixed ratio
+    via_ratio: Tensor  # and by the log-ratio, which the sequence level spreads over the sequence
     ratio: Tensor
-    kl: Tensor
-    clip: Tensor
+    kl: Tensor  # k3 estimate, perhaps bias-corrected, nats
+    clip: Tensor  # -1 / +1 where the lower / upper clip bites
 
 
 def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: PolicyOptions) -> TokenTerms:
@@ -100,17 +87,8 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
     `sapo`   -w * 4 / tau * sigmoid(tau * (c - 1)) * A, tau by the sign of A
     and then, unweighted, `+ beta * k3` with k3 = exp(ref - logprob) - (ref - logprob) - 1.
 
-    Args:
-        logprobs: of any shape, nats.
-        log_ratio: of that shape: `logprobs - old_logprobs`, or its mean over a sequence.
-        tokens: fields of that shape; the old log-probs and the scale are not read.
-        options: all but the level, which `log_ratio` contains.
-
-    Returns:
-        Terms of that shape.
-
-    Raises:
-        ValueError: a loss type that is not one of `TOKEN_LOSSES`.
+    log_ratio is `logprobs - old_logprobs` or its mean over a sequence, nats; all tensors have one shape. Raises
+    `ValueError` for a loss type that is not one of `TOKEN_LOSSES`.
     """
     inside = log_ratio <= LOG_RATIO_MAX
     ratio = log_ratio.clamp(max=LOG_RATIO_MAX).exp()
@@ -157,17 +135,10 @@ def token_terms(logprobs: Tensor, log_ratio: Tensor, tokens: Tokens, options: Po
 
 
 def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tuple[TokenTerms, Tensor]:
-    """Compute the terms of a batch at either level of the ratio, and the derivative by its log-probs.
+    """Compute the terms (B, T) of a batch, and the derivative (B, T) of `sum(loss * scale)` by each log-prob.
 
-    At the sequence level a token's log-ratio is the mean over the counted tokens of its sequence (GSPO).
-
-    Args:
-        logprobs: (B, T), nats, 0 where a token does not count.
-        tokens: fields (B, T), likewise.
-        options: of the loss.
-
-    Returns:
-        The terms, and the derivative (B, T) of `sum(loss * scale)` by each log-prob.
+    logprobs and the fields of `tokens` are (B, T), 0 where a token does not count. At the sequence level a token's
+    log-ratio is the mean over the counted tokens of its sequence (GSPO).
     """
     counted = tokens.scale > 0
     log_ratio = logprobs - (logprobs if tokens.old_logprobs is None else tokens.old_logprobs)
@@ -182,10 +153,7 @@ def policy_terms(logprobs: Tensor, tokens: Tokens, options: PolicyOptions) -> tu
 
 
 def refuse_second_derivative() -> None:
-    """Refuse a second derivative, to which a gradient that was stored would be a constant, silently.
-
-    Raises RuntimeError if the backward runs with `create_graph=True`.
-    """
+    """Raise `RuntimeError` in a backward with `create_graph=True`, for which a stored gradient would be a constant."""
     if torch.is_grad_enabled():
         raise RuntimeError("the policy loss has first derivatives only: run its backward without create_graph=True")
 

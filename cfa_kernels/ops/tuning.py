@@ -1,7 +1,6 @@
 """Tiles, warps and pipeline stages of every kernel that is shipped, as one table.
 
-Chosen by what a row names and nothing else: a result and the number of compilations never depend on lengths. Every row
-compiles without spills for models that exist (`tests/ops/test_aot_*.py`).
+They never depend on lengths. Every row compiles without spills for models that exist (`tests/ops/test_aot_*.py`).
 """
 
 from collections.abc import Mapping
@@ -16,21 +15,16 @@ ANY = 2**31 - 1
 
 
 class Tuned(NamedTuple):
-    """A row: launches on `arch` with inputs of `dtype` and sizes up to those given get `options`.
+    """The options of launches that fit all other fields."""
 
-    `arch` is a pattern for `dispatch.architecture`; `dtype` is "float32", "half" or "*". `key` and `value` bound a
-    head's widths, `widest` both, and `group` the query heads of a key head. An `aligned` row needs rows of its operands
-    that start at multiples of 16 bytes.
-    """
-
-    arch: str
-    dtype: str
+    arch: str  # pattern for `dispatch.architecture`
+    dtype: str  # "float32", "half" or "*"
     options: Mapping[str, Any]
-    widest: int = ANY
-    key: int = ANY
+    widest: int = ANY  # bound of `key` and `value`
+    key: int = ANY  # and bounds of each, a head's widths
     value: int = ANY
-    group: int = ANY
-    aligned: bool = False
+    group: int = ANY  # query heads of a key head
+    aligned: bool = False  # rows of operands must start at multiples of 16 bytes
 
 
 def _tile(block_m: int, block_n: int, num_warps: int, num_stages: int, **more: int) -> dict[str, int]:
@@ -128,25 +122,13 @@ def _row(
 
 
 def tuned(kernel: str, arch: str = "*", dtype: torch.dtype = torch.float32, **sizes: int) -> dict[str, Any]:
-    """Look up the options of a launch of `kernel`.
-
-    Args:
-        kernel: a key of `TUNED`.
-        arch: as `dispatch.architecture` names it.
-        dtype: of the kernel's inputs.
-        sizes: `key`, `value`, `group` and `aligned` where rows of the kernel ask for them.
-
-    Returns:
-        A copy of the options of the first row that fits.
-    """
+    """Copy the options of the first row of `TUNED` that fits; `sizes` are `key`, `value`, `group` and `aligned`."""
     return dict(_row(kernel, arch, "float32" if dtype == torch.float32 else "half", **sizes).options)
 
 
 def column_blocks(dim: int) -> tuple[int, int]:
-    """Cut a head's columns into a power of two and another for the rest, where that is less than padding.
-
-    The second is 0 where there is no rest. Blocks are at least 16 wide, as matrix products ask.
-    """
+    """Cut a head's columns into a power of two and another for the rest (or 0), where that is less than padding."""
+    # Matrix products take blocks at least 16 wide.
     padded = triton.next_power_of_2(max(dim, 16))
     rest = triton.next_power_of_2(max(dim - padded // 2, 16))
     return (padded // 2, rest) if dim > 64 and padded // 2 + rest < padded else (padded, 0)

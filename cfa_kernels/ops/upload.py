@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Alignment of each array, bytes: Triton compiles wide loads for such pointers."""
+"""Bytes: Triton compiles wide loads for pointers that are multiples of it."""
 
 
 def stream_of(device: torch.device) -> int | None:
@@ -17,20 +17,9 @@ def stream_of(device: torch.device) -> int | None:
 
 
 def upload(arrays: Sequence[np.ndarray | Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """Copy arrays to `device`, by one copy for all.
+    """Copy host arrays to `device`, by one copy for all; each starts at a multiple of `ALIGNMENT` bytes.
 
-    To a GPU it goes from pinned memory, so that it queues up behind the kernels under way while the host goes on;
-    the buffer is handed out again only when the copy is done (PyTorch's host allocator sees to that).
-
-    Args:
-        arrays: of any shapes and dtypes, in host memory.
-        device: destination.
-
-    Returns:
-        Tensors of those shapes and dtypes, each from a multiple of `ALIGNMENT` bytes on.
-
-    Raises:
-        RuntimeError: a CUDA graph is being captured: its replay would read a buffer of the host that is long gone.
+    Raises `RuntimeError` while a CUDA graph is captured.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -48,6 +37,8 @@ def upload(arrays: Sequence[np.ndarray | Tensor], device: torch.device) -> tuple
             for part, start, size in zip(host, starts, sizes, strict=True)
         )
 
+    # Pinned, so that the copy queues up behind kernels while the host goes on; PyTorch's host allocator hands the
+    # buffer out again only when the copy is done.
     buffer = torch.zeros(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for view, part in zip(views(buffer), host, strict=True):
         view.copy_(part.detach())

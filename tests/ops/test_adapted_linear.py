@@ -7,7 +7,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cfa_kernels.ops import matmul
-from cfa_kernels.ops.adapted_linear import AdapterParts, _WiderAdapter, adapted_linear
+from cfa_kernels.ops.adapted_linear import AdapterParts, _AdaptedLinear, adapted_linear
 from tests.support.traffic import Traffic, bytes_per_row
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -18,7 +18,7 @@ RANK = 32
 
 def wider(x, weight, shift, down, up, scale):
     """The op for an adapter of another dtype than the rows, whatever theirs are."""
-    return _WiderAdapter.apply(x, weight, shift, down, up, scale, AdapterParts.of(down, up, scale, x.dtype))
+    return _AdaptedLinear.apply(x, weight, shift, down, up, scale, AdapterParts.of(down, up, scale, x.dtype))
 
 
 @pytest.mark.parametrize("trains", ["all", "adapter", "input"])
