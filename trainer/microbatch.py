@@ -6,6 +6,7 @@ Micro-batches are whole groups, so that a prompt is fed once; rows that cannot c
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from cfa_kernels import Credit, DeferredCredit, Draws, LossBatch, PackedForward, Rows, packed_forward, packed_logprobs
 from cfa_kernels.hf.limits import default_token_budget
-from cfa_kernels.hf.memory import halves
 from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.losses.off_policy import truncated_ratios
 from cfa_kernels.packing.packs import groups_within
@@ -84,9 +84,10 @@ class MicroBatch:
         return cls(Rows([], []), [], torch.zeros(0), [])
 
     def halved(self, group_size: int) -> list["MicroBatch"]:
-        """Cut the same rows into two micro-batches of whole groups of `group_size` completions; none for one group."""
-        groups = [b // group_size for b in self.rows.index]
-        parts = halves(range(len(groups)), groups.__getitem__) if len(set(groups)) > 1 else []
+        """Cut the same rows into two micro-batches of whole groups of `group_size` completions; one for one group."""
+        groups = [list(part) for _, part in groupby(range(len(self.rows)), lambda i: self.rows.index[i] // group_size)]
+        halves = groups_within([1] * len(groups), -(-len(groups) // 2))
+        parts = [[i for group in groups[half.start : half.stop] for i in group] for half in halves]
 
         def of(part: Sequence[int]) -> "MicroBatch":
             chosen: dict[str, Any] = {

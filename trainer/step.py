@@ -211,8 +211,8 @@ def backward(
 
     def smaller(micro: MicroBatch) -> list[MicroBatch]:
         halves = micro.halved(config.num_generations)
-        if shared and any(processes.gathered(bool(halves))):  # where one has no memory, all come here
-            return halves or [micro, MicroBatch.idle()]
+        if shared and any(processes.gathered(len(halves) > 1)):  # where one has no memory, all come here
+            return halves if len(halves) > 1 else [micro, MicroBatch.idle()]
         return halves
 
     trainer.optimizer.zero_grad()  # to None: without a micro-batch the optimizer step changes nothing

@@ -73,7 +73,7 @@ def make_attention_job(name: str, dtype: torch.dtype, job: Job, device: torch.de
     batch = ScoredBatch.of(
         model, Rows(job.prompts, job.completions), job.spans, job.answers, mask=job.placeholder_id, token_budget=2**31,
     )  # fmt: skip
-    (pack,) = plan_scoring(model, batch).packs
+    (pack,) = plan_scoring(model, batch).packs()
     table, generator = pack.table, torch.Generator(device).manual_seed(SEED)
     q, k, v = (
         torch.randn(table.num_rows, count, head_dim(config), generator=generator, device=device).to(dtype)

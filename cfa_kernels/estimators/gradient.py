@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 
 from ..hf.head import Head
 from ..hf.limits import apart_by_length, default_token_budget, rows_per_forward
-from ..hf.memory import halves, rows_at_once, run_in_memory
+from ..hf.memory import rows_at_once, run_in_memory
 from ..hf.model import embedding, input_device
 from ..hf.model_walk import ModelWalk
 from ..hf.tree_forward import last_layer_on_rows, packed_hidden, tree_attention_mode
 from ..hf.verify import check_supported
 from ..ops.upload import upload
 from ..options import Count, NotNegative, check_fields
-from ..packing.packs import lay_out
+from ..packing.packs import groups_within, lay_out
 from ..packing.prefix_tree import Pack, Query
 from ..rows import keyed_generator
 from ..scoring.access import GRADIENTS, ModelAccess
@@ -105,25 +105,26 @@ class Gradient:
             asked = Gradient("mean_logprob" if self.outcome in DIVERGENCES else self.outcome, 0.0)
         walk = ModelWalk.of(access.model)
         rows = [_Row.of(row, asked.outcome) for row in batch.rows]
-        queries = [[row.query] if row.query and len(row.moving) else [] for row in rows]
         lengths = [len(row.prompt) + len(row.completion) for row in batch.rows]
+        bundles, parts = apart_by_length(
+            walk, [[row.query] if row.query and len(row.moving) else [] for row in rows], lengths, batch.index
+        )
+        queries = {i: query for i, bundle in enumerate(bundles) for query in bundle}
         head = _widened(check_supported(walk))
 
-        def together(budget: int) -> Iterator[_Fed]:
-            for part in apart_by_length(walk, queries, lengths, batch.index):
-                for pack in lay_out(part, budget):
-                    fed = [i for i in pack.bundles if part[i]]
-                    yield _Fed(fed, [part[i] for i in fed], pack)
+        def run(pack: Pack) -> _Found:
+            return _PackSaliency(walk, head, pack, [rows[i] for i in pack.queries], asked, batch.seed).run()
 
-        def run(fed: _Fed) -> _Found:
-            return _PackSaliency(walk, head, fed, [rows[i] for i in fed.members], asked, batch.seed).run()
+        def smaller(pack: Pack) -> Iterator[Pack]:
+            return lay_out(queries, [[i] for i in pack.queries], pack.num_tokens // 2)
 
         with torch.inference_mode(False), tree_attention_mode(walk), _frozen(walk):
             if batch.token_budget is None:
                 budget = default_token_budget(walk, training=True)
             else:
                 budget = rows_per_forward(walk, batch.token_budget)
-            found = list(run_in_memory(together(budget), run, _Fed.halved))
+            packs = (pack for part in parts for pack in lay_out(queries, [[i] for i in part], budget))
+            found = list(run_in_memory(packs, run, smaller))
         return _gather(rows, batch.index, found, asked.samples)
 
 
@@ -171,24 +172,6 @@ def _frozen(walk: ModelWalk) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Fed:
-    """Completions that share forwards."""
-
-    members: list[int]  # place of each in the batch
-    bundles: list[list[Query]]  # their queries
-    pack: Pack
-
-    def halved(self) -> "list[_Fed]":
-        """Split into two packs of half of the completions each; none where there is one completion."""
-        found = []
-        for some in halves(range(len(self.members)), int):
-            bundles = [self.bundles[i] for i in some]
-            (pack,) = lay_out(bundles, self.pack.num_tokens)
-            found.append(_Fed([self.members[i] for i in some], bundles, pack))
-        return found
-
-
-@dataclass(frozen=True)
 class _Found:
     """Results of one pack, still on the device (not synchronized)."""
 
@@ -214,12 +197,12 @@ def _gather(rows: list[_Row], numbers: Sequence[int], found: list[_Found], sampl
 class _PackSaliency:
     """Forwards and backwards of one pack of completions. Nothing here waits for the device."""
 
-    def __init__(self, walk: ModelWalk, head: Head, fed: _Fed, rows: list[_Row], asked: Gradient, seed: tuple) -> None:
-        self.walk, self.model, self.head, self.fed, self.rows = walk, walk.model, head, fed, rows
+    def __init__(self, walk: ModelWalk, head: Head, pack: Pack, rows: list[_Row], asked: Gradient, seed: tuple) -> None:
+        self.walk, self.model, self.head, self.pack, self.rows = walk, walk.model, head, pack, rows
         self.asked, self.seed, self.diverges = asked, seed, asked.outcome in DIVERGENCES  # a KL needs a clean forward
         queries = [row.query for row in rows if row.query]
         self.sizes = [len(query.targets) for query in queries]  # number of rows that decide each outcome
-        read = fed.pack.rows[fed.pack.query_index]  # (R,) those rows, one member after the other
+        read = pack.rows[pack.query_index]  # (R,) those rows, one member after the other
         first = read[np.cumsum(self.sizes) - self.sizes]
         # From its first token on a completion's rows are its own, one after the other.
         starts = [row.answer.start for row, _, _ in rows if row.answer]
@@ -239,7 +222,7 @@ class _PackSaliency:
         averaged = self.diverges and head.softcap is None
         self.work = ScoringWork(
             forwards=forwards,
-            tokens_fed=forwards * fed.pack.num_tokens,
+            tokens_fed=forwards * pack.num_tokens,
             tokens_unshared=forwards * sum(len(query.tokens) for query in queries),
             head_rows=forwards * (len(rows) if averaged else len(read)),
         )
@@ -251,7 +234,7 @@ class _PackSaliency:
         total = self._draw(clean, generators)
         for _ in range(self.asked.samples - 1):
             total += self._draw(clean, generators)
-        return _Found(self.fed.members, total, self.work)
+        return _Found(self.pack.queries, total, self.work)
 
     def _draw(self, clean: Tensor | None, generators: list[torch.Generator]) -> Tensor:
         """Compute |<dJ/de, e>| (n,) float64 under one draw of noise."""
@@ -282,7 +265,7 @@ class _PackSaliency:
     def _forward(self, tap: "_EmbeddingTap") -> Tensor:
         """Compute the hidden states (R, H) of the rows that decide the outcomes."""
         with tap, last_layer_on_rows(self.model, self.once):
-            hidden = packed_hidden(self.walk, self.fed.pack)
+            hidden = packed_hidden(self.walk, self.pack)
         return hidden.index_select(0, self.read.to(hidden.device))
 
     def _by_rows(self, clean: Tensor | None, noisy: Tensor) -> Tensor:
@@ -307,11 +290,9 @@ def _widened(head: Head) -> Head:
 def _divergence_by_rows(clean: Tensor, noisy: Tensor, sizes: Sequence[int], head: Head) -> Tensor:
     """Compute the gradient (R, H) by `noisy` of the sum of KL(P_0, P_noisy) over outcomes of `sizes` rows each."""
     most = rows_at_once(len(head.weight))
-    found, start, i = list[Tensor](), 0, 0
-    while i < len(sizes):
-        taken = [sizes[i]]
-        while i + len(taken) < len(sizes) and sum(taken) + sizes[i + len(taken)] <= most:
-            taken.append(sizes[i + len(taken)])
+    found, start = list[Tensor](), 0
+    for group in groups_within(sizes, most):
+        taken = [sizes[i] for i in group]
         rows = slice(start, start + sum(taken))
         (counts,) = upload([np.array(taken)], head.weight.device)
         with torch.no_grad():
@@ -321,7 +302,7 @@ def _divergence_by_rows(clean: Tensor, noisy: Tensor, sizes: Sequence[int], head
         # The KL's gradient by the logits is a small difference between results of two forwards.
         by_logits = logits.detach().softmax(-1) - expected
         found.append(torch.autograd.grad(logits, leaf, by_logits)[0])
-        start, i = rows.stop, i + len(taken)
+        start = rows.stop
     return torch.cat(found)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..hf.head import Head
 from ..hf.limits import refuse_length_dependent_rope, rows_per_forward
-from ..hf.memory import halves, rows_at_once, run_in_memory
+from ..hf.memory import rows_at_once, run_in_memory
 from ..hf.model import vocab_size
 from ..hf.model_walk import ModelWalk
 from ..hf.stateful_layers import has_cells
@@ -61,14 +61,15 @@ def resampled_fills(
     head, budget = check_supported(walk), rows_per_forward(walk, batch.token_budget)
     some = [of_row for of_row in fills if of_row]
     sizes = [len(_longest(of_row)) + sum(fill.length - 1 for fill in of_row) for of_row in some]
-    together: list[Sequence[_Fill]] = [
-        [fill for i in group for fill in some[i]] for group in groups_within(sizes, budget)
-    ]
+    together = [[fill for i in group for fill in some[i]] for group in groups_within(sizes, budget)]
+
+    def smaller(some: list[_Fill]) -> list[list[_Fill]]:
+        lengths = [fill.length for fill in some]
+        return [[some[i] for i in group] for group in groups_within(lengths, sum(lengths) // 2)]
+
     work = ScoringWork()
     with tree_attention_mode(walk):
-        for done in run_in_memory(
-            together, lambda some: _write(walk, head, some), lambda some: halves(some, lambda fill: fill.row.index)
-        ):
+        for done in run_in_memory(together, lambda some: _write(walk, head, some), smaller):
             work += done
     every = [fill for of_row in fills for fill in of_row]
     unshared = sum(fill.length * len(fill.context) + fill.length * (fill.length - 1) // 2 for fill in every)
@@ -120,7 +121,7 @@ def _write(walk: ModelWalk, head: Head, fills: Sequence[_Fill]) -> ScoringWork:
         nonlocal hidden, work
         if tree.num_tokens > len(hidden):
             first = 0 if store is None else len(hidden)
-            pack = pack_of(tree, [], [], range(0), first)
+            pack = pack_of(tree, first_row=first)
             hidden = torch.cat([hidden[:first], packed_hidden(walk, pack, store=store).to(head.weight)])
             work += ScoringWork(1, pack.num_tokens)
 

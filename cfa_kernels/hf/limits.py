@@ -1,11 +1,11 @@
 """Limits of what may share a forward: positions, rotary frequencies, memory."""
 
+import numbers
 from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
 
-from ..packing.packs import check_token_budget
 from ..packing.prefix_tree import Query
 from .lora import kept_by_adapter
 from .model import input_device
@@ -50,8 +50,8 @@ def refuse_length_dependent_rope(model: Model, longest: int) -> None:
 
 def apart_by_length(
     model: Model, bundles: Sequence[list[Query]], lengths: Sequence[int], order: Sequence[int]
-) -> list[list[list[Query]]]:
-    """Split bundles into parts that must not share a forward, each with every row.
+) -> tuple[Sequence[list[Query]], list[list[int]]]:
+    """Split bundles into parts that must not share a forward; return bundles as fed, and the non-empty ones of a part.
 
     Rotary frequencies of some models change for a whole forward when its longest sequence passes a length. Each row,
     of `lengths` tokens in all, then keeps the frequencies that it has when fed by itself and whole: rows on both sides
@@ -67,14 +67,11 @@ def apart_by_length(
                     f"rotary frequencies of {type(walk.model).__name__} are another set for every length, so rows "
                     "cannot share a forward"
                 )
-    if not switches:
-        return [list(bundles)]
     sides = [sum(length > switch for switch in switches) for length in lengths]
-    sided, parts = list(zip(bundles, sides, strict=True)), []
-    for side in sorted(set(sides)):
-        least = switches[side - 1] + 1 if side else 0
-        parts.append([[query.fed_to(least) for query in bundle] if of == side else [] for bundle, of in sided])
-    return parts
+    least = [0, *(switch + 1 for switch in switches)]
+    extended = [[q.fed_to(least[side]) for q in bundle] for bundle, side in zip(bundles, sides, strict=True)]
+    parts = [[i for i, bundle in enumerate(bundles) if bundle and sides[i] == side] for side in sorted(set(sides))]
+    return extended, parts
 
 
 def largest_forward(model: Model) -> int | None:
@@ -98,7 +95,10 @@ def rows_per_forward(model: Model, token_budget: int | None) -> int:
     """Return `token_budget`, by default `default_token_budget`, capped by `largest_forward`."""
     if token_budget is None:
         return default_token_budget(model)
-    check_token_budget(token_budget)
+    if isinstance(token_budget, bool) or not isinstance(token_budget, numbers.Integral):
+        raise ValueError(f"token_budget must be a whole number of tokens, got {token_budget!r}")
+    if token_budget < 1:
+        raise ValueError(f"token_budget must be at least 1, got {token_budget}")
     return min(token_budget, largest_forward(model) or token_budget)
 
 

@@ -4,12 +4,11 @@
 high.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
 
-_Item = TypeVar("_Item")
 _Work = TypeVar("_Work")
 _Result = TypeVar("_Result")
 
@@ -55,7 +54,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def run_in_memory(
-    works: Iterable[_Work], run: Callable[[_Work], _Result], smaller: Callable[[_Work], Sequence[_Work]]
+    works: Iterable[_Work], run: Callable[[_Work], _Result], smaller: Callable[[_Work], Iterable[_Work]]
 ) -> Iterator[_Result]:
     """Yield `run(work)` of each work, in order; where the device has no memory for one, of smaller ones instead.
 
@@ -64,7 +63,7 @@ def run_in_memory(
     Args:
         works: what to do.
         run: does one work; what it leaves half done when memory runs out must not matter.
-        smaller: works that together do the same, each in less memory; empty if there are none.
+        smaller: works that together do the same, each in less memory; fewer than two if there are none.
 
     Raises:
         RuntimeError: the device's own (`is_out_of_memory`), where a work cannot be made smaller.
@@ -77,22 +76,10 @@ def run_in_memory(
                 found = run(one)
             except RuntimeError as error:
                 cut = list(smaller(one)) if is_out_of_memory(error) else []
-                if not cut:
+                if len(cut) < 2:
                     raise
             if cut:  # outside the except block: the error would keep what was allocated before it alive
                 torch.cuda.empty_cache()
                 todo += reversed(cut)
             else:
                 yield found
-
-
-def halves(items: Sequence[_Item], row_of: Callable[[_Item], int]) -> list[Sequence[_Item]]:
-    """Split `items`, those of a row side by side, into two parts, between two rows where there are several.
-
-    Returns no part for a single item.
-    """
-    rows = list(dict.fromkeys(map(row_of, items)))
-    cut = len(items) // 2
-    if len(rows) > 1:
-        cut = next(i for i, item in enumerate(items) if row_of(item) == rows[len(rows) // 2])
-    return [items[:cut], items[cut:]] if cut else []

@@ -307,7 +307,8 @@ class Probe(NamedTuple):
             branch = rows[row].copy()
             branch[start:end] = other[start:end]
             rows.append(branch)
-        (pack,) = lay_out([[Query(row[:-1], first, row[first + 1 :]) for row in rows]], _LENGTH * len(rows))
+        queries = [Query(row[:-1], first, row[first + 1 :]) for row in rows]
+        (pack,) = lay_out(queries, [range(len(rows))], _LENGTH * len(rows))
         batch = torch.from_numpy(np.stack(rows)).to(input_device(model))
         return cls(batch[:, :-1].contiguous(), first, batch[:, first + 1 :], pack)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from .. import CounterfactualConfig
 from ..credit.config import as_config
 from ..credit.deferred import Draws
+from ..packing.packs import groups_within
 from ..rows import Rows, pad_rows
 from ..scoring.access import LogprobService, ModelAccess
 from . import require
@@ -193,15 +194,13 @@ class CounterfactualMixin(_Maker):
         ids = [torch.cat(pair) for pair in zip(prompts, completions, strict=True)]
         copies = self._copies
         actors = self._processes // copies
-        batches: list[list[int]] = []
-        for i in sorted(range(len(ids)), key=lambda i: len(ids[i])):
-            if self.args.train.dynamic_batch_enable:
-                most = self.args.rollout.max_tokens_per_gpu * copies // len(ids[i])
-            else:
-                most = self.args.rollout.micro_batch_size
-            if not batches or len(batches[-1]) >= most:
-                batches.append([])
-            batches[-1].append(i)
+        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+        if self.args.train.dynamic_batch_enable:
+            lengths, most = [len(ids[i]) for i in order], self.args.rollout.max_tokens_per_gpu * copies
+            groups = groups_within(lengths, most, lambda part: len(part) * max(part))
+        else:
+            groups = groups_within([1] * len(order), self.args.rollout.micro_batch_size)
+        batches = [[order[i] for i in group] for group in groups]
         batches = batches[:1] * (-len(batches) % actors) + batches
         batches = [batch for first in range(actors) for batch in batches[first::actors]]
         masks = [pad_rows([torch.ones_like(ids[i]) for i in batch]) for batch in batches]

@@ -49,7 +49,7 @@ class Query:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pack:
     """One packed forward: N rows to feed, R logits rows with a target, and the rows of each query."""
 
@@ -59,9 +59,10 @@ class Pack:
     rows: np.ndarray  # (R,) int64: rows whose hidden state the head needs; each (row, target) is there once
     targets: np.ndarray  # (R,) int64
     query_index: np.ndarray  # (sum A,) int64: index into rows and targets, for the pack's queries one after the other
-    bundles: range  # numbers of the bundles in this pack
-    tree: "PrefixTree" = field(repr=False)  # tree of all rows, those of the pack it continues included
-    first_row: int = 0  # of the rows fed here: those before were fed by the pack that this one continues
+    queries: list[int]  # the queries that it answers, by their place in what the caller laid out
+    tree: "PrefixTree" = field(repr=False)  # tree of all rows, those of the trunk included
+    first_row: int = 0  # of the rows fed here: those before were fed by the trunk
+    trunk: "Pack | None" = field(default=None, repr=False)  # pack whose rows this one continues
 
     @property
     def num_tokens(self) -> int:
@@ -87,6 +88,12 @@ class PrefixTree:
         self._segments: list[_Segment] = []
         self._branches: dict[tuple[int, int, int], int] = {}  # by parent, start and token
         self.num_tokens = 0
+
+    def copy(self) -> "PrefixTree":
+        """Copy the tree; what is added to either is not in the other."""
+        tree = PrefixTree()
+        tree._segments, tree._branches, tree.num_tokens = [*self._segments], {**self._branches}, self.num_tokens
+        return tree
 
     def insert(self, tokens: np.ndarray, alone_from: int | None = None) -> np.ndarray:
         """Add a sequence; return the packed row of each of its tokens, shared ones included, (L,) int32.

@@ -15,25 +15,19 @@ from ..packing.prefix_tree import Pack, Query
 from ..rows import Rows, check_columns
 
 
-def packs_of(
-    rows: Rows,
-    counts: np.ndarray,
-    walk: ModelWalk,
-    order: Sequence[int],
-    budget: int,
-) -> Iterator[tuple[Pack, list[int]]]:
-    """Lay out what is fed of each row; yield packs with the rows of their queries."""
-    bundles = [_sequence(rows.prompts[b].numpy(), rows.completions[b].numpy(), int(counts[b])) for b in order]
+def packs_of(rows: Rows, counts: np.ndarray, walk: ModelWalk, order: Sequence[int], budget: int) -> Iterator[Pack]:
+    """Lay out the first `counts` tokens of each row in `order`; the queries of packs are rows."""
     lengths = [len(rows.prompts[b]) + len(rows.completions[b]) for b in order]
-    for part in apart_by_length(walk, bundles, lengths, [rows.index[b] for b in order]):
-        groups = _by_prompt(part, [rows.prompts[b].numpy() for b in order])
-        for pack in lay_out([[query for i in group for query in part[i]] for group in groups], budget):
-            yield pack, [order[i] for g in pack.bundles for i in groups[g] if part[i]]
+    bundles, parts = apart_by_length(
+        walk, [_sequence(rows, b, int(counts[b])) for b in order], lengths, [rows.index[b] for b in order]
+    )
+    queries = {b: query for b, bundle in zip(order, bundles, strict=True) for query in bundle}
+    for part in parts:
+        groups = groupby([order[i] for i in part], lambda b: rows.prompts[b].numpy().tobytes())
+        yield from lay_out(queries, [list(group) for _, group in groups], budget)
 
 
-def as_many_as_others(
-    model: PreTrainedModel, packs: Iterable[tuple[Pack, list[int]]], *, at_least: int = 0
-) -> Iterable[tuple[Pack, list[int]]]:
+def as_many_as_others(model: PreTrainedModel, packs: Iterable[Pack], *, at_least: int = 0) -> Iterable[Pack]:
     """Add idle packs where there are fewer than `at_least`, and where processes that share `model` feed more.
 
     Such processes run as many forwards, and backwards, as each other.
@@ -45,7 +39,7 @@ def as_many_as_others(
     wanted = max(len(own), at_least)
     if ranks is not None:
         wanted = ranks.forwards(wanted)
-    return own + [(idle_pack(), list[int]())] * (wanted - len(own))
+    return own + [idle_pack()] * (wanted - len(own))
 
 
 def trained_first(
@@ -81,15 +75,10 @@ def checked_needed(needed: Sequence[int] | None, lengths: Sequence[int]) -> np.n
     return np.array(needed, dtype=np.int64)
 
 
-def _sequence(prompt: np.ndarray, completion: np.ndarray, count: int) -> list[Query]:
+def _sequence(rows: Rows, b: int, count: int) -> list[Query]:
     """Make the query of a completion's first `count` tokens; none for 0."""
     if count == 0:
         return []
+    prompt, completion = rows.prompts[b].numpy(), rows.completions[b].numpy()
     tokens = np.concatenate([prompt, completion[: count - 1]])
     return [Query(tokens, len(prompt) - 1, completion[:count], beyond=completion[count - 1 :])]
-
-
-def _by_prompt(bundles: Sequence[Sequence[Query]], prompts: Sequence[np.ndarray]) -> list[list[int]]:
-    """Group the numbers of bundles with queries by prompt; equal prompts are neighbours."""
-    fed = [i for i, bundle in enumerate(bundles) if bundle]
-    return [list(group) for _, group in groupby(fed, lambda i: prompts[i].tobytes())]

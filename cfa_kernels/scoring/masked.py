@@ -5,10 +5,9 @@ one forward per pack (`hf/tree_forward.py`) gives all answer log-probs. `outcome
 host lays out a pack while the device runs the one before, and reads values once, at the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import count
+from itertools import count, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +19,9 @@ from ..hf.memory import run_in_memory
 from ..hf.model import causal_lm
 from ..hf.model_walk import Model, ModelWalk
 from ..hf.sharding import run_inside
-from ..hf.tree_forward import HeadRows, KeyValueStore, pack_states, packed_hidden, tree_attention_mode
+from ..hf.tree_forward import KeyValueStore, pack_states, packed_hidden, tree_attention_mode
 from ..hf.verify import check_supported
-from ..packing.packs import Chain, chain_bundles
+from ..packing.packs import lay_out, lay_out_split
 from ..packing.prefix_tree import Pack, Query
 from ..rows import Rows
 from ..span import Span
@@ -75,10 +74,12 @@ class CounterfactualScores:
 
     def in_callers_order(self, batch: ScoredBatch) -> "CounterfactualScores":
         """Put the scores of `batch` back into the order that its completions came in."""
-        order = batch.to_callers_order
-        return CounterfactualScores(
-            self.base[order(range(len(self.base)))], order(self.masked), order(self.drop), self.work
-        )
+        return self.take(batch.to_callers_order(range(len(batch))))
+
+    def take(self, order: Sequence[int]) -> "CounterfactualScores":
+        """Copy the scores of some completions, in the order of `order`."""
+        masked, drop = ([column[i] for i in order] for column in (self.masked, self.drop))
+        return CounterfactualScores(self.base[list(order)], masked, drop, self.work)
 
 
 def score_counterfactuals(
@@ -136,7 +137,7 @@ def score_batch(model: Model, batch: ScoredBatch, outcome: Outcome = "logprob") 
     """Score a checked batch as `score_counterfactuals` does, in the batch's order."""
     walk = ModelWalk.of(model)
     plan = plan_scoring(walk, batch, outcome)
-    values, work = _run(walk, plan)
+    values, work = run_plan(walk, check_supported(walk), plan, plan.packs())
     return collect_scores(values, plan, outcome, work)
 
 
@@ -170,50 +171,75 @@ def query_logprobs(
     def body() -> tuple[list[list[Tensor]], ScoringWork]:
         walk = ModelWalk.of(causal_lm(model))
         plan = plan_queries(walk, bundles, index=index, token_budget=token_budget)
-        values, work = _run(walk, plan)
+        values, work = run_plan(walk, check_supported(walk), plan, plan.packs())
         return collect_logprobs(values, plan), work
 
     return run_inside(model, body)
 
 
-class Read(NamedTuple):
-    """Values that queries read of a pack which was fed."""
+class Reading(NamedTuple):
+    """Values that the queries of a pack read off it."""
 
     pack: Pack
-    numbers: Sequence[int]  # of those queries
     values: Tensor  # on the device
     places: np.ndarray  # int64: of the queries' values among `values`, one query after the other
 
 
-def _run(walk: ModelWalk, plan: ScoringPlan) -> tuple[Tensor, ScoringWork]:
-    """Run a plan: the values of every query in order, fp32 on the host, and counts of work."""
-    head = check_supported(walk)
-    reader = OutcomeReader(head)
+def run_plan(
+    walk: ModelWalk,
+    head: Head,
+    plan: ScoringPlan,
+    packs: Iterable[Pack],
+    trunks: Mapping[Pack, tuple[Tensor, KeyValueStore | None]] | None = None,
+) -> tuple[Tensor, ScoringWork]:
+    """Feed packs that answer the queries of `plan`, in smaller ones where memory ends.
+
+    Packs may continue `trunks`, each given with its hidden states and keys and values, or a pack without queries.
+
+    Returns:
+        The values of every query in order, fp32 on the host, and counts of work.
+    """
+    reader, states = OutcomeReader(head), dict(trunks or {})
+
+    def run(pack: Pack) -> Reading:
+        if not pack.queries:
+            states.clear()  # nothing continues the one before any more
+            own = KeyValueStore()
+            states[pack] = packed_hidden(walk, pack, store=own), own
+            return Reading(pack, head.weight.new_zeros(0), np.zeros(0, np.int64))
+        hidden, store = (None, None) if pack.trunk is None else states[pack.trunk]
+        rows = pack_states(walk, head, pack, store=store, earlier=hidden)
+        queries, bundles = [plan.queries[n] for n in pack.queries], [plan.bundle_of[n] for n in pack.queries]
+        return Reading(pack, *reader.read(pack, queries, bundles, rows))
+
+    def smaller(pack: Pack) -> Iterable[Pack]:
+        half = pack.num_tokens // 2
+        if pack.trunk is not None:
+            return lay_out(plan.queries, [[n] for n in pack.queries], half, trunk=pack.trunk)
+        bundles = [list(bundle) for _, bundle in groupby(pack.queries, plan.bundle_of.__getitem__)]
+        return lay_out_split(plan.queries, bundles, replace(plan.limits, token_budget=half))
+
     with tree_attention_mode(walk):
-        found = run_in_memory(
-            plan.chains(), partial(_read_chain, walk, head, plan, reader), partial(_smaller_chains, plan)
-        )
-        read = [one for chain in found for one in chain]
-    return gather(plan, read)
+        return gather(plan, list(run_in_memory(packs, run, smaller)))
 
 
-def gather(plan: ScoringPlan, read: Sequence[Read]) -> tuple[Tensor, ScoringWork]:
+def gather(plan: ScoringPlan, readings: Sequence[Reading]) -> tuple[Tensor, ScoringWork]:
     """Copy the values of all queries of `plan` to the host, in order, and count the work.
 
     One copy for all of them, which waits for the device.
     """
     work = ScoringWork(
-        forwards=len([one for one in read if one.pack.num_tokens]),
-        tokens_fed=sum(one.pack.num_tokens for one in read),
+        forwards=len([one for one in readings if one.pack.num_tokens]),
+        tokens_fed=sum(one.pack.num_tokens for one in readings),
         tokens_unshared=sum(len(query.tokens) for query in plan.queries),
-        head_rows=sum(len(one.pack.rows) for one in read),
+        head_rows=sum(len(one.pack.rows) for one in readings),
     )
-    if not read:
+    if not readings:
         return torch.zeros(0), work
-    ends = np.cumsum([len(one.values) for one in read])
-    places = np.concatenate([one.places + end - len(one.values) for one, end in zip(read, ends, strict=True)])
-    order = _in_order([n for one in read for n in one.numbers], [query.num_values for query in plan.queries])
-    return torch.cat([one.values for one in read]).cpu()[torch.from_numpy(places[order])], work
+    ends = np.cumsum([len(one.values) for one in readings])
+    index = np.concatenate([one.places + end - len(one.values) for one, end in zip(readings, ends, strict=True)])
+    order = _in_order([n for one in readings for n in one.pack.queries], [query.num_values for query in plan.queries])
+    return torch.cat([one.values for one in readings]).cpu()[torch.from_numpy(index[order])], work
 
 
 def _in_order(answered: list[int], sizes: list[int]) -> np.ndarray:
@@ -222,37 +248,6 @@ def _in_order(answered: list[int], sizes: list[int]) -> np.ndarray:
     starts = np.empty(len(sizes), dtype=np.int64)
     starts[numbers] = np.cumsum(size[numbers]) - size[numbers]
     return np.repeat(starts - (np.cumsum(size) - size), size) + np.arange(size.sum())
-
-
-def _read_chain(walk: ModelWalk, head: Head, plan: ScoringPlan, reader: OutcomeReader, chain: Chain) -> list[Read]:
-    """Feed a chain's packs and read their queries."""
-    store, hidden, read = None, None, list[Read]()
-    for pack, numbers in chain.packs(plan.queries):
-        if chain.continued and hidden is None:
-            store = KeyValueStore()
-            hidden = packed_hidden(walk, pack, store=store)
-            read.append(Read(pack, [], hidden.new_zeros(0), np.zeros(0, np.int64)))
-        else:
-            rows = pack_states(walk, head, pack, store=store, earlier=hidden)
-            read.append(read_pack(reader, plan, pack, numbers, rows))
-    return read
-
-
-def read_pack(reader: OutcomeReader, plan: ScoringPlan, pack: Pack, numbers: Sequence[int], rows: HeadRows) -> Read:
-    """Read the values of the queries `numbers` of `plan`, those of `pack`, off its rows."""
-    queries, bundles = [plan.queries[n] for n in numbers], [plan.bundle_of[n] for n in numbers]
-    return Read(pack, numbers, *reader.read(pack, queries, bundles, rows))
-
-
-def _smaller_chains(plan: ScoringPlan, chain: Chain) -> list[Chain]:
-    """Split a chain into more packs, of half the rows or of one query each; none if it cannot be split."""
-    sizes = [pack.num_tokens for pack, _ in chain.packs(plan.queries)]
-    for budget in (max(sizes[1:] or sizes) // 2, 1):
-        limits = replace(chain.limits, token_budget=max(budget, 1))
-        chains = list(chain_bundles(plan.queries, chain.bundles, limits))
-        if sum(1 for one in chains for _ in one.packs(plan.queries)) > len(sizes):
-            return chains
-    return []
 
 
 def collect_logprobs(values: Tensor, plan: ScoringPlan) -> list[list[Tensor]]:

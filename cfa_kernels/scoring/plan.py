@@ -1,7 +1,7 @@
 """Lay out the queries of each completion in one call, and the forwards that answer them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -10,7 +10,7 @@ from ..hf.limits import apart_by_length, largest_forward, rows_per_forward
 from ..hf.model_walk import Model, ModelWalk
 from ..hf.stateful_layers import has_cells
 from ..options import POSITIVE
-from ..packing.packs import Chain, Limits, chain_bundles
+from ..packing.packs import Limits, lay_out_split
 from ..packing.prefix_tree import Pack, Query
 from .batch import Mask, ScoredBatch, ScoredRow, branch
 from .outcomes import DIVERGENCES, Outcome
@@ -22,21 +22,14 @@ def check_temperature(temperature: float) -> None:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Bundles, by number, that may share a forward: all, unless positions depend on a forward's longest sequence."""
-
-    bundles: list[int]
-    limits: Limits
-
-
-@dataclass(frozen=True)
 class ScoringPlan:
     """Plan of a call: the queries, and which of them may be fed together."""
 
     index: list[int]  # by which errors name each row
-    bundles: list[list[Query]]  # of each row
-    rows: list[ScoredRow] = field(default_factory=list)  # equal prompts side by side; none where only queries are given
-    parts: list[_Part] = field(default_factory=list)
+    bundles: Sequence[list[Query]]  # of each row
+    parts: list[list[int]]  # bundles that may share a forward, by number
+    rows: list[ScoredRow]  # equal prompts side by side; none where only queries are given
+    limits: Limits
 
     @cached_property
     def queries(self) -> list[Query]:
@@ -54,15 +47,10 @@ class ScoringPlan:
         """List the bundle of each query, by number."""
         return [i for i, bundle in enumerate(self.bundles) for _ in bundle]
 
-    def chains(self) -> Iterator[Chain]:
-        """Yield every chain of packs, in order."""
+    def packs(self) -> Iterator[Pack]:
+        """Lay out every pack, in order, one at a time."""
         for part in self.parts:
-            yield from chain_bundles(self.queries, [self.query_numbers[i] for i in part.bundles], part.limits)
-
-    @property
-    def packs(self) -> list[Pack]:
-        """List every pack, in order."""
-        return [pack for chain in self.chains() for pack, _ in chain.packs(self.queries)]
+            yield from lay_out_split(self.queries, [self.query_numbers[i] for i in part], self.limits)
 
 
 def plan_scoring(model: Model, batch: ScoredBatch, outcome: Outcome = "logprob") -> ScoringPlan:
@@ -99,16 +87,10 @@ def _lay_out(
     walk = ModelWalk.of(model)
     limits = Limits(
         rows_per_forward(walk, token_budget),
-        continues=not has_cells(walk),  # layers that carry a state do not keep it for branches of a later forward
+        trunks=not has_cells(walk),  # layers that carry a state do not keep it for branches of a later forward
         most_rows=largest_forward(walk),
     )
-    parts = apart_by_length(walk, bundles, lengths, index)
-    return ScoringPlan(
-        index,
-        [max(bundle, key=len) for bundle in zip(*parts, strict=True)],  # each has queries in at most one part
-        rows,
-        [_Part([i for i, bundle in enumerate(part) if bundle], limits) for part in parts],
-    )
+    return ScoringPlan(index, *apart_by_length(walk, bundles, lengths, index), rows, limits)
 
 
 def queries_of(row: ScoredRow, outcome: Outcome = "logprob", mask: Mask | None = None) -> list[Query]:

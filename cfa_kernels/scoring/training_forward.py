@@ -15,19 +15,18 @@ from transformers import PreTrainedModel
 
 from ..hf.head import Head
 from ..hf.limits import rope_lengths, rows_per_forward
-from ..hf.memory import halves, run_in_memory
 from ..hf.model import causal_lm
 from ..hf.model_state import ModelState, TensorMarks
 from ..hf.model_walk import ModelWalk
 from ..hf.sharding import run_inside
 from ..hf.stateful_layers import has_cells
-from ..hf.tree_forward import KeyValueStore, pack_states, packed_hidden, tree_attention_mode, tree_training_mode
+from ..hf.tree_forward import KeyValueStore, packed_hidden, tree_training_mode
 from ..hf.verify import check_trainable
 from ..losses.policy import linear_policy_loss
 from ..losses.ragged import LossBatch
 from ..ops.linear_logprob import linear_logprob
 from ..ops.upload import upload
-from ..packing.packs import continue_pack
+from ..packing.packs import lay_out
 from ..packing.prefix_tree import Pack, Query
 from ..rows import Rows
 from ..span import Span
@@ -35,17 +34,15 @@ from .batch import Mask, ScoredBatch, check_ids, packing_order
 from .layout import as_many_as_others, checked_needed, packs_of, trained_first
 from .masked import (
     CounterfactualScores,
-    Read,
     ScoringWork,
     collect_logprobs,
     collect_scores,
-    gather,
     query_logprobs,
-    read_pack,
+    run_plan,
     score_batch,
 )
-from .outcomes import Outcome, OutcomeReader
-from .plan import ScoringPlan, check_temperature, plan_queries, queries_of
+from .outcomes import Outcome
+from .plan import ScoringPlan, check_temperature, plan_queries, plan_scoring
 
 
 class PackedLoss(NamedTuple):
@@ -179,10 +176,10 @@ def packed_forward(
     with_gradient, without = trained_first(causal, rows, counts, order, trained)
     fed: list[_Fed] = []
 
-    def feed(packs: Iterable[tuple[Pack, list[int]]]) -> None:
-        for pack, members in packs:
+    def feed(packs: Iterable[Pack]) -> None:
+        for pack in packs:
             store = KeyValueStore() if keep_states else None
-            fed.append(_Fed(pack, members, packed_hidden(walk, pack, store=store), store))
+            fed.append(_Fed(pack, packed_hidden(walk, pack, store=store), store))
 
     with tree_training_mode(walk):
         packs = packs_of(rows, counts, walk, with_gradient, budget)
@@ -198,10 +195,9 @@ def _parts(head: Head) -> dict[str, Tensor]:
 
 @dataclass
 class _Fed:
-    """One pack after its forward."""
+    """One pack after its forward; its queries are rows of the batch."""
 
     pack: Pack
-    members: list[int]  # batch row of each of its queries
     hidden: Tensor  # (N, H), with gradient if a row of it is trained
     store: KeyValueStore | None
 
@@ -230,7 +226,7 @@ class PackedForward:
         for one in fed:
             inside = (one.pack.rows[one.pack.query_index] + offset).tolist()
             start = 0
-            for b in one.members:
+            for b in one.pack.queries:
                 self._predicting[b] = np.array(inside[start : start + counts[b]], dtype=np.int64)
                 start += counts[b]
             offset += one.pack.num_tokens
@@ -328,21 +324,14 @@ class PackedForward:
         walk = self._same_model()
         if self._stands_alone(walk):
             return score_batch(walk, batch, outcome)
-        places = [row.place for row in batch.rows]
-        order = np.argsort(places, kind="stable").tolist()  # as fed, for packs that do not depend on the batch's order
-        rows = [batch.rows[i] for i in order]
-        plan = ScoringPlan([row.index for row in rows], [queries_of(row, outcome, batch.mask) for row in rows], rows)
-        for row, bundle in zip(rows, plan.bundles, strict=True):
+        order = batch.to_callers_order(range(len(batch)))  # as fed, for packs that do not depend on the batch's order
+        plan = plan_scoring(walk, batch.take(order), outcome)
+        for row, bundle in zip(plan.rows, plan.bundles, strict=True):
             if bundle and not self.counts[row.place]:
                 raise ValueError(f"answers row {row.index}: its completion was not fed (needed[{row.place}] was 0)")
-        forward_of = {b: f for f, one in enumerate(self.fed) for b in one.members}
-        owners = [forward_of.get(row.place, 0) for row in rows]
-        budget = rows_per_forward(walk, batch.token_budget)
-        values, work = self._continued(walk, plan, owners, OutcomeReader(self.head), budget)
-        scores = collect_scores(values, plan, outcome, work)
-        back = np.argsort(order).tolist()
-        masked, drop = ([column[i] for i in back] for column in (scores.masked, scores.drop))
-        return CounterfactualScores(scores.base[back], masked, drop, work)
+        forward_of = {b: f for f, one in enumerate(self.fed) for b in one.pack.queries}
+        values, work = self._run(walk, plan, [forward_of.get(row.place, 0) for row in plan.rows])
+        return collect_scores(values, plan, outcome, work).take(np.argsort(order).tolist())
 
     def query_logprobs(
         self,
@@ -366,8 +355,7 @@ class PackedForward:
             return query_logprobs(model, bundles, index=index, token_budget=token_budget)
         plan = plan_queries(walk, bundles, index=index, token_budget=token_budget)
         owners = [self._nearest(bundle[0].tokens) if bundle else 0 for bundle in plan.bundles]
-        budget = rows_per_forward(walk, token_budget)
-        values, work = self._continued(walk, plan, owners, OutcomeReader(self.head), budget)
+        values, work = self._run(walk, plan, owners)
         return collect_logprobs(values, plan), work
 
     def _same_model(self) -> ModelWalk:
@@ -400,32 +388,19 @@ class PackedForward:
         shared = [one.pack.tree.common_prefix(tokens) for one in self.fed]
         return shared.index(max(shared))
 
-    def _continued(
-        self, walk: ModelWalk, plan: ScoringPlan, owners: Sequence[int], reader: OutcomeReader, budget: int
-    ) -> tuple[Tensor, ScoringWork]:
+    def _run(self, walk: ModelWalk, plan: ScoringPlan, owners: Sequence[int]) -> tuple[Tensor, ScoringWork]:
         """Compute the values of a plan's queries; those of each bundle continue the pack that owns it."""
 
-        def continuing(one: _Fed, numbers: Sequence[int], budget: int) -> Iterator[tuple[_Fed, Sequence[int], Pack]]:
-            for pack in continue_pack(one.pack, [plan.queries[n] for n in numbers], budget):
-                yield one, [numbers[i] for i in pack.bundles], pack
-
-        def upcoming() -> Iterator[tuple[_Fed, Sequence[int], Pack]]:
+        def packs() -> Iterator[Pack]:
             for f, one in enumerate(self.fed):
-                owned = [bundle for bundle, owner in zip(plan.query_numbers, owners, strict=True) if owner == f]
-                yield from continuing(one, [n for bundle in owned for n in bundle], budget)
+                own = [
+                    n for numbers, owner in zip(plan.query_numbers, owners, strict=True) if owner == f for n in numbers
+                ]
+                yield from lay_out(plan.queries, [[n] for n in own], plan.limits.token_budget, trunk=one.pack)
 
-        def run(work: tuple[_Fed, Sequence[int], Pack]) -> Read:
-            one, numbers, pack = work
-            states = pack_states(walk, self.head, pack, store=one.store, earlier=one.hidden.detach())
-            return read_pack(reader, plan, pack, numbers, states)
-
-        def smaller(work: tuple[_Fed, Sequence[int], Pack]) -> list[tuple[_Fed, Sequence[int], Pack]]:
-            one, numbers, pack = work
-            parts = halves(numbers, plan.bundle_of.__getitem__)
-            return [made for part in parts for made in continuing(one, part, pack.num_tokens)]
-
-        with torch.no_grad(), tree_attention_mode(walk):
-            return gather(plan, list(run_in_memory(upcoming(), run, smaller)))
+        trunks = {one.pack: (one.hidden.detach(), one.store) for one in self.fed}
+        with torch.no_grad():
+            return run_plan(walk, self.head, plan, packs(), trunks)
 
     def states(self) -> list[Tensor]:
         """List, for each row, the hidden states (T_b, H) that predict its fed tokens; differentiable."""

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from cfa_kernels.estimators import gradient, resampling
 from cfa_kernels.estimators.resampling import resampled_fills
 from cfa_kernels.hf import limits, memory, tree_forward
-from cfa_kernels.hf.memory import columns_at_once, halves, rows_at_once, run_in_memory
+from cfa_kernels.hf.memory import columns_at_once, rows_at_once, run_in_memory
 from cfa_kernels.hf.verify import check_supported
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import masked, training_forward
@@ -163,14 +163,6 @@ def test_other_errors_are_not_met_with_smaller_works(error):
 
     with pytest.raises(type(error), match=str(error)):
         list(run_in_memory(["ab"], run, list))
-
-
-@pytest.mark.parametrize(
-    ("items", "expected"),
-    [("aabbb", ["aa", "bbb"]), ("aaaab", ["aaaa", "b"]), ("aaa", ["a", "aa"]), ("abc", ["a", "bc"]), ("a", [])],
-)
-def test_halves_are_cut_between_rows_where_there_are_several(items, expected):
-    assert halves(items, str) == expected
 
 
 def test_strips_of_logits_stay_within_what_may_exist_at_once():

@@ -71,5 +71,6 @@ def test_rows_to_score_are_those_that_the_packs_of_a_group_feed():
         ScoredRow(np.arange(6), np.arange(20) + 100 * (b + 1), units, answer)
         for b, (units, answer) in enumerate(zip(spans, answers, strict=True))
     ]
-    (pack,) = lay_out([queries_of(row, mask=99) for row in rows], 10_000)
+    queries = [query for row in rows for query in queries_of(row, mask=99)]
+    (pack,) = lay_out(queries, [range(len(queries))], 10_000)
     assert rows_to_score(6, spans, answers) == pack.num_tokens

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfa_kernels.ops.segment_table import SegmentTable
-from cfa_kernels.packing.packs import Limits, chain_bundles, lay_out
+from cfa_kernels.packing.packs import Limits, groups_within, lay_out, lay_out_split
 from cfa_kernels.packing.prefix_tree import PrefixTree, Query
 
 # Few distinct tokens, so that prefixes collide often.
@@ -80,80 +80,77 @@ def test_a_sequence_shares_nothing_from_where_it_stands_alone(rows, alone_from):
     assert tree.num_tokens == distinct_prefixes(rows) + len(own)
 
 
-def bundles_of(rows):
-    return [[Query(ids(row), len(row) - 1, ids([7]))] for row in rows]
+def queries_of(rows) -> list[Query]:
+    return [Query(ids(row), 0, ids([*row[1:], 9])) for row in rows]
+
+
+def each(count: int) -> list[list[int]]:
+    return [[n] for n in range(count)]
+
+
+def assert_answers(pack, rows):
+    """Each query of the pack reads its own tokens, at their positions, and asks for its own targets."""
+    trunk = pack.trunk or pack
+    tokens = np.concatenate([trunk.tree.input_ids()[: pack.first_row], pack.input_ids])
+    wanted = [
+        column[pack.query_index] for column in (tokens[pack.rows], pack.table.positions()[pack.rows], pack.targets)
+    ]
+    start = 0
+    for n in pack.queries:
+        part = slice(start, start + len(rows[n]))
+        assert [column[part].tolist() for column in wanted] == [rows[n], [*range(len(rows[n]))], [*rows[n][1:], 9]]
+        start = part.stop
+    assert start == len(pack.query_index)
 
 
 @given(sequences, st.integers(1, 40))
-def test_packs_cover_all_units_in_order_within_the_budget(rows, budget):
-    packs = list(lay_out(bundles_of(rows), budget))
-    assert [i for pack in packs for i in pack.bundles] == list(range(len(rows)))
+def test_packs_answer_all_queries_in_order_within_the_budget(rows, budget):
+    packs = list(lay_out(queries_of(rows), [[], *each(len(rows)), []], budget))
+    assert [n for pack in packs for n in pack.queries] == list(range(len(rows)))
     for pack in packs:
-        assert pack.num_tokens <= budget or len(pack.bundles) == 1
-
-
-@given(sequences, st.integers(1, 40))
-def test_a_queries_rows_and_targets_survive_packing(rows, budget):
-    bundles = [[Query(ids(row), 0, ids([*row[1:], 9]))] for row in rows]
-    for pack in lay_out(bundles, budget):
-        wanted_rows, wanted_targets = pack.rows[pack.query_index], pack.targets[pack.query_index]
-        start = 0
-        for i in pack.bundles:
-            part = slice(start, start + len(rows[i]))
-            assert pack.input_ids[wanted_rows[part]].tolist() == rows[i]
-            assert pack.position_ids[wanted_rows[part]].tolist() == list(range(len(rows[i])))
-            assert wanted_targets[part].tolist() == [*rows[i][1:], 9]
-            start += len(rows[i])
+        assert pack.num_tokens <= budget or len(pack.queries) == 1
+        assert pack.num_tokens == distinct_prefixes([rows[n] for n in pack.queries])
+        assert_answers(pack, rows)
 
 
 @given(sequences, st.integers(1, 20), st.booleans())
-def test_chains_answer_each_query_once_within_the_budget(rows, budget, continues):
-    queries = [Query(ids(row), 0, ids([*row[1:], 9])) for row in rows]
-    half = len(rows) // 2
-    answered = []
-    for chain in chain_bundles(queries, [range(half), [], range(half, len(rows))], Limits(budget, continues)):
-        fed, inside, asked = 0, [], [n for bundle in chain.bundles for n in bundle]
-        for pack, numbers in chain.packs(queries):
-            tokens = pack.input_ids if pack is chain.first else np.concatenate([chain.first.input_ids, pack.input_ids])
-            ends = np.cumsum([len(rows[n]) for n in numbers], dtype=np.int64)
-            *wanted, _ = np.split(tokens[pack.rows[pack.query_index]], ends)
-            assert [part.tolist() for part in wanted] == [rows[n] for n in numbers]
-            assert pack.num_tokens <= max(budget, *(len(rows[n]) for n in numbers or asked))
-            fed, inside = fed + pack.num_tokens, inside + numbers
-        if not chain.continued:
-            assert fed == distinct_prefixes([rows[n] for n in inside])
-        assert inside == asked
-        answered += inside
+def test_bundles_over_the_budget_are_split_and_each_query_answered_once(rows, budget, trunks):
+    half, answered = len(rows) // 2, []
+    for pack in lay_out_split(queries_of(rows), [range(half), [], range(half, len(rows))], Limits(budget, trunks)):
+        assert trunks or (pack.queries and pack.trunk is None)
+        assert pack.num_tokens <= max(budget, *map(len, rows))
+        assert_answers(pack, rows)
+        answered += pack.queries
     assert answered == list(range(len(rows)))
 
 
 def test_branches_over_the_budget_are_fed_once_in_packs_that_continue_their_sequence():
-    rows = [list(range(12)), *([*range(t), 99, *range(t + 1, 12)] for t in range(12))]
-    queries = [Query(ids(row), 11, ids([7])) for row in rows]
-    (chain,) = chain_bundles(queries, [range(13)], Limits(15))
-    fed = [pack.num_tokens for pack, _ in chain.packs(queries)]
-    assert fed == [12, 12, 11, 10, 9, 15, 15, 6]
-    (short,) = chain_bundles(queries, [range(13)], Limits(15, most_rows=24))
-    assert max(12 + pack.num_tokens for pack, _ in short.packs(queries)) <= 24
+    queries = queries_of([list(range(12)), *([*range(t), 99, *range(t + 1, 12)] for t in range(12))])
+    trunk, *others = lay_out_split(queries, [range(13)], Limits(15))
+    assert [pack.num_tokens for pack in (trunk, *others)] == [12, 12, 11, 10, 9, 15, 15, 6]
+    assert all(pack.trunk is trunk for pack in others)
+    short = lay_out_split(queries, [range(13)], Limits(15, most_rows=24))
+    assert max(pack.table.num_rows for pack in short) <= 24
 
 
 def test_equal_head_rows_are_asked_once():
-    row = ids([1, 2, 3])
-    (pack,) = lay_out([[Query(row, 1, ids([5, 6])), Query(row, 1, ids([5, 8])), Query(row, 1, ids([5, 6]))]], 99)
+    queries = [Query(ids([1, 2, 3]), 1, ids(targets)) for targets in ([5, 6], [5, 8], [5, 6])]
+    (pack,) = lay_out(queries, [range(3)], 99)
     assert list(zip(pack.rows.tolist(), pack.targets.tolist(), strict=True)) == [(1, 5), (2, 6), (2, 8)]
     assert pack.query_index.tolist() == [0, 1, 0, 2, 0, 1]
 
 
-def test_empty_units_are_covered_and_cost_nothing():
-    packs = list(lay_out([[], *bundles_of([[1, 2]]), []], 10))
-    assert len(packs) == 1
-    assert packs[0].num_tokens == 2
-    assert list(lay_out([[], []], 10)) == []
-
-
-def test_a_token_budget_below_one_is_refused():
-    with pytest.raises(ValueError, match="token_budget must be at least 1, got 0"):
-        lay_out(bundles_of([[1]]), 0)
+@pytest.mark.parametrize(
+    ("sizes", "most", "total", "expected"),
+    [
+        ([2, 2, 2, 9, 1, 1], 5, sum, [2, 1, 1, 2]),
+        ([1, 1, 1], 2, sum, [2, 1]),
+        ([1, 2, 3, 9], 6, lambda part: len(part) * max(part), [2, 1, 1]),
+        ([], 5, sum, []),
+    ],
+)
+def test_neighbours_are_grouped_within_a_size(sizes, most, total, expected):
+    assert [len(group) for group in groups_within(sizes, most, total)] == expected
 
 
 def test_a_query_beyond_its_sequence_is_refused():
