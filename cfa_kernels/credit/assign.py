@@ -249,7 +249,7 @@ def _estimate(
     rows = inputs.with_tokens if config.compares else [b for b in inputs.credited if reasoning[b].spans]
     batch = _scored_batch(config, access, tokenizer, inputs, reasoning, rows, seed)
     places = [row.place for row in batch.rows]
-    result = access.judge(config.estimator, batch) if capabilities else config.estimator(access, batch)
+    result = access.apply(config.estimator, batch) if capabilities else config.estimator(access, batch)
     importances = _checked(result, [reasoning[b].spans if b in reasoning else [] for b in places], batch.index)
     compared, drops = _beyond_rounding(importances, batch.answers, ACCURACY[access.dtype])
     values, alike, changes = (

@@ -22,7 +22,7 @@ from ..hf.ranks import raised_by
 from ..hf.verify import check_supported
 from ..packing import balance
 from ..rows import Rows
-from ..scoring.access import Elsewhere, Sharded, as_access
+from ..scoring.access import RemoteAccess, Sharded, as_access
 from ..scoring.batch import ScoredBatch, ScoredRow, check_ids
 from ..scoring.masked import CounterfactualScores, ScoringWork
 from ..scoring.outcomes import Outcome
@@ -71,7 +71,7 @@ def judge_share(module: nn.Module, share: Share) -> Any:
         raise raised_by(dist.get_rank(), type(error).__name__, str(error)) from error
 
 
-class Workers(Elsewhere):
+class Workers(RemoteAccess):
     """Access to a model that workers of a host hold, whole or in pieces; estimators that ask it are run there.
 
     Args:
@@ -81,7 +81,7 @@ class Workers(Elsewhere):
     """
 
     capabilities = Sharded.capabilities
-    only = "estimators that query the model must run on the workers (`judge`)"
+    offers = "estimators that query the model must run on the workers (`apply`)"
 
     def __init__(self, ask: Callable[[list[Share]], Sequence[Any]], count: int) -> None:
         self._ask, self.count = ask, count
@@ -94,7 +94,7 @@ class Workers(Elsewhere):
             self._dtype = self._answers([Share(_nothing, ScoredBatch([]))] * self.count)[0]
         return self._dtype
 
-    def judge(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
+    def apply(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
         """Deal the batch's groups over the workers and join what they find, in the batch's order.
 
         A function of the caller's runs here, with these workers in the model's place.
@@ -108,7 +108,7 @@ class Workers(Elsewhere):
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Score the batch on the workers."""
-        return self.judge(partial(_scores, outcome=outcome), batch)  # type: ignore[no-any-return]
+        return self.apply(partial(_scores, outcome=outcome), batch)  # type: ignore[no-any-return]
 
     def _answers(self, shares: list[Share]) -> Sequence[Any]:
         answers = self._ask(shares)

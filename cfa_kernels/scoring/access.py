@@ -1,4 +1,4 @@
-"""Say how a model may be asked: in this process, from its training forward, or by a host's log-prob service."""
+"""Access a model: in this process, from its training forward, or by a host's log-prob service."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -31,16 +31,16 @@ CAPABILITIES = {
     MODEL: "the model itself in this process",
     GRADIENTS: "gradients through the model itself, whole in this process",
 }
-"""Capabilities of a `ModelAccess`, and what each means."""
+"""Capabilities of a `ModelAccess`, each with its description for errors."""
 
 _EVERYTHING = frozenset(CAPABILITIES)
 
 
 class ModelAccess(Protocol):
-    """Way to ask a model.
+    """Way to query a model.
 
     Attributes:
-        capabilities: names of `CAPABILITIES`, what the model can be asked for.
+        capabilities: names of `CAPABILITIES`.
         module: the model as the caller has it, perhaps wrapped; None where it is in another process.
     """
 
@@ -58,12 +58,12 @@ class ModelAccess(Protocol):
         ...
 
     def run(self, body: Callable[[], _Result]) -> _Result:
-        """Run what asks the model, perhaps several times; where processes share it all of them call this."""
-        ...
+        """Run `body`, which queries the model, perhaps several times; processes that share a model all call this."""
+        return body()
 
-    def judge(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
-        """Call an estimator that asks the model, `estimator(access, batch)`, where the model is."""
-        ...
+    def apply(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
+        """Call an estimator that queries the model, `estimator(access, batch)`, in the model's process."""
+        return estimator(self, batch)
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
         """Score the answers of a batch as sampled and with each unit masked, in the batch's order."""
@@ -74,19 +74,7 @@ class ModelAccess(Protocol):
         ...
 
 
-class _Here:
-    """Way to run what asks: here and now, by itself."""
-
-    def run(self, body: Callable[[], _Result]) -> _Result:
-        """Run `body()`."""
-        return body()
-
-    def judge(self, estimator: Callable[[Any, ScoredBatch], Any], batch: ScoredBatch) -> Any:
-        """Call `estimator` in this process."""
-        return estimator(self, batch)
-
-
-class InProcess(_Here):
+class InProcess(ModelAccess):
     """Access to a model whose weights are whole in this process, bare or wrapped as in `score_counterfactuals`."""
 
     capabilities = _EVERYTHING
@@ -98,7 +86,7 @@ class InProcess(_Here):
     def model(self) -> PreTrainedModel:
         """Return the causal model inside its wrappers."""
         if self.module is None:
-            raise ValueError("model: must be given to an estimator that asks it, got None")
+            raise ValueError("model: must be given to an estimator that queries it, got None")
         return causal_lm(self.module)
 
     @property
@@ -110,8 +98,8 @@ class InProcess(_Here):
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.model.dtype
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
-        """Feed the batch as packed trees of its own."""
-        return score_batch(self.model, batch, outcome)
+        """Feed the batch as packed trees of its own; processes that share the model feed theirs."""
+        return self.run(lambda: score_batch(self.model, batch, outcome))
 
     def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
         """Feed the queries as packed trees of their own."""
@@ -121,21 +109,15 @@ class InProcess(_Here):
 class Sharded(InProcess):
     """Access to a model whose weights are in pieces on several processes (FSDP, ZeRO-3), given as its outermost module.
 
-    Every process asks the same things in the same order, each about completions of its own or about none: `run` takes
-    care of that for all that is asked inside it.
-
-    Gradients through the model are not offered: torch's FSDP knows one backward for each call of the outermost module,
-    after it. `FSDPState._root_post_backward_final_callback` (`torch/distributed/fsdp/_fully_shard/_fsdp_state.py`) runs
-    at the end of any backward and gives back the outermost module's own weights, which the rest of its call reads. The
-    first FSDP queues `_post_backward_final_callback` (`_runtime_utils.py`) from the outermost module's output only, and
-    a backward before that leaves its layers gathered and not idle. DeepSpeed's engine counts a backward as a step's.
+    Every process queries it in the same order, each for completions of its own or for none, inside `run`.
     """
 
+    # Without gradients: torch's FSDP knows one backward for each call of the outermost module, after it.
+    # `FSDPState._root_post_backward_final_callback` runs at the end of any backward and gives back the outermost
+    # module's own weights, which the rest of its call reads; the first FSDP queues `_post_backward_final_callback` from
+    # the outermost module's output only, and an earlier backward leaves its layers gathered. DeepSpeed's engine counts
+    # a backward as a step's.
     capabilities = _EVERYTHING - {GRADIENTS}
-
-    def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
-        """Feed the batch as packed trees of its own, while the other processes feed theirs."""
-        return self.run(lambda: score_batch(self.model, batch, outcome))
 
     def run(self, body: Callable[[], _Result]) -> _Result:
         """Run `body()` inside one call of the outermost module; raise on all processes what one of them raises."""
@@ -146,7 +128,7 @@ class Sharded(InProcess):
 class TrainingForward(InProcess):
     """Access to the model of a `PackedForward`, whose completions are fed already: answers and queries continue them.
 
-    Estimators that continue nothing (gradients, fills, partial branches) use the forward's model itself.
+    Estimators that continue nothing (gradients, resampled masks) use the forward's model itself.
     """
 
     def __init__(self, forward: PackedForward) -> None:
@@ -164,31 +146,30 @@ class TrainingForward(InProcess):
         return self.forward.query_logprobs(self.model, bundles, **options)
 
 
-class Elsewhere(_Here):
-    """Access to a model in other processes, which cannot be asked everything."""
+class RemoteAccess(ModelAccess):
+    """Access to a model in other processes, which offers a part of the capabilities."""
 
     module: nn.Module | None = None
     dtype = torch.float32
-    only: str
-    """What can be asked of it, for errors."""
+    offers: str
+    """Phrase for errors: how the model can be queried."""
 
     @property
     def model(self) -> PreTrainedModel:
         """Raise: the model is in other processes."""
-        raise NotImplementedError(f"model: it is in other processes, and {self.only}")
+        raise NotImplementedError(f"model: it is in other processes, and {self.offers}")
 
     def query(self, bundles: Sequence[Sequence[Query]], **options: Any) -> tuple[list[list[Tensor]], ScoringWork]:
-        """Raise: queries are asked where the model is."""
-        raise NotImplementedError(f"model: it is in other processes, and {self.only}")
+        """Raise: queries need the model in this process."""
+        raise NotImplementedError(f"model: it is in other processes, and {self.offers}")
 
 
-class LogprobService(Elsewhere):
+class LogprobService(RemoteAccess):
     """Access through a host's own log-prob service, for models that are spread over other processes.
 
-    Each answer, and each answer with a unit masked, becomes an ordinary sequence, cut after the answer; all go out in
+    Each answer, as sampled and with each unit masked, becomes an ordinary sequence, cut after the answer; all go out in
     one request. Scores are those of `score_counterfactuals` to rounding, at the service's temperature; rotary
-    frequencies that follow a sequence's length (longrope) are those of the sequence as it is cut. No work is shared
-    between sequences; `work.tokens_fed` counts it.
+    frequencies that follow a sequence's length (longrope) are those of the sequence as it is cut.
 
     Args:
         logprobs_of: the service: from prompts and completions, 1-D int64 each, to a tensor or list of as many log-probs
@@ -197,44 +178,43 @@ class LogprobService(Elsewhere):
     """
 
     capabilities = frozenset({LOGPROBS})
-    only = "only log-probs of whole completions can be asked for"
+    offers = "only log-probs of whole completions can be requested"
 
     def __init__(self, logprobs_of: LogprobsOf, *, dtype: torch.dtype = torch.float32) -> None:
         self._logprobs_of, self.dtype = logprobs_of, dtype
 
     def score(self, batch: ScoredBatch, *, outcome: Outcome = "logprob") -> CounterfactualScores:
-        """Ask for each sequence; scores are on the host.
+        """Request log-probs of each sequence; scores are on the host.
 
         Raises:
-            ValueError: the service gives another number of sequences or tokens than it was asked for.
+            ValueError: the service gives another number of sequences or tokens than was requested.
             NotImplementedError: an outcome that log-probs do not tell.
         """
         if outcome in DIVERGENCES:
             raise NotImplementedError(f"outcome={outcome!r} needs {CAPABILITIES[DISTRIBUTIONS]}")
-        prompts, completions, starts = list[Tensor](), list[Tensor](), list[int]()
-        for row in batch.rows:
-            first = len(row.prompt)
-            for k in (None, *range(len(row.spans))) if row.answer is not None else ():
-                tokens, answer = branch(row, k, batch.mask)
-                prompts.append(torch.from_numpy(row.prompt))
-                completions.append(torch.from_numpy(tokens[first : answer.end]))
-                starts.append(answer.start - first)
+        rows = [(row, k) for row in batch.rows if row.answer is not None for k in (None, *range(len(row.spans)))]
+        branches = [branch(row, k, batch.mask) for row, k in rows]
+        prompts = [torch.from_numpy(row.prompt) for row, _ in rows]
+        completions = [
+            torch.from_numpy(tokens[len(prompt) : answer.end])
+            for prompt, (tokens, answer) in zip(prompts, branches, strict=True)
+        ]
         logprobs = [torch.as_tensor(row).detach() for row in self._logprobs_of(prompts, completions)] if prompts else []
         if len(logprobs) != len(completions):
-            raise ValueError(f"asked for log-probs of {len(completions)} sequences, got {len(logprobs)}")
-        for i, (values, completion) in enumerate(zip(logprobs, completions, strict=True)):
-            if len(values) != len(completion):
-                raise ValueError(
-                    f"asked for log-probs of sequence {i}: it has {len(completion)} tokens, got {len(values)}"
-                )
-        sums = (values[start:].float().sum().cpu() for values, start in zip(logprobs, starts, strict=True))
-        scores = list[Tensor]()
-        for row in batch.rows:
-            if row.answer is None:
-                scores.append(torch.full((1 + len(row.spans),), float("nan")))
-                continue
-            divisor = row.answer.end - row.answer.start if outcome == "mean_logprob" else 1
-            scores.append(torch.stack([next(sums) for _ in range(1 + len(row.spans))]) / divisor)
+            raise ValueError(f"expected log-probs of {len(completions)} sequences, got {len(logprobs)}")
+        values = list[Tensor]()
+        for i, (row, completion, (_, answer)) in enumerate(zip(logprobs, completions, branches, strict=True)):
+            if len(row) != len(completion):
+                raise ValueError(f"expected log-probs of the {len(completion)} tokens of sequence {i}, got {len(row)}")
+            length = answer.end - answer.start
+            values.append(row[-length:].float().sum().cpu() / (length if outcome == "mean_logprob" else 1))
+        each = iter(values)
+        scores = [
+            torch.full((1 + len(row.spans),), float("nan"))
+            if row.answer is None
+            else torch.stack([next(each) for _ in range(1 + len(row.spans))])
+            for row in batch.rows
+        ]
         base, masked = torch.tensor([row[0] for row in scores]), [row[1:] for row in scores]
         drop = [row - own for row, own in zip(masked, base, strict=True)]
         fed, head_rows = sum(map(len, prompts + completions)), sum(map(len, completions))
@@ -242,7 +222,7 @@ class LogprobService(Elsewhere):
 
 
 def as_access(model: nn.Module | ModelAccess | None) -> ModelAccess:
-    """Wrap a module as `Sharded` or `InProcess`, None, for one that is never asked, too; return an access as it is."""
+    """Wrap a module as `Sharded` or `InProcess`; None is a model that is never queried, an access stays as it is."""
     if model is None or not isinstance(model, nn.Module):
         return InProcess(None) if model is None else model
     return Sharded(model) if is_sharded(model) else InProcess(model)

@@ -36,7 +36,7 @@ class Scored:
     def run(self, body):
         return body()
 
-    def judge(self, estimator, batch):
+    def apply(self, estimator, batch):
         return estimator(self, batch)
 
     def score(self, batch, *, outcome="logprob"):

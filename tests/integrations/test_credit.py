@@ -69,11 +69,11 @@ def test_the_work_of_a_service_counts_every_sequence_in_full_and_up_to_the_answe
     [
         (lambda rows: rows[:-1], "6 sequences, got 5"),
         (lambda rows: [*rows, rows[0]], "6 sequences, got 7"),
-        (lambda rows: [*rows[:4], rows[4][:-1], rows[5]], "sequence 4: it has 5 tokens, got 4"),
+        (lambda rows: [*rows[:4], rows[4][:-1], rows[5]], "the 5 tokens of sequence 4, got 4"),
     ],
 )
 def test_a_service_that_answers_something_else_is_an_error(spoiled, message):
-    with pytest.raises(ValueError, match=f"asked for log-probs of {message}"):
+    with pytest.raises(ValueError, match=f"expected log-probs of {message}"):
         score(lambda prompts, completions: spoiled(service(prompts, completions)))
 
 

@@ -75,7 +75,7 @@ def test_a_function_of_the_callers_runs_beside_the_host_and_asks_the_workers():
         assert access is workers
         return Importances(access.score(some).drop)
 
-    assert [len(row) for row in workers.judge(OwnFunction(mine), given).values] == [2, 2]
+    assert [len(row) for row in workers.apply(OwnFunction(mine), given).values] == [2, 2]
     assert asked == [2]
 
 
@@ -100,7 +100,7 @@ def test_what_is_joined_keeps_what_belongs_to_no_completion():
         return Importances([base[b : b + 1] for b in range(len(some))], base=base, change_of="logprob", details={})
 
     model, given = tiny_model(), batch([5, 3, 4], [[3], [4], [5]])
-    found = Workers(lambda shares: [judge_share(model, Share(marked, share.batch)) for share in shares], 2).judge(
+    found = Workers(lambda shares: [judge_share(model, Share(marked, share.batch)) for share in shares], 2).apply(
         marked, given
     )
     assert found.base.tolist() == [0, 1, 2]
