@@ -16,7 +16,7 @@ LOGITS_AT_ONCE = 1 << 24
 """Maximum number of logits in memory, in elements, where a formula needs them: gradients, fills and divergences.
 
 About four tensors of this size exist at the same time, the widest in float64. Kernels from the head to log-probs and
-losses have limits of their own, tuned for speed: `STRIP_BYTES` of `ops.linear_logprob_backward`, in bytes, and
+losses have limits of their own, tuned for speed: `STRIP_BYTES` of `ops.linear_logprob`, in bytes, and
 `chunk_size` of `linear_policy_loss`, in rows.
 """
 

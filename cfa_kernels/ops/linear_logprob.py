@@ -1,8 +1,7 @@
-"""Compute the log-prob of a given target per row under a linear head, without the rows x vocabulary logits.
+"""Compute the log-prob of a target per row under a linear head, without the rows x vocabulary logits.
 
-Scoring reads answers with it, and a trainer may differentiate it. The plain PyTorch form is first, then the Triton
-kernels: one multiplies tiles of hidden states and head and keeps a few sums per row and tile, one merges
-those sums. The backward is in `linear_logprob_backward`.
+One Triton kernel multiplies tiles of hidden states and head and keeps a few sums per row and tile, one merges those
+sums; the backward recomputes strips of logits and takes the row gradient of the policy loss.
 """
 
 from typing import Any
@@ -14,10 +13,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .dispatch import architecture, resolve_backend
-from .head_matmul import autocast_operands
-from .linear_logprob_backward import linear_logprob_backward_op
+from .head_matmul import HeadGradients, autocast_operands, empty_strip, write_logits
 from .matmul import multiply
 from .operator_arguments import arguments_of
+from .policy_rows import row_gradients
 from .row_softmax import Softmax, check_logits_dtype, compute_dtype
 from .triton_math import LOG2E, minimum, tanh
 from .tuning import tuned
@@ -27,6 +26,9 @@ STATISTICS_ROWS = 32768
 
 REFERENCE_COLUMNS, REFERENCE_ELEMENTS = 1024, 2**20
 """Columns of the head, and logits, that the PyTorch form holds at a time."""
+
+STRIP_BYTES = {"cpu": 2**27, "cuda": 2**30}
+"""Size of a backward strip of logits, by device type."""
 
 
 def linear_logprob(
@@ -43,13 +45,11 @@ def linear_logprob(
 ) -> Any:
     """Compute the log-prob (nats) of `targets[n]` under `softmax(logits[n] / temperature)`, for each of N rows.
 
-    `logits = softcap * tanh(logit_scale * (hidden @ lm_head.T + bias) / softcap)`, or without the tanh if
-    `softcap` is None. They are formed and summed in float32 also from half-precision inputs, and N x V of them never
-    exist. A row's result is the same bits whatever other rows there are (Triton).
+    `logits = softcap * tanh(logit_scale * (hidden @ lm_head.T + bias) / softcap)`, without the tanh if `softcap` is
+    None, formed and summed in float32. A row's result is the same bits whatever other rows there are (Triton).
 
     Args:
-        hidden: (N, H) float32, bfloat16 or float16, rows of any stride, H contiguous; N may be 0. float64 runs on the
-            PyTorch form and gives float64.
+        hidden: (N, H) float32, bfloat16 or float16, rows of any stride, H contiguous; float64 on the PyTorch form.
         lm_head: (V, H) of that dtype, likewise. Under autocast both are cast as for a linear layer.
         targets: (N,) integers in [0, V).
         bias: (V,), any of those dtypes.
@@ -58,15 +58,13 @@ def linear_logprob(
         backend: `"triton"` or `"torch"`; by default what the device has.
 
     Returns:
-        (N,) float32, and with `return_entropy` also the entropies (N,), nats. Both are differentiable by hidden,
-        lm_head and bias, once; a backward takes one strip of logits and, if the head trains, its float32 gradient.
-        float32 GEMMs of the backward follow torch's TF32 setting; the forward does not (Triton), so where TF32 is
-        allowed it differs from `linear_policy_loss`, which follows it, by some 0.02 nats.
+        (N,) float32, and with `return_entropy` also the entropies (N,), nats; both are differentiable once by hidden,
+        lm_head and bias. float32 GEMMs of the backward follow torch's TF32 setting; the forward does not (Triton), so
+        where TF32 is allowed it differs from `linear_policy_loss`, which follows it, by some 0.02 nats.
 
     Raises:
-        ValueError: shapes or devices that do not fit, a last dimension that is not contiguous, a wrong number or
-            backend, or, on a CPU, a target outside [0, V), naming row and value; on a GPU such a row gives nan, as
-            finding it would wait for the device.
+        ValueError: shapes, devices, strides or numbers that do not fit, or, on a CPU, a target outside [0, V); on a
+            GPU such a row gives nan, as a check would wait for the device.
         TypeError: wrong dtypes.
     """
     hidden, lm_head = autocast_operands(hidden, lm_head)
@@ -92,32 +90,22 @@ def _check(hidden: Tensor, lm_head: Tensor, targets: Tensor, bias: Tensor | None
             raise ValueError(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
         if tensor.stride(1) != 1 and tensor.size(1) > 1:
             raise ValueError(f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}")
-    n, width = hidden.shape
-    if lm_head.size(1) != width:
-        raise ValueError(f"lm_head must be (V, {width}) as hidden is {tuple(hidden.shape)}, got {tuple(lm_head.shape)}")
-    if targets.shape != (n,):
-        raise ValueError(f"targets must be ({n},) as hidden is {tuple(hidden.shape)}, got {tuple(targets.shape)}")
-    if bias is not None and bias.shape != lm_head.shape[:1]:
-        raise ValueError(
-            f"bias must be ({len(lm_head)},) as lm_head is {tuple(lm_head.shape)}, got {tuple(bias.shape)}"
-        )
-    for name, other in (("lm_head", lm_head), ("targets", targets), ("bias", bias)):
+    (n, width), vocabulary = hidden.shape, len(lm_head)
+    shapes = {"lm_head": (vocabulary, width), "targets": (n,), "bias": (vocabulary,)}
+    for (name, shape), other in zip(shapes.items(), (lm_head, targets, bias), strict=True):
+        if other is not None and other.shape != shape:
+            raise ValueError(f"{name} must be {shape} as hidden is {tuple(hidden.shape)}, got {tuple(other.shape)}")
         if other is not None and other.device != hidden.device:
             raise ValueError(f"{name} must be on hidden's device {hidden.device}, got {other.device}")
-
-
-# The plain PyTorch form
 
 
 def linear_logprob_reference(
     hidden: Tensor, lm_head: Tensor, targets: Tensor, bias: Tensor | None, softmax: Softmax, with_entropy: bool
 ) -> Tensor:
-    """Compute `linear_logprob_op` by blocks of the vocabulary and of rows: (2, N), log-probs and entropies (or 0).
+    """Compute `linear_logprob_op` by blocks of the vocabulary and of rows; nan for a target outside the vocabulary.
 
     With `z` the logit over the temperature, blocks are merged by `max`, `sum of exp(z - max)` and, for the
-    entropy, `sum of (z - max) exp(z - max)`. A block's sum is read off its log_softmax, whose largest value is
-    `-log(sum)`: torch vectorises that on every CPU, unlike exp. A row whose target is outside the vocabulary gets
-    nan.
+    entropy, `sum of (z - max) exp(z - max)`.
     """
     exact = compute_dtype(hidden.dtype)
     hidden, n = hidden.to(exact), len(hidden)
@@ -145,7 +133,7 @@ def linear_logprob_reference(
             at_target = z.gather(1, torch.where(here, column, 0))
             chosen[rows] = torch.where(here, at_target, chosen[rows, None]).squeeze(1)
             block_max = z.clamp_min_(lowest).amax(1)  # finite, should a block hold nothing but -inf
-            block_log_sum = -z.log_softmax(1).amax(1)
+            block_log_sum = -z.log_softmax(1).amax(1)  # torch vectorises that on every CPU, unlike exp
             new_max = torch.maximum(row_max[rows], block_max)
             gap, block_gap = row_max[rows] - new_max, block_max - new_max
             decay, block_sum = gap.exp(), (block_gap + block_log_sum).exp()
@@ -157,9 +145,6 @@ def linear_logprob_reference(
     log_sum = total.log()
     entropy = log_sum - tilt / total if with_entropy else torch.zeros_like(log_sum)
     return torch.stack([chosen - row_max - log_sum, entropy])
-
-
-# Triton
 
 
 @triton.jit(do_not_specialize=["n_rows", "group"])  # the number of rows never recompiles
@@ -286,11 +271,7 @@ def merge_tiles_kernel(
 
 
 def launch_options(architecture: str, dtype: torch.dtype, *, aligned: bool) -> dict[str, Any]:
-    """Return the constexprs of `tile_statistics_kernel` and its compiler's options, by `TUNED`.
-
-    They do not depend on the number of rows, so neither does the arithmetic of a row. `aligned`: rows of hidden and
-    head start at multiples of 16 bytes, which the tensor memory accelerator needs.
-    """
+    """Return the constexprs of `tile_statistics_kernel` and its compiler's options, by `TUNED`."""
     options = tuned("tile_statistics_kernel", architecture, dtype, aligned=aligned)
     return options | {"WIDEN": architecture == "cpu"}  # the interpreter has no bf16 dot
 
@@ -299,18 +280,12 @@ MERGE_OPTIONS = tuned("merge_tiles_kernel")
 
 
 def _row_stride(tensor: Tensor) -> int:
-    # Strides say nothing of a single row.
-    return tensor.stride(0) if len(tensor) > 1 else tensor.size(1)
+    return tensor.stride(0) if len(tensor) > 1 else tensor.size(1)  # strides say nothing of a single row
 
 
 def _is_aligned(tensor: Tensor) -> bool:
     stride = _row_stride(tensor)
     return tensor.data_ptr() % 16 == 0 and stride * tensor.element_size() % 16 == 0 and stride >= tensor.size(1)
-
-
-def _programs(device: torch.device) -> int:
-    # One a multiprocessor; a few in the interpreter.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def linear_logprob_triton(
@@ -329,14 +304,17 @@ def linear_logprob_triton(
         options = launch_options(architecture(hidden.device), hidden.dtype, aligned=aligned)
     block_m, block_n, block_k = options["BLOCK_M"], options["BLOCK_N"], options["BLOCK_K"]
     cap = softmax.softcap or 1.0
-    inner, outer = 1 / cap, cap * LOG2E / softmax.temperature
+    features = {"HAS_BIAS": bias is not None, "HAS_SOFTCAP": softmax.softcap != 0, "WITH_ENTROPY": with_entropy}
     # Rows whose hidden states together take up to 16 MiB, which the L2 cache holds beside some columns of the head.
     group = max(2**24 // (block_m * width * hidden.element_size()), 4)
     n_tiles = triton.cdiv(vocabulary, block_n)
     out = torch.empty(2, n, dtype=torch.float32, device=hidden.device)
     for start in range(0, n, STATISTICS_ROWS):
         part = slice(start, min(start + STATISTICS_ROWS, n))
-        rows, goals = hidden[part], targets[part]
+        rows = hidden[part]
+        sizes = (
+            vocabulary, width, _row_stride(rows), _row_stride(lm_head), 1 / cap, cap * LOG2E / softmax.temperature
+        )  # fmt: skip
         tiles = out.new_empty(3 if with_entropy else 2, n_tiles, len(rows))
         operands: list[Any] = [rows, lm_head]
         if options["TMA"]:
@@ -346,22 +324,22 @@ def linear_logprob_triton(
             ]
         programs = triton.cdiv(len(rows), block_m) * n_tiles
         if options["FLATTEN"]:
-            programs = min(programs, _programs(hidden.device))
+            # One a multiprocessor; a few in the interpreter.
+            on_gpu = hidden.device.type == "cuda"
+            most = torch.cuda.get_device_properties(hidden.device).multi_processor_count if on_gpu else 3
+            programs = min(programs, most)
         with torch.cuda.device_of(hidden):
             tile_statistics_kernel[(programs,)](
-                *operands, bias, tiles, len(rows), vocabulary, width,
-                _row_stride(rows), _row_stride(lm_head), inner, outer, group,
-                HAS_BIAS=bias is not None, HAS_SOFTCAP=softmax.softcap != 0, WITH_ENTROPY=with_entropy, **options,
+                *operands, bias, tiles, len(rows), *sizes, group, **features, **options
             )  # fmt: skip
             merge_tiles_kernel[(triton.cdiv(len(rows), MERGE_OPTIONS["BLOCK_R"]),)](
-                rows, lm_head, bias, tiles, goals, out[:, part], len(rows), n, n_tiles, vocabulary, width,
-                _row_stride(rows), _row_stride(lm_head), inner, outer,
-                HAS_BIAS=bias is not None, HAS_SOFTCAP=softmax.softcap != 0, WITH_ENTROPY=with_entropy, **MERGE_OPTIONS,
+                rows, lm_head, bias, tiles, targets[part], out[:, part], len(rows), n, n_tiles, *sizes,
+                **features, **MERGE_OPTIONS,
             )  # fmt: skip
     return out
 
 
-# As an operator, so that torch.compile sees one node
+# As operators, so that torch.compile sees one node each
 
 
 @torch.library.custom_op("cfa_kernels::linear_logprob", mutates_args=())
@@ -375,10 +353,7 @@ def linear_logprob_op(
     with_entropy: bool,
     backend: str,
 ) -> Tensor:
-    """Return (2, N): log-probs and entropies (0 without `with_entropy`). Arguments as `linear_logprob` checked.
-
-    `temperature` and `softcap` are over the logit scale, which they thereby contain; softcap 0 is none.
-    """
+    """Return (2, N): log-probs and entropies (0 without `with_entropy`), by a `Softmax` of those numbers."""
     if targets.device.type == "cpu":
         outside = ((targets < 0) | (targets >= len(lm_head))).nonzero()
         if len(outside):
@@ -400,10 +375,72 @@ def _(*inputs: Any) -> Tensor:
     return hidden.new_empty((2, len(hidden)), dtype=compute_dtype(hidden.dtype))
 
 
+@torch.library.custom_op("cfa_kernels::linear_logprob_backward", mutates_args=())
+def linear_logprob_backward_op(
+    by_rows: Tensor,
+    hidden: Tensor,
+    lm_head: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    softcap: float,
+    with_entropy: bool,
+    wanted: list[bool],
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients by hidden, lm_head and bias, empty if not `wanted`, from those by rows (2, N)."""
+    # Strips of logits are multiplied by another routine than the forward's, so their probabilities are normalised by
+    # their own sums: against the forward's, the logits' rounding would be the probabilities' relative error.
+    targets, bias = targets.contiguous(), None if bias is None else bias.contiguous()
+    dtypes, unit = (hidden.dtype, lm_head.dtype, (bias if bias is not None else lm_head).dtype), None
+    if backend == "torch" and hidden.device.type == "cpu":
+        # No product of halves with float32 sums there: convert the head once, not for every strip.
+        hidden, lm_head = hidden.to(by_rows.dtype), lm_head.to(by_rows.dtype)
+    if hidden.dtype == torch.float16 and len(hidden):
+        # Gradients of a mean over many rows are below what float16 resolves: take a power of two out of them.
+        unit = torch.ldexp(by_rows.new_ones(()), torch.frexp(by_rows.abs().amax())[1])
+        by_rows = by_rows / unit
+    vocabulary, sums = len(lm_head), compute_dtype(hidden.dtype)
+    gradients = HeadGradients(hidden, lm_head, wanted)
+    size = STRIP_BYTES.get(hidden.device.type, STRIP_BYTES["cpu"])
+    height = max(size // (16 * vocabulary * sums.itemsize), 1) * 16  # every strip's slices are aligned alike
+    logits, gradient = empty_strip(min(height, max(len(hidden), 1)), vocabulary, sums, hidden.dtype, hidden.device)
+    for start in range(0, len(hidden), height):
+        part = slice(start, min(start + height, len(hidden)))
+        states = hidden[part]
+        strip, by_logits = logits[: len(states)], gradient[: len(states)]
+        write_logits(states, lm_head, strip)
+        row_gradients(
+            strip.unsqueeze(0), bias, by_logits.unsqueeze(0), targets[part],
+            by_rows[0, part].contiguous(), by_rows[1, part].contiguous() if with_entropy else None,
+            Softmax(temperature, softcap), backend=backend,
+        )  # fmt: skip
+        gradients.add(part, states, by_logits)
+    by_hidden, by_head, by_bias = (
+        (total if unit is None else total.mul_(unit)).to(dtype)
+        for total, dtype in zip(gradients.finish(), dtypes, strict=True)
+    )
+    return by_hidden, by_head, by_bias
+
+
+_BackwardArguments = arguments_of(linear_logprob_backward_op)
+
+
+@linear_logprob_backward_op.register_fake
+def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    arguments = _BackwardArguments(*inputs)
+    hidden, lm_head, wanted = arguments.hidden, arguments.lm_head, arguments.wanted
+    return (
+        hidden.new_empty(hidden.shape if wanted[0] else (0,)),
+        lm_head.new_empty(lm_head.shape if wanted[1] else (0,)),
+        (lm_head if arguments.bias is None else arguments.bias).new_empty(lm_head.shape[:1] if wanted[2] else (0,)),
+    )
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    given = _Arguments(*inputs)
-    ctx.save_for_backward(given.hidden, given.lm_head, given.targets, given.bias)
-    ctx.options = {name: getattr(given, name) for name in ("temperature", "softcap", "with_entropy", "backend")}
+    arguments = _Arguments(*inputs)
+    ctx.save_for_backward(arguments.hidden, arguments.lm_head, arguments.targets, arguments.bias)
+    ctx.options = {name: getattr(arguments, name) for name in ("temperature", "softcap", "with_entropy", "backend")}
 
 
 def _backward(ctx: Any, by_rows: Tensor) -> tuple[Tensor | None, ...]:

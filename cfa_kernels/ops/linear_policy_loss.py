@@ -1,13 +1,12 @@
 """Compute the policy loss from hidden states and the head, strip by strip of logits, with gradients in the forward.
 
-For each chunk of rows: a strip of logits by GEMM, one row kernel that turns it into its own gradient, then the
-GEMMs of the gradients by hidden and, if the head trains, by the head. At the sequence level a pass without
-gradients comes first, which finds the ratios.
+For each strip: logits by GEMM, one row kernel that turns them into their gradient, then the GEMMs of the gradients by
+hidden and head. At the sequence level a pass without gradients comes first and finds the ratios.
 """
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +23,9 @@ DEAD_SHARE = 0.1
 
 
 def contributing(tokens: Tokens, options: PolicyOptions, *, with_entropy: bool) -> Tensor:
-    """Find those of `tokens` (B, T) whose log-prob the loss or a gradient needs, (B, T) bool.
-
-    A token with zero weighted advantage adds nothing; at the sequence level its log-prob is needed if any token of
-    its sequence has one. The KL term and the entropy want every counted token.
-    """
+    """Find those of `tokens` (B, T) whose log-prob the loss or a gradient needs, (B, T) bool."""
+    # A token with zero weighted advantage adds nothing; at the sequence level its log-prob is needed if any token of
+    # its sequence has one. The KL term and the entropy want every counted token.
     counted = tokens.scale > 0
     if with_entropy or tokens.ref_logprobs is not None:
         return counted
@@ -38,15 +35,8 @@ def contributing(tokens: Tokens, options: PolicyOptions, *, with_entropy: bool) 
     return counted & moved
 
 
-class _Chunk(NamedTuple):
-    """Indices of some tokens among all N, and of their states in `hidden`."""
-
-    tokens: Index
-    states: Index
-
-
 class _Strips:
-    """Chunks of rows of `hidden` and a buffer that holds the logits of one of them, then their gradient.
+    """Rows of `hidden`, some at a time, and a buffer that holds their logits, then the gradient of those.
 
     `hidden` is (N, H), or with `rows_alone` (M, H): the states of the M `rows`, in their order.
     """
@@ -67,21 +57,17 @@ class _Strips:
         dtype = compute_dtype(hidden.dtype) if fp32_logits else hidden.dtype
         self._logits, self._gradient = empty_strip(self.size, len(head), dtype, hidden.dtype, hidden.device)
 
-    def __iter__(self) -> Iterator[_Chunk]:
+    def __iter__(self) -> Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]:
+        """Yield the indices of n tokens, and of their states, those (n, H), logits and their gradient (1, n, V)."""
         for start in range(0, self.count, self.size):
             part = slice(start, min(start + self.size, self.count))
             tokens = part if self.rows is None else self.rows[part]
-            yield _Chunk(tokens, part if self.rows_alone else tokens)
-
-    def load(self, chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
-        """Return hidden (n, H), logits (1, n, V) and where their gradient goes (1, n, V), perhaps the same memory.
-
-        Padding may hold nan; rows that do not count are 0, so that they add 0 to the head's gradient.
-        """
-        hidden = torch.where(self.counted[chunk.tokens].unsqueeze(1), self.hidden[chunk.states], 0)
-        logits, gradient = self._logits[: len(hidden)], self._gradient[: len(hidden)]
-        write_logits(hidden, self.head, logits)
-        return hidden, logits.unsqueeze(0), gradient.unsqueeze(0)
+            states = part if self.rows_alone else tokens
+            # Padding may hold nan; rows that do not count are 0, so that they add 0 to the head's gradient.
+            hidden = torch.where(self.counted[tokens].unsqueeze(1), self.hidden[states], 0)
+            logits, gradient = self._logits[: len(hidden)], self._gradient[: len(hidden)]
+            write_logits(hidden, self.head, logits)
+            yield tokens, states, hidden, logits.unsqueeze(0), gradient.unsqueeze(0)
 
 
 def _without_dead_rows(
@@ -120,10 +106,9 @@ def linear_policy_loss_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the loss (), `STATS` (5, N), gradients by hidden, head (V, H) and bias (V,), and their factor ().
 
-    hidden (N, H), or with `rows_alone` (M, H), the states of `rows` in their order; targets and token tensors (B, T),
-    contiguous, N = B * T. `wanted` says which gradients to make; the others are empty tensors. `rows`: the flattened
-    tokens to look at; None with `drop_rows`: those that `contributing` finds, at the price of waiting for the device.
-    Only the loss is differentiable.
+    hidden is (N, H), or with `rows_alone` (M, H), the states of `rows`; targets and token tensors are (B, T),
+    contiguous, N = B * T. Gradients that are not `wanted` are empty. `rows` are the flattened tokens to look at; None
+    with `drop_rows` waits for the device and takes those that `contributing` finds.
     """
     options, cap = PolicyOptions.of(loss_type, level, numbers), Softmax(*softmax)
     shape = scale.shape
@@ -137,7 +122,7 @@ def linear_policy_loss_op(
     strips = _Strips(hidden, head, counted, rows, rows_alone, chunk_size, fp32_logits)
     gradients = HeadGradients(hidden, head, wanted)
 
-    def finish_chunk(index: Index, states: Tensor, gradient: Tensor, by_logprob: Tensor) -> None:
+    def add_gradients(index: Index, states: Tensor, gradient: Tensor, by_logprob: Tensor) -> None:
         if drop_rows and entropy_scale is None and rows is not None:
             index, states, gradient = _without_dead_rows(index, states, gradient, by_logprob)
         gradients.add(index, states, gradient)
@@ -145,31 +130,25 @@ def linear_policy_loss_op(
     with torch.autocast(hidden.device.type, enabled=False):
         if level == "sequence":
             known = RowLogprobs(*scale.new_zeros(4, targets.numel()))
-            for chunk in strips:
-                index = chunk.tokens
-                _, logits, _ = strips.load(chunk)
-                found = row_logprobs(
+            for index, _, _, logits, _ in strips:
+                rows_known = row_logprobs(
                     logits, bias, targets[index], counted[index], cap, with_entropy=with_entropy, backend=backend
                 )
-                for whole, part in zip(known, found, strict=True):
+                for whole, part in zip(known, rows_known, strict=True):
                     whole[index] = part
             loss, stats, by_logprob, by_entropy = policy_of_logprobs(
                 known.logprobs, known.entropy, tokens, entropy_scale, options, shape
             )
-            for chunk in strips if any(wanted) else ():
-                index = chunk.tokens
-                states, logits, gradient = strips.load(chunk)
+            for index, place, states, logits, gradient in strips if any(wanted) else ():
                 row_gradients(
                     logits, bias, gradient, targets[index], by_logprob[index],
                     None if by_entropy is None else by_entropy[index], cap,
                     rows=RowLogprobs(*(whole[index] for whole in known)), backend=backend,
                 )  # fmt: skip
-                finish_chunk(chunk.states, states, gradient[0], by_logprob[index])
+                add_gradients(place, states, gradient[0], by_logprob[index])
         else:
             loss, stats = scale.new_zeros(()), scale.new_zeros(len(STATS), targets.numel())
-            for chunk in strips:
-                index = chunk.tokens
-                states, logits, gradient = strips.load(chunk)
+            for index, place, states, logits, gradient in strips:
                 part, stats[:, index], by_logprob = policy_rows(
                     logits, bias, targets[index], tokens.map(itemgetter(index)),
                     entropy_scale, options, cap, gradient if any(wanted) else None,
@@ -177,7 +156,7 @@ def linear_policy_loss_op(
                 )  # fmt: skip
                 loss += part
                 if any(wanted):
-                    finish_chunk(chunk.states, states, gradient[0], by_logprob)
+                    add_gradients(place, states, gradient[0], by_logprob)
     return loss * unit, stats, *gradients.finish(), unit
 
 
@@ -186,12 +165,12 @@ _Arguments = arguments_of(linear_policy_loss_op)
 
 @linear_policy_loss_op.register_fake
 def _(*inputs: Any) -> tuple[Tensor, ...]:
-    given = _Arguments(*inputs)
-    hidden, head, wanted = given.hidden, given.head, given.wanted
+    arguments = _Arguments(*inputs)
+    hidden, head, wanted = arguments.hidden, arguments.head, arguments.wanted
     exact = compute_dtype(hidden.dtype)
     return (
         hidden.new_empty((), dtype=exact),
-        hidden.new_empty((len(STATS), given.targets.numel()), dtype=exact),
+        hidden.new_empty((len(STATS), arguments.targets.numel()), dtype=exact),
         hidden.new_empty(hidden.shape if wanted[0] else (0,)),
         head.new_empty(head.shape if wanted[1] else (0,), dtype=exact),
         head.new_empty(head.shape[:1] if wanted[2] else (0,), dtype=exact),
@@ -204,9 +183,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(stats, by_hidden, by_head, by_bias, unit)
     ctx.set_materialize_grads(False)  # no zeros of the size of hidden and head beside the gradient of the loss
     ctx.save_for_backward(by_hidden, by_head, by_bias, unit)
-    given = _Arguments(*inputs)
-    ctx.dtypes = (given.hidden.dtype, given.head.dtype, (given.head if given.bias is None else given.bias).dtype)
-    ctx.wanted, ctx.backend = given.wanted, given.backend
+    arguments = _Arguments(*inputs)
+    hidden, head, bias = arguments.hidden, arguments.head, arguments.bias
+    ctx.dtypes = (hidden.dtype, head.dtype, (head if bias is None else bias).dtype)
+    ctx.wanted, ctx.backend = arguments.wanted, arguments.backend
 
 
 def _backward(ctx: Any, by_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:

@@ -290,7 +290,7 @@ def test_gradients_are_within_the_budget(backend, dtype, transform, strip_rows, 
     shape = (33, 24, 131)
     if strip_rows is not None:
         sizes = dict.fromkeys(("cpu", "cuda"), strip_rows * shape[2] * 4)
-        monkeypatch.setattr("cfa_kernels.ops.linear_logprob_backward.STRIP_BYTES", sizes)
+        monkeypatch.setattr("cfa_kernels.ops.linear_logprob.STRIP_BYTES", sizes)
     inputs, keywords = example(shape, device, dtype, **transform)
     generator = torch.Generator().manual_seed(2)
     by_logprob, by_entropy = torch.randn(2, shape[0], generator=generator).to(device)
@@ -457,7 +457,7 @@ GOOD = {
         ({"targets": torch.tensor([0, 1])}, ValueError, r"targets must be \(3,\)"),
         ({"targets": torch.tensor([0.0, 1, 2])}, TypeError, "targets must be integers, got torch.float32"),
         ({"hidden": torch.zeros(2, 3, 4)}, ValueError, "hidden must have 2 dimensions"),
-        ({"hidden": torch.zeros(3, 6)}, ValueError, r"lm_head must be \(V, 6\)"),
+        ({"hidden": torch.zeros(3, 6)}, ValueError, r"lm_head must be \(5, 6\)"),
         ({"hidden": torch.zeros(4, 3).T}, ValueError, "hidden must be contiguous in its last dimension"),
         ({"hidden": torch.zeros(3, 0), "lm_head": torch.zeros(5, 0)}, ValueError, "hidden must not be empty"),
         ({"hidden": torch.zeros(3, 4, dtype=torch.int64)}, TypeError, "hidden must be one of"),

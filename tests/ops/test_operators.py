@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from cfa_kernels.ops import linear_logprob, linear_logprob_backward, linear_policy_loss, logits_policy_loss
+from cfa_kernels.ops import linear_logprob, linear_policy_loss, logits_policy_loss
 from cfa_kernels.ops import tree_attention as attention
 from cfa_kernels.ops.operator_arguments import arguments_of
 from cfa_kernels.ops.token_loss import NUMBERS, PolicyOptions
 
 OPERATORS = (
     linear_logprob.linear_logprob_op,
-    linear_logprob_backward.linear_logprob_backward_op,
+    linear_logprob.linear_logprob_backward_op,
     linear_policy_loss.linear_policy_loss_op,
     logits_policy_loss.logits_policy_loss_op,
     attention.tree_attention_op,
