@@ -29,7 +29,7 @@ class Reach(NamedTuple):
             return position // self.chunk * self.chunk
         return torch.zeros_like(position)
 
-    def last_seer(self, key: np.ndarray) -> np.ndarray:
+    def last_reader(self, key: np.ndarray) -> np.ndarray:
         """Return the last position, int64, from which rows see the keys at positions `key`."""
         last = np.full(key.shape, LAST_POSITION, dtype=np.int64)
         if self.window is not None:

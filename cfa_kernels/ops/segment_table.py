@@ -17,17 +17,15 @@ from .attention_options import EVERYTHING, Reach
 from .upload import stream_of, upload
 
 
-class Seers(NamedTuple):
-    """Rows of other segments that see rows of a segment, segment after segment.
+class KeyReaders(NamedTuple):
+    """For each segment, the rows of *other* segments that attend to it: entries `start[s] <= e < start[s + 1]`.
 
-    Seer e of segment s, `start[s] <= e < start[s + 1]`, is packed row `row[e]` at position `position[e]`, and its
-    context holds the first `limit[e]` rows of s. Those of one segment go by limit, the highest first, then by
-    position, then by row: those that see a given row are a beginning of the list, but for what is out of reach.
+    They go by limit, the highest first, then by position, then by row: but for reach, readers of one row come first.
     """
 
     start: np.ndarray  # (S + 1,) int64
-    row: np.ndarray  # (E,) int32
-    limit: np.ndarray  # (E,) int32
+    row: np.ndarray  # (E,) int32, packed
+    limit: np.ndarray  # (E,) int32: how many first rows of the segment its context holds
     position: np.ndarray  # (E,) int32
 
 
@@ -37,15 +35,12 @@ def _new_handle() -> Tensor:
 
 @dataclass(frozen=True)
 class SegmentTable:
-    """Table of the rows that each segment of a packed sequence of N rows attends to.
+    """Table of the rows that each segment of a packed sequence of N rows attends to; int32 arrays.
 
-    Segments follow one another without gaps. Segment s owns `length[s]` rows from `row_start[s]` on. Its
-    context is `context_rows[context_start[s] : context_start[s] + context_length[s]]`: the packed row that
-    holds each position 0, 1, ... before the segment. So the segment's first row has position
-    `context_length[s]`, and segments that branch off one path can point into one stored copy of that path.
-
-    The fields that describe it are 1-D int32 numpy arrays. `handle` is a number of 128 bits that no other table has,
-    in any process. Raises `ValueError` for tables that are not as described.
+    Segment s owns `length[s]` rows from `row_start[s]` on, without gaps. Its context is
+    `context_rows[context_start[s] : context_start[s] + context_length[s]]`: the packed row of each position before
+    the segment, whose first row thus has position `context_length[s]`. Segments that branch off one path can point
+    into one stored copy of that path. Raises `ValueError` for tables that are not as described.
     """
 
     row_start: np.ndarray  # (S,)
@@ -53,7 +48,9 @@ class SegmentTable:
     context_start: np.ndarray  # (S,)
     context_length: np.ndarray  # (S,)
     context_rows: np.ndarray  # (C,)
-    handle: Tensor = field(default_factory=_new_handle, repr=False, compare=False)  # (2,) int64 on the CPU
+    handle: Tensor = field(
+        default_factory=_new_handle, repr=False, compare=False
+    )  # (2,) int64, unique in all processes
     num_rows: int = field(init=False, repr=False, compare=False)  # N, the rows of the packed sequence
     segments: Tensor = field(init=False, repr=False, compare=False)  # (S, 4) int32 on the CPU: the first four fields
     contexts: Tensor = field(init=False, repr=False, compare=False)  # context_rows as a tensor on the CPU
@@ -69,10 +66,8 @@ class SegmentTable:
 
     @classmethod
     def of(cls, handle: Tensor, segments: Tensor, contexts: Tensor) -> "SegmentTable":
-        """Find the table with this `handle`, or make one of `segments` and `contexts` if it no longer lives.
-
-        An operator is handed these tensors, or copies of them, in the table's place.
-        """
+        """Find the table with this `handle`, or make one of `segments` and `contexts` if it no longer lives."""
+        # Operators take these tensors, or copies of them, in the table's place.
         known = _ALIVE.get(tuple(handle.tolist()))
         if known is not None:
             return known
@@ -126,10 +121,9 @@ class SegmentTable:
         return int((position + 1 - reach.oldest_visible(position)).sum())
 
     def work_list(self, tokens_per_tile: int, first_row: int = 0) -> np.ndarray:
-        """Return (W, 5) int32: segment and first token of every query tile, those with most keys first.
+        """Return (W, 5) int32: a row of `segments` and the first token of every query tile, those with most keys first.
 
-        A segment is its four numbers in `segments`, so that a program reads all five at once. Segments that start
-        before `first_row` have none.
+        Segments that start before `first_row` have none.
         """
         tiles = np.where(self.row_start < first_row, 0, -(-self.length // tokens_per_tile))
         segment, ordinal = _numbered(tiles)
@@ -139,10 +133,7 @@ class SegmentTable:
         return np.column_stack([self.segments.numpy()[segment], first])[order]
 
     def on_device(self, device: torch.device, tokens_per_tile: int, first_row: int = 0) -> tuple[Tensor, Tensor]:
-        """Return `(work_list (W, 5), context_rows (C,))` on `device`, copied once a stream and kept.
-
-        The work list is of segments from `first_row` on.
-        """
+        """Return `(work_list (W, 5), context_rows (C,))` on `device`, copied once a stream and kept."""
         key = (device, stream_of(device), tokens_per_tile, first_row)
         if key not in self._on_device:
             parts = [self.work_list(tokens_per_tile, first_row), self.context_rows]
@@ -156,7 +147,7 @@ class SegmentTable:
         By ancestor, then with the most such rows first, then by descendant. Raises `ValueError` for a context that
         is not made of the first rows of earlier segments, in order and each at its own position.
         """
-        found = [np.zeros((3, 0), np.int64)]
+        links = [np.zeros((3, 0), np.int64)]
         for start in np.unique(self.context_start[self.context_length > 0]):
             descendants = np.flatnonzero((self.context_start == start) & (self.context_length > 0))
             held = self.context_length[descendants].astype(np.int64)
@@ -173,70 +164,68 @@ class SegmentTable:
                 )
             cut = np.minimum(np.append(begin[1:], len(rows)), held[:, None]) - begin
             who, run = np.nonzero(cut > 0)
-            found.append(np.stack([descendants[who], segment[begin[run]], cut[who, run]]))
-        lineage = np.concatenate(found, axis=1)
+            links.append(np.stack([descendants[who], segment[begin[run]], cut[who, run]]))
+        lineage = np.concatenate(links, axis=1)
         return lineage[:, np.lexsort((lineage[0], -lineage[2], lineage[1]))]
 
-    def seers(self, reach: Reach = EVERYTHING) -> Seers:
-        """Find the rows of other segments that see rows of each segment. Raises `ValueError` as `lineage` does."""
+    def readers(self, reach: Reach = EVERYTHING) -> KeyReaders:
+        """List the rows of other segments that see rows of each segment."""
         descendant, ancestor, cut = self.lineage
-        last = reach.last_seer(self.context_length[ancestor] + cut - 1)
+        last = reach.last_reader(self.context_length[ancestor] + cut - 1)
         count = np.clip(last - self.context_length[descendant] + 1, 0, self.length[descendant])
         link, token = _numbered(count)
         position = self.context_length[descendant[link]] + token
         order = np.argsort((_ordinal(ancestor, cut)[link] << 32) + position, kind="stable")
         link, token = link[order], token[order]
-        return Seers(
+        return KeyReaders(
             start=np.searchsorted(ancestor[link], np.arange(len(self.length) + 1)),
             row=(self.row_start[descendant[link]] + token).astype(np.int32),
             limit=cut[link].astype(np.int32),
             position=position[order].astype(np.int32),
         )
 
-    def key_tiles(self, keys_per_tile: int, seers: Seers, reach: Reach = EVERYTHING) -> np.ndarray:
-        """Return (T, 6) int64: tiles of keys, as many of one segment's rows each, and the rows that see any of them.
+    def key_tiles(self, keys_per_tile: int, readers: KeyReaders, reach: Reach = EVERYTHING) -> np.ndarray:
+        """Return (T, 6) int64: tiles of keys of one segment each, and the rows that see any of them.
 
-        A tile's numbers: its segment, its first row's ordinal there, how many rows it has; how many rows of the
-        segment, from that first one on, see some of them; where the segment's list of seers starts, and how many
-        seers from there on are to be looked at.
+        Columns: segment, the first row's ordinal there, number of rows; how many rows of the segment from that one on
+        see some of them; where the segment's list of readers starts, and how many of it to look at.
         """
         tiles = -(-self.length // keys_per_tile)
         segment, ordinal = _numbered(tiles)
         first = ordinal * keys_per_tile
         keys = np.minimum(self.length[segment] - first, keys_per_tile)
         before = self.context_length[segment].astype(np.int64)
-        own = np.minimum(reach.last_seer(before + first + keys - 1) - before + 1, self.length[segment]) - first
-        # Seers of one segment that see as much of it form a class, in which they go by position. Of each class that a
-        # tile is seen by, those within reach of its last key that the class sees; of the list, up to the last of them.
-        owner, _ = _numbered(np.diff(seers.start))
-        of_seer = _ordinal(owner, seers.limit)
-        place = (of_seer << 32) + seers.position
-        begin = np.flatnonzero(np.diff(of_seer, prepend=-1))
+        own = np.minimum(reach.last_reader(before + first + keys - 1) - before + 1, self.length[segment]) - first
+        # Readers of one segment that see as much of it form a class, in which they go by position. A tile looks at the
+        # list up to the last reader, in any class, within reach of the last of its keys that the class sees.
+        owner, _ = _numbered(np.diff(readers.start))
+        of_reader = _ordinal(owner, readers.limit)
+        place = (of_reader << 32) + readers.position
+        begin = np.flatnonzero(np.diff(of_reader, prepend=-1))
         classes = np.searchsorted(owner[begin], np.arange(len(self.length) + 1))
         tile, member = _numbered(np.diff(classes)[segment])
         kind = classes[segment[tile]] + member
-        last_key = np.minimum(first[tile] + keys[tile], seers.limit[begin[kind]]) - 1
-        stop = np.searchsorted(place, (kind << 32) + reach.last_seer(before[tile] + last_key), side="right")
+        last_key = np.minimum(first[tile] + keys[tile], readers.limit[begin[kind]]) - 1
+        stop = np.searchsorted(place, (kind << 32) + reach.last_reader(before[tile] + last_key), side="right")
         seen = (last_key >= first[tile]) & (stop > begin[kind])
         listed = np.zeros(len(segment), np.int64)
-        np.maximum.at(listed, tile[seen], (stop - seers.start[segment[tile]])[seen])
-        return np.stack([segment, first, keys, own, seers.start[segment], listed], axis=1)
+        np.maximum.at(listed, tile[seen], (stop - readers.start[segment[tile]])[seen])
+        return np.stack([segment, first, keys, own, readers.start[segment], listed], axis=1)
 
     def key_work(
         self, keys_per_tile: int, queries_per_program: int, reach: Reach = EVERYTHING, most_parts: int | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return `(work (W, 9), splits (R, 4), seers (3, E))`, int32, from which gradients of keys and values are made.
+        """Return `(work (W, 9), splits (R, 4), readers (3, E))`, int32, for the gradients of keys and values.
 
-        A tile's queries are numbered: first its `own` rows, then its seers. Each entry of `work` is a tile and some
-        of its queries, at most so many, or twice, four times ... as many where there would be more than `most_parts`
-        partial sums otherwise, those with most first: the tile's first packed row, its rows, that first
-        one's ordinal in its segment and its position; `own`; what to add to a query's number for its seer; the first
-        query and the end of them; which partial sum they go to, or -1 where they are all. Each of `splits` is a tile
-        with partial sums: its first packed row, its rows, its first partial sum and how many there are. `seers` are
-        rows, limits and positions.
+        A tile's queries are its `own` rows, then its readers. An entry of `work` is a tile and some of its queries, so
+        many, or twice, four times ... as many to make at most `most_parts` partial sums, the longest first: the tile's
+        first packed row, its rows, that row's ordinal in its segment and its position; `own`; the number to add to a
+        query for its reader; the first query and their end; their partial sum, or -1 if they are all. Each of `splits`
+        is a tile with partial sums: first packed row, rows, first partial sum, number of sums. `readers` are rows,
+        limits and positions.
         """
-        seers = self.seers(reach)
-        segment, first, keys, own, start, listed = self.key_tiles(keys_per_tile, seers, reach).T
+        readers = self.readers(reach)
+        segment, first, keys, own, start, listed = self.key_tiles(keys_per_tile, readers, reach).T
         parts = -(-(own + listed) // queries_per_program)
         while most_parts is not None and parts[parts > 1].sum() > most_parts:
             queries_per_program *= 2
@@ -254,7 +243,7 @@ class SegmentTable:
         )[np.argsort(begin - end, kind="stable")]
         slots = (np.cumsum(parts * split) - parts * split)[split]
         splits = np.stack([row[split], keys[split], slots, parts[split]], axis=1)
-        lists = np.stack([seers.row, seers.limit, seers.position])
+        lists = np.stack([readers.row, readers.limit, readers.position])
         return work.astype(np.int32), splits.astype(np.int32), lists
 
     def key_work_on_device(

@@ -1,8 +1,7 @@
 """Attend over a packed tree of token sequences.
 
 Rows of one packed sequence form *segments*. A segment's rows attend to the segment's context, a list of earlier rows in
-the order of their positions, and causally to the segment itself. Masked branches, completions and prompts thereby
-share everything up to where they differ, without padding, dense masks or a cache.
+the order of their positions, and causally to the segment itself.
 """
 
 from typing import Any
@@ -12,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.flop_counter import register_flop_formula
 
-from .attention_options import AttentionRule, Reach
+from .attention_options import AttentionRule
 from .dispatch import architecture, resolve_backend
 from .operator_arguments import arguments_of
 from .segment_table import SegmentTable
@@ -26,7 +24,7 @@ from .tree_attention_backward import (
     tree_attention_backward_triton,
 )
 from .triton_math import tanh
-from .tuning import column_blocks, tuned
+from .tuning import column_blocks
 
 HEAD_DIM_STEP, WIDEST_HEAD = 8, 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,31 +49,24 @@ def tree_attention(
     Args:
         q: (N - first_query_row, H, D) queries; fp32, bf16 or fp16 (the PyTorch reference also takes float64).
         k: (N, Hkv, D) keys, Hkv dividing H (grouped-query attention).
-        v: (N, Hkv, Dv) values; Dv differs from D in multi-head latent attention (DeepSeek). The Triton kernel
-            takes multiples of 8 up to 256 for D and Dv.
+        v: (N, Hkv, Dv) values. The Triton kernel takes multiples of 8 up to 256 for D and Dv.
         table: the segments of the N rows.
         scale: factor on `q . k`; default `D ** -0.5`.
         sliding_window: a row sees only keys fewer than this many positions back (its own counts as one).
-        attention_chunk_size: a row sees only keys of its own chunk of positions, those with
-            `key // attention_chunk_size == query // attention_chunk_size` (Llama 4); not with sliding_window.
+        attention_chunk_size: a row sees only keys of its own chunk of so many positions (Llama 4).
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
-        sinks: (H,) one more logit per query head, of any float dtype, used in fp32, that takes its share of the
-            softmax and has no value (GPT-OSS); neither scale nor softcap applies to it.
-        first_query_row: the first row of a segment; queries, and results, are those of the rows from there on. Keys
-            and values are still those of all N rows, so rows whose keys an earlier call had are not attended again.
-        backend: `"triton"`, `"torch"` or None (by device, see `ops/dispatch.py`).
+        sinks: (H,) one more logit per query head, of any float dtype, that takes its share of the softmax and has no
+            value (GPT-OSS); neither scale nor softcap applies to it.
+        first_query_row: the first row of a segment; queries and results are those of the rows from there on.
+        backend: `"triton"`, `"torch"` or None (by device).
 
     Returns:
-        (N - first_query_row, H, Dv) in q's dtype. A row's result is bitwise the same whatever else is in the pack
-        (Triton).
+        (N - first_query_row, H, Dv) in q's dtype; bitwise the same whatever else is in the pack (Triton).
+        Differentiable in q, k, v and sinks without a first_query_row, on Triton once and to the same bits every time.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options that do not fit; the message names the argument.
+        ValueError: shapes, dtypes, devices or options that do not fit, or gradients for a table without `lineage`.
         NotImplementedError: gradients enabled on an input that requires them, with a first_query_row.
-
-    Differentiable in q, k, v and sinks, on Triton once and to the same bits every time: nothing is added atomically.
-    There every context must be made of the first rows of earlier segments, in order and each at its own position, as
-    those of a tree are; a table of another kind raises `ValueError` where gradients are wanted.
     """
     rule = AttentionRule(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
@@ -126,17 +117,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, sinks: Tensor |
             raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")
 
 
-# The query rows of a long segment are taken in blocks, so that masks and scores stay small.
-_REFERENCE_BLOCK = 512
+_REFERENCE_BLOCK = 512  # query rows at a time, so that masks and scores stay small
 
 
 def tree_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, rule: AttentionRule, first_query_row: int = 0
 ) -> Tensor:
-    """Define `tree_attention` in plain PyTorch, segment by segment; also the CPU path.
-
-    Softmax runs in fp32, or in float64 for float64 inputs.
-    """
+    """Define `tree_attention` in plain PyTorch, segment by segment; also the CPU path."""
     table.require_start(first_query_row)
     context_rows = table.contexts.to(q.device)
     segments = zip(table.row_start, table.length, table.context_start, table.context_length, strict=True)
@@ -163,10 +150,7 @@ def tree_attention_reference(
 
 
 def _attend_reference(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, rule: AttentionRule) -> Tensor:
-    """Attend with a mask from q (L, H, D) to k (K, Hkv, D) and v (K, Hkv, Dv) with `visible` (L, K).
-
-    PyTorch's own where it has what the rule asks for.
-    """
+    """Attend from q (L, H, D) to k (K, Hkv, D) and v (K, Hkv, Dv) with the mask `visible` (L, K)."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, heads, rows, D)
     if rule.softcap is None and rule.sinks is None:
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=rule.scale, enable_gqa=True)
@@ -301,35 +285,14 @@ def tree_attention_kernel(
         tl.store(p_out + o_dv_rest[None, :], b_out, mask=m_token[:, None] & (o_dv_rest < VALUE_DIM)[None, :])
 
 
-def launch_options(
-    architecture: str,
-    dtype: torch.dtype,
-    key_dim: int,
-    value_dim: int,
-    group: int,
-    rule: AttentionRule,
-    lse: bool = False,
-) -> dict[str, Any]:
-    """Return the constexprs of the kernel, `num_warps`, `num_stages` and `maxnreg`, by `TUNED`."""
-    tile = tuned("tree_attention_kernel", architecture, dtype, key=key_dim, value=value_dim, group=group)
-    key_block, key_rest = column_blocks(key_dim)
+def launch_options(*sizes: Any, lse: bool = False) -> dict[str, Any]:
+    """Return `shared_options` of `sizes` for the kernel, and its own constexprs."""
+    options = shared_options("tree_attention_kernel", *sizes)
+    key_block, key_rest = column_blocks(options["KEY_DIM"])
     # Two accumulators beyond 128 columns take more registers than padding costs.
-    value_block, value_rest = column_blocks(value_dim) if value_dim <= 128 else (256, 0)
-    return (
-        shared_options(architecture, dtype, group, rule)
-        | tile
-        | {
-            "BLOCK_M": max(tile["BLOCK_M"], triton.next_power_of_2(group)),
-            "KEY_DIM": key_dim,
-            "KEY_BLOCK": key_block,
-            "KEY_REST": key_rest,
-            "VALUE_DIM": value_dim,
-            "VALUE_BLOCK": value_block,
-            "VALUE_REST": value_rest,
-            "HAS_SINKS": rule.sinks is not None,
-            "WITH_LSE": lse,
-        }
-    )
+    value_block, value_rest = column_blocks(options["VALUE_DIM"]) if options["VALUE_DIM"] <= 128 else (256, 0)
+    options |= {"KEY_BLOCK": key_block, "KEY_REST": key_rest, "VALUE_BLOCK": value_block, "VALUE_REST": value_rest}
+    return options | {"HAS_SINKS": sizes[-1].sinks is not None, "WITH_LSE": lse}
 
 
 def _check_triton(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -345,7 +308,7 @@ def _check_triton(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name}: the head dimension must be contiguous, got strides {tensor.stride()}")
 
 
-# As operators, so that torch.compile, selective checkpointing and counters of operations see one node each
+# As operators, so that torch.compile and selective checkpointing see one node each
 
 
 @torch.library.custom_op("cfa_kernels::tree_attention", mutates_args=())
@@ -364,16 +327,14 @@ def tree_attention_op(
     first_query_row: int,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `tree_attention` does, by its kernel, and `with_lse` what its backward needs, (N, H) float32.
+    """Run the kernel of `tree_attention`; also return, `with_lse`, the log-sum-exps (N, H) float32 for a backward.
 
-    The latter is (0,) without. `handle`, `segments` and `contexts` are the table's, on the CPU: `SegmentTable.of`
-    finds what it has on the device.
-    Differentiable by q, k, v and sinks with `with_lse`, and without a `first_query_row`.
+    `handle`, `segments` and `contexts` are the table's, on the CPU.
     """
     table = SegmentTable.of(handle, segments, contexts)
     table.require_start(first_query_row)
     if with_lse:
-        _ = table.lineage  # which the backward will need
+        _ = table.lineage  # the backward will need it
     rule = AttentionRule(scale, sliding_window, attention_chunk_size, softcap, sinks)
     # A span also where it hides nothing in this pack: another build might round a row differently.
     sizes = (q.shape[2], v.shape[2], q.shape[1] // k.shape[1])
@@ -399,10 +360,10 @@ _Arguments = arguments_of(tree_attention_op)
 
 @tree_attention_op.register_fake
 def _(*inputs: Any) -> tuple[Tensor, Tensor]:
-    given = _Arguments(*inputs)
-    rows_and_heads = given.q.shape[:2]
-    lse = given.q.new_empty(rows_and_heads if given.with_lse else (0,), dtype=torch.float32)
-    return given.q.new_empty(*rows_and_heads, given.v.shape[2]), lse
+    arguments = _Arguments(*inputs)
+    q, rows_and_heads = arguments.q, arguments.q.shape[:2]
+    lse = q.new_empty(rows_and_heads if arguments.with_lse else (0,), dtype=torch.float32)
+    return q.new_empty(*rows_and_heads, arguments.v.shape[2]), lse
 
 
 @torch.library.custom_op("cfa_kernels::tree_attention_backward", mutates_args=())
@@ -422,7 +383,7 @@ def tree_attention_backward_op(
     sliding_window: int | None,
     attention_chunk_size: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients by q, k, v and sinks, that one (0,) without sinks, given that of the result."""
+    """Compute the gradients by q, k, v and sinks (or an empty one) from that of the result."""
     rule = AttentionRule(scale, sliding_window, attention_chunk_size, softcap, sinks)
     table = SegmentTable.of(handle, segments, contexts)
     by_q, by_k, by_v, by_sinks = tree_attention_backward_triton(by_out, q, k, v, out, lse, table, rule)
@@ -434,23 +395,20 @@ _BackwardArguments = arguments_of(tree_attention_backward_op)
 
 @tree_attention_backward_op.register_fake
 def _(*inputs: Any) -> tuple[Tensor, ...]:
-    given = _BackwardArguments(*inputs)
-    by_sinks = given.q.new_empty(0) if given.sinks is None else given.sinks.new_empty(given.sinks.shape)
-    return *(x.new_empty(x.shape) for x in (given.q, given.k, given.v)), by_sinks
+    _, q, k, v, sinks, *_ = inputs
+    return *(x.new_empty(x.shape) for x in (q, k, v)), q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
-_KEPT = ("q", "k", "v", "sinks", "handle", "segments", "contexts")
+_SAVED = ("q", "k", "v", "sinks", "handle", "segments", "contexts")
 _OPTIONS = ("scale", "softcap", "sliding_window", "attention_chunk_size")
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    given = _Arguments(*inputs)
-    if given.first_query_row or not given.with_lse:
-        raise NotImplementedError(
-            "tree_attention has gradients only if called with with_lse and without first_query_row"
-        )
-    ctx.save_for_backward(*output, *(getattr(given, name) for name in _KEPT))
-    ctx.options = {name: getattr(given, name) for name in _OPTIONS}
+    arguments = _Arguments(*inputs)
+    if arguments.first_query_row or not arguments.with_lse:
+        raise NotImplementedError("tree_attention has gradients only with with_lse and without first_query_row")
+    ctx.save_for_backward(*output, *(getattr(arguments, name) for name in _SAVED))
+    ctx.options = {name: getattr(arguments, name) for name in _OPTIONS}
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
@@ -459,26 +417,9 @@ def _backward(ctx: Any, by_out: Tensor | None, _: Tensor | None) -> tuple[Tensor
     if by_out is None:
         return tuple(_Arguments())
     out, lse, *saved = ctx.saved_tensors  # once: a checkpoint unpacks them no second time
-    kept = dict(zip(_KEPT, saved, strict=True))
-    by_q, by_k, by_v, by_sinks = tree_attention_backward_op(by_out=by_out, out=out, lse=lse, **kept, **ctx.options)
-    return tuple(_Arguments(q=by_q, k=by_k, v=by_v, sinks=None if kept["sinks"] is None else by_sinks))
-
-
-def _visible_pairs(given: Any) -> int:
-    reach = Reach(given.sliding_window, given.attention_chunk_size)
-    return SegmentTable.of(given.handle, given.segments, given.contexts).visible_pairs(reach)
-
-
-@register_flop_formula(torch.ops.cfa_kernels.tree_attention, get_raw=True)
-def _forward_operations(*inputs: Any, **_: Any) -> int:
-    given = _Arguments(*inputs)
-    return 2 * _visible_pairs(given) * given.q.shape[1] * (given.q.shape[2] + given.v.shape[2])
-
-
-@register_flop_formula(torch.ops.cfa_kernels.tree_attention_backward, get_raw=True)
-def _backward_operations(*inputs: Any, **_: Any) -> int:
-    given = _BackwardArguments(*inputs)
-    return 2 * _visible_pairs(given) * given.q.shape[1] * (3 * given.q.shape[2] + 2 * given.by_out.shape[2])
+    inputs = dict(zip(_SAVED, saved, strict=True))
+    by_q, by_k, by_v, by_sinks = tree_attention_backward_op(by_out=by_out, out=out, lse=lse, **inputs, **ctx.options)
+    return tuple(_Arguments(q=by_q, k=by_k, v=by_v, sinks=None if inputs["sinks"] is None else by_sinks))
 
 
 tree_attention_op.register_autograd(_backward, setup_context=_setup_context)

@@ -1,9 +1,7 @@
 """Compute gradients of tree attention on a GPU, by one kernel for queries and one for keys and values.
 
-Each gradient is summed in one program and in one order: nothing is added atomically, and a pack gives the same bits
-every time. The formulas are those of softmax attention: with `P` the probabilities that the forward's
-log-sum-exp gives back, `delta = rowsum(dO * O)` and `dS = P * (dO V^T - delta)`, the gradients are `dS K`, `dS^T Q`
-and `P^T dO`. `tree_attention.py` registers them as the gradient of its operator.
+With `P` the probabilities by the forward's log-sum-exp, `delta = rowsum(dO * O)` and `dS = P * (dO V^T - delta)`, the
+gradients are `dS K`, `dS^T Q` and `P^T dO`. Nothing is added atomically, so a pack gives the same bits every time.
 """
 
 from collections.abc import Sequence
@@ -21,26 +19,22 @@ from .triton_math import LOG2E, tanh
 from .tuning import tuned
 
 QUERY_ROWS_PER_PROGRAM = 2048
-"""Rows times heads of a key head that one program adds up for a tile of keys: those of a prompt under many
-completions are shared out, so that no program runs for long after the others, and their sums added in order."""
+"""Rows times heads of a key head that one program adds up for a tile of keys; more programs share longer lists."""
 
 PARTIAL_SUM_BYTES = 2**30
-"""Most memory of those sums. A pack that asks for more has twice as many rows a program, or four times, and so on.
-Neither number knows the device, so the bits do not depend on it."""
+"""Most memory of their sums; a pack that needs more has more rows a program. Bits do not depend on the device."""
 
 
 def stride_unit(strides: Sequence[int]) -> int:
-    """Return how many elements make one of a kernel's strides.
-
-    Triton is told of a stride whether 16 divides it. Heads 72 or 120 wide have strides that 8 divides, enough for
-    loads of 16 bytes: a kernel that multiplies by 8 itself shows the compiler so.
-    """
+    """Return how many elements make one of a kernel's strides."""
+    # Triton knows of a stride whether 16 divides it. Heads 72 or 120 wide have strides that 8 divides, enough for
+    # loads of 16 bytes: a kernel that multiplies by 8 itself shows the compiler so.
     return 8 if any(x % 16 for x in strides) and not any(x % 8 for x in strides) else 1
 
 
 @triton.jit
 def load_columns(p_rows, o_d, DIM: tl.constexpr, STOP: tl.constexpr, WIDEN: tl.constexpr):
-    """Load columns `o_d`, which end at STOP, of heads DIM wide; zeros beyond the head."""
+    """Load columns `o_d`, up to STOP, of heads DIM wide; zeros beyond the head."""
     if STOP > DIM:
         b_x = tl.load(p_rows + o_d[None, :], mask=(o_d < DIM)[None, :], other=0.0)
     else:
@@ -60,7 +54,7 @@ def tile_rows(o_m, first, stop, i_head, GROUP: tl.constexpr):
 
 @triton.jit
 def _load_rows(p_rows, COLUMN: tl.constexpr):
-    """Load what `p_rows` point to; with COLUMN as a column, whose loads are spread over lanes like a matrix's."""
+    """Load a vector; with COLUMN as a column, whose loads are spread over lanes like a matrix's."""
     if COLUMN:
         return tl.sum(tl.load(p_rows[:, None]), 1)
     else:
@@ -69,7 +63,7 @@ def _load_rows(p_rows, COLUMN: tl.constexpr):
 
 @triton.jit
 def _round(b_x, p_like, WIDEN: tl.constexpr):
-    """Round `b_x` to the dtype of what `p_like` points to, in which a matrix product takes it."""
+    """Round `b_x` for a matrix product with elements like those of `p_like`."""
     b_x = b_x.to(p_like.dtype.element_ty)
     if WIDEN:
         b_x = b_x.to(tl.float32)
@@ -174,29 +168,29 @@ def query_gradient_kernel(
 
 
 @triton.jit
-def _seers(
-    p_seers, n_seers, o_query, own, base, first, row_start, position, end,
+def _readers(
+    p_readers, n_readers, o_query, own, base, first, row_start, position, end,
     HAS_REACH: tl.constexpr,
 ):  # fmt: skip
-    """Return the packed row of queries `o_query` of a tile, how many of its keys they see, and their position."""
+    """Return packed row, number of visible keys of the tile, and position of its queries `o_query`."""
     # Queries from `end` on see none and have the tile's first row: a gradient there that is not finite is in this
     # tile's sums anyway, and must not come, times 0, into those of others.
     m_listed = (o_query >= own) & (o_query < end)
-    p_listed = p_seers + (base + o_query)
+    p_listed = p_readers + (base + o_query)
     b_row = row_start + o_query
     b_row = tl.where(o_query < own, b_row, tl.load(p_listed, mask=m_listed, other=row_start))
-    b_limit = tl.load(p_listed + n_seers, mask=m_listed, other=0) - first
+    b_limit = tl.load(p_listed + n_readers, mask=m_listed, other=0) - first
     b_limit = tl.where(o_query < own, o_query + 1, b_limit)
     b_limit = tl.where(o_query < end, b_limit, 0)
     b_position = position + o_query
     if HAS_REACH:
-        b_position = tl.where(o_query < own, b_position, tl.load(p_listed + 2 * n_seers, mask=m_listed, other=0))
+        b_position = tl.where(o_query < own, b_position, tl.load(p_listed + 2 * n_readers, mask=m_listed, other=0))
     return b_row, b_limit, b_position
 
 
-@triton.jit(do_not_specialize=["n_seers"])
+@triton.jit(do_not_specialize=["n_readers"])
 def key_gradient_kernel(
-    p_q, p_k, p_v, p_by_out, p_lse, p_delta, p_by_k, p_by_v, p_parts, p_work, p_seers, n_seers,
+    p_q, p_k, p_v, p_by_out, p_lse, p_delta, p_by_k, p_by_v, p_parts, p_work, p_readers, n_readers,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_gt, stride_gh, n_heads,
     scale, softcap, span,
     STRIDE_UNIT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -236,32 +230,32 @@ def key_gradient_kernel(
 
     HAS_REACH: tl.constexpr = HAS_WINDOW or HAS_CHUNK
     o_next = begin * GROUP + tl.arange(0, BLOCK_M)
-    b_row, b_limit, b_position = _seers(
-        p_seers, n_seers, o_next // GROUP, own, base, first, row_start, position, end, HAS_REACH
+    b_row, b_limit, b_position = _readers(
+        p_readers, n_readers, o_next // GROUP, own, base, first, row_start, position, end, HAS_REACH
     )
     for _ in range(begin * GROUP, end * GROUP, BLOCK_M):
-        b_seer, b_sees, b_at = b_row.to(tl.int64), b_limit, b_position
+        b_reader, b_sees, b_at = b_row.to(tl.int64), b_limit, b_position
         o_head = i_head * GROUP + o_next % GROUP
         o_next += BLOCK_M
-        b_row, b_limit, b_position = _seers(
-            p_seers, n_seers, o_next // GROUP, own, base, first, row_start, position, end, HAS_REACH
+        b_row, b_limit, b_position = _readers(
+            p_readers, n_readers, o_next // GROUP, own, base, first, row_start, position, end, HAS_REACH
         )
-        p_rows = p_q + (b_seer[:, None] * stride_qt + o_head[:, None] * stride_qh) * STRIDE_UNIT
+        p_rows = p_q + (b_reader[:, None] * stride_qt + o_head[:, None] * stride_qh) * STRIDE_UNIT
         b_q = load_columns(p_rows, o_dk, KEY_DIM, KEY_BLOCK, WIDEN)
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # (keys, queries)
-        p_rows = p_by_out + (b_seer[:, None] * stride_gt + o_head[:, None] * stride_gh) * STRIDE_UNIT
+        p_rows = p_by_out + (b_reader[:, None] * stride_gt + o_head[:, None] * stride_gh) * STRIDE_UNIT
         b_by_out = load_columns(p_rows, o_dv, VALUE_DIM, VALUE_BLOCK, WIDEN)
         visible = o_n[:, None] < b_sees[None, :]
         if HAS_WINDOW:
             visible = visible & ((position + o_n)[:, None] > (b_at - span)[None, :])
         if HAS_CHUNK:
             visible = visible & ((position + o_n)[:, None] >= (b_at // span * span)[None, :])
-        b_lse = _load_rows(p_lse + b_seer * n_heads + o_head, COLUMN_LOADS)
+        b_lse = _load_rows(p_lse + b_reader * n_heads + o_head, COLUMN_LOADS)
         b_p, b_slope = _probabilities(b_s, b_lse[None, :], visible, scale, softcap, HAS_SOFTCAP, LOG2E)
         if OF_VALUES:
             b_by_v = tl.dot(_round(b_p, p_by_out, WIDEN), b_by_out, b_by_v, input_precision=PRECISION)
         if OF_KEYS:
-            b_delta = _load_rows(p_delta + b_seer * n_heads + o_head, COLUMN_LOADS)
+            b_delta = _load_rows(p_delta + b_reader * n_heads + o_head, COLUMN_LOADS)
             b_by_p = tl.dot(b_v, tl.trans(b_by_out), input_precision=PRECISION)
             b_by_s = b_p * (b_by_p - b_delta[None, :]) * b_slope
             b_by_k = tl.dot(_round(b_by_s, p_q, WIDEN), b_q, b_by_k, input_precision=PRECISION)
@@ -318,15 +312,19 @@ def sum_parts_kernel(
     tl.store(p_by_v + o_dv[None, :], b_by_v.to(p_by_v.dtype.element_ty), mask=m_n & (o_dv < VALUE_DIM)[None, :])
 
 
-def _head_blocks(key_dim: int, value_dim: int) -> dict[str, int]:
-    key_block, value_block = (triton.next_power_of_2(max(dim, 16)) for dim in (key_dim, value_dim))
-    return {"KEY_DIM": key_dim, "KEY_BLOCK": key_block, "VALUE_DIM": value_dim, "VALUE_BLOCK": value_block}
-
-
-def shared_options(architecture: str, dtype: torch.dtype, group: int, rule: AttentionRule) -> dict[str, Any]:
-    """Return the constexprs that the kernels of the forward have as well."""
-    return {
+def shared_options(
+    kernel: str, architecture: str, dtype: torch.dtype, key_dim: int, value_dim: int, group: int, rule: AttentionRule
+) -> dict[str, Any]:
+    """Return the constexprs that all kernels have, and the compiler's options, by `TUNED`."""
+    options = tuned(kernel, architecture, dtype, key=key_dim, value=value_dim, group=group)
+    if kernel != "key_gradient_kernel":
+        options["BLOCK_M"] = max(options["BLOCK_M"], triton.next_power_of_2(group))
+    return options | {
         "GROUP": group,
+        "KEY_DIM": key_dim,
+        "KEY_BLOCK": triton.next_power_of_2(max(key_dim, 16)),
+        "VALUE_DIM": value_dim,
+        "VALUE_BLOCK": triton.next_power_of_2(max(value_dim, 16)),
         "HAS_WINDOW": rule.sliding_window is not None,
         "HAS_CHUNK": rule.attention_chunk_size is not None,
         "HAS_SOFTCAP": rule.softcap is not None,
@@ -336,32 +334,19 @@ def shared_options(architecture: str, dtype: torch.dtype, group: int, rule: Atte
     }
 
 
-def query_options(
-    architecture: str, dtype: torch.dtype, key_dim: int, value_dim: int, group: int, rule: AttentionRule
-) -> dict[str, Any]:
-    """Return the constexprs of `query_gradient_kernel` and its compiler's options, by `TUNED`."""
-    tile = tuned("query_gradient_kernel", architecture, dtype, key=key_dim, value=value_dim, group=group)
-    tile["BLOCK_M"] = max(tile["BLOCK_M"], triton.next_power_of_2(group))
-    return shared_options(architecture, dtype, group, rule) | _head_blocks(key_dim, value_dim) | tile
-
-
-def key_options(
-    architecture: str, dtype: torch.dtype, key_dim: int, value_dim: int, group: int, rule: AttentionRule
-) -> list[dict[str, Any]]:
-    """Return the same for `key_gradient_kernel`, for each of the launches that make all gradients together.
-
-    Wide heads take two, one for keys and one for values: the sums of both do not fit the registers.
-    """
-    options = shared_options(architecture, dtype, group, rule) | _head_blocks(key_dim, value_dim)
-    options |= tuned("key_gradient_kernel", architecture, dtype, key=key_dim, value=value_dim, group=group)
+def key_options(architecture: str, *sizes: Any) -> list[dict[str, Any]]:
+    """Return `shared_options` of each launch of `key_gradient_kernel`; all of them together make all gradients."""
+    options = shared_options("key_gradient_kernel", architecture, *sizes)
     # The older compiler loads a row's two numbers once for every lane that has a column of the row, and spills them.
     options["COLUMN_LOADS"] = architecture == "sm_90" and TRITON_BEFORE_3_7
-    parts = [(True, False), (False, True)] if max(key_dim, value_dim) > 128 else [(True, True)]
+    # The sums for keys and for values of wide heads do not fit the registers together.
+    wide = max(options["KEY_DIM"], options["VALUE_DIM"]) > 128
+    parts = [(True, False), (False, True)] if wide else [(True, True)]
     return [options | {"OF_KEYS": of_keys, "OF_VALUES": of_values} for of_keys, of_values in parts]
 
 
 def sum_options(key: dict[str, Any]) -> dict[str, Any]:
-    """Return those of `sum_parts_kernel`, which follows launches of `key_gradient_kernel` with the options `key`."""
+    """Return the options of `sum_parts_kernel` after launches of `key_gradient_kernel` with the options `key`."""
     names = ("BLOCK_N", "KEY_DIM", "KEY_BLOCK", "VALUE_DIM", "VALUE_BLOCK")
     return {name: key[name] for name in names} | tuned("sum_parts_kernel")
 
@@ -369,20 +354,19 @@ def sum_options(key: dict[str, Any]) -> dict[str, Any]:
 def tree_attention_backward_triton(
     by_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: SegmentTable, rule: AttentionRule
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute the gradients of q, k, v and sinks from that of the result, `by_out` (N, H, Dv).
-
-    `out` and `lse` (N, H) are what the forward gave. Raises `ValueError` for a table without `lineage`.
-    """
+    """Compute the gradients of q, k, v and sinks from that of the forward's result `out`; `lse` is its second one."""
     if by_out.stride(-1) != 1:
         by_out = by_out.contiguous()
     heads, key_heads = q.shape[1], k.shape[1]
     sizes = (architecture(q.device), q.dtype, q.shape[2], v.shape[2], heads // key_heads, rule)
-    by_query, by_key = query_options(*sizes), key_options(*sizes)
+    by_query, by_key = shared_options("query_gradient_kernel", *sizes), key_options(*sizes)
     keys_per_tile, tokens = by_key[0]["BLOCK_N"], max(QUERY_ROWS_PER_PROGRAM * key_heads // heads, 1)
     width = by_key[0]["KEY_BLOCK"] + by_key[0]["VALUE_BLOCK"]
     most_parts = PARTIAL_SUM_BYTES // (4 * key_heads * keys_per_tile * width)
     work, context_rows = table.on_device(q.device, by_query["BLOCK_M"] // by_query["GROUP"])
-    key_work, splits, seers, n_parts = table.key_work_on_device(q.device, keys_per_tile, tokens, rule.reach, most_parts)
+    key_work, splits, readers, n_parts = table.key_work_on_device(
+        q.device, keys_per_tile, tokens, rule.reach, most_parts
+    )
     by_q, by_k, by_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
     parts = lse.new_empty(n_parts, key_heads, keys_per_tile, width)
@@ -397,7 +381,7 @@ def tree_attention_backward_triton(
         )  # fmt: skip
         for options in by_key:
             key_gradient_kernel[(key_work.shape[0], key_heads)](
-                q, k, v, by_out, lse, delta, by_k, by_v, parts, key_work, seers, seers.shape[1],
+                q, k, v, by_out, lse, delta, by_k, by_v, parts, key_work, readers, readers.shape[1],
                 *strides, heads, *numbers, STRIDE_UNIT=unit, **options,
             )  # fmt: skip
         if len(splits):

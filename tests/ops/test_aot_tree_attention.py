@@ -7,7 +7,7 @@ import torch
 
 from cfa_kernels.ops.attention_options import AttentionRule
 from cfa_kernels.ops.tree_attention import launch_options
-from cfa_kernels.ops.tree_attention_backward import key_options, query_options, sum_options
+from cfa_kernels.ops.tree_attention_backward import key_options, shared_options, sum_options
 from tests.support.aot import TARGETS, AotCase, compile_cases
 
 pytestmark = pytest.mark.slow
@@ -19,13 +19,13 @@ SINKS = {"sinks": torch.zeros(1)}
 
 DATA = ("p_q", "p_k", "p_v", "p_out", "p_by_out", "p_by_q", "p_by_k", "p_by_v")
 SUMS = ("p_lse", "p_delta", "p_parts")
-TABLES = ("p_work", "p_context", "p_seers", "p_splits")
+TABLES = ("p_work", "p_context", "p_readers", "p_splits")
 NUMBERS = {"scale": "fp32", "softcap": "fp32", "span": "i32"}
 ARGUMENTS = {
     "tree_attention_kernel": (*DATA[:4], "p_lse", "p_sinks", *TABLES[:2], *NUMBERS, "first_query_row"),
     "query_gradient_kernel": (*DATA[:6], *SUMS[:2], *TABLES[:2], *NUMBERS, "n_heads"),
     "key_gradient_kernel": (
-        *DATA[:3], "p_by_out", *DATA[6:], *SUMS, "p_work", "p_seers", "n_seers", *NUMBERS, "n_heads"
+        *DATA[:3], "p_by_out", *DATA[6:], *SUMS, "p_work", "p_readers", "n_readers", *NUMBERS, "n_heads"
     ),
     "sum_parts_kernel": ("p_parts", "p_by_k", "p_by_v", "p_splits"),
 }  # fmt: skip
@@ -35,7 +35,7 @@ def build(kernel: str, target: str, dtype: torch.dtype, options: dict, label: st
     """One launch, with the alignment that real tensors have."""
     kinds = dict.fromkeys(DATA, f"*{KINDS[dtype]}:16") | dict.fromkeys(SUMS, "*fp32:16") | {"p_sinks": "*bf16:16"}
     kinds |= (
-        dict.fromkeys(TABLES, "*i32:16") | NUMBERS | dict.fromkeys(("n_seers", "n_heads", "first_query_row"), "i32")
+        dict.fromkeys(TABLES, "*i32:16") | NUMBERS | dict.fromkeys(("n_readers", "n_heads", "first_query_row"), "i32")
     )
     arguments = {name: kinds[name] for name in ARGUMENTS[kernel]}
     if kernel != "sum_parts_kernel":
@@ -71,7 +71,7 @@ def forward(
 def backward(target: str, dtype: torch.dtype, dims: tuple[int, int], group: int = 2, **rule) -> list[AotCase]:
     """Every launch of one backward, the one for queries first."""
     sizes, name = sizes_of(target, dtype, dims, group, rule), label(dtype, dims, group, rule)
-    cases = [build("query_gradient_kernel", target, dtype, query_options(*sizes), name)]
+    cases = [build("query_gradient_kernel", target, dtype, shared_options("query_gradient_kernel", *sizes), name)]
     for options in key_options(*sizes):
         parts = f"{'keys ' * options['OF_KEYS']}{'values ' * options['OF_VALUES']}"
         cases.append(build("key_gradient_kernel", target, dtype, options, parts + name))

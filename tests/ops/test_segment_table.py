@@ -80,7 +80,9 @@ def pairs_that_see_each_other(table: SegmentTable, reach: Reach) -> list[tuple[i
 @given(sequences, reaches, st.integers(1, 6), st.integers(1, 9))
 def test_the_work_of_keys_meets_every_pair_that_attention_visits_once(rows, reach, keys_per_tile, queries_per_program):
     table, _ = table_of(rows)
-    work, splits, (seer_row, seer_limit, seer_position) = table.key_work(keys_per_tile, queries_per_program, reach)
+    work, splits, (reader_row, reader_limit, reader_position) = table.key_work(
+        keys_per_tile, queries_per_program, reach
+    )
     tiles, met = defaultdict(list), []
     for row, keys, first, position, own, base, begin, end, slot in work.tolist():
         assert 0 < keys <= keys_per_tile
@@ -89,7 +91,7 @@ def test_the_work_of_keys_meets_every_pair_that_attention_visits_once(rows, reac
         for query in range(begin, end):
             at, sees, where = row + query, query + 1, position + query
             if query >= own:
-                at, sees, where = (int(x[base + query]) for x in (seer_row, seer_limit, seer_position))
+                at, sees, where = (int(x[base + query]) for x in (reader_row, reader_limit, reader_position))
                 sees -= first
             oldest = int(reach.oldest_visible(torch.tensor(where)))
             met += [(at, row + key) for key in range(min(sees, keys)) if position + key >= oldest]
@@ -106,7 +108,7 @@ def test_the_work_of_keys_meets_every_pair_that_attention_visits_once(rows, reac
     assert sorted(slot for slot in work[:, 8].tolist() if slot >= 0) == list(range(int(splits[:, 3].sum())))
 
 
-def test_seers_out_of_reach_are_not_looked_at():
+def test_readers_out_of_reach_are_not_looked_at():
     """Sixteen long completions under a prompt: only rows within the window of a tile's keys are visited."""
     table, _ = table_of([[*range(64), 100 + i, *range(200)] for i in range(16)])
     work, *_ = table.key_work(16, 10**6, Reach(window=32))
@@ -114,13 +116,13 @@ def test_seers_out_of_reach_are_not_looked_at():
     assert visited == {0: 47, 16: 47, 32: 32 + 16 * 15, 48: 16 + 16 * 31}
 
 
-def test_the_index_of_seers_has_one_entry_for_each_row_and_each_of_its_ancestors():
+def test_the_index_of_readers_has_one_entry_for_each_row_and_each_of_its_ancestors():
     table, _ = table_of([[1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 6, 6], [9]])
-    seers = table.seers()
-    assert seers.start.tolist() == [0, 4, 6, 6, 6]
-    assert seers.row.tolist() == [3, 4, 5, 6, 5, 6]
-    assert seers.limit.tolist() == [2, 2, 2, 2, 1, 1]
-    assert seers.position.tolist() == [2, 3, 3, 4, 3, 4]
+    readers = table.readers()
+    assert readers.start.tolist() == [0, 4, 6, 6, 6]
+    assert readers.row.tolist() == [3, 4, 5, 6, 5, 6]
+    assert readers.limit.tolist() == [2, 2, 2, 2, 1, 1]
+    assert readers.position.tolist() == [2, 3, 3, 4, 3, 4]
 
 
 def test_a_table_is_found_by_copies_of_its_handle_while_it_lives_and_rebuilt_afterwards():
