@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.analyze.statistics import Interval, auroc, bootstrap_interval, recall_at, spearman
+from trainer.analyze.statistics import Interval, bootstrap_interval, spearman
 
 Rows = Sequence[Sequence[float]]
 Pairs = tuple[float, int, float, int]
@@ -121,9 +121,17 @@ def rank_correlation(scores: Sequence[float], truth: Sequence[float]) -> float:
     return spearman(scores, truth) if len(set(scores)) > 1 else 0.0
 
 
+def auroc(scores: Sequence[float], truth: Sequence[bool]) -> float:
+    """Compute the share of pairs of a positive and a negative of one problem that scores order; ties count half."""
+    won_early, early, won_late, late = ordered_pairs(scores, truth)
+    return (won_early + won_late) / (early + late)
+
+
 def recall_among_top(scores: Sequence[float], truth: Sequence[float]) -> float:
-    """Recall among as many top units as are true."""
-    return recall_at(scores, truth, sum(truth) / len(truth))
+    """Recall among as many top units as are true; the earlier of equal scores is taken."""
+    true = np.asarray(truth, dtype=bool)
+    top = np.argsort(-np.asarray(scores), kind="stable")[: true.sum()]
+    return float(true[top].mean())
 
 
 def _mean(values: Sequence[float]) -> float:

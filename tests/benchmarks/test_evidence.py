@@ -15,11 +15,13 @@ from benchmarks.demo_model.warmup import WarmupConfig, small_model, train_tokeni
 from benchmarks.evidence import planted
 from benchmarks.evidence.agreement import (
     agreement,
+    auroc,
     auroc_alone,
     chance,
     correlation,
     ordered_pairs,
     position_free_auroc,
+    recall_among_top,
 )
 from benchmarks.evidence.cases import planted_case
 from benchmarks.evidence.command import main
@@ -273,6 +275,14 @@ def test_a_rule_by_position_alone_has_a_position_free_auroc_of_one_half():
     assert (found["auroc"]["low"], found["auroc"]["high"]) == (0.5, 0.5)
     perfect = agreement([[float(t) for t in row] for row in truths], truths, draws=50)
     assert [perfect[name]["value"] for name in ("auroc", "plain_auroc", "spearman", "recall")] == [1.0] * 4
+
+
+def test_equal_scores_win_half_a_pair_and_the_earlier_one_is_recalled():
+    scores, truth = [2.0, 2.0, 1.0, 3.0], [False, True, True, False]
+    assert auroc(scores, truth) == 0.5 / 4
+    assert recall_among_top(scores, truth) == 0
+    assert recall_among_top([2.0, 3.0, 2.0, 1.0], truth) == 0.5
+    assert recall_among_top([1.0, 3.0, 2.0, 1.0], truth) == 1
 
 
 def test_pairs_are_counted_apart_by_which_comes_first():

@@ -1,7 +1,6 @@
-"""Measure how concentrated credit is, and how well importances agree with a truth or with each other.
+"""Measure how concentrated credit is, and how well importances agree with each other.
 
-Rows of finite numbers in (1-D tensors, arrays or sequences), a float out. Ranks of equal values are averaged; only
-`recall_at`, which has to choose, takes the earlier token first. `ValueError` names what cannot be measured.
+Rows of finite numbers in (1-D tensors, arrays or sequences), a float out; `ValueError` names what cannot be measured.
 """
 
 import math
@@ -46,26 +45,6 @@ def top_mass(values: Numbers, share: float = 0.1) -> float:
         raise ValueError(f"values must not be all 0, got {len(sizes)}")
     sizes /= sizes[-1]
     return float(sizes[len(sizes) - _count(len(sizes), share) :].sum() / sizes.sum())
-
-
-def recall_at(importances: Numbers, truth: Numbers, share: float) -> float:
-    """Compute the share of the true tokens that are among the most important `share` of all, at least one."""
-    scores, labels = _row(importances), _row(truth) != 0
-    if not labels.any():
-        raise ValueError(f"truth: none of {len(labels)} is true, there is nothing to recall")
-    top = np.argsort(-scores, kind="stable")[: _count(len(scores), share)]
-    return float(labels[top].sum() / labels.sum())
-
-
-def auroc(scores: Numbers, labels: Numbers) -> float:
-    """Compute the probability that a positive scores above a negative, pairs of equal scores counted half."""
-    ranks, positive = stats.rankdata(_row(scores)), _row(labels) != 0
-    ones = int(positive.sum())
-    zeros = len(positive) - ones
-    if not ones or not zeros:
-        raise ValueError(f"labels must hold both classes, all {len(positive)} are {bool(ones)}")
-    # Mann and Whitney's U from the positives' ranks; scipy's own test would also compute a p-value.
-    return float((ranks[positive].sum() - ones * (ones + 1) / 2) / (ones * zeros))
 
 
 def spearman(a: Numbers, b: Numbers) -> float:
