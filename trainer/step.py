@@ -69,7 +69,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
         **shaped.metrics,
         **times.metrics(),
     }
-    return Step(metrics, batch.problems, rollouts, batch.rewards, advantages, credit, shaped.notes)
+    return Step(metrics, batch.problems, batch.columns, rollouts, batch.rewards, advantages, credit, shaped.notes)
 
 
 def draw(trainer: Trainer, keys: Sequence[tuple[int, ...]]) -> Rollouts:

@@ -45,8 +45,8 @@ def completion(step: int, reward: float, **more: object) -> dict:
     """A completion of ten tokens with two masked spans, as a run logs it."""
     return {
         "step": step, "problem": 7, "reward": reward, "advantage": reward - 0.5, "tokens": list("Step1=2+3."),
-        "answer": {"start": 9, "end": 10}, "spans": [[0, 2], [4, 7]], "drops": [0.5, -4.25], "credit": "masking",
-        "weights": [1, 1, 1, 1, 4, 4, 4, 2, 0.5, 1.5],
+        "answer": {"start": 9, "end": 10}, "weights": [1, 1, 1, 1, 4, 4, 4, 2, 0.5, 1.5], "credit": "masking",
+        "spans": [{"start": 0, "end": 2, "drop": 0.5}, {"start": 4, "end": 7, "drop": -4.25}],
     } | more  # fmt: skip
 
 

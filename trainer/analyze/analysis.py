@@ -4,17 +4,15 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Shown
 
-from trainer.analyze.page import page_of
-from trainer.analyze.run_page import write_run_page
-from trainer.analyze.runs import comparison, correct_threshold_of
-from trainer.analyze.samples import Sample, read_samples
+from trainer.analyze.page import page_of, write_run_page
+from trainer.analyze.runs import comparison
+from trainer.analyze.samples import read_samples
 from trainer.analyze.tables import Cell, Table, analyse
 
 DESCRIPTION = """Analyse the credit of logged completions: how much masked spans matter, which contents do, where weight
@@ -39,20 +37,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument("--out", type=Path, default=Path("compare.html"), help="page to write (compare.html)")
     else:
         parser.add_argument("source", type=Path, metavar="RUN_OR_FILE")
-        parser.add_argument(
-            "--out", type=Path, help="folder to write to; default: analysis in the run, or NAME-analysis"
-        )
-        parser.add_argument(
-            "--correct_threshold", type=float, help="least reward of a correct completion; default: the run's, or 0.5"
-        )
-        parser.add_argument(
-            "--noise",
-            type=float,
-            help="a drop of at most this much is no effect; default: 0.001 nats, 0 in other units",
-        )
-        parser.add_argument(
-            "--page_completions", type=int, default=12, help="most completions on the page (default 12)"
-        )
+        parser.add_argument("--out", type=Path, help="folder to write to: analysis in the run, or NAME-analysis")
+        parser.add_argument("--noise", type=float, help="largest drop without effect: 0.001 nats, 0 in other units")
     options = vars(parser.parse_args(argv[compares:]))
     try:
         if compares:
@@ -79,40 +65,26 @@ def compare(runs: Sequence[Path], out: Path) -> None:
     console.print(escape(str(out)), soft_wrap=True)
 
 
-def write_analysis(
-    source: Path, out: Path | None = None, *, correct_threshold: float | None = None, noise: float | None = None,
-    page_completions: int = 12,
-) -> Path:  # fmt: skip
+def write_analysis(source: Path, out: Path | None = None, *, noise: float | None = None) -> Path:
     """Analyse a run folder or a file, write all results and return their folder.
 
     Args:
         source: as in `read_samples`.
         out: the folder, made if missing; by default `analysis` in the run folder, or beside the file its name with
             `-analysis`.
-        correct_threshold: as in `read_samples`; None takes the one in the run's `config.yaml`, or 0.5.
         noise: as in `analyse`.
-        page_completions: most completions on the page.
     """
-    threshold = correct_threshold_of(source) if correct_threshold is None else correct_threshold
-    samples = list(read_samples(source, correct_threshold=threshold))
+    samples = list(read_samples(source))
     if not samples:
         raise ValueError(f"{source}: holds no completion; was log_completions 0, or did the run end in its first step?")
     folder = out or (source / "analysis" if source.is_dir() else source.with_name(f"{source.stem}-analysis"))
     folder.mkdir(parents=True, exist_ok=True)
     tables, title = analyse(samples, noise=noise), f"Credit in {source.resolve().name}"
-    report = {name: asdict(table) for name, table in tables.items()}
+    report = {name: vars(table) for name, table in tables.items()}
     (folder / "analysis.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (folder / "analysis.md").write_text(_markdown(tables, title), encoding="utf-8", errors="replace")
-    page = page_of(_chosen(samples, page_completions), title)
-    (folder / "page.html").write_text(page, encoding="utf-8", newline="\n")
+    (folder / "page.html").write_text(page_of(samples, title), encoding="utf-8", newline="\n")
     return folder
-
-
-def _chosen(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """Choose the page's samples: most estimators first, then most spans; of equal texts and ranks the last."""
-    last = {tuple(sample.tokens): i for i, sample in enumerate(samples)}
-    order = sorted(last.values(), key=lambda i: (-len(samples[i].credit), -len(samples[i].spans), -i))
-    return [samples[i] for i in sorted(order[:count])]
 
 
 def _markdown(tables: Mapping[str, Table], title: str) -> str:

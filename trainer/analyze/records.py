@@ -1,7 +1,4 @@
-"""Make records of completions with their credit, one JSON object a line of `completions.jsonl`.
-
-The training program writes them, `trainer.analyze` reads them; `docs/analysis.md` has the fields.
-"""
+"""Make records of completions with their credit, one JSON object a line; `docs/analysis.md` has the fields."""
 
 from typing import Any
 
@@ -18,14 +15,11 @@ def completion_record(
     advantage: float, truncated: bool,
 ) -> Record:  # fmt: skip
     """Record a completion of the token ids `ids`, before any credit."""
+    tokens = [tokenizer.decode([i]) for i in ids]
     return {
-        "problem": problem,
-        "completion": text,
-        "reward": reward,
-        "advantage": advantage,
-        "truncated": truncated,
-        "tokens": [tokenizer.decode([i]) for i in ids],
-    }
+        "problem": problem, "completion": text, "reward": reward, "advantage": advantage, "truncated": truncated,
+        "tokens": tokens,
+    }  # fmt: skip
 
 
 def token_credit(credit: Credit, i: int) -> dict[str, list[float]]:
@@ -43,22 +37,17 @@ def judged_spans(
     if isinstance(estimator, Masking) and estimator.outcome in ("logprob", "mean_logprob"):
         unit = "nats" if estimator.effect == "direct" else "total effect in nats"
     answer = credit.answers[i]
+    spans = []
+    for span, drop in zip(credit.spans[i], credit.drop[i].tolist(), strict=True):
+        text, weight = tokenizer.decode(ids[span.start : span.end]), credit.weights[i][span.start].item()
+        spans.append({"start": span.start, "end": span.end, "text": text, "drop": drop, "weight": weight})
     return {
         "drops_unit": unit,
         "answer": None if answer is None else {"start": answer.start, "end": answer.end},
-        "spans": [
-            {
-                "start": span.start,
-                "end": span.end,
-                "text": tokenizer.decode(ids[span.start : span.end]),
-                "drop": drop,
-                "weight": credit.weights[i][span.start].item(),
-            }
-            for span, drop in zip(credit.spans[i], credit.drop[i].tolist(), strict=True)
-        ],
+        "spans": spans,
     }
 
 
 def rounded(values: list[float]) -> list[float]:
-    """Round what is written for each token to four decimals."""
+    """Round to the four decimals of a record."""
     return [round(value, 4) for value in values]

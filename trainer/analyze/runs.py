@@ -12,8 +12,10 @@ import yaml
 
 from trainer.analyze.samples import json_lines
 
-_OWN = ("seed", "output_dir")
-"""Settings in which repetitions of a run differ."""
+_FORMS = {
+    "steps": "{:g}", "accuracy at step 0": "{:.1%}", "held-out accuracy": "{:.1%}", "reward": "{:.3f}",
+    "tokens": "{:,.0f}",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,25 +30,22 @@ class Run:
     @property
     def repeats(self) -> str:
         """Settings that runs have in common which differ in their seeds only, as text."""
-        named = sorted(repr((name, value)) for name, value in self.settings.items() if name not in _OWN)
+        named = sorted(repr(item) for item in self.settings.items() if item[0] not in ("seed", "output_dir"))
         return repr(named) if self.settings else self.name
-
-    def values(self, metric: str) -> list[float]:
-        """List a metric's values over the steps that have it."""
-        return self.metrics[metric].dropna().tolist() if metric in self.metrics else []
 
     def figures(self) -> dict[str, float]:
         """Sum the run up; nan without a value. Reward is over the last tenth of the steps, times are means."""
-        rewards, before = self.values("reward"), self.metrics.get("eval_accuracy", pandas.Series([math.nan]))
-        stages = [name for name in self.metrics if name.startswith("time/")]
+        last, means = self.metrics.ffill().iloc[-1], self.metrics.mean()
+        rewards = self.metrics.get("reward", pandas.Series(dtype=float)).dropna()
         return {
             "steps": self.metrics.index[-1],
-            "before": before.iloc[0],
-            "accuracy": _last(self.values("eval_accuracy")),
-            "error": _last(self.values("eval_accuracy_stderr")),
-            "reward": float(np.mean(rewards[-max(1, len(rewards) // 10) :])) if rewards else math.nan,
-            "tokens": _last(self.values("num_tokens")),
-            **{name: self.metrics[name].mean() for name in ("step_time", *stages) if name in self.metrics},
+            "accuracy at step 0": self.metrics.iloc[0].get("eval_accuracy", math.nan),
+            "held-out accuracy": last.get("eval_accuracy", math.nan),
+            "error": last.get("eval_accuracy_stderr", math.nan),
+            "reward": rewards.tail(max(1, len(rewards) // 10)).mean(),
+            "tokens": last.get("num_tokens", math.nan),
+            "seconds per step": means.get("step_time", math.nan),
+            **{name.removeprefix("time/"): mean for name, mean in means.items() if name.startswith("time/")},
         }
 
 
@@ -56,15 +55,13 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     Raises:
         ValueError, OSError: a folder, its settings or a line of its metrics is not a run's; the message names it.
     """
-    resolved = [folder.resolve() for folder in folders]
-    if len({*resolved}) < len(resolved):
-        raise ValueError(
-            f"{next(f for f, r in zip(folders, resolved, strict=True) if resolved.count(r) > 1)}: is given twice"
-        )
-    last = [folder.name for folder in resolved]
+    names = [folder.resolve().name for folder in folders]
+    for i, folder in enumerate(folders):
+        if folder.resolve() in [other.resolve() for other in folders[:i]]:
+            raise ValueError(f"{folder}: is given twice")
     return [
-        Run(path.name if last.count(path.name) == 1 else str(folder), folder, read_settings(folder), _metrics(folder))
-        for folder, path in zip(folders, resolved, strict=True)
+        Run(name if names.count(name) == 1 else str(folder), folder, _settings(folder), _metrics(folder))
+        for folder, name in zip(folders, names, strict=True)
     ]
 
 
@@ -85,13 +82,11 @@ def _metrics(folder: Path) -> pandas.DataFrame:
     return frame.where(np.isfinite(frame))
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Read the settings of a run, `config.yaml` in its folder; none if there is no such file."""
+def _settings(folder: Path) -> dict[str, Any]:
+    """Read `config.yaml`; no settings if there is no such file."""
     file = folder / "config.yaml"
-    if not file.exists():
-        return {}
     try:
-        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+        settings = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
     except (ValueError, yaml.YAMLError, RecursionError) as problem:
         raise ValueError(f"{file}: is not YAML ({' '.join(str(problem).split())})") from problem
     if not isinstance(settings, dict):
@@ -99,71 +94,38 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def correct_threshold_of(folder: Path) -> float:
-    """Return `correct_threshold` of a run's settings, 0.5 if they do not name it."""
-    value = read_settings(folder).get("correct_threshold", 0.5)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-        raise ValueError(f"{folder / 'config.yaml'}: correct_threshold must be a finite number, got {value!r:.60}")
-    return float(value)
-
-
 def groups_of(runs: Sequence[Run]) -> list[int]:
     """Number the groups of runs that differ in their seeds only, by their first run."""
     return pandas.factorize(np.array([run.repeats for run in runs], dtype=object))[0].tolist()
-
-
-def differences(runs: Sequence[Run]) -> list[str]:
-    """Say of each run by which settings, `output_dir` excepted, it differs from another one."""
-    names = dict.fromkeys(name for run in runs for name in run.settings if name != "output_dir")
-    differing = [name for name in names if len({repr(run.settings.get(name)) for run in runs}) > 1]
-    return [", ".join(f"{name} {run.settings[name]}" for name in differing if name in run.settings) for run in runs]
 
 
 def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Tabulate runs, a row each, and the mean of those that differ in their seeds only.
 
     Returns:
-        The columns' names and the rows; the standard error after ± is over held-out problems in a run's row, over runs
-        in that of a mean.
+        The columns' names and the rows: name, settings that differ between runs, figures. The standard error after ± is
+        over held-out problems in a run's row, over runs in that of a mean.
     """
-    table, groups, differing = pandas.DataFrame([run.figures() for run in runs]), groups_of(runs), differences(runs)
-    rows = [
-        (run.name, differs, figures)
-        for run, differs, (_, figures) in zip(runs, differing, table.iterrows(), strict=True)
+    names = dict.fromkeys(name for run in runs for name in run.settings if name != "output_dir")
+    differing = [name for name in names if len({repr(run.settings.get(name)) for run in runs}) > 1]
+    heads = [
+        (run.name, ", ".join(f"{name} {run.settings[name]}" for name in differing if name in run.settings))
+        for run in runs
     ]
+    table, groups = pandas.DataFrame([run.figures() for run in runs]), np.array(groups_of(runs))
     for group in range(max(groups) + 1):
-        members = [k for k, own in enumerate(groups) if own == group]
+        members = np.flatnonzero(groups == group)
         if len(members) > 1:
             mean = table.iloc[members].mean()
-            mean["error"] = table.accuracy.iloc[members].sem()
-            named = " and ".join(runs[k].name for k in members)
-            rows.append((f"mean of {len(members)} seeds", f"of {named}", mean))
-    forms = {
-        "step_time": "{:.3g}",
-        **{name: "{:.3g}" for name in table if name.startswith("time/")},
-        "tokens": "{:,.0f}",
-    }
-    columns = [
-        "run",
-        "differs in" if any(differing) else "",
-        "steps",
-        "accuracy at step 0",
-        "held-out accuracy",
-        "reward",
-    ]
-    columns += ["seconds per step" if name == "step_time" else name.removeprefix("time/") for name in forms]
-    return columns, [
-        [
-            name, differs, f"{one.steps:g}", _text(one.before, "{:.1%}"),
-            _text(one.accuracy, "{:.1%}") + _text(one.error, " ± {:.1%}", ""), _text(one.reward, "{:.3f}"),
-            *(_text(one.get(figure, math.nan), form) for figure, form in forms.items()),
-        ]
-        for name, differs, one in rows
-    ]  # fmt: skip
-
-
-def _last(values: list[float]) -> float:
-    return values[-1] if values else math.nan
+            mean["error"] = table["held-out accuracy"].iloc[members].sem()
+            table.loc[len(table)] = mean
+            heads.append((f"mean of {len(members)} seeds", f"of {' and '.join(runs[k].name for k in members)}"))
+    shown = {name: [_text(value, _FORMS.get(name, "{:.3g}")) for value in table[name]] for name in table}
+    errors = [_text(value, " ± {:.1%}", "") for value in table["error"]]
+    shown["held-out accuracy"] = [a + b for a, b in zip(shown["held-out accuracy"], errors, strict=True)]
+    del shown["error"]
+    rows = [[*head, *cells] for head, cells in zip(heads, zip(*shown.values(), strict=True), strict=True)]
+    return ["run", "differs in" if differing else "", *shown], rows
 
 
 def _text(value: float, form: str, absent: str = "-") -> str:

@@ -9,12 +9,12 @@ from typing import Any
 
 KINDS = ("weights", "advantages", "importances")
 """Numbers of an estimator: what multiplies tokens' loss, what is added to it, how much tokens matter."""
+_CORRECT = 0.5  # least reward of a correct completion
 
 
 @dataclass(frozen=True)
 class MaskedSpan:
-    """Span of tokens `[start, end)`, and by how much the answer's log-prob moves when it is masked, or minus its
-    importance."""
+    """Span of tokens `[start, end)`, and by how much the answer's log-prob moves when it is masked."""
 
     start: int
     end: int
@@ -34,7 +34,6 @@ class TokenCredit:
 class Sample:
     """Completion of T tokens; None for fields that the file does not have."""
 
-    line: int
     tokens: list[str]
     spans: list[MaskedSpan] = field(default_factory=list)
     credit: dict[str, TokenCredit] = field(default_factory=dict)
@@ -46,17 +45,13 @@ class Sample:
     truncated: bool = False
     step: int | None = None
     problem: Any = None
+    question: str | None = None
+    reference: str | None = None
     drops_unit: str = "nats"
-    run: str | None = None
 
 
-def read_samples(path: Path, *, correct_threshold: float = 0.5, every: int = 1) -> Iterator[Sample]:
-    """Read the completions of a run's folder or of a file, one at a time.
-
-    Args:
-        path: the folder, whose `completions.jsonl` is read, or a file of that form.
-        correct_threshold: a completion without `correct` counts as correct if its reward is at least this.
-        every: 2 reads every second completion, and so on.
+def read_samples(path: Path, *, every: int = 1) -> Iterator[Sample]:
+    """Read the completions of a file, or of `completions.jsonl` in a run's folder; with `every=n`, every n-th of them.
 
     Raises:
         ValueError: no such file, or a line is not a completion; names file, line and reason.
@@ -64,7 +59,7 @@ def read_samples(path: Path, *, correct_threshold: float = 0.5, every: int = 1) 
     file = path / "completions.jsonl" if path.is_dir() else path
     for number, entry in json_lines(file, every):
         try:
-            yield _sample(number, entry, correct_threshold)
+            yield _sample(entry)
         except (LookupError, TypeError, ValueError, AttributeError) as problem:
             reason = f"{type(problem).__name__}: {problem}"
             raise ValueError(f"{file}, line {number}: is not a completion with its credit ({reason})") from problem
@@ -89,42 +84,34 @@ def json_lines(file: Path, every: int = 1) -> Iterator[tuple[int, Any]]:
         yield number, value
 
 
-def _sample(line: int, entry: dict[str, Any], correct_threshold: float) -> Sample:
-    tokens, reward = [str(token) for token in entry["tokens"]], entry.get("reward")
+def _sample(entry: dict[str, Any]) -> Sample:
+    tokens = [str(token) for token in entry["tokens"]]
     credit: dict[str, TokenCredit] = {}
     if entry.get("weights") is not None:
         credit[entry.get("credit", "weights")] = TokenCredit("weights", entry["weights"])
-    for name, judgement in (entry.get("estimators") or {}).items():
-        for kind in KINDS:
-            if kind in judgement:
-                label = f"{name}, {kind}" if name in credit else name
-                credit[label] = TokenCredit(kind, [None if x is None else float(x) for x in judgement[kind]])
-    for name, row in [*((n, c.values) for n, c in credit.items()), ("gradient_norms", entry.get("gradient_norms"))]:
+    for name, judgement in entry.get("estimators", {}).items():
+        for kind in (kind for kind in KINDS if kind in judgement):
+            label = f"{name}, {kind}" if name in credit else name
+            credit[label] = TokenCredit(kind, [None if x is None else float(x) for x in judgement[kind]])
+    norms, reward, answer = entry.get("gradient_norms"), entry.get("reward"), entry.get("answer")
+    for name, row in {**{name: one.values for name, one in credit.items()}, "gradient_norms": norms}.items():
         if row is not None and len(row) != len(tokens):
             raise ValueError(f"{name} has {len(row)} numbers for {len(tokens)} tokens")
-    spans, drops = entry.get("spans") or [], entry.get("drops")
-    answer, correct = entry.get("answer"), entry.get("correct")
+    own = ("advantage", "truncated", "step", "problem", "question", "reference", "drops_unit")
     return Sample(
-        line=line,
         tokens=tokens,
-        spans=[_span(span, drops[k] if drops else None, tokens) for k, span in enumerate(spans)],
+        spans=[_span(span, tokens) for span in entry.get("spans", [])],
         credit=credit,
-        gradient_norms=entry.get("gradient_norms"),
+        gradient_norms=norms,
         answer=(answer["start"], answer["end"]) if answer else None,
         reward=reward,
-        correct=correct if correct is not None or reward is None else reward >= correct_threshold,
-        advantage=entry.get("advantage"),
-        truncated=bool(entry.get("truncated")),
-        step=entry.get("step"),
-        problem=entry.get("problem"),
-        drops_unit=entry.get("drops_unit", "nats"),
+        correct=entry.get("correct", None if reward is None else reward >= _CORRECT),
+        **{name: entry[name] for name in own if name in entry},
     )
 
 
-def _span(span: Any, drop: float | None, tokens: list[str]) -> MaskedSpan:
-    fields = span if isinstance(span, dict) else dict(zip(("start", "end"), span, strict=True))
-    start, end = fields["start"], fields["end"]
+def _span(span: dict[str, Any], tokens: list[str]) -> MaskedSpan:
+    start, end = span["start"], span["end"]
     if not 0 <= start < end <= len(tokens):
         raise ValueError(f"span {start} to {end} of {len(tokens)} tokens")
-    text = fields.get("text", "".join(tokens[start:end]))
-    return MaskedSpan(start, end, text, float(fields["drop"] if drop is None else drop))
+    return MaskedSpan(start, end, span.get("text", "".join(tokens[start:end])), float(span["drop"]))

@@ -6,13 +6,14 @@ its own, and the metrics of "Outcome-Grounded Advantage Reshaping".
 """
 
 import itertools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas
+from scipy import stats
 
 from cfa_kernels.text.arithmetic import ranked_math_intervals
 from trainer.analyze.samples import Sample
@@ -25,10 +26,14 @@ _CUTS = (0.1, 0.4, 0.9)
 """Quantiles of the drops of spans that matter, between the first four classes; near the paper's shares of them."""
 
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
-_EQUALS = re.compile(r"\d\s{0,4}=|=\s{0,4}[$(-]{0,2}\d")
-_HEADER = re.compile(r"\A(?:\W*(?:step|part)\s*\d+\b|\s*#{1,6}\s|\s*\d{1,2}[.)](?:\s|\Z))", re.IGNORECASE)
-_SETUP = re.compile(r"\b(?:let|denote[sd]?|suppose|define[sd]?|assum(?:e|ing))\b", re.IGNORECASE)
-_CONCLUSION = re.compile(r"\b(?:therefore|thus|hence|so|finally|in conclusion|answer)\b", re.IGNORECASE)
+_KINDS = {
+    "calculation": r"\d\s{0,4}=|=\s{0,4}[$(-]{0,2}\d",
+    "step header": r"\A(?:\W*(?:step|part)\s*\d+\b|\s*#{1,6}\s|\s*\d{1,2}[.)](?:\s|\Z))",
+    "set-up": r"\b(?:let|denote[sd]?|suppose|define[sd]?|assum(?:e|ing))\b",
+    "conclusion": r"\b(?:therefore|thus|hence|so|finally|in conclusion|answer)\b",
+    "statement": "",
+}
+_LEVELS = ("high", "medium", "low", "outside spans")
 
 
 @dataclass(frozen=True)
@@ -42,17 +47,11 @@ class Table:
 
 
 def kind_of(text: str) -> str:
-    """Say what a span is: "calculation", "step header", "set-up", "conclusion" or "statement", the first that fits."""
+    """Classify the content of a span: the first of "calculation", "step header", ... that fits, else "statement"."""
     text = _ANNOTATION.sub("", text)
-    for kind, fits in (
-        ("calculation", bool(ranked_math_intervals(text)[0]) or bool(_EQUALS.search(text))),
-        ("step header", bool(_HEADER.search(text))),
-        ("set-up", bool(_SETUP.search(text))),
-        ("conclusion", bool(_CONCLUSION.search(text))),
-    ):
-        if fits:
-            return kind
-    return "statement"
+    if ranked_math_intervals(text)[0]:
+        return "calculation"
+    return next(kind for kind, pattern in _KINDS.items() if re.search(pattern, text, re.IGNORECASE))
 
 
 def classes_of(drops: np.ndarray, noise: float) -> tuple[list[str], list[float]]:
@@ -61,15 +60,10 @@ def classes_of(drops: np.ndarray, noise: float) -> tuple[list[str], list[float]]
     Spans matter whose drop is below `-noise`; those above `noise` are distractors, and the rest is rounding.
     """
     matters = drops[drops < -noise]
-    cuts = [float(cut) for cut in np.quantile(matters, _CUTS)] if len(matters) else [-noise] * len(_CUTS)
-    names = [CLASSES[int(np.searchsorted(cuts, drop, side="right"))] for drop in drops]
-    for i, drop in enumerate(drops):
-        if drop >= -noise:
-            names[i] = "distractor" if drop > noise else "no effect"
-    return names, cuts
-
-
-KINDS = ("calculation", "step header", "set-up", "conclusion", "statement")
+    cuts = np.quantile(matters, _CUTS) if len(matters) else np.full(len(_CUTS), -noise)
+    classes = np.searchsorted(cuts, drops, side="right")
+    classes = np.where(drops > noise, 5, np.where(drops >= -noise, 4, classes))
+    return [CLASSES[i] for i in classes], cuts.tolist()
 
 
 def analyse(samples: Sequence[Sample], *, noise: float | None = None) -> dict[str, Table]:
@@ -89,22 +83,23 @@ def analyse(samples: Sequence[Sample], *, noise: float | None = None) -> dict[st
     if noise is None:
         noise = 1e-3 if units == ["nats"] else 0.0
     names = list(dict.fromkeys(name for sample in samples for name in sample.credit))
+    trained = [sample for sample in samples if not sample.truncated and sample.advantage != 0 and sample.tokens]
     spans = _spans(samples, noise)
     tables = {"overview": _overview(samples, len(spans), units, names)}
     if len(spans):
-        correctness = spans.assign(correct=spans.correct.map({True: "correct", False: "wrong"}))
         tables |= {
             "distribution": _distribution(spans.drop_),
             "classes": _classes(spans, noise),
             "thirds": _means("Drop by place", "third", spans, ("early", "middle", "late")),
-            "correctness": _means("Drop by correctness", "correct", correctness, ("correct", "wrong")),
+            "correctness": _means("Drop by correctness", "correct", spans, ("correct", "wrong")),
         }
-        if (spans.length > 1).any():  # a lone token says little of content
-            tables["kinds"] = _kinds(spans)
-    if names:
-        trained = [one for one in samples if not one.truncated and one.advantage != 0 and one.tokens]
-        tables["concentration"] = _concentration(trained, names)
-        tables |= {"gradient": _gradient(trained, names), "agreement": _agreement(samples, names)}
+        if (spans.length > 1).any():  # the text of a single token says little of content
+            tables["kinds"] = _means("Drops by kind of content, the first that fits", "kind", spans, _KINDS)
+    tables |= {
+        "concentration": _concentration(trained, names),
+        "gradient": _gradient(trained, names),
+        "agreement": _agreement(samples, names),
+    }
     return {name: table for name, table in tables.items() if table.rows}
 
 
@@ -113,12 +108,11 @@ def _spans(samples: Sequence[Sample], noise: float) -> pandas.DataFrame:
     rows = []
     for i, sample in enumerate(samples):
         reasoning = max(sample.answer[0] if sample.answer else len(sample.tokens), 1)
+        verdict = {True: "correct", False: "wrong", None: ""}[sample.correct]
         for span in sample.spans:
             third = ("early", "middle", "late")[min(2, int(1.5 * (span.start + span.end) / reasoning))]
-            length = span.end - span.start
-            rows.append((i, length, span.text, span.drop, third, sample.correct, kind_of(span.text)))
-    columns = ["sample", "length", "text", "drop_", "third", "correct", "kind"]
-    spans = pandas.DataFrame(rows, columns=columns, dtype=object).astype({"length": int, "drop_": float})
+            rows.append((i, span.end - span.start, span.drop, third, verdict, kind_of(span.text)))
+    spans = pandas.DataFrame(rows, columns=["sample", "length", "drop_", "third", "correct", "kind"])
     return spans.assign(group=classes_of(spans.drop_.to_numpy(float), noise)[0])
 
 
@@ -139,13 +133,12 @@ def _overview(samples: Sequence[Sample], spans: int, units: list[str], names: li
 
 
 def _distribution(drops: pandas.Series) -> Table:
-    deviation, centred = drops.std(ddof=0), drops - drops.mean()
-    moments = [float((centred**power).mean() / deviation**power) if deviation else None for power in (3, 4)]
+    deviation = float(drops.std(ddof=0))
     rows: list[list[Cell]] = [
         ["mean", float(drops.mean())],
-        ["standard deviation", float(deviation)],
-        ["skewness", moments[0]],
-        ["excess kurtosis", None if moments[1] is None else moments[1] - 3],
+        ["standard deviation", deviation],
+        ["skewness", float(stats.skew(drops)) if deviation else None],
+        ["excess kurtosis", float(stats.kurtosis(drops)) if deviation else None],
     ]
     levels = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
     rows += [[f"quantile {level:g}", float(value)] for level, value in drops.quantile(levels).items()]
@@ -165,50 +158,33 @@ def _classes(spans: pandas.DataFrame, noise: float) -> Table:
     return Table("Classes of drops", ("class", "drop", "spans", "share"), rows, note)
 
 
-def _kinds(spans: pandas.DataFrame) -> Table:
+def _means(title: str, column: str, spans: pandas.DataFrame, names: Iterable[str]) -> Table:
+    """Tabulate drops by a column of spans, with an interval of the mean over resampled completions."""
     rows: list[list[Cell]] = []
-    for name in KINDS:
-        inside = spans[spans.kind == name]
-        if len(inside):
-            shares = [float((inside.group == group).mean()) for group in ("critical", "distractor")]
-            rows.append([name, len(inside), float(inside.drop_.mean()), float(inside.drop_.median()), *shares])
-    columns = ("kind", "spans", "mean drop", "median drop", "critical", "distractors")
-    note = "Each span is of one kind, the first of the list that fits."
-    return Table("Drops by kind of content", columns, rows, note)
-
-
-def _means(title: str, column: str, spans: pandas.DataFrame, names: Sequence[str]) -> Table:
-    """Tabulate mean and median drop by a column of spans, with an interval of the mean over resampled completions."""
-    rows: list[list[Cell]] = []
-    for name in names:
-        inside = spans[spans[column] == name]
+    for name, inside in ((name, spans[spans[column] == name]) for name in names):
         if len(inside):
             groups = [drops.tolist() for _, drops in inside.groupby("sample").drop_]
             interval = bootstrap_interval(lambda drawn: sum(map(sum, drawn)) / sum(map(len, drawn)), groups, draws=200)
-            rows.append([name, len(inside), *interval, float(inside.drop_.median())])
-    columns = (column, "spans", "mean drop", "low", "high", "median drop")
+            shares = [float((inside.group == group).mean()) for group in ("critical", "distractor")]
+            rows.append([name, len(inside), *interval, float(inside.drop_.median()), *shares])
+    columns = (column, "spans", "mean drop", "low", "high", "median drop", "critical", "distractors")
     return Table(title, columns, rows, "Low and high bound the mean: 95 %, bootstrap over completions.")
-
-
-# --- Where weight gathers ---------------------------------------------------------------------------------------
 
 
 def _concentration(trained: Sequence[Sample], names: Sequence[str]) -> Table:
     rows: list[list[Cell]] = []
     for name in names:
         credits = [sample.credit[name] for sample in trained if name in sample.credit]
-        every = [np.array([value for value in credit.values if value is not None]) for credit in credits]
-        every = [values for values in every if values.any()]
-        if not every:
+        completions = [np.array([value for value in credit.values if value is not None]) for credit in credits]
+        completions = [values for values in completions if values.any()]
+        if not completions:
             continue
-        tokens = np.concatenate(every)
+        tokens = np.concatenate(completions)
         low, high = float(tokens.min()), float(tokens.max())
-        ess = float(np.mean([ess_ratio(values) for values in every])) if low >= 0 else None
-        at_ends = [float(np.isclose(tokens, end).mean()) for end in (low, high)]
-        mass = float(np.mean([top_mass(values) for values in every]))
-        rows.append(
-            [name, credits[0].kind, len(every), float(tokens.mean()), low, at_ends[0], high, at_ends[1], ess, mass]
-        )
+        ends = [cell for end in (low, high) for cell in (end, float(np.isclose(tokens, end).mean()))]
+        ess = float(np.mean([ess_ratio(values) for values in completions])) if low >= 0 else None
+        mass = float(np.mean([top_mass(values) for values in completions]))
+        rows.append([name, credits[0].kind, len(completions), float(tokens.mean()), *ends, ess, mass])
     columns = (
         "estimator", "of tokens", "completions", "mean", "smallest", "share at smallest", "largest", "share at largest",
         "ESS ratio", "top 10 % mass",
@@ -224,21 +200,15 @@ def _gradient(trained: Sequence[Sample], names: Sequence[str]) -> Table:
     """Tabulate shares of tokens and of gradient by normalised importance."""
     rows: list[list[Cell]] = []
     for name in names:
-        tokens = [
-            (level, 1.0, norm, norm * (weight or 0.0))
-            for sample in trained
-            if sample.spans and name in sample.credit and sample.credit[name].kind == "weights"
-            for level, weight, norm in zip(
-                _levels(sample), sample.credit[name].values, sample.gradient_norms or [1.0] * len(sample.tokens),
-                strict=True,
-            )
-        ]  # fmt: skip
-        mass: Any = pandas.DataFrame(tokens, columns=["level", "count", "plain", "weighted"]).groupby("level").sum()
-        shares = (mass / mass.sum()).reindex(["high", "medium", "low", "outside spans"], fill_value=0.0)
-        if mass.empty or not mass.plain.sum() or not mass.weighted.sum():
-            continue
-        for level, (count, before, after) in zip(shares.index, shares.values.tolist(), strict=True):
-            rows.append([name, level, count, before, after, after / before if before else None])
+        sums = np.zeros((len(_LEVELS), 3))
+        for sample in trained:
+            if sample.spans and name in sample.credit and sample.credit[name].kind == "weights":
+                norms = np.array(sample.gradient_norms or [1.0] * len(sample.tokens))
+                weights = np.nan_to_num(np.array(sample.credit[name].values, float))
+                np.add.at(sums, _levels(sample), np.stack([np.ones_like(norms), norms, norms * weights], axis=1))
+        if (sums.sum(0) > 0).all():
+            for level, (count, before, after) in zip(_LEVELS, (sums / sums.sum(0)).tolist(), strict=True):
+                rows.append([name, level, count, before, after, after / before if before else None])
     columns = ("estimator", "importance", "of tokens", "of gradient, unweighted", "of gradient, weighted", "ratio")
     norms = "the file's gradient norms" if any(one.gradient_norms for one in trained) else "equal norms of all tokens"
     note = (
@@ -248,16 +218,14 @@ def _gradient(trained: Sequence[Sample], names: Sequence[str]) -> Table:
     return Table("Gradient by importance", columns, rows, note)
 
 
-def _levels(sample: Sample) -> list[str]:
-    """Classify the normalised importance of every token; of two spans over a token the larger one counts."""
-    importances = [-span.drop for span in sample.spans]
-    low, high = min(importances), max(importances)
-    share = np.full(len(sample.tokens), -1.0)
-    if high > low:
-        for span, importance in zip(sample.spans, importances, strict=True):
-            inside = share[span.start : span.end]
-            np.maximum(inside, (importance - low) / (high - low), out=inside)
-    return ["outside spans" if x < 0 else "high" if x > 0.8 else "medium" if x > 0.5 else "low" for x in share]
+def _levels(sample: Sample) -> np.ndarray:
+    """Classify the normalised importance of every token as an index into `_LEVELS`; the larger of two spans counts."""
+    low, high = (bound(-span.drop for span in sample.spans) for bound in (min, max))
+    share = np.full(len(sample.tokens), -math.inf)
+    for span in sample.spans if high > low else ():
+        inside = share[span.start : span.end]
+        np.maximum(inside, (-span.drop - low) / (high - low), out=inside)
+    return np.select([share > 0.8, share > 0.5, share >= 0], [0, 1, 2], 3)
 
 
 def _agreement(samples: Sequence[Sample], names: Sequence[str]) -> Table:

@@ -1,6 +1,6 @@
 """Measure what a training step did, in figures under TRL's names where TRL has one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ class Step:
 
     metrics: dict[str, float]
     problems: list[int]  # of each sample, its number in the training set
+    columns: Mapping[str, Sequence[Any]]  # B values of each column of the data
     rollouts: Rollouts
     rewards: Tensor  # (B,)
     advantages: Tensor  # (B,)

@@ -24,8 +24,8 @@ from rich.text import Text
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from trainer.analyze.page import write_run_page
 from trainer.analyze.records import Record, completion_record, judged_spans, rounded, token_credit
-from trainer.analyze.run_page import write_run_page
 from trainer.checkpoints.files import naming, sync, write_whole
 from trainer.config import TrainConfig
 from trainer.evaluate import Evaluation
@@ -212,6 +212,8 @@ class Report:
             reward=result.rewards[b].item(), advantage=result.advantages[b].item(),
             truncated=bool(result.rollouts.truncated[b]),
         )  # fmt: skip
+        texts = {"question": "question", "answer": "reference"}  # by column of the data
+        record |= {name: str(result.columns[column][b]) for column, name in texts.items() if column in result.columns}
         record |= judged_spans(credit, b, ids, self._tokenizer, config.counterfactual())
         record |= {"credit": name or config.credit, "weights": rounded(credit.weights[b].tolist())}
         if credit.advantages is not None:

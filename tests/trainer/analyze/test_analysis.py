@@ -3,13 +3,14 @@
 import json
 import re
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.embedded import EVERY_OTHER, run
-from tests.support.pages import Page
+from tests.support.pages import Page, write_lines
 from trainer.analyze.analysis import main, write_analysis
 from trainer.analyze.samples import Sample, read_samples
 from trainer.analyze.tables import analyse, classes_of, kind_of
@@ -18,10 +19,11 @@ pytestmark = pytest.mark.slow
 
 
 def write(folder: Path, *entries: object) -> Path:
-    lines = [entry if isinstance(entry, str) else json.dumps(entry) for entry in entries]
-    file = folder / "completions.jsonl"
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return file
+    return write_lines(folder / "completions.jsonl", entries)
+
+
+def spans(*rows: tuple[int, int, float]) -> list[dict]:
+    return [dict(zip(("start", "end", "drop"), row, strict=True)) for row in rows]
 
 
 def example(folder: Path) -> list[Sample]:
@@ -31,7 +33,7 @@ def example(folder: Path) -> list[Sample]:
             folder,
             {
                 "tokens": list("Step1=2+3.") , "answer": {"start": 9, "end": 10}, "reward": 1.0, "advantage": 1.0,
-                "spans": [[0, 2], [4, 7], [7, 9]], "drops": [0.5, -4.0, -2.0], "credit": "masking",
+                "spans": spans((0, 2, 0.5), (4, 7, -4.0), (7, 9, -2.0)), "credit": "masking",
                 "weights": [1, 1, 1, 1, 4, 4, 4, 2, 2, 1.5],
                 "estimators": {"entropy": {"importances": [0, 1, 2, 3, 4, 5, 6, 7, 8, None]}},
                 "gradient_norms": [1, 1, 1, 1, 1, 1, 1, 3, 3, 0],
@@ -82,11 +84,11 @@ def test_tables_of_a_hand_made_example_hold_the_numbers_worked_out_by_hand(tmp_p
 
 def test_concentration_and_gradient_count_only_completions_that_train(tmp_path) -> None:
     tables = analyse(example(tmp_path))
-    found = rows(tables, "concentration")["masking"]
+    row = rows(tables, "concentration")["masking"]
     first, second = [1, 1, 1, 1, 4, 4, 4, 2, 2, 1.5], [1, 3, 0, 1]
     ess = np.mean([sum(w) ** 2 / (len(w) * sum(x * x for x in w)) for w in (first, second)])
-    assert found[1] == 2
-    assert found[2:] == pytest.approx([26.5 / 14, 0, 1 / 14, 4, 3 / 14, ess, (4 / 21.5 + 3 / 5) / 2])
+    assert row[1] == 2
+    assert row[2:] == pytest.approx([26.5 / 14, 0, 1 / 14, 4, 3 / 14, ess, (4 / 21.5 + 3 / 5) / 2])
 
     # Importances of the first completion are 0 (two tokens), 1 (three), 5/9 (two); of the second 1 and 0.
     gradient = {row[1]: row[2:] for row in tables["gradient"].rows}
@@ -122,7 +124,7 @@ def test_content_is_told_apart_by_kind(text: str, kind: str) -> None:
 
 
 def test_single_tokens_are_not_judged_by_content_and_units_are_not_mixed(tmp_path) -> None:
-    entry = {"tokens": ["a", "b"], "spans": [[0, 1], [1, 2]], "drops": [-0.5, -1e-5], "drops_unit": "gradient x input"}
+    entry = {"tokens": ["a", "b"], "spans": spans((0, 1, -0.5), (1, 2, -1e-5)), "drops_unit": "gradient x input"}
     tables = analyse([*read_samples(write(tmp_path, entry))])
     assert rows(tables, "overview")["unit of drops"] == ["gradient x input"]
     assert rows(tables, "classes")["no effect"][1] == 0  # nothing is rounding in a unit of its own
@@ -131,19 +133,12 @@ def test_single_tokens_are_not_judged_by_content_and_units_are_not_mixed(tmp_pat
         analyse([*read_samples(write(tmp_path, entry, {**entry, "drops_unit": "nats"}))])
 
 
-def test_a_reward_of_the_runs_threshold_is_correct_unless_the_file_says_itself(tmp_path) -> None:
-    write(tmp_path, *({"tokens": [], "reward": reward} for reward in (0.4, 0.5, 0.9)), {"tokens": [], "correct": True})
-    for settings, options, correct in (
-        ("{}", {}, 3),
-        ("correct_threshold: 0.9", {}, 2),
-        ("", {"correct_threshold": 0.4}, 4),
-    ):
-        (tmp_path / "config.yaml").write_text(settings)
-        tables = json.loads((write_analysis(tmp_path, **options) / "analysis.json").read_text("utf-8"))
-        assert dict(tables["overview"]["rows"])["correct"] == correct
-    (tmp_path / "config.yaml").write_text("correct_threshold: high")
-    with pytest.raises(ValueError, match="correct_threshold must be a finite number, got 'high'"):
-        write_analysis(tmp_path)
+def test_a_reward_of_one_half_is_correct_unless_the_file_says_itself(tmp_path) -> None:
+    entries = [
+        *({"tokens": [], "reward": reward} for reward in (0.4, 0.5)),
+        {"tokens": [], "reward": 1, "correct": False},
+    ]
+    assert [sample.correct for sample in read_samples(write(tmp_path, *entries))] == [False, True, False]
 
 
 def test_rounding_counts_neither_for_nor_against_a_span() -> None:
@@ -165,8 +160,9 @@ def test_a_run_of_the_embedded_model_is_analysed_end_to_end(tmp_path, capsys) ->
     assert [row[0] for row in tables["concentration"]["rows"]] == ["masking"]
     assert "## Drops of masked spans" in (out / "analysis.md").read_text("utf-8")
     page = Page((out / "page.html").read_text("utf-8"))
-    texts = {tuple(sample.tokens): None for sample in read_samples(folder)}
-    assert sorted(tuple(shown["tokens"]) for shown in page.data["completions"]) == sorted(texts)
+    logged = Counter(str((sample.tokens, sample.advantage)) for sample in read_samples(folder))
+    shown = {str((one["tokens"], one["advantage"])): one["times"] for one in page.data["completions"]}
+    assert shown == logged
 
 
 def test_a_run_with_signed_credit_logs_the_advantages_it_trained_on(tmp_path) -> None:
@@ -190,8 +186,8 @@ def test_a_run_with_signed_credit_logs_the_advantages_it_trained_on(tmp_path) ->
         ([], "is not a completion with its credit"),
         ({}, "is not a completion with its credit .KeyError: 'tokens'"),
         ({"tokens": ["a"], "weights": [1, 2]}, "weights has 2 numbers for 1 tokens"),
-        ({"tokens": ["a"], "spans": [[0, 2]], "drops": [0]}, "span 0 to 2 of 1 tokens"),
-        ({"tokens": ["a"], "spans": [[0, 1]]}, "KeyError: 'drop'"),
+        ({"tokens": ["a"], "spans": spans((0, 2, 0.0))}, "span 0 to 2 of 1 tokens"),
+        ({"tokens": ["a"], "spans": [{"start": 0, "end": 1}]}, "KeyError: 'drop'"),
         ({"tokens": ["a"], "reward": "good"}, "is not a completion"),
     ],
 )
@@ -207,12 +203,3 @@ def test_an_empty_run_and_a_missing_file_are_named(tmp_path) -> None:
     write(tmp_path)
     with pytest.raises(ValueError, match="holds no completion"):
         write_analysis(tmp_path)
-
-
-@pytest.mark.parametrize("settings", ["a: [1", "- 1", f"correct_threshold: {10**400}", "correct_threshold: .nan"])
-def test_settings_that_are_no_runs_are_one_line(tmp_path, capsys, settings) -> None:
-    example(tmp_path)
-    (tmp_path / "config.yaml").write_text(settings)
-    assert main([str(tmp_path)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.search("config.yaml: (is not YAML|must hold|correct_threshold must be a finite number)", line)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.support.pages import Page, completion, write_lines, write_run
-from trainer.analyze import run_page
+from trainer.analyze import page as pages
 from trainer.analyze.analysis import main
 from trainer.analyze.runs import comparison, groups_of, read_runs
 
@@ -27,11 +27,12 @@ def test_figures_are_those_of_the_runs_files_and_means_are_over_seeds(folders, t
     runs, page = read_runs(folders), tmp_path / "all.html"
     assert groups_of(runs) == [0, 0, 1]
     figures = runs[1].figures()
-    assert (figures["steps"], figures["before"], figures["accuracy"], figures["error"]) == (20, 0.25, 0.6, 0.05)
+    names = ("steps", "accuracy at step 0", "held-out accuracy", "error", "tokens")
+    assert [figures[name] for name in names] == [20, 0.25, 0.6, 0.05, 2000]
     assert figures["reward"] == pytest.approx((1.9 + 2.0) / 2 + 0.01)  # of two steps, the last tenth
-    stages = {name: value for name, value in figures.items() if name.startswith("time/")}
-    assert stages == pytest.approx({"time/generate": 2, "time/credit": 1.05, "time/update": 0.7, "time/other": 0.01})
-    assert sum(stages.values()) == pytest.approx(figures["step_time"])
+    stages = {name: figures[name] for name in ("generate", "credit", "update", "other")}
+    assert stages == pytest.approx({"generate": 2, "credit": 1.05, "update": 0.7, "other": 0.01})
+    assert sum(stages.values()) == pytest.approx(figures["seconds per step"])
 
     assert compared(*folders, "--out", page) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -39,8 +40,8 @@ def test_figures_are_those_of_the_runs_files_and_means_are_over_seeds(folders, t
     assert lines[-1] == str(page)
     assert [re.split(r" {2,}", line.strip()) for line in lines[:-1]] == [columns, *rows]
     assert rows[1] == [
-        "cf-1", "credit counterfactual, seed 1", "20", "25.0%", "60.0% ± 5.0%", "1.960", "3.76", "2", "1.05", "0.7",
-        "0.01", "2,000",
+        "cf-1", "credit counterfactual, seed 1", "20", "25.0%", "60.0% ± 5.0%", "1.960", "2,000", "3.76", "2",
+        "1.05", "0.7", "0.01",
     ]  # fmt: skip
     mean = rows[3]
     assert mean[:2] == ["mean of 2 seeds", "of cf-0 and cf-1"]
@@ -57,7 +58,7 @@ def test_of_a_step_that_was_done_again_the_last_line_counts_and_what_is_not_fini
     folder = write_run(tmp_path / "run")
     lines = [{"step": step, "reward": reward} for step, reward in ((1, 1.0), (2, 2.0), (2, 3.0), (3, 0))]
     write_lines(folder / "metrics.jsonl", [*lines, '{"step": 4, "reward": NaN}'])
-    (run,) = Page("".join(run_page.run_page(read_runs([folder]), ""))).data["runs"]
+    (run,) = Page("".join(pages.run_page(read_runs([folder]), ""))).data["runs"]
     assert (run["steps"], run["metrics"]) == ([1, 2, 3, 4], {"reward": [1.0, 3.0, 0, None]})
 
 
@@ -83,10 +84,10 @@ def test_of_more_completions_than_a_page_holds_some_of_each_part_are_on_it_and_i
     folder = write_run(tmp_path / "run", completions=[completion(step, 1.0) for step in range(10)])
     size = (folder / "completions.jsonl").stat().st_size
     for room, steps, notes in ((size, range(10), 0), (size - 1, range(0, 10, 2), 1), (size / 4.5, (0, 5), 1)):
-        monkeypatch.setattr(run_page, "_MOST_BYTES", room)
-        page = "".join(run_page.run_page(read_runs([folder]), ""))
-        assert [shown["step"] for shown in Page(page).data["completions"]] == list(steps)[::-1]
-        assert page.count("Of the completions in") == notes
+        monkeypatch.setattr(pages, "_MOST_BYTES", room)
+        page = "".join(pages.run_page(read_runs([folder]), ""))
+        assert [shown["step"] for shown in Page(page).data["completions"]] == list(steps)
+        assert page.count("One in ") == notes
 
 
 @pytest.mark.parametrize(

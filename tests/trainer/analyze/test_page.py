@@ -12,55 +12,44 @@ from trainer.analyze.samples import Sample, read_samples
 pytestmark = pytest.mark.slow
 
 
-def test_the_page_holds_every_estimator_with_its_numbers_spans_and_facts(tmp_path) -> None:
-    more = {"estimators": {"entropy": {"importances": [0, 1, 2, 3, 4, 5, 6, 7, 8.5, None]}}}
-    spans = [{"start": 0, "end": 2, "drop": 0.5, "text": "St"}, {"start": 4, "end": 7, "drop": -4.25, "text": "other"}]
-    file = write_lines(tmp_path / "one.jsonl", [completion(3, 1.0, spans=spans, drops=None, **more)])
-    page = page_of(read_samples(file), "Example")
-    (shown,) = Page(page).data["completions"]
+def test_the_page_holds_every_estimator_with_its_numbers_spans_and_facts_and_equal_completions_once(tmp_path) -> None:
+    entropy = {"importances": [0, 1, 2, 3, 4, 5, 6, 7, 8.5, None]}
+    entry = completion(3, 1.0, estimators={"entropy": entropy}, question="2+3?", reference="5")
+    file = write_lines(tmp_path / "two.jsonl", [entry, completion(4, 0.0), entry])
+    shown, other = Page(page_of(read_samples(file), "Example")).data["completions"]
     assert shown == {
-        "run": None, "step": 3, "reward": 1.0, "facts": "step 3 · problem 7 · reward 1 · advantage +0.5 · correct",
-        "tokens": list("Step1=2+3."), "answer": [9, 10], "unit": "nats", "spans": [[0, 2, 0.5], [4, 7, -4.25, "other"]],
-        "credit": [
-            ["masking", "weights", "weights, ESS ratio 0.684, top 10 % mass 0.200", [1, 1, 1, 1, 4, 4, 4, 2, 0.5, 1.5]],
-            ["entropy", "importances", "importances, top 10 % mass 0.233", [0, 1, 2, 3, 4, 5, 6, 7, 8.5, None]],
-        ],
+        "run": None, "step": 3, "problem": 7, "question": "2+3?", "reference": "5", "reward": 1.0, "correct": True,
+        "advantage": 0.5, "truncated": False, "tokens": list("Step1=2+3."), "answer": [9, 10], "drops_unit": "nats",
+        "spans": [{**span, "text": text} for span, text in zip(entry["spans"], ("St", "1=2"), strict=True)],
+        "credit": {
+            "masking": {"kind": "weights", "values": entry["weights"]},
+            "entropy": {"kind": "importances", "values": entropy["importances"]},
+        },
+        "gradient_norms": None, "times": 2,
     }  # fmt: skip
-    assert Page(page).data["bounds"] == [0.5, 4.0]
-    assert "prefers-color-scheme: dark" in page
-    assert 'name="viewport"' in page
+    assert (other["step"], other["times"]) == (4, 1)
 
 
 def test_the_page_loads_nothing() -> None:
-    page = page_of([Sample(1, ["a"])], "Example")
+    page = page_of([Sample(["a"])], "Example")
     read = Page(page)
     assert not any({"src", "href", "action", "srcset"} & set(attributes) for _, attributes in read.elements)
-    assert not re.search(r"https?:|@import|url\(", page)
+    assert not re.search(r"https?:|@import|url\(", page.replace("'http://www.w3.org/'", ""))
     (policy,) = [attributes["content"] for _, attributes in read.elements if "http-equiv" in attributes]
     assert policy.startswith("default-src 'none'")
 
 
 def test_hostile_text_is_held_as_text(tmp_path) -> None:
-    samples = hostile(tmp_path)
-    page = page_of(samples, "</title><script>")
-    read, plain = Page(page), Page(page_of([Sample(1, ["a"])], ""))
-    assert [(tag, sorted(attributes)) for tag, attributes in read.elements] == [
-        (tag, sorted(attributes)) for tag, attributes in plain.elements
-    ]
+    page = page_of(hostile(tmp_path), "</title><script>")
+    read, plain = Page(page), Page(page_of([Sample(["a"])], ""))
+    assert read.elements == plain.elements
     (shown,) = read.data["completions"]
-    assert shown["tokens"][:4] == HOSTILE[:4]
-    assert shown["tokens"][4:7] == [
-        "👩[U+200D]👩 é", "[U+202E]evil[U+2066]", "a[U+061C][U+200B][U+FEFF][U+E0041]b",
-    ]  # fmt: skip
-    assert shown["tokens"][7] == HOSTILE[7]
-    assert shown["tokens"][8:10] == ["\u2400", "\u241b[31m\u2424\u240d"]
+    assert shown["tokens"] == HOSTILE
     assert not set(page) & set("\x00\x1b\x85\r\u202e\u2066\ud800")
-    page.encode()
 
-    places = range(len(HOSTILE))
-    entry = {"tokens": HOSTILE, "spans": [[i, i + 1] for i in places], "drops": [float(i) for i in places]}
-    file = write_lines(tmp_path / "tables.jsonl", [entry])
+    spans = [{"start": i, "end": i + 1, "drop": float(i)} for i in range(len(HOSTILE))]
+    file = write_lines(tmp_path / "tables.jsonl", [{"tokens": HOSTILE, "spans": spans}])
     report = (write_analysis(file, tmp_path / "out") / "analysis.md").read_text("utf-8")
     assert "<" not in report
     tables = [line for line in report.split("\n") if line.startswith("|")]
-    assert all(len(re.findall(r"(?<!\\)\|", line)) in (3, 4, 5, 6, 7) for line in tables)
+    assert all(len(re.findall(r"(?<!\\)\|", line)) in (3, 4, 5, 7, 9) for line in tables)

@@ -5,16 +5,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.analyze.statistics import (
-    bootstrap_interval,
-    ess_ratio,
-    spearman,
-    top_mass,
-)
+from trainer.analyze.statistics import bootstrap_interval, ess_ratio, spearman, top_mass
 
 # Few distinct values, so that ties are common.
 VALUES = st.lists(st.integers(-4, 4), min_size=2, max_size=12)
@@ -65,38 +59,18 @@ def test_top_mass_is_the_share_of_the_largest_absolute_values(values, share):
     assert top_mass(values, share) == pytest.approx(sum(sizes[:count]) / sum(sizes))
 
 
-@pytest.mark.parametrize("wrap", [list, tuple, np.array, torch.tensor, lambda x: torch.tensor(x).to(torch.bfloat16)])
-def test_lists_arrays_and_tensors_of_any_type_give_the_same_numbers(wrap):
-    a, b = [1.0, 3.0, 2.0, 2.0], [4.0, 1.0, 0.0, 2.0]
-    assert spearman(wrap(a), wrap(b)) == spearman(a, b)
-    assert ess_ratio(wrap(a)) == ess_ratio(a)
-    assert top_mass(wrap(a)) == top_mass(a)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: ess_ratio([]), "expected one row of finite numbers, got "),
-        (lambda: ess_ratio([[1.0]]), "expected one row of finite numbers, got "),
-        (lambda: ess_ratio([1, -2.0]), "weights must not be negative, nor all 0, got .*-2.0"),
-        (lambda: top_mass([0.0]), "values must not be all 0, got 1"),
-        (lambda: top_mass([1.0], 0), r"share must be in \(0, 1\], got 0"),
-        (lambda: spearman([1.0, 2], [3.0, 3]), "a constant row has no rank correlation"),
-        (lambda: bootstrap_interval(lambda _: math.nan, [1, 2], draws=2), "statistic must be finite"),
-    ],
-)
-def test_bad_numbers_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_a_statistic_that_is_not_finite_has_no_interval():
+    with pytest.raises(ValueError, match="statistic must be finite"):
+        bootstrap_interval(lambda _: math.nan, [1, 2], draws=2)
 
 
 def test_the_bootstrap_interval_holds_the_quantiles_of_resampled_groups():
     groups = [3.0, 1.0, 4.0, 1.0, 5.0]
-    found = bootstrap_interval(np.mean, groups, draws=50, level=0.8, seed=7)
-    rng = np.random.default_rng(7)
+    interval = bootstrap_interval(np.mean, groups, draws=50)
+    rng = np.random.default_rng(0)
     means = sorted(np.mean([groups[i] for i in rng.integers(5, size=5)]) for _ in range(50))
     at = lambda q: (1 - (49 * q) % 1) * means[int(49 * q)] + (49 * q) % 1 * means[min(int(49 * q) + 1, 49)]  # noqa: E731
-    assert found.value == pytest.approx(2.8)
-    assert found.low == pytest.approx(at(0.1))
-    assert found.high == pytest.approx(at(0.9))
-    assert bootstrap_interval(np.mean, groups, draws=50, level=0.8, seed=7) == found
+    assert interval.value == pytest.approx(2.8)
+    assert interval.low == pytest.approx(at(0.025))
+    assert interval.high == pytest.approx(at(0.975))
+    assert bootstrap_interval(np.mean, groups, draws=50) == interval

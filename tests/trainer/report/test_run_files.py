@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of, settings
 from tests.support.pages import Page
+from trainer.data import load_rows
 from trainer.evaluate import Evaluation
 from trainer.report import Report, run_report
 
@@ -28,10 +29,11 @@ def test_a_run_leaves_a_page_of_its_metrics_and_its_completions(tmp_path, monkey
     for entry in metrics_of(folder):
         at = shown["steps"].index(entry.pop("step"))
         assert {name: shown["metrics"][name][at] for name in entry} == entry
-    samples = samples_of(folder)
-    by_step = sorted(samples, key=lambda sample: -sample["step"])
-    assert [shown["tokens"] for shown in data["completions"]] == [sample["tokens"] for sample in by_step]
-    assert [shown["credit"][0][3] for shown in data["completions"]] == [sample["weights"] for sample in by_step]
+    samples, pages = samples_of(folder), data["completions"]
+    assert sum(one["times"] for one in pages) == len(samples)
+    assert pages[0]["tokens"] == samples[0]["tokens"]
+    assert pages[0]["credit"]["masking"]["values"] == samples[0]["weights"]
+    assert samples[0]["question"] in {row["question"] for row in load_rows("generated", split="train", count=16)}
     assert not list(folder.glob(".*.partial"))
 
 

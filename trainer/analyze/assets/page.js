@@ -1,15 +1,13 @@
-// Rows of completions are made when they are looked at, and of text only: no string of the data becomes HTML.
+// Elements are made when they are looked at, and of text only: no string of the data becomes HTML.
 const data = JSON.parse(document.getElementById('data').textContent);
-const reading = document.getElementById('reading');
-const rest = reading.textContent;
-const list = document.getElementById('list');
-const search = document.getElementById('search');
-const STEPS = 8, ON_PAGE = 10;
-let current = null, found = [], first = 0;
+const [list, search, place, next, reading] = ['list', 'search', 'place', 'next', 'reading'].map(id => document.getElementById(id));
+const WIDE = matchMedia('(min-width: 45rem)').matches, ON_PAGE = 10;
+let matching = [];
 
 function make(tag, attributes, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes || {})) if (value) made.setAttribute(name, value);
+  const space = ['svg', 'path', 'text', 'circle'].includes(tag) ? '2000/svg' : '1999/xhtml';
+  const made = document.createElementNS('http://www.w3.org/' + space, tag);
+  for (const [name, value] of Object.entries(attributes)) if (value || value === 0) made.setAttribute(name, value);
   made.append(...children);
   return made;
 }
@@ -17,149 +15,116 @@ function digits(value, count) {
   if (value === null) return 'none';
   return value && Math.abs(value) < 1e-4 ? value.toExponential(count - 1) : String(Number(value.toPrecision(count)));
 }
+function extent(values) {
+  return values.reduce(([low, high], x) => x === null ? [low, high] : [Math.min(low, x), Math.max(high, x)], [Infinity, -Infinity]);
+}
+// Signs for characters that do not print: controls, directions, joiners, halves of surrogates.
+function printed(text) {
+  return String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\u2028\u2029]/gu, character => {
+    const code = character.codePointAt(0);
+    if (character === '\n' || character === '\t') return (code === 9 ? '\u2192' : '\u21b5') + character;
+    if (/\p{Cf}/u.test(character)) return `[U+${code.toString(16).toUpperCase().padStart(4, '0')}]`;
+    return code < 32 ? String.fromCodePoint(0x2400 + code) : '\ufffd';
+  }) || '\u2205';
+}
 
-// Shades: STEPS above the neutral value and STEPS below it. Weights range on either side of 1; other numbers are as
-// strong below 0 as above, so rounding stays pale.
+// Weights lie on either side of 1 and have one scale; other numbers are as strong below 0 as above, so rounding stays pale.
+const creditsOf = sample => Object.values(sample.credit);
+const bounds = extent([1, ...data.completions.flatMap(creditsOf).filter(credit => credit.kind === 'weights').map(credit => extent(credit.values))].flat());
 function scaleOf(kind, values) {
-  const known = values.filter(value => value !== null), neutral = kind === 'weights' ? 1 : 0;
-  const bounds = kind === 'weights' ? data.bounds : known.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [0, 0]);
-  const low = Math.min(bounds[0], neutral), high = Math.max(bounds[1], neutral);
-  const even = Math.max(-low, high);
-  return { neutral, low, high, extent: kind === 'weights' ? [neutral - low, high - neutral] : [even, even] };
+  const neutral = kind === 'weights' ? 1 : 0, [low, high] = neutral ? bounds : extent([0, ...values]);
+  const shade = value => {
+    const up = value > neutral, most = neutral ? (up ? high - 1 : 1 - low) : Math.max(-low, high);
+    const alpha = most ? .62 * Math.abs(value - neutral) / most : 0;
+    return value === null || !alpha ? 'transparent' : `rgb(var(--${up ? 'warm' : 'cool'}) / ${alpha.toFixed(3)})`;
+  };
+  return { low, high, shade, middle: 100 * (neutral - low) / (high - low || 1) };
 }
-function shade(value, scale) {
-  if (value === null) return 'none';
-  const up = value > scale.neutral, extent = scale.extent[up ? 1 : 0];
-  const step = extent > 0 ? Math.round(STEPS * Math.abs(value - scale.neutral) / extent) : 0;
-  return step ? (up ? 'w' : 'c') + step : '';
+function importancesOf(sample) {
+  const values = sample.tokens.map(() => null);
+  for (const { start, end, drop } of sample.spans)
+    for (let i = start; i < end; i++) values[i] = Math.max(values[i] ?? -Infinity, -drop);
+  return values;
 }
-function legend(scale) {
-  const ends = [scale.low, scale.high].map(value => value === scale.neutral ? '' : digits(value, 3) + '\u00a0');
-  const [down, up] = [scale.low, scale.high].map(value => Number(shade(value, scale).slice(1)));
-  const box = name => make('i', { class: name }), made = make('span', { class: 'scale' }, ends[0]);
-  for (let step = down; step > 0; step -= 2) made.append(box('c' + step));
-  made.append(box(), String(scale.neutral), box());
-  for (let step = 2 - up % 2; step <= up; step += 2) made.append(box('w' + step));
-  made.append(' ' + ends[1]);
-  return made;
+function figure(sample, [name, { kind, values }]) {
+  const { low, high, shade, middle } = scaleOf(kind, values), [from, to] = sample.answer || [0, 0];
+  const gradient = `background: linear-gradient(90deg, ${shade(low)}, transparent ${middle}%, ${shade(high)})`;
+  const tokens = sample.tokens.map((text, i) =>
+    make('span', { class: from <= i && i < to ? 'answer' : '', style: `background: ${shade(values[i])}` }, printed(text)));
+  return make('figure', {},
+    make('figcaption', {}, make('strong', {}, printed(name)), make('small', {}, kind),
+      make('small', { class: 'scale' }, digits(low, 3), make('i', { style: gradient }), digits(high, 3))),
+    make('div', { class: 'tokens', tabindex: '0', role: 'group', 'aria-label': printed(name) }, ...tokens));
 }
-function shown(text) {
-  const sign = mark => make('b', { class: 'sign' }, mark);
-  if (!text) return [sign('\u2205')];
-  return text.split(/(\t|\n)/).flatMap(
-    part => part === '\t' ? [sign('\u2192'), part] : part === '\n' ? [sign('\u21b5'), part] : part ? [part] : []);
-}
-
-function columnsOf(sample) {
-  const columns = sample.credit.slice();
-  if (sample.spans.length) {
-    const importances = sample.tokens.map(() => null);
-    for (const [start, end, drop] of sample.spans)
-      for (let place = start; place < end; place++)
-        importances[place] = importances[place] === null ? -drop : Math.max(importances[place], -drop);
-    columns.push(['importance of the span', sample.unit, sample.unit, importances]);
-  }
-  return columns.length ? columns : [['tokens', '', 'without credit', sample.tokens.map(() => null)]];
-}
-function figure(sample, [name, kind, notes, values]) {
-  const scale = scaleOf(kind, values), [from, to] = sample.answer || [0, 0];
-  const tokens = sample.tokens.map((text, place) => {
-    const classes = [shade(values[place], scale), from <= place && place < to ? 'answer' : ''];
-    return make('span', { title: digits(values[place], 4), class: classes.filter(Boolean).join(' ') }, ...shown(text));
-  });
-  const caption = make('figcaption', {}, make('strong', {}, make('bdi', {}, name)), make('small', {}, notes), legend(scale));
-  return make('figure', {}, caption,
-    make('div', { class: 'tokens', tabindex: '0', role: 'group', 'aria-label': name }, ...tokens));
-}
-function spanText(sample, [start, end, , text]) { return text ?? sample.tokens.slice(start, end).join(''); }
-function spanTable(sample) {
-  const table = make('table', {}, make('tr', {}, ...['tokens', `drop (${sample.unit})`, 'text'].map(name => make('th', {}, name))));
-  for (const span of sample.spans) {
-    const [start, end, drop] = span;
-    table.append(make('tr', {}, make('td', { class: 'number' }, `${start}\u2013${end - 1}`),
-      make('td', { class: 'number' }, (drop < 0 ? '' : '+') + drop.toFixed(3)), make('td', {}, spanText(sample, span))));
-  }
-  const details = make('details', {}, make('summary', {}, `${sample.spans.length} masked spans`));
-  details.addEventListener('toggle', () => details.append(make('div', { class: 'wide' }, table)), { once: true });
-  return details;
-}
-function article(number) {
-  const sample = data.completions[number], made = make('article', { 'aria-labelledby': 'c' + number },
-    make('h3', { id: 'c' + number }, `Completion ${number + 1}`), make('p', { class: 'soft' }, sample.facts),
-    make('div', { class: 'row' }, ...columnsOf(sample).map(column => figure(sample, column))));
-  made.dataset.number = number;
-  if (sample.spans.length) made.append(spanTable(sample));
+function completion(sample, open) {
+  const columns = Object.entries(sample.credit), known = value => value !== null;
+  if (columns.length !== 1)
+    columns.push(sample.spans.length ? ['importance of spans', { kind: sample.drops_unit, values: importancesOf(sample) }]
+      : ['tokens', { kind: 'without credit', values: sample.tokens.map(() => null) }]);
+  const facts = [
+    sample.run, known(sample.step) && `step ${sample.step}`, known(sample.problem) && `problem ${sample.problem}`,
+    known(sample.reward) && `reward ${digits(sample.reward, 6)}`, known(sample.correct) && (sample.correct ? 'correct' : 'wrong'),
+    known(sample.advantage) && `advantage ${digits(sample.advantage, 3)}`, sample.truncated && 'truncated',
+    sample.times > 1 && `\u00d7${sample.times}`].filter(Boolean).map(printed).join(' \u00b7 ');
+  const made = make('details', { open }, make('summary', {}, facts || 'completion'), make('div', { class: 'sides' }));
+  if (sample.question !== null)
+    made.lastChild.append(make('aside', {}, sample.question, make('p', { class: 'soft' }, `Reference: ${sample.reference}`)));
+  made.lastChild.append(make('div', { class: 'row' }, ...columns.map(column => figure(sample, column))));
+  made.sample = sample;
   return made;
 }
 
-// The search: which completions are listed, and the ten of them that are on the page.
-function turnTo(start) {
-  first = start;
-  rested();
-  list.replaceChildren(...found.slice(first, first + ON_PAGE).map(article));
-  const last = Math.min(first + ON_PAGE, found.length), of = `of ${found.length.toLocaleString('en')}`;
-  document.getElementById('place').textContent =
-    found.length ? `${first + 1} to ${last} ${of}` : data.completions.length ? 'none matches' : 'none was logged';
-  document.getElementById('back').disabled = first === 0;
-  document.getElementById('next').disabled = last === found.length;
+function showMore() {
+  const shown = list.children.length;
+  list.append(...matching.slice(shown, shown + ON_PAGE).map((sample, i) => completion(sample, WIDE || !(shown + i))));
+  place.textContent = data.completions.length ? `${list.children.length} of ${matching.length.toLocaleString('en')}` : 'none was logged';
+  next.hidden = list.children.length === matching.length;
 }
 function look() {
-  const wanted = Object.fromEntries(new FormData(search));
-  const inside = (value, name) => {
-    const [from, to] = [wanted[name + '-from'], wanted[name + '-to']];
-    return !from && !to || value !== null && (!from || value >= Number(from)) && (!to || value <= Number(to));
-  };
-  found = [...data.completions.keys()].filter(number => {
-    const sample = data.completions[number];
-    return inside(sample.step, 'step') && inside(sample.reward, 'reward') && (!wanted.run || sample.run === wanted.run);
-  });
-  turnTo(0);
+  const { run, step, wrong, order } = Object.fromEntries(new FormData(search));
+  const rank = order === 'step' ? sample => sample.step : sample => extent(sample.spans.map(span => -span.drop))[1];
+  matching = data.completions
+    .filter(sample => (!run || sample.run === run) && (!step || sample.step === Number(step)) && (!wrong || sample.correct === false))
+    .map(sample => [rank(sample), sample]).sort(([a], [b]) => b - a || 0).map(([, sample]) => sample);
+  list.replaceChildren();
+  showMore();
 }
 search.addEventListener('input', look);
 search.addEventListener('submit', event => event.preventDefault());
-for (const [id, by] of [['back', -ON_PAGE], ['next', ON_PAGE]])
-  document.getElementById(id).addEventListener('click', () => {
-    turnTo(first + by);
-    search.scrollIntoView({ block: 'start' });
-  });
+next.addEventListener('click', showMore);
 
-// What the token under the mouse or the arrow keys holds, for all estimators at once.
-function rested() {
-  for (const old of document.querySelectorAll('.here')) old.classList.remove('here');
-  reading.textContent = rest;
-  current = null;
+// The numbers of the token under the mouse or the arrow keys, for all estimators at once.
+function leave() {
+  for (const token of document.querySelectorAll('.here')) token.classList.remove('here');
+  reading.textContent = '';
 }
 function show(block, index) {
-  const here = block.closest('article'), sample = data.completions[here.dataset.number], parts = [];
-  for (const old of document.querySelectorAll('.here')) old.classList.remove('here');
-  for (const other of here.querySelectorAll('.tokens')) {
-    other.children[index].classList.add('here');
-    parts.push(other.getAttribute('aria-label') + ' ' + other.children[index].title);
-  }
-  for (const span of sample.spans)
-    if (span[0] <= index && index < span[1])
-      parts.push(`drop of the span \u201c\u2068${spanText(sample, span)}\u2069\u201d ${digits(span[2], 4)} (${sample.unit})`);
-  const text = '\u2068' + block.children[index].textContent + '\u2069';
-  reading.textContent = 'Token ' + index + ' \u201c' + text + '\u201d: ' + parts.join(' \u00b7 ');
-  current = [block, index];
+  const details = block.closest('details'), sample = details.sample;
+  leave();
+  for (const other of details.querySelectorAll('.tokens')) other.children[index].classList.add('here');
+  const parts = Object.entries(sample.credit).map(([name, { values }]) => `${name} ${digits(values[index], 4)}`);
+  for (const { start, end, text, drop } of sample.spans)
+    if (start <= index && index < end) parts.push(`importance of \u201c${text}\u201d ${digits(-drop, 4)} (${sample.drops_unit})`);
+  reading.textContent = printed(`Token ${index} \u201c${sample.tokens[index]}\u201d: ${parts.join(' \u00b7 ')}`);
 }
-const blockOf = event => event.target.closest('.tokens');
-list.addEventListener('mouseover', event => {
+addEventListener('mouseover', event => {
   const token = event.target.closest('.tokens > span');
   if (token) show(token.parentElement, [...token.parentElement.children].indexOf(token));
-});
-list.addEventListener('focusin', event => {
-  const block = blockOf(event);
-  if (!block || !block.children.length) return;
-  show(block, current && current[0].closest('article') === block.closest('article') ? current[1] : 0);
+  else leave();
 });
 list.addEventListener('keydown', event => {
-  const block = blockOf(event), by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -1e9, End: 1e9 }[event.key];
-  if (by === undefined || !block || !block.children.length) return;
+  const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -1e9, End: 1e9 }[event.key];
+  const block = event.target.closest('.tokens'), tokens = [...block?.children ?? []];
+  if (by === undefined || !tokens.length) return;
   event.preventDefault();
-  const from = current && current[0] === block ? current[1] : 0;
-  show(block, Math.max(0, Math.min(block.children.length - 1, from + by)));
-  block.children[current[1]].scrollIntoView({ block: 'nearest' });
+  const to = Math.max(0, Math.min(tokens.length - 1, tokens.findIndex(token => token.classList.contains('here')) + by));
+  show(block, to);
+  tokens[to].scrollIntoView({ block: 'nearest' });
 });
-addEventListener('keydown', event => { if (event.key === 'Escape') rested(); });
+addEventListener('keydown', event => { if (event.key === 'Escape') leave(); });
+
+document.title = document.querySelector('h1').textContent = printed(data.title);
+const names = new Set(data.completions.map(sample => sample.run));
+search.run.append(...[...names].map(name => make('option', { value: name }, printed(name))));
+search.run.parentElement.hidden = names.size < 2;
 look();
