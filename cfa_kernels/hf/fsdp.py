@@ -1,7 +1,7 @@
-"""What is known of torch's two kinds of FSDP and of DeepSpeed's ZeRO-3: how to recognise them, and their inner states.
+"""Recognise torch's two kinds of FSDP and DeepSpeed's ZeRO-3, and read and set their inner states.
 
-None of their packages is imported here unless the model is of theirs. A private name of torch that is read or written
-is named in the docstring of the function that does; `tests/hf/test_sharding.py` holds them to the torch that is here.
+None of their packages is imported unless the model is of theirs. README.md lists the private names that are set;
+`tests/hf/test_sharding.py` holds them to the installed torch.
 """
 
 import dataclasses
@@ -62,13 +62,10 @@ _HELD = -1  # no module of DeepSpeed's has this number
 
 @torch.no_grad()
 def gathered_zero3(modules: Iterable[nn.Module], undo: ExitStack) -> None:
-    """Gather the weights of modules that ZeRO-3 has in pieces, all processes together, until `undo` closes.
-
-    Adds to `ds_active_sub_modules` of a weight, the modules for which DeepSpeed keeps it whole, and sets it back.
-    """
+    """Gather the weights of modules that ZeRO-3 has in pieces, all processes together, until `undo` closes."""
     parameters = (weight for module in modules for weight in module._parameters.values())
     weights: list[Any] = [weight for weight in parameters if is_zero3_weight(weight)]
-    before = [set(weight.ds_active_sub_modules) for weight in weights]
+    before = [set(weight.ds_active_sub_modules) for weight in weights]  # modules for which DeepSpeed keeps it whole
     away = [weight for weight in weights if weight.ds_status.name == "NOT_AVAILABLE"]
 
     @torch.no_grad()
@@ -90,10 +87,7 @@ def gathered_zero3(modules: Iterable[nn.Module], undo: ExitStack) -> None:
 
 
 def sharding_group(root: Any) -> Any:
-    """Return the process group among which the weights of `root` are in pieces.
-
-    Raises `NotImplementedError` for a mesh of several dimensions that is not the whole world.
-    """
+    """Return the process group that shares the weights of `root`; a mesh must be 1-dimensional or the whole world."""
     if is_fsdp1(root):
         return root.process_group
     if not is_fsdp2(root):
@@ -107,7 +101,7 @@ def sharding_group(root: Any) -> Any:
 
 
 def give_back(root: Any) -> None:
-    """Give back what a call without backward leaves whole, which the next call would not gather anew."""
+    """Drop the weights that a call without backward leaves whole: the next call would not gather them anew."""
     if is_fsdp2(root):
         for module in root.modules():
             if is_fsdp2(module):
@@ -119,9 +113,8 @@ def give_back(root: Any) -> None:
 def prepare_zero3(root: Any, causal: PreTrainedModel) -> None:
     """Prepare ZeRO-3, before a call of `root`, for a body that runs layers as often as it likes.
 
-    The causal model reads the head's weight beside the head's call. DeepSpeed forgets the order in which it saw weights
-    read, by which it would gather them ahead: the body's is another one, and where a layer fails each process's own.
-    Calls `_invalidate_trace` of its coordinator.
+    The causal model reads the head's weight beside the head's call. DeepSpeed forgets the order of reads by which it
+    would gather weights ahead: the body has another order, and if a layer fails each process has its own.
     """
     if is_zero3(root):
         sys.modules["deepspeed"].zero.register_external_parameter(causal, causal.get_output_embeddings().weight)
@@ -132,11 +125,7 @@ def prepare_zero3(root: Any, causal: PreTrainedModel) -> None:
 
 @contextmanager
 def head_whole(root: Any, causal: PreTrainedModel) -> Iterator[None]:
-    """Keep the head's weight whole inside a call of `root`: it is read beside the head's own call.
-
-    Reads `_get_fsdp_state()._fsdp_param_groups` of a unit and sets `post_forward_mesh_info` back, for which there is
-    no public way.
-    """
+    """Keep the head's weight whole inside a call of `root`: it is read beside the head's own call."""
     unit = _unit_of_head(root, causal) if is_fsdp2(root) else None
     if unit is None:
         yield
@@ -154,7 +143,7 @@ def head_whole(root: Any, causal: PreTrainedModel) -> Iterator[None]:
 
 
 def _unit_of_head(root: nn.Module, causal: PreTrainedModel) -> Any:
-    """Find the innermost unit of FSDP that holds the head; None where `root` itself holds it."""
+    """Find the innermost unit of FSDP2 that holds the head; None if `root` itself holds it."""
     head = causal.get_output_embeddings()
     parts = next(name for name, module in root.named_modules() if module is head).split(".")
     above = [root.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts))]
@@ -164,10 +153,7 @@ def _unit_of_head(root: nn.Module, causal: PreTrainedModel) -> Any:
 
 @contextmanager
 def without_casts(root: nn.Module) -> Iterator[None]:
-    """Leave the inputs of units as they are, which mixed precision would cast.
-
-    Exchanges `_mp_policy` of a unit's state (FSDP2) and the attribute `mixed_precision` (FSDP1).
-    """
+    """Leave the inputs of units as they are, which mixed precision would cast."""
     with ExitStack() as stack:
         for module in root.modules():
             if is_fsdp2(module):

@@ -33,7 +33,7 @@ class Head:
         return self.transformed(nn.functional.linear(hidden, self.weight, self.bias))
 
     def transformed(self, linear: Tensor) -> Tensor:
-        """Scale, then cap what the linear layer gives; returns a new tensor, differentiable."""
+        """Scale and cap results of the linear layer; returns a new tensor, differentiable."""
         logits = self.logit_scale * linear
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
@@ -61,10 +61,9 @@ def read_head(model: PreTrainedModel) -> Head:
 
 @contextmanager
 def decoding_head(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, multiply float32 rows with the head on a CPU as `ops.matmul` does, without gradients.
+    """Multiply float32 rows with the head on a CPU as `ops.matmul` does inside, without gradients and autocast.
 
-    A decoding step multiplies few rows with the largest weight of the model. A head that is no plain linear layer, or
-    has a `forward` of its own, is left as it is, and so is autocast.
+    A head that is not a plain linear layer, or has a `forward` of its own, is left as it is.
     """
     layer = model.get_output_embeddings()
     plain = type(layer) is nn.Linear and "forward" not in vars(layer)

@@ -1,4 +1,4 @@
-"""Limits of what may share a forward: positions, rotary frequencies, memory."""
+"""Limits of the rows that may share a forward: positions, rotary frequencies, memory."""
 
 import numbers
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from .modes import checkpointed_modules
 
 
 def rope_lengths(model: Model) -> tuple[list[int], int | None]:
-    """Find the lengths at which the model's rotary frequencies change with the longest sequence of a forward.
+    """Find the lengths beyond which rotary frequencies follow the longest sequence of a forward.
 
-    Returns the lengths beyond which longrope takes its other set of frequencies, ascending, and the length beyond
-    which dynamic scaling recomputes them for each length (None without it).
+    Returns those of longrope, which takes another set of frequencies, ascending, and that of dynamic scaling, which
+    computes them for each length (None without it).
     """
     switches, dynamic = set(), []
     for module in ModelWalk.of(model).having("rope_type"):
@@ -39,8 +39,8 @@ def refuse_length_dependent_rope(model: Model, longest: int) -> None:
     """
     walk = ModelWalk.of(model)
     switches, dynamic = rope_lengths(walk)
-    for length in [*switches, *([] if dynamic is None else [dynamic])]:
-        if longest > length:
+    for length in [*switches, dynamic]:
+        if length is not None and longest > length:
             raise NotImplementedError(
                 f"model: the rotary frequencies of {type(walk.model).__name__} change for a whole batch once a row is "
                 f"longer than {length} tokens, and rows may reach {longest}: then a row's log-probs would depend on "
@@ -53,9 +53,9 @@ def apart_by_length(
 ) -> tuple[Sequence[list[Query]], list[list[int]]]:
     """Split bundles into parts that must not share a forward; return bundles as fed, and the non-empty ones of a part.
 
-    Rotary frequencies of some models change for a whole forward when its longest sequence passes a length. Each row,
-    of `lengths` tokens in all, then keeps the frequencies that it has when fed by itself and whole: rows on both sides
-    are fed apart, and a longer row is fed far enough for its side. `order` holds the caller's number of each row.
+    Each row, of `lengths` tokens in all, keeps the rotary frequencies that it has when fed by itself and whole: rows on
+    both sides of a length of `rope_lengths` are fed apart, and a longer row is fed far enough for its side. `order`
+    holds the caller's number of each row.
     """
     walk = ModelWalk.of(model)
     switches, dynamic = rope_lengths(walk)
@@ -75,7 +75,7 @@ def apart_by_length(
 
 
 def largest_forward(model: Model) -> int | None:
-    """Find the most rows of a forward in which a row's place does not matter; None where it never matters.
+    """Find the most rows of a forward in which a row's place does not matter; None if it never matters.
 
     Llama 4 scales the queries of layers without rotary embeddings by a row's place, in steps of this many.
     """
@@ -105,9 +105,8 @@ def rows_per_forward(model: Model, token_budget: int | None) -> int:
 def default_token_budget(model: Model, *, training: bool = False) -> int:
     """Estimate tokens per packed forward: on a GPU what half of the free memory holds, at least 1,024.
 
-    The estimate counts a layer's peak: the MLP's or attention's intermediate results, and the residual; for
-    `training` what every layer keeps for the backward (`kept_per_row`), or with checkpointing its input and one layer's
-    all.
+    The estimate counts a layer's peak: the MLP's or attention's intermediate results, and the residual; for `training`
+    the results that layers keep for the backward, or with checkpointing their inputs and one layer's results.
     """
     walk = ModelWalk.of(model)
     model = walk.model
@@ -127,20 +126,16 @@ def default_token_budget(model: Model, *, training: bool = False) -> int:
 
 
 def kept_per_row(model: Model) -> int:
-    """Estimate the bytes that all layers keep of a row for a backward: their own results and what adapters add.
+    """Estimate the bytes that all layers and adapters keep of a row for a backward.
 
-    Adapters keep what `lora.kept_by_adapter` says. A model's own norms and gates keep float32 copies and every
-    intermediate result; Liger's do not.
+    A model's own norms and gates keep float32 copies and every intermediate result; Liger's do not.
     """
     walk = ModelWalk.of(model)
     layers: int = walk.model.config.get_text_config().num_hidden_layers
-    kept = layers * _layer_per_row(walk.model, whole=not _is_fused(walk))
-    return kept + sum(map(kept_by_adapter, walk.having("_disable_adapters")))
-
-
-def _is_fused(walk: ModelWalk) -> bool:
-    """Whether Liger was applied to the model."""
-    return any((own_forward(m) or type(m).forward).__module__.startswith("liger_kernel") for m in walk.modules.values())
+    forwards = (own_forward(module) or type(module).forward for module in walk.modules.values())
+    liger = any(forward.__module__.startswith("liger_kernel") for forward in forwards)
+    adapters = sum(map(kept_by_adapter, walk.having("_disable_adapters")))
+    return layers * _layer_per_row(walk.model, whole=not liger) + adapters
 
 
 def _layer_per_row(model: PreTrainedModel, *, whole: bool) -> int:

@@ -1,8 +1,4 @@
-"""Limit what is on a device at once: strips of logits where a formula needs them, and work that is cut until it fits.
-
-`limits.default_token_budget` estimates how many tokens a forward takes; this module handles an estimate that is too
-high.
-"""
+"""Limit memory: strips of logits for formulas that need them, and work that is cut until it fits the device."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -13,29 +9,21 @@ _Work = TypeVar("_Work")
 _Result = TypeVar("_Result")
 
 LOGITS_AT_ONCE = 1 << 24
-"""Maximum number of logits in memory, in elements, where a formula needs them: gradients, fills and divergences.
+"""Maximum number of logits in memory, in elements, for gradients, fills and divergences.
 
-About four tensors of this size exist at the same time, the widest in float64. Kernels from the head to log-probs and
-losses have limits of their own, tuned for speed: `STRIP_BYTES` of `ops.linear_logprob`, in bytes, and
-`chunk_size` of `linear_policy_loss`, in rows.
+About four tensors of this size exist at the same time, the widest in float64.
 """
 
 _CACHED = 1 << 20  # elements that stay in a CPU's caches
 
 
 def rows_at_once(vocabulary: int) -> int:
-    """Return the maximum rows of a strip of whole rows, at least 1.
-
-    Every such strip reads the whole head, so it has as many rows as memory allows, on every device.
-    """
+    """Return the maximum rows of a strip of whole rows, at least 1: each such strip reads the whole head."""
     return max(LOGITS_AT_ONCE // vocabulary, 1)
 
 
 def columns_at_once(rows: int, device: torch.device) -> int:
-    """Return the maximum columns of a strip of all `rows`, at least 256.
-
-    Together such strips read the head once, however narrow they are, so on a CPU they are cut to fit its caches.
-    """
+    """Return the maximum columns of a strip of all `rows`, at least 256; on a CPU strips fit its caches."""
     most = _CACHED if device.type == "cpu" else LOGITS_AT_ONCE
     return max(most // max(rows, 1), 256)
 
@@ -44,36 +32,32 @@ _SPELLINGS = ("out of memory", "alloc_failed", "not enough memory", "can't alloc
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that a device is out of memory, raised by PyTorch, cuBLAS, a driver or Triton.
-
-    The latter raise plain `RuntimeError`s ("CUBLAS_STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory").
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(spelling in str(error).lower() for spelling in _SPELLINGS)
+    """Whether an error of PyTorch, cuBLAS, a driver or Triton means that a device is out of memory."""
+    spelled = isinstance(error, RuntimeError) and any(spelling in str(error).lower() for spelling in _SPELLINGS)
+    return spelled or isinstance(error, torch.OutOfMemoryError)
 
 
 def run_in_memory(
     works: Iterable[_Work], run: Callable[[_Work], _Result], smaller: Callable[[_Work], Iterable[_Work]]
 ) -> Iterator[_Result]:
-    """Yield `run(work)` of each work, in order; where the device has no memory for one, of smaller ones instead.
+    """Yield `run(work)` of each work, in order; if the device has no memory for one, of smaller ones instead.
 
     Each work is made only after the one before it has been launched.
 
     Args:
-        works: what to do.
-        run: does one work; what it leaves half done when memory runs out must not matter.
+        works: inputs of `run`.
+        run: does one work, which it can do again after memory has run out.
         smaller: works that together do the same, each in less memory; fewer than two if there are none.
 
     Raises:
-        RuntimeError: the device's own (`is_out_of_memory`), where a work cannot be made smaller.
+        RuntimeError: the device's own (`is_out_of_memory`), for a work that cannot be made smaller.
     """
     for work in works:
         todo = [work]
         while todo:
             one, cut = todo.pop(), list[_Work]()
             try:
-                found = run(one)
+                result = run(one)
             except RuntimeError as error:
                 cut = list(smaller(one)) if is_out_of_memory(error) else []
                 if len(cut) < 2:
@@ -82,4 +66,4 @@ def run_in_memory(
                 torch.cuda.empty_cache()
                 todo += reversed(cut)
             else:
-                yield found
+                yield result

@@ -13,7 +13,7 @@ from .model_walk import Model, ModelWalk
 
 
 def wrappers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield `model` and what it wraps, down to the transformers model."""
+    """Yield `model` and the modules inside it, wrapper by wrapper, down to the transformers model."""
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
         yield inner
@@ -32,31 +32,21 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     """Find the transformers model inside DDP, torch.compile and PEFT wrappers, adapter layers still in place.
 
     Raises `NotImplementedError` for PEFT methods that do not act on each token by itself, `TypeError` for anything
-    that is not a transformers causal model, both naming the class.
+    that is not a transformers causal model.
     """
     for inner in wrappers(model):
         _refuse_adapters(inner)
     assert isinstance(inner, PreTrainedModel)
-    if not _has_one_matrix(_input_embeddings(inner)):
+    try:
+        embeddings = inner.get_input_embeddings()
+    except NotImplementedError:
+        embeddings = None
+    weight = getattr(embeddings, "weight", None)  # in pieces, of any shape, where an `nn.Embedding` is sharded
+    if not isinstance(embeddings, nn.Embedding) and not (isinstance(weight, Tensor) and weight.ndim == 2):
         raise NotImplementedError(f"model: {type(inner).__name__} has no single token-embedding matrix")
     if inner.get_output_embeddings() is None or backbone(inner) is inner:
         raise NotImplementedError(f"model: {type(inner).__name__} has no LM head separate from its backbone")
     return inner
-
-
-def _has_one_matrix(embeddings: nn.Module | None) -> bool:
-    """Whether a module embeds tokens by one matrix, whose pieces alone are here where the model is sharded."""
-    if isinstance(embeddings, nn.Embedding):
-        return True
-    weight = getattr(embeddings, "weight", None)
-    return isinstance(weight, Tensor) and weight.ndim == 2
-
-
-def _input_embeddings(model: PreTrainedModel) -> nn.Module | None:
-    try:
-        return model.get_input_embeddings()
-    except NotImplementedError:
-        return None
 
 
 def _refuse_adapters(model: nn.Module) -> None:
@@ -84,20 +74,20 @@ def backbone(model: PreTrainedModel) -> nn.Module:
 
 
 def embedding(model: PreTrainedModel) -> Tensor:
-    """Weight (V, H) of the input embedding; ZeRO-3 gathers it for who reads it."""
+    """Weight (V, H) of the input embedding."""
     return cast(Tensor, model.get_input_embeddings().weight)
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
     """Device that ids must be on."""
-    # Where FSDP's first kind keeps flat parameters, those are of the layers around the embedding.
+    # The first kind of FSDP keeps flat parameters, in the layers around the embedding.
     return next(chain(model.get_input_embeddings().parameters(), model.parameters())).device
 
 
 def vocab_size(model: PreTrainedModel) -> int:
     """Number of rows of the input embedding: ids in [0, this) can be fed."""
-    of_module = getattr(model.get_input_embeddings(), "num_embeddings", None)  # right where the weight is in pieces
-    return len(embedding(model)) if of_module is None else int(of_module)
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)  # right also for a weight in pieces
+    return len(embedding(model)) if rows is None else int(rows)
 
 
 def context_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:
@@ -112,11 +102,9 @@ _NOISE = re.compile("drop|jitter|noise")
 
 
 def computation(model: Model) -> int:
-    """Hash of how a model computes: its code and its numbers other than weights.
+    """Hash of how a model computes: its modules, their forwards, caps and scales of logits, hooks at its ends.
 
-    It covers: the modules and their forwards; caps and scales of logits, of the model's own or in its configuration;
-    the hooks on the model, its body, its embedding and its head. A hook or a number on another module, or a function
-    of the model's file that is exchanged, does not change it.
+    A hook or a number on another module, or a function exchanged in the model's file, does not change it.
     """
     walk = ModelWalk.of(model)
     model = walk.model
@@ -150,7 +138,7 @@ def active_noise(walk: ModelWalk) -> Iterator[tuple[str, str, float]]:
 
 
 def configs(model: PreTrainedModel) -> list[Any]:
-    """Return the configuration of a model and that of its text, once where they are one."""
+    """Return the configuration of a model and that of its text, once if they are one."""
     return list({id(config): config for config in (model.config, model.config.get_text_config())}.values())
 
 

@@ -1,8 +1,8 @@
 """Keep the processes that share a model in step while all of them are inside its outermost module.
 
 Weights of a sharded model are gathered layer by layer, so each process must run every layer as often as the others.
-Before each forward they exchange a few numbers; one whose work is done feeds idle packs until that of all is done, and
-where one fails all raise. `sharding.run_inside` sets this up; without it `inside` finds None, and nothing is exchanged.
+Before each forward they exchange a few numbers; one whose work is done feeds idle packs until all are done, and if one
+fails all raise. `sharding.run_inside` sets this up.
 """
 
 import builtins
@@ -16,20 +16,20 @@ import torch.distributed as dist
 from torch import nn
 
 
-class OtherProcessFailed(BaseException):
+class PeerFailed(BaseException):
     """Another process could not do its part: ends the body of one that could. It never leaves `run_inside`.
 
-    Not an `Exception`, which what tries a model out would take for a fault of the model.
+    Not an `Exception`, which the check of a model would take for a fault of the model.
     """
 
 
 class _Met(NamedTuple):
-    """Numbers that processes exchange; of each the largest counts."""
+    """Numbers that processes exchange; the largest of each counts."""
 
     forward: float = 0  # 1: about to run a forward
     working: float = 0  # 1: not done with its work
     failed: float = 0  # 1: could not do it
-    number: float = 0  # what else they compare
+    number: float = 0  # to compare
 
 
 class Ranks:
@@ -41,16 +41,16 @@ class Ranks:
     def before_forward(self) -> None:
         """Wait until every process is about to run a forward or has done its work; raise if one has failed."""
         if self._meet(_Met(forward=1, working=1)).failed:
-            raise OtherProcessFailed
+            raise PeerFailed
 
     def largest(self, number: float) -> float:
-        """Return the largest `number` of all processes, which all ask for it; raise if one has failed."""
+        """Return the largest `number` of all processes, which all call this; raise if one has failed."""
         met = self._meet(_Met(working=1, number=number))
         if met.failed:
-            raise OtherProcessFailed
+            raise PeerFailed
         if met.forward:
             self._idle()
-            raise RuntimeError("processes that share a model are not at the same place: one asks, one runs a forward")
+            raise RuntimeError("processes that share a model are not at the same place: one waits, one runs a forward")
         return met.number
 
     def forwards(self, count: int) -> int:
@@ -58,26 +58,21 @@ class Ranks:
         return int(self.largest(count))
 
     def differ(self, number: float) -> bool:
-        """Whether processes have different numbers, all of them asked."""
+        """Whether processes, which all call this, have different numbers."""
         return self.largest(number) != -self.largest(-number)
 
     def require_same(self, what: str) -> None:
         """Raise `ValueError` on all processes, which all call this, if `what` is not the same text everywhere."""
         if self.differ(zlib.crc32(what.encode())):
-            found = [""] * dist.get_world_size(self._control)
-            dist.all_gather_object(found, what, self._control)
-            rank, other = next((rank, other) for rank, other in enumerate(found) if other != found[0])
+            texts = self._gathered(what)
+            rank, other = next((rank, other) for rank, other in enumerate(texts) if other != texts[0])
             raise ValueError(
-                f"processes that share a model must make the same call of it: rank 0 has {found[0]}, rank {rank} has "
+                f"processes that share a model must make the same call of it: rank 0 has {texts[0]}, rank {rank} has "
                 f"{other}"
             )
 
     def finish(self, failed: bool) -> tuple[bool, Exception | None]:
-        """Feed idle packs until the work of all is done or one has failed.
-
-        Returns:
-            Whether one has failed, and what a pack of this process raised.
-        """
+        """Feed idle packs until all are done or one has failed; return whether one has, and this process's error."""
         problem = None
         while True:
             met = self._meet(_Met(failed=failed))
@@ -91,18 +86,18 @@ class Ranks:
                     problem, failed = error, True
 
     def agree(self, problem: Exception | None) -> None:
-        """Raise on all processes if one has a problem: its own there, that of the first by rank elsewhere.
-
-        Raises:
-            Exception: of the problem's own type where it is an ordinary built-in one, else `RuntimeError`.
-        """
+        """Raise on all processes if one has a problem: its own there, that of the first by rank elsewhere."""
         if not self._meet(_Met(failed=problem is not None)).failed:
             return
-        found: list[tuple[str, str] | None] = [None] * dist.get_world_size(self._control)
-        dist.all_gather_object(found, problem and (type(problem).__name__, str(problem)), self._control)
+        problems = self._gathered(problem and (type(problem).__name__, str(problem)))
         if problem is not None:
             raise problem
-        raise next(raised_by(rank, *one) for rank, one in enumerate(found) if one is not None)
+        raise next(raised_by(rank, *one) for rank, one in enumerate(problems) if one is not None)
+
+    def _gathered(self, value: Any) -> list[Any]:
+        values = [None] * dist.get_world_size(self._control)
+        dist.all_gather_object(values, value, self._control)
+        return values
 
     def _meet(self, met: _Met) -> _Met:
         numbers = torch.tensor(met, dtype=torch.float64)
@@ -111,7 +106,7 @@ class Ranks:
 
 
 def raised_by(rank: int, kind: str, text: str) -> Exception:
-    """Make an error that tells what a process raised: of the same type where that is an ordinary built-in one."""
+    """Make an error that tells what a process raised: of the same type if that is an ordinary built-in one."""
     if kind in _RAISED_AS_THEY_ARE:
         return getattr(builtins, kind)(f"rank {rank}: {text}")  # type: ignore[no-any-return]
     return RuntimeError(f"rank {rank}: {kind}: {text}")

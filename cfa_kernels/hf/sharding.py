@@ -2,13 +2,11 @@
 
 Weights of a sharded model (FSDP, ZeRO-3) are whole only while its outermost module runs. So a whole unit of work, the
 check of the model, all packs, the head, the loss, is the body of ONE call of that module: for that call the causal
-model's `forward` is replaced by one that runs the body. `ranks.py` keeps the processes in step meanwhile.
+model's `forward` is replaced by one that runs the body. `ranks.py` keeps the processes in step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +31,7 @@ from .fsdp import (
 from .model import backbone, causal_lm, wrappers
 from .model_walk import ModelWalk
 from .modes import exchanged, value_of
-from .ranks import INSIDE, OtherProcessFailed, Ranks, Replicas, inside
+from .ranks import INSIDE, PeerFailed, Ranks, Replicas, inside
 from .tree_forward import packed_hidden, tree_attention_mode
 from .verify import check_supported, check_trainable
 
@@ -41,20 +39,20 @@ _Result = TypeVar("_Result")
 
 
 def run_inside(model: nn.Module, body: Callable[[], _Result], *, trains: bool = False) -> _Result:
-    """Run `body()` as the forward of the module that distributes `model`; by itself where nothing does.
+    """Run `body()` as the forward of the module that distributes `model`; by itself if nothing does.
 
-    Everything that reads weights belongs into one body: scores, log-probs, the loss, and what an estimator asks. Call
-    `backward` on what it returns, outside. Where the model is sharded all processes must call this, each with work of
-    its own or none, and those that have gradients must all call `backward`; one that raises makes all raise.
+    Everything that reads weights belongs into one body: scores, log-probs, the loss, estimators that query the model.
+    Call `backward` on its result, outside. All processes that share a model must call this, each with work of its own
+    or none, and must all call `backward` if one does; one that raises makes all raise.
 
     Args:
-        model: a transformers causal model, or what wraps one: PEFT, DDP, FSDP (both kinds) or DeepSpeed's ZeRO-3.
+        model: a transformers causal model, or a wrapper of one: PEFT, DDP, FSDP (both kinds) or DeepSpeed's ZeRO-3.
         body: returns a result whose tensors may be in tuples, lists and dictionaries.
         trains: whether it makes gradients of the weights.
 
     Raises:
-        NotImplementedError: a way of sharding that this cannot run through, or a model that cannot be checked.
-        Exception: what `body` raises; on the other processes an error of that type with the rank in its text.
+        NotImplementedError: a way of sharding that this cannot run through, or a model that fails its check.
+        Exception: that of `body`; on the other processes one of its type with the rank in its text.
     """
     causal = causal_lm(model)
     if inside(causal) is not None:
@@ -63,7 +61,7 @@ def run_inside(model: nn.Module, body: Callable[[], _Result], *, trains: bool = 
     if root is None:
         return body()
     if not is_sharded(root):  # DDP, and DeepSpeed's engine below stage 3
-        return _through(root, causal, _within(Replicas(causal), body)) if trains and torch.is_grad_enabled() else body()
+        return _through(root, causal, Replicas(causal), body) if trains and torch.is_grad_enabled() else body()
     with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
         return _in_step(root, causal, body, check_trainable if trains else check_supported)
 
@@ -72,12 +70,12 @@ def is_sharded(model: nn.Module) -> bool:
     """Whether processes hold pieces of the weights of `model` (FSDP, ZeRO-3), so that all must take part."""
     try:
         return any(kind(module) for module in wrappers(model) for kind in (is_fsdp1, is_fsdp2, is_zero3))
-    except TypeError:  # no model of transformers; what asks it says so
+    except TypeError:  # no model of transformers, as its next use will say
         return False
 
 
 def _root(model: nn.Module, causal: PreTrainedModel) -> Any:
-    """Find the outermost module that distributes `model` among processes; None where it is in this one only."""
+    """Find the outermost module that distributes `model` among processes; None if it is in this one only."""
     for module in wrappers(model):
         if isinstance(module, DistributedDataParallel) or is_fsdp1(module) or is_fsdp2(module) or is_engine(module):
             return module
@@ -89,24 +87,17 @@ def _root(model: nn.Module, causal: PreTrainedModel) -> Any:
     return None
 
 
-def _through(root: nn.Module, causal: PreTrainedModel, body: Callable[[], _Result]) -> _Result:
+def _through(root: nn.Module, causal: PreTrainedModel, ranks: Ranks | Replicas, body: Callable[[], _Result]) -> _Result:
     """Call `root` with `body` for the forward of `causal`, which is put back before the body runs."""
     with ExitStack() as stack:
 
         def redirected(*_: object, **__: object) -> _Result:
             stack.close()
-            return body()
+            with value_of(INSIDE, ranks):
+                return body()
 
         stack.enter_context(exchanged([(causal, {"forward": redirected})]))
         return root(input_ids=None)  # type: ignore[no-any-return]
-
-
-def _within(ranks: Ranks | Replicas, body: Callable[[], _Result]) -> Callable[[], _Result]:
-    def run() -> _Result:
-        with value_of(INSIDE, ranks):
-            return body()
-
-    return run
 
 
 def _in_step(
@@ -114,13 +105,13 @@ def _in_step(
 ) -> _Result:
     """Check the model and run `body` inside `root`, with all processes in step; raise on all what one raises."""
     walk = ModelWalk.of(causal)
-    found: list[_Result] = []
+    results: list[_Result] = []
     problem: Exception | None = None
     failed = False
 
     def idle() -> None:
-        with tree_attention_mode(walk):
-            packed_hidden(walk, idle_pack(), idle=True)
+        with value_of(INSIDE, None), tree_attention_mode(walk):  # the processes have met already
+            packed_hidden(walk, idle_pack())
 
     ranks = Ranks(causal, sharding_group(root), idle)
 
@@ -130,30 +121,30 @@ def _in_step(
             try:
                 ranks.require_same(_described(causal))
                 check(walk)
-                found.append(body())
-            except OtherProcessFailed:
+                results.append(body())
+            except PeerFailed:
                 failed = True
             except Exception as error:
                 problem, failed = error, True
             failed, while_idle = ranks.finish(failed)
             problem = problem or while_idle
-            outputs = () if failed else _with_gradient(found)
+            outputs = () if failed else _with_gradient(results)
             if not failed and torch.is_grad_enabled() and ranks.differ(bool(outputs)):
                 problem, failed = None if outputs else ValueError(_NO_GRADIENT), True
         return () if failed else outputs
 
     prepare_zero3(root, causal)
-    outputs = _through(root, causal, _within(ranks, whole))
+    outputs = _through(root, causal, ranks, whole)
     if failed or not outputs:
         give_back(root)
     if failed:
-        found.clear()
+        results.clear()
         ranks.agree(problem)
-    return _replaced(found, outputs)[0] if is_zero3(root) else found[0]
+    return _replaced(results, outputs)[0] if is_zero3(root) else results[0]
 
 
 def _described(causal: PreTrainedModel) -> str:
-    """Describe what processes that share a model must have in common: its sizes, and whether this call trains."""
+    """Describe the common ground of processes that share a model: its sizes, and whether this call trains."""
     sizes = causal.config.get_text_config()
     shown = [f"{name}={getattr(sizes, name, None)}" for name in ("vocab_size", "num_hidden_layers", "hidden_size")]
     gradients = f"{'with' if torch.is_grad_enabled() else 'without'} gradients"
@@ -166,17 +157,17 @@ _NO_GRADIENT = (
 )
 
 
-def _with_gradient(found: list[Any]) -> tuple[Tensor, ...]:
-    """Pick the tensors of a result that a backward may start from: what shares the model puts its hooks on them."""
-    return tuple(leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and leaf.requires_grad)
+def _with_gradient(results: list[Any]) -> tuple[Tensor, ...]:
+    """Pick the tensors that a backward may start from: FSDP and DDP put their hooks on them."""
+    return tuple(leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor) and leaf.requires_grad)
 
 
-def _replaced(found: list[Any], outputs: Sequence[Tensor]) -> list[Any]:
-    """Put `outputs` in the place of the tensors `_with_gradient`: DeepSpeed wraps what its call returns."""
-    given = iter(outputs)
-    leaves, shape = tree_flatten(found)
+def _replaced(results: list[Any], outputs: Sequence[Tensor]) -> list[Any]:
+    """Put `outputs`, which DeepSpeed wraps, in the place of the tensors `_with_gradient`."""
+    left = iter(outputs)
+    leaves, shape = tree_flatten(results)
     return tree_unflatten(  # type: ignore[no-any-return]
-        [next(given) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves], shape
+        [next(left) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves], shape
     )
 
 
@@ -184,19 +175,40 @@ def _replaced(found: list[Any], outputs: Sequence[Tensor]) -> list[Any]:
 def _errors_held(causal: PreTrainedModel, *, gathers: bool) -> Iterator[None]:
     """Let a forward end in which a layer fails, and raise its error then: every layer's weights have been gathered.
 
-    The layer that fails, and those above it, give back what they were given. Layers are `layers` of the backbone; an
-    error elsewhere, or in a model that names them otherwise, is raised where it is. With `gathers` a layer's weights
-    are gathered before it runs, since what shares them would do so for each of its parts, of which one may fail.
+    The layer that fails, and those above it, return their input. Layers are `layers` of the backbone; an error
+    elsewhere is raised at its place. With `gathers` a layer's weights are gathered before it runs, since ZeRO-3 would
+    gather them for each of its parts, of which one may fail.
     """
-    body = backbone(causal)
-    layers = getattr(body, "layers", None)
-    modules = [_innermost(layer) for layer in layers or ()]
-    held = _HeldErrors(gathers, {module: module.forward for module in modules})
-    with (
-        exchanged((module, {"forward": MethodType(_held, module)}) for module in modules),
-        value_of(_HELD, held),
-        body.register_forward_hook(lambda *_: held.release()),
-    ):
+    body, errors = backbone(causal), list[Exception]()
+
+    def held(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as gathered:
+                if gathers:
+                    gathered_zero3(layer.modules(), gathered)
+                try:
+                    if not errors:
+                        return forward(*args, **kwargs)
+                except Exception as error:
+                    errors.append(error)
+            return args[0] if args else kwargs["hidden_states"]
+
+        return run
+
+    def release(*_: object) -> None:
+        if errors:
+            raise errors.pop()
+
+    layers = [_innermost(layer) for layer in getattr(body, "layers", None) or ()]
+    # `_original_forward`, as accelerate has it: a layer so wrapped is no other model (`model_walk.own_forward`).
+    wrapped = [
+        {
+            "forward": held(layer, layer.forward),
+            "_original_forward": vars(layer).get("_original_forward", layer.forward),
+        }
+        for layer in layers
+    ]
+    with exchanged(zip(layers, wrapped, strict=True)), body.register_forward_hook(release):
         yield
 
 
@@ -205,38 +217,3 @@ def _innermost(layer: nn.Module) -> nn.Module:
     parts = layer._modules
     inner = parts.get("_fsdp_wrapped_module") or parts.get("_checkpoint_wrapped_module")
     return layer if inner is None else _innermost(inner)
-
-
-class _HeldErrors:
-    """The first error of a layer in the forward under way."""
-
-    def __init__(self, gathers: bool, forwards: dict[nn.Module, Callable[..., Any]]) -> None:
-        self.gathers, self.forwards = gathers, forwards
-        self.error: Exception | None = None
-
-    def release(self) -> None:
-        """Raise it, once."""
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
-
-
-_HELD: ContextVar[_HeldErrors | None] = ContextVar("cfa_held", default=None)
-
-
-def _held(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the own forward of a layer, or give back what it was given once a layer has failed.
-
-    One function for all layers and calls, so that `ModelWalk.forwards` sees no change from call to call.
-    """
-    held = _HELD.get()
-    assert held is not None
-    with ExitStack() as gathered:
-        if held.gathers:
-            gathered_zero3(module.modules(), gathered)
-        try:
-            if held.error is None:
-                return held.forwards[module](*args, **kwargs)
-        except Exception as error:
-            held.error = error
-    return args[0] if args else kwargs["hidden_states"]

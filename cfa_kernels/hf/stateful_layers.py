@@ -31,7 +31,7 @@ OLDEST = "5.15"  # before it, transformers' cells run several tokens from an emp
 class _Piece:
     """Piece of a tree: rows [start, end) of one segment, continued from the state at row `after`, -1 at a root.
 
-    Where the piece before is a single row, `lead` is that row: it is run again, and `after` is the row before it.
+    A piece before it of a single row is its `lead`: it is run again, and `after` is the row before it.
     """
 
     start: int
@@ -44,7 +44,7 @@ class _Piece:
         return self.end - self.start + (self.lead is not None)
 
     def rows(self, hidden_states: Tensor) -> Tensor:
-        """Select what the cell reads of `hidden_states` (1, N, H): the lead, if any, and the piece."""
+        """Select the rows of `hidden_states` (1, N, H) that the cell reads: the lead, if any, and the piece."""
         own = hidden_states[:, self.start : self.end]
         if self.lead is None:
             return own
@@ -100,7 +100,7 @@ class _State:
         return self.record_past
 
     def copy(self) -> "_State":
-        """Copy a state to continue from, so that this one does not change; no cell writes into a state it is given."""
+        """Copy a state to continue from; no cell writes into the tensors of a state."""
         return _State(dict(self.conv_states), dict(self.recurrent_states))
 
     @staticmethod
@@ -174,7 +174,7 @@ def has_cells(model: Model) -> bool:
 
 
 def _cells(model: Model) -> list[tuple[nn.Module, str]]:
-    """List the layers that carry a state, with the argument through which each is given it."""
+    """List the layers that carry a state, with the argument that passes it."""
     by_class = ModelWalk.of(model).by_class
     return [(cell, name) for kind, cells in by_class.items() if (name := _cache_argument(kind)) for cell in cells]
 
@@ -185,17 +185,17 @@ def refuse_older_cells(model: Model) -> None:
         return
     walk = ModelWalk.of(model)
     methods = {kind: inspect.getmembers(kind, inspect.isfunction) for kind in walk.by_class}
-    found = [kind.__name__ for kind, named in methods.items() if any(_keeping_state(method) for _, method in named)]
-    if found:
+    cells = [kind.__name__ for kind, named in methods.items() if any(_keeping_state(method) for _, method in named)]
+    if cells:
         raise NotImplementedError(
-            f"model: {type(walk.model).__name__} has layers with a state ({', '.join(found)}), which need transformers "
+            f"model: {type(walk.model).__name__} has layers with a state ({', '.join(cells)}), which need transformers "
             f"{OLDEST} or newer, found {transformers.__version__}: pip install 'transformers>={OLDEST}' "
             "(docs/models.md says which of them it runs), so it cannot be scored"
         )
 
 
 def _cache_argument(kind: type[nn.Module]) -> str | None:
-    """Return the argument through which modules of a class are given a state, if they are cells that keep one."""
+    """Return the argument that passes a state to modules of a class, if they are cells that keep one."""
     if (forward := _keeping_state(kind.forward)) is None:
         return None
     return next((name for name in _CACHE_ARGUMENTS if name in inspect.signature(forward).parameters), None)

@@ -221,7 +221,7 @@ class _Staged:
     """Index arrays of a pack on the model's device, sent there by one copy before its forward is launched.
 
     The head reads `own` rows of this forward and rows of the one `before` that it continues; `order` puts the latter,
-    followed by the former, in the pack's order, and is None if the pack continues nothing.
+    followed by the former, in the pack's order.
     """
 
     input_ids: Tensor  # (1, N)
@@ -229,7 +229,7 @@ class _Staged:
     everywhere: Tensor  # (1, N) ones, expanded from a single number
     own: Tensor
     before: Tensor
-    order: Tensor | None  # (R,)
+    order: Tensor  # (R,); empty if nothing is `before`
     last: Tensor  # the rows among `own`, once each and ascending
     targets: Tensor  # (R,)
 
@@ -241,8 +241,7 @@ def _stage(model: PreTrainedModel, pack: Pack) -> _Staged:
     one = np.ones(1, np.int64)
     arrays = [pack.input_ids, pack.position_ids, one, own, before, order, np.unique(own), pack.targets]
     ids, positions, ones, *rest = upload(arrays, input_device(model))
-    staged = _Staged(ids[None], positions[None], ones.expand(1, pack.num_tokens), *rest)
-    return staged if len(before) else replace(staged, order=None)
+    return _Staged(ids[None], positions[None], ones.expand(1, pack.num_tokens), *rest)
 
 
 def packed_hidden(
@@ -251,18 +250,17 @@ def packed_hidden(
     *,
     staged: _Staged | None = None,
     store: KeyValueStore | None = None,
-    idle: bool = False,
 ) -> Tensor:
     """Compute the hidden states (N, H) of the rows that a pack feeds, as the head takes them, by one forward.
 
     Call with tree attention set; checkpointed layers restore it in a backward. Processes that share the model all run
-    a forward; `idle` says that they have met already. `staged` is the pack's index arrays if they are on the device
-    already. `store` takes the keys and values of a pack's rows, or provides those before the pack's first row.
+    a forward. `staged` is the pack's index arrays if they are on the device already. `store` takes the keys and values
+    of a pack's rows, or provides those before the pack's first row.
     """
     walk = ModelWalk.of(model)
     model = walk.model
     staged = staged or _stage(model, pack)
-    if (ranks := inside(model)) is not None and not idle:
+    if (ranks := inside(model)) is not None:
         ranks.before_forward()
     if (most := largest_forward(walk)) is not None and pack.table.num_rows > most:
         raise NotImplementedError(
@@ -340,7 +338,7 @@ def pack_states(
     staged = _stage(walk.model, pack)
     device = head.weight.device  # differs from the embedding's where a model's layers are spread over devices
     parts = []
-    if staged.order is not None:
+    if len(staged.before):
         assert earlier is not None
         parts.append(earlier.index_select(0, staged.before.to(earlier.device)).to(head.weight))
     if pack.num_tokens:
@@ -350,7 +348,7 @@ def pack_states(
     if not parts:  # queries without targets, of rows that were fed before
         parts = [head.weight.new_zeros(0, head.weight.shape[1])]
     states = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if staged.order is not None:
+    if len(staged.before):
         states = states.index_select(0, staged.order.to(device))
     return HeadRows(states, staged.targets.to(device))
 
