@@ -6,7 +6,7 @@ host lays out a pack while the device runs the one before, and reads values once
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import count, groupby
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from ..packing.prefix_tree import Pack, Query
 from ..rows import Rows
 from ..span import Span
 from .batch import Mask, ScoredBatch
-from .outcomes import OUTCOMES, Outcome, OutcomeReader
+from .outcomes import OUTCOMES, Divergences, Outcome
 from .plan import ScoringPlan, plan_queries, plan_scoring
 
 
@@ -41,12 +41,7 @@ class ScoringWork:
 
     def __add__(self, other: "ScoringWork") -> "ScoringWork":
         """Add two counts."""
-        return ScoringWork(
-            self.forwards + other.forwards,
-            self.tokens_fed + other.tokens_fed,
-            self.tokens_unshared + other.tokens_unshared,
-            self.head_rows + other.head_rows,
-        )
+        return ScoringWork(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -177,7 +172,7 @@ def query_logprobs(
     return run_inside(model, body)
 
 
-class Reading(NamedTuple):
+class _Reading(NamedTuple):
     """Values that the queries of a pack read off it."""
 
     pack: Pack
@@ -194,23 +189,27 @@ def run_plan(
 ) -> tuple[Tensor, ScoringWork]:
     """Feed packs that answer the queries of `plan`, in smaller ones where memory ends.
 
-    Packs may continue `trunks`, each given with its hidden states and keys and values, or a pack without queries.
+    A pack may continue one of `trunks`, given with their hidden states, keys and values, or a pack without queries.
 
     Returns:
         The values of every query in order, fp32 on the host, and counts of work.
     """
-    reader, states = OutcomeReader(head), dict(trunks or {})
+    divergences, states = Divergences(head), dict(trunks or {})
 
-    def run(pack: Pack) -> Reading:
+    def run(pack: Pack) -> _Reading:
         if not pack.queries:
             states.clear()  # nothing continues the one before any more
             own = KeyValueStore()
             states[pack] = packed_hidden(walk, pack, store=own), own
-            return Reading(pack, head.weight.new_zeros(0), np.zeros(0, np.int64))
+            return _Reading(pack, head.weight.new_zeros(0), np.zeros(0, np.int64))
         hidden, store = (None, None) if pack.trunk is None else states[pack.trunk]
         rows = pack_states(walk, head, pack, store=store, earlier=hidden)
-        queries, bundles = [plan.queries[n] for n in pack.queries], [plan.bundle_of[n] for n in pack.queries]
-        return Reading(pack, *reader.read(pack, queries, bundles, rows))
+        if not plan.queries[0].divergence:  # as all others
+            return _Reading(pack, head.logprobs(rows.states, rows.targets), pack.query_index)
+        values = divergences.of_pack(
+            pack, rows, [len(plan.queries[n].targets) for n in pack.queries], [plan.bundle_of[n] for n in pack.queries]
+        )
+        return _Reading(pack, -values, np.arange(len(values)))
 
     def smaller(pack: Pack) -> Iterable[Pack]:
         half = pack.num_tokens // 2
@@ -220,14 +219,11 @@ def run_plan(
         return lay_out_split(plan.queries, bundles, replace(plan.limits, token_budget=half))
 
     with tree_attention_mode(walk):
-        return gather(plan, list(run_in_memory(packs, run, smaller)))
+        return _collect(plan, list(run_in_memory(packs, run, smaller)))
 
 
-def gather(plan: ScoringPlan, readings: Sequence[Reading]) -> tuple[Tensor, ScoringWork]:
-    """Copy the values of all queries of `plan` to the host, in order, and count the work.
-
-    One copy for all of them, which waits for the device.
-    """
+def _collect(plan: ScoringPlan, readings: Sequence[_Reading]) -> tuple[Tensor, ScoringWork]:
+    """Copy the values of all queries to the host, in order, by one copy that waits for the device; count the work."""
     work = ScoringWork(
         forwards=len([one for one in readings if one.pack.num_tokens]),
         tokens_fed=sum(one.pack.num_tokens for one in readings),
@@ -237,35 +233,31 @@ def gather(plan: ScoringPlan, readings: Sequence[Reading]) -> tuple[Tensor, Scor
     if not readings:
         return torch.zeros(0), work
     ends = np.cumsum([len(one.values) for one in readings])
-    index = np.concatenate([one.places + end - len(one.values) for one, end in zip(readings, ends, strict=True)])
-    order = _in_order([n for one in readings for n in one.pack.queries], [query.num_values for query in plan.queries])
-    return torch.cat([one.values for one in readings]).cpu()[torch.from_numpy(index[order])], work
-
-
-def _in_order(answered: list[int], sizes: list[int]) -> np.ndarray:
-    """Make the index that puts the values of queries `answered` one after the other into the order of their numbers."""
-    size, numbers = np.array(sizes), np.array(answered)
-    starts = np.empty(len(sizes), dtype=np.int64)
-    starts[numbers] = np.cumsum(size[numbers]) - size[numbers]
-    return np.repeat(starts - (np.cumsum(size) - size), size) + np.arange(size.sum())
+    places = np.concatenate([one.places + end - len(one.values) for one, end in zip(readings, ends, strict=True)])
+    query_of = np.concatenate([np.array(one.pack.queries, dtype=np.int64) for one in readings])
+    order = np.argsort(np.repeat(query_of, np.array(plan.sizes)[query_of]), kind="stable")
+    values = torch.cat([one.values for one in readings]).cpu()[torch.from_numpy(places[order])]
+    if (bad := torch.isnan(values)).any():
+        number = np.searchsorted(np.cumsum(plan.sizes), int(bad.nonzero()[0]), side="right")
+        row = plan.index[plan.bundle_of[int(number)]]
+        raise FloatingPointError(f"completions row {row}: the model gave a nan log-prob")
+    return values, work
 
 
 def collect_logprobs(values: Tensor, plan: ScoringPlan) -> list[list[Tensor]]:
-    """Split values, as from `gather`, by bundle and query."""
-    _reject_nan(values, plan)
-    each = iter(values.split([query.num_values for query in plan.queries]))
+    """Split the values of a plan by bundle and query."""
+    each = iter(values.split(plan.sizes))
     return [[next(each) for _ in bundle] for bundle in plan.bundles]
 
 
 def collect_scores(values: Tensor, plan: ScoringPlan, outcome: Outcome, work: ScoringWork) -> CounterfactualScores:
-    """Put values, as from `gather`, together to answer scores, in the order of the plan's rows."""
-    _reject_nan(values, plan)
-    sizes = [query.num_values for query in plan.queries]
+    """Put the values of a plan together to answer scores, in the order of its rows."""
+    sizes = plan.sizes
     reduction = "mean" if outcome == "mean_logprob" else "sum"
     scores = torch.segment_reduce(values, reduction, lengths=torch.tensor(sizes)) if sizes else values
     scores = torch.cat([scores, scores.new_full((1,), float("nan"))])  # the last is that of a row without an answer
     base_of, branch_of = [], []  # of each row, and of each span: its place among the scores
-    for numbers, row in zip(plan.query_numbers, plan.rows, strict=True):
+    for numbers, row in zip(plan.queries_of_bundle, plan.rows, strict=True):
         base_of.append(-1 if row.answer is None else numbers.start)
         branches = count(base_of[-1] + 1)
         # A span after the answer masks nothing that the answer depends on: it scores as the base itself.
@@ -274,12 +266,3 @@ def collect_scores(values: Tensor, plan: ScoringPlan, outcome: Outcome, work: Sc
     base, masked = scores[base_of], scores[branch_of]
     drop = masked - base.repeat_interleave(torch.tensor(spans, dtype=torch.int64))
     return CounterfactualScores(base, list(masked.split(spans)), list(drop.split(spans)), work)
-
-
-def _reject_nan(values: Tensor, plan: ScoringPlan) -> None:
-    if not torch.isnan(values).any():
-        return
-    position = int(torch.isnan(values).nonzero()[0])
-    ends = np.cumsum([sum(query.num_values for query in bundle) for bundle in plan.bundles])
-    row = plan.index[int(np.searchsorted(ends, position, side="right"))]
-    raise FloatingPointError(f"completions row {row}: the model gave a nan log-prob")

@@ -1,11 +1,10 @@
-"""Read outcomes off packed rows: an answer's log-probs, or the KL divergence of the distribution they come from.
+"""Define outcomes: an answer's log-probs, or the KL divergence of the distribution they come from.
 
-Outcomes are read off the hidden states of the rows that predict an answer. Logits are never kept: a divergence takes
-one log-prob and one dot product per branch, or strips of the vocabulary. Nothing here waits for the device.
+Divergences are read off the hidden states of the rows that predict an answer. Logits are never kept: each takes one
+log-prob and one dot product, or strips of the vocabulary. Nothing here waits for the device.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -18,7 +17,7 @@ from ..hf.tree_forward import HeadRows
 from ..ops.head_matmul import write_logits
 from ..ops.row_softmax import FLOAT32_NOISE, LOWEST, compute_dtype
 from ..ops.upload import upload
-from ..packing.prefix_tree import Pack, Query
+from ..packing.prefix_tree import Pack
 
 Outcome = Literal["logprob", "mean_logprob", "last", "mean"]
 """Outcomes: the quantities that can be compared between a completion and its branches.
@@ -49,66 +48,6 @@ def rounding(logprobs: Tensor, tokens: int, accuracy: float) -> Tensor:
     return (accuracy * (-logprobs).clamp(max=tokens**0.5)).clamp(min=FLOAT32_NOISE)
 
 
-class OutcomeReader:
-    """Reader of queries' values off packs; it keeps what completions gave for branches in later packs.
-
-    Args:
-        head: the head that `check_supported` gives.
-    """
-
-    def __init__(self, head: Head) -> None:
-        self._head = head
-        self._divergences = Divergences(head)
-
-    def read(
-        self, pack: Pack, queries: Sequence[Query], bundles: Sequence[int], rows: HeadRows
-    ) -> tuple[Tensor, np.ndarray]:
-        """Read the values of a pack's queries: log-probs, or minus a divergence.
-
-        Args:
-            pack: the pack that was fed.
-            queries: the pack's queries, in its order.
-            bundles: (Q,) number of the bundle that each query belongs to. A bundle's first divergence query is the
-                completion as sampled, which its others are compared with.
-            rows: the pack's R logits rows.
-
-        Returns:
-            Values on the head's device, fp32, or float64 for a float64 head; and an index into them, (sum of
-            `num_values`,) int64 on the host, that lists them query by query.
-        """
-        diverges = np.array([query.divergence for query in queries], dtype=bool)
-        if not diverges.any():
-            return self._head.logprobs(rows.states, rows.targets), pack.query_index
-        counts = np.array([len(query.targets) for query in queries])
-        asks = np.repeat(diverges, counts)  # of each target
-        wanted, place = np.unique(pack.query_index[~asks], return_inverse=True)
-        inside, counts = pack.query_index[asks], counts[diverges]
-        first = inside[np.cumsum(counts) - counts]
-        plain, moved, tokens = upload([wanted, inside, first], rows.states.device)
-        found = -self._divergences.read(
-            rows.states.index_select(0, moved),
-            counts,
-            rows.targets.index_select(0, tokens),
-            [bundle for bundle, one in zip(bundles, diverges, strict=True) if one],
-        )
-        is_divergence = np.repeat(diverges, [query.num_values for query in queries])
-        index = np.empty(len(is_divergence), dtype=np.int64)
-        index[is_divergence], index[~is_divergence] = np.arange(len(counts)), len(counts) + place
-        if len(wanted):
-            some = (rows.states.index_select(0, plain), rows.targets.index_select(0, plain))
-            found = torch.cat([found, self._head.logprobs(*some)])
-        return found, index
-
-
-@dataclass(frozen=True)
-class _Tangent:
-    """Tangent of KL at a completion's distribution under a linear head, from which branches get their KL."""
-
-    state: Tensor  # (H,) fp64
-    slope: Tensor  # (H,) fp64: of minus the token's log-prob, by the hidden state
-    logprob: Tensor  # () of the token
-
-
 class Divergences:
     """Computation of KL(P || P_t) of branches, where P is the softmax of the mean logits over a query's rows.
 
@@ -123,8 +62,16 @@ class Divergences:
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._tangents: dict[int, _Tangent] = {}
+        # By bundle: hidden state (H,), slope (H,) of minus the token's log-prob by it, both fp64, and that log-prob ().
+        self._tangents: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._rows: dict[int, Tensor] = {}
+
+    def of_pack(self, pack: Pack, rows: HeadRows, counts: Sequence[int], bundles: Sequence[int]) -> Tensor:
+        """Read the divergences of a pack's queries, in its order, as `read` does; `rows` are those of the pack."""
+        first = pack.query_index[np.cumsum(counts) - counts]
+        inside, tokens = upload([pack.query_index, first], rows.states.device)
+        states, targets = rows.states.index_select(0, inside), rows.targets.index_select(0, tokens)
+        return self.read(states, np.array(counts), targets, bundles)
 
     def read(self, states: Tensor, counts: np.ndarray, tokens: Tensor, bundles: Sequence[int]) -> Tensor:
         """Compute the KL of each of Q queries from the first query of its bundle, in this call or an earlier one.
@@ -143,33 +90,29 @@ class Divergences:
         linear = np.zeros(len(counts), bool) if head.softcap is not None else exact | (counts == 1)
         out = states.new_empty(len(counts), dtype=compute_dtype(states.dtype))
         with torch.autocast(states.device.type, enabled=False):
-            for chosen, of in ((linear, self._by_tangents), (~linear, self._by_strips)):
+            for chosen, divergence in ((linear, self._by_tangents), (~linear, self._by_strips)):
                 if chosen.all():
-                    out = of(states, counts, tokens, bundles).to(out.dtype)
+                    out = divergence(states, counts, tokens, bundles).to(out.dtype)
                 elif chosen.any():
-                    taken = [np.flatnonzero(np.repeat(chosen, counts)), np.flatnonzero(chosen)]
-                    rows, which = upload(taken, states.device)
-                    mine = [bundle for bundle, one in zip(bundles, chosen, strict=True) if one]
-                    found = of(states.index_select(0, rows), counts[chosen], tokens.index_select(0, which), mine)
-                    out.index_copy_(0, which, found.to(out.dtype))
+                    arrays = [np.flatnonzero(np.repeat(chosen, counts)), np.flatnonzero(chosen)]
+                    rows, which = upload(arrays, states.device)
+                    own = [bundle for bundle, is_chosen in zip(bundles, chosen, strict=True) if is_chosen]
+                    part = divergence(states.index_select(0, rows), counts[chosen], tokens.index_select(0, which), own)
+                    out.index_copy_(0, which, part.to(out.dtype))
         return out.clamp_(min=0)  # below it only by rounding
 
     def _by_tangents(self, states: Tensor, counts: np.ndarray, tokens: Tensor, bundles: Sequence[int]) -> Tensor:
         new = {bundle: q for q, bundle in reversed(list(enumerate(bundles))) if bundle not in self._tangents}
-        of = {bundle: i for i, bundle in enumerate(dict.fromkeys(bundles))}
-        arrays = [counts, np.array(list(new.values()), dtype=np.int64), np.array([of[bundle] for bundle in bundles])]
-        rows_of, first, which = upload(arrays, states.device)
-        means = row_means(states, rows_of).to(self._head.weight.dtype)
+        own, base_of = np.unique(bundles, return_inverse=True)
+        arrays = [counts, np.array(list(new.values()), dtype=np.int64), base_of]
+        lengths, first, which = upload(arrays, states.device)
+        means = row_means(states, lengths).to(self._head.weight.dtype)
         logprobs, means = self._head.logprobs(means, tokens), means.double()
         if new:
-            own = [part.index_select(0, first) for part in (means, tokens, logprobs)]
-            for bundle, state, slope, logprob in zip(new, own[0], _slopes(self._head, *own[:2]), own[2], strict=True):
-                self._tangents[bundle] = _Tangent(state, slope, logprob)
-        tangents = [self._tangents[bundle] for bundle in of]
-        state, slope, logprob = (
-            torch.stack([getattr(tangent, name) for tangent in tangents]).index_select(0, which)
-            for name in ("state", "slope", "logprob")
-        )
+            state, token, logprob = (part.index_select(0, first) for part in (means, tokens, logprobs))
+            self._tangents |= zip(new, zip(state, _slopes(self._head, state, token), logprob, strict=True), strict=True)
+        tangents = zip(*(self._tangents[bundle] for bundle in own), strict=True)
+        state, slope, logprob = (torch.stack(part).index_select(0, which) for part in tangents)
         return logprob.double() - logprobs - ((means - state) * slope).sum(1)
 
     def _by_strips(self, states: Tensor, counts: np.ndarray, tokens: Tensor, bundles: Sequence[int]) -> Tensor:
@@ -177,16 +120,15 @@ class Divergences:
         for q, bundle in enumerate(bundles):
             if bundle not in self._rows:
                 self._rows[bundle] = states[starts[q] : starts[q] + counts[q]].clone()
-        of = {bundle: i for i, bundle in enumerate(dict.fromkeys(bundles))}
-        bases = [self._rows[bundle] for bundle in of]
+        own, base_of = np.unique(bundles, return_inverse=True)
+        bases = [self._rows[bundle] for bundle in own]
         rows, first = torch.cat([*bases, states]), len(bases)
-        arrays = [np.concatenate([[len(base) for base in bases], counts]), np.array([of[bundle] for bundle in bundles])]
-        rows_of, which = upload(arrays, states.device)
-        log_sums = rows.new_full((len(rows_of),), float("-inf"), dtype=torch.float64)
-        for z in _strips(self._head, rows, rows_of):
+        lengths, which = upload([np.concatenate([[len(base) for base in bases], counts]), base_of], states.device)
+        log_sums = rows.new_full((len(lengths),), float("-inf"), dtype=torch.float64)
+        for z in _strips(self._head, rows, lengths):
             log_sums = torch.logaddexp(log_sums, z.logsumexp(1).double())
         mass, gap = rows.new_zeros(2, len(which), dtype=torch.float64)
-        for z in _strips(self._head, rows, rows_of):
+        for z in _strips(self._head, rows, lengths):
             p = (z[:first] - log_sums[:first, None].to(z.dtype)).exp()
             mass += p.sum(1).index_select(0, which)
             gap += (p.index_select(0, which) * (z[:first].index_select(0, which) - z[first:])).sum(1)

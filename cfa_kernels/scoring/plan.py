@@ -3,22 +3,17 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
 from ..hf.limits import apart_by_length, largest_forward, rows_per_forward
 from ..hf.model_walk import Model, ModelWalk
 from ..hf.stateful_layers import has_cells
-from ..options import POSITIVE
 from ..packing.packs import Limits, lay_out_split
 from ..packing.prefix_tree import Pack, Query
 from .batch import Mask, ScoredBatch, ScoredRow, branch
 from .outcomes import DIVERGENCES, Outcome
-
-
-def check_temperature(temperature: float) -> None:
-    """Raise `ValueError` for a temperature that is not `options.POSITIVE`."""
-    POSITIVE.check(temperature=temperature)
 
 
 @dataclass(frozen=True)
@@ -37,9 +32,9 @@ class ScoringPlan:
         return [query for bundle in self.bundles for query in bundle]
 
     @cached_property
-    def query_numbers(self) -> list[range]:
-        """List the numbers of each bundle's queries."""
-        stops = np.cumsum([len(bundle) for bundle in self.bundles]).tolist()
+    def queries_of_bundle(self) -> list[range]:
+        """List the queries of each bundle, by number."""
+        stops = list(accumulate(map(len, self.bundles)))
         return [range(stop - len(bundle), stop) for bundle, stop in zip(self.bundles, stops, strict=True)]
 
     @cached_property
@@ -47,10 +42,15 @@ class ScoringPlan:
         """List the bundle of each query, by number."""
         return [i for i, bundle in enumerate(self.bundles) for _ in bundle]
 
+    @cached_property
+    def sizes(self) -> list[int]:
+        """List how many values are read for each query, by number."""
+        return [query.num_values for query in self.queries]
+
     def packs(self) -> Iterator[Pack]:
         """Lay out every pack, in order, one at a time."""
         for part in self.parts:
-            yield from lay_out_split(self.queries, [self.query_numbers[i] for i in part], self.limits)
+            yield from lay_out_split(self.queries, [self.queries_of_bundle[i] for i in part], self.limits)
 
 
 def plan_scoring(model: Model, batch: ScoredBatch, outcome: Outcome = "logprob") -> ScoringPlan:

@@ -4,7 +4,7 @@
 are then read off that one forward. `packed_logprobs` and `packed_policy_loss` do the two usual things in one call.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from ..losses.policy import linear_policy_loss
 from ..losses.ragged import LossBatch
 from ..ops.linear_logprob import linear_logprob
 from ..ops.upload import upload
+from ..options import POSITIVE
 from ..packing.packs import lay_out
 from ..packing.prefix_tree import Pack, Query
 from ..rows import Rows
@@ -42,7 +43,7 @@ from .masked import (
     score_batch,
 )
 from .outcomes import Outcome
-from .plan import ScoringPlan, check_temperature, plan_queries, plan_scoring
+from .plan import ScoringPlan, plan_queries, plan_scoring
 
 
 class PackedLoss(NamedTuple):
@@ -82,7 +83,7 @@ def packed_logprobs(
     causal = causal_lm(model)
 
     def body() -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
-        check_temperature(temperature)
+        POSITIVE.check(temperature=temperature)
         return packed_forward(causal, rows, token_budget=token_budget).logprobs(
             temperature, return_entropy=return_entropy
         )
@@ -329,8 +330,8 @@ class PackedForward:
         for row, bundle in zip(plan.rows, plan.bundles, strict=True):
             if bundle and not self.counts[row.place]:
                 raise ValueError(f"answers row {row.index}: its completion was not fed (needed[{row.place}] was 0)")
-        forward_of = {b: f for f, one in enumerate(self.fed) for b in one.pack.queries}
-        values, work = self._run(walk, plan, [forward_of.get(row.place, 0) for row in plan.rows])
+        pack_of = {b: one.pack for one in self.fed for b in one.pack.queries}
+        values, work = self._run(walk, plan, [pack_of.get(row.place) for row in plan.rows])
         return collect_scores(values, plan, outcome, work).take(np.argsort(order).tolist())
 
     def query_logprobs(
@@ -354,8 +355,7 @@ class PackedForward:
         if not self.fed or self._stands_alone(walk):
             return query_logprobs(model, bundles, index=index, token_budget=token_budget)
         plan = plan_queries(walk, bundles, index=index, token_budget=token_budget)
-        owners = [self._nearest(bundle[0].tokens) if bundle else 0 for bundle in plan.bundles]
-        values, work = self._run(walk, plan, owners)
+        values, work = self._run(walk, plan, [self._nearest(b[0].tokens) if b else None for b in plan.bundles])
         return collect_logprobs(values, plan), work
 
     def _same_model(self) -> ModelWalk:
@@ -383,24 +383,26 @@ class PackedForward:
         """Whether later rows cannot continue this forward's."""
         return has_cells(walk) or bool(rope_lengths(walk)[0])
 
-    def _nearest(self, tokens: np.ndarray) -> int:
+    def _nearest(self, tokens: np.ndarray) -> Pack:
         """Find the pack that has fed most of a sequence."""
-        shared = [one.pack.tree.common_prefix(tokens) for one in self.fed]
-        return shared.index(max(shared))
+        return max((one.pack for one in self.fed), key=lambda pack: pack.tree.common_prefix(tokens))
 
-    def _run(self, walk: ModelWalk, plan: ScoringPlan, owners: Sequence[int]) -> tuple[Tensor, ScoringWork]:
-        """Compute the values of a plan's queries; those of each bundle continue the pack that owns it."""
-
-        def packs() -> Iterator[Pack]:
-            for f, one in enumerate(self.fed):
-                own = [
-                    n for numbers, owner in zip(plan.query_numbers, owners, strict=True) if owner == f for n in numbers
-                ]
-                yield from lay_out(plan.queries, [[n] for n in own], plan.limits.token_budget, trunk=one.pack)
-
-        trunks = {one.pack: (one.hidden.detach(), one.store) for one in self.fed}
+    def _run(self, walk: ModelWalk, plan: ScoringPlan, trunks: Sequence[Pack | None]) -> tuple[Tensor, ScoringWork]:
+        """Compute the values of a plan's queries; those of each bundle continue its trunk."""
+        trunk_of = [trunks[bundle] for bundle in plan.bundle_of]
+        packs = (
+            pack
+            for trunk in (one.pack for one in self.fed)
+            for pack in lay_out(
+                plan.queries,
+                [[n] for n, other in enumerate(trunk_of) if other is trunk],
+                plan.limits.token_budget,
+                trunk=trunk,
+            )
+        )
         with torch.no_grad():
-            return run_plan(walk, self.head, plan, packs(), trunks)
+            states = {one.pack: (one.hidden.detach(), one.store) for one in self.fed}
+            return run_plan(walk, self.head, plan, packs, states)
 
     def states(self) -> list[Tensor]:
         """List, for each row, the hidden states (T_b, H) that predict its fed tokens; differentiable."""
