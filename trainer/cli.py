@@ -49,10 +49,11 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any
     try:
         chosen, flags = before.parse_known_args(argv)
         settings = _read_yaml(_config_file(chosen.config), kind) if chosen.config else {}
-        settings |= {"model": chosen.model} if "model" in chosen else {}
+        if "model" in chosen:
+            settings["model"] = chosen.model
         model = settings.get("model", getattr(kind, "model", None))
         if model is not None and (suited := Path(model_path(model)) / DEFAULTS_FILE).is_file():
-            settings = _of_model(_read_yaml(suited, kind), suited, model) | settings
+            settings = _model_settings(_read_yaml(suited, kind), suited, model) | settings
         with contextlib.redirect_stderr(refusal):
             return tyro.cli(
                 kind, args=[*_as_flags(settings), *flags], prog=prog, description=description, use_underscores=True
@@ -67,18 +68,17 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any
 
 
 def _in_one_line(box: str) -> str:
-    """Give the words of one of tyro's refusals, without its frame, its title and what it says of `--help`."""
+    """Give the words of a refusal of tyro's, without its frame, its title and the advice to try `--help`."""
     inside = " ".join(line.strip("│| ") for line in box.splitlines()[1:-1])
     return re.sub(r"\s*[─-]{4,}\s*", "; ", " ".join(inside.split())).partition("; For full helptext")[0]
 
 
-def _of_model(settings: dict[str, Any], path: Path, model: str) -> dict[str, Any]:
+def _model_settings(settings: dict[str, Any], path: Path, model: str) -> dict[str, Any]:
     if others := sorted(settings.keys() - {*OF_MODELS}):
         raise ValueError(f"{path}: a model may set {', '.join(OF_MODELS)}, not {others[0]}; take --config for that")
     if model != EMBEDDED:
-        print(
-            f"note: {path} sets {', '.join(f'{name}={value!r}' for name, value in settings.items())}", file=sys.stderr
-        )
+        values = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        print(f"note: {path} sets {values}", file=sys.stderr)
     return settings
 
 
@@ -87,15 +87,12 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
-def _config_file(given: str) -> Path:
-    presets = preset_names()
-    if Path(given).exists():
-        return Path(given)
-    if given in presets:
-        return PRESETS / f"{given}.yaml"
-    close = difflib.get_close_matches(given, presets, n=1)
-    near = f"; did you mean {close[0]}?" if close else ""
-    raise ValueError(f"--config {given}: there is no such file, and what ships is {', '.join(presets)}{near}")
+def _config_file(name: str) -> Path:
+    if Path(name).exists():
+        return Path(name)
+    if name in preset_names():
+        return PRESETS / f"{name}.yaml"
+    raise ValueError(f"--config {name}: there is no such file, and the names that ship are {', '.join(preset_names())}")
 
 
 def to_yaml(config: Any) -> str:
@@ -119,9 +116,6 @@ def _read_yaml(path: Path, kind: type) -> dict[str, Any]:
             raise ValueError(f"{path}: unknown setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
         if isinstance(value, dict) and entries[name].default_factory is not dict:
             raise ValueError(f"{path}: {name} must be a value or a list of values, got dict")
-        values = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
-        if flags := [one for one in values if str(one).startswith("--")]:
-            raise ValueError(f"{path}: {name} must hold values, got {flags[0]!r}, a flag")
     return settings
 
 

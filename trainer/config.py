@@ -19,7 +19,7 @@ from cfa_kernels.ops.token_loss import NUMBERS
 from cfa_kernels.options import NOT_NEGATIVE, POSITIVE
 from trainer.precision import DtypeName, Precision
 from trainer.rewards import load_answer_format
-from trainer.rewards.settings import RewardSettings
+from trainer.rewards.settings import INSTRUCTIONS, RewardSettings
 
 EMBEDDED = "embedded"
 GENERATED = "generated"
@@ -27,11 +27,6 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 ASSETS = Path(__file__).parent / "embedded" / "assets"
 PRESETS = Path(__file__).parent / "presets"
 DEFAULTS_FILE = "defaults.yaml"
-_INSTRUCTIONS = {
-    "numbers": "Solve the problem step by step. End with a line of the form: #### <number>",
-    "text": "Solve the problem step by step. Put your final answer within \\boxed{}.",
-    "mbpp": "Answer with the program in one block of Python, between a line ```python and a line ```.",
-}
 _CONTROLS: dict[str, Control | None] = {
     "counterfactual": None, "inverted": "inverted", "random": "random", "uniform": "off",
 }  # fmt: skip
@@ -42,10 +37,11 @@ _RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
         "eval_steps", "token_budget", "save_steps", "eval_problems", "train_problems",
     )),
     str(NOT_NEGATIVE): (NOT_NEGATIVE.__contains__, (
-        "epsilon", "epsilon_high", "beta", "compare_and_correct", "log_completions",
+        "epsilon", "epsilon_high", "beta", "compare_and_correct", "log_completions", "eval_samples",
     )),
     str(POSITIVE): (POSITIVE.__contains__, (
         "learning_rate", "temperature", "max_grad_norm", "max_sampling_gap", "importance_sampling_clip_max",
+        "reward_timeout",
     )),
     "in (0, 1]": (lambda value: 0 < value <= 1, ("top_p",)),
     "in [0, 2**32)": (lambda value: 0 <= value < 2**32, ("seed",)),  # what NumPy's generator takes
@@ -81,7 +77,7 @@ class DataConfig:
 
     @property
     def kind(self) -> str:
-        """Name what each row must have, see `RewardSettings.dataset_kind`; a worked solution unless that says else."""
+        """Kind of the rows, as `RewardSettings.kind`."""
         return "numbers"
 
 
@@ -171,9 +167,8 @@ class TrainConfig(RewardSettings, DataConfig):
     max_completion_length: int = 512
     """Maximum tokens sampled per completion."""
     instruction: str | None = None
-    """Text after the question, on a line of its own; may be empty. By default what dataset_kind asks for: numbers,
-    "Solve the problem step by step. End with a line of the form: #### <number>"; text, an answer in \\boxed{}; mbpp, a
-    fenced block of Python."""
+    """Text after the question, on a line of its own; may be empty. By default it asks for the form of answers that
+    evaluation's reward reads: a line "#### <number>", \\boxed{}, or a fenced block of Python."""
     eval_steps: int | None = None
     """Also evaluate every so many steps; by default before and after only."""
 
@@ -206,8 +201,6 @@ class TrainConfig(RewardSettings, DataConfig):
             if tracker not in TRACKERS:
                 raise ValueError(f"report_to must be among {TRACKERS}, got {tracker!r}")
         super().__post_init__()
-        if not self.reward_funcs:
-            raise ValueError("reward_funcs must name at least one function, got none")
         try:
             Precision.of(self.dtype, self.device, adapters=self.use_peft)
         except RuntimeError as problem:
@@ -238,7 +231,7 @@ class TrainConfig(RewardSettings, DataConfig):
         if self.dataset == GENERATED and self.kind == "mbpp":
             raise ValueError("dataset: 'generated' has no tests; name a file or hub data set with MBPP's columns")
         if self.instruction is None:
-            self.instruction = _INSTRUCTIONS[self.kind]
+            self.instruction = INSTRUCTIONS[self.kind]
 
     @property
     def precision(self) -> Precision:

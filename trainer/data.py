@@ -37,22 +37,21 @@ class Row(dict[str, Any]):
 def load_rows(
     name: str, *, split: str, count: int | None = None, columns: DataConfig | None = None, seed: int = GENERATED_SEED
 ) -> list[Row]:
-    """Load the first `count` rows of a data set, checked, with `question` and `answer` (`columns` says which they are).
+    """Load the first `count` rows of a file, a hub data set or "generated", checked; `columns` names their columns.
 
-    `name` is a .json, .jsonl or .parquet file, "generated", or a hub name. Raises `ValueError` that names data set,
-    row (counted from 0) and reason.
+    Raises `ValueError` that names data set, row (counted from 0) and reason.
     """
     if name == GENERATED:
         problems = itertools.islice(generate(split, seed), count or GENERATED_TRAIN_PROBLEMS)
-        texts = ({"question": problem.question, "answer": problem.solution()} for problem in problems)
-        return [Row(row, f"dataset {name}, row {i}") for i, row in enumerate(texts)]
+        rows: list[Any] = [{"question": problem.question, "answer": problem.solution()} for problem in problems]
+        return [Row(row, f"dataset {name}, row {i}") for i, row in enumerate(rows)]
     columns = columns or DataConfig()
-    loaded = _load(name, split, columns.dataset_config if name == columns.dataset else None)[:count]
-    if not loaded:
+    rows = _load(name, split, columns.dataset_config if name == columns.dataset else None)[:count]
+    if not rows:
         raise ValueError(f"dataset {name}: has no rows")
-    if taken := [column for column in ARGUMENTS if column in loaded[0]]:
+    if taken := [column for column in ARGUMENTS if column in rows[0]]:
         raise ValueError(f"dataset {name}: has a column {taken[0]!r}, which reward functions get anyway; rename it")
-    return [_checked(row, f"dataset {name}, row {i}", columns) for i, row in enumerate(loaded)]
+    return [_checked(row, f"dataset {name}, row {i}", columns) for i, row in enumerate(rows)]
 
 
 def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tuple[list[Row], list[Row]]:
@@ -61,8 +60,8 @@ def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tu
     `seed` draws generated training problems.
     """
     train = load_rows(config.dataset, split="train", count=config.train_problems, columns=config, seed=seed)
-    is_file, held_out = Path(config.dataset).suffix in _FILES, config.eval_problems
-    if config.eval_dataset is None and is_file:
+    held_out = config.eval_problems
+    if config.eval_dataset is None and Path(config.dataset).suffix in _FILES:
         random.Random(0).shuffle(train)
         held_out = held_out or HELD_OUT_PROBLEMS
         if held_out >= len(train):
@@ -70,11 +69,10 @@ def train_and_eval_rows(config: DataConfig, *, seed: int = GENERATED_SEED) -> tu
         test, train = train[:held_out], train[held_out:]
     else:
         name = config.eval_dataset or config.dataset
-        test = load_rows(
-            name, split="test", count=held_out or (HELD_OUT_PROBLEMS if name == GENERATED else None), columns=config
-        )
-    seen = {row["question"] for row in test}
-    train = [row for row in train if row["question"] not in seen]
+        held_out = held_out or (HELD_OUT_PROBLEMS if name == GENERATED else None)
+        test = load_rows(name, split="test", count=held_out, columns=config)
+    questions = {row["question"] for row in test}
+    train = [row for row in train if row["question"] not in questions]
     if not train:
         raise ValueError(f"dataset {config.dataset}: every training problem is also held out")
     return train, test
@@ -95,7 +93,7 @@ def encode_prompt(question: str, tokenizer: PreTrainedTokenizerBase, *, instruct
 def encode_prompts(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: TrainConfig, context: int | None
 ) -> list[list[int]]:
-    """Encode the prompts of all rows; one too long for the context is an error that names it."""
+    """Encode the prompts of all rows; `ValueError` names the first that the template or the context does not take."""
     completion, prompts = config.max_completion_length, []
     for row in rows:
         try:
@@ -116,7 +114,6 @@ def encode_prompts(
 
 
 def _load(name: str, split: str, config: str | None) -> list[Any]:
-    """Read a file or a hub's data set by the datasets library, whose errors are of every kind."""
     import datasets  # slow to import
 
     path = Path(name)
@@ -135,7 +132,7 @@ def _load(name: str, split: str, config: str | None) -> list[Any]:
         return datasets.load_dataset(name, configs[0] if len(configs) == 1 else "main", split=split).to_list()
     except StopIteration:  # of a file without rows
         return []
-    except Exception as problem:
+    except Exception as problem:  # of every kind
         cause: BaseException = problem
         while cause.__cause__ is not None:
             cause = cause.__cause__
@@ -144,11 +141,10 @@ def _load(name: str, split: str, config: str | None) -> list[Any]:
 
 
 def _checked(row: dict[str, Any], where: str, columns: DataConfig) -> Row:
-    """Make a row with the columns that its kind demands, or raise a `ValueError` that says what is wrong with it."""
     if columns.kind == "mbpp":
         return Row(mbpp_row(row, where), where)
-    texts, named = {}, {"question": columns.question_column, "answer": columns.answer_column}
-    for role, column in named.items():
+    texts, names = {}, {"question": columns.question_column, "answer": columns.answer_column}
+    for role, column in names.items():
         if column not in row:
             has = f"has no column {column!r}; its columns are {sorted(row)}"
             raise ValueError(f"{where}: {has}; name the one by {role}_column")
@@ -159,5 +155,5 @@ def _checked(row: dict[str, Any], where: str, columns: DataConfig) -> Row:
             raise ValueError(f"{where}: column {column!r} must be text that is not empty, got {value!r}")
         texts[role] = value
     if columns.kind == "numbers" and gold_number(texts["answer"]) is None:
-        raise ValueError(f"{where}: no number can be read from column {named['answer']!r}: {texts['answer'][-60:]!r}")
-    return Row({name: value for name, value in row.items() if name not in named.values()} | texts, where)
+        raise ValueError(f"{where}: no number can be read from column {names['answer']!r}: {texts['answer'][-60:]!r}")
+    return Row({name: value for name, value in row.items() if name not in names.values()} | texts, where)

@@ -143,11 +143,6 @@ def test_a_wrong_setting_ends_the_program_and_is_named(capsys, argv, said) -> No
         ("credit: reversed", "invalid choice 'reversed' for argument '--credit'"),
         ("- max_steps", "must hold settings as 'name: value', got list"),
         ("seed: 1\nmax_steps: 2\nseed: 3", "run.yaml: is not YAML of plain values: 'seed' is set twice"),
-        (
-            "report_to: ['--code_isolation', none]",
-            "run.yaml: report_to must hold values, got '--code_isolation'",
-        ),
-        ("report_to: ['--code_isolation=none']", "report_to must hold values, got '--code_isolation=none', a"),
     ],
 )
 def test_a_wrong_setting_in_a_file_is_named(capsys, tmp_path, text, said) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.endings import Ended
 from trainer.rollouts import Rollouts
 
 Reward = Callable[..., list[float | None]]
 """TRL's contract: `f(prompts=, completions=, completion_ids=, **columns)`; None abstains."""
 
 ARGUMENTS = ("prompts", "completions", "completion_ids")
-NOT_OF_THE_FUNCTION = (KeyboardInterrupt, Ended)  # signals, which may come while it runs
+FAILURES = (Exception, SystemExit)
+"""Whatever a user's code raises that is no signal."""
 
 
 class RewardError(ValueError):
@@ -29,7 +29,7 @@ def require_callable(functions: Mapping[str, Reward], columns: Mapping[str, Any]
     for name, function in functions.items():
         try:
             signature = inspect.signature(function)
-        except Exception:  # of a builtin that does not say, or an object of which Python cannot even say that
+        except ValueError:  # of a builtin that does not say
             continue
         try:
             signature.bind(**dict.fromkeys([*ARGUMENTS, *columns]))
@@ -81,26 +81,20 @@ def compute_rewards(
 def rewards_by(
     name: str, function: Reward, samples: Sequence[str], columns: Mapping[str, Sequence[Any]]
 ) -> list[float | None]:
-    """Call one reward function on B samples and check what it returns; what it does to its lists changes nothing here.
+    """Call one reward function on B samples and check its result; changes that it makes to its lists stay its own.
 
     A reward is any real number: a float, an integer, a bool, a NumPy number, a tensor without dimensions.
 
     Raises:
-        RewardError: the function raised, returned no list, a wrong number of values or a value that is no real number.
-            For an exception the message has the line of the function's code and the first sample for which it also
-            raises when it is called with that one only, unless the error is one of files or network.
+        RewardError: the function raised, and the message has the line of its code; or it returned no list, a wrong
+            number of values or a value that is no real number.
         FloatingPointError: a reward is not finite in float32.
     """
     try:
         values: Any = function(**{argument: [*column] for argument, column in columns.items()})
-    except NOT_OF_THE_FUNCTION:
-        raise
-    except BaseException as problem:  # SystemExit and asyncio.CancelledError are no Exception
-        which = None if isinstance(problem, OSError) else _first_raising(function, len(samples), columns)
-        where = f"{samples[which]}: " if which is not None else ""
-        raise RewardError(
-            f"{where}reward {name} raised {type(problem).__name__}: {printed(problem)}{_place(problem)}"
-        ) from problem
+    except FAILURES as problem:
+        said = f"{type(problem).__name__}: {problem}{_place(problem)}"
+        raise RewardError(f"reward {name} raised {said}") from problem
     is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     if not is_list and getattr(values, "ndim", None) != 1:
         raise RewardError(f"reward {name}: returned a {type(values).__name__}, expected a list of numbers")
@@ -109,23 +103,12 @@ def rewards_by(
     return [v if v is None else _real(v, f"{samples[i]}: reward {name}") for i, v in enumerate(values)]
 
 
-def printed(value: Any, form: Callable[[Any], str] = str) -> str:
-    """Print what a reward function returned or raised, by its type where its own code for that fails."""
-    try:
-        return form(value)
-    except Exception:
-        return f"a {type(value).__qualname__} that cannot be printed"
-
-
-def _real(value: Any, what: str) -> float:
+def _real(value: Any, name: str) -> float:
     number: Any = value.item() if getattr(value, "ndim", None) == 0 else value
     if not isinstance(number, Real):
-        raise RewardError(f"{what} is {printed(value, repr)}, expected a real number or None")
+        raise RewardError(f"{name} is {number!r}, expected a real number or None")
     if not abs(number) <= torch.finfo(torch.float32).max:  # type: ignore[operator]
-        too_long = isinstance(number, int) and abs(number) > 10**20
-        raise FloatingPointError(
-            f"{what} is {'an integer' if too_long else printed(value, format)}, beyond what float32 holds"
-        )
+        raise FloatingPointError(f"{name} is {number}, beyond what float32 holds")
     return float(number)
 
 
@@ -133,14 +116,3 @@ def _place(problem: BaseException) -> str:
     frames = traceback.extract_tb(problem.__traceback__)[1:]  # the first is our call
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" (in {Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-
-
-def _first_raising(function: Reward, count: int, columns: Mapping[str, Sequence[Any]]) -> int | None:
-    for b in range(count):
-        try:
-            function(**{argument: [column[b]] for argument, column in columns.items()})
-        except NOT_OF_THE_FUNCTION:
-            raise
-        except BaseException:
-            return b
-    return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cfa_kernels.text.rules import AnswerFormat
-from trainer.rewards.calls import NOT_OF_THE_FUNCTION, Reward, printed
+from trainer.rewards.calls import FAILURES, Reward
 from trainer.rewards.settings import BUILT_IN
 
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # no pattern for an answer: it has no group
@@ -28,11 +28,10 @@ def load_reward(name: str, **options: Any) -> Reward:
 def load_rewards(names: Sequence[str], **options: Any) -> dict[str, Reward]:
     """Load reward functions by the name they are reported under, the last part of `names`; no two have one name."""
     functions: dict[str, Reward] = {}
-    for i, name in enumerate(names):
+    for name in names:
         last = name.rpartition(":")[2]
         if last in functions:
-            other = next(other for other in names[:i] if other.rpartition(":")[2] == last)
-            raise ValueError(f"reward_funcs: {other!r} and {name!r} would both be reported as {last!r}; rename one")
+            raise ValueError(f"reward_funcs: two of {', '.join(names)} would be reported as {last!r}; rename one")
         functions[last] = load_reward(name, **options)
     return functions
 
@@ -46,11 +45,8 @@ def _imported(setting: str, name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except NOT_OF_THE_FUNCTION:
-        raise
-    except BaseException as problem:  # a module may raise anything while it is imported
-        said = f"{type(problem).__name__}: {printed(problem)}"
-        raise ValueError(f"{setting}: cannot import {name!r}: {said}") from problem
+    except FAILURES as problem:  # a module may raise anything while it is imported
+        raise ValueError(f"{setting}: cannot import {name!r}: {type(problem).__name__}: {problem}") from problem
     if not callable(function):
         raise ValueError(f"{setting}: {name!r} is a {type(function).__name__}, not a function")
     return function

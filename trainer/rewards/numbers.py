@@ -60,16 +60,7 @@ def exact_match(
     *, completions: Sequence[str], answer: Sequence[str], answer_format: AnswerFormat | None = None,
     answer_fallback: Fallback | None = None, **_: Any,
 ) -> list[float | None]:  # fmt: skip
-    """Give 1 where the completion's number equals that of the data set's answer, else 0.
-
-    `answer_format` and `answer_fallback` say how completions give their answer, as in `answer_text_span`; errors about
-    them name the sample.
-    """
-    matches: list[float | None] = []
-    for i, (completion, gold) in enumerate(zip(completions, answer, strict=True)):
-        try:
-            number = final_number(completion, answer_format, answer_fallback)
-        except ValueError as problem:
-            raise ValueError(f"sample {i}: {problem}") from problem
-        matches.append(float(number is not None and number == gold_number(gold)))
-    return matches
+    """Give 1 where the completion's number equals that of the data set's answer, else 0; options as `final_number`."""
+    numbers = (final_number(completion, answer_format, answer_fallback) for completion in completions)
+    golds = map(gold_number, answer)
+    return [float(number is not None and number == gold) for number, gold in zip(numbers, golds, strict=True)]

@@ -1,87 +1,55 @@
-"""Calls of reward functions: what is said about one that raises, or that cannot take the columns of the data."""
+"""Calls of reward functions: what they get, what they may return, and what is said about anything else."""
 
-import asyncio
 import functools
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
+from trainer.report.metrics import reward_metrics
+from trainer.rewards import compute_rewards, load_reward, load_rewards
 from trainer.rewards.calls import RewardError, require_callable, rewards_by
 
-
-def refused(self, *_):
-    raise RuntimeError("cannot be printed")
-
-
-SAMPLES = [f"sample {b} (row {10 * b})" for b in range(4)]
-GIVEN = {"prompts": ["q"] * 4, "completions": ["a", "b", "c", "d"], "completion_ids": [[0]] * 4, "level": [1, 2, 3, 0]}
+SAMPLES = [f"sample {b} (row {10 * b})" for b in range(3)]
+COLUMNS = {"prompts": ["q"] * 3, "completions": ["a", "b", "c"], "completion_ids": [[1], [2], [3]], "level": [1, 2, 0]}
 
 
 def inverse(level, **_):
     return [1 / one for one in level]
 
 
-def of_a_whole_batch(completions, **_):
-    if len(completions) > 1:
-        raise LookupError("not so many")
-    return [1.0]
+def test_reward_functions_get_trl_arguments_and_are_added_up_by_weight_without_abstentions() -> None:
+    calls = []
+
+    def first(**arguments):
+        calls.append({name: [*column] for name, column in arguments.items()})
+        for column in arguments.values():  # its own copies
+            column.clear()
+        return [1.0, None, 0.5]
+
+    functions = {"first": first, "second": lambda **_: [0.25, 2, None]}
+    assert compute_rewards(functions, COLUMNS)[0].tolist() == [1.25, 2.0, 0.5]
+    total, by_function = compute_rewards(functions, COLUMNS, weights=[2.0, -0.5])
+    assert total.tolist() == [1.875, -1.0, 1.0]
+    assert by_function == {"first": [1.0, None, 0.5], "second": [0.25, 2.0, None]}
+    assert calls == [COLUMNS] * 2
 
 
-def test_a_function_that_raises_is_named_with_the_row_and_its_own_line() -> None:
+def test_a_function_that_raises_is_named_with_its_own_line() -> None:
     line = inverse.__code__.co_firstlineno + 1
-    said = rf"^sample 3 \(row 30\): reward mine raised ZeroDivisionError: .* \(in test_calls.py, line {line}\)$"
-    with pytest.raises(RewardError, match=said):
-        rewards_by("mine", inverse, SAMPLES, GIVEN)
+    message = rf"^reward mine raised ZeroDivisionError: division by zero \(in test_calls.py, line {line}\)$"
+    with pytest.raises(RewardError, match=message):
+        rewards_by("mine", inverse, SAMPLES, COLUMNS)
 
 
-def test_no_row_is_named_where_none_raises_by_itself() -> None:
-    with pytest.raises(RewardError, match=r"^reward mine raised LookupError: not so many \(in test_calls.py, line"):
-        rewards_by("mine", of_a_whole_batch, SAMPLES, GIVEN)
-
-
-def test_a_server_that_does_not_answer_is_not_asked_again() -> None:
-    asked = []
-
-    def judge(completions, **_):
-        asked.append(len(completions))
-        raise TimeoutError("no answer")
-
-    with pytest.raises(RewardError, match=r"^reward judge raised TimeoutError: no answer"):
-        rewards_by("judge", judge, SAMPLES, GIVEN)
-    assert asked == [4]
-
-
-@pytest.mark.parametrize("raised", [SystemExit(3), asyncio.CancelledError("late"), GeneratorExit("early")])
-def test_a_function_that_raises_no_exception_is_named_too(raised) -> None:
+@pytest.mark.parametrize(("raised", "error"), [(SystemExit(3), RewardError), (KeyboardInterrupt(), KeyboardInterrupt)])
+def test_a_function_that_exits_is_named_and_ctrl_c_is_no_error_of_it(raised, error) -> None:
     def leaving(**_):
         raise raised
 
-    said = rf"^sample 0 \(row 0\): reward mine raised {type(raised).__name__}: {raised} \(in test_calls.py"
-    with pytest.raises(RewardError, match=said):
-        rewards_by("mine", leaving, SAMPLES, GIVEN)
-
-
-def test_what_a_function_does_to_its_lists_changes_nothing_for_others() -> None:
-    given = {name: [*values] for name, values in GIVEN.items()}
-    rewards_by("mine", lambda **given: [0.0 for values in given.values() if not values.clear()], SAMPLES, given)
-    assert given == GIVEN
-
-
-def test_an_error_that_cannot_be_printed_is_named_by_its_type() -> None:
-    def raising(**_):
-        raise type("Mute", (Exception,), {"__str__": refused})
-
-    with pytest.raises(
-        RewardError, match=r"^sample 0 \(row 0\): reward mine raised Mute: a Mute that cannot be printed"
-    ):
-        rewards_by("mine", raising, SAMPLES, GIVEN)
-
-
-def test_ctrl_c_in_a_function_is_no_error_of_it() -> None:
-    def interrupted(**_):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        rewards_by("interrupted", interrupted, SAMPLES, GIVEN)
+    with pytest.raises(error):
+        rewards_by("mine", leaving, SAMPLES, COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +73,77 @@ def test_a_function_that_does_not_take_the_columns_is_named_with_them(function, 
         functools.partial(inverse, factor=2),
         lambda *, answer, **_: [],
         type("R", (), {"__call__": lambda self, level, **_: []})(),
-        type("Mute", (), {"__call__": lambda self, level, **_: [], "__repr__": refused})(),
-        type("MuteBuiltin", (), {"__call__": max, "__repr__": refused})(),  # Python knows no signature of it
+        max,  # Python knows no signature of it
     ],
 )
 def test_a_function_that_takes_them_is_not_refused(function) -> None:
     require_callable({"mine": function}, {"question": "Q", "answer": "7", "level": 1})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [True, False, None],
+        (1, 0, None),
+        [np.float32(1), np.int64(0), None],
+        [np.bool_(True), np.array(0.0), None],
+        [torch.tensor(True), torch.tensor(0.0), None],
+        [Fraction(1), 0.0, None],
+    ],
+)
+def test_any_real_numbers_are_rewards(values) -> None:
+    functions = {"mine": lambda **_: values, "other": lambda **_: [0, 0, 1]}
+    total, by_function = compute_rewards(functions, COLUMNS)
+    assert total.tolist() == [1.0, 0.0, 1.0]
+    assert by_function["mine"] == [1.0, 0.0, None]
+    metrics = reward_metrics(total, by_function, 3)
+    assert (metrics["rewards/mine/mean"], metrics["rewards/mine/std"]) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("values", [torch.tensor([1, 0, 1]), np.array([True, False, True])])
+def test_an_array_of_rewards_is_a_list_of_them(values) -> None:
+    assert compute_rewards({"mine": lambda **_: values}, COLUMNS)[0].tolist() == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "message"),
+    [
+        ([1, "0.5", 0], ValueError, "sample 1: reward mine is '0.5', expected a real number or None"),
+        ([1, 0, [1.0]], ValueError, r"sample 2: reward mine is \[1.0\], expected a real number"),
+        ([torch.ones(1), 0, 0], ValueError, r"sample 0: reward mine is tensor\(\[1.\]\), expected a real number"),
+        ([1j, 0, 0], ValueError, "sample 0: reward mine is 1j, expected a real number"),
+        ([0, torch.tensor(torch.nan), 0], FloatingPointError, "sample 1: reward mine is nan"),
+        ([0, 0, 10**40], FloatingPointError, "sample 2: reward mine is 1000.*, beyond what float32 holds"),
+        ([0, 1e39, 0], FloatingPointError, r"sample 1: reward mine is 1e\+39"),
+        ([True, False], ValueError, "reward mine: returned 2 values for 3 completions"),
+        ([None, 0.0, 1.0], ValueError, "sample 0: every reward function returned None"),
+        (None, ValueError, "reward mine: returned a NoneType, expected a list of numbers"),
+        (1.0, ValueError, "reward mine: returned a float, expected a list of numbers"),
+        ({0: 1, 1: 0, 2: 1}, ValueError, "reward mine: returned a dict, expected a list of numbers"),
+        (torch.ones(3, 1), ValueError, "reward mine: returned a Tensor, expected a list of numbers"),
+    ],
+)
+def test_anything_else_names_function_sample_and_value(values, kind, message) -> None:
+    with pytest.raises(kind, match=message):
+        compute_rewards({"mine": lambda **_: values}, COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("accuracy", "is neither one of 'exact_match', 'math_verify', 'code' nor of the form"),
+        ("no_such_module:f", "cannot import 'no_such_module:f'"),
+        ("math:no_such", "cannot import 'math:no_such'"),
+        ("math:pi", "is a float, not a function"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_named(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_reward(name)
+
+
+def test_reward_functions_are_reported_under_the_last_part_of_their_names_and_no_two_alike() -> None:
+    assert list(load_rewards(["exact_match", "math:gcd"])) == ["exact_match", "gcd"]
+    for names in (["math:gcd", "numpy:gcd"], ["exact_match", "trainer.rewards:exact_match"]):
+        with pytest.raises(ValueError, match=f"two of {', '.join(names)} would be reported as"):
+            load_rewards(names)

@@ -1,7 +1,7 @@
 """Run tests against a solution that is not trusted: a program of its own, with the standard library only.
 
-The process forks: the child runs the solution, the parent the tests. A name that the tests lack is asked of the child,
-which answers in literals, so nothing that the solution changes takes part in a comparison or in the verdict.
+The process forks: the child runs the solution, the parent the tests. A name that the tests lack is requested from the
+child, which answers in literals, so nothing that the solution changes takes part in a comparison or in the verdict.
 
 `argv`: seconds, bytes of memory. The order is JSON on stdin, read after the fork; stdout gets the line "ready", and the
 order's nonce if all tests pass.
@@ -10,6 +10,7 @@ order's nonce if all tests pass.
 import ast
 import builtins
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
@@ -22,12 +23,12 @@ from typing import Any
 REPLY_CHARACTERS = 1 << 24
 _NO_NEW_PRIVILEGES, _DUMPABLE, _DIE_WITH_PARENT = 38, 4, 1  # of prctl
 _CAPABILITIES_3 = 0x20080522
+_KINDS: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
 
 
 def plain(value: Any) -> Any:
     """Copy a value of the types that a literal can hold; raises `TypeError` for any other."""
-    kinds: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
-    for kind in kinds:
+    for kind in _KINDS:
         if isinstance(value, kind):
             return kind(value)
     for several in (list, tuple, set, frozenset):
@@ -70,27 +71,27 @@ class Names(dict[str, Any]):
     def __init__(self, requests: int, replies: int, own: list[str]) -> None:
         self._requests, self._replies, self._own = os.fdopen(requests, "w"), os.fdopen(replies), own
 
-    def ask(self, *request: Any) -> Any:
-        """Send a request to `serve` and return what it answers, or raise `RuntimeError` where it raised."""
-        print(ascii(plain(request)), file=self._requests, flush=True)
+    def request(self, *words: Any) -> Any:
+        """Send words to `serve` and return its answer, or raise `RuntimeError` if it raised."""
+        print(ascii(plain(words)), file=self._requests, flush=True)
         kind, value = ast.literal_eval(self._replies.readline(REPLY_CHARACTERS))
         if kind == "raised":
             raise RuntimeError(value)
         if kind == "function":
-            return lambda *positional, **named: self.ask(request[0], positional, named)
+            return lambda *positional, **named: self.request(words[0], positional, named)
         return iter(value) if kind == "iterator" else value
 
     def __missing__(self, name: str) -> Any:
-        """Import a module of Python's, or ask the solution for a name that nothing else has."""
         if hasattr(builtins, name) and name not in self._own:
             raise KeyError(name)
-        of_python = name in sys.stdlib_module_names and name not in self._own
-        return importlib.import_module(name) if of_python else self.ask(name)
+        from_python = name in sys.stdlib_module_names and name not in self._own
+        return importlib.import_module(name) if from_python else self.request(name)
 
 
-def confine(seconds: int, memory: int) -> None:
-    """Give up privileges for good, and limit what this process and its child may use."""
-    system = ctypes.CDLL(None)
+def main() -> None:
+    """Give up privileges for good, fork, read the order, run the tests."""
+    seconds, memory = map(int, sys.argv[1:])
+    system, nothing = ctypes.CDLL(None), os.open(os.devnull, os.O_RDWR)
     system.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     system.capset(struct.pack("Ii", _CAPABILITIES_3, 0), bytes(24))
     system.prctl(_DUMPABLE, 0, 0, 0, 0)  # no process of this user reads its memory or its pipes
@@ -98,37 +99,30 @@ def confine(seconds: int, memory: int) -> None:
         allowed = resource.getrlimit(kind)[1]
         limit = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
         resource.setrlimit(kind, (limit, limit))
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(1))  # with a handler, as the first process of a namespace needs
-
-
-def main() -> None:
-    """Fork, read the order, run the tests."""
-    seconds, memory = map(int, sys.argv[1:])
-    confine(seconds, memory)
     os.chdir("/")
     sys.set_int_max_str_digits(0)
-    verdict, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
-    requests, replies = os.pipe(), os.pipe()
+    verdict, requests, replies = os.dup(1), os.pipe(), os.pipe()
     child = os.fork()
-    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     if child == 0:
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+        system.prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
         for standard in (0, 1, 2):
             os.dup2(nothing, standard)
         for other in (verdict, nothing, requests[1], replies[0]):
             os.close(other)
         serve(requests[0], replies[1])
         os._exit(0)
+    faulthandler.dump_traceback_later(seconds, exit=True)  # whoever waits for the verdict may be gone
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     os.close(requests[0])
     os.close(replies[1])
     os.write(verdict, b"ready\n")
     order = json.load(sys.stdin)
     for standard in (1, 2):
         os.dup2(nothing, standard)
-    signal.alarm(seconds + 1)  # whoever waits for the verdict may be gone
     try:
         names = Names(requests[1], replies[0], order["own"])
-        names.ask(None, order["solution"])
+        names.request(None, order["solution"])
         for test in (order["setup"], *order["tests"]):
             exec(compile(test, "test", "exec"), names)
         os.write(verdict, order["nonce"].encode())

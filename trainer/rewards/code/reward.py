@@ -6,15 +6,12 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-from trainer.rewards.children import next_line
 
 MEMORY_BYTES = 1 << 30
 START_SECONDS = 60.0
@@ -32,19 +29,19 @@ def fenced_code(completion: str) -> str | None:
 class CodeReward:
     """Give 1 where a completion's last fenced block of Python passes all tests of its row, else 0.
 
-    Tests come from the column `tests`, a list of statements for each row, after `test_setup` where there is one; names
-    of Python in them mean the solution's where the row's `own_names` have them. docs/rewards.md says how solutions are
-    isolated, and what that does not stop.
+    Tests are the column `tests`, a list of statements for each row, after `test_setup` if there is one; names of Python
+    in them mean the solution's if the row's `own_names` have them. docs/rewards.md says how solutions are isolated, and
+    what that does not stop.
     """
 
     def __init__(self, timeout: float = 10.0, isolation: str = "bubblewrap") -> None:
         """Run a program, which shows that programs can be isolated here; `ValueError` says why they cannot.
 
         Args:
-            timeout: seconds that a completion's tests may take together, once Python runs.
+            timeout: seconds that a completion's tests may take together once Python runs, rounded up.
             isolation: "bubblewrap" or "none".
         """
-        self._timeout, self._isolated = START_SECONDS, isolation != "none"
+        self._seconds, self._isolated = START_SECONDS, isolation != "none"
         try:
             if not self.passes("def right(): return 1", ["assert right() == 1"]):
                 raise OSError("a program did not run to its end")
@@ -53,7 +50,7 @@ class CodeReward:
                 f"reward code: programs cannot be isolated here ({problem}). Install bubblewrap, allow user "
                 "namespaces, or set code_isolation to none, which runs what the model writes with all that you may do"
             ) from problem
-        self._timeout = timeout
+        self._seconds = timeout
 
     def __call__(
         self, *, completions: Sequence[str], tests: Sequence[Sequence[str]], test_setup: Sequence[str] | None = None,
@@ -74,22 +71,19 @@ class CodeReward:
         nonce = secrets.token_hex(16)
         order = json.dumps({"nonce": nonce, "solution": solution, "setup": setup, "tests": [*tests], "own": [*own]})
         command = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", _JUDGE.read_text("utf-8")]
-        command += [str(math.ceil(self._timeout)), str(MEMORY_BYTES)]
-        with subprocess.Popen(
-            isolated(command) if self._isolated else command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, bufsize=0, env={}, start_new_session=True,
-        ) as judge:  # fmt: skip
-            try:
-                if next_line(judge, START_SECONDS) != b"ready\n":
-                    os.killpg(judge.pid, signal.SIGKILL)
-                    message = " ".join(judge.communicate()[1].decode(errors="replace").split())
-                    raise OSError(message[-300:] or f"no program was under way after {START_SECONDS:g} s")
-                return judge.communicate(order.encode(), self._timeout)[0] == nonce.encode()
-            except subprocess.TimeoutExpired:
-                return False
-            finally:
-                if judge.returncode is None:
-                    os.killpg(judge.pid, signal.SIGKILL)
+        command += [str(math.ceil(self._seconds)), str(MEMORY_BYTES)]
+        try:
+            judge = subprocess.run(
+                isolated(command) if self._isolated else command, input=order.encode(), capture_output=True, env={},
+                timeout=START_SECONDS + self._seconds, start_new_session=True, check=False,
+            )  # fmt: skip
+            said, errors = judge.stdout, judge.stderr
+        except subprocess.TimeoutExpired as late:
+            said, errors = late.stdout or b"", b""
+        if not said.startswith(b"ready\n"):
+            message = " ".join(errors.decode(errors="replace").split())
+            raise OSError(message[-300:] or f"no program was under way after {START_SECONDS:g} s")
+        return said == b"ready\n" + nonce.encode()
 
 
 def isolated(command: Sequence[str]) -> list[str]:

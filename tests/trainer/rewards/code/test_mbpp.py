@@ -31,14 +31,14 @@ def written(path, rows) -> str:
 
 @pytest.mark.parametrize(("row", "setup"), [(ROW, ""), (SANITIZED, "import math\n")])
 def test_a_question_shows_its_tests(row, setup) -> None:
-    found = mbpp_row(row, "row 0")
-    assert found["question"] == (
+    made = mbpp_row(row, "row 0")
+    assert made["question"] == (
         "You are an expert Python programmer, and here is your task: Write a function to double a number. "
         "Your code should pass these tests:\n\nassert double(1) == 2\nassert double(4) == 8"
     )
-    assert (found["tests"], found["test_setup"], found["code"]) == (ROW["test_list"], setup, ROW["code"])
-    assert "answer" not in found
-    assert found["own_names"] == []
+    assert (made["tests"], made["test_setup"], made["code"]) == (ROW["test_list"], setup, ROW["code"])
+    assert "answer" not in made
+    assert made["own_names"] == []
 
 
 def test_names_of_python_that_the_reference_defines_are_the_solutions() -> None:
@@ -56,18 +56,15 @@ def test_rows_of_mbpp_are_held_out_like_all_others(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (
-            {"question": "?", "answer": "5"},
-            r"MBPP has columns text or prompt, and test_list; .* \['answer', 'question'\]",
-        ),
-        (ROW | {"text": " "}, "column 'text' must be text that is not empty, got ' '"),
-        (ROW | {"text": None}, "column 'text' must be text that is not empty, got None"),
-        (ROW | {"test_list": []}, r"column 'test_list' must be a list of tests, got \[\]"),
-        (ROW | {"test_list": "assert 1"}, "column 'test_list' must be a list of tests, got 'assert 1'"),
-        (ROW | {"test_list": ["assert f(1 == 2"]}, r"column 'test_list' has 'assert f\(1 == 2', which is not Python"),
-        (SANITIZED | {"test_imports": "import math"}, "column 'test_imports' must be a list .*, got 'import math'"),
-        (ROW | {"test_list": [3]}, "column 'test_list' has 3, which is not Python"),
-        (ROW | {"test_setup_code": "import"}, "column 'test_setup_code' has 'import', which is not Python"),
+        ({"question": "?", "answer": "5"}, "MBPP has a task in text or prompt and a list of tests in test_list, got"),
+        (ROW | {"text": " "}, "MBPP has a task .* got {'text': ' ',"),
+        (ROW | {"text": None}, "MBPP has a task .* got {'text': None,"),
+        (ROW | {"test_list": []}, r"MBPP has .* 'test_list': \[\]"),
+        (ROW | {"test_list": "assert 1"}, "MBPP has .* 'test_list': 'assert 1'"),
+        (SANITIZED | {"test_imports": "import math"}, "MBPP has .* 'test_imports': 'import math'"),
+        (ROW | {"test_list": ["assert f(1 == 2"]}, r"'assert f\(1 == 2' in its tests is not Python"),
+        (ROW | {"test_list": [3]}, "3 in its tests is not Python"),
+        (ROW | {"test_setup_code": "import"}, "'import' in its tests is not Python"),
     ],
 )
 def test_a_bad_row_is_named_with_its_number_and_reason(bad, reason) -> None:

@@ -95,8 +95,8 @@ CHEATS = {
     "returns what equals everything": "class A:\n  __eq__ = lambda *_: True\ndef f(x): return A()",
     "patches Python": "import builtins\nbuiltins.AssertionError = SystemExit\n__debug__ if True else 0\n"
     "builtins.compile = builtins.exec = lambda *_: None\ndef f(x): return 0",
-    "looks for the verdict": "import gc\ntold = [o for o in gc.get_objects() if isinstance(o, dict) and 'nonce' in o]\n"
-    "print(told[0]['nonce'])\ndef f(x): return 2 * x",
+    "looks for the verdict": "import gc\nall = [o for o in gc.get_objects() if isinstance(o, dict) and 'nonce' in o]\n"
+    "print(all[0]['nonce'])\ndef f(x): return 2 * x",
     "kills its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\ndef f(x): return 0",
     "defines a module of the tests": "class math: isclose = lambda *_: True\ndef f(x): return 0",
     "patches a module of the tests": "import math\nmath.isclose = lambda *_: True\ndef f(x): return 0",

@@ -11,40 +11,38 @@ from trainer.__main__ import main
 from trainer.rewards.math.reward import MathReward
 
 DEADLINE = 120.0  # only a hang reaches it
-# Stands in for child.py: a completion says what happens.
+# Stands in for math-verify: a completion says what happens.
 OBEDIENT = """
-import json, os, sys, time
-print("loaded", flush=True)
-for line in sys.stdin:
-    answer, completion = json.loads(line)
-    if completion == "die":
+import os, time
+def parse(text, parsing_timeout):
+    if text == "die":
         os._exit(1)
-    if completion == "hang":
+    if text == "hang":
         time.sleep(10**6)
-    if completion == "hold on":
+    if text == "hold on":
         9 ** 9 ** 9
-    print("null" if completion == "unreadable" else json.dumps(answer == completion), flush=True)
+    return None if "five" in text else text.strip("\\\\boxed{}")
+def verify(gold, answer, timeout_seconds):
+    return gold == answer
 """
 
 
 @pytest.fixture
 def obedient(monkeypatch, tmp_path):
-    """Reward functions whose child does as a completion says."""
-    (tmp_path / "child.py").write_text(OBEDIENT)
-    monkeypatch.setattr("trainer.rewards.math.reward._CHILD", tmp_path / "child.py")
+    """Reward functions whose math-verify does as a completion says."""
+    (tmp_path / "math_verify.py").write_text(OBEDIENT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
     return MathReward
 
 
 @pytest.mark.slow
 def test_a_child_that_dies_or_hangs_earns_nothing_and_is_started_anew(obedient) -> None:
-    said = ["5", "die", "5", "hang", "hold on", "5", "6"]
-    # A child that hangs is given up after a second; one that is asked again has all the time that it needs.
-    given = obedient(1.0)(completions=said[3:5], answer=["5"] * 2)
-    assert given == [0.0, 0.0]
+    # A child that hangs is given up after a second; one that dies has all the time that it needs.
+    assert obedient(1.0)(completions=["hang", "hold on"], answer=["5"] * 2) == [0.0, 0.0]
     reward = obedient(DEADLINE)
-    assert reward(completions=said[:3], answer=["5"] * 3) == [1.0, 0.0, 1.0]
-    assert reward(completions=said[5:], answer=["x\n#### 5", " 5 "]) == [1.0, 0.0]
+    assert reward(completions=["5", "die", "5"], answer=["5"] * 3) == [1.0, 0.0, 1.0]
+    assert reward(completions=["5", "6"], answer=["x\n#### 5", " 5 "]) == [1.0, 0.0]
 
 
 @pytest.mark.slow
@@ -60,13 +58,13 @@ def test_a_child_that_was_killed_while_idle_costs_no_completion_its_reward(obedi
 def test_an_answer_that_cannot_be_read_is_named_once(obedient) -> None:
     reward = obedient(DEADLINE)
     with pytest.warns(UserWarning, match="cannot read the answer 'five'") as warned:
-        assert reward(completions=["unreadable"] * 3, answer=["five"] * 3) == [0.0] * 3
+        assert reward(completions=["5"] * 3, answer=["five"] * 3) == [0.0] * 3
     assert len(warned) == 1
 
 
 @pytest.mark.slow
 def test_a_child_that_does_not_start_is_an_error(obedient, monkeypatch, tmp_path) -> None:
-    (tmp_path / "child.py").write_text("import no_such_module")
+    (tmp_path / "math_verify.py").write_text("import no_such_module")
     with pytest.raises(OSError, match="math_verify: its process did not start: ModuleNotFoundError"):
         obedient()(completions=["5"], answer=["5"])
 
@@ -97,6 +95,6 @@ CASES = [
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of memory are those of Linux")
 def test_what_math_verify_finds_equal_earns_a_reward() -> None:
     golds, completions, expected = zip(*CASES, strict=True)
-    given = MathReward(DEADLINE)(completions=completions, answer=golds)
-    assert dict(zip(completions, given, strict=True)) == dict(zip(completions, expected, strict=True))
+    rewards = MathReward(DEADLINE)(completions=completions, answer=golds)
+    assert dict(zip(completions, rewards, strict=True)) == dict(zip(completions, expected, strict=True))
     assert MathReward(1.0)(completions=[r"\boxed{9^{9^{9^{9}}}}"], answer=["72"]) == [0.0]
