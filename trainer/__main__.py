@@ -1,9 +1,11 @@
 """`python -m trainer`: counterfactual DAPO from flags, YAML or nothing at all."""
 
 import contextlib
+import io
 import os
 import sys
 import time
+from typing import TextIO
 
 from trainer.extras import needed_by
 
@@ -31,17 +33,15 @@ _PROBLEMS = (Refused, RewardError, OSError, ImportError, FloatingPointError, Not
 @ignore_broken_pipe()
 def main(argv: list[str] | None = None) -> int:
     """Run the program: exit code 0; 1 or 2 and one line on stderr for what is wrong with settings, data or the disk."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    out, err = (sys.stdout, sys.stderr) if is_first else (io.StringIO(), io.StringIO())
     try:
-        with contextlib.ExitStack() as unheard:
-            if os.environ.get("RANK", "0") != "0":  # of several processes the first one speaks
-                nowhere = unheard.enter_context(open(os.devnull, "w"))
-                unheard.enter_context(contextlib.redirect_stdout(nowhere))
-                unheard.enter_context(contextlib.redirect_stderr(nowhere))
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             config = parse(
                 TrainConfig, sys.argv[1:] if argv is None else argv, prog="python -m trainer", description=DESCRIPTION
             )
-    except SystemExit as wrong:
-        if os.environ.get("RANK", "0") != "0" and wrong.code:
+    except SystemExit as refusal:
+        if not is_first and refusal.code:
             time.sleep(30)  # the launcher ends this one when the first has said why it ends
         raise
     logging.disable_progress_bar()
@@ -55,38 +55,29 @@ def main(argv: list[str] | None = None) -> int:
                     expected = _PROBLEMS
                     train(trainer, folder, ending)
         except Finished as finished:
-            if processes.is_first():
-                print(finished)
+            _say(str(finished), sys.stdout)
         except Ended as ended:
-            said = processes.failed(ended)
-            if processes.is_first():
-                print(said, file=sys.stderr)
-        except expected as problem:
-            return _fail(problem)
-        except (MemoryError, RuntimeError) as problem:
-            if processes.is_silence(problem):
-                return _fail(processes.OtherProcessFailed(processes.silence(problem)))
-            if isinstance(problem, RuntimeError) and not is_out_of_memory(problem):
+            _say(processes.describe_failure(ended))
+        except (*expected, MemoryError, RuntimeError) as problem:
+            exhausted = isinstance(problem, MemoryError) or is_out_of_memory(problem)
+            if not (exhausted or isinstance(problem, expected) or processes.is_silence(problem)):
                 raise
-            where = f"rank {processes.rank()}: " if processes.count() > 1 else ""
-            # Of several processes the launcher ends the others, which may be waiting in the middle of a forward.
-            _say(f"{where}out of memory ({problem}); lower token_budget, max_completion_length or num_generations")
+            if exhausted:
+                # The launcher ends the other processes, which may be waiting in the middle of a forward.
+                where = f"rank {processes.rank()}: " if processes.count() > 1 else ""
+                hint = "lower token_budget, max_completion_length or num_generations"
+                print(f"error: {where}out of memory ({' '.join(str(problem).split())}); {hint}", file=sys.stderr)
+                return 1
+            _say(f"error: {' '.join(processes.describe_failure(problem).split())}")
+            processes.end()
             return 1
     processes.end()
     return ending.exit_code
 
 
-def _fail(problem: Exception) -> int:
-    """Say what ended the run, once for all its processes; give the exit code."""
-    said = processes.failed(problem)
-    if processes.is_first():
-        _say(said)
-    processes.end()
-    return 1
-
-
-def _say(problem: str) -> None:
-    print(f"error: {' '.join(problem.split())}", file=sys.stderr)
+def _say(text: str, stream: TextIO | None = None) -> None:
+    if processes.rank() == 0:
+        print(text, file=stream or sys.stderr)
 
 
 if __name__ == "__main__":

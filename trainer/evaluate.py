@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from trainer.config import TrainConfig
 from trainer.data import Row
-from trainer.processes import count, gathered, own
+from trainer.processes import count, gather, own_share
 from trainer.rewards import Reward, exact_match, rewards_by
 from trainer.rewards.calls import arguments
 from trainer.rollouts import Engine
@@ -57,7 +57,7 @@ def evaluate(
         problems: Sequence[int], keys: Sequence[tuple[int, ...]] | None = None, **options: float
     ) -> list[tuple[bool, str, int]]:
         """Complete the prompts of problems, by number: whether solved, text and tokens of each."""
-        results, share = dict[int, tuple[bool, str, int]](), own(range(len(problems)))
+        results, share = dict[int, tuple[bool, str, int]](), own_share(range(len(problems)))
         by_length = sorted(share, key=lambda at: len(prompts[problems[at]]))
         size = config.generation_batch_size // count()
         for start in range(0, len(by_length), size):
@@ -74,7 +74,7 @@ def evaluate(
             for at, reward, text, length in zip(batch, rewards, rollouts.texts, lengths, strict=True):
                 results[at] = reward is not None and reward >= 1, text, length
             advance(len(batch))
-        return [*itertools.chain.from_iterable(gathered([results[at] for at in share]))]
+        return [*itertools.chain.from_iterable(gather([results[at] for at in share]))]
 
     correct, texts, lengths = map(list, zip(*completed(range(len(rows))), strict=True))
     passes = dict[int, float]()

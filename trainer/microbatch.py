@@ -19,7 +19,7 @@ from cfa_kernels.hf.model import causal_lm
 from cfa_kernels.losses.off_policy import truncated_ratios
 from cfa_kernels.packing.packs import groups_within
 from trainer.config import TrainConfig
-from trainer.processes import gathered, own
+from trainer.processes import gather, own_share
 from trainer.rollouts import Rollouts
 from trainer.state import Shaped
 
@@ -144,7 +144,7 @@ def micro_batches(
     skip = config.beta == 0 and config.loss_type != "bnpo"
     wanted = mask.any(1) & ((advantages != 0) | (not skip))
     groups, sizes = list[list[int]](), list[int]()
-    for start in own(range(0, len(wanted), config.num_generations)):
+    for start in own_share(range(0, len(wanted), config.num_generations)):
         if group := [b for b in range(start, start + config.num_generations) if wanted[b]]:
             groups.append(group)
             sizes.append(len(rows.prompts[start]) + sum(rows.lengths[b] for b in group))
@@ -192,7 +192,7 @@ def batch_credit(
 
 def joined(credit: DeferredCredit) -> Credit:
     """Put the credit of all completions of all processes together; those in no micro-batch have weight 1."""
-    return Credit.joined(credit.rows.lengths, [part for parts in gathered(credit.parts) for part in parts])
+    return Credit.joined(credit.rows.lengths, [part for parts in gather(credit.parts) for part in parts])
 
 
 def by_row(micros: Iterable[MicroBatch], tensors: Iterable[Tensor]) -> ByRow:

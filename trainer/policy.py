@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,7 +24,10 @@ from transformers.utils import is_liger_kernel_available
 
 from trainer.config import TrainConfig, model_path
 from trainer.precision import frozen_copy
-from trainer.processes import is_first, whole_state
+from trainer.processes import rank
+
+# On the host; one copy of tensors that are sharded, by the process of rank 0. Frozen and tied weights are not there.
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
 def load_tokenizer(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
@@ -59,14 +63,13 @@ def load_policy(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> nn.M
     """Load the model to train, on its device and in eval mode.
 
     Raises:
-        ValueError: the model cannot be loaded, its checkpoint does not hold exactly its tensors, or neither it
-            nor the tokenizer names a token that ends a completion; the message
-            names model and tensors.
+        ValueError: the model cannot be loaded, its checkpoint does not hold exactly its tensors, or neither it nor the
+            tokenizer names a token that ends a completion; the message names model and tensors.
         FloatingPointError: a weight is not finite; the message names it.
     """
     model = _load_whole(config.model, config.precision.weights)
     model.to(config.precision.device)
-    require_finite_parameters(model)
+    require_finite_weights(dict(model.named_parameters()))
     if config.precision.device.type == "cuda" and is_liger_kernel_available():
         apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     # Sampling must follow the distribution that the loss differentiates: a repetition penalty or a top-k that the
@@ -119,28 +122,31 @@ def _load_whole(name: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def require_finite_parameters(model: nn.Module, gathered: Mapping[str, Tensor] | None = None) -> None:
-    """Raise `FloatingPointError` naming the first parameter of `model` that holds a nan or an infinity.
-
-    Where only pieces of them are here, `gathered` holds them by name.
-    """
-    for name, parameter in model.named_parameters() if gathered is None else gathered.items():
-        if not parameter.isfinite().all():
+def require_finite_weights(weights: Mapping[str, Tensor]) -> None:
+    """Raise `FloatingPointError` naming the first weight that holds a nan or an infinity."""
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
             raise FloatingPointError(f"model: parameter {name} is not finite")
 
 
+def trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """Gather buffers and the weights that train, tied ones once, on the first process; all call this."""
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
+    state: dict[str, Any] = get_model_state_dict(model, options=WHOLE)
+    return {name: tensor for name, tensor in state.items() if rank() == 0 and name not in tied}
+
+
 def save_policy(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the adapter, or all weights, and the tokenizer; several processes call it, the first writes.
+    """Write the adapter, or all weights, and the tokenizer; all processes call this, the first writes.
 
     Raises:
-        FloatingPointError: a parameter is not finite; nothing is written, the message names it.
+        FloatingPointError: a weight is not finite; nothing is written, the message names it.
     """
-    state = whole_state(model)
-    if not is_first():
-        return
-    require_finite_parameters(model, state)
-    model.save_pretrained(folder, **{} if state is None else {"state_dict": state})
-    tokenizer.save_pretrained(folder)
+    state = trained_state(model)
+    if rank() == 0:
+        require_finite_weights(state)
+        model.save_pretrained(folder, state_dict=state)
+        tokenizer.save_pretrained(folder)
 
 
 class Reference:

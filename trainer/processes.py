@@ -1,8 +1,7 @@
-"""Train on several devices: one process each, as `torchrun` or `accelerate launch` starts them.
+"""Exchange values between the processes of a run, one per device, as `torchrun` or `accelerate launch` starts them.
 
-All processes have the same settings, problems and order of steps. Each samples, rewards and trains on whole groups, its
-share (`own`); in between they exchange what all must know (`gathered`), so that all come to the same verdicts. The
-first one writes. Without a launcher there is one process, and nothing here does anything.
+All have the same settings, problems and order of steps. Each samples, rewards and trains on whole groups, its
+`own_share`; what all must know goes through `gather`. Rank 0 writes. Without a launcher there is one process.
 """
 
 import contextlib
@@ -14,7 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from cfa_kernels.hf.fsdp import give_back, holds_pieces, is_fsdp2
 from cfa_kernels.hf.model import backbone, causal_lm
@@ -27,8 +28,8 @@ _Value = TypeVar("_Value")
 _Items = TypeVar("_Items", bound=Sequence[Any])
 
 
-class OtherProcessFailed(ConnectionError):
-    """Another process cannot go on, so this one does not; the message names it by its rank and says why."""
+class PeerError(ConnectionError):
+    """Another process cannot go on, so this one does not; the message has its rank and the reason."""
 
 
 def start(config: "TrainConfig") -> None:
@@ -53,8 +54,8 @@ def start(config: "TrainConfig") -> None:
 def end() -> None:
     """Leave the other processes once all have come here: the launcher ends those that are left when one has failed."""
     if dist.is_initialized():
-        with contextlib.suppress(OtherProcessFailed):  # one has ended already
-            gathered(None)
+        with contextlib.suppress(PeerError):  # one has ended already
+            gather(None)
         dist.destroy_process_group()
 
 
@@ -68,79 +69,73 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def is_first() -> bool:
-    """Whether this process is the one that writes to console and files."""
-    return rank() == 0
-
-
-def own(items: _Items) -> _Items:
+def own_share(items: _Items) -> _Items:
     """Pick this process's share of what all see in the same order; shares, by rank, are side by side."""
     first, end = (len(items) * share // count() for share in (rank(), rank() + 1))
     return items[first:end]  # type: ignore[return-value]
 
 
-def gathered(value: _Value) -> list[_Value]:
+def gather(value: _Value, problem: str | None = None) -> list[_Value]:
     """Return the values of all processes, by rank; each brings one, on the host, and all come here equally often.
 
     Raises:
-        OtherProcessFailed: one has failed (`failed`), or does not answer.
+        PeerError: a process brought a `problem`, or does not answer.
     """
-    return [value] if count() == 1 else _meet(value, None)
+    if count() == 1:
+        return [value]
+    pairs: list[Any] = [None] * count()
+    try:
+        dist.all_gather_object(pairs, (value, problem))
+    except RuntimeError as silence:
+        raise PeerError(f"rank {rank()}: {problem or _silence(silence)}") from silence
+    values, problems = zip(*pairs, strict=True)
+    if len({*problems}) == 1 and problem is not None:  # the same everywhere
+        raise PeerError(problem)
+    if any(one is not None for one in problems):
+        raise PeerError("; ".join(f"rank {i}: {one}" for i, one in enumerate(problems) if one is not None))
+    return [*values]
 
 
-def of_first(make: Callable[[], _Value]) -> _Value:
+def on_first(make: Callable[[], _Value]) -> _Value:
     """Return to every process what `make()` gives the first one, or raise what it raises there; all call this."""
-    made: Any = None
+    result: Any = None
     problem: Exception | None = None
-    if is_first():
+    if rank() == 0:
         try:
-            made = make()
+            result = make()
         except Exception as raised:
             problem = raised
-    made, problem = gathered((made, problem))[0]
+    result, problem = gather((result, problem))[0]
     if problem is not None:
         raise problem
-    return made  # type: ignore[no-any-return]
+    return result  # type: ignore[no-any-return]
 
 
-def failed(problem: BaseException) -> str:
-    """Tell the other processes, at their next `gathered`, what ends this one; return that of all that failed."""
-    if count() > 1 and not isinstance(problem, OtherProcessFailed):
+def describe_failure(problem: BaseException) -> str:
+    """Say what ended the run, after telling the other processes at their next `gather` what ends this one."""
+    if is_silence(problem):
+        return f"rank {rank()}: {_silence(problem)}"
+    if count() > 1 and not isinstance(problem, PeerError):
         try:
-            _meet(None, str(problem))
-        except OtherProcessFailed as of_all:
-            return str(of_all)
+            gather(None, str(problem))
+        except PeerError as failures:
+            return str(failures)
     return str(problem)
 
 
-def _meet(value: _Value, problem: str | None) -> list[_Value]:
-    brought: list[Any] = [None] * count()
-    try:
-        dist.all_gather_object(brought, (value, problem))
-    except RuntimeError as broken:
-        raise OtherProcessFailed(f"rank {rank()}: {problem}" if problem else silence(broken)) from broken
-    problems = {said: f"rank {i}: {said}" for i, (_, said) in reversed([*enumerate(brought)]) if said is not None}
-    if len(problems) == 1 and all(said is not None for _, said in brought):  # the same everywhere
-        raise OtherProcessFailed(next(iter(problems)))
-    if problems:
-        raise OtherProcessFailed("; ".join(reversed(problems.values())))
-    return [one for one, _ in brought]
-
-
-def is_silence(problem: Exception) -> bool:
+def is_silence(problem: BaseException) -> bool:
     """Whether an error is of torch's talk between processes: another one has ended or does not answer."""
-    ours = isinstance(problem, dist.DistError) or "gloo/" in str(problem)
-    return count() > 1 and isinstance(problem, RuntimeError) and ours
+    is_of_backend = isinstance(problem, dist.DistError) or "gloo/" in str(problem)
+    return count() > 1 and isinstance(problem, RuntimeError) and is_of_backend
 
 
-def silence(problem: Exception) -> str:
-    """Say in one line what `is_silence` means."""
-    return f"rank {rank()}: another process has ended or does not answer ({str(problem).splitlines()[0]})"
+def _silence(problem: BaseException) -> str:
+    return f"another process has ended or does not answer ({str(problem).splitlines()[0]})"
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Sum the gradients of replicas over the processes, in place; where one has none it counts as 0."""
-    anywhere = map(any, zip(*gathered([p.grad is not None for p in parameters]), strict=True))
+    anywhere = map(any, zip(*gather([p.grad is not None for p in parameters]), strict=True))
     for parameter in [p for p, some in zip(parameters, anywhere, strict=True) if some]:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -151,13 +146,10 @@ def distribute(model: nn.Module, config: "TrainConfig") -> None:
     """Give all processes the first one's weights, and let each keep a piece of them only if `parallel` says so."""
     if count() == 1:
         return
-    gathered(None)  # none has failed before this
+    gather(None)  # none has failed before this
     for tensor in [*model.parameters(), *model.buffers()]:
         dist.broadcast(tensor.detach(), 0)
     if config.parallel == "fsdp2":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
         mesh = init_device_mesh(config.precision.device.type, (count(),))
         for layer in getattr(backbone(causal_lm(model)), "layers", ()):
             fully_shard(layer, mesh=mesh)
@@ -165,9 +157,9 @@ def distribute(model: nn.Module, config: "TrainConfig") -> None:
 
 
 @contextlib.contextmanager
-def whole(model: nn.Module) -> Iterator[None]:
+def whole_weights(model: nn.Module) -> Iterator[None]:
     """Inside, each process holds all weights of `model` and may run it as often as it likes, without gradient."""
-    units: list[Any] = [module for module in model.modules() if is_fsdp2(module)] if count() > 1 else []
+    units: list[Any] = [module for module in model.modules() if is_fsdp2(module)]
     if not units or not holds_pieces(model):
         yield
         return
@@ -182,24 +174,11 @@ def whole(model: nn.Module) -> Iterator[None]:
         give_back(model)
 
 
-def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
-    """Gather what trains of a model in pieces, on the host of the first process; None for a model that is whole."""
-    if not holds_pieces(model):
-        return None
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    adapters = hasattr(model, "peft_config")
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapters)
-    state = get_model_state_dict(model, options=options)
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
-    return {name: value for name, value in state.items() if name not in tied}  # type: ignore[misc]
-
-
 def _require_possible(config: "TrainConfig", processes: int) -> None:
     """Refuse settings, by name, that several processes cannot follow."""
     problems, device = config.generation_batch_size // config.num_generations, config.precision.device
-    place, present = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    gpu, pieces = device.type == "cuda", config.parallel == "fsdp2"
+    place, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    on_gpu, in_pieces = device.type == "cuda", config.parallel == "fsdp2"
     refusals = {
         f"generation_batch_size must give each of {processes} processes as many problems; it is "
         f"{config.generation_batch_size} completions of {problems} problems": problems % processes != 0,
@@ -208,13 +187,11 @@ def _require_possible(config: "TrainConfig", processes: int) -> None:
         ),
         f"compare_and_correct: runs in one process, and there are {processes}": config.compare_and_correct > 0,
         f"device: {device} is one GPU, and there are {processes} processes; leave it out or say cuda": (
-            gpu and device.index is not None
+            on_gpu and device.index is not None
         ),
-        f"device: process {place} of this machine has no GPU; it has {present}; start {present}": (
-            gpu and place >= present
-        ),
+        f"device: process {place} of this machine has no GPU; it has {gpus}; start {gpus}": on_gpu and place >= gpus,
         f"estimator: {config.estimator} takes gradients through a model that is whole in one process, which "
-        "parallel=fsdp2 does not keep; take parallel=ddp": pieces and GRADIENTS in config.counterfactual().needs,
+        "parallel=fsdp2 does not keep; take parallel=ddp": in_pieces and GRADIENTS in config.counterfactual().needs,
     }
     for refusal, holds in refusals.items():
         if holds:

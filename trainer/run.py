@@ -119,12 +119,12 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     start, kept = folder.begin(trainer)
     per_step = config.generation_batch_size // config.num_generations
     batches = itertools.islice(problem_batches(len(trainer.rows), per_step, config.seed), start, None)
-    with Report(folder.path, config, trainer.tokenizer, kept) if processes.is_first() else Silence() as report:
+    with Report(folder.path, config, trainer.tokenizer, kept) if processes.rank() == 0 else Silence() as report:
         notes = [*folder.notes, *trainer.engine.notes]
         if kept:
             notes.insert(0, f"going on from the checkpoint of step {start}; --no_resume starts anew, in a new folder")
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), notes)
-        evaluated, step = processes.gathered(report.evaluated_steps)[0], start
+        evaluated, step = processes.gather(report.evaluated_steps)[0], start
         try:
             for step in range(start, config.max_steps + 1):
                 if step > start:
@@ -132,14 +132,14 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
                 if is_due(step, config.eval_steps, config) and step not in evaluated:
                     evaluate_at(trainer, report, step, ending)
                 # Read once: a signal may come between saving and the question whether to end.
-                request = next(filter(None, processes.gathered(ending.signal)), None)
+                request = next(filter(None, processes.gather(ending.signal)), None)
                 if (step > start or not kept) and (request or is_due(step, config.save_steps, config)):
                     folder.save(trainer, step, report.state)
                 if request:
                     report.ended(f"ended by {request.name} after step {step}; {folder.how_to_go_on()}")
                     return folder.path
             model = folder.path / ("adapter" if config.use_peft else "checkpoint")
-            with whole_folder(model) if processes.is_first() else contextlib.nullcontext(model) as aside:
+            with whole_folder(model) if processes.rank() == 0 else contextlib.nullcontext(model) as aside:
                 save_policy(trainer.policy, trainer.tokenizer, aside)
             report.closing()
         except (FloatingPointError, RewardError) as problem:
@@ -147,7 +147,7 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
             raise kind(f"step {step}, {problem}; this step is not saved") from problem
         except DiskError as problem:
             raise DiskError(f"step {step}: {problem}; {folder.how_to_go_on()}") from problem
-        processes.gathered(None)  # the others end when the first has saved
+        processes.gather(None)  # the others end when the first has saved
     return folder.path
 
 
@@ -158,9 +158,9 @@ def is_due(step: int, every: int | None, config: TrainConfig) -> bool:
 
 def evaluate_at(trainer: Trainer, report: Report, step: int, ending: Ending) -> None:
     """Evaluate after a step; a signal ends the evaluation of a single process unfinished."""
-    config, share = trainer.config, processes.own(trainer.held_out)
+    config, share = trainer.config, processes.own_share(trainer.held_out)
     progress = report.evaluating(step, len(share) * (1 + config.eval_samples))
-    with contextlib.suppress(Ended), progress as advance, processes.whole(trainer.policy):
+    with contextlib.suppress(Ended), progress as advance, processes.whole_weights(trainer.policy):
 
         def advance_or_end(problems: int) -> None:
             advance(problems)

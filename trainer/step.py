@@ -46,7 +46,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     """Train one step on some problems, by number: B = problems x num_generations completions, T tokens at most."""
     config = trainer.config
     times = StageTimes(config.precision.device)
-    keys = [(config.seed, step, i, g) for i in processes.own(problems) for g in range(config.num_generations)]
+    keys = [(config.seed, step, i, g) for i in processes.own_share(problems) for g in range(config.num_generations)]
     with times.during("generate"):
         rollouts = draw(trainer, keys)
 
@@ -74,7 +74,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
 
 def draw(trainer: Trainer, keys: Sequence[tuple[int, ...]]) -> Rollouts:
     """Sample a completion for each key, whose last but one integer is the number of the problem."""
-    with processes.whole(trainer.policy):
+    with processes.whole_weights(trainer.policy):
         return trainer.sample([trainer.prompts[key[-2]] for key in keys], keys)
 
 
@@ -93,7 +93,7 @@ def of_all_processes(batch: Batch) -> Batch:
     """Put what each process sampled together on each, in the order of the step's problems."""
     if processes.count() == 1:
         return batch
-    return Batch.joined(processes.gathered(dataclasses.replace(batch, rollouts=to_host(batch.rollouts))))
+    return Batch.joined(processes.gather(dataclasses.replace(batch, rollouts=to_host(batch.rollouts))))
 
 
 def update(
@@ -174,7 +174,7 @@ class Objective:
 
 def of_each_process(parts: list[MicroBatch], policy: nn.Module) -> tuple[list[MicroBatch], int]:
     """Give this process its micro-batches, idle ones too where all must run each layer equally often; count all."""
-    counts = processes.gathered(len(parts))
+    counts = processes.gather(len(parts))
     idle = max(counts) - len(parts) if is_sharded(policy) else 0
     return parts + [MicroBatch.idle()] * idle, sum(counts)
 
@@ -211,7 +211,7 @@ def backward(
 
     def smaller(micro: MicroBatch) -> list[MicroBatch]:
         halves = micro.halved(config.num_generations)
-        if shared and any(processes.gathered(len(halves) > 1)):  # where one has no memory, all come here
+        if shared and any(processes.gather(len(halves) > 1)):  # where one has no memory, all come here
             return halves if len(halves) > 1 else [micro, MicroBatch.idle()]
         return halves
 
@@ -240,7 +240,7 @@ def of_all_gradients(trainer: Trainer, passes: list[Pass], norm: Tensor, ratios:
     """
     if processes.count() == 1:
         return passes, norm
-    found = processes.gathered(([done for done in passes if len(done.micro.rows)], ratios))
+    found = processes.gather(([done for done in passes if len(done.micro.rows)], ratios))
     together = [done for theirs, _ in found for done in theirs]
     for _, theirs in found:
         ratios |= theirs

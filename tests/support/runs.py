@@ -17,7 +17,6 @@ import torch
 from tests.support.forking import server
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from trainer import __main__ as program
-from trainer.checkpoints import files
 from trainer.cli import parse
 from trainer.config import TrainConfig
 
@@ -109,7 +108,7 @@ def kill_at(moment: int, argv: list[str], of: str = "") -> None:
         if seen[0] == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    sync, step = files.sync, torch.optim.AdamW.step
+    sync, step = os.fsync, torch.optim.AdamW.step
 
     def counted_sync(file: int) -> None:
         counted("disk")
@@ -120,7 +119,7 @@ def kill_at(moment: int, argv: list[str], of: str = "") -> None:
         counted("update")
         return step(optimizer, *given, **named)
 
-    files.sync, torch.optim.AdamW.step = counted_sync, counted_step  # type: ignore[method-assign]
+    os.fsync, torch.optim.AdamW.step = counted_sync, counted_step  # type: ignore[method-assign]
     main(argv, lambda _: counted("reward"))
     raise AssertionError(f"a run has only {seen[0]} moments")
 

@@ -13,7 +13,7 @@ from tests.support.embedded import SMALL, run, settings
 from tests.support.runs import main
 from trainer import processes
 from trainer.checkpoints.run_folder import open_run
-from trainer.processes import OtherProcessFailed, failed, gathered
+from trainer.processes import PeerError, describe_failure, gather
 from trainer.run import set_up
 from trainer.state import Trainer
 from trainer.step import training_step
@@ -60,16 +60,16 @@ def failing(rank: int) -> None:
     assert torch.equal(weight, before)
     if poison is not None:
         poison.remove()
-    assert failed(ValueError("no such file")) == "no such file"  # the same everywhere
-    assert failed(ValueError(f"no such file {rank}")) == "rank 0: no such file 0; rank 1: no such file 1"
+    assert describe_failure(ValueError("no such file")) == "no such file"  # the same everywhere
+    assert describe_failure(ValueError(f"no such file {rank}")) == "rank 0: no such file 0; rank 1: no such file 1"
     trainer.rewards = {"infinite": infinite_in_second}
-    kind = OtherProcessFailed if rank == 0 else FloatingPointError
+    kind = PeerError if rank == 0 else FloatingPointError
     with pytest.raises(kind, match=rf"^{'' if rank else 'rank 1: '}sample 0 \(.*\): reward infinite is inf") as raised:
         training_step(trainer, 1, [4, 13, 9, 12])
-    assert failed(raised.value).startswith("rank 1: sample 0 (")
-    assert gathered(rank) == [0, 1]  # all are in step again
+    assert describe_failure(raised.value).startswith("rank 1: sample 0 (")
+    assert gather(rank) == [0, 1]  # all are in step again
     trainer.rewards = {"dies": dies_in_second}
-    with pytest.raises(OtherProcessFailed, match=r"^rank 0: another process has ended or does not answer"):
+    with pytest.raises(PeerError, match=r"^rank 0: another process has ended or does not answer"):
         training_step(trainer, 1, [4, 13, 9, 12])
     os._exit(0)  # nobody is left to part from
 

@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 
 from tests.support.runs import Disk, child, flags, main, outcome
 from trainer import __main__ as program
-from trainer.checkpoints import files
 from trainer.checkpoints.files import DiskError, naming, whole_folder, write_whole
 from trainer.endings import Ended, Ending
 from trainer.evaluate import evaluate
@@ -201,12 +200,12 @@ def test_wherever_writing_fails_the_old_file_or_folder_is_whole(tmp_path, monkey
     write("old")
     for at in range(6):
         calls = itertools.count()
-        monkeypatch.setattr(files, "sync", fails(at))
+        monkeypatch.setattr(os, "fsync", fails(at))
         with pytest.raises(DiskError, match=rf"{tmp_path}/f\w+ cannot be written: Input/output error"):
             write("new")
         assert (tmp_path / "file").read_text() in ("old", "new")
         assert {(tmp_path / "folder" / name).read_text() for name in ("one", "two")} in ({"old"}, {"new"})
         assert len(list(tmp_path.iterdir())) <= 3
-    monkeypatch.setattr(files, "sync", lambda _: None)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
     write("new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]

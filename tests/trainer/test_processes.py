@@ -15,7 +15,7 @@ from tests.support import sharded, trainer_processes
 from tests.support.embedded import SMALL, metrics_of, samples_of, settings
 from tests.support.trainer_processes import FEW
 from trainer.checkpoints.run_folder import open_run
-from trainer.processes import own
+from trainer.processes import own_share
 from trainer.rollouts import Rollouts
 from trainer.run import set_up
 from trainer.state import Batch
@@ -189,6 +189,6 @@ def test_shares_make_up_the_whole_in_its_order(processes, monkeypatch) -> None:
     shares = []
     for rank in range(processes):
         monkeypatch.setattr("trainer.processes.rank", lambda rank=rank: rank)
-        shares.append(own(list(range(10))))
+        shares.append(own_share(list(range(10))))
     assert [*itertools.chain.from_iterable(shares)] == list(range(10))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1

@@ -1,4 +1,4 @@
-"""Write files and folders whole: aside, on the disk, then under their name; measure what is damaged."""
+"""Write files and folders whole: aside, on the disk, then under their name; measure them to see damage."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ class DiskError(OSError):
     """A file could not be written; the message names it and the cause."""
 
 
-class Damaged(ValueError):
+class DamageError(ValueError):
     """A checkpoint is not as it was written; the message names the file and what is wrong with it."""
 
 
@@ -44,22 +44,19 @@ def write_whole(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Give a folder to write files into; it gets its name, in place of one that has it, once all is on the disk."""
-    aside, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "old"))
+    aside = folder.with_name(f".{folder.name}.partial")
     try:
         with naming(folder):
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
             yield aside
-            for path in [*(path for path in sorted(aside.rglob("*")) if path.is_file()), aside]:
+            for path in [*aside.rglob("*"), aside]:
                 _sync(path)
-            if folder.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                folder.rename(old)
+            shutil.rmtree(folder, ignore_errors=True)
             aside.rename(folder)
             _sync(folder.parent)
     finally:
-        for leftover in (aside, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def seal(path: Path, size: int | None = None) -> dict[str, Any]:
@@ -72,14 +69,9 @@ def seal(path: Path, size: int | None = None) -> dict[str, Any]:
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
-def sync(file: int) -> None:
-    """Wait until what was written to an open file, or the names in a folder, are on the disk."""
-    os.fsync(file)
-
-
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        sync(descriptor)
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)

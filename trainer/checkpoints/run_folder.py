@@ -20,12 +20,12 @@ import yaml
 from filelock import FileLock, Timeout
 
 from cfa_kernels.hf.fsdp import is_piece
-from trainer.checkpoints.files import Damaged, DiskError, naming, seal, whole_folder, write_whole
+from trainer.checkpoints.files import DamageError, DiskError, naming, seal, whole_folder, write_whole
 from trainer.checkpoints.state import collect, restore
 from trainer.cli import to_yaml
 from trainer.config import TrainConfig
-from trainer.policy import require_finite_parameters
-from trainer.processes import of_first
+from trainer.policy import require_finite_weights
+from trainer.processes import on_first
 from trainer.state import Trainer
 
 RUNS = Path("runs")
@@ -35,7 +35,7 @@ _MAY_CHANGE = frozenset({
     "output_dir", "resume", "save_steps", "eval_steps", "report_to", "log_completions", "device", "parallel",
     "vllm_server_base_url",
 })  # fmt: skip
-_KEPT = 2  # checkpoints
+_CHECKPOINTS = 2  # that are kept
 _NEW = "--no_resume starts anew, in a new folder"
 
 
@@ -49,59 +49,56 @@ class Refused(ValueError):
 
 @dataclass
 class RunFolder:
-    """Folder of a run, in which no other process writes; `notes` are checkpoints that were found damaged."""
+    """Folder of a run, in which no other process writes; `notes` name damaged checkpoints."""
 
     path: Path
     notes: list[str] = field(default_factory=list)
     _facts: dict[str, str] = field(default_factory=dict)
 
     def begin(self, trainer: Trainer) -> tuple[int, dict[str, Any]]:
-        """Bring a trainer to the last good checkpoint; gives its step and what the report kept, or step 0 and nothing.
+        """Bring a trainer to the last good checkpoint; gives its step and the report's state, or step 0 and nothing.
 
         Raises:
-            Refused: no checkpoint is good, or the run was begun with other settings, data or kind of device.
+            Refused: no checkpoint is good, or the run was begun with other data, weights or kind of device.
             DiskError: the settings cannot be written.
         """
         config, self._facts = trainer.config, _facts(trainer)
-        step, report = 0, dict[str, Any]()
-        begun, steps = of_first(lambda: (_is_begun(self.path), sorted(_steps(self.path), reverse=True)))
+        is_begun, steps = on_first(lambda: (_is_begun(self.path), sorted(_steps(self.path), reverse=True)))
         for step in steps:
             try:
-                report = of_first(lambda: self._checked(step, config))["report"]  # noqa: B023 (called at once)
+                report: dict[str, Any] = on_first(lambda: self._read(step))["report"]  # noqa: B023 (called at once)
                 restore(trainer, torch.load(self._checkpoint(step) / "state.pt", "cpu", weights_only=True))
                 break
             except Refused:
-                if begun:
+                if is_begun:
                     raise
-            except (Damaged, OSError) as problem:
+            except (DamageError, OSError) as problem:
                 self.notes.append(f"the checkpoint of step {step} is damaged and was left out: {problem}")
         else:
-            step = 0
-            if begun:
+            step, report = 0, {}
+            if is_begun:
                 raise Refused("; ".join([f"{self.path}: no checkpoint to go on from", *self.notes, _NEW]))
         if step > config.max_steps:
             raise Refused(f"max_steps: {self.path} is at step {step} already, got {config.max_steps}")
-        of_first(lambda: write_whole(self.path / _SETTINGS, to_yaml(config)))
+        on_first(lambda: write_whole(self.path / _SETTINGS, to_yaml(config)))
         return step, report
 
-    def _checked(self, step: int, config: TrainConfig) -> dict[str, Any]:
+    def _read(self, step: int) -> dict[str, Any]:
         """Read a checkpoint but for its tensors, and raise unless it is whole and this run's."""
         file = self._checkpoint(step) / "run.json"
-        own, _, text = file.read_bytes().partition(b"\n")
-        if own != hashlib.sha256(text).hexdigest().encode():
-            raise Damaged(f"{file}: its SHA-256 is not that of its first line")
-        kept: dict[str, Any] = json.loads(text)
-        if kept["step"] != step:
-            raise Damaged(f"{file.parent} holds step {kept['step']}: it was copied or renamed")
-        for name, then in kept["files"].items():
-            if (now := seal(self.path / name, then["bytes"])) != then:
-                short = "shorter than" if now["bytes"] < then["bytes"] else "not as"
-                raise Damaged(f"{self.path / name} is {short} it was at step {step}")
-        _require_same(self.path, kept["settings"], config)
+        digest, _, text = file.read_bytes().partition(b"\n")
+        if digest != hashlib.sha256(text).hexdigest().encode():
+            raise DamageError(f"{file}: its SHA-256 is not that of its first line")
+        content: dict[str, Any] = json.loads(text)
+        if content["step"] != step:
+            raise DamageError(f"{file.parent} holds step {content['step']}: it was copied or renamed")
+        for name, then in content["files"].items():
+            if seal(self.path / name, then["bytes"]) != then:
+                raise DamageError(f"{self.path / name} is not as it was at step {step}")
         for name, fact in self._facts.items():
-            if (then := kept["facts"].get(name)) != fact:
+            if (then := content["facts"].get(name)) != fact:
                 raise Refused(f"{self.path}: {name} was {then} and is {fact} now; {_NEW}")
-        return kept
+        return content
 
     def save(self, trainer: Trainer, step: int, report: Callable[[], dict[str, Any]]) -> None:
         """Keep a checkpoint of a step, with what `report()` gives, and the one before it; all processes call this.
@@ -111,20 +108,20 @@ class RunFolder:
             FloatingPointError: a weight is not finite; nothing is written.
         """
         state = collect(trainer)
-        of_first(lambda: self._write(trainer, step, state, report()))
+        on_first(lambda: self._write(step, state, report()))
 
-    def _write(self, trainer: Trainer, step: int, state: dict[str, Any], report: dict[str, Any]) -> None:
-        require_finite_parameters(trainer.policy, state["weights"])
+    def _write(self, step: int, state: dict[str, Any], report: dict[str, Any]) -> None:
+        require_finite_weights(state["weights"])
         folder = self._checkpoint(step)
         with whole_folder(folder) as aside:
             with (aside / "state.pt").open("wb") as file:
                 torch.save(state, file)
             files = {name: seal(self.path / name, size) for name, size in report["bytes"].items()}
             files[f"{folder.relative_to(self.path)}/state.pt"] = seal(aside / "state.pt")
-            kept = {"step": step, "settings": asdict(trainer.config), "facts": self._facts, "report": report}
-            text = json.dumps(kept | {"files": files}).encode()
+            content = {"step": step, "facts": self._facts, "report": report, "files": files}
+            text = json.dumps(content).encode()
             (aside / "run.json").write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
-        newest = sorted(one for one in _steps(self.path) if one <= step)[-_KEPT:]
+        newest = sorted(one for one in _steps(self.path) if one <= step)[-_CHECKPOINTS:]
         for other in folder.parent.iterdir():  # those beyond this step were damaged
             if other.name not in {f"step-{one}" for one in newest}:
                 shutil.rmtree(other, ignore_errors=True)
@@ -143,7 +140,7 @@ class RunFolder:
 def open_run(config: TrainConfig) -> Iterator[RunFolder]:
     """Within it a run has a folder to itself: one to go on in, or a new one, which goes if nothing is written to it.
 
-    Of several processes the first chooses and locks it, by a lock that ends with the process, however that ends.
+    The first process chooses and locks it, by a lock that ends with the process, however that ends.
 
     Raises:
         Finished: the folder holds this run, finished.
@@ -151,19 +148,18 @@ def open_run(config: TrainConfig) -> Iterator[RunFolder]:
         DiskError: it cannot be written to, or another process has it.
     """
     with contextlib.ExitStack() as stack:
-        yield of_first(lambda: RunFolder(_own_folder(config, stack)))
+        yield on_first(lambda: RunFolder(_own_folder(config, stack)))
 
 
 def _own_folder(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
     """Choose a run's folder, and lock it until `stack` ends."""
     if config.output_dir is None:
         for file in sorted(RUNS.glob(f"*/{_SETTINGS}"), reverse=True) if config.resume else []:
-            saved = _settings(file.parent)
-            if saved.get("output_dir", "") is None and not (
-                _differences(saved, config) or _is_done(file.parent, config)
-            ):
+            path, settings = file.parent, _settings(file.parent)
+            is_nameless = settings.get("output_dir", "") is None
+            if is_nameless and not (_differences(settings, config) or _is_done(path, config)):
                 with contextlib.suppress(DiskError):  # another process has it
-                    return _locked(file.parent, stack)
+                    return _locked(path, stack)
         started = time.strftime("%Y%m%d-%H%M%S")
         return _locked(_free(RUNS / f"{started}-{Path(config.model).name}-{config.credit}-seed{config.seed}"), stack)
     path = Path(config.output_dir)
@@ -172,8 +168,8 @@ def _own_folder(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
     if not config.resume and _is_begun(path):
         return _locked(_free(path), stack)
     path = _locked(path, stack)
-    if _is_begun(path):
-        _require_same(path, _settings(path), config)
+    if _is_begun(path) and (changed := _differences(_settings(path), config)):
+        raise Refused(f"{path} was begun with other settings: {', '.join(changed)}. Give the same ones, or {_NEW}")
     if _is_done(path, config):
         raise Finished(f"{path} is finished: it has its {config.max_steps} steps; {_NEW}")
     return path
@@ -181,14 +177,11 @@ def _own_folder(config: TrainConfig, stack: contextlib.ExitStack) -> Path:
 
 def _locked(path: Path, stack: contextlib.ExitStack) -> Path:
     """Make a folder if it is not there, and lock it until `stack` ends; then delete it if nothing was written."""
-    created = not path.exists()
 
     def remove_unused() -> None:
         with contextlib.suppress(OSError):
             if [entry.name for entry in path.iterdir()] == [_LOCK]:
-                (path / _LOCK).unlink()
-                if created:
-                    path.rmdir()
+                shutil.rmtree(path)
 
     with naming(path, "output_dir: "):
         path.mkdir(parents=True, exist_ok=True)
@@ -206,34 +199,25 @@ def _free(path: Path) -> Path:
     return next(one for one in names if not one.exists())
 
 
-def _require_same(path: Path, settings: dict[str, Any], config: TrainConfig) -> None:
-    """Raise `Refused` that shows in which settings a run differs from the one in `path`."""
-    if changed := _differences(settings, config):
-        raise Refused(f"{path} was begun with other settings: {', '.join(changed)}. Give the same ones, or {_NEW}")
-
-
 def _differences(settings: dict[str, Any], config: TrainConfig) -> list[str]:
     """Say which settings of a run have changed that may not; one that is not there had its default."""
     then, now = {**asdict(type(config)()), **settings}, asdict(config)
-    changed = [name for name in now if settings and name not in _MAY_CHANGE and then[name] != now[name]]
+    changed = [name for name in now if name not in _MAY_CHANGE and then[name] != now[name]]
     if "max_steps" in changed and config.lr_scheduler_type == "constant":  # others spread the learning rate over it
         changed.remove("max_steps")
     return [f"{name} ({then[name]!r} then, {now[name]!r} now)" for name in changed]
 
 
 def _facts(trainer: Trainer) -> dict[str, str]:
-    """Name what a run depends on beside its settings: device, types of numbers, problems, weights in no checkpoint."""
-    precision, reference = trainer.config.precision, trainer.reference
-    loaded = [p for p in trainer.policy.parameters() if not p.requires_grad]
-    loaded += reference.copy.parameters() if reference and reference.copy else []
-    weights = hashlib.sha256()
-    for weight in loaded:
+    """Name what a run depends on beside its settings: kind of device, problems, weights that are in no checkpoint."""
+    weights, reference = hashlib.sha256(), trainer.reference
+    copies = reference.copy.parameters() if reference and reference.copy else ()
+    for weight in (*(p for p in trainer.policy.parameters() if not p.requires_grad), *copies):
         whole = weight.full_tensor() if is_piece(weight) else weight  # type: ignore[attr-defined]
         weights.update(whole.flatten()[:256].float().cpu().numpy().tobytes())
     problems = {"training": (trainer.prompts, trainer.rows), "held-out": (trainer.held_out_prompts, trainer.held_out)}
     return {
-        "kind of device": precision.device.type,
-        "types of weights and products": f"{precision.weights} and {precision.products}".replace("torch.", ""),
+        "kind of device": trainer.config.precision.device.type,
         "SHA-256 of the first 256 values of each of the model's own weights": weights.hexdigest()[:12],
     } | {
         f"SHA-256 of the {name} problems": hashlib.sha256(json.dumps(part, default=str).encode()).hexdigest()[:12]

@@ -7,6 +7,7 @@ The folder holds `metrics.jsonl` (one object per step), `completions.jsonl` (sam
 import contextlib
 import json
 import math
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.analyze.page import write_run_page
 from trainer.analyze.records import Record, completion_record, judged_spans, rounded, token_credit
-from trainer.checkpoints.files import naming, sync, write_whole
+from trainer.checkpoints.files import naming, write_whole
 from trainer.config import TrainConfig
 from trainer.evaluate import Evaluation
 from trainer.report.metrics import Step
@@ -58,7 +59,7 @@ class Report:
         for file in (self._metrics_file, self._completions_file):
             with naming(path := Path(file.name)):
                 file.flush()
-                sync(file.fileno())
+                os.fsync(file.fileno())
             sizes[path.name] = path.stat().st_size
         return {
             "id": self._id,

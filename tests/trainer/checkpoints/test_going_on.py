@@ -201,7 +201,7 @@ def test_without_a_good_checkpoint_a_run_is_not_begun_again_over_its_files(stopp
     for path, content in zip(weights, contents, strict=True):
         path.write_bytes(content)
     (folder / "metrics.jsonl").write_bytes(metrics[:100])
-    with pytest.raises(ValueError, match=r"metrics.jsonl is shorter than it was at step 4"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl is not as it was at step 4"):
         RunFolder(folder).begin(trainer)
     (folder / "metrics.jsonl").write_bytes(metrics)
 
