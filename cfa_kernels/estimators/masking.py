@@ -45,7 +45,7 @@ class Masking:
     answer's log-prob, with placeholders."""
     mask: Literal["placeholder", "drop", "resampled"] = "placeholder"
     """Replacement of a masked unit: "placeholder" for each token, "drop", nothing, so that later tokens move up, or
-    "resampled", what the model itself might have written there, see `resampled_fills`."""
+    "resampled", what the model itself might have written there, see `draw_fills`."""
     samples: Count = 1
     """Draws of resampled units to average."""
     preselect: PositiveShare = 1.0
@@ -121,7 +121,7 @@ class Masking:
 
     def _score(self, access: ModelAccess, batch: ScoredBatch) -> CounterfactualScores:
         if self.mask == "resampled":
-            return resampled_scores(access, batch, samples=self.samples, outcome=self.outcome)
+            return resampled_scores(access, batch, self.samples, self.outcome)
         return access.score(batch, outcome=self.outcome)
 
     @property

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cfa_kernels.estimators.resampling import _Fill, resampled_fills, resampled_scores
+from cfa_kernels.estimators.resampling import _Fill, draw_fills, resampled_scores
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.scoring.batch import ScoredRow
 from cfa_kernels.span import Span
@@ -24,17 +24,17 @@ def qwen3():
     return make_model("Qwen3")
 
 
-def fills_of(model, prompts, completions, spans, *, seed, token_budget=None, index=None, **options):
+def fills_of(model, prompts, completions, spans, *, seed, token_budget=None, index=None, samples=1):
     """Ids as tensors, in the order of `completions`, and what they took."""
     rows = batch_of(model, prompts, completions, spans, token_budget=token_budget, seed=(seed,), index=index)
-    fills, work = resampled_fills(InProcess(model), rows, **options)
+    fills, work = draw_fills(InProcess(model), rows, samples)
     assert all(ids.dtype == np.int64 for row in fills for ids in row)
     return [list(map(torch.from_numpy, row)) for row in rows.to_callers_order(fills)], work
 
 
-def scores_of(model, *data, seed, **options):
+def scores_of(model, *data, seed, samples=1, outcome):
     rows = batch_of(model, *data, seed=(seed,))
-    return resampled_scores(InProcess(model), rows, **options).in_callers_order(rows)
+    return resampled_scores(InProcess(model), rows, samples, outcome).in_callers_order(rows)
 
 
 def chances(model, ids):

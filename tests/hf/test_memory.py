@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from cfa_kernels.estimators import gradient, resampling
-from cfa_kernels.estimators.resampling import resampled_fills
+from cfa_kernels.estimators.resampling import draw_fills
 from cfa_kernels.hf import limits, memory, tree_forward
 from cfa_kernels.hf.memory import columns_at_once, rows_at_once, run_in_memory
 from cfa_kernels.hf.verify import check_supported
@@ -34,7 +34,7 @@ def importances(estimate, **options):
 
 
 def filled(model, *data):
-    fills, _ = resampled_fills(InProcess(model), batch_of(model, *data, seed=(0,)))
+    fills, _ = draw_fills(InProcess(model), batch_of(model, *data, seed=(0,)), 1)
     return [torch.cat([*map(torch.from_numpy, row), torch.zeros(0)]) for row in fills]
 
 
