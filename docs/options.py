@@ -8,7 +8,7 @@ from typing import Any
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.config import AnswerRules, SpanRules, flat_options
 from cfa_kernels.credit.weights import WEIGHTS
-from cfa_kernels.estimators.registry import ESTIMATORS
+from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.integrations.credit import OFFERS
 from cfa_kernels.options import option_docs
 

@@ -4,7 +4,7 @@ import pytest
 
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.weights import WEIGHTS
-from cfa_kernels.estimators.registry import ESTIMATORS
+from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES
 from tests.support import known_values
 

@@ -16,7 +16,7 @@ import pytest
 from torch import nn
 
 import cfa_kernels
-from cfa_kernels.estimators.registry import ESTIMATORS
+from cfa_kernels.estimators import ESTIMATORS
 from tests.conftest import REPOSITORY
 from tests.support.models import make_model
 

@@ -13,7 +13,7 @@ import tyro
 
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.weights import Control
-from cfa_kernels.estimators.registry import ESTIMATORS
+from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES, weights_sequences
 from cfa_kernels.ops.token_loss import NUMBERS
 from cfa_kernels.options import NOT_NEGATIVE, POSITIVE

@@ -25,7 +25,7 @@ from ..span import Span
 from ..text.find import Reasoning
 from .config import CounterfactualConfig, as_config
 from .units import CreditInputs, equal_prompts, find_units, placeholder_of, scored_as, special_ids
-from .weights import WeightInputs, drawn, normalized_weights, spread_over_tokens
+from .weights import WeightInputs, normalized_weights, spread_over_tokens, with_draws
 
 FIGURES: dict[str, str] = {
     "credit/weight_mean": "mean",
@@ -352,7 +352,7 @@ def _credit(
     }
     if config.control == "random":
         index = inputs.rows.index
-        weighed = {b: drawn(row, rule, keyed_generator(*seed, index[b], "weights")) for b, row in weighed.items()}
+        weighed = {b: with_draws(row, rule, keyed_generator(*seed, index[b], "weights")) for b, row in weighed.items()}
     inverted = config.control == "inverted"
     if added is not None:
         for b, row in weighed.items():

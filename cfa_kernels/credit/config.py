@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from ..estimators import ESTIMATORS
 from ..estimators.base import ENTROPIES, SIBLINGS, Estimator, OwnFunction
 from ..estimators.masking import Masking
-from ..estimators.registry import ESTIMATORS
 from ..options import Count, check_fields
 from ..scoring.access import CAPABILITIES
 from ..text.rules import AnswerRules, SpanRules
@@ -200,17 +200,19 @@ def _part(kind: type, given: Any, flat: dict[str, Any]) -> Any:
     return given
 
 
-def _named(option: str, given: Any, among: Mapping[str, type], own: type, flat: dict[str, Any]) -> Any:
-    """Resolve a part given by name or as an object; a function becomes an `own` part."""
-    if isinstance(given, str) and given in among:
-        return _part(among[given], None, flat)
-    says = own.__annotations__.keys() - {"function"}  # attributes of the part itself, registered or not
-    if callable(given) and all(hasattr(given, name) for name in says):
-        return _part(given, None, flat) if isinstance(given, type) else _part(type(given), given, flat)
-    if callable(given):
-        return own(given)
-    near = _near(given, among) if isinstance(given, str) else ""
-    raise ValueError(f"{option} must be a function or one of {', '.join(among)}, got {given!r}{near}")
+def _named(option: str, value: Any, among: Mapping[str, type], own: type, flat: dict[str, Any]) -> Any:
+    """Resolve a part given by name, class or object; a function becomes an `own` part."""
+    (kind,) = own.__bases__  # of a part, registered or not
+    if isinstance(value, str) and value in among:
+        return _part(among[value], None, flat)
+    if isinstance(value, type) and issubclass(value, kind):
+        return _part(value, None, flat)
+    if isinstance(value, kind):
+        return _part(type(value), value, flat)
+    if callable(value):
+        return own(value)
+    near = _near(value, among) if isinstance(value, str) else ""
+    raise ValueError(f"{option} must be a function or one of {', '.join(among)}, got {value!r}{near}")
 
 
 def _weight_rule(given: Any, estimator: Estimator, flat: dict[str, Any]) -> WeightRule | None:

@@ -1,12 +1,11 @@
-"""Turn importances into token weights, one completion at a time: the ranges and thresholds of the source papers.
+"""Turn importances of units into weights of tokens in the loss, by the rules of the source papers.
 
-An importance is how much a unit, a span of tokens, matters; a rule turns it into weights of tokens in the loss.
-`inverted` and `random` act in between, so they are controls of every estimator.
+The controls `inverted` and `random` act in between, so every estimator has them.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,57 +16,30 @@ from ..options import NotNegative, Share, as_numbers, check_fields
 from ..span import Span, span_inside
 
 Control = Literal["inverted", "random", "off"]
-NORMALIZATIONS = (None, "mean")
-
-_EQUAL = 1e-6
-"""Difference up to which importances under "range" count as equal."""
+_EQUAL = 1e-6  # difference up to which importances under "range" count as equal
 
 Reshape = Callable[[Tensor, Sequence[Span], Span | None, int], Tensor]
 """Function from importances (K,), their K units, the answer and the completion's length to weights (length,) fp32."""
 
 
-def span_weights(
-    drop: Tensor,
-    spans: Sequence[Span],
-    answer: Span | None,
-    length: int,
-    *,
-    control: Control | None = None,
-    w_min: float = 0.5,
-    w_max: float = 4.0,
-    w_answer: float = 1.5,
-    normalize: str | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Weigh the tokens of one completion by the drops of its spans (CF paper, eqs. 4, 6 and 7).
+def span_weights(drop: Tensor, spans: Sequence[Span], answer: Span | None, length: int) -> Tensor:
+    """Weigh the tokens of one completion by the drops of its spans (CF paper, eqs. 6 and 7), as `Range()`.
 
-    Importance `-drop` is min-max normalised over the spans and mapped to `[w_min, w_max]`. Tokens outside every
-    span weigh 1, answer tokens `w_answer`. One span, or drops that differ by the rounding of float32 only, weigh 1:
-    eq. 6 would amplify rounding to the whole range of weights. A token in several spans takes the largest importance
-    among them.
+    Importance `-drop` is min-max normalised over the spans. One span, or drops that differ by the rounding of float32
+    only, weigh 1, as do tokens outside every span. A token in several spans takes the largest importance among them.
 
     Args:
         drop: (K,) masked minus base log-prob of the answer, nats, one per span.
         spans: K half-open token spans.
         answer: the answer's tokens, or None.
         length: completion tokens.
-        control: None; "inverted" (one minus the normalised importance); "random" (each token outside the answer
-            uniform in `[w_min, w_max]`; spans and drops are not read); "off" (all 1, the answer too).
-        w_min, w_max, w_answer: finite weights >= 0, `w_min <= w_max`.
-        normalize: `"mean"` rescales the result to mean 1; None leaves it.
-        generator: source of the control "random", on the CPU; default torch's global one.
 
     Returns:
         (length,) fp32 on drop's device.
 
     Raises:
-        ValueError: options, shapes, spans outside the completion or non-finite drops; names argument and value.
+        ValueError: shapes, spans outside the completion or non-finite drops; names argument and value.
     """
-    if control not in (None, *get_args(Control)):
-        raise ValueError(f"control must be None or one of {get_args(Control)}, got {control!r}")
-    if normalize not in NORMALIZATIONS:
-        raise ValueError(f"normalize must be one of {NORMALIZATIONS}, got {normalize!r}")
-    rule, inverted = Range(w_min, w_max, w_answer), control == "inverted"
     if drop.ndim != 1 or len(drop) != len(spans):
         raise ValueError(f"drop must hold one value per span: got shape {tuple(drop.shape)} for {len(spans)} spans")
     for k, span in enumerate(spans):
@@ -75,16 +47,12 @@ def span_weights(
     if answer is not None:
         span_inside("answer", answer, length)
     values = drop.detach().float().cpu()
-    if control in (None, "inverted") and not torch.isfinite(values).all():
-        k = int((~torch.isfinite(values)).nonzero()[0])
+    if (bad := (~torch.isfinite(values)).nonzero()).numel():
+        k = int(bad[0])
         raise ValueError(f"drop, span {k}: must be finite, got {values[k].item()}")
-    equal = len(values) and values.max() - values.min() <= FLOAT32_NOISE
-    row = WeightInputs(values.new_zeros(len(values)) if equal else -values, spans, answer, length)
-    if control == "off":
-        weights = torch.ones(length)
-    else:
-        weights = rule.weigh(drawn(row, rule, generator) if control == "random" else row, inverted=inverted)
-    return normalized_weights(weights, normalize).to(drop.device)
+    if len(values) and values.max() - values.min() <= FLOAT32_NOISE:
+        values = torch.zeros(len(values))
+    return Range().weigh(WeightInputs(-values, spans, answer, length), inverted=False).to(drop.device)
 
 
 def spread_over_tokens(values: Tensor, units: Sequence[Span], length: int) -> Tensor:
@@ -123,33 +91,34 @@ class WeightInputs(NamedTuple):
     drawn: bool = False  # the importances are a weight for each token, (length,)
 
 
-class WeightRule(Protocol):
+class WeightRule:
     """Rule by which importances become weights: a frozen dataclass whose fields are its options.
 
     Attributes:
         name: what configurations call it.
         compares: whether the weights of a completion depend on the others of the batch.
+        token_draws: limits of the weight that each token draws under the control `random`; None where units draw
+            importances.
     """
 
     name: ClassVar[str]
-    compares: ClassVar[bool]
-
-    @property
-    def token_draws(self) -> tuple[float, float] | None:
-        """Limits of the weight that each token draws under the control `random`; None where units draw importances."""
-        ...
+    compares: ClassVar[bool] = False
+    token_draws: ClassVar[tuple[float, float] | None] = None
 
     def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool) -> list[Tensor]:
         """Weigh the tokens of every completion of a batch, (T_b,) fp32 each."""
-        ...
+        return [self.weigh(row, inverted=inverted) for row in rows]
+
+    def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
+        """Weigh the tokens of one completion, (T,) fp32; tokens of no unit weigh 1."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Range:
+class Range(WeightRule):
     """Rule that maps min-max normalised importances to a range of weights (CF paper, eqs. 6 and 7)."""
 
-    name: ClassVar[str] = "range"
-    compares: ClassVar[bool] = False
+    name = "range"
 
     w_min: NotNegative = 0.5
     """Weight of the least important span of a completion."""
@@ -164,16 +133,12 @@ class Range:
             raise ValueError(f"w_min must not exceed w_max, got {self.w_min} and {self.w_max}")
 
     @property
-    def token_draws(self) -> tuple[float, float]:
+    def token_draws(self) -> tuple[float, float]:  # type: ignore[override]
         """Limits of the weight that a token draws: the CF paper's control."""
         return self.w_min, self.w_max
 
-    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool) -> list[Tensor]:
-        """Weigh every completion by itself."""
-        return [self.weigh(row, inverted=inverted) for row in rows]
-
     def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
-        """Weigh the tokens of one completion, (T,) fp32; tokens of no unit weigh 1."""
+        """Weigh the tokens of one completion."""
         weights = row.importances if row.drawn else torch.ones(row.length)
         low, high = _bounds(row.importances)
         if not row.drawn and high - low > _EQUAL:
@@ -186,7 +151,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Bilevel:
+class Bilevel(WeightRule):
     """Rule that suppresses weights below a quantile of importances and boosts those above (OAR paper, eqs. 14-17).
 
     Per token of the units: importance I below 0 counts as 0; I^ = log(1 + I), min-max normalised; with tau* the
@@ -195,9 +160,7 @@ class Bilevel:
     all equal weigh 1. Inverted, 1 - I^ takes the place of I^. The authors' code has a floor of 0.1.
     """
 
-    name: ClassVar[str] = "bilevel"
-    compares: ClassVar[bool] = False
-    token_draws: ClassVar[None] = None
+    name = "bilevel"
 
     tau: Share = 0.4
     """Quantile of a completion's importances below which weights are suppressed."""
@@ -209,11 +172,8 @@ class Bilevel:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool) -> list[Tensor]:
-        """Weigh every completion by itself."""
-        return [self._weigh(row, inverted) for row in rows]
-
-    def _weigh(self, row: WeightInputs, inverted: bool) -> Tensor:
+    def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
+        """Weigh the tokens of one completion."""
         weights = torch.ones(row.length)
         low, high = _bounds(row.importances)
         if high == low:
@@ -235,12 +195,11 @@ class Bilevel:
 
 
 @dataclass(frozen=True)
-class TopShare:
+class TopShare(WeightRule):
     """Rule of weight 1 for the most important share of a batch's tokens, else 0 ("80/20", arXiv 2506.01939)."""
 
-    name: ClassVar[str] = "top"
-    compares: ClassVar[bool] = True
-    token_draws: ClassVar[None] = None
+    name = "top"
+    compares = True
 
     fraction: Share = 0.2
     """Share of the tokens of the batch that keep their weight."""
@@ -258,33 +217,26 @@ class TopShare:
 
 
 @dataclass(frozen=True)
-class Identity:
+class Identity(WeightRule):
     """Rule that takes importances as weights."""
 
-    name: ClassVar[str] = "identity"
-    compares: ClassVar[bool] = False
-    token_draws: ClassVar[None] = None
+    name = "identity"
 
-    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool) -> list[Tensor]:
+    def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
         """Take every importance as its unit's weight; raises `ValueError` naming the unit and value below 0."""
-        weights = []
-        for row in (_inverted(row, inverted) for row in rows):
-            if (negative := (row.importances < 0).nonzero()).numel():
-                k = int(negative[0])
-                raise ValueError(f"importances, unit {k}: as a weight it must be >= 0, got {row.importances[k].item()}")
-            spread = spread_over_tokens(row.importances, row.units, row.length)
-            weights.append(torch.where(spread.isnan(), 1.0, spread))
-        return weights
+        row = _inverted(row, inverted)
+        if (negative := (row.importances < 0).nonzero()).numel():
+            k = int(negative[0])
+            raise ValueError(f"importances, unit {k}: as a weight it must be >= 0, got {row.importances[k].item()}")
+        spread = spread_over_tokens(row.importances, row.units, row.length)
+        return torch.where(spread.isnan(), 1.0, spread)
 
 
 @dataclass(frozen=True)
-class OwnWeights:
+class OwnWeights(WeightRule):
     """Rule of the caller: a function from importances (K,), units, answer and length to weights (length,)."""
 
     function: Reshape
-
-    token_draws: ClassVar[None] = None
-    compares: ClassVar[bool] = False
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -296,14 +248,12 @@ class OwnWeights:
         return [_checked(self.function(*_inverted(row, inverted)[:4]), b, row.length) for b, row in enumerate(rows)]
 
 
-def drawn(row: WeightInputs, rule: WeightRule | None, generator: torch.Generator | None) -> WeightInputs:
-    """Put draws in the place of what an estimator found for a completion: the control `random`.
+def with_draws(row: WeightInputs, rule: WeightRule | None, generator: torch.Generator | None) -> WeightInputs:
+    """Put draws in the place of a completion's importances: the control `random`.
 
-    Args:
-        row: the completion.
-        rule: what weighs it. If it has `token_draws`, every token draws a weight uniformly within them; else every unit
-            draws an importance, uniformly in [0, 1). None for signed values, which are dealt out anew among the units.
-        generator: source of the draws, on the CPU; None for torch's global one.
+    If `rule` has `token_draws`, every token draws a weight uniformly within them; else every unit draws an importance,
+    uniformly in [0, 1). Without a rule values are signed, and permuted among the units. `generator` is on the CPU; None
+    is torch's global one.
     """
     if rule is None:
         return row._replace(importances=row.importances[torch.randperm(len(row.importances), generator=generator)])
@@ -321,9 +271,9 @@ def _inverted(row: WeightInputs, inverted: bool) -> WeightInputs:
     return row._replace(importances=values.max() + values.min() - values) if inverted and len(values) else row
 
 
-def _checked(given: Any, b: int, length: int) -> Tensor:
+def _checked(result: Any, b: int, length: int) -> Tensor:
     """Check the result of a caller's function for completion `b`; raises `ValueError` naming token and value."""
-    weights = as_numbers(given, f"weights, row {b}", f"{length} tokens")
+    weights = as_numbers(result, f"weights, row {b}", f"{length} tokens")
     if weights.shape != (length,):
         raise ValueError(f"weights, row {b}: gave shape {tuple(weights.shape)} for {length} tokens")
     if (bad := (~(torch.isfinite(weights) & (weights >= 0))).nonzero()).numel():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -48,41 +48,37 @@ class Importances:
     details: dict[str, Any] | None = None
 
 
-class Estimator(Protocol):
+class Estimator:
     """Estimator of the importance of units: a frozen dataclass whose fields are its options.
 
     Attributes:
         name: what configurations call it.
         judges: what it judges by default, "spans" or "tokens".
         weights: rule by which its importances become weights by default; None where they are signed.
+        negative: whether importances may be below 0.
+        needs: names of `NEEDS` that must be met.
+        continues: whether its queries continue completions that a training forward has fed already.
     """
 
     name: ClassVar[str]
-    judges: ClassVar[str]
-    weights: ClassVar[str | None]
-
-    @property
-    def negative(self) -> bool:
-        """Whether importances may be below 0."""
-        ...
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Names of `NEEDS` that must be met; may depend on options."""
-        ...
-
-    @property
-    def continues(self) -> bool:
-        """Whether its queries continue completions that a training forward has fed already."""
-        ...
+    judges: ClassVar[str] = "spans"
+    weights: ClassVar[str | None] = "range"
+    # Properties where they depend on options.
+    negative: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset()
+    continues: ClassVar[bool] = False
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Judge the units of a batch."""
-        ...
+        raise NotImplementedError
+
+
+ESTIMATORS: dict[str, type[Estimator]] = {}
+"""Estimators by name, filled by the package."""
 
 
 @dataclass(frozen=True)
-class OwnFunction:
+class OwnFunction(Estimator):
     """Estimator of the caller: a function (model, `ScoredBatch`) -> `Importances`.
 
     It gets every completion of the batch, whatever its advantage. Where the model is in other processes, it gets the
@@ -90,12 +86,6 @@ class OwnFunction:
     """
 
     function: Callable[..., Importances]
-
-    judges: ClassVar[str] = "spans"
-    weights: ClassVar[str | None] = "range"
-    needs: ClassVar[frozenset[str]] = frozenset()
-    negative: ClassVar[bool] = False  # unknown; its weights check
-    continues: ClassVar[bool] = False
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -121,8 +111,8 @@ def unit_means(tokens: Sequence[Tensor], batch: ScoredBatch, rows: Sequence[int]
     return means
 
 
-def given(name: str, column: Any) -> Any:
-    """Take a column of the batch that an estimator reads; raise `ValueError` naming it if it was not given."""
+def required(name: str, column: Any) -> Any:
+    """Return a column that an estimator reads; raise `ValueError` naming it if it is None."""
     if column is None:
         raise ValueError(f"{name} must be given to an estimator that reads them, got None")
     return column

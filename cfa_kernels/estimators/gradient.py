@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,11 +32,11 @@ from ..scoring.batch import ScoredBatch, ScoredRow
 from ..scoring.masked import ScoringWork
 from ..scoring.outcomes import DIVERGENCES, Outcome, row_means
 from ..scoring.plan import queries_of
-from .base import ANSWER, Importances
+from .base import ANSWER, Estimator, Importances
 
 
 @dataclass(frozen=True)
-class Gradient:
+class Gradient(Estimator):
     """Gradient of the outcome's change under noise, times the embeddings (OAR paper, section 3: OAR-G).
 
     Noise N(0, sigma^2) is added to the embeddings e of the units' tokens; prompt, answer and tokens of no unit stay
@@ -59,12 +59,10 @@ class Gradient:
     ones of a half-precision model are rounding.
     """
 
-    name: ClassVar[str] = "gradient"
-    judges: ClassVar[str] = "tokens"
-    negative: ClassVar[bool] = False
-    weights: ClassVar[str | None] = "bilevel"
-    needs: ClassVar[frozenset[str]] = frozenset({ANSWER, GRADIENTS})
-    continues: ClassVar[bool] = False
+    name = "gradient"
+    judges = "tokens"
+    weights = "bilevel"
+    needs = frozenset({ANSWER, GRADIENTS})
 
     outcome: Outcome = "mean"
     """Outcome to compare: "logprob" or "mean_logprob" of the answer, or by KL divergence the distribution of its first

@@ -7,7 +7,6 @@ before it; masking shows what is lost while all other text stays.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -20,64 +19,33 @@ from ..scoring.batch import ScoredBatch, ScoredRow
 from ..scoring.masked import ScoringWork
 from ..scoring.plan import queries_of
 from ..span import Span
-from .base import ANSWER, Importances, given
-
-MEASURES = ("probability", "mean_logprob")
+from .base import ANSWER, Estimator, Importances, required
 
 
 @dataclass(frozen=True)
-class PrefixGain:
+class PrefixGain(Estimator):
     """Gain in the probability of the answer, asked right after each unit (IGPO 2510.14967, PACR 2510.22255).
 
-    The probe is the completion's own marker and answer, from the end of the reasoning on.
-    """
-
-    name: ClassVar[str] = "prefix_gain"
-    judges: ClassVar[str] = "spans"
-    negative: ClassVar[bool] = True
-    weights: ClassVar[str | None] = "range"
-    needs: ClassVar[frozenset[str]] = frozenset({ANSWER, LOGPROBS})
-    continues: ClassVar[bool] = True
-
-    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
-        """Judge the units of a batch; `reasoning_ends` must be known."""
-        return prefix_gain(access, batch)
-
-
-def prefix_gain(access: ModelAccess, batch: ScoredBatch, *, measure: str = "probability") -> Importances:
-    """Judge each unit by what it adds to the answer's value: the value after it less the value after the unit before.
-
-    The value of a beginning of the completion is pi(answer | prompt, completion[:t], marker), where the marker is the
-    completion's own tokens from the end of the reasoning to the answer. Text between two units counts towards the later
-    one. The first unit's gain is from its own start, so text before it counts towards none; the gains of a row sum to
-    the value after its last unit less that at the start of its first.
+    The value of a beginning of the completion is the exponential of the mean log-prob of the answer's tokens after
+    `completion[:t]` and the marker: the completion's own tokens from the end of the reasoning to the answer. A unit's
+    gain is the value after it less that after the unit before; the first unit's is from its own start. Text between two
+    units counts towards the later one.
 
     All are queries of one packed tree: the cost is the completion up to its last unit, and marker and answer once for
     each value. A log-prob service gets a sequence of its own for each.
-
-    Args:
-        access: access to the model.
-        batch: completions with disjoint units in order of position, and `reasoning_ends`. Those with units need an
-            answer.
-        measure: `probability`, exp of the mean log-prob of the answer's tokens, or `mean_logprob`, nats.
-
-    Returns:
-        Importances, positive where the unit raised the answer's value.
-
-    Raises:
-        ValueError: bad input, units that overlap or are out of order; the message names argument, row and value.
-        TypeError, NotImplementedError, FloatingPointError: as `score_counterfactuals`.
-
-    Source: IGPO (arXiv 2510.14967), PACR (arXiv 2510.22255), whose pi is the exponential of the mean log-prob.
     """
-    if measure not in MEASURES:
-        raise ValueError(f"measure must be one of {', '.join(MEASURES)}, got {measure!r}")
-    ends = given("reasoning_ends", batch.reasoning_ends)
-    cuts = [_cuts(row, end) for row, end in zip(batch.rows, ends, strict=True)]
-    means, work = (_by_queries if MODEL in access.capabilities else _by_scores)(access, batch, cuts)
-    change_of: Literal["probability", "mean_logprob"] = "probability" if measure == "probability" else "mean_logprob"
-    values = [row.exp() if measure == "probability" else row for row in means]
-    return Importances([row.diff() for row in values], work=work, change_of=change_of)
+
+    name = "prefix_gain"
+    negative = True
+    needs = frozenset({ANSWER, LOGPROBS})
+    continues = True
+
+    def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
+        """Judge disjoint units in order of position; raises `ValueError` naming row and unit of others."""
+        ends = required("reasoning_ends", batch.reasoning_ends)
+        cuts = [_cuts(row, end) for row, end in zip(batch.rows, ends, strict=True)]
+        means, work = (_by_queries if MODEL in access.capabilities else _by_scores)(access, batch, cuts)
+        return Importances([row.exp().diff() for row in means], work=work, change_of="probability")
 
 
 def _cuts(row: ScoredRow, reasoning_end: int) -> list[ScoredRow]:
@@ -117,10 +85,10 @@ def _by_queries(
         for _, group in groupby(queries, lambda query: sum(query.length > switch for switch in switches)):
             groups.append(list(group))
             owners.append(b)
-    found, work = access.query(groups, index=[batch.index[b] for b in owners], token_budget=batch.token_budget)
+    values, work = access.query(groups, index=[batch.index[b] for b in owners], token_budget=batch.token_budget)
     means: list[list[Tensor]] = [[] for _ in cuts]
-    for b, values in zip(owners, found, strict=True):
-        means[b] += [value.mean() for value in values]
+    for b, logprobs in zip(owners, values, strict=True):
+        means[b] += [row.mean() for row in logprobs]
     return [torch.stack(row[::-1]) if row else torch.zeros(0) for row in means], work
 
 

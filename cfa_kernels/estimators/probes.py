@@ -28,23 +28,21 @@ def length_without_eos(completion: Tensor | Sequence[int], eos_ids: Collection[i
 def with_probe(
     b: int, completion: Tensor, spans: Sequence[Span], probe: Probe, eos_ids: Collection[int]
 ) -> tuple[Tensor, Span]:
-    """Append a probe to a completion (T,), in the place of the end-of-text tokens that it ends with.
+    """Append a probe to the completion (T,) of row `b`, in the place of the end-of-text tokens that it ends with.
 
-    Token positions of the completion do not move, so `spans`, which will be masked, stay valid and weights, made for
-    the completion's own length, never cover the probe.
+    Token positions do not move, so `spans` stay valid, and weights never cover the probe.
 
     Returns:
         The longer completion, and the probe's target in it, which is scored.
 
     Raises:
-        ValueError: a probe that is not a 1-D int64 tensor, is empty or has its target outside; a span that reaches the
-            probe. The message names row `b` and the value.
+        ValueError: a probe that is not a 1-D int64 tensor, is empty or has its target outside; a span that reaches it.
     """
     ids, target = token_ids(f"probes row {b}", probe.tokens), probe.target
     if not 0 <= target[0] < target[1] <= len(ids):
         raise ValueError(f"probes row {b}: target {tuple(target)} is not a non-empty span of {len(ids)} tokens")
-    kept = length_without_eos(completion, eos_ids)
+    length = length_without_eos(completion, eos_ids)
     for k, span in enumerate(spans):
-        if span.end > kept:
-            raise ValueError(f"spans row {b}, span {k}: {tuple(span)} reaches the probe, which starts at {kept}")
-    return torch.cat([completion[:kept], ids.to(completion.device)]), Span(kept + target[0], kept + target[1])
+        if span.end > length:
+            raise ValueError(f"spans row {b}, span {k}: {tuple(span)} reaches the probe, which starts at {length}")
+    return torch.cat([completion[:length], ids.to(completion.device)]), Span(length + target[0], length + target[1])

@@ -6,7 +6,6 @@ values are added to an advantage, 1 where they multiply it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from ..options import Finite, check_fields
 from ..scoring.access import ModelAccess
 from ..scoring.batch import ScoredBatch
-from .base import REWARDS, SIBLINGS, Importances, given, unit_means
+from .base import REWARDS, SIBLINGS, Estimator, Importances, required, unit_means
 from .edit_distance import edit_distance, edited_tokens, token_places
 
 # Sums of equal rewards in another order differ by rounding, by less than this relative to the largest reward.
@@ -23,42 +22,38 @@ _EQUAL = 1e-12
 
 
 @dataclass(frozen=True)
-class PrefixTreeValues:
+class PrefixTreeValues(Estimator):
     """Change by each token of the mean reward of completions that share the prefix (TEMPO / P2T, 2509.18314); signed.
 
     On the scale of the advantages where those are (B,): if they were divided by a group's standard deviation, so are
     the rewards here. Else on the scale of the rewards.
     """
 
-    name: ClassVar[str] = "prefix_tree"
-    judges: ClassVar[str] = "tokens"
-    negative: ClassVar[bool] = True
-    weights: ClassVar[str | None] = None
-    needs: ClassVar[frozenset[str]] = frozenset({SIBLINGS, REWARDS})
-    continues: ClassVar[bool] = False
+    name = "prefix_tree"
+    judges = "tokens"
+    weights = None
+    negative = True
+    needs = frozenset({SIBLINGS, REWARDS})
 
     def __call__(self, access: ModelAccess, batch: ScoredBatch) -> Importances:
         """Judge the units of a batch; asks nothing of the model."""
         groups, rewards = _siblings(batch), _rewards(batch)
         values = prefix_tree_values(batch.sampled, groups, rewards)
         scales = _scales(groups, rewards, batch.advantages)
-        scaled = [row * scale for row, scale in zip(values, scales, strict=True)]
-        return Importances(unit_means(scaled, batch), signed=True)
+        return Importances(unit_means([x * scale for x, scale in zip(values, scales, strict=True)], batch), signed=True)
 
 
 @dataclass(frozen=True)
-class SiblingEdits:
+class SiblingEdits(Estimator):
     """Marks where a wrong completion differs from its nearest correct sibling; after IBPO, but nothing is generated.
 
     Completions that are correct, or have no correct sibling, get 1 throughout.
     """
 
-    name: ClassVar[str] = "sibling_edits"
-    judges: ClassVar[str] = "tokens"
-    negative: ClassVar[bool] = False
-    weights: ClassVar[str | None] = "identity"
-    needs: ClassVar[frozenset[str]] = frozenset({SIBLINGS, REWARDS})
-    continues: ClassVar[bool] = False
+    name = "sibling_edits"
+    judges = "tokens"
+    weights = "identity"
+    needs = frozenset({SIBLINGS, REWARDS})
 
     correct_threshold: Finite = 0.5
     """A completion with at least this reward counts as correct."""
@@ -84,7 +79,7 @@ def _siblings(batch: ScoredBatch) -> Tensor:
 
 def _rewards(batch: ScoredBatch) -> Tensor:
     """Return the rewards; raise `ValueError` naming the row of one that is not finite."""
-    rewards = given("rewards", batch.rewards)
+    rewards = required("rewards", batch.rewards)
     if (bad := (~torch.isfinite(rewards)).nonzero()).numel():
         b = int(bad[0])
         raise ValueError(f"rewards row {batch.index[b]}: must be finite, got {rewards[b].item()}")
@@ -105,20 +100,17 @@ def _scales(groups: Tensor, rewards: Tensor, advantages: Tensor | list[Tensor] |
 
 
 def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor, rewards: Tensor) -> list[Tensor]:
-    """Find what each token changes in the mean reward of those that share the prefix (TEMPO / P2T, arXiv 2509.18314).
+    """Compute what each token changes in the mean reward of those that share the prefix.
 
     The completions of a group form a prefix tree. V(s) is the mean reward of those that begin with s, V of the empty
-    prefix that of the whole group; token t gets V(y_1..y_t) - V(y_1..y_(t-1)). That is 0 wherever no completion leaves
-    the prefix, so only branching tokens get anything, and a completion's values add up to its own leaf's mean reward
-    less the group's. They are signed and to be added to the group's advantage, so `rewards` must be on its scale
-    (for advantages divided by a standard deviation, divide the rewards by it).
+    prefix that of the whole group; token t gets V(y_1..y_t) - V(y_1..y_(t-1)). So only branching tokens get anything,
+    and a completion's values add up to its own leaf's mean reward less the group's.
 
     A completion that is a prefix of another passes through none of the longer one's further nodes: the other's next
     token is then a branching token, but the end of the shorter one is not, unless an end-of-text token is part of it.
-    Equal completions share one leaf. A group of one gets 0 everywhere.
 
     Args:
-        completions: B 1-D int64 tensors (T_b,) on the host, unpadded.
+        completions: B 1-D int64 tensors (T_b,) on the host.
         groups: (B,) int64, equal for completions of one prompt, in any order.
         rewards: (B,) finite, on the host.
 
@@ -144,18 +136,10 @@ def prefix_tree_values(completions: Sequence[Tensor], groups: Tensor, rewards: T
 def sibling_edits(completions: Sequence[Tensor], groups: Tensor, correct: Tensor) -> list[Tensor]:
     """Mark by 1 the tokens in which a wrong completion differs from its nearest correct sibling, the others by 0.
 
-    After IBPO (arXiv 2605.16302), without the generated correction: IBPO lets the policy correct a wrong completion
-    and credits the tokens that the correction edits; here the nearest correct completion of the group stands in for it.
-    `edited_tokens` says what counts as edited. Correct completions and those without a correct sibling weigh 1
-    throughout; `correct_siblings` tells which these are.
-
-    Args:
-        completions: B 1-D int64 tensors (T_b,) on the host, unpadded.
-        groups: (B,) int64, equal for completions of one prompt, in any order.
-        correct: (B,) bool.
-
-    Returns:
-        B tensors (T_b,) fp32 on the host. All 0 for a wrong completion with the same tokens as a correct one.
+    After IBPO (arXiv 2605.16302), which lets the policy correct a wrong completion and credits the tokens that the
+    correction edits; here the nearest correct completion of the group (`correct_siblings`) stands in for it. Correct
+    completions and those without a correct sibling weigh 1 throughout. Arguments and result as in `prefix_tree_values`;
+    `correct` is (B,) bool.
     """
     siblings = correct_siblings(completions, groups, correct)
     return [

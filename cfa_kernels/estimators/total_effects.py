@@ -1,8 +1,7 @@
 """Compute total effects by masking: those of a unit on the answer, directly and through later units.
 
-Masking a unit while the rest stays as it was written shows only its direct effect. But every branch feeds the text
-after the unit anyway, so it also tells how much less probable each later unit becomes: the links of a chain that ends
-at the answer. `scoring/` feeds and reads the branches; the chain is computed here, on the host.
+Every branch feeds the text after the masked unit, so it also tells how much less probable each later unit becomes: the
+links of a chain that ends at the answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,8 +27,7 @@ def total_effects(access: ModelAccess, batch: ScoredBatch) -> Importances:
 
     Args:
         access: access to the model, which must be in this process.
-        batch: completions with disjoint units, none of which overlaps the answer, in any order. One after the answer
-            has effect 0 by causality.
+        batch: completions with disjoint units, in any order; one after the answer has effect 0 by causality.
 
     Returns:
         Total effects by the rule of `chained_effects`, with `base`. Details, of each completion:
@@ -41,29 +39,26 @@ def total_effects(access: ModelAccess, batch: ScoredBatch) -> Importances:
         ValueError: units that overlap; the message names row and units.
         NotImplementedError, FloatingPointError: as `score_counterfactuals`.
 
-    Source: direct effects are eq. 3 of the CF paper. Effects of a unit on each later one as in Thought Anchors
-    (arXiv 2506.19143), which suppresses attention to a sentence where a unit is masked here. That the total is the
-    direct and the mediated effect is mediation analysis; the rule by which links are chained is this library's own.
+    Source: direct effects are eq. 3 of the CF paper, links as in Thought Anchors (arXiv 2506.19143), which suppresses
+    attention to a sentence. The rule by which they are chained is this library's own.
     """
     if not isinstance(batch.mask, int):
         raise ValueError(f"mask={batch.mask!r} cannot be combined with total effects: units after it would move")
-    rows = batch.rows
-    judged = [_judged(row) for row in rows]
-    asked = [_queries(row, numbers, batch.mask) for row, numbers in zip(rows, judged, strict=True)]
-    found, work = access.query(asked, index=batch.index, token_budget=batch.token_budget)
+    rows, orders = batch.rows, [_order(row) for row in batch.rows]
+    queries = [_queries(row, order, batch.mask) for row, order in zip(rows, orders, strict=True)]
+    logprobs, work = access.query(queries, index=batch.index, token_budget=batch.token_budget)
     base = torch.full((len(rows),), float("nan"))
     total, direct = ([torch.full((len(row.spans),), float("nan")) for row in rows] for _ in range(2))
     links = [torch.full((len(row.spans),) * 2, float("nan")) for row in rows]
     unshared = 0
-    for b, (row, numbers, values) in enumerate(zip(rows, judged, found, strict=True)):
+    for b, (row, order, values) in enumerate(zip(rows, orders, logprobs, strict=True)):
         if row.answer is None:
             continue
-        own, row_direct, row_links = _effects([row.spans[k] for k in numbers], row.answer, values)
-        base[b] = own
-        for every, some in ((total, chained_effects(row_direct, row_links)), (direct, row_direct)):
-            every[b].zero_()[numbers] = torch.from_numpy(some).float()
-        links[b].zero_()[np.ix_(numbers, numbers)] = torch.from_numpy(row_links).float()
-        unshared += (1 + len(numbers)) * (len(row.prompt) + row.answer.end - 1)
+        base[b], own_direct, own_links = _effects([row.spans[k] for k in order], row.answer, values)
+        total[b].zero_()[order] = torch.from_numpy(chained_effects(own_direct, own_links)).float()
+        direct[b].zero_()[order] = torch.from_numpy(own_direct).float()
+        links[b].zero_()[np.ix_(order, order)] = torch.from_numpy(own_links).float()
+        unshared += (1 + len(order)) * (len(row.prompt) + row.answer.end - 1)
     work = replace(work, tokens_unshared=unshared)
     return Importances(total, base=base, work=work, change_of="logprob", details={"direct": direct, "links": links})
 
@@ -88,8 +83,8 @@ def chained_effects(direct: np.ndarray, links: np.ndarray) -> np.ndarray:
     return total
 
 
-def _judged(row: ScoredRow) -> list[int]:
-    """List the numbers of the units of a row that can move its answer, in order of position; refuse overlaps."""
+def _order(row: ScoredRow) -> list[int]:
+    """Number the units of a row that can move its answer, in order of position; refuse overlaps."""
     order = sorted(range(len(row.spans)), key=lambda k: row.spans[k])
     for k, later in pairwise(order):
         if row.spans[k].end > row.spans[later].start:
@@ -116,14 +111,14 @@ def _runs(units: Sequence[Span], answer: Span) -> Iterator[list[Span]]:
         yield [Span(max(start, behind), end) for start, end in runs if end > behind]
 
 
-def _queries(row: ScoredRow, judged: Sequence[int], mask: Mask) -> list[Query]:
+def _queries(row: ScoredRow, order: Sequence[int], mask: Mask) -> list[Query]:
     if row.answer is None:
         return []
     prompt = len(row.prompt)
     fed, beyond = np.split(row.tokens, [prompt + row.answer.end - 1])
     queries = []
-    for i, runs in enumerate(_runs([row.spans[k] for k in judged], row.answer)):
-        tokens = branch(row, judged[i - 1] if i else None, mask).tokens[: len(fed)]
+    for i, runs in enumerate(_runs([row.spans[k] for k in order], row.answer)):
+        tokens = branch(row, order[i - 1] if i else None, mask).tokens[: len(fed)]
         for start, end in runs:
             queries.append(Query(tokens, prompt + start - 1, row.completion[start:end], beyond=beyond))
     return queries
@@ -131,12 +126,12 @@ def _queries(row: ScoredRow, judged: Sequence[int], mask: Mask) -> list[Query]:
 
 def _effects(units: Sequence[Span], answer: Span, values: Sequence[Tensor]) -> tuple[float, np.ndarray, np.ndarray]:
     """Compute the answer's log-prob, direct effects (K,) and links (K, K), float64, from the values of `_queries`."""
-    edges, found = np.array([*units, answer]).ravel(), iter(values)
-    sums = []  # of each branch, (K + 1,) log-probs of the units and of the answer; 0 where nothing was asked
+    edges, remaining = np.array([*units, answer]).ravel(), iter(values)
+    sums = []  # of each branch, (K + 1,) log-probs of the units and of the answer; 0 where no query scores any
     for runs in _runs(units, answer):
         logprobs = np.zeros(answer.end + 1)
         for start, end in runs:
-            logprobs[start:end] = next(found).numpy()
+            logprobs[start:end] = next(remaining).numpy()
         sums.append(np.add.reduceat(logprobs, edges)[::2])
     sampled, masked = sums[0], np.array(sums[1:]).reshape(-1, len(sums[0]))
     with np.errstate(invalid="ignore"):

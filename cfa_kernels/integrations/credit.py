@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .. import CounterfactualConfig
 from ..credit.deferred import DeferredCredit, credited_advantages
+from ..estimators import ESTIMATORS
 from ..estimators.base import ANSWER, ENTROPIES, EXTERNAL, NEEDS, REWARDS, SIBLINGS, Estimator
-from ..estimators.registry import ESTIMATORS
 from ..rows import Rows
 from ..scoring.access import DISTRIBUTIONS, GRADIENTS, LOGPROBS, MODEL, ModelAccess, Sharded
 

@@ -8,11 +8,11 @@ import torch
 from cfa_kernels import CounterfactualConfig
 from cfa_kernels.credit.config import AnswerRules, SpanRules, as_config, flat_options
 from cfa_kernels.credit.weights import WEIGHTS, Bilevel, Identity, Range, TopShare
+from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.estimators.entropy import Entropy
 from cfa_kernels.estimators.external import External
 from cfa_kernels.estimators.gradient import Gradient
 from cfa_kernels.estimators.masking import Masking
-from cfa_kernels.estimators.registry import ESTIMATORS
 from cfa_kernels.estimators.siblings import SiblingEdits
 from cfa_kernels.options import Count
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig, Span, counterfactual_credit
-from cfa_kernels.estimators.prefix_gain import prefix_gain
+from cfa_kernels.estimators.prefix_gain import PrefixGain
 from cfa_kernels.estimators.probes import Probe
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import InProcess, LogprobService
@@ -29,7 +29,7 @@ def batch():
 
 def gain_of(model, prompt, completion, units, answer, end):
     rows = batch_of(model, [prompt], [completion], [units], [answer], reasoning_ends=[end])
-    (values,) = prefix_gain(InProcess(model), rows).values
+    (values,) = PrefixGain()(InProcess(model), rows).values
     return values
 
 
@@ -157,11 +157,12 @@ def test_resampled_fills_follow_the_seed(model, batch):
     assert not torch.equal(first, other)
 
 
-@pytest.mark.parametrize("preselect_by", ["length", "prefix_gain", "gradient", "entropy"])
+@pytest.mark.parametrize("preselect_by", ["length", "prefix_gain", "gradient", "entropy", "sibling_edits"])
 def test_the_top_share_by_an_estimate_is_masked_exactly(model, batch, preselect_by):
     entropies = [torch.rand(n, generator=torch.Generator().manual_seed(0)) for n in batch[2].lengths]
+    known = {"entropies": entropies, "rewards": [1.0, 0.0, 0.0]}
     exact = credit_of(model, batch)
-    some = credit_of(model, batch, CounterfactualConfig(preselect=0.5, preselect_by=preselect_by), entropies=entropies)
+    some = credit_of(model, batch, CounterfactualConfig(preselect=0.5, preselect_by=preselect_by), **known)
     for few, all_of_them in zip(some.drop[:2], exact.drop[:2], strict=True):
         masked = few != 0
         assert 0 < masked.sum() < len(few)

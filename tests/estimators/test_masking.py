@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.estimators.masking import Masking, top_units
-from cfa_kernels.estimators.registry import ESTIMATORS
 from cfa_kernels.scoring.access import InProcess
 from cfa_kernels.span import Span
 from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, naive, score_columns
@@ -15,11 +15,11 @@ def qwen3():
     return make_model("Qwen3")
 
 
-def preselected(model, *data, reasoning_ends=None, entropies=None, **options):
-    """Importances and the units that were masked, in the order of `data`, and what it took."""
-    rows = batch_of(model, *data, reasoning_ends=reasoning_ends, entropies=entropies)
-    found = Masking(**options)(InProcess(model), rows)
-    return rows.to_callers_order(found.values), rows.to_callers_order(found.details["exact"]), found.work
+def preselected(model, *data, reasoning_ends=None, entropies=None, external=None, **options):
+    """Importances in the order of `data`, and what it took."""
+    rows = batch_of(model, *data, reasoning_ends=reasoning_ends, entropies=entropies, external=external)
+    result = Masking(**options)(InProcess(model), rows)
+    return rows.to_callers_order(result.values), result.work
 
 
 @pytest.mark.parametrize(
@@ -39,14 +39,13 @@ def test_the_top_units_are_the_largest_the_earlier_of_equals(values, share, top)
 
 def test_preselected_units_are_masked_exactly_and_the_others_claim_nothing(qwen3):
     prompts, completions, spans, answers = batch()
-    values, exact, work = preselected(qwen3, prompts, completions, spans, answers, preselect=0.5)
-    masked = [row.nonzero().flatten().tolist() for row in exact]
-    assert masked == [[0, 1], [1], [0], [0], [1], [], [1]]
+    values, work = preselected(qwen3, prompts, completions, spans, answers, preselect=0.5)
+    masked = [[0, 1], [1], [0], [0], [1], [], [1]]
     for b, answer in enumerate(answers):
         for k, span in enumerate(spans[b]):
-            if answer is None and exact[b][k]:
+            if answer is None and k in masked[b]:
                 assert torch.isnan(values[b][k])
-            elif not exact[b][k]:
+            elif k not in masked[b]:
                 assert values[b][k] == 0
             elif span.start < answer.start:
                 base = naive(qwen3, prompts[b], completions[b], answer)
@@ -57,24 +56,20 @@ def test_preselected_units_are_masked_exactly_and_the_others_claim_nothing(qwen3
     assert work.forwards == 1
 
 
-@pytest.mark.parametrize("name", ["length", "prefix_gain", "gradient", "entropy"])
+@pytest.mark.parametrize("name", ["length", "prefix_gain", "gradient", "entropy", "external"])
 def test_the_units_that_are_masked_are_those_that_the_estimate_finds_most_important(qwen3, name):
     data = [column[2:5] for column in batch()]
     data[2] = [[Span(0, 1), Span(1, 4), Span(4, 6), Span(6, 7)] for _ in data[2]]
     data[3] = [Span(8, 10) for _ in data[3]]
-    known = {
-        "reasoning_ends": [8] * 3,
-        "entropies": [
-            torch.rand(len(row), generator=torch.Generator().manual_seed(b)) for b, row in enumerate(data[1])
-        ],
-    }
+    numbers = [torch.rand(len(row), generator=torch.Generator().manual_seed(b)) for b, row in enumerate(data[1])]
+    known = {"reasoning_ends": [8] * 3, "entropies": numbers, "external": numbers}
     rows = batch_of(qwen3, *data, **known)
     estimates, work = [torch.tensor([1.0, 3.0, 2.0, 1.0])] * 3, None
     if name != "length":
         estimate = ESTIMATORS[name]()(InProcess(qwen3), rows)
         estimates, work = rows.to_callers_order(estimate.values), estimate.work
-    _, exact, total = preselected(qwen3, *data, **known, preselect=0.5, preselect_by=name)
-    assert [row.nonzero().flatten().tolist() for row in exact] == [
+    values, total = preselected(qwen3, *data, **known, preselect=0.5, preselect_by=name)
+    assert [row.nonzero().flatten().tolist() for row in values] == [
         sorted(row.abs().topk(2).indices.tolist()) for row in estimates
     ]
     assert total.forwards == 1 + (work.forwards if work else 0)
@@ -84,11 +79,10 @@ def test_the_units_that_are_masked_are_those_that_the_estimate_finds_most_import
 def test_preselecting_almost_all_units_is_exact(qwen3, outcome):
     """Of one unit none is left out, and a share of 1 masks all without an estimate."""
     data = [column[2:3] for column in batch()]
-    values, exact, _ = preselected(qwen3, *data, preselect=0.99, outcome=outcome)
+    values, _ = preselected(qwen3, *data, preselect=0.99, outcome=outcome)
     rows = batch_of(qwen3, *batch())
     every = rows.to_callers_order(Masking(outcome=outcome)(InProcess(qwen3), rows).values)
     whole = score_columns(qwen3, *batch(), mask=PLACEHOLDER, outcome=outcome)
-    assert exact[0].all()
     torch.testing.assert_close(values[0], -whole.drop[2], rtol=0, atol=1e-5)
     for ours, drop in zip(every, whole.drop, strict=True):
         torch.testing.assert_close(ours, -drop, rtol=0, atol=1e-5, equal_nan=True)
@@ -97,7 +91,7 @@ def test_preselecting_almost_all_units_is_exact(qwen3, outcome):
 def test_estimates_that_are_not_finite_are_refused_by_row_and_unit(qwen3):
     entropies = [torch.ones(len(row)) for row in batch()[1]]
     entropies[1][3] = float("nan")
-    with pytest.raises(ValueError, match="preselect_by='entropy', row 1: importance, unit 0: must be finite, got nan"):
+    with pytest.raises(ValueError, match="preselect_by='entropy', row 1, unit 0: the estimate must be finite, got nan"):
         preselected(qwen3, *batch(), preselect=0.5, preselect_by="entropy", entropies=entropies)
 
 
@@ -106,7 +100,7 @@ def test_estimates_that_are_not_finite_are_refused_by_row_and_unit(qwen3):
     [
         ({"preselect": 0.0}, r"preselect must be in \(0, 1\], got 0.0"),
         ({"preselect": 1.5}, r"preselect must be in \(0, 1\], got 1.5"),
-        ({"preselect": 0.5, "preselect_by": "middle"}, "preselect_by must be one of .*'length', .* got 'middle'"),
+        ({"preselect": 0.5, "preselect_by": "middle"}, "preselect_by must be one of length, masking, .* got 'middle'"),
         ({"preselect_by": "gradient"}, "preselect_by='gradient' is not read: preselect is 1"),
     ],
 )

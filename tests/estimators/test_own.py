@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ import torch
 from cfa_kernels import CounterfactualConfig, counterfactual_credit
 from cfa_kernels.credit.config import flat_options
 from cfa_kernels.credit.weights import Range
-from cfa_kernels.estimators.base import ANSWER, Importances
-from cfa_kernels.estimators.registry import ESTIMATORS
+from cfa_kernels.estimators import ESTIMATORS
+from cfa_kernels.estimators.base import ANSWER, Estimator, Importances
 from cfa_kernels.integrations.credit import OFFERED_BY_A_SERVICE, sentences, unmet_needs
 from cfa_kernels.options import NotNegative, check_fields, option_docs
 from cfa_kernels.rows import Rows
@@ -23,15 +22,12 @@ TOKENIZER = get_tokenizer("byte-level, single digits")
 
 
 @dataclass(frozen=True)
-class Lateness:
+class Lateness(Estimator):
     """How late a unit begins, to a power."""
 
-    name: ClassVar[str] = "lateness"
-    judges: ClassVar[str] = "tokens"
-    negative: ClassVar[bool] = False
-    weights: ClassVar[str | None] = "range"
-    needs: ClassVar[frozenset[str]] = frozenset({ANSWER, DISTRIBUTIONS})
-    continues: ClassVar[bool] = False
+    name = "lateness"
+    judges = "tokens"
+    needs = frozenset({ANSWER, DISTRIBUTIONS})
 
     power: NotNegative = 1.0
     """Power of a unit's first position."""

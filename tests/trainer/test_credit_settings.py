@@ -1,15 +1,14 @@
 """Every estimator runs in the training program, from flags or from the settings of a paper that ship with it."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
 import yaml
 
 from cfa_kernels import CounterfactualConfig
+from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.estimators.entropy import Entropy
-from cfa_kernels.estimators.registry import ESTIMATORS
 from cfa_kernels.integrations.credit import OFFERS, sentences, unmet_needs
 from cfa_kernels.options import Share, check_fields
 from docs.options import options
@@ -48,7 +47,7 @@ def test_every_setting_of_credit_reaches_the_library() -> None:
 class Prepared(Entropy):
     """An estimator with an option of its own."""
 
-    name: ClassVar[str] = "prepared"
+    name = "prepared"
 
     care: Share = 0.25
     """How much care is taken."""
