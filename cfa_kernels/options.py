@@ -121,6 +121,8 @@ def _mismatch(value: Any, hint: Any) -> str | None:
         return None if value in inside else f"one of {', '.join(map(repr, inside))}"
     if origin is Annotated:
         number, interval = inside
+        if not isinstance(interval, Interval):
+            return _mismatch(value, number)
         matches = isinstance(value, int | number) and not isinstance(value, bool) and value in interval
         words = str(interval)
         return None if matches else words if number is float else f"an integer, {words.removeprefix('finite and ')}"

@@ -70,7 +70,7 @@ def parse(kind: Any, argv: Sequence[str], *, prog: str, description: str) -> Any
 def _in_one_line(box: str) -> str:
     """Give the words of a refusal of tyro's, without its frame, its title and the advice to try `--help`."""
     inside = " ".join(line.strip("│| ") for line in box.splitlines()[1:-1])
-    return re.sub(r"\s*[─-]{4,}\s*", "; ", " ".join(inside.split())).partition("; For full helptext")[0]
+    return re.sub(r"\s*[─-]{4,}\s*", "; ", " ".join(inside.split())).partition("; For full helptext")[0].lstrip("; ")
 
 
 def _model_settings(settings: dict[str, Any], path: Path, model: str) -> dict[str, Any]:

@@ -4,10 +4,9 @@ Names are TRL's where TRL has one. Class defaults are the CF paper's run; a mode
 settings that suit it better. `trainer.cli` fills the dataclass from YAML and flags.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -16,7 +15,7 @@ from cfa_kernels.credit.weights import Control
 from cfa_kernels.estimators import ESTIMATORS
 from cfa_kernels.losses.checks import LEVELS, LOSS_TYPES, weights_sequences
 from cfa_kernels.ops.token_loss import NUMBERS
-from cfa_kernels.options import NOT_NEGATIVE, POSITIVE
+from cfa_kernels.options import NOT_NEGATIVE, POSITIVE, Count, Interval, NotNegative, PositiveShare, check_fields
 from trainer.precision import DtypeName, Precision
 from trainer.rewards import load_answer_format
 from trainer.rewards.settings import INSTRUCTIONS, RewardSettings
@@ -31,21 +30,8 @@ _CONTROLS: dict[str, Control | None] = {
     "counterfactual": None, "inverted": "inverted", "random": "random", "uniform": "off",
 }  # fmt: skip
 _ESTIMATORS = tuple(name for name in ESTIMATORS if name != "external")  # whose importances a caller hands in
-_RANGES: dict[str, tuple[Callable[[float], bool], tuple[str, ...]]] = {
-    "at least 1": (lambda value: value >= 1, (
-        "max_steps", "generation_batch_size", "num_iterations", "max_completion_length", "lora_r",
-        "eval_steps", "token_budget", "save_steps", "eval_problems", "train_problems",
-    )),
-    str(NOT_NEGATIVE): (NOT_NEGATIVE.__contains__, (
-        "epsilon", "epsilon_high", "beta", "compare_and_correct", "log_completions", "eval_samples",
-    )),
-    str(POSITIVE): (POSITIVE.__contains__, (
-        "learning_rate", "temperature", "max_grad_norm", "max_sampling_gap", "importance_sampling_clip_max",
-        "reward_timeout",
-    )),
-    "in (0, 1]": (lambda value: 0 < value <= 1, ("top_p",)),
-    "in [0, 2**32)": (lambda value: 0 <= value < 2**32, ("seed",)),  # what NumPy's generator takes
-}  # fmt: skip
+_Positive = Annotated[float, POSITIVE]
+_Amount = Annotated[int, NOT_NEGATIVE]
 
 
 @dataclass
@@ -59,21 +45,18 @@ class DataConfig:
     eval_dataset: str | None = None
     """Held-out problems (file, or hub name with a "test" split). By default the "test" split of a hub data set or of
     "generated"; for a file, eval_problems of its rows are set aside and not trained on."""
-    eval_problems: int | None = None
+    eval_problems: Count | None = None
     """How many held-out problems to evaluate on; all by default (256 for "generated" and for a file)."""
     question_column: str = "question"
     """Column that holds the problem."""
     answer_column: str = "answer"
     """Column that holds the solution ("... #### 72") or the bare number."""
-    train_problems: int | None = None
+    train_problems: Count | None = None
     """How many training problems to use; all by default (for "generated" 8192, or in warm-up one per sequence)."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range, naming the setting."""
-        for expected, (holds, names) in _RANGES.items():
-            for name in names:
-                if (value := getattr(self, name, None)) is not None and not holds(value):
-                    raise ValueError(f"{name} must be {expected}, got {value}")
+        check_fields(self)
 
     @property
     def kind(self) -> str:
@@ -95,7 +78,7 @@ class TrainConfig(RewardSettings, DataConfig):
     resume: bool = True
     """The same command again goes on from the last good checkpoint: of its output_dir, or by default of the newest
     unfinished run under runs/ that was begun with the same settings. --no_resume starts anew, in a new folder."""
-    save_steps: int = 10
+    save_steps: Count = 10
     """Keep a checkpoint to go on from every so many steps, beside those at the beginning and the end; the newest two
     are kept, and a damaged one is replaced by the one before it."""
 
@@ -106,42 +89,42 @@ class TrainConfig(RewardSettings, DataConfig):
     credit_options: tyro.conf.UseAppendAction[dict[str, int | float | str]] = field(default_factory=dict)
     """An option of the estimator, of the rule for weights or of spans, and its value: --credit_options max_spans 5
     --credit_options weights top. docs/credit.md lists them; by default what the estimator's source does."""
-    compare_and_correct: float = 0.0
+    compare_and_correct: NotNegative = 0.0
     """After IBPO: the policy rewrites wrong completions beside the nearest correct sibling. A correct rewrite raises
     their reward by this much (lambda times rho) before the group is compared, and only tokens that it edits get credit.
     0 leaves completions as they are."""
     answer_format: str | None = None
     """Form of answers beside those that are known: a regular expression whose first group is the answer, or
     "module:function" of a text that gives the answer's start and end."""
-    token_budget: int | None = None
+    token_budget: Count | None = None
     """Most packed tokens of a forward, in the update and of masked branches; a group that is larger gets a forward of
     its own. By default what half of the free memory holds."""
 
-    max_steps: int = 500
+    max_steps: Count = 500
     """Optimizer steps (times num_iterations): rollouts, credit and update make one."""
-    generation_batch_size: int = 64
+    generation_batch_size: Count = 64
     """Completions that a step samples, on however many devices, and evaluation at a time; token_budget limits one
     forward."""
     num_generations: int = 8
     """Completions per problem (G), the group that advantages compare."""
-    num_iterations: int = 1
+    num_iterations: Count = 1
     """Optimizer steps taken on each set of rollouts."""
-    learning_rate: float = 2.5e-5
+    learning_rate: _Positive = 2.5e-5
     """Peak learning rate of AdamW."""
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
     """Learning rate over the run."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: _Positive = 1.0
     """Gradients are scaled down to this norm."""
 
     loss_type: Literal[LOSS_TYPES] = "dapo"  # type: ignore[valid-type]
     """Loss type: how token losses are formed and summed."""
     importance_sampling_level: Literal[LEVELS] = "token"  # type: ignore[valid-type]
     """Whether probability ratios are per token or per completion (GSPO)."""
-    epsilon: float = 0.2
+    epsilon: NotNegative = 0.2
     """Lower clip: ratios below 1 - epsilon get no gradient. DAPO."""
-    epsilon_high: float = 0.28
+    epsilon_high: NotNegative = 0.28
     """Upper clip: ratios above 1 + epsilon_high get no gradient. DAPO."""
-    beta: float = 0.0
+    beta: NotNegative = 0.0
     """Weight of the KL term towards the model as it was loaded; 0 needs no reference model."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Standard deviation that divides a group's centred rewards."""
@@ -152,29 +135,29 @@ class TrainConfig(RewardSettings, DataConfig):
     """Engine that samples: transformers, in the training process, or a vLLM server, reached through TRL's client."""
     vllm_server_base_url: str = "http://localhost:8000"
     """Address of the vLLM server."""
-    temperature: float = 0.6
+    temperature: _Positive = 0.6
     """Sampling temperature; log-probs in the loss are taken at the same one."""
-    top_p: float = 0.95
+    top_p: PositiveShare = 0.95
     """Nucleus sampling: the smallest set of tokens with this much probability."""
-    max_sampling_gap: float | None = None
+    max_sampling_gap: _Positive | None = None
     """Largest gap, in nats, between the log-probs a batch was sampled with and those its first update computes; a run
     with a larger one stops, because one of the two is wrong. It is a mean over tokens, each weighed by the probability
     of another in its place, less what normalising over the nucleus explains. By default what rounding explains: 0.02
     in float32, 0.3 in bfloat16 and mixed, over the temperature if that is below 1."""
-    importance_sampling_clip_max: float | None = None
+    importance_sampling_clip_max: _Positive | None = None
     """Correct the loss for the engine's log-probs: each token's policy term is multiplied by its probability in the
     update over the one it was sampled with, at most this much (TRL: token_truncate, 3.0). By default it is not."""
-    max_completion_length: int = 512
+    max_completion_length: Count = 512
     """Maximum tokens sampled per completion."""
     instruction: str | None = None
     """Text after the question, on a line of its own; may be empty. By default it asks for the form of answers that
     evaluation's reward reads: a line "#### <number>", \\boxed{}, or a fenced block of Python."""
-    eval_steps: int | None = None
+    eval_steps: Count | None = None
     """Also evaluate every so many steps; by default before and after only."""
 
     use_peft: bool = True
     """Train a LoRA adapter instead of all weights."""
-    lora_r: int = 32
+    lora_r: Count = 32
     """Rank of the adapter, on every linear layer but the head; its scale is 32 / lora_r."""
     dtype: DtypeName = "auto"
     """Arithmetic: float32 throughout; mixed, which keeps weights in float32 and multiplies them in bfloat16 (autocast);
@@ -184,7 +167,7 @@ class TrainConfig(RewardSettings, DataConfig):
     """Device, for example "cpu" or "cuda:0"; auto is the first GPU if there is one."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
-    seed: int = 0
+    seed: Annotated[int, Interval(0, 2**32 - 1)] = 0
     """Seed of everything drawn at random."""
     parallel: Literal["ddp", "fsdp2"] = "ddp"
     """With several processes, as torchrun starts them: ddp keeps a whole model in each and sums gradients once a
@@ -192,15 +175,15 @@ class TrainConfig(RewardSettings, DataConfig):
 
     report_to: list[str] = field(default_factory=list)
     """Further logging back-ends, any of: tensorboard, wandb, trackio (each must be installed)."""
-    log_completions: int = 4
+    log_completions: _Amount = 4
     """Completions written to completions.jsonl per step, with their tokens and weights."""
 
     def __post_init__(self) -> None:
         """Reject values outside their range, naming the setting."""
+        super().__post_init__()
         for tracker in self.report_to:
             if tracker not in TRACKERS:
                 raise ValueError(f"report_to must be among {TRACKERS}, got {tracker!r}")
-        super().__post_init__()
         try:
             Precision.of(self.dtype, self.device, adapters=self.use_peft)
         except RuntimeError as problem:

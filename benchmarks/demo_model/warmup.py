@@ -32,6 +32,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from cfa_kernels.options import Count
 from trainer.cli import parse
 from trainer.config import DEFAULTS_FILE, GENERATED, DataConfig, TrainConfig
 from trainer.data import HELD_OUT_PROBLEMS, Row, encode_prompt, load_rows, train_and_eval_rows
@@ -76,13 +77,13 @@ class WarmupConfig(DataConfig):
     careless: bool = True
     """For "generated": learn from a careless pupil, whose last sum often takes its number from an idle sentence. The
     model then can do the arithmetic but is easily misled, a habit that reinforcement corrects in minutes."""
-    vocab_size: int = 512
+    vocab_size: Count = 512
     """Size of the byte-level BPE vocabulary."""
     single_digits: bool = True
     """Every digit is a token; else numbers are words like others, which a small model looks up more easily."""
     hidden_size: int = 128
     """Width of the model."""
-    num_hidden_layers: int = 4
+    num_hidden_layers: Count = 4
     """Layers of the model."""
     num_attention_heads: int = 4
     """Attention heads, of 32 dimensions each; half as many key-value heads."""
@@ -90,9 +91,9 @@ class WarmupConfig(DataConfig):
     """Width of the MLP."""
     max_position_embeddings: int = 1024
     """Context of the model, tokens."""
-    max_steps: int = 1600
+    max_steps: Count = 1600
     """Optimizer steps."""
-    batch_size: int = 32
+    batch_size: Count = 32
     """Sequences per step."""
     learning_rate: float = 2e-3
     """Peak learning rate of AdamW, reached after warmup_steps and decayed to a tenth along a cosine."""
@@ -106,9 +107,6 @@ class WarmupConfig(DataConfig):
     def __post_init__(self) -> None:
         """Reject values outside their range, naming the setting."""
         super().__post_init__()
-        for name in ("vocab_size", "num_hidden_layers", "max_steps", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_attention_heads < 2 or self.num_attention_heads % 2:
             raise ValueError(f"num_attention_heads must be even, got {self.num_attention_heads}")
 

@@ -14,7 +14,7 @@ from cfa_kernels.options import Share, check_fields
 from docs.options import options
 from tests.support.embedded import EVERY_OTHER, metrics_of, run, samples_of, settings, updated
 from trainer.cli import preset_names
-from trainer.config import PRESETS, TrainConfig
+from trainer.config import PRESETS
 
 pytestmark = pytest.mark.slow
 
@@ -59,8 +59,7 @@ class Prepared(Entropy):
 def test_a_field_added_to_a_part_is_a_setting_of_yaml_and_an_option_of_every_trainer(monkeypatch) -> None:
     """It is declared once; here an estimator is put in beside the others, and nothing else is told of it."""
     monkeypatch.setitem(ESTIMATORS, "prepared", Prepared)
-    ours = TrainConfig(estimator="prepared", credit_options={"care": 0.75}).counterfactual()
-    assert ours == CounterfactualConfig.from_flat({"estimator": "prepared", "care": 0.75})
+    ours = CounterfactualConfig.from_flat({"estimator": "prepared", "care": 0.75})
     assert ours.estimator == Prepared(care=0.75)
     assert ours.to_flat()["care"] == 0.75
     assert "| `care` | `Prepared`, `estimator=prepared` | `0.25` | How much care is taken. |" in options()

@@ -25,7 +25,7 @@ def test_a_run_adds_its_rewards_up_by_their_weights(tmp_path) -> None:
         ({"reward_weights": [float("nan")]}, "reward_weights must be finite, got nan for exact_match"),
         ({"reward_weights": [float("inf")]}, "reward_weights must be finite, got inf"),
         ({"reward_timeout": 0.0}, r"reward_timeout must be in \[1e-38, 1e38\], got 0.0"),
-        ({"eval_samples": -1}, "eval_samples must be finite and at least 0, got -1"),
+        ({"eval_samples": -1}, "eval_samples must be an integer, at least 0, got -1"),
         ({"reward_funcs": ["code"]}, "dataset: 'generated' has no tests"),
         (
             {"reward_funcs": ["exact_match", "code"]},
