@@ -125,7 +125,7 @@ def test_help_shows_the_documentation_and_the_default(capsys) -> None:
         (["--eval_problems", "0"], "eval_problems must be an integer, at least 1 or None, got 0"),
         (["--credit_options", "w_answer", "-1"], "w_answer must be finite and at least 0, got -1"),
         (["--epsilon", "-0.2"], "epsilon must be finite and at least 0, got -0.2"),
-        (["--importance_sampling_clip_max", "0"], "importance_sampling_clip_max must be in [1e-38, 1e38] or None, got 0.0"),
+        (["--importance_sampling_clip_max", "0"], "clip_max must be in [1e-38, 1e38] or None, got 0.0"),
         (["--rollout_engine=vllm", "--vllm_server_base_url=gpu:1"], "vllm_server_base_url must begin with http://"),
     ],
 )
