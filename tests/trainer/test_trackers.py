@@ -54,5 +54,5 @@ def test_a_back_end_that_fails_ends_no_run(monkeypatch, tmp_path, capsys) -> Non
     assert [entry["step"] for entry in metrics_of(folder)] == [0, 1, 2, 2]
     assert told == [0, 1]
     said = capsys.readouterr().out
-    assert "report_to: trackio failed and is told no more: ConnectionError: no answer" in said
-    assert "report_to: trackio failed and is told no more: TimeoutError: still no answer" in said
+    assert "report_to: trackio failed and gets no more: ConnectionError: no answer" in said
+    assert "report_to: trackio failed and gets no more: TimeoutError: still no answer" in said

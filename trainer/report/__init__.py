@@ -1,7 +1,4 @@
-"""Show and record what a run does: console, run folder, curves, logging back-ends.
-
-A run on several devices reports from one of them: measurements are combined before they are passed to this package.
-"""
+"""Show and record a run: console, run folder, logging back-ends; the first process reports for all."""
 
 from trainer.report.metrics import Step
 from trainer.report.run_report import Report, Silence

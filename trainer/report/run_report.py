@@ -1,8 +1,4 @@
-"""Show a run's progress on the console and write the run folder's files.
-
-The folder holds `metrics.jsonl` (one object per step), `completions.jsonl` (samples with their tokens and weights),
-`report.html` (both to look at) and `summary.json`.
-"""
+"""Show a run's progress on the console; write `metrics.jsonl`, `completions.jsonl`, `report.html`, `summary.json`."""
 
 import contextlib
 import json
@@ -14,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -34,6 +31,8 @@ from trainer.report.metrics import Step
 from trainer.report.trackers import open_tracker
 
 _ROWS_SHOWN = 10
+_KINDS = {"counterfactual": "Counterfactual ", "uniform": "", "inverted": "Inverted ", "random": "Random-weight "}
+_STYLES = ((0.99, "grey50"), (1.01, "default"), (2.0, "black on khaki1"), (3.0, "black on orange1"))
 
 
 class Report:
@@ -45,16 +44,17 @@ class Report:
         """Begin a report, or go on with one from its `state` at a checkpoint."""
         self.console = Console(highlight=False)
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
+        self._title = f"{_KINDS[config.credit]}{config.loss_type.upper()}, seed {config.seed}"
         self._started = time.perf_counter() - state.get("seconds", 0.0)
         self._evaluations = [(step, Evaluation(**result)) for step, result in state.get("evaluations", [])]
-        self._finished = False  # the page of the whole run is written
         self._bytes: dict[str, int] = state.get("bytes", {})
         self._id: str = state.get("id", uuid.uuid4().hex)
         self._tokens: int = state.get("tokens", 0)
         self._last: Step | None = None
+        self._is_closed = False  # the page of the whole run is written
 
     def state(self) -> dict[str, Any]:
-        """Bring what was recorded to the disk, and return as JSON what a report needs to go on from here."""
+        """Sync the files to the disk, and return as JSON what a report needs to go on from here."""
         sizes = {}
         for file in (self._metrics_file, self._completions_file):
             with naming(path := Path(file.name)):
@@ -72,7 +72,7 @@ class Report:
     def __enter__(self) -> "Report":
         """Open the files, the back-ends and the progress bar."""
         self._stack = contextlib.ExitStack()
-        self._metrics_file, self._completions_file = map(self._opened, ("metrics.jsonl", "completions.jsonl"))
+        self._metrics_file, self._completions_file = map(self._open, ("metrics.jsonl", "completions.jsonl"))
         lines = (self._folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         last = int(json.loads(lines[-1])["step"]) if lines else None
         self._trackers = {}
@@ -84,60 +84,54 @@ class Report:
         columns += [TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn()]
         bars = Progress(*columns, console=self.console, speed_estimate_period=math.inf)  # steps may take minutes
         self._progress = self._stack.enter_context(bars)
-        self._bar = self._progress.add_task(
-            "training", total=self._config.max_steps, completed=last or 0, note="", visible=False
-        )
+        steps = {"total": self._config.max_steps, "completed": last or 0}
+        self._bar = self._progress.add_task("training", note="", visible=False, **steps)
         return self
 
-    def _opened(self, name: str) -> TextIO:
+    def _open(self, name: str) -> TextIO:
         with naming(self._folder / name):
             file = self._stack.enter_context((self._folder / name).open("a", encoding="utf-8"))
-            file.truncate(self._bytes.get(name, 0))  # less what was written after the checkpoint
+            file.truncate(self._bytes.get(name, 0))  # drops the lines after the checkpoint
         return file
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        """Close everything and write the page of what there is."""
+        """Close everything and write the page of the run so far."""
         with contextlib.suppress(*[OSError, ValueError] if failed else []):  # a full disk is known by then
             self._stack.close()
-            if not self._finished:
-                self._show_page()
+            if not self._is_closed:
+                self._write_page()
 
-    def _show_page(self) -> None:
+    def _write_page(self) -> None:
         page = self._folder / "report.html"
-        if not (self._folder / "metrics.jsonl").stat().st_size:
-            return
-        try:
-            write_run_page(page, [self._folder], self._title())
-        except (ValueError, OSError) as problem:  # it only shows what other files hold
-            self._warn(f"{page} was not written: {problem}")
+        if (self._folder / "metrics.jsonl").stat().st_size:
+            try:
+                write_run_page(page, [self._folder], self._title)
+            except (ValueError, OSError) as problem:  # the page only shows what other files hold
+                self._warn(f"{page} was not written: {problem}")
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True)
 
     def _warn(self, warning: str) -> None:
-        self.console.print(f"[bold yellow]warning[/bold yellow]: {escape(warning)}", soft_wrap=True)
+        self._print(f"[bold yellow]warning[/bold yellow]: {escape(warning)}")
 
     def opening(self, policy: nn.Module, train_problems: int, held_out: int, notes: Sequence[str] = ()) -> None:
-        """Say what is about to happen; `notes` are settings that do not hold here, and why."""
+        """Print the settings of the run; `notes` are settings that do not hold here, and why."""
         config, weights = self._config, list(policy.parameters())
-        total, trained = (
-            sum(p.numel() for p in some) for some in (weights, filter(lambda p: p.requires_grad, weights))
-        )
+        total, trained = (sum(p.numel() for p in weights if p.requires_grad or every) for every in (True, False))
         kind = f"LoRA r={config.lora_r}, {trained:,} of {total:,}" if config.use_peft else f"all {total:,}"
-        self.console.print(
-            f"[bold]{self._title()}[/bold]\n"
+        self._print(
+            f"[bold]{self._title}[/bold]\n"
             f"  model    {escape(config.model)} ({kind} parameters train, {str(weights[0].dtype)[6:]}, "
             f"{weights[0].device})\n"
             f"  data     {escape(config.dataset)}: {train_problems:,} problems to train on, {held_out:,} held out\n"
             f"  step     {config.generation_batch_size // config.num_generations} problems x "
             f"{config.num_generations} completions, temperature {config.temperature}, top-p {config.top_p}, "
             f"{config.max_steps} steps\n"
-            f"  results  {escape(str(self._folder))}\n",
-            soft_wrap=True,
+            f"  results  {escape(str(self._folder))}\n"
         )
         for note in notes:
-            self.console.print(f"  note     {escape(note)}\n", soft_wrap=True)
-
-    def _title(self) -> str:
-        name = {"counterfactual": "Counterfactual ", "uniform": "", "inverted": "Inverted ", "random": "Random-weight "}
-        return f"{name[self._config.credit]}{self._config.loss_type.upper()}, seed {self._config.seed}"
+            self._print(f"  note     {escape(note)}\n")
 
     @contextlib.contextmanager
     def evaluating(self, step: int, problems: int) -> Iterator[Callable[[int], None]]:
@@ -156,49 +150,45 @@ class Report:
         self._evaluations.append((step, result))
         self._record(step, result.metrics)
         sampled = "".join(f", pass@{k} {share:.1%}" for k, share in result.pass_at.items())
-        self.console.print(
+        self._print(
             f"  step {step:>4}   [bold]held-out accuracy {result.accuracy:6.1%}[/bold]  "
             f"({sum(result.correct)} of {len(result.correct)}, greedy{sampled})"
         )
-        self._show_page()
+        self._write_page()
 
     def stepped(self, step: int, result: Step) -> None:
-        """Record a training step: files, bar, and a line now and then."""
-        self._last = result
+        """Record a training step: files, bar, and every tenth part of the run a line."""
+        self._last, metrics = result, result.metrics
         self._tokens += int(result.rollouts.prompt_mask.sum() + result.rollouts.completion_mask.sum())
-        self._record(step, result.metrics | {"num_tokens": self._tokens})
+        self._record(step, metrics | {"num_tokens": self._tokens})
         # Samples with spans come first: what was masked, what it did, what each token weighs.
         order = sorted(range(len(result.problems)), key=lambda b: -bool(result.credit.spans[b]))
-        shown = order[: self._config.log_completions]
-        entries = [{"step": step, **self._sample(result, b), **result.notes.get(b, {})} for b in shown]
+        logged = order[: self._config.log_completions]
+        entries = [{"step": step, **self._sample(result, b), **result.notes.get(b, {})} for b in logged]
         self._write(self._completions_file, entries)
-        metrics = result.metrics
         share = f"credit {metrics['time/credit'] / metrics['step_time']:.0%}"
         note = f"reward {metrics['reward']:.2f}  {share} of the time"
         self._progress.update(self._bar, advance=1, visible=True, note=note)
         if step % math.ceil(self._config.max_steps / _ROWS_SHOWN) == 0:
             seconds = self._progress.tasks[0].time_remaining  # None after the first step, 0 after the last
             left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
-            self.console.print(
+            self._print(
                 f"  step {step:>4}   reward {metrics['reward']:.2f}   "
                 f"mixed groups {1 - metrics['frac_reward_zero_std']:4.0%}   "
-                f"spans {metrics['credit/spans_mean']:.1f}   {metrics['step_time']:4.1f} s, {share}   {left}",
-                soft_wrap=True,
+                f"spans {metrics['credit/spans_mean']:.1f}   {metrics['step_time']:4.1f} s, {share}   {left}"
             )
 
     def _record(self, step: int, metrics: dict[str, float]) -> None:
         self._write(self._metrics_file, [{"step": step, **metrics}])
         for name, log in [*self._trackers.items()]:
-            if not self._track(name, log, metrics, step):
-                del self._trackers[name]
+            self._track(name, log, metrics, step)
 
-    def _track(self, name: str, log: Callable[..., object], *arguments: object) -> bool:
+    def _track(self, name: str, log: Callable[..., object], *arguments: object) -> None:
         try:
             log(*arguments)
         except Exception as problem:  # each has errors of its own; the run's own files hold all of it
-            self._warn(f"report_to: {name} failed and is told no more: {type(problem).__name__}: {problem}")
-            return False
-        return True
+            self._warn(f"report_to: {name} failed and gets no more: {type(problem).__name__}: {problem}")
+            self._trackers.pop(name, None)
 
     def _write(self, file: TextIO, entries: Sequence[Mapping[str, Any]]) -> None:
         with naming(Path(file.name)):
@@ -213,8 +203,8 @@ class Report:
             reward=result.rewards[b].item(), advantage=result.advantages[b].item(),
             truncated=bool(result.rollouts.truncated[b]),
         )  # fmt: skip
-        texts = {"question": "question", "answer": "reference"}  # by column of the data
-        record |= {name: str(result.columns[column][b]) for column, name in texts.items() if column in result.columns}
+        texts = {"question": "question", "reference": "answer"}  # columns of the data
+        record |= {name: str(result.columns[column][b]) for name, column in texts.items() if column in result.columns}
         record |= judged_spans(credit, b, ids, self._tokenizer, config.counterfactual())
         record |= {"credit": name or config.credit, "weights": rounded(credit.weights[b].tolist())}
         if credit.advantages is not None:
@@ -224,7 +214,7 @@ class Report:
     def ended(self, why: str) -> None:
         """Say why the run ends before its last step, and how to go on."""
         self._progress.update(self._bar, visible=False)
-        self.console.print(escape(why), soft_wrap=True)
+        self._print(escape(why))
 
     def closing(self) -> None:
         """Print by how much held-out accuracy moved, and where all files are."""
@@ -240,23 +230,20 @@ class Report:
             "steps": self._config.max_steps,
             "seconds": round(seconds, 1),
         }
-        self._show_page()  # a run with a summary is finished: nothing goes on to write what a kill cuts off after it
-        self._finished = True
+        self._write_page()  # a run with a summary is finished: nothing goes on to write what a kill cuts off after it
+        self._is_closed = True
         write_whole(self._folder / "summary.json", json.dumps(summary, indent=1) + "\n")
         self._progress.update(self._bar, visible=False)
-        self._show_weights()
-        self.console.print(
+        if self._last and any(self._last.credit.spans):
+            self._show_weights(self._last)
+        self._print(
             f"\n[bold]Held-out accuracy {before.accuracy:.1%} -> {after.accuracy:.1%}, "
             f"{100 * gain:+.1f} points[/bold] (standard error {100 * error:.1f}; {len(after.correct)} problems, "
-            f"greedy decoding; {seconds:.0f} s)\nCurves, metrics, samples and weights: {escape(str(self._folder))}",
-            soft_wrap=True,
+            f"greedy decoding; {seconds:.0f} s)\nCurves, metrics, samples and weights: {escape(str(self._folder))}"
         )
 
-    def _show_weights(self) -> None:
+    def _show_weights(self, result: Step) -> None:
         """Print one sampled completion: its spans with their drops, and its token weights as colour."""
-        result = self._last
-        if result is None or not any(result.credit.spans):
-            return
         sample = self._sample(result, max(range(len(result.problems)), key=lambda b: len(result.credit.spans[b])))
         text = Text()
         for token, weight in zip(sample["tokens"], sample["weights"], strict=True):
@@ -279,27 +266,20 @@ class Silence:
     evaluated_steps = ()
 
     def __enter__(self) -> Any:
-        """Open nothing."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close nothing."""
+        pass
 
     def __getattr__(self, _: str) -> Any:
-        """Return a method that does nothing."""
         return lambda *_, **__: contextlib.nullcontext(lambda _: None)
 
 
 def _weight_style(weight: float) -> str:
-    for bound, style in ((0.99, "grey50"), (1.01, "default"), (2.0, "black on khaki1"), (3.0, "black on orange1")):
-        if weight < bound:
-            return style
-    return "white on red3"
+    return next((style for bound, style in _STYLES if weight < bound), "white on red3")
 
 
 def paired_gain(before: Evaluation, after: Evaluation) -> tuple[float, float]:
     """Compute mean and standard error of the change in correctness, problem by problem."""
     changes = [float(b) - float(a) for a, b in zip(before.correct, after.correct, strict=True)]
-    mean = sum(changes) / len(changes)
-    variance = sum((change - mean) ** 2 for change in changes) / max(len(changes) - 1, 1)
-    return mean, math.sqrt(variance / len(changes))
+    return fmean(changes), stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else 0.0

@@ -12,12 +12,11 @@ STAGES = ("generate", "credit", "update", "other")
 
 
 class StageTimes:
-    """Seconds of one step by stage; what is done outside of `during` is `other`.
+    """Seconds of one step by stage; time outside of `during` is `other`."""
 
-    On a GPU a stage lasts from one event in the queue of kernels to the next, as the host is done long before them. The
-    update ends in a wait, after which the events before it are read; `update` is what all others leave of the step, so
-    it takes in what the last optimizer step left in the queue.
-    """
+    # On a GPU a stage lasts from one event in the queue of kernels to the next, as the host is done long before them.
+    # The update ends in a wait, after which the events before it are read; `update` is what all others leave of the
+    # step, so it takes in what the last optimizer step left in the queue.
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device if device is not None and device.type == "cuda" else None
@@ -33,7 +32,7 @@ class StageTimes:
 
     @contextmanager
     def during(self, stage: str) -> Iterator[None]:
-        """Count what is done inside as `stage`, and not as the stage around it."""
+        """Count the body as `stage`, and not as the stage around it."""
         around = self._marks[-1][0]
         self._begin(stage)
         try:
@@ -46,8 +45,8 @@ class StageTimes:
         self._begin(self._marks[-1][0])
         seconds = dict.fromkeys(STAGES, 0.0)
         for (stage, began, start), (_, ended, end) in zip(self._marks, self._marks[1:], strict=False):
-            read = end is not None and end.query()  # of events that the device has not reached, the host's time
-            elapsed = start.elapsed_time(end) / 1000 if read else ended - began
+            is_reached = end is not None and end.query()  # else the host's time
+            elapsed = start.elapsed_time(end) / 1000 if is_reached else ended - began
             seconds[stage] = seconds.get(stage, 0.0) + elapsed
         total = self._marks[-1][1] - self._marks[0][1]
         seconds["update"] = total - sum(value for stage, value in seconds.items() if stage != "update")
